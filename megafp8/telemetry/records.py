@@ -1,0 +1,225 @@
+"""The records of a run: one JSON object a line, in one file, which every report is made from.
+
+Four kinds, told apart by the field `kind`: `run` opens the file and every resumption, `step` follows each optimizer
+step, `eval` each validation or test, `event` whatever else happened (checkpoint saved, reason for stopping).
+
+The lines are strict JSON. JSON has no NaN and no infinity, and a loss that became one is just what a reader looks
+for, so the three values are written as the texts "nan", "inf" and "-inf" and read back as numbers wherever the
+schema below declares a number. Inside `config`, which has no schema here, they stay texts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import json
+import math
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Optional, Union
+
+from megafp8.errors import DataError
+
+RECORDS_FILE = "records.jsonl"
+SCHEMA_VERSION = 1
+
+
+def utc_now() -> str:
+    """The present moment in UTC as ISO 8601 text, to the second."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """The start of a run, or of its continuation.
+
+    Step and evaluation records that come before this one in the file and lie after `resumed_from_step` no longer
+    count: the run went back and did those steps again.
+    """
+
+    kind: ClassVar[str] = "run"
+
+    config_hash: str
+    """Stable hash of the resolved configuration."""
+    config: dict[str, Any]
+    """The resolved configuration, section by section."""
+    world_size: int
+    layout: dict[str, int]
+    """Size of each parallel axis: tensor, context, pipeline, virtual, data."""
+    recipe: str
+    """The arithmetic of the linears in a few words, for tables and legends: "bf16", "fp8 hybrid tensorwise (TE)"."""
+    device_name: str
+    peak_flops: Optional[dict[str, float]] = None
+    """Dense peak FLOP/s of one device by dtype; None for a device that is not in the table."""
+    peak_source: Optional[str] = None
+    mfu_dtype: Optional[str] = None
+    """The dtype whose peak is the denominator of `StepRecord.mfu_fraction`."""
+    num_parameters: Optional[int] = None
+    flops_per_token: Optional[float] = None
+    """Model FLOPs of one token, forward and backward."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """Versions of megafp8, Python and the libraries that do the arithmetic."""
+    resumed_from_step: Optional[int] = None
+    """Last step of the checkpoint that was loaded; None for a run that starts at step 0."""
+    started_at: str = field(default_factory=utc_now)
+    schema_version: int = SCHEMA_VERSION
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One optimizer step. Rates count the whole job unless the name says `per_device`."""
+
+    kind: ClassVar[str] = "step"
+
+    step: int
+    """1 for the first step: the number of steps done after this one."""
+    consumed_samples: int
+    consumed_tokens: int
+    loss: float
+    """Mean over the tokens of the global batch, in nats."""
+    learning_rate: float
+    step_ms: float
+    tokens_per_second: float
+    grad_norm: Optional[float] = None
+    """Global norm before clipping."""
+    model_tflops_per_device: Optional[float] = None
+    mfu_fraction: Optional[float] = None
+    """Model FLOP/s over the peak that the run record names; None where the peak is not known."""
+    loss_scale: Optional[float] = None
+    num_zeros_in_grad: Optional[int] = None
+    params_norm: Optional[float] = None
+    memory_peak_bytes: Optional[int] = None
+    """Largest memory held so far by any device of the job."""
+    is_skipped: bool = False
+    """The weights were left as they were (FP16 loss scaling met an overflow)."""
+    timers_ms: Optional[dict[str, float]] = None
+    """Parts of the step's time, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalRecord:
+    """One pass over held-out data."""
+
+    kind: ClassVar[str] = "eval"
+
+    step: int
+    split: str
+    """"valid" or "test"."""
+    loss: float
+    """Mean over tokens, in nats."""
+    perplexity: float
+    num_tokens: int
+    eval_ms: float
+    consumed_tokens: int
+    """Training tokens seen when it was made."""
+
+    def __post_init__(self) -> None:
+        if self.split not in ("valid", "test"):
+            raise DataError(f'an evaluation record has split {self.split!r}; known are "valid" and "test"')
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventRecord:
+    """Something that happened once: a checkpoint saved or loaded, the reason for stopping."""
+
+    kind: ClassVar[str] = "event"
+
+    step: int
+    name: str
+    """A few fixed words, such as "checkpoint saved"."""
+    detail: str = ""
+    at: str = field(default_factory=utc_now)
+
+
+class TornLineError(DataError):
+    """A line that is not JSON at all, such as half a line that a killed run left."""
+
+
+Record = Union[RunRecord, StepRecord, EvalRecord, EventRecord]
+
+RECORD_TYPES: Mapping[str, type] = {cls.kind: cls for cls in (RunRecord, StepRecord, EvalRecord, EventRecord)}
+NON_FINITE = ("nan", "inf", "-inf")
+
+
+def to_json(record: Record) -> str:
+    """One line of strict JSON without the line feed, in ASCII, `kind` first."""
+    content = {"kind": record.kind} | {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}
+    return json.dumps(_encode(content), allow_nan=False)
+
+
+def from_json(line: str) -> Record:
+    """The record in a line that `to_json` made.
+
+    Raises:
+        TornLineError: the line is not JSON.
+        DataError: the line is not a JSON object, its kind is unknown, a field is unknown or missing or has another
+            type than the schema says.
+    """
+    try:
+        content = json.loads(line, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        raise TornLineError(f"not a line of JSON ({error}): {_shorten(line)}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"a record is a JSON object, this is not one: {_shorten(line)}")
+    kind = content.pop("kind", None)
+    if kind not in RECORD_TYPES:
+        raise DataError(f"unknown kind of record {kind!r}; known are {', '.join(RECORD_TYPES)}: {_shorten(line)}")
+    cls = RECORD_TYPES[kind]
+    types = _field_types(cls)
+    unknown = sorted(set(content) - set(types))
+    if unknown:
+        raise DataError(f"a {kind} record has unknown fields {', '.join(unknown)}; was it written by a newer megafp8?")
+    missing = [name for name in _required_fields(cls) if name not in content]
+    if missing:
+        raise DataError(f"a {kind} record lacks {', '.join(missing)}: {_shorten(line)}")
+    return cls(**{name: _decode(value, types[name], f"{kind}.{name}") for name, value in content.items()})
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    if isinstance(value, Mapping):
+        return {str(key): _encode(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_encode(item) for item in value]
+    return value
+
+
+def _decode(value: Any, expected: Any, where: str) -> Any:
+    origin, arguments = typing.get_origin(expected), typing.get_args(expected)
+    if origin is Union:
+        return None if value is None else _decode(value, arguments[0], where)
+    if origin is dict and isinstance(value, dict):
+        return {key: _decode(item, arguments[1], f"{where}[{key!r}]") for key, item in value.items()}
+    if expected is Any:
+        return value
+    if expected is float and (type(value) in (int, float) or (isinstance(value, str) and value in NON_FINITE)):
+        return float(value)
+    if expected in (int, str, bool) and type(value) is expected:
+        return value
+    name = getattr(origin or expected, "__name__", str(expected))
+    raise DataError(f"{where} should be of type {name} and is {value!r}")
+
+
+@functools.cache
+def _field_types(cls: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+
+
+def _required_fields(cls: type) -> list[str]:
+    return [
+        f.name
+        for f in dataclasses.fields(cls)
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
+
+
+def _refuse_constant(text: str) -> float:
+    raise DataError(f"{text} is no JSON; records write it as a text")
+
+
+def _shorten(line: str) -> str:
+    return line if len(line) <= 120 else line[:117] + "..."

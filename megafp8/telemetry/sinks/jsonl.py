@@ -1,0 +1,96 @@
+"""The record of truth: a file that is only ever appended to, one JSON record a line.
+
+A killed run may leave half a line at the end. Nothing is ever rewritten: the next run ends that line and appends,
+so half a line can only stand last in the file or directly before a run record. Anywhere else it is damage.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Optional, Union
+
+from megafp8.errors import DataError
+from megafp8.telemetry.records import EvalRecord, Record, RunRecord, StepRecord, TornLineError, from_json, to_json
+
+
+class JsonlSink:
+    """Appends each record as one line.
+
+    A line is with the operating system when `write` returns, so it survives the death of the process. All but the
+    frequent step records are also forced to the disk, together with every line before them.
+    """
+
+    def __init__(self, path: Union[str, Path]):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self.path, "ab")  # noqa: SIM115 - lives as long as the sink
+        if self._file.tell() > 0 and not _ends_with_line_feed(self.path):
+            self._file.write(b"\n")
+
+    def write(self, record: Record) -> None:
+        self._file.write(to_json(record).encode("ascii") + b"\n")
+        self._file.flush()
+        if not isinstance(record, StepRecord):
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        if not self._file.closed:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+
+def read_records(path: Union[str, Path]) -> list[Record]:
+    """Every record of a file in the order written, superseded ones included; `current_records` drops those.
+
+    Raises:
+        DataError: a line is damaged that a killed run cannot have left; the text names file and line.
+    """
+    records: list[Record] = []
+    torn: Optional[DataError] = None
+    for number, line in enumerate(Path(path).read_bytes().split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = from_json(line.decode("utf-8", errors="replace"))
+        except TornLineError as error:
+            torn = torn or DataError(f"{path}, line {number}: {error}")
+            continue
+        except DataError as error:
+            raise DataError(f"{path}, line {number}: {error}") from error
+        if torn is not None and not isinstance(record, RunRecord):
+            raise torn
+        torn = None
+        records.append(record)
+    return records
+
+
+def current_records(records: list[Record]) -> list[Record]:
+    """What counts, after all resumptions: each step once, and no step that a resumption went back behind.
+
+    Run and event records are all kept; they are history, not part of a curve. Of step and evaluation records the
+    last of each step (and split) is kept, unless a later run record resumed from before it.
+    """
+    kept: dict[tuple[str, int, str], Record] = {}
+    for position, record in enumerate(records):
+        if isinstance(record, RunRecord):
+            resumed_from_step = record.resumed_from_step or 0
+            kept = {
+                key: old
+                for key, old in kept.items()
+                if not (isinstance(old, (StepRecord, EvalRecord)) and old.step > resumed_from_step)
+            }
+        if isinstance(record, (StepRecord, EvalRecord)):
+            key = (record.kind, record.step, getattr(record, "split", ""))
+        else:
+            key = (record.kind, position, "")
+        kept.pop(key, None)  # so that the newer record takes its place in the order of the file
+        kept[key] = record
+    return list(kept.values())
+
+
+def _ends_with_line_feed(path: Path) -> bool:
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"

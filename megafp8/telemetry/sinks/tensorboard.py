@@ -1,0 +1,92 @@
+"""TensorBoard event files, written by tensorboard's own writer: no torch and no TensorFlow in between."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any, Union
+
+from megafp8.errors import CapabilityError
+from megafp8.telemetry.records import EvalRecord, Record, RunRecord, StepRecord
+from megafp8.telemetry.scalars import scalars
+
+FLUSH_SECONDS = 10
+VERSUS_SAMPLES = ("lm loss", "learning-rate")
+
+
+class TensorBoardSink:
+    """Writes scalars over steps; loss and learning rate also over samples, as Megatron-LM does.
+
+    A run record writes the configuration as a text, and on resumption tells TensorBoard to hide the points that
+    the run went back behind.
+    """
+
+    def __init__(
+        self,
+        folder: Union[str, Path],
+        *,
+        log_interval: int = 1,
+        log_memory: bool = False,
+        log_timers: bool = False,
+    ):
+        """
+        Args:
+            log_interval: steps between points; evaluations are always written.
+
+        Raises:
+            CapabilityError: the package tensorboard is not installed.
+        """
+        try:
+            from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        except ImportError as error:
+            raise CapabilityError(
+                f"TensorBoard files need the package tensorboard, which is not importable ({error}): "
+                "pip install tensorboard, or run without --save and --tensorboard-dir"
+            ) from error
+        self._event_pb2, self._summary_pb2 = event_pb2, summary_pb2
+        self._tensor_pb2, self._tensor_shape_pb2 = tensor_pb2, tensor_shape_pb2
+        self._writer = EventFileWriter(str(folder), flush_secs=FLUSH_SECONDS)
+        self._log_interval = log_interval
+        self._log_memory = log_memory
+        self._log_timers = log_timers
+
+    def write(self, record: Record) -> None:
+        if isinstance(record, RunRecord):
+            self._write_run(record)
+        elif isinstance(record, EvalRecord):
+            self._add_scalars(scalars(record), record.step)
+        elif isinstance(record, StepRecord) and record.step % self._log_interval == 0:
+            values = scalars(record, with_memory=self._log_memory, with_timers=self._log_timers)
+            self._add_scalars(values, record.step)
+            versus_samples = {f"{name} vs samples": values[name] for name in VERSUS_SAMPLES}
+            self._add_scalars(versus_samples, record.consumed_samples)
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _write_run(self, record: RunRecord) -> None:
+        first_step = (record.resumed_from_step or 0) + 1
+        session = self._event_pb2.SessionLog(status=self._event_pb2.SessionLog.START)
+        self._add_event(first_step, session_log=session)
+        self._add_text("config", "```\n" + json.dumps(record.config, indent=2, default=str) + "\n```", first_step)
+
+    def _add_scalars(self, values: dict[str, float], step: int) -> None:
+        items = [self._summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._add_event(step, summary=self._summary_pb2.Summary(value=items))
+
+    def _add_text(self, tag: str, text: str, step: int) -> None:
+        summary_pb2, shape_pb2 = self._summary_pb2, self._tensor_shape_pb2
+        plugin = summary_pb2.SummaryMetadata.PluginData(plugin_name="text")
+        tensor = self._tensor_pb2.TensorProto(
+            dtype="DT_STRING",
+            string_val=[text.encode()],
+            tensor_shape=shape_pb2.TensorShapeProto(dim=[shape_pb2.TensorShapeProto.Dim(size=1)]),
+        )
+        metadata = summary_pb2.SummaryMetadata(plugin_data=plugin)
+        value = summary_pb2.Summary.Value(tag=f"{tag}/text_summary", metadata=metadata, tensor=tensor)
+        self._add_event(step, summary=summary_pb2.Summary(value=[value]))
+
+    def _add_event(self, step: int, **content: Any) -> None:
+        self._writer.add_event(self._event_pb2.Event(wall_time=time.time(), step=step, **content))
