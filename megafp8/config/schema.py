@@ -311,8 +311,14 @@ class CheckpointConfig:
     exit_on_missing_checkpoint: bool = setting(False, "stop when --load holds no checkpoint")
     ckpt_format: str = setting("torch_dist", "checkpoint format", choices=("torch_dist",))
     ckpt_step: Optional[int] = setting(None, "step to load; default the newest")
-    use_checkpoint_opt_param_scheduler: bool = setting(False, "take the schedule from the checkpoint")
-    override_opt_param_scheduler: bool = setting(False, "take the schedule from the flags although it differs")
+    use_checkpoint_opt_param_scheduler: bool = setting(
+        False, "take the schedule from the checkpoint",
+        flags=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler"),
+    )
+    override_opt_param_scheduler: bool = setting(
+        False, "take the schedule from the flags although it differs",
+        flags=("--override-opt_param-scheduler", "--override-opt-param-scheduler"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,273 @@
+"""What follows from the settings: pure functions from a RunConfig (and a world size) to a number or a name.
+
+Meaning and arithmetic are Megatron-LM's (`validate_args`, `get_optimizer_param_scheduler`) wherever it has them.
+Functions assume that the settings they read are there and fit each other; `rules.py` makes sure of that first.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Optional
+
+from megafp8.config.schema import ModelConfig, OptimizerConfig, PrecisionConfig, RunConfig, TrainingConfig
+from megafp8.errors import ConfigError
+
+DEFAULT_SPLIT = "969,30,1"
+
+# ---- layout -------------------------------------------------------------------------------------------------------
+
+
+def model_parallel_size(config: RunConfig) -> int:
+    """Ranks that hold one copy of the model and share one batch: tensor x pipeline x context."""
+    parallel = config.parallel
+    return (
+        parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+    )
+
+
+def data_parallel_size(config: RunConfig, world_size: int) -> int:
+    """Copies of the model that read different data: world / (tensor x pipeline x context).
+
+    Raises:
+        ConfigError: the world size is not a multiple.
+    """
+    ranks = model_parallel_size(config)
+    if world_size < 1 or ranks < 1 or world_size % ranks:
+        raise ConfigError(
+            f"world size {world_size} is not a multiple of tensor x pipeline x context parallel size "
+            f"= {config.parallel.tensor_model_parallel_size} x {config.parallel.pipeline_model_parallel_size} x "
+            f"{config.parallel.context_parallel_size} = {ranks}"
+        )
+    return world_size // ranks
+
+
+def virtual_pipeline_size(config: RunConfig) -> Optional[int]:
+    """Model chunks per pipeline rank of the interleaved schedule; None without it (also for one chunk)."""
+    parallel = config.parallel
+    chunks = parallel.num_virtual_stages_per_pipeline_rank
+    if parallel.num_layers_per_virtual_pipeline_stage is not None:
+        chunks = layers_per_pipeline_rank(config) // parallel.num_layers_per_virtual_pipeline_stage
+    return chunks if chunks is not None and chunks > 1 else None
+
+
+def layers_per_pipeline_rank(config: RunConfig) -> int:
+    """Transformer layers on one pipeline rank, all its chunks together."""
+    assert config.model.num_layers is not None
+    return config.model.num_layers // config.parallel.pipeline_model_parallel_size
+
+
+# ---- batch and length ---------------------------------------------------------------------------------------------
+
+
+def global_batch_size(config: RunConfig, world_size: int) -> int:
+    """Sequences in one optimizer step; without the flag, one micro batch on each data-parallel rank."""
+    if config.training.global_batch_size is not None:
+        return config.training.global_batch_size
+    assert config.training.micro_batch_size is not None
+    return config.training.micro_batch_size * data_parallel_size(config, world_size)
+
+
+def num_microbatches(config: RunConfig, world_size: int) -> int:
+    """Forward passes of one data-parallel rank in one optimizer step.
+
+    Raises:
+        ConfigError: the global batch is not a multiple of micro batch x data-parallel size.
+    """
+    micro, ranks = config.training.micro_batch_size, data_parallel_size(config, world_size)
+    assert micro is not None
+    batch = global_batch_size(config, world_size)
+    if batch % (micro * ranks):
+        raise ConfigError(
+            f"global batch {batch} is not a multiple of micro batch x data-parallel size = {micro} x {ranks} "
+            f"= {micro * ranks}"
+        )
+    return batch // (micro * ranks)
+
+
+def tokens_per_step(config: RunConfig, world_size: int) -> int:
+    """Tokens in one optimizer step over all ranks."""
+    assert config.data.seq_length is not None
+    return global_batch_size(config, world_size) * config.data.seq_length
+
+
+def train_iters(config: RunConfig, world_size: int) -> int:
+    """Optimizer steps of the whole run; with --train-samples, the full global batches in them."""
+    if config.training.train_iters is not None:
+        return config.training.train_iters
+    assert config.training.train_samples is not None
+    return config.training.train_samples // global_batch_size(config, world_size)
+
+
+def train_samples(config: RunConfig, world_size: int) -> int:
+    """Sequences of the whole run; with --train-samples exactly those, though the last batch may not fill."""
+    if config.training.train_iters is None and config.training.train_samples is not None:
+        return config.training.train_samples
+    return train_iters(config, world_size) * global_batch_size(config, world_size)
+
+
+def dataset_samples(config: RunConfig, world_size: int) -> tuple[int, int, int]:
+    """Sequences that the run will read for (training, validation, test).
+
+    Validation runs after every --eval-interval steps and once more at the end, each time on further samples,
+    as Megatron counts it.
+    """
+    batch, steps = global_batch_size(config, world_size), train_iters(config, world_size)
+    interval, eval_iters = config.training.eval_interval, config.training.eval_iters
+    validations = 1 if interval is None else steps // interval + 1
+    return train_samples(config, world_size), validations * eval_iters * batch, eval_iters * batch
+
+
+def split(config: RunConfig) -> Optional[str]:
+    """Train, validation and test parts, for example `969,30,1`; None when each has shards of its own."""
+    data = config.data
+    if data.train_data_path or data.valid_data_path or data.test_data_path:
+        return None
+    return data.split if data.split is not None else DEFAULT_SPLIT
+
+
+# ---- learning-rate schedule, counted in samples -------------------------------------------------------------------
+
+
+def lr_decay_samples(config: RunConfig, world_size: int) -> int:
+    """Samples at which the schedule ends; default the whole run."""
+    optimizer = config.optimizer
+    if config.training.train_iters is None:
+        return optimizer.lr_decay_samples or train_samples(config, world_size)
+    steps = optimizer.lr_decay_iters if optimizer.lr_decay_iters is not None else config.training.train_iters
+    return steps * global_batch_size(config, world_size)
+
+
+def lr_warmup_samples(config: RunConfig, world_size: int) -> float:
+    """Samples of linear warm-up. With --lr-warmup-fraction it may be no whole number, as in Megatron."""
+    optimizer = config.optimizer
+    if optimizer.lr_warmup_fraction is not None:
+        return optimizer.lr_warmup_fraction * lr_decay_samples(config, world_size)
+    if config.training.train_iters is None:
+        return optimizer.lr_warmup_samples
+    return optimizer.lr_warmup_iters * global_batch_size(config, world_size)
+
+
+def lr_wsd_decay_samples(config: RunConfig, world_size: int) -> Optional[int]:
+    """Samples of WSD's final decay; None when not given."""
+    if config.training.train_iters is None:
+        return config.optimizer.lr_wsd_decay_samples
+    steps = config.optimizer.lr_wsd_decay_iters
+    return None if steps is None else steps * global_batch_size(config, world_size)
+
+
+def weight_decay_samples(config: RunConfig, world_size: int) -> int:
+    """Samples over which weight decay goes from its start to its end value: the whole run."""
+    return train_samples(config, world_size)
+
+
+def weight_decay_range(optimizer: OptimizerConfig) -> tuple[float, float]:
+    """Weight decay at the start and at the end of the run."""
+    if optimizer.weight_decay_incr_style == "constant":
+        return optimizer.weight_decay, optimizer.weight_decay
+    assert optimizer.start_weight_decay is not None and optimizer.end_weight_decay is not None
+    return optimizer.start_weight_decay, optimizer.end_weight_decay
+
+
+# ---- model --------------------------------------------------------------------------------------------------------
+
+
+def ffn_hidden_size(model: ModelConfig) -> int:
+    """Width of the MLP. Default 4 x hidden; with SwiGLU 2/3 of that, rounded down to a multiple of 64."""
+    if model.ffn_hidden_size is not None:
+        return model.ffn_hidden_size
+    assert model.hidden_size is not None
+    if model.swiglu:
+        return int((4 * model.hidden_size * 2 / 3) / 64) * 64
+    return 4 * model.hidden_size
+
+
+def kv_channels(model: ModelConfig) -> int:
+    """Width of one attention head."""
+    if model.kv_channels is not None:
+        return model.kv_channels
+    assert model.hidden_size is not None and model.num_attention_heads is not None
+    return model.hidden_size // model.num_attention_heads
+
+
+def num_query_groups(model: ModelConfig) -> int:
+    """Key/value heads: one per query head unless they are grouped."""
+    assert model.num_attention_heads is not None
+    return model.num_query_groups if model.group_query_attention else model.num_attention_heads
+
+
+def query_projection_size(model: ModelConfig) -> int:
+    """Channels of all query heads: the width of attention's output."""
+    assert model.num_attention_heads is not None
+    return kv_channels(model) * model.num_attention_heads
+
+
+def kv_projection_size(model: ModelConfig) -> int:
+    """Channels of all key heads (and as many of all value heads)."""
+    return kv_channels(model) * num_query_groups(model)
+
+
+def gemm_alignment(precision: PrecisionConfig) -> int:
+    """What every dimension of a quantized GEMM must be a multiple of: 32 for MXFP8, 16 for other FP8, 1 without.
+
+    Source: Transformer Engine's `get_align_size_for_quantization`, megatron-core's `get_fp8_align_size`.
+    """
+    if precision.fp8_format is None:
+        return 1
+    return 32 if precision.fp8_recipe == "mxfp8" else 16
+
+
+def padded_vocab_size(config: RunConfig, vocab_size: int) -> int:
+    """Rows of the embedding and output matrices: `vocab_size` rounded up so that it divides evenly over the ranks.
+
+    Megatron's rule (a multiple of --make-vocab-size-divisible-by x tensor-parallel size), and in FP8 each rank's part
+    is a multiple of the recipe's GEMM alignment too, so that the output layer could be quantized.
+    """
+    per_rank = math.lcm(config.model.make_vocab_size_divisible_by, gemm_alignment(config.precision))
+    multiple = per_rank * config.parallel.tensor_model_parallel_size
+    return math.ceil(vocab_size / multiple) * multiple
+
+
+# ---- number formats -----------------------------------------------------------------------------------------------
+
+
+def params_dtype(precision: PrecisionConfig) -> str:
+    """Format of the weights that the GEMMs read (before FP8): `fp32`, `bf16` or `fp16`."""
+    if precision.bf16:
+        return "bf16"
+    return "fp16" if precision.fp16 else "fp32"
+
+
+def grad_dtype(precision: PrecisionConfig) -> str:
+    """Format of the gradient buffers and of their reduction: `fp32` or `bf16`.
+
+    Megatron turns FP32 on for BF16 weights unless --grad-reduce-in-bf16; FP16 weights reduce in FP16 unless
+    --accumulate-allreduce-grads-in-fp32.
+    """
+    dtype = params_dtype(precision)
+    if dtype == "bf16" and precision.grad_reduce_in_bf16:
+        return "bf16"
+    if dtype == "fp16" and not precision.accumulate_allreduce_grads_in_fp32:
+        return "fp16"
+    return "fp32"
+
+
+def softmax_in_fp32(model: ModelConfig) -> bool:
+    """Whether attention's softmax runs in FP32; scaling by layer number implies it."""
+    return model.attention_softmax_in_fp32 or model.apply_query_key_layer_scaling
+
+
+# ---- recomputation ------------------------------------------------------------------------------------------------
+
+
+def recompute_granularity(training: TrainingConfig) -> Optional[str]:
+    """`full`, `selective` or None; --recompute-activations is short for selective."""
+    if training.recompute_granularity is None and training.recompute_activations:
+        return "selective"
+    return training.recompute_granularity
+
+
+def recompute_modules(training: TrainingConfig) -> tuple[str, ...]:
+    """What selective recompute takes; empty when it is off."""
+    if recompute_granularity(training) != "selective":
+        return ()
+    return training.recompute_modules or ("core_attn",)

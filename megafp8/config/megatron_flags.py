@@ -1,0 +1,335 @@
+"""Flags of Megatron-LM that are no settings of megafp8, and what becomes of each on a command line.
+
+- replaced: an old spelling of something that is there; read as the new one, with a notice.
+- accepted: changes nothing in what is trained, and nothing that was promised is missing; a notice says so.
+- refused: would change the training, or asks for something that is not there; the reason names what to use instead.
+
+A flag is refused rather than accepted whenever in doubt: nothing that was asked for is silently turned off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Optional, Union
+
+MANY = "many"
+Arity = Union[int, str]
+"""Words that follow a flag: 0, 1, or `MANY` for one or more."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What becomes of one flag of Megatron-LM."""
+
+    accepted: bool
+    text: str
+    """The notice or the problem, beginning with the flag."""
+
+
+@dataclass(frozen=True)
+class _Accepted:
+    arity: Arity
+    reason: str
+
+
+# ---- replaced -----------------------------------------------------------------------------------------------------
+
+REPLACED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "--use-rotary-position-embeddings": ("--position-embedding-type", "rope"),
+        "--encoder-num-layers": ("--num-layers",),
+        "--persistent-save-interval": ("--save-interval",),
+        "--fp8-e4m3": ("--fp8-format", "e4m3"),
+        "--fp8-hybrid": ("--fp8-format", "hybrid"),
+    }
+)
+"""Old spelling -> words of the new one; words after the old flag follow them."""
+
+
+def replace(options: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[str]]:
+    """Put today's spelling for replaced flags.
+
+    Args:
+        options: one list per option: the flag and the words after it.
+
+    Returns:
+        The options and a notice for each replacement.
+    """
+    replaced, notices = [], []
+    for flag, *words in options:
+        new = REPLACED.get(flag)
+        if new is not None:
+            notices.append(f"{flag} is read as {' '.join(new)}")
+        replaced.append([*(new or (flag,)), *words])
+    return replaced, notices
+
+
+# ---- accepted with a notice ---------------------------------------------------------------------------------------
+
+_ACCEPTED_GROUPS: tuple[tuple[str, Arity, str], ...] = (
+    ("--use-mcore-models", 0, "every model here is megatron-core's"),
+    ("--use-flash-attn", 0, "kernels are chosen by --attention-backend; auto takes flash attention where it can"),
+    ("--no-async-tensor-model-parallel-allreduce", 0, "it has no effect in megatron-core either"),
+    ("--no-scatter-gather-tensors-in-pipeline", 0, "it has no effect in megatron-core either"),
+    ("--no-query-key-layer-scaling", 0, "that is the default"),
+    ("--fp8-interval", 1, "FP8 scales are updated in every step, as in Transformer Engine since 1.8"),
+    ("--local-rank --local_rank", 1, "the rank is read from the environment that torchrun sets"),
+    ("--auto-detect-ckpt-format --use-dist-ckpt --ckpt-fully-parallel-save", 0, "there is one checkpoint format"),
+    ("--dist-ckpt-format", 1, "the format is chosen by --ckpt-format"),
+    (
+        "--use-persistent-ckpt-worker --ckpt-assume-constant-structure --ckpt-fully-parallel-load",
+        0, "it changes only how fast a checkpoint is written or read, and is not used",
+    ),
+    ("--dist-ckpt-optim-fully-reshardable", 0, "checkpoints can always be loaded under another layout"),
+    ("--no-use-tokenizer-model-from-checkpoint-args", 0, "the tokenizer always comes from the flags"),
+    ("--log-validation-ppl-to-tensorboard", 0, "the validation loss is recorded; perplexity is exp(loss)"),
+    (
+        "--log-world-size-to-tensorboard --log-batch-size-to-tensorboard --log-loss-scale-to-tensorboard", 0,
+        "it is in the records of every run",
+    ),
+    (
+        "--no-log-loss-scale-to-tensorboard --no-log-learnig-rate-to-tensorboard", 0,
+        "the records of a run are complete; a chart can leave out what it likes",
+    ),
+    ("--tensorboard-queue-size", 1, "points are written when they are logged"),
+    ("--timing-log-level --timing-log-option", 1, "the parts of a step are timed with --log-timers-to-tensorboard"),
+    ("--no-barrier-with-level-1-timing", 0, "timers use no barrier"),
+    ("--config-logger-dir", 1, "every run writes its full configuration beside its records"),
+    ("--use-pytorch-profiler", 0, "--profile always records a torch profile"),
+    ("--no-one-logger", 0, "there is no one_logger here"),
+    ("--one-logger-project --one-logger-run-name --app-tag-run-name --app-tag-run-version", 1, "nothing reads it here"),
+    ("--disable-gloo-process-groups", 0, "gloo groups are made only where something needs them"),
+    ("--disable-msc", 0, "files are read from local paths only"),
+    ("--enable-experimental", 0, "there are no experimental features to enable"),
+    ("--use-cpu-initialization", 0, "weights start equal on every device and under every layout"),
+    ("--no-persist-layer-norm", 0, "the kernel of the norm is chosen by --transformer-impl"),
+    ("--no-align-grad-reduce --no-align-param-gather", 0, "it changes only when a collective starts, and is not used"),
+    ("--num-dataset-builder-threads", 1, "dataset indices are built by one thread"),
+    ("--train-sync-interval", 1, "every step is synchronized when its record is taken"),
+    ("--legacy-tokenizer --tokenizer-hf-use-fast", 0, "there is one implementation of each tokenizer"),
+    (
+        "--disable-tp-comm-overlap-ag --disable-tp-comm-overlap-rs --disable-tp-comm-bulk-dgrad "
+        "--disable-tp-comm-bulk-wgrad --disable-tp-comm-split-ag --disable-tp-comm-split-rs",
+        0, "tensor-parallel communication is not overlapped, so there is nothing to disable",
+    ),
+)
+
+_HARMLESS_VALUES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "--expert-model-parallel-size": ("1",),
+        "--expert-tensor-parallel-size": ("1",),
+        "--num-experts": ("0",),
+        "--cuda-graph-impl": ("none",),
+        "--data-parallel-sharding-strategy": ("no_shard",),
+        "--num-distributed-optimizer-instances": ("1",),
+        "--rerun-mode": ("disabled",),
+        "--error-injection-rate": ("0",),
+        "--rope-type": ("rope",),
+        "--softmax-type": ("vanilla",),
+        "--cpu-offloading-num-layers": ("0",),
+        "--dist-ckpt-strictness": ("assume_ok_unexpected",),
+        "--mid-level-dataset-surplus": ("0.005",),
+        "--vocab-extra-ids": ("0",),
+        "--sample-rate": ("1", "1.0"),
+        "--hybrid-attention-ratio": ("0", "0.0"),
+        "--hybrid-mlp-ratio": ("0", "0.0"),
+        "--moe-router-load-balancing-type": ("none",),
+    }
+)
+"""Refused flags that say nothing new with these values."""
+
+# ---- refused ------------------------------------------------------------------------------------------------------
+
+_MOE = "dense models only so far; remove the mixture-of-experts flags"
+_FSDP = "no fully sharded data parallelism; --use-distributed-optimizer shards the optimizer state"
+_FP4 = "FP4 is not there yet; use --fp8-format"
+_GRAPHS = "CUDA graphs are not there yet; remove it"
+_OTHER_MODEL = "it belongs to another kind of model; megafp8 trains GPTs on text"
+_EVEN_STAGES = "every pipeline stage holds equally many layers; choose --num-layers to divide"
+_LAUNCHER = "it belongs to torchrun: put it before pretrain_gpt.py"
+_CKPT_ARGS = "settings are not taken from checkpoints; start from the run's own with --config FILE (each run writes it)"
+_NO_INIT_CHOICE = "weights start normal with --init-method-std"
+_OLD = "no longer valid in Megatron-LM either; use "
+
+_REFUSED_PREFIXES: tuple[tuple[str, str], ...] = (
+    ("--moe-", _MOE),
+    ("--expert-", _MOE),
+    ("--fp4-", _FP4),
+    ("--megatron-fsdp-", _FSDP),
+    ("--torch-fsdp2-", _FSDP),
+    ("--fsdp-", _FSDP),
+    ("--kitchen-", "NVIDIA's internal quantization library is not used; use --fp8-format and --fp8-recipe"),
+    ("--cuda-graph-", _GRAPHS),
+    ("--tp-comm-", "tensor-parallel communication is not overlapped with GEMMs yet; remove it"),
+    ("--optimizer-offload-", "the optimizer stays on the device; remove it, or shard with --use-distributed-optimizer"),
+    ("--non-persistent-", "there is one kind of checkpoint; use --save and --save-interval"),
+    ("--replication", "checkpoints are not replicated; use --save on a shared file system"),
+    ("--ckpt-convert-", "checkpoints are not converted here"),
+    ("--inprocess-", "a failed run is restarted by its launcher; use torchrun --max-restarts"),
+    ("--muon-", "optimizers are adam and sgd; see --optimizer"),
+    ("--inference-", "this trains; tools/generate_text.py samples from a checkpoint"),
+    ("--rl-", "this pretrains; no reinforcement learning"),
+    ("--grpo-", "this pretrains; no reinforcement learning"),
+    ("--langrl-", "this pretrains; no reinforcement learning"),
+    ("--mtp-", "multi-token prediction is not there; remove it"),
+    ("--heterogeneous-", "all layers are alike; remove it"),
+    ("--straggler-", "no straggler detection; the JSONL records hold each step's time"),
+    ("--nproc", _LAUNCHER),
+    ("--nnodes", _LAUNCHER),
+    ("--node-rank", _LAUNCHER),
+    ("--node_rank", _LAUNCHER),
+    ("--master", _LAUNCHER),
+    ("--rdzv", _LAUNCHER),
+    *((f"--{word}-", _OTHER_MODEL) for word in (
+        "retro", "mamba", "hybrid", "dino", "vision", "swin", "img", "bert", "ict", "biencoder", "retriever", "indexer",
+        "mask", "decoder-seq", "relative-attention", "qk-pos-emb", "sft", "mrope",
+    )),
+)
+
+_REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
+    ("--num-experts --overlap-moe-expert-parallel-comm --use-fused-weighted-squared-relu", _MOE),
+    (
+        "--use-megatron-fsdp --use-custom-fsdp --use-torch-fsdp2 --data-parallel-sharding-strategy "
+        "--init-model-with-meta-device --keep-fp8-transpose-cache --enable-full-sharding-in-hsdp "
+        "--suggested-communication-unit-size --no-strict-fsdp-dtensor-load",
+        _FSDP,
+    ),
+    ("--use-nccl-ub --disable-symmetric-registration --use-sharp --sharp-enabled-group --symmetric-ar-type "
+     "--nccl-communicator-config-path --high-priority-stream-groups --pipeline-model-parallel-comm-backend "
+     "--use-ring-exchange-p2p", "NCCL is used as it comes; tune it with NCCL_* environment variables"),
+    ("--enable-cuda-graph --external-cuda-graph --te-rng-tracker", _GRAPHS),
+    ("--fp8-quantizer-factory", "quantizers are chosen by --fp8-recipe"),
+    ("--te-precision-config-file", "one recipe for all layers, but for --first-last-layers-bf16"),
+    ("--reuse-grad-buf-for-mxfp8-param-ag", "MXFP8 weights are not gathered in FP8 yet; remove it"),
+    ("--fp8-output-proj", "the output layer stays in high precision; remove it"),
+    ("--use-kitchen-attention", "attention is chosen by --attention-backend"),
+    ("--use-grouped-gemm-for-dense-mlp --use-te-activation-func", "kernels are chosen by --transformer-impl"),
+    ("--num-distributed-optimizer-instances", "one distributed optimizer over all data-parallel ranks; remove it"),
+    ("--overlap-param-gather-with-optimizer-step", "use --overlap-param-gather"),
+    ("--tp-comm-overlap", "tensor-parallel communication is not overlapped with GEMMs yet; remove it"),
+    (
+        "--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers --pipeline-model-parallel-layout "
+        "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+        _EVEN_STAGES,
+    ),
+    ("--use-tp-pp-dp-mapping", "ranks are always ordered tensor, context, data, pipeline (megatron-core's default)"),
+    ("--hierarchical-context-parallel-sizes", "context parallelism has one level; use --context-parallel-size"),
+    ("--distributed-timeout-seconds-after-init", "use --distributed-timeout-minutes"),
+    ("--lazy-mpu-init", "process groups are made at the start; remove it"),
+    ("--optimizer-cpu-offload --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d "
+     "--no-pin-cpu-grads --no-pin-cpu-params --cpu-offloading-num-layers",
+     "nothing is offloaded to the host; use --use-distributed-optimizer, --recompute-granularity or more ranks"),
+    ("--async-save", "checkpoints are written before training goes on; remove it"),
+    ("--save-retain-interval", "no checkpoint is deleted; remove it"),
+    ("--distrib-optim-fully-reshardable-mem-efficient --dist-ckpt-save-pre-mcore-014 --dist-ckpt-strictness "
+     "--ckpt-drop-redundant-extra-state --no-ckpt-fully-parallel-save",
+     "there is one way to write a checkpoint; remove it"),
+    ("--load-main-params-from-ckpt", "weights and master weights are loaded together; use --finetune for weights only"),
+    ("--no-initialization", "weights are always initialized: clipping relies on what that marks; remove it"),
+    ("--use-checkpoint-args --use-mp-args-from-checkpoint-args", _CKPT_ARGS),
+    ("--yaml-cfg", "settings come from flags and from JSON: --config FILE"),
+    ("--spec --use-legacy-models", "models are megatron-core's; layers are chosen by --transformer-impl"),
+    ("--rampup-batch-size --decrease-batch-size-if-needed", "the global batch is constant; use --global-batch-size"),
+    ("--iterations-to-skip --result-rejected-tracker-filename", "no step is skipped; remove it"),
+    ("--rerun-mode --error-injection-rate --error-injection-type",
+     "steps are not run again for comparison; loss and gradient norm are checked in every step"),
+    ("--check-for-spiky-loss --check-for-large-grads", "only loss and gradient norms that are not finite stop a run"),
+    ("--check-weight-hash-across-dp-replicas-interval", "weights are not hashed during a run; remove it"),
+    ("--exit-signal-handler", "signals are not handled yet; use --exit-duration-in-mins or --exit-interval"),
+    ("--adlr-autoresume --adlr-autoresume-interval --enable-ft-package --calc-ft-timeouts",
+     "it needs NVIDIA's own cluster software; use --save with --load, and --exit-duration-in-mins"),
+    ("--log-straggler --disable-straggler-on-startup --run-workload-inspector-server",
+     "no straggler detection; the JSONL records hold each step's time"),
+    ("--log-energy", "energy is not measured; remove it"),
+    ("--record-memory-history --memory-snapshot-path", "use --profile and --log-memory-to-tensorboard"),
+    ("--one-logger-async", "there is no one_logger here; remove it"),
+    ("--full-validation --multiple-validation-sets", "validation reads --eval-iters global batches of one set"),
+    ("--data-args-path --per-split-data-args-path", "give the list itself: --data-path $(cat FILE)"),
+    ("--object-storage-cache-path", "data is read from local paths; copy it first"),
+    ("--mid-level-dataset-surplus --sample-rate --short-seq-prob --allow-ambiguous-pad-tokens",
+     "samples follow the shards as they are; remove it"),
+    ("--padded-vocab-size", "padding follows --vocab-size, --make-vocab-size-divisible-by and the layout"),
+    ("--tokenizer-metadata --tiktoken-num-special-tokens --tiktoken-special-tokens "
+     "--tokenizer-hf-include-special-tokens --trust-remote-code --vocab-extra-ids",
+     "tokenizers are used as their files define them; see --tokenizer-type and --tokenizer-model"),
+    ("--multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --v-head-dim --rotary-scaling-factor "
+     "--mscale --mscale-all-dim --cache-mla-latents", "attention is multi-head or grouped-query; remove it"),
+    ("--no-position-embedding", "use --position-embedding-type rope, or none"),
+    ("--rope-type", "rotary embeddings are plain or scaled as Llama 3.1's; see --use-rope-scaling"),
+    ("--softmax-type --qk-l2-norm --no-rope-freq --window-attn-skip-freq",
+     "all layers attend alike, with a plain softmax"),
+    ("--openai-gelu --quick-geglu --activation-func-clamp-value --glu-linear-offset --onnx-safe",
+     "activations are GELU, --swiglu and --squared-relu"),
+    ("--apply-residual-connection-post-layernorm --fp32-residual-connection",
+     "residuals are pre-norm, in the weights' format"),
+    ("--fp16-lm-cross-entropy", "the loss is computed in FP32; remove it"),
+    ("--init-method-xavier-uniform --embedding-init-method-std", _NO_INIT_CHOICE),
+    ("--distribute-checkpointed-activations", _OLD + "--distribute-saved-activations"),
+    ("--checkpoint-activations", _OLD + "--recompute-activations"),
+    ("--batch-size", _OLD + "--micro-batch-size"),
+    ("--warmup", _OLD + "--lr-warmup-fraction"),
+    ("--model-parallel-size", _OLD + "--tensor-model-parallel-size"),
+    ("--perform-rl-step", "this pretrains; no reinforcement learning"),
+    ("--sft", "this pretrains on text; no instruction tuning"),
+    ("--decoder-num-layers --titles-data-path --query-in-block-prob --use-one-sent-docs --evidence-data-path "
+     "--block-data-path --embedding-path --num-classes --num-channels --patch-dim --classes-fraction "
+     "--data-per-class-fraction --no-data-sharding --head-lr-mult --iter-per-epoch --is-hybrid-model "
+     "--disable-mamba-mem-eff-path", _OTHER_MODEL),
+)
+
+_OVERRIDABLE: Mapping[str, str] = MappingProxyType(
+    {
+        "--microbatch-group-size-per-virtual-pipeline-stage": "transformer.microbatch_group_size_per_vp_stage=N",
+        "--overlap-p2p-communication-warmup-flush": "transformer.overlap_p2p_comm_warmup_flush=True",
+        "--no-clone-scatter-output-in-embedding": "transformer.clone_scatter_output_in_embedding=False",
+        "--defer-embedding-wgrad-compute": "transformer.defer_embedding_wgrad_compute=True",
+        "--wgrad-deferral-limit": "transformer.wgrad_deferral_limit=N",
+        "--delay-wgrad-compute": "transformer.delay_wgrad_compute=True",
+        "--disable-bf16-reduced-precision-matmul": "transformer.disable_bf16_reduced_precision_matmul=True",
+        "--test-mode": "transformer.test_mode=True",
+        "--ddp-num-buckets": "ddp.bucket_size=PARAMETERS",
+        "--ddp-pad-buckets-for-high-nccl-busbw": "ddp.pad_buckets_for_high_nccl_busbw=True",
+        "--ddp-reduce-scatter-with-fp32-accumulation": "ddp.reduce_scatter_with_fp32_accumulation=True",
+        "--no-gradient-reduce-div-fusion": "ddp.gradient_reduce_div_fusion=False",
+    }
+)
+"""Flags that only set a field of megatron-core's configuration, which --override reaches."""
+
+
+# ---- lookup -------------------------------------------------------------------------------------------------------
+
+
+def judge(flag: str, words: Sequence[str]) -> Optional[Verdict]:
+    """What becomes of a flag that is no setting; None for one that Megatron-LM does not have either."""
+    accepted = _accepted_flags().get(flag)
+    if accepted is not None:
+        if not _fits(accepted.arity, len(words)):
+            takes = {0: "no value", 1: "one value"}.get(accepted.arity, "one or more values")  # type: ignore[call-overload]
+            return Verdict(False, f"{flag}: takes {takes}, got {' '.join(map(repr, words)) or 'none'}")
+        return Verdict(True, f"{flag}: no effect; {accepted.reason}")
+    reason = refusal(flag)
+    if reason is None:
+        return None
+    if len(words) == 1 and words[0] in _HARMLESS_VALUES.get(flag, ()):
+        return Verdict(True, f"{flag} {words[0]}: no effect; that is how it is here anyway")
+    return Verdict(False, f"{flag}: {reason}")
+
+
+def refusal(flag: str) -> Optional[str]:
+    """Why a flag is refused and what to use instead; None if it is not refused."""
+    if flag in _OVERRIDABLE:
+        return f"set megatron-core's field itself: --override {_OVERRIDABLE[flag]}"
+    for flags, reason in _REFUSED_GROUPS:
+        if flag in flags.split():
+            return reason
+    return next((reason for prefix, reason in _REFUSED_PREFIXES if flag.startswith(prefix)), None)
+
+
+def _accepted_flags() -> dict[str, _Accepted]:
+    return {flag: _Accepted(arity, reason) for flags, arity, reason in _ACCEPTED_GROUPS for flag in flags.split()}
+
+
+def _fits(arity: Arity, count: int) -> bool:
+    return count >= 1 if arity == MANY else count == arity
