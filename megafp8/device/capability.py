@@ -1,0 +1,179 @@
+"""Which layer implementation and which FP8 recipe run on a machine, natively or emulated, and why not.
+
+A `Target` describes the machine: this one, or one that is not here (`--target h200`), so that a dry run on a laptop
+gives the answers of the cluster.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+
+from megafp8.config.schema import PrecisionConfig, RunConfig
+from megafp8.device.platform import cpu_name
+
+# Compute capability from which Transformer Engine runs a recipe (its FP8 support checks, release 2.20).
+NATIVE_SINCE = {"tensorwise": (8, 9), "delayed": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+EMULATED_RECIPES = ("tensorwise",)
+ATTENTION_BACKENDS = {
+    "transformer_engine": ("auto", "flash", "fused", "unfused"),
+    "emulated": ("auto", "sdpa"),
+    "local": ("auto", "sdpa"),
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A machine, as far as legality goes.
+
+    Attributes:
+        name: `cpu`, `h200`, or the device's own name.
+        kind: `cuda` or `cpu`.
+        compute_capability: major and minor, None on a CPU.
+        transformer_engine: its version, None where it is not installed.
+        problem: why Transformer Engine cannot be used although it is there; None if it can.
+    """
+
+    name: str
+    kind: str
+    compute_capability: Optional[tuple[int, int]] = None
+    transformer_engine: Optional[str] = None
+    problem: Optional[str] = None
+
+
+TARGETS = {
+    "cpu": Target("cpu", "cpu"),
+    "h100": Target("h100", "cuda", (9, 0), "assumed"),
+    "h200": Target("h200", "cuda", (9, 0), "assumed"),
+    "b200": Target("b200", "cuda", (10, 0), "assumed"),
+}
+
+
+def transformer_engine_version() -> tuple[Optional[str], Optional[str]]:
+    """Version of the installed Transformer Engine and what is wrong with it, without importing it."""
+    try:
+        version = importlib.metadata.version("transformer-engine")
+    except importlib.metadata.PackageNotFoundError:
+        return None, None
+    if importlib.util.find_spec("transformer_engine_torch") is None:
+        return None, (
+            f"transformer-engine {version} is installed without its torch part, and megatron-core refuses to be "
+            "imported beside it: pip install 'transformer-engine[pytorch]', or pip uninstall transformer-engine"
+        )
+    return version, None
+
+
+def detect_target() -> Target:
+    """This machine."""
+    version, problem = transformer_engine_version()
+    if not torch.cuda.is_available():
+        return Target(cpu_name(), "cpu", None, None, problem)
+    return Target(torch.cuda.get_device_name(), "cuda", torch.cuda.get_device_capability(), version, problem)
+
+
+def resolve_implementation(precision: PrecisionConfig, target: Target) -> str:
+    """`transformer_engine`, `emulated` or `local`: what `--transformer-impl` means on this target."""
+    if precision.transformer_impl != "auto":
+        return precision.transformer_impl
+    return "transformer_engine" if target.kind == "cuda" and target.transformer_engine else "emulated"
+
+
+def problems(config: RunConfig, target: Target) -> list[str]:
+    """Everything in the configuration that the target cannot do, each with the mend."""
+    implementation = resolve_implementation(config.precision, target)
+    found = [target.problem] if target.problem else []
+    found += implementation_problems(config, target, implementation)
+    found += recipe_problems(config.precision, target, implementation)
+    return found
+
+
+def implementation_problems(config: RunConfig, target: Target, implementation: str) -> list[str]:
+    """Layers, attention and collectives that the target lacks."""
+    found = []
+    if implementation == "transformer_engine" and target.kind == "cpu":
+        found.append(
+            f"--transformer-impl transformer_engine: {target.name} has no CUDA device; leave the flag out, or give "
+            "--transformer-impl emulated"
+        )
+    elif implementation == "transformer_engine" and not target.transformer_engine:
+        found.append(
+            "--transformer-impl transformer_engine: Transformer Engine is not installed; "
+            "pip install 'megafp8[te]', or give --transformer-impl emulated"
+        )
+    known = ATTENTION_BACKENDS[implementation]
+    if config.precision.attention_backend not in known:
+        found.append(
+            f"--attention-backend {config.precision.attention_backend}: the {implementation} layers have "
+            f"{', '.join(known)}"
+        )
+    if config.parallel.distributed_backend == "nccl" and target.kind == "cpu":
+        found.append(f"--distributed-backend nccl: {target.name} has no CUDA device; leave the flag out, or give gloo")
+    if implementation != "transformer_engine":
+        found += needs_transformer_engine(config, implementation)
+    return found
+
+
+def needs_transformer_engine(config: RunConfig, implementation: str) -> list[str]:
+    """Options that only Transformer Engine's layers and optimizer have."""
+    precision, asked = config.precision, []
+    if precision.use_transformer_engine_op_fuser:
+        asked.append("--use-transformer-engine-op-fuser")
+    if precision.cross_entropy_loss_fusion and precision.cross_entropy_fusion_impl == "te":
+        asked.append("--cross-entropy-fusion-impl te")
+    if precision.fp8_param_gather:
+        asked.append("--fp8-param-gather")
+    if config.optimizer.use_precision_aware_optimizer:
+        asked.append("--use-precision-aware-optimizer")
+    if config.model.window_size is not None:
+        asked.append("--window-size")
+    return [f"{flag}: needs --transformer-impl transformer_engine, this run has {implementation}" for flag in asked]
+
+
+def recipe_problems(precision: PrecisionConfig, target: Target, implementation: str) -> list[str]:
+    """Why the FP8 recipe does not run, if it does not."""
+    if precision.fp8_format is None:
+        return []
+    recipe = precision.fp8_recipe
+    if implementation == "emulated":
+        if recipe in EMULATED_RECIPES:
+            return []
+        return [
+            f"--fp8-recipe {recipe}: emulated so far: {', '.join(EMULATED_RECIPES)}; give one of these, or run on a "
+            f"GPU of compute capability {version_text(NATIVE_SINCE[recipe])} or newer with Transformer Engine"
+        ]
+    if implementation == "local":
+        return [f"--transformer-impl local with --fp8-format {precision.fp8_format}: give --transformer-impl emulated"]
+    found = []
+    if precision.fp8_power_2_scale or precision.fp8_amax_reduction != "te":
+        found.append("--fp8-power-2-scale and --fp8-amax-reduction all: for --transformer-impl emulated only")
+    if not precision.fp8_wgrad:
+        found.append(
+            "--no-fp8-wgrad: Transformer Engine 2 has no such setting (megatron-core drops it unseen); "
+            "leave the flag out, or give --transformer-impl emulated"
+        )
+    capability = target.compute_capability
+    if capability is not None and capability < NATIVE_SINCE[recipe]:
+        found.append(
+            f"--fp8-recipe {recipe}: needs compute capability {version_text(NATIVE_SINCE[recipe])}, {target.name} has "
+            f"{version_text(capability)}; {mend_for(recipe, capability)}"
+        )
+    return found
+
+
+def mend_for(recipe: str, capability: tuple[int, int]) -> str:
+    """What to do instead of a recipe that the device lacks."""
+    native = [name for name, since in NATIVE_SINCE.items() if since <= capability]
+    if native:
+        return f"native here: {', '.join(native)}"
+    if recipe in EMULATED_RECIPES:
+        return "give --transformer-impl emulated"
+    return "no FP8 recipe is native here; --fp8-recipe tensorwise --transformer-impl emulated runs"
+
+
+def version_text(capability: tuple[int, int]) -> str:
+    """(9, 0) as 9.0."""
+    return f"{capability[0]}.{capability[1]}"

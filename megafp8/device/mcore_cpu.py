@@ -1,0 +1,393 @@
+"""What megatron-core 0.16.1 needs in order to run on a CPU build of torch. The only file that patches it.
+
+megatron-core names CUDA in three ways: it calls functions of `torch.cuda` that raise on a CPU build, it writes
+`device="cuda"` into factory calls, and it tells parameter kinds apart by the text `torch.cuda.FloatTensor`. The first
+is mended by giving `torch.cuda` CPU answers, the second by handing the modules concerned a view of `torch` whose
+factories read "cuda" as "cpu", the third by renaming types inside two constructors. No patch costs anything per
+operation, and none is installed where there is a GPU.
+
+Every patch says what in megatron-core needs it: `evidence` names a file and the text in it. A test fails when a text
+is gone, so that a patch does not outlive its reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import multiprocessing
+import os
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One change to what megatron-core sees.
+
+    Attributes:
+        name: short name, for messages and tests.
+        reason: what goes wrong without it.
+        evidence: pairs of a file below `megatron/core/` and a text in it that makes the patch necessary.
+        apply: makes the change.
+    """
+
+    name: str
+    reason: str
+    evidence: tuple[tuple[str, str], ...]
+    apply: Callable[[], None]
+
+
+def core(module: str) -> types.ModuleType:
+    """Import a module of megatron-core by its path below `megatron.core`."""
+    return importlib.import_module(f"megatron.core.{module}")
+
+
+# --- functions of torch.cuda that raise on a CPU build ------------------------------------------------------------
+
+
+class InOrderStream:
+    """A stream or event of a device that does one thing after the other: every wait is already satisfied."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    def wait_stream(self, other: Any) -> None:
+        """Nothing to wait for."""
+
+    wait_event = record = wait = wait_stream
+
+    def record_event(self, event: Any = None) -> "InOrderStream":
+        """The stream itself serves as its event."""
+        return self
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """All work is done."""
+        return True
+
+
+def answer_for_cuda() -> None:
+    """Give `torch.cuda` the CPU's answers. Each name gets a function of its own: torch's tracer rejects duplicates."""
+    cuda, stream = torch.cuda, InOrderStream()
+    cuda.current_device = lambda: CPU
+    for owner, name in (
+        (cuda, "set_device"),
+        (cuda, "synchronize"),
+        (cuda, "empty_cache"),
+        (cuda.nvtx, "range_push"),
+        (cuda.nvtx, "range_pop"),
+    ):
+        setattr(owner, name, lambda *args, **kwargs: None)
+    cuda.Stream, cuda.Event = InOrderStream, type("InOrderEvent", (InOrderStream,), {})
+    cuda.current_stream, cuda.default_stream = (lambda device=None: stream), (lambda device=None: stream)
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+
+
+def share_the_cpu_generator() -> None:
+    """Random state of the "GPU" is the CPU generator's, so that the dropout tracker and recomputation work."""
+    torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
+    torch.cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    torch.cuda.manual_seed = torch.default_generator.manual_seed
+    random = core("tensor_parallel.random")
+    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    # megatron-core warns when the CPU state moves inside a "GPU" context; here the two are one.
+    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in str(record.msg))
+
+
+# --- factories called with device="cuda" --------------------------------------------------------------------------
+
+FACTORIES = frozenset(("tensor", "zeros", "ones", "empty", "empty_like", "full", "arange"))
+
+MODULES_NAMING_CUDA = (
+    "pipeline_parallel.schedules",
+    "optimizer.clip_grads",
+    "optimizer.optimizer",
+    "optimizer.grad_scaler",
+    "utils",
+    "transformer.utils",
+    "tensor_parallel.data",
+    "models.common.embeddings.rope_utils",
+    "rerun_state_machine",
+    "dist_checkpointing.exchange_utils",
+    "dist_checkpointing.strategies.state_dict_saver",
+)
+
+
+class TorchOnCpu(types.ModuleType):
+    """`torch` as the modules above see it: factories make CPU tensors where "cuda" is asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(torch, name)
+        if name in FACTORIES:
+            value = on_cpu(value)
+        self.__dict__[name] = value
+        return value
+
+
+def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The factory with device "cuda" read as the CPU and pinned memory left out."""
+
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def read_cuda_as_cpu() -> None:
+    """Hand the modules that name CUDA in factory calls the view of torch above."""
+    view = TorchOnCpu("torch")
+    for module in MODULES_NAMING_CUDA:
+        core(module).torch = view
+
+
+# --- parameter kinds told apart by type names ---------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def cuda_type_names() -> Iterator[None]:
+    """Within, `tensor.type()` says `torch.cuda.FloatTensor` for a CPU tensor."""
+    plain = torch.Tensor.type
+
+    def cuda_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = plain(self, *args, **kwargs)
+        return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
+
+    torch.Tensor.type = cuda_type
+    try:
+        yield
+    finally:
+        torch.Tensor.type = plain
+
+
+def name_types_as_cuda() -> None:
+    """The two optimizers that sort parameters by type name are built with CUDA's names."""
+    for module, name in (
+        ("optimizer.optimizer", "Float16OptimizerWithFloat16Params"),
+        ("optimizer.distrib_optimizer", "DistributedOptimizer"),
+    ):
+        optimizer = getattr(core(module), name)
+        optimizer.__init__ = cuda_type_names()(optimizer.__init__)
+
+
+def clip_by_total_norm(
+    parameters: list[torch.Tensor], max_norm: float, total_norm: float, use_decoupled_grad: bool = False
+) -> None:
+    """Scale gradients so that their global norm is at most `max_norm`, as megatron-core does on a GPU."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    factor = max_norm / (total_norm + 1.0e-6)
+    if factor < 1.0 and gradients:
+        torch._foreach_mul_(gradients, factor)
+
+
+def clip_without_type_check() -> None:
+    """megatron-core's clipping asserts CUDA's type name on every gradient."""
+    core("optimizer.optimizer").clip_grad_by_total_norm_fp32 = clip_by_total_norm
+
+
+# --- Adam ---------------------------------------------------------------------------------------------------------
+
+
+class Adam(torch.optim.Optimizer):
+    """AdamW as Transformer Engine's and Apex's FusedAdam keep it: one `step` per parameter group, not per tensor.
+
+    megatron-core's distributed optimizer reads and writes checkpoints in that form only. Moments have the dtype of
+    the parameters that it is given (FP32 master weights).
+
+    Source: Kingma and Ba 2015, algorithm 1; decoupled decay: Loshchilov and Hutter 2019, algorithm 2.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+        bias_correction: bool = True,
+    ):
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction,
+        }
+        super().__init__(params, defaults)
+        self.adam_w_mode = adam_w_mode
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            if group["params"]:
+                group["step"] = group.get("step", 0) + 1
+                self.step_group(group, [p for p in group["params"] if p.grad is not None])
+
+    def step_group(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        """Update one group, all tensors at once."""
+        if not parameters:
+            return
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
+                self.state[parameter]["exp_avg_sq"] = torch.zeros_like(parameter)
+        gradients = [p.grad for p in parameters]
+        first = [self.state[p]["exp_avg"] for p in parameters]
+        second = [self.state[p]["exp_avg_sq"] for p in parameters]
+        beta1, beta2 = group["betas"]
+        correction1, correction2 = 1.0, 1.0
+        if group["bias_correction"]:
+            correction1, correction2 = 1 - beta1 ** group["step"], 1 - beta2 ** group["step"]
+        if group["weight_decay"] and not self.adam_w_mode:
+            gradients = torch._foreach_add(gradients, parameters, alpha=group["weight_decay"])
+        torch._foreach_lerp_(first, gradients, 1 - beta1)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
+        denominator = torch._foreach_sqrt(second)
+        torch._foreach_div_(denominator, correction2**0.5)
+        torch._foreach_add_(denominator, group["eps"])
+        if group["weight_decay"] and self.adam_w_mode:
+            torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_addcdiv_(parameters, first, denominator, -group["lr"] / correction1)
+
+
+def keep_adam_step_in_group() -> None:
+    """Offer the Adam above in the place where megatron-core looks for FusedAdam."""
+    optimizers, distributed = core("optimizer"), core("optimizer.distrib_optimizer")
+    optimizers.Adam, optimizers.USING_PYTORCH_OPTIMIZER = Adam, False
+    distributed.Adam, distributed.HAVE_APEX_OR_TE, distributed.USING_TE_OPTIMIZER = Adam, True, True
+
+
+# --- checkpoints --------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def results_queue() -> Any:
+    """The queue between a checkpoint's writers and the trainer, from a forked manager."""
+    return multiprocessing.get_context("fork").Manager().Queue()
+
+
+def fork_checkpoint_manager() -> None:
+    """The spawned manager imports the program again: seconds at the first save, and a hang without a main guard."""
+    core("dist_checkpointing.strategies.filesystem_async")._get_write_results_queue = results_queue
+
+
+def read_false_as_no_fp8() -> None:
+    """Recomputing norms asks TE for its FP8 state even when `fp8=False`, because `False is not None`."""
+    recompute = core("tensor_parallel.random").CheckpointWithoutOutput
+    plain = recompute.__init__
+    recompute.__init__ = lambda self, fp8=False: plain(self, fp8 or None)
+
+
+PATCHES = (
+    Patch(
+        "torch.cuda functions",
+        "current_device, streams, events and Tensor.cuda raise on a CPU build",
+        (
+            ("distributed/param_and_grad_buffer.py", "torch.cuda.current_device()"),
+            ("pipeline_parallel/p2p_communication.py", "torch.cuda.current_device()"),
+            ("pipeline_parallel/p2p_communication.py", "torch.cuda.synchronize()"),
+            ("distributed/param_and_grad_buffer.py", "torch.cuda.default_stream()"),
+            ("models/common/language_module/language_module.py", ".cuda()"),
+        ),
+        answer_for_cuda,
+    ),
+    Patch(
+        "random state",
+        "the dropout tracker and recomputation save and restore a CUDA generator",
+        (
+            ("tensor_parallel/random.py", "torch.cuda.get_rng_state()"),
+            ("tensor_parallel/random.py", "torch.cuda.manual_seed(seed)"),
+        ),
+        share_the_cpu_generator,
+    ),
+    Patch(
+        "literal device",
+        'factories are called with device="cuda" or device=\'cuda\'',
+        (
+            ("pipeline_parallel/schedules.py", 'device="cuda"'),
+            ("optimizer/optimizer.py", "device='cuda'"),
+            ("optimizer/clip_grads.py", "device='cuda'"),
+        ),
+        read_cuda_as_cpu,
+    ),
+    Patch(
+        "type names",
+        "optimizers refuse parameters whose type is not named torch.cuda.*",
+        (
+            ("optimizer/optimizer.py", "'torch.cuda.FloatTensor'"),
+            ("optimizer/distrib_optimizer.py", "'torch.cuda.FloatTensor'"),
+        ),
+        name_types_as_cuda,
+    ),
+    Patch(
+        "clipping",
+        "clipping asserts the type name torch.cuda.FloatTensor",
+        (("optimizer/clip_grads.py", "'torch.cuda.FloatTensor'"),),
+        clip_without_type_check,
+    ),
+    Patch(
+        "Adam",
+        "with torch.optim.AdamW the distributed optimizer cannot load a checkpoint",
+        (
+            ("optimizer/__init__.py", "USING_PYTORCH_OPTIMIZER = True"),
+            ("optimizer/distrib_optimizer.py", "assert len(steps) == 1"),
+        ),
+        keep_adam_step_in_group,
+    ),
+    Patch(
+        "checkpoint manager",
+        "a spawned manager re-imports the program at the first save",
+        (("dist_checkpointing/strategies/filesystem_async.py", 'get_context("spawn")'),),
+        fork_checkpoint_manager,
+    ),
+    Patch(
+        "recompute without FP8",
+        "fp8=False is taken for FP8 and asks for Transformer Engine",
+        (("tensor_parallel/random.py", "self.fp8 = fp8 is not None"),),
+        read_false_as_no_fp8,
+    ),
+)
+
+QUIET = (
+    (UserWarning, r".*Apex (is|are) not installed.*", r"megatron\.core\..*"),
+    (UserWarning, r"Transformer Engine.* not installed.*", r"megatron\.core\..*"),
+    (UserWarning, r"full scope is deprecated", r"megatron\.core\.transformer\.transformer_config"),
+    (UserWarning, r"The \.grad attribute of a Tensor that is not a leaf", r"megatron\.core\.optimizer\..*"),
+    (FutureWarning, r"`torch\.distributed\..*` is deprecated", r"torch\.distributed\.c10d_logger"),
+    (FutureWarning, r"Please use DTensor instead", r"torch\.distributed\.checkpoint\..*"),
+    (FutureWarning, r"`load_state_dict` is deprecated", r"megatron\.core\.dist_checkpointing\..*"),
+)
+
+
+def silence_known_warnings() -> None:
+    """Leave out what megatron-core says on every run and no user can act on."""
+    for category, message, module in QUIET:
+        warnings.filterwarnings("ignore", category=category, message=message, module=module)
+
+
+@functools.cache
+def install() -> None:
+    """Make megatron-core ready for this machine. Call before anything else imports it; a second call does nothing."""
+    silence_known_warnings()
+    if torch.cuda.is_available():
+        return
+    # megatron-core wraps functions in torch.compile at import, which needs a C++ compiler on a CPU and 10 s.
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    answer_for_cuda()
+    for patch in PATCHES:
+        patch.apply()

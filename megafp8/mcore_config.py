@@ -1,0 +1,314 @@
+"""RunConfig -> megatron-core's configuration objects: the one translation.
+
+After megatron-core has built an object (and adjusted it), every field is compared with what was asked for: a value
+that it changed by itself is an error, not a surprise in the loss curve.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Optional
+
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megafp8.config import derived
+from megafp8.config.schema import RunConfig
+from megafp8.errors import ConfigError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
+
+
+def leave_uninitialized(tensor: torch.Tensor) -> torch.Tensor:
+    """An init method that writes nothing: `model.initialize` fills every parameter from its global name."""
+    return tensor
+
+
+def build_transformer_config(
+    config: RunConfig, implementation: str, on_cuda: bool, world_size: int
+) -> TransformerConfig:
+    """The model's configuration for one rank.
+
+    Args:
+        implementation: `transformer_engine`, `emulated` or `local`, already resolved.
+        on_cuda: fused kernels and the device of new parameters follow from it.
+
+    Raises:
+        ConfigError: megatron-core refuses a value, or keeps another one than was asked for.
+    """
+    fields = {
+        **shape_fields(config),
+        **parallel_fields(config),
+        **precision_fields(config, implementation),
+        **kernel_fields(config, implementation, on_cuda),
+        **recompute_fields(config),
+    }
+    # Delayed scaling, and others, count on one update per step: megatron-core reads this while building layers.
+    fields["calculate_per_token_loss"] = True
+    fields |= parsed_overrides(config, "transformer", TransformerConfig)
+    return build_checked(TransformerConfig, fields)
+
+
+def shape_fields(config: RunConfig) -> dict[str, Any]:
+    """What the model is."""
+    model = config.model
+    activation: Callable[[torch.Tensor], torch.Tensor] = F.gelu
+    if model.swiglu:
+        activation = F.silu
+    elif model.squared_relu:
+        activation = squared_relu
+    return {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": derived.ffn_hidden_size(model),
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": derived.num_query_groups(model),
+        "kv_channels": derived.kv_channels(model),
+        "normalization": model.normalization,
+        "layernorm_epsilon": model.norm_epsilon,
+        "layernorm_zero_centered_gamma": model.apply_layernorm_1p,
+        "gated_linear_unit": model.swiglu,
+        "activation_func": activation,
+        "add_bias_linear": model.add_bias_linear,
+        "add_qkv_bias": model.add_qkv_bias,
+        "qk_layernorm": model.qk_layernorm,
+        "rotary_interleaved": model.rotary_interleaved,
+        "attention_dropout": model.attention_dropout,
+        "hidden_dropout": model.hidden_dropout,
+        "attention_softmax_in_fp32": derived.softmax_in_fp32(model),
+        "apply_query_key_layer_scaling": model.apply_query_key_layer_scaling,
+        "window_size": None if model.window_size is None else (model.window_size, 0),
+        "init_method_std": model.init_method_std,
+        "init_method": leave_uninitialized,
+        "output_layer_init_method": leave_uninitialized,
+        "embedding_init_method": leave_uninitialized,
+        "perform_initialization": True,
+    }
+
+
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """ReLU squared (So et al. 2021, Primer)."""
+    return torch.pow(F.relu(x), 2)
+
+
+def parallel_fields(config: RunConfig) -> dict[str, Any]:
+    """How the model is split, and how stages talk."""
+    parallel = config.parallel
+    stages, chunks = parallel.pipeline_model_parallel_size, derived.virtual_pipeline_size(config)
+    overlap = chunks is not None and parallel.overlap_p2p_comm
+    return {
+        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": stages,
+        "virtual_pipeline_model_parallel_size": chunks,
+        "context_parallel_size": parallel.context_parallel_size,
+        "cp_comm_type": parallel.cp_comm_type,
+        "sequence_parallel": parallel.sequence_parallel,
+        "overlap_p2p_comm": overlap,
+        # With two interleaved stages a rank's two neighbours are one peer. Batched, the two messages to it are matched
+        # in posting order, which is wrong: the loss is off and the gradients explode without an error.
+        "batch_p2p_comm": not overlap and not (chunks is not None and stages == 2),
+        "deallocate_pipeline_outputs": True,
+    }
+
+
+def precision_fields(config: RunConfig, implementation: str) -> dict[str, Any]:
+    """Number formats. Emulated layers quantize by themselves: megatron-core is told of FP8 only with TE."""
+    precision = config.precision
+    dtype = DTYPES[derived.params_dtype(precision)]
+    fields: dict[str, Any] = {
+        "bf16": precision.bf16,
+        "fp16": precision.fp16,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "transformer_impl": "transformer_engine" if implementation == "transformer_engine" else "local",
+    }
+    if implementation == "transformer_engine" and precision.fp8_format is not None:
+        fields |= {
+            "fp8": precision.fp8_format,
+            "fp8_recipe": precision.fp8_recipe,
+            "fp8_margin": precision.fp8_margin,
+            "fp8_amax_history_len": precision.fp8_amax_history_len,
+            "fp8_amax_compute_algo": precision.fp8_amax_compute_algo,
+            "fp8_param": precision.fp8_param_gather,
+            "first_last_layers_bf16": precision.first_last_layers_bf16,
+            "num_layers_at_start_in_bf16": precision.num_layers_at_start_in_bf16,
+            "num_layers_at_end_in_bf16": precision.num_layers_at_end_in_bf16,
+        }
+    return fields
+
+
+def kernel_fields(config: RunConfig, implementation: str, on_cuda: bool) -> dict[str, Any]:
+    """Which kernels compute it. Fusions that exist on a GPU only stay off on a CPU: the arithmetic is the same."""
+    precision, model = config.precision, config.model
+    bias_activation = precision.bias_swiglu_fusion if model.swiglu else precision.bias_gelu_fusion
+    return {
+        "use_cpu_initialization": not on_cuda,
+        "attention_backend": AttnBackend[attention_backend(precision.attention_backend, implementation)],
+        "bias_activation_fusion": on_cuda and bias_activation and not model.squared_relu,
+        "bias_dropout_fusion": on_cuda and precision.bias_dropout_fusion,
+        "masked_softmax_fusion": on_cuda and precision.masked_softmax_fusion,
+        "apply_rope_fusion": (
+            on_cuda and implementation == "transformer_engine" and precision.apply_rope_fusion
+            and model.position_embedding_type == "rope"
+        ),
+        "cross_entropy_loss_fusion": precision.cross_entropy_loss_fusion,
+        "cross_entropy_fusion_impl": precision.cross_entropy_fusion_impl,
+        # Set on each layer that can (model.builder): megatron-core's output layer would demand Apex here.
+        "gradient_accumulation_fusion": False,
+        "deterministic_mode": precision.deterministic_mode,
+    }
+
+
+def attention_backend(asked: str, implementation: str) -> str:
+    """megatron-core's name; torch's SDPA, which the emulated layers use, is `local` there."""
+    return asked if implementation == "transformer_engine" else "local"
+
+
+def recompute_fields(config: RunConfig) -> dict[str, Any]:
+    """Which activations are computed again in the backward pass."""
+    training = config.training
+    granularity = derived.recompute_granularity(training)
+    if granularity is None:
+        return {}
+    fields: dict[str, Any] = {
+        "recompute_granularity": granularity,
+        "recompute_method": training.recompute_method,
+        "recompute_num_layers": training.recompute_num_layers,
+        "distribute_saved_activations": training.distribute_saved_activations,
+    }
+    if granularity == "selective":
+        fields["recompute_modules"] = list(derived.recompute_modules(training))
+    return fields
+
+
+def build_ddp_config(config: RunConfig) -> DistributedDataParallelConfig:
+    """Gradient buffers and their reduction."""
+    parallel, precision = config.parallel, config.precision
+    fields = {
+        "grad_reduce_in_fp32": derived.grad_dtype(precision) == "fp32",
+        "overlap_grad_reduce": parallel.overlap_grad_reduce,
+        "overlap_param_gather": parallel.overlap_param_gather,
+        "use_distributed_optimizer": parallel.use_distributed_optimizer,
+        "bucket_size": parallel.ddp_bucket_size,
+        "average_in_collective": parallel.ddp_average_in_collective,
+        "fp8_param_gather": precision.fp8_param_gather,
+    }
+    return build_checked(DistributedDataParallelConfig, fields | parsed_overrides(config, "ddp", DistributedDataParallelConfig))
+
+
+def build_optimizer_config(config: RunConfig) -> OptimizerConfig:
+    """The optimizer's own settings; the schedule is `optim.schedule`'s."""
+    optimizer, parallel, precision = config.optimizer, config.parallel, config.precision
+    fields = {
+        "optimizer": optimizer.optimizer,
+        "lr": optimizer.lr,
+        "min_lr": optimizer.min_lr,
+        "decoupled_lr": optimizer.decoupled_lr,
+        "decoupled_min_lr": optimizer.decoupled_min_lr,
+        "weight_decay": optimizer.weight_decay,
+        "bf16": precision.bf16,
+        "fp16": precision.fp16,
+        "params_dtype": DTYPES[derived.params_dtype(precision)],
+        "loss_scale": optimizer.loss_scale,
+        "initial_loss_scale": optimizer.initial_loss_scale,
+        "min_loss_scale": optimizer.min_loss_scale,
+        "loss_scale_window": optimizer.loss_scale_window,
+        "hysteresis": optimizer.hysteresis,
+        "adam_beta1": optimizer.adam_beta1,
+        "adam_beta2": optimizer.adam_beta2,
+        "adam_eps": optimizer.adam_eps,
+        "sgd_momentum": optimizer.sgd_momentum,
+        "clip_grad": optimizer.clip_grad,
+        "use_distributed_optimizer": parallel.use_distributed_optimizer,
+        "overlap_param_gather": parallel.overlap_param_gather,
+        "use_precision_aware_optimizer": optimizer.use_precision_aware_optimizer,
+        "main_grads_dtype": DTYPES[optimizer.main_grads_dtype],
+        "main_params_dtype": DTYPES[optimizer.main_params_dtype],
+        "exp_avg_dtype": DTYPES[optimizer.exp_avg_dtype],
+        "exp_avg_sq_dtype": DTYPES[optimizer.exp_avg_sq_dtype],
+        "log_num_zeros_in_grad": config.logging.log_num_zeros_in_grad,
+        "fp8_recipe": precision.fp8_recipe if precision.fp8_format is not None else None,
+    }
+    return build_checked(OptimizerConfig, fields | parsed_overrides(config, "optimizer", OptimizerConfig))
+
+
+def build_checked(kind: type, fields: Mapping[str, Any]) -> Any:
+    """Build a megatron-core configuration and compare what it kept with what was asked.
+
+    Raises:
+        ConfigError: it refuses the fields, or a field came out different.
+    """
+    try:
+        built = kind(**fields)
+    except (ValueError, AssertionError, TypeError, RuntimeError) as error:
+        raise ConfigError(f"megatron-core's {kind.__name__} refuses the configuration: {error}") from error
+    changed = [
+        f"megatron-core's {kind.__name__} changed {name} from {asked!r} to {getattr(built, name)!r}"
+        for name, asked in fields.items()
+        if asked is not None and getattr(built, name) != asked
+    ]
+    if changed:
+        raise ConfigError(changed)
+    return built
+
+
+def parsed_overrides(config: RunConfig, section: str, kind: type) -> dict[str, Any]:
+    """The `--override SECTION.FIELD=VALUE` entries of one section, converted to the fields' own types.
+
+    Raises:
+        ConfigError: a field that megatron-core does not have, or a value of another type.
+    """
+    known = {field.name: field for field in dataclasses.fields(kind)}
+    values: dict[str, Any] = {}
+    faults: list[str] = []
+    for entry in config.overrides:
+        path, _, text = entry.partition("=")
+        owner, _, name = path.partition(".")
+        if owner != section:
+            continue
+        if name not in known:
+            faults.append(f"--override {entry}: megatron-core's {kind.__name__} has no field {name}")
+            continue
+        value, fault = converted(text, known[name])
+        if fault:
+            faults.append(f"--override {entry}: {fault}")
+        values[name] = value
+    if faults:
+        raise ConfigError(faults)
+    return values
+
+
+def converted(text: str, field: dataclasses.Field) -> tuple[Any, Optional[str]]:
+    """The value that a text means for a field, or what is wrong with it."""
+    wanted = str(field.type)
+    if wanted.startswith("<class"):
+        wanted = field.type.__name__
+    if "dtype" in wanted:
+        return (DTYPES[text], None) if text in DTYPES else (None, f"want one of {', '.join(DTYPES)}")
+    try:
+        value: Any = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        value = {"true": True, "false": False, "none": None}.get(text.lower(), text)
+    if isinstance(value, int) and not isinstance(value, bool) and wanted == "float":
+        value = float(value)
+    plain = {"int": int, "float": float, "bool": bool, "str": str}.get(wanted)
+    if plain is not None and type(value) is not plain:
+        return None, f"want {wanted}, got {type(value).__name__} {value!r}"
+    if plain is None and not fits(value, wanted):
+        return None, f"want {wanted}, got {type(value).__name__} {value!r}"
+    return value, None
+
+
+def fits(value: Any, wanted: str) -> bool:
+    """Whether a value can be meant by an annotation such as `Optional[int]` or `Literal['a', 'b']`."""
+    if value is None:
+        return "Optional" in wanted or "None" in wanted
+    if "Literal" in wanted and isinstance(value, str):
+        return repr(value) in wanted.replace('"', "'") or f"'{value}'" in wanted.replace('"', "'")
+    return type(value).__name__ in wanted.replace("Tuple", "tuple").replace("List", "list")

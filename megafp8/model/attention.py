@@ -1,0 +1,95 @@
+"""Causal attention on torch's SDPA kernels, with context parallelism, for layers without Transformer Engine.
+
+Context parallelism cuts each sequence of S tokens into 2N pieces; rank r of N holds pieces r and 2N-1-r (the zig-zag
+of megatron-core's `get_batch_on_this_cp_rank`), so that causal attention costs every rank the same. Queries stay where
+they are; keys and values are gathered from all ranks, and each query sees the keys whose position is not after its
+own. Gathering costs 2 x S x kv-heads x channels per rank and layer, which is little beside the activations; the
+gradient of the gathered keys and values is reduce-scattered back.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, Optional
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+
+def zigzag_positions(rank: int, size: int, local_length: int, device: torch.device) -> Tensor:
+    """Sequence positions that context-parallel rank `rank` of `size` holds. Shape: (local_length,), int64."""
+    piece = local_length // 2
+    offsets = torch.arange(piece, device=device)
+    return torch.cat((rank * piece + offsets, (2 * size - 1 - rank) * piece + offsets))
+
+
+class CausalAttention(torch.nn.Module):
+    """softmax(Q K^T / sqrt(channels) + causal mask) V.
+
+    Shapes: query (S, B, heads, channels), key and value (S, B, kv-heads, channels), output (S, B, heads * channels),
+    with S the tokens of this context-parallel rank and heads those of this tensor-parallel rank.
+    Numerics: the kernel's; probabilities are FP32 inside.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any = None,
+        attention_type: str = "self",
+        attention_dropout: Optional[float] = None,
+        softmax_scale: Optional[float] = None,
+        cp_comm_type: Optional[str] = None,
+        pg_collection: Optional[ProcessGroupCollection] = None,
+    ):
+        super().__init__()
+        assert pg_collection is not None, "megatron-core's attention passes its groups"
+        self.context_group = pg_collection.cp
+        self.softmax_scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Optional[Tensor] = None,
+        attn_mask_type: Any = None,
+        attention_bias: Optional[Tensor] = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """Attention is causal whatever `attention_mask` says: megafp8's loader makes no mask."""
+        assert attention_bias is None and packed_seq_params is None, "not passed by this project's models"
+        mask = None
+        if self.context_group.size() > 1:
+            key, value, mask = self.gather(query, key, value)
+        probability = self.dropout if self.training else 0.0
+        # Each tensor-parallel rank drops probabilities of its own heads: megatron-core's tracker keeps that stream.
+        fork = tensor_parallel.get_cuda_rng_tracker().fork() if probability else nullcontext()
+        with fork:
+            output = F.scaled_dot_product_attention(
+                query.permute(1, 2, 0, 3),
+                key.permute(1, 2, 0, 3),
+                value.permute(1, 2, 0, 3),
+                attn_mask=mask,
+                is_causal=mask is None,
+                dropout_p=probability,
+                scale=self.softmax_scale,
+                enable_gqa=key.shape[2] != query.shape[2],
+            )
+        return output.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+
+    def gather(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """All ranks' keys and values, and which of them each local query sees (True), shape (S local, S)."""
+        group, local_length = self.context_group, query.shape[0]
+        gathered = [
+            tensor_parallel.gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=group)
+            for x in (key, value)
+        ]
+        position = [zigzag_positions(r, group.size(), local_length, query.device) for r in range(group.size())]
+        mask = position[group.rank()][:, None] >= torch.cat(position)[None, :]
+        return gathered[0], gathered[1], mask

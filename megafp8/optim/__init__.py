@@ -1,0 +1,1 @@
+"""Learning-rate schedule, and the checks between gradients and update."""

@@ -1,0 +1,117 @@
+"""Nothing that is not finite reaches the weights, and the message names where it came from.
+
+Before a bucket of gradients is reduced over the data-parallel ranks, its sum is taken: a sum is finite only if every
+element is. That is one read of the gradients per step and no wait; the results gather in one flag on the device. At the
+end of the backward pass one small all-reduce tells every rank the global loss and whether any rank saw a bad value, so
+all of them stop together and before the update. Only then is time spent on finding the tensor.
+
+(After the reduction a NaN of one rank is everybody's: looking at the gradient norm, as trainers do, cannot name a rank.
+With BF16 weights megatron-core does not look at all.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megafp8.errors import NumericsError
+
+
+class GradientWatch:
+    """Notes on the device whether this rank's own gradients were finite when their reduction began."""
+
+    def __init__(self, chunks: list[Any], device: torch.device):
+        self.bad = torch.zeros((), device=device)
+        for chunk in chunks:
+            for group in chunk.bucket_groups:
+                self.watch(group)
+
+    def watch(self, group: Any) -> None:
+        """Look at a bucket group whenever its reduction starts."""
+        start = group.start_grad_sync
+
+        def start_watched(*args: Any, **kwargs: Any) -> Any:
+            for bucket in group.buckets:
+                self.bad += ~torch.isfinite(bucket.grad_data.sum())
+            return start(*args, **kwargs)
+
+        group.start_grad_sync = start_watched
+
+    def reset(self) -> None:
+        """Forget, before the next step."""
+        self.bad.zero_()
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """What all ranks agree on after the backward pass of a step.
+
+    Attributes:
+        loss_sum: sum of the losses of the global batch in nats.
+        num_tokens: tokens that count in it.
+        num_bad_ranks: ranks whose own loss or gradients were not finite.
+    """
+
+    loss_sum: float
+    num_tokens: float
+    num_bad_ranks: float
+
+    @property
+    def loss(self) -> float:
+        """Mean loss per token; NaN when no token counts."""
+        return self.loss_sum / self.num_tokens if self.num_tokens else float("nan")
+
+
+def agree(local_loss: Optional[Tensor], bad_gradients: Tensor, device: torch.device) -> StepTotals:
+    """Add up losses and bad ranks over all ranks; one all-reduce and one wait.
+
+    Args:
+        local_loss: (sum, tokens) of this rank, None on a rank that does not count the loss.
+        bad_gradients: 0 where this rank's gradients were finite.
+    """
+    totals = torch.zeros(3, device=device)
+    if local_loss is not None:
+        totals[:2] = local_loss
+    totals[2] = (bad_gradients > 0) | ~torch.isfinite(totals[:2]).all()
+    dist.all_reduce(totals)
+    return StepTotals(*totals.tolist())
+
+
+def first_bad_tensor(chunks: list[Any]) -> Optional[str]:
+    """Name of the first tensor of this rank, in the model's order, that is not finite: weights, then gradients."""
+    for kind in ("weight", "gradient"):
+        for index, chunk in enumerate(chunks):
+            for name, parameter in chunk.module.named_parameters():
+                tensor = parameter if kind == "weight" else parameter.main_grad
+                if not bool(torch.isfinite(tensor.detach().float()).all()):
+                    place = f"chunk {index} " if len(chunks) > 1 else ""
+                    return f"{kind} of {place}{name.removeprefix('module.')}"
+    return None
+
+
+def raise_bad_numbers(step: int, local_loss: Optional[Tensor], bad_gradients: Tensor, chunks: list[Any]) -> None:
+    """Gather what each rank saw and stop, the same on all ranks. The weights have not been touched.
+
+    Raises:
+        NumericsError: always.
+    """
+    loss_is_bad = local_loss is not None and not bool(torch.isfinite(local_loss).all())
+    is_bad = loss_is_bad or bool(bad_gradients > 0)
+    seen = (loss_is_bad, first_bad_tensor(chunks) if is_bad else None) if is_bad else None
+    gathered: list[Optional[tuple[bool, Optional[str]]]] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, seen)
+    lines = [
+        f"  rank {rank}: {'loss is not finite; ' if report[0] else ''}first bad tensor: {report[1] or 'none left'}"
+        for rank, report in enumerate(gathered)
+        if report is not None
+    ]
+    raise NumericsError(
+        f"step {step}: loss or gradients are not finite; the weights were not updated\n"
+        + "\n".join(lines)
+        + "\nmend: resume from the last checkpoint with a lower --lr, a longer warm-up, --clip-grad, or other data; "
+        "with FP8 try --fp8-recipe tensorwise or --first-last-layers-bf16"
+    )
