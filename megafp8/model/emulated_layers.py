@@ -1,0 +1,160 @@
+"""megatron-core's column- and row-parallel linears with emulated FP8 GEMMs.
+
+Only the GEMM is replaced: parameters, initialization, names, tensor-parallel attributes and `sharded_state_dict` are
+megatron-core's, so that a checkpoint of plain layers loads into these and the other way round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterable, Iterator
+from typing import Any, Optional
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor, nn
+
+from megafp8.fp8.linear import AmaxGroups, LinearPlan, emulated_linear, quantize_weight
+from megafp8.fp8.quantize import Quantized
+from megafp8.fp8.recipes import Recipe
+
+AMAX_REDUCTIONS = ("te", "all")
+
+
+class _EmulatedGemm:
+    """Mixed into a parallel linear: the same layer, its GEMMs by recipe. A recipe of None leaves the layer as it was.
+
+    Args (keywords of `__init__`, next to the layer's own):
+        recipe: what is quantized and how.
+        amax_reduction: "te": amaxes are reduced over the tensor-parallel ranks where Transformer Engine does it, which
+            is where shards of one tensor are gathered; "all": wherever an operand is a shard, so that the scales, and
+            with them the loss, do not depend on the layout.
+        fuse_wgrad: add weight gradients to `main_grad` inside the layer; default the configuration's
+            `gradient_accumulation_fusion`. Needs no extension module, unlike the plain layers.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        config: ModelParallelConfig,
+        recipe: Optional[Recipe] = None,
+        amax_reduction: str = "te",
+        fuse_wgrad: Optional[bool] = None,
+        **kwargs: Any,
+    ):
+        if amax_reduction not in AMAX_REDUCTIONS:
+            raise ValueError(f"amax_reduction is {amax_reduction!r}; it must be one of {', '.join(AMAX_REDUCTIONS)}")
+        plain = config
+        if recipe is not None and config.gradient_accumulation_fusion:  # the parent would ask for Apex's kernel
+            plain = copy.copy(config)
+            plain.gradient_accumulation_fusion = False
+        super().__init__(*args, config=plain, **kwargs)
+        self.config = config
+        self.recipe = recipe
+        self.amax_reduction = amax_reduction
+        self.gradient_accumulation_fusion = config.gradient_accumulation_fusion if fuse_wgrad is None else fuse_wgrad
+        self.reuses_weight_codes = False
+        self._weight_codes: Optional[Quantized] = None
+
+    def amax_groups(self, sequence_parallel: bool) -> AmaxGroups:
+        """The ranks that share the scale of each operand."""
+        raise NotImplementedError
+
+    def _forward_impl(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Optional[Tensor] = None,
+        *,
+        gradient_accumulation_fusion: bool = False,
+        allreduce_dgrad: bool = False,
+        sequence_parallel: bool = False,
+        grad_output_buffer: Optional[list[Tensor]] = None,
+        **plain_options: Any,
+    ) -> Tensor:
+        if self.recipe is None:
+            return super()._forward_impl(
+                input=input, weight=weight, bias=bias, gradient_accumulation_fusion=gradient_accumulation_fusion,
+                allreduce_dgrad=allreduce_dgrad, sequence_parallel=sequence_parallel,
+                grad_output_buffer=grad_output_buffer, **plain_options,
+            )
+        assert grad_output_buffer is None, "deferred weight gradients belong to the output layer, which is not emulated"
+        plan = LinearPlan(
+            recipe=self.recipe,
+            tensor_group=self.tp_group,
+            gather_input=sequence_parallel,
+            allreduce_dgrad=allreduce_dgrad,
+            amax_groups=self.amax_groups(sequence_parallel),
+            fuse_wgrad=gradient_accumulation_fusion,
+        )
+        return emulated_linear(input, weight, bias, plan, self._known_weight_codes(weight, plan))
+
+    def _known_weight_codes(self, weight: Tensor, plan: LinearPlan) -> Optional[Quantized]:
+        if not self.reuses_weight_codes:
+            return None
+        if self._weight_codes is None:
+            self._weight_codes = quantize_weight(weight, plan)
+        return self._weight_codes
+
+    def reuse_weight_codes(self, reuse: bool) -> None:
+        """Start or stop keeping the weight's codes from one forward pass to the next; either way drop those kept."""
+        self.reuses_weight_codes = reuse
+        self._weight_codes = None
+
+    def _activation_group(self, *, split_over_tensor: bool) -> Optional[dist.ProcessGroup]:
+        """Ranks that hold parts of one activation: context-parallel ones, and tensor-parallel ones if it is split."""
+        if self.is_expert or parallel_state.get_context_parallel_world_size() == 1:
+            return self.tp_group if split_over_tensor else None
+        if split_over_tensor:
+            return parallel_state.get_tensor_and_context_parallel_group()
+        return parallel_state.get_context_parallel_group()
+
+
+class EmulatedColumnParallelLinear(_EmulatedGemm, ColumnParallelLinear):
+    """y = x w^T, w split along its outputs: weight [N/P, K], grad_output [T, N/P]; the input is whole or, with sequence
+    parallelism, a shard whose codes are gathered. Arguments as megatron-core's, and those of `_EmulatedGemm`."""
+
+    def amax_groups(self, sequence_parallel: bool) -> AmaxGroups:
+        if self.amax_reduction == "te":
+            return AmaxGroups(input=self.tp_group if sequence_parallel else None)
+        return AmaxGroups(
+            input=self._activation_group(split_over_tensor=sequence_parallel),
+            weight=self.tp_group,
+            grad_output=self._activation_group(split_over_tensor=True),
+        )
+
+
+class EmulatedRowParallelLinear(_EmulatedGemm, RowParallelLinear):
+    """y = x w^T, w split along its inputs: weight [N, K/P], input [T, K/P]; grad_output is whole, since megatron-core
+    gathers it before it gets here, so that with sequence parallelism its amax is that of all shards without a
+    collective. Arguments as megatron-core's, and those of `_EmulatedGemm`."""
+
+    def amax_groups(self, sequence_parallel: bool) -> AmaxGroups:
+        if self.amax_reduction == "te":
+            return AmaxGroups()
+        return AmaxGroups(
+            input=self._activation_group(split_over_tensor=True),
+            weight=self.tp_group,
+            grad_output=self._activation_group(split_over_tensor=False),
+        )
+
+
+@contextlib.contextmanager
+def weights_unchanged(model_chunks: Iterable[nn.Module]) -> Iterator[None]:
+    """Promise that no weight changes inside the block: each is quantized at its first use there, once.
+
+    Meant around the forward and backward passes of one optimizer step, whose microbatches then share the codes.
+    The promise is explicit because a tensor does not tell: the distributed optimizer writes weights through a flat
+    buffer, and mixed-precision optimizers through `.data`, neither of which moves a parameter's version counter.
+    """
+    layers = [module for chunk in model_chunks for module in chunk.modules() if isinstance(module, _EmulatedGemm)]
+    for layer in layers:
+        layer.reuse_weight_codes(True)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.reuse_weight_codes(False)
