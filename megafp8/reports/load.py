@@ -1,0 +1,104 @@
+"""A run as its records tell it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional, Union
+
+import numpy as np
+
+from megafp8.errors import DataError
+from megafp8.telemetry.records import RECORDS_FILE, EvalRecord, EventRecord, Record, RunRecord, StepRecord
+from megafp8.telemetry.sinks.jsonl import current_records, read_records
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run. Steps and evaluations that a resumption did again are in here once, as they were done last."""
+
+    name: str
+    """The folder's name; made unique by `load_runs`."""
+    folder: Path
+    runs: tuple[RunRecord, ...]
+    """The start and every resumption; at least one."""
+    steps: tuple[StepRecord, ...]
+    evals: tuple[EvalRecord, ...]
+    events: tuple[EventRecord, ...]
+
+    @property
+    def info(self) -> RunRecord:
+        """The newest run record."""
+        return self.runs[-1]
+
+    def series(self, field: str) -> np.ndarray:
+        """One field of all step records. Shape [steps], float64; NaN where a step did not measure it."""
+        values = [getattr(record, field) for record in self.steps]
+        return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+
+    def evals_of(self, split: str) -> tuple[EvalRecord, ...]:
+        """Evaluations on "valid" or "test", in order of steps."""
+        return tuple(record for record in self.evals if record.split == split)
+
+    @property
+    def final_validation(self) -> EvalRecord:
+        """
+        Raises:
+            DataError: the run was never validated.
+        """
+        validations = self.evals_of("valid")
+        if not validations:
+            raise DataError(
+                f"run {self.name} ({self.folder}) has {len(self.steps)} step records and no validation; "
+                "train with held-out data (--split or --valid-data-path) and --eval-iters above 0"
+            )
+        return validations[-1]
+
+
+def load_run(folder: Union[str, Path], *, name: Optional[str] = None) -> Run:
+    """Read the records of one run.
+
+    Args:
+        folder: the folder that was --save, or the records file itself.
+
+    Raises:
+        DataError: no records there, a damaged file, or a file without a run record.
+    """
+    path = Path(folder)
+    path = path if path.is_file() else path / RECORDS_FILE
+    if not path.is_file():
+        raise DataError(f"no run in {folder}: there is no {RECORDS_FILE}; give the folder that the run had as --save")
+    records = current_records(read_records(path))
+    runs = _of_type(records, RunRecord)
+    if not runs:
+        raise DataError(f"{path} holds {len(records)} records and no run record, so it is not known what was run")
+    return Run(
+        name=name or path.resolve().parent.name,
+        folder=path.parent,
+        runs=runs,
+        steps=tuple(sorted(_of_type(records, StepRecord), key=lambda record: record.step)),
+        evals=tuple(sorted(_of_type(records, EvalRecord), key=lambda record: record.step)),
+        events=_of_type(records, EventRecord),
+    )
+
+
+def load_runs(folders: Iterable[Union[str, Path]]) -> list[Run]:
+    """Read several runs. Folders of the same name are told apart by as many of their parents as that takes.
+
+    Raises:
+        DataError: as `load_run`, and when a folder is given twice.
+    """
+    paths = [Path(folder) for folder in folders]
+    parts = [(path.parent if path.is_file() else path).resolve().parts for path in paths]
+    for index, own in enumerate(parts):
+        if own in parts[:index]:
+            raise DataError(f"{paths[index]} is given twice; every run must be another one")
+    num_parts = 1
+    while len({own[-num_parts:] for own in parts}) < len(parts):
+        num_parts += 1
+    return [load_run(path, name="/".join(own[-num_parts:])) for path, own in zip(paths, parts, strict=True)]
+
+
+def _of_type(records: list[Record], cls: type) -> tuple:
+    return tuple(record for record in records if isinstance(record, cls))

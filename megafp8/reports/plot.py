@@ -1,0 +1,208 @@
+"""Loss curves as a picture: above the losses, below how far each run is from the baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional, Union
+
+import numpy as np
+
+from megafp8.errors import DataError
+from megafp8.reports.load import Run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WIDTH_PIXELS, HEIGHT_PIXELS, PIXELS_PER_INCH = 1200, 640, 100
+COLORS = ("#3a3f47", "#e8590c", "#1971c2", "#2f9e44", "#9c36b5", "#c2255c", "#0c8599", "#f08c00")
+SMOOTHING_FRACTION = 1 / 25
+# The fall of the first steps would squeeze all the rest: the loss axis begins where this part of the run is done.
+STEEP_FRACTION = 1 / 25
+
+
+def plot_loss_curves(
+    runs: Sequence[Run], output: Union[str, Path], *, baseline: Optional[str] = None, title: str = "Training loss"
+) -> Path:
+    """Write a PNG of the runs' losses over training tokens.
+
+    Thin: the loss of each step; thick: its running mean over a twenty-fifth of the run; markers: validation. The
+    lower panel shows how far each run is from the baseline at the same step, in percent, as running mean and for
+    validation. The steep first twenty-fifth may leave the picture at the top.
+
+    Args:
+        baseline: name of the run that the lower panel is relative to; default the first.
+
+    Raises:
+        DataError: a run without step records, or an unknown baseline.
+    """
+    for run in runs:
+        if not run.steps:
+            raise DataError(f"run {run.name} ({run.folder}) has no step records: there is no curve to draw")
+    base = next((run for run in runs if run.name == baseline), None) if baseline else runs[0]
+    if base is None:
+        raise DataError(f"baseline {baseline!r} is none of the runs; they are {', '.join(run.name for run in runs)}")
+    ordered = [base, *(run for run in runs if run is not base)]
+
+    from matplotlib.figure import Figure
+
+    has_gap_panel = len(ordered) > 1
+    figure = Figure(
+        figsize=(WIDTH_PIXELS / PIXELS_PER_INCH, HEIGHT_PIXELS / PIXELS_PER_INCH),
+        dpi=PIXELS_PER_INCH,
+        layout="constrained",
+        facecolor="white",
+    )
+    if has_gap_panel:
+        loss_axes, gap_axes = figure.subplots(2, 1, sharex=True, height_ratios=(2.6, 1))
+        _draw_gaps(gap_axes, ordered)
+    else:
+        loss_axes = gap_axes = figure.subplots()
+    _draw_losses(loss_axes, ordered)
+    loss_axes.set_title(title, loc="left", fontsize=16, fontweight="bold", pad=12)
+    _style_token_axis(gap_axes)
+    path = Path(output)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path
+
+
+def smooth(values: np.ndarray, window: int, *, keeps_width: bool = False) -> np.ndarray:
+    """Centred running mean of finite values.
+
+    Towards both ends the window shrinks on both sides, so that a falling curve neither lags nor bends there. With
+    `keeps_width` it loses only the side that is cut off: less noise, right for values without a trend.
+
+    Args:
+        values: shape [n]; NaN and infinity are left out of the means.
+        window: width at the most; an even one counts as the next odd one.
+
+    Returns:
+        Shape [n]; NaN where a window holds nothing finite.
+    """
+    position = np.arange(len(values))
+    room_before, room_after = position, position[::-1]
+    if not keeps_width:
+        room_before = room_after = np.minimum(room_before, room_after)
+    first = position - np.minimum(window // 2, room_before)
+    end = position + np.minimum(window // 2, room_after) + 1
+    is_finite = np.isfinite(values)
+    sums = np.concatenate(([0.0], np.cumsum(np.where(is_finite, values, 0.0))))
+    counts = np.concatenate(([0], np.cumsum(is_finite)))
+    count = counts[end] - counts[first]
+    return np.where(count > 0, (sums[end] - sums[first]) / np.maximum(count, 1), np.nan)
+
+
+def relative_gap(base: Run, run: Run) -> tuple[np.ndarray, np.ndarray]:
+    """How far a run's training loss lies from the baseline's, step by step, at the steps that both made.
+
+    Returns:
+        (training tokens of the run, (loss - baseline) / baseline as a fraction), both of shape [common steps].
+    """
+    _, ours, theirs = np.intersect1d(run.series("step"), base.series("step"), return_indices=True)
+    loss, base_loss = run.series("loss")[ours], base.series("loss")[theirs]
+    return run.series("consumed_tokens")[ours], (loss - base_loss) / base_loss
+
+
+def validation_gap(base: Run, run: Run) -> tuple[np.ndarray, np.ndarray]:
+    """The same for validation losses, at the steps where both were validated."""
+    base_losses = {record.step: record.loss for record in base.evals_of("valid")}
+    common = [record for record in run.evals_of("valid") if record.step in base_losses]
+    gaps = [(record.loss - base_losses[record.step]) / base_losses[record.step] for record in common]
+    return np.array([record.consumed_tokens for record in common], dtype=np.float64), np.array(gaps)
+
+
+def _window(num_steps: int) -> int:
+    return max(1, round(num_steps * SMOOTHING_FRACTION))
+
+
+def _draw_losses(axes: Axes, runs: Sequence[Run]) -> None:
+    lows, highs = [], []
+    for index, run in enumerate(runs):
+        color = COLORS[index % len(COLORS)]
+        tokens, loss = run.series("consumed_tokens"), run.series("loss")
+        smoothed = smooth(loss, _window(len(loss)))
+        # The baseline lies wide and pale underneath: curves that agree stay both visible.
+        width, alpha = (5.0, 0.45) if index == 0 and len(runs) > 1 else (1.8, 1.0)
+        axes.plot(tokens, loss, color=color, linewidth=0.7, alpha=0.25, zorder=1)
+        axes.plot(
+            tokens, smoothed, color=color, linewidth=width, alpha=alpha, linestyle=_dashes(index), label=_label(run)
+        )
+        validations = run.evals_of("valid")
+        axes.plot(
+            [record.consumed_tokens for record in validations],
+            [record.loss for record in validations],
+            **_marker(index),
+        )
+        lows += [np.nanmin(smoothed), *(record.loss for record in validations)]
+        highs.append(smoothed[int(len(smoothed) * STEEP_FRACTION)])
+    axes.plot([], [], linestyle="none", marker="o", color="#868e96", label="markers: validation")
+    low, high = (float(pick(values)) for pick, values in ((np.nanmin, lows), (np.nanmax, highs)))
+    if np.isfinite([low, high]).all() and high > low:
+        axes.set_ylim(low - 0.08 * (high - low), high + 0.08 * (high - low))
+    axes.set_ylabel("loss (nats per token)", fontsize=13)
+    axes.legend(fontsize=12.5, frameon=False, loc="upper right")
+    _style(axes)
+
+
+def _draw_gaps(axes: Axes, runs: Sequence[Run]) -> None:
+    base, *others = runs
+    axes.axhline(0, color=COLORS[0], linewidth=3.0, alpha=0.45, zorder=1)
+    largest = 0.0
+    for index, run in enumerate(others, start=1):
+        tokens, gap = relative_gap(base, run)
+        smoothed = smooth(gap, _window(len(gap)), keeps_width=True)
+        color = COLORS[index % len(COLORS)]
+        axes.plot(tokens, smoothed * 100, color=color, linewidth=1.8, linestyle=_dashes(index))
+        eval_tokens, eval_gap = validation_gap(base, run)
+        axes.plot(eval_tokens, eval_gap * 100, **_marker(index))
+        drawn = np.abs(np.concatenate((smoothed[int(len(gap) * STEEP_FRACTION) :], eval_gap)))
+        largest = max(largest, float(np.max(drawn[np.isfinite(drawn)], initial=0.0)) * 100)
+    # Symmetric about zero, and no finer than 0.1 %: noise should not look like a finding.
+    limit = 1.25 * max(largest, 0.08)
+    axes.set_ylim(-limit, limit)
+    axes.set_ylabel("gap (%)", fontsize=13)
+    _style(axes)
+
+
+def _dashes(index: int) -> Any:
+    """Solid for the first two; from the third on dashed, so that a curve beneath stays visible."""
+    return "-" if index < 2 else (0, (5, index))
+
+
+def _marker(index: int) -> dict[str, Any]:
+    """Validation points: an open ring for the baseline, a diamond inside it for the others."""
+    color = COLORS[index % len(COLORS)]
+    return {
+        "linestyle": "none",
+        "marker": "o" if index == 0 else "D",
+        "markersize": 10 if index == 0 else 5,
+        "markerfacecolor": "white" if index == 0 else color,
+        "markeredgecolor": color,
+        "markeredgewidth": 1.6 if index == 0 else 1.0,
+        "zorder": 4,
+    }
+
+
+def _style(axes: Axes) -> None:
+    axes.grid(True, color="#e9ecef", linewidth=1.0)
+    axes.set_axisbelow(True)
+    axes.tick_params(labelsize=12, color="#adb5bd")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color("#adb5bd")
+
+
+def _style_token_axis(axes: Axes) -> None:
+    from matplotlib.ticker import EngFormatter
+
+    axes.set_xlabel("training tokens", fontsize=13)
+    axes.set_xlim(0, 1.01 * axes.dataLim.x1)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+
+
+def _label(run: Run) -> str:
+    validations = run.evals_of("valid")
+    final = f", final validation {validations[-1].loss:.4f}" if validations else ""
+    return f"{run.info.recipe}{final}"
