@@ -1,0 +1,84 @@
+"""Every rounding decision against the slow reference in `reference.py`."""
+
+import numpy as np
+import pytest
+import reference
+import torch
+
+from megafp8.fp8.formats import FORMATS
+from megafp8.fp8.quantize import dequantize, quantize
+from megafp8.fp8.recipes import OperandRule
+from megafp8.fp8.rounding import cast, decode
+from megafp8.fp8.scaling import ScaleRule
+
+FP8 = ("e4m3", "e5m2")
+
+
+def reference_codes(values: np.ndarray, fmt: str) -> np.ndarray:
+    return np.array([reference.round_to_code(float(v), fmt) for v in values], dtype=np.uint8)
+
+
+@pytest.mark.parametrize("fmt", FP8)
+def test_cast_of_every_bf16_value(fmt: str) -> None:
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    codes = cast(every.clone(), FORMATS[fmt])
+    np.testing.assert_array_equal(codes.view(torch.uint8).numpy(), reference_codes(every.numpy(), fmt))
+
+
+@pytest.mark.parametrize("fmt", FP8)
+def test_cast_at_every_fp32_boundary(fmt: str) -> None:
+    """The midpoint of each two neighbouring magnitudes and its FP32 neighbours: where one more rounding would show."""
+    magnitudes = np.array(reference.MAGNITUDES[fmt], dtype=np.float32)
+    middles = (magnitudes[1:] + magnitudes[:-1]) / 2
+    values = np.concatenate([magnitudes, middles, np.nextafter(middles, 0), np.nextafter(middles, np.inf)])
+    values = np.concatenate([values, -values]).astype(np.float32)
+    codes = cast(torch.from_numpy(values.copy()), FORMATS[fmt])
+    np.testing.assert_array_equal(codes.view(torch.uint8).numpy(), reference_codes(values, fmt))
+
+
+@pytest.mark.parametrize("fmt", FP8)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("special", [False, True], ids=["finite", "with NaN and infinity"])
+def test_decode_of_every_code(fmt: str, dtype: torch.dtype, special: bool) -> None:
+    largest = reference.FORMATS[fmt]["largest_code"]
+    codes = [code for code in range(256) if special or code & 0x7F <= largest]
+    values = decode(torch.tensor(codes, dtype=torch.uint8).view(FORMATS[fmt].dtype), FORMATS[fmt], dtype)
+    assert values.dtype == dtype
+    expected = np.array([reference.value(code, fmt) for code in codes])
+    np.testing.assert_array_equal(values.double().numpy(), expected)
+    finite = np.isfinite(expected)
+    np.testing.assert_array_equal(np.signbit(values.double().numpy())[finite], np.signbit(expected)[finite])
+
+
+def adversarial() -> dict[str, torch.Tensor]:
+    """Small tensors, one for each corner of the scale rules."""
+    generator = torch.Generator().manual_seed(5)
+    normal = torch.randn(7, 13, generator=generator)
+    spoilt = normal.clone()
+    spoilt[2, 3], spoilt[4, 5] = float("nan"), -float("nan")
+    infinite = normal.clone()
+    infinite[1, 1], infinite[6, 12] = float("inf"), -float("inf")
+    outlier = normal.clone()
+    outlier[3, 3] = 1e30
+    return {
+        "normal": normal, "nan": spoilt, "inf": infinite, "outlier": outlier, "nan and inf": spoilt + infinite,
+        "zeros": torch.zeros(3, 5), "negative zeros": -torch.zeros(3, 5), "equal": torch.full((3, 5), -1.7),
+        "denormals": normal * 1e-40, "scale overflows": normal * 1e-37, "huge": normal * 1e38,
+        "all nan": torch.full((2, 2), float("nan")), "one negative": torch.tensor([[-3.0, 1.0]]),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("case", adversarial())
+@pytest.mark.parametrize("fmt", FP8)
+@pytest.mark.parametrize("scale_rule", ScaleRule)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_tensorwise(case: str, fmt: str, scale_rule: ScaleRule, dtype: torch.dtype) -> None:
+    x = adversarial()[case].to(dtype)
+    ours = quantize(x, OperandRule(format=FORMATS[fmt], scale_rule=scale_rule))
+    power_of_two = scale_rule is ScaleRule.POWER_OF_TWO
+    codes, dequant_scale = reference.quantize_tensorwise(x.float().numpy(), fmt, power_of_two)
+    np.testing.assert_array_equal(ours.codes.view(torch.uint8).numpy(), codes)
+    assert ours.dequant_scale.numpy().tobytes() == dequant_scale.tobytes()
+
+    values = np.array([reference.value(int(c), fmt) for c in codes.ravel()], dtype=np.float32).reshape(codes.shape)
+    np.testing.assert_array_equal(dequantize(ours).numpy(), values * dequant_scale)
