@@ -60,7 +60,7 @@ def plot_loss_curves(
         loss_axes = gap_axes = figure.subplots()
     _draw_losses(loss_axes, ordered)
     loss_axes.set_title(title, loc="left", fontsize=16, fontweight="bold", pad=12)
-    _style_token_axis(gap_axes)
+    _style_token_axis(gap_axes, last_token=max(run.steps[-1].consumed_tokens for run in runs))
     path = Path(output)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
@@ -134,11 +134,11 @@ def _draw_losses(axes: Axes, runs: Sequence[Run]) -> None:
             [record.loss for record in validations],
             **_marker(index),
         )
-        lows += [np.nanmin(smoothed), *(record.loss for record in validations)]
+        lows += [*smoothed, *(record.loss for record in validations)]
         highs.append(smoothed[int(len(smoothed) * STEEP_FRACTION)])
     axes.plot([], [], linestyle="none", marker="o", color="#868e96", label="markers: validation")
-    low, high = (float(pick(values)) for pick, values in ((np.nanmin, lows), (np.nanmax, highs)))
-    if np.isfinite([low, high]).all() and high > low:
+    low, high = min(filter(np.isfinite, lows), default=0.0), max(filter(np.isfinite, highs), default=0.0)
+    if high > low:
         axes.set_ylim(low - 0.08 * (high - low), high + 0.08 * (high - low))
     axes.set_ylabel("loss (nats per token)", fontsize=13)
     axes.legend(fontsize=12.5, frameon=False, loc="upper right")
@@ -194,11 +194,11 @@ def _style(axes: Axes) -> None:
         axes.spines[side].set_color("#adb5bd")
 
 
-def _style_token_axis(axes: Axes) -> None:
+def _style_token_axis(axes: Axes, *, last_token: int) -> None:
     from matplotlib.ticker import EngFormatter
 
     axes.set_xlabel("training tokens", fontsize=13)
-    axes.set_xlim(0, 1.01 * axes.dataLim.x1)
+    axes.set_xlim(0, 1.01 * last_token)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 

@@ -1,0 +1,75 @@
+"""The command line of tools/compare_runs.py, as a user starts it."""
+
+import json
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megafp8.telemetry.records import EvalRecord, RunRecord, StepRecord
+from megafp8.telemetry.sinks.jsonl import JsonlSink
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "compare_runs.py"
+
+
+def compare(*arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(TOOL), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def folders(tmp_path):
+    paths = []
+    for name, loss in (("bf16", 3.0), ("fp8", 3.3)):
+        sink = JsonlSink(tmp_path / name / "records.jsonl")
+        recipe = f"{name} arithmetic"
+        sink.write(
+            RunRecord(config_hash="00", config={}, world_size=1, layout={}, recipe=recipe, device_name="cpu")
+        )
+        common = {"step": 1, "loss": loss, "consumed_tokens": 1000}
+        sink.write(
+            StepRecord(**common, consumed_samples=1, learning_rate=1e-3, step_ms=10.0, tokens_per_second=1e5)
+        )
+        sink.write(EvalRecord(**common, split="valid", perplexity=math.exp(loss), num_tokens=500, eval_ms=1.0))
+        sink.close()
+        paths.append(tmp_path / name)
+    return paths
+
+
+def test_the_table_and_the_files(folders, tmp_path) -> None:
+    result = compare(*folders, "--output-dir", tmp_path / "out")
+    assert result.returncode == 0, result.stderr
+    assert "fp8 arithmetic" in result.stdout
+    assert "+10.00%" in result.stdout
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "comparison.md",
+        "comparison.json",
+        "loss_curves.png",
+    }
+
+
+def test_json_and_baseline(folders) -> None:
+    result = compare(*folders, "--json", "--baseline", folders[1])
+    content = json.loads(result.stdout)
+    assert content["baseline"] == "fp8"
+    assert content["rows"][0]["relative_gap_fraction"] == pytest.approx(-0.3 / 3.3)
+
+
+def test_bad_input_is_one_clear_line_and_status_66(folders, tmp_path) -> None:
+    result = compare(folders[0], tmp_path / "absent")
+    assert result.returncode == 66
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1
+    assert "there is no records.jsonl" in result.stderr
+
+
+def test_help_is_instant_and_names_every_flag() -> None:
+    started = time.monotonic()
+    result = compare("--help")
+    assert time.monotonic() - started < 0.5
+    assert result.returncode == 0
+    for flag in ("--baseline", "--output-dir", "--warmup-steps", "--title", "--json"):
+        assert flag in result.stdout

@@ -1,0 +1,116 @@
+import json
+import math
+
+import pytest
+
+from megafp8.errors import DataError
+from megafp8.reports.compare import compare_runs
+from megafp8.reports.load import load_run, load_runs
+
+
+@pytest.fixture
+def pair(write_run):
+    baseline = write_run(
+        "bf16",
+        [4.0] * 8,
+        validations={4: 3.0, 8: 2.0},
+        speeds=[1.0] * 2 + [100.0, 100.0, 100.0, 110.0, 90.0, 500.0],
+        step_fields={"memory_peak_bytes": 3 * 2**20, "model_tflops_per_device": 400.0},
+    )
+    fp8 = write_run(
+        "fp8",
+        [4.0] * 8,
+        validations={8: 2.01},
+        speeds=[1.0] * 2 + [150.0] * 6,
+        step_fields={"memory_peak_bytes": 2 * 2**20},
+        recipe="fp8 hybrid tensorwise",
+        config={"precision": {"fp8_format": "hybrid"}, "checkpoint": {"save": "elsewhere"}},
+    )
+    return load_runs([baseline, fp8])
+
+
+def test_gap_speed_and_memory(pair) -> None:
+    comparison = compare_runs(pair, warmup_steps=2)
+    base, fp8 = comparison.rows
+    assert (base.name, base.recipe, base.steps, base.consumed_tokens) == ("bf16", "bf16", 8, 8000)
+    assert (base.relative_gap_fraction, base.speed_ratio, base.tokens_per_second) == (0.0, 1.0, 100.0)
+    assert (base.model_tflops_per_device, base.memory_peak_bytes) == (400.0, 3 * 2**20)
+    assert fp8.relative_gap_fraction == pytest.approx(0.005)
+    assert fp8.perplexity == pytest.approx(math.exp(2.01))
+    assert (fp8.tokens_per_second, fp8.speed_ratio) == (150.0, 1.5)
+    assert fp8.model_tflops_per_device is None
+
+
+def test_another_baseline_turns_the_signs(pair) -> None:
+    comparison = compare_runs(pair, baseline="fp8", warmup_steps=2)
+    assert comparison.baseline == "fp8"
+    assert comparison.rows[0].relative_gap_fraction == pytest.approx(-0.01 / 2.01)
+    assert comparison.rows[0].speed_ratio == pytest.approx(100 / 150)
+    with pytest.raises(DataError, match=r"baseline 'x' is none of the runs; they are bf16, fp8"):
+        compare_runs(pair, baseline="x")
+
+
+def test_warm_up_never_takes_more_than_half_of_a_run(write_run) -> None:
+    run = load_run(write_run("a", [1.0] * 4, validations={4: 1.0}, speeds=[1.0, 1.0, 7.0, 7.0]))
+    assert compare_runs([run], warmup_steps=100).rows[0].tokens_per_second == 7.0
+
+
+def test_it_says_what_differs_but_not_where_it_was_written(pair) -> None:
+    assert compare_runs(pair).differences == ("fp8: precision.fp8_format: None -> hybrid",)
+    assert compare_runs(pair).warnings == ()
+
+
+def test_it_warns_of_runs_that_are_no_pair(write_run) -> None:
+    runs = load_runs(
+        [
+            write_run("a", [1.0] * 4, validations={4: 1.0}),
+            write_run("b", [1.0] * 3, validations={3: 1.0}, num_eval_tokens=400, device_name="NVIDIA H200"),
+        ]
+    )
+    comparison = compare_runs(runs)
+    assert comparison.differences == ("b: devices: 1 x cpu -> 1 x NVIDIA H200",)
+    assert comparison.warnings[0].startswith("b was last validated after 3,000 tokens, a after 4,000")
+    assert comparison.warnings[1].startswith("b was validated on 400 tokens, a on 500")
+
+
+def test_a_run_without_validation_is_an_error(write_run) -> None:
+    runs = load_runs([write_run("a", [1.0], validations={1: 1.0}), write_run("b", [1.0])])
+    with pytest.raises(DataError, match="run b .* no validation"):
+        compare_runs(runs)
+    with pytest.raises(DataError, match="nothing to compare"):
+        compare_runs([])
+
+
+def test_text_has_its_columns_in_line(pair) -> None:
+    lines = compare_runs(pair, warmup_steps=2).to_text().splitlines()
+    header, rule, base, fp8 = lines[:4]
+    assert " ".join(header.split()) == (
+        "run recipe validation loss gap perplexity tokens/s speed TFLOP/s per device peak MiB steps tokens"
+    )
+    assert base.index("baseline") + len("baseline") == fp8.index("+0.50%") + len("+0.50%")
+    assert len(rule) == len(header) == len(base) == len(fp8)
+    assert "1.50x" in fp8
+    assert lines[5] == "fp8: precision.fp8_format: None -> hybrid"
+
+
+def test_markdown_is_a_table(pair) -> None:
+    lines = compare_runs(pair).to_markdown().splitlines()
+    assert len({line.count("|") for line in lines[:4]}) == 1
+    assert lines[1].startswith("| --- | --- | ---: |")
+    assert "- fp8: precision.fp8_format: None -> hybrid" in lines
+
+
+def test_columns_that_no_run_measured_are_left_out(write_run) -> None:
+    text = compare_runs([load_run(write_run("a", [1.0], validations={1: 1.0}))]).to_text()
+    assert "TFLOP/s" not in text
+    assert "MiB" not in text
+
+
+def test_json_is_strict_although_a_run_diverged(write_run) -> None:
+    runs = load_runs(
+        [write_run("a", [1.0], validations={1: 1.0}), write_run("b", [1.0], validations={1: float("nan")})]
+    )
+    content = json.loads(compare_runs(runs).to_json(), parse_constant=lambda text: pytest.fail(text))
+    assert content["baseline"] == "a"
+    assert content["rows"][1]["validation_loss"] is None
+    assert "nan" in compare_runs(runs).to_text()

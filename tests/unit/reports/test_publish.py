@@ -1,0 +1,29 @@
+import json
+
+import pytest
+
+from megafp8.errors import DataError
+from megafp8.reports.publish import publish_comparison
+
+
+@pytest.fixture
+def folders(write_run):
+    return [write_run("bf16", [4.0, 3.0], validations={2: 3.0}), write_run("fp8", [4.0, 3.1], validations={2: 3.3})]
+
+
+def test_all_files_are_written(folders, tmp_path) -> None:
+    comparison, written = publish_comparison(folders, output_folder=tmp_path / "deep" / "out")
+    assert sorted(path.name for path in written) == ["comparison.json", "comparison.md", "loss_curves.png"]
+    assert all(path.stat().st_size > 100 for path in written)
+    assert json.loads((tmp_path / "deep" / "out" / "comparison.json").read_text())["baseline"] == "bf16"
+    assert "+10.00%" in (tmp_path / "deep" / "out" / "comparison.md").read_text()
+    assert comparison.baseline == "bf16"
+
+
+def test_the_baseline_is_a_name_or_a_folder(folders) -> None:
+    for baseline in ("fp8", str(folders[1]), str(folders[1]) + "/"):
+        comparison, written = publish_comparison(folders, baseline=baseline)
+        assert comparison.baseline == "fp8"
+        assert written == []
+    with pytest.raises(DataError, match="none of the runs"):
+        publish_comparison(folders, baseline="mxfp8")

@@ -1,0 +1,51 @@
+import sys
+import types
+
+import pytest
+
+from megafp8.errors import CapabilityError
+from megafp8.telemetry.records import EventRecord
+from megafp8.telemetry.sinks.wandb import WandbSink
+
+
+class FakeRun:
+    """What the sink uses of a W&B run."""
+
+    def __init__(self):
+        self.rows, self.summary, self.settings, self.finished = [], {}, {}, False
+        self.config = types.SimpleNamespace(update=lambda values, allow_val_change: self.settings.update(values))
+
+    def log(self, values: dict, step: int) -> None:
+        self.rows.append((step, values))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def test_records_arrive(monkeypatch, make_run, make_step, make_eval) -> None:
+    run, asked = FakeRun(), {}
+
+    def init(**arguments):
+        asked.update(arguments)
+        return run
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    sink = WandbSink(project="p", entity="e", name="n", folder="f")
+    sink.write(make_run())
+    sink.write(make_step(1))
+    sink.write(make_eval(1, 3.0))
+    sink.write(EventRecord(step=1, name="checkpoint saved"))
+    sink.close()
+    assert asked == {"project": "p", "entity": "e", "name": "n", "dir": "f"}
+    assert run.settings["recipe"] == "bf16"
+    assert [step for step, _ in run.rows] == [1, 1]
+    assert run.rows[0][1]["lm loss"] == 4.0
+    assert run.rows[1][1]["lm loss validation"] == 3.0
+    assert run.summary == {"final valid loss": 3.0}
+    assert run.finished
+
+
+def test_asked_for_and_absent_is_an_error_with_the_mend(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(CapabilityError, match=r"--wandb-project mine .*pip install wandb"):
+        WandbSink(project="mine")
