@@ -1,0 +1,1 @@
+"""Checkpoints in megatron-core's sharded format, which any layout can load."""

@@ -1,0 +1,160 @@
+"""Reading a checkpoint, into any layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.safe_globals import register_safe_globals
+from megatron.core.utils import unwrap_model
+
+from megafp8.checkpoint.state import (
+    Progress,
+    Trainee,
+    layout,
+    model_state,
+    optimizer_state,
+    random_state,
+    restore_random_state,
+)
+from megafp8.config import serialize
+from megafp8.config.schema import RunConfig
+from megafp8.errors import CheckpointError
+
+# Settings of the model section that change no parameter, and may differ between a checkpoint and its next run.
+FREE_MODEL_SETTINGS = ("model.model_preset", "model.attention_dropout", "model.hidden_dropout", "model.init_method_std")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What came back.
+
+    Attributes:
+        progress: where the run goes on.
+        notes: what was left out or derived anew, in words.
+    """
+
+    progress: Progress
+    notes: tuple[str, ...]
+
+
+def read_config(path: Path) -> RunConfig:
+    """The configuration that a checkpoint was made with, without reading its tensors.
+
+    Raises:
+        CheckpointError: not a checkpoint of this project.
+    """
+    return serialize.from_json(common_state(path)["config"])
+
+
+def common_state(path: Path) -> dict[str, Any]:
+    """The plain values of a checkpoint."""
+    register_safe_globals()
+    try:
+        state = dist_checkpointing.load_common_state_dict(str(path))
+    except (CheckpointingException, OSError, RuntimeError, AttributeError, EOFError) as error:
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: {error}") from error
+    if "config" not in state:
+        raise CheckpointError(f"{path} is a megatron-core checkpoint without megafp8's configuration")
+    return state
+
+
+def load_checkpoint(path: Path, config: RunConfig, trainee: Trainee, weights_only: bool = False) -> Loaded:
+    """Restore the trainee; all ranks call it.
+
+    Args:
+        weights_only: take the weights and start at step 0 (`--finetune`, `--pretrained-checkpoint`).
+
+    Raises:
+        CheckpointError: the checkpoint is of another model, or lacks what is asked of it.
+    """
+    common = common_state(path)
+    saved = serialize.from_json(common["config"])
+    check_same_model(path, saved, config)
+    with_optimizer = not (weights_only or config.checkpoint.no_load_optim)
+    check_same_optimizer(path, saved, config, with_optimizer)
+    same_layout = tuple(common["layout"]) == layout()
+    with_random = not (weights_only or config.checkpoint.no_load_rng or saved.checkpoint.no_save_rng) and same_layout
+
+    state = model_state(trainee.chunks)
+    names = list(state)
+    if with_optimizer:
+        state["optimizer"] = optimizer_state(trainee, dict(state), is_loading=True)
+    if with_random:
+        state["random_state"] = random_state()
+    try:
+        state = dist_checkpointing.load(state, str(path), strict="raise_unexpected")
+    except (CheckpointingException, OSError, RuntimeError, KeyError) as error:
+        raise CheckpointError(f"{path} could not be loaded: {error}") from error
+
+    for name, chunk in zip(names, trainee.chunks):
+        unwrap_model(chunk).load_state_dict(state[name])
+    if with_optimizer:
+        with torch.no_grad():
+            trainee.optimizer.load_state_dict(state["optimizer"])
+        restore_schedule(path, trainee, state["schedule"])
+    else:
+        # Master weights are copies of the weights: take the loaded ones.
+        trainee.optimizer.reload_model_params()
+    if with_random:
+        restore_random_state(state["random_state"])
+    notes = notes_on(weights_only, with_optimizer, with_random, same_layout)
+    if weights_only:
+        return Loaded(Progress(), notes)
+    return Loaded(Progress(common["step"], common["consumed_samples"]), notes)
+
+
+def restore_schedule(path: Path, trainee: Trainee, saved: dict[str, Any]) -> None:
+    """Continue the learning-rate schedule; megatron-core refuses one that differs, by an assertion."""
+    try:
+        trainee.schedule.load_state_dict(saved)
+    except AssertionError as error:
+        raise CheckpointError(
+            f"{path} has another learning-rate schedule ({error}); give the checkpoint's, "
+            "--override-opt-param-scheduler for this run's, or --use-checkpoint-opt-param-scheduler for the saved one"
+        ) from error
+
+
+def check_same_model(path: Path, saved: RunConfig, config: RunConfig) -> None:
+    """Refuse a checkpoint of another model, with the differences."""
+    lines = [line for line in serialize.diff(saved, config) if line.startswith("model.")]
+    lines = [line for line in lines if not line.startswith(FREE_MODEL_SETTINGS)]
+    if lines:
+        raise CheckpointError(
+            f"{path} is of another model (checkpoint -> this run):\n"
+            + "\n".join(f"  {line}" for line in lines)
+            + "\nmend: give the checkpoint's values, or train into another --save folder"
+        )
+
+
+def check_same_optimizer(path: Path, saved: RunConfig, config: RunConfig, with_optimizer: bool) -> None:
+    """Refuse optimizer state that megatron-core cannot carry over."""
+    if not with_optimizer:
+        return
+    if saved.checkpoint.no_save_optim:
+        raise CheckpointError(f"{path} was saved with --no-save-optim; give --no-load-optim or --finetune")
+    before, now = saved.parallel.use_distributed_optimizer, config.parallel.use_distributed_optimizer
+    if before != now:
+        raise CheckpointError(
+            f"{path} was saved {'with' if before else 'without'} --use-distributed-optimizer, this run is "
+            f"{'with' if now else 'without'} it, and the two keep their state differently; use the same, or "
+            "--no-load-optim"
+        )
+
+
+def notes_on(weights_only: bool, with_optimizer: bool, with_random: bool, same_layout: bool) -> tuple[str, ...]:
+    """What a person should know about a load."""
+    if weights_only:
+        return ("weights only: optimizer, schedule and data start anew",)
+    notes = []
+    if not with_optimizer:
+        notes.append("optimizer state and schedule start anew")
+    if not same_layout:
+        notes.append("another layout: random state is derived anew, so dropout differs from the run before")
+    elif not with_random:
+        notes.append("random state starts anew")
+    return tuple(notes)

@@ -1,0 +1,64 @@
+"""Writing a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+from megafp8.checkpoint import folder as folders
+from megafp8.checkpoint.state import (
+    Progress,
+    Trainee,
+    content_metadata,
+    layout,
+    model_state,
+    optimizer_state,
+    random_state,
+)
+from megafp8.config.schema import RunConfig
+from megafp8.config.serialize import to_json
+
+
+def save_checkpoint(folder: Path, config: RunConfig, trainee: Trainee, progress: Progress) -> Path:
+    """Write model, optimizer, schedule, random state, progress and configuration; all ranks call it.
+
+    Returns:
+        The finished checkpoint's folder, under its final name.
+    """
+    sync_parameters(config, trainee)
+    if dist.get_rank() == 0:
+        folders.make_unfinished(folder, progress.step)
+    dist.barrier()
+    state = model_state(trainee.chunks)
+    if not config.checkpoint.no_save_optim:
+        state["optimizer"] = optimizer_state(trainee, dict(state), is_loading=False)
+        state["schedule"] = trainee.schedule.state_dict()
+    if not config.checkpoint.no_save_rng:
+        state["random_state"] = random_state()
+    state |= {
+        "step": progress.step,
+        "consumed_samples": progress.consumed_samples,
+        "config": to_json(config),
+        "layout": list(layout()),
+    }
+    dist_checkpointing.save(
+        state,
+        str(folders.unfinished_path(folder, progress.step)),
+        TorchDistSaveShardedStrategy("torch_dist", 1),
+        content_metadata=content_metadata(),
+    )
+    dist.barrier()
+    if dist.get_rank() == 0:
+        folders.finish(folder, progress.step)
+    dist.barrier()
+    return folders.checkpoint_path(folder, progress.step)
+
+
+def sync_parameters(config: RunConfig, trainee: Trainee) -> None:
+    """With overlapped gathers, weights right after an update are still on their way: wait for them."""
+    if config.parallel.overlap_param_gather:
+        for chunk in trainee.chunks:
+            chunk.start_param_sync(force_sync=True)

@@ -1,0 +1,96 @@
+"""What a checkpoint holds, as megatron-core's sharded state dictionary.
+
+Model and optimizer are sharded by global name, so another layout can load them. Random state belongs to a rank's place
+and is left out when the layout changes. Progress and the configuration are plain values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.utils import unwrap_model
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        step: optimizer steps done.
+        consumed_samples: training sequences read; the whole state of the data loader.
+    """
+
+    step: int = 0
+    consumed_samples: int = 0
+
+
+@dataclass(frozen=True)
+class Trainee:
+    """What training changes: the parts that a checkpoint saves and restores."""
+
+    chunks: list[Any]
+    optimizer: MegatronOptimizer
+    schedule: OptimizerParamScheduler
+
+
+def content_metadata() -> dict[str, Any]:
+    """How the optimizer state is laid out: the one way that every layout can load."""
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
+
+
+def sharding_metadata() -> dict[str, Any]:
+    """The same with the group that holds copies, as megatron-core's modules want it."""
+    return content_metadata() | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+
+
+def model_state(chunks: list[Any]) -> dict[str, Any]:
+    """The weights of this rank's chunks: `model`, or `model0`, `model1`... with the interleaved schedule."""
+    metadata = sharding_metadata()
+    names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
+    return {name: unwrap_model(chunk).sharded_state_dict(metadata=metadata) for name, chunk in zip(names, chunks)}
+
+
+def optimizer_state(trainee: Trainee, model: dict[str, Any], is_loading: bool) -> dict[str, Any]:
+    """Master weights and moments, by the names of the weights in `model`."""
+    return trainee.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=sharding_metadata())
+
+
+def layout() -> tuple[int, int, int]:
+    """Sizes that a rank's random state depends on: pipeline, tensor, data x context."""
+    return (
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+    )
+
+
+def random_state() -> ShardedObject:
+    """This rank's generators: torch's, and megatron-core's tracker of tensor-parallel streams."""
+    state = {
+        "cpu": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    place = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )
+    return ShardedObject("random_state", state, layout(), place)
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Set the generators to a state that `random_state` took."""
+    torch.set_rng_state(state["cpu"])
+    torch.cuda.set_rng_state(state["device"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])

@@ -1,0 +1,119 @@
+"""From a configuration to a run that is ready to train: groups, data, model, optimizer, in that order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megafp8.checkpoint.state import Trainee
+from megafp8.config import derived
+from megafp8.config.schema import RunConfig
+from megafp8.data.datasets import build_datasets
+from megafp8.data.tokenizer import Tokenizer, build_tokenizer
+from megafp8.device.platform import Platform, join_ranks, use_threads
+from megafp8.mcore_config import build_transformer_config
+from megafp8.model.builder import add_gradient_buffers, build_model, build_optimizer
+from megafp8.model.loss import build_forward_step
+from megafp8.optim.finite import GradientWatch
+from megafp8.optim.schedule import build_schedule
+from megafp8.parallel.groups import Place, build_groups
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that a training step needs. What changes lies inside `trainee`; nothing here is replaced.
+
+    Attributes:
+        implementation: the layers in use: `transformer_engine`, `emulated` or `local`.
+        vocab_size: rows of the embedding, padded.
+        datasets: train, valid, test; None where there is none.
+        forward_step: megatron-core's callback that runs one microbatch.
+        watch: notes gradients that are not finite; None where that check is off.
+    """
+
+    config: RunConfig
+    platform: Platform
+    place: Place
+    implementation: str
+    tokenizer: Tokenizer
+    vocab_size: int
+    datasets: tuple[Any, Any, Any]
+    transformer_config: TransformerConfig
+    trainee: Trainee
+    forward_step: Callable[..., Any]
+    watch: Optional[GradientWatch]
+
+    @property
+    def num_microbatches(self) -> int:
+        """Forward passes of this rank in one step."""
+        return derived.num_microbatches(self.config, self.place.world_size)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences in one step."""
+        return derived.global_batch_size(self.config, self.place.world_size)
+
+
+def assemble(config: RunConfig, platform: Platform, implementation: str) -> Run:
+    """Build a run; all ranks call it.
+
+    The data comes before the model: wrong data should not have to wait for a large model.
+    """
+    use_threads(config.training.num_threads)
+    join_ranks(platform, config.parallel.distributed_timeout_minutes)
+    place = build_groups(config)
+    tokenizer = build_tokenizer(config.data, config.model.vocab_size)
+    vocab_size = derived.padded_vocab_size(config, config.model.vocab_size or tokenizer.vocab_size)
+    datasets = build_datasets(config, tokenizer, derived.dataset_samples(config, place.world_size))
+    transformer_config = build_transformer_config(
+        config, implementation, platform.kind == "cuda", place.world_size
+    )
+    trainee = build_trainee(config, transformer_config, implementation, vocab_size, place.world_size)
+    watched = config.training.check_for_nan_in_loss_and_grad
+    return Run(
+        config=config,
+        platform=platform,
+        place=place,
+        implementation=implementation,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        datasets=datasets,
+        transformer_config=transformer_config,
+        trainee=trainee,
+        forward_step=build_forward_step(platform.device, config.parallel.context_parallel_size),
+        watch=GradientWatch(trainee.chunks, platform.device) if watched else None,
+    )
+
+
+def build_trainee(
+    config: RunConfig,
+    transformer_config: TransformerConfig,
+    implementation: str,
+    vocab_size: int,
+    world_size: int,
+) -> Trainee:
+    """Model, optimizer and schedule at step 0."""
+    model = build_model(config, transformer_config, implementation, vocab_size)
+    chunks = add_gradient_buffers(config, transformer_config, model)
+    optimizer = build_optimizer(config, transformer_config, chunks)
+    return Trainee(chunks, optimizer, build_schedule(config, optimizer, world_size))
+
+
+def run_folder(config: RunConfig) -> Optional[Path]:
+    """Where the run keeps its records and checkpoints."""
+    return Path(config.checkpoint.save) if config.checkpoint.save else None
+
+
+def count_local_parameters(chunks: list[Any]) -> int:
+    """Parameters on this rank."""
+    return sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
+
+
+def to_device_sum(reports: list[dict[str, torch.Tensor]]) -> Optional[torch.Tensor]:
+    """(loss sum, tokens) over the microbatches of a step; None on a rank that sees no loss."""
+    return torch.stack([report["loss"] for report in reports]).sum(0) if reports else None

@@ -1,0 +1,82 @@
+"""What a run is, as its first record: configuration, layout, arithmetic, device and versions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform as python_platform
+from typing import Optional
+
+import megafp8
+from megafp8.config import derived, serialize, size
+from megafp8.config.schema import PrecisionConfig
+from megafp8.device.peaks import find_peak
+from megafp8.telemetry.records import RunRecord
+from megafp8.training.assemble import Run
+
+LIBRARIES = ("torch", "megatron-core", "transformer-engine", "numpy", "sentencepiece")
+
+
+def describe_arithmetic(precision: PrecisionConfig, implementation: str) -> str:
+    """The linears' arithmetic in a few words, for tables and legends: `fp8 hybrid tensorwise, emulated, on bf16`."""
+    dtype = derived.params_dtype(precision)
+    if precision.fp8_format is None:
+        return dtype
+    how = "TE" if implementation == "transformer_engine" else "emulated"
+    return f"fp8 {precision.fp8_format} {precision.fp8_recipe}, {how}, on {dtype}"
+
+
+def matmul_dtype(precision: PrecisionConfig, implementation: str) -> str:
+    """The dtype whose peak the linears could reach: FP8 only where FP8 units do the work."""
+    if precision.fp8_format is not None and implementation == "transformer_engine":
+        return "fp8"
+    return derived.params_dtype(precision)
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of what does the arithmetic."""
+    versions = {"megafp8": megafp8.__version__, "python": python_platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def layout_sizes(run: Run) -> dict[str, int]:
+    """Size of each parallel axis."""
+    parallel = run.config.parallel
+    return {
+        "tensor": parallel.tensor_model_parallel_size,
+        "context": parallel.context_parallel_size,
+        "pipeline": parallel.pipeline_model_parallel_size,
+        "virtual": derived.virtual_pipeline_size(run.config) or 1,
+        "data": run.place.data_size,
+    }
+
+
+def model_flops_per_token(run: Run) -> float:
+    """Model FLOPs of one token, forward and backward."""
+    assert run.config.data.seq_length is not None
+    return size.flops_per_token(run.config.model, run.vocab_size, run.config.data.seq_length)
+
+
+def run_record(run: Run, resumed_from_step: Optional[int]) -> RunRecord:
+    """The record that opens a run's file."""
+    precision = run.config.precision
+    peak = find_peak(run.platform.name)
+    return RunRecord(
+        config_hash=serialize.stable_hash(run.config),
+        config=serialize.to_dict(run.config),
+        world_size=run.place.world_size,
+        layout=layout_sizes(run),
+        recipe=describe_arithmetic(precision, run.implementation),
+        device_name=run.platform.name,
+        peak_flops=dict(peak.flops) if peak else None,
+        peak_source=peak.source if peak else None,
+        mfu_dtype=matmul_dtype(precision, run.implementation) if peak else None,
+        num_parameters=size.count_parameters(run.config.model, run.vocab_size).total,
+        flops_per_token=model_flops_per_token(run),
+        versions=library_versions(),
+        resumed_from_step=resumed_from_step,
+    )

@@ -1,0 +1,82 @@
+"""Loss on held-out data."""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import contextmanager
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megafp8.data.loader import build_loader
+from megafp8.optim.finite import agree
+from megafp8.telemetry.records import EvalRecord
+from megafp8.training.assemble import Run, to_device_sum
+from megafp8.training.step import forward_backward
+
+
+def evaluate(run: Run, split: str, dataset: Any, step: int, consumed_tokens: int) -> EvalRecord:
+    """Mean loss per token over the first `--eval-iters` global batches of a dataset; all ranks call it.
+
+    Every validation of a run, and of every other run on the same data, sees the same samples, so their losses compare.
+    """
+    started = time.monotonic()
+    device, num_batches = run.platform.device, run.config.training.eval_iters
+    batches = build_batches(run, dataset, consumed_samples=0, num_samples=num_batches * run.global_batch_size)
+    total = torch.zeros(2, device=device)
+    with inference_mode(run):
+        for _ in range(num_batches):
+            loss = to_device_sum(forward_backward(run, batches, run.num_microbatches, forward_only=True))
+            if loss is not None:
+                total += loss
+    totals = agree(total if run.place.reports_loss else None, torch.zeros((), device=device), device)
+    return EvalRecord(
+        step=step,
+        split=split,
+        loss=totals.loss,
+        perplexity=math.exp(min(totals.loss, 700.0)),
+        num_tokens=round(totals.num_tokens),
+        eval_ms=1000 * (time.monotonic() - started),
+        consumed_tokens=consumed_tokens,
+    )
+
+
+@contextmanager
+def inference_mode(run: Run) -> Iterator[None]:
+    """No dropout and no gradients; with overlapped gathers, parameters whole before and gathers on again after."""
+    chunks = run.trainee.chunks
+    hooked = run.config.parallel.overlap_param_gather
+    for chunk in chunks:
+        chunk.eval()
+        if hooked:
+            chunk.disable_forward_pre_hook(param_sync=True)
+    # The interleaved schedule would start gathers of its own.
+    gather, run.transformer_config.param_sync_func = run.transformer_config.param_sync_func, None
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        run.transformer_config.param_sync_func = gather
+        for chunk in chunks:
+            if hooked:
+                chunk.enable_forward_pre_hook()
+            chunk.train()
+
+
+def build_batches(run: Run, dataset: Any, consumed_samples: int, num_samples: int) -> Any:
+    """This rank's microbatches of a dataset, from a sample on; None on a stage that needs none."""
+    if not run.place.needs_batches:
+        return None
+    assert run.config.training.micro_batch_size is not None
+    return build_loader(
+        dataset,
+        consumed_samples=consumed_samples,
+        micro_batch_size=run.config.training.micro_batch_size,
+        data_parallel_rank=run.place.data_rank,
+        data_parallel_size=run.place.data_size,
+        global_batch_size=run.global_batch_size,
+        num_workers=run.config.data.num_workers,
+        total_samples=num_samples,
+    )

@@ -1,0 +1,220 @@
+"""The training loop: resume, steps, validation, checkpoints, and the reasons to stop."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Optional
+
+import torch
+import torch.distributed as dist
+
+from megafp8.checkpoint.folder import find_checkpoint
+from megafp8.checkpoint.load import load_checkpoint
+from megafp8.checkpoint.save import save_checkpoint, sync_parameters
+from megafp8.checkpoint.state import Progress
+from megafp8.config import derived, serialize
+from megafp8.errors import CapabilityError, CheckpointError
+from megafp8.telemetry.records import EventRecord, StepRecord
+from megafp8.telemetry.sinks import Sinks, build_sinks
+from megafp8.training.assemble import Run, run_folder
+from megafp8.training.describe import run_record
+from megafp8.training.evaluate import build_batches, evaluate
+from megafp8.training.profiling import profiler
+from megafp8.training.rates import build_rates
+from megafp8.training.step import params_norm, train_step
+
+
+def train(run: Run) -> Progress:
+    """Train to the end of the run, or to the first reason to stop; all ranks call it.
+
+    Returns:
+        How far the run came.
+    """
+    started = time.monotonic()
+    folder = run_folder(run.config)
+    progress, notes = resume(run)
+    total_steps = derived.train_iters(run.config, run.place.world_size)
+    with ExitStack() as stack:
+        sinks = stack.enter_context(open_sinks(run, folder, total_steps))
+        sinks.write(run_record(run, progress.step or None))
+        for note in notes:
+            sinks.write(EventRecord(step=progress.step, name="checkpoint", detail=note))
+        if not run.config.training.skip_train:
+            progress = train_steps(run, sinks, progress, total_steps, folder, started)
+        evaluate_at_end(run, sinks, progress, total_steps)
+    return progress
+
+
+def resume(run: Run) -> tuple[Progress, tuple[str, ...]]:
+    """Load what the configuration says, and where that puts the run.
+
+    Raises:
+        CheckpointError: a checkpoint that must be there is not, or is of another model.
+    """
+    checkpoint = run.config.checkpoint
+    found = find_checkpoint(Path(checkpoint.load), checkpoint.ckpt_step) if checkpoint.load else None
+    weights_only = checkpoint.finetune
+    if found is None and checkpoint.load and checkpoint.exit_on_missing_checkpoint:
+        raise CheckpointError(f"--load {checkpoint.load} holds no checkpoint (and --exit-on-missing-checkpoint is given)")
+    if found is None and checkpoint.pretrained_checkpoint:
+        found, weights_only = find_checkpoint(Path(checkpoint.pretrained_checkpoint)), True
+        if found is None:
+            raise CheckpointError(f"--pretrained-checkpoint {checkpoint.pretrained_checkpoint} holds no checkpoint")
+    if found is None:
+        return Progress(), ()
+    step, path = found
+    loaded = load_checkpoint(path, run.config, run.trainee, weights_only)
+    return loaded.progress, (f"loaded {path}", *loaded.notes)
+
+
+def open_sinks(run: Run, folder: Optional[Path], total_steps: int) -> Sinks:
+    """Where records go: rank 0 writes them, and the resolved configuration beside them."""
+    if run.place.rank != 0:
+        return Sinks(())
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(serialize.to_json(run.config), encoding="utf-8")
+    return build_sinks(run.config.logging, run_folder=str(folder) if folder else None, total_steps=total_steps)
+
+
+def train_steps(
+    run: Run, sinks: Sinks, progress: Progress, total_steps: int, folder: Optional[Path], started: float
+) -> Progress:
+    """Steps until the run is done or has to stop."""
+    config, training = run.config, run.config.training
+    assert config.data.seq_length is not None
+    num_samples = derived.train_samples(config, run.place.world_size)
+    batches = build_batches(run, run.datasets[0], progress.consumed_samples, num_samples)
+    rates, saved_step, reason = build_rates(run), progress.step, None
+    first_step = progress.step + 1
+    if training.manual_gc:
+        gc.disable()
+    with profiler(run, folder) as profile_step:
+        while progress.step < total_steps and reason is None:
+            began = time.perf_counter()
+            step = progress.step + 1
+            result = train_step(run, batches, step)
+            progress = Progress(step, progress.consumed_samples + run.global_batch_size)
+            record = rates.record(
+                result, step, progress.consumed_samples, 1000 * (time.perf_counter() - began), config.data.seq_length
+            )
+            sinks.write(with_details(run, record))
+            if step == first_step:
+                report_attention(run, sinks, step)
+            profile_step()
+            if training.eval_interval and step % training.eval_interval == 0 and step < total_steps:
+                validate(run, sinks, progress)
+            reason = reason_to_stop(run, step, started)
+            if folder is not None and is_save_due(run, step, total_steps, reason):
+                save(run, sinks, progress, folder)
+                saved_step = step
+            collect_garbage(run, step)
+    if training.manual_gc:
+        gc.enable()
+    if reason is not None:
+        place = f", saved at step {saved_step}" if folder else ", not saved (no --save)"
+        sinks.write(EventRecord(step=progress.step, name="stopped", detail=reason + place))
+    return progress
+
+
+def with_details(run: Run, record: StepRecord) -> StepRecord:
+    """Add what costs time to find out, at the steps that are shown: memory and the weights' norm. All ranks call it."""
+    logging = run.config.logging
+    if record.step % logging.log_interval:
+        return record
+    peak = torch.tensor(run.platform.peak_memory_bytes(), dtype=torch.int64, device=run.platform.device)
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    details = {"memory_peak_bytes": int(peak)}
+    if logging.log_params_norm:
+        sync_parameters(run.config, run.trainee)
+        details["params_norm"] = params_norm(run)
+    if run.config.precision.fp16:
+        details["loss_scale"] = float(run.trainee.optimizer.get_loss_scale())
+    return dataclasses.replace(record, **details)
+
+
+def report_attention(run: Run, sinks: Sinks, step: int) -> None:
+    """Record the attention kernels that ran, and refuse the slow ones that nobody asked for.
+
+    Raises:
+        CapabilityError: Transformer Engine fell back to unfused attention.
+    """
+    if run.implementation != "transformer_engine":
+        sinks.write(EventRecord(step=step, name="attention", detail="torch SDPA"))
+        return
+    from megafp8.model.te_layers import selected_attention_backend  # needs Transformer Engine
+
+    chosen = selected_attention_backend()
+    if chosen is None:
+        return
+    sinks.write(EventRecord(step=step, name="attention", detail=f"Transformer Engine {chosen}"))
+    if chosen == "unfused" and run.config.precision.attention_backend == "auto":
+        raise CapabilityError(
+            "Transformer Engine fell back to unfused attention, a third slower with far more memory; usually a second "
+            "cuDNN on the system: export CUDNN_HOME=<site-packages>/nvidia/cudnn, or set NVTE_DEBUG=1 "
+            "NVTE_DEBUG_LEVEL=2 to see why; --attention-backend unfused accepts it"
+        )
+
+
+def validate(run: Run, sinks: Sinks, progress: Progress) -> None:
+    """Loss on the validation data, if there is any."""
+    dataset = run.datasets[1]
+    if dataset is not None and run.config.training.eval_iters > 0:
+        tokens = progress.consumed_samples * (run.config.data.seq_length or 0)
+        sinks.write(evaluate(run, "valid", dataset, progress.step, tokens))
+        if run.config.training.empty_unused_memory_level >= 1:
+            run.platform.free_cache()
+
+
+def evaluate_at_end(run: Run, sinks: Sinks, progress: Progress, total_steps: int) -> None:
+    """After the last step: validation and, if there is such data, the test."""
+    if progress.step < total_steps and not run.config.training.skip_train:
+        return
+    validate(run, sinks, progress)
+    dataset = run.datasets[2]
+    if dataset is not None and run.config.training.eval_iters > 0:
+        tokens = progress.consumed_samples * (run.config.data.seq_length or 0)
+        sinks.write(evaluate(run, "test", dataset, progress.step, tokens))
+
+
+def reason_to_stop(run: Run, step: int, started: float) -> Optional[str]:
+    """Why the run should save and stop after this step, the same on all ranks; None to go on."""
+    training = run.config.training
+    if training.exit_interval and step % training.exit_interval == 0:
+        return f"--exit-interval {training.exit_interval}"
+    if training.exit_duration_in_mins is not None:
+        # Clocks differ between ranks: one that is over stops all.
+        over = time.monotonic() - started > 60 * training.exit_duration_in_mins
+        flag = torch.tensor(float(over), device=run.platform.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        if flag > 0:
+            return f"--exit-duration-in-mins {training.exit_duration_in_mins}"
+    return None
+
+
+def is_save_due(run: Run, step: int, total_steps: int, reason: Optional[str]) -> bool:
+    """At the interval, at the end, and before stopping."""
+    interval = run.config.checkpoint.save_interval
+    return reason is not None or step == total_steps or bool(interval and step % interval == 0)
+
+
+def save(run: Run, sinks: Sinks, progress: Progress, folder: Path) -> None:
+    """Write a checkpoint and record it."""
+    began = time.monotonic()
+    path = save_checkpoint(folder, run.config, run.trainee, progress)
+    sinks.write(
+        EventRecord(step=progress.step, name="checkpoint saved", detail=f"{path} in {time.monotonic() - began:.1f} s")
+    )
+
+
+def collect_garbage(run: Run, step: int) -> None:
+    """With `--manual-gc`, on all ranks at the same step, so that no rank waits for another's collection."""
+    training = run.config.training
+    if training.manual_gc and training.manual_gc_interval and step % training.manual_gc_interval == 0:
+        gc.collect()
+    if training.empty_unused_memory_level >= 2:
+        run.platform.free_cache()

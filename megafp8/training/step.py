@@ -1,0 +1,106 @@
+"""One optimizer step: forward and backward over the microbatches, the check, the update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+from torch import Tensor
+
+from megafp8.optim.finite import StepTotals, agree, raise_bad_numbers
+from megafp8.optim.schedule import current_learning_rate
+from megafp8.training.assemble import Run, to_device_sum
+
+Batches = Optional[Iterator[dict[str, Tensor]]]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step reports, the same on all ranks.
+
+    Attributes:
+        loss: mean over the tokens of the global batch, before the update.
+        grad_norm: global norm before clipping; None when the update was skipped.
+        learning_rate: the one that the update used.
+        is_skipped: FP16 loss scaling met an overflow and the weights were left as they are.
+    """
+
+    loss: float
+    grad_norm: Optional[float]
+    learning_rate: float
+    num_zeros_in_grad: Optional[int]
+    is_skipped: bool
+
+
+def train_step(run: Run, batches: Batches, step: int) -> StepResult:
+    """Train on one global batch.
+
+    Args:
+        batches: this rank's microbatches, None on a pipeline stage that needs none.
+        step: number of this step, from 1; for messages.
+
+    Raises:
+        NumericsError: loss or gradients are not finite on some rank; on all ranks, with the weights as they were.
+    """
+    trainee = run.trainee
+    for chunk in trainee.chunks:
+        chunk.zero_grad_buffer()
+    trainee.optimizer.zero_grad()
+    if run.watch is not None:
+        run.watch.reset()
+    reports = forward_backward(run, batches, run.num_microbatches, forward_only=False)
+    totals = check_step(run, to_device_sum(reports), step)
+
+    learning_rate = current_learning_rate(trainee.optimizer)
+    is_updated, grad_norm, num_zeros = trainee.optimizer.step()
+    if is_updated:
+        trainee.schedule.step(increment=run.global_batch_size)
+    return StepResult(totals.loss, grad_norm, learning_rate, num_zeros, is_skipped=not is_updated)
+
+
+def forward_backward(run: Run, batches: Batches, num_microbatches: int, forward_only: bool) -> list[dict[str, Tensor]]:
+    """megatron-core's schedule for the layout; the reports of the loss, on the last stage."""
+    chunks = run.trainee.chunks
+    schedule = get_forward_backward_func()
+    return schedule(
+        forward_step_func=run.forward_step,
+        # Only the first chunk of the first stage and the last chunk of the last one take from it.
+        data_iterator=[batches] * len(chunks) if len(chunks) > 1 else batches,
+        model=chunks,
+        num_microbatches=num_microbatches,
+        seq_length=run.config.data.seq_length,
+        micro_batch_size=run.config.training.micro_batch_size,
+        forward_only=forward_only,
+    )
+
+
+def check_step(run: Run, local_loss: Optional[Tensor], step: int) -> StepTotals:
+    """Agree on the loss over all ranks, and stop all of them together before an update with bad numbers."""
+    device = run.platform.device
+    mine = local_loss if run.place.reports_loss else None
+    bad = torch.zeros((), device=device) if run.watch is None else run.watch.bad
+    # With a loss scale, gradients that overflow are expected: the optimizer skips the update and lowers the scale.
+    bad_gradients = torch.zeros_like(bad) if run.config.precision.fp16 else bad
+    totals = agree(mine, bad_gradients, device)
+    if totals.num_bad_ranks and run.config.training.check_for_nan_in_loss_and_grad:
+        raise_bad_numbers(step, mine, bad_gradients, run.trainee.chunks)
+    return totals
+
+
+
+def params_norm(run: Run) -> float:
+    """L2 norm of all weights of the model, over all ranks."""
+    weights = [
+        parameter.detach().float()
+        for chunk in run.trainee.chunks
+        for parameter in chunk.parameters()
+        if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
+    ]
+    return get_grad_norm_fp32(weights, grad_stats_parallel_group=parallel_state.get_model_parallel_group())
