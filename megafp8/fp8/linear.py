@@ -128,7 +128,7 @@ class _EmulatedLinear(torch.autograd.Function):
             input.dtype,
             bias,
         )
-        return output.view(*codes.shape[:-1], -1)
+        return output.view(*codes.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Optional[Tensor], ...]:
