@@ -1,0 +1,268 @@
+"""Who may import whom, and what nobody may do: read from the source, so that a slip fails here and not in review.
+
+Each rule is a function from a module's syntax tree to the lines that break it. Every rule is first shown to catch
+an example of what it is against, then held against the package.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "megafp8"
+
+# A part (a folder, or a module beside them) imports parts of lower levels only. Reports are one level above
+# telemetry, whose records they read.
+LEVELS = {
+    "errors": 0,
+    "config": 1, "launch": 1,
+    "device": 2,
+    "fp8": 3, "telemetry": 3, "planning": 3,
+    "data": 4, "parallel": 4, "mcore_config": 4, "reports": 4,
+    "model": 5, "optim": 5, "checkpoint": 5,
+    "training": 6,
+}  # fmt: skip
+PARTS_WITHOUT_TORCH = {"errors", "config", "launch", "planning", "reports"}
+PARTS_WITH_MEGATRON = {"data", "parallel", "mcore_config", "model", "optim", "checkpoint", "training"}
+FILES_WITH_TRANSFORMER_ENGINE = {"fp8/te_recipes.py", "model/te_layers.py"}
+PATCH_FILE = "device/mcore_cpu.py"
+
+CONTAINER_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "OrderedDict", "Counter", "deque"}
+MUTATING_METHODS = {
+    "append", "appendleft", "extend", "insert", "remove", "pop", "popleft", "popitem", "clear", "sort", "reverse",
+    "add", "discard", "update", "setdefault",
+}  # fmt: skip
+
+Violations = Iterator[tuple[int, str]]
+
+
+def part_of(file: str) -> str:
+    """"fp8/linear.py" -> "fp8", "errors.py" -> "errors"."""
+    return file.split("/")[0].removesuffix(".py")
+
+
+def imported_modules(tree: ast.AST, file: str) -> Iterator[tuple[int, str]]:
+    """Line and full dotted name of everything imported, inside functions too; a name taken from a module counts as
+    a module, since it may be one."""
+    package = ["megafp8", *file.split("/")[:-1]]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *filter(None, [node.module])])
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def upward_imports(tree: ast.AST, file: str) -> Violations:
+    part = part_of(file)
+    for line, name in imported_modules(tree, file):
+        names = name.split(".")
+        if names[0] != "megafp8" or len(names) < 2 or names[1] == part or names[1].startswith("__"):
+            continue
+        if names[1] not in LEVELS:
+            yield line, f"{name}: give {names[1]} a level in this test"
+        elif LEVELS[names[1]] >= LEVELS[part]:
+            yield line, f"{part} (level {LEVELS[part]}) imports {name} (level {LEVELS[names[1]]})"
+
+
+def forbidden_libraries(tree: ast.AST, file: str) -> Violations:
+    part = part_of(file)
+    for line, name in imported_modules(tree, file):
+        library = name.split(".")[0]
+        if library == "torch" and part in PARTS_WITHOUT_TORCH:
+            yield line, f"{part} imports {name} and must work without torch"
+        if library == "megatron" and part not in PARTS_WITH_MEGATRON and file != PATCH_FILE:
+            yield line, f"{part} imports {name}; megatron-core is for {', '.join(sorted(PARTS_WITH_MEGATRON))}"
+        if library == "transformer_engine" and file not in FILES_WITH_TRANSFORMER_ENGINE:
+            yield line, f"{name} is imported outside {', '.join(sorted(FILES_WITH_TRANSFORMER_ENGINE))}"
+
+
+def patches(tree: ast.AST, file: str) -> Violations:
+    """Attributes of megatron-core or torch that are set from outside. torch.backends is there to be set."""
+    if file == PATCH_FILE:
+        return
+    origins = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                origins[alias.asname or alias.name.split(".")[0]] = alias.name if alias.asname else ""
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            origins |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+
+    def foreign(node: ast.AST) -> str:
+        """The dotted name behind an expression when it belongs to megatron-core or torch."""
+        names = []
+        while isinstance(node, ast.Attribute):
+            names.append(node.attr)
+            node = node.value
+        if not isinstance(node, ast.Name) or node.id not in origins:
+            return ""
+        full = ".".join([origins[node.id] or node.id, *reversed(names)])
+        is_guarded = full.split(".")[0] in ("megatron", "torch") and not full.startswith("torch.backends.")
+        return full if is_guarded else ""
+
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Assign, ast.Delete)):
+            targets = node.targets
+        elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
+            targets = [node.target]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
+            if node.args and foreign(node.args[0]):
+                yield node.lineno, f"{node.func.id} on {foreign(node.args[0])} outside {PATCH_FILE}"
+            continue
+        else:
+            continue
+        for target in targets:
+            for part in target.elts if isinstance(target, ast.Tuple) else [target]:
+                if isinstance(part, ast.Attribute) and foreign(part):
+                    yield node.lineno, f"{foreign(part)} is set outside {PATCH_FILE}"
+
+
+def global_statements(tree: ast.AST, file: str) -> Violations:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            yield node.lineno, f"global {', '.join(node.names)}"
+
+
+def mutable_module_state(tree: ast.Module, file: str) -> Violations:
+    """Containers at module level are constants: named in capitals and never changed in the module."""
+    containers = {}
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and is_container(node.value):
+            containers |= {target.id: node.lineno for target in targets if isinstance(target, ast.Name)}
+    containers.pop("__all__", None)
+    for name, line in containers.items():
+        if not name.isupper():
+            yield line, f"module-level container {name}: a constant is named in capitals, state lives in an object"
+    for node in ast.walk(tree):
+        name = mutated_name(node)
+        if name in containers and name.isupper():
+            yield node.lineno, f"the constant {name} is changed"
+
+
+def is_container(node: ast.AST | None) -> bool:
+    if isinstance(node, ast.Call):
+        function = node.func
+        name = function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
+        return name in CONTAINER_CALLS
+    return isinstance(node, (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp))
+
+
+def mutated_name(node: ast.AST) -> str:
+    """The name whose object a statement or call changes in place; "" for any other node."""
+    changed: ast.AST | None = None
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATING_METHODS:
+        changed = node.func.value
+    elif isinstance(node, ast.Subscript) and isinstance(node.ctx, (ast.Store, ast.Del)):
+        changed = node.value
+    elif isinstance(node, ast.AugAssign):
+        changed = node.target
+    return changed.id if isinstance(changed, ast.Name) else ""
+
+
+RULES = (upward_imports, forbidden_libraries, patches, global_statements, mutable_module_state)
+
+BROKEN = [
+    (upward_imports, "config/x.py", "import megafp8.device.peaks"),
+    (upward_imports, "config/x.py", "from megafp8 import training"),
+    (upward_imports, "fp8/x.py", "def f():\n    from megafp8.telemetry.records import StepRecord"),
+    (upward_imports, "fp8/x.py", "from ..telemetry import records"),
+    (upward_imports, "fp8/x.py", "from megafp8.utils import anything"),
+    (forbidden_libraries, "config/x.py", "import torch.nn as nn"),
+    (forbidden_libraries, "reports/x.py", "from torch import Tensor"),
+    (forbidden_libraries, "fp8/x.py", "from megatron.core import parallel_state"),
+    (forbidden_libraries, "device/capability.py", "import megatron.core"),
+    (forbidden_libraries, "fp8/linear.py", "import transformer_engine.pytorch as te"),
+    (patches, "model/x.py", "from megatron.core import parallel_state\nparallel_state.get_world_size = f"),
+    (patches, "model/x.py", "import megatron.core.tensor_parallel as tp\ntp.layers.f, x = g, 1"),
+    (patches, "model/x.py", "import torch\ntorch.cuda.synchronize = lambda: None"),
+    (patches, "model/x.py", "import torch\nsetattr(torch.cuda, 'synchronize', None)"),
+    (patches, "model/x.py", "from megatron.core.ddp import DDP\ndef f():\n    del DDP.method"),
+    (global_statements, "model/x.py", "def f():\n    global x\n    x = 1"),
+    (mutable_module_state, "model/x.py", "cache = {}"),
+    (mutable_module_state, "model/x.py", "import collections\n_seen: object = collections.defaultdict(list)"),
+    (mutable_module_state, "model/x.py", "CACHE = {}\ndef f(x):\n    CACHE[x] = 1"),
+    (mutable_module_state, "model/x.py", "NAMES = [n for n in 'ab']\ndef f():\n    NAMES.append(1)"),
+    (mutable_module_state, "model/x.py", "TABLE = dict(a=1)\nTABLE |= {}"),
+    (mutable_module_state, "model/x.py", "TABLE = {1: 2}\ndef f():\n    del TABLE[1]"),
+]
+
+SOUND = """
+import torch
+from megafp8 import __version__
+from megafp8.errors import ConfigError
+from megatron.core import parallel_state
+from megatron.core.transformer import TransformerConfig
+
+__all__ = ["f"]
+TABLE = {"a": 1}
+NAMES = tuple(TABLE)
+torch.backends.cuda.matmul.allow_tf32 = True
+
+def f(module):
+    config = TransformerConfig()
+    config.field = 1
+    module.weight = torch.zeros(1)
+    setattr(module, "bias", None)
+    local = {}
+    local["a"] = TABLE["a"]
+    local.update(TABLE)
+"""
+
+
+@pytest.mark.parametrize(("rule", "file", "source"), BROKEN)
+def test_each_rule_catches_what_it_is_against(rule, file: str, source: str) -> None:
+    assert list(rule(ast.parse(source), file)), f"{rule.__name__} let pass:\n{source}"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_no_rule_is_against_sound_code(rule) -> None:
+    assert list(rule(ast.parse(SOUND), "model/x.py")) == []
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_package_keeps_the_rule(rule) -> None:
+    found = [
+        f"megafp8/{file}:{line}: {text}"
+        for file, tree in package_trees()
+        for line, text in rule(tree, file)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_every_part_has_a_level() -> None:
+    parts = {part_of(file) for file, _ in package_trees()} - {"__init__"}
+    assert parts <= set(LEVELS), f"give these a level: {sorted(parts - set(LEVELS))}"
+
+
+def test_parts_without_torch_do_not_get_it_through_others() -> None:
+    """Import for real, since a module that imports no torch may import one that does."""
+    modules = [
+        "megafp8." + file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for file, _ in package_trees()
+        if part_of(file) in PARTS_WITHOUT_TORCH
+    ]
+    code = (
+        "import importlib, sys\n"
+        f"for name in {modules!r}:\n"
+        "    importlib.import_module(name)\n"
+        "    assert 'torch' not in sys.modules, name\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+
+
+def package_trees() -> Iterator[tuple[str, ast.Module]]:
+    """Path below megafp8/ and syntax tree of every module."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        file = path.relative_to(PACKAGE).as_posix()
+        if file != "__init__.py":
+            yield file, ast.parse(path.read_text(encoding="utf-8"), filename=str(path))

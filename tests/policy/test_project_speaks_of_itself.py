@@ -1,0 +1,65 @@
+"""What is shipped names no place outside it: no folder of one machine, no package registry, no loose end."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("megafp8", "tools", "launcher", "examples", "benchmarks", "tests", "docs", ".ci")
+FILES = ("*.py", "*.md", "*.toml", "*.txt", "*.cfg", "*.sh")
+SUFFIXES = {".py", ".sh", ".md", ".toml", ".txt", ".cfg", ".yaml", ".yml", ".json", ".sbatch", ""}
+
+RULES = {
+    "a folder of one machine": re.compile(r"(?<![\w.<>$}])/(?:work|root|home|tmp|scratch|mnt)/\w"),
+    "a package registry": re.compile(
+        r"pypi\.org|pythonhosted|artifactory|devpi|nexus3?\.|jfrog|index-url[= ]+https?:|//(?:localhost|127\.)"
+    ),
+    "a loose end": re.compile(r"\b(?:TODO|FIXME|XXX|HACK)\b"),
+}
+
+BROKEN = [
+    ("a folder of one machine", "cache = '/tmp/megafp8'"),
+    ("a folder of one machine", "see /work/notes.md"),
+    ("a package registry", "pip install --index-url https://somewhere/simple torch"),
+    ("a package registry", "https://pypi.org/project/megafp8"),
+    ("a loose end", "# TODO: later"),
+]
+SOUND = ["tempfile.gettempdir()", "a/tmp/b", "$HOME/work/x", "data/home/x", "the work/life of it", "pip install torch"]
+
+
+def broken_rules(line: str) -> list[str]:
+    return [name for name, pattern in RULES.items() if pattern.search(line)]
+
+
+@pytest.mark.parametrize(("rule", "line"), BROKEN)
+def test_each_rule_catches_what_it_is_against(rule: str, line: str) -> None:
+    assert broken_rules(line) == [rule]
+
+
+@pytest.mark.parametrize("line", SOUND)
+def test_no_rule_is_against_sound_lines(line: str) -> None:
+    assert broken_rules(line) == []
+
+
+def test_the_project_speaks_of_itself() -> None:
+    found = []
+    for path in shipped_files():
+        name = path.relative_to(ROOT).as_posix()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            # Tests may make up a path as an argument that nothing opens.
+            rules = [rule for rule in broken_rules(line) if not (name.startswith("tests/") and "folder" in rule)]
+            found += [f"{name}:{number}: {rule}: {line.strip()}" for rule in rules]
+    assert not found, "\n".join(found)
+
+
+def shipped_files() -> Iterator[Path]:
+    inside = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))
+    beside = (path for pattern in FILES for path in ROOT.glob(pattern))
+    for path in sorted({*inside, *beside}):
+        is_ours = path.is_file() and path.suffix in SUFFIXES and "__pycache__" not in path.parts
+        if is_ours and path != Path(__file__).resolve():
+            yield path
