@@ -1,0 +1,57 @@
+"""Files that are either whole or absent: written under a temporary name, synced, then renamed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, Union
+
+
+def temporary_name(path: Union[str, Path]) -> Path:
+    """Return the name in the same folder under which this process writes `path` until it is whole."""
+    path = Path(path)
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Give a closed and synced temporary file its name, and make the rename itself durable."""
+    os.replace(temporary, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def sync(stream: BinaryIO) -> None:
+    """Force the bytes of an open file to the disk."""
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+@contextmanager
+def atomic_write(path: Union[str, Path]) -> Iterator[BinaryIO]:
+    """Open `path` for writing bytes; it appears when the block ends well, and stays as it was when the block raises.
+
+    Raises:
+        OSError: the folder cannot be written or the disk is full.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_name(path)
+    try:
+        with open(temporary, "wb") as stream:
+            yield stream
+            sync(stream)
+        publish(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def atomic_write_json(path: Union[str, Path], content: dict[str, Any]) -> None:
+    """Write `content` as indented JSON with a final newline, whole or not at all."""
+    with atomic_write(path) as stream:
+        stream.write((json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode("utf-8"))

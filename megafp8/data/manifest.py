@@ -1,0 +1,75 @@
+"""The manifest beside a shard: what it holds and what it was made from.
+
+`PREFIX.manifest.json` is written last, so that where it is, the shard is whole. Shards made by other programs have
+none; they are checked as far as their own two files go.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from megafp8.data.atomic import atomic_write_json
+from megafp8.errors import DataError
+
+FORMAT = "megafp8-shard-1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardManifest:
+    """Everything known about a shard. Sizes in bytes, hashes SHA-256 in hexadecimal.
+
+    Attributes:
+        tokenizer: the tokenizer's `unique_identifiers`.
+        json_key: where the text was in JSONL.
+        append_eod: each document ends with the end-of-document token.
+        dtype: numpy's name of the token dtype.
+        sources: `path`, `bytes`, `mtime_ns` and `sha256` of each input file, in order.
+    """
+
+    tokenizer: dict[str, Any]
+    json_key: str
+    append_eod: bool
+    dtype: str
+    num_documents: int
+    num_sequences: int
+    num_tokens: int
+    bin_bytes: int
+    bin_sha256: str
+    idx_bytes: int
+    idx_sha256: str
+    sources: list[dict[str, Any]]
+    format: str = FORMAT
+
+
+def manifest_path(prefix: str) -> Path:
+    """Return the path of a shard's manifest."""
+    return Path(f"{prefix}.manifest.json")
+
+
+def save_manifest(prefix: str, manifest: ShardManifest) -> None:
+    """Write the manifest, whole or not at all."""
+    atomic_write_json(manifest_path(prefix), asdict(manifest))
+
+
+def load_manifest(prefix: str) -> Optional[ShardManifest]:
+    """Return the manifest of a shard, or None when it has none.
+
+    Raises:
+        DataError: the file is there but is not such a manifest.
+    """
+    path = manifest_path(prefix)
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            raise ValueError(f"its format is {content['format']!r}, expected {FORMAT!r}")
+        return ShardManifest(**content)
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataError(
+            f"{path} is not a manifest of a shard: {error}. Make the shard again, or delete the manifest to have only "
+            "the shard's own files checked."
+        ) from error

@@ -1,0 +1,46 @@
+"""A small corpus, tokenizer and shard that the tests of the data path share."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megafp8.config.schema import DataConfig
+from megafp8.data.preprocess import PreprocessJob, preprocess
+from megafp8.data.tokenizer_training import train_sentencepiece
+
+
+@pytest.fixture(scope="session")
+def documents() -> list[str]:
+    """Sixty short programs with tabs, blank lines, digits and letters beyond ASCII."""
+    program = "def function_{n}(x):\n\treturn  x + {n}{n}  # gr\u00fc\u00dfe {n}\n\n\nclass Thing{n}:\n\t'Doc {n}.'\n"
+    return [program.format(n=n) * (1 + n % 3) for n in range(60)]
+
+
+@pytest.fixture(scope="session")
+def corpus_file(tmp_path_factory: pytest.TempPathFactory, documents: list[str]) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
+    lines = [json.dumps({"text": text, "title": f"title {n}"}) + "\n" for n, text in enumerate(documents)]
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def tokenizer_config(tmp_path_factory: pytest.TempPathFactory, corpus_file: Path) -> DataConfig:
+    prefix = tmp_path_factory.mktemp("tokenizer") / "tokenizer"
+    train_sentencepiece([str(corpus_file)], str(prefix), vocab_size=320)
+    return DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=f"{prefix}.model")
+
+
+@pytest.fixture(scope="session")
+def shard(tmp_path_factory: pytest.TempPathFactory, corpus_file: Path, tokenizer_config: DataConfig) -> str:
+    """Prefix of a shard of the corpus. Tests must not change its files; they copy it."""
+    job = PreprocessJob(
+        inputs=(str(corpus_file),),
+        output_prefix=str(tmp_path_factory.mktemp("shard") / "corpus"),
+        tokenizer=tokenizer_config,
+        append_eod=True,
+    )
+    return preprocess(job).shards[0][0]
