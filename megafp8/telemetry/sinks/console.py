@@ -110,9 +110,9 @@ def describe_run(record: RunRecord) -> str:
         parts.append(f"{format_count(record.num_parameters)} parameters")
     if record.resumed_from_step is not None:
         parts.append(f"resumed from step {record.resumed_from_step}")
-    if record.peak_flops and record.mfu_dtype:
-        peak_tflops = record.peak_flops[record.mfu_dtype] / 1e12
-        parts.append(f"MFU against {peak_tflops:g} TFLOP/s {record.mfu_dtype} ({record.peak_source})")
+    peak = (record.peak_flops or {}).get(record.mfu_dtype or "")
+    if peak is not None:
+        parts.append(f"MFU against {peak / 1e12:g} TFLOP/s {record.mfu_dtype} ({record.peak_source})")
     else:
         parts.append("no MFU: the device's peak is not known")
     return " | ".join(parts)

@@ -85,6 +85,7 @@ def test_run_evaluation_and_event_lines(make_run, make_eval) -> None:
     sink.write(
         make_run(device_name="NVIDIA H200", peak_flops={"bf16": 989.4e12}, peak_source="sheet", mfu_dtype="bf16")
     )
+    sink.write(make_run(device_name="NVIDIA GB300", peak_flops={"bf16": 2500e12}, mfu_dtype="fp32"))
     sink.write(make_eval(20, 3.0))
     sink.write(make_eval(20, 3.0, split="test"))
     sink.write(EventRecord(step=20, name="checkpoint saved", detail="runs/a"))
@@ -94,9 +95,10 @@ def test_run_evaluation_and_event_lines(make_run, make_eval) -> None:
         "no MFU: the device's peak is not known"
     )
     assert lines[1].endswith("MFU against 989.4 TFLOP/s bf16 (sheet)")
-    assert lines[2] == " step  20/400 | validation loss 3.0000 | perplexity 20.09 | 65.5k tokens | 1.5 s"
-    assert " test loss 3.0000" in lines[3]
-    assert lines[4] == " step  20/400 | checkpoint saved: runs/a"
+    assert lines[2].endswith("no MFU: the device's peak is not known")
+    assert lines[3] == " step  20/400 | validation loss 3.0000 | perplexity 20.09 | 65.5k tokens | 1.5 s"
+    assert " test loss 3.0000" in lines[4]
+    assert lines[5] == " step  20/400 | checkpoint saved: runs/a"
 
 
 def test_the_bar_shows_on_a_terminal_only(make_step) -> None:
