@@ -48,5 +48,10 @@ def main(argv: Sequence[str]) -> int:
         return error.exit_status
 
 
-if __name__ == "__main__":
+def entry_point() -> None:
+    """The installed command `pretrain-gpt`."""
     sys.exit(main(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    entry_point()

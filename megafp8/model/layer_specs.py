@@ -23,10 +23,11 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from megafp8.config.schema import PrecisionConfig, RunConfig
+from megafp8.config.schema import RunConfig
 from megafp8.fp8.recipes import Recipe, build_recipe
 from megafp8.model.attention import CausalAttention
 from megafp8.model.emulated_layers import EmulatedColumnParallelLinear, EmulatedRowParallelLinear
+from megafp8.model.high_precision import is_high_precision
 from megafp8.model.norm import Norm
 
 # The norm before a linear is stored under that linear's key, as Transformer Engine's fused layer has it.
@@ -59,15 +60,6 @@ def build_block_spec(
         for i in layers
     ]
     return TransformerBlockSubmodules(specs, Norm)
-
-
-def is_high_precision(layer: int, num_layers: int, precision: PrecisionConfig) -> bool:
-    """Whether `--first-last-layers-bf16` keeps a layer (counted from 0 over the whole model) out of FP8."""
-    if not precision.first_last_layers_bf16:
-        return False
-    return (
-        layer < precision.num_layers_at_start_in_bf16 or layer >= num_layers - precision.num_layers_at_end_in_bf16
-    )
 
 
 def layer_spec(config: RunConfig, recipe: Optional[Recipe]) -> ModuleSpec:

@@ -30,7 +30,7 @@ start and end of a step shrinks by that factor (Narayanan et al. 2021, section 2
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Optional
@@ -166,10 +166,10 @@ class Layout:
             parts = [f"stage {here.pipeline}", f"data {here.data}"]
             if self.context > 1:
                 parts.append(f"context {here.context}")
-            layers = _as_ranges(self.layers_on(here.pipeline, num_layers))
+            layers = as_ranges(self.layers_on(here.pipeline, num_layers))
             ends = ["embedding"] * (here.pipeline == 0) + [f"layers {layers}"]
             ends += ["output"] * (here.pipeline == self.pipeline - 1)
-            lines.append(f"ranks {_as_ranges(ranks)}: {', '.join(parts)}: {' + '.join(ends)}")
+            lines.append(f"ranks {as_ranges(ranks)}: {', '.join(parts)}: {' + '.join(ends)}")
         return lines
 
 
@@ -185,7 +185,7 @@ def layout_of(config: RunConfig, world_size: int) -> Layout:
     )
 
 
-def _as_ranges(numbers: tuple[int, ...]) -> str:
+def as_ranges(numbers: Sequence[int]) -> str:
     """(0, 1, 4, 5) -> "0-1, 4-5"."""
     runs: list[list[int]] = []
     for number in numbers:

@@ -1,0 +1,75 @@
+"""The resolved precision of every GEMM of the model, as a table for people: what is FP8, what is not, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megafp8.config import derived
+from megafp8.config.schema import PrecisionConfig, RunConfig
+from megafp8.fp8.recipes import build_recipe, describe
+from megafp8.model.high_precision import is_high_precision
+from megafp8.parallel.topology import as_ranges
+
+LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+# Blocks of (input and grad_output, weight) in Transformer Engine's recipes.
+GRANULARITY = {
+    "tensorwise": ("tensor", "tensor"),
+    "delayed": ("tensor", "tensor"),
+    "blockwise": ("1x128", "128x128"),
+    "mxfp8": ("1x32", "1x32"),
+}
+HEADER = ("GEMM of", "layers", "fprop", "dgrad", "wgrad")
+
+
+@dataclass(frozen=True)
+class GemmPrecision:
+    """One row: a linear, in which layers, and what its three GEMMs multiply."""
+
+    linear: str
+    layers: str
+    fprop: str
+    dgrad: str
+    wgrad: str
+
+
+def resolve_precision_map(config: RunConfig, implementation: str) -> list[GemmPrecision]:
+    """Rows for the four linears of a layer (once per precision) and the output layer.
+
+    Args:
+        implementation: `transformer_engine`, `emulated` or `local`, already resolved.
+    """
+    num_layers, precision = config.model.num_layers, config.precision
+    assert num_layers is not None
+    high = derived.params_dtype(precision)
+    plain = (f"{high} x {high}",) * 3
+    gemms = quantized_gemms(precision, implementation) if precision.fp8_format else plain
+    kept = [layer for layer in range(num_layers) if is_high_precision(layer, num_layers, precision)]
+    quantized = [layer for layer in range(num_layers) if layer not in kept]
+    rows = []
+    for layers, formats in ((quantized, gemms), (kept, plain)):
+        if layers:
+            rows += [GemmPrecision(linear, as_ranges(layers), *formats) for linear in LINEARS]
+    return [*rows, GemmPrecision("output_layer", "-", *plain)]
+
+
+def quantized_gemms(precision: PrecisionConfig, implementation: str) -> tuple[str, str, str]:
+    """Operand formats of fprop (input x weight), dgrad (grad_output x weight) and wgrad (grad_output x input)."""
+    if implementation == "emulated":
+        rows = describe(build_recipe(precision))
+        return tuple(f"{row.operands} per {row.granularity}, {row.scale} scale" for row in rows)  # type: ignore
+    tensor, weight = GRANULARITY[precision.fp8_recipe]
+    gradient = "E5M2" if precision.fp8_format == "hybrid" else "E4M3"
+    return (
+        f"input E4M3 ({tensor}) x weight E4M3 ({weight})",
+        f"grad_output {gradient} ({tensor}) x weight E4M3 ({weight})",
+        f"grad_output {gradient} ({tensor}) x input E4M3 ({tensor})",
+    )
+
+
+def format_precision_map(rows: Iterable[GemmPrecision]) -> str:
+    """The table as aligned text."""
+    cells = [HEADER, *((row.linear, row.layers, row.fprop, row.dgrad, row.wgrad) for row in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(HEADER))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in cells)
+

@@ -1,0 +1,106 @@
+"""`--dry-run`: what a run would be, on the cluster that is meant, told by one process on any machine."""
+
+from __future__ import annotations
+
+from megafp8.config import derived, size
+from megafp8.config.flags import Invocation
+from megafp8.config.schema import RunConfig
+from megafp8.config.settings import all_settings, value_of
+from megafp8.data.tokenizer import build_tokenizer
+from megafp8.device.capability import Target
+from megafp8.mcore_config import build_ddp_config, build_optimizer_config, build_transformer_config
+from megafp8.model.precision_map import format_precision_map, resolve_precision_map
+from megafp8.parallel.topology import layout_of
+from megafp8.planning.memory import estimate_memory
+from megafp8.training.describe import describe_arithmetic
+
+GIB = 2**30
+MOST_RANK_LINES = 16
+
+
+def describe_run(invocation: Invocation, target: Target, implementation: str, world_size: int) -> str:
+    """The whole text: settings, layout, size, memory, precision.
+
+    Also builds megatron-core's configuration objects, so that what it would refuse is refused here.
+
+    Raises:
+        ConfigError: megatron-core refuses the configuration.
+        DataError: the tokenizer cannot be read.
+    """
+    config = invocation.config
+    build_transformer_config(config, implementation, on_cuda=False, world_size=world_size)
+    build_ddp_config(config)
+    build_optimizer_config(config)
+    vocab_size = derived.padded_vocab_size(config, config.model.vocab_size or tokenizer_size(config))
+    sections = [
+        *(f"notice: {notice}" for notice in invocation.notices),
+        settings_text(invocation),
+        layout_text(config, target, implementation, world_size),
+        size_text(config, vocab_size, world_size),
+        memory_text(config, vocab_size, world_size),
+        "precision\n" + indented(format_precision_map(resolve_precision_map(config, implementation))),
+    ]
+    return "\n\n".join(sections)
+
+
+def tokenizer_size(config: RunConfig) -> int:
+    """Vocabulary of the tokenizer that the flags name."""
+    return build_tokenizer(config.data).vocab_size
+
+
+def settings_text(invocation: Invocation) -> str:
+    """Every setting with its value; `*` marks those that the command line named."""
+    lines = []
+    for setting in all_settings():
+        value = value_of(invocation.config, setting.name)
+        mark = "*" if setting.name in invocation.given else " "
+        lines.append(f"{mark} {setting.name} = {value}")
+    return "settings (* given on the command line)\n" + indented("\n".join(lines))
+
+
+def layout_text(config: RunConfig, target: Target, implementation: str, world_size: int) -> str:
+    """Which rank holds what."""
+    layout = layout_of(config, world_size)
+    assert config.model.num_layers is not None
+    lines = layout.describe(config.model.num_layers)
+    if len(lines) > MOST_RANK_LINES:
+        lines = [*lines[: MOST_RANK_LINES - 1], f"... and {len(lines) - MOST_RANK_LINES + 1} more tensor-parallel groups"]
+    head = (
+        f"layout: {world_size} x {target.name}, {implementation} layers: tensor {layout.tensor} x context "
+        f"{layout.context} x pipeline {layout.pipeline} (virtual {layout.chunks_per_rank}) x data {layout.data}"
+    )
+    return head + "\n" + indented("\n".join(lines))
+
+
+def size_text(config: RunConfig, vocab_size: int, world_size: int) -> str:
+    """Parameters, tokens and operations."""
+    count = size.count_parameters(config.model, vocab_size)
+    assert config.data.seq_length is not None
+    tokens = derived.tokens_per_step(config, world_size)
+    flops = size.flops_per_token(config.model, vocab_size, config.data.seq_length)
+    steps = derived.train_iters(config, world_size)
+    lines = (
+        f"{count.total:,} parameters ({vocab_size:,} rows of embedding)",
+        f"{tokens:,} tokens a step = {derived.num_microbatches(config, world_size)} microbatches x "
+        f"{config.training.micro_batch_size} sequences x {derived.data_parallel_size(config, world_size)} data-parallel "
+        f"ranks x {config.data.seq_length} tokens",
+        f"{steps:,} steps = {steps * tokens:,} tokens; {flops / 1e9:,.3f} GFLOP a token, {flops * tokens / 1e12:,.3f} "
+        "TFLOP a step",
+    )
+    return "size\n" + indented("\n".join(lines))
+
+
+def memory_text(config: RunConfig, vocab_size: int, world_size: int) -> str:
+    """Memory of a rank of the first and of the last pipeline stage."""
+    stages = sorted({0, config.parallel.pipeline_model_parallel_size - 1})
+    estimates = [estimate_memory(config, vocab_size, world_size, stage) for stage in stages]
+    lines = []
+    for stage, estimate in zip(stages, estimates):
+        parts = ", ".join(f"{name} {value / GIB:.2f}" for name, value in estimate.parts())
+        lines.append(f"stage {stage}: {estimate.total_bytes / GIB:.2f} GiB ({parts})")
+    return "memory of one rank, estimated\n" + indented("\n".join(lines))
+
+
+def indented(text: str) -> str:
+    """Every line moved to the right by two."""
+    return "\n".join(f"  {line}" for line in text.splitlines())

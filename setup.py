@@ -1,0 +1,35 @@
+"""Packaging. `pip install .` for a CPU, `pip install '.[te]'` beside a GPU, `'.[dev]'` for the tests."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+version = re.search(r'__version__ = "(.+)"', Path("megafp8/__init__.py").read_text(encoding="utf-8"))[1]
+
+setup(
+    name="megafp8",
+    version=version,
+    description="Pretraining of GPT models in FP8 on megatron-core, from one CPU to clusters of GPUs",
+    long_description=Path("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    packages=find_packages(include=["megafp8", "megafp8.*"]),
+    py_modules=["pretrain_gpt"],
+    entry_points={"console_scripts": ["pretrain-gpt=pretrain_gpt:entry_point"]},
+    python_requires=">=3.10,<3.13",
+    install_requires=[
+        "torch>=2.6",
+        "megatron-core==0.16.1",
+        "numpy",
+        "psutil",  # megatron-core needs it to save a checkpoint, and does not say so
+        "sentencepiece",
+        "tensorboard",
+        "matplotlib",
+        "tqdm",
+    ],
+    extras_require={
+        "te": ["transformer-engine[pytorch]>=2.9"],
+        "hf": ["tokenizers", "tiktoken"],
+        "dev": ["pytest", "pytest-timeout", "ruff", "tokenizers", "tiktoken"],
+    },
+)

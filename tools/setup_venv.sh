@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# Source this:  . tools/setup_venv.sh [EXTRAS]      (EXTRAS for example: dev)
+# It leaves $PYTHON pointing to a Python that has everything megafp8 needs:
+#   - the Python in use, where it already has torch with CUDA, megatron-core and Transformer Engine (a GPU container);
+#   - else .venv in this project, made if it is not there, with the versions of constraints.txt.
+# A second call finds its own stamp and does nothing.
+
+megafp8_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+megafp8_extras=${1:-}
+
+megafp8_find_python() {
+  local candidate
+  for candidate in python3.11 python3.12 python3.10 python3; do
+    if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
+      echo "$candidate"
+      return
+    fi
+  done
+  echo "megafp8 needs Python 3.10, 3.11 or 3.12 with venv (Debian: apt-get install python3-venv)" >&2
+  return 1
+}
+
+megafp8_is_ready() {
+  python3 - 2>/dev/null <<'PYTHON'
+import importlib.util, sys
+import torch
+names = ("transformer_engine_torch", "megatron.core", "sentencepiece", "tensorboard", "psutil", "matplotlib", "tqdm")
+sys.exit(not (torch.cuda.is_available() and all(importlib.util.find_spec(name) for name in names)))
+PYTHON
+}
+
+megafp8_setup() {
+  if megafp8_is_ready; then
+    PYTHON=$(command -v python3)
+    export PYTHONPATH=$megafp8_root${PYTHONPATH:+:$PYTHONPATH}
+    echo "using $PYTHON, which has CUDA, megatron-core and Transformer Engine"
+    return
+  fi
+  local venv=$megafp8_root/.venv stamp target extras=$megafp8_extras python
+  PYTHON=$venv/bin/python
+  if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then
+    extras=${extras:+$extras,}te
+  fi
+  target=$megafp8_root${extras:+[$extras]}
+  stamp=$(cat "$megafp8_root/setup.py" "$megafp8_root/constraints.txt" | cksum | cut -d' ' -f1)-$extras
+  if [ -x "$PYTHON" ] && grep -qsx -- "$stamp" "$venv/megafp8-stamps"; then
+    return
+  fi
+  if [ ! -x "$PYTHON" ]; then
+    python=$(megafp8_find_python) || return 1
+    echo "making .venv with $python"
+    "$python" -m venv "$venv" || return 1
+  fi
+  echo "installing megafp8${extras:+ [$extras]} and what it needs (a few minutes the first time)"
+  # torch first and alone, so that nothing else chooses its version
+  "$PYTHON" -m pip install --quiet --disable-pip-version-check -c "$megafp8_root/constraints.txt" torch setuptools wheel || return 1
+  "$PYTHON" -m pip install --quiet --disable-pip-version-check -c "$megafp8_root/constraints.txt" \
+    --no-build-isolation -e "$target" || return 1
+  echo "$stamp" >> "$venv/megafp8-stamps"
+}
+
+megafp8_setup || { echo "set-up failed" >&2; return 1 2>/dev/null || exit 1; }
+export PYTHON
