@@ -1,0 +1,114 @@
+"""Time of the emulated FP8 linear on a CPU, forward and backward, against a plain linear of the same type.
+
+    python benchmarks/quantize_cpu.py [--tokens 2048] [--dtype bf16] [--json FILE]
+
+Both run in turn in one process, so that a change of the machine's speed meets both; medians are compared. Below the
+linears: what each pass of quantization costs, against a copy of the tensor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megafp8.fp8.formats import E4M3, E5M2  # noqa: E402
+from megafp8.fp8.linear import LinearPlan, emulated_linear  # noqa: E402
+from megafp8.fp8.quantize import quantize  # noqa: E402
+from megafp8.fp8.recipes import OperandRule, tensorwise  # noqa: E402
+from megafp8.fp8.scaling import amax  # noqa: E402
+
+SHAPES = ((512, 512), (512, 1536), (512, 2048), (2048, 512))  # (inputs, outputs) of a layer of hidden size 512
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+PLAN = LinearPlan(recipe=tensorwise(forward=E4M3, backward=E5M2))
+
+
+def medians_ms(rounds: int, **runs: Callable[[], Any]) -> dict[str, float]:
+    """Median time of each function, all called once a round."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for round_number in range(-2, rounds):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            if round_number >= 0:  # two rounds to warm up
+                times[name].append((time.perf_counter() - start) * 1e3)
+    return {name: statistics.median(taken) for name, taken in times.items()}
+
+
+def linear_case(tokens: int, inputs: int, outputs: int, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
+    """Forward and backward of one linear."""
+    generator = torch.Generator().manual_seed(0)
+    x, w, dy = (
+        torch.randn(shape, generator=generator).to(dtype)
+        for shape in ((tokens, inputs), (outputs, inputs), (tokens, outputs))
+    )
+    x.requires_grad_()
+    w.requires_grad_()
+
+    def step(linear: Callable[[], Tensor]) -> None:
+        x.grad = w.grad = None
+        linear().backward(dy)
+
+    medians = medians_ms(
+        rounds,
+        plain_ms=lambda: step(lambda: torch.nn.functional.linear(x, w)),
+        emulated_ms=lambda: step(lambda: emulated_linear(x, w, None, PLAN)),
+    )
+    return {"inputs": inputs, "outputs": outputs, **medians, "ratio": medians["emulated_ms"] / medians["plain_ms"]}
+
+
+def pass_case(rows: int, columns: int, dtype: torch.dtype, rounds: int) -> dict[str, float]:
+    """The passes of quantization over one tensor."""
+    x = torch.randn(rows, columns).to(dtype)
+    e4m3, e5m2 = (OperandRule(format=fmt) for fmt in (E4M3, E5M2))
+    codes = quantize(x, e4m3)
+    return medians_ms(
+        rounds,
+        copy=x.clone,
+        amax=lambda: amax(x),
+        quantize_e4m3=lambda: quantize(x, e4m3),
+        quantize_e5m2=lambda: quantize(x, e5m2),
+        decode=lambda: codes.unscaled(torch.bfloat16),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=2048, help="rows of the activations")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="type of parameters and activations")
+    parser.add_argument("--rounds", type=int, default=15, help="timed repetitions; medians are reported")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    dtype = DTYPES[options.dtype]
+
+    print(f"linear forward + backward, {options.tokens} tokens, {options.dtype}, {options.threads} thread(s), ms")
+    print(f"{'inputs':>8}{'outputs':>9}{'plain':>9}{'emulated':>10}{'ratio':>7}")
+    linears = [linear_case(options.tokens, *shape, dtype, options.rounds) for shape in SHAPES]
+    for case in linears:
+        print(
+            f"{case['inputs']:>8}{case['outputs']:>9}{case['plain_ms']:>9.2f}{case['emulated_ms']:>10.2f}"
+            f"{case['ratio']:>7.2f}"
+        )
+    total = sum(case["emulated_ms"] for case in linears) / sum(case["plain_ms"] for case in linears)
+    print(f"{'all four':>17}{'':>19}{total:>7.2f}")
+    passes = pass_case(options.tokens, 2048, dtype, options.rounds)
+    print(f"passes over {options.tokens} x 2048, ms: " + ", ".join(f"{name} {ms:.2f}" for name, ms in passes.items()))
+    if options.json:
+        result = {"options": {**vars(options), "json": str(options.json)}, "linears": linears, "ratio": total}
+        options.json.write_text(json.dumps({**result, "passes_ms": passes}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
