@@ -13,6 +13,7 @@ shapes is never what was meant.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -110,7 +111,7 @@ def _add_invocation_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("invocation", "What to do with the settings.")
     group.add_argument("--config", metavar="FILE", help="start from the settings in this JSON file (flags win)")
     group.add_argument("--dry-run", action="store_true", help="check everything, print the plan of the run and stop")
-    group.add_argument("--world-size", type=int, metavar="N", help="ranks to plan for, with --dry-run")
+    group.add_argument("--world-size", type=_whole_number, metavar="N", help="ranks to plan for, with --dry-run")
     group.add_argument("--target", choices=TARGETS, help="machine to plan for, with --dry-run")
     group.add_argument("--list-presets", action=_ListPresets, nargs=0, help="print the model presets and exit")
     group.add_argument("--version", action="version", version=f"megafp8 {__version__}")
@@ -148,14 +149,24 @@ def _help_of(setting: Setting) -> str:
 
 
 def _converter(setting: Setting) -> Any:
-    return {float: _finite, int: int, str: str}[setting.type]
+    return {float: _number, int: _whole_number, str: str}[setting.type]
 
 
-def _finite(text: str) -> float:
-    value = float(text)
-    if value != value or value in (float("inf"), float("-inf")):
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
     return value
+
+
+def _whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
 
 
 class _ListPresets(argparse.Action):
@@ -214,11 +225,11 @@ def _read_option(
             (notices if verdict.accepted else problems).append(verdict.text)
         return
     # A value such as -1e-3 would read as an option; joined to its flag it cannot.
-    joined = [f"{flag}={words[0]}", *words[1:]] if len(words) == 1 else option
+    joined = [f"{flag}={words[0]}"] if len(words) == 1 and words[0].startswith("-") else option
     try:
         namespace, left_over = parser.parse_known_args(joined)
     except ConfigError as error:
-        problems.append(error.problems[0].removeprefix("argument "))
+        problems.append(_plain(flag, error.problems[0]))
         return
     if left_over:
         problems.append(f"{flag}: does not take {' '.join(map(repr, left_over))}")
@@ -227,6 +238,16 @@ def _read_option(
             earlier = values.get(name, ()) if name == "overrides" else ()
             value = (*earlier, *value)
         values[name] = value
+
+
+def _plain(flag: str, text: str) -> str:
+    """argparse's message in our words: the flag as it was spelled, then what is wrong."""
+    _, _, fault = text.removeprefix("argument ").partition(": ")
+    if fault.startswith(("expected one argument", "expected at least one argument")):
+        fault = "a value is missing after it"
+    if fault.startswith("ignored explicit argument"):
+        fault = f"does not take {fault.removeprefix('ignored explicit argument ')}"
+    return f"{flag}: {fault}"
 
 
 def _nearest(parser: argparse.ArgumentParser, flag: str) -> str:

@@ -1,0 +1,64 @@
+"""Cross-field rules: what must hold between settings before any work starts.
+
+A rule is a function of a configuration and a world size that yields a text for each problem: what is wrong, the values
+and the arithmetic, the flag and the mend. Rules edit nothing, stop at nothing and never raise: values that are missing
+or out of range are another rule's problem, so a rule that needs them is silent without them.
+"""
+
+from __future__ import annotations
+
+from megafp8.config.rules import (
+    batch,
+    checkpointing,
+    data,
+    layout,
+    model,
+    not_yet,
+    numbers,
+    paths,
+    precision,
+    recompute,
+    schedule,
+)
+from megafp8.config.rules.rule import Rule
+from megafp8.config.schema import RunConfig
+
+SETTING_RULES: tuple[Rule, ...] = (
+    *model.RULES,
+    *numbers.RULES,
+    *layout.RULES,
+    *batch.RULES,
+    *precision.RULES,
+    *schedule.RULES,
+    *recompute.RULES,
+    *data.RULES,
+    *checkpointing.RULES,
+    *not_yet.RULES,
+)
+"""Rules about the settings alone: they hold or fail alike on every machine."""
+
+PATH_RULES: tuple[Rule, ...] = paths.RULES
+"""Rules about files and folders of this machine."""
+
+ALL_RULES: tuple[Rule, ...] = SETTING_RULES + PATH_RULES
+
+
+def problems(config: RunConfig, world_size: int) -> list[str]:
+    """Everything that is wrong, in the order of the rules; empty for a run that may start."""
+    return found_by(ALL_RULES, config, world_size)
+
+
+def setting_problems(config: RunConfig, world_size: int) -> list[str]:
+    """What is wrong wherever the run would start."""
+    return found_by(SETTING_RULES, config, world_size)
+
+
+def path_problems(config: RunConfig, world_size: int) -> list[str]:
+    """What is wrong with paths on this machine; a dry run for another machine may show these as notices."""
+    return found_by(PATH_RULES, config, world_size)
+
+
+def found_by(rules: tuple[Rule, ...], config: RunConfig, world_size: int) -> list[str]:
+    """What the given rules find, each problem once."""
+    found = [problem for rule in rules for problem in rule(config, world_size)]
+    return list(dict.fromkeys(found))

@@ -1,0 +1,73 @@
+"""Saving, loading, and where records go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megafp8.config.rules.rule import Rule, without
+from megafp8.config.schema import RunConfig
+
+
+def saving_needs_a_folder(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Settings of saving belong to --save."""
+    checkpoint = config.checkpoint
+    if checkpoint.save is not None:
+        return
+    asked = {
+        f"--save-interval {checkpoint.save_interval}": checkpoint.save_interval is not None,
+        "--no-save-optim": checkpoint.no_save_optim,
+        "--no-save-rng": checkpoint.no_save_rng,
+    }
+    for flag in (flag for flag, given in asked.items() if given):
+        yield without(flag, "--save")
+
+
+def loading_needs_a_folder(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Settings of loading belong to --load."""
+    checkpoint = config.checkpoint
+    if checkpoint.load is not None:
+        return
+    asked = {
+        "--no-load-optim": checkpoint.no_load_optim,
+        "--no-load-rng": checkpoint.no_load_rng,
+        "--finetune": checkpoint.finetune and checkpoint.pretrained_checkpoint is None,
+        "--exit-on-missing-checkpoint": checkpoint.exit_on_missing_checkpoint,
+        f"--ckpt-step {checkpoint.ckpt_step}": checkpoint.ckpt_step is not None,
+        "--use-checkpoint-opt_param-scheduler": checkpoint.use_checkpoint_opt_param_scheduler,
+        "--override-opt_param-scheduler": checkpoint.override_opt_param_scheduler,
+    }
+    for flag in (flag for flag, given in asked.items() if given):
+        yield without(flag, "--load")
+
+
+def schedule_has_one_source(config: RunConfig, world_size: int) -> Iterator[str]:
+    """On resuming, the schedule comes from the checkpoint or from the flags."""
+    checkpoint = config.checkpoint
+    if checkpoint.use_checkpoint_opt_param_scheduler and checkpoint.override_opt_param_scheduler:
+        yield (
+            "--use-checkpoint-opt_param-scheduler and --override-opt_param-scheduler contradict each other: keep one"
+        )
+
+
+def wandb_settings_need_a_project(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Settings of Weights & Biases belong to --wandb-project."""
+    logging = config.logging
+    if logging.wandb_project:
+        return
+    asked = {
+        "--wandb-entity": logging.wandb_entity,
+        "--wandb-exp-name": logging.wandb_exp_name,
+        "--wandb-save-dir": logging.wandb_save_dir,
+    }
+    # Megatron-LM's scripts pass empty names when nobody set them.
+    for flag, value in asked.items():
+        if value:
+            yield without(f"{flag} {value}", "--wandb-project")
+
+
+RULES: tuple[Rule, ...] = (
+    saving_needs_a_folder,
+    loading_needs_a_folder,
+    schedule_has_one_source,
+    wandb_settings_need_a_project,
+)

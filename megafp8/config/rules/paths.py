@@ -1,0 +1,99 @@
+"""Files and folders: what must be there, and where something will be written. These rules look at this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from megafp8.config.rules.rule import Rule
+from megafp8.config.schema import RunConfig
+
+
+def shards_are_there(config: RunConfig, world_size: int) -> Iterator[str]:
+    """A shard prefix stands for two files, PREFIX.bin and PREFIX.idx."""
+    data = config.data
+    for flag, words in (
+        ("--data-path", data.data_path),
+        ("--train-data-path", data.train_data_path),
+        ("--valid-data-path", data.valid_data_path),
+        ("--test-data-path", data.test_data_path),
+    ):
+        for prefix in (word for word in words if not _is_number(word)):
+            missing = [prefix + suffix for suffix in (".bin", ".idx") if not os.path.isfile(prefix + suffix)]
+            if missing:
+                hint = " (give the prefix, without .bin or .idx)" if prefix.endswith((".bin", ".idx")) else ""
+                yield f"{flag} {prefix}: no file {' and no '.join(missing)}{hint}"
+
+
+def tokenizer_files_are_there(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The tokenizer's files exist and can be read."""
+    data = config.data
+    for flag, path in (
+        ("--tokenizer-model", data.tokenizer_model),
+        ("--vocab-file", data.vocab_file),
+        ("--merge-file", data.merge_file),
+    ):
+        if path is None or data.tokenizer_type == "NullTokenizer":
+            continue
+        if not os.path.exists(path):
+            yield f"{flag} {path}: no such file"
+        elif not os.access(path, os.R_OK):
+            yield f"{flag} {path}: this user may not read it"
+
+
+def checkpoints_to_load_are_there(config: RunConfig, world_size: int) -> Iterator[str]:
+    """A folder to load from exists, unless it is the one that this run saves to and resumes from later."""
+    checkpoint = config.checkpoint
+    if checkpoint.load is not None and not os.path.isdir(checkpoint.load):
+        if checkpoint.exit_on_missing_checkpoint or checkpoint.save is None:
+            yield f"--load {checkpoint.load}: no such folder"
+        elif os.path.abspath(checkpoint.load) != os.path.abspath(checkpoint.save):
+            yield (
+                f"--load {checkpoint.load}: no such folder, and it is not --save {checkpoint.save} either, so there "
+                "will never be anything to resume"
+            )
+    if checkpoint.pretrained_checkpoint is not None and not os.path.isdir(checkpoint.pretrained_checkpoint):
+        yield f"--pretrained-checkpoint {checkpoint.pretrained_checkpoint}: no such folder"
+
+
+def outputs_can_be_written(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Folders to write to exist, or can be made."""
+    for flag, path in (
+        ("--save", config.checkpoint.save),
+        ("--data-cache-path", config.data.data_cache_path),
+        ("--tensorboard-dir", config.logging.tensorboard_dir),
+        ("--wandb-save-dir", config.logging.wandb_save_dir or None),
+    ):
+        fault = None if path is None else _write_fault(path)
+        if fault:
+            yield f"{flag} {path}: {fault}; choose another folder"
+
+
+def _write_fault(path: str) -> str:
+    """Why no file can be made in the folder `path` or below its nearest existing parent; empty if one can."""
+    if not path:
+        return "the name is empty"
+    absolute = Path(path).absolute()
+    nearest = next(folder for folder in (absolute, *absolute.parents) if os.path.lexists(folder))
+    if not nearest.is_dir():
+        return f"{nearest} is not a folder"
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        return f"this user may not write to {nearest}"
+    return ""
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+RULES: tuple[Rule, ...] = (
+    shards_are_there,
+    tokenizer_files_are_there,
+    checkpoints_to_load_are_there,
+    outputs_can_be_written,
+)

@@ -1,0 +1,166 @@
+"""Number formats: what goes together, and dimensions that the recipe can take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megafp8.config import derived, gemms
+from megafp8.config.rules.rule import Rule, has_shape, positive, without
+from megafp8.config.schema import PrecisionConfig, RunConfig
+
+
+def one_weight_format(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Weights are BF16, FP16 or, with neither flag, FP32."""
+    if config.precision.bf16 and config.precision.fp16:
+        yield "--bf16 and --fp16 are both given: keep one"
+
+
+def fp8_is_not_with_fp16(config: RunConfig, world_size: int) -> Iterator[str]:
+    """FP8 scales are for BF16 or FP32 weights; FP16's loss scale would be a second one."""
+    if config.precision.fp8_format is not None and config.precision.fp16:
+        yield f"--fp8-format {config.precision.fp8_format} with --fp16: use --bf16 instead of --fp16"
+
+
+def fp8_settings_need_a_format(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Settings of FP8 without --fp8-format would leave the run in high precision unnoticed."""
+    precision, default = config.precision, PrecisionConfig()
+    if precision.fp8_format is not None:
+        return
+    asked = {
+        f"--fp8-recipe {precision.fp8_recipe}": precision.fp8_recipe != default.fp8_recipe,
+        f"--fp8-margin {precision.fp8_margin}": precision.fp8_margin != default.fp8_margin,
+        f"--fp8-amax-history-len {precision.fp8_amax_history_len}":
+            precision.fp8_amax_history_len != default.fp8_amax_history_len,
+        f"--fp8-amax-compute-algo {precision.fp8_amax_compute_algo}":
+            precision.fp8_amax_compute_algo != default.fp8_amax_compute_algo,
+        "--no-fp8-wgrad": not precision.fp8_wgrad,
+        "--fp8-param-gather": precision.fp8_param_gather,
+        "--fp8-power-2-scale": precision.fp8_power_2_scale,
+        f"--fp8-amax-reduction {precision.fp8_amax_reduction}":
+            precision.fp8_amax_reduction != default.fp8_amax_reduction,
+        "--first-last-layers-bf16": precision.first_last_layers_bf16,
+    }
+    for flag in (flag for flag, given in asked.items() if given):
+        yield without(flag, "--fp8-format")
+
+
+def delayed_settings_need_delayed(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Margin and amax history belong to delayed scaling."""
+    precision, default = config.precision, PrecisionConfig()
+    if precision.fp8_format is None or precision.fp8_recipe == "delayed":
+        return
+    asked = {
+        f"--fp8-margin {precision.fp8_margin}": precision.fp8_margin != default.fp8_margin,
+        f"--fp8-amax-history-len {precision.fp8_amax_history_len}":
+            precision.fp8_amax_history_len != default.fp8_amax_history_len,
+        f"--fp8-amax-compute-algo {precision.fp8_amax_compute_algo}":
+            precision.fp8_amax_compute_algo != default.fp8_amax_compute_algo,
+    }
+    for flag in (flag for flag, given in asked.items() if given):
+        yield f"{flag} has no effect with --fp8-recipe {precision.fp8_recipe}: it belongs to delayed; remove it"
+
+
+def power_of_two_scales_need_tensorwise(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Only tensorwise leaves the choice between FP32 and power-of-two scales."""
+    precision = config.precision
+    if precision.fp8_power_2_scale and precision.fp8_format is not None and precision.fp8_recipe != "tensorwise":
+        yield (
+            f"--fp8-power-2-scale belongs to --fp8-recipe tensorwise, not {precision.fp8_recipe}: remove it, "
+            "or change the recipe"
+        )
+
+
+def fp8_weights_need_sharded_optimizer(config: RunConfig, world_size: int) -> Iterator[str]:
+    """FP8 compute weights have no master weights of their own; the distributed optimizer keeps those."""
+    if config.precision.fp8_param_gather and not config.parallel.use_distributed_optimizer:
+        yield "--fp8-param-gather needs --use-distributed-optimizer, which keeps the high-precision weights"
+
+
+def fp8_needs_quantizing_layers(config: RunConfig, world_size: int) -> Iterator[str]:
+    """megatron-core's own layers know no FP8."""
+    precision = config.precision
+    if precision.fp8_format is not None and precision.transformer_impl == "local":
+        yield (
+            f"--fp8-format {precision.fp8_format} with --transformer-impl local: megatron-core's own layers have no "
+            "FP8; use --transformer-impl auto"
+        )
+
+
+def high_precision_layers_fit_a_stage(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The layers kept in high precision at each end all lie on the first or last stage."""
+    precision, pp = config.precision, config.parallel.pipeline_model_parallel_size
+    counts = {
+        "--num-layers-at-start-in-bf16": precision.num_layers_at_start_in_bf16,
+        "--num-layers-at-end-in-bf16": precision.num_layers_at_end_in_bf16,
+    }
+    if not precision.first_last_layers_bf16:
+        for flag, count in counts.items():
+            if count != 1:
+                yield without(f"{flag} {count}", "--first-last-layers-bf16")
+        return
+    if precision.fp8_format is not None and precision.fp8_recipe == "delayed":
+        yield "--first-last-layers-bf16 does not go with --fp8-recipe delayed: use tensorwise, or remove it"
+    if not positive(config.model.num_layers, pp):
+        return
+    per_stage = derived.layers_per_pipeline_rank(config)
+    for flag, count in counts.items():
+        if count > per_stage:
+            yield (
+                f"{flag} {count} is more than the {config.model.num_layers} / {pp} = {per_stage} layers of a pipeline "
+                f"stage: use at most {per_stage}"
+            )
+
+
+def gradient_reduction_has_one_format(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Gradients are reduced in FP32 or in BF16."""
+    precision = config.precision
+    if precision.grad_reduce_in_bf16 and precision.accumulate_allreduce_grads_in_fp32:
+        yield "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 contradict each other: keep one"
+    if precision.grad_reduce_in_bf16 and not precision.bf16:
+        yield without("--grad-reduce-in-bf16", "--bf16")
+
+
+def loss_fusion_is_on_for_its_implementation(config: RunConfig, world_size: int) -> Iterator[str]:
+    """--cross-entropy-fusion-impl chooses among fused losses."""
+    precision = config.precision
+    if precision.cross_entropy_fusion_impl != "native" and not precision.cross_entropy_loss_fusion:
+        flag = f"--cross-entropy-fusion-impl {precision.cross_entropy_fusion_impl}"
+        yield without(flag, "--cross-entropy-loss-fusion")
+
+
+def determinism_excludes_its_opposites(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Kernels whose sums depend on timing are out in deterministic mode."""
+    precision = config.precision
+    if precision.deterministic_mode and precision.cross_entropy_loss_fusion:
+        yield "--deterministic-mode with --cross-entropy-loss-fusion: the fused loss is not deterministic; remove one"
+
+
+def gemm_dimensions_suit_the_recipe(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Every dimension of every quantized GEMM is a multiple of what the recipe needs."""
+    model, parallel = config.model, config.parallel
+    tp = parallel.tensor_model_parallel_size
+    if config.precision.fp8_format is None or not has_shape(config):
+        return
+    if not positive(config.data.seq_length, config.training.micro_batch_size):
+        return
+    assert model.num_attention_heads is not None
+    sizes = (model.num_attention_heads, derived.num_query_groups(model), derived.ffn_hidden_size(model))
+    if any(size % tp for size in sizes) or min(derived.kv_channels(model), derived.ffn_hidden_size(model)) < 1:
+        return
+    yield from gemms.misfits(config)
+
+
+RULES: tuple[Rule, ...] = (
+    one_weight_format,
+    fp8_is_not_with_fp16,
+    fp8_settings_need_a_format,
+    delayed_settings_need_delayed,
+    power_of_two_scales_need_tensorwise,
+    fp8_weights_need_sharded_optimizer,
+    fp8_needs_quantizing_layers,
+    high_precision_layers_fit_a_stage,
+    gradient_reduction_has_one_format,
+    loss_fusion_is_on_for_its_implementation,
+    determinism_excludes_its_opposites,
+    gemm_dimensions_suit_the_recipe,
+)

@@ -1,0 +1,91 @@
+"""Recomputing activations in the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megafp8.config import derived
+from megafp8.config.rules.rule import Rule, positive, without
+from megafp8.config.schema import RunConfig
+
+
+def full_recompute_says_which_layers(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Full recompute takes a method and a number of layers, within a stage."""
+    training = config.training
+    if training.recompute_granularity != "full":
+        return
+    if training.recompute_activations:
+        yield "--recompute-activations means selective and --recompute-granularity says full: keep one"
+    missing = [
+        flag for flag, value in (
+            ("--recompute-method", training.recompute_method),
+            ("--recompute-num-layers", training.recompute_num_layers),
+        ) if value is None
+    ]
+    if missing:
+        yield (
+            f"--recompute-granularity full needs {' and '.join(missing)}: --recompute-method uniform "
+            "--recompute-num-layers 1 recomputes every layer"
+        )
+    count, pp = training.recompute_num_layers, config.parallel.pipeline_model_parallel_size
+    if count is None or not positive(config.model.num_layers, pp):
+        return
+    per_stage = derived.layers_per_pipeline_rank(config)
+    if count > per_stage:
+        yield (
+            f"--recompute-num-layers {count} is more than the {config.model.num_layers} / {pp} = {per_stage} layers of "
+            f"a pipeline stage: use at most {per_stage}"
+        )
+
+
+def layer_choice_needs_full_recompute(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Method and number of layers belong to full recompute."""
+    training = config.training
+    if training.recompute_granularity == "full":
+        return
+    asked = {
+        f"--recompute-method {training.recompute_method}": training.recompute_method is not None,
+        f"--recompute-num-layers {training.recompute_num_layers}": training.recompute_num_layers is not None,
+    }
+    for flag in (flag for flag, given in asked.items() if given):
+        yield without(flag, "--recompute-granularity full")
+
+
+def module_choice_needs_selective_recompute(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Modules are chosen in selective recompute."""
+    modules = config.training.recompute_modules
+    if modules and derived.recompute_granularity(config.training) != "selective":
+        yield without(f"--recompute-modules {' '.join(modules)}", "--recompute-granularity selective")
+
+
+def delayed_scaling_excludes_norm_recompute(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Running a norm and the quantizer behind it twice would enter its amax into the history twice."""
+    precision = config.precision
+    is_delayed = precision.fp8_format is not None and precision.fp8_recipe == "delayed"
+    if is_delayed and "layernorm" in derived.recompute_modules(config.training):
+        yield "--recompute-modules layernorm does not go with --fp8-recipe delayed: leave layernorm out"
+
+
+def saved_activations_have_ranks_to_spread_over(config: RunConfig, world_size: int) -> Iterator[str]:
+    """--distribute-saved-activations splits what full recompute saves over tensor-parallel ranks."""
+    training, parallel = config.training, config.parallel
+    if not training.distribute_saved_activations:
+        return
+    if training.recompute_granularity != "full":
+        yield without("--distribute-saved-activations", "--recompute-granularity full")
+    if parallel.tensor_model_parallel_size == 1:
+        yield (
+            "--distribute-saved-activations spreads over tensor-parallel ranks and there is one: remove it, "
+            "or use --tensor-model-parallel-size 2 or more"
+        )
+    if parallel.sequence_parallel:
+        yield "--distribute-saved-activations with --sequence-parallel, which spreads them already: remove the former"
+
+
+RULES: tuple[Rule, ...] = (
+    full_recompute_says_which_layers,
+    layer_choice_needs_full_recompute,
+    module_choice_needs_selective_recompute,
+    delayed_scaling_excludes_norm_recompute,
+    saved_activations_have_ranks_to_spread_over,
+)

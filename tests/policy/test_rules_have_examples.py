@@ -1,0 +1,250 @@
+"""Every rule has an example that breaks it, the base configuration breaks none, and no rule ever raises."""
+
+import random
+import re
+
+import pytest
+
+from megafp8.config import rules
+from megafp8.config.flags import build_parser
+from megafp8.config.presets import PRESETS
+from megafp8.config.rules.not_yet import NOT_YET
+from megafp8.config.rules.numbers import RANGES
+from megafp8.config.schema import RunConfig
+from megafp8.config.settings import all_settings, settings_by_name, with_values
+
+BASE = {
+    **PRESETS["tiny"],
+    "model.model_preset": "tiny",
+    "model.vocab_size": 1000,
+    "data.mock_data": True,
+    "data.tokenizer_type": "NullTokenizer",
+    "data.seq_length": 128,
+    "training.micro_batch_size": 2,
+    "training.global_batch_size": 16,
+    "training.train_iters": 100,
+    "optimizer.lr": 1e-3,
+    "optimizer.lr_warmup_iters": 10,
+    "precision.bf16": True,
+    "precision.fp8_format": "hybrid",
+    "precision.fp8_recipe": "tensorwise",
+}
+
+# Name of the rule -> what to change in BASE, ranks, and a part of the problem's text.
+EXAMPLES = {
+    "shape_is_given": ({"model.num_layers": None}, 1, "--model-preset"),
+    "heads_divide_hidden_size": ({"model.hidden_size": 130}, 1, "use --hidden-size 132"),
+    "query_groups_divide_heads": ({"model.num_query_groups": 3}, 1, "--num-query-groups 1"),
+    "one_activation": ({"model.squared_relu": True}, 1, "keep one"),
+    "positions_reach_the_sequence": (
+        {"model.position_embedding_type": "learned_absolute", "model.max_position_embeddings": 64}, 1,
+        "64 is less than --seq-length 128",
+    ),
+    "rotary_settings_need_rope": (
+        {"model.position_embedding_type": "none", "model.use_rope_scaling": True}, 1, "--use-rope-scaling has no effect"
+    ),
+    "rotated_channels_are_pairs": ({"model.rotary_percent": 0.04}, 1, "of a head's 32 channels is 1"),
+    "numbers_are_in_range": ({"model.hidden_dropout": 1.0}, 1, "--hidden-dropout 1.0 must be in [0, 1)"),
+    "profiled_ranks_exist": ({"logging.profile": True, "logging.profile_ranks": (0, 8)}, 4, "0 to 3"),
+    "profile_ends_after_it_starts": ({"logging.profile": True, "logging.profile_step_end": 10}, 1, "must be above"),
+    "world_size_divides": (
+        {"parallel.tensor_model_parallel_size": 2, "parallel.context_parallel_size": 2}, 6, "2 x 1 x 2 = 4"
+    ),
+    "tensor_ranks_divide_the_model": ({"parallel.tensor_model_parallel_size": 4}, 4, "--num-query-groups 2 does not"),
+    "stages_divide_the_layers": ({"parallel.pipeline_model_parallel_size": 4}, 4, "2 / 4 = 0.5"),
+    "one_spelling_of_virtual_stages": (
+        {
+            "parallel.num_layers_per_virtual_pipeline_stage": 1,
+            "parallel.num_virtual_stages_per_pipeline_rank": 2,
+        },
+        1, "in two ways",
+    ),
+    "virtual_stages_divide_the_layers": (
+        {
+            "model.num_layers": 6,
+            "parallel.pipeline_model_parallel_size": 2,
+            "parallel.num_layers_per_virtual_pipeline_stage": 2,
+        },
+        2, "6 / 2 = 3 layers",
+    ),
+    "interleaving_needs_a_pipeline": (
+        {
+            "model.num_layers": 4,
+            "parallel.pipeline_model_parallel_size": 2,
+            "parallel.num_virtual_stages_per_pipeline_rank": 2,
+            "training.global_batch_size": 6,
+        },
+        2, "6 / (2 x 1) = 3: use --global-batch-size 8",
+    ),
+    "sequence_parallel_needs_tensor_parallel": ({"parallel.sequence_parallel": True}, 1, "there is one"),
+    "sequence_divides": (
+        {"parallel.context_parallel_size": 2, "data.seq_length": 130}, 2, "2 x --context-parallel-size = 2 x 2 = 4"
+    ),
+    "context_exchange_divides_heads": (
+        {"parallel.context_parallel_size": 4, "parallel.cp_comm_type": "a2a"}, 4, "1 x 4 = 4"
+    ),
+    "parameter_gather_overlap_has_its_parts": (
+        {"parallel.overlap_param_gather": True}, 1, "--use-distributed-optimizer and --overlap-grad-reduce"
+    ),
+    "batch_is_given": ({"training.micro_batch_size": None}, 1, "--micro-batch-size is missing"),
+    "global_batch_divides": ({"training.global_batch_size": 10}, 4, "use --global-batch-size 16"),
+    "length_is_given_once": ({"training.train_samples": 1000}, 1, "keep one"),
+    "samples_fill_a_batch": ({"training.train_iters": None, "training.train_samples": 8}, 1, "at least 16"),
+    "garbage_interval_needs_manual_collection": ({"training.manual_gc_interval": 5}, 1, "--manual-gc"),
+    "one_weight_format": ({"precision.fp16": True, "precision.fp8_format": None}, 1, "--bf16 and --fp16"),
+    "fp8_is_not_with_fp16": ({"precision.fp16": True, "precision.bf16": False}, 1, "use --bf16"),
+    "fp8_settings_need_a_format": ({"precision.fp8_format": None}, 1, "--fp8-recipe tensorwise has no effect"),
+    "delayed_settings_need_delayed": ({"precision.fp8_amax_history_len": 1024}, 1, "belongs to delayed"),
+    "power_of_two_scales_need_tensorwise": (
+        {"precision.fp8_recipe": "blockwise", "precision.fp8_power_2_scale": True}, 1, "not blockwise"
+    ),
+    "fp8_weights_need_sharded_optimizer": (
+        {"precision.fp8_param_gather": True}, 1, "needs --use-distributed-optimizer"
+    ),
+    "fp8_needs_quantizing_layers": ({"precision.transformer_impl": "local"}, 1, "have no FP8"),
+    "high_precision_layers_fit_a_stage": (
+        {"precision.first_last_layers_bf16": True, "precision.num_layers_at_end_in_bf16": 3}, 1, "2 / 1 = 2 layers"
+    ),
+    "gradient_reduction_has_one_format": (
+        {"precision.grad_reduce_in_bf16": True, "precision.accumulate_allreduce_grads_in_fp32": True}, 1, "contradict"
+    ),
+    "loss_fusion_is_on_for_its_implementation": (
+        {"precision.cross_entropy_fusion_impl": "te"}, 1, "--cross-entropy-loss-fusion"
+    ),
+    "determinism_excludes_its_opposites": (
+        {"precision.deterministic_mode": True, "precision.cross_entropy_loss_fusion": True}, 1, "not deterministic"
+    ),
+    "gemm_dimensions_suit_the_recipe": ({"model.ffn_hidden_size": 388}, 1, "use --ffn-hidden-size 400"),
+    "learning_rate_is_given": ({"optimizer.lr": None}, 1, "--lr is missing"),
+    "learning_rate_is_the_peak": ({"optimizer.min_lr": 0.01}, 1, "above --lr 0.001"),
+    "schedule_is_counted_like_the_run": ({"optimizer.lr_decay_samples": 1000}, 1, "use --lr-decay-iters"),
+    "warmup_is_given_once": ({"optimizer.lr_warmup_fraction": 0.1}, 1, "--lr-warmup-iters 10"),
+    "warmup_ends_within_the_schedule": ({"optimizer.lr_warmup_iters": 100}, 1, "(100 steps)"),
+    "wsd_has_its_decay": ({"optimizer.lr_decay_style": "WSD"}, 1, "--lr-wsd-decay-iters"),
+    "weight_decay_has_its_ends": (
+        {"optimizer.weight_decay_incr_style": "linear"}, 1, "--start-weight-decay and --end-weight-decay"
+    ),
+    "loss_scale_needs_fp16": ({"optimizer.loss_scale": 8.0}, 1, "without --fp16"),
+    "low_precision_state_needs_its_switch": ({"optimizer.exp_avg_dtype": "bf16"}, 1, "--use-precision-aware-optimizer"),
+    "full_recompute_says_which_layers": (
+        {"training.recompute_granularity": "full", "training.recompute_method": "uniform"}, 1, "--recompute-num-layers"
+    ),
+    "layer_choice_needs_full_recompute": (
+        {"training.recompute_granularity": "selective", "training.recompute_method": "block"}, 1,
+        "--recompute-granularity full",
+    ),
+    "module_choice_needs_selective_recompute": ({"training.recompute_modules": ("mlp",)}, 1, "selective"),
+    "delayed_scaling_excludes_norm_recompute": (
+        {
+            "precision.fp8_recipe": "delayed",
+            "training.recompute_activations": True,
+            "training.recompute_modules": ("layernorm",),
+        },
+        1, "leave layernorm out",
+    ),
+    "saved_activations_have_ranks_to_spread_over": (
+        {"training.distribute_saved_activations": True}, 1, "--tensor-model-parallel-size 2"
+    ),
+    "data_has_one_source": ({"data.data_path": ("a",)}, 1, "keep one"),
+    "evaluation_shards_need_training_shards": ({"data.valid_data_path": ("a",)}, 1, "goes with --train-data-path"),
+    "split_has_three_parts": ({"data.split": "90;10"}, 1, "969,30,1"),
+    "blends_are_pairs": ({"data.data_path": ("0.3", "a", "b")}, 1, "must alternate"),
+    "tokenizer_has_its_files": ({"data.tokenizer_type": "GPT2BPETokenizer"}, 1, "--vocab-file and --merge-file"),
+    "splitting_pattern_needs_its_tokenizer": ({"data.tiktoken_pattern": "v2"}, 1, "TikTokenizer"),
+    "overrides_name_a_field": ({"overrides": ("model.num_layers=3",)}, 1, "transformer.FIELD=VALUE"),
+    "saving_needs_a_folder": ({"checkpoint.save_interval": 10}, 1, "without --save"),
+    "loading_needs_a_folder": ({"checkpoint.finetune": True}, 1, "--finetune has no effect without --load"),
+    "schedule_has_one_source": (
+        {
+            "checkpoint.load": "/",
+            "checkpoint.use_checkpoint_opt_param_scheduler": True,
+            "checkpoint.override_opt_param_scheduler": True,
+        },
+        1, "contradict",
+    ),
+    "wandb_settings_need_a_project": ({"logging.wandb_entity": "us"}, 1, "--wandb-project"),
+    "unhonoured_settings_are_refused": (
+        {"parallel.ddp_average_in_collective": True}, 1, "--ddp-average-in-collective: "
+    ),
+    "shards_are_there": ({"data.data_path": ("/nowhere/a.bin",)}, 1, "without .bin or .idx"),
+    "tokenizer_files_are_there": (
+        {"data.tokenizer_type": "SentencePieceTokenizer", "data.tokenizer_model": "/nowhere/m"}, 1, "no such file"
+    ),
+    "checkpoints_to_load_are_there": (
+        {"checkpoint.load": "/nowhere/a", "checkpoint.save": "/tmp"}, 1, "it is not --save /tmp either"
+    ),
+    "outputs_can_be_written": ({"checkpoint.save": "/dev/null/run"}, 1, "/dev/null is not a folder"),
+}
+
+
+def config_of(changes):
+    return with_values(RunConfig(), BASE | changes)
+
+
+@pytest.mark.parametrize("rule", rules.ALL_RULES, ids=lambda rule: rule.__name__)
+def test_every_rule_has_an_example_that_breaks_it(rule):
+    assert rule.__name__ in EXAMPLES, f"add an example that breaks {rule.__name__}"
+    changes, world_size, text = EXAMPLES[rule.__name__]
+    found = list(rule(config_of(changes), world_size))
+    assert any(text in problem for problem in found), found
+    assert set(found) <= set(rules.problems(config_of(changes), world_size))
+
+
+def test_no_example_without_a_rule():
+    assert set(EXAMPLES) == {rule.__name__ for rule in rules.ALL_RULES}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+def test_the_base_breaks_no_rule(world_size):
+    assert rules.problems(config_of({}), world_size) == []
+
+
+@pytest.mark.parametrize("rule", rules.ALL_RULES, ids=lambda rule: rule.__name__)
+def test_rules_have_one_line_docstrings(rule):
+    assert rule.__doc__ and "\n" not in rule.__doc__.strip()
+
+
+def test_problems_name_flags_that_exist():
+    known = set(build_parser()._option_string_actions)
+    for changes, world_size, _ in EXAMPLES.values():
+        for problem in rules.problems(config_of(changes), world_size):
+            for flag in re.findall(r"--[a-z0-9][a-z0-9_-]*", problem):
+                assert flag in known, f"{flag} in: {problem}"
+
+
+def test_all_problems_come_at_once():
+    changes = {
+        "model.num_layers": 3, "parallel.pipeline_model_parallel_size": 2, "optimizer.lr": None, "data.split": "x"
+    }
+    found = rules.problems(config_of(changes), 3)
+    for part in ("world size 3", "--num-layers 3", "--lr is missing", "--split"):
+        assert any(part in problem for problem in found), (part, found)
+
+
+def test_tables_name_settings_and_numbers():
+    for name in RANGES:
+        assert settings_by_name()[name].type in (int, float)
+    for entry in NOT_YET:
+        assert not entry.is_asked(settings_by_name()[entry.setting].default), f"{entry.setting}: the default is refused"
+    unchecked = {
+        setting.name for setting in all_settings()
+        if setting.type in (int, float) and not setting.choices and setting.name not in RANGES
+    }
+    # Any margin is a power of two; ranks to profile have a rule of their own.
+    assert unchecked == {"precision.fp8_margin", "logging.profile_ranks"}
+
+
+def test_no_rule_raises_whatever_is_missing_or_out_of_range():
+    generator = random.Random(0)
+    choices = {
+        int: [0, -1, 1, 2, 3, 7, 16, 128], float: [0.0, -1.0, 0.5, 1.0, 3e-4],
+        bool: [False, True], str: ["", "1", "x", "0,0,0", "90,10"],
+    }
+    base = config_of({})
+    for _ in range(300):
+        changes = {}
+        for setting in generator.sample(all_settings(), 40):
+            options = list(setting.choices) or choices[setting.type]
+            options = [(), (options[0],), tuple(options)] if setting.many else options
+            changes[setting.name] = generator.choice(options + ([None] if setting.optional else []))
+        assert isinstance(rules.problems(with_values(base, changes), generator.choice([0, 1, 3, 8])), list)
