@@ -13,7 +13,7 @@ from megafp8.errors import ConfigError
 
 def to_json(config: RunConfig) -> str:
     """All settings as indented JSON with a newline at the end: `{"model": {"num_layers": 12, ...}, ...}`."""
-    return json.dumps(_nested(config), indent=2, allow_nan=False) + "\n"
+    return json.dumps(to_dict(config), indent=2, allow_nan=False) + "\n"
 
 
 def from_json(text: str) -> RunConfig:
@@ -55,7 +55,7 @@ def read_settings(text: str) -> dict[str, Any]:
 
 def stable_hash(config: RunConfig) -> str:
     """SHA-256 (hex) of the settings: equal for equal settings on every machine, Python and process."""
-    canonical = json.dumps(_nested(config), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    canonical = json.dumps(to_dict(config), sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
@@ -69,7 +69,8 @@ def diff(before: RunConfig, after: RunConfig) -> list[str]:
     return lines
 
 
-def _nested(config: RunConfig) -> dict[str, Any]:
+def to_dict(config: RunConfig) -> dict[str, Any]:
+    """All settings as nested dictionaries and lists, section by section, ready for JSON."""
     tree: dict[str, Any] = {}
     for setting in all_settings():
         value = value_of(config, setting.name)
