@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Optional
+from typing import Optional, Union
 
 import torch
 from megatron.core import parallel_state
@@ -71,14 +71,27 @@ def forward_backward(run: Run, batches: Batches, num_microbatches: int, forward_
     schedule = get_forward_backward_func()
     return schedule(
         forward_step_func=run.forward_step,
-        # Only the first chunk of the first stage and the last chunk of the last one take from it.
-        data_iterator=[batches] * len(chunks) if len(chunks) > 1 else batches,
+        data_iterator=batches_of_chunks(run, batches),
         model=chunks,
         num_microbatches=num_microbatches,
         seq_length=run.config.data.seq_length,
         micro_batch_size=run.config.training.micro_batch_size,
         forward_only=forward_only,
     )
+
+
+def batches_of_chunks(run: Run, batches: Batches) -> Union[Batches, list[Batches]]:
+    """Who takes from the batches: with the interleaved schedule the model's first chunk and its last one only.
+
+    A chunk between them that took batches too would take them from the others.
+    """
+    num_chunks, place = len(run.trainee.chunks), run.place
+    if num_chunks == 1:
+        return batches
+    takers = {0} if place.is_first_stage else set()
+    if place.is_last_stage:
+        takers.add(num_chunks - 1)
+    return [batches if chunk in takers else None for chunk in range(num_chunks)]
 
 
 def check_step(run: Run, local_loss: Optional[Tensor], step: int) -> StepTotals:
