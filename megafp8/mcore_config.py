@@ -113,7 +113,9 @@ def parallel_fields(config: RunConfig) -> dict[str, Any]:
         # With two interleaved stages a rank's two neighbours are one peer. Batched, the two messages to it are matched
         # in posting order, which is wrong: the loss is off and the gradients explode without an error.
         "batch_p2p_comm": not overlap and not (chunks is not None and stages == 2),
-        "deallocate_pipeline_outputs": True,
+        # megatron-core frees a stage's output right after it has started to send it. Unless the send is waited for, the
+        # buffer is used again while it goes out, and the next stage gets other numbers (mended upstream after 0.16).
+        "deallocate_pipeline_outputs": not overlap,
     }
 
 
