@@ -7,13 +7,11 @@ megatron-core's, so that a checkpoint of plain layers loads into these and the o
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterable, Iterator
 from typing import Any, Optional
 
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
@@ -32,30 +30,23 @@ class _EmulatedGemm:
         amax_reduction: "te": amaxes are reduced over the tensor-parallel ranks where Transformer Engine does it, which
             is where shards of one tensor are gathered; "all": wherever an operand is a shard, so that the scales, and
             with them the loss, do not depend on the layout.
-        fuse_wgrad: add weight gradients to `main_grad` inside the layer; default the configuration's
-            `gradient_accumulation_fusion`. Needs no extension module, unlike the plain layers.
+
+    With the attribute `gradient_accumulation_fusion` weight gradients are added to `main_grad` inside the layer. That
+    needs no extension module here, unlike in the plain layers, which refuse to be built so: set it afterwards.
     """
 
     def __init__(
         self,
         *args: Any,
-        config: ModelParallelConfig,
         recipe: Optional[Recipe] = None,
         amax_reduction: str = "te",
-        fuse_wgrad: Optional[bool] = None,
         **kwargs: Any,
     ):
         if amax_reduction not in AMAX_REDUCTIONS:
             raise ValueError(f"amax_reduction is {amax_reduction!r}; it must be one of {', '.join(AMAX_REDUCTIONS)}")
-        plain = config
-        if recipe is not None and config.gradient_accumulation_fusion:  # the parent would ask for Apex's kernel
-            plain = copy.copy(config)
-            plain.gradient_accumulation_fusion = False
-        super().__init__(*args, config=plain, **kwargs)
-        self.config = config
+        super().__init__(*args, **kwargs)
         self.recipe = recipe
         self.amax_reduction = amax_reduction
-        self.gradient_accumulation_fusion = config.gradient_accumulation_fusion if fuse_wgrad is None else fuse_wgrad
         self.reuses_weight_codes = False
         self._weight_codes: Optional[Quantized] = None
 

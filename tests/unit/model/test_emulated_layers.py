@@ -212,9 +212,10 @@ class OneLayer(MegatronModule):
 
 def check_overlapped_reduction(fuse: bool) -> None:
     """Two microbatches of two data-parallel ranks: main_grad is the mean over the ranks, hooks fire in both modes."""
-    config = configuration(gradient_accumulation_fusion=fuse)
+    config = configuration()
     x, w, dy = whole_tensors()
     layer = build_layer("row", config=config)
+    layer.gradient_accumulation_fusion = fuse
     with torch.no_grad():
         layer.weight.copy_(w)
     ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True)
