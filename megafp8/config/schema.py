@@ -100,8 +100,12 @@ class ParallelConfig:
         None, "chunks per pipeline rank of the interleaved schedule"
     )
     context_parallel_size: int = setting(1, "ranks that share each sequence")
-    cp_comm_type: str = setting("p2p", "how context-parallel attention communicates (TE)", choices=("p2p", "a2a", "allgather"))
-    sequence_parallel: bool = setting(False, "split norms and dropout over the tensor-parallel ranks along the sequence")
+    cp_comm_type: str = setting(
+        "p2p", "how context-parallel attention communicates (TE)", choices=("p2p", "a2a", "allgather")
+    )
+    sequence_parallel: bool = setting(
+        False, "split norms and dropout over the tensor-parallel ranks along the sequence"
+    )
     use_distributed_optimizer: bool = setting(False, "shard optimizer state over the data-parallel ranks")
     overlap_grad_reduce: bool = setting(False, "reduce gradients while the backward pass runs")
     overlap_param_gather: bool = setting(False, "gather parameters while the forward pass runs")
@@ -131,7 +135,9 @@ class PrecisionConfig:
     )
     fp8_margin: int = setting(0, "delayed: scale is divided by 2^margin")
     fp8_amax_history_len: int = setting(1, "delayed: steps of amax history")
-    fp8_amax_compute_algo: str = setting("most_recent", "delayed: amax from the history", choices=("most_recent", "max"))
+    fp8_amax_compute_algo: str = setting(
+        "most_recent", "delayed: amax from the history", choices=("most_recent", "max")
+    )
     fp8_wgrad: bool = setting(True, "weight gradient GEMM in FP8", off=("--no-fp8-wgrad", "--disable-fp8-wgrad"))
     fp8_param_gather: bool = setting(False, "keep compute weights in FP8 and gather them in FP8")
     fp8_power_2_scale: bool = setting(False, "tensorwise: round scales down to powers of two")
@@ -211,7 +217,9 @@ class OptimizerConfig:
     min_loss_scale: float = setting(1.0, "smallest dynamic loss scale for --fp16")
     loss_scale_window: float = setting(1000, "good steps before the dynamic loss scale doubles")
     hysteresis: int = setting(2, "bad steps before the dynamic loss scale halves")
-    use_precision_aware_optimizer: bool = setting(False, "low-precision optimizer state (enables the four dtypes below)")
+    use_precision_aware_optimizer: bool = setting(
+        False, "low-precision optimizer state (enables the four dtypes below)"
+    )
     main_grads_dtype: str = setting("fp32", "gradients that the optimizer reads", choices=("fp32", "bf16"))
     main_params_dtype: str = setting("fp32", "master weights", choices=("fp32", "fp16"))
     exp_avg_dtype: str = setting("fp32", "Adam's first moment", choices=("fp32", "fp16", "bf16", "fp8"))
@@ -291,8 +299,12 @@ class TrainingConfig:
     )
     manual_gc: bool = setting(False, "collect garbage only every --manual-gc-interval steps, on all ranks at once")
     manual_gc_interval: int = setting(0, "steps between collections with --manual-gc; 0 is never")
-    empty_unused_memory_level: int = setting(0, "empty the CUDA cache: 1 after evaluation, 2 after each step", choices=(0, 1, 2))
-    num_threads: Optional[int] = setting(None, "CPU threads per rank; default the cores shared evenly by the ranks here")
+    empty_unused_memory_level: int = setting(
+        0, "empty the CUDA cache: 1 after evaluation, 2 after each step", choices=(0, 1, 2)
+    )
+    num_threads: Optional[int] = setting(
+        None, "CPU threads per rank; default the cores shared evenly by the ranks here"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,6 +373,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     overrides: tuple[str, ...] = setting(
-        (), "set a megatron-core configuration field: transformer.FIELD=VALUE, ddp.FIELD=VALUE or optimizer.FIELD=VALUE",
+        (),
+        "set a megatron-core configuration field: transformer.FIELD=VALUE, ddp.FIELD=VALUE or optimizer.FIELD=VALUE",
         flags=("--override",), many=True, metavar="SECTION.FIELD=VALUE",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from typing import Any
 
 from megafp8.config.schema import RunConfig
@@ -108,6 +109,8 @@ def _typed_one(setting: Setting, value: Any) -> Any:
     accepted = (int, float) if setting.type is float else (setting.type,)
     if not isinstance(value, accepted) or (isinstance(value, bool) and setting.type is not bool):
         raise ValueError(f"{value!r} is not of type {setting.type.__name__}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{value} is not a finite number")
     if setting.choices and value not in setting.choices:
         raise ValueError(f"{value!r} is not one of {', '.join(map(str, setting.choices))}")
     return setting.type(value)

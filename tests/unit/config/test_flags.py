@@ -1,0 +1,194 @@
+"""The command line: Megatron's spellings, the order of sources, and all problems at once."""
+
+import subprocess
+import sys
+
+import pytest
+
+from megafp8.config import flags, serialize
+from megafp8.config.flags import parse
+from megafp8.config.presets import PRESETS
+from megafp8.config.schema import RunConfig
+from megafp8.config.settings import all_settings, value_of, with_values
+from megafp8.errors import ConfigError
+
+# The text-LM example scripts of Megatron-LM put together: a command line must read as it is.
+MEGATRON_COMMAND_LINE = """
+--use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
+--group-query-attention --num-query-groups 8 --kv-channels 128 --seq-length 8192 --max-position-embeddings 8192
+--position-embedding-type rope --rotary-base 1000000 --rotary-percent 1.0 --attention-dropout 0.0 --hidden-dropout 0.0
+--swiglu --init-method-std 0.0134 --attention-backend fused --apply-layernorm-1p --untie-embeddings-and-output-weights
+--disable-bias-linear --micro-batch-size 1 --global-batch-size 128 --train-samples 1953125000 --lr-decay-samples
+1949218748 --lr-warmup-samples 3906252 --lr 0.00015 --min-lr 0.00001 --decoupled-lr 5.0e-4 --decoupled-min-lr 4.5e-5
+--lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --bf16
+--grad-reduce-in-bf16 --cross-entropy-loss-fusion --calculate-per-token-loss --manual-gc --empty-unused-memory-level 1
+--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max --fp8-param-gather
+--tensor-model-parallel-size 1 --context-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce
+--overlap-param-gather --mock-data --tokenizer-type NullTokenizer --vocab-size 128256 --data-cache-path /tmp/cache
+--tiktoken-pattern v2 --no-create-attention-mask-in-dataloader --no-mmap-bin-files --num-workers 1 --split 99,1,0
+--log-interval 1 --eval-iters 32 --eval-interval 100 --save-interval 1000 --log-throughput --profile
+--profile-step-start 4 --profile-step-end 6 --profile-ranks 0 1 --ckpt-format torch_dist --distributed-timeout-minutes
+60 --save /tmp/c --load /tmp/c --tensorboard-dir /tmp/t --dataloader-type single --use-checkpoint-opt_param-scheduler
+--no-load-optim --no-load-rng --no-masked-softmax-fusion
+"""
+
+
+def problems_of(*argv):
+    with pytest.raises(ConfigError) as caught:
+        parse(argv)
+    assert caught.value.exit_status == 64
+    return caught.value.problems
+
+
+def test_a_megatron_command_line_reads_as_it_is():
+    invocation = parse(MEGATRON_COMMAND_LINE.split())
+    config = invocation.config
+    assert config.model.num_query_groups == 8
+    assert config.model.add_bias_linear is False
+    assert config.model.share_embeddings_and_output_weights is False
+    assert config.optimizer.decoupled_min_lr == 4.5e-5
+    assert config.logging.profile_ranks == (0, 1)
+    assert config.data.mmap_bin_files is False
+    assert config.checkpoint.use_checkpoint_opt_param_scheduler
+    assert invocation.notices == ("--use-mcore-models: no effect; every model here is megatron-core's",)
+    assert "model.add_bias_linear" in invocation.given
+    assert "model.norm_epsilon" not in invocation.given
+
+
+def test_both_spellings_of_a_value_and_negative_numbers():
+    config = parse(["--lr=1e-3", "--min-lr", "-1e-5", "--seed", "-3", "--wandb-exp-name="]).config
+    assert (config.optimizer.lr, config.optimizer.min_lr, config.training.seed) == (1e-3, -1e-5, -3)
+    assert config.logging.wandb_exp_name == ""
+
+
+def test_the_last_spelling_of_a_flag_wins_but_overrides_add_up():
+    twice = ["--num-layers", "2", "--num-layers", "4"]
+    config = parse([*twice, "--override", "ddp.a=1", "--override", "ddp.b=-2", "ddp.c=x=y"]).config
+    assert config.model.num_layers == 4
+    assert config.overrides == ("ddp.a=1", "ddp.b=-2", "ddp.c=x=y")
+
+
+def test_confirmation_of_a_default_is_accepted():
+    assert parse(["--calculate-per-token-loss"]).config == RunConfig()
+
+
+def test_a_boolean_with_three_states():
+    assert parse([]).config.logging.progress_bar is None
+    assert parse(["--progress-bar"]).config.logging.progress_bar is True
+    assert parse(["--no-progress-bar"]).config.logging.progress_bar is False
+
+
+def test_all_problems_come_at_once():
+    found = problems_of(
+        "stray", "--hiden-size", "3", "--lr", "--min-lr", "abc", "--num-layers", "1.5", "--bf16", "yes", "--clip-grad",
+        "nan", "--position-embedding-type", "foo", "--hidden-size", "1", "2", "--num-experts", "8", "--world-size", "0",
+        "--model-preset", "huge", "--config", "/nowhere.json",
+    )
+    expected = [
+        "'stray' belongs to no flag",
+        "unknown flag --hiden-size; did you mean --hidden-size?",
+        "--lr: a value is missing",
+        "--min-lr: 'abc' is not a number",
+        "--num-layers: '1.5' is not a whole number",
+        "--bf16: does not take 'yes'",
+        "--clip-grad: 'nan' is not a finite number",
+        "--position-embedding-type: invalid choice: 'foo'",
+        "--hidden-size: does not take '2'",
+        "--num-experts: dense models only",
+        "--config /nowhere.json: cannot be read",
+        "--model-preset huge: no such preset",
+        "--world-size 0",
+    ]
+    assert len(found) == len(expected), found
+    for problem, beginning in zip(found, expected, strict=True):
+        assert problem.startswith(beginning), (problem, beginning)
+
+
+def test_a_flag_cannot_be_shortened():
+    assert problems_of("--num-lay", "3") == ["unknown flag --num-lay; did you mean --num-layers?"]
+
+
+def test_flags_win_over_file_over_preset_over_default(tmp_path):
+    file = tmp_path / "run.json"
+    file.write_text('{"model": {"model_preset": "gpt2-124m", "num_layers": 6}, "optimizer": {"lr": 0.5}}')
+    config = parse(["--config", str(file), "--lr", "0.25"]).config
+    assert config.optimizer.lr == 0.25  # flag
+    assert config.model.num_layers == 6  # file
+    assert config.model.hidden_size == 768  # preset
+    assert config.model.init_method_std == 0.02  # default
+
+
+def test_a_preset_on_the_command_line_replaces_the_files_model(tmp_path):
+    file = tmp_path / "run.json"
+    file.write_text(serialize.to_json(parse(["--model-preset", "llama3-8b", "--lr", "0.5"]).config))
+    invocation = parse(["--config", str(file), "--model-preset", "gpt2-124m", "--num-layers", "3"])
+    alone = parse(["--model-preset", "gpt2-124m", "--num-layers", "3", "--lr", "0.5"])
+    assert invocation.config == alone.config
+    assert any("replaces the model section" in notice for notice in invocation.notices)
+
+
+def test_overrides_of_file_and_flags_add_up(tmp_path):
+    file = tmp_path / "run.json"
+    file.write_text('{"overrides": ["ddp.a=1"]}')
+    assert parse(["--config", str(file), "--override", "ddp.a=2"]).config.overrides == ("ddp.a=1", "ddp.a=2")
+
+
+def test_a_bad_file_is_reported_with_its_name(tmp_path):
+    file = tmp_path / "run.json"
+    file.write_text('{"model": {"layers": 3}}')
+    (problem,) = problems_of("--config", str(file))
+    assert str(file) in problem and "'model.layers'" in problem
+
+
+def test_options_that_are_no_settings():
+    invocation = parse(["--dry-run", "--world-size", "16", "--target", "h200"])
+    assert (invocation.dry_run, invocation.world_size, invocation.target) == (True, 16, "h200")
+    assert invocation.given == frozenset()
+    assert parse([]).world_size is None
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_configuration_can_be_spelled_as_flags(preset):
+    changes = {
+        "optimizer.min_lr": 1e-5, "data.data_path": ("1", "a"), "precision.fp8_wgrad": False, "overrides": ("ddp.a=1",)
+    }
+    config = with_values(parse(["--model-preset", preset]).config, changes)
+    assert parse(flags.to_argv(config)).config == config
+
+
+@pytest.mark.parametrize("which", [0, -1])
+def test_every_spelling_of_every_setting_can_be_given(which):
+    argv, expected = [], {}
+    for setting in all_settings():
+        if setting.type is bool:
+            spellings = [(flag, True) for flag in setting.flags] + [(flag, False) for flag in setting.off]
+            spelling, expected[setting.name] = spellings[which]
+            argv.append(spelling)
+        else:
+            value = setting.choices[which] if setting.choices else {int: 3, float: 0.5, str: "tiny"}[setting.type]
+            argv += [setting.flags[which], str(value)]
+            expected[setting.name] = (value,) if setting.many else value
+    invocation = parse(argv)
+    assert {name: value_of(invocation.config, name) for name in expected} == expected
+    assert invocation.given == set(expected)
+
+
+def test_help_shows_every_flag_with_its_default_and_imports_no_torch():
+    code = (
+        "import sys\nfrom megafp8.config import flags\n"
+        "try: flags.parse(['--help'])\nexcept SystemExit as end: assert end.code == 0\n"
+        "assert not {'torch', 'numpy', 'megatron'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for setting in all_settings():
+        assert all(flag in done.stdout for flag in setting.flags + setting.off)
+    assert "(default: 0.02)" in done.stdout
+    assert "The shape of the GPT." in done.stdout
+
+
+@pytest.mark.parametrize(("option", "part"), [("--version", "megafp8 "), ("--list-presets", "llama-1b")])
+def test_options_that_print_and_exit(option, part, capsys):
+    with pytest.raises(SystemExit) as end:
+        parse([option])
+    assert end.value.code == 0
+    assert part in capsys.readouterr().out
