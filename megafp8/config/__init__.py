@@ -1,1 +1,1 @@
-"""What a run was asked to do: schema, command line, rules between settings. No torch is imported, so `--help` is instant."""
+"""What a run was asked to do: schema, command line, rules. No torch is imported, so that `--help` is instant."""

@@ -66,6 +66,12 @@ def delayed_scaling_excludes_norm_recompute(config: RunConfig, world_size: int) 
         yield "--recompute-modules layernorm does not go with --fp8-recipe delayed: leave layernorm out"
 
 
+def mlp_recompute_excludes_biases(config: RunConfig, world_size: int) -> Iterator[str]:
+    """megatron-core's recomputed MLP returns its bias untouched, and the backward pass then calls itself without end."""
+    if config.model.add_bias_linear and "mlp" in derived.recompute_modules(config.training):
+        yield "--recompute-modules mlp does not go with biases in the linears: leave mlp out, or give --disable-bias-linear"
+
+
 def saved_activations_have_ranks_to_spread_over(config: RunConfig, world_size: int) -> Iterator[str]:
     """--distribute-saved-activations splits what full recompute saves over tensor-parallel ranks."""
     training, parallel = config.training, config.parallel
@@ -87,5 +93,6 @@ RULES: tuple[Rule, ...] = (
     layer_choice_needs_full_recompute,
     module_choice_needs_selective_recompute,
     delayed_scaling_excludes_norm_recompute,
+    mlp_recompute_excludes_biases,
     saved_activations_have_ranks_to_spread_over,
 )
