@@ -142,6 +142,14 @@ EXAMPLES = {
         },
         1, "leave layernorm out",
     ),
+    "mlp_recompute_excludes_biases": (
+        {
+            "model.add_bias_linear": True,
+            "training.recompute_activations": True,
+            "training.recompute_modules": ("mlp",),
+        },
+        1, "--disable-bias-linear",
+    ),
     "saved_activations_have_ranks_to_spread_over": (
         {"training.distribute_saved_activations": True}, 1, "--tensor-model-parallel-size 2"
     ),

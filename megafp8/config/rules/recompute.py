@@ -67,9 +67,12 @@ def delayed_scaling_excludes_norm_recompute(config: RunConfig, world_size: int) 
 
 
 def mlp_recompute_excludes_biases(config: RunConfig, world_size: int) -> Iterator[str]:
-    """megatron-core's recomputed MLP returns its bias untouched, and the backward pass then calls itself without end."""
+    """megatron-core's recomputed MLP returns its bias untouched; the backward pass then calls itself without end."""
     if config.model.add_bias_linear and "mlp" in derived.recompute_modules(config.training):
-        yield "--recompute-modules mlp does not go with biases in the linears: leave mlp out, or give --disable-bias-linear"
+        yield (
+            "--recompute-modules mlp does not go with biases in the linears: leave mlp out, "
+            "or give --disable-bias-linear"
+        )
 
 
 def saved_activations_have_ranks_to_spread_over(config: RunConfig, world_size: int) -> Iterator[str]:
