@@ -1,6 +1,6 @@
 """Write a text corpus from the Python standard library of this machine: JSON lines, one module a document, no network.
 
-    python tools/build_stdlib_corpus.py --output corpus.jsonl
+python tools/build_stdlib_corpus.py --output corpus.jsonl
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Train a lossless SentencePiece tokenizer (byte fallback, no normalization) and prove that it gives text back.
 
-    python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --model-prefix tokenizer
+python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --model-prefix tokenizer
 """
 
 from __future__ import annotations

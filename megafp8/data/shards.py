@@ -217,9 +217,7 @@ def read_index(prefix: str) -> ShardIndex:
     )
 
 
-def check_shard(
-    prefix: str, vocab_size: int, *, tokenizer_identifiers: Optional[dict[str, Any]] = None
-) -> ShardIndex:
+def check_shard(prefix: str, vocab_size: int, *, tokenizer_identifiers: Optional[dict[str, Any]] = None) -> ShardIndex:
     """Check that a shard is whole and fits the tokenizer; megatron-core checks neither and hands out garbage.
 
     Always: files, header, sizes, every length, pointer and document entry; with a manifest also the index's SHA-256 and

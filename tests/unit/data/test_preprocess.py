@@ -103,7 +103,7 @@ def test_gzip_and_several_files_and_keys(tmp_path, job, corpus_file):
         output_prefix=str(tmp_path / "split"),
         json_keys=("text", "title"),
     )
-    (whole, _), = preprocess(job).shards
+    ((whole, _),) = preprocess(job).shards
     (text, _), (title, title_manifest) = preprocess(split).shards
     assert shard_bytes(text)[:2] == shard_bytes(whole)[:2]
     assert title.endswith("split_title_document")

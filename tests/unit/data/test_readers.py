@@ -61,6 +61,13 @@ def test_bad_document_is_named_with_its_line(tmp_path, line, message):
     assert "a.jsonl" in str(caught.value)
 
 
+@pytest.mark.parametrize("batch_bytes", [1, 100, 1 << 20])
+def test_line_numbers_count_over_batches(tmp_path, batch_bytes):
+    path = write_lines(tmp_path / "a.jsonl", ['{"text": "fine"}'] * 40 + ["bad"] + ['{"text": "fine"}'] * 9)
+    with pytest.raises(DataError, match="line 41 "):
+        texts_of(path, batch_bytes=batch_bytes)
+
+
 @pytest.mark.parametrize("keep_fraction", [0.5, 0.99])
 def test_cut_gzip_is_an_error(tmp_path, keep_fraction):
     path = write_lines(tmp_path / "a.jsonl.gz", [json.dumps({"text": str(n) * 50}) for n in range(2000)])

@@ -170,6 +170,8 @@ def test_tokens_beyond_the_vocabulary(tmp_path):
     prefix = write_shard(tmp_path / "s", [[1, 2], [59995]])
     with pytest.raises(DataError, match="to 59995.*32000"):
         check_shard(prefix, 32000)
+    with pytest.raises(DataError, match="to 59994"):
+        check_shard(prefix, 59995)
     check_shard(prefix, 59996)
 
 

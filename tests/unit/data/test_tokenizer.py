@@ -73,15 +73,16 @@ def test_sentencepiece_gives_megatron_cores_ids(tokenizer_config):
     assert (ours.vocab_size, ours.eod) == (theirs.vocab_size, theirs.eod)
 
 
-def test_retraining_under_the_same_path_is_noticed(tmp_path, tokenizer_config, corpus_file):
-    before = build_tokenizer(tokenizer_config).unique_identifiers
-    again = build_tokenizer(tokenizer_config).unique_identifiers
+def test_retraining_under_the_same_path_is_noticed(tmp_path, corpus_file):
+    data = DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(tmp_path / "t.model"))
     some = tmp_path / "some.jsonl"
     some.write_bytes(b"".join(corpus_file.read_bytes().splitlines(keepends=True)[:40]))
-    train_sentencepiece([str(some)], str(tmp_path / "t"), vocab_size=320)
-    other = DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(tmp_path / "t.model"))
-    assert before == again
-    assert before != build_tokenizer(other).unique_identifiers
+
+    train_sentencepiece([str(corpus_file)], str(tmp_path / "t"), vocab_size=320)
+    before = build_tokenizer(data).unique_identifiers
+    assert build_tokenizer(data).unique_identifiers == before
+    train_sentencepiece([str(some)], str(tmp_path / "t"), vocab_size=320, overwrite=True)
+    assert build_tokenizer(data).unique_identifiers != before
 
 
 def test_null_is_megatrons():

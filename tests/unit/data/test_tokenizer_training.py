@@ -27,9 +27,11 @@ def test_every_text_comes_back_exactly(tokenizer_config, text):
     assert tokenizer.eod not in ids
 
 
-def test_digits_stand_alone(tokenizer_config):
-    tokenizer = build_tokenizer(tokenizer_config)
-    assert len(tokenizer.tokenize("1849")) == 4
+def test_digits_stand_alone(tmp_path):
+    (tmp_path / "a.txt").write_text("in 1849 and 1849 or 1849 came 1849\n" * 50)
+    train_sentencepiece([str(tmp_path / "a.txt")], str(tmp_path / "t"), vocab_size=280)
+    data = DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(tmp_path / "t.model"))
+    assert len(build_tokenizer(data).tokenize("1849")) == 4
 
 
 def test_training_again_does_nothing_and_other_settings_are_refused(tmp_path, corpus_file):

@@ -1,0 +1,111 @@
+"""Microbatches of one data-parallel rank.
+
+Sample i of the run is `dataset[i]`, and global batch g is samples g*B to (g+1)*B. It is cut as Megatron's `single`
+loader cuts it: microbatch m takes the next `micro_batch_size * data_parallel_size` samples, of which rank r has its
+consecutive slice. So which samples a step sees depends neither on the layout nor on the loader's processes, and the
+whole state of a loader is the number of samples consumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from megafp8.errors import DataError
+
+KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicrobatchSampler:
+    """Sample indices of each microbatch of one rank, from a sample on; whole global batches only."""
+
+    consumed_samples: int
+    total_samples: int
+    micro_batch_size: int
+    data_parallel_rank: int
+    data_parallel_size: int
+    global_batch_size: int
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.data_parallel_rank < self.data_parallel_size, (
+            self.data_parallel_rank,
+            self.data_parallel_size,
+        )
+        assert self.consumed_samples >= 0, self.consumed_samples
+        assert self.global_batch_size % (self.micro_batch_size * self.data_parallel_size) == 0, self
+
+    def __iter__(self) -> Iterator[list[int]]:
+        slice_offset = self.data_parallel_rank * self.micro_batch_size
+        for start in self._batch_starts():
+            for chunk in range(start, start + self.global_batch_size, self.micro_batch_size * self.data_parallel_size):
+                first = chunk + slice_offset
+                yield list(range(first, first + self.micro_batch_size))
+
+    def __len__(self) -> int:
+        num_microbatches = self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
+        return len(self._batch_starts()) * num_microbatches
+
+    def _batch_starts(self) -> range:
+        return range(self.consumed_samples, self.total_samples - self.global_batch_size + 1, self.global_batch_size)
+
+
+def build_loader(
+    dataset: Any,
+    *,
+    consumed_samples: int,
+    micro_batch_size: int,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+    global_batch_size: int,
+    num_workers: int,
+    total_samples: int,
+    pin_memory: bool = False,
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Iterate over this rank's microbatches from sample `consumed_samples` to `total_samples`, once.
+
+    It takes nothing from the global random state and leaves it as it is.
+
+    Args:
+        dataset: one of `build_datasets`.
+        consumed_samples: sequences that all ranks together have read before.
+        num_workers: processes that read ahead; 0 reads in this process.
+        total_samples: sequences of the run; a last global batch that they do not fill is left out.
+        pin_memory: page-locked tensors, for asynchronous copies to a CUDA device.
+
+    Returns:
+        Iterator of dicts: tokens, labels, position_ids int64 [micro_batch_size, seq_length], loss_mask float32 of the
+        same shape.
+
+    Raises:
+        DataError: the dataset holds fewer than `total_samples`.
+    """
+    if total_samples > len(dataset):
+        raise DataError(f"{total_samples} samples are to be read, but the dataset holds {len(dataset)}.")
+    sampler = MicrobatchSampler(
+        consumed_samples=consumed_samples,
+        total_samples=total_samples,
+        micro_batch_size=micro_batch_size,
+        data_parallel_rank=data_parallel_rank,
+        data_parallel_size=data_parallel_size,
+        global_batch_size=global_batch_size,
+    )
+    loader = DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=num_workers,
+        collate_fn=stack_samples,
+        pin_memory=pin_memory,
+        # DataLoader draws a seed for its processes; from the global generator that would shift dropout on resume.
+        generator=torch.Generator().manual_seed(0),
+    )
+    return iter(loader)
+
+
+def stack_samples(samples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Stack the tensors that training reads; a blend's dataset number, for example, is not one of them."""
+    return {key: torch.stack([sample[key] for sample in samples]) for key in KEYS}

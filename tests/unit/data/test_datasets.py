@@ -1,0 +1,268 @@
+import dataclasses
+import shutil
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megafp8.config.schema import CheckpointConfig, DataConfig, RunConfig, TrainingConfig
+from megafp8.data.datasets import build_datasets, discard_broken_indices
+from megafp8.data.shards import ShardWriter, read_index
+from megafp8.data.tokenizer import build_tokenizer
+from megafp8.errors import ConfigError, DataError
+
+pytest.importorskip("megatron.core")
+VOCAB_SIZE = 30_000
+EOD = VOCAB_SIZE
+DOCUMENT_TOKENS = 50
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=10)
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def tokenizer():
+    return build_tokenizer(DataConfig(tokenizer_type="NullTokenizer"), VOCAB_SIZE)
+
+
+def write_shard(prefix, num_documents=100, first_token=0):
+    """Documents of 49 rising tokens and the end of document; no token occurs twice."""
+    with ShardWriter(str(prefix), np.dtype(np.uint16)) as writer:
+        for number in range(num_documents):
+            start = first_token + number * (DOCUMENT_TOKENS - 1)
+            ids = np.append(np.arange(start, start + DOCUMENT_TOKENS - 1), EOD).astype(np.uint16)
+            writer.add_documents(ids.tobytes(), np.array([DOCUMENT_TOKENS], np.int32))
+        writer.finish()
+    return str(prefix)
+
+
+@pytest.fixture
+def shards(tmp_path):
+    return write_shard(tmp_path / "a"), write_shard(tmp_path / "b", first_token=10_000)
+
+
+def run_config(seed=7, save=None, **data):
+    return RunConfig(
+        data=DataConfig(**{"seq_length": 16, **data}),
+        training=TrainingConfig(seed=seed),
+        checkpoint=CheckpointConfig(save=save),
+    )
+
+
+def all_tokens(dataset, count=None):
+    return torch.stack([dataset[n]["tokens"] for n in range(count or len(dataset))])
+
+
+def documents_of(tokens, first_token=0):
+    """Numbers of the documents from which tokens come."""
+    inside = tokens[tokens != EOD] - first_token
+    return set((inside // (DOCUMENT_TOKENS - 1)).tolist())
+
+
+def test_items_are_shifted_by_one_and_typed(shards, tokenizer):
+    train, valid, test = build_datasets(run_config(data_path=(shards[0],)), tokenizer, (20, 2, 0))
+    item = train[0]
+    assert {name: (tuple(value.shape), value.dtype) for name, value in item.items()} == {
+        "tokens": ((16,), torch.int64),
+        "labels": ((16,), torch.int64),
+        "position_ids": ((16,), torch.int64),
+        "loss_mask": ((16,), torch.float32),
+    }
+    assert torch.equal(item["tokens"][1:], item["labels"][:-1])
+    assert item["loss_mask"].sum() == 16
+    assert item["position_ids"].tolist() == list(range(16))
+    assert len(train) >= 20
+    assert len(valid) >= 2
+    assert test is None
+
+
+def test_split_divides_documents(shards, tokenizer):
+    config = run_config(data_path=(shards[0],), split="80,15,5")
+    train, valid, test = build_datasets(config, tokenizer, (200, 40, 10))
+    assert documents_of(all_tokens(train)) == set(range(80))
+    assert documents_of(all_tokens(valid)) == set(range(80, 95))
+    assert documents_of(all_tokens(test)) == set(range(95, 100))
+
+
+def test_one_epoch_reads_every_token_once(shards, tokenizer):
+    train, _, _ = build_datasets(run_config(data_path=(shards[0],), split="1"), tokenizer, (300, 0, 0))
+    assert len(train) == (100 * DOCUMENT_TOKENS - 1) // 16
+    tokens = all_tokens(train)
+    inside = tokens[tokens != EOD]
+    assert len(inside.unique()) == len(inside)
+
+
+def test_seed_decides_the_order(shards, tokenizer):
+    tokens = [
+        all_tokens(build_datasets(run_config(seed=seed, data_path=shards[:1]), tokenizer, (50, 0, 0))[0], 50)
+        for seed in (1, 1, 2)
+    ]
+    assert torch.equal(tokens[0], tokens[1])
+    assert not torch.equal(tokens[0], tokens[2])
+
+
+def test_weighted_blend(shards, tokenizer):
+    config = run_config(data_path=("0.25", shards[0], "0.75", shards[1]))
+    train, valid, _ = build_datasets(config, tokenizer, (2000, 10, 0))  # several times what the shards hold
+    first = all_tokens(train)
+    from_b = (first.where(first != EOD, -1).max(dim=1).values >= 10_000).float().mean()
+    assert from_b == pytest.approx(0.75, abs=0.002)
+    assert len(valid) >= 10
+    assert torch.equal(first, all_tokens(build_datasets(config, tokenizer, (2000, 10, 0))[0]))
+
+
+def test_blend_without_weights_is_one_pass_and_says_so(shards, tokenizer):
+    config = run_config(data_path=shards, split="1")
+    train, _, _ = build_datasets(config, tokenizer, (600, 0, 0))
+    assert len(train) >= 600
+    with pytest.raises(DataError, match="624 samples, but 2000 .* weight"):
+        build_datasets(config, tokenizer, (2000, 0, 0))
+
+
+def test_shards_for_each_split(shards, tokenizer):
+    config = run_config(train_data_path=(shards[0],), valid_data_path=("1.0", shards[1]))
+    train, valid, test = build_datasets(config, tokenizer, (100, 20, 20))
+    assert all_tokens(train).where(all_tokens(train) != EOD, 0).max() < 10_000
+    assert documents_of(all_tokens(valid), 10_000) == set(range(100))
+    assert test is None
+
+
+def test_position_ids_and_loss_mask_at_documents_ends(shards, tokenizer):
+    config = run_config(data_path=shards[:1], reset_position_ids=True, eod_mask_loss=True)
+    train, _, _ = build_datasets(config, tokenizer, (30, 0, 0))
+    ends = 0
+    for number in range(30):
+        item = train[number]
+        places = (item["tokens"] == EOD).nonzero().flatten().tolist()
+        ends += len(places)
+        assert (item["loss_mask"] == 0).nonzero().flatten().tolist() == places
+        for place in places:
+            assert item["position_ids"][place + 1 : place + 2].tolist() in ([], [0])
+    assert ends > 3
+
+
+def test_mock_data(tokenizer):
+    train, valid, test = build_datasets(run_config(mock_data=True), tokenizer, (10, 10, 0))
+    assert train[0]["tokens"].shape == (16,)
+    assert int(all_tokens(valid, 10).max()) <= VOCAB_SIZE
+    assert test is None
+
+
+def test_file_reads_give_the_same_tokens_as_mapped_memory(shards, tokenizer):
+    mapped, file = (
+        all_tokens(
+            build_datasets(run_config(data_path=shards[:1], mmap_bin_files=mapped), tokenizer, (20, 0, 0))[0], 20
+        )
+        for mapped in (True, False)
+    )
+    assert torch.equal(mapped, file)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"data_path": ("a",), "reset_attention_mask": True}, "--reset-attention-mask is not available"),
+        ({"data_path": ("a",), "valid_data_path": ("b",)}, "--data-path .* --valid-data-path exclude"),
+        ({"train_data_path": ("a",), "split": "1,1,1"}, "--split divides --data-path"),
+        ({"data_path": ("a",), "mock_data": True}, "--mock-data"),
+        ({}, "No data"),
+        ({"data_path": ("a",), "split": "9;1"}, "--split 9;1"),
+        ({"data_path": ("x", "a", "1", "b")}, "'x' should be a positive weight"),
+    ],
+)
+def test_contradictions_are_refused(settings, message, tokenizer):
+    with pytest.raises(ConfigError, match=message):
+        build_datasets(run_config(**settings), tokenizer, (10, 10, 0))
+
+
+@pytest.mark.parametrize(
+    ("split", "counts", "message"),
+    [
+        ("90,10,0", (10, 10, 0), None),
+        (
+            "999,1,0",
+            (10, 10, 0),
+            r"validation part .* holds 0 tokens \(documents 100 to 100 of 100\).*takes 301 .*999,1,0",
+        ),
+        ("96,4,0", (10, 10, 0), "validation part .* holds 200 tokens.*--eval-iters 0"),
+        ("96,4,0", (10, 0, 0), None),
+        ("4,96,0", (10, 10, 0), "training part .* holds 200 tokens"),
+        ("94,6,0", (10, 10, 0), "holds 300 tokens"),
+    ],
+)
+def test_a_part_without_one_sample_is_refused(shards, tokenizer, split, counts, message):
+    config = run_config(data_path=shards[:1], split=split, seq_length=300)
+    if message is None:
+        build_datasets(config, tokenizer, counts)
+        return
+    with pytest.raises(DataError, match=message):
+        build_datasets(config, tokenizer, counts)
+
+
+def test_the_default_splits_tiny_test_part_is_left_out(shards, tokenizer):
+    config = run_config(data_path=shards[:1])
+    assert build_datasets(config, tokenizer, (10, 2, 10))[2] is None
+    with pytest.raises(DataError, match="test part"):
+        build_datasets(
+            dataclasses.replace(config, data=dataclasses.replace(config.data, split="969,30,1")), tokenizer, (10, 2, 10)
+        )
+
+
+def test_damaged_and_foreign_shards_are_refused(shards, shard, tokenizer):
+    with pytest.raises(DataError, match="another tokenizer"):
+        build_datasets(run_config(data_path=(shard,)), tokenizer, (10, 0, 0))
+    content = Path(f"{shards[0]}.bin").read_bytes()
+    Path(f"{shards[0]}.bin").write_bytes(content[:-2])
+    with pytest.raises(DataError, match="9998 bytes"):
+        build_datasets(run_config(data_path=("1", shards[1], "1", shards[0])), tokenizer, (10, 0, 0))
+
+
+def test_a_replaced_shard_does_not_meet_the_old_cache(tmp_path, tokenizer):
+    prefix = write_shard(tmp_path / "a")
+    config = run_config(data_path=(prefix,), data_cache_path=str(tmp_path / "cache"), split="1")
+    before, _, _ = build_datasets(config, tokenizer, (300, 0, 0))
+    write_shard(tmp_path / "a", num_documents=50)
+    after, _, _ = build_datasets(config, tokenizer, (100, 0, 0))
+    assert documents_of(all_tokens(before)) == set(range(100))
+    assert documents_of(all_tokens(after)) == set(range(50))
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+    assert len(read_index(prefix).sequence_lengths) == 50
+
+
+def test_half_written_cache_is_built_again(tmp_path, shards, tokenizer):
+    config = run_config(data_path=("1", shards[0], "2", shards[1]), data_cache_path=str(tmp_path / "cache"))
+    expected = all_tokens(build_datasets(config, tokenizer, (50, 0, 0))[0], 50)
+    files = sorted((tmp_path / "cache").rglob("*.npy"))
+    assert len(files) == 8
+    for number, path in enumerate(files):
+        content = path.read_bytes()
+        path.write_bytes(content[: (0, 20, len(content) // 2, len(content) - 1)[number % 4]])
+    assert torch.equal(all_tokens(build_datasets(config, tokenizer, (50, 0, 0))[0], 50), expected)
+
+
+def test_whole_indices_are_kept(tmp_path):
+    np.save(tmp_path / "whole.npy", np.arange(100))
+    (tmp_path / "empty.npy").touch()
+    discard_broken_indices(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["whole.npy"]
+
+
+def test_place_of_the_cache(tmp_path, shards, tokenizer):
+    build_datasets(run_config(data_path=shards[:1], save=str(tmp_path / "run")), tokenizer, (10, 0, 0))
+    assert list((tmp_path / "run" / "data_cache").rglob("*.npy"))
+    build_datasets(run_config(data_path=shards[:1]), tokenizer, (10, 0, 0))
+    assert list((tmp_path / "data_cache").rglob("*.npy"))
+    shutil.rmtree(tmp_path / "data_cache")
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match="--data-cache-path"):
+        build_datasets(
+            run_config(data_path=shards[:1], data_cache_path=str(tmp_path / "file" / "cache")), tokenizer, (10, 0, 0)
+        )

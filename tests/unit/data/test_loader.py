@@ -1,0 +1,132 @@
+import pytest
+import torch
+
+from megafp8.data.loader import build_loader
+from megafp8.errors import DataError
+
+SEQ_LENGTH = 4
+GLOBAL_BATCH = 8
+
+
+class Numbered:
+    """Sample i is made of the number i; one epoch is `epoch` samples."""
+
+    def __init__(self, length, epoch=None):
+        self.length, self.epoch = length, epoch or length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        if not 0 <= index < self.length:
+            raise IndexError(index)
+        value = torch.full((SEQ_LENGTH,), index % self.epoch)
+        return {
+            "dataset_id": 3,
+            "tokens": value,
+            "labels": value + 1,
+            "loss_mask": torch.ones(SEQ_LENGTH),
+            "position_ids": torch.arange(SEQ_LENGTH),
+        }
+
+
+def loader(length=80, *, consumed=0, micro=2, rank=0, size=1, workers=0, total=None, dataset=None, batch=GLOBAL_BATCH):
+    return build_loader(
+        dataset or Numbered(length),
+        consumed_samples=consumed,
+        micro_batch_size=micro,
+        data_parallel_rank=rank,
+        data_parallel_size=size,
+        global_batch_size=batch,
+        num_workers=workers,
+        total_samples=length if total is None else total,
+    )
+
+
+def samples(batches):
+    return [batch["tokens"][:, 0].tolist() for batch in batches]
+
+
+def global_batches(size, **options):
+    """The set of samples of each global batch, put together from all ranks."""
+    ranks = [samples(loader(rank=rank, size=size, **options)) for rank in range(size)]
+    per_step = GLOBAL_BATCH // (options.get("micro", 2) * size)
+    num_steps = len(ranks[0]) // per_step
+    assert all(len(microbatches) == num_steps * per_step for microbatches in ranks)
+    return [
+        sorted(sum((sum(rank[step * per_step : (step + 1) * per_step], []) for rank in ranks), []))
+        for step in range(num_steps)
+    ]
+
+
+def test_one_rank_reads_in_order():
+    assert samples(loader(16)) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11], [12, 13], [14, 15]]
+
+
+def test_ranks_take_consecutive_slices_as_megatron_does():
+    assert samples(loader(16, size=2, rank=0)) == [[0, 1], [4, 5], [8, 9], [12, 13]]
+    assert samples(loader(16, size=2, rank=1)) == [[2, 3], [6, 7], [10, 11], [14, 15]]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("micro", [1, 2])
+def test_every_layout_sees_the_same_global_batches(size, micro):
+    expected = [list(range(start, start + GLOBAL_BATCH)) for start in range(0, 80, GLOBAL_BATCH)]
+    assert global_batches(size, micro=micro) == expected
+
+
+@pytest.mark.parametrize("consumed", range(0, 81, GLOBAL_BATCH))
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_resume_continues_exactly_also_with_another_layout(consumed, size):
+    assert global_batches(size, consumed=consumed) == global_batches(1)[consumed // GLOBAL_BATCH :]
+
+
+def test_resume_with_another_batch_size_skips_and_repeats_nothing():
+    before = sum(samples(loader())[:3], [])  # six samples with batches of two
+    after = sum(samples(loader(consumed=6, micro=1, batch=4, total=30)), [])
+    assert before + after == list(range(30))
+
+
+def test_two_epochs():
+    dataset = Numbered(40, epoch=20)
+    assert sum(samples(loader(40, dataset=dataset)), []) == list(range(20)) * 2
+    assert sum(samples(loader(40, dataset=dataset, consumed=16)), []) == [16, 17, 18, 19, *range(20)]
+
+
+def test_a_last_batch_that_is_not_full_is_left_out():
+    assert sum(samples(loader(80, total=23)), []) == list(range(16))
+    assert samples(loader(80, total=7)) == []
+    assert samples(loader(80, consumed=80)) == []
+
+
+def test_batch_has_the_tensors_of_training_only():
+    batch = next(loader())
+    assert {name: (tuple(value.shape), value.dtype) for name, value in batch.items()} == {
+        "tokens": ((2, SEQ_LENGTH), torch.int64),
+        "labels": ((2, SEQ_LENGTH), torch.int64),
+        "loss_mask": ((2, SEQ_LENGTH), torch.float32),
+        "position_ids": ((2, SEQ_LENGTH), torch.int64),
+    }
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_reading_ahead_changes_nothing(workers):
+    assert samples(loader(workers=workers)) == samples(loader())
+
+
+def test_global_random_state_stays():
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    list(loader())
+    next(loader(workers=1))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_too_few_samples_is_an_error():
+    with pytest.raises(DataError, match="81 .* holds 80"):
+        loader(80, total=81)
+
+
+def test_a_batch_that_does_not_divide_is_a_bug_of_the_caller():
+    with pytest.raises(AssertionError):
+        loader(micro=3)
