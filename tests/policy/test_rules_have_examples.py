@@ -150,14 +150,6 @@ EXAMPLES = {
         },
         1, "--disable-bias-linear",
     ),
-    "mlp_recompute_excludes_biases": (
-        {
-            "model.add_bias_linear": True,
-            "training.recompute_activations": True,
-            "training.recompute_modules": ("mlp",),
-        },
-        1, "leave mlp out",
-    ),
     "saved_activations_have_ranks_to_spread_over": (
         {"training.distribute_saved_activations": True}, 1, "--tensor-model-parallel-size 2"
     ),
