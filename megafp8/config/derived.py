@@ -216,6 +216,25 @@ def gemm_alignment(precision: PrecisionConfig) -> int:
     return 32 if precision.fp8_recipe == "mxfp8" else 16
 
 
+def vocabulary_size(config: RunConfig, tokenizer_size: int) -> int:
+    """Token ids that the model must know, before padding: `--vocab-size` where given, else the tokenizer's.
+
+    NullTokenizer adds its end-of-document id behind the `--vocab-size` ids, as Megatron's does.
+
+    Raises:
+        ConfigError: the tokenizer has ids that the model would not know.
+    """
+    asked = config.model.vocab_size
+    if asked is None or config.data.tokenizer_type == "NullTokenizer":
+        return tokenizer_size
+    if tokenizer_size > asked:
+        raise ConfigError(
+            f"--vocab-size {asked} (given, or of the preset) is less than the tokenizer's {tokenizer_size} ids; "
+            f"use --vocab-size {tokenizer_size}"
+        )
+    return asked
+
+
 def padded_vocab_size(config: RunConfig, vocab_size: int) -> int:
     """Rows of the embedding and output matrices: `vocab_size` rounded up so that it divides evenly over the ranks.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Optional
 
 import torch
@@ -59,12 +60,22 @@ def transformer_engine_version() -> tuple[Optional[str], Optional[str]]:
         version = importlib.metadata.version("transformer-engine")
     except importlib.metadata.PackageNotFoundError:
         return None, None
-    if importlib.util.find_spec("transformer_engine_torch") is None:
+    if not has_torch_part():
         return None, (
             f"transformer-engine {version} is installed without its torch part, and megatron-core refuses to be "
             "imported beside it: pip install 'transformer-engine[pytorch]', or pip uninstall transformer-engine"
         )
     return version, None
+
+
+def has_torch_part() -> bool:
+    """Whether the extension module for torch is there: beside the package (built from source) or in its wheel_lib."""
+    package = importlib.util.find_spec("transformer_engine")
+    if package is None:
+        return False
+    folders = [Path(place) for place in package.submodule_search_locations or ()]
+    places = [place for folder in folders for place in (folder, folder / "wheel_lib", folder.parent)]
+    return any(next(place.glob("transformer_engine_torch*.so"), None) for place in places)
 
 
 def detect_target() -> Target:

@@ -68,7 +68,7 @@ def assemble(config: RunConfig, platform: Platform, implementation: str) -> Run:
     join_ranks(platform, config.parallel.distributed_timeout_minutes)
     place = build_groups(config)
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
-    vocab_size = derived.padded_vocab_size(config, config.model.vocab_size or tokenizer.vocab_size)
+    vocab_size = derived.padded_vocab_size(config, derived.vocabulary_size(config, tokenizer.vocab_size))
     datasets = build_datasets(config, tokenizer, derived.dataset_samples(config, place.world_size))
     transformer_config = build_transformer_config(
         config, implementation, platform.kind == "cuda", place.world_size

@@ -31,7 +31,7 @@ def describe_run(invocation: Invocation, target: Target, implementation: str, wo
     build_transformer_config(config, implementation, on_cuda=False, world_size=world_size)
     build_ddp_config(config)
     build_optimizer_config(config)
-    vocab_size = derived.padded_vocab_size(config, config.model.vocab_size or tokenizer_size(config))
+    vocab_size = derived.padded_vocab_size(config, derived.vocabulary_size(config, tokenizer_size(config)))
     sections = [
         *(f"notice: {notice}" for notice in invocation.notices),
         settings_text(invocation),
@@ -45,7 +45,7 @@ def describe_run(invocation: Invocation, target: Target, implementation: str, wo
 
 def tokenizer_size(config: RunConfig) -> int:
     """Vocabulary of the tokenizer that the flags name."""
-    return build_tokenizer(config.data).vocab_size
+    return build_tokenizer(config.data, config.model.vocab_size).vocab_size
 
 
 def settings_text(invocation: Invocation) -> str:
