@@ -1,11 +1,11 @@
 import dataclasses
 import shutil
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megafp8.config.schema import CheckpointConfig, DataConfig, RunConfig, TrainingConfig
 from megafp8.data.datasets import build_datasets, discard_broken_indices
@@ -21,9 +21,8 @@ DOCUMENT_TOKENS = 50
 
 @pytest.fixture(scope="module", autouse=True)
 def process_group():
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=10)
-    )
+    """A group of one that starts no threads, so that later tests may still fork this process."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
 
