@@ -1,0 +1,182 @@
+"""The memory estimate against the paper's formulas, against measured peaks, and against itself."""
+
+import pytest
+
+from megafp8.config import derived, size
+from megafp8.config.presets import PRESETS
+from megafp8.config.schema import RunConfig
+from megafp8.config.settings import with_values
+from megafp8.planning.memory import (
+    estimate_ends,
+    estimate_memory,
+    layer_activations,
+    layers_in_flight,
+    parameters_on_stage,
+)
+
+GIB = 2**30
+GPT = {
+    "model.num_layers": 8, "model.hidden_size": 256, "model.num_attention_heads": 8,
+    "model.max_position_embeddings": 128, "data.seq_length": 128, "training.micro_batch_size": 4,
+    "training.global_batch_size": 64, "precision.bf16": True, "precision.attention_backend": "unfused",
+    "training.train_iters": 1,
+}
+SBH = 128 * 4 * 256
+SCORES = 5 * 8 * 128 / 256  # 5 a s / h
+
+
+def config_of(**changes):
+    names = {name.replace("__", "."): value for name, value in changes.items()}
+    return with_values(RunConfig(), GPT | names)
+
+
+def test_activations_of_a_layer_are_the_papers():
+    assert layer_activations(config_of()).total == SBH * (34 + SCORES)
+
+
+def test_activations_with_tensor_parallelism_are_the_papers():
+    config = config_of(parallel__tensor_model_parallel_size=4)
+    assert layer_activations(config).total == SBH * (10 + 24 / 4 + SCORES / 4)
+
+
+def test_activations_with_sequence_parallelism_are_the_papers():
+    config = config_of(parallel__tensor_model_parallel_size=4, parallel__sequence_parallel=True)
+    assert layer_activations(config).total == SBH / 4 * (34 + SCORES)
+
+
+def test_selective_recompute_is_the_papers():
+    layer = layer_activations(config_of())
+    assert layer.after_selective_recompute(("core_attn",)) == SBH * 34
+
+
+def test_full_recompute_keeps_the_input_of_each_layer():
+    config = config_of(
+        training__recompute_granularity="full", training__recompute_method="uniform", training__recompute_num_layers=1,
+        model__hidden_dropout=0.0,
+    )
+    layer = layer_activations(config)
+    assert layer.layer_input == 2 * SBH
+    assert estimate_memory(config, 1, 1024).activations_bytes == 8 * 2 * SBH + layer.total
+    in_block = with_values(config, {"training.recompute_method": "block", "training.recompute_num_layers": 8})
+    assert estimate_memory(in_block, 1, 1024).activations_bytes == 8 * 2 * SBH + layer.total
+
+
+def test_flash_attention_keeps_no_matrix():
+    flash = layer_activations(config_of(precision__attention_backend="flash"))
+    assert flash.core_attention == 128 * 4 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    ("stages", "chunks", "stage", "layers"),
+    [
+        (1, None, 0, 8),
+        (2, None, 0, 2 * 4),
+        (2, None, 1, 4),
+        (4, None, 0, 4 * 2),
+        (4, None, 3, 2),
+        (4, 2, 0, 8 * (1 + 3 / (4 * 2))),  # L (1 + (p - 1) / (p m)): Korthikanti et al., section 4.2.3
+        (4, 2, 3, (0 + 4 + 1) * 1),
+    ],
+)
+def test_layers_in_flight(stages, chunks, stage, layers):
+    config = config_of(
+        parallel__pipeline_model_parallel_size=stages, parallel__num_virtual_stages_per_pipeline_rank=chunks
+    )
+    assert layers_in_flight(config, stages, stage) == layers
+
+
+def test_few_microbatches_fill_no_pipeline():
+    config = config_of(parallel__pipeline_model_parallel_size=4, training__global_batch_size=8)
+    assert layers_in_flight(config, 4, 0) == 2 * 2
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("tensor", "stages"), [(1, 1), (2, 1), (1, 4), (2, 2)])
+def test_parameters_of_all_ranks_are_the_models(tensor, stages, tied):
+    config = config_of(
+        parallel__tensor_model_parallel_size=tensor, parallel__pipeline_model_parallel_size=stages,
+        model__share_embeddings_and_output_weights=tied,
+    )
+    held = sum(sum(parameters_on_stage(config, 1024, stage)) for stage in range(stages))
+    count = size.count_parameters(config.model, 1024)
+    split = count.num_layers * (
+        count.attention_weights_per_layer + count.mlp_weights_per_layer + count.biases_per_layer - 2 * 256
+    ) + count.word_embeddings + count.output_layer
+    tied_copy = count.word_embeddings if tied and stages > 1 else 0
+    assert held == count.total - split + (split + tied_copy) // tensor
+
+
+def test_optimizer_is_sharded_over_data_and_context_ranks():
+    whole = estimate_memory(config_of(), 4, 1024)
+    assert whole.weights_bytes == 2 * whole.parameters
+    assert whole.gradients_bytes == 4 * whole.parameters
+    assert whole.optimizer_bytes == 12 * whole.parameters
+    sharded = config_of(parallel__use_distributed_optimizer=True, parallel__context_parallel_size=2)
+    assert estimate_memory(sharded, 4, 1024).optimizer_bytes == whole.optimizer_bytes // 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "bytes_per_parameter"),
+    [
+        ({"precision__bf16": False}, 4 + 4 + 8),
+        ({"optimizer__optimizer": "sgd"}, 2 + 4 + 8),
+        ({"precision__grad_reduce_in_bf16": True}, 2 + 2 + 16),
+        (
+            {
+                "optimizer__use_precision_aware_optimizer": True, "parallel__use_distributed_optimizer": True,
+                "optimizer__exp_avg_dtype": "fp8", "optimizer__exp_avg_sq_dtype": "bf16",
+            },
+            2 + 4 + 2 + 1 + 2,
+        ),
+    ],
+)
+def test_bytes_per_parameter(changes, bytes_per_parameter):
+    estimate = estimate_memory(config_of(**changes), 1, 1024)
+    parts = estimate.weights_bytes + estimate.gradients_bytes + estimate.optimizer_bytes
+    assert parts == bytes_per_parameter * estimate.parameters
+
+
+def test_fp8_halves_saved_inputs_and_keeps_copies_of_weights():
+    plain = config_of(precision__attention_backend="flash")
+    fp8 = with_values(plain, {"precision.fp8_format": "hybrid"})
+    assert layer_activations(fp8).norm_outputs * 2 == layer_activations(plain).norm_outputs
+    kept = with_values(fp8, {"precision.fp8_wgrad": False})
+    assert layer_activations(kept) == layer_activations(plain)
+    quantizable, other = parameters_on_stage(fp8, 1024, 0)
+    assert estimate_memory(fp8, 1, 1024).fp8_copies_bytes == 2 * quantizable
+    assert estimate_memory(fp8, 1, 1024, implementation="emulated").fp8_copies_bytes == quantizable
+    gathered = estimate_memory(with_values(fp8, {"precision.fp8_param_gather": True}), 1, 1024)
+    assert (gathered.weights_bytes, gathered.fp8_copies_bytes) == (2 * quantizable + 2 * other, 0)
+
+
+def test_ends_of_a_pipeline():
+    config = config_of(parallel__pipeline_model_parallel_size=4)
+    first, last = estimate_ends(config, 4, 1024)
+    assert first.logits_bytes == 0 < last.logits_bytes
+    assert first.activations_bytes > last.activations_bytes
+    assert len(estimate_ends(config_of(), 1, 1024)) == 1
+    assert sum(first.parts().values()) == first.total_bytes
+
+
+SHAPE_B = {
+    "model.num_layers": 8, "model.hidden_size": 4096, "model.num_attention_heads": 32, "model.ffn_hidden_size": 14_336,
+    "model.group_query_attention": True, "model.num_query_groups": 8, "model.vocab_size": 50_304,
+    "data.seq_length": 4096, "training.micro_batch_size": 2,
+}
+SHAPE_A = {"data.seq_length": 2048, "training.micro_batch_size": 8}
+FP8 = {"precision.fp8_format": "hybrid", "precision.fp8_recipe": "delayed"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "fp8", "measured_gib"),
+    [(SHAPE_A, {}, 52.1), (SHAPE_A, FP8, 51.6), (SHAPE_B, {}, 47.2), (SHAPE_B, FP8, 49.3)],
+)
+def test_measured_peaks(shape, fp8, measured_gib):
+    """One H200, megatron-core with the distributed optimizer and TE's fused loss."""
+    common = {
+        "precision.bf16": True, "parallel.use_distributed_optimizer": True, "training.train_iters": 1,
+        "precision.cross_entropy_loss_fusion": True, "precision.cross_entropy_fusion_impl": "te",
+    }
+    config = with_values(RunConfig(), PRESETS["llama-1b"] | shape | common | fp8)
+    estimate = estimate_memory(config, 1, derived.padded_vocab_size(config, 50_304))
+    assert 0.95 < estimate.total_bytes / GIB / measured_gib < 1.0
