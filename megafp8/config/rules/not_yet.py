@@ -34,6 +34,11 @@ NOT_YET: tuple[NotYet, ...] = (
         "gradients are summed over the ranks and divided by the number of tokens once; averaging as well would divide "
         "twice. Remove it",
     ),
+    NotYet(
+        "training.data_parallel_random_init",
+        bool,
+        "weights start from their global names and the seed, equal on every data-parallel rank. Remove it",
+    ),
 )
 
 
