@@ -1,0 +1,27 @@
+"""What every test relies on: one thread, nothing compiled, and no GPU test without a GPU.
+
+This folder is on the import path of all tests: `ranks`, `small_run`, `tolerances`.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported: a process that has started thread pools cannot be forked safely (see ranks.py).
+os.environ["OMP_NUM_THREADS"] = "1"
+# Before megatron-core is imported, whichever test does it first (see megafp8/device/mcore_cpu.py).
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip GPU tests on a machine without one."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

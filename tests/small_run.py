@@ -1,0 +1,149 @@
+"""A run small enough for tests: a model of four layers on bytes of Python source, from flags, on any layout.
+
+Everything is the product's own code except for where tokens come from: there are no shards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import hashlib
+import inspect
+import tempfile
+import textwrap
+import typing
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megafp8.config import flags, rules
+from megafp8.config.derived import padded_vocab_size
+from megafp8.config.schema import RunConfig
+from megafp8.device import mcore_cpu, platform
+
+mcore_cpu.install()
+
+from megatron.core.utils import unwrap_model  # noqa: E402
+
+from megafp8.mcore_config import build_transformer_config  # noqa: E402
+from megafp8.model.loss import build_forward_step  # noqa: E402
+from megafp8.optim.finite import GradientWatch  # noqa: E402
+from megafp8.parallel.groups import build_groups  # noqa: E402
+from megafp8.training.assemble import Run, build_trainee  # noqa: E402
+from megafp8.training.evaluate import build_batches  # noqa: E402
+from megafp8.training.step import train_step  # noqa: E402
+
+COMMON = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 256 "
+    "--make-vocab-size-divisible-by 16 --attention-dropout 0 --hidden-dropout 0 --tokenizer-type NullTokenizer "
+    "--mock-data --num-workers 0 --micro-batch-size 2 --global-batch-size 8 --train-iters 100 --lr 1e-3 "
+    "--lr-decay-style cosine --lr-warmup-iters 2 --adam-beta2 0.95 --weight-decay 0.1"
+)
+STYLES = {
+    "llama": (
+        "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --group-query-attention "
+        "--num-query-groups 2 --qk-layernorm --untie-embeddings-and-output-weights"
+    ),
+    "gpt2": "--position-embedding-type learned_absolute --max-position-embeddings 32",
+}
+FP8 = "--fp8-format hybrid --fp8-recipe tensorwise --fp8-amax-reduction all"
+# Layers without any quantization: megatron-core's own linears.
+PLAIN = "--transformer-impl local"
+SOURCES = (argparse, copy, inspect, tempfile, textwrap, typing)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What a few steps gave, the same on every rank."""
+
+    losses: list[float]
+    grad_norms: list[float]
+
+
+def small_config(style: str, extra: str = "", world_size: int = 1) -> RunConfig:
+    """The configuration of a small run; it breaks no rule."""
+    config = flags.parse(f"{COMMON} {STYLES[style]} {extra}".split()).config
+    problems = rules.problems(config, world_size)
+    assert not problems, problems
+    return config
+
+
+def build_run(config: RunConfig) -> Run:
+    """The run of this rank; torch.distributed runs already."""
+    place = build_groups(config)
+    implementation = "local" if config.precision.transformer_impl == "local" else "emulated"
+    transformer_config = build_transformer_config(config, implementation, False, place.world_size)
+    vocab_size = padded_vocab_size(config, 256)
+    trainee = build_trainee(config, transformer_config, implementation, vocab_size, place.world_size)
+    here = platform.detect_platform()
+    return Run(
+        config=config,
+        platform=here,
+        place=place,
+        implementation=implementation,
+        tokenizer=None,
+        vocab_size=vocab_size,
+        datasets=(None, None, None),
+        transformer_config=transformer_config,
+        trainee=trainee,
+        forward_step=build_forward_step(here.device, config.parallel.context_parallel_size),
+        watch=GradientWatch(trainee.chunks, here.device),
+    )
+
+
+class SourceSamples:
+    """Sample i is a piece of Python source as bytes, the same under every layout.
+
+    Args:
+        length: tokens in a sample.
+        is_masked: sample i then loses the first i % 8 eighths of its tokens, so that no two of a batch count alike.
+    """
+
+    def __init__(self, length: int, is_masked: bool = False):
+        text = b"".join(inspect.getsource(module).encode() for module in SOURCES)
+        self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+        self.length, self.is_masked = length, is_masked
+
+    def __len__(self) -> int:
+        return 1 << 20
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        start = int(torch.randint(len(self.text) - self.length, (), generator=generator))
+        tokens, positions = self.text[start : start + self.length + 1], torch.arange(self.length)
+        num_masked = index % 8 * self.length // 8 if self.is_masked else 0
+        loss_mask = (positions >= num_masked).float()
+        return {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": loss_mask, "position_ids": positions}
+
+
+def train(run: Run, num_steps: int, first_step: int = 1, is_masked: bool = False) -> Curve:
+    """Some steps of training; the samples before `first_step` count as consumed."""
+    samples, batch = SourceSamples(run.config.data.seq_length, is_masked), run.global_batch_size
+    last_step = first_step + num_steps - 1
+    batches = build_batches(run, samples, (first_step - 1) * batch, last_step * batch)
+    results = [train_step(run, batches, step) for step in range(first_step, last_step + 1)]
+    return Curve([result.loss for result in results], [result.grad_norm for result in results])
+
+
+def weights(run: Run) -> dict[str, Tensor]:
+    """Copies of this rank's weights by name, the chunk's number in front."""
+    return {
+        f"{index}.{name}": parameter.detach().clone()
+        for index, chunk in enumerate(unwrap_model(run.trainee.chunks))
+        for name, parameter in chunk.named_parameters()
+    }
+
+
+def fingerprint(tensors: dict[str, Tensor]) -> str:
+    """SHA-256 of names and bits."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def curve_of(config: RunConfig, num_steps: int, is_masked: bool = False) -> Curve:
+    """Build and train: one rank's part of a whole run."""
+    return train(build_run(config), num_steps, is_masked=is_masked)
