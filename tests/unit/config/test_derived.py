@@ -116,8 +116,9 @@ def test_schedule_in_samples():
 def test_samples_of_the_three_datasets():
     config = config_of(training__train_iters=100, training__global_batch_size=4, training__eval_iters=5)
     assert derived.dataset_samples(config, 1) == (400, 20, 20)
+    # Every validation reads the same samples.
     config = with_values(config, {"training.eval_interval": 25})
-    assert derived.dataset_samples(config, 1) == (400, 100, 20)
+    assert derived.dataset_samples(config, 1) == (400, 20, 20)
 
 
 def test_split():
