@@ -14,7 +14,7 @@ from megafp8.fp8.recipes import OperandRule
 from megafp8.fp8.rounding import cast, decode
 from megafp8.fp8.scaling import quant_scale_of, reduced_amax
 
-BLOCK_ELEMENTS = 1 << 18  # FP32 temporaries of 1 MiB: they stay in a core's cache and the allocator reuses them
+BLOCK_ELEMENTS = 1 << 18  # an FP32 buffer of 1 MiB: about a core's own cache, whatever the size of the tensor
 
 
 @dataclass(frozen=True)
@@ -55,19 +55,17 @@ def quantize(tensor: Tensor, rule: OperandRule, group: Optional[dist.ProcessGrou
 
 
 def _scale_and_cast(tensor: Tensor, quant_scale: Tensor, fmt: Format) -> Tensor:
+    """round(float32(x) * quant_scale); a large tensor on a CPU goes block by block through one small FP32 buffer."""
     if tensor.is_cuda or tensor.numel() <= BLOCK_ELEMENTS:
-        return cast(_scaled(tensor, quant_scale), fmt)
+        return cast(tensor.to(torch.float32, copy=True).mul_(quant_scale), fmt)
     tensor = tensor.contiguous()
     codes = torch.empty(tensor.shape, dtype=fmt.dtype)
+    buffer = torch.empty(BLOCK_ELEMENTS)
     sources, targets = (whole.view(-1).split(BLOCK_ELEMENTS) for whole in (tensor, codes))
     for source, target in zip(sources, targets, strict=True):
-        target.copy_(cast(_scaled(source, quant_scale), fmt))
+        scaled = buffer[: source.numel()]
+        cast(scaled.copy_(source).mul_(quant_scale), fmt, out=target)
     return codes
-
-
-def _scaled(tensor: Tensor, quant_scale: Tensor) -> Tensor:
-    """float32(x) * quant_scale in a fresh tensor."""
-    return tensor * quant_scale if tensor.dtype == torch.float32 else tensor.float().mul_(quant_scale)
 
 
 def dequantize(quantized: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -13,6 +13,8 @@ same product is exact, so one multiplication serves all finite codes.
 
 from __future__ import annotations
 
+from typing import Optional
+
 import torch
 from torch import Tensor
 
@@ -24,12 +26,13 @@ CANONICAL_NAN = 0x7F
 NEGATIVE_NAN = 0xFF
 
 
-def cast(values: Tensor, fmt: Format) -> Tensor:
-    """Round FP32 values to the codes of `fmt`, in place where it can: `values` is not to be used afterwards.
+def cast(values: Tensor, fmt: Format, out: Optional[Tensor] = None) -> Tensor:
+    """Round FP32 values to the codes of `fmt`. `values` is overwritten.
 
     Args:
         values: FP32, any shape.
         fmt: E4M3 or E5M2.
+        out: where to put the codes; default a new tensor.
 
     Returns:
         codes in `fmt.dtype`, same shape.
@@ -37,18 +40,18 @@ def cast(values: Tensor, fmt: Format) -> Tensor:
     Numerics: nearest, ties to even, into subnormals too; overflow and infinity saturate; NaN becomes 0x7F.
     """
     assert values.dtype == torch.float32, f"cast() rounds FP32 once; got {values.dtype}"
-    codes = values.clamp_(-fmt.max, fmt.max).to(fmt.dtype)  # clamp keeps NaN
-    return _make_nan_canonical(codes)
+    codes = torch.empty(values.shape, dtype=fmt.dtype, device=values.device) if out is None else out
+    codes.copy_(values.clamp_(-fmt.max, fmt.max))  # clamp keeps NaN
+    _make_nan_canonical(codes.view(torch.uint8))
+    return codes
 
 
-def _make_nan_canonical(codes: Tensor) -> Tensor:
+def _make_nan_canonical(raw: Tensor) -> None:
     """Turn torch's negative NaN (0xFF in both formats) into 0x7F, in place."""
-    raw = codes.view(torch.uint8)
     if raw.is_cuda:  # no look at the data: that would stop the device
         raw.masked_fill_(raw == NEGATIVE_NAN, CANONICAL_NAN)
-    elif raw.numel() and raw.amax() == NEGATIVE_NAN:
+    elif raw.numel() and raw.amax().item() == NEGATIVE_NAN:
         raw[raw == NEGATIVE_NAN] = CANONICAL_NAN
-    return codes
 
 
 def decode(codes: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
@@ -76,5 +79,5 @@ def _has_special(codes: Tensor, fmt: Format) -> bool:
     if not codes.numel():
         return False
     special = fmt.first_special_code
-    negative = codes.view(torch.uint8).amax() >= (special | 0x80)
-    return bool(negative) or bool(codes.view(torch.int8).amax() >= special)
+    largest, largest_unsigned = codes.view(torch.int8).amax().item(), codes.view(torch.uint8).amax().item()
+    return largest >= special or largest_unsigned >= special | 0x80

@@ -40,10 +40,9 @@ def amax(tensor: Tensor) -> Tensor:
     if not tensor.numel():
         return torch.zeros((), dtype=torch.float32, device=tensor.device)
     if not tensor.is_cuda:  # one pass, and two more only if a NaN came out of it
-        lowest, highest = torch.aminmax(tensor)
-        largest = torch.maximum(lowest.neg(), highest).float()
-        if not largest.isnan():
-            return largest.abs_()  # -0 -> 0
+        lowest, highest = (bound.item() for bound in torch.aminmax(tensor))
+        if lowest <= highest:
+            return torch.tensor(max(abs(lowest), abs(highest)), dtype=torch.float32)
     return tensor.abs().nan_to_num_(nan=0.0, posinf=torch.inf).amax().float()
 
 
