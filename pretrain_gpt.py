@@ -1,4 +1,4 @@
-"""Pretrain a GPT: `python pretrain_gpt.py FLAGS` on one device, `torchrun --nproc-per-node N pretrain_gpt.py FLAGS` on N.
+"""Pretrain a GPT: `python pretrain_gpt.py FLAGS`, or on N devices `torchrun --nproc-per-node N pretrain_gpt.py FLAGS`.
 
 Parse, check, assemble, train. `--help` lists the flags, `--dry-run` shows what a run would be and stops.
 Exit statuses: 0 done, 64 wrong flags, 65 numbers that are not finite, 66 wrong data, 74 wrong checkpoint.

@@ -201,7 +201,8 @@ def build_ddp_config(config: RunConfig) -> DistributedDataParallelConfig:
         "average_in_collective": parallel.ddp_average_in_collective,
         "fp8_param_gather": precision.fp8_param_gather,
     }
-    return build_checked(DistributedDataParallelConfig, fields | parsed_overrides(config, "ddp", DistributedDataParallelConfig))
+    fields |= parsed_overrides(config, "ddp", DistributedDataParallelConfig)
+    return build_checked(DistributedDataParallelConfig, fields)
 
 
 def build_optimizer_config(config: RunConfig) -> OptimizerConfig:

@@ -108,13 +108,10 @@ def train_samples(config: RunConfig, world_size: int) -> int:
 def dataset_samples(config: RunConfig, world_size: int) -> tuple[int, int, int]:
     """Sequences that the run will read for (training, validation, test).
 
-    Validation runs after every --eval-interval steps and once more at the end, each time on further samples,
-    as Megatron counts it.
+    Every validation reads the same samples, so that their losses compare, within a run and between runs.
     """
-    batch, steps = global_batch_size(config, world_size), train_iters(config, world_size)
-    interval, eval_iters = config.training.eval_interval, config.training.eval_iters
-    validations = 1 if interval is None else steps // interval + 1
-    return train_samples(config, world_size), validations * eval_iters * batch, eval_iters * batch
+    held_out = config.training.eval_iters * global_batch_size(config, world_size)
+    return train_samples(config, world_size), held_out, held_out
 
 
 def split(config: RunConfig) -> Optional[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 from dataclasses import dataclass
-from typing import Optional
+from typing import Any, Optional
 
 import psutil
 import torch
@@ -100,11 +100,12 @@ def join_ranks(platform: Platform, timeout_minutes: int) -> None:
         torch.cuda.set_device(platform.device)
     if dist.is_initialized():
         return
-    timeout = datetime.timedelta(minutes=timeout_minutes)
+    options: dict[str, Any] = {"timeout": datetime.timedelta(minutes=timeout_minutes)}
+    if platform.backend == "nccl":
+        options["device_id"] = platform.device
     if world_size() == 1:
-        dist.init_process_group(platform.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    else:
-        dist.init_process_group(platform.backend, timeout=timeout)
+        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(platform.backend, **options)
 
 
 def leave_ranks() -> None:

@@ -78,4 +78,4 @@ def fill(block: ShardedTensor, config: TransformerConfig, seed: int) -> None:
     generator.manual_seed(zlib.crc32(f"{seed}|{block.key}|{layer}".encode()))
     whole = torch.randn(shape, generator=generator, device=block.data.device).mul_(std)
     offsets = block.global_offset[stacked:]
-    block.data.copy_(whole[tuple(slice(o, o + n) for o, n in zip(offsets, block.data.shape))])
+    block.data.copy_(whole[tuple(slice(o, o + n) for o, n in zip(offsets, block.data.shape, strict=True))])

@@ -71,5 +71,5 @@ def format_precision_map(rows: Iterable[GemmPrecision]) -> str:
     """The table as aligned text."""
     cells = [HEADER, *((row.linear, row.layers, row.fprop, row.dgrad, row.wgrad) for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(HEADER))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in cells)
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells)
 

@@ -22,6 +22,7 @@ from megafp8.model.loss import build_forward_step
 from megafp8.optim.finite import GradientWatch
 from megafp8.optim.schedule import build_schedule
 from megafp8.parallel.groups import Place, build_groups
+from megafp8.telemetry.timers import StepTimer
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Run:
         datasets: train, valid, test; None where there is none.
         forward_step: megatron-core's callback that runs one microbatch.
         watch: notes gradients that are not finite; None where that check is off.
+        timer: measures steps; every step waits for the loss, so the device is never ahead by more than one update.
     """
 
     config: RunConfig
@@ -47,6 +49,7 @@ class Run:
     trainee: Trainee
     forward_step: Callable[..., Any]
     watch: Optional[GradientWatch]
+    timer: StepTimer
 
     @property
     def num_microbatches(self) -> int:
@@ -87,6 +90,7 @@ def assemble(config: RunConfig, platform: Platform, implementation: str) -> Run:
         trainee=trainee,
         forward_step=build_forward_step(platform.device, config.parallel.context_parallel_size),
         watch=GradientWatch(trainee.chunks, platform.device) if watched else None,
+        timer=StepTimer(),
     )
 
 

@@ -12,7 +12,6 @@ from megafp8.mcore_config import build_ddp_config, build_optimizer_config, build
 from megafp8.model.precision_map import format_precision_map, resolve_precision_map
 from megafp8.parallel.topology import layout_of
 from megafp8.planning.memory import estimate_memory
-from megafp8.training.describe import describe_arithmetic
 
 GIB = 2**30
 MOST_RANK_LINES = 16
@@ -64,7 +63,8 @@ def layout_text(config: RunConfig, target: Target, implementation: str, world_si
     assert config.model.num_layers is not None
     lines = layout.describe(config.model.num_layers)
     if len(lines) > MOST_RANK_LINES:
-        lines = [*lines[: MOST_RANK_LINES - 1], f"... and {len(lines) - MOST_RANK_LINES + 1} more tensor-parallel groups"]
+        shown = lines[: MOST_RANK_LINES - 1]
+        lines = [*shown, f"... and {len(lines) - len(shown)} more tensor-parallel groups"]
     head = (
         f"layout: {world_size} x {target.name}, {implementation} layers: tensor {layout.tensor} x context "
         f"{layout.context} x pipeline {layout.pipeline} (virtual {layout.chunks_per_rank}) x data {layout.data}"
@@ -82,8 +82,8 @@ def size_text(config: RunConfig, vocab_size: int, world_size: int) -> str:
     lines = (
         f"{count.total:,} parameters ({vocab_size:,} rows of embedding)",
         f"{tokens:,} tokens a step = {derived.num_microbatches(config, world_size)} microbatches x "
-        f"{config.training.micro_batch_size} sequences x {derived.data_parallel_size(config, world_size)} data-parallel "
-        f"ranks x {config.data.seq_length} tokens",
+        f"{config.training.micro_batch_size} sequences x {derived.data_parallel_size(config, world_size)} "
+        f"data-parallel ranks x {config.data.seq_length} tokens",
         f"{steps:,} steps = {steps * tokens:,} tokens; {flops / 1e9:,.3f} GFLOP a token, {flops * tokens / 1e12:,.3f} "
         "TFLOP a step",
     )
@@ -95,7 +95,7 @@ def memory_text(config: RunConfig, vocab_size: int, world_size: int) -> str:
     stages = sorted({0, config.parallel.pipeline_model_parallel_size - 1})
     estimates = [estimate_memory(config, vocab_size, world_size, stage) for stage in stages]
     lines = []
-    for stage, estimate in zip(stages, estimates):
+    for stage, estimate in zip(stages, estimates, strict=True):
         parts = ", ".join(f"{name} {value / GIB:.2f}" for name, value in estimate.parts())
         lines.append(f"stage {stage}: {estimate.total_bytes / GIB:.2f} GiB ({parts})")
     return "memory of one rank, estimated\n" + indented("\n".join(lines))

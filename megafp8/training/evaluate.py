@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import contextmanager
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ def evaluate(run: Run, split: str, dataset: Any, step: int, consumed_tokens: int
     """
     started = time.monotonic()
     device, num_batches = run.platform.device, run.config.training.eval_iters
-    batches = build_batches(run, dataset, consumed_samples=0, num_samples=num_batches * run.global_batch_size)
+    # In this process: starting loader processes for so few batches would take longer than reading them.
+    batches = build_batches(run, dataset, 0, num_batches * run.global_batch_size, num_workers=0)
     total = torch.zeros(2, device=device)
     with inference_mode(run):
         for _ in range(num_batches):
@@ -65,7 +66,7 @@ def inference_mode(run: Run) -> Iterator[None]:
             chunk.train()
 
 
-def build_batches(run: Run, dataset: Any, consumed_samples: int, num_samples: int) -> Any:
+def build_batches(run: Run, dataset: Any, consumed_samples: int, num_samples: int, num_workers: int) -> Any:
     """This rank's microbatches of a dataset, from a sample on; None on a stage that needs none."""
     if not run.place.needs_batches:
         return None
@@ -77,6 +78,7 @@ def build_batches(run: Run, dataset: Any, consumed_samples: int, num_samples: in
         data_parallel_rank=run.place.data_rank,
         data_parallel_size=run.place.data_size,
         global_batch_size=run.global_batch_size,
-        num_workers=run.config.data.num_workers,
+        num_workers=num_workers,
         total_samples=num_samples,
+        pin_memory=run.platform.kind == "cuda",
     )

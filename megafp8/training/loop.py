@@ -59,7 +59,7 @@ def resume(run: Run) -> tuple[Progress, tuple[str, ...]]:
     found = find_checkpoint(Path(checkpoint.load), checkpoint.ckpt_step) if checkpoint.load else None
     weights_only = checkpoint.finetune
     if found is None and checkpoint.load and checkpoint.exit_on_missing_checkpoint:
-        raise CheckpointError(f"--load {checkpoint.load} holds no checkpoint (and --exit-on-missing-checkpoint is given)")
+        raise CheckpointError(f"--load {checkpoint.load} holds no checkpoint (--exit-on-missing-checkpoint)")
     if found is None and checkpoint.pretrained_checkpoint:
         found, weights_only = find_checkpoint(Path(checkpoint.pretrained_checkpoint)), True
         if found is None:
@@ -86,22 +86,19 @@ def train_steps(
 ) -> Progress:
     """Steps until the run is done or has to stop."""
     config, training = run.config, run.config.training
-    assert config.data.seq_length is not None
     num_samples = derived.train_samples(config, run.place.world_size)
-    batches = build_batches(run, run.datasets[0], progress.consumed_samples, num_samples)
+    batches = build_batches(run, run.datasets[0], progress.consumed_samples, num_samples, config.data.num_workers)
     rates, saved_step, reason = build_rates(run), progress.step, None
     first_step = progress.step + 1
     if training.manual_gc:
         gc.disable()
     with profiler(run, folder) as profile_step:
         while progress.step < total_steps and reason is None:
-            began = time.perf_counter()
+            run.timer.start()
             step = progress.step + 1
             result = train_step(run, batches, step)
             progress = Progress(step, progress.consumed_samples + run.global_batch_size)
-            record = rates.record(
-                result, step, progress.consumed_samples, 1000 * (time.perf_counter() - began), config.data.seq_length
-            )
+            record = rates.record(result, step, progress.consumed_samples, run.timer.stop(), run.timer.spans_ms)
             sinks.write(with_details(run, record))
             if step == first_step:
                 report_attention(run, sinks, step)
@@ -128,7 +125,7 @@ def with_details(run: Run, record: StepRecord) -> StepRecord:
         return record
     peak = torch.tensor(run.platform.peak_memory_bytes(), dtype=torch.int64, device=run.platform.device)
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-    details = {"memory_peak_bytes": int(peak)}
+    details: dict[str, float] = {"memory_peak_bytes": int(peak)}
     if logging.log_params_norm:
         sync_parameters(run.config, run.trainee)
         details["params_norm"] = params_norm(run)

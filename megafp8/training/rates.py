@@ -21,11 +21,14 @@ class Rates:
     """
 
     tokens_per_step: int
+    seq_length: int
     flops_per_token: float
     num_devices: int
     peak_flops_per_device: Optional[float]
 
-    def record(self, result: StepResult, step: int, consumed_samples: int, step_ms: float, seq_length: int) -> StepRecord:
+    def record(
+        self, result: StepResult, step: int, consumed_samples: int, step_ms: float, timers_ms: dict[str, float]
+    ) -> StepRecord:
         """The record of one step."""
         tokens_per_second = self.tokens_per_step / (step_ms / 1000)
         flops_per_device = tokens_per_second * self.flops_per_token / self.num_devices
@@ -33,7 +36,7 @@ class Rates:
         return StepRecord(
             step=step,
             consumed_samples=consumed_samples,
-            consumed_tokens=consumed_samples * seq_length,
+            consumed_tokens=consumed_samples * self.seq_length,
             loss=result.loss,
             learning_rate=result.learning_rate,
             step_ms=step_ms,
@@ -43,6 +46,7 @@ class Rates:
             mfu_fraction=flops_per_device / peak if peak else None,
             num_zeros_in_grad=result.num_zeros_in_grad,
             is_skipped=result.is_skipped,
+            timers_ms=timers_ms,
         )
 
 
@@ -51,6 +55,7 @@ def build_rates(run: Run) -> Rates:
     assert run.config.data.seq_length is not None
     return Rates(
         tokens_per_step=run.global_batch_size * run.config.data.seq_length,
+        seq_length=run.config.data.seq_length,
         flops_per_token=model_flops_per_token(run),
         num_devices=run.place.world_size,
         peak_flops_per_device=peak_flops(run.platform.name, matmul_dtype(run.config.precision, run.implementation)),

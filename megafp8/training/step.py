@@ -55,11 +55,13 @@ def train_step(run: Run, batches: Batches, step: int) -> StepResult:
     trainee.optimizer.zero_grad()
     if run.watch is not None:
         run.watch.reset()
-    reports = forward_backward(run, batches, run.num_microbatches, forward_only=False)
-    totals = check_step(run, to_device_sum(reports), step)
+    with run.timer.span("forward-backward"):
+        reports = forward_backward(run, batches, run.num_microbatches, forward_only=False)
+        totals = check_step(run, to_device_sum(reports), step)
 
     learning_rate = current_learning_rate(trainee.optimizer)
-    is_updated, grad_norm, num_zeros = trainee.optimizer.step()
+    with run.timer.span("optimizer"):
+        is_updated, grad_norm, num_zeros = trainee.optimizer.step()
     if is_updated:
         trainee.schedule.step(increment=run.global_batch_size)
     return StepResult(totals.loss, grad_norm, learning_rate, num_zeros, is_skipped=not is_updated)
