@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.safe_globals import register_safe_globals
 from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint import CheckpointException
 
 from megafp8.checkpoint.state import (
     Progress,
@@ -27,6 +29,13 @@ from megafp8.errors import CheckpointError
 
 # Settings of the model section that change no parameter, and may differ between a checkpoint and its next run.
 FREE_MODEL_SETTINGS = ("model.model_preset", "model.attention_dropout", "model.hidden_dropout", "model.init_method_std")
+
+EMBEDDING = "embedding.word_embeddings.weight"
+# What megatron-core and torch raise on a file that is missing, cut off or of another model.
+UNREADABLE = (
+    CheckpointingException, CheckpointException, OSError, RuntimeError, AttributeError, EOFError, KeyError,
+    pickle.UnpicklingError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,8 +65,8 @@ def common_state(path: Path) -> dict[str, Any]:
     register_safe_globals()
     try:
         state = dist_checkpointing.load_common_state_dict(str(path))
-    except (CheckpointingException, OSError, RuntimeError, AttributeError, EOFError) as error:
-        raise CheckpointError(f"{path} cannot be read as a checkpoint: {error}") from error
+    except UNREADABLE as error:
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: {reason(error)}") from error
     if "config" not in state:
         raise CheckpointError(f"{path} is a megatron-core checkpoint without megafp8's configuration")
     return state
@@ -86,13 +95,8 @@ def load_checkpoint(path: Path, config: RunConfig, trainee: Trainee, weights_onl
         state["optimizer"] = optimizer_state(trainee, dict(state), is_loading=True)
     if with_random:
         state["random_state"] = random_state()
-    try:
-        state = dist_checkpointing.load(state, str(path), strict="raise_unexpected")
-    except (CheckpointingException, OSError, RuntimeError, KeyError) as error:
-        raise CheckpointError(f"{path} could not be loaded: {error}") from error
-
-    for name, chunk in zip(names, trainee.chunks):
-        unwrap_model(chunk).load_state_dict(state[name])
+    state = read_state(path, state)
+    put_weights(trainee.chunks, state, names)
     if with_optimizer:
         with torch.no_grad():
             trainee.optimizer.load_state_dict(state["optimizer"])
@@ -106,6 +110,52 @@ def load_checkpoint(path: Path, config: RunConfig, trainee: Trainee, weights_onl
     if weights_only:
         return Loaded(Progress(), notes)
     return Loaded(Progress(common["step"], common["consumed_samples"]), notes)
+
+
+def load_weights(path: Path, chunks: list[Any]) -> None:
+    """Restore the weights alone, into chunks that need no optimizer; all ranks call it.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model, or cannot be read.
+    """
+    state = model_state(chunks)
+    names = list(state)
+    put_weights(chunks, read_state(path, state), names)
+
+
+def embedding_rows(path: Path) -> int:
+    """Rows of the embedding in a checkpoint: the padded vocabulary of the run that made it.
+
+    megatron-core loads an embedding of another size without a word, so whoever can be wrong about it should compare.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read.
+    """
+    try:
+        return dist_checkpointing.load_tensors_metadata(str(path))[EMBEDDING].global_shape[0]
+    except UNREADABLE as error:
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: {reason(error)}") from error
+
+
+def read_state(path: Path, state: dict[str, Any]) -> dict[str, Any]:
+    """Fill a sharded state dictionary from a checkpoint; everything in it must be there."""
+    try:
+        return dist_checkpointing.load(state, str(path), strict="raise_unexpected")
+    except UNREADABLE as error:
+        raise CheckpointError(f"{path} could not be loaded: {reason(error)}") from error
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong in one line: torch's own exception prints the tracebacks of all ranks."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {error}"
+
+
+def put_weights(chunks: list[Any], state: dict[str, Any], names: list[str]) -> None:
+    """Copy loaded weights into the chunks, which are called `names` in `state`."""
+    for name, chunk in zip(names, chunks, strict=True):
+        unwrap_model(chunk).load_state_dict(state[name])
 
 
 def restore_schedule(path: Path, trainee: Trainee, saved: dict[str, Any]) -> None:

@@ -1,0 +1,54 @@
+"""A small model in a checkpoint, as a run leaves it, without training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+from ranks import run_ranks
+
+from megafp8.config import derived, flags
+from megafp8.config.schema import RunConfig
+from megafp8.device import mcore_cpu
+
+mcore_cpu.install()
+
+from megafp8.checkpoint.save import save_checkpoint  # noqa: E402
+from megafp8.checkpoint.state import Progress, Trainee  # noqa: E402
+from megafp8.data.tokenizer import build_tokenizer  # noqa: E402
+from megafp8.mcore_config import build_transformer_config  # noqa: E402
+from megafp8.model.builder import add_gradient_buffers, build_model, build_optimizer  # noqa: E402
+from megafp8.optim.schedule import build_schedule  # noqa: E402
+from megafp8.parallel.groups import build_groups  # noqa: E402
+
+RUN = "--seq-length 32 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --lr-warmup-iters 0 --init-method-std 0.2"
+STEP = 7
+
+
+def configure(text: str, tokenizer_model: str | Path | None = None) -> RunConfig:
+    """The configuration of a command line; with a SentencePiece model or without a tokenizer's file."""
+    kind = "NullTokenizer" if tokenizer_model is None else f"SentencePieceTokenizer --tokenizer-model {tokenizer_model}"
+    return flags.parse(f"{RUN} {text} --tokenizer-type {kind}".split()).config
+
+
+def build_initial(config: RunConfig) -> Trainee:
+    """Step 0 of a run, on this rank."""
+    build_groups(config)
+    world_size = dist.get_world_size()
+    tokenizer = build_tokenizer(config.data, config.model.vocab_size)
+    vocab_size = derived.padded_vocab_size(config, tokenizer.vocab_size)
+    transformer_config = build_transformer_config(config, "emulated", on_cuda=False, world_size=world_size)
+    model = build_model(config, transformer_config, "emulated", vocab_size)
+    chunks = add_gradient_buffers(config, transformer_config, model)
+    optimizer = build_optimizer(config, transformer_config, chunks)
+    return Trainee(chunks, optimizer, build_schedule(config, optimizer, world_size))
+
+
+def save_initial(folder: Path, config: RunConfig, world_size: int = 1) -> Path:
+    """Write step 0 of a run as its checkpoint of step 7, and return the run's folder."""
+
+    def save() -> None:
+        save_checkpoint(folder, config, build_initial(config), Progress(STEP, STEP))
+
+    run_ranks(world_size, save)
+    return folder

@@ -1,0 +1,167 @@
+#!/usr/bin/env python3
+"""Let a trained model continue a text.
+
+    python tools/generate_text.py --load RUN --prompt "def main("
+
+The text appears on standard output as it is made; what is to be said about it goes to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Optional
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
+
+if TYPE_CHECKING:
+    from megafp8.training.generate import Sample
+
+TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
+INTERRUPTED = 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--load", type=Path, required=True, metavar="RUN", help="folder that the run had as --save")
+    parser.add_argument("--ckpt-step", type=int, metavar="N", help="checkpoint to load; default the newest")
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", default="", metavar="TEXT", help="text to continue; default a new document")
+    prompt.add_argument("--prompt-file", type=Path, metavar="F", help="file with the text to continue, to the byte")
+    parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="continuations (default 1)")
+    parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="tokens of one (default 200)")
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument("--temperature", type=float, default=0.8, help="below 1 is more careful (default 0.8)")
+    choice.add_argument("--greedy", action="store_true", help="always the most probable token")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="only the K most probable (default 0: all)")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="only the fewest that add up to P (default 1: all)"
+    )
+    parser.add_argument("--seed", type=int, default=1234, help="of the first sample; the others count on from it")
+    parser.add_argument(
+        "--output", type=Path, metavar="F", help="also write to F: the same text, or one JSON object a line for *.jsonl"
+    )
+    parser.add_argument(
+        "--precision",
+        choices=("checkpoint", "high"),
+        default="checkpoint",
+        help="checkpoint (default): the one that it was trained in; high: the same without FP8",
+    )
+    group = parser.add_argument_group("tokenizer", "where its files are now; default where they were in training")
+    for name in TOKENIZER_FILES:
+        group.add_argument("--" + name.replace("_", "-"), metavar="F")
+    return parser
+
+
+def problems(arguments: argparse.Namespace) -> list[str]:
+    """What is wrong with the flags, all at once."""
+    found = []
+    for flag, number in (("--num-samples", arguments.num_samples), ("--max-new-tokens", arguments.max_new_tokens)):
+        if number < 1:
+            found.append(f"{flag} {number}: must be 1 or more")
+    if arguments.greedy and (arguments.top_k or arguments.top_p != 1):
+        found.append("--greedy leaves nothing to choose from: leave out --top-k and --top-p, or --greedy")
+    if arguments.output is not None and not os.access(arguments.output.absolute().parent, os.W_OK):
+        found.append(f"--output {arguments.output}: its folder is not there or cannot be written")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        found.append(f"{os.environ['WORLD_SIZE']} ranks: one process generates; start it without a launcher")
+    return found
+
+
+def read_prompt(arguments: argparse.Namespace) -> str:
+    """The text to continue."""
+    from megafp8.errors import DataError
+
+    if arguments.prompt_file is None:
+        return arguments.prompt
+    try:
+        return arguments.prompt_file.read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--prompt-file {arguments.prompt_file} cannot be read as UTF-8 text: {error}") from error
+
+
+def say(text: str) -> None:
+    """Tell the person, apart from the text."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def show(text: str) -> None:
+    """Put text on the terminal at once."""
+    print(text, end="", flush=True)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Check, load, generate, write."""
+    from megafp8.errors import ConfigError
+    from megafp8.model.sampling import GREEDY, Sampling
+
+    sampling = GREEDY if arguments.greedy else Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
+    found = problems(arguments) + sampling.problems()
+    if found:
+        raise ConfigError(found)
+    prompt = read_prompt(arguments)
+    from megafp8.device import mcore_cpu
+
+    mcore_cpu.install()
+    from megafp8.training.generate import generate_text, load_language_model
+
+    files = {name: value for name in TOKENIZER_FILES if (value := getattr(arguments, name)) is not None}
+    model = load_language_model(arguments.load, arguments.ckpt_step, arguments.precision == "high", files)
+    say(str(model))
+    samples = []
+    for index in range(arguments.num_samples):
+        show(heading(index, arguments.num_samples) + prompt)
+        started = time.monotonic()
+        sample = generate_text(model, prompt, sampling, arguments.max_new_tokens, arguments.seed + index, show)
+        show("\n")
+        if sample.num_prompt_tokens > model.context_tokens:
+            say(f"the prompt has {sample.num_prompt_tokens} tokens; the model saw the last {model.context_tokens}")
+        say(f"{sample.num_tokens} tokens in {time.monotonic() - started:.1f} s, ended by {sample.ended_by}")
+        samples.append(sample)
+    if arguments.output is not None:
+        write_samples(arguments.output, samples)
+
+
+def heading(index: int, count: int) -> str:
+    """What stands above one of several samples."""
+    return f"=== sample {index + 1} of {count} ===\n" if count > 1 else ""
+
+
+def write_samples(path: Path, samples: list[Sample]) -> None:
+    """The file of `--output`, all or nothing."""
+    from megafp8.data.atomic import atomic_write
+
+    if path.suffix == ".jsonl":
+        lines = [json.dumps(dataclasses.asdict(sample), ensure_ascii=False) for sample in samples]
+    else:
+        lines = [heading(index, len(samples)) + sample.prompt + sample.text for index, sample in enumerate(samples)]
+    with atomic_write(path) as stream:
+        stream.write("".join(f"{line}\n" for line in lines).encode("utf-8"))
+    say(f"wrote {path}")
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run and return the exit status. torch is imported only once the flags are read."""
+    arguments = build_parser().parse_args(argv)
+    sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows another
+    from megafp8.errors import Megafp8Error
+
+    try:
+        run(arguments)
+        return 0
+    except Megafp8Error as error:
+        say(f"generate_text: {error}")
+        return error.exit_status
+    except KeyboardInterrupt:
+        print(flush=True)
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())
