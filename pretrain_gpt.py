@@ -10,36 +10,25 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megafp8.config import flags, rules
-from megafp8.errors import ConfigError, Megafp8Error
+from megafp8.config import flags
+from megafp8.errors import Megafp8Error
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run and return the exit status. torch is imported only once the flags are right."""
+    """Run and return the exit status. torch is imported only after `--help` has had its chance."""
     try:
-        invocation = flags.parse(argv)
-        world_size = invocation.world_size or int(os.environ.get("WORLD_SIZE", 1))
-        problems = rules.problems(invocation.config, world_size)
-        if invocation.world_size is not None and not invocation.dry_run:
-            problems.append("--world-size stands in for ranks that are not there: it goes with --dry-run only")
-        from megafp8.device import capability
+        invocation, problems = flags.read(argv)
+        from megafp8.training.check import check
 
-        target = capability.TARGETS[invocation.target] if invocation.target else capability.detect_target()
-        problems += capability.problems(invocation.config, target)
-        if problems:
-            raise ConfigError(problems)
-        implementation = capability.resolve_implementation(invocation.config.precision, target)
-        from megafp8.device import mcore_cpu
-
-        mcore_cpu.install()
+        checked = check(invocation, problems)
         if invocation.dry_run:
             from megafp8.training.dry_run import describe_run
 
-            print(describe_run(invocation, target, implementation, world_size))
-            return 0
-        from megafp8.training.main import run_training
+            print(describe_run(checked))
+        else:
+            from megafp8.training.main import run_training
 
-        run_training(invocation, implementation)
+            run_training(checked)
         return 0
     except Megafp8Error as error:
         # Every rank sees wrong flags and bad numbers alike: one of them says so. Others may fail alone.

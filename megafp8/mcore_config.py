@@ -108,7 +108,8 @@ def parallel_fields(config: RunConfig) -> dict[str, Any]:
         "virtual_pipeline_model_parallel_size": chunks,
         "context_parallel_size": parallel.context_parallel_size,
         "cp_comm_type": parallel.cp_comm_type,
-        "sequence_parallel": parallel.sequence_parallel,
+        # Over one rank there is nothing to split: the flag, which example scripts always give, is then an identity.
+        "sequence_parallel": parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1,
         "overlap_p2p_comm": overlap,
         # With two interleaved stages a rank's two neighbours are one peer. Batched, the two messages to it are matched
         # in posting order, which is wrong: the loss is off and the gradients explode without an error.

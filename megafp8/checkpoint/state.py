@@ -57,7 +57,8 @@ def model_state(chunks: list[Any]) -> dict[str, Any]:
     """The weights of this rank's chunks: `model`, or `model0`, `model1`... with the interleaved schedule."""
     metadata = sharding_metadata()
     names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
-    return {name: unwrap_model(chunk).sharded_state_dict(metadata=metadata) for name, chunk in zip(names, chunks, strict=True)}
+    states = [unwrap_model(chunk).sharded_state_dict(metadata=metadata) for chunk in chunks]
+    return dict(zip(names, states, strict=True))
 
 
 def optimizer_state(trainee: Trainee, model: dict[str, Any], is_loading: bool) -> dict[str, Any]:

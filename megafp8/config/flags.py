@@ -54,8 +54,20 @@ def parse(argv: Sequence[str]) -> Invocation:
     `--help`, `--version` and `--list-presets` print and exit with status 0.
 
     Raises:
-        ConfigError: unknown, refused, incomplete or repeated-in-vain flags, bad values, an unreadable --config:
-            all of them in one error.
+        ConfigError: all that `read` finds wrong.
+    """
+    invocation, problems = read(argv)
+    if problems:
+        raise ConfigError(problems)
+    return invocation
+
+
+def read(argv: Sequence[str]) -> tuple[Invocation, list[str]]:
+    """Read a command line as far as it can be read.
+
+    Returns:
+        What could be read, and what is wrong: unknown, refused, incomplete or repeated-in-vain flags, bad values, an
+        unreadable --config. A caller that has more to check can so report everything at once.
     """
     parser = build_parser()
     expanded, notices = megatron_flags.replace(_options_of(argv))
@@ -68,9 +80,7 @@ def parse(argv: Sequence[str]) -> Invocation:
     config = _layered(values, extras.get("config"), notices, problems)
     if extras.get("world_size") is not None and extras["world_size"] < 1:
         problems.append(f"--world-size {extras['world_size']}: must be at least 1")
-    if problems:
-        raise ConfigError(problems)
-    return Invocation(
+    invocation = Invocation(
         config=config,
         given=given,
         dry_run=extras.get("dry_run", False),
@@ -78,6 +88,7 @@ def parse(argv: Sequence[str]) -> Invocation:
         target=extras.get("target"),
         notices=tuple(notices),
     )
+    return invocation, problems
 
 
 # ---- the parser ---------------------------------------------------------------------------------------------------

@@ -91,6 +91,13 @@ def use_threads(num_threads: Optional[int]) -> int:
     return threads
 
 
+def order_kernels(tensor_model_parallel_size: int) -> None:
+    """Have CUDA start kernels in the order they are given, which megatron-core's overlap of tensor-parallel
+    communication counts on. Before the first use of CUDA; a value that the user set stays."""
+    if tensor_model_parallel_size > 1:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
 def join_ranks(platform: Platform, timeout_minutes: int) -> None:
     """Start torch.distributed, with the launcher's rendezvous or alone in one process. Does nothing if it runs.
 

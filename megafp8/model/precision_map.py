@@ -71,5 +71,6 @@ def format_precision_map(rows: Iterable[GemmPrecision]) -> str:
     """The table as aligned text."""
     cells = [HEADER, *((row.linear, row.layers, row.fprop, row.dgrad, row.wgrad) for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(HEADER))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells)
+    padded = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in cells]
+    return "\n".join("  ".join(line).rstrip() for line in padded)
 

@@ -158,6 +158,18 @@ class Layout:
                 return stage, chunk
         raise ValueError(f"no layer {layer} among {num_layers}")
 
+    def describe_stages(self, num_layers: int) -> list[str]:
+        """One line per pipeline stage, for worlds too large to list."""
+        ranks_per_stage, lines = self.world_size // self.pipeline, []
+        for stage in range(self.pipeline):
+            first = stage * ranks_per_stage
+            ends = ["embedding"] * (stage == 0) + [f"layers {as_ranges(self.layers_on(stage, num_layers))}"]
+            ends += ["output"] * (stage == self.pipeline - 1)
+            lines.append(f"stage {stage}: ranks {first}-{first + ranks_per_stage - 1}: {' + '.join(ends)}")
+        neighbours = f"groups of {self.tensor} neighbouring ranks" if self.tensor > 1 else "single ranks"
+        lines.append(f"within a stage: tensor-parallel {neighbours} x context {self.context} x data {self.data}")
+        return lines
+
     def describe(self, num_layers: int) -> list[str]:
         """One line per tensor-parallel group, as a person reads it; stages in order."""
         lines = []

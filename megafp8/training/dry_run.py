@@ -11,13 +11,14 @@ from megafp8.device.capability import Target
 from megafp8.mcore_config import build_ddp_config, build_optimizer_config, build_transformer_config
 from megafp8.model.precision_map import format_precision_map, resolve_precision_map
 from megafp8.parallel.topology import layout_of
-from megafp8.planning.memory import estimate_memory
+from megafp8.planning.memory import estimate_ends
+from megafp8.training.check import Checked
 
 GIB = 2**30
 MOST_RANK_LINES = 16
 
 
-def describe_run(invocation: Invocation, target: Target, implementation: str, world_size: int) -> str:
+def describe_run(checked: Checked) -> str:
     """The whole text: settings, layout, size, memory, precision.
 
     Also builds megatron-core's configuration objects, so that what it would refuse is refused here.
@@ -26,25 +27,27 @@ def describe_run(invocation: Invocation, target: Target, implementation: str, wo
         ConfigError: megatron-core refuses the configuration.
         DataError: the tokenizer cannot be read.
     """
-    config = invocation.config
+    config, implementation, world_size = checked.invocation.config, checked.implementation, checked.world_size
     build_transformer_config(config, implementation, on_cuda=False, world_size=world_size)
     build_ddp_config(config)
     build_optimizer_config(config)
-    vocab_size = derived.padded_vocab_size(config, derived.vocabulary_size(config, tokenizer_size(config)))
+    vocab_size = derived.padded_vocab_size(config, vocabulary_size(config))
     sections = [
-        *(f"notice: {notice}" for notice in invocation.notices),
-        settings_text(invocation),
-        layout_text(config, target, implementation, world_size),
+        *(f"notice: {notice}" for notice in checked.notices),
+        settings_text(checked.invocation),
+        layout_text(config, checked.target, implementation, world_size),
         size_text(config, vocab_size, world_size),
-        memory_text(config, vocab_size, world_size),
+        memory_text(config, vocab_size, world_size, implementation),
         "precision\n" + indented(format_precision_map(resolve_precision_map(config, implementation))),
     ]
     return "\n\n".join(sections)
 
 
-def tokenizer_size(config: RunConfig) -> int:
-    """Vocabulary of the tokenizer that the flags name."""
-    return build_tokenizer(config.data, config.model.vocab_size).vocab_size
+def vocabulary_size(config: RunConfig) -> int:
+    """Token ids before padding. The tokenizer, which may lie on another machine, is read only if nothing else tells."""
+    if config.model.vocab_size is not None and config.data.tokenizer_type != "NullTokenizer":
+        return config.model.vocab_size
+    return derived.vocabulary_size(config, build_tokenizer(config.data, config.model.vocab_size).vocab_size)
 
 
 def settings_text(invocation: Invocation) -> str:
@@ -63,8 +66,7 @@ def layout_text(config: RunConfig, target: Target, implementation: str, world_si
     assert config.model.num_layers is not None
     lines = layout.describe(config.model.num_layers)
     if len(lines) > MOST_RANK_LINES:
-        shown = lines[: MOST_RANK_LINES - 1]
-        lines = [*shown, f"... and {len(lines) - len(shown)} more tensor-parallel groups"]
+        lines = layout.describe_stages(config.model.num_layers)
     head = (
         f"layout: {world_size} x {target.name}, {implementation} layers: tensor {layout.tensor} x context "
         f"{layout.context} x pipeline {layout.pipeline} (virtual {layout.chunks_per_rank}) x data {layout.data}"
@@ -90,14 +92,13 @@ def size_text(config: RunConfig, vocab_size: int, world_size: int) -> str:
     return "size\n" + indented("\n".join(lines))
 
 
-def memory_text(config: RunConfig, vocab_size: int, world_size: int) -> str:
+def memory_text(config: RunConfig, vocab_size: int, world_size: int, implementation: str) -> str:
     """Memory of a rank of the first and of the last pipeline stage."""
-    stages = sorted({0, config.parallel.pipeline_model_parallel_size - 1})
-    estimates = [estimate_memory(config, vocab_size, world_size, stage) for stage in stages]
+    estimates = estimate_ends(config, world_size, vocab_size, implementation=implementation)
     lines = []
-    for stage, estimate in zip(stages, estimates, strict=True):
-        parts = ", ".join(f"{name} {value / GIB:.2f}" for name, value in estimate.parts())
-        lines.append(f"stage {stage}: {estimate.total_bytes / GIB:.2f} GiB ({parts})")
+    for name, estimate in zip(("first stage", "last stage"), estimates, strict=False):
+        parts = ", ".join(f"{part} {value / GIB:.2f}" for part, value in estimate.parts().items())
+        lines.append(f"{name}: {estimate.total_bytes / GIB:.2f} GiB ({parts})")
     return "memory of one rank, estimated\n" + indented("\n".join(lines))
 
 

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import logging
 
-from megafp8.config.flags import Invocation
 from megafp8.device.platform import detect_platform, leave_ranks, rank
 from megafp8.training.assemble import assemble
+from megafp8.training.check import Checked
 from megafp8.training.loop import train
 
 
-def run_training(invocation: Invocation, implementation: str) -> None:
+def run_training(checked: Checked) -> None:
     """Train from start to end; all ranks call it."""
-    config = invocation.config
+    config = checked.invocation.config
     if config.logging.logging_level is not None:
         logging.getLogger().setLevel(config.logging.logging_level)
     if rank() == 0:
-        for notice in invocation.notices:
+        for notice in checked.notices:
             print(f"notice: {notice}", flush=True)
     platform = detect_platform(config.parallel.distributed_backend)
-    run = assemble(config, platform, implementation)
+    run = assemble(config, platform, checked.implementation)
     train(run)
     leave_ranks()

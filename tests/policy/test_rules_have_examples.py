@@ -76,7 +76,6 @@ EXAMPLES = {
         },
         2, "6 / (2 x 1) = 3: use --global-batch-size 8",
     ),
-    "sequence_parallel_needs_tensor_parallel": ({"parallel.sequence_parallel": True}, 1, "there is one"),
     "sequence_divides": (
         {"parallel.context_parallel_size": 2, "data.seq_length": 130}, 2, "2 x --context-parallel-size = 2 x 2 = 4"
     ),

@@ -110,15 +110,6 @@ def interleaving_needs_a_pipeline(config: RunConfig, world_size: int) -> Iterato
         )
 
 
-def sequence_parallel_needs_tensor_parallel(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Sequence parallelism splits the sequence over the tensor-parallel ranks."""
-    if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
-        yield (
-            "--sequence-parallel splits the sequence over tensor-parallel ranks and there is one: remove it, or use "
-            "--tensor-model-parallel-size 2 or more"
-        )
-
-
 def sequence_divides(config: RunConfig, world_size: int) -> Iterator[str]:
     """Context-parallel ranks hold two slices of the sequence each (for balance), sequence-parallel ranks one."""
     seq, parallel = config.data.seq_length, config.parallel
@@ -172,7 +163,6 @@ RULES: tuple[Rule, ...] = (
     one_spelling_of_virtual_stages,
     virtual_stages_divide_the_layers,
     interleaving_needs_a_pipeline,
-    sequence_parallel_needs_tensor_parallel,
     sequence_divides,
     context_exchange_divides_heads,
     parameter_gather_overlap_has_its_parts,

@@ -1,0 +1,66 @@
+"""Everything that can be known to be wrong before any work: flags, arithmetic, paths, machine. All of it at once."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from megafp8.config import rules
+from megafp8.config.flags import Invocation
+from megafp8.device import capability, mcore_cpu
+from megafp8.device.capability import Target
+from megafp8.device.platform import order_kernels, world_size
+from megafp8.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A command line that may run.
+
+    Attributes:
+        target: the machine that it is meant for.
+        implementation: the layers: `transformer_engine`, `emulated` or `local`.
+        world_size: ranks, there or meant.
+        notices: what the user should know, and need not mend.
+    """
+
+    invocation: Invocation
+    target: Target
+    implementation: str
+    world_size: int
+    notices: tuple[str, ...]
+
+
+def check(invocation: Invocation, problems: list[str]) -> Checked:
+    """Check a command line and make megatron-core ready for this machine.
+
+    Args:
+        problems: what reading the command line found.
+
+    Raises:
+        ConfigError: all problems.
+    """
+    config, ranks = invocation.config, invocation.world_size or world_size()
+    order_kernels(config.parallel.tensor_model_parallel_size)
+    target = capability.TARGETS[invocation.target] if invocation.target else capability.detect_target()
+    found = rules.setting_problems(config, ranks)
+    found += capability.problems(config, target)
+    path_problems, notices = rules.path_problems(config, ranks), list(invocation.notices)
+    if invocation.world_size is None and invocation.target is None:
+        found += path_problems
+    elif not invocation.dry_run:
+        found.append("--world-size and --target stand in for a machine that is not there: they go with --dry-run only")
+    else:
+        notices += (f"on this machine: {problem}" for problem in path_problems)
+    found = problems + without_echoes(found, problems)
+    if found:
+        raise ConfigError(found)
+    mcore_cpu.install()
+    implementation = capability.resolve_implementation(config.precision, target)
+    return Checked(invocation, target, implementation, ranks, tuple(notices))
+
+
+def without_echoes(found: list[str], problems: list[str]) -> list[str]:
+    """Leave out what a misread flag makes the rules say about the same flag."""
+    misread = {flag for problem in problems for flag in re.findall(r"--[a-z0-9-]+", problem)}
+    return [problem for problem in found if problem.split(" ", 1)[0].rstrip(":") not in misread]
