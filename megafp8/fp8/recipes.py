@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
 from megafp8.config.schema import PrecisionConfig
+from megafp8.device.capability import EMULATED_RECIPES
 from megafp8.errors import CapabilityError
 from megafp8.fp8.formats import E4M3, E5M2, Format
 from megafp8.fp8.scaling import ScaleRule
-
-EMULATED_RECIPES = ("tensorwise",)
 
 
 class Operand(enum.Enum):

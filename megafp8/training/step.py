@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
+from megafp8.model.emulated_layers import weights_unchanged
 from megafp8.optim.finite import StepTotals, agree, raise_bad_numbers
 from megafp8.optim.schedule import current_learning_rate
 from megafp8.training.assemble import Run, to_device_sum
@@ -71,15 +72,16 @@ def forward_backward(run: Run, batches: Batches, num_microbatches: int, forward_
     """megatron-core's schedule for the layout; the reports of the loss, on the last stage."""
     chunks = run.trainee.chunks
     schedule = get_forward_backward_func()
-    return schedule(
-        forward_step_func=run.forward_step,
-        data_iterator=batches_of_chunks(run, batches),
-        model=chunks,
-        num_microbatches=num_microbatches,
-        seq_length=run.config.data.seq_length,
-        micro_batch_size=run.config.training.micro_batch_size,
-        forward_only=forward_only,
-    )
+    with weights_unchanged(chunks):  # so emulated layers quantize each weight once for all microbatches
+        return schedule(
+            forward_step_func=run.forward_step,
+            data_iterator=batches_of_chunks(run, batches),
+            model=chunks,
+            num_microbatches=num_microbatches,
+            seq_length=run.config.data.seq_length,
+            micro_batch_size=run.config.training.micro_batch_size,
+            forward_only=forward_only,
+        )
 
 
 def batches_of_chunks(run: Run, batches: Batches) -> Union[Batches, list[Batches]]:
