@@ -24,8 +24,8 @@ from megafp8.training.assemble import Run, run_folder
 from megafp8.training.describe import run_record
 from megafp8.training.evaluate import build_batches, evaluate
 from megafp8.training.profiling import profiler
-from megafp8.training.rates import build_rates
-from megafp8.training.step import params_norm, train_step
+from megafp8.training.rates import Rates, build_rates
+from megafp8.training.step import Batches, params_norm, train_step
 
 
 def train(run: Run) -> Progress:
@@ -94,12 +94,8 @@ def train_steps(
         gc.disable()
     with profiler(run, folder) as profile_step:
         while progress.step < total_steps and reason is None:
-            run.timer.start()
-            step = progress.step + 1
-            result = train_step(run, batches, step)
-            progress = Progress(step, progress.consumed_samples + run.global_batch_size)
-            record = rates.record(result, step, progress.consumed_samples, run.timer.stop(), run.timer.spans_ms)
-            sinks.write(with_details(run, record))
+            progress = recorded_step(run, sinks, rates, batches, progress)
+            step = progress.step
             if step == first_step:
                 report_attention(run, sinks, step)
             profile_step()
@@ -116,6 +112,16 @@ def train_steps(
         place = f", saved at step {saved_step}" if folder else ", not saved (no --save)"
         sinks.write(EventRecord(step=progress.step, name="stopped", detail=reason + place))
     return progress
+
+
+def recorded_step(run: Run, sinks: Sinks, rates: Rates, batches: Batches, progress: Progress) -> Progress:
+    """Train on one global batch and write the record of it; how far the run is then."""
+    run.timer.start()
+    step, consumed_samples = progress.step + 1, progress.consumed_samples + run.global_batch_size
+    result = train_step(run, batches, step)
+    record = rates.record(result, step, consumed_samples, run.timer.stop(), run.timer.spans_ms)
+    sinks.write(with_details(run, record))
+    return Progress(step, consumed_samples)
 
 
 def with_details(run: Run, record: StepRecord) -> StepRecord:
