@@ -50,6 +50,7 @@ class CausalAttention(torch.nn.Module):
         assert pg_collection is not None, "megatron-core's attention passes its groups"
         self.context_group = pg_collection.cp
         self.softmax_scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
+        self.is_sequence_parallel = config.sequence_parallel
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
     def forward(
@@ -69,7 +70,9 @@ class CausalAttention(torch.nn.Module):
             key, value, mask = self.gather(query, key, value)
         probability = self.dropout if self.training else 0.0
         # Each tensor-parallel rank drops probabilities of its own heads: megatron-core's tracker keeps that stream.
-        fork = tensor_parallel.get_cuda_rng_tracker().fork() if probability else nullcontext()
+        # With sequence parallelism the transformer block is in that stream already; entering it twice would rewind it.
+        forks = probability > 0 and not self.is_sequence_parallel
+        fork = tensor_parallel.get_cuda_rng_tracker().fork() if forks else nullcontext()
         with fork:
             output = F.scaled_dot_product_attention(
                 query.permute(1, 2, 0, 3),
