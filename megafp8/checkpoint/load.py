@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from megafp8.errors import CheckpointError
 FREE_MODEL_SETTINGS = ("model.model_preset", "model.attention_dropout", "model.hidden_dropout", "model.init_method_std")
 
 EMBEDDING = "embedding.word_embeddings.weight"
+LAYER_STATE = "_extra_state"
 # What megatron-core and torch raise on a file that is missing, cut off or of another model.
 UNREADABLE = (
     CheckpointingException, CheckpointException, OSError, RuntimeError, AttributeError, EOFError, KeyError,
@@ -63,10 +66,8 @@ def read_config(path: Path) -> RunConfig:
 def common_state(path: Path) -> dict[str, Any]:
     """The plain values of a checkpoint."""
     register_safe_globals()
-    try:
+    with readable(path):
         state = dist_checkpointing.load_common_state_dict(str(path))
-    except UNREADABLE as error:
-        raise CheckpointError(f"{path} cannot be read as a checkpoint: {reason(error)}") from error
     if "config" not in state:
         raise CheckpointError(f"{path} is a megatron-core checkpoint without megafp8's configuration")
     return state
@@ -95,8 +96,10 @@ def load_checkpoint(path: Path, config: RunConfig, trainee: Trainee, weights_onl
         state["optimizer"] = optimizer_state(trainee, dict(state), is_loading=True)
     if with_random:
         state["random_state"] = random_state()
-    state = read_state(path, state)
-    put_weights(trainee.chunks, state, names)
+    with readable(path):
+        state = dist_checkpointing.load(state, str(path), strict="raise_unexpected")
+    for name, chunk in zip(names, trainee.chunks, strict=True):
+        unwrap_model(chunk).load_state_dict(state[name])
     if with_optimizer:
         with torch.no_grad():
             trainee.optimizer.load_state_dict(state["optimizer"])
@@ -115,12 +118,20 @@ def load_checkpoint(path: Path, config: RunConfig, trainee: Trainee, weights_onl
 def load_weights(path: Path, chunks: list[Any]) -> None:
     """Restore the weights alone, into chunks that need no optimizer; all ranks call it.
 
+    Layers of Transformer Engine keep state besides weights, under keys that other layers do not have. It is taken
+    where the checkpoint has it, and left as built where not.
+
     Raises:
         CheckpointError: the checkpoint is of another model, or cannot be read.
     """
-    state = model_state(chunks)
-    names = list(state)
-    put_weights(chunks, read_state(path, state), names)
+    model = model_state(chunks)
+    with readable(path):
+        state, _, absent = dist_checkpointing.load(model, str(path), strict="return_unexpected")
+    for name, chunk in zip(list(model), chunks, strict=True):
+        absent |= set(unwrap_model(chunk).load_state_dict(state[name], strict=False).missing_keys)
+    absent_weights = sorted(key for key in absent if not key.endswith(LAYER_STATE))
+    if absent_weights:
+        raise CheckpointError(f"{path} is of another model: it lacks {', '.join(absent_weights)}")
 
 
 def embedding_rows(path: Path) -> int:
@@ -131,18 +142,17 @@ def embedding_rows(path: Path) -> int:
     Raises:
         CheckpointError: the checkpoint cannot be read.
     """
-    try:
+    with readable(path):
         return dist_checkpointing.load_tensors_metadata(str(path))[EMBEDDING].global_shape[0]
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Within, what a missing, damaged or other checkpoint raises becomes a CheckpointError."""
+    try:
+        yield
     except UNREADABLE as error:
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {reason(error)}") from error
-
-
-def read_state(path: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """Fill a sharded state dictionary from a checkpoint; everything in it must be there."""
-    try:
-        return dist_checkpointing.load(state, str(path), strict="raise_unexpected")
-    except UNREADABLE as error:
-        raise CheckpointError(f"{path} could not be loaded: {reason(error)}") from error
 
 
 def reason(error: BaseException) -> str:
@@ -150,12 +160,6 @@ def reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return f"{type(error).__name__}: {error}"
-
-
-def put_weights(chunks: list[Any], state: dict[str, Any], names: list[str]) -> None:
-    """Copy loaded weights into the chunks, which are called `names` in `state`."""
-    for name, chunk in zip(names, chunks, strict=True):
-        unwrap_model(chunk).load_state_dict(state[name])
 
 
 def restore_schedule(path: Path, trainee: Trainee, saved: dict[str, Any]) -> None:

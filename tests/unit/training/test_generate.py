@@ -7,9 +7,12 @@ import torch
 from ranks import run_ranks
 from saved_run import STEP, build_initial, configure, save_initial
 
+from megafp8.checkpoint.folder import find_checkpoint
+from megafp8.checkpoint.load import load_weights, read_config
 from megafp8.config.schema import RunConfig
 from megafp8.device.capability import TARGETS
 from megafp8.errors import CapabilityError, CheckpointError, DataError
+from megafp8.model.norm import Norm
 from megafp8.model.sampling import GREEDY, Sampling
 from megafp8.training.generate import TextStream, generate_ids, generate_text, load_language_model, one_rank_config
 
@@ -169,6 +172,30 @@ def test_a_checkpoint_of_two_tensor_parallel_ranks_gives_their_logits(tmp_path) 
     assert expected.shape == (512,)
     found = with_model(lambda model: model.next_logits(ids), tmp_path)
     torch.testing.assert_close(found, expected[:301], rtol=1e-5, atol=1e-5)
+
+
+def test_state_that_only_other_layers_have_is_not_asked_of_a_checkpoint(gpt2) -> None:
+    """As Transformer Engine's norms have it, where the checkpoint is of a CPU run."""
+
+    def compare():
+        Norm.get_extra_state = lambda self: torch.zeros(1, dtype=torch.uint8)
+        Norm.set_extra_state = lambda self, state: None
+        model = load_language_model(gpt2)
+        names = [name for name in model.module.state_dict() if "norm" in name and name.endswith("_extra_state")]
+        return len(names), model.next_logits(PROMPT)
+
+    num_states, logits = run_ranks(1, compare)[0]
+    assert num_states == 5
+    assert logits.equal(with_model(lambda model: model.next_logits(PROMPT), gpt2))
+
+
+def test_a_weight_that_is_not_in_the_checkpoint_is_named(gpt2) -> None:
+    path = find_checkpoint(gpt2)[1]
+    config = read_config(path)
+    other = dataclasses.replace(config, model=dataclasses.replace(config.model, qk_layernorm=True))
+    with pytest.raises(AssertionError, match="is of another model: it lacks .*q_layernorm.weight") as caught:
+        run_ranks(1, lambda: load_weights(path, build_initial(other).chunks))
+    assert isinstance(caught.value.__cause__, CheckpointError)
 
 
 class Bytes:
