@@ -2,6 +2,6 @@
 # Set up and run the tests:  bash tests/run.sh [PYTEST ARGUMENTS]
 set -euo pipefail
 cd "$(dirname "$0")/.."
-. tools/setup_venv.sh dev
+MEGAFP8_EXTRAS=dev . tools/setup_venv.sh
 "$PYTHON" -m ruff check .
 exec "$PYTHON" -m pytest "$@"

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Source this:  . tools/setup_venv.sh [EXTRAS]      (EXTRAS for example: dev)
+# Source this:  . tools/setup_venv.sh      (MEGAFP8_EXTRAS=dev adds what the tests need)
 # It leaves $PYTHON pointing to a Python that has everything megafp8 needs:
 #   - the Python in use, where it already has torch with CUDA, megatron-core and Transformer Engine (a GPU container);
 #   - else .venv in this project, made if it is not there, with the versions of constraints.txt.
 # A second call finds its own stamp and does nothing.
 
 megafp8_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-megafp8_extras=${1:-}
+megafp8_extras=${MEGAFP8_EXTRAS:-}
 
 megafp8_find_python() {
   local candidate
