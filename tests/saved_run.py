@@ -21,7 +21,11 @@ from megafp8.model.builder import add_gradient_buffers, build_model, build_optim
 from megafp8.optim.schedule import build_schedule  # noqa: E402
 from megafp8.parallel.groups import build_groups  # noqa: E402
 
-RUN = "--seq-length 32 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --lr-warmup-iters 0 --init-method-std 0.2"
+# The seed is not the default one, so that weights which nobody loaded are other weights.
+RUN = (
+    "--seed 4321 --seq-length 32 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --lr-warmup-iters 0 "
+    "--init-method-std 0.2"
+)
 STEP = 7
 
 
