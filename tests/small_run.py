@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import hashlib
 import inspect
 import tempfile
@@ -18,27 +19,24 @@ import torch
 from torch import Tensor
 
 from megafp8.config import flags, rules
-from megafp8.config.derived import padded_vocab_size
 from megafp8.config.schema import RunConfig
-from megafp8.device import mcore_cpu, platform
+from megafp8.device import capability, mcore_cpu, platform
 
 mcore_cpu.install()
 
 from megatron.core.utils import unwrap_model  # noqa: E402
 
-from megafp8.mcore_config import build_transformer_config  # noqa: E402
-from megafp8.model.loss import build_forward_step  # noqa: E402
-from megafp8.optim.finite import GradientWatch  # noqa: E402
-from megafp8.parallel.groups import build_groups  # noqa: E402
-from megafp8.training.assemble import Run, build_trainee  # noqa: E402
+from megafp8.checkpoint.save import sync_parameters  # noqa: E402
+from megafp8.training.assemble import Run, assemble  # noqa: E402
 from megafp8.training.evaluate import build_batches  # noqa: E402
 from megafp8.training.step import train_step  # noqa: E402
 
+# Bytes 0 to 254, and the tokenizer's end of document on 255, which no source has: 256 rows under every layout.
 COMMON = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 256 "
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 255 "
     "--make-vocab-size-divisible-by 16 --attention-dropout 0 --hidden-dropout 0 --tokenizer-type NullTokenizer "
     "--mock-data --num-workers 0 --micro-batch-size 2 --global-batch-size 8 --train-iters 100 --lr 1e-3 "
-    "--lr-decay-style cosine --lr-warmup-iters 2 --adam-beta2 0.95 --weight-decay 0.1"
+    "--lr-decay-style cosine --lr-warmup-iters 2 --adam-beta2 0.95 --weight-decay 0.1 --num-threads 1 --eval-iters 2"
 )
 STYLES = {
     "llama": (
@@ -70,26 +68,12 @@ def small_config(style: str, extra: str = "", world_size: int = 1) -> RunConfig:
 
 
 def build_run(config: RunConfig) -> Run:
-    """The run of this rank; torch.distributed runs already."""
-    place = build_groups(config)
-    implementation = "local" if config.precision.transformer_impl == "local" else "emulated"
-    transformer_config = build_transformer_config(config, implementation, False, place.world_size)
-    vocab_size = padded_vocab_size(config, 256)
-    trainee = build_trainee(config, transformer_config, implementation, vocab_size, place.world_size)
+    """The run of this rank, on samples of Python source; torch.distributed runs already."""
     here = platform.detect_platform()
-    return Run(
-        config=config,
-        platform=here,
-        place=place,
-        implementation=implementation,
-        tokenizer=None,
-        vocab_size=vocab_size,
-        datasets=(None, None, None),
-        transformer_config=transformer_config,
-        trainee=trainee,
-        forward_step=build_forward_step(here.device, config.parallel.context_parallel_size),
-        watch=GradientWatch(trainee.chunks, here.device),
-    )
+    implementation = capability.resolve_implementation(config.precision, capability.TARGETS["cpu"])
+    run = assemble(config, here, implementation)
+    samples = SourceSamples(config.data.seq_length)
+    return dataclasses.replace(run, datasets=(samples, samples, None))
 
 
 class SourceSamples:
@@ -121,13 +105,30 @@ def train(run: Run, num_steps: int, first_step: int = 1, is_masked: bool = False
     """Some steps of training; the samples before `first_step` count as consumed."""
     samples, batch = SourceSamples(run.config.data.seq_length, is_masked), run.global_batch_size
     last_step = first_step + num_steps - 1
-    batches = build_batches(run, samples, (first_step - 1) * batch, last_step * batch)
+    batches = build_batches(run, samples, (first_step - 1) * batch, last_step * batch, num_workers=0)
     results = [train_step(run, batches, step) for step in range(first_step, last_step + 1)]
     return Curve([result.loss for result in results], [result.grad_norm for result in results])
 
 
+def curve_of(config: RunConfig, num_steps: int, is_masked: bool = False) -> Curve:
+    """Build and train: one rank's part of a whole run."""
+    return train(build_run(config), num_steps, is_masked=is_masked)
+
+
+@torch.no_grad()
+def nudge(run: Run, seed: int) -> None:
+    """Move every other weight, at random, to the next number above it: a change that rounding alone could make."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in (parameter for chunk in run.trainee.chunks for parameter in chunk.parameters()):
+        is_moved = torch.rand(parameter.shape, generator=generator) < 0.5
+        above = torch.nextafter(parameter, torch.full_like(parameter, torch.inf))
+        parameter.copy_(torch.where(is_moved, above, parameter))
+    run.trainee.optimizer.reload_model_params()
+
+
 def weights(run: Run) -> dict[str, Tensor]:
-    """Copies of this rank's weights by name, the chunk's number in front."""
+    """Copies of this rank's weights by name, the chunk's number in front; gathers that are under way are waited for."""
+    sync_parameters(run.config, run.trainee)
     return {
         f"{index}.{name}": parameter.detach().clone()
         for index, chunk in enumerate(unwrap_model(run.trainee.chunks))
@@ -142,8 +143,3 @@ def fingerprint(tensors: dict[str, Tensor]) -> str:
         digest.update(name.encode())
         digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def curve_of(config: RunConfig, num_steps: int, is_masked: bool = False) -> Curve:
-    """Build and train: one rank's part of a whole run."""
-    return train(build_run(config), num_steps, is_masked=is_masked)

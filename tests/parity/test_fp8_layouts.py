@@ -1,0 +1,132 @@
+"""FP8 under every layout, with scales that do not depend on the layout (`--fp8-amax-reduction all`).
+
+Rounding to FP8 turns last-bit differences into visible ones, so the bound comes from the model: how far its curve moves
+when its weights move by one unit in the last place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pytest
+from ranks import run_ranks
+from small_run import FP8, PLAIN, STYLES, Curve, build_run, curve_of, nudge, small_config, train
+from test_layouts import CONTEXT, OVERLAP, PIPELINE, SEQUENCE, TENSOR, VIRTUAL
+from tolerances import FP8_LAYOUT_LOSS, LAYOUT_GRAD_NORM, LAYOUT_LOSS, LOSS_UNIT
+
+from megafp8.config.schema import RunConfig
+
+NUM_STEPS = 6
+NUM_NUDGES = 4
+
+Nudged = tuple[Curve, list[Curve]]
+
+
+def nudged_curves(config: RunConfig, num_steps: int) -> Nudged:
+    """The training as it is, and from weights that differ by one unit in the last place."""
+
+    def nudged(seed: int) -> Curve:
+        run = build_run(config)
+        nudge(run, seed)
+        return train(run, num_steps)
+
+    curve = run_ranks(1, curve_of, config, num_steps)[0]
+    return curve, [run_ranks(1, nudged, seed)[0] for seed in range(1, NUM_NUDGES + 1)]
+
+
+@pytest.fixture(scope="module")
+def fp8_on_one_rank() -> Callable[[str], Nudged]:
+    """By style."""
+    curves: dict[str, Nudged] = {}
+
+    def nudged(style: str) -> Nudged:
+        if style not in curves:
+            curves[style] = nudged_curves(small_config(style, FP8), NUM_STEPS)
+        return curves[style]
+
+    return nudged
+
+
+def distance(ours: Curve, reference: Curve) -> float:
+    """Root mean square of the difference of two loss curves."""
+    squares = [(a - b) ** 2 for a, b in zip(ours.losses, reference.losses, strict=True)]
+    return (sum(squares) / len(squares)) ** 0.5
+
+
+def largest(differences: Iterable[float]) -> float:
+    """By absolute value."""
+    return max(map(abs, differences))
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_bound_is_the_models_own_sensitivity(style: str, fp8_on_one_rank: Callable[[str], Nudged]) -> None:
+    curve, nudged = fp8_on_one_rank(style)
+    sensitivity = max(distance(other, curve) for other in nudged)
+    assert FP8_LAYOUT_LOSS / 10 < sensitivity < FP8_LAYOUT_LOSS, "neither loose nor below what rounding does"
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_plain_bounds_are_the_models_own_sensitivity(style: str) -> None:
+    """The same for the bounds of the layouts without FP8, over their 20 steps."""
+    curve, nudged = nudged_curves(small_config(style, PLAIN), 20)
+    losses = largest(a - b for other in nudged for a, b in zip(other.losses, curve.losses, strict=True))
+    assert LAYOUT_LOSS / 10 < losses < LAYOUT_LOSS
+    norms = largest(a / b - 1 for other in nudged for a, b in zip(other.grad_norms, curve.grad_norms, strict=True))
+    assert LAYOUT_GRAD_NORM[style] / 10 < norms < LAYOUT_GRAD_NORM[style]
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param("", id="dp2"),
+        pytest.param(OVERLAP, id="dp2-distributed-optimizer-overlap"),
+        pytest.param(PIPELINE, id="pp2"),
+        pytest.param(VIRTUAL, id="pp2-virtual2"),
+        pytest.param(CONTEXT, id="cp2"),
+    ],
+)
+def test_layouts_that_split_no_matrix(style: str, flags: str, fp8_on_one_rank: Callable[[str], Nudged]) -> None:
+    """The first loss is the same but for the order in which tokens are summed; then gradients are, in another order."""
+    reference, _ = fp8_on_one_rank(style)
+    curve = run_ranks(2, curve_of, small_config(style, f"{FP8} {flags}", 2), NUM_STEPS)[0]
+    assert abs(curve.losses[0] - reference.losses[0]) <= LOSS_UNIT
+    assert distance(curve, reference) <= FP8_LAYOUT_LOSS
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    ("world_size", "flags"),
+    [
+        pytest.param(2, TENSOR, id="tp2"),
+        pytest.param(2, f"{TENSOR} {SEQUENCE}", id="tp2-sp"),
+        pytest.param(4, f"{TENSOR} {PIPELINE} {SEQUENCE}", id="tp2-pp2-sp"),
+        pytest.param(4, f"{TENSOR} {CONTEXT} {SEQUENCE}", id="tp2-cp2-sp"),
+    ],
+)
+def test_layouts_that_split_matrices(
+    style: str, world_size: int, flags: str, fp8_on_one_rank: Callable[[str], Nudged]
+) -> None:
+    reference, _ = fp8_on_one_rank(style)
+    curve = run_ranks(world_size, curve_of, small_config(style, f"{FP8} {flags}", world_size), NUM_STEPS)[0]
+    assert distance(curve, reference) <= FP8_LAYOUT_LOSS
+
+
+@pytest.mark.parametrize("precision", [FP8, f"{FP8} --bf16"], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("style", STYLES)
+def test_recomputation_is_bit_equal(style: str, precision: str) -> None:
+    dropout = "--attention-dropout 0.1 --hidden-dropout 0.1"
+    plain = run_ranks(1, curve_of, small_config(style, f"{precision} {dropout}"), 3)[0]
+    for recompute in (
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "--recompute-activations",
+    ):
+        assert run_ranks(1, curve_of, small_config(style, f"{precision} {dropout} {recompute}"), 3)[0] == plain
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_fp8_is_there(style: str, fp8_on_one_rank: Callable[[str], Nudged]) -> None:
+    """Quantization moves the loss: the tests above compare FP8 with FP8."""
+    curve, _ = fp8_on_one_rank(style)
+    plain = run_ranks(1, curve_of, small_config(style, PLAIN), NUM_STEPS)[0]
+    assert 20 * LAYOUT_LOSS < distance(curve, plain) < 0.05
