@@ -52,7 +52,34 @@ def build_transformer_config(
     # Delayed scaling, and others, count on one update per step: megatron-core reads this while building layers.
     fields["calculate_per_token_loss"] = True
     fields |= parsed_overrides(config, "transformer", TransformerConfig)
+    faults = wrong_without_an_error(fields)
+    if faults:
+        raise ConfigError(faults)
     return build_checked(TransformerConfig, fields)
+
+
+def wrong_without_an_error(fields: Mapping[str, Any]) -> list[str]:
+    """What only `--override` can bring about, and megatron-core then trains another model without a word."""
+    chunks, stages = fields["virtual_pipeline_model_parallel_size"], fields["pipeline_model_parallel_size"]
+    checks = (
+        (
+            chunks is not None and stages == 2 and fields["batch_p2p_comm"],
+            "transformer.batch_p2p_comm=True with two interleaved stages: the messages between them are mixed up",
+        ),
+        (
+            fields["overlap_p2p_comm"] and fields["deallocate_pipeline_outputs"],
+            "transformer.deallocate_pipeline_outputs=True with overlapped messages: outputs are freed while being sent",
+        ),
+        (
+            not fields["perform_initialization"],
+            "transformer.perform_initialization=False: split weights go unmarked, and the gradient norm is wrong",
+        ),
+        (
+            not fields["calculate_per_token_loss"],
+            "transformer.calculate_per_token_loss=False: tokens of half-masked microbatches would weigh more",
+        ),
+    )
+    return [f"--override {text}; leave it out" for is_wrong, text in checks if is_wrong]
 
 
 def shape_fields(config: RunConfig) -> dict[str, Any]:
