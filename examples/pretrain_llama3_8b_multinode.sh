@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# Llama 3's 8-billion-parameter model in FP8 on many machines of 8 GPUs each.
+#
+# 1. The plan, on any machine. Change the layout until it fits, then start.
+#
+#      bash examples/pretrain_llama3_8b_multinode.sh --dry-run --world-size 64 --target h200
+#      bash examples/pretrain_llama3_8b_multinode.sh --dry-run --world-size 512 --target h100 \
+#        --tensor-model-parallel-size 4 --pipeline-model-parallel-size 1
+#
+# 2. The same command on every machine, here number 3 of 8 (counted from 0):
+#
+#      NNODES=8 NODE_RANK=3 MASTER_ADDR=first-machine bash examples/pretrain_llama3_8b_multinode.sh
+#
+#    Under Slurm NNODES, NODE_RANK and MASTER_ADDR are found by themselves, in a job with one task on each machine:
+#
+#      srun --nodes 8 --ntasks-per-node 1 --gpus-per-node 8 bash examples/pretrain_llama3_8b_multinode.sh
+#
+# Started again, also on another number of machines, it goes on from its last checkpoint.
+#
+# DATA_PATH        prefix of the shards, or "weight prefix weight prefix ...". Without it tokens are made up and nothing
+#                  is saved: enough to see the speed.
+# TOKENIZER_MODEL  folder with the model's tokenizer.json, which made the shards
+# SAVE             folder for checkpoints, records and TensorBoard, which all machines see (default runs/llama3-8b)
+# GPUS_PER_NODE    ranks to start on this machine (default 8)
+# MASTER_PORT      a free port on the first machine (default 29500)
+# PYTHON           the Python that has megafp8 (default .venv/bin/python, else python3)
+#
+# Arguments are more flags of pretrain_gpt.py; they win over those below.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
+save=${SAVE:-runs/llama3-8b}
+
+if [ -n "${DATA_PATH:-}" ]; then
+  read -ra shards <<<"$DATA_PATH"
+  data=(
+    --data-path "${shards[@]}" --split 999,1,0 --save "$save" --load "$save" --save-interval 1000
+    --tokenizer-type HuggingFaceTokenizer --tokenizer-model "${TOKENIZER_MODEL:?is not set}"
+    --eval-interval 1000 --eval-iters 10
+  )
+else
+  echo "DATA_PATH is not set: made-up tokens, nothing is saved" >&2
+  data=(--mock-data --tokenizer-type NullTokenizer --vocab-size 128255 --eval-iters 0)
+fi
+
+model=(--model-preset llama3-8b --seq-length 8192)
+precision=(
+  --bf16 --fp8-format hybrid --fp8-recipe tensorwise
+  --cross-entropy-loss-fusion --cross-entropy-fusion-impl te
+)
+# ranks = tensor x context x pipeline x data. Tensor-parallel ranks exchange activations in every layer: keep them in a
+# machine. Pipeline stages exchange little and may span machines. What remains is data-parallel. For longer sequences
+# add --context-parallel-size.
+parallel=(
+  --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2
+  --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+)
+# 512 sequences are 4.2 million tokens a step; 240,000 steps are a trillion tokens.
+training=(
+  --micro-batch-size 1 --global-batch-size 512 --train-iters 240000
+  --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-fraction 0.01
+  --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --log-interval 10
+  --manual-gc --manual-gc-interval 100
+)
+
+launcher=("$python")
+# A dry run is one process and needs no GPU.
+if [[ " $* " != *" --dry-run "* ]]; then
+  first_machine=${MASTER_ADDR:-$(scontrol show hostnames "${SLURM_JOB_NODELIST:-}" 2>/dev/null | head -n 1 || true)}
+  launcher+=(
+    -m torch.distributed.run --nproc-per-node "${GPUS_PER_NODE:-8}"
+    --nnodes "${NNODES:-${SLURM_NNODES:-1}}" --node-rank "${NODE_RANK:-${SLURM_NODEID:-0}}"
+    --master-addr "${first_machine:-localhost}" --master-port "${MASTER_PORT:-29500}"
+  )
+fi
+
+exec "${launcher[@]}" pretrain_gpt.py \
+  "${model[@]}" "${precision[@]}" "${parallel[@]}" "${training[@]}" "${data[@]}" "$@"

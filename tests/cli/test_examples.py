@@ -1,0 +1,136 @@
+"""Every example plans a run on any machine, and starts what its comments promise."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megafp8.config import flags, rules
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ("pretrain_llama_1b", "pretrain_gpt2_124m", "pretrain_llama3_8b_multinode")
+# Files that the examples take from the environment; the same one serves for all.
+FILES = ("TOKENIZER_MODEL", "VOCAB_FILE", "MERGE_FILE")
+CLUSTER = ("NNODES", "NODE_RANK", "MASTER_ADDR", "SLURM_NNODES", "SLURM_NODEID", "SLURM_JOB_NODELIST")
+
+
+def run_example(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """Run an example in an environment that sets nothing which it reads, but for what is given."""
+    removed = {"DATA_PATH", "TOKENIZER_TYPE", "SAVE", "GPUS_PER_NODE", "MASTER_PORT", "PYTHON", *FILES, *CLUSTER}
+    inherited = {key: value for key, value in os.environ.items() if key not in removed}
+    return subprocess.run(
+        ["bash", str(ROOT / "examples" / f"{name}.sh"), *arguments],
+        capture_output=True, text=True, cwd="/", timeout=120, env=inherited | environment,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def stub_python(tmp_path_factory) -> str:
+    """A program in Python's place that prints its arguments, one shell word each."""
+    path = tmp_path_factory.mktemp("bin") / "python"
+    path.write_text("#!/usr/bin/env bash\nprintf '%q ' \"$@\"\n", encoding="utf-8")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> dict[str, str]:
+    """The environment of a run on shards; rules ask only whether the files are there."""
+    folder = tmp_path_factory.mktemp("data")
+    for name in ("text.bin", "text.idx", "tokenizer"):
+        (folder / name).touch()
+    return {"DATA_PATH": f"{folder}/text", "SAVE": f"{folder}/run"} | dict.fromkeys(FILES, f"{folder}/tokenizer")
+
+
+def words_of(result: subprocess.CompletedProcess) -> tuple[list[str], list[str]]:
+    """The launcher's words and the flags of pretrain_gpt.py."""
+    assert result.returncode == 0, result.stderr
+    words = shlex.split(result.stdout)
+    place = words.index("pretrain_gpt.py")
+    return words[:place], words[place + 1 :]
+
+
+def test_there_is_no_other_example() -> None:
+    names = {path.stem for path in (ROOT / "examples").glob("*.sh")}
+    assert names == {*EXAMPLES, "quickstart"}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_dry_run_plans_a_cluster_on_this_machine(name: str) -> None:
+    arguments = ("--dry-run", "--world-size", "64", "--target", "h200")
+    result = run_example(name, *arguments, PYTHON=sys.executable)
+    assert result.returncode == 0, result.stderr
+    for part in ("layout: 64 x h200, transformer_engine layers", "parameters (", "GiB", "linear_fc1"):
+        assert part in result.stdout
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("world_size", [8, 64])
+def test_a_run_on_shards_breaks_no_rule(name: str, world_size: int, data, stub_python) -> None:
+    _, words = words_of(run_example(name, PYTHON=stub_python, GPUS_PER_NODE="8", **data))
+    config = flags.parse(words).config
+    assert rules.problems(config, world_size) == []
+    assert config.data.data_path == (data["DATA_PATH"],)
+    assert config.checkpoint.save == config.checkpoint.load == data["SAVE"]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_arguments_win_over_the_examples_own(name: str, data, stub_python) -> None:
+    arguments = ("--train-iters", "10", "--fp8-format", "e4m3", "--fp8-recipe", "tensorwise")
+    _, words = words_of(run_example(name, *arguments, PYTHON=stub_python, GPUS_PER_NODE="8", **data))
+    config = flags.parse(words).config
+    assert (config.training.train_iters, config.precision.fp8_format) == (10, "e4m3")
+    assert rules.problems(config, 8) == []
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_blend_of_shards(name: str, data, stub_python) -> None:
+    blend = f"0.3 {data['DATA_PATH']} 0.7 {data['DATA_PATH']}"
+    _, words = words_of(run_example(name, PYTHON=stub_python, GPUS_PER_NODE="8", **data | {"DATA_PATH": blend}))
+    assert flags.parse(words).config.data.data_path == tuple(blend.split())
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_nothing_is_saved_from_made_up_tokens(name: str, stub_python) -> None:
+    _, words = words_of(run_example(name, PYTHON=stub_python, GPUS_PER_NODE="8"))
+    config = flags.parse(words).config
+    assert config.data.mock_data
+    assert config.checkpoint.save is None
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_shards_without_a_tokenizer_are_one_clear_error(name: str, data, stub_python) -> None:
+    result = run_example(name, PYTHON=stub_python, DATA_PATH=data["DATA_PATH"])
+    assert result.returncode != 0
+    assert "is not set" in result.stderr and not result.stdout
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_only_a_real_run_is_launched(name: str, stub_python) -> None:
+    real, _ = words_of(run_example(name, PYTHON=stub_python, GPUS_PER_NODE="4"))
+    assert real[:2] == ["-m", "torch.distributed.run"]
+    assert real[real.index("--nproc-per-node") + 1] == "4"
+    dry, words = words_of(run_example(name, "--dry-run", PYTHON=stub_python, GPUS_PER_NODE="4"))
+    assert dry == []
+    assert flags.parse(words).dry_run
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"NNODES": "8", "NODE_RANK": "3", "MASTER_ADDR": "first"},
+        {"SLURM_NNODES": "8", "SLURM_NODEID": "3", "MASTER_ADDR": "first"},
+    ],
+)
+def test_machines_find_each_other(environment: dict[str, str], stub_python) -> None:
+    launcher, _ = words_of(run_example("pretrain_llama3_8b_multinode", PYTHON=stub_python, **environment))
+    found = dict(zip(launcher[2::2], launcher[3::2], strict=True))
+    assert found == {
+        "--nproc-per-node": "8", "--nnodes": "8", "--node-rank": "3", "--master-addr": "first",
+        "--master-port": "29500",
+    }  # fmt: skip

@@ -1,0 +1,204 @@
+"""The command line of pretrain_gpt.py: help at once, all problems at once, plans for machines that are not here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import pretrain_gpt
+from megafp8.config import flags, serialize
+from megafp8.config.presets import PRESETS
+from megafp8.data.tokenizer_training import train_sentencepiece
+
+ROOT = Path(__file__).resolve().parents[2]
+HELP_LIMIT_S = 0.5
+TOOL_HELP_LIMIT_S = 1.0
+TRAINING = "--micro-batch-size 1 --global-batch-size 512 --train-iters 1000 --lr 1e-4 --bf16"
+MADE_UP = "--mock-data --tokenizer-type NullTokenizer --vocab-size 255"
+TINY = f"--model-preset tiny --seq-length 64 {TRAINING} {MADE_UP}"
+
+
+def start(script: str, *arguments: str) -> subprocess.CompletedProcess:
+    """Run a script of the project as a user does."""
+    return subprocess.run(
+        [sys.executable, str(ROOT / script), *arguments], capture_output=True, text=True, cwd="/", timeout=120
+    )
+
+
+def best_seconds(script: str, *arguments: str) -> float:
+    """Wall-clock time of the whole process, the best of three: other work on the machine only adds."""
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        assert start(script, *arguments).returncode == 0
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+def problems_of(capsys: pytest.CaptureFixture, arguments: str) -> list[str]:
+    """What a wrong command line is told, one text a problem."""
+    assert pretrain_gpt.main(arguments.split()) == 64
+    output = capsys.readouterr()
+    assert output.out == ""
+    head, *problems = output.err.splitlines()
+    assert head.endswith(f"{len(problems)} problem{'s' * (len(problems) > 1)} with what was asked for:")
+    return [problem.removeprefix("  - ") for problem in problems]
+
+
+def plan_of(capsys: pytest.CaptureFixture, arguments: str) -> str:
+    """What a dry run prints."""
+    assert pretrain_gpt.main(["--dry-run", *arguments.split()]) == 0
+    return capsys.readouterr().out
+
+
+# ---- help ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flag", ["--help", "--version", "--list-presets"])
+def test_help_comes_at_once(flag: str) -> None:
+    assert best_seconds("pretrain_gpt.py", flag) < HELP_LIMIT_S
+
+
+@pytest.mark.parametrize("tool", sorted(path.name for path in (ROOT / "tools").glob("*.py")))
+def test_the_help_of_every_tool_comes_at_once(tool: str) -> None:
+    assert best_seconds(f"tools/{tool}", "--help") < TOOL_HELP_LIMIT_S
+
+
+def test_help_needs_no_torch() -> None:
+    code = (
+        "import sys, pretrain_gpt\n"
+        "try:\n    pretrain_gpt.main(['--help'])\n"
+        "except SystemExit as end:\n    sys.exit(end.code or 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL, timeout=60).returncode == 0
+
+
+def test_presets_are_listed() -> None:
+    listed = start("pretrain_gpt.py", "--list-presets").stdout
+    assert [line.split()[0] for line in listed.splitlines()[1:]] == list(PRESETS)
+
+
+# ---- wrong command lines ------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_command_line_ends_with_status_64_and_no_traceback() -> None:
+    result = start("pretrain_gpt.py", "--num-layres", "2", "--num-experts", "8")
+    assert result.returncode == 64
+    assert result.stdout == ""
+    assert "did you mean --num-layers?" in result.stderr and "mixture-of-experts" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_problems_of_every_kind_are_told_at_once(capsys, monkeypatch) -> None:
+    """Flags, layout, model, batch, length, paths and device: nobody should have to mend one to see the next."""
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    problems = problems_of(
+        capsys,
+        "stray --eval-intervall 64 --lr --swiglu yes --fp4-format e2m1 --eval-iters ten "
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+        "--num-layers 5 --hidden-size 100 --num-attention-heads 3 --seq-length 64 --position-embedding-type rope "
+        "--micro-batch-size 1 --data-path /nowhere/shard --save /dev/null/run "
+        "--tokenizer-type SentencePieceTokenizer --tokenizer-model /nowhere/model "
+        "--transformer-impl local --attention-backend fused",
+    )
+    for part in (
+        "'stray' belongs to no flag", "did you mean --eval-interval?", "--lr: a value is missing",
+        "--swiglu: does not take 'yes'", "--fp4-format: ", "'ten' is not a whole number",
+        "2 x 2 x 1 = 4 (6 / 4 = 1.5): start 8 ranks", "--num-layers 5 does not divide", "--hidden-size 100 is not",
+        "--num-attention-heads 3 does not divide", "--train-iters", "/nowhere/shard.bin", "--save /dev/null/run: ",
+        "--tokenizer-model /nowhere/model: no such file", "--attention-backend fused: the local layers have",
+    ):  # fmt: skip
+        assert sum(part in problem for problem in problems) == 1, (part, problems)
+
+
+def test_paths_of_a_cluster_are_notices_in_its_dry_run(capsys) -> None:
+    plan = plan_of(
+        capsys,
+        f"--model-preset tiny --vocab-size 500 --seq-length 64 {TRAINING} --world-size 8 --target h200 "
+        "--data-path /nowhere/shard --tokenizer-type SentencePieceTokenizer --tokenizer-model /nowhere/model",
+    )
+    for path in ("/nowhere/shard.bin", "/nowhere/model"):
+        assert any(line.startswith("notice: on this machine: ") and path in line for line in plan.splitlines())
+
+
+def test_batch_that_does_not_divide_names_the_next_that_does(capsys) -> None:
+    (problem,) = problems_of(capsys, f"{TINY} --dry-run --world-size 5")
+    assert "use --global-batch-size 515" in problem
+
+
+@pytest.mark.parametrize(
+    ("recipe", "target", "part"),
+    [
+        ("mxfp8", "h100", "native here: tensorwise, delayed, blockwise"),
+        ("delayed", "cpu", "emulated so far: tensorwise"),
+        ("blockwise", "cpu", "emulated so far: tensorwise"),
+    ],
+)
+def test_a_recipe_that_the_device_lacks_is_refused_with_what_it_has(
+    capsys, recipe: str, target: str, part: str
+) -> None:
+    arguments = f"{TINY} --fp8-format e4m3 --fp8-recipe {recipe} --dry-run --target {target}"
+    (problem,) = problems_of(capsys, arguments)
+    assert problem.startswith(f"--fp8-recipe {recipe}: ") and part in problem
+
+
+def test_a_cluster_that_is_not_there_is_for_dry_runs(capsys) -> None:
+    (problem,) = problems_of(capsys, f"{TINY} --world-size 8")
+    assert "--dry-run" in problem
+
+
+# ---- dry runs -----------------------------------------------------------------------------------------------------
+
+
+def test_dry_run_tells_settings_layout_size_memory_and_precision(capsys) -> None:
+    plan = plan_of(capsys, f"{TINY} --target cpu --fp8-format hybrid --fp8-recipe tensorwise --use-flash-attn")
+    for part in (
+        "notice: --use-flash-attn", "* model.model_preset = tiny", "  model.hidden_size = 128",
+        "layout: 1 x cpu, emulated layers", "32,768 tokens a step = 512 microbatches x 1 sequences",
+        "GiB (weights", "input e4m3 x weight e4m3", "grad_output e5m2 x input e4m3", "output_layer",
+    ):  # fmt: skip
+        assert part in plan, plan
+
+
+def test_dry_run_of_70b_on_512_gpus(capsys) -> None:
+    plan = plan_of(
+        capsys,
+        "--world-size 512 --target h200 --model-preset llama3-70b --seq-length 8192 --fp8-format hybrid "
+        "--fp8-recipe tensorwise --tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 4 "
+        f"--num-layers-per-virtual-pipeline-stage 5 --use-distributed-optimizer {TRAINING} "
+        "--mock-data --tokenizer-type NullTokenizer --vocab-size 128255",
+    )
+    for part in (
+        "512 x h200, transformer_engine layers: tensor 8 x context 1 x pipeline 4 (virtual 4) x data 16",
+        "70,566,289,408 parameters (129,024 rows", "4,194,304 tokens a step = 32 microbatches", "ranks 384-511",
+    ):  # fmt: skip
+        assert part in plan, plan
+
+
+def test_dry_run_reads_a_real_tokenizer(capsys, tmp_path) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text(json.dumps({"text": Path(__file__).read_text(encoding="utf-8")}) + "\n", encoding="utf-8")
+    model = train_sentencepiece([str(corpus)], str(tmp_path / "tokenizer"), vocab_size=400).model_path
+    plan = plan_of(
+        capsys,
+        f"--model-preset tiny --seq-length 64 {TRAINING} --mock-data --tokenizer-type SentencePieceTokenizer "
+        f"--tokenizer-model {model}",
+    )
+    assert "(512 rows of embedding)" in plan
+
+
+def test_dry_run_writes_nothing(capsys, tmp_path) -> None:
+    plan_of(capsys, f"{TINY} --save {tmp_path}/run --load {tmp_path}/run --save-interval 10")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_configuration_file_is_where_flags_start_from(capsys, tmp_path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(serialize.to_json(flags.parse(TINY.split()).config), encoding="utf-8")
+    plan = plan_of(capsys, f"--config {path} --lr 0.5")
+    assert "* optimizer.lr = 0.5" in plan and "  training.train_iters = 1000" in plan
