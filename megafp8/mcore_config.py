@@ -7,9 +7,12 @@ that it changed by itself is an error, not a surprise in the loss curve.
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
+import enum
+import typing
 from collections.abc import Callable, Mapping
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -293,9 +296,10 @@ def parsed_overrides(config: RunConfig, section: str, kind: type) -> dict[str, A
     """The `--override SECTION.FIELD=VALUE` entries of one section, converted to the fields' own types.
 
     Raises:
-        ConfigError: a field that megatron-core does not have, or a value of another type.
+        ConfigError: a field that megatron-core does not have, or a value of another type; all of them.
     """
-    known = {field.name: field for field in dataclasses.fields(kind)}
+    types = typing.get_type_hints(kind)
+    fields = {field.name for field in dataclasses.fields(kind)}
     values: dict[str, Any] = {}
     faults: list[str] = []
     for entry in config.overrides:
@@ -303,43 +307,66 @@ def parsed_overrides(config: RunConfig, section: str, kind: type) -> dict[str, A
         owner, _, name = path.partition(".")
         if owner != section:
             continue
-        if name not in known:
+        if name not in fields:
             faults.append(f"--override {entry}: megatron-core's {kind.__name__} has no field {name}")
             continue
-        value, fault = converted(text, known[name])
-        if fault:
-            faults.append(f"--override {entry}: {fault}")
-        values[name] = value
+        try:
+            values[name] = converted(text, types[name])
+        except ValueError:
+            faults.append(f"--override {entry}: {text!r} is not of type {type_text(types[name])}")
     if faults:
         raise ConfigError(faults)
     return values
 
 
-def converted(text: str, field: dataclasses.Field) -> tuple[Any, Optional[str]]:
-    """The value that a text means for a field, or what is wrong with it."""
-    wanted = str(field.type)
-    if wanted.startswith("<class"):
-        wanted = field.type.__name__
-    if "dtype" in wanted:
-        return (DTYPES[text], None) if text in DTYPES else (None, f"want one of {', '.join(DTYPES)}")
+def converted(text: str, wanted: Any) -> Any:
+    """The value that a text means for a field of type `wanted`: `true`, `8`, `1e-5`, `none`, `[1, 2]`, `bf16`, `flash`.
+
+    Raises:
+        ValueError: it means none.
+    """
     try:
         value: Any = ast.literal_eval(text)
     except (ValueError, SyntaxError):
         value = {"true": True, "false": False, "none": None}.get(text.lower(), text)
-    if isinstance(value, int) and not isinstance(value, bool) and wanted == "float":
-        value = float(value)
-    plain = {"int": int, "float": float, "bool": bool, "str": str}.get(wanted)
-    if plain is not None and type(value) is not plain:
-        return None, f"want {wanted}, got {type(value).__name__} {value!r}"
-    if plain is None and not fits(value, wanted):
-        return None, f"want {wanted}, got {type(value).__name__} {value!r}"
-    return value, None
+    try:
+        return as_type(value, wanted)
+    except ValueError:
+        return as_type(text, wanted)  # a string that looks like a number
 
 
-def fits(value: Any, wanted: str) -> bool:
-    """Whether a value can be meant by an annotation such as `Optional[int]` or `Literal['a', 'b']`."""
-    if value is None:
-        return "Optional" in wanted or "None" in wanted
-    if "Literal" in wanted and isinstance(value, str):
-        return repr(value) in wanted.replace('"', "'") or f"'{value}'" in wanted.replace('"', "'")
-    return type(value).__name__ in wanted.replace("Tuple", "tuple").replace("List", "list")
+def as_type(value: Any, wanted: Any) -> Any:
+    """A Python value as an annotation wants it; an integer serves as a float, a list as a tuple, a name as an enum's.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
+    if origin is typing.Union:
+        for choice in arguments:
+            with contextlib.suppress(ValueError):
+                return as_type(value, choice)
+    elif origin is typing.Literal and value in arguments:
+        return value
+    elif origin in (list, tuple) and isinstance(value, (list, tuple)):
+        kinds = arguments if origin is tuple else arguments * len(value)
+        if len(kinds) == len(value):
+            return origin(as_type(item, kind) for item, kind in zip(value, kinds, strict=True))
+    elif wanted is torch.dtype and str(value) in DTYPES:
+        return DTYPES[value]
+    elif isinstance(wanted, type) and issubclass(wanted, enum.Enum) and str(value) in wanted.__members__:
+        return wanted[value]
+    elif wanted is float and type(value) is int:
+        return float(value)
+    elif wanted in (int, float, bool, str, type(None)) and type(value) is wanted:
+        return value
+    raise ValueError(f"{value!r} is not of type {wanted}")
+
+
+def type_text(wanted: Any) -> str:
+    """A type as a message names it, with its values if they are few."""
+    if wanted is torch.dtype:
+        return f"dtype ({', '.join(DTYPES)})"
+    if isinstance(wanted, type) and issubclass(wanted, enum.Enum):
+        return f"{wanted.__name__} ({', '.join(wanted.__members__)})"
+    return wanted.__name__ if isinstance(wanted, type) else str(wanted).replace("typing.", "")
