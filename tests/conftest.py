@@ -15,7 +15,21 @@ os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 import pytest
 import torch
 
+from megafp8.device.mcore_cpu import QUIET
+
 torch.set_num_threads(1)
+
+# Said at import by torch.jit and by megatron-core itself.
+IMPORT_WARNINGS = (
+    (DeprecationWarning, r"`torch\.jit\.script.*` is deprecated", r"torch\.jit\..*"),
+    (DeprecationWarning, r"The following imports from `dynamic_context.py`", r"megatron\.core\..*"),
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Leave out of the summary what megatron-core says on every run (pytest sets the process's filters aside)."""
+    for category, message, module in (*QUIET, *IMPORT_WARNINGS):
+        config.addinivalue_line("filterwarnings", f"ignore:{message}:{category.__name__}:{module}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
