@@ -19,6 +19,7 @@ from megafp8.device.platform import cpu_name
 
 # Compute capability from which Transformer Engine runs a recipe (its FP8 support checks, release 2.20).
 NATIVE_SINCE = {"tensorwise": (8, 9), "delayed": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+NATIVE_BEFORE = {"mxfp8": (12, 0)}  # not on the consumer GPUs of the generation
 EMULATED_RECIPES = ("tensorwise",)
 ATTENTION_BACKENDS = {
     "transformer_engine": ("auto", "flash", "fused", "unfused"),
@@ -167,17 +168,23 @@ def recipe_problems(precision: PrecisionConfig, target: Target, implementation: 
             "leave the flag out, or give --transformer-impl emulated"
         )
     capability = target.compute_capability
-    if capability is not None and capability < NATIVE_SINCE[recipe]:
+    if capability is not None and not is_native(recipe, capability):
+        below = f" and below {version_text(NATIVE_BEFORE[recipe])}" if recipe in NATIVE_BEFORE else ""
         found.append(
-            f"--fp8-recipe {recipe}: needs compute capability {version_text(NATIVE_SINCE[recipe])}, {target.name} has "
-            f"{version_text(capability)}; {mend_for(recipe, capability)}"
+            f"--fp8-recipe {recipe}: needs compute capability {version_text(NATIVE_SINCE[recipe])}{below}, "
+            f"{target.name} has {version_text(capability)}; {mend_for(recipe, capability)}"
         )
     return found
 
 
+def is_native(recipe: str, capability: tuple[int, int]) -> bool:
+    """Whether Transformer Engine runs a recipe on GPUs of a compute capability."""
+    return NATIVE_SINCE[recipe] <= capability < NATIVE_BEFORE.get(recipe, (99, 0))
+
+
 def mend_for(recipe: str, capability: tuple[int, int]) -> str:
     """What to do instead of a recipe that the device lacks."""
-    native = [name for name, since in NATIVE_SINCE.items() if since <= capability]
+    native = [name for name in NATIVE_SINCE if is_native(name, capability)]
     if native:
         return f"native here: {', '.join(native)}"
     if recipe in EMULATED_RECIPES:
