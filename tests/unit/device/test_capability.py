@@ -1,0 +1,197 @@
+"""What runs where: every combination has an answer, and every refusal says what to do instead."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megafp8.config.schema import PrecisionConfig, RunConfig
+from megafp8.device import capability
+from megafp8.device.capability import TARGETS, Target, problems, resolve_implementation
+
+CPU, H200, B200 = TARGETS["cpu"], TARGETS["h200"], TARGETS["b200"]
+A100 = Target("NVIDIA A100", "cuda", (8, 0), "2.9")
+WITHOUT_TE = Target("NVIDIA H200", "cuda", (9, 0), None)
+RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8")
+
+
+def fp8(recipe: str, **others: Any) -> RunConfig:
+    return RunConfig(precision=PrecisionConfig(fp8_format="hybrid", fp8_recipe=recipe, **others))
+
+
+def only_problem(config: RunConfig, target: Target) -> str:
+    found = problems(config, target)
+    assert len(found) == 1, found
+    return found[0]
+
+
+# ---- implementations ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"), [(CPU, "emulated"), (H200, "transformer_engine"), (WITHOUT_TE, "emulated")]
+)
+def test_auto_takes_transformer_engine_where_it_runs(target: Target, expected: str) -> None:
+    assert resolve_implementation(PrecisionConfig(), target) == expected
+
+
+@pytest.mark.parametrize("asked", ["transformer_engine", "emulated", "local"])
+def test_what_is_asked_for_is_taken(asked: str) -> None:
+    assert resolve_implementation(PrecisionConfig(transformer_impl=asked), CPU) == asked
+
+
+def test_high_precision_runs_everywhere() -> None:
+    for target in (*TARGETS.values(), A100, WITHOUT_TE):
+        assert problems(RunConfig(), target) == []
+
+
+def test_transformer_engine_needs_cuda_and_an_installation() -> None:
+    config = RunConfig(precision=PrecisionConfig(transformer_impl="transformer_engine"))
+    assert "has no CUDA device" in only_problem(config, CPU)
+    assert "pip install 'megafp8[te]'" in only_problem(config, WITHOUT_TE)
+    assert problems(config, H200) == []
+
+
+# ---- recipes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "native"),
+    [
+        (A100, ()),
+        (Target("NVIDIA L40S", "cuda", (8, 9), "2.9"), ("tensorwise", "delayed")),
+        (H200, ("tensorwise", "delayed", "blockwise")),
+        (B200, RECIPES),
+        (Target("NVIDIA GeForce RTX 5090", "cuda", (12, 0), "2.9"), ("tensorwise", "delayed", "blockwise")),
+    ],
+    ids=lambda value: value.name if isinstance(value, Target) else None,
+)
+def test_recipes_that_transformer_engine_runs(target: Target, native: tuple[str, ...]) -> None:
+    assert tuple(recipe for recipe in RECIPES if not problems(fp8(recipe), target)) == native
+
+
+def test_a_recipe_that_the_gpu_lacks_names_those_it_has() -> None:
+    found = only_problem(fp8("mxfp8"), H200)
+    assert "--fp8-recipe mxfp8: needs compute capability 10.0 and below 12.0, h200 has 9.0" in found
+    assert "native here: tensorwise, delayed, blockwise" in found
+    assert "--transformer-impl emulated" in only_problem(fp8("tensorwise"), A100)
+
+
+def test_emulated_recipes_run_on_any_device() -> None:
+    for target in (CPU, H200, A100, WITHOUT_TE):
+        for recipe in capability.EMULATED_RECIPES:
+            assert problems(fp8(recipe, transformer_impl="emulated"), target) == []
+
+
+@pytest.mark.parametrize("recipe", sorted(set(RECIPES) - set(capability.EMULATED_RECIPES)))
+def test_recipes_without_emulation_are_refused_on_a_cpu(recipe: str) -> None:
+    found = only_problem(fp8(recipe), CPU)
+    assert f"--fp8-recipe {recipe}" in found
+    assert "tensorwise" in found
+
+
+def test_every_recipe_of_the_flags_has_an_answer() -> None:
+    choices = {field.name: field.metadata for field in PrecisionConfig.__dataclass_fields__.values()}
+    assert set(choices["fp8_recipe"]["choices"]) == set(capability.NATIVE_SINCE)
+    assert set(capability.EMULATED_RECIPES) <= set(capability.NATIVE_SINCE)
+
+
+def test_megatron_cores_own_layers_have_no_fp8() -> None:
+    assert "--transformer-impl emulated" in only_problem(fp8("tensorwise", transformer_impl="local"), CPU)
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        ({"fp8_power_2_scale": True}, "--fp8-power-2-scale"),
+        ({"fp8_amax_reduction": "all"}, "--fp8-amax-reduction all"),
+        ({"fp8_wgrad": False}, "--no-fp8-wgrad"),
+    ],
+)
+def test_settings_of_the_emulation_only(settings: dict[str, Any], flag: str) -> None:
+    assert flag in only_problem(fp8("tensorwise", **settings), H200)
+    assert problems(fp8("tensorwise", **settings), CPU) == []
+
+
+# ---- options of Transformer Engine ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("section", "settings", "flag"),
+    [
+        ("precision", {"use_transformer_engine_op_fuser": True}, "--use-transformer-engine-op-fuser"),
+        ("precision", {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}, "fusion-impl te"),
+        ("precision", {"fp8_param_gather": True}, "--fp8-param-gather"),
+        ("optimizer", {"use_precision_aware_optimizer": True}, "--use-precision-aware-optimizer"),
+        ("model", {"window_size": 128}, "--window-size"),
+    ],
+)
+def test_options_that_only_transformer_engine_has(section: str, settings: dict[str, Any], flag: str) -> None:
+    config = RunConfig()
+    config = replace(config, **{section: replace(getattr(config, section), **settings)})
+    assert problems(config, H200) == []
+    assert flag in only_problem(config, CPU)
+
+
+def test_attention_and_collectives_of_a_gpu() -> None:
+    flash = RunConfig(precision=PrecisionConfig(attention_backend="flash"))
+    assert problems(flash, H200) == []
+    assert "the emulated layers have auto, sdpa" in only_problem(flash, CPU)
+    nccl = replace(RunConfig(), parallel=replace(RunConfig().parallel, distributed_backend="nccl"))
+    assert problems(nccl, H200) == []
+    assert "give gloo" in only_problem(nccl, CPU)
+
+
+def test_all_problems_at_once() -> None:
+    config = fp8("mxfp8", attention_backend="flash", fp8_param_gather=True)
+    assert len(problems(config, CPU)) == 3
+
+
+# ---- this machine ---------------------------------------------------------------------------------------------------
+
+
+def pretend_installed(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """A transformer-engine whose package is `folder`."""
+    spec = importlib.machinery.ModuleSpec("transformer_engine", None, is_package=True)
+    spec.submodule_search_locations = [str(folder)]
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.20.2")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+
+
+def test_half_an_installation_is_a_problem_with_its_mend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The bare package makes every import of megatron-core fail."""
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    pretend_installed(monkeypatch, package)
+    target = capability.detect_target()
+    assert target.transformer_engine is None
+    assert "pip uninstall transformer-engine" in only_problem(RunConfig(), target)
+
+
+@pytest.mark.parametrize("place", ["transformer_engine", "transformer_engine/wheel_lib", "."])
+def test_a_whole_installation_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str) -> None:
+    package = tmp_path / "transformer_engine"
+    (package / "wheel_lib").mkdir(parents=True)
+    (tmp_path / place / "transformer_engine_torch.cpython-311.so").touch()
+    pretend_installed(monkeypatch, package)
+    assert capability.transformer_engine_version() == ("2.20.2", None)
+
+
+def test_no_installation_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert capability.transformer_engine_version() == (None, None)
+
+
+def test_every_stand_in_has_what_the_rules_read() -> None:
+    for name, target in TARGETS.items():
+        assert target.name == name
+        assert (target.kind == "cuda") == (target.compute_capability is not None)

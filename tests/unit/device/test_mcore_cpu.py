@@ -1,0 +1,272 @@
+"""The patches that let megatron-core run on a CPU: each still needed, each doing what it says and no more."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from megafp8.device import mcore_cpu
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is patched beside a GPU")
+
+EVIDENCE = [(patch.name, *evidence) for patch in mcore_cpu.PATCHES for evidence in patch.evidence]
+# The rounding of one FP32 operation; the two implementations order theirs differently.
+ADAM_RELATIVE = 1e-7
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _install() -> None:
+    mcore_cpu.install()
+
+
+def core_source(file: str) -> str:
+    """Text of a file below megatron/core as it is installed."""
+    spec = importlib.util.find_spec("megatron.core")
+    return (Path(spec.origin).parent / file).read_text(encoding="utf-8")
+
+
+# ---- still needed ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "file", "text"), EVIDENCE)
+def test_megatron_core_still_needs_the_patch(name: str, file: str, text: str) -> None:
+    assert text in core_source(file), f"megatron-core no longer has this: see whether the patch {name!r} can go"
+
+
+@pytest.mark.parametrize("module", mcore_cpu.MODULES_NAMING_CUDA)
+def test_module_still_names_cuda(module: str) -> None:
+    source = core_source(module.replace(".", "/") + ".py")
+    assert any(text in source for text in ('"cuda"', "'cuda'", "pin_memory")), f"{module} needs no view of torch now"
+
+
+def test_every_patch_says_why() -> None:
+    names = [patch.name for patch in mcore_cpu.PATCHES]
+    assert len(set(names)) == len(names)
+    assert all(patch.reason and patch.evidence for patch in mcore_cpu.PATCHES)
+
+
+def test_false_is_still_taken_for_fp8() -> None:
+    """The behaviour behind the last patch, on the class as megatron-core has it."""
+    recompute = mcore_cpu.core("tensor_parallel.random").CheckpointWithoutOutput
+    assert recompute(fp8=False).fp8 is False, "patched"
+    plain = recompute.__new__(recompute)
+    recompute.__init__.__closure__[0].cell_contents(plain, False)
+    assert plain.fp8 is True, "as it was: mended upstream, the patch can go"
+
+
+# ---- once, and only here --------------------------------------------------------------------------------------------
+
+
+def patched_functions() -> list[object]:
+    distributed = mcore_cpu.core("optimizer.distrib_optimizer")
+    random = mcore_cpu.core("tensor_parallel.random")
+    return [
+        torch.cuda.current_device,
+        torch.Tensor.type,
+        random.CheckpointWithoutOutput.__init__,
+        distributed.DistributedOptimizer.__init__,
+        mcore_cpu.core("pipeline_parallel.schedules").torch,
+    ]
+
+
+def test_installing_twice_changes_nothing() -> None:
+    before = patched_functions()
+    mcore_cpu.install()
+    assert all(a is b for a, b in zip(patched_functions(), before, strict=True))
+
+
+def test_nothing_is_patched_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    applied = []
+    patch = mcore_cpu.Patch("any", "any", (), lambda: applied.append(1))
+    monkeypatch.setattr(mcore_cpu, "PATCHES", (patch,))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    mcore_cpu.install.__wrapped__()
+    assert applied == []
+
+
+# ---- what each one does ---------------------------------------------------------------------------------------------
+
+
+def test_torch_cuda_answers_for_the_cpu() -> None:
+    assert torch.zeros(2, device=torch.cuda.current_device()).device.type == "cpu"
+    tensor = torch.ones(2)
+    assert tensor.cuda() is tensor
+    torch.cuda.synchronize()
+    torch.cuda.current_stream().wait_stream(torch.cuda.Stream())
+    assert torch.cuda.Event().query()
+    assert torch.cuda.is_available() is False, "nobody else is told that there is a GPU"
+
+
+def test_every_stub_is_a_function_of_its_own() -> None:
+    """torch's tracer refuses one function under two names."""
+    names = ("set_device", "synchronize", "empty_cache", "current_device", "get_rng_state", "set_rng_state")
+    stubs = [getattr(torch.cuda, name) for name in names] + [torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop]
+    assert len({id(stub) for stub in stubs}) == len(stubs)
+
+
+def test_factories_of_the_named_modules_read_cuda_as_cpu() -> None:
+    view = mcore_cpu.core("optimizer.clip_grads").torch
+    assert view.zeros(3, device="cuda").device.type == "cpu"
+    assert view.tensor([1.0], dtype=torch.float64, device="cuda:0").dtype == torch.float64
+    assert view.empty(3, pin_memory=True).shape == (3,)
+    assert view.nn is torch.nn
+    assert view.float32 is torch.float32
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.zeros(3, device="cuda")
+
+
+def test_types_have_cuda_names_while_an_optimizer_is_built_only() -> None:
+    with mcore_cpu.cuda_type_names():
+        assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
+        assert torch.zeros(1).type(torch.int32).dtype == torch.int32
+    assert torch.zeros(1).type() == "torch.FloatTensor"
+    with pytest.raises(RuntimeError, match="inside"), mcore_cpu.cuda_type_names():
+        raise RuntimeError("inside")
+    assert torch.zeros(1).type() == "torch.FloatTensor"
+
+
+def test_clipping() -> None:
+    def parameters() -> list[torch.Tensor]:
+        held = [torch.zeros(2, requires_grad=True), torch.zeros(1, requires_grad=True), torch.zeros(1)]
+        held[0].grad, held[1].grad = torch.tensor([3.0, 0.0]), torch.tensor([4.0])
+        return held
+
+    clipped, small = parameters(), parameters()
+    clip = mcore_cpu.core("optimizer.optimizer").clip_grad_by_total_norm_fp32
+    clip(clipped, max_norm=1.0, total_norm=5.0)
+    torch.testing.assert_close(clipped[0].grad, torch.tensor([0.6, 0.0]))
+    torch.testing.assert_close(clipped[1].grad, torch.tensor([0.8]))
+    clip(small, max_norm=6.0, total_norm=5.0)
+    assert small[1].grad.item() == 4.0, "a norm below the limit is left alone"
+
+
+def test_dropout_streams_and_recomputation_share_the_cpu_generator() -> None:
+    """A recomputed dropout drops the same, and what comes after it draws as if nothing had been recomputed."""
+    random = mcore_cpu.core("tensor_parallel.random")
+
+    def loss_and_next(is_recomputed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        random.model_parallel_cuda_manual_seed(5, force_reset_rng=True, tp_rank=0, ep_rank=0, etp_rank=0)
+        x = torch.ones(64, requires_grad=True)
+
+        def drop(x: torch.Tensor) -> torch.Tensor:
+            with random.get_cuda_rng_tracker().fork():
+                x = torch.nn.functional.dropout(x, 0.5)
+            return torch.nn.functional.dropout(x, 0.5)
+
+        y = random.checkpoint(drop, False, x) if is_recomputed else drop(x)
+        y.sum().backward()
+        return x.grad, torch.rand(4)
+
+    plain, recomputed = loss_and_next(False), loss_and_next(True)
+    assert 0 < (plain[0] == 0).sum() < 64
+    assert torch.equal(plain[0], recomputed[0])
+    assert torch.equal(plain[1], recomputed[1])
+
+
+def test_streams_of_tensor_parallel_ranks_differ() -> None:
+    random = mcore_cpu.core("tensor_parallel.random")
+
+    def draw(tensor_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        random.model_parallel_cuda_manual_seed(5, force_reset_rng=True, tp_rank=tensor_rank, ep_rank=0, etp_rank=0)
+        with random.get_cuda_rng_tracker().fork():
+            inside = torch.rand(4)
+        return inside, torch.rand(4)
+
+    (inside0, outside0), (inside1, outside1) = draw(0), draw(1)
+    assert not torch.equal(inside0, inside1)
+    assert torch.equal(outside0, outside1), "outside their region they draw alike"
+
+
+def test_checkpoint_writers_queue_needs_no_new_program() -> None:
+    def send_and_receive() -> str:
+        queue = mcore_cpu.core("dist_checkpointing.strategies.filesystem_async")._get_write_results_queue()
+        queue.put("written")
+        return queue.get(timeout=5)
+
+    assert run_ranks(1, send_and_receive) == ["written"]
+
+
+# ---- Adam -----------------------------------------------------------------------------------------------------------
+
+
+def descend(build: Callable[[list[torch.Tensor]], torch.optim.Optimizer], num_steps: int = 12) -> list[torch.Tensor]:
+    """Two parameters after some steps with a learning rate that changes; the second has no gradient at first."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = [torch.randn(33, generator=generator).requires_grad_() for _ in range(2)]
+    optimizer = build(parameters)
+    for step in range(num_steps):
+        optimizer.param_groups[0]["lr"] = 1e-2 / (1 + step)
+        for parameter in parameters:
+            parameter.grad = torch.randn(33, generator=generator) * 10.0 ** (step % 3 - 3)
+        optimizer.step()
+    return [parameter.detach() for parameter in parameters]
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.8, 0.5)])
+def test_adam_is_adamw(weight_decay: float, betas: tuple[float, float]) -> None:
+    ours = descend(lambda parameters: mcore_cpu.Adam(parameters, betas=betas, weight_decay=weight_decay))
+    theirs = descend(lambda parameters: torch.optim.AdamW(parameters, betas=betas, weight_decay=weight_decay))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=4 * ADAM_RELATIVE, atol=ADAM_RELATIVE)
+
+
+def test_adam_with_decay_in_the_gradient() -> None:
+    ours = descend(lambda parameters: mcore_cpu.Adam(parameters, weight_decay=0.1, adam_w_mode=False))
+    theirs = descend(lambda parameters: torch.optim.Adam(parameters, weight_decay=0.1))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=4 * ADAM_RELATIVE, atol=ADAM_RELATIVE)
+
+
+def test_adam_without_bias_correction() -> None:
+    """The first step is then lr (1 - beta1) g / (sqrt(1 - beta2) |g| + eps)."""
+    parameter = torch.zeros(1, requires_grad=True)
+    optimizer = mcore_cpu.Adam([parameter], lr=1.0, betas=(0.9, 0.99), bias_correction=False)
+    parameter.grad = torch.tensor([2.0])
+    optimizer.step()
+    assert parameter.item() == pytest.approx(-0.1 * 2 / (0.1 * 2 + 1e-8))
+
+
+def test_adam_keeps_one_step_per_group_and_resumes_bitwise() -> None:
+    def parameter_and_optimizer() -> tuple[torch.Tensor, torch.optim.Optimizer]:
+        parameter = torch.linspace(-1, 1, 9).requires_grad_()
+        return parameter, mcore_cpu.Adam([parameter], lr=1e-2, weight_decay=0.1)
+
+    def step(parameter: torch.Tensor, optimizer: torch.optim.Optimizer, number: int) -> None:
+        parameter.grad = torch.sin(parameter.detach() * number)
+        optimizer.step()
+
+    parameter, optimizer = parameter_and_optimizer()
+    for number in range(1, 4):
+        step(parameter, optimizer, number)
+    assert optimizer.param_groups[0]["step"] == 3
+    assert set(optimizer.state[parameter]) == {"exp_avg", "exp_avg_sq"}
+
+    other, resumed = parameter_and_optimizer()
+    other.data.copy_(parameter.data)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    step(parameter, optimizer, 4)
+    step(other, resumed, 4)
+    assert torch.equal(other, parameter)
+
+
+def test_adam_leaves_parameters_without_gradient_alone() -> None:
+    moved, still = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    optimizer = mcore_cpu.Adam([moved, still], lr=0.1, weight_decay=0.5)
+    moved.grad = torch.ones(2)
+    optimizer.step()
+    assert torch.equal(still, torch.ones(2)), "no decay either"
+    assert not torch.equal(moved, torch.ones(2))
+
+
+def test_megatron_core_takes_this_adam() -> None:
+    optimizers = importlib.import_module("megatron.core.optimizer")
+    assert optimizers.Adam is mcore_cpu.Adam
+    assert mcore_cpu.core("optimizer.distrib_optimizer").Adam is mcore_cpu.Adam
