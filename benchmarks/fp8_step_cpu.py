@@ -1,0 +1,123 @@
+"""A training step with emulated FP8 linears against the same step in BF16 and in FP32, on a CPU.
+
+    python benchmarks/fp8_step_cpu.py [--rounds 20] [--profile] [--json FILE]
+
+The three train the same model on the same samples, in turns, in one process on one CPU rank and one thread. FP8 is the
+tensorwise hybrid recipe on BF16 parameters, as `pretrain_gpt.py --bf16 --fp8-format hybrid --fp8-recipe tensorwise`
+runs it. `--profile` shows where its time goes beyond BF16's. Bar: a median ratio of 1.6 at hidden size 512.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Optional
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import timing  # noqa: E402
+from benchmarks.in_process import add_run, add_size_options, command_line, end_runs, start_run  # noqa: E402
+from megafp8.training.assemble import Run  # noqa: E402
+from megafp8.training.evaluate import build_batches  # noqa: E402
+from megafp8.training.step import train_step  # noqa: E402
+
+BAR = 1.6
+BASELINE, FP8 = "bf16", "fp8"
+MODES = {
+    BASELINE: "--bf16 --transformer-impl local",
+    FP8: "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --transformer-impl emulated",
+    "fp32": "--transformer-impl local",
+}
+# What an emulated linear does, by the functions that do it. None of them calls another of the list.
+PARTS = {
+    "amax": ("fp8/scaling.py reduced_amax",),
+    "scale": ("fp8/scaling.py quant_scale_of",),
+    "multiply, round to codes": ("fp8/quantize.py _scale_and_cast",),
+    "decode": ("fp8/rounding.py decode",),
+    "GEMMs": ("fp8/linear.py _scaled_gemm",),
+}
+WHOLE = ("fp8/linear.py forward", "fp8/linear.py backward", "fp8/linear.py quantize_weight")
+
+
+def build_steps(options: argparse.Namespace) -> dict[str, Callable[[], float]]:
+    """For each mode a function that takes one training step and returns its loss."""
+    train_iters = options.rounds + options.warmup + options.profile_steps
+    runs: dict[str, Run] = {}
+    for mode, flags in MODES.items():
+        text = command_line(options, train_iters, flags)
+        runs[mode] = add_run(runs[BASELINE], text) if runs else start_run(text)
+    return {mode: stepper(run, train_iters) for mode, run in runs.items()}
+
+
+def stepper(run: Run, train_iters: int) -> Callable[[], float]:
+    """The steps of one run."""
+    batches = build_batches(run, run.datasets[0], 0, train_iters * run.global_batch_size, num_workers=0)
+    steps = iter(range(1, train_iters + 1))
+    return lambda: train_step(run, batches, next(steps)).loss
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All modes in turns, and with `--profile` the parts of a step in FP8."""
+    steps = build_steps(options)
+    times = timing.take_turns(steps, rounds=options.rounds, warmup=options.warmup)
+    calls = timing.profile_calls(steps[FP8], options.profile_steps, "megafp8") if options.profile else []
+    end_runs()
+    return {"times": times, "calls": calls}
+
+
+def parts_of(calls: Sequence[tuple[str, float, float]]) -> dict[str, float]:
+    """Milliseconds of each part of the emulated linears in one step; the rest is Python and autograd."""
+    ms = {name: spent for name, _, spent in calls}
+    parts = {part: sum(ms.get(name, 0.0) for name in names) for part, names in PARTS.items()}
+    parts["rest of the linears"] = sum(ms.get(name, 0.0) for name in WHOLE) - sum(parts.values())
+    return parts
+
+
+def report(measured: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """Print the tables and return what goes into the JSON."""
+    times: dict[str, timing.Times] = measured["times"]
+    ratios = timing.ratios_to(BASELINE, times)
+    header = ("step", "wall ms", "CPU ms", "tokens/s", "to BF16, wall [95%]", "to BF16, CPU [95%]")
+    rows = [
+        (mode, side.median_wall_ms, side.median_cpu_ms, tokens / side.median_cpu_ms * 1e3, *ratios[mode].values())
+        for mode, side in times.items()
+    ]
+    print(timing.format_table(header, rows))
+    print(timing.describe_quiet(times))
+    median = ratios[FP8][timing.clock_to_trust(times)].median
+    print(f"FP8 is {'within' if median <= BAR else 'OVER'} the bar of {BAR}")
+    parts = parts_of(measured["calls"]) if measured["calls"] else {}
+    if parts:
+        print("\nthe emulated linears of one step, profiled:")
+        total = sum(parts.values())
+        print(timing.format_table(("part", "ms", "share"), [(p, ms, f"{ms / total:.0%}") for p, ms in parts.items()]))
+    return {"ratios": ratios, "median": median, "bar": BAR, "parts_ms": parts,
+            "lost_fraction": timing.lost_fraction(times)}  # fmt: skip
+
+
+def main(argv: Optional[Sequence[str]] = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_size_options(
+        parser, num_layers=4, hidden_size=512, num_attention_heads=8, seq_length=256, vocab_size=4096,
+        micro_batch_size=4, global_batch_size=4,
+    )  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=20, help="timed steps of each mode")
+    parser.add_argument("--warmup", type=int, default=2, help="steps of each mode before them")
+    parser.add_argument("--profile", action="store_true", help="also show the parts of the emulated linears")
+    parser.add_argument("--profile-steps", type=int, default=5, help="steps under the profiler")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    options = parser.parse_args(argv)
+
+    tokens = options.global_batch_size * options.seq_length
+    print(f"one training step, hidden {options.hidden_size}, {options.num_layers} layers, {tokens} tokens in "
+          f"{options.global_batch_size // options.micro_batch_size} microbatch(es), 1 thread")
+    measured = measure(options)
+    result = report(measured, tokens)
+    if options.json:
+        timing.write_json(options.json, {"options": vars(options), **result, "times": measured["times"]})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""Training speed on one GPU: `pretrain_gpt.py` in BF16 and with each FP8 recipe, on the shapes of our peers' numbers.
+
+    python benchmarks/gpu_train.py [--shape A] [--modes bf16 tensorwise delayed blockwise] [--rounds 2] [--json FILE]
+
+One process a mode, in turns, since clocks and caches drift: ratios are taken within a round. Per process the median of
+its last steps, from records.jsonl; of these the median over the rounds. Shape A: llama-1b, 1.439e9 parameters, 8
+sequences of 2048 tokens. Shape B: 8 layers of llama3-8b with a vocabulary of 50,304, 2.157e9 parameters, 2 sequences
+of 4096. TFLOP/s counts the model's FLOPs (6 N + 6 L h s a token), not those of the hardware. Weights are saved at the
+end of each process, because the records come with `--save`, and deleted.
+
+`--tiny` runs the tiny preset, so that the benchmark itself can be tried on any machine. With `--minutes` it starts no
+process that would not end in time. The JSON is written after every process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import timing  # noqa: E402
+from megafp8.reports.load import load_run  # noqa: E402
+
+COMMON = (
+    "--lr 3e-5 --lr-decay-style constant --weight-decay 0.1 --adam-beta2 0.95 --bf16 --mock-data "
+    "--tokenizer-type NullTokenizer --eval-iters 0 --log-interval 4 --no-progress-bar --no-save-optim --no-save-rng"
+)
+ON_GPU = (
+    "--vocab-size 50303 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+    "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te --num-workers 2"
+)
+SHAPES = {
+    "A": "--model-preset llama-1b --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 8 "
+    f"--global-batch-size 8 {ON_GPU}",
+    "B": "--model-preset llama3-8b --num-layers 8 --seq-length 4096 --max-position-embeddings 4096 "
+    f"--micro-batch-size 2 --global-batch-size 2 {ON_GPU}",
+    "tiny": "--model-preset tiny --seq-length 64 --micro-batch-size 2 --global-batch-size 2 --vocab-size 511 "
+    "--num-workers 0 --num-threads 1",
+}
+BASELINE = "bf16"
+MODES = {
+    BASELINE: "",
+    "tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",
+    "delayed": "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 1024 --fp8-amax-compute-algo max",
+    "blockwise": "--fp8-format e4m3 --fp8-recipe blockwise",
+}
+ON_ANY_MACHINE = (BASELINE, "tensorwise")
+ERROR_LINES = 15
+
+
+@dataclass(frozen=True)
+class Process:
+    """What one process measured.
+
+    Attributes:
+        step_ms: median of its last steps.
+        attention: the kernels that ran.
+        spread_fraction: (slowest - fastest) / median of these steps.
+        wall_s: the whole process, start and saving included.
+    """
+
+    mode: str
+    round: int
+    step_ms: float
+    spread_fraction: float
+    tokens_per_second: float
+    tflops: float
+    peak_gib: float
+    attention: str
+    loss: float
+    device: str
+    wall_s: float
+
+
+class Failed(Exception):
+    """A process ended with an error; the text is the end of what it said."""
+
+
+def command_of(options: argparse.Namespace, mode: str, folder: str) -> list[str]:
+    """The command line of one process."""
+    text = f"{SHAPES[options.shape]} {COMMON} --train-iters {options.train_iters} {MODES[mode]} {options.extra}"
+    return ["pretrain_gpt.py", *shlex.split(text), "--save", folder]
+
+
+def run_process(options: argparse.Namespace, mode: str, number: int) -> Process:
+    """Train and read the records.
+
+    Raises:
+        Failed: the process did not end well.
+    """
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="gpu_train_", dir=options.folder) as folder:
+        argv = [sys.executable, *command_of(options, mode, folder)]
+        ended = subprocess.run(argv, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        if ended.returncode:
+            tail = "\n".join(ended.stdout.splitlines()[-ERROR_LINES:])
+            raise Failed(f"{shlex.join(argv[1:])}\nended with {ended.returncode}:\n{tail}")
+        run = load_run(folder)
+    steps = run.steps[-options.steps :]
+    times = [step.step_ms for step in steps]
+    step_ms = statistics.median(times)
+    tokens_per_second = statistics.median(step.tokens_per_second for step in steps)
+    return Process(
+        mode=mode,
+        round=number,
+        step_ms=step_ms,
+        spread_fraction=(max(times) - min(times)) / step_ms,
+        tokens_per_second=tokens_per_second,
+        tflops=tokens_per_second * (run.info.flops_per_token or 0.0) / 1e12,
+        peak_gib=max(step.memory_peak_bytes or 0 for step in run.steps) / 2**30,
+        attention=next((event.detail for event in run.events if event.name == "attention"), "unknown"),
+        loss=steps[-1].loss,
+        device=run.info.device_name,
+        wall_s=time.monotonic() - started,
+    )
+
+
+def measure(options: argparse.Namespace) -> tuple[list[Process], list[str]]:
+    """All modes in turns. What was measured, and what failed; a mode that failed once is not tried again."""
+    deadline = time.monotonic() + 60 * options.minutes
+    done: list[Process] = []
+    failures: dict[str, str] = {}
+    for number in range(options.rounds):
+        modes = [mode for mode in options.modes if mode not in failures]
+        for mode in modes if number % 2 == 0 else reversed(modes):
+            longest_s = max((process.wall_s for process in done), default=0.0)
+            if time.monotonic() + 1.2 * longest_s > deadline:
+                return done, [*failures.values(), f"stopped in round {number + 1}: --minutes {options.minutes:g}"]
+            try:
+                latest = run_process(options, mode, number)
+                done.append(latest)
+                print(f"round {number + 1} {mode}: {latest.step_ms:.1f} ms a step, {latest.wall_s:.0f} s", flush=True)
+            except Failed as failed:
+                failures[mode] = f"{mode}: {failed}"
+            write(options, done, list(failures.values()))
+    return done, list(failures.values())
+
+
+def ratio_to_baseline(done: Sequence[Process], mode: str) -> Optional[timing.Ratio]:
+    """How many times the baseline's speed a mode has, from the rounds that have both."""
+    baseline = {process.round: process.step_ms for process in done if process.mode == BASELINE}
+    pairs = [(baseline[p.round], p.step_ms) for p in done if p.mode == mode and p.round in baseline]
+    return timing.ratio_of(*zip(*pairs, strict=True)) if pairs else None
+
+
+def summarize(done: Sequence[Process]) -> list[dict[str, Any]]:
+    """A row for each mode: medians over its rounds."""
+    rows = []
+    for mode in dict.fromkeys(process.mode for process in done):
+        mine = [process for process in done if process.mode == mode]
+        medians = {
+            name: statistics.median(getattr(process, name) for process in mine)
+            for name in ("step_ms", "tokens_per_second", "tflops", "peak_gib", "spread_fraction", "loss")
+        }
+        attention = " / ".join(dict.fromkeys(process.attention for process in mine))
+        ratio = ratio_to_baseline(done, mode)
+        rows.append({"mode": mode, "rounds": len(mine), **medians, "to_bf16": ratio, "attention": attention})
+    return rows
+
+
+def print_table(rows: Sequence[dict[str, Any]]) -> None:
+    """The summary for people."""
+    header = ("mode", "step ms", "tokens/s", "TFLOP/s", "peak GiB", "speed to BF16 [range]", "spread", "attention")
+    cells = [
+        (row["mode"], row["step_ms"], row["tokens_per_second"], row["tflops"], row["peak_gib"], row["to_bf16"],
+         f"{row['spread_fraction']:.1%}", row["attention"])
+        for row in rows
+    ]  # fmt: skip
+    print(timing.format_table(header, cells))
+
+
+def write(options: argparse.Namespace, done: Sequence[Process], failures: Sequence[str]) -> None:
+    """The JSON so far."""
+    if options.json:
+        command = " ".join(command_of(options, options.modes[-1], "RUN_FOLDER"))
+        timing.write_json(options.json, {
+            "options": vars(options), "last_mode_command": command, "summary": summarize(done),
+            "processes": list(done), "failures": list(failures),
+        })  # fmt: skip
+
+
+def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="A", help="model and batch")
+    parser.add_argument("--tiny", action="store_true", help="the tiny preset, in the modes that any machine has")
+    parser.add_argument("--modes", nargs="+", choices=MODES, help="arithmetic; default all")
+    parser.add_argument("--rounds", type=int, default=2, help="processes of each mode")
+    parser.add_argument("--train-iters", type=int, default=16, help="steps of a process")
+    parser.add_argument("--steps", type=int, default=10, help="last steps that count")
+    parser.add_argument("--extra", default="", help='more flags for every mode: --extra="--flag value"')
+    parser.add_argument("--minutes", type=float, default=60.0, help="time that all processes together may take")
+    parser.add_argument("--folder", type=Path, help="where runs are saved for a moment; default the system's temporary")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    options = parser.parse_args(argv)
+    if options.tiny:
+        options.shape = "tiny"
+    options.modes = options.modes or list(ON_ANY_MACHINE if options.tiny else MODES)
+    return options
+
+
+def main() -> int:
+    """Exit status 1 if anything failed or was left out."""
+    options = parse()
+    done, failures = measure(options)
+    write(options, done, failures)
+    print(f"shape {options.shape}, {options.train_iters} steps, median of the last {options.steps}, "
+          f"{options.rounds} rounds, {done[0].device if done else 'nothing measured'}")
+    print_table(summarize(done))
+    for failure in failures:
+        print(failure)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""Runs of megafp8 inside the benchmark's own process, on one CPU rank and one thread, several beside each other.
+
+What megatron-core keeps for the whole process is the groups and the random states. Runs of one layout can share both:
+each has a configuration, model, optimizer and schedule of its own, and without dropout none draws random numbers while
+it trains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+import torch
+
+from megafp8.config import flags
+from megafp8.device import mcore_cpu
+
+mcore_cpu.install()
+
+from megafp8.device.platform import detect_platform, leave_ranks  # noqa: E402
+from megafp8.mcore_config import build_transformer_config  # noqa: E402
+from megafp8.optim.finite import GradientWatch  # noqa: E402
+from megafp8.parallel.groups import leave_groups  # noqa: E402
+from megafp8.telemetry.timers import StepTimer  # noqa: E402
+from megafp8.training.assemble import Run, assemble, build_trainee  # noqa: E402
+from megafp8.training.check import Checked, check  # noqa: E402
+
+TRAINING = (
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
+    "--mock-data --tokenizer-type NullTokenizer --num-workers 0 --num-threads 1 --eval-iters 0 --no-progress-bar "
+    "--lr 1e-4 --lr-decay-style constant --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --log-interval 100"
+)
+SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "micro_batch_size",
+         "global_batch_size")  # fmt: skip
+
+
+def add_size_options(parser: argparse.ArgumentParser, **defaults: int) -> None:
+    """Options for the sizes of model and batch, under Megatron's names."""
+    for name in SIZES:
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, type=int, default=defaults[name], help=f"default {defaults[name]}")
+
+
+def command_line(options: argparse.Namespace, train_iters: int, extra: str = "") -> str:
+    """The flags of a Llama-style run of the sizes in `options`."""
+    sizes = {name: getattr(options, name) for name in SIZES}
+    sizes["vocab_size"] -= 1  # the tokenizer adds a token for the end of a document
+    given = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in sizes.items())
+    return f"{given} --train-iters {train_iters} {TRAINING} {extra}"
+
+
+def start_run(text: str) -> Run:
+    """A run from flags, the only one in this process so far.
+
+    Raises:
+        ConfigError: the flags contradict each other.
+    """
+    assert not torch.cuda.is_available(), "a benchmark of CPU ranks: hide the GPUs with CUDA_VISIBLE_DEVICES="
+    checked = checked_flags(text)
+    return assemble(checked.invocation.config, detect_platform(), checked.implementation)
+
+
+def add_run(first: Run, text: str) -> Run:
+    """Another run in the groups of the first, on the same data; it differs in numbers only, not in layout or sizes."""
+    checked = checked_flags(text)
+    config, implementation, world_size = checked.invocation.config, checked.implementation, first.place.world_size
+    assert config.parallel == first.config.parallel and config.data == first.config.data
+    transformer_config = build_transformer_config(config, implementation, on_cuda=False, world_size=world_size)
+    trainee = build_trainee(config, transformer_config, implementation, first.vocab_size, world_size)
+    watched = config.training.check_for_nan_in_loss_and_grad
+    return dataclasses.replace(
+        first,
+        config=config,
+        implementation=implementation,
+        transformer_config=transformer_config,
+        trainee=trainee,
+        watch=GradientWatch(trainee.chunks, first.platform.device) if watched else None,
+        timer=StepTimer(),
+    )
+
+
+def end_runs() -> None:
+    """Leave the groups of all runs of this process, so that `start_run` may be called again."""
+    leave_groups()
+    leave_ranks()
+
+
+def checked_flags(text: str) -> Checked:
+    """The command line, checked as `pretrain_gpt.py` checks it."""
+    return check(*flags.read(text.split()))
