@@ -1,0 +1,129 @@
+"""Documents name what exists: links, files, flags and commands, and the tables that repeat what the code says."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_import_levels import LEVELS
+
+from megafp8.config import flags, megatron_flags, rules
+from megafp8.config.presets import PRESETS
+from megafp8.config.settings import settings_by_name
+from megafp8.device.capability import EMULATED_RECIPES, NATIVE_SINCE
+from megafp8.device.mcore_cpu import PATCHES
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+TOOLS = sorted((ROOT / "tools").glob("*.py"))
+
+LINK = re.compile(r"\]\(([^)#]+)")
+BASH_BLOCK = re.compile(r"```bash\n(.*?)```", re.DOTALL)
+CODE_SPAN = re.compile(r"`([^`\n]+)`")
+FILE = re.compile(r"[\w./]+(?:\.(?:py|sh|md|txt)|/)")
+FLAG = re.compile(r"(?<![\w-])--[a-z0-9][\w-]*")
+TORCHRUN_FLAGS = {"--standalone", "--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port"}
+# Made by a run, not shipped.
+RUN_FILES = {"records.jsonl", "config.json", "tensorboard/", "iter_0000200/", "latest_checkpointed_iteration.txt"}
+WORLD_SIZE = 1
+
+each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The words of each command in the bash blocks of a document, comments left out."""
+    for block in BASH_BLOCK.findall(text):
+        for line in block.replace("\\\n", " ").splitlines():
+            if words := shlex.split(line, comments=True):
+                yield words
+
+
+def table_rows(text: str, header: str) -> list[list[str]]:
+    """Cells of the table whose header line begins with `header`."""
+    lines = text[text.index(f"| {header}") :].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def known_flags() -> set[str]:
+    """What pretrain_gpt.py, the tools and torchrun take."""
+    help_texts = (
+        subprocess.run([sys.executable, str(tool), "--help"], capture_output=True, text=True, timeout=60).stdout
+        for tool in TOOLS
+    )
+    of_tools = {flag for text in help_texts for flag in FLAG.findall(text)}
+    return of_tools | set(flags.build_parser()._option_string_actions) | TORCHRUN_FLAGS
+
+
+@each_document
+def test_links_lead_somewhere(path: Path) -> None:
+    links = [link for link in LINK.findall(path.read_text(encoding="utf-8")) if "://" not in link]
+    assert [link for link in links if not (path.parent / link).exists()] == []
+
+
+@each_document
+def test_files_exist(path: Path) -> None:
+    spans = {span for span in CODE_SPAN.findall(path.read_text(encoding="utf-8")) if FILE.fullmatch(span)} - RUN_FILES
+    places = (ROOT, ROOT / "megafp8", ROOT / "megafp8/fp8", ROOT / "megafp8/model", ROOT / "megafp8/training")
+    places += (ROOT / "tests",)
+    assert [span for span in spans if not any((place / span).exists() for place in places)] == []
+
+
+@each_document
+def test_flags_are_answered(path: Path, known_flags: set[str]) -> None:
+    mentioned = set(FLAG.findall(path.read_text(encoding="utf-8")))
+    unknown = [flag for flag in mentioned - known_flags if megatron_flags.judge(flag, []) is None]
+    assert unknown == []
+
+
+@each_document
+def test_commands_name_scripts_that_exist(path: Path) -> None:
+    for words in commands(path.read_text(encoding="utf-8")):
+        scripts = [word for word in words if word.endswith((".py", ".sh")) and not word.startswith("-")]
+        assert [script for script in scripts if not (ROOT / script).exists()] == []
+
+
+@each_document
+def test_training_commands_break_no_rule(path: Path) -> None:
+    for words in commands(path.read_text(encoding="utf-8")):
+        if "pretrain_gpt.py" not in words or "FLAGS" in words:
+            continue
+        invocation, problems = flags.read(words[words.index("pretrain_gpt.py") + 1 :])
+        problems += rules.setting_problems(invocation.config, invocation.world_size or WORLD_SIZE)
+        assert problems == [], " ".join(words)
+
+
+def test_the_readme_has_training_commands() -> None:
+    found = [words for words in commands((ROOT / "README.md").read_text(encoding="utf-8")) if "--train-iters" in words]
+    assert len(found) >= 2
+
+
+def test_the_recipe_table_says_what_the_code_does() -> None:
+    rows = table_rows((ROOT / "README.md").read_text(encoding="utf-8"), "`--fp8-recipe`")
+    recipes = {row[0].split("`")[1]: row[2:] for row in rows if row[0].startswith("`")}
+    assert set(recipes) == set(settings_by_name()["precision.fp8_recipe"].choices)
+    for recipe, (*native, emulated) in recipes.items():
+        since = NATIVE_SINCE[recipe]
+        expected = ["native" if capability >= since else "no" for capability in ((8, 9), (9, 0), (10, 0))]
+        assert native == expected, recipe
+        assert emulated == ("**yes**" if recipe in EMULATED_RECIPES else "not yet"), recipe
+
+
+def test_the_readme_names_every_preset() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [name for name in PRESETS if name not in text and not name.startswith("tiny")] == []
+
+
+def test_the_architecture_lists_levels_and_patches() -> None:
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    rows = table_rows(text, "level")
+    listed = {row[1].strip("`").rstrip("/").removesuffix(".py"): int(row[0]) for row in rows[:-1]}
+    assert listed == {part: level for part, level in LEVELS.items() if (ROOT / "megafp8" / part).is_dir()} | {
+        part: LEVELS[part] for part in ("errors", "mcore_config")
+    }
+    assert [row[0] for row in table_rows(text, "patch")] == [patch.name for patch in PATCHES]
