@@ -16,6 +16,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 
+from megafp8.checkpoint.buckets import parts_of, places_without_padding
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -63,7 +65,18 @@ def model_state(chunks: list[Any]) -> dict[str, Any]:
 
 def optimizer_state(trainee: Trainee, model: dict[str, Any], is_loading: bool) -> dict[str, Any]:
     """Master weights and moments, by the names of the weights in `model`."""
-    return trainee.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=sharding_metadata())
+    for part in parts_of(trainee.optimizer):
+        if part.init_state_fn is None:
+            part.init_state_fn = start_momentum
+    with places_without_padding(trainee.optimizer):
+        return trainee.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=sharding_metadata())
+
+
+def start_momentum(optimizer: torch.optim.Optimizer, config: Any) -> None:
+    """Give SGD the state that a checkpoint is read into. megatron-core has such a function for Adam only."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
 def layout() -> tuple[int, int, int]:
