@@ -1,0 +1,292 @@
+"""A run that stops and resumes is the run that did not: bit for bit in the same layout, to rounding in another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional
+
+import pytest
+import torch
+from ranks import RankFailed, run_ranks
+from small_run import FP8, PLAIN, Curve, build_run, curve_of, fingerprint, small_config, train, weights
+from tolerances import LAYOUT_GRAD_NORM, LAYOUT_LOSS
+
+from megafp8.checkpoint.folder import COMPLETE, find_checkpoint
+from megafp8.checkpoint.load import load_checkpoint, read_config
+from megafp8.checkpoint.save import save_checkpoint
+from megafp8.checkpoint.state import Progress
+from megafp8.config.schema import RunConfig
+from megafp8.errors import CheckpointError
+from megafp8.optim.schedule import current_learning_rate
+from megafp8.training.assemble import Run
+
+STEPS = 3
+DISTRIBUTED = "--use-distributed-optimizer"
+OVERLAP = f"{DISTRIBUTED} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
+TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
+PIPELINE = "--pipeline-model-parallel-size 2"
+VIRTUAL = f"{PIPELINE} --num-virtual-stages-per-pipeline-rank 2"
+DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
+BF16_FP8 = f"--bf16 {FP8}"
+
+
+@dataclass(frozen=True)
+class Leg:
+    """What a rank saw of some steps, and its weights afterwards."""
+
+    curve: Curve
+    weights: str
+
+
+def run_leg(config: RunConfig, num_steps: int, load: Optional[Path], save: Optional[Path]) -> Leg:
+    """Load, train, save: a run from its start or its resumption to its end."""
+    run, progress = build_run(config), Progress()
+    if load is not None:
+        progress = load_newest(run, load)
+    curve = train(run, num_steps, progress.step + 1)
+    if save is not None:
+        step = progress.step + num_steps
+        path = save_checkpoint(save, config, run.trainee, Progress(step, step * run.global_batch_size))
+        assert find_checkpoint(save) == (step, path), "every rank finds it when save returns"
+    return Leg(curve, fingerprint(weights(run)))
+
+
+def load_newest(run: Run, folder: Path, weights_only: bool = False) -> Progress:
+    found = find_checkpoint(folder)
+    assert found is not None
+    loaded = load_checkpoint(found[1], run.config, run.trainee, weights_only)
+    assert weights_only or loaded.progress == Progress(found[0], found[0] * run.global_batch_size)
+    return loaded.progress
+
+
+@pytest.mark.parametrize(
+    ("style", "world_size", "flags"),
+    [
+        pytest.param("llama", 1, PLAIN, id="llama-fp32"),
+        pytest.param("gpt2", 1, f"--bf16 {DROPOUT}", id="gpt2-bf16-dropout"),
+        pytest.param("llama", 1, f"{BF16_FP8} {DISTRIBUTED}", id="llama-bf16-fp8-distributed-optimizer"),
+        pytest.param("gpt2", 1, f"{FP8} {DROPOUT}", id="gpt2-fp8-dropout"),
+        pytest.param("llama", 2, f"{PLAIN} {TENSOR} {DROPOUT}", id="llama-fp32-tp2-sp-dropout"),
+        pytest.param("llama", 2, f"{BF16_FP8} {TENSOR}", id="llama-bf16-fp8-tp2-sp"),
+        pytest.param("gpt2", 2, f"{PLAIN} {OVERLAP} {DROPOUT}", id="gpt2-fp32-dp2-overlap-dropout"),
+        pytest.param("llama", 2, f"{BF16_FP8} {OVERLAP}", id="llama-bf16-fp8-dp2-overlap"),
+        pytest.param("gpt2", 2, f"--bf16 {VIRTUAL}", id="gpt2-bf16-pp2-virtual2"),
+        pytest.param("gpt2", 1, "--fp16 --initial-loss-scale 256", id="gpt2-fp16"),
+        pytest.param("gpt2", 1, f"{PLAIN} --optimizer sgd", id="gpt2-sgd"),
+        pytest.param("gpt2", 1, "--bf16 --optimizer sgd", id="gpt2-bf16-sgd"),
+    ],
+)
+def test_resume_is_bit_equal(style: str, world_size: int, flags: str, tmp_path: Path) -> None:
+    config = small_config(style, flags, world_size)
+    straight = run_ranks(world_size, run_leg, config, 2 * STEPS, None, None)
+    first = run_ranks(world_size, run_leg, config, STEPS, None, tmp_path)
+    second = run_ranks(world_size, run_leg, config, STEPS, tmp_path, None)
+    for whole, before, after in zip(straight, first, second, strict=True):
+        assert before.curve.losses + after.curve.losses == whole.curve.losses
+        assert before.curve.grad_norms + after.curve.grad_norms == whole.curve.grad_norms
+        assert after.weights == whole.weights
+
+
+def test_saving_changes_nothing(tmp_path: Path) -> None:
+    """Training goes on after a save as if there had been none."""
+    config = small_config("llama", f"--bf16 {OVERLAP} {DROPOUT}", 2)
+
+    def save_between() -> Leg:
+        run = build_run(config)
+        before = train(run, STEPS)
+        save_checkpoint(tmp_path, config, run.trainee, Progress(STEPS, STEPS * run.global_batch_size))
+        after = train(run, STEPS, STEPS + 1)
+        curve = Curve(before.losses + after.losses, before.grad_norms + after.grad_norms)
+        return Leg(curve, fingerprint(weights(run)))
+
+    assert run_ranks(2, save_between) == run_ranks(2, run_leg, config, 2 * STEPS, None, None)
+
+
+@pytest.mark.parametrize(
+    "legs",
+    [
+        pytest.param([(2, TENSOR), (2, PIPELINE), (1, "")], id="tp2-pp2-one"),
+        pytest.param([(2, OVERLAP), (2, f"{TENSOR} {DISTRIBUTED}"), (1, DISTRIBUTED)], id="dp2-tp2-one-distributed"),
+        pytest.param([(1, ""), (2, VIRTUAL), (2, "--context-parallel-size 2")], id="one-virtual-cp2"),
+    ],
+)
+@pytest.mark.parametrize("style", ["llama", "gpt2"])
+def test_another_layout_goes_on(style: str, legs: list[tuple[int, str]], tmp_path: Path) -> None:
+    """One training over three layouts follows the training on one rank."""
+    reference = run_ranks(1, curve_of, small_config(style, PLAIN), STEPS * len(legs))[0]
+    losses, norms = [], []
+    for number, (world_size, flags) in enumerate(legs):
+        config = small_config(style, f"{PLAIN} {flags}", world_size)
+        load = tmp_path if number else None
+        curve = run_ranks(world_size, run_leg, config, STEPS, load, tmp_path)[0].curve
+        losses, norms = losses + curve.losses, norms + curve.grad_norms
+    assert losses == pytest.approx(reference.losses, abs=LAYOUT_LOSS, rel=0)
+    assert norms == pytest.approx(reference.grad_norms, rel=LAYOUT_GRAD_NORM[style])
+
+
+# ---- what a checkpoint says -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunConfig, Leg]:
+    """A checkpoint at step 3, its configuration and its last leg. Tests must not write to it."""
+    folder, config = tmp_path_factory.mktemp("saved"), small_config("llama", PLAIN)
+    return folder, config, run_ranks(1, run_leg, config, STEPS, None, folder)[0]
+
+
+def test_the_configuration_is_in_it(saved: tuple[Path, RunConfig, Leg]) -> None:
+    folder, config, _ = saved
+    assert run_ranks(1, lambda: read_config(find_checkpoint(folder)[1]) == config) == [True]
+
+
+def test_a_half_written_checkpoint_is_passed_over(saved: tuple[Path, RunConfig, Leg]) -> None:
+    folder, config, leg = saved
+    half = folder / "iter_0000009"
+    half.mkdir()
+    (half / "common.pt").write_bytes(b"half")
+    try:
+        again = run_ranks(1, run_leg, config, 1, folder, None)[0]
+    finally:
+        (half / "common.pt").unlink()
+        half.rmdir()
+    assert again.curve.losses[0] < leg.curve.losses[0]
+
+
+def test_weights_only(saved: tuple[Path, RunConfig, Leg]) -> None:
+    """`--finetune`: the weights of the checkpoint, and everything else as at the start."""
+    folder, config, leg = saved
+
+    def finetune() -> tuple[str, Progress, float, int]:
+        run = build_run(config)
+        rate = current_learning_rate(run.trainee.optimizer)
+        progress = load_newest(run, folder, weights_only=True)
+        assert current_learning_rate(run.trainee.optimizer) == rate
+        return fingerprint(weights(run)), progress, run.trainee.schedule.num_steps, len(optimizer_moments(run))
+
+    assert run_ranks(1, finetune) == [(leg.weights, Progress(), 0, 0)]
+
+
+def optimizer_moments(run: Run) -> list[torch.Tensor]:
+    """Adam's moments that are not zero."""
+    states = run.trainee.optimizer.optimizer.state.values()
+    return [moment for state in states for moment in (state["exp_avg"], state["exp_avg_sq"]) if moment.any()]
+
+
+@pytest.mark.parametrize("flags", ["--bf16", f"--bf16 {DISTRIBUTED}"])
+def test_master_weights_follow_when_only_weights_are_loaded(flags: str, tmp_path: Path) -> None:
+    """Else the first update would bring the untrained model back."""
+    config = small_config("llama", f"{flags} --lr-warmup-iters 0 --lr 1e-5")
+    leg = run_ranks(1, run_leg, config, STEPS, None, tmp_path)[0]
+
+    def finetune() -> tuple[str, float]:
+        run = build_run(config)
+        fresh = fingerprint(weights(run))
+        load_newest(run, tmp_path, weights_only=True)
+        loaded = weights(run)
+        assert fresh != fingerprint(loaded) == leg.weights
+        train(run, 1)
+        moved = [(after.float() - loaded[name].float()).abs().max() for name, after in weights(run).items()]
+        return float(max(moved))
+
+    # One step of 1e-5, and weights near 1 that round to BF16's next number.
+    assert run_ranks(1, finetune)[0] <= 2.0**-7
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+
+def refusal(folder: Path, config: RunConfig, world_size: int = 1) -> str:
+    """What loading says on every rank."""
+
+    def load() -> str:
+        run = build_run(config)
+        with pytest.raises(CheckpointError) as caught:
+            load_newest(run, folder)
+        return str(caught.value)
+
+    texts = run_ranks(world_size, load)
+    assert len(set(texts)) == 1, texts
+    return texts[0]
+
+
+@pytest.mark.parametrize(
+    ("style", "flags", "field"),
+    [
+        ("llama", "--num-layers 2", "model.num_layers"),
+        ("llama", "--hidden-size 128", "model.hidden_size"),
+        ("llama", "--rotary-base 500000", "model.rotary_base"),
+        ("llama", "--num-query-groups 4", "model.num_query_groups"),
+        ("gpt2", "", "model.normalization"),
+    ],
+)
+def test_another_model_is_refused(saved: tuple[Path, RunConfig, Leg], style: str, flags: str, field: str) -> None:
+    """Also where every tensor would fit: another rotary base is another model."""
+    text = refusal(saved[0], small_config(style, f"{PLAIN} {flags}"))
+    assert "is of another model" in text
+    assert field in text
+
+
+def test_another_vocabulary_is_refused(saved: tuple[Path, RunConfig, Leg]) -> None:
+    assert "model.vocab_size" in refusal(saved[0], small_config("llama", f"{PLAIN} --vocab-size 300"))
+
+
+def test_the_other_kind_of_optimizer_is_refused(saved: tuple[Path, RunConfig, Leg]) -> None:
+    text = refusal(saved[0], small_config("llama", f"{PLAIN} {DISTRIBUTED}"))
+    assert "without --use-distributed-optimizer, this run is with it" in text
+    assert "--no-load-optim" in text
+
+
+@pytest.mark.parametrize("flags", ["--optimizer sgd", "--bf16"])
+def test_state_of_another_optimizer_is_refused(saved: tuple[Path, RunConfig, Leg], flags: str) -> None:
+    precision = "--transformer-impl emulated" if "bf16" in flags else PLAIN
+    assert refusal(saved[0], small_config("llama", f"{precision} {flags}"))
+
+
+def test_another_schedule_is_refused(saved: tuple[Path, RunConfig, Leg]) -> None:
+    text = refusal(saved[0], small_config("llama", f"{PLAIN} --lr 2e-3"))
+    assert "another learning-rate schedule" in text
+
+
+def test_a_checkpoint_without_optimizer_state(tmp_path: Path) -> None:
+    config = small_config("llama", f"{PLAIN} --no-save-optim --save {tmp_path}")
+    leg = run_ranks(1, run_leg, config, 1, None, tmp_path)[0]
+    assert "--no-load-optim" in refusal(tmp_path, config)
+    without = small_config("llama", f"{PLAIN} --no-load-optim --load {tmp_path}")
+    loaded = run_ranks(1, run_leg, without, 0, tmp_path, None)[0]
+    assert loaded.weights == leg.weights
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "config"])
+def test_a_damaged_checkpoint_is_an_error(damage: str, tmp_path: Path) -> None:
+    config = small_config("llama", PLAIN)
+    run_ranks(1, run_leg, config, 1, None, tmp_path)
+    path = find_checkpoint(tmp_path)[1]
+    shard = max(path.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    if damage == "truncated":
+        shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
+    elif damage == "missing":
+        shard.unlink()
+    else:
+        (path / "common.pt").write_bytes(b"not a checkpoint")
+    assert (path / COMPLETE).exists()
+
+    def load() -> str:
+        with pytest.raises(CheckpointError) as caught:
+            load_newest(build_run(config), tmp_path)
+        return str(caught.value)
+
+    assert "cannot be read as a checkpoint" in run_ranks(1, load)[0]
+
+
+def test_a_rank_that_fails_is_told_apart(tmp_path: Path) -> None:
+    """The harness of these tests: what a rank raises reaches the parent with rank and traceback."""
+
+    def fail() -> None:
+        if torch.distributed.get_rank() == 1:
+            raise CheckpointError(f"{tmp_path} is full")
+        torch.distributed.barrier()
+
+    with pytest.raises(RankFailed, match="rank 1 failed") as caught:
+        run_ranks(2, fail)
+    assert isinstance(caught.value.__cause__, CheckpointError)
