@@ -210,9 +210,9 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     return options
 
 
-def main() -> int:
+def main(argv: Optional[Sequence[str]] = None) -> int:
     """Exit status 1 if anything failed or was left out."""
-    options = parse()
+    options = parse(argv)
     done, failures = measure(options)
     write(options, done, failures)
     print(f"shape {options.shape}, {options.train_iters} steps, median of the last {options.steps}, "

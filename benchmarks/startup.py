@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Optional
@@ -100,13 +100,13 @@ def verdicts(times: dict[str, timing.Times]) -> list[str]:
     ]
 
 
-def main() -> None:
+def main(argv: Optional[Sequence[str]] = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3, help="processes of each kind; medians are reported")
     parser.add_argument("--warmup", type=int, default=1, help="rounds before them, which fill the file cache")
     parser.add_argument("--only-help", action="store_true", help="leave out everything that imports torch")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
 
     with tempfile.TemporaryDirectory() as folder:
         times = timing.take_turns(

@@ -1,0 +1,111 @@
+"""Each benchmark runs at the smallest sizes and finds finite numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from benchmarks import engine_overhead, fp8_step_cpu, gpu_train, quantize_cpu, startup  # noqa: E402
+
+SMALL = (
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 64 --micro-batch-size 1 "
+    "--global-batch-size 2 --warmup 1 --profile --profile-steps 1"
+)
+
+
+def result_of(main: Callable[..., Any], arguments: str, tmp_path: Path) -> Any:
+    """The JSON of a benchmark run in a child, so that this process joins no process group."""
+    path = tmp_path / "result.json"
+
+    def run() -> None:
+        sys.argv = ["benchmark", *arguments.split(), "--json", str(path)]
+        main()
+
+    child = multiprocessing.get_context("fork").Process(target=run)
+    child.start()
+    child.join(60)
+    child.kill()
+    assert child.exitcode == 0
+    return json.loads(path.read_text())
+
+
+def numbers(value: Any) -> Iterator[float]:
+    """Every number in a JSON value."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from numbers(item)
+    elif isinstance(value, (int, float)):
+        yield value
+
+
+def test_engine_overhead(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Both orders of building, and the check that both loops do the same work."""
+    result = result_of(engine_overhead.main, f"{SMALL} --rounds 4 --builds 2 --control", tmp_path)
+    assert set(result["times"]) == {"megafp8", "bare", "second bare"}
+    assert len(result["times"]["megafp8"]["wall_ms"]) == 4
+    assert any(name.endswith("train_step") for name, _, _ in result["calls"])
+    assert all(math.isfinite(number) for number in numbers(result))
+    assert "losses equal bit by bit" in capfd.readouterr().out
+
+
+def test_engine_overhead_notices_other_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A bare loop that scales its loss is caught."""
+    plain = engine_overhead.token_loss
+
+    def halved(loss_mask: Any, losses: Any) -> Any:
+        total, num_tokens, report = plain(loss_mask, losses * 0.5)
+        return total, num_tokens, report
+
+    monkeypatch.setattr(engine_overhead, "token_loss", halved)
+    with pytest.raises(AssertionError):
+        result_of(engine_overhead.main, f"{SMALL} --rounds 1 --builds 1", tmp_path)
+    assert "the bare loop did other work" in capfd.readouterr().err
+
+
+def test_fp8_step(tmp_path: Path) -> None:
+    result = result_of(fp8_step_cpu.main, f"{SMALL} --rounds 1", tmp_path)
+    assert set(result["times"]) == {"bf16", "fp8", "fp32"}
+    assert all(ms > 0 for ms in result["parts_ms"].values()), "a part's function has another name now"
+    assert all(math.isfinite(number) for number in numbers(result))
+
+
+def test_quantize(tmp_path: Path) -> None:
+    result = result_of(quantize_cpu.main, "--tokens 16 --rounds 1", tmp_path)
+    assert all(math.isfinite(number) for number in numbers(result))
+
+
+def test_startup_of_help(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    result = result_of(startup.main, "--only-help --rounds 1 --warmup 0", tmp_path)
+    assert "pretrain_gpt.py --help" in result["times"]
+    assert "tools/compare_runs.py --help" in result["times"]
+    assert "pretrain_gpt.py --help" in capfd.readouterr().out
+
+
+def test_startup_tells_of_a_process_that_fails() -> None:
+    with pytest.raises(RuntimeError, match="ended with 3:\nso it goes"):
+        startup.process_times_ms(["-c", "print('so it goes'); raise SystemExit(3)"])
+    with pytest.raises(RuntimeError, match="ended with 0"):
+        startup.process_times_ms(["-c", "print('no step')"], until=startup.FIRST_STEP)
+
+
+def test_training_on_the_tiny_shape(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    result = result_of(gpu_train.main, "--tiny --rounds 1 --modes bf16 --train-iters 4 --steps 2", tmp_path)
+    (row,) = result["summary"]
+    assert row["mode"] == "bf16"
+    assert row["attention"] == "torch SDPA"
+    assert row["tokens_per_second"] == pytest.approx(2 * 64 / row["step_ms"] * 1e3, rel=0.01)
+    assert all(math.isfinite(number) for number in numbers(result))
+    assert "torch SDPA" in capfd.readouterr().out

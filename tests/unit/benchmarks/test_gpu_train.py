@@ -1,0 +1,60 @@
+"""What the GPU benchmark makes of its processes, without running any that trains."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from benchmarks import gpu_train  # noqa: E402
+from megafp8.config import flags, rules, size  # noqa: E402
+
+
+def process(mode: str, number: int, step_ms: float) -> gpu_train.Process:
+    """A process that took so long a step."""
+    return gpu_train.Process(
+        mode=mode, round=number, step_ms=step_ms, spread_fraction=0.01, tokens_per_second=1e6 / step_ms, tflops=1.0,
+        peak_gib=1.0, attention="fused", loss=5.0, device="GPU", wall_s=30.0,
+    )  # fmt: skip
+
+
+def test_speed_is_compared_within_a_round() -> None:
+    """The second round's machine is half as fast, for both."""
+    times = [("bf16", 0, 300), ("tensorwise", 0, 200), ("tensorwise", 1, 400), ("bf16", 1, 600)]
+    done = [process(*entry) for entry in times]
+    rows = {row["mode"]: row for row in gpu_train.summarize(done)}
+    assert rows["tensorwise"]["to_bf16"].median == 1.5
+    assert (rows["tensorwise"]["to_bf16"].low, rows["tensorwise"]["to_bf16"].high) == (1.5, 1.5)
+    assert rows["bf16"]["step_ms"] == 450
+
+
+def test_no_ratio_without_a_common_round() -> None:
+    assert gpu_train.ratio_to_baseline([process("bf16", 0, 300), process("delayed", 1, 200)], "delayed") is None
+
+
+@pytest.mark.parametrize(("shape", "parameters"), [("A", 1_439_270_912), ("B", 2_156_990_464)])
+@pytest.mark.parametrize("mode", gpu_train.MODES)
+def test_command_lines_are_right(shape: str, parameters: int, mode: str) -> None:
+    options = gpu_train.parse(["--shape", shape])
+    config = flags.parse(gpu_train.command_of(options, mode, "run")[1:]).config
+    assert rules.setting_problems(config, 1) == []
+    assert size.count_parameters(config.model, 50_304).total == parameters
+    assert (config.precision.fp8_format is None) == (mode == "bf16")
+
+
+def test_a_failing_mode_is_told_and_not_tried_again(tmp_path: Path) -> None:
+    options = gpu_train.parse(["--tiny", "--modes", "bf16", "--rounds", "3", "--extra=--num-layrs 2"])
+    done, failures = gpu_train.measure(options)
+    assert done == []
+    assert len(failures) == 1
+    assert "--num-layrs" in failures[0]
+    assert "ended with 64" in failures[0]
+
+
+def test_no_process_starts_that_would_not_end_in_time() -> None:
+    done, failures = gpu_train.measure(gpu_train.parse(["--tiny", "--minutes", "0"]))
+    assert done == []
+    assert failures == ["stopped in round 1: --minutes 0"]
