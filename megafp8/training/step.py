@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Optional, Union
 
@@ -72,7 +73,8 @@ def forward_backward(run: Run, batches: Batches, num_microbatches: int, forward_
     """megatron-core's schedule for the layout; the reports of the loss, on the last stage."""
     chunks = run.trainee.chunks
     schedule = get_forward_backward_func()
-    with weights_unchanged(chunks):  # so emulated layers quantize each weight once for all microbatches
+    # Emulated layers then quantize each weight once for all microbatches. For others the search is not worth its time.
+    with weights_unchanged(chunks) if run.implementation == "emulated" else nullcontext():
         return schedule(
             forward_step_func=run.forward_step,
             data_iterator=batches_of_chunks(run, batches),
