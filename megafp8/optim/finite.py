@@ -1,9 +1,10 @@
 """Nothing that is not finite reaches the weights, and the message names where it came from.
 
-Before a bucket of gradients is reduced over the data-parallel ranks, its sum is taken: a sum is finite only if every
-element is. That is one read of the gradients per step and no wait; the results gather in one flag on the device. At the
-end of the backward pass one small all-reduce tells every rank the global loss and whether any rank saw a bad value, so
-all of them stop together and before the update. Only then is time spent on finding the tensor.
+Before a bucket of gradients is reduced over the data-parallel ranks, its norm is taken: it is finite only if every
+element is, and small enough to be clipped. That is one read of the gradients per step and no wait; the results gather
+in one flag on the device. At the end of the backward pass one small all-reduce tells every rank the global loss and
+whether any rank saw a bad value, so all of them stop together and before the update. Only then is time spent on finding
+the tensor.
 
 (After the reduction a NaN of one rank is everybody's: looking at the gradient norm, as trainers do, cannot name a rank.
 With BF16 weights megatron-core does not look at all.)
@@ -19,6 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megafp8.errors import NumericsError
+
+NO_TENSOR = "none by itself; the squares of all gradients together overflow"
+
+
+def is_finite(tensor: Tensor) -> Tensor:
+    """Whether a tensor's norm is finite: no element is NaN or infinite, and their squares add up within FP32."""
+    return torch.isfinite(torch.linalg.vector_norm(tensor))
 
 
 class GradientWatch:
@@ -36,7 +44,7 @@ class GradientWatch:
 
         def start_watched(*args: Any, **kwargs: Any) -> Any:
             for bucket in group.buckets:
-                self.bad += ~torch.isfinite(bucket.grad_data.sum())
+                self.bad += ~is_finite(bucket.grad_data)
             return start(*args, **kwargs)
 
         group.start_grad_sync = start_watched
@@ -87,7 +95,7 @@ def first_bad_tensor(chunks: list[Any]) -> Optional[str]:
         for index, chunk in enumerate(chunks):
             for name, parameter in chunk.module.named_parameters():
                 tensor = parameter if kind == "weight" else parameter.main_grad
-                if not bool(torch.isfinite(tensor.detach().float()).all()):
+                if not bool(is_finite(tensor.detach())):
                     place = f"chunk {index} " if len(chunks) > 1 else ""
                     return f"{kind} of {place}{name.removeprefix('module.')}"
     return None
@@ -105,7 +113,7 @@ def raise_bad_numbers(step: int, local_loss: Optional[Tensor], bad_gradients: Te
     gathered: list[Optional[tuple[bool, Optional[str]]]] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, seen)
     lines = [
-        f"  rank {rank}: {'loss is not finite; ' if report[0] else ''}first bad tensor: {report[1] or 'none left'}"
+        f"  rank {rank}: {'loss is not finite; ' if report[0] else ''}first bad tensor: {report[1] or NO_TENSOR}"
         for rank, report in enumerate(gathered)
         if report is not None
     ]
