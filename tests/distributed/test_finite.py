@@ -1,0 +1,157 @@
+"""A number that is not finite, on one rank: all ranks stop at the same step, and no weight has moved."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.utils import unwrap_model
+from ranks import run_ranks
+from small_run import FP8, PLAIN, build_run, fingerprint, small_config, train, weights
+from torch import Tensor
+
+from megafp8.config.schema import RunConfig
+from megafp8.errors import NumericsError
+from megafp8.training.assemble import Run
+
+BAD_STEP = 3
+OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
+TENSOR = "--tensor-model-parallel-size 2"
+PIPELINE = "--pipeline-model-parallel-size 2"
+VIRTUAL = f"{PIPELINE} --num-virtual-stages-per-pipeline-rank 2"
+
+Spoil = Callable[[Run], Run]
+
+
+def spoil_gradient(run: Run, value: float) -> Run:
+    """From now on the gradient of this rank's first norm weight in its last layer is multiplied by `value`."""
+    layer = unwrap_model(run.trainee.chunks)[-1].decoder.layers[-1]
+    layer.pre_mlp_layernorm.weight.register_hook(lambda gradient: gradient * value)
+    return run
+
+
+def spoil_loss(run: Run, value: float) -> Run:
+    """From now on this rank's losses are multiplied by `value`."""
+
+    def forward_step(batches: Iterator[dict[str, Tensor]], model: torch.nn.Module) -> tuple[Tensor, Any]:
+        output, loss = run.forward_step(batches, model)
+        return output, lambda losses: loss(losses * value)
+
+    return dataclasses.replace(run, forward_step=forward_step)
+
+
+def stop(config: RunConfig, spoil: Spoil, bad_rank: int) -> tuple[str, bool]:
+    """The error's text on this rank, and whether its weights are as they were before the bad step."""
+    run = build_run(config)
+    train(run, BAD_STEP - 1)
+    before = fingerprint(weights(run))
+    if dist.get_rank() == bad_rank:
+        run = spoil(run)
+    with pytest.raises(NumericsError) as caught:
+        train(run, 1, BAD_STEP)
+    dist.barrier()  # nobody is left in a collective
+    return str(caught.value), fingerprint(weights(run)) == before
+
+
+LAYOUTS = [
+    pytest.param(1, PLAIN, id="one"),
+    pytest.param(2, PLAIN, id="dp2"),
+    pytest.param(2, f"{PLAIN} {OVERLAP}", id="dp2-overlap"),
+    pytest.param(2, f"--bf16 {OVERLAP}", id="dp2-overlap-bf16"),
+    pytest.param(2, f"--bf16 --grad-reduce-in-bf16 {FP8}", id="dp2-bf16-gradients-fp8"),
+    pytest.param(2, f"{PLAIN} {TENSOR} --sequence-parallel", id="tp2-sp"),
+    pytest.param(2, f"{PLAIN} {PIPELINE}", id="pp2"),
+    pytest.param(2, f"{PLAIN} {VIRTUAL}", id="pp2-virtual2"),
+    pytest.param(2, f"{PLAIN} --context-parallel-size 2", id="cp2"),
+]
+
+
+@pytest.mark.parametrize(("world_size", "flags"), LAYOUTS)
+def test_bad_gradient(world_size: int, flags: str) -> None:
+    bad_rank = world_size - 1
+    config = small_config("llama", flags, world_size)
+    answers = run_ranks(world_size, stop, config, partial(spoil_gradient, value=float("nan")), bad_rank)
+    texts, are_untouched = zip(*answers, strict=True)
+    assert all(are_untouched)
+    assert len(set(texts)) == 1, "every rank says the same"
+    assert f"step {BAD_STEP}: " in texts[0]
+    assert f"  rank {bad_rank}: first bad tensor: gradient of " in texts[0]
+    assert "pre_mlp_layernorm.weight" in texts[0]
+    assert "rank 0" not in texts[0] or world_size == 1, "only the rank that brought it up is named"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("world_size", "flags"), LAYOUTS[1:3] + LAYOUTS[5:])
+def test_bad_loss(world_size: int, flags: str, value: float) -> None:
+    bad_rank = world_size - 1
+    config = small_config("gpt2", flags, world_size)
+    answers = run_ranks(world_size, stop, config, partial(spoil_loss, value=value), bad_rank)
+    texts, are_untouched = zip(*answers, strict=True)
+    assert all(are_untouched)
+    assert len(set(texts)) == 1
+    assert f"step {BAD_STEP}: " in texts[0]
+    if "tensor" not in flags:
+        assert f"  rank {bad_rank}: loss is not finite; " in texts[0]
+
+
+@pytest.mark.parametrize("flags", [PLAIN, f"{PLAIN} {OVERLAP}"])
+def test_gradients_whose_norm_overflows(flags: str) -> None:
+    """Every element is finite, and clipping would still multiply all of them by zero."""
+    config = small_config("llama", flags, 2)
+    answers = run_ranks(2, stop, config, partial(spoil_gradient, value=1e25), 1)
+    assert all(is_untouched for _, is_untouched in answers)
+    assert "  rank 1: first bad tensor: " in answers[0][0]
+
+
+def test_large_gradients_are_clipped_and_go_on() -> None:
+    def step() -> float:
+        return train(spoil_gradient(build_run(small_config("llama", PLAIN)), 1e6), 1).grad_norms[0]
+
+    assert run_ranks(1, step)[0] > 1e3
+
+
+def test_the_check_can_be_left_out() -> None:
+    """Then the step goes on, and its record says so."""
+    config = small_config("llama", f"{PLAIN} --no-check-for-nan-in-loss-and-grad")
+
+    def step() -> tuple[float, float]:
+        run = build_run(config)
+        assert run.watch is None
+        curve = train(spoil_loss(spoil_gradient(run, float("nan")), float("nan")), 1)
+        return curve.losses[0], curve.grad_norms[0]
+
+    loss, norm = run_ranks(1, step)[0]
+    assert loss != loss
+    assert norm != norm
+
+
+def test_an_overflow_under_a_loss_scale_is_skipped_not_an_error() -> None:
+    """FP16 finds its scale by trying: the weights stay, the scale halves, training goes on."""
+    config = small_config("gpt2", "--fp16 --initial-loss-scale 4294967296 --hysteresis 1")
+
+    def step() -> tuple[bool, float, float]:
+        run = build_run(config)
+        before, scale = fingerprint(weights(run)), float(run.trainee.optimizer.get_loss_scale())
+        curve = train(run, 1)
+        assert curve.losses[0] == pytest.approx(5.5, abs=0.3)
+        lowered = float(run.trainee.optimizer.get_loss_scale())
+        return fingerprint(weights(run)) == before, scale, lowered
+
+    assert run_ranks(1, step) == [(True, 2.0**32, 2.0**31)]
+
+
+def test_a_good_step_after_bad_ones_is_not_blamed() -> None:
+    """The note of bad numbers is of one step."""
+
+    def steps() -> float:
+        run = build_run(small_config("llama", PLAIN))
+        with pytest.raises(NumericsError):
+            train(spoil_loss(run, float("nan")), 1)
+        return train(run, 1).losses[0]
+
+    assert run_ranks(1, steps)[0] < 6
