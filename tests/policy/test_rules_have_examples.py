@@ -124,6 +124,9 @@ EXAMPLES = {
         {"optimizer.weight_decay_incr_style": "linear"}, 1, "--start-weight-decay and --end-weight-decay"
     ),
     "loss_scale_needs_fp16": ({"optimizer.loss_scale": 8.0}, 1, "without --fp16"),
+    "sharded_state_is_adams": (
+        {"optimizer.optimizer": "sgd", "parallel.use_distributed_optimizer": True}, 1, "not sgd: leave one of them out"
+    ),
     "low_precision_state_needs_its_switch": ({"optimizer.exp_avg_dtype": "bf16"}, 1, "--use-precision-aware-optimizer"),
     "full_recompute_says_which_layers": (
         {"training.recompute_granularity": "full", "training.recompute_method": "uniform"}, 1, "--recompute-num-layers"

@@ -126,6 +126,13 @@ def loss_scale_needs_fp16(config: RunConfig, world_size: int) -> Iterator[str]:
         yield without(f"--loss-scale {config.optimizer.loss_scale:g}", "--fp16")
 
 
+def sharded_state_is_adams(config: RunConfig, world_size: int) -> Iterator[str]:
+    """megatron-core's distributed optimizer knows how to shard and save the state of Adam."""
+    name = config.optimizer.optimizer
+    if config.parallel.use_distributed_optimizer and name != "adam":
+        yield f"--use-distributed-optimizer is for --optimizer adam, not {name}: leave one of them out"
+
+
 def low_precision_state_needs_its_switch(config: RunConfig, world_size: int) -> Iterator[str]:
     """The four dtypes of optimizer state are read by the precision-aware optimizer only, which shards its state."""
     optimizer = config.optimizer
@@ -166,5 +173,6 @@ RULES: tuple[Rule, ...] = (
     wsd_has_its_decay,
     weight_decay_has_its_ends,
     loss_scale_needs_fp16,
+    sharded_state_is_adams,
     low_precision_state_needs_its_switch,
 )
