@@ -1,0 +1,88 @@
+"""The training loop as a whole: records, validation, checkpoints, reasons to stop, resumption."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+from small_run import PLAIN, build_run, fingerprint, small_config, weights
+
+from megafp8.checkpoint.folder import saved_steps
+from megafp8.checkpoint.state import Progress
+from megafp8.reports.load import Run as Recorded
+from megafp8.reports.load import load_run
+from megafp8.training.loop import train
+
+OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
+VIRTUAL = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
+LENGTH = "--train-iters 6 --lr-warmup-iters 1 --eval-interval 2 --eval-iters 1 --no-progress-bar"
+
+
+def run_loop(folder: Path, flags: str, world_size: int) -> tuple[Progress, str]:
+    """One start of a run, on every rank; how far it came, and rank 0's weights."""
+    config = small_config("llama", f"{LENGTH} --save {folder} --load {folder} {flags}", world_size)
+
+    def start() -> tuple[Progress, str]:
+        run = build_run(config)
+        return train(run), fingerprint(weights(run))
+
+    return run_ranks(world_size, start)[0]
+
+
+def curves(run: Recorded) -> tuple[list[float], list[float]]:
+    return [record.loss for record in run.steps], [record.loss for record in run.evals_of("valid")]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "flags"),
+    [
+        pytest.param(1, f"{PLAIN} {DROPOUT}", id="one"),
+        pytest.param(2, f"--bf16 {OVERLAP} {DROPOUT}", id="dp2-overlap"),
+        pytest.param(2, f"{PLAIN} {VIRTUAL}", id="pp2-virtual2"),
+    ],
+)
+def test_a_run_in_two_parts_records_what_one_in_one_does(world_size: int, flags: str, tmp_path: Path) -> None:
+    progress, straight_weights = run_loop(tmp_path / "straight", flags, world_size)
+    assert progress == Progress(6, 48)
+    straight = load_run(tmp_path / "straight")
+
+    stopped, _ = run_loop(tmp_path / "parts", f"{flags} --exit-interval 4", world_size)
+    assert stopped == Progress(4, 32)
+    assert saved_steps(tmp_path / "parts") == [4], "saved because it stopped"
+    finished, resumed_weights = run_loop(tmp_path / "parts", flags, world_size)
+    parts = load_run(tmp_path / "parts")
+
+    assert finished == progress
+    assert resumed_weights == straight_weights
+    assert curves(parts) == curves(straight)
+    assert [record.step for record in parts.steps] == [1, 2, 3, 4, 5, 6]
+    assert [record.consumed_samples for record in parts.steps] == [8, 16, 24, 32, 40, 48]
+    assert [record.step for record in parts.evals_of("valid")] == [2, 4, 6]
+    assert [start.resumed_from_step for start in parts.runs] == [None, 4]
+    assert saved_steps(tmp_path / "parts") == [4, 6]
+
+
+def test_checkpoints_at_the_interval_and_at_the_end(tmp_path: Path) -> None:
+    run_loop(tmp_path, f"{PLAIN} --save-interval 4", 1)
+    assert saved_steps(tmp_path) == [4, 6]
+    assert {event.name for event in load_run(tmp_path).events} >= {"checkpoint saved", "attention"}
+
+
+def test_a_run_that_is_done_does_nothing_more(tmp_path: Path) -> None:
+    _, before = run_loop(tmp_path, PLAIN, 1)
+    again, after = run_loop(tmp_path, PLAIN, 1)
+    assert again == Progress(6, 48)
+    assert after == before
+    assert len(load_run(tmp_path).steps) == 6
+
+
+def test_finetuning_starts_at_step_one(tmp_path: Path) -> None:
+    run_loop(tmp_path / "base", PLAIN, 1)
+    folders = f"--load {tmp_path / 'base'} --finetune --save {tmp_path / 'tuned'}"
+    config = small_config("llama", f"{LENGTH} {PLAIN} {folders}")
+    assert run_ranks(1, lambda: train(build_run(config))) == [Progress(6, 48)]
+    base, tuned = load_run(tmp_path / "base"), load_run(tmp_path / "tuned")
+    assert [record.step for record in tuned.steps] == [1, 2, 3, 4, 5, 6]
+    assert tuned.steps[0].loss < base.steps[0].loss - 0.1, "from the weights that the base run left"
