@@ -142,7 +142,8 @@ def _add_setting(group: Any, setting: Setting) -> None:
         return
     options: dict[str, Any] = {"dest": setting.name, "type": _converter(setting), "help": help_text}
     if setting.choices:
-        options["choices"] = setting.choices
+        options["choices"] = (*setting.choices, None) if setting.optional else setting.choices
+        options["metavar"] = f"{{{','.join(map(str, setting.choices))}}}"
     else:
         options["metavar"] = setting.metavar or {int: "N", float: "X", str: "TEXT"}[setting.type]
     if setting.many:
@@ -160,7 +161,11 @@ def _help_of(setting: Setting) -> str:
 
 
 def _converter(setting: Setting) -> Any:
-    return {float: _number, int: _whole_number, str: str}[setting.type]
+    convert = {float: _number, int: _whole_number, str: str}[setting.type]
+    if not setting.optional:
+        return convert
+    # So that a flag can take back what a --config file or a preset gives.
+    return lambda text: None if text == "none" else convert(text)
 
 
 def _number(text: str) -> float:

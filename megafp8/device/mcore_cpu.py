@@ -379,6 +379,9 @@ def silence_known_warnings() -> None:
     """Leave out what megatron-core says on every run and no user can act on."""
     for category, message, module in QUIET:
         warnings.filterwarnings("ignore", category=category, message=message, module=module)
+    # Made-up data has no index worth keeping.
+    datasets = logging.getLogger("megatron.core.datasets.gpt_dataset")
+    datasets.addFilter(lambda record: "path_to_cache is None" not in str(record.msg))
 
 
 @functools.cache

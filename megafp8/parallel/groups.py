@@ -68,9 +68,13 @@ def build_groups(config: RunConfig) -> Place:
 
 
 def seed_rank(seed: int) -> None:
-    """Seed dropout: equal on tensor-parallel ranks outside their own region, different between pipeline stages."""
-    stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
-    tensor_parallel.model_parallel_cuda_manual_seed(stage_seed, force_reset_rng=True)
+    """Seed dropout: equal on tensor-parallel ranks outside their own region, different wherever activations differ.
+
+    Megatron-LM gives all data-parallel ranks one stream, so that their samples share masks.
+    """
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * stage + 10_000 * replica, force_reset_rng=True)
 
 
 def leave_groups() -> None:

@@ -46,6 +46,8 @@ def check(invocation: Invocation, problems: list[str]) -> Checked:
     found = rules.setting_problems(config, ranks)
     found += capability.problems(config, target)
     path_problems, notices = rules.path_problems(config, ranks), list(invocation.notices)
+    implementation = capability.resolve_implementation(config.precision, target)
+    notices += rules.notices(config, implementation)
     if invocation.world_size is None and invocation.target is None:
         found += path_problems
     elif not invocation.dry_run:
@@ -56,11 +58,10 @@ def check(invocation: Invocation, problems: list[str]) -> Checked:
     if found:
         raise ConfigError(found)
     mcore_cpu.install()
-    implementation = capability.resolve_implementation(config.precision, target)
     return Checked(invocation, target, implementation, ranks, tuple(notices))
 
 
 def without_echoes(found: list[str], problems: list[str]) -> list[str]:
     """Leave out what a misread flag makes the rules say about the same flag."""
-    misread = {flag for problem in problems for flag in re.findall(r"--[a-z0-9-]+", problem)}
+    misread = {match[0] for match in (re.match(r"--[a-z0-9-]+", problem) for problem in problems) if match}
     return [problem for problem in found if problem.split(" ", 1)[0].rstrip(":") not in misread]

@@ -160,7 +160,6 @@ EXAMPLES = {
     "split_has_three_parts": ({"data.split": "90;10"}, 1, "969,30,1"),
     "blends_are_pairs": ({"data.data_path": ("0.3", "a", "b")}, 1, "must alternate"),
     "tokenizer_has_its_files": ({"data.tokenizer_type": "GPT2BPETokenizer"}, 1, "--vocab-file and --merge-file"),
-    "splitting_pattern_needs_its_tokenizer": ({"data.tiktoken_pattern": "v2"}, 1, "TikTokenizer"),
     "overrides_name_a_field": ({"overrides": ("model.num_layers=3",)}, 1, "transformer.FIELD=VALUE"),
     "saving_needs_a_folder": ({"checkpoint.save_interval": 10}, 1, "without --save"),
     "loading_needs_a_folder": ({"checkpoint.finetune": True}, 1, "--finetune has no effect without --load"),

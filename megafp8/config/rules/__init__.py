@@ -20,8 +20,11 @@ from megafp8.config.rules import (
     recompute,
     schedule,
 )
+from megafp8.config.rules.notices import notices
 from megafp8.config.rules.rule import Rule
 from megafp8.config.schema import RunConfig
+
+__all__ = ["ALL_RULES", "PATH_RULES", "SETTING_RULES", "notices", "path_problems", "problems", "setting_problems"]
 
 SETTING_RULES: tuple[Rule, ...] = (
     *model.RULES,

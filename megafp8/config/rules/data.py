@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from megafp8.config.rules.rule import Rule, without
+from megafp8.config.rules.rule import Rule
 from megafp8.config.schema import RunConfig
 
 _NUMBER = re.compile(r"\d+(\.\d*)?([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?")
@@ -84,12 +84,6 @@ def tokenizer_has_its_files(config: RunConfig, world_size: int) -> Iterator[str]
         yield f"--tokenizer-type {kind} needs {' and '.join(missing)}"
 
 
-def splitting_pattern_needs_its_tokenizer(config: RunConfig, world_size: int) -> Iterator[str]:
-    """--tiktoken-pattern belongs to TikTokenizer."""
-    if config.data.tiktoken_pattern is not None and config.data.tokenizer_type != "TikTokenizer":
-        yield without(f"--tiktoken-pattern {config.data.tiktoken_pattern}", "--tokenizer-type TikTokenizer")
-
-
 def overrides_name_a_field(config: RunConfig, world_size: int) -> Iterator[str]:
     """--override has the form SECTION.FIELD=VALUE; the field and its type are checked by whoever knows them."""
     for override in config.overrides:
@@ -105,6 +99,5 @@ RULES: tuple[Rule, ...] = (
     split_has_three_parts,
     blends_are_pairs,
     tokenizer_has_its_files,
-    splitting_pattern_needs_its_tokenizer,
     overrides_name_a_field,
 )

@@ -1,0 +1,44 @@
+"""Settings without effect are said, and only then."""
+
+import dataclasses
+
+import pytest
+
+from megafp8.config import rules
+from megafp8.config.schema import RunConfig
+from megafp8.config.settings import with_values
+
+CASES = (
+    ({"parallel.sequence_parallel": True}, "emulated", "--sequence-parallel"),
+    ({"data.tiktoken_pattern": "v2", "data.tokenizer_type": "NullTokenizer"}, "emulated", "--tiktoken-pattern v2"),
+    ({"parallel.cp_comm_type": "a2a", "parallel.context_parallel_size": 2}, "emulated", "--cp-comm-type a2a"),
+)
+
+
+@pytest.mark.parametrize(("values", "implementation", "flag"), CASES)
+def test_a_setting_without_effect_is_said(values: dict, implementation: str, flag: str) -> None:
+    (notice,) = rules.notices(with_values(RunConfig(), values), implementation)
+    assert notice.startswith(flag)
+
+
+@pytest.mark.parametrize(
+    ("values", "implementation"),
+    [
+        ({}, "emulated"),
+        ({"parallel.sequence_parallel": True, "parallel.tensor_model_parallel_size": 2}, "emulated"),
+        ({"data.tiktoken_pattern": "v2", "data.tokenizer_type": "TikTokenizer"}, "emulated"),
+        ({"parallel.cp_comm_type": "a2a", "parallel.context_parallel_size": 2}, "transformer_engine"),
+    ],
+)
+def test_a_setting_that_works_is_not(values: dict, implementation: str) -> None:
+    assert rules.notices(with_values(RunConfig(), values), implementation) == []
+
+
+def test_none_takes_back_what_a_file_gives(tmp_path) -> None:
+    from megafp8.config import flags, serialize
+
+    config = with_values(RunConfig(), {"precision.fp8_format": "hybrid", "training.exit_interval": 5})
+    path = tmp_path / "config.json"
+    path.write_text(serialize.to_json(config), encoding="utf-8")
+    taken_back = flags.parse(["--config", str(path), "--fp8-format", "none", "--exit-interval", "none"]).config
+    assert taken_back == dataclasses.replace(RunConfig())
