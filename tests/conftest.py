@@ -12,8 +12,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # Before megatron-core is imported, whichever test does it first (see megafp8/device/mcore_cpu.py).
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
+from collections.abc import Iterator
+from typing import Any, Optional
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from megafp8.device.mcore_cpu import QUIET
 
@@ -30,6 +34,21 @@ def pytest_configure(config: pytest.Config) -> None:
     """Leave out of the summary what megatron-core says on every run (pytest sets the process's filters aside)."""
     for category, message, module in (*QUIET, *IMPORT_WARNINGS):
         config.addinivalue_line("filterwarnings", f"ignore:{message}:{category.__name__}:{module}")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_gloo_in_this_process() -> Iterator[None]:
+    """gloo's threads do not survive a fork: after one gloo group here, every later test on forked ranks would hang."""
+    test_process, plain = os.getpid(), dist.init_process_group
+
+    def init_elsewhere(backend: Optional[str] = None, *args: Any, **kwargs: Any) -> None:
+        if os.getpid() == test_process and backend == "gloo":
+            pytest.fail("a test joined a gloo group in the test process itself; run it with ranks.run_ranks(1, ...)")
+        plain(backend, *args, **kwargs)
+
+    dist.init_process_group = init_elsewhere
+    yield
+    dist.init_process_group = plain
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -25,7 +25,7 @@ from megafp8.checkpoint.state import (
     random_state,
     restore_random_state,
 )
-from megafp8.config import serialize
+from megafp8.config import derived, serialize
 from megafp8.config.schema import RunConfig
 from megafp8.errors import CheckpointError
 
@@ -90,16 +90,13 @@ def load_checkpoint(path: Path, config: RunConfig, trainee: Trainee, weights_onl
     same_layout = tuple(common["layout"]) == layout()
     with_random = not (weights_only or config.checkpoint.no_load_rng or saved.checkpoint.no_save_rng) and same_layout
 
-    state = model_state(trainee.chunks)
-    names = list(state)
+    model = model_state(trainee.chunks)
+    state = dict(model)
     if with_optimizer:
-        state["optimizer"] = optimizer_state(trainee, dict(state), is_loading=True)
+        state["optimizer"] = optimizer_state(trainee, model, is_loading=True)
     if with_random:
         state["random_state"] = random_state()
-    with readable(path):
-        state = dist_checkpointing.load(state, str(path), strict="raise_unexpected")
-    for name, chunk in zip(names, trainee.chunks, strict=True):
-        unwrap_model(chunk).load_state_dict(state[name])
+    state = read_tensors(path, state, trainee.chunks, list(model))
     if with_optimizer:
         with torch.no_grad():
             trainee.optimizer.load_state_dict(state["optimizer"])
@@ -118,20 +115,30 @@ def load_checkpoint(path: Path, config: RunConfig, trainee: Trainee, weights_onl
 def load_weights(path: Path, chunks: list[Any]) -> None:
     """Restore the weights alone, into chunks that need no optimizer; all ranks call it.
 
-    Layers of Transformer Engine keep state besides weights, under keys that other layers do not have. It is taken
-    where the checkpoint has it, and left as built where not.
-
     Raises:
         CheckpointError: the checkpoint is of another model, or cannot be read.
     """
     model = model_state(chunks)
+    read_tensors(path, dict(model), chunks, list(model))
+
+
+def read_tensors(path: Path, state: dict[str, Any], chunks: list[Any], names: list[str]) -> dict[str, Any]:
+    """Read a sharded state, and give the chunks their parts of it (`names`, in their order).
+
+    Layers of Transformer Engine keep state besides weights, under keys that other layers do not have. It is taken
+    where the checkpoint has it, and left as built where not.
+
+    Raises:
+        CheckpointError: a tensor is absent, or the checkpoint cannot be read.
+    """
     with readable(path):
-        state, _, absent = dist_checkpointing.load(model, str(path), strict="return_unexpected")
-    for name, chunk in zip(list(model), chunks, strict=True):
+        state, _, absent = dist_checkpointing.load(state, str(path), strict="return_unexpected")
+    for name, chunk in zip(names, chunks, strict=True):
         absent |= set(unwrap_model(chunk).load_state_dict(state[name], strict=False).missing_keys)
-    absent_weights = sorted(key for key in absent if not key.endswith(LAYER_STATE))
-    if absent_weights:
-        raise CheckpointError(f"{path} is of another model: it lacks {', '.join(absent_weights)}")
+    absent = sorted(key for key in absent if not key.endswith(LAYER_STATE))
+    if absent:
+        raise CheckpointError(f"{path} is of another model: it lacks {', '.join(absent)}")
+    return state
 
 
 def embedding_rows(path: Path) -> int:
@@ -182,6 +189,23 @@ def check_same_model(path: Path, saved: RunConfig, config: RunConfig) -> None:
             f"{path} is of another model (checkpoint -> this run):\n"
             + "\n".join(f"  {line}" for line in lines)
             + "\nmend: give the checkpoint's values, or train into another --save folder"
+        )
+
+
+def check_same_vocabulary(path: Path, config: RunConfig, rows: int) -> None:
+    """Refuse a checkpoint whose embedding cannot be this run's with other padding.
+
+    megatron-core would load what fits and say nothing.
+
+    Args:
+        rows: of this run's embedding, padded.
+    """
+    saved_rows, saved = embedding_rows(path), read_config(path)
+    least = max(rows - derived.vocab_multiple(config), saved_rows - derived.vocab_multiple(saved))
+    if least >= min(rows, saved_rows):
+        raise CheckpointError(
+            f"{path} has an embedding of {saved_rows} rows and this run one of {rows}: another vocabulary; give the "
+            "tokenizer that the checkpoint was trained with"
         )
 
 

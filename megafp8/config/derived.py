@@ -238,9 +238,14 @@ def padded_vocab_size(config: RunConfig, vocab_size: int) -> int:
     Megatron's rule (a multiple of --make-vocab-size-divisible-by x tensor-parallel size), and in FP8 each rank's part
     is a multiple of the recipe's GEMM alignment too, so that the output layer could be quantized.
     """
-    per_rank = math.lcm(config.model.make_vocab_size_divisible_by, gemm_alignment(config.precision))
-    multiple = per_rank * config.parallel.tensor_model_parallel_size
+    multiple = vocab_multiple(config)
     return math.ceil(vocab_size / multiple) * multiple
+
+
+def vocab_multiple(config: RunConfig) -> int:
+    """What the rows of the embedding are padded to a multiple of."""
+    per_rank = math.lcm(config.model.make_vocab_size_divisible_by, gemm_alignment(config.precision))
+    return per_rank * config.parallel.tensor_model_parallel_size
 
 
 # ---- number formats -----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megafp8.checkpoint.folder import find_checkpoint
-from megafp8.checkpoint.load import load_checkpoint
+from megafp8.checkpoint.load import check_same_vocabulary, load_checkpoint
 from megafp8.checkpoint.save import save_checkpoint, sync_parameters
 from megafp8.checkpoint.state import Progress
 from megafp8.config import derived, serialize
@@ -66,7 +66,8 @@ def resume(run: Run) -> tuple[Progress, tuple[str, ...]]:
             raise CheckpointError(f"--pretrained-checkpoint {checkpoint.pretrained_checkpoint} holds no checkpoint")
     if found is None:
         return Progress(), ()
-    step, path = found
+    _, path = found
+    check_same_vocabulary(path, run.config, run.vocab_size)
     loaded = load_checkpoint(path, run.config, run.trainee, weights_only)
     return loaded.progress, (f"loaded {path}", *loaded.notes)
 

@@ -3,11 +3,6 @@
 Ranks are forked, so that what they patch and initialize stays with them.
 """
 
-import multiprocessing
-import os
-import queue
-import tempfile
-import traceback
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -19,7 +14,9 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from ranks import run_ranks
 from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megafp8.device import mcore_cpu
 from megafp8.fp8.formats import E4M3, E5M2
@@ -33,7 +30,6 @@ from megafp8.model.emulated_layers import (
 
 RECIPE = tensorwise(forward=E4M3, backward=E5M2)
 INPUTS, OUTPUTS, TOKENS, BATCH = 32, 48, 8, 2
-TIMEOUT_S = 60
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------------
@@ -41,39 +37,13 @@ TIMEOUT_S = 60
 
 def on_ranks(count: int, body: Callable[..., None], *args: object, tensor: int = 1, context: int = 1) -> None:
     """Run `body(*args)` on `count` forked gloo ranks with the given layout; raise what any of them raised."""
-    context_of_fork = multiprocessing.get_context("fork")
-    results = context_of_fork.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            context_of_fork.Process(
-                target=_rank, args=(results, f"file://{folder}/rendezvous", rank, count, tensor, context, body, args)
-            )
-            for rank in range(count)
-        ]
-        for rank in ranks:
-            rank.start()
-        try:
-            failures = [text for text in (results.get(timeout=TIMEOUT_S) for _ in ranks) if text]
-        except queue.Empty:
-            failures = ["a rank did not answer"]
-        for rank in ranks:
-            rank.kill() if failures else rank.join()
-    assert not failures, failures[0]
 
-
-def _rank(results, rendezvous, rank, count, tensor, context, body, args) -> None:  # noqa: ANN001
-    try:
-        torch.set_num_threads(1)
+    def rank() -> None:
         mcore_cpu.install()
-        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=count)
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor, context_parallel_size=context)
         body(*args)
-        results.put("")
-    except BaseException:
-        results.put(traceback.format_exc())
-    results.close()
-    results.join_thread()
-    os._exit(0)
+
+    run_ranks(count, rank)
 
 
 # --- one layer --------------------------------------------------------------------------------------------------------
@@ -242,8 +212,8 @@ def test_gradients_reach_overlapped_data_parallelism(fuse: bool) -> None:
 
 @pytest.fixture
 def lone_rank() -> Iterator[None]:
-    """A process group of one, so that a layer can be built here."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    """A process group of one, so that a layer can be built here: without gloo's threads, which no fork survives."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     yield
     parallel_state.destroy_model_parallel()
