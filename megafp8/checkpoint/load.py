@@ -222,6 +222,17 @@ def check_same_optimizer(path: Path, saved: RunConfig, config: RunConfig, with_o
             f"{'with' if now else 'without'} it, and the two keep their state differently; use the same, or "
             "--no-load-optim"
         )
+    names = saved.optimizer.optimizer, config.optimizer.optimizer
+    if names[0] != names[1]:
+        raise CheckpointError(
+            f"{path} has the state of --optimizer {names[0]}, this run has {names[1]}; use the same, or --no-load-optim"
+        )
+    dtypes = derived.params_dtype(saved.precision), derived.params_dtype(config.precision)
+    if not now and (dtypes[0] == "fp32") != (dtypes[1] == "fp32"):
+        raise CheckpointError(
+            f"{path} has {dtypes[0]} weights and this run {dtypes[1]}: without --use-distributed-optimizer their "
+            "optimizer state differs; use the same, or --no-load-optim"
+        )
 
 
 def notes_on(weights_only: bool, with_optimizer: bool, with_random: bool, same_layout: bool) -> tuple[str, ...]:

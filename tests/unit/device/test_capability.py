@@ -102,10 +102,6 @@ def test_every_recipe_of_the_flags_has_an_answer() -> None:
     assert set(capability.EMULATED_RECIPES) <= set(capability.NATIVE_SINCE)
 
 
-def test_megatron_cores_own_layers_have_no_fp8() -> None:
-    assert "--transformer-impl emulated" in only_problem(fp8("tensorwise", transformer_impl="local"), CPU)
-
-
 @pytest.mark.parametrize(
     ("settings", "flag"),
     [
