@@ -32,7 +32,7 @@ MODES = {
 }
 # What an emulated linear does, by the functions that do it. None of them calls another of the list.
 PARTS = {
-    "amax": ("fp8/scaling.py reduced_amax",),
+    "amax": ("fp8/scaling.py amax", "fp8/scaling.py block_amax", "fp8/scaling.py reduce_amax"),
     "scale": ("fp8/scaling.py quant_scale_of",),
     "multiply, round to codes": ("fp8/quantize.py _scale_and_cast",),
     "decode": ("fp8/rounding.py decode",),

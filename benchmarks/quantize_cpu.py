@@ -103,7 +103,7 @@ def pass_case(rows: int, columns: int, dtype: torch.dtype, rounds: int) -> dict[
         amax=lambda: amax(x),
         quantize_e4m3=lambda: quantize(x, e4m3),
         quantize_e5m2=lambda: quantize(x, e5m2),
-        decode=lambda: codes.unscaled(torch.bfloat16),
+        decode=lambda: codes.operand(torch.bfloat16),
     )
 
 

@@ -127,8 +127,9 @@ class PrecisionConfig:
     bf16: bool = setting(False, "BF16 weights and activations with FP32 master weights")
     fp16: bool = setting(False, "FP16 weights and activations with loss scaling")
     fp8_format: Optional[str] = setting(
-        None, "FP8 in the linears: e4m3 for all tensors, hybrid: e4m3 forward and e5m2 gradients",
-        choices=("e4m3", "hybrid"),
+        None, "FP8 in the linears: e4m3 for all tensors, hybrid: e4m3 forward and e5m2 gradients, e5m2 for all tensors "
+        "(emulated only: Transformer Engine has no such format)",
+        choices=("e4m3", "hybrid", "e5m2"),
     )
     fp8_recipe: str = setting(
         "delayed", "how FP8 scales are found", choices=("tensorwise", "delayed", "blockwise", "mxfp8")
@@ -141,6 +142,10 @@ class PrecisionConfig:
     fp8_wgrad: bool = setting(True, "weight gradient GEMM in FP8", off=("--no-fp8-wgrad", "--disable-fp8-wgrad"))
     fp8_param_gather: bool = setting(False, "keep compute weights in FP8 and gather them in FP8")
     fp8_power_2_scale: bool = setting(False, "tensorwise: round scales down to powers of two")
+    fp8_block_scaling_fp32_scales: bool = setting(
+        False, "blockwise: FP32 scales instead of powers of two (emulated; in Transformer Engine the environment "
+        "variable NVTE_FP8_BLOCK_SCALING_FP32_SCALES does it)",
+    )
     fp8_amax_reduction: str = setting(
         "te",
         "emulated amax reduction over tensor-parallel ranks: te = where Transformer Engine reduces, "

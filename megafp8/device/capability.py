@@ -20,7 +20,7 @@ from megafp8.device.platform import cpu_name
 # Compute capability from which Transformer Engine runs a recipe (its FP8 support checks, release 2.20).
 NATIVE_SINCE = {"tensorwise": (8, 9), "delayed": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
 NATIVE_BEFORE = {"mxfp8": (12, 0)}  # not on the consumer GPUs of the generation
-EMULATED_RECIPES = ("tensorwise",)
+EMULATED_RECIPES = ("tensorwise", "blockwise")
 ATTENTION_BACKENDS = {
     "transformer_engine": ("auto", "flash", "fused", "unfused"),
     "emulated": ("auto", "sdpa"),
@@ -159,14 +159,7 @@ def recipe_problems(precision: PrecisionConfig, target: Target, implementation: 
         ]
     if implementation == "local":  # has no FP8 anywhere: a rule of the settings alone
         return []
-    found = []
-    if precision.fp8_power_2_scale or precision.fp8_amax_reduction != "te":
-        found.append("--fp8-power-2-scale and --fp8-amax-reduction all: for --transformer-impl emulated only")
-    if not precision.fp8_wgrad:
-        found.append(
-            "--no-fp8-wgrad: Transformer Engine 2 has no such setting (megatron-core drops it unseen); "
-            "leave the flag out, or give --transformer-impl emulated"
-        )
+    found = emulated_only(precision)
     capability = target.compute_capability
     if capability is not None and not is_native(recipe, capability):
         below = f" and below {version_text(NATIVE_BEFORE[recipe])}" if recipe in NATIVE_BEFORE else ""
@@ -180,6 +173,31 @@ def recipe_problems(precision: PrecisionConfig, target: Target, implementation: 
 def is_native(recipe: str, capability: tuple[int, int]) -> bool:
     """Whether Transformer Engine runs a recipe on GPUs of a compute capability."""
     return NATIVE_SINCE[recipe] <= capability < NATIVE_BEFORE.get(recipe, (99, 0))
+
+
+def emulated_only(precision: PrecisionConfig) -> list[str]:
+    """Choices of number formats that Transformer Engine does not leave to its caller."""
+    by_environment = "Transformer Engine decides by its environment; leave the flag out"
+    asked = {
+        "--fp8-format e5m2": (
+            precision.fp8_format == "e5m2", "Transformer Engine refuses E5M2 for all tensors; give e4m3 or hybrid"
+        ),
+        "--fp8-power-2-scale": (precision.fp8_power_2_scale, by_environment),
+        "--fp8-block-scaling-fp32-scales": (precision.fp8_block_scaling_fp32_scales, by_environment),
+        "--fp8-amax-reduction all": (
+            precision.fp8_amax_reduction != "te",
+            "Transformer Engine reduces where it gathers, and nowhere else; leave the flag out",
+        ),
+        "--no-fp8-wgrad": (
+            not precision.fp8_wgrad,
+            "Transformer Engine 2 has no such setting (megatron-core drops it unseen); leave the flag out",
+        ),
+    }  # fmt: skip
+    return [
+        f"{flag}: {reason}, or give --transformer-impl emulated"
+        for flag, (is_asked, reason) in asked.items()
+        if is_asked
+    ]
 
 
 def mend_for(recipe: str, capability: tuple[int, int]) -> str:

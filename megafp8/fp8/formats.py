@@ -22,7 +22,8 @@ class Format:
 
     Attributes:
         name: short name, as recipes print it.
-        dtype: torch dtype that holds the codes; None where codes are plain bytes.
+        dtype: torch dtype that holds the codes.
+        codes_per_byte: 2 where two codes share a byte, the even element in the low half.
         exponent_bits, mantissa_bits: stored bits, the sign not counted.
         exponent_bias: a code with exponent field e > 0 and mantissa field m is (1 + m / 2^mantissa_bits) 2^(e - bias);
             with e = 0 it is (m / 2^mantissa_bits) 2^(1 - bias).
@@ -34,7 +35,8 @@ class Format:
     """
 
     name: str
-    dtype: Optional[torch.dtype]
+    dtype: torch.dtype
+    codes_per_byte: int = 1
     exponent_bits: int
     mantissa_bits: int
     exponent_bias: int
@@ -53,8 +55,8 @@ E5M2 = Format(
     name="e5m2", dtype=torch.float8_e5m2, exponent_bits=5, mantissa_bits=2, exponent_bias=15,
     max=57344.0, min_normal=2.0**-14, min_subnormal=2.0**-16, first_special_code=0x7C, nan_code=0x7F,
 )
-E2M1 = Format(  # two codes a byte
-    name="e2m1", dtype=None, exponent_bits=2, mantissa_bits=1, exponent_bias=1,
+E2M1 = Format(
+    name="e2m1", dtype=torch.uint8, codes_per_byte=2, exponent_bits=2, mantissa_bits=1, exponent_bias=1,
     max=6.0, min_normal=1.0, min_subnormal=0.5, first_special_code=None, nan_code=None,
 )
 E8M0 = Format(  # unsigned powers of two: a scale, never data

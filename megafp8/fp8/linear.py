@@ -1,4 +1,4 @@
-"""The emulated FP8 linear: what an FP8 tensor core computes, on any device.
+"""The emulated quantized linear: what a tensor core computes, on any device.
 
 A linear layer y = x w^T + b is three matrix products (GEMMs). With T tokens, K inputs and N outputs:
 
@@ -6,44 +6,53 @@ A linear layer y = x w^T + b is three matrix products (GEMMs). With T tokens, K 
     dgrad   dx [T, K] = dy [T, N] . w [N, K]
     wgrad   dw [N, K] = dy [T, N]^T . x [T, K]
 
-Each operand (input x, weight w, grad_output dy) is replaced by FP8 codes c and a scale: x ~ c_x d_x, where d_x is
-`dequant_scale`. The scales are per tensor, so they come out of the sums:
+Each operand (input x, weight w, grad_output dy) is replaced by low-precision codes and scales. A scale of a whole
+tensor comes out of the sums: with x ~ c_x d_x, where d_x is `dequant_scale`,
 
     y = (d_x d_w) (c_x . c_w^T) + b
 
 A tensor core multiplies codes exactly, sums in FP32, multiplies once by d_x d_w, adds the bias and rounds once to the
-output type. Here the codes are decoded to BF16, which holds every FP8 value exactly, and an ordinary BF16 GEMM with
-FP32 sums does the rest: the same products, another order of summation, and the same single rounding, because the
-factor goes into the GEMM (`alpha`) instead of being multiplied to its rounded result. With FP32 or FP16 parameters
-the decoded values are FP32 and so is the GEMM.
+output type. Here the codes are decoded to BF16, which holds every FP8 and FP4 value exactly, and an ordinary BF16 GEMM
+with FP32 sums does the rest: the same products, another order of summation, and the same single rounding, because the
+factor goes into the GEMM (`alpha`) instead of being multiplied to its rounded result. With FP32 or FP16 parameters the
+decoded values are FP32 and so is the GEMM.
 
-What is kept for the backward pass is the codes of x and w: one byte an element instead of two or four. The bias
-gradient is the sum of the unquantized grad_output. A GEMM whose operands a recipe leaves alone runs in the
+Scales of blocks do not come out of the sums. Those that are powers of two (blockwise, MXFP8) or have few digits (E4M3
+in NVFP4) are multiplied to the decoded codes, whose product with them still is a BF16 number: no rounding either.
+FP32 scales of blocks need FP32 operands.
+
+A block recipe quantizes x and dy twice, along the rows and along the columns, because the sums of fprop and dgrad run
+over other elements than those of wgrad. Both copies come from high precision. Square blocks of w serve both its uses.
+
+What is kept for the backward pass is the codes of x and w that it needs: one byte an element instead of two or four.
+The bias gradient is the sum of the unquantized grad_output. A GEMM whose operands a recipe leaves alone runs in the
 parameters' type; for wgrad that means that x itself is kept too.
 
 Tensor parallelism over P ranks (megatron-core's two layers, which do the outer communication themselves):
 
     column-parallel   w is [N/P, K]; x is whole, or with sequence parallelism a shard [T/P, K]
-                      fprop: with sequence parallelism the ranks gather the codes of x, a byte an element
+                      fprop: with sequence parallelism the ranks gather the codes of x, a byte an element, and scales
                       dgrad: each rank has a part of the sum dx: all-reduce, or reduce-scatter back to [T/P, K]
     row-parallel      w is [N, K/P]; x is [T, K/P]; the sum over ranks of y is the layer's affair
 
-The collective of dx runs while wgrad computes. Gathered codes must share one scale, so with sequence parallelism the
-amax of x is reduced over the group; which other amaxes are reduced is the caller's choice (`AmaxGroups`).
+The collective of dx runs while wgrad computes. Gathered codes must share the tensor's scale, so with sequence
+parallelism the amax of x is reduced over the group; which other amaxes are reduced is the caller's choice
+(`AmaxGroups`). Blocks of columns that would span two shards (T/P is no multiple of their length) are quantized after a
+gather in high precision, which is also what Transformer Engine does.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megafp8.fp8.quantize import Quantized, quantize
-from megafp8.fp8.recipes import Gemm, Operand, Recipe
-from megafp8.fp8.rounding import decode
+from megafp8.fp8.recipes import OPERANDS_OF, Gemm, Operand, OperandRule, Recipe
 
 
 class AmaxGroups(NamedTuple):
@@ -75,10 +84,36 @@ class LinearPlan:
     amax_groups: AmaxGroups = AmaxGroups()
     fuse_wgrad: bool = False
 
+    def quantize(self, tensor: Tensor, operand: Operand, gemm: Gemm) -> Quantized:
+        """One operand for one GEMM."""
+        return quantize(tensor, self.recipe.rule(operand, gemm), getattr(self.amax_groups, operand.value))
 
-def quantize_weight(weight: Tensor, plan: LinearPlan) -> Quantized:
-    """Codes and scale of a weight [N, K]; valid until the weight changes."""
-    return quantize(weight, plan.recipe.rule(Operand.WEIGHT, Gemm.FPROP), plan.amax_groups.weight)
+    def gemm_dtype(self, activation: Tensor, gemm: Gemm) -> torch.dtype:
+        """The type that decoded operands are multiplied in: BF16 where that holds them exactly.
+
+        A CUDA GEMM takes BF16 operands to an FP32 result; a CPU GEMM returns the type of its operands, so that an FP32
+        result needs FP32 operands.
+        """
+        rules = [self.recipe.rule(operand, gemm) for operand in dict(OPERANDS_OF)[gemm]]
+        fits = activation.is_cuda or activation.dtype == torch.bfloat16
+        return torch.bfloat16 if fits and all(rule.is_bf16_exact for rule in rules) else torch.float32
+
+    def requantize(self, known: Quantized, tensor: Tensor, operand: Operand, gemm: Gemm) -> Quantized:
+        """An operand for its other GEMM: the same codes, unless the rule is another."""
+        return known if known.rule == self.recipe.rule(operand, gemm) else self.quantize(tensor, operand, gemm)
+
+
+class QuantizedWeight(NamedTuple):
+    """A weight [N, K] for the two GEMMs that read it: the same codes twice, where the rules are the same."""
+
+    fprop: Quantized
+    dgrad: Quantized
+
+
+def quantize_weight(weight: Tensor, plan: LinearPlan) -> QuantizedWeight:
+    """Codes and scales of a weight [N, K]; valid until the weight changes."""
+    fprop = plan.quantize(weight, Operand.WEIGHT, Gemm.FPROP)
+    return QuantizedWeight(fprop, plan.requantize(fprop, weight, Operand.WEIGHT, Gemm.DGRAD))
 
 
 def emulated_linear(
@@ -86,7 +121,7 @@ def emulated_linear(
     weight: Tensor,
     bias: Optional[Tensor],
     plan: LinearPlan,
-    quantized_weight: Optional[Quantized] = None,
+    quantized_weight: Optional[QuantizedWeight] = None,
 ) -> Tensor:
     """y = x w^T + b with quantized operands, differentiable in all three.
 
@@ -102,65 +137,105 @@ def emulated_linear(
     """
     if quantized_weight is None:
         quantized_weight = quantize_weight(weight, plan)
-    return _EmulatedLinear.apply(input, weight, bias, plan, quantized_weight)
+    needs_wgrad = torch.is_grad_enabled() and weight.requires_grad
+    return _EmulatedLinear.apply(input, weight, bias, plan, quantized_weight, needs_wgrad)
 
 
 class _EmulatedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Optional[Tensor], plan: LinearPlan, quantized_weight: Quantized
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Optional[Tensor],
+        plan: LinearPlan,
+        quantized_weight: QuantizedWeight,
+        needs_wgrad: bool,
     ) -> Tensor:
-        quantized_input = quantize(input, plan.recipe.rule(Operand.INPUT, Gemm.FPROP), plan.amax_groups.input)
+        quantized_input = plan.quantize(input, Operand.INPUT, Gemm.FPROP)
         ctx.plan, ctx.weight, ctx.has_bias, ctx.input_shape = plan, weight, bias is not None, input.shape
-        ctx.input_format, ctx.weight_format = quantized_input.format, quantized_weight.format
-        ctx.save_for_backward(
-            quantized_input.codes if plan.recipe.is_quantized(Gemm.WGRAD) else input.contiguous(),
-            quantized_input.dequant_scale,
-            quantized_weight.codes,
-            quantized_weight.dequant_scale,
-        )
-        codes, _ = _gather(quantized_input.codes, plan)
-        compute_dtype = _gemm_dtype(input)
-        output = _scaled_gemm(
-            _rows(decode(codes, quantized_input.format, compute_dtype)),
-            quantized_weight.unscaled(compute_dtype).t(),
-            quantized_input.dequant_scale * quantized_weight.dequant_scale,
-            input.dtype,
-            bias,
-        )
-        return output.view(*codes.shape[:-1], weight.shape[0])
+        _keep(ctx, quantized_weight.dgrad, _input_for_wgrad(input, quantized_input, plan) if needs_wgrad else None)
+        whole, _ = _gather_quantized(quantized_input, plan)
+        dtype = plan.gemm_dtype(input, Gemm.FPROP)
+        a, b = _decode(whole, dtype), _decode(quantized_weight.fprop, dtype)
+        output = _scaled_gemm(_rows(a.values), b.values.t(), _product(a.factor, b.factor), input.dtype, bias)
+        return output.view(*a.values.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Optional[Tensor], ...]:
         plan: LinearPlan = ctx.plan
-        saved_input, input_scale, weight_codes, weight_scale = ctx.saved_tensors
+        weight, kept_input = _kept(ctx)
         needs_dgrad, needs_wgrad, needs_bias_grad = ctx.needs_input_grad[:3]
-        gathering = reducing = grad_input = grad_weight = grad_bias = None
+        gathering: list[dist.Work] = []
+        decoded_rows = reducing = grad_input = grad_weight = grad_bias = None
         if needs_wgrad:
-            saved_input, gathering = _gather(saved_input, plan, async_op=True)  # while dgrad computes
-
-        compute_dtype = _gemm_dtype(grad_output)
+            kept_input, gathering = _gather_kept(kept_input, plan)  # while dgrad computes
         rows = _rows(grad_output)
-        quantized_rows = quantize(rows, plan.recipe.rule(Operand.GRAD_OUTPUT, Gemm.DGRAD), plan.amax_groups.grad_output)
-        row_values = quantized_rows.unscaled(compute_dtype)
         if needs_dgrad:
-            weight_values = decode(weight_codes, ctx.weight_format, compute_dtype)
-            factor = quantized_rows.dequant_scale * weight_scale
-            grad_input = _scaled_gemm(row_values, weight_values, factor, grad_output.dtype)
-            grad_input, reducing = _start_reduction(grad_input, ctx.input_shape, plan)  # while wgrad computes
+            dtype = plan.gemm_dtype(rows, Gemm.DGRAD)
+            decoded_rows = _decode(plan.quantize(rows, Operand.GRAD_OUTPUT, Gemm.DGRAD), dtype)
+            b = _decode(weight, dtype)
+            grad_rows = _scaled_gemm(decoded_rows.values, b.values, _product(decoded_rows.factor, b.factor), rows.dtype)
+            grad_input, reducing = _start_reduction(grad_rows, ctx.input_shape, plan)  # while wgrad computes
         if needs_wgrad:
             _wait(gathering)
-            if plan.recipe.is_quantized(Gemm.WGRAD):
-                input_rows = _rows(decode(saved_input, ctx.input_format, compute_dtype))
-                factor = quantized_rows.dequant_scale * input_scale
-                grad_weight = _weight_gradient(row_values.t(), input_rows, factor, ctx.weight, plan)
-            else:
-                one = torch.ones_like(input_scale)
-                grad_weight = _weight_gradient(rows.t(), _rows(saved_input), one, ctx.weight, plan)
+            grad_weight = _wgrad(rows, decoded_rows, kept_input, ctx.weight, plan)
         if ctx.has_bias and needs_bias_grad:
             grad_bias = rows.sum(dim=0)
-        _wait(reducing)
-        return grad_input, grad_weight, grad_bias, None, None
+        _wait(reducing or [])
+        return grad_input, grad_weight, grad_bias, None, None, None
+
+
+# --- what the backward pass needs -------------------------------------------------------------------------------------
+
+
+def _input_for_wgrad(input: Tensor, for_fprop: Quantized, plan: LinearPlan) -> Union[Quantized, Tensor]:
+    """What is kept of the input: its codes by wgrad's rule, or the input itself where there are none to be had yet."""
+    rule = plan.recipe.rule(Operand.INPUT, Gemm.WGRAD)
+    if rule is None:
+        return input.contiguous()
+    num_rows = input.numel() // input.shape[-1] if input.numel() else 0
+    if plan.gather_input and rule.block is not None and num_rows % rule.block[0]:
+        return input.contiguous()  # blocks would span shards: gather first, quantize then
+    return plan.requantize(for_fprop, input, Operand.INPUT, Gemm.WGRAD)
+
+
+def _keep(ctx: Any, *kept: Union[Quantized, Tensor, None]) -> None:
+    """Save quantized and other tensors for `_kept`."""
+    saved = [each.tensors if isinstance(each, Quantized) else (each, None, None) for each in kept]
+    ctx.rules = [each.rule if isinstance(each, Quantized) else None for each in kept]
+    ctx.save_for_backward(*(tensor for tensors in saved for tensor in tensors))
+
+
+def _kept(ctx: Any) -> list[Union[Quantized, Tensor, None]]:
+    """What `_keep` was given."""
+    tensors = ctx.saved_tensors
+    triples = [tensors[i : i + 3] for i in range(0, len(tensors), 3)]
+    return [
+        triple[0] if rule is None else Quantized(*triple, rule) for triple, rule in zip(triples, ctx.rules, strict=True)
+    ]
+
+
+# --- GEMMs ------------------------------------------------------------------------------------------------------------
+
+
+class _Decoded(NamedTuple):
+    """An operand as numbers: `values` times `factor`, by the rule."""
+
+    values: Tensor
+    factor: Optional[Tensor]
+    rule: OperandRule
+
+
+def _decode(quantized: Quantized, dtype: torch.dtype) -> _Decoded:
+    return _Decoded(quantized.operand(dtype), quantized.factor, quantized.rule)
+
+
+def _product(a: Optional[Tensor], b: Optional[Tensor]) -> Optional[Tensor]:
+    """The product of two factors, None being 1."""
+    if a is None or b is None:
+        return a if b is None else b
+    return a * b
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -168,31 +243,49 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-def _gemm_dtype(activation: Tensor) -> torch.dtype:
-    """The type that decoded codes are multiplied in. A CUDA GEMM takes BF16 operands to an FP32 result; a CPU GEMM
-    returns the type of its operands, so that an FP32 result needs FP32 operands."""
-    return torch.bfloat16 if activation.is_cuda or activation.dtype == torch.bfloat16 else torch.float32
-
-
-def _scaled_gemm(a: Tensor, b: Tensor, factor: Tensor, dtype: torch.dtype, bias: Optional[Tensor] = None) -> Tensor:
+def _scaled_gemm(
+    a: Tensor, b: Tensor, factor: Optional[Tensor], dtype: torch.dtype, bias: Optional[Tensor] = None
+) -> Tensor:
     """factor (a . b) + bias, summed in FP32 and rounded once to `dtype`.
 
     Args:
-        a, b: [M, K] and [K, N], in `_gemm_dtype`.
-        factor: FP32 scalar on their device.
+        a, b: [M, K] and [K, N], in `LinearPlan.gemm_dtype`.
+        factor: FP32 scalar on their device; None is 1.
         bias: [N] or None.
     """
     if a.is_cuda:
-        product = torch.mm(a, b, out_dtype=torch.float32).mul_(factor)
+        product = torch.mm(a, b) if a.dtype == torch.float32 else torch.mm(a, b, out_dtype=torch.float32)
+        product = product if factor is None else product.mul_(factor)
         return (product if bias is None else product.add_(bias)).to(dtype)
-    alpha = factor.item()
+    alpha = 1.0 if factor is None else factor.item()
     if bias is None:  # beta 0: the first operand is not read
         return torch.addmm(a.new_empty(1), a, b, beta=0, alpha=alpha).to(dtype)
     return torch.addmm(bias.to(a.dtype), a, b, alpha=alpha).to(dtype)
 
 
+def _wgrad(
+    rows: Tensor,
+    decoded_rows: Optional[_Decoded],
+    kept_input: Union[Quantized, Tensor],
+    weight: Tensor,
+    plan: LinearPlan,
+) -> Optional[Tensor]:
+    """dy^T . x from the rows of grad_output, which dgrad may have decoded already, and what was kept of the input."""
+    rule = plan.recipe.rule(Operand.GRAD_OUTPUT, Gemm.WGRAD)
+    if rule is None:
+        return _weight_gradient(rows.t(), _rows(kept_input), None, weight, plan)
+    dtype = plan.gemm_dtype(rows, Gemm.WGRAD)
+    if decoded_rows is None or decoded_rows.rule != rule:
+        decoded_rows = _decode(plan.quantize(rows, Operand.GRAD_OUTPUT, Gemm.WGRAD), dtype)
+    if not isinstance(kept_input, Quantized):
+        kept_input = plan.quantize(kept_input, Operand.INPUT, Gemm.WGRAD)
+    x = _decode(kept_input, dtype)
+    factor = _product(decoded_rows.factor, x.factor)
+    return _weight_gradient(decoded_rows.values.t(), _rows(x.values), factor, weight, plan)
+
+
 def _weight_gradient(
-    grad_rows_t: Tensor, input_rows: Tensor, factor: Tensor, weight: Tensor, plan: LinearPlan
+    grad_rows_t: Tensor, input_rows: Tensor, factor: Optional[Tensor], weight: Tensor, plan: LinearPlan
 ) -> Optional[Tensor]:
     """factor (dy^T . x), [N, K]: returned, or added to `weight.main_grad` with a stand-in returned.
 
@@ -203,7 +296,7 @@ def _weight_gradient(
     if main_grad is None:
         return _scaled_gemm(grad_rows_t, input_rows, factor, weight.dtype)
     if grad_rows_t.dtype == main_grad.dtype and not main_grad.is_cuda:
-        main_grad.addmm_(grad_rows_t, input_rows, alpha=factor.item())
+        main_grad.addmm_(grad_rows_t, input_rows, alpha=1.0 if factor is None else factor.item())
     else:
         product_dtype = torch.float32 if grad_rows_t.is_cuda else grad_rows_t.dtype
         main_grad.add_(_scaled_gemm(grad_rows_t, input_rows, factor, product_dtype))
@@ -225,32 +318,52 @@ def _main_grad_stand_in(weight: Tensor) -> Optional[Tensor]:
     return torch.empty_like(weight, requires_grad=False)
 
 
-def _gather(shard: Tensor, plan: LinearPlan, async_op: bool = False) -> tuple[Tensor, Optional[dist.Work]]:
-    """All shards along dim 0, and the work to wait for; the shard itself without sequence parallelism.
+# --- communication ----------------------------------------------------------------------------------------------------
+
+
+def _gather_kept(
+    kept: Union[Quantized, Tensor], plan: LinearPlan
+) -> tuple[Union[Quantized, Tensor], list[dist.Work]]:
+    """All shards of the input in the form in which it was kept, and the works to wait for."""
+    if isinstance(kept, Quantized):
+        return _gather_quantized(kept, plan, async_op=True)
+    return _gather(kept, plan, async_op=True)
+
+
+def _gather_quantized(shard: Quantized, plan: LinearPlan, async_op: bool = False) -> tuple[Quantized, list[dist.Work]]:
+    """The whole of a tensor sharded along dim 0: codes, and with blocks their scales."""
+    codes, works = _gather(shard.codes, plan, async_op)
+    if shard.rule.block is None:  # one scale, that the ranks share
+        return dataclasses.replace(shard, codes=codes), works
+    dequant_scale, more = _gather(shard.dequant_scale, plan, async_op)
+    return dataclasses.replace(shard, codes=codes, dequant_scale=dequant_scale), works + more
+
+
+def _gather(shard: Tensor, plan: LinearPlan, async_op: bool = False) -> tuple[Tensor, list[dist.Work]]:
+    """All shards along dim 0, and the works to wait for; the shard itself without sequence parallelism.
 
     The collective moves bytes: gloo knows no FP8 type.
     """
     if not plan.gather_input:
-        return shard, None
+        return shard, []
     shape = (shard.shape[0] * plan.tensor_group.size(), *shard.shape[1:])
     whole = torch.empty(shape, dtype=shard.dtype, device=shard.device)
     source, target = (shard, whole) if shard.dtype.itemsize > 1 else (shard.view(torch.uint8), whole.view(torch.uint8))
-    return whole, dist.all_gather_into_tensor(target, source, group=plan.tensor_group, async_op=async_op)
+    work = dist.all_gather_into_tensor(target, source, group=plan.tensor_group, async_op=async_op)
+    return whole, [work] if async_op else []
 
 
-def _start_reduction(
-    grad_rows: Tensor, input_shape: torch.Size, plan: LinearPlan
-) -> tuple[Tensor, Optional[dist.Work]]:
-    """Sum the input gradient over the tensor-parallel ranks: the result's buffer, and the work to wait for."""
+def _start_reduction(grad_rows: Tensor, input_shape: torch.Size, plan: LinearPlan) -> tuple[Tensor, list[dist.Work]]:
+    """Sum the input gradient over the tensor-parallel ranks: the result's buffer, and the works to wait for."""
     if plan.gather_input:
         shard = grad_rows.new_empty(input_shape)
-        return shard, dist.reduce_scatter_tensor(_rows(shard), grad_rows, group=plan.tensor_group, async_op=True)
+        return shard, [dist.reduce_scatter_tensor(_rows(shard), grad_rows, group=plan.tensor_group, async_op=True)]
     grad_input = grad_rows.view(input_shape)
     if plan.allreduce_dgrad:
-        return grad_input, dist.all_reduce(grad_input, group=plan.tensor_group, async_op=True)
-    return grad_input, None
+        return grad_input, [dist.all_reduce(grad_input, group=plan.tensor_group, async_op=True)]
+    return grad_input, []
 
 
-def _wait(work: Optional[dist.Work]) -> None:
-    if work is not None:
+def _wait(works: list[dist.Work]) -> None:
+    for work in works:
         work.wait()

@@ -1,7 +1,8 @@
-"""High precision to codes and scales, and back."""
+"""High precision to codes and scales, and back: the one path that all recipes take."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Optional
 
@@ -10,64 +11,130 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megafp8.fp8.formats import Format
-from megafp8.fp8.recipes import OperandRule
-from megafp8.fp8.rounding import cast, decode
-from megafp8.fp8.scaling import quant_scale_of, reduced_amax
+from megafp8.fp8.recipes import Block, OperandRule
+from megafp8.fp8.rounding import cast, codes_shape, decode
+from megafp8.fp8.scaling import FP32_MAX, Scales, amax, block_amax, quant_scale_of, reduce_amax, tensor_scales
 
-BLOCK_ELEMENTS = 1 << 18  # an FP32 buffer of 1 MiB: about a core's own cache, whatever the size of the tensor
+CHUNK_ELEMENTS = 1 << 18  # an FP32 buffer of 1 MiB: about a core's own cache, whatever the size of the tensor
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """A quantized tensor: value = codes x dequant_scale.
+    """A quantized tensor: value = codes x dequant_scale of their block x tensor_scale.
 
     Attributes:
-        codes: the FP8 payload, in the shape of the tensor it came from; `.view(torch.uint8)` is its bytes.
-        dequant_scale: FP32 scalar.
-        format: the format of the codes.
+        codes: the payload, in the shape of the tensor it came from; `.view(torch.uint8)` is its bytes.
+        dequant_scale: FP32 scalar, or with blocks FP32, E8M0 or E4M3 [ceil(rows / block rows), ceil(columns / block
+            columns)].
+        tensor_scale: with two levels of scales, the FP32 scalar above those of the blocks; else None, which is 1.
+        rule: by which it was quantized.
     """
 
     codes: Tensor
     dequant_scale: Tensor
-    format: Format
+    tensor_scale: Optional[Tensor]
+    rule: OperandRule
 
-    def unscaled(self, dtype: torch.dtype) -> Tensor:
-        """The codes as exact numbers of `dtype` (BF16 or FP32), still to be multiplied by dequant_scale."""
-        return decode(self.codes, self.format, dtype)
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+        """All but the rule, in order: what is saved for the backward pass."""
+        return self.codes, self.dequant_scale, self.tensor_scale
+
+    def operand(self, dtype: torch.dtype) -> Tensor:
+        """What a GEMM multiplies: the codes as numbers, with the scales of their blocks but without `factor`.
+
+        Args:
+            dtype: FP32, or BF16 where `rule.is_bf16_exact`; either holds the numbers exactly, unless scales are FP32
+                and blocks share them: then FP32 rounds the product.
+        """
+        values = decode(self.codes, self.rule.format, dtype)
+        if self.rule.block is not None:
+            _multiply_blocks(values, self.dequant_scale.to(dtype), self.rule.block)
+        return values
+
+    @property
+    def factor(self) -> Optional[Tensor]:
+        """The FP32 scalar that is left to multiply a GEMM's result with; None is 1."""
+        return self.dequant_scale if self.rule.block is None else self.tensor_scale
 
 
 def quantize(tensor: Tensor, rule: OperandRule, group: Optional[dist.ProcessGroup] = None) -> Quantized:
     """Quantize a tensor by one rule.
 
     Args:
-        tensor: FP32, BF16 or FP16, any shape.
+        tensor: FP32, BF16 or FP16. Blocks divide it as [rows, columns], all dims but the last being rows.
         rule: format, granularity and scale.
-        group: ranks whose shards share one scale (MAX all-reduce of the amax); None: this rank's own.
+        group: ranks whose shards share the tensor's scale (MAX all-reduce of the amax); None: this rank's own. Blocks
+            have scales of their own.
 
     Returns:
-        codes of the same shape and an FP32 dequant_scale = 1 / quant_scale.
+        codes of the same shape and their scales.
 
-    Numerics: codes = round(float32(x) * quant_scale), one FP32 product, then one rounding as in `rounding.cast`.
+    Numerics: codes = round(float32(x) * quant_scale), one FP32 product, then one rounding as in `rounding.cast`. Blocks
+    at a ragged edge are what is there of them.
     """
-    quant_scale = quant_scale_of(reduced_amax(tensor, group), rule.format, rule.scale_rule)
-    codes = _scale_and_cast(tensor.detach(), quant_scale, rule.format)
-    return Quantized(codes, quant_scale.reciprocal(), rule.format)
+    source = tensor.detach()
+    rows = source.reshape(math.prod(source.shape[:-1]), source.shape[-1] if source.ndim else 1)
+    if rule.block is None:
+        scales = tensor_scales(quant_scale_of(reduce_amax(amax(source), group), rule.format, rule.scale_rule))
+        blocks, quant_scale = rows[:, None, None, :], scales.quant
+    else:
+        blocks = _as_blocks(rows, rule.block)
+        scales = _block_scales(block_amax(blocks), rule, source.dtype)
+        quant_scale = scales.quant[:, None, :, None]
+    codes = _scale_and_cast(blocks, quant_scale, rule.format)
+    codes = codes[: rows.shape[0], : codes_shape(rows.shape, rule.format)[-1]]  # without what was padded
+    return Quantized(codes.reshape(codes_shape(source.shape, rule.format)), scales.dequant, scales.tensor, rule)
 
 
-def _scale_and_cast(tensor: Tensor, quant_scale: Tensor, fmt: Format) -> Tensor:
-    """round(float32(x) * quant_scale); a large tensor on a CPU goes block by block through one small FP32 buffer."""
-    if tensor.is_cuda or tensor.numel() <= BLOCK_ELEMENTS:
-        return cast(tensor.to(torch.float32, copy=True).mul_(quant_scale), fmt)
-    tensor = tensor.contiguous()
-    codes = torch.empty(tensor.shape, dtype=fmt.dtype)
-    buffer = torch.empty(BLOCK_ELEMENTS)
-    sources, targets = (whole.view(-1).split(BLOCK_ELEMENTS) for whole in (tensor, codes))
-    for source, target in zip(sources, targets, strict=True):
-        scaled = buffer[: source.numel()]
-        cast(scaled.copy_(source).mul_(quant_scale), fmt, out=target)
+def _block_scales(largest: Tensor, rule: OperandRule, dtype: torch.dtype) -> Scales:
+    """Scales of blocks with these amaxes; where one overflows, it becomes the largest number of the input's type."""
+    on_overflow = min(torch.finfo(dtype).max, FP32_MAX)
+    return tensor_scales(quant_scale_of(largest, rule.format, rule.scale_rule, on_overflow=on_overflow))
+
+
+def _as_blocks(rows: Tensor, block: Block) -> Tensor:
+    """[rows, columns] as [R, rows of a block, C, columns of a block], filled up with zeros at ragged edges."""
+    padding = [-size % length for size, length in zip(rows.shape, block, strict=True)]
+    if any(padding):
+        rows = torch.nn.functional.pad(rows, (0, padding[1], 0, padding[0]))
+    num_blocks = [size // length for size, length in zip(rows.shape, block, strict=True)]
+    return rows.contiguous().view(num_blocks[0], block[0], num_blocks[1], block[1])
+
+
+def _scale_and_cast(blocks: Tensor, quant_scale: Tensor, fmt: Format) -> Tensor:
+    """round(float32(x) * quant_scale) as [rows, columns]; on a CPU part by part through one small FP32 buffer.
+
+    Args:
+        blocks: [R, r, C, c].
+        quant_scale: FP32, scalar or [R, 1, C, 1].
+    """
+    height, width = blocks.shape[1], blocks.shape[2] * blocks.shape[3]
+    shape = codes_shape(torch.Size((blocks.shape[0] * height, width)), fmt)
+    codes = torch.empty(shape, dtype=fmt.dtype, device=blocks.device)
+    if not blocks.numel():
+        return codes
+    step = len(blocks) if blocks.is_cuda else min(len(blocks), max(1, CHUNK_ELEMENTS // (height * width)))
+    buffer = torch.empty(step * height * width, device=blocks.device)
+    for start in range(0, len(blocks), step):
+        part = blocks[start : start + step]
+        scale = quant_scale[start : start + step] if quant_scale.ndim else quant_scale
+        scaled = buffer[: part.numel()].view(part.shape).copy_(part).mul_(scale)
+        cast(scaled.view(-1, width), fmt, out=codes[start * height : (start + len(part)) * height])
     return codes
 
 
+def _multiply_blocks(values: Tensor, scale: Tensor, block: Block) -> None:
+    """Multiply each block of `values` [..., columns] by its scale, in place."""
+    rows = values.view(-1, values.shape[-1])
+    if rows.shape[0] % block[0] or rows.shape[1] % block[1]:
+        whole = scale.repeat_interleave(block[0], dim=0).repeat_interleave(block[1], dim=1)
+        rows.mul_(whole[: rows.shape[0], : rows.shape[1]])
+        return
+    rows.view(scale.shape[0], block[0], scale.shape[1], block[1]).mul_(scale[:, None, :, None])
+
+
 def dequantize(quantized: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
-    """codes x dequant_scale: one FP32 product, rounded to `dtype`."""
-    return quantized.unscaled(torch.float32).mul_(quantized.dequant_scale).to(dtype)
+    """codes x scales in FP32, rounded to `dtype`."""
+    values, factor = quantized.operand(torch.float32), quantized.factor
+    return (values if factor is None else values.mul_(factor)).to(dtype)

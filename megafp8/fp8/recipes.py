@@ -1,4 +1,4 @@
-"""A recipe is data: which format, granularity and scale each operand has in each GEMM.
+"""A recipe is data: which format, block and scale each operand has in each GEMM.
 
 A linear y = x w^T has three GEMMs and three operands, each operand in two of the GEMMs:
 
@@ -6,13 +6,26 @@ A linear y = x w^T has three GEMMs and three operands, each operand in two of th
     dgrad   dx = dy w       grad_output, weight
     wgrad   dw = dy^T x     grad_output, input
 
-Hence six rules. In a per-tensor recipe both uses of an operand have one rule and so share their codes. In a block
-recipe the blocks run along the summed dimension, which is another one in the second use: two rules, two sets of codes.
+Hence six rules. Two uses of an operand under one rule share their codes: so it is in a per-tensor recipe, and for
+weights in square blocks. Other blocks lie along the summed dimension, which is another one in the second use: the
+operand is quantized twice, from high precision, into rows' blocks (1 x n) and columns' blocks (n x 1).
+
+    recipe      input, grad_output    weight          scales
+    tensorwise  tensor                tensor          FP32, from the tensor at hand (or powers of two)
+    delayed     tensor                tensor          FP32, from the amaxes of earlier steps
+    blockwise   128 along the sum     128 x 128       powers of two (or FP32)
+    mxfp8       32 along the sum      32 along it     E8M0: powers of two, in a byte
+    nvfp4       16 along the sum      16 x 16         E4M3 each, under one FP32 for the tensor
+
+Formats: E4M3 forward; grad_output E5M2 under `hybrid`, which is Transformer Engine's default for tensorwise and
+delayed, and whoever asks for it gets it in blockwise and mxfp8 too, where E4M3 is usual. nvfp4 is E2M1 throughout; in
+its wgrad both operands are Hadamard-transformed, and grad_output is rounded stochastically.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
@@ -45,23 +58,46 @@ OPERANDS_OF = (
     (Gemm.WGRAD, (Operand.GRAD_OUTPUT, Operand.INPUT)),
 )
 
-
-class Granularity(enum.Enum):
-    """The part of a tensor that shares one scale."""
-
-    TENSOR = "tensor"
+Block = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OperandRule:
-    """How one operand is quantized for one GEMM."""
+    """How one operand is quantized for one GEMM.
+
+    Attributes:
+        format: of the codes.
+        block: (rows, columns) of the part that shares a scale, in the tensor as [rows, columns]; None: all of it.
+        scale_rule: where scales come from.
+        is_transformed: Hadamard transform along the rows before anything else.
+        is_stochastic: round stochastically.
+    """
 
     format: Format
-    granularity: Granularity = Granularity.TENSOR
+    block: Optional[Block] = None
     scale_rule: ScaleRule = ScaleRule.FP32
+    is_transformed: bool = False
+    is_stochastic: bool = False
+
+    @property
+    def granularity(self) -> str:
+        """What shares a scale, the longer side last: blocks of columns are rows' blocks of the transposed tensor."""
+        return "tensor" if self.block is None else "x".join(map(str, sorted(self.block)))
+
+    @property
+    def is_bf16_exact(self) -> bool:
+        """Are the codes times their blocks' scales BF16 numbers? Scales of a whole tensor wait until after the GEMM."""
+        return self.block is None or self.scale_rule is not ScaleRule.FP32
+
+    @property
+    def extras(self) -> str:
+        """What happens besides scaling and rounding to nearest, in words; empty if nothing does."""
+        words = ["Hadamard"] * self.is_transformed + ["stochastic rounding"] * self.is_stochastic
+        return " and ".join(words)
 
     def __str__(self) -> str:
-        return f"{self.format.name} per {self.granularity.value}, {self.scale_rule.value} scale"
+        extras = f", {self.extras}" if self.extras else ""
+        return f"{self.format.name} per {self.granularity}, {self.scale_rule.value} scale{extras}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +105,7 @@ class Recipe:
     """All rules of a recipe.
 
     Attributes:
-        name: as `--fp8-recipe` spells it.
+        name: as `--fp8-recipe` or `--fp4-recipe` spells it.
         rules: (operand, GEMM, rule) for all six uses; a rule of None leaves the whole GEMM in high precision.
     """
 
@@ -97,6 +133,9 @@ class DescriptionRow(NamedTuple):
     scale: str
 
 
+# --- the recipes ------------------------------------------------------------------------------------------------------
+
+
 def build_recipe(precision: PrecisionConfig) -> Optional[Recipe]:
     """The recipe that the emulated layers follow, or None without FP8.
 
@@ -111,38 +150,72 @@ def build_recipe(precision: PrecisionConfig) -> Optional[Recipe]:
             f"Take --fp8-recipe {EMULATED_RECIPES[0]}, or run {precision.fp8_recipe} with Transformer Engine "
             "on a CUDA device that has it: --transformer-impl transformer_engine"
         )
-    return tensorwise(
-        forward=E4M3,
-        backward=E5M2 if precision.fp8_format == "hybrid" else E4M3,
-        scale_rule=ScaleRule.POWER_OF_TWO if precision.fp8_power_2_scale else ScaleRule.FP32,
-        quantize_wgrad=precision.fp8_wgrad,
-    )
+    forward = E5M2 if precision.fp8_format == "e5m2" else E4M3
+    backward = E4M3 if precision.fp8_format == "e4m3" else E5M2
+    if precision.fp8_recipe == "blockwise":
+        scale_rule = ScaleRule.FP32 if precision.fp8_block_scaling_fp32_scales else ScaleRule.POWER_OF_TWO
+        recipe = blockwise(forward=forward, backward=backward, scale_rule=scale_rule)
+    else:
+        scale_rule = ScaleRule.POWER_OF_TWO if precision.fp8_power_2_scale else ScaleRule.FP32
+        recipe = tensorwise(forward=forward, backward=backward, scale_rule=scale_rule)
+    return recipe if precision.fp8_wgrad else without_wgrad(recipe)
 
 
-def tensorwise(
-    *, forward: Format, backward: Format, scale_rule: ScaleRule = ScaleRule.FP32, quantize_wgrad: bool = True
-) -> Recipe:
+def tensorwise(*, forward: Format, backward: Format, scale_rule: ScaleRule = ScaleRule.FP32) -> Recipe:
     """Current scaling: one scale per tensor, from the tensor's own amax.
 
     Args:
         forward: format of input and weight.
         backward: format of grad_output.
         scale_rule: FP32 scales, or powers of two.
-        quantize_wgrad: False leaves the weight gradient's GEMM in high precision.
     """
-    formats = {Operand.INPUT: forward, Operand.WEIGHT: forward, Operand.GRAD_OUTPUT: backward}
-    return Recipe(
-        name="tensorwise",
-        rules=tuple(
-            (operand, gemm, _rule_or_none(formats[operand], scale_rule, gemm is not Gemm.WGRAD or quantize_wgrad))
-            for gemm, operands in OPERANDS_OF
-            for operand in operands
-        ),
-    )
+    formats = _formats(forward, backward)
+    return _recipe("tensorwise", lambda operand, _: OperandRule(format=formats[operand], scale_rule=scale_rule))
 
 
-def _rule_or_none(fmt: Format, scale_rule: ScaleRule, quantized: bool) -> Optional[OperandRule]:
-    return OperandRule(format=fmt, scale_rule=scale_rule) if quantized else None
+def blockwise(*, forward: Format, backward: Format, scale_rule: ScaleRule = ScaleRule.POWER_OF_TWO) -> Recipe:
+    """DeepSeek-V3's blocks (arXiv:2412.19437, section 3.3.2) with Transformer Engine's scales.
+
+    Args:
+        forward: format of input and weight.
+        backward: format of grad_output.
+        scale_rule: powers of two, or FP32 scales.
+    """
+    formats = _formats(forward, backward)
+
+    def rule(operand: Operand, gemm: Gemm) -> OperandRule:
+        block = (128, 128) if operand is Operand.WEIGHT else along_sum(128, operand, gemm)
+        return OperandRule(format=formats[operand], block=block, scale_rule=scale_rule)
+
+    return _recipe("blockwise", rule)
+
+
+def without_wgrad(recipe: Recipe) -> Recipe:
+    """The same with the weight gradient's GEMM in high precision."""
+    rules = tuple((operand, gemm, None if gemm is Gemm.WGRAD else rule) for operand, gemm, rule in recipe.rules)
+    return Recipe(name=recipe.name, rules=rules)
+
+
+def along_sum(length: int, operand: Operand, gemm: Gemm) -> Block:
+    """A block of `length` elements that one sum of the GEMM runs over.
+
+    fprop sums over the columns of x [T, K] and w [N, K]; dgrad over the columns of dy [T, N] and the rows of w; wgrad
+    over the rows of dy and x.
+    """
+    sums_over_rows = gemm is Gemm.WGRAD or (operand is Operand.WEIGHT and gemm is Gemm.DGRAD)
+    return (length, 1) if sums_over_rows else (1, length)
+
+
+def _formats(forward: Format, backward: Format) -> dict[Operand, Format]:
+    return {Operand.INPUT: forward, Operand.WEIGHT: forward, Operand.GRAD_OUTPUT: backward}
+
+
+def _recipe(name: str, rule: Callable[[Operand, Gemm], OperandRule]) -> Recipe:
+    uses = [(operand, gemm) for gemm, operands in OPERANDS_OF for operand in operands]
+    return Recipe(name=name, rules=tuple((operand, gemm, rule(operand, gemm)) for operand, gemm in uses))
+
+
+# --- for people -------------------------------------------------------------------------------------------------------
 
 
 def describe(recipe: Optional[Recipe]) -> list[DescriptionRow]:
@@ -157,9 +230,13 @@ def describe(recipe: Optional[Recipe]) -> list[DescriptionRow]:
         rows.append(
             DescriptionRow(
                 gemm.value,
-                " x ".join(f"{name} {rule.format.name}" for name, rule in zip(names, rules, strict=True)),
-                " x ".join(dict.fromkeys(rule.granularity.value for rule in rules)),
+                " x ".join(_describe_operand(name, rule) for name, rule in zip(names, rules, strict=True)),
+                " x ".join(dict.fromkeys(rule.granularity for rule in rules)),
                 " x ".join(dict.fromkeys(rule.scale_rule.value for rule in rules)),
             )
         )
     return rows
+
+
+def _describe_operand(name: str, rule: OperandRule) -> str:
+    return f"{name} {rule.format.name}" + (f" ({rule.extras})" if rule.extras else "")

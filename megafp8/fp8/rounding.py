@@ -1,14 +1,14 @@
-"""FP32 values to FP8 codes and back.
+"""FP32 values to low-precision codes and back.
 
-The cast is Transformer Engine's: round to nearest, ties to even; everything beyond the largest finite value, infinity
-too, saturates to it; NaN becomes the one code 0x7F, whatever its sign. torch's own cast differs in three corners,
-which is why it is never called alone: `float8_e5m2` turns overflow into infinity, `float8_e4m3fn` turned it into NaN
-before torch 2.12, and NaN keeps its sign.
+The cast to FP8 is Transformer Engine's: round to nearest, ties to even; everything beyond the largest finite value,
+infinity too, saturates to it; NaN becomes the one code 0x7F, whatever its sign. torch's own cast differs in three
+corners, which is why it is never called alone: `float8_e5m2` turns overflow into infinity, `float8_e4m3fn` turned it
+into NaN before torch 2.12, and NaN keeps its sign. The cast to FP4, which torch does not have, is in `fp4.py`.
 
 On a CPU, torch converts FP8 to BF16 one element at a time. Here the bits are moved instead (about 13 times faster):
-FP8 and BF16 both are sign, exponent, mantissa, so an FP8 code shifted into BF16's place is the value it stands for,
-times a power of two that accounts for the two exponent biases. FP8's subnormals land on BF16's subnormals, where the
-same product is exact, so one multiplication serves all finite codes.
+FP8 and BF16 both are sign, exponent, mantissa, so a code shifted into BF16's place is the value it stands for, times a
+power of two that accounts for the two exponent biases. Subnormal codes land on BF16's subnormals, where the same
+product is exact, so one multiplication serves all finite codes. FP4 codes take the same way.
 """
 
 from __future__ import annotations
@@ -18,32 +18,47 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from megafp8.fp8 import fp4
 from megafp8.fp8.formats import Format
 
-BF16_MANTISSA_BITS = 7
 BF16_EXPONENT_BIAS = 127
 CANONICAL_NAN = 0x7F
 NEGATIVE_NAN = 0xFF
 
 
-def cast(values: Tensor, fmt: Format, out: Optional[Tensor] = None) -> Tensor:
+def cast(values: Tensor, fmt: Format, out: Optional[Tensor] = None, noise: Optional[Tensor] = None) -> Tensor:
     """Round FP32 values to the codes of `fmt`. `values` is overwritten.
 
     Args:
-        values: FP32, any shape.
-        fmt: E4M3 or E5M2.
+        values: FP32, any shape; E2M1 packs pairs along the last dim, which then is even.
+        fmt: E4M3, E5M2 or E2M1.
         out: where to put the codes; default a new tensor.
+        noise: E2M1 only: random bytes, one a value, for stochastic rounding; None rounds to nearest.
 
     Returns:
-        codes in `fmt.dtype`, same shape.
+        codes in `fmt.dtype`: the shape of `values`, with E2M1 half as long in the last dim.
 
-    Numerics: nearest, ties to even, into subnormals too; overflow and infinity saturate; NaN becomes 0x7F.
+    Numerics: nearest, ties to even, into subnormals too; overflow and infinity saturate; NaN becomes 0x7F, and E2M1,
+    which has none, gets the largest value.
     """
     assert values.dtype == torch.float32, f"cast() rounds FP32 once; got {values.dtype}"
-    codes = torch.empty(values.shape, dtype=fmt.dtype, device=values.device) if out is None else out
-    codes.copy_(values.clamp_(-fmt.max, fmt.max))  # clamp keeps NaN
-    _make_nan_canonical(codes.view(torch.uint8))
-    return codes
+    if out is None:
+        out = torch.empty(codes_shape(values.shape, fmt), dtype=fmt.dtype, device=values.device)
+    if fmt.codes_per_byte == 2:
+        return fp4.cast(values, out, noise)
+    assert noise is None, f"{fmt.name} is rounded to nearest"
+    out.copy_(values.clamp_(-fmt.max, fmt.max))  # clamp keeps NaN
+    _make_nan_canonical(out.view(torch.uint8))
+    return out
+
+
+def codes_shape(shape: torch.Size, fmt: Format) -> tuple[int, ...]:
+    """Shape of the codes of a tensor."""
+    if fmt.codes_per_byte == 1:
+        return tuple(shape)
+    if shape[-1] % fmt.codes_per_byte:
+        raise ValueError(f"{fmt.name} has {fmt.codes_per_byte} codes in a byte, rows of {shape[-1]} are odd: pad them")
+    return (*shape[:-1], shape[-1] // fmt.codes_per_byte)
 
 
 def _make_nan_canonical(raw: Tensor) -> None:
@@ -59,16 +74,18 @@ def decode(codes: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
 
     Args:
         codes: `fmt.dtype`, any shape.
-        dtype: torch.bfloat16 or torch.float32; both hold every E4M3 and E5M2 value.
+        dtype: torch.bfloat16 or torch.float32; both hold every E4M3, E5M2 and E2M1 value.
 
     Returns:
-        contiguous tensor of `dtype`, same shape.
+        contiguous tensor of `dtype`, one value a code.
     """
-    if codes.is_cuda or _has_special(codes, fmt):
+    is_packed = fmt.codes_per_byte == 2
+    if not is_packed and (codes.is_cuda or _has_special(codes, fmt)):
         return codes.to(dtype)
-    shift = BF16_MANTISSA_BITS - fmt.mantissa_bits
+    raw = fp4.unpack(codes) if is_packed else codes.contiguous()  # bytes: sign, exponent, mantissa from the top
+    shift = fmt.exponent_bits  # a byte has 7 - exponent_bits mantissa bits, BF16 has 7
     sign_and_magnitude = (0x7F << shift) - (1 << 15)  # bit 15, and the magnitude's seven; negative, as int16 is
-    bits = codes.contiguous().view(torch.int8).to(torch.int16)  # the sign spreads over the upper bits: bit 15 has it
+    bits = raw.view(torch.int8).to(torch.int16)  # the sign spreads over the upper bits: bit 15 has it
     bits.bitwise_left_shift_(shift).bitwise_and_(sign_and_magnitude)
     values = bits.view(torch.bfloat16).mul_(2.0 ** (BF16_EXPONENT_BIAS - fmt.exponent_bias))
     return values if dtype == torch.bfloat16 else values.to(dtype)

@@ -1,34 +1,65 @@
-"""The largest magnitude of a tensor, and the scale that follows from it.
+"""Largest magnitudes, and the scales that follow from them.
 
-`quant_scale` multiplies a value into the range of a format; `dequant_scale` is its reciprocal in FP32.
-The rules are Transformer Engine's, corner by corner (`common/recipe/recipe_common.cuh`, read at 2.20):
+`quant_scale` multiplies a value into the range of a format; `dequant_scale` is its reciprocal, in the form in which a
+recipe stores it. The rules are Transformer Engine's, corner by corner (`common/recipe/recipe_common.cuh`,
+`common/cast/mxfp8`, `common/cast/nvfp4`, read at 2.20):
 
-    amax is 0, infinite or NaN      -> quant_scale 1
-    otherwise                       -> format max / amax, one IEEE FP32 division
-    the division overflows          -> largest finite FP32
-    power-of-two scales             -> the mantissa bits cleared, that is rounded down
+    FP32           format max / amax, one IEEE FP32 division; amax 0 or infinite gives 1, overflow the largest number
+    power of two   the same with the mantissa bits cleared, that is rounded down
+    E8M0           dequant_scale is the smallest power of two that amax / format max does not exceed, as its exponent's
+                   byte; amax 0 gives the smallest power, 2^-127, and an infinite amax the one before last, 2^127
+    two-level      dequant_scale is E4M3, relative to an FP32 scale of the whole tensor that brings the tensor's amax to
+                   448 x 6
+
+The power-of-two scale and E8M0 have the same exponent for every amax but 0 and infinity.
 """
 
 from __future__ import annotations
 
 import enum
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megafp8.fp8.formats import Format
+from megafp8.fp8.formats import E2M1, E4M3, Format
+from megafp8.fp8.rounding import cast
 
 FP32_MAX = torch.finfo(torch.float32).max
-FP32_SIGN_AND_EXPONENT = -(1 << 23)  # 0xFF800000 as a signed word
+FP32_MANTISSA = (1 << 23) - 1
+FP32_EXPONENT_BIAS = 127
+LARGEST_E8M0 = 254
+SMALLEST_MULTIPLIER = 1 << 22  # 2^-127 as FP32 bits, subnormal
+FOLD_WIDTH = 8  # shorter than a vector register: torch then takes the maximum element by element
+FOLD_BELOW = 64
 
 
 class ScaleRule(enum.Enum):
-    """How a quant_scale is rounded."""
+    """Where scales come from and how they are kept."""
 
     FP32 = "fp32"
     POWER_OF_TWO = "power of two"
+    E8M0 = "e8m0"
+    TWO_LEVEL = "e4m3 x fp32"
+    DELAYED = "delayed fp32"
+
+
+class Scales(NamedTuple):
+    """Scales of a tensor or of its blocks.
+
+    Attributes:
+        quant: FP32, multiplies the values.
+        dequant: multiplies the codes; FP32, E8M0 or E4M3.
+        tensor: with two levels, FP32 scalar that multiplies the dequantized codes once more; else None.
+    """
+
+    quant: Tensor
+    dequant: Tensor
+    tensor: Optional[Tensor] = None
+
+
+# --- amax -------------------------------------------------------------------------------------------------------------
 
 
 def amax(tensor: Tensor) -> Tensor:
@@ -46,19 +77,52 @@ def amax(tensor: Tensor) -> Tensor:
     return tensor.abs().nan_to_num_(nan=0.0, posinf=torch.inf).amax().float()
 
 
-def reduced_amax(tensor: Tensor, group: Optional[dist.ProcessGroup]) -> Tensor:
-    """`amax` over the shards that the ranks of a group hold; `group` None is this rank's alone."""
-    largest = amax(tensor)
+def block_amax(blocks: Tensor) -> Tensor:
+    """Largest magnitude of each block.
+
+    Args:
+        blocks: [R, rows of a block, C, columns of a block], FP32, BF16 or FP16.
+
+    Returns:
+        FP32 [R, C].
+
+    Numerics: as `amax`. Magnitudes of one sign are ordered as their bits are, and integers have the faster maximum.
+    """
+    integer = torch.int16 if blocks.dtype.itemsize == 2 else torch.int32
+    bits = blocks.view(integer).bitwise_and(torch.iinfo(integer).max)
+    infinity = torch.tensor(torch.inf, dtype=blocks.dtype).view(integer).item()
+    largest = _largest_of_blocks(bits)
+    if blocks.is_cuda or (largest.numel() and largest.amax().item() > infinity):  # NaNs are above infinity
+        largest = _largest_of_blocks(bits.masked_fill_(bits > infinity, 0))
+    return largest.view(blocks.dtype).float()
+
+
+def _largest_of_blocks(blocks: Tensor) -> Tensor:
+    """Maximum over dims 1 and 3."""
+    rows = blocks.amax(dim=1) if blocks.shape[1] > 1 else blocks.squeeze(1)
+    width = rows.shape[-1]
+    if width < FOLD_BELOW:
+        while width > FOLD_WIDTH and width % 2 == 0:
+            width //= 2
+            rows = torch.maximum(rows[..., :width], rows[..., width:])
+    return rows.amax(dim=-1) if width > 1 else rows.squeeze(-1)
+
+
+def reduce_amax(largest: Tensor, group: Optional[dist.ProcessGroup]) -> Tensor:
+    """Maximum over the ranks of a group, in place; `group` None is this rank alone."""
     if group is not None and group.size() > 1:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     return largest
+
+
+# --- scales -----------------------------------------------------------------------------------------------------------
 
 
 def quant_scale_of(largest: Tensor, fmt: Format, rule: ScaleRule, *, on_overflow: float = FP32_MAX) -> Tensor:
     """The factor that brings values of magnitude `largest` to the top of a format's range.
 
     Args:
-        largest: FP32 amaxes, any shape.
+        largest: FP32 amaxes, any shape; never NaN, which no amax is.
         fmt: the format to scale into.
         rule: leave the quotient as it is, or round it down to a power of two.
         on_overflow: the scale where the quotient exceeds FP32 (amax below about 1e-36).
@@ -66,9 +130,64 @@ def quant_scale_of(largest: Tensor, fmt: Format, rule: ScaleRule, *, on_overflow
     Returns:
         FP32, same shape.
     """
-    scale = torch.full_like(largest, fmt.max).div_(largest).clamp_(max=on_overflow)
-    usable = (largest > 0) & (largest < torch.inf)
-    scale = torch.where(usable, scale, 1.0)
     if rule is ScaleRule.POWER_OF_TWO:
-        scale.view(torch.int32).bitwise_and_(FP32_SIGN_AND_EXPONENT)
-    return scale
+        scale = _power_of_two(2 * FP32_EXPONENT_BIAS - power_of_two_exponent(largest, fmt))
+    else:
+        scale = torch.full_like(largest, fmt.max).div_(largest)
+        scale.masked_fill_(scale == torch.inf, on_overflow)
+    return torch.where((largest > 0) & (largest < torch.inf), scale, 1.0)
+
+
+def power_of_two_exponent(largest: Tensor, fmt: Format) -> Tensor:
+    """The exponent e of the smallest power of two 2^(e - 127) with largest <= fmt.max 2^(e - 127), as int32.
+
+    Numerics: exact, on the bits: amax / max rounds up if amax has the larger mantissa. For amax 0 and below about 1e-36
+    the exponent leaves E8M0's range: clamp it to 0. It says nothing about an infinite amax.
+    """
+    bits_of_max = torch.tensor(fmt.max).view(torch.int32).item()
+    mantissa, exponent = bits_of_max & FP32_MANTISSA, (bits_of_max >> 23) - FP32_EXPONENT_BIAS
+    return largest.view(torch.int32).add(FP32_MANTISSA - mantissa).bitwise_right_shift_(23).sub_(exponent)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2^(exponent - 127) as FP32, for normal numbers; larger exponents give 2^127."""
+    return exponent.clamp(max=LARGEST_E8M0).bitwise_left_shift_(23).view(torch.float32)
+
+
+def e8m0_scales(largest: Tensor, fmt: Format) -> Scales:
+    """MXFP8's scales: powers of two, rounded up (the conversion cvt.rp.satfinite.ue8m0x2.f32).
+
+    Args:
+        largest: FP32 amaxes of the blocks.
+        fmt: E4M3 or E5M2.
+
+    Numerics: Transformer Engine multiplies amax by 1 / max in FP32 and rounds that up. Of all FP32 numbers one makes a
+    difference (found by trying them all): the next one above max x 2^-127, whose product rounds down to 2^-127 first.
+    """
+    exponent = power_of_two_exponent(largest, fmt)
+    rounds_down = largest.view(torch.int32) == torch.tensor(fmt.max * 2.0**-127).view(torch.int32).item() + 1
+    exponent = exponent.clamp_(min=0).masked_fill_(largest == torch.inf, LARGEST_E8M0).sub_(rounds_down.int())
+    quant = torch.where(exponent == LARGEST_E8M0, SMALLEST_MULTIPLIER, (LARGEST_E8M0 - exponent) << 23)
+    return Scales(quant.view(torch.float32), exponent.to(torch.uint8).view(torch.float8_e8m0fnu))
+
+
+def two_level_scales(largest: Tensor, tensor_largest: Tensor) -> Scales:
+    """NVFP4's scales: E4M3 for a block, relative to one FP32 number for the tensor.
+
+    Args:
+        largest: FP32 amaxes of the blocks.
+        tensor_largest: FP32 scalar, of the whole tensor over all its ranks.
+
+    Numerics: in the order of Transformer Engine's kernel, each step one FP32 operation.
+    """
+    encode = (E4M3.max * E2M1.max / tensor_largest).clamp_(max=FP32_MAX)
+    encode = torch.where(encode == 0, 1.0, encode).masked_fill_(tensor_largest == 0, 1.0)
+    per_block = encode * torch.tensor(1 / E2M1.max, dtype=torch.float32)
+    dequant = cast(largest.mul(per_block).clamp_(max=FP32_MAX), E4M3)
+    quant = dequant.float().mul_(encode.reciprocal()).reciprocal_().clamp_(max=FP32_MAX)
+    return Scales(quant, dequant, tensor_largest / (E4M3.max * E2M1.max))
+
+
+def tensor_scales(quant_scale: Tensor) -> Scales:
+    """Scales that are FP32 both ways."""
+    return Scales(quant_scale, quant_scale.reciprocal())

@@ -15,8 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
-from megafp8.fp8.linear import AmaxGroups, LinearPlan, emulated_linear, quantize_weight
-from megafp8.fp8.quantize import Quantized
+from megafp8.fp8.linear import AmaxGroups, LinearPlan, QuantizedWeight, emulated_linear, quantize_weight
 from megafp8.fp8.recipes import Recipe
 
 AMAX_REDUCTIONS = ("te", "all")
@@ -48,7 +47,7 @@ class _EmulatedGemm:
         self.recipe = recipe
         self.amax_reduction = amax_reduction
         self.reuses_weight_codes = False
-        self._weight_codes: Optional[Quantized] = None
+        self._weight_codes: Optional[QuantizedWeight] = None
 
     def amax_groups(self, sequence_parallel: bool) -> AmaxGroups:
         """The ranks that share the scale of each operand."""
@@ -83,7 +82,7 @@ class _EmulatedGemm:
         )
         return emulated_linear(input, weight, bias, plan, self._known_weight_codes(weight, plan))
 
-    def _known_weight_codes(self, weight: Tensor, plan: LinearPlan) -> Optional[Quantized]:
+    def _known_weight_codes(self, weight: Tensor, plan: LinearPlan) -> Optional[QuantizedWeight]:
         if not self.reuses_weight_codes:
             return None
         if self._weight_codes is None:

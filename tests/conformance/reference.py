@@ -1,7 +1,8 @@
-"""FP8 quantization as slowly and plainly as it can be written. Read it from top to bottom.
+"""Low-precision quantization as slowly and plainly as it can be written. Read it from top to bottom.
 
-Nothing here is shared with the package: the formats come from the OCP 8-bit Floating Point Specification (OFP8) 1.0,
-the scale rules from Transformer Engine's kernels. numpy only; every step is exact or one IEEE FP32 operation.
+Nothing here is shared with the package: the formats come from the OCP 8-bit Floating Point Specification (OFP8) 1.0
+and the OCP Microscaling Formats (MX) Specification 1.0, the scale rules from Transformer Engine's kernels. numpy
+only; every step is exact or one IEEE FP32 operation.
 """
 
 import bisect
@@ -70,24 +71,65 @@ def amax(x: np.ndarray) -> np.float32:
     return np.float32(largest)
 
 
-def quant_scale(largest: np.float32, fmt: str, power_of_two: bool) -> np.float32:
+def quant_scale(
+    largest: np.float32, fmt: str, power_of_two: bool, on_overflow: float = np.finfo(np.float32).max
+) -> np.float32:
     """What to multiply by so that `largest` lands on the format's maximum."""
     if largest == 0 or np.isinf(largest):
         return np.float32(1)
     with np.errstate(over="ignore"):
         scale = np.float32(MAGNITUDES[fmt][-1]) / largest  # IEEE FP32 division
     if np.isinf(scale):
-        scale = np.finfo(np.float32).max
+        scale = np.float32(on_overflow)
     if power_of_two:  # clear the mantissa: round down
         scale = np.float32(2.0 ** math.floor(math.log2(float(scale))))
     return scale
 
 
 # --- 4. Per-tensor current scaling -----------------------------------------------------------------------------------
-def quantize_tensorwise(x: np.ndarray, fmt: str, power_of_two: bool) -> tuple[np.ndarray, np.float32]:
-    """Codes (uint8, the shape of x) and dequant_scale of an FP32 array (BF16 input widened, which is exact)."""
-    scale = quant_scale(amax(x), fmt, power_of_two)
+def codes_of(x: np.ndarray, scale: np.float32, fmt: str) -> np.ndarray:
+    """Each element times the scale, one FP32 product, rounded to a code (uint8)."""
     with np.errstate(over="ignore", invalid="ignore"):
-        scaled = x.astype(np.float32) * scale  # one FP32 product
+        scaled = x.astype(np.float32) * scale
     codes = [round_to_code(float(element), fmt) for element in scaled.ravel()]
-    return np.array(codes, dtype=np.uint8).reshape(x.shape), np.float32(1) / scale
+    return np.array(codes, dtype=np.uint8).reshape(x.shape)
+
+
+def quantize_tensorwise(x: np.ndarray, fmt: str, power_of_two: bool) -> tuple[np.ndarray, np.float32]:
+    """Codes (the shape of x) and dequant_scale of an FP32 array (BF16 input widened, which is exact)."""
+    scale = quant_scale(amax(x), fmt, power_of_two)
+    return codes_of(x, scale, fmt), np.float32(1) / scale
+
+
+# --- 5. Blocks -------------------------------------------------------------------------------------------------------
+# A block of r rows and c columns has a scale of its own. At a ragged edge a block is what is there of it.
+#     blockwise   1 x 128 for what is summed along a row, 128 x 1 along a column, 128 x 128 for weights
+#     mxfp8       1 x 32 and 32 x 1
+#     nvfp4       1 x 16, 16 x 1, and 16 x 16 for weights
+def blocks_of(x: np.ndarray, block: tuple[int, int]) -> list[tuple[int, int, tuple[slice, slice]]]:
+    """(block row, block column, its place in x) for each block."""
+    height, width = block
+    return [
+        (i, j, (slice(i * height, (i + 1) * height), slice(j * width, (j + 1) * width)))
+        for i in range(-(-x.shape[0] // height))
+        for j in range(-(-x.shape[1] // width))
+    ]
+
+
+def quantize_blockwise(
+    x: np.ndarray, block: tuple[int, int], fmt: str, power_of_two: bool, largest_input: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and dequant_scale [block rows, block columns]. A scale that overflows becomes the input type's maximum."""
+    codes, scales = np.zeros(x.shape, dtype=np.uint8), {}
+    for i, j, place in blocks_of(x, block):
+        scale = quant_scale(amax(x[place]), fmt, power_of_two, on_overflow=largest_input)
+        codes[place], scales[i, j] = codes_of(x[place], scale, fmt), np.float32(1) / scale
+    return codes, as_matrix(scales, np.float32)
+
+
+def as_matrix(entries: dict[tuple[int, int], object], dtype: type) -> np.ndarray:
+    """Entries at (row, column) as a matrix."""
+    matrix = np.zeros([1 + max(place[axis] for place in entries) for axis in (0, 1)], dtype=dtype)
+    for place, entry in entries.items():
+        matrix[place] = entry
+    return matrix

@@ -1,8 +1,8 @@
 """Carry a small part of a folder of golden vectors into the repository: `python select_golden.py FOLDER`.
 
 Whole tensors are too large. A per-tensor scale depends on all of a tensor through its amax only, so rows (or columns)
-that include the one with the amax keep their codes; for a product, a few rows of one operand times a few of the other
-give a corner of the result.
+that include the one with the amax keep their codes; blocks along a row or a column depend on nothing else; for a
+product, a few rows of one operand times a few of the other give a corner of the result.
 """
 
 import argparse
@@ -10,8 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-TARGET = Path(__file__).parent / "golden_tensorwise.npz"
-ROWS = 3
+TARGET = Path(__file__).parent / "golden.npz"
+ROWS = 2
+BLOCK = 128
+SPECIAL = ("nan", "inf", "denormal")  # distributions that try the corners of the scale rules
 
 
 def magnitudes(raw: np.ndarray) -> np.ndarray:
@@ -31,50 +33,81 @@ def telling(raw: np.ndarray, axis: int = 0) -> np.ndarray:
     return np.array(sorted(chosen[:ROWS]))
 
 
-def select_tensors(source: np.lib.npyio.NpzFile, kept: dict) -> None:
-    """Every distribution in BF16, those with special values in FP32 too, one ragged shape; all four casts of each."""
-    for key in source.files:
-        if not key.endswith("/x"):
-            continue
+def covering(raw: np.ndarray, axis: int) -> np.ndarray:
+    """Indices along an axis, out of its first square blocks, with the largest magnitude of each of these blocks."""
+    values = magnitudes(raw if axis == 0 else raw.T)[:BLOCK]
+    blocks = np.split(values, range(BLOCK, values.shape[1], BLOCK), axis=1)
+    return np.unique([int(np.unravel_index(block.argmax(), block.shape)[0]) for block in blocks])
+
+
+def select_tensors(source: dict, kept: dict) -> None:
+    """Every distribution in BF16, those with special values in FP32 too, one ragged shape."""
+    for key in [key for key in source if key.endswith("/x")]:
         shape, distribution, dtype, _ = key.split("/")
-        wanted = shape == "48x160" and (dtype == "bf16" or distribution in ("nan", "inf", "denormal", "rows"))
+        wanted = shape == "48x160" and (dtype == "bf16" or distribution in SPECIAL)
         if not wanted and (shape, distribution) != ("200x272", "nan"):
             continue
-        base, rows = key[: -len("/x")], telling(source[key])
-        kept[key] = source[key][rows]
-        for codes_key in source.files:
-            if codes_key.startswith(f"{base}/tensorwise-") and codes_key.endswith("/codes"):
-                scale_key = codes_key.replace("/codes", "/scale_inv")
-                kept[codes_key], kept[scale_key] = source[codes_key][rows], source[scale_key]
+        base, raw = key[: -len("/x")], source[key]
+        rows, columns = np.union1d(telling(raw), covering(raw, axis=0)), telling(raw, axis=1)
+        kept[key], kept[f"{base}/x_columns"] = raw[rows], raw[:, columns]
+        select_tensorwise(source, kept, base, rows)
+        casts = ("e4m3-pow2", "e4m3-fp32", "e5m2-pow2") if distribution in SPECIAL else ("e4m3-pow2",)
+        select_blocks(source, kept, [f"{base}/block1d-{cast}" for cast in casts], rows, columns)
+        if shape == "48x160" and distribution in (*SPECIAL, "normal", "zeroblocks"):  # it is one block high
+            select_squares(source, kept, [f"{base}/block2d-{cast}" for cast in casts], rows)
 
 
-def select_linear(source: np.lib.npyio.NpzFile, kept: dict) -> None:
-    """For each GEMM of the per-tensor linears: two operands cut down, and the corner of the result they give."""
-    for recipe in ("tensorwise", "tensorwise-e4m3"):
-        base = f"linear/{recipe}/step0"
-        x, w, b, dy, y, dx, dw = (source[f"{base}/{name}"] for name in ("x", "w", "b", "dy", "y", "dx", "dw"))
-        tokens, outputs = telling(x), telling(w)
-        kept |= {f"{base}/fprop/x": x[tokens], f"{base}/fprop/w": w[outputs], f"{base}/fprop/b": b[outputs]}
-        kept[f"{base}/fprop/y"] = y[np.ix_(tokens, outputs)]
-        tokens, inputs = telling(dy), telling(w, axis=1)
-        kept |= {f"{base}/dgrad/dy": dy[tokens], f"{base}/dgrad/w": w[:, inputs]}
-        kept[f"{base}/dgrad/dx"] = dx[np.ix_(tokens, inputs)]
-        outputs, inputs = telling(dy, axis=1), telling(x, axis=1)
-        kept |= {f"{base}/wgrad/dy": dy[:, outputs], f"{base}/wgrad/x": x[:, inputs]}
-        kept[f"{base}/wgrad/dw"] = dw[np.ix_(outputs, inputs)]
+def select_tensorwise(source: dict, kept: dict, base: str, rows: np.ndarray) -> None:
+    """The codes of some rows, under all four casts."""
+    for key in [key for key in source if key.startswith(f"{base}/tensorwise-") and key.endswith("/codes")]:
+        scale_key = key.replace("/codes", "/scale_inv")
+        kept[key], kept[scale_key] = source[key][rows], source[scale_key]
+
+
+def select_blocks(source: dict, kept: dict, casts: list[str], rows: np.ndarray, columns: np.ndarray) -> None:
+    """Blocks along some rows and some columns."""
+    for cast in casts:
+        for name, chosen in (("row", rows), ("col", columns)):
+            kept[f"{cast}/{name}_codes"] = source[f"{cast}/{name}_codes"][chosen]
+            kept[f"{cast}/{name}_scale_inv"] = source[f"{cast}/{name}_scale_inv"][:, chosen]
+
+
+def select_squares(source: dict, kept: dict, casts: list[str], rows: np.ndarray) -> None:
+    """Some rows of squares that have their largest magnitudes there; the second orientation is the transposed one."""
+    for cast in casts:
+        kept[f"{cast}/row_codes"] = source[f"{cast}/row_codes"][rows]
+        kept[f"{cast}/row_scale_inv"] = source[f"{cast}/row_scale_inv"]
+        kept[f"{cast}/col_scale_inv"] = source[f"{cast}/col_scale_inv"]
+        kept[f"{cast}/col_codes"] = source[f"{cast}/col_codes"][:, rows]
+
+
+def select_linear(source: dict, kept: dict, recipe: str) -> None:
+    """For each GEMM of a linear: two operands cut down, and the corner of the result they give."""
+    base = f"linear/{recipe}/step0"
+    choose = covering if recipe.startswith("blockwise") else telling  # of the weight
+    x, w, b, dy, y, dx, dw = (source[f"{base}/{name}"] for name in ("x", "w", "b", "dy", "y", "dx", "dw"))
+    tokens, outputs = telling(x), choose(w, axis=0)
+    kept |= {f"{base}/fprop/x": x[tokens], f"{base}/fprop/w": w[outputs], f"{base}/fprop/b": b[outputs]}
+    kept[f"{base}/fprop/y"] = y[np.ix_(tokens, outputs)]
+    tokens, inputs = telling(dy), choose(w, axis=1)
+    kept |= {f"{base}/dgrad/dy": dy[tokens], f"{base}/dgrad/w": w[:, inputs]}
+    kept[f"{base}/dgrad/dx"] = dx[np.ix_(tokens, inputs)]
+    outputs, inputs = telling(dy, axis=1), telling(x, axis=1)
+    kept |= {f"{base}/wgrad/dy": dy[:, outputs], f"{base}/wgrad/x": x[:, inputs]}
+    kept[f"{base}/wgrad/dw"] = dw[np.ix_(outputs, inputs)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="folder of the npz files made by Transformer Engine")
-    folder = parser.parse_args().folder
+    source: dict[str, np.ndarray] = {}
+    for path in sorted(parser.parse_args().folder.glob("*.npz")):
+        with np.load(path) as arrays:
+            source |= dict(arrays)
     kept: dict[str, np.ndarray] = {}
-    for path in sorted(folder.glob("*.npz")):
-        with np.load(path) as source:
-            if path.stem.endswith("_tensor"):
-                select_tensors(source, kept)
-            elif path.stem.endswith("_linear_update"):
-                select_linear(source, kept)
+    select_tensors(source, kept)
+    for recipe in ("tensorwise", "tensorwise-e4m3", "blockwise", "blockwise-hybrid"):
+        select_linear(source, kept, recipe)
     np.savez_compressed(TARGET, **kept)
     print(f"{TARGET}: {len(kept)} arrays, {TARGET.stat().st_size / 1024:.0f} KiB")
 

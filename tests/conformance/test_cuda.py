@@ -6,7 +6,7 @@ import torch
 from megafp8.fp8.formats import E4M3, E5M2, Format
 from megafp8.fp8.linear import LinearPlan, emulated_linear
 from megafp8.fp8.quantize import quantize
-from megafp8.fp8.recipes import OperandRule, tensorwise
+from megafp8.fp8.recipes import OperandRule, tensorwise, without_wgrad
 from megafp8.fp8.rounding import cast, decode
 from megafp8.fp8.scaling import ScaleRule
 
@@ -26,7 +26,7 @@ def test_every_bf16_value(fmt: Format) -> None:
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
-@pytest.mark.parametrize("scale_rule", ScaleRule)
+@pytest.mark.parametrize("scale_rule", [ScaleRule.FP32, ScaleRule.POWER_OF_TWO])
 @pytest.mark.parametrize("spoil", [None, float("nan"), float("inf"), 1e30])
 def test_tensorwise(fmt: Format, scale_rule: ScaleRule, spoil: float) -> None:
     x = torch.randn(257, 96)
@@ -42,8 +42,8 @@ def test_tensorwise(fmt: Format, scale_rule: ScaleRule, spoil: float) -> None:
 @pytest.mark.parametrize("quantize_wgrad", [True, False])
 @pytest.mark.parametrize("fuse_wgrad", [False, True])
 def test_linear(dtype: torch.dtype, tolerance: float, quantize_wgrad: bool, fuse_wgrad: bool) -> None:
-    recipe = tensorwise(forward=E4M3, backward=E5M2, quantize_wgrad=quantize_wgrad)
-    plan = LinearPlan(recipe=recipe, fuse_wgrad=fuse_wgrad)
+    recipe = tensorwise(forward=E4M3, backward=E5M2)
+    plan = LinearPlan(recipe=recipe if quantize_wgrad else without_wgrad(recipe), fuse_wgrad=fuse_wgrad)
     tensors = [torch.randn(shape).to(dtype) for shape in ((8, 16, 64), (96, 64), (96,), (8, 16, 96))]
     results = []
     for device in ("cpu", "cuda"):

@@ -93,8 +93,7 @@ EXAMPLES = {
     "one_weight_format": ({"precision.fp16": True, "precision.fp8_format": None}, 1, "--bf16 and --fp16"),
     "fp8_is_not_with_fp16": ({"precision.fp16": True, "precision.bf16": False}, 1, "use --bf16"),
     "fp8_settings_need_a_format": ({"precision.fp8_format": None}, 1, "--fp8-recipe tensorwise has no effect"),
-    "delayed_settings_need_delayed": ({"precision.fp8_amax_history_len": 1024}, 1, "belongs to delayed"),
-    "power_of_two_scales_need_tensorwise": (
+    "recipe_settings_need_their_recipe": (
         {"precision.fp8_recipe": "blockwise", "precision.fp8_power_2_scale": True}, 1, "not blockwise"
     ),
     "fp8_weights_need_sharded_optimizer": (
@@ -114,6 +113,13 @@ EXAMPLES = {
         {"precision.deterministic_mode": True, "precision.cross_entropy_loss_fusion": True}, 1, "not deterministic"
     ),
     "gemm_dimensions_suit_the_recipe": ({"model.ffn_hidden_size": 388}, 1, "use --ffn-hidden-size 400"),
+    "layout_free_scales_need_whole_blocks": (
+        {
+            "precision.fp8_recipe": "blockwise", "precision.fp8_amax_reduction": "all",
+            "parallel.tensor_model_parallel_size": 2, "parallel.sequence_parallel": True,
+        },
+        2, "linear_proj's inputs per rank are 64",
+    ),
     "learning_rate_is_given": ({"optimizer.lr": None}, 1, "--lr is missing"),
     "learning_rate_is_the_peak": ({"optimizer.min_lr": 0.01}, 1, "above --lr 0.001"),
     "schedule_is_counted_like_the_run": ({"optimizer.lr_decay_samples": 1000}, 1, "use --lr-decay-iters"),

@@ -6,7 +6,17 @@ from collections.abc import Iterator
 
 from megafp8.config import derived, gemms
 from megafp8.config.rules.rule import Rule, has_shape, positive, without
-from megafp8.config.schema import PrecisionConfig, RunConfig
+from megafp8.config.schema import RunConfig
+from megafp8.config.settings import settings_by_name, value_of
+
+# Settings without an effect in a run without FP8, or under another recipe.
+FP8_SETTINGS = ("fp8_recipe", "fp8_wgrad", "fp8_param_gather", "fp8_amax_reduction", "first_last_layers_bf16")
+SETTINGS_OF_RECIPE = {
+    "delayed": ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo"),
+    "tensorwise": ("fp8_power_2_scale",),
+    "blockwise": ("fp8_block_scaling_fp32_scales",),
+}
+BLOCK_LENGTH = {"blockwise": 128}
 
 
 def one_weight_format(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -23,51 +33,28 @@ def fp8_is_not_with_fp16(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def fp8_settings_need_a_format(config: RunConfig, world_size: int) -> Iterator[str]:
     """Settings of FP8 without --fp8-format would leave the run in high precision unnoticed."""
-    precision, default = config.precision, PrecisionConfig()
-    if precision.fp8_format is not None:
+    if config.precision.fp8_format is None:
+        for name in (*FP8_SETTINGS, *(name for names in SETTINGS_OF_RECIPE.values() for name in names)):
+            yield from (without(flag, "--fp8-format") for flag in given_flags(config, name))
+
+
+def recipe_settings_need_their_recipe(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Margin and amax history belong to delayed scaling, the choice of scales to tensorwise or blockwise."""
+    chosen = config.precision.fp8_recipe
+    if config.precision.fp8_format is None:
         return
-    asked = {
-        f"--fp8-recipe {precision.fp8_recipe}": precision.fp8_recipe != default.fp8_recipe,
-        f"--fp8-margin {precision.fp8_margin}": precision.fp8_margin != default.fp8_margin,
-        f"--fp8-amax-history-len {precision.fp8_amax_history_len}":
-            precision.fp8_amax_history_len != default.fp8_amax_history_len,
-        f"--fp8-amax-compute-algo {precision.fp8_amax_compute_algo}":
-            precision.fp8_amax_compute_algo != default.fp8_amax_compute_algo,
-        "--no-fp8-wgrad": not precision.fp8_wgrad,
-        "--fp8-param-gather": precision.fp8_param_gather,
-        "--fp8-power-2-scale": precision.fp8_power_2_scale,
-        f"--fp8-amax-reduction {precision.fp8_amax_reduction}":
-            precision.fp8_amax_reduction != default.fp8_amax_reduction,
-        "--first-last-layers-bf16": precision.first_last_layers_bf16,
-    }
-    for flag in (flag for flag, given in asked.items() if given):
-        yield without(flag, "--fp8-format")
+    for recipe, names in SETTINGS_OF_RECIPE.items():
+        for flag in (flag for name in names for flag in given_flags(config, name) if recipe != chosen):
+            yield f"{flag} belongs to --fp8-recipe {recipe}, not {chosen}: remove it, or change the recipe"
 
 
-def delayed_settings_need_delayed(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Margin and amax history belong to delayed scaling."""
-    precision, default = config.precision, PrecisionConfig()
-    if precision.fp8_format is None or precision.fp8_recipe == "delayed":
-        return
-    asked = {
-        f"--fp8-margin {precision.fp8_margin}": precision.fp8_margin != default.fp8_margin,
-        f"--fp8-amax-history-len {precision.fp8_amax_history_len}":
-            precision.fp8_amax_history_len != default.fp8_amax_history_len,
-        f"--fp8-amax-compute-algo {precision.fp8_amax_compute_algo}":
-            precision.fp8_amax_compute_algo != default.fp8_amax_compute_algo,
-    }
-    for flag in (flag for flag, given in asked.items() if given):
-        yield f"{flag} has no effect with --fp8-recipe {precision.fp8_recipe}: it belongs to delayed; remove it"
-
-
-def power_of_two_scales_need_tensorwise(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Only tensorwise leaves the choice between FP32 and power-of-two scales."""
-    precision = config.precision
-    if precision.fp8_power_2_scale and precision.fp8_format is not None and precision.fp8_recipe != "tensorwise":
-        yield (
-            f"--fp8-power-2-scale belongs to --fp8-recipe tensorwise, not {precision.fp8_recipe}: remove it, "
-            "or change the recipe"
-        )
+def given_flags(config: RunConfig, name: str) -> Iterator[str]:
+    """The flag that gave a precision setting a value other than its default, if one did."""
+    setting = settings_by_name()[f"precision.{name}"]
+    value = value_of(config, setting.name)
+    if value != setting.default:
+        flag = (setting.off if value is False and setting.off else setting.flags)[0]
+        yield flag if isinstance(value, bool) else f"{flag} {value}"
 
 
 def fp8_weights_need_sharded_optimizer(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -137,25 +124,52 @@ def determinism_excludes_its_opposites(config: RunConfig, world_size: int) -> It
 
 def gemm_dimensions_suit_the_recipe(config: RunConfig, world_size: int) -> Iterator[str]:
     """Every dimension of every quantized GEMM is a multiple of what the recipe needs."""
-    model, parallel = config.model, config.parallel
-    tp = parallel.tensor_model_parallel_size
-    if config.precision.fp8_format is None or not has_shape(config):
+    if config.precision.fp8_format is not None and has_gemms(config):
+        yield from gemms.misfits(config)
+
+
+def layout_free_scales_need_whole_blocks(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Where a rank's part ends within a block, the block's scale depends on the layout."""
+    precision, parallel = config.precision, config.parallel
+    length = BLOCK_LENGTH.get(precision.fp8_recipe)
+    if precision.fp8_format is None or precision.fp8_amax_reduction == "te" or length is None or not has_gemms(config):
         return
-    if not positive(config.data.seq_length, config.training.micro_batch_size):
-        return
+    parts = {}
+    if parallel.tensor_model_parallel_size > 1:
+        parts = {
+            f"{linear.name}'s {what} per rank": size
+            for linear in gemms.gemm_dimensions(config)
+            for what, size in (("outputs", linear.out_features), ("inputs", linear.in_features))
+        }
+    if parallel.context_parallel_size > 1 or parallel.sequence_parallel:
+        # A context-parallel rank has two pieces of the sequence, an early and a late one.
+        pieces = 2 if parallel.context_parallel_size > 1 else 1
+        parts["tokens in one piece per rank"] = gemms.rows_per_rank(config) / pieces
+    for what, size in parts.items():
+        if size % length:
+            yield (
+                f"--fp8-amax-reduction all: --fp8-recipe {precision.fp8_recipe} has blocks of {length}, and {what} are "
+                f"{size:g}, so that scales would depend on the layout; choose multiples, or give "
+                "--fp8-amax-reduction te"
+            )
+
+
+def has_gemms(config: RunConfig) -> bool:
+    """Whether the settings give every GEMM its dimensions."""
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    if not has_shape(config) or not positive(config.data.seq_length, config.training.micro_batch_size):
+        return False
     assert model.num_attention_heads is not None
     sizes = (model.num_attention_heads, derived.num_query_groups(model), derived.ffn_hidden_size(model))
-    if any(size % tp for size in sizes) or min(derived.kv_channels(model), derived.ffn_hidden_size(model)) < 1:
-        return
-    yield from gemms.misfits(config)
+    divides = not any(size % tp for size in sizes)
+    return divides and min(derived.kv_channels(model), derived.ffn_hidden_size(model)) >= 1
 
 
 RULES: tuple[Rule, ...] = (
     one_weight_format,
     fp8_is_not_with_fp16,
     fp8_settings_need_a_format,
-    delayed_settings_need_delayed,
-    power_of_two_scales_need_tensorwise,
+    recipe_settings_need_their_recipe,
     fp8_weights_need_sharded_optimizer,
     fp8_needs_quantizing_layers,
     high_precision_layers_fit_a_stage,
@@ -163,4 +177,5 @@ RULES: tuple[Rule, ...] = (
     loss_fusion_is_on_for_its_implementation,
     determinism_excludes_its_opposites,
     gemm_dimensions_suit_the_recipe,
+    layout_free_scales_need_whole_blocks,
 )

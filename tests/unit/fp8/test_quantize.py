@@ -1,5 +1,8 @@
 """Quantize and dequantize: shapes, the blocked path, error bound."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,8 +10,14 @@ from megafp8.fp8 import quantize as module
 from megafp8.fp8.formats import E4M3, E5M2, Format
 from megafp8.fp8.quantize import dequantize, quantize
 from megafp8.fp8.recipes import OperandRule
+from megafp8.fp8.scaling import ScaleRule
 
 RULE = OperandRule(format=E4M3)
+BLOCK_RULES = [
+    OperandRule(format=E4M3, block=block, scale_rule=ScaleRule.POWER_OF_TWO)
+    for block in ((1, 128), (128, 1), (128, 128), (1, 4), (4, 1))
+]
+each_rule = pytest.mark.parametrize("rule", [RULE, *BLOCK_RULES], ids=lambda rule: str(rule.block))
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 16), (1,), (3, 5, 7), ()])
@@ -20,15 +29,48 @@ def test_shape_is_kept(shape: tuple[int, ...]) -> None:
     assert dequantize(quantized).shape == shape
 
 
+@pytest.mark.parametrize("rule", BLOCK_RULES, ids=lambda rule: str(rule.block))
+@pytest.mark.parametrize("shape", [(0, 16), (1, 1), (3, 5, 7), (129, 257), (4, 64, 128)])
+def test_shape_is_kept_in_blocks(shape: tuple[int, ...], rule: OperandRule) -> None:
+    quantized = quantize(torch.ones(shape), rule)
+    rows, columns = math.prod(shape[:-1]), shape[-1]
+    assert quantized.codes.shape == shape
+    assert quantized.dequant_scale.shape == (math.ceil(rows / rule.block[0]), math.ceil(columns / rule.block[1]))
+    assert torch.equal(dequantize(quantized), torch.ones(shape))
+
+
+@each_rule
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_large_tensors_take_blocks_to_the_same_codes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.randn(37, 50).to(dtype)
-    whole = quantize(x, RULE)
-    monkeypatch.setattr(module, "BLOCK_ELEMENTS", 64)
-    blocked = quantize(x, RULE)
-    assert torch.equal(whole.codes.view(torch.uint8), blocked.codes.view(torch.uint8))
-    transposed = quantize(x.t(), RULE)
-    assert torch.equal(whole.codes.view(torch.uint8).t(), transposed.codes.view(torch.uint8))
+def test_large_tensors_go_in_parts_to_the_same_codes(
+    dtype: torch.dtype, rule: OperandRule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(300, 50).to(dtype)
+    whole = quantize(x, rule)
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 64)
+    in_parts = quantize(x, rule)
+    assert torch.equal(whole.codes.view(torch.uint8), in_parts.codes.view(torch.uint8))
+
+
+@each_rule
+def test_blocks_of_columns_are_those_of_the_transposed_tensor(rule: OperandRule) -> None:
+    x = torch.randn(300, 50)
+    turned = replace(rule, block=rule.block and rule.block[::-1])
+    ours, theirs = quantize(x, rule), quantize(x.t(), turned)
+    assert torch.equal(ours.codes.view(torch.uint8).t(), theirs.codes.view(torch.uint8))
+    assert torch.equal(ours.dequant_scale.t(), theirs.dequant_scale)
+
+
+@pytest.mark.parametrize("rule", BLOCK_RULES, ids=lambda rule: str(rule.block))
+def test_an_outlier_stays_in_its_block(rule: OperandRule) -> None:
+    x = torch.randn(256, 256).clamp_(-2, 2)
+    spoilt = x.clone()
+    spoilt[200, 100] = 1e30
+    plain, other = (dequantize(quantize(each, rule)) for each in (x, spoilt))
+    row, column = (place // length * length for place, length in zip((200, 100), rule.block, strict=True))
+    outside = torch.ones(256, 256, dtype=torch.bool)
+    outside[row : row + rule.block[0], column : column + rule.block[1]] = False
+    assert torch.equal(plain[outside], other[outside])
+    assert other[200, 100] != 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,0 +1,44 @@
+"""The golden vectors: made by Transformer Engine 2.20.2 on an H200.
+
+The repository carries a part of them (`select_golden.py` made it); MEGAFP8_GOLDEN=FOLDER adds all. An array's key says
+what it is:
+
+    SHAPE/DISTRIBUTION/DTYPE/x                          the input's bits; a carried x may be some of its rows
+    .../x_columns                                       carried: some of its columns
+    .../tensorwise-FORMAT-fp32|pow2/codes, scale_inv    one scale from the tensor itself
+    .../block1d|2d-FORMAT-pow2|fp32/row_|col_codes, row_|col_scale_inv
+    linear/RECIPE/stepN/...                             operands and results of a linear
+"""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+CARRIED = Path(__file__).parent / "golden.npz"
+FOLDER = os.environ.get("MEGAFP8_GOLDEN")
+Arrays = dict[str, np.ndarray]
+
+needs_all = pytest.mark.skipif(not FOLDER, reason="MEGAFP8_GOLDEN names no folder of golden vectors")
+
+
+def carried() -> Arrays:
+    """What the repository has."""
+    with np.load(CARRIED) as source:
+        return dict(source)
+
+
+def everything(part: str = "") -> Arrays:
+    """What the folder has, in files whose names contain `part`."""
+    arrays: Arrays = {}
+    for path in sorted(Path(FOLDER or "").glob(f"*{part}*.npz")):
+        with np.load(path) as source:
+            arrays |= dict(source)
+    return arrays
+
+
+def tensor(raw: np.ndarray, dtype: str = "bf16") -> torch.Tensor:
+    """Stored bits as a tensor."""
+    return torch.from_numpy(raw.copy()).view({"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])

@@ -1,0 +1,62 @@
+"""The table of precisions says what each recipe does."""
+
+import pytest
+
+from megafp8.config.schema import ModelConfig, PrecisionConfig, RunConfig
+from megafp8.model.precision_map import format_precision_map, resolve_precision_map
+
+
+def config_of(**precision: object) -> RunConfig:
+    return RunConfig(model=ModelConfig(num_layers=4), precision=PrecisionConfig(bf16=True, **precision))
+
+
+def gemms_of_a_layer(implementation: str, **precision: object) -> tuple[str, str, str]:
+    """fprop, dgrad and wgrad of the first linear."""
+    first = resolve_precision_map(config_of(**precision), implementation)[0]
+    return first.fprop, first.dgrad, first.wgrad
+
+
+EMULATED = {
+    ("tensorwise", "hybrid"): (
+        "input e4m3 x weight e4m3 per tensor, fp32 scale",
+        "grad_output e5m2 x weight e4m3 per tensor, fp32 scale",
+        "grad_output e5m2 x input e4m3 per tensor, fp32 scale",
+    ),
+    ("blockwise", "e4m3"): (
+        "input e4m3 x weight e4m3 per 1x128 x 128x128, power of two scale",
+        "grad_output e4m3 x weight e4m3 per 1x128 x 128x128, power of two scale",
+        "grad_output e4m3 x input e4m3 per 1x128, power of two scale",
+    ),
+    ("blockwise", "hybrid"): (
+        "input e4m3 x weight e4m3 per 1x128 x 128x128, power of two scale",
+        "grad_output e5m2 x weight e4m3 per 1x128 x 128x128, power of two scale",
+        "grad_output e5m2 x input e4m3 per 1x128, power of two scale",
+    ),
+}
+
+
+@pytest.mark.parametrize("recipe, fp8_format", EMULATED)
+def test_emulated_recipes(recipe: str, fp8_format: str) -> None:
+    expected = EMULATED[recipe, fp8_format]
+    assert gemms_of_a_layer("emulated", fp8_recipe=recipe, fp8_format=fp8_format) == expected
+
+
+def test_transformer_engine_with_hybrid_blocks_has_e5m2_gradients() -> None:
+    _, dgrad, wgrad = gemms_of_a_layer("transformer_engine", fp8_recipe="blockwise", fp8_format="hybrid")
+    assert dgrad == "grad_output E5M2 (1x128) x weight E4M3 (128x128)"
+    assert wgrad == "grad_output E5M2 (1x128) x input E4M3 (1x128)"
+
+
+def test_layers_in_high_precision_have_rows_of_their_own() -> None:
+    config = config_of(fp8_format="e4m3", fp8_recipe="tensorwise", first_last_layers_bf16=True)
+    rows = resolve_precision_map(config, "emulated")
+    layers = {(row.layers, row.fprop) for row in rows if row.linear == "linear_qkv"}
+    assert layers == {("1-2", "input e4m3 x weight e4m3 per tensor, fp32 scale"), ("0, 3", "bf16 x bf16")}
+    assert rows[-1].linear == "output_layer"
+    assert rows[-1].fprop == "bf16 x bf16"
+
+
+def test_columns_are_aligned() -> None:
+    text = format_precision_map(resolve_precision_map(config_of(), "local"))
+    starts = {line.index("bf16 x bf16") for line in text.splitlines()[1:]}
+    assert len(starts) == 1
