@@ -102,7 +102,7 @@ def test_startup_tells_of_a_process_that_fails() -> None:
 
 
 def test_training_on_the_tiny_shape(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    result = result_of(gpu_train.main, "--tiny --rounds 1 --modes bf16 --train-iters 4 --steps 2", tmp_path)
+    result = result_of(gpu_train.main, "--tiny --rounds 1 --modes bf16 --train-iters 4 --steps 3", tmp_path)
     (row,) = result["summary"]
     assert row["mode"] == "bf16"
     assert row["attention"] == "torch SDPA"
