@@ -20,7 +20,7 @@ from megafp8.device.platform import cpu_name
 # Compute capability from which Transformer Engine runs a recipe (its FP8 support checks, release 2.20).
 NATIVE_SINCE = {"tensorwise": (8, 9), "delayed": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
 NATIVE_BEFORE = {"mxfp8": (12, 0)}  # not on the consumer GPUs of the generation
-EMULATED_RECIPES = ("tensorwise", "blockwise")
+EMULATED_RECIPES = ("tensorwise", "blockwise", "mxfp8")
 ATTENTION_BACKENDS = {
     "transformer_engine": ("auto", "flash", "fused", "unfused"),
     "emulated": ("auto", "sdpa"),

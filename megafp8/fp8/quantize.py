@@ -13,7 +13,17 @@ from torch import Tensor
 from megafp8.fp8.formats import Format
 from megafp8.fp8.recipes import Block, OperandRule
 from megafp8.fp8.rounding import cast, codes_shape, decode
-from megafp8.fp8.scaling import FP32_MAX, Scales, amax, block_amax, quant_scale_of, reduce_amax, tensor_scales
+from megafp8.fp8.scaling import (
+    FP32_MAX,
+    ScaleRule,
+    Scales,
+    amax,
+    block_amax,
+    e8m0_scales,
+    quant_scale_of,
+    reduce_amax,
+    tensor_scales,
+)
 
 CHUNK_ELEMENTS = 1 << 18  # an FP32 buffer of 1 MiB: about a core's own cache, whatever the size of the tensor
 
@@ -89,6 +99,8 @@ def quantize(tensor: Tensor, rule: OperandRule, group: Optional[dist.ProcessGrou
 
 def _block_scales(largest: Tensor, rule: OperandRule, dtype: torch.dtype) -> Scales:
     """Scales of blocks with these amaxes; where one overflows, it becomes the largest number of the input's type."""
+    if rule.scale_rule is ScaleRule.E8M0:
+        return e8m0_scales(largest, rule.format)
     on_overflow = min(torch.finfo(dtype).max, FP32_MAX)
     return tensor_scales(quant_scale_of(largest, rule.format, rule.scale_rule, on_overflow=on_overflow))
 

@@ -155,6 +155,8 @@ def build_recipe(precision: PrecisionConfig) -> Optional[Recipe]:
     if precision.fp8_recipe == "blockwise":
         scale_rule = ScaleRule.FP32 if precision.fp8_block_scaling_fp32_scales else ScaleRule.POWER_OF_TWO
         recipe = blockwise(forward=forward, backward=backward, scale_rule=scale_rule)
+    elif precision.fp8_recipe == "mxfp8":
+        recipe = mxfp8(forward=forward, backward=backward)
     else:
         scale_rule = ScaleRule.POWER_OF_TWO if precision.fp8_power_2_scale else ScaleRule.FP32
         recipe = tensorwise(forward=forward, backward=backward, scale_rule=scale_rule)
@@ -188,6 +190,23 @@ def blockwise(*, forward: Format, backward: Format, scale_rule: ScaleRule = Scal
         return OperandRule(format=formats[operand], block=block, scale_rule=scale_rule)
 
     return _recipe("blockwise", rule)
+
+
+def mxfp8(*, forward: Format, backward: Format) -> Recipe:
+    """Blocks of 32 along what is summed, with power-of-two scales rounded up (arXiv:2506.08027).
+
+    Args:
+        forward: format of input and weight.
+        backward: format of grad_output.
+    """
+    formats = _formats(forward, backward)
+
+    def rule(operand: Operand, gemm: Gemm) -> OperandRule:
+        return OperandRule(
+            format=formats[operand], block=along_sum(32, operand, gemm), scale_rule=ScaleRule.E8M0
+        )
+
+    return _recipe("mxfp8", rule)
 
 
 def without_wgrad(recipe: Recipe) -> Recipe:

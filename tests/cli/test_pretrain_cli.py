@@ -136,7 +136,6 @@ def test_batch_that_does_not_divide_names_the_next_that_does(capsys) -> None:
     [
         ("mxfp8", "h100", "native here: tensorwise, delayed, blockwise"),
         ("delayed", "cpu", "emulated so far: tensorwise"),
-        ("mxfp8", "cpu", "emulated so far: tensorwise, blockwise"),
     ],
 )
 def test_a_recipe_that_the_device_lacks_is_refused_with_what_it_has(

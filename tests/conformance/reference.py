@@ -133,3 +133,28 @@ def as_matrix(entries: dict[tuple[int, int], object], dtype: type) -> np.ndarray
     for place, entry in entries.items():
         matrix[place] = entry
     return matrix
+
+
+# --- 6. MXFP8 --------------------------------------------------------------------------------------------------------
+# A scale is a power of two, kept as the byte of its exponent: byte e is 2^(e - 127), 255 is NaN (E8M0).
+def e8m0_round_up(x: np.float32) -> int:
+    """The smallest E8M0 number that is not below x >= 0. Zero gives the smallest of all, infinity the largest."""
+    if np.isnan(x):
+        return 255
+    if np.isinf(x):
+        return 254
+    for exponent in range(254):
+        if float(x) <= 2.0 ** (exponent - 127):
+            return exponent
+    return 254
+
+
+def quantize_mxfp8(x: np.ndarray, block: tuple[int, int], fmt: str) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and E8M0 bytes [block rows, block columns]."""
+    codes, scales = np.zeros(x.shape, dtype=np.uint8), {}
+    for i, j, place in blocks_of(x, block):
+        one_over_max = np.float32(1 / MAGNITUDES[fmt][-1])
+        exponent = e8m0_round_up(amax(x[place]) * one_over_max)  # an FP32 product, not a quotient
+        codes[place] = codes_of(x[place], np.float32(2.0 ** (127 - exponent)), fmt)
+        scales[i, j] = exponent
+    return codes, as_matrix(scales, np.uint8)

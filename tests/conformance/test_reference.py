@@ -9,7 +9,7 @@ from megafp8.fp8.formats import FORMATS
 from megafp8.fp8.quantize import dequantize, quantize
 from megafp8.fp8.recipes import OperandRule
 from megafp8.fp8.rounding import cast, decode
-from megafp8.fp8.scaling import ScaleRule
+from megafp8.fp8.scaling import ScaleRule, e8m0_scales, quant_scale_of
 
 FP8 = ("e4m3", "e5m2")
 
@@ -120,3 +120,61 @@ def test_blocks_of_128(block: tuple[int, int], shape: tuple[int, int]) -> None:
     codes, scales = reference.quantize_blockwise(x.numpy(), block, "e4m3", True, torch.finfo(x.dtype).max)
     np.testing.assert_array_equal(ours.codes.view(torch.uint8).numpy(), codes)
     np.testing.assert_array_equal(ours.dequant_scale.numpy(), scales)
+
+
+@pytest.mark.parametrize("case", adversarial())
+@pytest.mark.parametrize("fmt", FP8)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_mxfp8(case: str, fmt: str, dtype: torch.dtype) -> None:
+    x = adversarial()[case].to(dtype)
+    for block in BLOCKS:
+        ours = quantize(x, OperandRule(format=FORMATS[fmt], block=block, scale_rule=ScaleRule.E8M0))
+        codes, exponents = reference.quantize_mxfp8(x.float().numpy(), block, fmt)
+        np.testing.assert_array_equal(ours.codes.view(torch.uint8).numpy(), codes)
+        np.testing.assert_array_equal(ours.dequant_scale.view(torch.uint8).numpy(), exponents)
+        scales = (2.0 ** (exponents.astype(float) - 127)).astype(np.float32)
+        with np.errstate(over="ignore"):
+            np.testing.assert_array_equal(dequantize(ours).numpy(), values_of(codes, scales, block, fmt))
+
+
+def exponent_boundaries() -> np.ndarray:
+    """FP32 numbers around each place where a scale's exponent changes, and at random ones."""
+    mantissas = np.array([0, 1, 2, 0x5FFFFF, 0x600000, 0x600001, 0x600002, 0x7FFFFF], dtype=np.int64)
+    bits = (np.arange(255, dtype=np.int64)[:, None] << 23) | mantissas
+    random = np.random.default_rng(0).integers(0, 0x7F800000, 1000)
+    return np.concatenate([bits.ravel(), random, [0x7F800000]]).astype(np.int32).view(np.float32)
+
+
+@pytest.mark.parametrize("fmt", FP8)
+def test_e8m0_of_every_exponent(fmt: str) -> None:
+    largest = exponent_boundaries()
+    with np.errstate(over="ignore"):
+        expected = [reference.e8m0_round_up(x * np.float32(1 / reference.MAGNITUDES[fmt][-1])) for x in largest]
+    ours = e8m0_scales(torch.from_numpy(largest), FORMATS[fmt])
+    np.testing.assert_array_equal(ours.dequant.view(torch.uint8).numpy(), np.array(expected, dtype=np.uint8))
+    assert (ours.quant.double() * ours.dequant.double() == 1).all()
+
+
+@pytest.mark.parametrize("fmt", FP8)
+def test_scales_that_are_powers_of_two_agree(fmt: str) -> None:
+    """Blockwise and MXFP8 give every amax the same exponent, but for 0, infinity and the one number in E8M0's rule."""
+    largest = torch.from_numpy(exponent_boundaries())
+    power = quant_scale_of(largest, FORMATS[fmt], ScaleRule.POWER_OF_TWO)
+    differs = power != e8m0_scales(largest, FORMATS[fmt]).quant
+    excepted = torch.tensor([0.0, FORMATS[fmt].max * 2.0**-127, torch.inf])
+    excepted[1] = torch.nextafter(excepted[1], excepted[2])
+    assert set(largest[differs].tolist()) == set(excepted.tolist())
+
+
+@pytest.mark.parametrize("fmt", FP8)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mxfp8_of_torchao(fmt: str, dtype: torch.dtype) -> None:
+    """An implementation of others with the same rounding of scales; its NaN and infinity differ, so they stay out."""
+    mx_tensor = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor", exc_type=ImportError)
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(96, 256, generator=generator) * torch.exp(4 * torch.randn(96, 256, generator=generator))
+    x = torch.cat([x, torch.zeros(1, 256), x[:5] * 1e-30, x[:5] * 1e30]).to(dtype)
+    ours = quantize(x, OperandRule(format=FORMATS[fmt], block=(1, 32), scale_rule=ScaleRule.E8M0))
+    scales, codes = mx_tensor.to_mx(x, FORMATS[fmt].dtype, 32, mx_tensor.ScaleCalculationMode.RCEIL)
+    assert torch.equal(ours.codes.view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(ours.dequant_scale.view(torch.uint8), scales.view(torch.uint8).view(ours.dequant_scale.shape))

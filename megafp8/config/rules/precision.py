@@ -16,7 +16,7 @@ SETTINGS_OF_RECIPE = {
     "tensorwise": ("fp8_power_2_scale",),
     "blockwise": ("fp8_block_scaling_fp32_scales",),
 }
-BLOCK_LENGTH = {"blockwise": 128}
+BLOCK_LENGTH = {"blockwise": 128, "mxfp8": 32}
 
 
 def one_weight_format(config: RunConfig, world_size: int) -> Iterator[str]:

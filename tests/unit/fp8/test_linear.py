@@ -11,13 +11,15 @@ from torch.utils.checkpoint import checkpoint
 from megafp8.fp8.formats import E4M3, E5M2
 from megafp8.fp8.linear import LinearPlan, emulated_linear, quantize_weight
 from megafp8.fp8.quantize import dequantize, quantize
-from megafp8.fp8.recipes import Gemm, Operand, Recipe, blockwise, tensorwise, without_wgrad
+from megafp8.fp8.recipes import Gemm, Operand, Recipe, blockwise, mxfp8, tensorwise, without_wgrad
 from megafp8.fp8.scaling import ScaleRule
 
 RECIPES = {
     "tensorwise": tensorwise(forward=E4M3, backward=E5M2),
     "blockwise": blockwise(forward=E4M3, backward=E4M3),
     "blockwise hybrid, FP32 scales": blockwise(forward=E4M3, backward=E5M2, scale_rule=ScaleRule.FP32),
+    "mxfp8": mxfp8(forward=E4M3, backward=E4M3),
+    "mxfp8 hybrid": mxfp8(forward=E4M3, backward=E5M2),
 }
 each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 PLAN = LinearPlan(recipe=RECIPES["tensorwise"])
@@ -137,6 +139,7 @@ def test_uses_under_one_rule_share_codes() -> None:
     weights = {name: quantize_weight(w, LinearPlan(recipe=recipe)) for name, recipe in RECIPES.items()}
     assert weights["tensorwise"].dgrad is weights["tensorwise"].fprop
     assert weights["blockwise"].dgrad is weights["blockwise"].fprop
+    assert weights["mxfp8"].dgrad.rule != weights["mxfp8"].fprop.rule
 
 
 def test_gradients_that_nobody_wants_are_not_computed() -> None:

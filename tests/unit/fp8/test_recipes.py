@@ -35,7 +35,7 @@ def test_tensorwise_options() -> None:
     assert recipe.rule(Operand.GRAD_OUTPUT, Gemm.WGRAD) is None
 
 
-@pytest.mark.parametrize("name", ["delayed", "mxfp8"])
+@pytest.mark.parametrize("name", ["delayed"])
 def test_recipe_that_is_not_emulated_names_the_way_out(name: str) -> None:
     with pytest.raises(CapabilityError, match=f"--fp8-recipe {name} is not emulated.*tensorwise.*transformer_engine"):
         build_recipe(PrecisionConfig(fp8_format="hybrid", fp8_recipe=name))

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megafp8.device import mcore_cpu
 from megafp8.fp8.formats import E4M3, E5M2
 from megafp8.fp8.linear import LinearPlan, emulated_linear
-from megafp8.fp8.recipes import Recipe, blockwise, tensorwise
+from megafp8.fp8.recipes import Recipe, blockwise, mxfp8, tensorwise
 from megafp8.model.emulated_layers import (
     EmulatedColumnParallelLinear,
     EmulatedRowParallelLinear,
@@ -29,7 +29,10 @@ from megafp8.model.emulated_layers import (
 )
 
 RECIPE = tensorwise(forward=E4M3, backward=E5M2)
-BLOCK_RECIPES = {"blockwise": blockwise(forward=E4M3, backward=E5M2)}
+BLOCK_RECIPES = {
+    "blockwise": blockwise(forward=E4M3, backward=E5M2),
+    "mxfp8": mxfp8(forward=E4M3, backward=E4M3),
+}
 INPUTS, OUTPUTS, TOKENS, BATCH = 32, 48, 8, 2
 TOKENS_OF_A_BLOCK = 128  # of each rank's half of the microbatch, at least, for blocks along tokens to end with it
 

@@ -32,6 +32,11 @@ EMULATED = {
         "grad_output e5m2 x weight e4m3 per 1x128 x 128x128, power of two scale",
         "grad_output e5m2 x input e4m3 per 1x128, power of two scale",
     ),
+    ("mxfp8", "hybrid"): (
+        "input e4m3 x weight e4m3 per 1x32, e8m0 scale",
+        "grad_output e5m2 x weight e4m3 per 1x32, e8m0 scale",
+        "grad_output e5m2 x input e4m3 per 1x32, e8m0 scale",
+    ),
 }
 
 
