@@ -35,7 +35,7 @@ from megafp8.training.step import train_step  # noqa: E402
 COMMON = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 255 "
     "--make-vocab-size-divisible-by 16 --attention-dropout 0 --hidden-dropout 0 --tokenizer-type NullTokenizer "
-    "--mock-data --num-workers 0 --micro-batch-size 2 --global-batch-size 8 --train-iters 100 --lr 1e-3 "
+    "--mock-data --num-workers 0 --micro-batch-size 4 --global-batch-size 8 --train-iters 100 --lr 1e-3 "
     "--lr-decay-style cosine --lr-warmup-iters 2 --adam-beta2 0.95 --weight-decay 0.1 --num-threads 1 --eval-iters 2"
 )
 STYLES = {

@@ -22,7 +22,7 @@ from megafp8.training.assemble import Run
 BAD_STEP = 3
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
 TENSOR = "--tensor-model-parallel-size 2"
-PIPELINE = "--pipeline-model-parallel-size 2"
+PIPELINE = "--pipeline-model-parallel-size 2 --micro-batch-size 2"
 VIRTUAL = f"{PIPELINE} --num-virtual-stages-per-pipeline-rank 2"
 
 Spoil = Callable[[Run], Run]

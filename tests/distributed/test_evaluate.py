@@ -12,7 +12,7 @@ from megafp8.telemetry.records import EvalRecord
 from megafp8.training.evaluate import evaluate
 
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
-VIRTUAL = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+VIRTUAL = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 2"
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 LAYOUTS = [

@@ -15,7 +15,7 @@ from megafp8.reports.load import load_run
 from megafp8.training.loop import train
 
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
-VIRTUAL = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+VIRTUAL = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 2"
 DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
 LENGTH = "--train-iters 6 --lr-warmup-iters 1 --eval-interval 2 --eval-iters 1 --no-progress-bar"
 

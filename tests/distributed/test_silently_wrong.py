@@ -23,7 +23,7 @@ OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gat
 def test_batched_messages_of_two_interleaved_stages_are_mixed_up() -> None:
     """Sends to the next and to the previous stage go to one peer, and are matched in the order of posting."""
     virtual = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
-    config = small_config("llama", f"{PLAIN} {virtual} --no-overlap-p2p-communication", 2)
+    config = small_config("llama", f"{PLAIN} {virtual} --no-overlap-p2p-communication --micro-batch-size 2", 2)
 
     def batched() -> tuple[float, float]:
         run = build_run(config)

@@ -15,7 +15,8 @@ from megafp8.config.schema import RunConfig
 from megafp8.parallel.groups import Place
 
 TENSOR = "--tensor-model-parallel-size 2"
-PIPELINE = "--pipeline-model-parallel-size 2"
+# Twice as many microbatches as stages, so that the schedule has a steady part.
+PIPELINE = "--pipeline-model-parallel-size 2 --micro-batch-size 2"
 VIRTUAL = f"{PIPELINE} --num-virtual-stages-per-pipeline-rank 2"
 CONTEXT = "--context-parallel-size 2"
 SEQUENCE = "--sequence-parallel"
@@ -34,8 +35,8 @@ LAYOUTS = {
     "dp2-distributed-optimizer-overlap": (2, OVERLAP),
     "cp2": (2, CONTEXT),
     "tp2-pp2-sp": (4, f"{TENSOR} {PIPELINE} {SEQUENCE}"),
-    "micro1": (1, "--micro-batch-size 1"),
-    "micro4": (1, "--micro-batch-size 4"),
+    "micro2": (1, "--micro-batch-size 2"),
+    "micro8": (1, "--micro-batch-size 8"),
     "recompute-full": (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
     "recompute-attention": (1, "--recompute-granularity selective"),
     "recompute-norms": (1, "--recompute-granularity selective --recompute-modules core_attn layernorm"),
@@ -43,7 +44,7 @@ LAYOUTS = {
 LLAMA_LAYOUTS = {
     "pp2-virtual2-dp2-overlap": (4, f"{VIRTUAL} {OVERLAP} --micro-batch-size 1"),
     "tp2-cp2-sp": (4, f"{TENSOR} {CONTEXT} {SEQUENCE}"),
-    "pp4": (4, "--pipeline-model-parallel-size 4"),
+    "pp4": (4, "--pipeline-model-parallel-size 4 --micro-batch-size 1"),
     "recompute-full-tp2-sp": (
         2, f"{TENSOR} {SEQUENCE} --recompute-granularity full --recompute-method block --recompute-num-layers 1"
     ),
@@ -141,15 +142,15 @@ def test_a_mask_changes_the_loss(one_rank: CurveOf) -> None:
 def test_recomputation_repeats_dropout(style: str, layout: str) -> None:
     """Two tensor-parallel ranks, each with dropout of its own in attention and, with SP, in its part of the sequence.
 
-    Bit for bit, but for recomputed norms: there gradients are added up in another order.
+    Bit for bit, which the gradient norms tell; but for recomputed norms, where gradients are added up in another order.
     """
     flags = f"{PLAIN} {layout} --attention-dropout 0.1 --hidden-dropout 0.1"
-    plain = run_ranks(2, curve_of, small_config(style, flags, 2), 3)
+    plain = run_ranks(2, curve_of, small_config(style, flags, 2), 2)
     for recompute in (
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
         "--recompute-activations",
     ):
-        assert run_ranks(2, curve_of, small_config(style, f"{flags} {recompute}", 2), 3) == plain, recompute
+        assert run_ranks(2, curve_of, small_config(style, f"{flags} {recompute}", 2), 2) == plain, recompute
     norms = "--recompute-activations --recompute-modules core_attn layernorm"
-    again = run_ranks(2, curve_of, small_config(style, f"{flags} {norms}", 2), 3)
+    again = run_ranks(2, curve_of, small_config(style, f"{flags} {norms}", 2), 2)
     assert_follows(again[0], plain[0], LAYOUT_GRAD_NORM[style])
