@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
-from conftest import NUM_STEPS, CurveOf
 from ranks import run_ranks
 from small_run import PLAIN, STYLES, Curve, build_run, curve_of, fingerprint, small_config, train, weights
 from tolerances import LAYOUT_GRAD_NORM, LAYOUT_LOSS
@@ -14,6 +14,7 @@ from tolerances import LAYOUT_GRAD_NORM, LAYOUT_LOSS
 from megafp8.config.schema import RunConfig
 from megafp8.parallel.groups import Place
 
+NUM_STEPS = 20
 TENSOR = "--tensor-model-parallel-size 2"
 # Twice as many microbatches as stages, so that the schedule has a steady part.
 PIPELINE = "--pipeline-model-parallel-size 2 --micro-batch-size 2"
@@ -55,6 +56,22 @@ EVERY_LAYOUT = [
     for style in STYLES
     for name, layout in (LAYOUTS | (LLAMA_LAYOUTS if style == "llama" else {})).items()
 ]
+
+
+CurveOf = Callable[[str], Curve]
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> CurveOf:
+    """By style: the training on one rank that every layout must follow."""
+    curves: dict[str, Curve] = {}
+
+    def curve(style: str) -> Curve:
+        if style not in curves:
+            curves[style] = run_ranks(1, curve_of, small_config(style, PLAIN), NUM_STEPS)[0]
+        return curves[style]
+
+    return curve
 
 
 @dataclass(frozen=True)
