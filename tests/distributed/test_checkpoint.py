@@ -125,6 +125,24 @@ def test_another_layout_goes_on(style: str, legs: list[tuple[int, str]], tmp_pat
     assert norms == pytest.approx(reference.grad_norms, rel=LAYOUT_GRAD_NORM[style])
 
 
+@pytest.mark.parametrize(("before", "after"), [("--bf16", BF16_FP8), (BF16_FP8, "--bf16"), (PLAIN, "--bf16")])
+def test_another_precision_goes_on(before: str, after: str, tmp_path: Path) -> None:
+    """With the distributed optimizer weights come back rounded to the run's own format, and then to the next one's."""
+    saved = small_config("llama", f"{before} {DISTRIBUTED}")
+    run_ranks(1, run_leg, saved, STEPS, None, tmp_path)
+
+    def load(config: RunConfig) -> dict[str, torch.Tensor]:
+        run = build_run(config)
+        load_newest(run, tmp_path)
+        return weights(run)
+
+    old = run_ranks(1, load, saved)[0]
+    new = run_ranks(1, load, small_config("llama", f"{after} {DISTRIBUTED}"))[0]
+    assert old.keys() == new.keys()
+    for name, weight in new.items():
+        assert torch.equal(weight, old[name].to(weight.dtype)), name
+
+
 # ---- what a checkpoint says -----------------------------------------------------------------------------------------
 
 
