@@ -1,0 +1,38 @@
+"""The quickstart from end to end, with a handful of steps: it finishes, and a second start does nothing again."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_quickstart(out: Path) -> str:
+    """Standard output of one start."""
+    environment = os.environ | {"STEPS": "4"}
+    done = subprocess.run(
+        ["bash", str(ROOT / "examples" / "quickstart.sh"), str(out)],
+        env=environment, capture_output=True, text=True, timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (ROOT / ".venv").exists(), reason="sets up .venv: tests/run.sh has done so")
+def test_it_finishes_and_picks_up_what_is_done(tmp_path: Path) -> None:
+    out = tmp_path / "quick"
+    first = run_quickstart(out)
+    for name in ("comparison/loss_curves.png", "comparison/comparison.md", "sample.txt", "fp8/tensorboard"):
+        assert (out / name).exists(), name
+    assert "validation loss" in first
+    # As if the second run had been killed: it has to resume that one, and that one only.
+    (out / "fp8" / "done").unlink()
+    shutil.rmtree(out / "comparison")
+    second = run_quickstart(out)
+    assert "baseline is trained already" in second
+    assert "loaded" in second and "step 1/4" not in second
+    assert (out / "comparison" / "loss_curves.png").exists()
