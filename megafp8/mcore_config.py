@@ -168,6 +168,7 @@ def precision_fields(config: RunConfig, implementation: str) -> dict[str, Any]:
             "fp8_margin": precision.fp8_margin,
             "fp8_amax_history_len": precision.fp8_amax_history_len,
             "fp8_amax_compute_algo": precision.fp8_amax_compute_algo,
+            "tp_only_amax_red": precision.tp_only_amax_red,
             "fp8_param": precision.fp8_param_gather,
             "first_last_layers_bf16": precision.first_last_layers_bf16,
             "num_layers_at_start_in_bf16": precision.num_layers_at_start_in_bf16,

@@ -33,7 +33,8 @@ from megafp8.errors import CheckpointError
 FREE_MODEL_SETTINGS = ("model.model_preset", "model.attention_dropout", "model.hidden_dropout", "model.init_method_std")
 
 EMBEDDING = "embedding.word_embeddings.weight"
-LAYER_STATE = "_extra_state"
+# Parts of the keys of what only some layers keep besides weights: Transformer Engine's, and the emulated ones'.
+LAYER_STATE = ("_extra_state", ".quantizer_state.")
 # What megatron-core and torch raise on a file that is missing, cut off or of another model.
 UNREADABLE = (
     CheckpointingException, CheckpointException, OSError, RuntimeError, AttributeError, EOFError, KeyError,
@@ -85,6 +86,7 @@ def load_checkpoint(path: Path, config: RunConfig, trainee: Trainee, weights_onl
     common = common_state(path)
     saved = serialize.from_json(common["config"])
     check_same_model(path, saved, config)
+    check_same_history(path, saved, config)
     with_optimizer = not (weights_only or config.checkpoint.no_load_optim)
     check_same_optimizer(path, saved, config, with_optimizer)
     same_layout = tuple(common["layout"]) == layout()
@@ -125,8 +127,8 @@ def load_weights(path: Path, chunks: list[Any]) -> None:
 def read_tensors(path: Path, state: dict[str, Any], chunks: list[Any], names: list[str]) -> dict[str, Any]:
     """Read a sharded state, and give the chunks their parts of it (`names`, in their order).
 
-    Layers of Transformer Engine keep state besides weights, under keys that other layers do not have. It is taken
-    where the checkpoint has it, and left as built where not.
+    Quantizing layers keep state besides weights, under keys that other layers do not have. It is taken where the
+    checkpoint has it, and left as built where not.
 
     Raises:
         CheckpointError: a tensor is absent, or the checkpoint cannot be read.
@@ -135,7 +137,7 @@ def read_tensors(path: Path, state: dict[str, Any], chunks: list[Any], names: li
         state, _, absent = dist_checkpointing.load(state, str(path), strict="return_unexpected")
     for name, chunk in zip(names, chunks, strict=True):
         absent |= set(unwrap_model(chunk).load_state_dict(state[name], strict=False).missing_keys)
-    absent = sorted(key for key in absent if not key.endswith(LAYER_STATE))
+    absent = sorted(key for key in absent if not any(part in key for part in LAYER_STATE))
     if absent:
         raise CheckpointError(f"{path} is of another model: it lacks {', '.join(absent)}")
     return state
@@ -189,6 +191,17 @@ def check_same_model(path: Path, saved: RunConfig, config: RunConfig) -> None:
             f"{path} is of another model (checkpoint -> this run):\n"
             + "\n".join(f"  {line}" for line in lines)
             + "\nmend: give the checkpoint's values, or train into another --save folder"
+        )
+
+
+def check_same_history(path: Path, saved: RunConfig, config: RunConfig) -> None:
+    """Refuse amax histories of another length; other recipes than delayed scaling have none."""
+    before, now = saved.precision, config.precision
+    has_both = all(each.fp8_format is not None and each.fp8_recipe == "delayed" for each in (before, now))
+    if has_both and before.fp8_amax_history_len != now.fp8_amax_history_len:
+        raise CheckpointError(
+            f"{path} has amax histories of {before.fp8_amax_history_len} entries, this run has "
+            f"{now.fp8_amax_history_len}; give --fp8-amax-history-len {before.fp8_amax_history_len}"
         )
 
 

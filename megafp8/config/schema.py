@@ -139,6 +139,9 @@ class PrecisionConfig:
     fp8_amax_compute_algo: str = setting(
         "most_recent", "delayed: amax from the history", choices=("most_recent", "max")
     )
+    tp_only_amax_red: bool = setting(
+        False, "delayed: reduce amaxes over tensor- and context-parallel ranks only, not over data-parallel ones"
+    )
     fp8_wgrad: bool = setting(True, "weight gradient GEMM in FP8", off=("--no-fp8-wgrad", "--disable-fp8-wgrad"))
     fp8_param_gather: bool = setting(False, "keep compute weights in FP8 and gather them in FP8")
     fp8_power_2_scale: bool = setting(False, "tensorwise: round scales down to powers of two")
@@ -158,8 +161,11 @@ class PrecisionConfig:
     transformer_impl: str = setting(
         "auto",
         "layer implementation: transformer_engine (CUDA), emulated (any device; FP8 by emulation), local "
-        "(megatron-core's own layers, no FP8), auto = transformer_engine where it runs, else emulated",
+        "(megatron-core's own layers, no FP8), auto = transformer_engine where it has the recipe, else emulated",
         choices=("auto", "transformer_engine", "emulated", "local"),
+    )
+    emulation: bool = setting(
+        True, "emulate a recipe that the device does not have; without, that is an error", off=("--no-emulation",)
     )
     attention_backend: str = setting(
         "auto", "attention kernels", choices=("auto", "flash", "fused", "unfused", "local", "sdpa")

@@ -17,10 +17,11 @@ import torch
 from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.device.platform import cpu_name
 
-# Compute capability from which Transformer Engine runs a recipe (its FP8 support checks, release 2.20).
+# Compute capability from which Transformer Engine runs a recipe (its FP8 support checks, release 2.20). From 10.0 on it
+# multiplies blockwise codes by MXFP8 units, which need scales that are powers of two.
 NATIVE_SINCE = {"tensorwise": (8, 9), "delayed": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
 NATIVE_BEFORE = {"mxfp8": (12, 0)}  # not on the consumer GPUs of the generation
-EMULATED_RECIPES = ("tensorwise", "blockwise", "mxfp8")
+EMULATED_RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8")
 ATTENTION_BACKENDS = {
     "transformer_engine": ("auto", "flash", "fused", "unfused"),
     "emulated": ("auto", "sdpa"),
@@ -88,10 +89,17 @@ def detect_target() -> Target:
 
 
 def resolve_implementation(precision: PrecisionConfig, target: Target) -> str:
-    """`transformer_engine`, `emulated` or `local`: what `--transformer-impl` means on this target."""
+    """`transformer_engine`, `emulated` or `local`: what `--transformer-impl` means on this target.
+
+    `auto` is Transformer Engine where it is installed and has the recipe; with --no-emulation also where it has not,
+    which then is a problem.
+    """
     if precision.transformer_impl != "auto":
         return precision.transformer_impl
-    return "transformer_engine" if target.kind == "cuda" and target.transformer_engine else "emulated"
+    if target.kind != "cuda" or not target.transformer_engine:
+        return "emulated"
+    has_recipe = precision.fp8_format is None or is_native(precision.fp8_recipe, target.compute_capability)
+    return "transformer_engine" if has_recipe or not precision.emulation else "emulated"
 
 
 def problems(config: RunConfig, target: Target) -> list[str]:
@@ -151,12 +159,9 @@ def recipe_problems(precision: PrecisionConfig, target: Target, implementation: 
         return []
     recipe = precision.fp8_recipe
     if implementation == "emulated":
-        if recipe in EMULATED_RECIPES:
+        if precision.emulation:
             return []
-        return [
-            f"--fp8-recipe {recipe}: emulated so far: {', '.join(EMULATED_RECIPES)}; give one of these, or run on a "
-            f"GPU of compute capability {version_text(NATIVE_SINCE[recipe])} or newer with Transformer Engine"
-        ]
+        return [f"--no-emulation: --fp8-recipe {recipe} would be emulated on {target.name}; {mend_for(target, False)}"]
     if implementation == "local":  # has no FP8 anywhere: a rule of the settings alone
         return []
     found = emulated_only(precision)
@@ -165,14 +170,20 @@ def recipe_problems(precision: PrecisionConfig, target: Target, implementation: 
         below = f" and below {version_text(NATIVE_BEFORE[recipe])}" if recipe in NATIVE_BEFORE else ""
         found.append(
             f"--fp8-recipe {recipe}: needs compute capability {version_text(NATIVE_SINCE[recipe])}{below}, "
-            f"{target.name} has {version_text(capability)}; {mend_for(recipe, capability)}"
+            f"{target.name} has {version_text(capability)}; {mend_for(target, precision.emulation)}"
         )
     return found
 
 
-def is_native(recipe: str, capability: tuple[int, int]) -> bool:
-    """Whether Transformer Engine runs a recipe on GPUs of a compute capability."""
-    return NATIVE_SINCE[recipe] <= capability < NATIVE_BEFORE.get(recipe, (99, 0))
+def is_native(recipe: str, capability: Optional[tuple[int, int]]) -> bool:
+    """Whether Transformer Engine runs a recipe on GPUs of a compute capability; None is no GPU."""
+    return capability is not None and NATIVE_SINCE[recipe] <= capability < NATIVE_BEFORE.get(recipe, (99, 0))
+
+
+def native_recipes(target: Target) -> list[str]:
+    """The recipes that Transformer Engine runs on a target."""
+    is_there = target.kind == "cuda" and target.transformer_engine is not None
+    return [recipe for recipe in NATIVE_SINCE if is_there and is_native(recipe, target.compute_capability)]
 
 
 def emulated_only(precision: PrecisionConfig) -> list[str]:
@@ -200,14 +211,11 @@ def emulated_only(precision: PrecisionConfig) -> list[str]:
     ]
 
 
-def mend_for(recipe: str, capability: tuple[int, int]) -> str:
+def mend_for(target: Target, may_emulate: bool) -> str:
     """What to do instead of a recipe that the device lacks."""
-    native = [name for name in NATIVE_SINCE if is_native(name, capability)]
-    if native:
-        return f"native here: {', '.join(native)}"
-    if recipe in EMULATED_RECIPES:
-        return "give --transformer-impl emulated"
-    return "no FP8 recipe is native here; --fp8-recipe tensorwise --transformer-impl emulated runs"
+    native = native_recipes(target)
+    emulated = "--transformer-impl emulated runs every recipe" if may_emulate else "leave --no-emulation out"
+    return f"native here: {', '.join(native)}; {emulated}" if native else f"no recipe is native here; {emulated}"
 
 
 def version_text(capability: tuple[int, int]) -> str:

@@ -44,6 +44,7 @@ gather in high precision, which is also what Transformer Engine does.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional, Union
 
@@ -51,6 +52,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megafp8.fp8.delayed import DelayedScales
 from megafp8.fp8.quantize import Quantized, quantize
 from megafp8.fp8.recipes import OPERANDS_OF, Gemm, Operand, OperandRule, Recipe
 
@@ -75,6 +77,8 @@ class LinearPlan:
         allreduce_dgrad: sum the input gradient over `tensor_group`.
         amax_groups: where amaxes are reduced.
         fuse_wgrad: add the weight gradient to `weight.main_grad`, where data parallelism has made one.
+        delayed: with delayed scaling, the operands' scales.
+        after_backward: called at the end of the backward pass.
     """
 
     recipe: Recipe
@@ -83,10 +87,14 @@ class LinearPlan:
     allreduce_dgrad: bool = False
     amax_groups: AmaxGroups = AmaxGroups()
     fuse_wgrad: bool = False
+    delayed: Optional[DelayedScales] = None
+    after_backward: Optional[Callable[[], None]] = None
 
     def quantize(self, tensor: Tensor, operand: Operand, gemm: Gemm) -> Quantized:
         """One operand for one GEMM."""
-        return quantize(tensor, self.recipe.rule(operand, gemm), getattr(self.amax_groups, operand.value))
+        group = getattr(self.amax_groups, operand.value)
+        delayed = None if self.delayed is None else getattr(self.delayed, operand.value)
+        return quantize(tensor, self.recipe.rule(operand, gemm), group, delayed)
 
     def gemm_dtype(self, activation: Tensor, gemm: Gemm) -> torch.dtype:
         """The type that decoded operands are multiplied in: BF16 where that holds them exactly.
@@ -183,6 +191,8 @@ class _EmulatedLinear(torch.autograd.Function):
         if ctx.has_bias and needs_bias_grad:
             grad_bias = rows.sum(dim=0)
         _wait(reducing or [])
+        if plan.after_backward is not None:
+            plan.after_backward()
         return grad_input, grad_weight, grad_bias, None, None, None
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megafp8.fp8.delayed import DelayedScale
 from megafp8.fp8.formats import Format
 from megafp8.fp8.recipes import Block, OperandRule
 from megafp8.fp8.rounding import cast, codes_shape, decode
@@ -68,7 +69,12 @@ class Quantized:
         return self.dequant_scale if self.rule.block is None else self.tensor_scale
 
 
-def quantize(tensor: Tensor, rule: OperandRule, group: Optional[dist.ProcessGroup] = None) -> Quantized:
+def quantize(
+    tensor: Tensor,
+    rule: OperandRule,
+    group: Optional[dist.ProcessGroup] = None,
+    delayed: Optional[DelayedScale] = None,
+) -> Quantized:
     """Quantize a tensor by one rule.
 
     Args:
@@ -76,6 +82,7 @@ def quantize(tensor: Tensor, rule: OperandRule, group: Optional[dist.ProcessGrou
         rule: format, granularity and scale.
         group: ranks whose shards share the tensor's scale (MAX all-reduce of the amax); None: this rank's own. Blocks
             have scales of their own.
+        delayed: with delayed scaling, the scale to use; it takes note of the tensor's amax.
 
     Returns:
         codes of the same shape and their scales.
@@ -86,7 +93,7 @@ def quantize(tensor: Tensor, rule: OperandRule, group: Optional[dist.ProcessGrou
     source = tensor.detach()
     rows = source.reshape(math.prod(source.shape[:-1]), source.shape[-1] if source.ndim else 1)
     if rule.block is None:
-        scales = tensor_scales(quant_scale_of(reduce_amax(amax(source), group), rule.format, rule.scale_rule))
+        scales = _tensor_scales(source, rule, group, delayed)
         blocks, quant_scale = rows[:, None, None, :], scales.quant
     else:
         blocks = _as_blocks(rows, rule.block)
@@ -95,6 +102,18 @@ def quantize(tensor: Tensor, rule: OperandRule, group: Optional[dist.ProcessGrou
     codes = _scale_and_cast(blocks, quant_scale, rule.format)
     codes = codes[: rows.shape[0], : codes_shape(rows.shape, rule.format)[-1]]  # without what was padded
     return Quantized(codes.reshape(codes_shape(source.shape, rule.format)), scales.dequant, scales.tensor, rule)
+
+
+def _tensor_scales(
+    tensor: Tensor, rule: OperandRule, group: Optional[dist.ProcessGroup], delayed: Optional[DelayedScale]
+) -> Scales:
+    """The one scale of a whole tensor."""
+    largest = amax(tensor)
+    if rule.scale_rule is ScaleRule.DELAYED:
+        assert delayed is not None, "delayed scaling has its scale from before"
+        delayed.note(largest)
+        return tensor_scales(delayed.quant)
+    return tensor_scales(quant_scale_of(reduce_amax(largest, group), rule.format, rule.scale_rule))
 
 
 def _block_scales(largest: Tensor, rule: OperandRule, dtype: torch.dtype) -> Scales:

@@ -24,6 +24,7 @@ its wgrad both operands are Hadamard-transformed, and grad_output is rounded sto
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -101,16 +102,35 @@ class OperandRule:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DelayedOptions:
+    """How delayed scaling makes scales of amaxes.
+
+    Attributes:
+        history_len: entries of the amax history, the one under way included.
+        algorithm: "max" of the history, or "most_recent".
+        margin: scales are divided by 2^margin.
+        is_reduced_over_data: reduce amaxes over data-parallel ranks too, not over tensor and context ranks only.
+    """
+
+    history_len: int = 1
+    algorithm: str = "most_recent"
+    margin: int = 0
+    is_reduced_over_data: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """All rules of a recipe.
 
     Attributes:
         name: as `--fp8-recipe` or `--fp4-recipe` spells it.
         rules: (operand, GEMM, rule) for all six uses; a rule of None leaves the whole GEMM in high precision.
+        delayed: with delayed scaling, its options.
     """
 
     name: str
     rules: tuple[tuple[Operand, Gemm, Optional[OperandRule]], ...]
+    delayed: Optional[DelayedOptions] = None
 
     def rule(self, operand: Operand, gemm: Gemm) -> Optional[OperandRule]:
         """The rule of one use; None is high precision."""
@@ -131,6 +151,7 @@ class DescriptionRow(NamedTuple):
     operands: str
     granularity: str
     scale: str
+    is_quantized: bool = True
 
 
 # --- the recipes ------------------------------------------------------------------------------------------------------
@@ -146,15 +167,21 @@ def build_recipe(precision: PrecisionConfig) -> Optional[Recipe]:
         return None
     if precision.fp8_recipe not in EMULATED_RECIPES:
         raise CapabilityError(
-            f"--fp8-recipe {precision.fp8_recipe} is not emulated (emulated: {', '.join(EMULATED_RECIPES)}). "
-            f"Take --fp8-recipe {EMULATED_RECIPES[0]}, or run {precision.fp8_recipe} with Transformer Engine "
-            "on a CUDA device that has it: --transformer-impl transformer_engine"
+            f"--fp8-recipe {precision.fp8_recipe} is not emulated; give one of {', '.join(EMULATED_RECIPES)}"
         )
     forward = E5M2 if precision.fp8_format == "e5m2" else E4M3
     backward = E4M3 if precision.fp8_format == "e4m3" else E5M2
     if precision.fp8_recipe == "blockwise":
         scale_rule = ScaleRule.FP32 if precision.fp8_block_scaling_fp32_scales else ScaleRule.POWER_OF_TWO
         recipe = blockwise(forward=forward, backward=backward, scale_rule=scale_rule)
+    elif precision.fp8_recipe == "delayed":
+        options = DelayedOptions(
+            history_len=precision.fp8_amax_history_len,
+            algorithm=precision.fp8_amax_compute_algo,
+            margin=precision.fp8_margin,
+            is_reduced_over_data=not precision.tp_only_amax_red,
+        )
+        recipe = delayed(forward=forward, backward=backward, options=options)
     elif precision.fp8_recipe == "mxfp8":
         recipe = mxfp8(forward=forward, backward=backward)
     else:
@@ -173,6 +200,19 @@ def tensorwise(*, forward: Format, backward: Format, scale_rule: ScaleRule = Sca
     """
     formats = _formats(forward, backward)
     return _recipe("tensorwise", lambda operand, _: OperandRule(format=formats[operand], scale_rule=scale_rule))
+
+
+def delayed(*, forward: Format, backward: Format, options: DelayedOptions) -> Recipe:
+    """One scale per tensor, from the amaxes that it had before (see `delayed.py`).
+
+    Args:
+        forward: format of input and weight.
+        backward: format of grad_output.
+        options: history, algorithm and margin.
+    """
+    formats = _formats(forward, backward)
+    recipe = _recipe("delayed", lambda operand, _: OperandRule(format=formats[operand], scale_rule=ScaleRule.DELAYED))
+    return dataclasses.replace(recipe, delayed=options)
 
 
 def blockwise(*, forward: Format, backward: Format, scale_rule: ScaleRule = ScaleRule.POWER_OF_TWO) -> Recipe:
@@ -212,7 +252,7 @@ def mxfp8(*, forward: Format, backward: Format) -> Recipe:
 def without_wgrad(recipe: Recipe) -> Recipe:
     """The same with the weight gradient's GEMM in high precision."""
     rules = tuple((operand, gemm, None if gemm is Gemm.WGRAD else rule) for operand, gemm, rule in recipe.rules)
-    return Recipe(name=recipe.name, rules=rules)
+    return dataclasses.replace(recipe, rules=rules)
 
 
 def along_sum(length: int, operand: Operand, gemm: Gemm) -> Block:
@@ -243,7 +283,7 @@ def describe(recipe: Optional[Recipe]) -> list[DescriptionRow]:
     for gemm, operands in OPERANDS_OF:
         names = [operand.value for operand in operands]
         if recipe is None or not recipe.is_quantized(gemm):
-            rows.append(DescriptionRow(gemm.value, " x ".join(names), "high precision", "-"))
+            rows.append(DescriptionRow(gemm.value, " x ".join(names), "high precision", "-", is_quantized=False))
             continue
         rules = [recipe.rule(operand, gemm) for operand in operands]
         rows.append(
@@ -251,10 +291,16 @@ def describe(recipe: Optional[Recipe]) -> list[DescriptionRow]:
                 gemm.value,
                 " x ".join(_describe_operand(name, rule) for name, rule in zip(names, rules, strict=True)),
                 " x ".join(dict.fromkeys(rule.granularity for rule in rules)),
-                " x ".join(dict.fromkeys(rule.scale_rule.value for rule in rules)),
+                " x ".join(dict.fromkeys(_describe_scale(rule, recipe.delayed) for rule in rules)),
             )
         )
     return rows
+
+
+def _describe_scale(rule: OperandRule, delayed: Optional[DelayedOptions]) -> str:
+    if delayed is None:
+        return rule.scale_rule.value
+    return f"delayed ({delayed.algorithm} of {delayed.history_len}, margin {delayed.margin}) fp32"
 
 
 def _describe_operand(name: str, rule: OperandRule) -> str:

@@ -1,12 +1,15 @@
-"""megatron-core's column- and row-parallel linears with emulated FP8 GEMMs.
+"""megatron-core's column- and row-parallel linears with emulated low-precision GEMMs.
 
 Only the GEMM is replaced: parameters, initialization, names, tensor-parallel attributes and `sharded_state_dict` are
-megatron-core's, so that a checkpoint of plain layers loads into these and the other way round.
+megatron-core's, so that a checkpoint of plain layers loads into these and the other way round. A recipe with a memory
+adds it as a submodule, `quantizer_state`, whose buffers are checkpointed as plain tensors that all ranks have alike.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any, Optional
 
@@ -15,6 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
+from megafp8.fp8.delayed import AmaxExchange, DelayedState
 from megafp8.fp8.linear import AmaxGroups, LinearPlan, QuantizedWeight, emulated_linear, quantize_weight
 from megafp8.fp8.recipes import Recipe
 
@@ -28,7 +32,9 @@ class _EmulatedGemm:
         recipe: what is quantized and how.
         amax_reduction: "te": amaxes are reduced over the tensor-parallel ranks where Transformer Engine does it, which
             is where shards of one tensor are gathered; "all": wherever an operand is a shard, so that the scales, and
-            with them the loss, do not depend on the layout.
+            with them the loss, do not depend on the layout. Delayed scaling reduces all amaxes anyhow, later.
+        amax_exchange: with delayed scaling, what updates the scales of this layer together with others'; default a
+            layer for itself.
 
     With the attribute `gradient_accumulation_fusion` weight gradients are added to `main_grad` inside the layer. That
     needs no extension module here, unlike in the plain layers, which refuse to be built so: set it afterwards.
@@ -39,6 +45,7 @@ class _EmulatedGemm:
         *args: Any,
         recipe: Optional[Recipe] = None,
         amax_reduction: str = "te",
+        amax_exchange: Optional[AmaxExchange] = None,
         **kwargs: Any,
     ):
         if amax_reduction not in AMAX_REDUCTIONS:
@@ -48,6 +55,17 @@ class _EmulatedGemm:
         self.amax_reduction = amax_reduction
         self.reuses_weight_codes = False
         self._weight_codes: Optional[QuantizedWeight] = None
+        self.amax_exchange: Optional[AmaxExchange] = None
+        if recipe is not None and recipe.delayed is not None:
+            self._delay_scaling(recipe, amax_exchange or AmaxExchange())
+
+    def _delay_scaling(self, recipe: Recipe, exchange: AmaxExchange) -> None:
+        """Set up the scales that outlive a step."""
+        self.quantizer_state = DelayedState(recipe).to(self.weight.device)
+        self.amax_exchange = exchange
+        is_tensor_only = not recipe.delayed.is_reduced_over_data
+        group = parallel_state.get_amax_reduction_group(with_context_parallel=True, tp_only_amax_red=is_tensor_only)
+        exchange.join(self.quantizer_state, group)
 
     def amax_groups(self, sequence_parallel: bool) -> AmaxGroups:
         """The ranks that share the scale of each operand."""
@@ -80,7 +98,20 @@ class _EmulatedGemm:
             amax_groups=self.amax_groups(sequence_parallel),
             fuse_wgrad=gradient_accumulation_fusion,
         )
+        if self.recipe.delayed is not None:
+            return self._delayed_forward(input, weight, bias, plan)
         return emulated_linear(input, weight, bias, plan, self._known_weight_codes(weight, plan))
+
+    def _delayed_forward(self, input: Tensor, weight: Tensor, bias: Optional[Tensor], plan: LinearPlan) -> Tensor:
+        """The same with scales from before, and their updates when all layers of the exchange have run."""
+        state, exchange = self.quantizer_state, self.amax_exchange
+        scales, is_first_run = state.scales_for_forward()
+        after_backward = functools.partial(exchange.backward_ran, state)
+        plan = dataclasses.replace(plan, delayed=scales, after_backward=after_backward)
+        output = emulated_linear(input, weight, bias, plan, self._known_weight_codes(weight, plan))
+        if is_first_run:
+            exchange.forward_ran(state)
+        return output
 
     def _known_weight_codes(self, weight: Tensor, plan: LinearPlan) -> Optional[QuantizedWeight]:
         if not self.reuses_weight_codes:
@@ -93,6 +124,9 @@ class _EmulatedGemm:
         """Start or stop keeping the weight's codes from one forward pass to the next; either way drop those kept."""
         self.reuses_weight_codes = reuse
         self._weight_codes = None
+        if self.amax_exchange is not None:  # an error may have ended the last step midway
+            self.amax_exchange.start_step()
+            self.quantizer_state.kept_scales.clear()
 
     def _activation_group(self, *, split_over_tensor: bool) -> Optional[dist.ProcessGroup]:
         """Ranks that hold parts of one activation: context-parallel ones, and tensor-parallel ones if it is split."""

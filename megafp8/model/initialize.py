@@ -36,15 +36,18 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 
 def sharded_parameters(chunk: torch.nn.Module) -> Iterator[ShardedTensor]:
-    """Every floating-point block that a model chunk holds, gate and up halves of a gated MLP apart.
+    """Every block of a parameter that a model chunk holds, gate and up halves of a gated MLP apart.
 
-    Their `data` are views of the parameters: writing to them writes the model.
+    Their `data` are views of the parameters: writing to them writes the model. Buffers are checkpointed too, and are
+    left out.
     """
+    memory = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     for leaf in leaves(chunk.sharded_state_dict(metadata=metadata)):
         parts = leaves(leaf.build()) if isinstance(leaf, ShardedTensorFactory) else (leaf,)
         for part in parts:
-            if isinstance(part, ShardedTensor) and part.data is not None and part.data.is_floating_point():
+            is_tensor = isinstance(part, ShardedTensor) and part.data is not None
+            if is_tensor and part.data.untyped_storage().data_ptr() in memory:
                 yield part
 
 

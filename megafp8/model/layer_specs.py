@@ -6,7 +6,7 @@ moves between them.
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import Any, Optional
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megafp8.config.schema import RunConfig
+from megafp8.fp8.delayed import AmaxExchange
 from megafp8.fp8.recipes import Recipe, build_recipe
 from megafp8.model.attention import CausalAttention
 from megafp8.model.emulated_layers import EmulatedColumnParallelLinear, EmulatedRowParallelLinear
@@ -52,21 +53,27 @@ def build_block_spec(
         layer, norm = te_layers.layer_spec(config), te_layers.norm()
         return TransformerBlockSubmodules([layer] * get_num_layers_to_build(transformer_config, vp_stage), norm)
     recipe = build_recipe(config.precision) if implementation == "emulated" else None
+    exchange = AmaxExchange()  # one for all layers of the chunk
     first = get_transformer_layer_offset(transformer_config, vp_stage)
     layers = range(first, first + get_num_layers_to_build(transformer_config, vp_stage))
-    assert config.model.num_layers is not None
-    specs = [
-        layer_spec(config, None if is_high_precision(i, config.model.num_layers, config.precision) else recipe)
-        for i in layers
-    ]
+    num_layers = config.model.num_layers
+    assert num_layers is not None
+    recipes = [None if is_high_precision(i, num_layers, config.precision) else recipe for i in layers]
+    specs = [layer_spec(config, recipe_of_layer, exchange) for recipe_of_layer in recipes]
     return TransformerBlockSubmodules(specs, Norm)
 
 
-def layer_spec(config: RunConfig, recipe: Optional[Recipe]) -> ModuleSpec:
-    """One layer without Transformer Engine: quantizing linears with a recipe, megatron-core's own without."""
+def layer_spec(config: RunConfig, recipe: Optional[Recipe], exchange: AmaxExchange) -> ModuleSpec:
+    """One layer without Transformer Engine: quantizing linears with a recipe, megatron-core's own without.
+
+    Args:
+        exchange: what the linears update their scales by, under delayed scaling.
+    """
     column, row = ColumnParallelLinear, RowParallelLinear
     if recipe is not None:
-        params = {"recipe": recipe, "amax_reduction": config.precision.fp8_amax_reduction}
+        params: dict[str, Any] = {"recipe": recipe, "amax_reduction": config.precision.fp8_amax_reduction}
+        if recipe.delayed is not None:
+            params["amax_exchange"] = exchange
         column = ModuleSpec(EmulatedColumnParallelLinear, params)
         row = ModuleSpec(EmulatedRowParallelLinear, params)
     query_key_norm = Norm if config.model.qk_layernorm else IdentityOp

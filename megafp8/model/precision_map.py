@@ -12,13 +12,6 @@ from megafp8.model.high_precision import is_high_precision
 from megafp8.parallel.topology import as_ranges
 
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-# Blocks of (input and grad_output, weight) in Transformer Engine's recipes.
-GRANULARITY = {
-    "tensorwise": ("tensor", "tensor"),
-    "delayed": ("tensor", "tensor"),
-    "blockwise": ("1x128", "128x128"),
-    "mxfp8": ("1x32", "1x32"),
-}
 HEADER = ("GEMM of", "layers", "fprop", "dgrad", "wgrad")
 
 
@@ -33,17 +26,13 @@ class GemmPrecision:
     wgrad: str
 
 
-def resolve_precision_map(config: RunConfig, implementation: str) -> list[GemmPrecision]:
-    """Rows for the four linears of a layer (once per precision) and the output layer.
-
-    Args:
-        implementation: `transformer_engine`, `emulated` or `local`, already resolved.
-    """
+def resolve_precision_map(config: RunConfig) -> list[GemmPrecision]:
+    """Rows for the four linears of a layer (once per precision) and the output layer, whichever layers compute them."""
     num_layers, precision = config.model.num_layers, config.precision
     assert num_layers is not None
     high = derived.params_dtype(precision)
     plain = (f"{high} x {high}",) * 3
-    gemms = quantized_gemms(precision, implementation) if precision.fp8_format else plain
+    gemms = plain if precision.fp8_format is None else quantized_gemms(precision)
     kept = [layer for layer in range(num_layers) if is_high_precision(layer, num_layers, precision)]
     quantized = [layer for layer in range(num_layers) if layer not in kept]
     rows = []
@@ -53,18 +42,17 @@ def resolve_precision_map(config: RunConfig, implementation: str) -> list[GemmPr
     return [*rows, GemmPrecision("output_layer", "-", *plain)]
 
 
-def quantized_gemms(precision: PrecisionConfig, implementation: str) -> tuple[str, str, str]:
-    """Operand formats of fprop (input x weight), dgrad (grad_output x weight) and wgrad (grad_output x input)."""
-    if implementation == "emulated":
-        rows = describe(build_recipe(precision))
-        return tuple(f"{row.operands} per {row.granularity}, {row.scale} scale" for row in rows)  # type: ignore
-    tensor, weight = GRANULARITY[precision.fp8_recipe]
-    gradient = "E5M2" if precision.fp8_format == "hybrid" else "E4M3"
-    return (
-        f"input E4M3 ({tensor}) x weight E4M3 ({weight})",
-        f"grad_output {gradient} ({tensor}) x weight E4M3 ({weight})",
-        f"grad_output {gradient} ({tensor}) x input E4M3 ({tensor})",
+def quantized_gemms(precision: PrecisionConfig) -> tuple[str, str, str]:
+    """Operand formats of fprop (input x weight), dgrad (grad_output x weight) and wgrad (grad_output x input).
+
+    The emulated layers and Transformer Engine's follow the same rules; what it does not have is refused earlier.
+    """
+    high = derived.params_dtype(precision)
+    fprop, dgrad, wgrad = (
+        f"{row.operands} per {row.granularity}, {row.scale} scale" if row.is_quantized else f"{high} x {high}"
+        for row in describe(build_recipe(precision))
     )
+    return fprop, dgrad, wgrad
 
 
 def format_precision_map(rows: Iterable[GemmPrecision]) -> str:

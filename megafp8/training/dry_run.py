@@ -38,7 +38,7 @@ def describe_run(checked: Checked) -> str:
         layout_text(config, checked.target, implementation, world_size),
         size_text(config, vocab_size, world_size),
         memory_text(config, vocab_size, world_size, implementation),
-        "precision\n" + indented(format_precision_map(resolve_precision_map(config, implementation))),
+        "precision\n" + indented(format_precision_map(resolve_precision_map(config))),
     ]
     return "\n\n".join(sections)
 

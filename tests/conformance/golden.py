@@ -6,7 +6,9 @@ what it is:
     SHAPE/DISTRIBUTION/DTYPE/x                          the input's bits; a carried x may be some of its rows
     .../x_columns                                       carried: some of its columns
     .../tensorwise-FORMAT-fp32|pow2/codes, scale_inv    one scale from the tensor itself
+    .../delayed-FORMAT-scale3.7/codes, scale_inv, amax  a cast with a scale from before, and the amax that it noted
     .../block1d|2d-FORMAT-pow2|fp32/row_|col_codes, row_|col_scale_inv
+    update/ALGORITHM-lenN-marginM-FORMAT/amax, scale, history   delayed scaling: 24 updates of 5 tensors
     linear/RECIPE/stepN/...                             operands and results of a linear
 """
 

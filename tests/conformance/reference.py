@@ -101,7 +101,23 @@ def quantize_tensorwise(x: np.ndarray, fmt: str, power_of_two: bool) -> tuple[np
     return codes_of(x, scale, fmt), np.float32(1) / scale
 
 
-# --- 5. Blocks -------------------------------------------------------------------------------------------------------
+# --- 5. Delayed scaling ----------------------------------------------------------------------------------------------
+def delayed_update(
+    history: list[np.float32], scale: np.float32, largest: np.float32, fmt: str, take_max: bool, margin: int
+) -> tuple[list[np.float32], np.float32]:
+    """The history and the scale for the next use of a tensor that now had the amax `largest` over all ranks."""
+    if largest == 0:
+        return history, scale
+    rolled = history[1:] + [largest]
+    chosen = max(rolled) if take_max else largest
+    if not np.isinf(chosen):
+        with np.errstate(over="ignore"):
+            scale = np.float32(MAGNITUDES[fmt][-1] / 2**margin) / chosen
+        scale = min(scale, np.finfo(np.float32).max)
+    return [np.float32(0)] + rolled[1:], scale
+
+
+# --- 6. Blocks -------------------------------------------------------------------------------------------------------
 # A block of r rows and c columns has a scale of its own. At a ragged edge a block is what is there of it.
 #     blockwise   1 x 128 for what is summed along a row, 128 x 1 along a column, 128 x 128 for weights
 #     mxfp8       1 x 32 and 32 x 1
@@ -135,7 +151,7 @@ def as_matrix(entries: dict[tuple[int, int], object], dtype: type) -> np.ndarray
     return matrix
 
 
-# --- 6. MXFP8 --------------------------------------------------------------------------------------------------------
+# --- 7. MXFP8 --------------------------------------------------------------------------------------------------------
 # A scale is a power of two, kept as the byte of its exponent: byte e is 2^(e - 127), 255 is NaN (E8M0).
 def e8m0_round_up(x: np.float32) -> int:
     """The smallest E8M0 number that is not below x >= 0. Zero gives the smallest of all, infinity the largest."""

@@ -15,6 +15,11 @@ ROWS = 2
 BLOCK = 128
 SPECIAL = ("nan", "inf", "denormal")  # distributions that try the corners of the scale rules
 
+UPDATES = (
+    "max-len1-margin0-e4m3", "max-len4-margin1-e5m2", "max-len16-margin0-e4m3", "most_recent-len1-margin0-e5m2",
+    "most_recent-len4-margin2-e4m3",
+)  # fmt: skip
+
 
 def magnitudes(raw: np.ndarray) -> np.ndarray:
     """BF16 (int16 view) or FP32 (int32 view) bits to absolute FP32 values, NaN as -1."""
@@ -50,18 +55,19 @@ def select_tensors(source: dict, kept: dict) -> None:
         base, raw = key[: -len("/x")], source[key]
         rows, columns = np.union1d(telling(raw), covering(raw, axis=0)), telling(raw, axis=1)
         kept[key], kept[f"{base}/x_columns"] = raw[rows], raw[:, columns]
-        select_tensorwise(source, kept, base, rows)
+        select_tensor_casts(source, kept, base, rows)
         casts = ("e4m3-pow2", "e4m3-fp32", "e5m2-pow2") if distribution in SPECIAL else ("e4m3-pow2",)
         select_blocks(source, kept, [f"{base}/block1d-{cast}" for cast in casts], rows, columns)
         if shape == "48x160" and distribution in (*SPECIAL, "normal", "zeroblocks"):  # it is one block high
             select_squares(source, kept, [f"{base}/block2d-{cast}" for cast in casts], rows)
 
 
-def select_tensorwise(source: dict, kept: dict, base: str, rows: np.ndarray) -> None:
-    """The codes of some rows, under all four casts."""
-    for key in [key for key in source if key.startswith(f"{base}/tensorwise-") and key.endswith("/codes")]:
-        scale_key = key.replace("/codes", "/scale_inv")
-        kept[key], kept[scale_key] = source[key][rows], source[scale_key]
+def select_tensor_casts(source: dict, kept: dict, base: str, rows: np.ndarray) -> None:
+    """The codes of some rows: under all casts with one scale where that tries a corner, else under some."""
+    tries_corner = base.split("/")[1] in SPECIAL
+    casts = ("tensorwise-", "delayed-") if tries_corner else ("tensorwise-e4m3-fp32", "tensorwise-e5m2-fp32")
+    for key in [key for key in source if key.startswith(tuple(f"{base}/{cast}" for cast in casts))]:
+        kept[key] = source[key][rows] if key.endswith("/codes") else source[key]
 
 
 def select_blocks(source: dict, kept: dict, casts: list[str], rows: np.ndarray, columns: np.ndarray) -> None:
@@ -81,20 +87,20 @@ def select_squares(source: dict, kept: dict, casts: list[str], rows: np.ndarray)
         kept[f"{cast}/col_codes"] = source[f"{cast}/col_codes"][:, rows]
 
 
-def select_linear(source: dict, kept: dict, recipe: str) -> None:
-    """For each GEMM of a linear: two operands cut down, and the corner of the result they give."""
-    base = f"linear/{recipe}/step0"
+def select_linear(source: dict, kept: dict, recipe: str, step: int = 0) -> None:
+    """For the GEMMs of a linear: two operands cut down, and the corner of the result they give."""
+    base = f"linear/{recipe}/step{step}"
     choose = covering if recipe.startswith("blockwise") else telling  # of the weight
     x, w, b, dy, y, dx, dw = (source[f"{base}/{name}"] for name in ("x", "w", "b", "dy", "y", "dx", "dw"))
     tokens, outputs = telling(x), choose(w, axis=0)
-    kept |= {f"{base}/fprop/x": x[tokens], f"{base}/fprop/w": w[outputs], f"{base}/fprop/b": b[outputs]}
-    kept[f"{base}/fprop/y"] = y[np.ix_(tokens, outputs)]
+    corners = {"fprop/x": x[tokens], "fprop/w": w[outputs], "fprop/b": b[outputs]}
+    corners["fprop/y"] = y[np.ix_(tokens, outputs)]
     tokens, inputs = telling(dy), choose(w, axis=1)
-    kept |= {f"{base}/dgrad/dy": dy[tokens], f"{base}/dgrad/w": w[:, inputs]}
-    kept[f"{base}/dgrad/dx"] = dx[np.ix_(tokens, inputs)]
-    outputs, inputs = telling(dy, axis=1), telling(x, axis=1)
-    kept |= {f"{base}/wgrad/dy": dy[:, outputs], f"{base}/wgrad/x": x[:, inputs]}
-    kept[f"{base}/wgrad/dw"] = dw[np.ix_(outputs, inputs)]
+    corners |= {"dgrad/dy": dy[tokens], "dgrad/w": w[:, inputs], "dgrad/dx": dx[np.ix_(tokens, inputs)]}
+    if step == 0:
+        outputs, inputs = telling(dy, axis=1), telling(x, axis=1)
+        corners |= {"wgrad/dy": dy[:, outputs], "wgrad/x": x[:, inputs], "wgrad/dw": dw[np.ix_(outputs, inputs)]}
+    kept |= {f"{base}/{name}": corner for name, corner in corners.items()}
 
 
 def main() -> None:
@@ -108,6 +114,10 @@ def main() -> None:
     select_tensors(source, kept)
     for recipe in ("tensorwise", "tensorwise-e4m3", "blockwise", "blockwise-hybrid"):
         select_linear(source, kept, recipe)
+    for step in range(3):
+        select_linear(source, kept, "delayed", step)
+    for update in UPDATES:
+        kept |= {key: source[key] for key in source if key.startswith(f"update/{update}/")}
     np.savez_compressed(TARGET, **kept)
     print(f"{TARGET}: {len(kept)} arrays, {TARGET.stat().st_size / 1024:.0f} KiB")
 

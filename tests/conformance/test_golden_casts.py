@@ -5,9 +5,10 @@ import pytest
 import torch
 from golden import Arrays, carried, everything, needs_all, tensor
 
+from megafp8.fp8.delayed import DelayedScale, update
 from megafp8.fp8.formats import FORMATS
 from megafp8.fp8.quantize import quantize
-from megafp8.fp8.recipes import OperandRule
+from megafp8.fp8.recipes import DelayedOptions, OperandRule
 from megafp8.fp8.scaling import ScaleRule
 
 SCALE_RULES = {"fp32": ScaleRule.FP32, "pow2": ScaleRule.POWER_OF_TWO}
@@ -51,6 +52,24 @@ def check_cast(arrays: Arrays, key: str) -> None:
     np.testing.assert_array_equal(np.ascontiguousarray(scales).view(np.uint32), theirs.copy().view(np.uint32))
 
 
+def check_delayed_cast(arrays: Arrays, key: str) -> None:
+    """Codes under a given scale, and the amax that is noted."""
+    base, cast, _ = key.rsplit("/", 2)
+    _, fmt, scale = cast.split("-")
+    noted = torch.zeros(())
+    delayed = DelayedScale(torch.tensor(float(scale.removeprefix("scale"))), noted)
+    x = tensor(arrays[f"{base}/x"], base.rsplit("/", 1)[1])
+    ours = quantize(x, OperandRule(format=FORMATS[fmt], scale_rule=ScaleRule.DELAYED), delayed=delayed)
+    np.testing.assert_array_equal(ours.codes.view(torch.uint8).numpy(), arrays[key])
+    for value, name in ((ours.dequant_scale, "scale_inv"), (noted, "amax")):
+        assert value.numpy().tobytes() == arrays[key.replace("codes", name)].tobytes(), name
+
+
+@pytest.mark.parametrize("key", casts_of(ARRAYS, "delayed"))
+def test_carried_delayed_casts(key: str) -> None:
+    check_delayed_cast(ARRAYS, key)
+
+
 @pytest.mark.parametrize("key", casts_of(ARRAYS, "tensorwise") + casts_of(ARRAYS, "block"))
 def test_carried_casts(key: str) -> None:
     check_cast(ARRAYS, key)
@@ -75,3 +94,46 @@ def test_all_casts(recipe: str, count: int) -> None:
     assert len(keys) >= count
     for key in keys:
         check_cast(arrays, key)
+
+
+@needs_all
+def test_all_delayed_casts() -> None:
+    arrays = everything("_tensor")
+    keys = casts_of(arrays, "delayed")
+    assert len(keys) >= 64
+    for key in keys:
+        check_delayed_cast(arrays, key)
+
+
+def check_updates(arrays: Arrays, name: str) -> None:
+    """History and scales after each update."""
+    algorithm, length, margin, fmt = name.split("-")
+    options = DelayedOptions(
+        history_len=int(length.removeprefix("len")), algorithm=algorithm, margin=int(margin.removeprefix("margin"))
+    )
+    amaxes, scales, histories = (arrays[f"update/{name}/{part}"] for part in ("amax", "scale", "history"))
+    num_tensors = amaxes.shape[1]
+    history, scale = torch.zeros(options.history_len, num_tensors), torch.ones(num_tensors)
+    format_max = torch.full((num_tensors,), FORMATS[fmt].max)
+    for amax, expected_scale, expected_history in zip(amaxes, scales, histories, strict=True):
+        update(history, scale, torch.from_numpy(amax.copy()), format_max, options)
+        np.testing.assert_array_equal(scale.numpy(), expected_scale)
+        np.testing.assert_array_equal(history.numpy().T, expected_history)
+
+
+def updates_of(arrays: Arrays) -> list[str]:
+    """Names of the series of updates."""
+    return [key.split("/")[1] for key in arrays if key.startswith("update/") and key.endswith("/amax")]
+
+
+@pytest.mark.parametrize("name", updates_of(ARRAYS))
+def test_carried_updates(name: str) -> None:
+    check_updates(ARRAYS, name)
+
+
+@needs_all
+def test_all_updates() -> None:
+    arrays = everything("_update")
+    assert len(updates_of(arrays)) >= 36
+    for name in updates_of(arrays):
+        check_updates(arrays, name)

@@ -4,9 +4,10 @@ import pytest
 import torch
 from golden import carried, everything, needs_all, tensor
 
+from megafp8.fp8.delayed import AmaxExchange, DelayedState
 from megafp8.fp8.formats import E4M3, E5M2
 from megafp8.fp8.linear import LinearPlan, emulated_linear
-from megafp8.fp8.recipes import blockwise, tensorwise
+from megafp8.fp8.recipes import DelayedOptions, blockwise, delayed, tensorwise
 
 RECIPES = {
     "tensorwise": tensorwise(forward=E4M3, backward=E5M2),
@@ -14,6 +15,9 @@ RECIPES = {
     "blockwise": blockwise(forward=E4M3, backward=E4M3),
     "blockwise-hybrid": blockwise(forward=E4M3, backward=E5M2),
 }
+
+# Transformer Engine's defaults, by which its linear was run.
+DELAYED = delayed(forward=E4M3, backward=E5M2, options=DelayedOptions(history_len=1024, algorithm="max"))
 
 # Both sides multiply the same codes exactly, so they differ by the order and the width of the sums, and by where that
 # tips the rounding of the result. With u = 2^-8, the unit roundoff of BF16:
@@ -40,9 +44,9 @@ def run_gemm(gemm: str, plan: LinearPlan, part: dict[str, torch.Tensor]) -> tupl
     return (x if gemm == "dgrad" else w).grad, a.detach().abs().double() @ b.detach().abs().double()
 
 
-def check_gemm(gemm: str, recipe: str, part: dict[str, torch.Tensor], theirs: torch.Tensor) -> float:
+def check_gemm(gemm: str, plan: LinearPlan, part: dict[str, torch.Tensor], theirs: torch.Tensor) -> float:
     """Hold one GEMM to the bound; returns the fraction of equal results."""
-    ours, magnitude = run_gemm(gemm, LinearPlan(recipe=RECIPES[recipe]), part)
+    ours, magnitude = run_gemm(gemm, plan, part)
     difference = (ours.detach().double() - theirs.double()).abs()
     bound = ROUNDING * theirs.double().abs() + ACCUMULATION * magnitude
     assert (difference <= bound).all(), f"{gemm}: {(difference / bound).max().item():.2f} times the bound"
@@ -50,6 +54,7 @@ def check_gemm(gemm: str, recipe: str, part: dict[str, torch.Tensor], theirs: to
 
 
 RESULT_OF = {"fprop": "y", "dgrad": "dx", "wgrad": "dw"}
+OPERANDS = {"fprop": ("x", "w", "b"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
 
 
 def parts(arrays: dict, prefix: str) -> dict[str, torch.Tensor]:
@@ -61,16 +66,43 @@ def parts(arrays: dict, prefix: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("gemm", RESULT_OF)
 def test_carried_linears(gemm: str, recipe: str) -> None:
     part = parts(carried(), f"linear/{recipe}/step0/{gemm}/")
-    check_gemm(gemm, recipe, part, part.pop(RESULT_OF[gemm]))
+    check_gemm(gemm, LinearPlan(recipe=RECIPES[recipe]), part, part.pop(RESULT_OF[gemm]))
 
 
 @needs_all
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_all_linears(recipe: str) -> None:
     part = parts(everything("_linear"), f"linear/{recipe}/step0/")
-    for gemm, operands in (("fprop", "x w b"), ("dgrad", "dy w"), ("wgrad", "dy x")):
-        chosen = {name: part[name].clone() for name in operands.split()}
-        assert check_gemm(gemm, recipe, chosen, part[RESULT_OF[gemm]]) > EQUAL_FRACTION
+    for gemm, operands in OPERANDS.items():
+        chosen = {name: part[name].clone() for name in operands}
+        assert check_gemm(gemm, LinearPlan(recipe=RECIPES[recipe]), chosen, part[RESULT_OF[gemm]]) > EQUAL_FRACTION
     x, w, b = (part[name].clone().requires_grad_() for name in ("x", "w", "b"))
     emulated_linear(x, w, b, LinearPlan(recipe=RECIPES[recipe])).backward(part["dy"])
     assert torch.equal(b.grad, part["db"])
+
+
+def check_delayed_steps(gemm: str, arrays: dict, prefix: str) -> list[float]:
+    """Three steps of one GEMM with the scales that the steps before left; returns the fractions of equal results."""
+    state, exchange = DelayedState(DELAYED), AmaxExchange()
+    exchange.join(state, None)
+    equal = []
+    for step in range(3):
+        part = parts(arrays, prefix.format(step=step))
+        theirs = part[RESULT_OF[gemm]]
+        scales, _ = state.scales_for_forward()
+        plan = LinearPlan(recipe=DELAYED, delayed=scales)
+        equal.append(check_gemm(gemm, plan, {name: part[name] for name in OPERANDS[gemm]}, theirs))
+        exchange.forward_ran(state)
+        exchange.backward_ran(state)
+    return equal
+
+
+@pytest.mark.parametrize("gemm", ["fprop", "dgrad"])
+def test_carried_delayed_steps(gemm: str) -> None:
+    check_delayed_steps(gemm, carried(), f"linear/delayed/step{{step}}/{gemm}/")
+
+
+@needs_all
+@pytest.mark.parametrize("gemm", RESULT_OF)
+def test_all_delayed_steps(gemm: str) -> None:
+    assert min(check_delayed_steps(gemm, everything("_linear"), "linear/delayed/step{step}/")) > EQUAL_FRACTION

@@ -5,9 +5,10 @@ import pytest
 import reference
 import torch
 
+from megafp8.fp8.delayed import update
 from megafp8.fp8.formats import FORMATS
 from megafp8.fp8.quantize import dequantize, quantize
-from megafp8.fp8.recipes import OperandRule
+from megafp8.fp8.recipes import DelayedOptions, OperandRule
 from megafp8.fp8.rounding import cast, decode
 from megafp8.fp8.scaling import ScaleRule, e8m0_scales, quant_scale_of
 
@@ -178,3 +179,18 @@ def test_mxfp8_of_torchao(fmt: str, dtype: torch.dtype) -> None:
     scales, codes = mx_tensor.to_mx(x, FORMATS[fmt].dtype, 32, mx_tensor.ScaleCalculationMode.RCEIL)
     assert torch.equal(ours.codes.view(torch.uint8), codes.view(torch.uint8))
     assert torch.equal(ours.dequant_scale.view(torch.uint8), scales.view(torch.uint8).view(ours.dequant_scale.shape))
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize("history_len", [1, 2, 5])
+@pytest.mark.parametrize("fmt, margin", [("e4m3", 0), ("e5m2", 2)])
+def test_delayed_updates(algorithm: str, history_len: int, fmt: str, margin: int) -> None:
+    amaxes = [0, 3, 0.1, 0, 0, 7, 1e-40, 1e30, np.inf, 2, 2, 2, 1e-30, 1e-30, 1e-30, 1e-30, 0.3, 5e-45, 1]
+    history, scale = [np.float32(0)] * history_len, np.float32(1)
+    our_history, our_scale = torch.zeros(history_len, 1), torch.ones(1)
+    options = DelayedOptions(history_len=history_len, algorithm=algorithm, margin=margin)
+    for amax in np.array(amaxes, dtype=np.float32):
+        history, scale = reference.delayed_update(history, scale, amax, fmt, algorithm == "max", margin)
+        update(our_history, our_scale, torch.tensor([amax]), torch.tensor([FORMATS[fmt].max]), options)
+        np.testing.assert_array_equal(our_history[:, 0].numpy(), history)
+        assert our_scale.item() == scale

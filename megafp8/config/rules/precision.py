@@ -12,7 +12,7 @@ from megafp8.config.settings import settings_by_name, value_of
 # Settings without an effect in a run without FP8, or under another recipe.
 FP8_SETTINGS = ("fp8_recipe", "fp8_wgrad", "fp8_param_gather", "fp8_amax_reduction", "first_last_layers_bf16")
 SETTINGS_OF_RECIPE = {
-    "delayed": ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo"),
+    "delayed": ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "tp_only_amax_red"),
     "tensorwise": ("fp8_power_2_scale",),
     "blockwise": ("fp8_block_scaling_fp32_scales",),
 }

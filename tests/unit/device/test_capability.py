@@ -73,27 +73,37 @@ def test_transformer_engine_needs_cuda_and_an_installation() -> None:
     ids=lambda value: value.name if isinstance(value, Target) else None,
 )
 def test_recipes_that_transformer_engine_runs(target: Target, native: tuple[str, ...]) -> None:
-    assert tuple(recipe for recipe in RECIPES if not problems(fp8(recipe), target)) == native
+    assert tuple(recipe for recipe in RECIPES if not problems(fp8(recipe, emulation=False), target)) == native
 
 
 def test_a_recipe_that_the_gpu_lacks_names_those_it_has() -> None:
-    found = only_problem(fp8("mxfp8"), H200)
+    config = fp8("mxfp8", transformer_impl="transformer_engine")
+    found = only_problem(config, H200)
     assert "--fp8-recipe mxfp8: needs compute capability 10.0 and below 12.0, h200 has 9.0" in found
-    assert "native here: tensorwise, delayed, blockwise" in found
-    assert "--transformer-impl emulated" in only_problem(fp8("tensorwise"), A100)
+    assert "native here: tensorwise, delayed, blockwise; --transformer-impl emulated runs every recipe" in found
+    found = only_problem(fp8("tensorwise", transformer_impl="transformer_engine"), A100)
+    assert "no recipe is native here; --transformer-impl emulated" in found
 
 
-def test_emulated_recipes_run_on_any_device() -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_emulated_recipes_run_on_any_device(recipe: str) -> None:
     for target in (CPU, H200, A100, WITHOUT_TE):
-        for recipe in capability.EMULATED_RECIPES:
-            assert problems(fp8(recipe, transformer_impl="emulated"), target) == []
+        assert problems(fp8(recipe, transformer_impl="emulated"), target) == []
+        assert problems(fp8(recipe), target) == []
 
 
-@pytest.mark.parametrize("recipe", sorted(set(RECIPES) - set(capability.EMULATED_RECIPES)))
-def test_recipes_without_emulation_are_refused_on_a_cpu(recipe: str) -> None:
-    found = only_problem(fp8(recipe), CPU)
-    assert f"--fp8-recipe {recipe}" in found
-    assert "tensorwise" in found
+def test_auto_emulates_what_the_gpu_lacks() -> None:
+    implementations = [resolve_implementation(fp8("mxfp8").precision, target) for target in (H200, B200, A100, CPU)]
+    assert implementations == ["emulated", "transformer_engine", "emulated", "emulated"]
+
+
+@pytest.mark.parametrize("target", [CPU, A100, H200, WITHOUT_TE], ids=lambda target: target.name)
+def test_emulation_can_be_ruled_out(target: Target) -> None:
+    assert problems(RunConfig(precision=PrecisionConfig(emulation=False)), target) == []
+    found = only_problem(fp8("mxfp8", emulation=False), target)
+    assert "--fp8-recipe mxfp8" in found
+    assert found.endswith("; leave --no-emulation out")
+    assert ("native here: tensorwise, delayed, blockwise" in found) == (target is H200)
 
 
 def test_every_recipe_of_the_flags_has_an_answer() -> None:

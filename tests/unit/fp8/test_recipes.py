@@ -6,9 +6,10 @@ import pickle
 import pytest
 
 from megafp8.config.schema import PrecisionConfig
+from megafp8.device.capability import EMULATED_RECIPES
 from megafp8.errors import CapabilityError
-from megafp8.fp8.formats import E4M3, E5M2
-from megafp8.fp8.recipes import Gemm, Operand, build_recipe, describe
+from megafp8.fp8.formats import E4M3, E5M2, Format
+from megafp8.fp8.recipes import DelayedOptions, Gemm, Operand, build_recipe, describe
 from megafp8.fp8.scaling import ScaleRule
 
 
@@ -35,10 +36,52 @@ def test_tensorwise_options() -> None:
     assert recipe.rule(Operand.GRAD_OUTPUT, Gemm.WGRAD) is None
 
 
-@pytest.mark.parametrize("name", ["delayed"])
-def test_recipe_that_is_not_emulated_names_the_way_out(name: str) -> None:
-    with pytest.raises(CapabilityError, match=f"--fp8-recipe {name} is not emulated.*tensorwise.*transformer_engine"):
-        build_recipe(PrecisionConfig(fp8_format="hybrid", fp8_recipe=name))
+def test_recipe_that_is_not_emulated_names_those_that_are() -> None:
+    with pytest.raises(CapabilityError, match="--fp8-recipe float8 is not emulated; give one of tensorwise, delayed"):
+        build_recipe(PrecisionConfig(fp8_format="hybrid", fp8_recipe="float8"))
+
+
+@pytest.mark.parametrize("name", EMULATED_RECIPES)
+@pytest.mark.parametrize(
+    "fp8_format, forward, backward", [("e4m3", E4M3, E4M3), ("hybrid", E4M3, E5M2), ("e5m2", E5M2, E5M2)]
+)
+def test_every_recipe_has_every_format(name: str, fp8_format: str, forward: Format, backward: Format) -> None:
+    recipe = build_recipe(PrecisionConfig(fp8_format=fp8_format, fp8_recipe=name))
+    assert recipe.name == name
+    for operand, _, rule in recipe.rules:
+        assert rule.format is (backward if operand is Operand.GRAD_OUTPUT else forward)
+
+
+@pytest.mark.parametrize(
+    "name, length, squares", [("blockwise", 128, True), ("mxfp8", 32, False)], ids=["blockwise", "mxfp8"]
+)
+def test_blocks_lie_along_the_sum(name: str, length: int, squares: bool) -> None:
+    recipe = build_recipe(PrecisionConfig(fp8_format="e4m3", fp8_recipe=name))
+    row, column = (1, length), (length, 1)
+    assert recipe.rule(Operand.INPUT, Gemm.FPROP).block == row
+    assert recipe.rule(Operand.GRAD_OUTPUT, Gemm.DGRAD).block == row
+    assert recipe.rule(Operand.INPUT, Gemm.WGRAD).block == recipe.rule(Operand.GRAD_OUTPUT, Gemm.WGRAD).block == column
+    assert recipe.rule(Operand.WEIGHT, Gemm.FPROP).block == ((length, length) if squares else row)
+    assert recipe.rule(Operand.WEIGHT, Gemm.DGRAD).block == ((length, length) if squares else column)
+
+
+def test_blockwise_scales() -> None:
+    for asked, scale_rule in ((False, ScaleRule.POWER_OF_TWO), (True, ScaleRule.FP32)):
+        precision = PrecisionConfig(
+            fp8_format="e4m3", fp8_recipe="blockwise", fp8_block_scaling_fp32_scales=asked
+        )
+        assert {rule.scale_rule for *_, rule in build_recipe(precision).rules} == {scale_rule}
+
+
+def test_delayed_options_have_megatrons_defaults() -> None:
+    recipe = build_recipe(PrecisionConfig(fp8_format="hybrid"))
+    assert recipe.delayed == DelayedOptions(history_len=1, algorithm="most_recent", margin=0)
+    precision = PrecisionConfig(
+        fp8_format="hybrid", fp8_amax_history_len=8, fp8_amax_compute_algo="max", fp8_margin=2, tp_only_amax_red=True
+    )
+    assert build_recipe(precision).delayed == DelayedOptions(
+        history_len=8, algorithm="max", margin=2, is_reduced_over_data=False
+    )
 
 
 def test_rule_of_an_operand_that_a_gemm_does_not_have() -> None:
@@ -57,8 +100,14 @@ def test_recipe_survives_copy_and_pickle() -> None:
 def test_description() -> None:
     recipe = build_recipe(PrecisionConfig(fp8_format="hybrid", fp8_recipe="tensorwise", fp8_wgrad=False))
     assert describe(recipe) == [
-        ("fprop", "input e4m3 x weight e4m3", "tensor", "fp32"),
-        ("dgrad", "grad_output e5m2 x weight e4m3", "tensor", "fp32"),
-        ("wgrad", "grad_output x input", "high precision", "-"),
+        ("fprop", "input e4m3 x weight e4m3", "tensor", "fp32", True),
+        ("dgrad", "grad_output e5m2 x weight e4m3", "tensor", "fp32", True),
+        ("wgrad", "grad_output x input", "high precision", "-", False),
     ]
-    assert {row.granularity for row in describe(None)} == {"high precision"}
+    assert not any(row.is_quantized for row in describe(None))
+
+
+def test_description_of_blocks() -> None:
+    recipe = build_recipe(PrecisionConfig(fp8_format="hybrid", fp8_recipe="blockwise"))
+    assert [row.granularity for row in describe(recipe)] == ["1x128 x 128x128", "1x128 x 128x128", "1x128"]
+    assert {row.scale for row in describe(recipe)} == {"power of two"}

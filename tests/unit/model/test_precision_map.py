@@ -10,13 +10,13 @@ def config_of(**precision: object) -> RunConfig:
     return RunConfig(model=ModelConfig(num_layers=4), precision=PrecisionConfig(bf16=True, **precision))
 
 
-def gemms_of_a_layer(implementation: str, **precision: object) -> tuple[str, str, str]:
+def gemms_of_a_layer(**precision: object) -> tuple[str, str, str]:
     """fprop, dgrad and wgrad of the first linear."""
-    first = resolve_precision_map(config_of(**precision), implementation)[0]
+    first = resolve_precision_map(config_of(**precision))[0]
     return first.fprop, first.dgrad, first.wgrad
 
 
-EMULATED = {
+EXPECTED = {
     ("tensorwise", "hybrid"): (
         "input e4m3 x weight e4m3 per tensor, fp32 scale",
         "grad_output e5m2 x weight e4m3 per tensor, fp32 scale",
@@ -40,21 +40,30 @@ EMULATED = {
 }
 
 
-@pytest.mark.parametrize("recipe, fp8_format", EMULATED)
-def test_emulated_recipes(recipe: str, fp8_format: str) -> None:
-    expected = EMULATED[recipe, fp8_format]
-    assert gemms_of_a_layer("emulated", fp8_recipe=recipe, fp8_format=fp8_format) == expected
+@pytest.mark.parametrize("recipe, fp8_format", EXPECTED)
+def test_recipes(recipe: str, fp8_format: str) -> None:
+    expected = EXPECTED[recipe, fp8_format]
+    assert gemms_of_a_layer(fp8_recipe=recipe, fp8_format=fp8_format) == expected
 
 
-def test_transformer_engine_with_hybrid_blocks_has_e5m2_gradients() -> None:
-    _, dgrad, wgrad = gemms_of_a_layer("transformer_engine", fp8_recipe="blockwise", fp8_format="hybrid")
-    assert dgrad == "grad_output E5M2 (1x128) x weight E4M3 (128x128)"
-    assert wgrad == "grad_output E5M2 (1x128) x input E4M3 (1x128)"
+def test_delayed_scaling_shows_its_history() -> None:
+    """Megatron's defaults, which are not Transformer Engine's (max of 1024)."""
+    fprop, _, _ = gemms_of_a_layer(fp8_recipe="delayed", fp8_format="hybrid")
+    assert fprop == "input e4m3 x weight e4m3 per tensor, delayed (most_recent of 1, margin 0) fp32 scale"
+    fprop, _, _ = gemms_of_a_layer(
+        fp8_recipe="delayed", fp8_format="hybrid", fp8_amax_history_len=16, fp8_amax_compute_algo="max", fp8_margin=1
+    )
+    assert fprop.endswith("delayed (max of 16, margin 1) fp32 scale")
+
+
+def test_weight_gradients_in_high_precision() -> None:
+    _, _, wgrad = gemms_of_a_layer(fp8_recipe="mxfp8", fp8_format="e4m3", fp8_wgrad=False)
+    assert wgrad == "bf16 x bf16"
 
 
 def test_layers_in_high_precision_have_rows_of_their_own() -> None:
     config = config_of(fp8_format="e4m3", fp8_recipe="tensorwise", first_last_layers_bf16=True)
-    rows = resolve_precision_map(config, "emulated")
+    rows = resolve_precision_map(config)
     layers = {(row.layers, row.fprop) for row in rows if row.linear == "linear_qkv"}
     assert layers == {("1-2", "input e4m3 x weight e4m3 per tensor, fp32 scale"), ("0, 3", "bf16 x bf16")}
     assert rows[-1].linear == "output_layer"
@@ -62,6 +71,6 @@ def test_layers_in_high_precision_have_rows_of_their_own() -> None:
 
 
 def test_columns_are_aligned() -> None:
-    text = format_precision_map(resolve_precision_map(config_of(), "local"))
+    text = format_precision_map(resolve_precision_map(config_of()))
     starts = {line.index("bf16 x bf16") for line in text.splitlines()[1:]}
     assert len(starts) == 1

@@ -264,7 +264,7 @@ def test_settings_that_only_emulation_has_keep_emulation() -> None:
 
 
 def test_a_recipe_that_does_not_run_here_offers_high_precision() -> None:
-    there = saved(transformer_impl="transformer_engine", fp8_format="hybrid", fp8_recipe="mxfp8")
+    there = saved(fp8_format="hybrid", fp8_recipe="mxfp8", emulation=False)
     with pytest.raises(CapabilityError, match="--precision high"):
         one_rank_config(there, TARGETS["h100"], high_precision=False)
     config, _ = one_rank_config(there, TARGETS["h100"], high_precision=True)

@@ -1,0 +1,163 @@
+"""What a recipe remembers from step to step: in checkpoints, under recomputation, over ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from ranks import RankFailed, run_ranks
+from small_run import Curve, build_run, curve_of, small_config, train
+from test_checkpoint import OVERLAP, PIPELINE, STEPS, TENSOR, VIRTUAL, load_newest, run_leg
+from torch import Tensor
+
+from megafp8.checkpoint.save import save_checkpoint
+from megafp8.checkpoint.state import Progress
+from megafp8.config.schema import RunConfig
+from megafp8.training.assemble import Run
+
+DELAYED = (
+    "--bf16 --fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 4 --fp8-amax-compute-algo max "
+    "--micro-batch-size 2"
+)
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+LAYOUTS = [
+    pytest.param(1, "", id="one"),
+    pytest.param(2, TENSOR, id="tp2-sp"),
+    pytest.param(2, OVERLAP, id="dp2-overlap"),
+    pytest.param(2, VIRTUAL, id="pp2-virtual2"),
+]
+
+
+@pytest.mark.parametrize(("world_size", "flags"), LAYOUTS)
+def test_resume_is_bit_equal(world_size: int, flags: str, tmp_path: Path) -> None:
+    config = small_config("llama", f"{DELAYED} {flags}", world_size)
+    straight = run_ranks(world_size, run_leg, config, 2 * STEPS, None, None)
+    first = run_ranks(world_size, run_leg, config, STEPS, None, tmp_path)
+    second = run_ranks(world_size, run_leg, config, STEPS, tmp_path, None)
+    for whole, before, after in zip(straight, first, second, strict=True):
+        assert before.curve.losses + after.curve.losses == whole.curve.losses
+        assert after.weights == whole.weights
+
+
+@pytest.mark.parametrize(("world_size", "flags"), LAYOUTS)
+def test_recomputation_is_bit_equal(world_size: int, flags: str) -> None:
+    """Each layer runs twice forward, between them other microbatches and updates of the scales."""
+    plain = run_ranks(world_size, curve_of, small_config("llama", f"{DELAYED} {flags}", world_size), STEPS)
+    config = small_config("llama", f"{DELAYED} {flags} {RECOMPUTE}", world_size)
+    assert run_ranks(world_size, curve_of, config, STEPS) == plain
+
+
+def quantizer_states(run: Run) -> dict[str, Tensor]:
+    """Histories and scales of this rank's linears."""
+    return {
+        f"{index}.{name}": buffer.clone()
+        for index, chunk in enumerate(run.trainee.chunks)
+        for name, buffer in chunk.named_buffers()
+        if "quantizer_state" in name
+    }
+
+
+def states_after(config: RunConfig, num_steps: int) -> dict[str, Tensor]:
+    run = build_run(config)
+    train(run, num_steps)
+    return quantizer_states(run)
+
+
+@pytest.mark.parametrize("flags", [TENSOR, OVERLAP], ids=["tp2-sp", "dp2"])
+def test_ranks_agree_on_scales(flags: str) -> None:
+    config = small_config("llama", f"{DELAYED} {flags}", 2)
+    ours, theirs = run_ranks(2, states_after, config, 2)
+    assert len(ours) == 4 * 4 * 2, "history and scale of four linears in four layers"
+    for name, state in ours.items():
+        assert state.dtype == torch.float32
+        assert torch.equal(state, theirs[name]), name
+        assert (state != 1).all() if name.endswith("quant_scale") else state[-1].all()
+
+
+def test_data_ranks_may_keep_their_own_amaxes() -> None:
+    config = small_config("llama", f"{DELAYED} --tp-only-amax-red", 2)
+    ours, theirs = run_ranks(2, states_after, config, 2)
+    differing = [name for name, state in ours.items() if not torch.equal(state, theirs[name])]
+    assert len(differing) == len(ours)
+
+
+def states_after_load(config: RunConfig, folder: Path) -> dict[str, Tensor]:
+    run = build_run(config)
+    load_newest(run, folder)
+    return quantizer_states(run)
+
+
+def save(config: RunConfig, folder: Path) -> dict[str, Tensor]:
+    run = build_run(config)
+    train(run, 1)
+    save_checkpoint(folder, config, run.trainee, Progress(1, run.global_batch_size))
+    return quantizer_states(run)
+
+
+def test_another_layout_has_the_same_scales(tmp_path: Path) -> None:
+    saved = run_ranks(2, save, small_config("llama", f"{DELAYED} {TENSOR}", 2), tmp_path)[0]
+    there = run_ranks(2, states_after_load, small_config("llama", f"{DELAYED} {PIPELINE}", 2), tmp_path)
+    here = run_ranks(1, states_after_load, small_config("llama", DELAYED), tmp_path)[0]
+    assert here.keys() == saved.keys()
+    assert all(torch.equal(here[name], state) for name, state in saved.items())
+    assert sum(map(len, there)) == len(saved)
+
+
+TENSORWISE = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
+
+
+@pytest.mark.parametrize("before, after", [(TENSORWISE, DELAYED), (DELAYED, TENSORWISE), ("--bf16", DELAYED)])
+def test_recipes_take_each_others_checkpoints(before: str, after: str, tmp_path: Path) -> None:
+    """Scales that a checkpoint does not have start anew."""
+    run_ranks(1, save, small_config("llama", before), tmp_path)
+    states = run_ranks(1, states_after_load, small_config("llama", after), tmp_path)[0]
+    for name, state in states.items():
+        assert torch.equal(state, torch.ones(3) if name.endswith("quant_scale") else torch.zeros(4, 3))
+
+
+def test_history_of_another_length_is_refused(tmp_path: Path) -> None:
+    run_ranks(1, save, small_config("llama", DELAYED), tmp_path)
+    other = DELAYED.replace("--fp8-amax-history-len 4", "--fp8-amax-history-len 8")
+    with pytest.raises(RankFailed) as error:
+        run_ranks(1, states_after_load, small_config("llama", other), tmp_path)
+    assert "give --fp8-amax-history-len 4" in str(error.value.__cause__)
+
+
+def evaluated_between(config: RunConfig, evaluates: bool) -> Curve:
+    run = build_run(config)
+    first = train(run, 1)
+    if evaluates:
+        look_without_training(run)
+    second = train(run, 1, first_step=2)
+    return Curve(first.losses + second.losses, first.grad_norms + second.grad_norms)
+
+
+def look_without_training(run: Run) -> None:
+    chunk: Any = run.trainee.chunks[0]
+    chunk.eval()
+    tokens = torch.randint(0, 255, (1, 32), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(32)[None]
+    with torch.no_grad():
+        chunk(tokens, positions, None)
+    chunk.train()
+
+
+def test_evaluation_leaves_no_trace() -> None:
+    config = small_config("llama", DELAYED)
+    assert run_ranks(1, evaluated_between, config, True) == run_ranks(1, evaluated_between, config, False)
+
+
+def test_amaxes_are_reduced_over_the_right_ranks() -> None:
+    """Data, tensor and context ranks of one pipeline stage."""
+    flags = f"{DELAYED} {TENSOR} --pipeline-model-parallel-size 2"
+
+    def group_ranks() -> list[int]:
+        run = build_run(small_config("llama", flags, 4))
+        linear = next(module for module in run.trainee.chunks[0].modules() if hasattr(module, "amax_exchange"))
+        assert linear.amax_exchange.group is parallel_state.get_amax_reduction_group(with_context_parallel=True)
+        return torch.distributed.get_process_group_ranks(linear.amax_exchange.group)
+
+    assert run_ranks(4, group_ranks) == [[0, 1], [0, 1], [2, 3], [2, 3]]
