@@ -66,6 +66,8 @@ def train_step(run: Run, batches: Batches, step: int) -> StepResult:
         is_updated, grad_norm, num_zeros = trainee.optimizer.step()
     if is_updated:
         trainee.schedule.step(increment=run.global_batch_size)
+    # megatron-core counts in FP32, so that ranks can add up.
+    num_zeros = None if num_zeros is None else int(num_zeros)
     return StepResult(totals.loss, grad_norm, learning_rate, num_zeros, is_skipped=not is_updated)
 
 

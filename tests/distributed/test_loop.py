@@ -70,6 +70,14 @@ def test_checkpoints_at_the_interval_and_at_the_end(tmp_path: Path) -> None:
     assert {event.name for event in load_run(tmp_path).events} >= {"checkpoint saved", "attention"}
 
 
+def test_everything_that_can_be_recorded_reads_back(tmp_path: Path) -> None:
+    run_loop(tmp_path, f"{PLAIN} --log-interval 1 --log-num-zeros-in-grad --log-params-norm", 1)
+    for record in load_run(tmp_path).steps:
+        assert isinstance(record.num_zeros_in_grad, int)
+        assert record.params_norm is not None and record.params_norm > 0
+        assert record.memory_peak_bytes is not None and record.memory_peak_bytes > 0
+
+
 def test_a_run_that_is_done_does_nothing_more(tmp_path: Path) -> None:
     _, before = run_loop(tmp_path, PLAIN, 1)
     again, after = run_loop(tmp_path, PLAIN, 1)
