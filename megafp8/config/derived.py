@@ -7,6 +7,7 @@ Functions assume that the settings they read are there and fit each other; `rule
 from __future__ import annotations
 
 import math
+import re
 from typing import Optional
 
 from megafp8.config.schema import ModelConfig, OptimizerConfig, PrecisionConfig, RunConfig, TrainingConfig
@@ -120,6 +121,19 @@ def split(config: RunConfig) -> Optional[str]:
     if data.train_data_path or data.valid_data_path or data.test_data_path:
         return None
     return data.split if data.split is not None else DEFAULT_SPLIT
+
+
+def split_shares(text: str) -> tuple[float, ...]:
+    """The numbers of a split. Quotes around it are dropped: Megatron-LM's own Llama script passes them on.
+
+    Raises:
+        ValueError: not one to three plain numbers (megatron-core reads no exponents) with a sum above 0.
+    """
+    parts = [part.strip() for part in text.strip("'\"").split(",")]
+    shares = tuple(float(part) for part in parts if re.fullmatch(r"\d+(\.\d*)?|\.\d+", part))
+    if len(shares) < len(parts) or len(shares) > 3 or not sum(shares):
+        raise ValueError(text)
+    return shares
 
 
 # ---- learning-rate schedule, counted in samples -------------------------------------------------------------------

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Optional
 
+from megafp8.config.derived import split_shares
 from megafp8.errors import ConfigError
-
-SPLIT_PATTERN = re.compile(r"\d+(\.\d*)?(,\d+(\.\d*)?){0,2}")
 
 
 @dataclass(frozen=True)
@@ -55,10 +53,12 @@ def check_split(split: str) -> None:
     Raises:
         ConfigError: it is not.
     """
-    if not SPLIT_PATTERN.fullmatch(split) or not sum(map(float, split.split(","))) > 0:
+    try:
+        split_shares(split)
+    except ValueError as error:
         raise ConfigError(
             f"--split {split} should be the shares of training, validation and test, for example 969,30,1 or 99,1,0."
-        )
+        ) from error
 
 
 def _as_number(word: str) -> Optional[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from megafp8.config import derived
 from megafp8.config.rules.rule import Rule
 from megafp8.config.schema import RunConfig
 
@@ -42,10 +43,12 @@ def split_has_three_parts(config: RunConfig, world_size: int) -> Iterator[str]:
         return
     if config.data.train_data_path:
         yield f"--split {split} has no effect with --train-data-path: remove it"
-    parts = [part.strip() for part in split.split(",")]
-    if not 1 <= len(parts) <= 3 or not all(_NUMBER.fullmatch(part) for part in parts) or not sum(map(float, parts)):
+    try:
+        shares = derived.split_shares(split)
+    except ValueError:
         yield f"--split {split!r} is not up to three numbers with a sum above 0, such as 969,30,1"
-    elif not float(parts[0]) and not config.training.skip_train:
+        return
+    if not shares[0] and not config.training.skip_train:
         yield f"--split {split} leaves nothing to train on: the first part is training's"
 
 

@@ -25,12 +25,12 @@ def test_bad_weights_are_refused(values):
         parse_blend(values, "--train-data-path")
 
 
-@pytest.mark.parametrize("split", ["969,30,1", "1", "99,1", "0.9,0.1,0", "100,0,0"])
+@pytest.mark.parametrize("split", ["969,30,1", "1", "99,1", "0.9,0.1,0", "100,0,0", "'99,1,0'"])
 def test_split(split):
     check_split(split)
 
 
-@pytest.mark.parametrize("split", ["", "a", "1,2,3,4", "1;2", "0,0,0", "-1,2", "1,,2", "90 10"])
+@pytest.mark.parametrize("split", ["", "a", "1,2,3,4", "1;2", "0,0,0", "-1,2", "1,,2", "90 10", "1e-3,1,0"])
 def test_bad_split_is_refused(split):
     with pytest.raises(ConfigError, match="--split"):
         check_split(split)
