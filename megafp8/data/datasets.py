@@ -80,11 +80,6 @@ def build_datasets(config: RunConfig, tokenizer: Tokenizer, num_samples: tuple[i
 def _check_settings(data: DataConfig) -> None:
     problems = []
     given = [flag for flag, paths in zip(SPLIT_FLAGS, _paths_per_split(data), strict=True) if paths]
-    if data.reset_attention_mask:
-        problems.append(
-            "--reset-attention-mask is not available: attention is causal over the whole sequence in every layer, and "
-            "a mask made by the loader would be ignored. Leave it out; --reset-position-ids and --eod-mask-loss work."
-        )
     if data.data_path and given:
         problems.append(f"--data-path (split by --split) and {', '.join(given)} exclude each other.")
     if data.split is not None and given:

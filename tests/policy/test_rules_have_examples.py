@@ -205,6 +205,12 @@ def test_every_rule_has_an_example_that_breaks_it(rule):
     assert set(found) <= set(rules.problems(config_of(changes), world_size))
 
 
+@pytest.mark.parametrize("entry", NOT_YET, ids=lambda entry: entry.setting)
+def test_what_does_not_act_yet_is_refused(entry):
+    found = rules.problems(config_of({entry.setting: True}), 1)
+    assert any(entry.reason in problem for problem in found), found
+
+
 def test_no_example_without_a_rule():
     assert set(EXAMPLES) == {rule.__name__ for rule in rules.ALL_RULES}
 

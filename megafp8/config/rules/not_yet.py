@@ -35,6 +35,12 @@ NOT_YET: tuple[NotYet, ...] = (
         "twice. Remove it",
     ),
     NotYet(
+        "data.reset_attention_mask",
+        bool,
+        "attention is causal over the whole sequence in every layer, and a mask made by the loader would be ignored. "
+        "Leave it out; --reset-position-ids and --eod-mask-loss work",
+    ),
+    NotYet(
         "training.data_parallel_random_init",
         bool,
         "weights start from their global names and the seed, equal on every data-parallel rank. Remove it",

@@ -168,7 +168,6 @@ def test_file_reads_give_the_same_tokens_as_mapped_memory(shards, tokenizer):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"data_path": ("a",), "reset_attention_mask": True}, "--reset-attention-mask is not available"),
         ({"data_path": ("a",), "valid_data_path": ("b",)}, "--data-path .* --valid-data-path exclude"),
         ({"train_data_path": ("a",), "split": "1,1,1"}, "--split divides --data-path"),
         ({"data_path": ("a",), "mock_data": True}, "--mock-data"),
