@@ -10,7 +10,7 @@ import math
 import re
 from typing import Optional
 
-from megafp8.config.schema import ModelConfig, OptimizerConfig, PrecisionConfig, RunConfig, TrainingConfig
+from megafp8.config.schema import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, RunConfig, TrainingConfig
 from megafp8.errors import ConfigError
 
 DEFAULT_SPLIT = "969,30,1"
@@ -225,6 +225,13 @@ def gemm_alignment(precision: PrecisionConfig) -> int:
     if precision.fp8_format is None:
         return 1
     return 32 if precision.fp8_recipe == "mxfp8" else 16
+
+
+def tokenizer_type(data: DataConfig) -> Optional[str]:
+    """The tokenizer; GPT-2's files say which one they are for, and Megatron-LM's GPT scripts leave the type out."""
+    if data.tokenizer_type is None and (data.vocab_file is not None or data.merge_file is not None):
+        return "GPT2BPETokenizer"
+    return data.tokenizer_type
 
 
 def vocabulary_size(config: RunConfig, tokenizer_size: int) -> int:

@@ -250,7 +250,7 @@ class DataConfig:
     mock_data: bool = setting(False, "made-up tokens instead of --data-path")
     seq_length: Optional[int] = setting(None, "tokens in one sample", flags=("--seq-length", "--encoder-seq-length"))
     tokenizer_type: Optional[str] = setting(
-        None, "tokenizer",
+        None, "tokenizer; default GPT2BPETokenizer where --vocab-file and --merge-file are given",
         choices=(
             "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer",
             "GPT2BPETokenizer", "TikTokenizer", "NullTokenizer",

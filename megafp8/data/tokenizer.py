@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Optional, Protocol, Union
 
+from megafp8.config import derived
 from megafp8.config.schema import DataConfig
 from megafp8.errors import CapabilityError, ConfigError, DataError
 
@@ -258,7 +259,7 @@ def build_tokenizer(data: DataConfig, vocab_size: Optional[int] = None) -> Token
         CapabilityError: the library that the type needs is not installed.
         DataError: a file is missing or is not such a tokenizer.
     """
-    kind = data.tokenizer_type
+    kind = derived.tokenizer_type(data)
     if kind is None:
         raise ConfigError("--tokenizer-type is missing. Made-up data (--mock-data) goes with NullTokenizer.")
     if kind in SENTENCEPIECE_TYPES:

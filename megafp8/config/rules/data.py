@@ -73,7 +73,7 @@ def blends_are_pairs(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def tokenizer_has_its_files(config: RunConfig, world_size: int) -> Iterator[str]:
     """Each tokenizer is made from files, but for NullTokenizer, which is made from a number."""
-    data, kind = config.data, config.data.tokenizer_type
+    data, kind = config.data, derived.tokenizer_type(config.data)
     if kind is None:
         mend = "for --mock-data, --tokenizer-type NullTokenizer --vocab-size N" if data.mock_data else "see --help"
         yield f"--tokenizer-type is missing: what the tokens mean and which ends a document; {mend}"

@@ -13,6 +13,13 @@ def config_of(**changes):
     return with_values(RunConfig(), names)
 
 
+def test_tokenizer_of_gpt2_files():
+    assert derived.tokenizer_type(config_of().data) is None
+    assert derived.tokenizer_type(config_of(data__vocab_file="v.json").data) == "GPT2BPETokenizer"
+    config = config_of(data__vocab_file="v.json", data__tokenizer_type="NullTokenizer")
+    assert derived.tokenizer_type(config.data) == "NullTokenizer"
+
+
 def test_data_parallel_size_and_its_error():
     config = config_of(parallel__tensor_model_parallel_size=2, parallel__context_parallel_size=2)
     assert derived.data_parallel_size(config, 16) == 4
