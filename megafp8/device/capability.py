@@ -14,7 +14,7 @@ from typing import Optional
 
 import torch
 
-from megafp8.config.schema import PrecisionConfig, RunConfig
+from megafp8.config.schema import LoggingConfig, PrecisionConfig, RunConfig
 from megafp8.device.platform import cpu_name
 
 # Compute capability from which Transformer Engine runs a recipe (its FP8 support checks, release 2.20). From 10.0 on it
@@ -109,6 +109,16 @@ def problems(config: RunConfig, target: Target) -> list[str]:
     found += implementation_problems(config, target, implementation)
     found += recipe_problems(config.precision, target, implementation)
     return found
+
+
+def package_problems(logging: LoggingConfig) -> list[str]:
+    """Packages that were asked for and are not installed here."""
+    if logging.wandb_project and importlib.util.find_spec("wandb") is None:
+        return [
+            f"--wandb-project {logging.wandb_project}: needs the package wandb, which is not installed; "
+            "pip install wandb, or leave the flag out (records.jsonl and TensorBoard hold the same numbers)"
+        ]
+    return []
 
 
 def implementation_problems(config: RunConfig, target: Target, implementation: str) -> list[str]:

@@ -45,15 +45,16 @@ def check(invocation: Invocation, problems: list[str]) -> Checked:
     target = capability.TARGETS[invocation.target] if invocation.target else capability.detect_target()
     found = rules.setting_problems(config, ranks)
     found += capability.problems(config, target)
-    path_problems, notices = rules.path_problems(config, ranks), list(invocation.notices)
+    local_problems = rules.path_problems(config, ranks) + capability.package_problems(config.logging)
+    notices = list(invocation.notices)
     implementation = capability.resolve_implementation(config.precision, target)
     notices += rules.notices(config, implementation)
     if invocation.world_size is None and invocation.target is None:
-        found += path_problems
+        found += local_problems
     elif not invocation.dry_run:
         found.append("--world-size and --target stand in for a machine that is not there: they go with --dry-run only")
     else:
-        notices += (f"on this machine: {problem}" for problem in path_problems)
+        notices += (f"on this machine: {problem}" for problem in local_problems)
     found = problems + without_echoes(found, problems)
     if found:
         raise ConfigError(found)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megafp8.config.schema import PrecisionConfig, RunConfig
+from megafp8.config.schema import LoggingConfig, PrecisionConfig, RunConfig
 from megafp8.device import capability
 from megafp8.device.capability import TARGETS, Target, problems, resolve_implementation
 
@@ -29,6 +29,13 @@ def only_problem(config: RunConfig, target: Target) -> str:
     found = problems(config, target)
     assert len(found) == 1, found
     return found[0]
+
+
+def test_a_package_that_is_not_installed_is_said_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    (problem,) = capability.package_problems(LoggingConfig(wandb_project="mine"))
+    assert problem.startswith("--wandb-project mine: needs the package wandb")
+    assert capability.package_problems(LoggingConfig()) == []
 
 
 # ---- implementations ------------------------------------------------------------------------------------------------
