@@ -31,8 +31,9 @@ def main(argv: Sequence[str]) -> int:
             run_training(checked)
         return 0
     except Megafp8Error as error:
-        # Every rank sees wrong flags and bad numbers alike: one of them says so. Others may fail alone.
-        if os.environ.get("RANK", "0") == "0" or error.exit_status not in (64, 65):
+        # The ranks of a machine see wrong flags and paths and bad numbers alike: one of them says so. Another machine
+        # may lack a path that this one has, and otherwise a rank may fail alone.
+        if os.environ.get("LOCAL_RANK", "0") == "0" or error.exit_status not in (64, 65):
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return error.exit_status
 

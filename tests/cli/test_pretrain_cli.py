@@ -94,6 +94,15 @@ def test_a_wrong_command_line_ends_with_status_64_and_no_traceback() -> None:
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize(("local_rank", "is_said"), [("0", True), ("1", False)])
+def test_one_rank_of_every_machine_says_what_is_wrong(capsys, monkeypatch, local_rank: str, is_said: bool) -> None:
+    """The second machine may lack a path that the first one has."""
+    monkeypatch.setenv("RANK", "8")
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert pretrain_gpt.main(["--num-layres", "2"]) == 64
+    assert ("--num-layres" in capsys.readouterr().err) == is_said
+
+
 def test_problems_of_every_kind_are_told_at_once(capsys, monkeypatch) -> None:
     """Flags, layout, model, batch, length, paths and device: nobody should have to mend one to see the next."""
     monkeypatch.setenv("WORLD_SIZE", "6")
