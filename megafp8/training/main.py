@@ -14,7 +14,8 @@ def run_training(checked: Checked) -> None:
     """Train from start to end; all ranks call it."""
     config = checked.invocation.config
     if config.logging.logging_level is not None:
-        logging.getLogger().setLevel(config.logging.logging_level)
+        # Without a handler of its own the root logger shows warnings and worse only, whatever its level.
+        logging.basicConfig(level=config.logging.logging_level, force=True)
     if rank() == 0:
         for notice in checked.notices:
             print(f"notice: {notice}", flush=True)
