@@ -180,7 +180,10 @@ def precision_fields(config: RunConfig, implementation: str) -> dict[str, Any]:
 def kernel_fields(config: RunConfig, implementation: str, on_cuda: bool) -> dict[str, Any]:
     """Which kernels compute it. Fusions that exist on a GPU only stay off on a CPU: the arithmetic is the same."""
     precision, model = config.precision, config.model
-    bias_activation = precision.bias_swiglu_fusion if model.swiglu else precision.bias_gelu_fusion
+    # GELU is fused with its bias or not at all, as in Megatron-LM.
+    bias_activation = (
+        precision.bias_swiglu_fusion if model.swiglu else precision.bias_gelu_fusion and model.add_bias_linear
+    )
     return {
         "use_cpu_initialization": not on_cuda,
         "attention_backend": AttnBackend[attention_backend(precision.attention_backend, implementation)],

@@ -77,6 +77,18 @@ def test_optimizer_arrives() -> None:
     assert (config.adam_beta1, config.adam_beta2, config.adam_eps) == (0.8, 0.95, 1e-6)
 
 
+@pytest.mark.parametrize(
+    ("style", "flags", "is_fused"),
+    [
+        ("gpt2", "", True), ("gpt2", "--disable-bias-linear", False), ("gpt2", "--squared-relu", False),
+        ("llama", "", True), ("llama", "--no-bias-swiglu-fusion", False),
+    ],
+)
+def test_every_activation_is_accepted_on_a_gpu(style: str, flags: str, is_fused: bool) -> None:
+    config = build_transformer_config(small_config(style, flags), "emulated", on_cuda=True, world_size=1)
+    assert config.bias_activation_fusion == is_fused
+
+
 def test_emulated_layers_quantize_by_themselves() -> None:
     """megatron-core would look for Transformer Engine if it knew."""
     config = small_config("llama", "--fp8-format hybrid --fp8-recipe tensorwise")
