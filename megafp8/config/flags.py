@@ -24,7 +24,7 @@ from megafp8 import __version__
 from megafp8.config import derived, megatron_flags, serialize, size
 from megafp8.config.presets import PRESETS
 from megafp8.config.schema import RunConfig
-from megafp8.config.settings import Setting, all_settings, section_titles, settings_by_name, value_of, with_values
+from megafp8.config.settings import Setting, all_settings, section_titles, value_of, with_values
 from megafp8.errors import ConfigError
 
 TARGETS = ("cpu", "h100", "h200", "b200")
@@ -306,12 +306,6 @@ def _read_config(path: str, problems: list[str]) -> dict[str, Any]:
 
 
 # ---- back to a command line ---------------------------------------------------------------------------------------
-
-
-def flag_of(name: str) -> str:
-    """The spelling by which a message refers to a setting, for example `--num-layers` for `model.num_layers`."""
-    setting = settings_by_name()[name]
-    return (setting.flags or setting.off)[0]
 
 
 def to_argv(config: RunConfig) -> list[str]:

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Union
 
@@ -95,11 +95,6 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     of_run = of_section.pop("", {})
     sections = {name: dataclasses.replace(getattr(config, name), **fields) for name, fields in of_section.items()}
     return dataclasses.replace(config, **sections, **of_run)
-
-
-def flags_of(settings: Iterable[Setting]) -> set[str]:
-    """Every spelling that the settings answer to."""
-    return {flag for setting in settings for flag in setting.flags + setting.off}
 
 
 def _setting(name: str, declared: dataclasses.Field, hint: Any) -> Setting:

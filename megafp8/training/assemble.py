@@ -113,11 +113,6 @@ def run_folder(config: RunConfig) -> Optional[Path]:
     return Path(config.checkpoint.save) if config.checkpoint.save else None
 
 
-def count_local_parameters(chunks: list[Any]) -> int:
-    """Parameters on this rank."""
-    return sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
-
-
 def to_device_sum(reports: list[dict[str, torch.Tensor]]) -> Optional[torch.Tensor]:
     """(loss sum, tokens) over the microbatches of a step; None on a rank that sees no loss."""
     return torch.stack([report["loss"] for report in reports]).sum(0) if reports else None
