@@ -65,7 +65,8 @@ def resume(run: Run) -> tuple[Progress, tuple[str, ...]]:
         if found is None:
             raise CheckpointError(f"--pretrained-checkpoint {checkpoint.pretrained_checkpoint} holds no checkpoint")
     if found is None:
-        return Progress(), ()
+        # A first start, or a wrong folder: only the user can tell.
+        return Progress(), (f"{checkpoint.load} holds none: starts anew",) if checkpoint.load else ()
     _, path = found
     check_same_vocabulary(path, run.config, run.vocab_size)
     loaded = load_checkpoint(path, run.config, run.trainee, weights_only)

@@ -51,6 +51,8 @@ def test_a_run_in_two_parts_records_what_one_in_one_does(world_size: int, flags:
     stopped, _ = run_loop(tmp_path / "parts", f"{flags} --exit-interval 4", world_size)
     assert stopped == Progress(4, 32)
     assert saved_steps(tmp_path / "parts") == [4], "saved because it stopped"
+    (started,) = (event for event in load_run(tmp_path / "parts").events if event.name == "checkpoint")
+    assert started.detail == f"{tmp_path / 'parts'} holds none: starts anew"
     finished, resumed_weights = run_loop(tmp_path / "parts", flags, world_size)
     parts = load_run(tmp_path / "parts")
 
