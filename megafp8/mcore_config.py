@@ -28,6 +28,10 @@ from megafp8.errors import ConfigError
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
 
 
+OVERRIDDEN = {"transformer": TransformerConfig, "ddp": DistributedDataParallelConfig, "optimizer": OptimizerConfig}
+"""What `--override` reaches, under the name that it has there."""
+
+
 def leave_uninitialized(tensor: torch.Tensor) -> torch.Tensor:
     """An init method that writes nothing: `model.initialize` fills every parameter from its global name."""
     return tensor
@@ -294,6 +298,17 @@ def build_checked(kind: type, fields: Mapping[str, Any]) -> Any:
     if changed:
         raise ConfigError(changed)
     return built
+
+
+def override_problems(config: RunConfig) -> list[str]:
+    """What is wrong with all `--override` entries: fields that megatron-core does not have, values of another type."""
+    found: list[str] = []
+    for section, kind in OVERRIDDEN.items():
+        try:
+            parsed_overrides(config, section, kind)
+        except ConfigError as error:
+            found += error.problems
+    return found
 
 
 def parsed_overrides(config: RunConfig, section: str, kind: type) -> dict[str, Any]:

@@ -56,6 +56,12 @@ def check(invocation: Invocation, problems: list[str]) -> Checked:
     else:
         notices += (f"on this machine: {problem}" for problem in local_problems)
     found = problems + without_echoes(found, problems)
+    if config.overrides and target.problem is None:
+        # Only megatron-core knows its fields. Importing it takes seconds, which a wrong command line need not wait for.
+        mcore_cpu.install()
+        from megafp8.mcore_config import override_problems
+
+        found += override_problems(config)
     if found:
         raise ConfigError(found)
     mcore_cpu.install()

@@ -94,6 +94,13 @@ def test_a_wrong_command_line_ends_with_status_64_and_no_traceback() -> None:
     assert "Traceback" not in result.stderr
 
 
+def test_wrong_overrides_are_told_with_the_rest_and_before_any_work(capsys) -> None:
+    overrides = "transformer.num_layer=3 ddp.bucket_size=many optimizer.adam_eps=small"
+    problems = problems_of(capsys, f"{TINY} --min-lr 1 --override {overrides}")
+    for part in ("--min-lr 1", "has no field num_layer", "'many' is not of type", "'small' is not of type"):
+        assert any(part in problem for problem in problems), (part, problems)
+
+
 @pytest.mark.parametrize(("local_rank", "is_said"), [("0", True), ("1", False)])
 def test_one_rank_of_every_machine_says_what_is_wrong(capsys, monkeypatch, local_rank: str, is_said: bool) -> None:
     """The second machine may lack a path that the first one has."""
