@@ -60,6 +60,7 @@ def resume(run: Run) -> tuple[Progress, tuple[str, ...]]:
     weights_only = checkpoint.finetune
     if found is None and checkpoint.load and checkpoint.exit_on_missing_checkpoint:
         raise CheckpointError(f"--load {checkpoint.load} holds no checkpoint (--exit-on-missing-checkpoint)")
+    check_ranks_agree(found[0] if found else None, checkpoint.load)
     if found is None and checkpoint.pretrained_checkpoint:
         found, weights_only = find_checkpoint(Path(checkpoint.pretrained_checkpoint)), True
         if found is None:
@@ -71,6 +72,23 @@ def resume(run: Run) -> tuple[Progress, tuple[str, ...]]:
     check_same_vocabulary(path, run.config, run.vocab_size)
     loaded = load_checkpoint(path, run.config, run.trainee, weights_only)
     return loaded.progress, (f"loaded {path}", *loaded.notes)
+
+
+def check_ranks_agree(step: Optional[int], folder: Optional[str]) -> None:
+    """Refuse a folder that is not the same on every machine: some ranks would go on and others start anew.
+
+    Raises:
+        CheckpointError: on all ranks.
+    """
+    steps: list[Optional[int]] = [None] * dist.get_world_size()
+    dist.all_gather_object(steps, step)
+    if len(set(steps)) > 1:
+        other = next(rank for rank, seen in enumerate(steps) if seen != steps[0])
+        seen = [f"rank {rank} finds {steps[rank] or 'none'}" for rank in (0, other)]
+        raise CheckpointError(
+            f"--load {folder}: the ranks do not see the same newest checkpoint ({', '.join(seen)}); "
+            "give a folder that all machines share"
+        )
 
 
 def open_sinks(run: Run, folder: Optional[Path], total_steps: int) -> Sinks:

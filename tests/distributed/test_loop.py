@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from small_run import PLAIN, build_run, fingerprint, small_config, weights
 
 from megafp8.checkpoint.folder import saved_steps
 from megafp8.checkpoint.state import Progress
+from megafp8.errors import CheckpointError
 from megafp8.reports.load import Run as Recorded
 from megafp8.reports.load import load_run
 from megafp8.training.loop import train
@@ -86,6 +88,21 @@ def test_a_run_that_is_done_does_nothing_more(tmp_path: Path) -> None:
     assert again == Progress(6, 48)
     assert after == before
     assert len(load_run(tmp_path).steps) == 6
+
+
+def test_ranks_that_see_other_checkpoints_stop_together(tmp_path: Path) -> None:
+    """A folder that is not shared: the first machine has a checkpoint, the second has none."""
+    run_loop(tmp_path / "0", PLAIN, 1)
+    (tmp_path / "1").mkdir()
+
+    def start() -> str:
+        folder = tmp_path / os.environ["RANK"]
+        with pytest.raises(CheckpointError) as raised:
+            train(build_run(small_config("llama", f"{LENGTH} {PLAIN} --load {folder}", 2)))
+        return str(raised.value)
+
+    for message in run_ranks(2, start):
+        assert "rank 0 finds 6, rank 1 finds none" in message
 
 
 def test_finetuning_starts_at_step_one(tmp_path: Path) -> None:
