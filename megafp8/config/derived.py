@@ -280,7 +280,7 @@ def params_dtype(precision: PrecisionConfig) -> str:
 
 
 def grad_dtype(precision: PrecisionConfig) -> str:
-    """Format of the gradient buffers and of their reduction: `fp32` or `bf16`.
+    """Format of the gradient buffers and of their reduction: `fp32`, `bf16` or `fp16`.
 
     Megatron turns FP32 on for BF16 weights unless --grad-reduce-in-bf16; FP16 weights reduce in FP16 unless
     --accumulate-allreduce-grads-in-fp32.

@@ -12,6 +12,8 @@ CASES = (
     ({"parallel.sequence_parallel": True}, "emulated", "--sequence-parallel"),
     ({"data.tiktoken_pattern": "v2", "data.tokenizer_type": "NullTokenizer"}, "emulated", "--tiktoken-pattern v2"),
     ({"parallel.cp_comm_type": "a2a", "parallel.context_parallel_size": 2}, "emulated", "--cp-comm-type a2a"),
+    ({"data.mock_data": True, "data.split": "99,1,0"}, "emulated", "--split 99,1,0"),
+    ({"optimizer.initial_loss_scale": 65536.0, "precision.bf16": True}, "emulated", "--initial-loss-scale 65536"),
 )
 
 
@@ -27,6 +29,7 @@ def test_a_setting_without_effect_is_said(values: dict, implementation: str, fla
         ({}, "emulated"),
         ({"parallel.sequence_parallel": True, "parallel.tensor_model_parallel_size": 2}, "emulated"),
         ({"data.tiktoken_pattern": "v2", "data.tokenizer_type": "TikTokenizer"}, "emulated"),
+        ({"optimizer.initial_loss_scale": 65536.0, "precision.fp16": True}, "emulated"),
         ({"parallel.cp_comm_type": "a2a", "parallel.context_parallel_size": 2}, "transformer_engine"),
     ],
 )
