@@ -1,0 +1,122 @@
+"""What each recipe does to a given tensor: quantized as the emulated layers do it, then compared with the original."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megafp8.config.schema import PrecisionConfig
+from megafp8.fp8.delayed import DelayedScale
+from megafp8.fp8.formats import Format
+from megafp8.fp8.quantize import Quantized, dequantize, quantize
+from megafp8.fp8.recipes import Gemm, Operand, OperandRule, build_recipe
+from megafp8.fp8.rounding import cast
+from megafp8.fp8.scaling import ScaleRule, amax, quant_scale_of
+from megafp8.telemetry.quantization import QuantizationStats, quantization_stats
+
+RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8")
+FORMATS = ("e4m3", "e5m2")
+BOTH = "row, column"
+# The GEMM that sums over the columns of an operand, and so quantizes along its rows; and the one that sums over rows.
+GEMMS = {
+    Operand.INPUT: {"row": Gemm.FPROP, "column": Gemm.WGRAD},
+    Operand.WEIGHT: {"row": Gemm.FPROP, "column": Gemm.DGRAD},
+    Operand.GRAD_OUTPUT: {"row": Gemm.DGRAD, "column": Gemm.WGRAD},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One tensor under one rule.
+
+    Attributes:
+        tensor: its name.
+        recipe, format: what it was quantized by.
+        orientation: `row`, `column`, or both where they share their codes.
+        granularity: what shares a scale, in words.
+        scale_rule: where scales come from, in words.
+    """
+
+    tensor: str
+    recipe: str
+    format: str
+    orientation: str
+    granularity: str
+    scale_rule: str
+    stats: QuantizationStats
+
+
+def inspect_tensor(
+    name: str,
+    tensor: Tensor,
+    operand: Operand,
+    recipes: Sequence[str],
+    formats: Sequence[str],
+    delayed_amax_ratio: float = 1.0,
+) -> list[Finding]:
+    """Every recipe in every format, along rows and columns.
+
+    Args:
+        tensor: FP32, BF16 or FP16, not empty; all dims but the last are rows.
+        operand: what it is in a linear; weights have blocks of their own.
+        recipes: of RECIPES.
+        formats: of FORMATS.
+        delayed_amax_ratio: delayed scaling knows only what was: the amax that its history holds, relative to the
+            tensor's own. Below 1 the tensor has grown since, and saturates.
+    """
+    rows = tensor.detach().reshape(-1, tensor.shape[-1] if tensor.ndim else 1)
+    findings = []
+    for recipe in recipes:
+        for fmt in formats:
+            for orientation, rule in _rules(recipe, fmt, operand).items():
+                findings.append(
+                    Finding(
+                        tensor=name,
+                        recipe=recipe,
+                        format=rule.format.name,
+                        orientation=orientation,
+                        granularity=rule.granularity,
+                        scale_rule=rule.scale_rule.value,
+                        stats=stats_under(rows, rule, delayed_amax_ratio),
+                    )
+                )
+    return findings
+
+
+def stats_under(rows: Tensor, rule: OperandRule, delayed_amax_ratio: float = 1.0) -> QuantizationStats:
+    """Quantize [rows, columns] by a rule and compare."""
+    scale = _scale_from_before(rows, rule, delayed_amax_ratio)
+    quantized = quantize(rows, rule, delayed=scale)
+    return quantization_stats(rows, dequantize(quantized), element_scales(quantized), rule.format.max)
+
+
+def element_scales(quantized: Quantized) -> Tensor:
+    """The dequantization scale of each value, FP32 in the shape of the tensor: what a code of 1 would stand for."""
+    ones = dataclasses.replace(quantized, codes=_code_of_one(quantized.rule.format).expand_as(quantized.codes))
+    return dequantize(ones)
+
+
+def _code_of_one(fmt: Format) -> Tensor:
+    """Codes of 1.0, as many as share a byte."""
+    return cast(torch.ones(1, fmt.codes_per_byte), fmt)
+
+
+def _rules(recipe: str, fmt: str, operand: Operand) -> dict[str, OperandRule]:
+    """The rules of an operand by orientation; one entry where both are the same."""
+    built = build_recipe(PrecisionConfig(fp8_format=fmt, fp8_recipe=recipe))
+    assert built is not None
+    rules = {orientation: built.rule(operand, gemm) for orientation, gemm in GEMMS[operand].items()}
+    if rules["row"] == rules["column"]:
+        return {BOTH: rules["row"]}
+    return rules
+
+
+def _scale_from_before(rows: Tensor, rule: OperandRule, amax_ratio: float) -> DelayedScale | None:
+    """The scale of delayed scaling whose history has this multiple of the tensor's amax; None for other rules."""
+    if rule.scale_rule is not ScaleRule.DELAYED:
+        return None
+    return DelayedScale(quant_scale_of(amax(rows) * amax_ratio, rule.format, rule.scale_rule), amax=None)

@@ -1,0 +1,281 @@
+#!/usr/bin/env python3
+"""What each FP8 recipe does to a tensor, or to the weights of a checkpoint.
+
+    python tools/inspect_quantization.py outliers:4096x4096
+    python tools/inspect_quantization.py activations.npy --operand input --recipes tensorwise mxfp8
+    python tools/inspect_quantization.py runs/quickstart/fp8 --parameter "*linear_fc2.weight" --output-dir report
+
+Each tensor is quantized as the emulated layers do it, along its rows and along its columns where these differ.
+
+    scale min, max   of the dequantization scales; octaves: log2 of their quotient
+    underflow        share of the nonzero values that become zero
+    saturated        share of the values beyond the largest number that their scale expresses
+    SQNR             10 log10(sum of squares / sum of squared errors): hears the largest values only
+    local SQNR       median of the same over runs of 32 neighbours: what becomes of all the others
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megafp8.model.quantization_report import Finding
+
+RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8")
+DEFAULT_RECIPES = ("tensorwise", "blockwise", "mxfp8")
+FORMATS = ("e4m3", "e5m2")
+OPERANDS = ("input", "weight", "grad_output")
+WEIGHTS_OF_LINEARS = "*.linear_*.weight"
+HEADER = ("recipe", "format", "along", "block", "scale min", "scale max", "octaves", "underflow", "saturated",
+          "SQNR dB", "local dB", "max error")  # fmt: skip
+LEFT_COLUMNS = 4
+PICTURE, TABLE = "quantization.png", "quantization.json"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "source",
+        metavar="TENSOR_OR_CHECKPOINT",
+        help="a .npy, .pt or .safetensors file; normal:RxC[:DEVIATION] or outliers:RxC[:FACTOR], made up; or a run's "
+        "folder, or one checkpoint in it",
+    )
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=DEFAULT_RECIPES,
+                        help=f"default {' '.join(DEFAULT_RECIPES)}")  # fmt: skip
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS, help="default both")
+    parser.add_argument(
+        "--operand", choices=OPERANDS,
+        help="what the tensor is in a linear: weights have square blocks under blockwise (default weight for a "
+        "checkpoint, else input)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--parameter", metavar="PATTERN",
+        help=f"names to take, as in a shell (default: {WEIGHTS_OF_LINEARS} of a checkpoint, every matrix of a file)",
+    )  # fmt: skip
+    parser.add_argument("--ckpt-step", type=int, metavar="N", help="checkpoint of a run; default the newest")
+    parser.add_argument(
+        "--delayed-amax-ratio", type=float, default=1.0, metavar="R",
+        help="delayed: amax in the history to the tensor's own; 0.5: the tensor has doubled since (default 1)",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="of a made-up tensor (default 0)")
+    parser.add_argument("--output-dir", type=Path, metavar="D", help=f"write {TABLE} and {PICTURE} here")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the tables")
+    return parser
+
+
+# --- the tensors ------------------------------------------------------------------------------------------------------
+
+
+def tensors_of(arguments: argparse.Namespace) -> Iterator[tuple[str, Tensor]]:
+    """What the source holds, one after the other."""
+    from megafp8.model.tensor_sources import is_distribution, load_tensor_file, sample_distribution
+
+    path = Path(arguments.source)
+    if is_distribution(arguments.source):
+        yield arguments.source, sample_distribution(arguments.source, arguments.seed)
+    elif path.is_dir():
+        yield from checkpoint_tensors(path, arguments)
+    else:
+        yield from load_tensor_file(path, arguments.parameter).items()
+
+
+def checkpoint_tensors(folder: Path, arguments: argparse.Namespace) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of a checkpoint, given by its own folder or by its run's."""
+    from megafp8.checkpoint.folder import COMPLETE, find_checkpoint
+    from megafp8.device import mcore_cpu
+    from megafp8.errors import CheckpointError
+
+    path: Optional[Path] = folder
+    if not (folder / COMPLETE).is_file():
+        found = find_checkpoint(folder, arguments.ckpt_step)
+        path = found[1] if found else None
+    if path is None:
+        raise CheckpointError(f"{folder} holds no checkpoint; give the folder that a run had as --save")
+    mcore_cpu.install()
+    from megafp8.checkpoint.plain_tensors import load_matching
+    from megafp8.device.platform import detect_platform, join_ranks, leave_ranks
+
+    join_ranks(detect_platform(distributed_backend="gloo"), timeout_minutes=10)
+    try:
+        yield from load_matching(path, arguments.parameter or WEIGHTS_OF_LINEARS)
+    finally:
+        leave_ranks()
+
+
+def problems(arguments: argparse.Namespace) -> list[str]:
+    """What is wrong with the flags, all at once."""
+    found = []
+    if not (math.isfinite(arguments.delayed_amax_ratio) and arguments.delayed_amax_ratio > 0):
+        found.append(f"--delayed-amax-ratio {arguments.delayed_amax_ratio:g}: must be above 0")
+    elif arguments.delayed_amax_ratio != 1 and "delayed" not in arguments.recipes:
+        found.append("--delayed-amax-ratio has no effect without --recipes delayed")
+    is_folder = Path(arguments.source).is_dir()
+    if arguments.ckpt_step is not None and not is_folder:
+        found.append("--ckpt-step has no effect: the source is no run's folder")
+    if arguments.parameter is not None and ":" in arguments.source and not Path(arguments.source).exists():
+        found.append("--parameter has no effect on a made-up tensor")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        found.append(f"{os.environ['WORLD_SIZE']} ranks: one process does it; start it without a launcher")
+    return found
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+def title_of(name: str, tensor: Tensor, findings: Sequence[Finding]) -> str:
+    """A line on the tensor itself."""
+    stats = findings[0].stats
+    size = " x ".join(map(str, tensor.shape)) or "scalar"
+    bad = f", {stats.num_non_finite} not finite" if stats.num_non_finite else ""
+    return f"{name}   [{size}] {str(tensor.dtype).removeprefix('torch.')}, amax {stats.amax:.4g}{bad}"
+
+
+def cells_of(finding: Finding) -> list[str]:
+    """One line of the table."""
+    stats = finding.stats
+    return [
+        finding.recipe, finding.format, finding.orientation, finding.granularity,
+        number(stats.scale_min, ".4g"), number(stats.scale_max, ".4g"), number(stats.scale_spread_octaves, ".1f"),
+        share(stats.underflow_fraction), share(stats.saturated_fraction), number(stats.sqnr_db, ".2f"),
+        number(stats.local_sqnr_db, ".2f"), number(stats.max_abs_error, ".3g"),
+    ]  # fmt: skip
+
+
+def number(value: Optional[float], spec: str) -> str:
+    """A number, `-` for none, `exact` for an error of nothing."""
+    if value is None:
+        return "-"
+    return "exact" if value == math.inf else f"{value:{spec}}"
+
+
+def share(fraction: float) -> str:
+    """A fraction in percent, or parts per million where that would be zero."""
+    if fraction == 0:
+        return "0"
+    return f"{fraction:.3%}" if fraction >= 1e-4 else f"{fraction * 1e6:.2g} ppm"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], left_columns: int) -> str:
+    """Columns in line: the first ones to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+    lines = [header, ["-" * width for width in widths], *rows]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column < left_columns else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """One line for each recipe, format and direction, over all tensors."""
+    groups: dict[tuple[str, ...], list[Finding]] = {}
+    for each in findings:
+        groups.setdefault((each.recipe, each.format, each.orientation, each.granularity), []).append(each)
+    rows = []
+    for key, members in groups.items():
+        heard = [each for each in members if each.stats.sqnr_db is not None]
+        worst = min(heard, key=lambda each: each.stats.sqnr_db, default=None)
+        rows.append([
+            *key, str(len(members)),
+            number(statistics.median(each.stats.sqnr_db for each in heard) if heard else None, ".2f"),
+            number(worst.stats.sqnr_db if worst else None, ".2f"),
+            share(max(each.stats.underflow_fraction for each in members)),
+            share(max(each.stats.saturated_fraction for each in members)),
+            worst.tensor if worst else "-",
+        ])  # fmt: skip
+    header = ("recipe", "format", "along", "block", "tensors", "median dB", "lowest dB", "most underflow",
+              "most saturated", "lowest in")  # fmt: skip
+    return table(header, rows, LEFT_COLUMNS)
+
+
+def draw(folder: Path, panels: Sequence[tuple[str, Sequence[Finding]]]) -> Path:
+    """The picture: for each tensor a curve a recipe, along its rows and in the first format."""
+    from megafp8.fp8.formats import E2M1, E4M3, E5M2
+    from megafp8.reports.plot_ranges import FormatRange, Panel, plot_ranges
+
+    ranges = [
+        FormatRange(
+            name=fmt.name.upper(),
+            normal_octaves=math.log2(fmt.max / fmt.min_normal),
+            subnormal_octaves=math.log2(fmt.max / fmt.min_subnormal),
+        )
+        for fmt in (E4M3, E5M2, E2M1)
+    ]
+    drawn = []
+    for title, findings in panels:
+        curves = [each for each in findings if "row" in each.orientation and each.format == findings[0].format]
+        counts = {f"{each.recipe}, a scale per {each.granularity}": each.stats.octave_counts for each in curves}
+        drawn.append(Panel(title=title.replace("   ", "\n"), counts=counts))
+    return plot_ranges(drawn, ranges, folder / PICTURE)
+
+
+def as_json(findings: Sequence[Finding]) -> str:
+    """All fields; numbers that are not finite become null."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: plain(each) for name, each in value.items()}
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps([plain(dataclasses.asdict(each)) for each in findings], indent=2, allow_nan=False) + "\n"
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Read, quantize, report; tables appear as they are made."""
+    from megafp8.errors import ConfigError
+    from megafp8.fp8.recipes import Operand
+    from megafp8.model.quantization_report import inspect_tensor
+
+    if found := problems(arguments):
+        raise ConfigError(found)
+    operand = Operand(arguments.operand or ("weight" if Path(arguments.source).is_dir() else "input"))
+    panels: list[tuple[str, list[Finding]]] = []
+    for name, tensor in tensors_of(arguments):
+        findings = inspect_tensor(
+            name, tensor, operand, arguments.recipes, arguments.formats, arguments.delayed_amax_ratio
+        )
+        title = title_of(name, tensor, findings)
+        panels.append((title, findings))
+        if not arguments.json:
+            print(f"{title}\n{table(HEADER, [cells_of(each) for each in findings], LEFT_COLUMNS)}\n", flush=True)
+    everything = [each for _, findings in panels for each in findings]
+    if arguments.json:
+        print(as_json(everything), end="")
+    elif len(panels) > 1:
+        print(f"all {len(panels)} tensors, as {operand.value}\n{summary(everything)}")
+    if arguments.output_dir is not None:
+        picture = draw(arguments.output_dir, panels)
+        (arguments.output_dir / TABLE).write_text(as_json(everything), encoding="utf-8")
+        print(f"wrote {picture}\nwrote {arguments.output_dir / TABLE}", file=sys.stderr)
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run and return the exit status. torch is imported only once the flags are read."""
+    arguments = build_parser().parse_args(argv)
+    from megafp8.errors import Megafp8Error
+
+    try:
+        run(arguments)
+        return 0
+    except Megafp8Error as error:
+        print(f"inspect_quantization: {error}", file=sys.stderr)
+        return error.exit_status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
