@@ -72,7 +72,7 @@ def inspect_tensor(
     findings = []
     for recipe in recipes:
         for fmt in formats:
-            for orientation, rule in _rules(recipe, fmt, operand).items():
+            for orientation, rule in recipe_rules(recipe, fmt, operand).items():
                 findings.append(
                     Finding(
                         tensor=name,
@@ -105,7 +105,7 @@ def _code_of_one(fmt: Format) -> Tensor:
     return cast(torch.ones(1, fmt.codes_per_byte), fmt)
 
 
-def _rules(recipe: str, fmt: str, operand: Operand) -> dict[str, OperandRule]:
+def recipe_rules(recipe: str, fmt: str, operand: Operand) -> dict[str, OperandRule]:
     """The rules of an operand by orientation; one entry where both are the same."""
     built = build_recipe(PrecisionConfig(fp8_format=fmt, fp8_recipe=recipe))
     assert built is not None
