@@ -47,7 +47,7 @@ MODEL = (
     "--attention-dropout 0 --hidden-dropout 0"
 )
 TRAINING = (
-    "--bf16 --global-batch-size 16 --lr 4e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-fraction 0.07 "
+    "--bf16 --global-batch-size 16 --lr 1.5e-3 --min-lr 1.5e-4 --lr-decay-style cosine --lr-warmup-fraction 0.07 "
     "--weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --eval-iters 48 --log-interval 100 --num-threads 1 "
     "--num-workers 0 --no-progress-bar --no-save-optim --no-save-rng"
 )
@@ -64,6 +64,7 @@ RECIPES: Mapping[str, str] = {
     "nvfp4": f"{WHOLE_BATCH} --fp4-format e2m1 --fp4-recipe nvfp4",
 }
 WARMUP_STEPS = 10
+MIN_REACH_FRACTION = 0.002  # of the picture to both sides: noise should not look like a finding
 ERROR_LINES = 15
 
 
@@ -204,12 +205,17 @@ def result_of(recipe: str, seed: int, place: Path) -> Result:
 
 
 def train_all(
-    recipes: Sequence[str], seeds: Sequence[int], train_iters: int, folder: Path, jobs: int
+    recipes: Sequence[str],
+    seeds: Sequence[int],
+    train_iters: int,
+    folder: Path,
+    jobs: int,
+    start: Callable[[Sequence[str]], None] = run_process,
 ) -> Iterator[tuple[str, Result | Failed | DataError]]:
     """All runs, `jobs` at a time, a seed after the other; what each gave, as it comes."""
     with ThreadPoolExecutor(jobs) as pool:
         names = {
-            pool.submit(train, recipe, seed, train_iters, folder): f"{recipe}, seed {seed}"
+            pool.submit(train, recipe, seed, train_iters, folder, start): f"{recipe}, seed {seed}"
             for seed in seeds
             for recipe in recipes
         }
@@ -284,7 +290,9 @@ def plot_gaps(rows: Sequence[Row], path: Path) -> None:
         axes.plot(row.mean_gap_fraction, place, "|", color=color, markersize=22, markeredgewidth=3)
     axes.set_yticks(range(len(shown)), [row.recipe for row in shown], fontsize=12)
     axes.set_ylim(len(shown) - 0.5, -0.5)
-    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+    reach = max([MIN_REACH_FRACTION, *(1.1 * abs(gap) for row in shown for gap in row.gaps_fraction)])
+    axes.set_xlim(-reach, reach)
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=1 if reach > 0.002 else 2))
     axes.set_xlabel("gap of the final validation loss to bf16 of the same seed", fontsize=12)
     axes.set_title("dot: a seed   bar: their mean   band: bf16 against itself, summed in another order", loc="left",
                    fontsize=11, color="#495057")  # fmt: skip
@@ -333,7 +341,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     except ConfigError as error:
         print(f"recipe_quality: {error}", file=sys.stderr)
         return error.exit_status
-    prepare_data(options.folder / "data")
+    try:
+        prepare_data(options.folder / "data")
+    except Failed as error:
+        print(f"recipe_quality: no data: {error}", file=sys.stderr)
+        return 1
     results, failures = [], {}
     for name, result in train_all(recipes, options.seeds, options.train_iters, options.folder, options.jobs):
         if isinstance(result, Result):

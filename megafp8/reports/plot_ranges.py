@@ -96,7 +96,8 @@ def _draw(axes: Axes, panel: Panel, formats: Sequence[FormatRange]) -> None:
     axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold")
     axes.set_xlabel("log2 of the magnitude to the largest number that its scale expresses", fontsize=10.5)
     axes.set_ylabel("share of the values", fontsize=10.5)
-    axes.legend(fontsize=10.5, frameon=False, loc="upper left")
+    if any(ends.values()):
+        axes.legend(fontsize=10.5, frameon=False, loc="upper left")
     axes.grid(True, color="#f1f3f5")
     axes.set_axisbelow(True)
     for side in ("top", "right"):

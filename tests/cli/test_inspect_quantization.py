@@ -1,0 +1,129 @@
+"""The command line of tools/inspect_quantization.py, as a user starts it."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from saved_run import configure, save_initial
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "inspect_quantization.py"
+sys.path.insert(0, str(TOOL.parent))
+
+import inspect_quantization  # noqa: E402
+
+
+def inspect(*arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(TOOL), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A run of two layers, split over two pipeline stages and two tensor-parallel ranks."""
+    config = configure(
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --vocab-size 127 --tensor-model-parallel-size 2 "
+        "--pipeline-model-parallel-size 2 --bf16 --no-save-optim"
+    )
+    return save_initial(tmp_path_factory.mktemp("run"), config, world_size=4)
+
+
+def test_help_is_instant_and_names_every_flag() -> None:
+    started = time.monotonic()
+    result = inspect("--help")
+    assert time.monotonic() - started < 0.5
+    assert result.returncode == 0
+    for flag in ("--recipes", "--formats", "--operand", "--parameter", "--output-dir", "--json"):
+        assert flag in result.stdout
+
+
+def test_choices_are_what_the_library_knows() -> None:
+    """The tool has lists of its own, so that --help needs no torch."""
+    from megafp8.fp8.recipes import Operand
+    from megafp8.model import quantization_report
+
+    assert inspect_quantization.RECIPES == quantization_report.RECIPES
+    assert inspect_quantization.FORMATS == quantization_report.FORMATS
+    assert [operand.value for operand in Operand] == list(inspect_quantization.OPERANDS)
+
+
+def test_table_and_files_of_a_made_up_tensor(tmp_path) -> None:
+    result = inspect("normal:256x512", "--output-dir", tmp_path / "out")
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("normal:256x512   [256 x 512] bfloat16, amax 4.")
+    tensorwise = next(line for line in lines if line.startswith("tensorwise  e4m3"))
+    assert " 31.5" in tensorwise
+    assert len([line for line in lines if line.startswith("mxfp8")]) == 4
+    findings = json.loads((tmp_path / "out" / "quantization.json").read_text())
+    assert len(findings) == 10
+    assert (tmp_path / "out" / "quantization.png").stat().st_size > 10_000
+
+
+def test_json_of_a_file_has_no_number_that_json_lacks(tmp_path) -> None:
+    np.save(tmp_path / "zeros.npy", np.zeros((4, 4), dtype=np.float32))
+    torch.save({"w": torch.ones(4, 4)}, tmp_path / "ones.pt")
+    zeros = inspect(tmp_path / "zeros.npy", "--json", "--recipes", "tensorwise")
+    ones = inspect(tmp_path / "ones.pt", "--json", "--recipes", "mxfp8", "--formats", "e5m2")
+    assert json.loads(zeros.stdout)[0]["stats"]["sqnr_db"] is None
+    (row, column) = json.loads(ones.stdout, parse_constant=lambda text: pytest.fail(text))
+    assert (row["tensor"], row["format"], row["orientation"]) == ("w", "e5m2", "row")
+    assert row["stats"]["sqnr_db"] is None
+    assert row["stats"]["max_abs_error"] == 0
+
+
+def test_weights_of_a_run_are_whole_and_named_by_layer(folder) -> None:
+    result = inspect(folder, "--recipes", "tensorwise", "blockwise", "--formats", "e4m3")
+    assert result.returncode == 0, result.stderr
+    for layer in (0, 1):
+        assert f"decoder.layers.{layer}.mlp.linear_fc1.weight   [256 x 64] bfloat16" in result.stdout
+    assert "128x128" in result.stdout
+    assert "all 8 tensors, as weight" in result.stdout
+
+
+def test_values_of_a_checkpoint_are_the_ones_that_were_saved(folder) -> None:
+    """Layer by layer, against megatron-core's own reading of the stacked tensor."""
+    result = inspect(folder / "iter_0000007", "--parameter", "*.1.*linear_fc2.weight", "--json", "--recipes", "mxfp8")
+    findings = json.loads(result.stdout)
+    assert {each["tensor"] for each in findings} == {"decoder.layers.1.mlp.linear_fc2.weight"}
+    stacked = torch.empty(2, 64, 256, dtype=torch.bfloat16)
+    torch.distributed.checkpoint.load(
+        {"decoder.layers.mlp.linear_fc2.weight": stacked}, checkpoint_id=folder / "iter_0000007", no_dist=True
+    )
+    assert {each["stats"]["amax"] for each in findings} == {stacked[1].abs().max().item()}
+    assert stacked[0].abs().max() != stacked[1].abs().max()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["absent.npy"], 66, "no such file"),
+        (["normal:4"], 66, "for example outliers:4096x4096:1000"),
+        (["normal:4x4", "--parameter", "x", "--ckpt-step", "3"], 64, "--parameter has no effect"),
+        (["normal:4x4", "--delayed-amax-ratio", "0.5"], 64, "without --recipes delayed"),
+        (["normal:4x4", "--delayed-amax-ratio", "0", "--recipes", "delayed"], 64, "must be above 0"),
+        (["normal:4x4", "--recipes", "nvfp5"], 2, "invalid choice"),
+    ],
+)
+def test_bad_input_is_told_in_words(arguments: list[str], status: int, said: str) -> None:
+    result = inspect(*arguments)
+    assert result.returncode == status
+    assert result.stdout == ""
+    assert said in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_folders_without_what_is_asked_for(folder, tmp_path) -> None:
+    for arguments, said in (
+        ([tmp_path], "holds no checkpoint"),
+        ([folder, "--ckpt-step", 8], "holds steps: 7"),
+        ([folder, "--parameter", "fc9"], "no tensor's name matches 'fc9'; they are"),
+    ):
+        result = inspect(*arguments)
+        assert result.returncode == 74
+        assert said in result.stderr
+        assert "Traceback" not in result.stderr
