@@ -64,13 +64,13 @@ def test_table_and_files_of_a_made_up_tensor(tmp_path) -> None:
     assert (tmp_path / "out" / "quantization.png").stat().st_size > 10_000
 
 
-def test_json_of_a_file_has_no_number_that_json_lacks(tmp_path) -> None:
+def test_json_of_a_file_has_no_number_that_json_lacks(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     np.save(tmp_path / "zeros.npy", np.zeros((4, 4), dtype=np.float32))
     torch.save({"w": torch.ones(4, 4)}, tmp_path / "ones.pt")
-    zeros = inspect(tmp_path / "zeros.npy", "--json", "--recipes", "tensorwise")
-    ones = inspect(tmp_path / "ones.pt", "--json", "--recipes", "mxfp8", "--formats", "e5m2")
-    assert json.loads(zeros.stdout)[0]["stats"]["sqnr_db"] is None
-    (row, column) = json.loads(ones.stdout, parse_constant=lambda text: pytest.fail(text))
+    assert here([str(tmp_path / "zeros.npy"), "--json", "--recipes", "tensorwise"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["stats"]["sqnr_db"] is None
+    assert here([str(tmp_path / "ones.pt"), "--json", "--recipes", "mxfp8", "--formats", "e5m2"]) == 0
+    row, _ = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert (row["tensor"], row["format"], row["orientation"]) == ("w", "e5m2", "row")
     assert row["stats"]["sqnr_db"] is None
     assert row["stats"]["max_abs_error"] == 0
@@ -109,21 +109,29 @@ def test_values_of_a_checkpoint_are_the_ones_that_were_saved(folder) -> None:
         (["normal:4x4", "--recipes", "nvfp5"], 2, "invalid choice"),
     ],
 )
-def test_bad_input_is_told_in_words(arguments: list[str], status: int, said: str) -> None:
-    result = inspect(*arguments)
-    assert result.returncode == status
-    assert result.stdout == ""
-    assert said in result.stderr
+def test_bad_input_is_told_in_words(
+    arguments: list[str], status: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert here(arguments) == status
+    output, errors = capsys.readouterr()
+    assert output == ""
+    assert said in errors
+
+
+def here(arguments: list[str]) -> int:
+    """The exit status of a start in this process, which imports nothing anew."""
+    try:
+        return inspect_quantization.main(arguments)
+    except SystemExit as ended:
+        return ended.code
+
+
+def test_folders_without_what_is_asked_for(folder, tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert here([str(tmp_path)]) == 74
+    assert "holds no checkpoint" in capsys.readouterr().err
+    assert here([str(folder), "--ckpt-step", "8"]) == 74
+    assert "holds steps: 7" in capsys.readouterr().err
+    result = inspect(folder, "--parameter", "fc9")
+    assert result.returncode == 74
+    assert "no tensor's name matches 'fc9'; they are" in result.stderr
     assert "Traceback" not in result.stderr
-
-
-def test_folders_without_what_is_asked_for(folder, tmp_path) -> None:
-    for arguments, said in (
-        ([tmp_path], "holds no checkpoint"),
-        ([folder, "--ckpt-step", 8], "holds steps: 7"),
-        ([folder, "--parameter", "fc9"], "no tensor's name matches 'fc9'; they are"),
-    ):
-        result = inspect(*arguments)
-        assert result.returncode == 74
-        assert said in result.stderr
-        assert "Traceback" not in result.stderr
