@@ -1,4 +1,4 @@
-"""Single tensors of a checkpoint, whole and on one rank, without building the model that they are of."""
+"""Single tensors of a megatron-core checkpoint, whole and on one rank, without building the model that they are of."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
 from torch import Tensor
 
-from megafp8.checkpoint.load import common_state, readable
+from megafp8.checkpoint.load import readable, reason
 from megafp8.errors import CheckpointError
 
 # megatron-core stacks what all layers have in one tensor, a layer an entry of dim 0.
@@ -27,9 +28,7 @@ def tensor_names(path: Path) -> dict[str, tuple[str, int | None]]:
         CheckpointError: the checkpoint cannot be read.
     """
     names: dict[str, tuple[str, int | None]] = {}
-    with readable(path):
-        metadata = dist_checkpointing.load_tensors_metadata(str(path))
-    for key, tensor in metadata.items():
+    for key, tensor in _metadata(path).items():
         if STACKED.search(key) is None:
             names[key] = (key, None)
             continue
@@ -44,7 +43,6 @@ def load_matching(path: Path, pattern: str) -> Iterator[tuple[str, Tensor]]:
     Raises:
         CheckpointError: nothing matches, or the checkpoint cannot be read.
     """
-    common_state(path)  # says what it is if it is no checkpoint of this project
     names = tensor_names(path)
     by_key: dict[str, list[tuple[str, int | None]]] = {}
     for name, (key, layer) in names.items():
@@ -61,6 +59,17 @@ def load_matching(path: Path, pattern: str) -> Iterator[tuple[str, Tensor]]:
 
 def _load(path: Path, key: str) -> Tensor:
     """One tensor of a checkpoint."""
+    wanted = {key: _metadata(path)[key]}
     with readable(path):
-        wanted = {key: dist_checkpointing.load_tensors_metadata(str(path))[key]}
         return dist_checkpointing.load(wanted, str(path), validate_access_integrity=False)[key]
+
+
+def _metadata(path: Path) -> dict[str, ShardedTensor]:
+    """All tensors of a checkpoint, without their data."""
+    try:
+        with readable(path):
+            return dist_checkpointing.load_tensors_metadata(str(path))
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError) as error:  # its metadata is no JSON, or that of something else
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: {reason(error)}") from error
