@@ -6,11 +6,6 @@ that it changed by itself is an error, not a surprise in the loss curve.
 
 from __future__ import annotations
 
-import ast
-import contextlib
-import dataclasses
-import enum
-import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,9 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megafp8.config import derived
 from megafp8.config.schema import RunConfig
 from megafp8.errors import ConfigError
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
-
+from megafp8.overrides import DTYPES, parsed_overrides
 
 OVERRIDDEN = {"transformer": TransformerConfig, "ddp": DistributedDataParallelConfig, "optimizer": OptimizerConfig}
 """What `--override` reaches, under the name that it has there."""
@@ -81,10 +74,6 @@ def wrong_without_an_error(fields: Mapping[str, Any]) -> list[str]:
             not fields["perform_initialization"],
             "transformer.perform_initialization=False: split weights go unmarked, and the gradient norm is wrong",
         ),
-        (
-            not fields["calculate_per_token_loss"],
-            "transformer.calculate_per_token_loss=False: tokens of half-masked microbatches would weigh more",
-        ),
     )
     return [f"--override {text}; leave it out" for is_wrong, text in checks if is_wrong]
 
@@ -124,6 +113,11 @@ def shape_fields(config: RunConfig) -> dict[str, Any]:
         "embedding_init_method": leave_uninitialized,
         "perform_initialization": True,
     }
+
+
+def tanh_gelu(x: torch.Tensor) -> torch.Tensor:
+    """GELU by its tanh approximation, as in GPT-2: what the fused kernel computes, without the kernel."""
+    return F.gelu(x, approximate="tanh")
 
 
 def squared_relu(x: torch.Tensor) -> torch.Tensor:
@@ -182,13 +176,14 @@ def precision_fields(config: RunConfig, implementation: str) -> dict[str, Any]:
 
 
 def kernel_fields(config: RunConfig, implementation: str, on_cuda: bool) -> dict[str, Any]:
-    """Which kernels compute it. Fusions that exist on a GPU only stay off on a CPU: the arithmetic is the same."""
+    """Which kernels compute it. Fusions that exist on a GPU only stay off on a CPU: what is computed is the same."""
     precision, model = config.precision, config.model
     # GELU is fused with its bias or not at all, as in Megatron-LM.
     bias_activation = (
         precision.bias_swiglu_fusion if model.swiglu else precision.bias_gelu_fusion and model.add_bias_linear
     )
-    return {
+    is_gelu = not (model.swiglu or model.squared_relu)
+    fields: dict[str, Any] = {
         "use_cpu_initialization": not on_cuda,
         "attention_backend": AttnBackend[attention_backend(precision.attention_backend, implementation)],
         "bias_activation_fusion": on_cuda and bias_activation and not model.squared_relu,
@@ -204,6 +199,9 @@ def kernel_fields(config: RunConfig, implementation: str, on_cuda: bool) -> dict
         "gradient_accumulation_fusion": False,
         "deterministic_mode": precision.deterministic_mode,
     }
+    if is_gelu and bias_activation and not on_cuda:
+        fields["activation_func"] = tanh_gelu
+    return fields
 
 
 def attention_backend(asked: str, implementation: str) -> str:
@@ -309,83 +307,3 @@ def override_problems(config: RunConfig) -> list[str]:
         except ConfigError as error:
             found += error.problems
     return found
-
-
-def parsed_overrides(config: RunConfig, section: str, kind: type) -> dict[str, Any]:
-    """The `--override SECTION.FIELD=VALUE` entries of one section, converted to the fields' own types.
-
-    Raises:
-        ConfigError: a field that megatron-core does not have, or a value of another type; all of them.
-    """
-    types = typing.get_type_hints(kind)
-    fields = {field.name for field in dataclasses.fields(kind)}
-    values: dict[str, Any] = {}
-    faults: list[str] = []
-    for entry in config.overrides:
-        path, _, text = entry.partition("=")
-        owner, _, name = path.partition(".")
-        if owner != section:
-            continue
-        if name not in fields:
-            faults.append(f"--override {entry}: megatron-core's {kind.__name__} has no field {name}")
-            continue
-        try:
-            values[name] = converted(text, types[name])
-        except ValueError:
-            faults.append(f"--override {entry}: {text!r} is not of type {type_text(types[name])}")
-    if faults:
-        raise ConfigError(faults)
-    return values
-
-
-def converted(text: str, wanted: Any) -> Any:
-    """The value that a text means for a field of type `wanted`: `true`, `8`, `1e-5`, `none`, `[1, 2]`, `bf16`, `flash`.
-
-    Raises:
-        ValueError: it means none.
-    """
-    try:
-        value: Any = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        value = {"true": True, "false": False, "none": None}.get(text.lower(), text)
-    try:
-        return as_type(value, wanted)
-    except ValueError:
-        return as_type(text, wanted)  # a string that looks like a number
-
-
-def as_type(value: Any, wanted: Any) -> Any:
-    """A Python value as an annotation wants it; an integer serves as a float, a list as a tuple, a name as an enum's.
-
-    Raises:
-        ValueError: it does not fit.
-    """
-    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
-    if origin is typing.Union:
-        for choice in arguments:
-            with contextlib.suppress(ValueError):
-                return as_type(value, choice)
-    elif origin is typing.Literal and value in arguments:
-        return value
-    elif origin in (list, tuple) and isinstance(value, (list, tuple)):
-        kinds = arguments if origin is tuple else arguments * len(value)
-        if len(kinds) == len(value):
-            return origin(as_type(item, kind) for item, kind in zip(value, kinds, strict=True))
-    elif wanted is torch.dtype and str(value) in DTYPES:
-        return DTYPES[value]
-    elif isinstance(wanted, type) and issubclass(wanted, enum.Enum) and str(value) in wanted.__members__:
-        return wanted[value]
-    elif wanted is float and type(value) is int:
-        return float(value)
-    elif wanted in (int, float, bool, str, type(None)) and type(value) is wanted:
-        return value
-    raise ValueError(f"{value!r} is not of type {wanted}")
-
-
-def type_text(wanted: Any) -> str:
-    """A type as a message names it, with its values if they are few."""
-    if wanted is torch.dtype:
-        return f"dtype ({', '.join(DTYPES)})"
-    if isinstance(wanted, type) and issubclass(wanted, enum.Enum):
-        return f"{wanted.__name__} ({', '.join(wanted.__members__)})"
-    return wanted.__name__ if isinstance(wanted, type) else str(wanted).replace("typing.", "")

@@ -98,6 +98,17 @@ def order_kernels(tensor_model_parallel_size: int) -> None:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
+def compute_deterministically() -> None:
+    """Use only what gives the same bits every time, in torch, cuBLAS, NCCL and Transformer Engine.
+
+    Before the first use of CUDA. What the user set in the environment stays.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NCCL_ALGO", "Ring")
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    torch.use_deterministic_algorithms(True)
+
+
 def join_ranks(platform: Platform, timeout_minutes: int) -> None:
     """Start torch.distributed, with the launcher's rendezvous or alone in one process. Does nothing if it runs.
 

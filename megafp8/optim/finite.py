@@ -81,7 +81,7 @@ def agree(local_loss: Optional[Tensor], bad_gradients: Tensor, device: torch.dev
         local_loss: (sum, tokens) of this rank, None on a rank that does not count the loss.
         bad_gradients: 0 where this rank's gradients were finite.
     """
-    totals = torch.zeros(3, device=device)
+    totals = torch.zeros(3, dtype=torch.float64, device=device)  # counts tokens beyond FP32's whole numbers
     if local_loss is not None:
         totals[:2] = local_loss
     totals[2] = (bad_gradients > 0) | ~torch.isfinite(totals[:2]).all()

@@ -9,7 +9,7 @@ from megafp8.config import rules
 from megafp8.config.flags import Invocation
 from megafp8.device import capability, mcore_cpu
 from megafp8.device.capability import Target
-from megafp8.device.platform import order_kernels, world_size
+from megafp8.device.platform import compute_deterministically, order_kernels, world_size
 from megafp8.errors import ConfigError
 
 
@@ -42,6 +42,8 @@ def check(invocation: Invocation, problems: list[str]) -> Checked:
     """
     config, ranks = invocation.config, invocation.world_size or world_size()
     order_kernels(config.parallel.tensor_model_parallel_size)
+    if config.precision.deterministic_mode:
+        compute_deterministically()
     target = capability.TARGETS[invocation.target] if invocation.target else capability.detect_target()
     found = rules.setting_problems(config, ranks)
     found += capability.problems(config, target)

@@ -26,7 +26,7 @@ def evaluate(run: Run, split: str, dataset: Any, step: int, consumed_tokens: int
     device, num_batches = run.platform.device, run.config.training.eval_iters
     # In this process: starting loader processes for so few batches would take longer than reading them.
     batches = build_batches(run, dataset, 0, num_batches * run.global_batch_size, num_workers=0)
-    total = torch.zeros(2, device=device)
+    total = torch.zeros(2, dtype=torch.float64, device=device)
     with inference_mode(run):
         for _ in range(num_batches):
             loss = to_device_sum(forward_backward(run, batches, run.num_microbatches, forward_only=True))

@@ -23,7 +23,7 @@ LEVELS = {
     "errors": 0,
     "config": 1, "launch": 1,
     "device": 2,
-    "fp8": 3, "telemetry": 3, "planning": 3,
+    "fp8": 3, "telemetry": 3, "planning": 3, "overrides": 3,
     "data": 4, "parallel": 4, "mcore_config": 4, "reports": 4,
     "model": 5, "optim": 5, "checkpoint": 5,
     "training": 6,
