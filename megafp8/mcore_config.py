@@ -149,7 +149,7 @@ def parallel_fields(config: RunConfig) -> dict[str, Any]:
 
 
 def precision_fields(config: RunConfig, implementation: str) -> dict[str, Any]:
-    """Number formats. Emulated layers quantize by themselves: megatron-core is told of FP8 only with TE."""
+    """Number formats. Emulated layers quantize by themselves: megatron-core is told of FP8 and FP4 only with TE."""
     precision = config.precision
     dtype = DTYPES[derived.params_dtype(precision)]
     fields: dict[str, Any] = {
@@ -168,6 +168,11 @@ def precision_fields(config: RunConfig, implementation: str) -> dict[str, Any]:
             "fp8_amax_compute_algo": precision.fp8_amax_compute_algo,
             "tp_only_amax_red": precision.tp_only_amax_red,
             "fp8_param": precision.fp8_param_gather,
+        }
+    if implementation == "transformer_engine" and precision.fp4_format is not None:
+        fields |= {"fp4": precision.fp4_format, "fp4_recipe": precision.fp4_recipe}
+    if implementation == "transformer_engine" and derived.quantization_recipe(precision) is not None:
+        fields |= {
             "first_last_layers_bf16": precision.first_last_layers_bf16,
             "num_layers_at_start_in_bf16": precision.num_layers_at_start_in_bf16,
             "num_layers_at_end_in_bf16": precision.num_layers_at_end_in_bf16,

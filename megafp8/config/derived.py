@@ -218,13 +218,33 @@ def kv_projection_size(model: ModelConfig) -> int:
 
 
 def gemm_alignment(precision: PrecisionConfig) -> int:
-    """What every dimension of a quantized GEMM must be a multiple of: 32 for MXFP8, 16 for other FP8, 1 without.
+    """What every dimension of a quantized GEMM must be a multiple of: 32 for MXFP8, 16 for other recipes, 1 without.
 
     Source: Transformer Engine's `get_align_size_for_quantization`, megatron-core's `get_fp8_align_size`.
     """
-    if precision.fp8_format is None:
+    recipe = quantization_recipe(precision)
+    if recipe is None:
         return 1
-    return 32 if precision.fp8_recipe == "mxfp8" else 16
+    return 32 if recipe == "mxfp8" else 16
+
+
+def quantization_recipe(precision: PrecisionConfig) -> Optional[str]:
+    """Name of the FP8 or FP4 recipe of the linears; None in high precision."""
+    if precision.fp8_format is not None:
+        return precision.fp8_recipe
+    return None if precision.fp4_format is None else precision.fp4_recipe
+
+
+def recipe_flag(precision: PrecisionConfig) -> str:
+    """How the command line chose the recipe: `--fp8-recipe mxfp8`. For a run that has one."""
+    return f"--{'fp4' if precision.fp8_format is None else 'fp8'}-recipe {quantization_recipe(precision)}"
+
+
+def quantization_flag(precision: PrecisionConfig) -> str:
+    """How the command line asked for quantized linears: `--fp8-format hybrid`. For a run that has them."""
+    if precision.fp8_format is None:
+        return f"--fp4-format {precision.fp4_format}"
+    return f"--fp8-format {precision.fp8_format}"
 
 
 def tokenizer_type(data: DataConfig) -> Optional[str]:

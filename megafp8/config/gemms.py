@@ -2,7 +2,7 @@
 
 A linear of `out_features` x `in_features` sees three GEMMs (fprop, dgrad, wgrad); between them every dimension is once
 the one that lies contiguous in memory. cuBLAS reads FP8 operands in units of 16 bytes along it, MXFP8 has blocks of 32,
-so all three of out, in and rows must be multiples (`derived.gemm_alignment`).
+NVFP4 of 16, so all three of out, in and rows must be multiples (`derived.gemm_alignment`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def misfits(config: RunConfig) -> Iterator[str]:
     Expects a shape that is otherwise complete and divisible.
     """
     align = derived.gemm_alignment(config.precision)
-    rule = f"--fp8-recipe {config.precision.fp8_recipe} needs multiples of {align}"
+    rule = f"{derived.recipe_flag(config.precision)} needs multiples of {align}"
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     assert model.hidden_size is not None and model.num_attention_heads is not None
     qkv, proj, _, fc2 = gemm_dimensions(config)

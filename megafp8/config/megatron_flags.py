@@ -144,7 +144,6 @@ _HARMLESS_VALUES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 _MOE = "dense models only so far; remove the mixture-of-experts flags"
 _FSDP = "no fully sharded data parallelism; --use-distributed-optimizer shards the optimizer state"
-_FP4 = "FP4 is not there yet; use --fp8-format"
 _GRAPHS = "CUDA graphs are not there yet; remove it"
 _OTHER_MODEL = "it belongs to another kind of model; megafp8 trains GPTs on text"
 _EVEN_STAGES = "every pipeline stage holds equally many layers; choose --num-layers to divide"
@@ -156,7 +155,6 @@ _OLD = "no longer valid in Megatron-LM either; use "
 _REFUSED_PREFIXES: tuple[tuple[str, str], ...] = (
     ("--moe-", _MOE),
     ("--expert-", _MOE),
-    ("--fp4-", _FP4),
     ("--megatron-fsdp-", _FSDP),
     ("--torch-fsdp2-", _FSDP),
     ("--fsdp-", _FSDP),
@@ -201,6 +199,8 @@ _REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
      "--use-ring-exchange-p2p", "NCCL is used as it comes; tune it with NCCL_* environment variables"),
     ("--enable-cuda-graph --external-cuda-graph --te-rng-tracker", _GRAPHS),
     ("--fp8-quantizer-factory", "quantizers are chosen by --fp8-recipe"),
+    ("--fp4-quantizer-factory", "quantizers are chosen by --fp4-recipe"),
+    ("--fp4-param-gather", "weights are gathered in high precision and quantized after; remove it"),
     ("--te-precision-config-file", "one recipe for all layers, but for --first-last-layers-bf16"),
     ("--reuse-grad-buf-for-mxfp8-param-ag", "MXFP8 weights are not gathered in FP8 yet; remove it"),
     ("--fp8-output-proj", "the output layer stays in high precision; remove it"),

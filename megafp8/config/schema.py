@@ -134,6 +134,17 @@ class PrecisionConfig:
     fp8_recipe: str = setting(
         "delayed", "how FP8 scales are found", choices=("tensorwise", "delayed", "blockwise", "mxfp8")
     )
+    fp4_format: Optional[str] = setting(None, "FP4 in the linears: e2m1 for all tensors", choices=("e2m1",))
+    fp4_recipe: str = setting("nvfp4", "how FP4 scales are found", choices=("nvfp4",))
+    fp4_hadamard: bool = setting(
+        True, "nvfp4: Hadamard-transform the operands of the weight gradient", off=("--no-fp4-hadamard",)
+    )
+    fp4_stochastic_rounding: bool = setting(
+        True, "nvfp4: round gradients stochastically", off=("--no-fp4-stochastic-rounding",)
+    )
+    fp4_2d_weights: bool = setting(
+        True, "nvfp4: 16 x 16 blocks for weights, the same values forward and backward", off=("--no-fp4-2d-weights",)
+    )
     fp8_margin: int = setting(0, "delayed: scale is divided by 2^margin")
     fp8_amax_history_len: int = setting(1, "delayed: steps of amax history")
     fp8_amax_compute_algo: str = setting(

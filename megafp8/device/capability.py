@@ -14,14 +14,15 @@ from typing import Optional
 
 import torch
 
+from megafp8.config import derived
 from megafp8.config.schema import LoggingConfig, PrecisionConfig, RunConfig
 from megafp8.device.platform import cpu_name
 
 # Compute capability from which Transformer Engine runs a recipe (its FP8 support checks, release 2.20). From 10.0 on it
 # multiplies blockwise codes by MXFP8 units, which need scales that are powers of two.
-NATIVE_SINCE = {"tensorwise": (8, 9), "delayed": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+NATIVE_SINCE = {"tensorwise": (8, 9), "delayed": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0), "nvfp4": (10, 0)}
 NATIVE_BEFORE = {"mxfp8": (12, 0)}  # not on the consumer GPUs of the generation
-EMULATED_RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8")
+EMULATED_RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8", "nvfp4")
 ATTENTION_BACKENDS = {
     "transformer_engine": ("auto", "flash", "fused", "unfused"),
     "emulated": ("auto", "sdpa"),
@@ -98,7 +99,8 @@ def resolve_implementation(precision: PrecisionConfig, target: Target) -> str:
         return precision.transformer_impl
     if target.kind != "cuda" or not target.transformer_engine:
         return "emulated"
-    has_recipe = precision.fp8_format is None or is_native(precision.fp8_recipe, target.compute_capability)
+    recipe = derived.quantization_recipe(precision)
+    has_recipe = recipe is None or is_native(recipe, target.compute_capability)
     return "transformer_engine" if has_recipe or not precision.emulation else "emulated"
 
 
@@ -164,22 +166,23 @@ def needs_transformer_engine(config: RunConfig, implementation: str) -> list[str
 
 
 def recipe_problems(precision: PrecisionConfig, target: Target, implementation: str) -> list[str]:
-    """Why the FP8 recipe does not run, if it does not."""
-    if precision.fp8_format is None:
+    """Why the recipe does not run, if it does not."""
+    recipe = derived.quantization_recipe(precision)
+    if recipe is None:
         return []
-    recipe = precision.fp8_recipe
+    flag = derived.recipe_flag(precision)
     if implementation == "emulated":
         if precision.emulation:
             return []
-        return [f"--no-emulation: --fp8-recipe {recipe} would be emulated on {target.name}; {mend_for(target, False)}"]
-    if implementation == "local":  # has no FP8 anywhere: a rule of the settings alone
+        return [f"--no-emulation: {flag} would be emulated on {target.name}; {mend_for(target, False)}"]
+    if implementation == "local":  # quantizes nowhere: a rule of the settings alone
         return []
     found = emulated_only(precision)
     capability = target.compute_capability
     if capability is not None and not is_native(recipe, capability):
         below = f" and below {version_text(NATIVE_BEFORE[recipe])}" if recipe in NATIVE_BEFORE else ""
         found.append(
-            f"--fp8-recipe {recipe}: needs compute capability {version_text(NATIVE_SINCE[recipe])}{below}, "
+            f"{flag}: needs compute capability {version_text(NATIVE_SINCE[recipe])}{below}, "
             f"{target.name} has {version_text(capability)}; {mend_for(target, precision.emulation)}"
         )
     return found
@@ -205,6 +208,9 @@ def emulated_only(precision: PrecisionConfig) -> list[str]:
         ),
         "--fp8-power-2-scale": (precision.fp8_power_2_scale, by_environment),
         "--fp8-block-scaling-fp32-scales": (precision.fp8_block_scaling_fp32_scales, by_environment),
+        "--no-fp4-hadamard": (not precision.fp4_hadamard, by_environment),
+        "--no-fp4-stochastic-rounding": (not precision.fp4_stochastic_rounding, by_environment),
+        "--no-fp4-2d-weights": (not precision.fp4_2d_weights, by_environment),
         "--fp8-amax-reduction all": (
             precision.fp8_amax_reduction != "te",
             "Transformer Engine reduces where it gathers, and nowhere else; leave the flag out",

@@ -53,6 +53,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megafp8.fp8.delayed import DelayedScales
+from megafp8.fp8.noise import RoundingNoise
 from megafp8.fp8.quantize import Quantized, quantize
 from megafp8.fp8.recipes import OPERANDS_OF, Gemm, Operand, OperandRule, Recipe
 
@@ -78,6 +79,7 @@ class LinearPlan:
         amax_groups: where amaxes are reduced.
         fuse_wgrad: add the weight gradient to `weight.main_grad`, where data parallelism has made one.
         delayed: with delayed scaling, the operands' scales.
+        noise: with stochastic rounding, its random numbers.
         after_backward: called at the end of the backward pass.
     """
 
@@ -88,13 +90,15 @@ class LinearPlan:
     amax_groups: AmaxGroups = AmaxGroups()
     fuse_wgrad: bool = False
     delayed: Optional[DelayedScales] = None
+    noise: Optional[RoundingNoise] = None
     after_backward: Optional[Callable[[], None]] = None
 
     def quantize(self, tensor: Tensor, operand: Operand, gemm: Gemm) -> Quantized:
         """One operand for one GEMM."""
-        group = getattr(self.amax_groups, operand.value)
+        rule, group = self.recipe.rule(operand, gemm), getattr(self.amax_groups, operand.value)
         delayed = None if self.delayed is None else getattr(self.delayed, operand.value)
-        return quantize(tensor, self.recipe.rule(operand, gemm), group, delayed)
+        generator = self.noise.next_generator(tensor.device) if rule.is_stochastic else None
+        return quantize(tensor, rule, group, delayed, generator)
 
     def gemm_dtype(self, activation: Tensor, gemm: Gemm) -> torch.dtype:
         """The type that decoded operands are multiplied in: BF16 where that holds them exactly.

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from megafp8.fp8.delayed import DelayedScale
 from megafp8.fp8.formats import Format
+from megafp8.fp8.hadamard import transform_columns
+from megafp8.fp8.noise import random_bytes
 from megafp8.fp8.recipes import Block, OperandRule
 from megafp8.fp8.rounding import cast, codes_shape, decode
 from megafp8.fp8.scaling import (
@@ -24,9 +26,12 @@ from megafp8.fp8.scaling import (
     quant_scale_of,
     reduce_amax,
     tensor_scales,
+    two_level_scales,
 )
 
 CHUNK_ELEMENTS = 1 << 18  # an FP32 buffer of 1 MiB: about a core's own cache, whatever the size of the tensor
+
+VECTOR_ELEMENTS = 32  # of BF16 in a CPU's register; shorter rows, torch multiplies one element at a time
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,7 @@ def quantize(
     rule: OperandRule,
     group: Optional[dist.ProcessGroup] = None,
     delayed: Optional[DelayedScale] = None,
+    generator: Optional[torch.Generator] = None,
 ) -> Quantized:
     """Quantize a tensor by one rule.
 
@@ -81,8 +87,9 @@ def quantize(
         tensor: FP32, BF16 or FP16. Blocks divide it as [rows, columns], all dims but the last being rows.
         rule: format, granularity and scale.
         group: ranks whose shards share the tensor's scale (MAX all-reduce of the amax); None: this rank's own. Blocks
-            have scales of their own.
+            have scales of their own, which in the two-level rule are relative to the tensor's.
         delayed: with delayed scaling, the scale to use; it takes note of the tensor's amax.
+        generator: with stochastic rounding, where its random numbers come from; on the tensor's device.
 
     Returns:
         codes of the same shape and their scales.
@@ -96,10 +103,11 @@ def quantize(
         scales = _tensor_scales(source, rule, group, delayed)
         blocks, quant_scale = rows[:, None, None, :], scales.quant
     else:
-        blocks = _as_blocks(rows, rule.block)
-        scales = _block_scales(block_amax(blocks), rule, source.dtype)
+        blocks = _as_blocks(transform_columns(rows) if rule.is_transformed else rows, rule.block)
+        scales = _block_scales(block_amax(blocks), rule, source.dtype, group)
         quant_scale = scales.quant[:, None, :, None]
-    codes = _scale_and_cast(blocks, quant_scale, rule.format)
+    assert rule.is_stochastic == (generator is not None), "stochastic rounding, and it alone, needs a generator"
+    codes = _scale_and_cast(blocks, quant_scale, rule.format, generator)
     codes = codes[: rows.shape[0], : codes_shape(rows.shape, rule.format)[-1]]  # without what was padded
     return Quantized(codes.reshape(codes_shape(source.shape, rule.format)), scales.dequant, scales.tensor, rule)
 
@@ -116,8 +124,13 @@ def _tensor_scales(
     return tensor_scales(quant_scale_of(reduce_amax(largest, group), rule.format, rule.scale_rule))
 
 
-def _block_scales(largest: Tensor, rule: OperandRule, dtype: torch.dtype) -> Scales:
+def _block_scales(
+    largest: Tensor, rule: OperandRule, dtype: torch.dtype, group: Optional[dist.ProcessGroup]
+) -> Scales:
     """Scales of blocks with these amaxes; where one overflows, it becomes the largest number of the input's type."""
+    if rule.scale_rule is ScaleRule.TWO_LEVEL:
+        of_tensor = largest.amax() if largest.numel() else largest.new_zeros(())
+        return two_level_scales(largest, reduce_amax(of_tensor, group))
     if rule.scale_rule is ScaleRule.E8M0:
         return e8m0_scales(largest, rule.format)
     on_overflow = min(torch.finfo(dtype).max, FP32_MAX)
@@ -133,12 +146,15 @@ def _as_blocks(rows: Tensor, block: Block) -> Tensor:
     return rows.contiguous().view(num_blocks[0], block[0], num_blocks[1], block[1])
 
 
-def _scale_and_cast(blocks: Tensor, quant_scale: Tensor, fmt: Format) -> Tensor:
+def _scale_and_cast(
+    blocks: Tensor, quant_scale: Tensor, fmt: Format, generator: Optional[torch.Generator]
+) -> Tensor:
     """round(float32(x) * quant_scale) as [rows, columns]; on a CPU part by part through one small FP32 buffer.
 
     Args:
         blocks: [R, r, C, c].
         quant_scale: FP32, scalar or [R, 1, C, 1].
+        generator: for stochastic rounding; None rounds to nearest.
     """
     height, width = blocks.shape[1], blocks.shape[2] * blocks.shape[3]
     shape = codes_shape(torch.Size((blocks.shape[0] * height, width)), fmt)
@@ -151,7 +167,8 @@ def _scale_and_cast(blocks: Tensor, quant_scale: Tensor, fmt: Format) -> Tensor:
         part = blocks[start : start + step]
         scale = quant_scale[start : start + step] if quant_scale.ndim else quant_scale
         scaled = buffer[: part.numel()].view(part.shape).copy_(part).mul_(scale)
-        cast(scaled.view(-1, width), fmt, out=codes[start * height : (start + len(part)) * height])
+        noise = None if generator is None else random_bytes(part.numel(), generator).view(-1, width)
+        cast(scaled.view(-1, width), fmt, codes[start * height : (start + len(part)) * height], noise)
     return codes
 
 
@@ -162,6 +179,8 @@ def _multiply_blocks(values: Tensor, scale: Tensor, block: Block) -> None:
         whole = scale.repeat_interleave(block[0], dim=0).repeat_interleave(block[1], dim=1)
         rows.mul_(whole[: rows.shape[0], : rows.shape[1]])
         return
+    if 1 < block[1] < VECTOR_ELEMENTS:
+        scale, block = scale.repeat_interleave(block[1], dim=1), (block[0], 1)
     rows.view(scale.shape[0], block[0], scale.shape[1], block[1]).mul_(scale[:, None, :, None])
 
 

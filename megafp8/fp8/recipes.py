@@ -33,7 +33,7 @@ from typing import NamedTuple, Optional
 from megafp8.config.schema import PrecisionConfig
 from megafp8.device.capability import EMULATED_RECIPES
 from megafp8.errors import CapabilityError
-from megafp8.fp8.formats import E4M3, E5M2, Format
+from megafp8.fp8.formats import E2M1, E4M3, E5M2, Format
 from megafp8.fp8.scaling import ScaleRule
 
 
@@ -139,6 +139,11 @@ class Recipe:
                 return rule
         raise KeyError(f"{operand.value} is no operand of {gemm.value}")
 
+    @property
+    def is_stochastic(self) -> bool:
+        """Is any operand rounded stochastically?"""
+        return any(rule is not None and rule.is_stochastic for *_, rule in self.rules)
+
     def is_quantized(self, gemm: Gemm) -> bool:
         """Does this GEMM multiply quantized operands?"""
         return all(self.rule(operand, gemm) is not None for operand in dict(OPERANDS_OF)[gemm])
@@ -158,11 +163,17 @@ class DescriptionRow(NamedTuple):
 
 
 def build_recipe(precision: PrecisionConfig) -> Optional[Recipe]:
-    """The recipe that the emulated layers follow, or None without FP8.
+    """The recipe that the emulated layers follow, or None in high precision.
 
     Raises:
         CapabilityError: the recipe is not emulated.
     """
+    if precision.fp4_format is not None:
+        return nvfp4(
+            transforms=precision.fp4_hadamard,
+            rounds_stochastically=precision.fp4_stochastic_rounding,
+            square_weights=precision.fp4_2d_weights,
+        )
     if precision.fp8_format is None:
         return None
     if precision.fp8_recipe not in EMULATED_RECIPES:
@@ -247,6 +258,28 @@ def mxfp8(*, forward: Format, backward: Format) -> Recipe:
         )
 
     return _recipe("mxfp8", rule)
+
+
+def nvfp4(*, transforms: bool = True, rounds_stochastically: bool = True, square_weights: bool = True) -> Recipe:
+    """FP4 throughout (arXiv:2509.25149): blocks of 16, E4M3 scales under an FP32 scale of the tensor.
+
+    Args:
+        transforms: Hadamard-transform both operands of wgrad.
+        rounds_stochastically: round grad_output stochastically.
+        square_weights: give weights 16 x 16 blocks, so that both uses see the same values; else blocks along the sum.
+    """
+
+    def rule(operand: Operand, gemm: Gemm) -> OperandRule:
+        is_square = square_weights and operand is Operand.WEIGHT
+        return OperandRule(
+            format=E2M1,
+            block=(16, 16) if is_square else along_sum(16, operand, gemm),
+            scale_rule=ScaleRule.TWO_LEVEL,
+            is_transformed=transforms and gemm is Gemm.WGRAD,
+            is_stochastic=rounds_stochastically and operand is Operand.GRAD_OUTPUT,
+        )
+
+    return _recipe("nvfp4", rule)
 
 
 def without_wgrad(recipe: Recipe) -> Recipe:

@@ -180,8 +180,9 @@ def two_level_scales(largest: Tensor, tensor_largest: Tensor) -> Scales:
 
     Numerics: in the order of Transformer Engine's kernel, each step one FP32 operation.
     """
-    encode = (E4M3.max * E2M1.max / tensor_largest).clamp_(max=FP32_MAX)
-    encode = torch.where(encode == 0, 1.0, encode).masked_fill_(tensor_largest == 0, 1.0)
+    # Not `number / tensor`, which torch computes as a product with the reciprocal: two roundings.
+    encode = torch.full_like(tensor_largest, E4M3.max * E2M1.max).div_(tensor_largest).clamp_(max=FP32_MAX)
+    encode.masked_fill_((encode == 0) | (tensor_largest == 0), 1.0)
     per_block = encode * torch.tensor(1 / E2M1.max, dtype=torch.float32)
     dequant = cast(largest.mul(per_block).clamp_(max=FP32_MAX), E4M3)
     quant = dequant.float().mul_(encode.reciprocal()).reciprocal_().clamp_(max=FP32_MAX)

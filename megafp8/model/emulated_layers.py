@@ -2,7 +2,8 @@
 
 Only the GEMM is replaced: parameters, initialization, names, tensor-parallel attributes and `sharded_state_dict` are
 megatron-core's, so that a checkpoint of plain layers loads into these and the other way round. A recipe with a memory
-adds it as a submodule, `quantizer_state`, whose buffers are checkpointed as plain tensors that all ranks have alike.
+adds it as a submodule, `quantizer_state`, whose buffers are checkpointed as plain tensors that all ranks have alike,
+each layer's under a key of its own, so that layers without may be among them.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ from typing import Any, Optional
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.utils import make_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 
 from megafp8.fp8.delayed import AmaxExchange, DelayedState
 from megafp8.fp8.linear import AmaxGroups, LinearPlan, QuantizedWeight, emulated_linear, quantize_weight
+from megafp8.fp8.noise import RoundingNoise
 from megafp8.fp8.recipes import Recipe
 
 AMAX_REDUCTIONS = ("te", "all")
+STATE = "quantizer_state"
 
 
 class _EmulatedGemm:
@@ -35,10 +39,13 @@ class _EmulatedGemm:
             with them the loss, do not depend on the layout. Delayed scaling reduces all amaxes anyhow, later.
         amax_exchange: with delayed scaling, what updates the scales of this layer together with others'; default a
             layer for itself.
+        noise_name: with stochastic rounding, what tells this layer's random numbers from other layers' and other runs'.
 
     With the attribute `gradient_accumulation_fusion` weight gradients are added to `main_grad` inside the layer. That
     needs no extension module here, unlike in the plain layers, which refuse to be built so: set it afterwards.
     """
+
+    splits_grad_output: bool
 
     def __init__(
         self,
@@ -46,6 +53,7 @@ class _EmulatedGemm:
         recipe: Optional[Recipe] = None,
         amax_reduction: str = "te",
         amax_exchange: Optional[AmaxExchange] = None,
+        noise_name: str = "",
         **kwargs: Any,
     ):
         if amax_reduction not in AMAX_REDUCTIONS:
@@ -58,6 +66,9 @@ class _EmulatedGemm:
         self.amax_exchange: Optional[AmaxExchange] = None
         if recipe is not None and recipe.delayed is not None:
             self._delay_scaling(recipe, amax_exchange or AmaxExchange())
+        elif recipe is not None and recipe.is_stochastic:
+            linear = kwargs.get("tp_comm_buffer_name") or type(self).__name__  # qkv, proj, fc1, fc2
+            self.quantizer_state = RoundingNoise(f"{noise_name}|{linear}|{self._shard_of_grad_output()}")
 
     def _delay_scaling(self, recipe: Recipe, exchange: AmaxExchange) -> None:
         """Set up the scales that outlive a step."""
@@ -70,6 +81,24 @@ class _EmulatedGemm:
     def amax_groups(self, sequence_parallel: bool) -> AmaxGroups:
         """The ranks that share the scale of each operand."""
         raise NotImplementedError
+
+    def _shard_of_grad_output(self) -> str:
+        """Which part of grad_output this rank has: other parts are to be rounded by other random numbers."""
+        samples = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        return f"{samples}|{self.tp_group.rank()}" if self.splits_grad_output else f"{samples}"
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: Optional[dict[str, Any]] = None
+    ) -> dict[str, Any]:
+        """megatron-core's, with the layer's number in the keys of `quantizer_state` instead of a stacked dimension."""
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        layer = "".join(f"{number}." for _, number, _ in sharded_offsets)
+        for name in [name for name in state if name.startswith(f"{prefix}{STATE}.")]:
+            state[name] = make_sharded_tensor_for_checkpoint(
+                state[name].data, name.replace(f"{STATE}.", f"{STATE}.{layer}"), tp_group=self.tp_group,
+                dp_cp_group=metadata["dp_cp_group"],
+            )  # fmt: skip
+        return state
 
     def _forward_impl(
         self,
@@ -97,6 +126,7 @@ class _EmulatedGemm:
             allreduce_dgrad=allreduce_dgrad,
             amax_groups=self.amax_groups(sequence_parallel),
             fuse_wgrad=gradient_accumulation_fusion,
+            noise=self.quantizer_state if self.recipe.is_stochastic else None,
         )
         if self.recipe.delayed is not None:
             return self._delayed_forward(input, weight, bias, plan)
@@ -141,6 +171,8 @@ class EmulatedColumnParallelLinear(_EmulatedGemm, ColumnParallelLinear):
     """y = x w^T, w split along its outputs: weight [N/P, K], grad_output [T, N/P]; the input is whole or, with sequence
     parallelism, a shard whose codes are gathered. Arguments as megatron-core's, and those of `_EmulatedGemm`."""
 
+    splits_grad_output = True
+
     def amax_groups(self, sequence_parallel: bool) -> AmaxGroups:
         if self.amax_reduction == "te":
             return AmaxGroups(input=self.tp_group if sequence_parallel else None)
@@ -155,6 +187,8 @@ class EmulatedRowParallelLinear(_EmulatedGemm, RowParallelLinear):
     """y = x w^T, w split along its inputs: weight [N, K/P], input [T, K/P]; grad_output is whole, since megatron-core
     gathers it before it gets here, so that with sequence parallelism its amax is that of all shards without a
     collective. Arguments as megatron-core's, and those of `_EmulatedGemm`."""
+
+    splits_grad_output = False
 
     def amax_groups(self, sequence_parallel: bool) -> AmaxGroups:
         if self.amax_reduction == "te":

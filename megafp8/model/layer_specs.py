@@ -59,21 +59,27 @@ def build_block_spec(
     num_layers = config.model.num_layers
     assert num_layers is not None
     recipes = [None if is_high_precision(i, num_layers, config.precision) else recipe for i in layers]
-    specs = [layer_spec(config, recipe_of_layer, exchange) for recipe_of_layer in recipes]
+    specs = [
+        layer_spec(config, recipe_of_layer, exchange, f"{config.training.seed}|layer {i}")
+        for i, recipe_of_layer in zip(layers, recipes, strict=True)
+    ]
     return TransformerBlockSubmodules(specs, Norm)
 
 
-def layer_spec(config: RunConfig, recipe: Optional[Recipe], exchange: AmaxExchange) -> ModuleSpec:
+def layer_spec(config: RunConfig, recipe: Optional[Recipe], exchange: AmaxExchange, noise_name: str) -> ModuleSpec:
     """One layer without Transformer Engine: quantizing linears with a recipe, megatron-core's own without.
 
     Args:
         exchange: what the linears update their scales by, under delayed scaling.
+        noise_name: whose random numbers the linears round by, under stochastic rounding.
     """
     column, row = ColumnParallelLinear, RowParallelLinear
     if recipe is not None:
         params: dict[str, Any] = {"recipe": recipe, "amax_reduction": config.precision.fp8_amax_reduction}
         if recipe.delayed is not None:
             params["amax_exchange"] = exchange
+        if recipe.is_stochastic:
+            params["noise_name"] = noise_name
         column = ModuleSpec(EmulatedColumnParallelLinear, params)
         row = ModuleSpec(EmulatedRowParallelLinear, params)
     query_key_norm = Norm if config.model.qk_layernorm else IdentityOp

@@ -1,4 +1,4 @@
-"""The resolved precision of every GEMM of the model, as a table for people: what is FP8, what is not, and why."""
+"""The resolved precision of every GEMM of the model, as a table for people: what is quantized and what is not."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def resolve_precision_map(config: RunConfig) -> list[GemmPrecision]:
     assert num_layers is not None
     high = derived.params_dtype(precision)
     plain = (f"{high} x {high}",) * 3
-    gemms = plain if precision.fp8_format is None else quantized_gemms(precision)
+    gemms = plain if derived.quantization_recipe(precision) is None else quantized_gemms(precision)
     kept = [layer for layer in range(num_layers) if is_high_precision(layer, num_layers, precision)]
     quantized = [layer for layer in range(num_layers) if layer not in kept]
     rows = []

@@ -1,7 +1,7 @@
 """How much device memory a rank needs, part by part, from the configuration alone.
 
     weights       P x (2 bytes in BF16 and FP16, 4 in FP32, 2 in FP8: codes and their transpose)
-    FP8 copies    Q x (2 bytes with Transformer Engine: codes and their transpose; 1 emulated)
+    FP8 copies    Q x (2 bytes with Transformer Engine: codes and their transpose; 1 emulated, MXFP8 2); FP4: half
     gradients     P x (4 bytes, 2 with a low-precision reduction)
     optimizer     P x (4 master + 4 + 4 moments), divided by the data- and context-parallel ranks if it is sharded
     activations   microbatches in flight x layers x bytes per layer
@@ -25,7 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megafp8.config import derived, size
-from megafp8.config.schema import RunConfig
+from megafp8.config.schema import PrecisionConfig, RunConfig
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 MASK_BYTES = 1
@@ -126,15 +126,22 @@ def parameters_on_stage(config: RunConfig, padded_vocab: int, stage: int) -> tup
 
 
 def _weight_bytes(config: RunConfig, quantizable: int, other: int, implementation: str) -> tuple[int, int]:
-    """(bytes of the weights, bytes of FP8 copies beside them)."""
+    """(bytes of the weights, bytes of quantized copies beside them)."""
     precision = config.precision
     each = BYTES[derived.params_dtype(precision)]
-    copy = 0
-    if precision.fp8_format is not None:
-        copy = 2 * BYTES["fp8"] if implementation == "transformer_engine" else BYTES["fp8"]
+    # One copy for both GEMMs that read a weight, where its codes are the same and need not be transposed for them.
+    has_two = implementation == "transformer_engine" or derived.quantization_recipe(precision) == "mxfp8"
+    copies = int(quantizable * _code_bytes(precision) * (2 if has_two else 1))
     if precision.fp8_param_gather:
-        return quantizable * copy + other * each, 0
-    return (quantizable + other) * each, quantizable * copy
+        return copies + other * each, 0
+    return (quantizable + other) * each, copies
+
+
+def _code_bytes(precision: PrecisionConfig) -> float:
+    """Bytes of a quantized number; 0 in high precision."""
+    if precision.fp8_format is not None:
+        return 1
+    return 0 if precision.fp4_format is None else 0.5
 
 
 def _optimizer_bytes(config: RunConfig, world_size: int, parameters: int) -> int:
@@ -202,15 +209,15 @@ def layer_activations(config: RunConfig, *, implementation: str = "transformer_e
     shards = tp if parallel.sequence_parallel else 1
     each = BYTES[derived.params_dtype(precision)]
     # A quantized linear saves its input as codes; with --no-fp8-wgrad it needs the input itself.
-    quantizes = precision.fp8_format is not None and implementation != "local"
-    linear_input = BYTES["fp8"] if quantizes and precision.fp8_wgrad else each
+    keeps_codes = _code_bytes(precision) and precision.fp8_wgrad and implementation != "local"
+    linear_input = _code_bytes(precision) if keeps_codes else each
 
     stream = tokens * model.hidden_size // shards
     query = tokens * derived.query_projection_size(model) // tp
     kv = tokens * derived.kv_projection_size(model) // tp
     ffn = tokens * derived.ffn_hidden_size(model) // tp
     masks = 2 * stream * MASK_BYTES if model.hidden_dropout > 0 else 0
-    attention = each * (query + 2 * kv) + linear_input * query
+    attention = each * (query + 2 * kv) + int(linear_input * query)
     if precision.attention_backend in ("unfused", "local"):
         scores = tokens * seq * model.num_attention_heads // tp
         core = scores * (2 * each + MASK_BYTES if model.attention_dropout > 0 else each)
@@ -220,10 +227,10 @@ def layer_activations(config: RunConfig, *, implementation: str = "transformer_e
         attention += each * query if linear_input != each else 0
     return LayerActivations(
         residual_stream=2 * each * stream + masks,
-        norm_outputs=2 * linear_input * stream,
+        norm_outputs=int(2 * linear_input * stream),
         attention=attention,
         core_attention=core,
-        mlp=each * ffn * (2 if model.swiglu else 1) + linear_input * ffn,
+        mlp=each * ffn * (2 if model.swiglu else 1) + int(linear_input * ffn),
         layer_input=each * stream // (tp if config.training.distribute_saved_activations else 1),
     )
 

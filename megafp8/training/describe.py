@@ -18,17 +18,18 @@ LIBRARIES = ("torch", "megatron-core", "transformer-engine", "numpy", "sentencep
 
 def describe_arithmetic(precision: PrecisionConfig, implementation: str) -> str:
     """The linears' arithmetic in a few words, for tables and legends: `fp8 hybrid tensorwise, emulated, on bf16`."""
-    dtype = derived.params_dtype(precision)
-    if precision.fp8_format is None:
+    dtype, recipe = derived.params_dtype(precision), derived.quantization_recipe(precision)
+    if recipe is None:
         return dtype
+    formats = f"fp4 {precision.fp4_format}" if precision.fp8_format is None else f"fp8 {precision.fp8_format}"
     how = "TE" if implementation == "transformer_engine" else "emulated"
-    return f"fp8 {precision.fp8_format} {precision.fp8_recipe}, {how}, on {dtype}"
+    return f"{formats} {recipe}, {how}, on {dtype}"
 
 
 def matmul_dtype(precision: PrecisionConfig, implementation: str) -> str:
-    """The dtype whose peak the linears could reach: FP8 only where FP8 units do the work."""
-    if precision.fp8_format is not None and implementation == "transformer_engine":
-        return "fp8"
+    """The dtype whose peak the linears could reach: FP8 and FP4 only where such units do the work."""
+    if derived.quantization_recipe(precision) is not None and implementation == "transformer_engine":
+        return "fp4" if precision.fp8_format is None else "fp8"
     return derived.params_dtype(precision)
 
 

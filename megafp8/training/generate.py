@@ -56,8 +56,10 @@ class LanguageModel:
 
     def __str__(self) -> str:
         precision, dtype = self.config.precision, derived.params_dtype(self.config.precision)
-        fp8 = "" if precision.fp8_format is None else f", FP8 {precision.fp8_format} {precision.fp8_recipe}"
-        return f"{self.path}: {self.implementation} layers, {dtype}{fp8}, on {self.device}"
+        recipe = derived.quantization_recipe(precision)
+        kind = f"FP4 {precision.fp4_format}" if precision.fp8_format is None else f"FP8 {precision.fp8_format}"
+        quantized = "" if recipe is None else f", {kind} {recipe}"
+        return f"{self.path}: {self.implementation} layers, {dtype}{quantized}, on {self.device}"
 
     @torch.no_grad()
     def next_logits(self, ids: Sequence[int]) -> Tensor:
@@ -148,6 +150,7 @@ def one_rank_config(saved: RunConfig, target: capability.Target, high_precision:
     precision = dataclasses.replace(
         saved.precision,
         fp8_format=None if high_precision else saved.precision.fp8_format,
+        fp4_format=None if high_precision else saved.precision.fp4_format,
         # Only for training, or other kernels for the same arithmetic.
         attention_backend="auto",
         fp8_param_gather=False,
@@ -164,7 +167,8 @@ def one_rank_config(saved: RunConfig, target: capability.Target, high_precision:
         if not found:
             return config, capability.resolve_implementation(chosen, target)
         problems = problems or found
-    mend = [] if precision.fp8_format is None else ["--precision high generates without FP8"]
+    is_quantized = derived.quantization_recipe(precision) is not None
+    mend = ["--precision high generates without quantization"] if is_quantized else []
     raise CapabilityError(problems + mend)
 
 

@@ -115,7 +115,7 @@ def test_problems_of_every_kind_are_told_at_once(capsys, monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "6")
     problems = problems_of(
         capsys,
-        "stray --eval-intervall 64 --lr --swiglu yes --fp4-format e2m1 --eval-iters ten "
+        "stray --eval-intervall 64 --lr --swiglu yes --fp4-param-gather --eval-iters ten "
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
         "--num-layers 5 --hidden-size 100 --num-attention-heads 3 --seq-length 64 --position-embedding-type rope "
         "--micro-batch-size 1 --data-path /nowhere/shard --save /dev/null/run "
@@ -124,7 +124,7 @@ def test_problems_of_every_kind_are_told_at_once(capsys, monkeypatch) -> None:
     )
     for part in (
         "'stray' belongs to no flag", "did you mean --eval-interval?", "--lr: a value is missing",
-        "--swiglu: does not take 'yes'", "--fp4-format: ", "'ten' is not a whole number",
+        "--swiglu: does not take 'yes'", "--fp4-param-gather: ", "'ten' is not a whole number",
         "2 x 2 x 1 = 4 (6 / 4 = 1.5): start 8 ranks", "--num-layers 5 does not divide", "--hidden-size 100 is not",
         "--num-attention-heads 3 does not divide", "--train-iters", "/nowhere/shard.bin", "--save /dev/null/run: ",
         "--tokenizer-model /nowhere/model: no such file", "--attention-backend fused: the local layers have",

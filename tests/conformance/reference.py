@@ -16,11 +16,13 @@ import numpy as np
 #     (m / 2^M) 2^(1 - B)        where e = 0   (subnormal, and zero)
 # E4M3 gives up infinity: only mantissa 7 with exponent 15 is special (NaN), so that 448 = 1.75 x 2^8 is its maximum.
 # E5M2 is IEEE-like: exponent 31 is infinity (m = 0) or NaN, so that 57344 = 1.75 x 2^15 is its maximum.
+# E2M1 has no special codes at all: 6 = 1.5 x 2^2 is code 7, its sign is bit 3.
 FORMATS = {
-    "e4m3": {"mantissa_bits": 3, "bias": 7, "largest_code": 0x7E},
-    "e5m2": {"mantissa_bits": 2, "bias": 15, "largest_code": 0x7B},
+    "e4m3": {"mantissa_bits": 3, "bias": 7, "largest_code": 0x7E, "sign": 0x80},
+    "e5m2": {"mantissa_bits": 2, "bias": 15, "largest_code": 0x7B, "sign": 0x80},
+    "e2m1": {"mantissa_bits": 1, "bias": 1, "largest_code": 0x7, "sign": 0x8},
 }
-NAN_CODE = 0x7F  # the one that hardware writes, in both formats
+NAN_CODE = {"e4m3": 0x7F, "e5m2": 0x7F, "e2m1": 0x7}  # the one that hardware writes
 
 
 def positive_value(code: int, fmt: str) -> float:
@@ -34,7 +36,8 @@ def positive_value(code: int, fmt: str) -> float:
 
 def value(code: int, fmt: str) -> float:
     """The value of any code. A double holds every one exactly."""
-    sign, magnitude = (-1.0 if code & 0x80 else 1.0), code & 0x7F
+    sign_bit = FORMATS[fmt]["sign"]
+    sign, magnitude = (-1.0 if code & sign_bit else 1.0), code & (sign_bit - 1)
     if magnitude > FORMATS[fmt]["largest_code"]:
         return sign * math.inf if fmt == "e5m2" and magnitude == 0x7C else math.nan
     return sign * positive_value(magnitude, fmt)
@@ -46,10 +49,10 @@ MAGNITUDES = {fmt: [positive_value(c, fmt) for c in range(spec["largest_code"] +
 
 # --- 2. Rounding ---------------------------------------------------------------------------------------------------
 def round_to_code(x: float, fmt: str) -> int:
-    """The nearest code; of two equally near ones the even one; beyond the maximum, the maximum; NaN is NaN_CODE."""
+    """The nearest code; of two equally near ones the even one; beyond the maximum, the maximum."""
     if math.isnan(x):
-        return NAN_CODE
-    sign = 0x80 if math.copysign(1, x) < 0 else 0
+        return NAN_CODE[fmt]
+    sign = FORMATS[fmt]["sign"] if math.copysign(1, x) < 0 else 0
     magnitudes, magnitude = MAGNITUDES[fmt], abs(x)
     if magnitude >= magnitudes[-1]:
         return sign | FORMATS[fmt]["largest_code"]
@@ -174,3 +177,58 @@ def quantize_mxfp8(x: np.ndarray, block: tuple[int, int], fmt: str) -> tuple[np.
         codes[place] = codes_of(x[place], np.float32(2.0 ** (127 - exponent)), fmt)
         scales[i, j] = exponent
     return codes, as_matrix(scales, np.uint8)
+
+
+# --- 8. NVFP4 --------------------------------------------------------------------------------------------------------
+# Two levels of scales: one FP32 number for the tensor, so that the largest block's scale is E4M3's maximum, and one
+# E4M3 number a block. Every step is one FP32 operation, in this order.
+def quantize_nvfp4(x: np.ndarray, block: tuple[int, int]) -> tuple[np.ndarray, np.ndarray, np.float32]:
+    """Codes (one a byte), E4M3 bytes [block rows, block columns], and the tensor's amax."""
+    largest_fp32, one = np.finfo(np.float32).max, np.float32(1)
+    tensor_amax = amax(x)
+    codes, scales = np.zeros(x.shape, dtype=np.uint8), {}
+    with np.errstate(divide="ignore", over="ignore"):
+        tensor_encode = min(np.float32(448 * 6) / tensor_amax, largest_fp32)
+        if tensor_amax == 0 or tensor_encode == 0:
+            tensor_encode = one
+        for i, j, place in blocks_of(x, block):
+            wanted = min(amax(x[place]) * (tensor_encode * np.float32(1 / 6)), largest_fp32)
+            scales[i, j] = round_to_code(float(wanted), "e4m3")
+            block_scale = np.float32(value(scales[i, j], "e4m3"))
+            encode = min(one / (block_scale * (one / tensor_encode)), largest_fp32)
+            codes[place] = codes_of(x[place], encode, "e2m1")
+    return codes, as_matrix(scales, np.uint8), tensor_amax
+
+
+def value_nvfp4(code: int, block_scale: int, tensor_amax: np.float32) -> float:
+    """What a code stands for."""
+    return value(code, "e2m1") * value(block_scale, "e4m3") * float(tensor_amax) / (448 * 6)
+
+
+# The Hadamard transform: entry (i, j) of Sylvester's matrix is -1 where i and j have an odd number of bits in common.
+HADAMARD_SIGNS = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]
+
+
+def hadamard_entry(i: int, j: int) -> float:
+    """How much the i-th of 16 values adds to the j-th transformed one."""
+    return HADAMARD_SIGNS[i] * (-1) ** bin(i & j).count("1") / 4
+
+
+def hadamard_columns(x: np.ndarray) -> np.ndarray:
+    """Each column in groups of 16 rows, in exact arithmetic."""
+    transformed = np.zeros(x.shape)
+    for start in range(0, len(x), 16):
+        for j in range(16):
+            for i in range(16):
+                transformed[start + j] += hadamard_entry(i, j) * x[start + i].astype(np.float64)
+    return transformed
+
+
+def stochastic_neighbours(x: float, fmt: str) -> tuple[float, float, float]:
+    """The two values that x lies between, and the probability of the upper one that makes the mean x."""
+    magnitudes = MAGNITUDES[fmt]
+    grid = sorted({-magnitude for magnitude in magnitudes} | set(magnitudes))
+    x = min(max(x, grid[0]), grid[-1])
+    below = max(entry for entry in grid if entry <= x)
+    above = min(entry for entry in grid if entry >= x)
+    return below, above, 0.0 if above == below else (x - below) / (above - below)

@@ -23,17 +23,23 @@ DELAYED = (
     "--micro-batch-size 2"
 )
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-LAYOUTS = [
-    pytest.param(1, "", id="one"),
-    pytest.param(2, TENSOR, id="tp2-sp"),
-    pytest.param(2, OVERLAP, id="dp2-overlap"),
-    pytest.param(2, VIRTUAL, id="pp2-virtual2"),
-]
+NVFP4 = "--bf16 --fp4-format e2m1 --first-last-layers-bf16 --micro-batch-size 2"
+each_case = pytest.mark.parametrize(
+    ("recipe", "world_size", "flags"),
+    [
+        pytest.param(DELAYED, 1, "", id="delayed-one"),
+        pytest.param(DELAYED, 2, TENSOR, id="delayed-tp2-sp"),
+        pytest.param(DELAYED, 2, OVERLAP, id="delayed-dp2-overlap"),
+        pytest.param(DELAYED, 2, VIRTUAL, id="delayed-pp2-virtual2"),
+        pytest.param(NVFP4, 1, "", id="nvfp4-one"),
+        pytest.param(NVFP4, 2, TENSOR, id="nvfp4-tp2-sp"),
+    ],
+)
 
 
-@pytest.mark.parametrize(("world_size", "flags"), LAYOUTS)
-def test_resume_is_bit_equal(world_size: int, flags: str, tmp_path: Path) -> None:
-    config = small_config("llama", f"{DELAYED} {flags}", world_size)
+@each_case
+def test_resume_is_bit_equal(recipe: str, world_size: int, flags: str, tmp_path: Path) -> None:
+    config = small_config("llama", f"{recipe} {flags}", world_size)
     straight = run_ranks(world_size, run_leg, config, 2 * STEPS, None, None)
     first = run_ranks(world_size, run_leg, config, STEPS, None, tmp_path)
     second = run_ranks(world_size, run_leg, config, STEPS, tmp_path, None)
@@ -42,11 +48,11 @@ def test_resume_is_bit_equal(world_size: int, flags: str, tmp_path: Path) -> Non
         assert after.weights == whole.weights
 
 
-@pytest.mark.parametrize(("world_size", "flags"), LAYOUTS)
-def test_recomputation_is_bit_equal(world_size: int, flags: str) -> None:
+@each_case
+def test_recomputation_is_bit_equal(recipe: str, world_size: int, flags: str) -> None:
     """Each layer runs twice forward, between them other microbatches and updates of the scales."""
-    plain = run_ranks(world_size, curve_of, small_config("llama", f"{DELAYED} {flags}", world_size), STEPS)
-    config = small_config("llama", f"{DELAYED} {flags} {RECOMPUTE}", world_size)
+    plain = run_ranks(world_size, curve_of, small_config("llama", f"{recipe} {flags}", world_size), STEPS)
+    config = small_config("llama", f"{recipe} {flags} {RECOMPUTE}", world_size)
     assert run_ranks(world_size, curve_of, config, STEPS) == plain
 
 

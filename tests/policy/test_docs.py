@@ -106,7 +106,8 @@ def test_the_readme_has_training_commands() -> None:
 def test_the_recipe_table_says_what_the_code_does() -> None:
     rows = table_rows((ROOT / "README.md").read_text(encoding="utf-8"), "`--fp8-recipe`")
     recipes = {row[0].split("`")[1]: row[2:] for row in rows if row[0].startswith("`")}
-    assert set(recipes) == set(settings_by_name()["precision.fp8_recipe"].choices)
+    choices = (settings_by_name()[f"precision.{name}"].choices for name in ("fp8_recipe", "fp4_recipe"))
+    assert set(recipes) == {recipe for some in choices for recipe in some}
     for recipe, (*native, emulated) in recipes.items():
         since = NATIVE_SINCE[recipe]
         expected = ["native" if capability >= since else "no" for capability in ((8, 9), (9, 0), (10, 0))]

@@ -91,15 +91,16 @@ EXAMPLES = {
     "samples_fill_a_batch": ({"training.train_iters": None, "training.train_samples": 8}, 1, "at least 16"),
     "garbage_interval_needs_manual_collection": ({"training.manual_gc_interval": 5}, 1, "--manual-gc"),
     "one_weight_format": ({"precision.fp16": True, "precision.fp8_format": None}, 1, "--bf16 and --fp16"),
-    "fp8_is_not_with_fp16": ({"precision.fp16": True, "precision.bf16": False}, 1, "use --bf16"),
-    "fp8_settings_need_a_format": ({"precision.fp8_format": None}, 1, "--fp8-recipe tensorwise has no effect"),
+    "one_low_format": ({"precision.fp4_format": "e2m1"}, 1, "--fp8-format hybrid and --fp4-format e2m1"),
+    "low_formats_are_not_with_fp16": ({"precision.fp16": True, "precision.bf16": False}, 1, "use --bf16"),
+    "low_format_settings_need_a_format": ({"precision.fp8_format": None}, 1, "--fp8-recipe tensorwise has no effect"),
     "recipe_settings_need_their_recipe": (
         {"precision.fp8_recipe": "blockwise", "precision.fp8_power_2_scale": True}, 1, "not blockwise"
     ),
     "fp8_weights_need_sharded_optimizer": (
         {"precision.fp8_param_gather": True}, 1, "needs --use-distributed-optimizer"
     ),
-    "fp8_needs_quantizing_layers": ({"precision.transformer_impl": "local"}, 1, "have no FP8"),
+    "low_formats_need_quantizing_layers": ({"precision.transformer_impl": "local"}, 1, "do not quantize"),
     "high_precision_layers_fit_a_stage": (
         {"precision.first_last_layers_bf16": True, "precision.num_layers_at_end_in_bf16": 3}, 1, "2 / 1 = 2 layers"
     ),

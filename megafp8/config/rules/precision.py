@@ -9,14 +9,16 @@ from megafp8.config.rules.rule import Rule, has_shape, positive, without
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import settings_by_name, value_of
 
-# Settings without an effect in a run without FP8, or under another recipe.
-FP8_SETTINGS = ("fp8_recipe", "fp8_wgrad", "fp8_param_gather", "fp8_amax_reduction", "first_last_layers_bf16")
+# Settings without an effect in a run in high precision, in other than the named formats, or under another recipe.
+QUANTIZED_SETTINGS = ("fp8_amax_reduction", "first_last_layers_bf16")
+FP8_SETTINGS = ("fp8_recipe", "fp8_wgrad", "fp8_param_gather")
+FP4_SETTINGS = ("fp4_hadamard", "fp4_stochastic_rounding", "fp4_2d_weights")
 SETTINGS_OF_RECIPE = {
     "delayed": ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "tp_only_amax_red"),
     "tensorwise": ("fp8_power_2_scale",),
     "blockwise": ("fp8_block_scaling_fp32_scales",),
 }
-BLOCK_LENGTH = {"blockwise": 128, "mxfp8": 32}
+BLOCK_LENGTH = {"blockwise": 128, "mxfp8": 32, "nvfp4": 16}
 
 
 def one_weight_format(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -25,16 +27,31 @@ def one_weight_format(config: RunConfig, world_size: int) -> Iterator[str]:
         yield "--bf16 and --fp16 are both given: keep one"
 
 
-def fp8_is_not_with_fp16(config: RunConfig, world_size: int) -> Iterator[str]:
-    """FP8 scales are for BF16 or FP32 weights; FP16's loss scale would be a second one."""
-    if config.precision.fp8_format is not None and config.precision.fp16:
-        yield f"--fp8-format {config.precision.fp8_format} with --fp16: use --bf16 instead of --fp16"
+def one_low_format(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The linears are in FP8 or in FP4."""
+    precision = config.precision
+    if precision.fp8_format is not None and precision.fp4_format is not None:
+        yield f"--fp8-format {precision.fp8_format} and --fp4-format {precision.fp4_format} are both given: keep one"
 
 
-def fp8_settings_need_a_format(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Settings of FP8 without --fp8-format would leave the run in high precision unnoticed."""
-    if config.precision.fp8_format is None:
+def low_formats_are_not_with_fp16(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The scales of recipes are for BF16 or FP32 weights; FP16's loss scale would be a second one."""
+    precision = config.precision
+    if precision.fp16 and derived.quantization_recipe(precision) is not None:
+        yield f"{derived.quantization_flag(precision)} with --fp16: use --bf16 instead of --fp16"
+
+
+def low_format_settings_need_a_format(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Settings of FP8 and FP4 without their format would leave the run in high precision unnoticed."""
+    fp8, fp4 = config.precision.fp8_format, config.precision.fp4_format
+    if fp8 is None:
         for name in (*FP8_SETTINGS, *(name for names in SETTINGS_OF_RECIPE.values() for name in names)):
+            yield from (without(flag, "--fp8-format") for flag in given_flags(config, name))
+    if fp4 is None:
+        for name in FP4_SETTINGS:
+            yield from (without(flag, "--fp4-format") for flag in given_flags(config, name))
+    if fp8 is None and fp4 is None:
+        for name in QUANTIZED_SETTINGS:
             yield from (without(flag, "--fp8-format") for flag in given_flags(config, name))
 
 
@@ -63,13 +80,13 @@ def fp8_weights_need_sharded_optimizer(config: RunConfig, world_size: int) -> It
         yield "--fp8-param-gather needs --use-distributed-optimizer, which keeps the high-precision weights"
 
 
-def fp8_needs_quantizing_layers(config: RunConfig, world_size: int) -> Iterator[str]:
-    """megatron-core's own layers know no FP8."""
+def low_formats_need_quantizing_layers(config: RunConfig, world_size: int) -> Iterator[str]:
+    """megatron-core's own layers know no FP8 and no FP4."""
     precision = config.precision
-    if precision.fp8_format is not None and precision.transformer_impl == "local":
+    if precision.transformer_impl == "local" and derived.quantization_recipe(precision) is not None:
         yield (
-            f"--fp8-format {precision.fp8_format} with --transformer-impl local: megatron-core's own layers have no "
-            "FP8; use --transformer-impl auto"
+            f"{derived.quantization_flag(precision)} with --transformer-impl local: megatron-core's own layers do not "
+            "quantize; use --transformer-impl auto"
         )
 
 
@@ -124,15 +141,15 @@ def determinism_excludes_its_opposites(config: RunConfig, world_size: int) -> It
 
 def gemm_dimensions_suit_the_recipe(config: RunConfig, world_size: int) -> Iterator[str]:
     """Every dimension of every quantized GEMM is a multiple of what the recipe needs."""
-    if config.precision.fp8_format is not None and has_gemms(config):
+    if derived.quantization_recipe(config.precision) is not None and has_gemms(config):
         yield from gemms.misfits(config)
 
 
 def layout_free_scales_need_whole_blocks(config: RunConfig, world_size: int) -> Iterator[str]:
     """Where a rank's part ends within a block, the block's scale depends on the layout."""
     precision, parallel = config.precision, config.parallel
-    length = BLOCK_LENGTH.get(precision.fp8_recipe)
-    if precision.fp8_format is None or precision.fp8_amax_reduction == "te" or length is None or not has_gemms(config):
+    length = BLOCK_LENGTH.get(derived.quantization_recipe(precision) or "")
+    if length is None or precision.fp8_amax_reduction == "te" or not has_gemms(config):
         return
     parts = {}
     if parallel.tensor_model_parallel_size > 1:
@@ -148,7 +165,7 @@ def layout_free_scales_need_whole_blocks(config: RunConfig, world_size: int) -> 
     for what, size in parts.items():
         if size % length:
             yield (
-                f"--fp8-amax-reduction all: --fp8-recipe {precision.fp8_recipe} has blocks of {length}, and {what} are "
+                f"--fp8-amax-reduction all: {derived.recipe_flag(precision)} has blocks of {length}, and {what} are "
                 f"{size:g}, so that scales would depend on the layout; choose multiples, or give "
                 "--fp8-amax-reduction te"
             )
@@ -167,11 +184,12 @@ def has_gemms(config: RunConfig) -> bool:
 
 RULES: tuple[Rule, ...] = (
     one_weight_format,
-    fp8_is_not_with_fp16,
-    fp8_settings_need_a_format,
+    one_low_format,
+    low_formats_are_not_with_fp16,
+    low_format_settings_need_a_format,
     recipe_settings_need_their_recipe,
     fp8_weights_need_sharded_optimizer,
-    fp8_needs_quantizing_layers,
+    low_formats_need_quantizing_layers,
     high_precision_layers_fit_a_stage,
     gradient_reduction_has_one_format,
     loss_fusion_is_on_for_its_implementation,

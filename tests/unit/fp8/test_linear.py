@@ -10,8 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megafp8.fp8.formats import E4M3, E5M2
 from megafp8.fp8.linear import LinearPlan, emulated_linear, quantize_weight
-from megafp8.fp8.quantize import dequantize, quantize
-from megafp8.fp8.recipes import Gemm, Operand, Recipe, blockwise, mxfp8, tensorwise, without_wgrad
+from megafp8.fp8.noise import RoundingNoise
+from megafp8.fp8.quantize import dequantize
+from megafp8.fp8.recipes import Gemm, Operand, Recipe, blockwise, mxfp8, nvfp4, tensorwise, without_wgrad
 from megafp8.fp8.scaling import ScaleRule
 
 RECIPES = {
@@ -20,6 +21,8 @@ RECIPES = {
     "blockwise hybrid, FP32 scales": blockwise(forward=E4M3, backward=E5M2, scale_rule=ScaleRule.FP32),
     "mxfp8": mxfp8(forward=E4M3, backward=E4M3),
     "mxfp8 hybrid": mxfp8(forward=E4M3, backward=E5M2),
+    "nvfp4": nvfp4(),
+    "nvfp4 to nearest": nvfp4(transforms=False, rounds_stochastically=False, square_weights=False),
 }
 each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 PLAN = LinearPlan(recipe=RECIPES["tensorwise"])
@@ -42,9 +45,14 @@ def tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x.requires_grad_(), torch.nn.Parameter(w), torch.nn.Parameter(b), dy
 
 
-def exact(tensor: Tensor, recipe: Recipe, operand: Operand, gemm: Gemm) -> Tensor:
+def plan_of(recipe: Recipe, **options: bool) -> LinearPlan:
+    """With random numbers that start anew."""
+    return LinearPlan(recipe=recipe, noise=RoundingNoise("test") if recipe.is_stochastic else None, **options)
+
+
+def exact(tensor: Tensor, plan: LinearPlan, operand: Operand, gemm: Gemm) -> Tensor:
     """What a GEMM sees of an operand, as rows in FP64."""
-    return dequantize(quantize(tensor, recipe.rule(operand, gemm))).double().flatten(end_dim=-2)
+    return dequantize(plan.quantize(tensor, operand, gemm)).double().flatten(end_dim=-2)
 
 
 def assert_close(ours: Tensor, expected: Tensor, magnitude: Tensor) -> None:
@@ -59,17 +67,18 @@ def assert_close(ours: Tensor, expected: Tensor, magnitude: Tensor) -> None:
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_three_gemms(recipe: Recipe, dtype: torch.dtype, has_bias: bool) -> None:
     x, w, b, dy = tensors(dtype)
-    y = emulated_linear(x, w, b if has_bias else None, LinearPlan(recipe=recipe))
+    y = emulated_linear(x, w, b if has_bias else None, plan_of(recipe))
     assert y.shape == dy.shape
     assert y.dtype == dtype
     y.backward(dy)
 
-    qx, qw = exact(x, recipe, Operand.INPUT, Gemm.FPROP), exact(w, recipe, Operand.WEIGHT, Gemm.FPROP)
+    plan = plan_of(recipe)
+    qx, qw = exact(x, plan, Operand.INPUT, Gemm.FPROP), exact(w, plan, Operand.WEIGHT, Gemm.FPROP)
     bias = b.detach().double() if has_bias else torch.zeros(OUTPUTS, dtype=torch.float64)
     assert_close(y, qx @ qw.t() + bias, qx.abs() @ qw.abs().t() + bias.abs())
-    qdy, qw = exact(dy, recipe, Operand.GRAD_OUTPUT, Gemm.DGRAD), exact(w, recipe, Operand.WEIGHT, Gemm.DGRAD)
+    qdy, qw = exact(dy, plan, Operand.GRAD_OUTPUT, Gemm.DGRAD), exact(w, plan, Operand.WEIGHT, Gemm.DGRAD)
     assert_close(x.grad, qdy @ qw, qdy.abs() @ qw.abs())
-    qdy, qx = exact(dy, recipe, Operand.GRAD_OUTPUT, Gemm.WGRAD), exact(x, recipe, Operand.INPUT, Gemm.WGRAD)
+    qdy, qx = exact(dy, plan, Operand.GRAD_OUTPUT, Gemm.WGRAD), exact(x, plan, Operand.INPUT, Gemm.WGRAD)
     assert_close(w.grad, qdy.t() @ qx, qdy.abs().t() @ qx.abs())
     if has_bias:
         assert torch.equal(b.grad, dy.flatten(end_dim=-2).sum(dim=0)), "of the unquantized grad_output"
@@ -78,10 +87,11 @@ def test_three_gemms(recipe: Recipe, dtype: torch.dtype, has_bias: bool) -> None
 @each_recipe
 def test_wgrad_in_high_precision(recipe: Recipe) -> None:
     x, w, _, dy = tensors(torch.float32)
-    emulated_linear(x, w, None, LinearPlan(recipe=without_wgrad(recipe))).backward(dy)
+    emulated_linear(x, w, None, plan_of(without_wgrad(recipe))).backward(dy)
     rows, grad_rows = x.detach().flatten(end_dim=-2).double(), dy.flatten(end_dim=-2).double()
     assert_close(w.grad, grad_rows.t() @ rows, grad_rows.abs().t() @ rows.abs())
-    qdy, qw = exact(dy, recipe, Operand.GRAD_OUTPUT, Gemm.DGRAD), exact(w, recipe, Operand.WEIGHT, Gemm.DGRAD)
+    plan = plan_of(recipe)
+    qdy, qw = exact(dy, plan, Operand.GRAD_OUTPUT, Gemm.DGRAD), exact(w, plan, Operand.WEIGHT, Gemm.DGRAD)
     assert_close(x.grad, qdy @ qw, qdy.abs() @ qw.abs())
 
 
@@ -90,8 +100,9 @@ def test_bf16_results_are_rounded_once(recipe: Recipe) -> None:
     """A scale multiplied to a rounded product would leave a quarter of the results one step off."""
     generator = torch.Generator().manual_seed(1)
     x, w = (torch.randn(64, 64, generator=generator).bfloat16() for _ in range(2))
-    y = emulated_linear(x, w, None, LinearPlan(recipe=recipe))
-    qx, qw = exact(x, recipe, Operand.INPUT, Gemm.FPROP), exact(w, recipe, Operand.WEIGHT, Gemm.FPROP)
+    plan = plan_of(recipe)
+    y = emulated_linear(x, w, None, plan)
+    qx, qw = exact(x, plan, Operand.INPUT, Gemm.FPROP), exact(w, plan, Operand.WEIGHT, Gemm.FPROP)
     assert (y == (qx @ qw.t()).bfloat16()).float().mean() > 0.99
 
 
@@ -105,7 +116,7 @@ def kept_bytes(recipe: Recipe) -> int:
 
     x, w, _, _ = tensors(torch.bfloat16)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        emulated_linear(x, w, None, LinearPlan(recipe=recipe))
+        emulated_linear(x, w, None, plan_of(recipe))
     return sum(tensor.nbytes for tensor in kept if tensor.ndim)
 
 
@@ -128,7 +139,7 @@ def test_backward_keeps_codes_and_scales(recipe: Recipe) -> None:
 @each_recipe
 def test_known_weight_codes_are_used(recipe: Recipe) -> None:
     x, w, b, _ = tensors(torch.bfloat16)
-    plan = LinearPlan(recipe=recipe)
+    plan = plan_of(recipe)
     known, other = quantize_weight(w, plan), quantize_weight(w * 2, plan)
     assert torch.equal(emulated_linear(x, w, b, plan), emulated_linear(x, w, b, plan, known))
     assert torch.equal(emulated_linear(x, w, b, plan, other), emulated_linear(x, w * 2, b, plan))
@@ -136,9 +147,10 @@ def test_known_weight_codes_are_used(recipe: Recipe) -> None:
 
 def test_uses_under_one_rule_share_codes() -> None:
     _, w, _, _ = tensors(torch.bfloat16)
-    weights = {name: quantize_weight(w, LinearPlan(recipe=recipe)) for name, recipe in RECIPES.items()}
+    weights = {name: quantize_weight(w, plan_of(recipe)) for name, recipe in RECIPES.items()}
     assert weights["tensorwise"].dgrad is weights["tensorwise"].fprop
     assert weights["blockwise"].dgrad is weights["blockwise"].fprop
+    assert weights["nvfp4"].dgrad is weights["nvfp4"].fprop
     assert weights["mxfp8"].dgrad.rule != weights["mxfp8"].fprop.rule
 
 
@@ -156,10 +168,10 @@ def test_gradients_that_nobody_wants_are_not_computed() -> None:
 @each_recipe
 @pytest.mark.parametrize("recompute", [lambda f, *a: f(*a), lambda f, *a: checkpoint(f, *a, use_reentrant=False)])
 def test_recomputation_gives_the_same_bits(recompute: Callable, recipe: Recipe) -> None:
-    plan, expected = LinearPlan(recipe=recipe), tensors(torch.bfloat16)
-    emulated_linear(*expected[:3], plan).backward(expected[3])
+    expected = tensors(torch.bfloat16)
+    emulated_linear(*expected[:3], plan_of(recipe)).backward(expected[3])
     x, w, b, dy = tensors(torch.bfloat16)
-    recompute(emulated_linear, x, w, b, plan).backward(dy)
+    recompute(emulated_linear, x, w, b, plan_of(recipe)).backward(dy)
     for ours, theirs in zip((x, w, b), expected, strict=False):
         assert torch.equal(ours.grad, theirs.grad)
 
@@ -170,13 +182,13 @@ def test_recomputation_gives_the_same_bits(recompute: Callable, recipe: Recipe) 
 def test_weight_gradients_add_up_in_main_grad(dtype: torch.dtype, recipe: Recipe, quantize_wgrad: bool) -> None:
     recipe = recipe if quantize_wgrad else without_wgrad(recipe)
     x, w, _, dy = tensors(dtype)
-    emulated_linear(x, w, None, LinearPlan(recipe=recipe)).backward(dy)
+    emulated_linear(x, w, None, plan_of(recipe)).backward(dy)
     once, w.grad = w.grad, None
 
     w.main_grad = torch.ones(OUTPUTS, INPUTS)
     w.grad_added_to_main_grad = False
     for _ in range(2):
-        emulated_linear(x, w, None, LinearPlan(recipe=recipe, fuse_wgrad=True)).backward(dy)
+        emulated_linear(x, w, None, plan_of(recipe, fuse_wgrad=True)).backward(dy)
         assert w.grad is not None, "data parallelism counts on autograd delivering something"
         w.grad = None
     assert w.grad_added_to_main_grad
@@ -203,7 +215,7 @@ def test_no_tokens(recipe: Recipe) -> None:
     """An expert may get none."""
     x, w, b, _ = tensors(torch.float32)
     empty = x.detach()[:, :0].requires_grad_()
-    emulated_linear(empty, w, b, LinearPlan(recipe=recipe)).sum().backward()
+    emulated_linear(empty, w, b, plan_of(recipe)).sum().backward()
     assert not w.grad.any()
     assert empty.grad.shape == (4, 0, INPUTS)
 
@@ -213,15 +225,33 @@ def test_any_number_of_tokens_goes_forward(recipe: Recipe) -> None:
     """A prompt has the length that it has."""
     x, w, b, _ = tensors(torch.bfloat16)
     with torch.no_grad():
-        y = emulated_linear(x[0, :7], w, b, LinearPlan(recipe=recipe))
+        y = emulated_linear(x[0, :7], w, b, plan_of(recipe))
     assert y.shape == (7, OUTPUTS)
 
 
 @each_recipe
 def test_nan_stays_visible(recipe: Recipe) -> None:
+    """But in FP4, which has none: it becomes the largest number, as it does on a GPU."""
     x, w, b, dy = tensors(torch.bfloat16)
     with torch.no_grad():
         x[1, 2, 3] = float("nan")
-    y = emulated_linear(x, w, b, LinearPlan(recipe=recipe))
-    assert y[1, 2].isnan().all()
+    y = emulated_linear(x, w, b, plan_of(recipe))
+    assert y[1, 2].isnan().all() == (recipe.name != "nvfp4")
     assert not y[0].isnan().any()
+
+
+def test_gradients_are_rounded_anew_each_time() -> None:
+    plan = plan_of(RECIPES["nvfp4"])
+    gradients = []
+    for _ in range(2):
+        x, w, _, dy = tensors(torch.bfloat16)
+        emulated_linear(x, w, None, plan).backward(dy)
+        gradients.append(x.grad)
+    assert not torch.equal(*gradients)
+    assert plan.noise.num_draws == 4, "for dgrad and wgrad each"
+
+
+def test_tokens_that_make_no_groups_of_16_are_refused_in_training() -> None:
+    x, w, _, _ = tensors(torch.bfloat16)
+    with pytest.raises(ValueError, match="groups of 16"):
+        emulated_linear(x[:1, :7], w, None, plan_of(RECIPES["nvfp4"]))

@@ -8,7 +8,7 @@ import pytest
 from megafp8.config.schema import PrecisionConfig
 from megafp8.device.capability import EMULATED_RECIPES
 from megafp8.errors import CapabilityError
-from megafp8.fp8.formats import E4M3, E5M2, Format
+from megafp8.fp8.formats import E2M1, E4M3, E5M2, Format
 from megafp8.fp8.recipes import DelayedOptions, Gemm, Operand, build_recipe, describe
 from megafp8.fp8.scaling import ScaleRule
 
@@ -41,7 +41,7 @@ def test_recipe_that_is_not_emulated_names_those_that_are() -> None:
         build_recipe(PrecisionConfig(fp8_format="hybrid", fp8_recipe="float8"))
 
 
-@pytest.mark.parametrize("name", EMULATED_RECIPES)
+@pytest.mark.parametrize("name", [name for name in EMULATED_RECIPES if name != "nvfp4"])
 @pytest.mark.parametrize(
     "fp8_format, forward, backward", [("e4m3", E4M3, E4M3), ("hybrid", E4M3, E5M2), ("e5m2", E5M2, E5M2)]
 )
@@ -63,6 +63,24 @@ def test_blocks_lie_along_the_sum(name: str, length: int, squares: bool) -> None
     assert recipe.rule(Operand.INPUT, Gemm.WGRAD).block == recipe.rule(Operand.GRAD_OUTPUT, Gemm.WGRAD).block == column
     assert recipe.rule(Operand.WEIGHT, Gemm.FPROP).block == ((length, length) if squares else row)
     assert recipe.rule(Operand.WEIGHT, Gemm.DGRAD).block == ((length, length) if squares else column)
+
+
+def test_nvfp4() -> None:
+    recipe = build_recipe(PrecisionConfig(fp4_format="e2m1"))
+    assert {rule.format for *_, rule in recipe.rules} == {E2M1}
+    assert {rule.scale_rule for *_, rule in recipe.rules} == {ScaleRule.TWO_LEVEL}
+    for operand, gemm, rule in recipe.rules:
+        assert rule.is_transformed == (gemm is Gemm.WGRAD)
+        assert rule.is_stochastic == (operand is Operand.GRAD_OUTPUT)
+        assert (rule.block == (16, 16)) == (operand is Operand.WEIGHT)
+    assert recipe.is_stochastic
+    plain = build_recipe(
+        PrecisionConfig(
+            fp4_format="e2m1", fp4_hadamard=False, fp4_stochastic_rounding=False, fp4_2d_weights=False
+        )
+    )
+    assert not any(rule.is_transformed or rule.is_stochastic for *_, rule in plain.rules)
+    assert plain.rule(Operand.WEIGHT, Gemm.DGRAD).block == (16, 1)
 
 
 def test_blockwise_scales() -> None:

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megafp8.device import mcore_cpu
 from megafp8.fp8.formats import E4M3, E5M2
 from megafp8.fp8.linear import LinearPlan, emulated_linear
-from megafp8.fp8.recipes import Recipe, blockwise, mxfp8, tensorwise
+from megafp8.fp8.recipes import Recipe, blockwise, mxfp8, nvfp4, tensorwise
 from megafp8.model.emulated_layers import (
     EmulatedColumnParallelLinear,
     EmulatedRowParallelLinear,
@@ -32,6 +32,7 @@ RECIPE = tensorwise(forward=E4M3, backward=E5M2)
 BLOCK_RECIPES = {
     "blockwise": blockwise(forward=E4M3, backward=E5M2),
     "mxfp8": mxfp8(forward=E4M3, backward=E4M3),
+    "nvfp4": nvfp4(rounds_stochastically=False),
 }
 INPUTS, OUTPUTS, TOKENS, BATCH = 32, 48, 8, 2
 TOKENS_OF_A_BLOCK = 128  # of each rank's half of the microbatch, at least, for blocks along tokens to end with it
@@ -147,6 +148,22 @@ def test_two_halves_are_the_whole(kind: str, sequence_parallel: bool, reduction:
 def test_two_halves_of_block_recipes(kind: str, recipe: str, tokens: int) -> None:
     """With sequence parallelism; blocks of columns are those of the gathered tensor either way."""
     on_ranks(2, check_tensor_parallel, kind, "te", True, BLOCK_RECIPES[recipe], tokens, tensor=2)
+
+
+def check_random_numbers(kind: str, tensor: int) -> None:
+    layer = build_layer(kind, config=configuration(), recipe=nvfp4(), noise_name="7|layer 3")
+    name = layer.quantizer_state.name
+    assert name.startswith("7|layer 3|")
+    names: list[object] = [None, None]
+    dist.all_gather_object(names, name)
+    # Tensor-parallel ranks of a row-parallel layer have the same gradients.
+    assert (names[0] == names[1]) == (kind == "row" and tensor == 2)
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_other_gradients_are_rounded_by_other_random_numbers(kind: str, tensor: int) -> None:
+    on_ranks(2, check_random_numbers, kind, tensor, tensor=tensor)
 
 
 def check_context_parallel(kind: str) -> None:

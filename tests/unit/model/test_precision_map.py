@@ -46,6 +46,14 @@ def test_recipes(recipe: str, fp8_format: str) -> None:
     assert gemms_of_a_layer(fp8_recipe=recipe, fp8_format=fp8_format) == expected
 
 
+def test_fp4_shows_what_is_done_for_gradients() -> None:
+    assert gemms_of_a_layer(fp4_format="e2m1") == (
+        "input e2m1 x weight e2m1 per 1x16 x 16x16, e4m3 x fp32 scale",
+        "grad_output e2m1 (stochastic rounding) x weight e2m1 per 1x16 x 16x16, e4m3 x fp32 scale",
+        "grad_output e2m1 (Hadamard and stochastic rounding) x input e2m1 (Hadamard) per 1x16, e4m3 x fp32 scale",
+    )
+
+
 def test_delayed_scaling_shows_its_history() -> None:
     """Megatron's defaults, which are not Transformer Engine's (max of 1024)."""
     fprop, _, _ = gemms_of_a_layer(fp8_recipe="delayed", fp8_format="hybrid")

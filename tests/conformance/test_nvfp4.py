@@ -1,0 +1,224 @@
+"""NVFP4 against the slow reference in `reference.py` and against Transformer Engine's in Python, where it is installed.
+
+No GPU here has it (it takes compute capability 10.0), so there are no golden vectors.
+"""
+
+import numpy as np
+import pytest
+import reference
+import torch
+from test_reference import adversarial
+
+from megafp8.fp8 import fp4
+from megafp8.fp8.formats import E2M1
+from megafp8.fp8.hadamard import transform_columns, transform_matrix
+from megafp8.fp8.noise import RoundingNoise, random_bytes
+from megafp8.fp8.quantize import Quantized, dequantize, quantize
+from megafp8.fp8.recipes import OperandRule
+from megafp8.fp8.rounding import cast, decode
+from megafp8.fp8.scaling import ScaleRule
+
+BLOCKS = [(1, 16), (16, 1), (16, 16)]
+
+
+def rule(block: tuple[int, int], **options: bool) -> OperandRule:
+    return OperandRule(format=E2M1, block=block, scale_rule=ScaleRule.TWO_LEVEL, **options)
+
+
+def codes_of(quantized: Quantized) -> np.ndarray:
+    """One code a byte."""
+    return (fp4.unpack(quantized.codes) >> 4).numpy()
+
+
+# --- the format -------------------------------------------------------------------------------------------------------
+
+
+def test_cast_of_every_bf16_value() -> None:
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    codes = fp4.unpack(cast(every.clone(), E2M1)) >> 4
+    expected = [reference.round_to_code(float(value), "e2m1") for value in every]
+    np.testing.assert_array_equal(codes.numpy(), np.array(expected, dtype=np.uint8))
+
+
+def test_cast_at_every_fp32_boundary() -> None:
+    """Ties and values, and their FP32 neighbours: where one more rounding would show."""
+    magnitudes = np.array(reference.MAGNITUDES["e2m1"], dtype=np.float32)
+    places = np.concatenate([magnitudes, (magnitudes[1:] + magnitudes[:-1]) / 2])
+    places = np.concatenate([places, np.nextafter(places, np.float32(-1)), np.nextafter(places, np.float32(9))])
+    places = np.concatenate([places, -places, np.float32([1e-45, 3e38, -3e38])]).astype(np.float32)
+    places = places[: len(places) // 2 * 2]
+    codes = fp4.unpack(cast(torch.from_numpy(places.copy()), E2M1)) >> 4
+    expected = [reference.round_to_code(float(value), "e2m1") for value in places]
+    np.testing.assert_array_equal(codes.numpy(), np.array(expected, dtype=np.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_decode_of_every_byte(dtype: torch.dtype) -> None:
+    """The even element is in the low half."""
+    values = decode(torch.arange(256, dtype=torch.int32).to(torch.uint8), E2M1, dtype)
+    expected = [reference.value(half, "e2m1") for byte in range(256) for half in (byte & 15, byte >> 4)]
+    assert values.tolist() == expected
+    assert torch.equal(cast(values.float(), E2M1), torch.arange(256, dtype=torch.int32).to(torch.uint8))
+
+
+# --- scales and codes -------------------------------------------------------------------------------------------------
+
+
+def check_against_reference(x: torch.Tensor, block: tuple[int, int]) -> None:
+    ours = quantize(x, rule(block))
+    codes, scales, tensor_amax = reference.quantize_nvfp4(x.float().numpy(), block)
+    np.testing.assert_array_equal(codes_of(ours)[:, : codes.shape[1]], codes)
+    np.testing.assert_array_equal(ours.dequant_scale.view(torch.uint8).numpy(), scales)
+    assert ours.tensor_scale.item() == np.float32(tensor_amax / np.float32(448 * 6))
+    if np.isfinite(tensor_amax) and tensor_amax > 1e-30:  # below, its scale is subnormal
+        places = [np.arange(size) // length for size, length in zip(x.shape, block, strict=True)]
+        expected = np.vectorize(reference.value_nvfp4, otypes=[float])(codes, scales[np.ix_(*places)], tensor_amax)
+        np.testing.assert_allclose(dequantize(ours).double().numpy(), expected, rtol=3e-7, atol=1e-44)
+
+
+@pytest.mark.parametrize("case", adversarial())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_adversarial(case: str, dtype: torch.dtype) -> None:
+    x = adversarial()[case].to(dtype)
+    x = torch.nn.functional.pad(x, (0, x.shape[1] % 2))  # two codes to a byte
+    for block in ((1, 4), (3, 1), (4, 4), *BLOCKS):
+        check_against_reference(x, block)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("shape", [(32, 64), (48, 18), (5, 40), (17, 2)])
+def test_blocks_of_16(block: tuple[int, int], shape: tuple[int, int]) -> None:
+    """Blocks of so different a size that some scales are subnormal in E4M3, and zero."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(shape, generator=generator) * torch.exp(5 * torch.randn(shape, generator=generator))
+    check_against_reference(x.bfloat16(), block)
+    check_against_reference(x, block)
+
+
+def test_ties_of_block_scales() -> None:
+    """Amaxes in BF16 often lie halfway between two scales; one more rounding on the way shows there."""
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(96, 160, generator=generator) * torch.exp(2 * torch.randn(96, 160, generator=generator))
+    check_against_reference(x.bfloat16(), (1, 16))
+
+
+@pytest.mark.parametrize("block", [(1, 16), (16, 16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transforms", [False, True])
+def test_transformer_engines_reference(block: tuple[int, int], dtype: torch.dtype, transforms: bool) -> None:
+    path = "transformer_engine.pytorch.custom_recipes"
+    nvfp4 = pytest.importorskip(f"{path}.reference_nvfp4", exc_type=ImportError)
+    utils = pytest.importorskip(f"{path}.reference_utils", exc_type=ImportError)
+    if transforms and block == (16, 16):
+        pytest.skip("weights are not transformed")
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(96, 160, generator=generator) * torch.exp(2 * torch.randn(96, 160, generator=generator))
+    x[32:48, :16] = 0
+    x = x.to(dtype)
+    theirs = nvfp4.NVFP4QuantizerRef(
+        dtype=utils.Fp4Formats.E2M1, quant_tile_shape=block, with_rht=transforms
+    ).quantize(x)
+    by_rows, by_columns = quantize(x, rule(block)), quantize(x, rule(block[::-1], is_transformed=transforms))
+    assert torch.equal(by_rows.codes, theirs.data)
+    rows_of_scales = theirs.scale.view(torch.uint8)[:: block[0]]  # squares repeat theirs on every row
+    assert torch.equal(by_rows.dequant_scale.view(torch.uint8), rows_of_scales)
+    np.testing.assert_array_equal(codes_of(by_columns).T, (fp4.unpack(theirs.data_t) >> 4).numpy())
+    columns_of_scales = theirs.scale_t.view(torch.uint8)[:: block[0]]
+    assert torch.equal(by_columns.dequant_scale.view(torch.uint8).t(), columns_of_scales)
+    for ours, amax in ((by_rows, theirs.global_amax_row), (by_columns, theirs.global_amax_col)):
+        assert ours.tensor_scale == amax / (6 * 448)
+
+
+# --- Hadamard transform -----------------------------------------------------------------------------------------------
+
+
+def test_the_transform_is_orthogonal() -> None:
+    matrix = transform_matrix(torch.float64, torch.device("cpu"))
+    assert torch.equal(matrix @ matrix.t(), torch.eye(16, dtype=torch.float64))
+    assert (matrix.abs() == 0.25).all()
+
+
+def test_the_transform_is_that_of_the_reference() -> None:
+    x = torch.randn(48, 5, generator=torch.Generator().manual_seed(5))
+    expected = reference.hadamard_columns(x.numpy())
+    np.testing.assert_allclose(transform_columns(x).numpy(), expected, rtol=1e-6, atol=1e-6)
+    x = x.bfloat16()
+    expected = torch.from_numpy(reference.hadamard_columns(x.float().numpy())).float().bfloat16()
+    assert torch.equal(transform_columns(x), expected), "rounded once"
+
+
+def test_the_transform_drops_out_of_a_product() -> None:
+    generator = torch.Generator().manual_seed(6)
+    x, dy = (torch.randn(64, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    torch.testing.assert_close(transform_columns(dy).t() @ transform_columns(x), dy.t() @ x)
+
+
+def test_the_transform_spreads_an_outlier() -> None:
+    x = torch.zeros(16, 2)
+    x[3, 0] = 8.0
+    assert (transform_columns(x)[:, 0].abs() == 2.0).all()
+
+
+def test_rows_that_make_no_groups_are_refused() -> None:
+    with pytest.raises(ValueError, match="groups of 16, here are 24: choose --seq-length"):
+        transform_columns(torch.zeros(24, 2))
+
+
+# --- stochastic rounding ----------------------------------------------------------------------------------------------
+
+NOISE_UNIT = 1 / 256  # eight random bits: a probability is off by at most half of that
+
+
+@pytest.mark.parametrize("x", [0.0, 0.1, 0.25, 0.5, 0.6, 1.2, 1.99, 2.01, 2.7, 3.9, 4.5, 5.9, 6.0, 7.0, -0.3, -4.7])
+def test_stochastic_rounding_is_adjacent_and_unbiased(x: float) -> None:
+    count = 1 << 16
+    noise = random_bytes(count, torch.Generator().manual_seed(7))
+    rounded = decode(cast(torch.full((count,), x), E2M1, noise=noise), E2M1, torch.float32)
+    below, above, probability = reference.stochastic_neighbours(float(np.float32(x)), "e2m1")
+    assert set(rounded.tolist()) <= {below, above}
+    found = 0.0 if below == above else (rounded == above).double().mean().item()
+    deviation = (probability * (1 - probability) / count) ** 0.5
+    assert abs(found - probability) <= NOISE_UNIT / 2 + 4 * deviation
+
+
+def test_every_noise_byte_moves_a_value_by_its_share() -> None:
+    """Of 256 bytes, as many round up as there are 256ths of the way; what E2M1 holds never moves."""
+    noise = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    for numerator in range(257):
+        for below, above in ((0.0, 0.5), (1.5, 2.0), (2.0, 3.0), (4.0, 6.0)):
+            x = torch.full((256,), below + (above - below) * numerator / 256)
+            rounded = decode(cast(x, E2M1, noise=noise), E2M1, torch.float32)
+            assert (rounded == above).sum() in (numerator, numerator - 1, numerator + 1)
+            if numerator in (0, 256):
+                assert (rounded == (above if numerator else below)).all()
+
+
+def test_mean_of_many_quantizations_is_the_tensor() -> None:
+    """But for values beyond six times their block's scale, which saturate: that scale is rounded, down too."""
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(8))
+    noise, stochastic = RoundingNoise("test"), rule((1, 16), is_stochastic=True)
+    draws = [dequantize(quantize(x, stochastic, generator=noise.next_generator(x.device))) for _ in range(400)]
+    nearest = quantize(x, rule((1, 16)))
+    fits = x.abs() <= 6 * nearest.tensor_scale * nearest.dequant_scale.float().repeat_interleave(16, dim=1)
+    assert fits.float().mean() > 0.9
+    mean_error = (torch.stack(draws).mean(dim=0) - x)[fits].norm() / x.norm()
+    nearest_error = (dequantize(nearest) - x)[fits].norm() / x.norm()
+    assert mean_error < nearest_error / 10, "the error of a draw is about 1.5 times nearest's, the mean's 20 times less"
+
+
+def test_noise_is_a_function_of_name_and_count() -> None:
+    def draws(name: str, start: int = 0) -> list[list[int]]:
+        noise = RoundingNoise(name)
+        noise.load_state_dict({"num_draws": torch.tensor([start])})
+        return [random_bytes(32, noise.next_generator(torch.device("cpu"))).tolist() for _ in range(3)]
+
+    assert draws("a") == draws("a")
+    assert draws("a")[1:] == draws("a", start=1)[:2]
+    distinct = {tuple(bytes_) for name in ("a", "b") for bytes_ in draws(name)}
+    assert len(distinct) == 6
+
+
+def test_noise_is_even() -> None:
+    counts = torch.bincount(random_bytes(1 << 18, torch.Generator().manual_seed(9)).int(), minlength=256)
+    expected = (1 << 18) / 256
+    assert ((counts - expected).abs() < 6 * expected**0.5).all()
