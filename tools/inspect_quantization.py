@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What each FP8 recipe does to a tensor, or to the weights of a checkpoint.
+"""What each FP8 and FP4 recipe does to a tensor, or to the weights of a checkpoint.
 
     python tools/inspect_quantization.py outliers:4096x4096
     python tools/inspect_quantization.py activations.npy --operand input --recipes tensorwise mxfp8
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from megafp8.model.quantization_report import Finding
 
-RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8")
+RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8", "nvfp4")
 DEFAULT_RECIPES = ("tensorwise", "blockwise", "mxfp8")
 FORMATS = ("e4m3", "e5m2")
 OPERANDS = ("input", "weight", "grad_output")
@@ -53,9 +53,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="a .npy, .pt or .safetensors file; normal:RxC[:DEVIATION] or outliers:RxC[:FACTOR], made up; or a run's "
         "folder, or one checkpoint in it",
     )
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=DEFAULT_RECIPES,
-                        help=f"default {' '.join(DEFAULT_RECIPES)}")  # fmt: skip
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS, help="default both")
+    parser.add_argument(
+        "--recipes", nargs="+", choices=RECIPES, default=DEFAULT_RECIPES,
+        help=f"default {' '.join(DEFAULT_RECIPES)}; with --operand grad_output nvfp4 rounds stochastically",
+    )  # fmt: skip
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS, help="of FP8; default both")
     parser.add_argument(
         "--operand", choices=OPERANDS,
         help="what the tensor is in a linear: weights have square blocks under blockwise (default weight for a "
@@ -147,11 +149,16 @@ def cells_of(finding: Finding) -> list[str]:
     """One line of the table."""
     stats = finding.stats
     return [
-        finding.recipe, finding.format, finding.orientation, finding.granularity,
+        finding.recipe, finding.format, finding.orientation, block_of(finding),
         number(stats.scale_min, ".4g"), number(stats.scale_max, ".4g"), number(stats.scale_spread_octaves, ".1f"),
         share(stats.underflow_fraction), share(stats.saturated_fraction), number(stats.sqnr_db, ".2f"),
         number(stats.local_sqnr_db, ".2f"), number(stats.max_abs_error, ".3g"),
     ]  # fmt: skip
+
+
+def block_of(finding: Finding) -> str:
+    """What shares a scale, and what else is done."""
+    return f"{finding.granularity}, {finding.extras}" if finding.extras else finding.granularity
 
 
 def number(value: Optional[float], spec: str) -> str:
@@ -185,7 +192,7 @@ def summary(findings: Sequence[Finding]) -> str:
     """One line for each recipe, format and direction, over all tensors."""
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for each in findings:
-        groups.setdefault((each.recipe, each.format, each.orientation, each.granularity), []).append(each)
+        groups.setdefault((each.recipe, each.format, each.orientation, block_of(each)), []).append(each)
     rows = []
     for key, members in groups.items():
         heard = [each for each in members if each.stats.sqnr_db is not None]
@@ -218,8 +225,10 @@ def draw(folder: Path, panels: Sequence[tuple[str, Sequence[Finding]]]) -> Path:
     ]
     drawn = []
     for title, findings in panels:
-        curves = [each for each in findings if "row" in each.orientation and each.format == findings[0].format]
-        counts = {f"{each.recipe}, a scale per {each.granularity}": each.stats.octave_counts for each in curves}
+        counts: dict[str, Sequence[int]] = {}
+        for each in findings:
+            if "row" in each.orientation:
+                counts.setdefault(f"{each.recipe}, a scale per {each.granularity}", each.stats.octave_counts)
         drawn.append(Panel(title=title.replace("   ", "\n"), counts=counts))
     return plot_ranges(drawn, ranges, folder / PICTURE)
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from megafp8.config.schema import PrecisionConfig
+from megafp8.errors import DataError
+from megafp8.fp8 import hadamard
 from megafp8.fp8.delayed import DelayedScale
 from megafp8.fp8.formats import Format
 from megafp8.fp8.quantize import Quantized, dequantize, quantize
@@ -18,7 +20,8 @@ from megafp8.fp8.rounding import cast
 from megafp8.fp8.scaling import ScaleRule, amax, quant_scale_of
 from megafp8.telemetry.quantization import QuantizationStats, quantization_stats
 
-RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8")
+FP4_RECIPE = "nvfp4"
+RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8", FP4_RECIPE)
 FORMATS = ("e4m3", "e5m2")
 BOTH = "row, column"
 # The GEMM that sums over the columns of an operand, and so quantizes along its rows; and the one that sums over rows.
@@ -39,6 +42,7 @@ class Finding:
         orientation: `row`, `column`, or both where they share their codes.
         granularity: what shares a scale, in words.
         scale_rule: where scales come from, in words.
+        extras: what else is done, in words: a transform, after which the error is measured, or stochastic rounding.
     """
 
     tensor: str
@@ -47,6 +51,7 @@ class Finding:
     orientation: str
     granularity: str
     scale_rule: str
+    extras: str
     stats: QuantizationStats
 
 
@@ -64,14 +69,22 @@ def inspect_tensor(
         tensor: FP32, BF16 or FP16, not empty; all dims but the last are rows.
         operand: what it is in a linear; weights have blocks of their own.
         recipes: of RECIPES.
-        formats: of FORMATS.
+        formats: of FORMATS; FP4 has one of its own.
         delayed_amax_ratio: delayed scaling knows only what was: the amax that its history holds, relative to the
             tensor's own. Below 1 the tensor has grown since, and saturates.
+
+    Raises:
+        DataError: a recipe cannot take the tensor's shape.
     """
     rows = tensor.detach().reshape(-1, tensor.shape[-1] if tensor.ndim else 1)
+    if FP4_RECIPE in recipes and (rows.shape[0] % hadamard.SIZE or rows.shape[1] % 2):
+        raise DataError(
+            f"{name} has {rows.shape[0]} rows and {rows.shape[1]} columns: {FP4_RECIPE} takes rows in groups of "
+            f"{hadamard.SIZE} and columns in pairs; leave it out of --recipes"
+        )
     findings = []
     for recipe in recipes:
-        for fmt in formats:
+        for fmt in formats if recipe != FP4_RECIPE else ("e2m1",):
             for orientation, rule in recipe_rules(recipe, fmt, operand).items():
                 findings.append(
                     Finding(
@@ -81,6 +94,7 @@ def inspect_tensor(
                         orientation=orientation,
                         granularity=rule.granularity,
                         scale_rule=rule.scale_rule.value,
+                        extras=rule.extras,
                         stats=stats_under(rows, rule, delayed_amax_ratio),
                     )
                 )
@@ -90,8 +104,10 @@ def inspect_tensor(
 def stats_under(rows: Tensor, rule: OperandRule, delayed_amax_ratio: float = 1.0) -> QuantizationStats:
     """Quantize [rows, columns] by a rule and compare."""
     scale = _scale_from_before(rows, rule, delayed_amax_ratio)
-    quantized = quantize(rows, rule, delayed=scale)
-    return quantization_stats(rows, dequantize(quantized), element_scales(quantized), rule.format.max)
+    generator = torch.Generator(rows.device).manual_seed(0) if rule.is_stochastic else None
+    quantized = quantize(rows, rule, delayed=scale, generator=generator)
+    values = hadamard.transform_columns(rows) if rule.is_transformed else rows
+    return quantization_stats(values, dequantize(quantized), element_scales(quantized), rule.format.max)
 
 
 def element_scales(quantized: Quantized) -> Tensor:
@@ -107,7 +123,11 @@ def _code_of_one(fmt: Format) -> Tensor:
 
 def recipe_rules(recipe: str, fmt: str, operand: Operand) -> dict[str, OperandRule]:
     """The rules of an operand by orientation; one entry where both are the same."""
-    built = build_recipe(PrecisionConfig(fp8_format=fmt, fp8_recipe=recipe))
+    if recipe == FP4_RECIPE:
+        precision = PrecisionConfig(fp4_format=fmt, fp4_recipe=recipe)
+    else:
+        precision = PrecisionConfig(fp8_format=fmt, fp8_recipe=recipe)
+    built = build_recipe(precision)
     assert built is not None
     rules = {orientation: built.rule(operand, gemm) for orientation, gemm in GEMMS[operand].items()}
     if rules["row"] == rules["column"]:
