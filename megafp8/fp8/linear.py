@@ -268,6 +268,8 @@ def _scaled_gemm(
         bias: [N] or None.
     """
     if a.is_cuda:
+        if factor is None and bias is None and a.dtype == dtype:
+            return torch.mm(a, b)
         product = torch.mm(a, b) if a.dtype == torch.float32 else torch.mm(a, b, out_dtype=torch.float32)
         product = product if factor is None else product.mul_(factor)
         return (product if bias is None else product.add_(bias)).to(dtype)

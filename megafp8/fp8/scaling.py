@@ -90,9 +90,11 @@ def block_amax(blocks: Tensor) -> Tensor:
     """
     integer = torch.int16 if blocks.dtype.itemsize == 2 else torch.int32
     bits = blocks.view(integer).bitwise_and(torch.iinfo(integer).max)
-    infinity = torch.tensor(torch.inf, dtype=blocks.dtype).view(integer).item()
+    infinity = torch.tensor(torch.inf, dtype=blocks.dtype).view(integer).item()  # NaNs are above it
+    if blocks.is_cuda:  # no look at the data: that would stop the device
+        return _largest_of_blocks(bits.masked_fill_(bits > infinity, 0)).view(blocks.dtype).float()
     largest = _largest_of_blocks(bits)
-    if blocks.is_cuda or (largest.numel() and largest.amax().item() > infinity):  # NaNs are above infinity
+    if largest.numel() and largest.amax().item() > infinity:
         largest = _largest_of_blocks(bits.masked_fill_(bits > infinity, 0))
     return largest.view(blocks.dtype).float()
 
@@ -180,13 +182,15 @@ def two_level_scales(largest: Tensor, tensor_largest: Tensor) -> Scales:
 
     Numerics: in the order of Transformer Engine's kernel, each step one FP32 operation.
     """
-    # Not `number / tensor`, which torch computes as a product with the reciprocal: two roundings.
-    encode = torch.full_like(tensor_largest, E4M3.max * E2M1.max).div_(tensor_largest).clamp_(max=FP32_MAX)
+    # Tensors on both sides: torch makes of `number / tensor`, and on a GPU of `tensor / number`, a product with the
+    # reciprocal, which rounds twice.
+    top = torch.full_like(tensor_largest, E4M3.max * E2M1.max)
+    encode = (top / tensor_largest).clamp_(max=FP32_MAX)
     encode.masked_fill_((encode == 0) | (tensor_largest == 0), 1.0)
     per_block = encode * torch.tensor(1 / E2M1.max, dtype=torch.float32)
     dequant = cast(largest.mul(per_block).clamp_(max=FP32_MAX), E4M3)
     quant = dequant.float().mul_(encode.reciprocal()).reciprocal_().clamp_(max=FP32_MAX)
-    return Scales(quant, dequant, tensor_largest / (E4M3.max * E2M1.max))
+    return Scales(quant, dequant, tensor_largest / top)
 
 
 def tensor_scales(quant_scale: Tensor) -> Scales:

@@ -156,16 +156,14 @@ def as_matrix(entries: dict[tuple[int, int], object], dtype: type) -> np.ndarray
 
 # --- 7. MXFP8 --------------------------------------------------------------------------------------------------------
 # A scale is a power of two, kept as the byte of its exponent: byte e is 2^(e - 127), 255 is NaN (E8M0).
+POWERS_OF_TWO = [2.0 ** (exponent - 127) for exponent in range(255)]
+
+
 def e8m0_round_up(x: np.float32) -> int:
     """The smallest E8M0 number that is not below x >= 0. Zero gives the smallest of all, infinity the largest."""
     if np.isnan(x):
         return 255
-    if np.isinf(x):
-        return 254
-    for exponent in range(254):
-        if float(x) <= 2.0 ** (exponent - 127):
-            return exponent
-    return 254
+    return bisect.bisect_left(POWERS_OF_TWO[:254], float(x))
 
 
 def quantize_mxfp8(x: np.ndarray, block: tuple[int, int], fmt: str) -> tuple[np.ndarray, np.ndarray]:

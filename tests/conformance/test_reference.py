@@ -139,11 +139,12 @@ def test_mxfp8(case: str, fmt: str, dtype: torch.dtype) -> None:
 
 
 def exponent_boundaries() -> np.ndarray:
-    """FP32 numbers around each place where a scale's exponent changes, and at random ones."""
+    """FP32 numbers around each place where a scale's exponent changes, random ones, and all that BF16 has."""
     mantissas = np.array([0, 1, 2, 0x5FFFFF, 0x600000, 0x600001, 0x600002, 0x7FFFFF], dtype=np.int64)
     bits = (np.arange(255, dtype=np.int64)[:, None] << 23) | mantissas
     random = np.random.default_rng(0).integers(0, 0x7F800000, 1000)
-    return np.concatenate([bits.ravel(), random, [0x7F800000]]).astype(np.int32).view(np.float32)
+    every_bf16 = np.arange(0x7F80, dtype=np.int64) << 16
+    return np.concatenate([bits.ravel(), random, every_bf16, [0x7F800000]]).astype(np.int32).view(np.float32)
 
 
 @pytest.mark.parametrize("fmt", FP8)
