@@ -14,8 +14,10 @@ LAYOUT_LOSS = 2e-6
 # (without --qk-layernorm it is as good as gpt2). These are the next round numbers above twice that.
 LAYOUT_GRAD_NORM = {"llama": 5e-5, "gpt2": 1e-6}
 
-# One unit in the last place of a loss between 4 and 8: the same numbers, summed over other ranks.
-LOSS_UNIT = 2.0**-21
+# The same numbers, summed over other ranks. Each rank rounds its own sum to FP32 once per microbatch (ranks' sums are
+# then added in FP64), which moves a loss between 4 and 8 by up to half a unit of 2^-21 on each side of the comparison,
+# and the masked attention kernel of context-parallel ranks rounds in another order once more: two units.
+SUMMED_ELSEWHERE = 2 * 2.0**-21
 
 # Root mean square over six steps. A weight's last bit decides now and then to which of two FP8 codes, 6% to 12% apart,
 # an activation is rounded; then scales and everything behind them move. Twelve nudged FP8 trainings of each style had
