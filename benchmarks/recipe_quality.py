@@ -360,7 +360,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         (options.folder / "recipe_quality.md").write_text(text + "\n", encoding="utf-8")
         content = {"options": vars(options), "rows": rows, "runs": results, "failures": failures}
         timing.write_json(options.folder / "recipe_quality.json", json.loads(json.dumps(content, default=timing.plain)))
-        plot_gaps(rows, options.folder / "recipe_quality.png")
+        if len(rows) > 1:
+            plot_gaps(rows, options.folder / "recipe_quality.png")
     for name, text in failures.items():
         print(f"FAILED: {name}: {text}", file=sys.stderr)
     return 1 if failures else 0
