@@ -38,7 +38,7 @@ LAYER_STATE = ("_extra_state", ".quantizer_state.")
 # What megatron-core and torch raise on a file that is missing, cut off or of another model.
 UNREADABLE = (
     CheckpointingException, CheckpointException, OSError, RuntimeError, AttributeError, EOFError, KeyError,
-    pickle.UnpicklingError,
+    pickle.UnpicklingError, TypeError, ValueError,
 )  # fmt: skip
 
 

@@ -1,0 +1,100 @@
+"""Transformer Engine's own quantizers on this GPU against ours, on fresh tensors: every byte and every scale."""
+
+import importlib.util
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from golden import Arrays
+from test_golden_casts import check_cast, check_delayed_cast
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available(),
+        reason="needs Transformer Engine and a GPU",
+    ),
+]
+
+SHAPES = ((128, 128), (256, 384), (272, 144), (64, 1024), (400, 48))
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+BITS = {"bf16": torch.int16, "fp32": torch.int32}
+
+
+def tensors(shape: tuple[int, int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Distributions that break quantizers, in FP32."""
+    generator = torch.Generator().manual_seed(shape[0] * 10_000 + shape[1])
+    normal = torch.randn(shape, generator=generator)
+    exponents = torch.randint(-12, 12, (shape[0], 1), generator=generator).float()
+    yield "normal", normal
+    yield "tiny", normal * 1e-30
+    yield "huge", normal * 1e30
+    yield "rows", normal * 10**exponents
+    yield "cols", normal * torch.logspace(-6, 6, shape[1])
+    yield "outlier", normal.clone().index_put_((torch.tensor(3), torch.tensor(5)), torch.tensor(1e30))
+    yield "zeroblocks", normal * (torch.arange(shape[0]) // 32 % 2)[:, None]
+    yield "allzero", torch.zeros(shape)
+    yield "equal", torch.full(shape, 0.3)
+    yield "denormal", normal * 1e-40
+    yield "inf", normal.clone().index_put_((torch.tensor(0), torch.tensor(1)), torch.tensor(float("inf")))
+    yield "nan", normal.clone().index_put_((torch.tensor(7), torch.tensor(2)), torch.tensor(float("nan")))
+
+
+def as_bytes(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.detach().contiguous().cpu().numpy()
+
+
+def te_casts(base: str, x: torch.Tensor, dtype: str) -> Arrays:
+    """What Transformer Engine makes of a tensor, under the keys of the golden vectors."""
+    import transformer_engine_torch as tex
+    from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
+
+    x = x.to(DTYPES[dtype])
+    arrays: Arrays = {f"{base}/x": as_bytes(x.view(BITS[dtype]))}
+    x = x.cuda()
+    kinds = {"e4m3": tex.DType.kFloat8E4M3, "e5m2": tex.DType.kFloat8E5M2}
+    for (fmt, kind), (rule, pow2) in itertools.product(kinds.items(), (("fp32", False), ("pow2", True))):
+        per_tensor = Float8CurrentScalingQuantizer(kind, torch.device("cuda"), force_pow_2_scales=pow2)(x)
+        arrays[f"{base}/tensorwise-{fmt}-{rule}/codes"] = as_bytes(per_tensor._data)
+        arrays[f"{base}/tensorwise-{fmt}-{rule}/scale_inv"] = as_bytes(per_tensor._scale_inv)
+        for dims in (1, 2):
+            blocks = Float8BlockQuantizer(
+                kind, rowwise=True, columnwise=True, force_pow_2_scales=pow2, block_scaling_dim=dims
+            )(x)
+            for side, name in (("row", "_rowwise"), ("col", "_columnwise")):
+                place = f"{base}/block{dims}d-{fmt}-{rule}/{side}"
+                arrays[f"{place}_codes"] = as_bytes(getattr(blocks, f"{name}_data"))
+                arrays[f"{place}_scale_inv"] = as_bytes(getattr(blocks, f"{name}_scale_inv"))
+    for fmt, kind in kinds.items():
+        amax = torch.zeros(1, device="cuda")
+        delayed = Float8Quantizer(torch.full((1,), 3.7, device="cuda"), amax, kind)(x)
+        place = f"{base}/delayed-{fmt}-scale3.7"
+        arrays |= {
+            f"{place}/codes": as_bytes(delayed._data),
+            f"{place}/scale_inv": as_bytes(delayed._scale_inv),
+            f"{place}/amax": as_bytes(amax),
+        }
+    return arrays
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bytes_and_scales(shape: tuple[int, int], dtype: str) -> None:
+    compared, differing = 0, []
+    for name, x in tensors(shape):
+        base = f"{shape[0]}x{shape[1]}/{name}/{dtype}"
+        arrays = te_casts(base, x, dtype)
+        for key in arrays:
+            if not key.endswith("codes"):
+                continue
+            compared += 1
+            try:
+                (check_delayed_cast if "/delayed" in key else check_cast)(arrays, key)
+            except AssertionError as error:
+                differing.append(f"{key}: {str(error).splitlines()[1:4]}")
+    print(f"{compared} casts compared")
+    assert compared == 12 * (4 + 2 * 4 * 2 + 2)
+    assert not differing, f"{len(differing)} of {compared} differ:\n" + "\n".join(differing[:8])
