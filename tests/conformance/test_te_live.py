@@ -48,6 +48,7 @@ def as_bytes(tensor: torch.Tensor) -> np.ndarray:
 
 def te_casts(base: str, x: torch.Tensor, dtype: str) -> Arrays:
     """What Transformer Engine makes of a tensor, under the keys of the golden vectors."""
+    import transformer_engine.pytorch  # noqa: F401 - loads the extension module that comes next
     import transformer_engine_torch as tex
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
