@@ -15,15 +15,21 @@ SUFFIXES = {".py", ".sh", ".md", ".toml", ".txt", ".cfg", ".yaml", ".yml", ".jso
 
 RULES = {
     "a folder of one machine": re.compile(r"(?<![\w.<>$}])/(?:work|root|home|tmp|scratch|mnt)/\w"),
-    "a package registry": re.compile(r"index-url[= ]+https?:|//(?:localhost|127\.)|https?://\S*/simple\b"),
+    # Written so that this file does not name them either.
+    "a package registry": re.compile(
+        r"py[p]i\.org|python[h]osted|arti[f]actory|dev[p]i|nex[u]s3?\.|jf[r]og"
+        r"|index-url[= ]+https?:|//(?:localhost|127\.)|https?://\S*/simple\b"
+    ),
     "a loose end": re.compile(r"\b(?:TODO|FIXME|XXX|HACK)\b"),
 }
 
 BROKEN = [
     ("a folder of one machine", "cache = '/tmp/megafp8'"),
     ("a folder of one machine", "see /home/someone/notes.md"),
+    ("a folder of one machine", "see /wor" + "k/notes.md"),
     ("a package registry", "pip install --index-url https://somewhere/simple torch"),
     ("a package registry", "see https://somewhere/simple/megafp8"),
+    ("a package registry", "https://py" + "pi.org/project/megafp8"),
     ("a loose end", "# TODO: later"),
 ]
 SOUND = ["tempfile.gettempdir()", "a/tmp/b", "$HOME/work/x", "data/home/x", "the work/life of it", "pip install torch"]
