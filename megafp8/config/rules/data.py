@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from megafp8.config import derived
-from megafp8.config.rules.rule import Rule
+from megafp8.config.rules.rule import Rule, shards_by_flag
 from megafp8.config.schema import RunConfig
 
 _NUMBER = re.compile(r"\d+(\.\d*)?([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?")
@@ -54,13 +54,7 @@ def split_has_three_parts(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def blends_are_pairs(config: RunConfig, world_size: int) -> Iterator[str]:
     """A weighted blend is weight, prefix, weight, prefix, ..., with weights that are numbers."""
-    data = config.data
-    for flag, words in (
-        ("--data-path", data.data_path),
-        ("--train-data-path", data.train_data_path),
-        ("--valid-data-path", data.valid_data_path),
-        ("--test-data-path", data.test_data_path),
-    ):
+    for flag, words in shards_by_flag(config.data):
         numbers = [bool(_NUMBER.fullmatch(word)) for word in words]
         if not any(numbers) or len(words) == 1:
             continue

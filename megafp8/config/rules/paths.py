@@ -6,19 +6,13 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from megafp8.config.rules.rule import Rule
+from megafp8.config.rules.rule import Rule, shards_by_flag
 from megafp8.config.schema import RunConfig
 
 
 def shards_are_there(config: RunConfig, world_size: int) -> Iterator[str]:
     """A shard prefix stands for two files, PREFIX.bin and PREFIX.idx."""
-    data = config.data
-    for flag, words in (
-        ("--data-path", data.data_path),
-        ("--train-data-path", data.train_data_path),
-        ("--valid-data-path", data.valid_data_path),
-        ("--test-data-path", data.test_data_path),
-    ):
+    for flag, words in shards_by_flag(config.data):
         for prefix in (word for word in words if not _is_number(word)):
             missing = [prefix + suffix for suffix in (".bin", ".idx") if not os.path.isfile(prefix + suffix)]
             if missing:

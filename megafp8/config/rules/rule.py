@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Optional
 
 from megafp8.config import derived
-from megafp8.config.schema import RunConfig
+from megafp8.config.schema import DataConfig, RunConfig
 from megafp8.errors import ConfigError
 
 Rule = Callable[[RunConfig, int], Iterator[str]]
@@ -52,6 +52,16 @@ def microbatches(config: RunConfig, world_size: int) -> Optional[int]:
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple that is not below `value`."""
     return -(-value // multiple) * multiple
+
+
+def shards_by_flag(data: DataConfig) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """The words of each flag that names token shards: prefixes, with weights between them or without."""
+    return (
+        ("--data-path", data.data_path),
+        ("--train-data-path", data.train_data_path),
+        ("--valid-data-path", data.valid_data_path),
+        ("--test-data-path", data.test_data_path),
+    )
 
 
 def without(effect: Any, needs: str) -> str:
