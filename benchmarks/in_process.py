@@ -66,7 +66,7 @@ def add_run(first: Run, text: str) -> Run:
     checked = checked_flags(text)
     config, implementation, world_size = checked.invocation.config, checked.implementation, first.place.world_size
     assert config.parallel == first.config.parallel and config.data == first.config.data
-    transformer_config = build_transformer_config(config, implementation, on_cuda=False, world_size=world_size)
+    transformer_config = build_transformer_config(config, implementation, on_cuda=False)
     trainee = build_trainee(config, transformer_config, implementation, first.vocab_size, world_size)
     watched = config.training.check_for_nan_in_loss_and_grad
     return dataclasses.replace(

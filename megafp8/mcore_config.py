@@ -30,9 +30,7 @@ def leave_uninitialized(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def build_transformer_config(
-    config: RunConfig, implementation: str, on_cuda: bool, world_size: int
-) -> TransformerConfig:
+def build_transformer_config(config: RunConfig, implementation: str, on_cuda: bool) -> TransformerConfig:
     """The model's configuration for one rank.
 
     Args:

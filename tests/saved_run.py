@@ -41,7 +41,7 @@ def build_initial(config: RunConfig) -> Trainee:
     world_size = dist.get_world_size()
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
     vocab_size = derived.padded_vocab_size(config, tokenizer.vocab_size)
-    transformer_config = build_transformer_config(config, "emulated", on_cuda=False, world_size=world_size)
+    transformer_config = build_transformer_config(config, "emulated", on_cuda=False)
     model = build_model(config, transformer_config, "emulated", vocab_size)
     chunks = add_gradient_buffers(config, transformer_config, model)
     optimizer = build_optimizer(config, transformer_config, chunks)

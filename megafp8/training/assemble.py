@@ -73,9 +73,7 @@ def assemble(config: RunConfig, platform: Platform, implementation: str) -> Run:
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
     vocab_size = derived.padded_vocab_size(config, derived.vocabulary_size(config, tokenizer.vocab_size))
     datasets = build_datasets(config, tokenizer, derived.dataset_samples(config, place.world_size))
-    transformer_config = build_transformer_config(
-        config, implementation, platform.kind == "cuda", place.world_size
-    )
+    transformer_config = build_transformer_config(config, implementation, platform.kind == "cuda")
     trainee = build_trainee(config, transformer_config, implementation, vocab_size, place.world_size)
     watched = config.training.check_for_nan_in_loss_and_grad
     return Run(

@@ -28,7 +28,7 @@ def describe_run(checked: Checked) -> str:
         DataError: the tokenizer cannot be read.
     """
     config, implementation, world_size = checked.invocation.config, checked.implementation, checked.world_size
-    build_transformer_config(config, implementation, on_cuda=False, world_size=world_size)
+    build_transformer_config(config, implementation, on_cuda=False)
     build_ddp_config(config)
     build_optimizer_config(config)
     vocab_size = derived.padded_vocab_size(config, vocabulary_size(config))

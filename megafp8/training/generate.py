@@ -200,7 +200,7 @@ def build_module(config: RunConfig, implementation: str, vocab_size: int, platfo
     use_threads(config.training.num_threads)
     join_ranks(platform, config.parallel.distributed_timeout_minutes)
     build_groups(config)
-    transformer_config = build_transformer_config(config, implementation, platform.kind == "cuda", world_size=1)
+    transformer_config = build_transformer_config(config, implementation, platform.kind == "cuda")
     (module,) = build_model(config, transformer_config, implementation, vocab_size)
     return module.eval()
 

@@ -18,8 +18,8 @@ from megafp8.mcore_config import build_ddp_config, build_optimizer_config, build
 from megafp8.overrides import converted, not_to_override, type_text
 
 
-def transformer(config: RunConfig, world_size: int = 1, implementation: str = "emulated") -> Any:
-    return build_transformer_config(config, implementation, on_cuda=False, world_size=world_size)
+def transformer(config: RunConfig, implementation: str = "emulated") -> Any:
+    return build_transformer_config(config, implementation, on_cuda=False)
 
 
 def overridden(*entries: str) -> RunConfig:
@@ -47,7 +47,7 @@ def test_model_arrives() -> None:
 
 def test_layout_arrives() -> None:
     sizes = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --context-parallel-size 2"
-    config = transformer(small_config("llama", f"{sizes} --sequence-parallel", 8), 8)
+    config = transformer(small_config("llama", f"{sizes} --sequence-parallel", 8))
     sizes = config.tensor_model_parallel_size, config.pipeline_model_parallel_size, config.context_parallel_size
     assert sizes == (2, 2, 2)
     assert config.sequence_parallel
@@ -85,7 +85,7 @@ def test_optimizer_arrives() -> None:
     ],
 )
 def test_every_activation_is_accepted_on_a_gpu(style: str, flags: str, is_fused: bool) -> None:
-    config = build_transformer_config(small_config(style, flags), "emulated", on_cuda=True, world_size=1)
+    config = build_transformer_config(small_config(style, flags), "emulated", on_cuda=True)
     assert config.bias_activation_fusion == is_fused
 
 
@@ -135,9 +135,9 @@ def test_no_flags_give_a_wrong_pipeline(style: str) -> None:
 def test_overrides_to_that_end_are_refused(flags: str, entry: str, reason: str) -> None:
     virtual = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
     config = small_config("llama", f"{virtual} {flags}", 2)
-    transformer(config, 2)
+    transformer(config)
     with pytest.raises(ConfigError, match=reason):
-        transformer(replace(config, overrides=(entry,)), 2)
+        transformer(replace(config, overrides=(entry,)))
 
 
 # ---- what megatron-core changes by itself ---------------------------------------------------------------------------
