@@ -23,9 +23,9 @@ from tqdm import tqdm
 from megafp8.config.schema import DataConfig
 from megafp8.data.preprocess import PreprocessJob, PreprocessSummary, Progress, preprocess
 from megafp8.data.readers import expand_inputs
+from megafp8.data.tokenizer import TOKENIZER_SETTINGS
 from megafp8.errors import Megafp8Error
 
-TOKENIZER_FIELDS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern")
 # Megatron's flags that its way of splitting the work needs and ours does not.
 UNNEEDED_FLAGS = {
     "--partitions": "the work is split over --workers alone",
@@ -47,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--vocab-size", type=int, help="ids in the vocabulary (NullTokenizer, TikTokenizer)")
     group = parser.add_argument_group("tokenizer")
     for field in dataclasses.fields(DataConfig):
-        if field.name in TOKENIZER_FIELDS:
+        if field.name in TOKENIZER_SETTINGS:
             group.add_argument(
                 "--" + field.name.replace("_", "-"),
                 choices=field.metadata["choices"] or None,
@@ -99,7 +99,7 @@ def main(argv: Optional[list[str]] = None) -> int:
     job = PreprocessJob(
         inputs=tuple(options.input),
         output_prefix=options.output_prefix,
-        tokenizer=DataConfig(**{name: getattr(options, name) for name in TOKENIZER_FIELDS}),
+        tokenizer=DataConfig(**{name: getattr(options, name) for name in TOKENIZER_SETTINGS}),
         vocab_size=options.vocab_size,
         json_keys=tuple(options.json_keys),
         append_eod=options.append_eod,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -55,3 +56,27 @@ def atomic_write_json(path: Union[str, Path], content: dict[str, Any]) -> None:
     """Write `content` as indented JSON with a final newline, whole or not at all."""
     with atomic_write(path) as stream:
         stream.write((json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode("utf-8"))
+
+
+class HashedStream:
+    """Counts and hashes what is written to a binary file.
+
+    Attributes:
+        num_bytes: written so far.
+    """
+
+    def __init__(self, stream: BinaryIO):
+        self._stream = stream
+        self._digest = hashlib.sha256()
+        self.num_bytes = 0
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of everything written so far, in hexadecimal."""
+        return self._digest.hexdigest()
+
+    def write(self, content: Union[bytes, memoryview]) -> None:
+        """Write all of `content`."""
+        self._stream.write(content)
+        self._digest.update(content)
+        self.num_bytes += len(content)

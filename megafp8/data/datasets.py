@@ -24,7 +24,8 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megafp8.config import derived
 from megafp8.config.schema import DataConfig, RunConfig
 from megafp8.data.blend import Blend, check_split, parse_blend
-from megafp8.data.shards import ShardIndex, check_shard, content_key
+from megafp8.data.shard_checks import check_shard, content_key
+from megafp8.data.shards import ShardIndex
 from megafp8.data.tokenizer import Tokenizer
 from megafp8.errors import ConfigError, DataError
 

@@ -7,7 +7,7 @@ none; they are checked as far as their own two files go.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
@@ -21,17 +21,22 @@ FORMAT = "megafp8-shard-1"
 class ShardManifest:
     """Everything known about a shard. Sizes in bytes, hashes SHA-256 in hexadecimal.
 
+    What is not known is None: a shard joined from shards without a manifest has hashes, but no tokenizer.
+
     Attributes:
-        tokenizer: the tokenizer's `unique_identifiers`.
+        tokenizer: the tokenizer's `unique_identifiers`: what decides the ids.
         json_key: where the text was in JSONL.
         append_eod: each document ends with the end-of-document token.
         dtype: numpy's name of the token dtype.
         sources: `path`, `bytes`, `mtime_ns` and `sha256` of each input file, in order.
+        tokenizer_settings: how to build the tokenizer again, see `tokenizer_settings`; not compared with anything.
+        parts: of a joined or divided shard, what it was made from, in order: `prefix`, `content_key`, `first_document`
+            and `num_documents` of each shard.
     """
 
-    tokenizer: dict[str, Any]
-    json_key: str
-    append_eod: bool
+    tokenizer: Optional[dict[str, Any]]
+    json_key: Optional[str]
+    append_eod: Optional[bool]
     dtype: str
     num_documents: int
     num_sequences: int
@@ -41,6 +46,8 @@ class ShardManifest:
     idx_bytes: int
     idx_sha256: str
     sources: list[dict[str, Any]]
+    tokenizer_settings: dict[str, Any] = field(default_factory=dict)
+    parts: list[dict[str, Any]] = field(default_factory=list)
     format: str = FORMAT
 
 

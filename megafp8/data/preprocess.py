@@ -25,7 +25,7 @@ from megafp8.config.schema import DataConfig
 from megafp8.data.manifest import ShardManifest, load_manifest, manifest_path, save_manifest
 from megafp8.data.readers import RawBatch, expand_inputs, parse_texts, read_batches
 from megafp8.data.shards import ShardWriter, bin_path, idx_path, token_dtype
-from megafp8.data.tokenizer import Tokenizer, build_tokenizer, file_sha256
+from megafp8.data.tokenizer import Tokenizer, build_tokenizer, file_sha256, tokenizer_settings
 from megafp8.errors import DataError
 
 
@@ -138,6 +138,7 @@ def preprocess(job: PreprocessJob, on_progress: Optional[Callable[[Progress], No
                 append_eod=job.append_eod,
                 dtype=dtype.name,
                 sources=sources,
+                tokenizer_settings=tokenizer_settings(job.tokenizer, job.vocab_size),
                 **asdict(writer.finish()),
             )
             save_manifest(writer.prefix, manifest)

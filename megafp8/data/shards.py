@@ -10,25 +10,28 @@
     int32[S]  tokens in each sequence
     int64[S]  byte in .bin at which each sequence starts
     int64[D]  first sequence of each document, and S at the end
+    int8[S]   mode of each sequence; only where the shard was written as a multimodal one
 
-A document is one sequence here; one without tokens is no sequence, but an entry of the document index (as Megatron's
-`preprocess_data.py` writes it). Source: megatron-core 0.16.1, `datasets/indexed_dataset.py`.
+What is written here has one sequence a document; a document without tokens is no sequence, but an entry of the document
+index (as Megatron's `preprocess_data.py` writes it). Shards of other writers may divide documents into sequences.
+Source: megatron-core 0.16.1, `datasets/indexed_dataset.py`.
+
+This module reads and writes the format; `shard_checks` says whether a shard can be trusted.
 """
 
 from __future__ import annotations
 
-import hashlib
+import io
 import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Optional
+from typing import BinaryIO, Optional, Union
 
 import numpy as np
 
-from megafp8.data.atomic import publish, sync, temporary_name
-from megafp8.data.manifest import ShardManifest, load_manifest, manifest_path
-from megafp8.data.tokenizer import file_sha256
+from megafp8.data.atomic import HashedStream, publish, sync, temporary_name
 from megafp8.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -40,10 +43,10 @@ DTYPE_CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 # Megatron's limit below which ids are two bytes wide.
 UINT16_MAX_VOCAB_SIZE = 65500
 
-# Shards up to so many tokens are searched in full for ids beyond the vocabulary, larger ones in evenly spread chunks.
-FULL_SCAN_TOKENS = 1 << 24
-SCAN_CHUNKS = 256
-SCAN_CHUNK_TOKENS = 1 << 14
+# Entries of an index that are worked on at a time: what bounds the memory that it takes beside the mapped file.
+INDEX_BLOCK = 1 << 20
+
+REMAKE = " Make the shard again (tools/preprocess_data.py --overwrite) or copy it again."
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -76,30 +79,49 @@ class ShardTotals:
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """The index of a shard.
+    """The index of a shard, or of consecutive documents of one.
 
     Attributes:
         dtype: of the token ids.
         sequence_lengths: int32 [S], tokens.
         sequence_pointers: int64 [S], bytes.
-        document_indices: int64 [D].
+        document_indices: int64 [D]; in a slice the first entry is the first sequence's number in the whole shard.
+        sequence_modes: int8 [S], or None; of no meaning for text.
     """
 
     dtype: np.dtype
     sequence_lengths: np.ndarray
     sequence_pointers: np.ndarray
     document_indices: np.ndarray
+    sequence_modes: Optional[np.ndarray] = None
 
     @property
     def num_tokens(self) -> int:
         """Tokens in all sequences."""
         return int(self.sequence_lengths.sum(dtype=np.int64))
 
+    @property
+    def num_documents(self) -> int:
+        """Documents, those without tokens included."""
+        return len(self.document_indices) - 1
+
+    def documents(self, first: int, last: int) -> "ShardIndex":
+        """Return the part of the index that is about documents first to last - 1; it shares the memory."""
+        entries = self.document_indices[first : last + 1]
+        sequences = slice(*(int(entry - self.document_indices[0]) for entry in (entries[0], entries[-1])))
+        return ShardIndex(
+            dtype=self.dtype,
+            sequence_lengths=self.sequence_lengths[sequences],
+            sequence_pointers=self.sequence_pointers[sequences],
+            document_indices=entries,
+            sequence_modes=None if self.sequence_modes is None else self.sequence_modes[sequences],
+        )
+
 
 class ShardWriter:
     """Writes one shard; use as a context manager. Nothing has its name before `finish`; without it nothing is left.
 
-    Memory: 4 bytes a document, 20 while the index is written.
+    Memory: 4 bytes a document, 32 while the index is written.
 
     Args:
         prefix: path without suffix.
@@ -112,9 +134,8 @@ class ShardWriter:
         self._bin_temporary = temporary_name(bin_path(prefix))
         self._idx_temporary = temporary_name(idx_path(prefix))
         self._lengths: list[np.ndarray] = []
-        self._digest = hashlib.sha256()
-        self._bin_bytes = 0
         self._stream = open(self._bin_temporary, "wb")  # noqa: SIM115  closed by finish() or __exit__()
+        self._tokens = HashedStream(self._stream)
 
     def __enter__(self) -> "ShardWriter":
         return self
@@ -127,9 +148,7 @@ class ShardWriter:
             lengths: int32 [documents], tokens in each; 0 for a document without tokens.
         """
         assert int(lengths.sum(dtype=np.int64)) * self.dtype.itemsize == len(token_bytes)
-        self._stream.write(token_bytes)
-        self._digest.update(token_bytes)
-        self._bin_bytes += len(token_bytes)
+        self._tokens.write(token_bytes)
         self._lengths.append(lengths.astype(np.int32, copy=True))
 
     def finish(self) -> ShardTotals:
@@ -137,23 +156,19 @@ class ShardWriter:
         document_lengths = np.concatenate([np.empty(0, np.int32), *self._lengths])
         sync(self._stream)
         self._stream.close()
-        index = encode_index(document_lengths, self.dtype)
         with open(self._idx_temporary, "wb") as stream:
-            stream.write(index)
+            index = HashedStream(stream)
+            write_index(index, [_index_of(document_lengths, self.dtype)])
             sync(stream)
-        # An old index goes first: should the machine stop in between, there is a shard with a file missing, which every
-        # reader notices, and never new tokens under an old index.
-        idx_path(self.prefix).unlink(missing_ok=True)
-        publish(self._bin_temporary, bin_path(self.prefix))
-        publish(self._idx_temporary, idx_path(self.prefix))
+        publish_shard(self.prefix, self._bin_temporary, self._idx_temporary)
         return ShardTotals(
             num_documents=len(document_lengths),
             num_sequences=int(np.count_nonzero(document_lengths)),
-            num_tokens=self._bin_bytes // self.dtype.itemsize,
-            bin_bytes=self._bin_bytes,
-            bin_sha256=self._digest.hexdigest(),
-            idx_bytes=len(index),
-            idx_sha256=hashlib.sha256(index).hexdigest(),
+            num_tokens=self._tokens.num_bytes // self.dtype.itemsize,
+            bin_bytes=self._tokens.num_bytes,
+            bin_sha256=self._tokens.sha256,
+            idx_bytes=index.num_bytes,
+            idx_sha256=index.sha256,
         )
 
     def __exit__(
@@ -164,6 +179,15 @@ class ShardWriter:
         self._idx_temporary.unlink(missing_ok=True)
 
 
+def publish_shard(prefix: str, bin_temporary: Path, idx_temporary: Path) -> None:
+    """Give the two closed and synced files of a shard their names."""
+    # An old index goes first: should the machine stop in between, there is a shard with a file missing, which every
+    # reader notices, and never new tokens under an old index.
+    idx_path(prefix).unlink(missing_ok=True)
+    publish(bin_temporary, bin_path(prefix))
+    publish(idx_temporary, idx_path(prefix))
+
+
 def encode_index(document_lengths: np.ndarray, dtype: np.dtype) -> bytes:
     """Return the bytes of the `.idx` of documents that are one sequence each (none when the length is 0).
 
@@ -171,108 +195,93 @@ def encode_index(document_lengths: np.ndarray, dtype: np.dtype) -> bytes:
         document_lengths: int32 [documents], tokens.
         dtype: of the token ids.
     """
-    holds_tokens = document_lengths > 0
-    lengths = document_lengths[holds_tokens].astype("<i4")
-    ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
-    pointers = np.concatenate([np.zeros(1, np.int64), ends])[: len(lengths)]
-    documents = np.concatenate([np.zeros(1, np.int64), np.cumsum(holds_tokens, dtype=np.int64)])
-    header = HEADER.pack(MAGIC, VERSION, DTYPE_CODES[dtype], len(lengths), len(documents))
-    return b"".join([header, lengths.tobytes(), pointers.astype("<i8").tobytes(), documents.astype("<i8").tobytes()])
+    stream = io.BytesIO()
+    write_index(stream, [_index_of(document_lengths, np.dtype(dtype))])
+    return stream.getvalue()
+
+
+def write_index(stream: Union[BinaryIO, HashedStream], parts: Sequence[ShardIndex]) -> None:
+    """Write the `.idx` of a shard whose tokens are those of `parts`, one after the other.
+
+    Memory: 2^20 entries at a time.
+
+    Args:
+        stream: open for writing.
+        parts: of one dtype, all with modes or all without.
+    """
+    dtype = parts[0].dtype
+    assert all(part.dtype == dtype for part in parts)
+    assert len({part.sequence_modes is None for part in parts}) == 1
+    num_sequences = sum(len(part.sequence_lengths) for part in parts)
+    num_documents = sum(part.num_documents for part in parts)
+    stream.write(HEADER.pack(MAGIC, VERSION, DTYPE_CODES[dtype], num_sequences, num_documents + 1))
+    for lengths in _blocks(part.sequence_lengths for part in parts):
+        stream.write(lengths.astype("<i4").tobytes())
+    end = 0
+    for lengths in _blocks(part.sequence_lengths for part in parts):
+        ends = end + np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
+        stream.write((ends - lengths.astype(np.int64) * dtype.itemsize).astype("<i8").tobytes())
+        end = int(ends[-1])
+    stream.write(struct.pack("<q", 0))
+    num_before = 0
+    for part in parts:
+        for entries in _blocks([part.document_indices[1:]]):
+            stream.write((entries - part.document_indices[0] + num_before).astype("<i8").tobytes())
+        num_before += len(part.sequence_lengths)
+    for modes in _blocks(part.sequence_modes for part in parts if part.sequence_modes is not None):
+        stream.write(modes.astype("i1").tobytes())
 
 
 def read_index(prefix: str) -> ShardIndex:
     """Map the index of a shard into memory, after checking that its size is what its header says.
 
     Raises:
-        DataError: a file is missing, or the header or the size is wrong.
+        DataError: a file is missing or cannot be read, or the header or the size is wrong.
     """
+    check_files_exist(prefix)
     path = idx_path(prefix)
-    _check_files_exist(prefix)
-    num_bytes = path.stat().st_size
-    if num_bytes < HEADER.size:
-        raise DataError(f"{path} is {num_bytes} bytes long, less than its {HEADER.size} bytes of header.{_REMAKE}")
-    with open(path, "rb") as stream:
-        magic, version, code, num_sequences, num_entries = HEADER.unpack(stream.read(HEADER.size))
+    try:
+        num_bytes = path.stat().st_size
+        with open(path, "rb") as stream:
+            header = stream.read(HEADER.size)
+        if len(header) < HEADER.size:
+            raise DataError(f"{path} is {num_bytes} bytes long, less than its {HEADER.size} bytes of header.{REMAKE}")
+        content = np.memmap(path, dtype=np.uint8, mode="r")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
+    magic, version, code, num_sequences, num_entries = HEADER.unpack(header)
     if magic != MAGIC or version != VERSION:
         raise DataError(
             f"{path} is not an index in Megatron's format: it starts with {magic!r}, version {version}; "
             f"expected {MAGIC!r}, version {VERSION}."
         )
     if code not in DTYPES:
-        raise DataError(f"{path} has the dtype code {code}; token ids have one of {sorted(DTYPES)}.{_REMAKE}")
-    expected = HEADER.size + 12 * num_sequences + 8 * num_entries
-    if num_bytes != expected:
-        raise DataError(
-            f"{path} is {num_bytes} bytes long, but {num_sequences} sequences and {num_entries} document entries take "
-            f"{expected} bytes. It is cut short, damaged, or multimodal (which megafp8 does not train).{_REMAKE}"
-        )
-    content = np.memmap(path, dtype=np.uint8, mode="r")
+        raise DataError(f"{path} has the dtype code {code}; token ids have one of {sorted(DTYPES)}.{REMAKE}")
     lengths_end = HEADER.size + 4 * num_sequences
     pointers_end = lengths_end + 8 * num_sequences
+    documents_end = pointers_end + 8 * num_entries
+    if len(content) not in (documents_end, documents_end + num_sequences):
+        raise DataError(
+            f"{path} is {len(content)} bytes long, but {num_sequences} sequences and {num_entries} document entries "
+            f"take {documents_end} bytes ({documents_end + num_sequences} with modes). It is cut short or damaged."
+            f"{REMAKE}"
+        )
+    modes = content[documents_end:].view(np.int8)
     return ShardIndex(
         dtype=np.dtype(DTYPES[code]),
         sequence_lengths=content[HEADER.size : lengths_end].view("<i4"),
         sequence_pointers=content[lengths_end:pointers_end].view("<i8"),
-        document_indices=content[pointers_end:].view("<i8"),
+        document_indices=content[pointers_end:documents_end].view("<i8"),
+        sequence_modes=modes if len(modes) else None,
     )
 
 
-def check_shard(prefix: str, vocab_size: int, *, tokenizer_identifiers: Optional[dict[str, Any]] = None) -> ShardIndex:
-    """Check that a shard is whole and fits the tokenizer; megatron-core checks neither and hands out garbage.
-
-    Always: files, header, sizes, every length, pointer and document entry; with a manifest also the index's SHA-256 and
-    the tokenizer. Token ids are all compared with the vocabulary up to 2^24 tokens (16.8 million); of a larger shard,
-    256 evenly spread chunks of 16,384.
-
-    Args:
-        prefix: path without suffix.
-        vocab_size: of the tokenizer, without padding.
-        tokenizer_identifiers: `unique_identifiers` of the tokenizer; None compares the vocabulary only.
-
-    Returns:
-        The index.
+def check_files_exist(prefix: str) -> None:
+    """Check that both files of a shard are there.
 
     Raises:
-        DataError: what is wrong, with the two numbers that differ.
+        DataError: names what is missing, and the likely slip.
     """
-    index = read_index(prefix)
-    _check_index(prefix, index)
-    num_bytes = bin_path(prefix).stat().st_size
-    expected = index.num_tokens * index.dtype.itemsize
-    if num_bytes != expected:
-        raise DataError(
-            f"{bin_path(prefix)} is {num_bytes} bytes long, but its index counts {index.num_tokens} tokens of "
-            f"{index.dtype.itemsize} bytes, which are {expected} bytes.{_REMAKE}"
-        )
-    if index.num_tokens == 0:
-        raise DataError(f"{bin_path(prefix)} holds no tokens.")
-    manifest = load_manifest(prefix)
-    if manifest is not None:
-        _check_manifest(prefix, manifest, tokenizer_identifiers)
-    _check_token_range(prefix, index, vocab_size)
-    return index
-
-
-def content_key(prefix: str) -> str:
-    """Return a SHA-256 that changes when a shard is replaced under its path.
-
-    With a manifest that describes the index on disk it covers the content of both files. Without, it covers the content
-    of the index and size and modification time of the tokens, because reading all tokens takes too long.
-    """
-    manifest = load_manifest(prefix)
-    index_sha256 = file_sha256(idx_path(prefix))
-    if manifest is not None and manifest.idx_sha256 == index_sha256:
-        tokens = manifest.bin_sha256
-    else:
-        status = bin_path(prefix).stat()
-        tokens = f"{status.st_size}:{status.st_mtime_ns}"
-    return hashlib.sha256(f"{index_sha256}:{tokens}".encode()).hexdigest()
-
-
-_REMAKE = " Make the shard again (tools/preprocess_data.py --overwrite) or copy it again."
-
-
-def _check_files_exist(prefix: str) -> None:
     missing = [str(path) for path in (idx_path(prefix), bin_path(prefix)) if not path.is_file()]
     if not missing:
         return
@@ -284,58 +293,19 @@ def _check_files_exist(prefix: str) -> None:
     raise DataError(f"Shard {prefix}: {' and '.join(missing)} missing.{hint}")
 
 
-def _check_index(prefix: str, index: ShardIndex) -> None:
-    lengths, pointers, documents = index.sequence_lengths, index.sequence_pointers, index.document_indices
-    path = idx_path(prefix)
-    negative = np.flatnonzero(lengths < 0)
-    if len(negative):
-        place = int(negative[0])
-        raise DataError(f"{path}: sequence {place} has the length {lengths[place]}.{_REMAKE}")
-    ends = np.cumsum(lengths, dtype=np.int64) * index.dtype.itemsize
-    starts = np.concatenate([np.zeros(1, np.int64), ends])[: len(lengths)]
-    wrong = np.flatnonzero(pointers != starts)
-    if len(wrong):
-        place = int(wrong[0])
-        raise DataError(
-            f"{path}: sequence {place} starts at byte {pointers[place]}, but the sequences before it end at byte "
-            f"{starts[place]}.{_REMAKE}"
-        )
-    if len(documents) == 0 or documents[0] != 0 or documents[-1] != len(lengths) or (np.diff(documents) < 0).any():
-        ends_text = f"{documents[0]} to {documents[-1]}" if len(documents) else "nothing"
-        raise DataError(
-            f"{path}: the document index goes from {ends_text} over {len(documents)} entries; it must rise from 0 to "
-            f"{len(lengths)}.{_REMAKE}"
-        )
+def _index_of(document_lengths: np.ndarray, dtype: np.dtype) -> ShardIndex:
+    """The index of documents that are one sequence each, none when the length is 0."""
+    holds_tokens = document_lengths > 0
+    lengths = document_lengths[holds_tokens]
+    return ShardIndex(
+        dtype=dtype,
+        sequence_lengths=lengths,
+        sequence_pointers=(np.cumsum(lengths, dtype=np.int64) - lengths) * dtype.itemsize,
+        document_indices=np.concatenate([np.zeros(1, np.int64), np.cumsum(holds_tokens, dtype=np.int64)]),
+    )
 
 
-def _check_manifest(prefix: str, manifest: ShardManifest, tokenizer_identifiers: Optional[dict[str, Any]]) -> None:
-    found = file_sha256(idx_path(prefix))
-    num_bytes = bin_path(prefix).stat().st_size
-    if (found, num_bytes) != (manifest.idx_sha256, manifest.bin_bytes):
-        raise DataError(
-            f"Shard {prefix} is not the one that {manifest_path(prefix)} describes: SHA-256 of the index {found}, "
-            f"expected {manifest.idx_sha256}; {num_bytes} bytes of tokens, expected {manifest.bin_bytes}.{_REMAKE} "
-            "If you replaced it on purpose, delete the manifest."
-        )
-    if tokenizer_identifiers is not None and manifest.tokenizer != dict(tokenizer_identifiers):
-        raise DataError(
-            f"Shard {prefix} was made with another tokenizer: {manifest.tokenizer}, but this run has "
-            f"{dict(tokenizer_identifiers)}. Give --tokenizer-type and --tokenizer-model of the shard, or preprocess "
-            "the text again."
-        )
-
-
-def _check_token_range(prefix: str, index: ShardIndex, vocab_size: int) -> None:
-    tokens = np.memmap(bin_path(prefix), dtype=index.dtype, mode="r")
-    if len(tokens) <= FULL_SCAN_TOKENS:
-        chunks = [tokens]
-    else:
-        starts = np.linspace(0, len(tokens) - SCAN_CHUNK_TOKENS, SCAN_CHUNKS).astype(np.int64)
-        chunks = [tokens[start : start + SCAN_CHUNK_TOKENS] for start in starts]
-    smallest = min(int(chunk.min()) for chunk in chunks)
-    largest = max(int(chunk.max()) for chunk in chunks)
-    if smallest < 0 or largest >= vocab_size:
-        raise DataError(
-            f"{bin_path(prefix)} holds token ids from {smallest} to {largest}, but the vocabulary has {vocab_size} "
-            f"(0 to {vocab_size - 1}). Give the tokenizer that the shard was made with, or preprocess the text again."
-        )
+def _blocks(arrays: Iterator[np.ndarray] | Sequence[np.ndarray]) -> Iterator[np.ndarray]:
+    for array in arrays:
+        for first in range(0, len(array), INDEX_BLOCK):
+            yield array[first : first + INDEX_BLOCK]

@@ -23,6 +23,10 @@ from megafp8.config import derived
 from megafp8.config.schema import DataConfig
 from megafp8.errors import CapabilityError, ConfigError, DataError
 
+# Settings of the data section that say which tokenizer it is.
+TOKENIZER_SETTINGS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "tiktoken_pattern")
+TOKENIZER_PATHS = ("tokenizer_model", "vocab_file", "merge_file")
+
 SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 
 # Megatron's splitting patterns for TikTokenizer (--tiktoken-pattern) and its layout of the vocabulary: so many special
@@ -276,6 +280,15 @@ def build_tokenizer(data: DataConfig, vocab_size: Optional[int] = None) -> Token
     if kind == "NullTokenizer":
         return NullTokenizer(_required(kind, "--vocab-size", vocab_size))
     raise ConfigError(f"--tokenizer-type {kind} is unknown.")
+
+
+def tokenizer_settings(data: DataConfig, vocab_size: Optional[int] = None) -> dict[str, Any]:
+    """Return with what `build_tokenizer` builds this tokenizer again from any folder, for a shard's manifest."""
+    settings = {name: getattr(data, name) for name in TOKENIZER_SETTINGS}
+    for name in TOKENIZER_PATHS:
+        if settings[name] is not None and Path(settings[name]).exists():
+            settings[name] = str(Path(settings[name]).resolve())
+    return {name: value for name, value in (*settings.items(), ("vocab_size", vocab_size)) if value is not None}
 
 
 def file_sha256(path: Union[str, Path]) -> str:

@@ -1,0 +1,57 @@
+"""Shards for tests: of ours, of megatron-core's own builder, and damaged copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megafp8.data.shards import ShardWriter
+
+SUFFIXES = (".bin", ".idx", ".manifest.json")
+
+
+def write_shard(prefix: Any, documents: Sequence[Sequence[int]], dtype: Any = np.uint16) -> str:
+    """Write a shard with `ShardWriter`; return its prefix."""
+    with ShardWriter(str(prefix), np.dtype(dtype)) as writer:
+        for document in documents:
+            ids = np.asarray(document, dtype=dtype)
+            writer.add_documents(ids.tobytes(), np.array([len(ids)], np.int32))
+        writer.finish()
+    return str(prefix)
+
+
+def write_megatron_shard(
+    prefix: Any, documents: Sequence[Sequence[Sequence[int]]], dtype: Any = np.uint16, *, modes: bool = False
+) -> str:
+    """Write a shard with megatron-core's own builder; a document is a list of sequences. Return its prefix."""
+    indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    builder = indexed_dataset.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype, multimodal=modes)
+    for document in documents:
+        lengths = [len(sequence) for sequence in document]
+        ids = [token for sequence in document for token in sequence]
+        builder.add_document(ids, lengths, [n % 2 for n in range(len(lengths))] if modes else None)
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
+def read_sequences(prefix: str) -> list[list[int]]:
+    """The sequences of a shard as megatron-core reads them."""
+    indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    dataset = indexed_dataset.IndexedDataset(prefix)
+    return [dataset[n].tolist() for n in range(len(dataset))]
+
+
+def patch(path: Any, offset: int, content: bytes) -> None:
+    """Overwrite bytes of a file in place."""
+    with open(path, "r+b") as stream:
+        stream.seek(offset)
+        stream.write(content)
+
+
+def content_of(prefix: str) -> tuple[bytes, bytes]:
+    """Bytes of .bin and .idx."""
+    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
