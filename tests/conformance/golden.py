@@ -23,6 +23,8 @@ CARRIED = Path(__file__).parent / "golden.npz"
 FOLDER = os.environ.get("MEGAFP8_GOLDEN")
 Arrays = dict[str, np.ndarray]
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
 needs_all = pytest.mark.skipif(not FOLDER, reason="MEGAFP8_GOLDEN names no folder of golden vectors")
 
 
@@ -43,4 +45,4 @@ def everything(part: str = "") -> Arrays:
 
 def tensor(raw: np.ndarray, dtype: str = "bf16") -> torch.Tensor:
     """Stored bits as a tensor."""
-    return torch.from_numpy(raw.copy()).view({"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
+    return torch.from_numpy(raw.copy()).view(DTYPES[dtype])

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from golden import Arrays, carried, everything, needs_all, tensor
+from te_storage import check_stored
 
 from megafp8.fp8.delayed import DelayedScale, update
 from megafp8.fp8.formats import FORMATS
@@ -40,16 +41,8 @@ def check_cast(arrays: Arrays, key: str) -> None:
     rule = OperandRule(format=FORMATS[fmt], block=block, scale_rule=SCALE_RULES[scale_rule])
     ours = quantize(tensor(x, base.rsplit("/", 1)[1]), rule)
 
-    codes, scales = ours.codes.view(torch.uint8), ours.dequant_scale.numpy()
-    if orientation == "col":  # stored as those of the transposed tensor
-        codes = codes.t()
-    np.testing.assert_array_equal(codes.numpy(), arrays[key])
-    theirs = arrays[key.replace("codes", "scale_inv")]
-    if block == (1, 128) or (kind, orientation) == ("block2d", "col"):
-        scales = scales.T  # stored with the blocks along a sum first; of squares, those of the transposed tensor
-    if block is not None:
-        theirs = theirs[: scales.shape[0], : scales.shape[1]]  # padding comes after
-    np.testing.assert_array_equal(np.ascontiguousarray(scales).view(np.uint32), theirs.copy().view(np.uint32))
+    codes, scale_inv = (torch.from_numpy(arrays[place].copy()) for place in (key, key.replace("codes", "scale_inv")))
+    check_stored(ours, orientation or "row", codes, scale_inv)
 
 
 def check_delayed_cast(arrays: Arrays, key: str) -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from golden import carried, everything, needs_all, tensor
+from tolerances import LINEAR_EQUAL_FRACTION, LINEAR_ROUNDING, TENSOR_CORE_PEAK
 
 from megafp8.fp8.delayed import AmaxExchange, DelayedState
 from megafp8.fp8.formats import E4M3, E5M2
@@ -18,18 +19,6 @@ RECIPES = {
 
 # Transformer Engine's defaults, by which its linear was run.
 DELAYED = delayed(forward=E4M3, backward=E5M2, options=DelayedOptions(history_len=1024, algorithm="max"))
-
-# Both sides multiply the same codes exactly, so they differ by the order and the width of the sums, and by where that
-# tips the rounding of the result. With u = 2^-8, the unit roundoff of BF16:
-#     |ours - theirs| <= 2 u |y|              both results rounded once, in opposite directions at worst
-#                      + 2^-12 sum |a| |b|    Hopper's FP8 units align the addends of a step and keep about 13 bits
-#                                             below the largest: 2^-13 of it an addition, here with a factor of 2
-ROUNDING = 2 * 2.0**-8
-ACCUMULATION = 2.0**-12
-# An accumulation error of 2^-13 tips few roundings: 94% or more of the results were equal on the H200's vectors. A
-# second rounding (the scale multiplied to a BF16 product) would leave 73%, which this must catch.
-EQUAL_FRACTION = 0.90
-
 
 def run_gemm(gemm: str, plan: LinearPlan, part: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """One GEMM of the emulated linear alone, and the sum of |a| |b| of its operands."""
@@ -48,7 +37,8 @@ def check_gemm(gemm: str, plan: LinearPlan, part: dict[str, torch.Tensor], their
     """Hold one GEMM to the bound; returns the fraction of equal results."""
     ours, magnitude = run_gemm(gemm, plan, part)
     difference = (ours.detach().double() - theirs.double()).abs()
-    bound = ROUNDING * theirs.double().abs() + ACCUMULATION * magnitude
+    dropped = TENSOR_CORE_PEAK[plan.recipe.name][gemm] * magnitude
+    bound = LINEAR_ROUNDING * theirs.double().abs() + dropped
     assert (difference <= bound).all(), f"{gemm}: {(difference / bound).max().item():.2f} times the bound"
     return (ours == theirs).double().mean().item()
 
@@ -75,7 +65,8 @@ def test_all_linears(recipe: str) -> None:
     part = parts(everything("_linear"), f"linear/{recipe}/step0/")
     for gemm, operands in OPERANDS.items():
         chosen = {name: part[name].clone() for name in operands}
-        assert check_gemm(gemm, LinearPlan(recipe=RECIPES[recipe]), chosen, part[RESULT_OF[gemm]]) > EQUAL_FRACTION
+        equal = check_gemm(gemm, LinearPlan(recipe=RECIPES[recipe]), chosen, part[RESULT_OF[gemm]])
+        assert equal > LINEAR_EQUAL_FRACTION
     x, w, b = (part[name].clone().requires_grad_() for name in ("x", "w", "b"))
     emulated_linear(x, w, b, LinearPlan(recipe=RECIPES[recipe])).backward(part["dy"])
     assert torch.equal(b.grad, part["db"])
@@ -105,4 +96,4 @@ def test_carried_delayed_steps(gemm: str) -> None:
 @needs_all
 @pytest.mark.parametrize("gemm", RESULT_OF)
 def test_all_delayed_steps(gemm: str) -> None:
-    assert min(check_delayed_steps(gemm, everything("_linear"), "linear/delayed/step{step}/")) > EQUAL_FRACTION
+    assert min(check_delayed_steps(gemm, everything("_linear"), "linear/delayed/step{step}/")) > LINEAR_EQUAL_FRACTION

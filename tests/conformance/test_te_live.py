@@ -1,26 +1,19 @@
 """Transformer Engine's own quantizers on this GPU against ours, on fresh tensors: every byte and every scale."""
 
-import importlib.util
 import itertools
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
-from golden import Arrays
+from golden import DTYPES, Arrays
+from te_storage import NEEDS_TRANSFORMER_ENGINE
 from test_golden_casts import check_cast, check_delayed_cast
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available(),
-        reason="needs Transformer Engine and a GPU",
-    ),
-]
+pytestmark = NEEDS_TRANSFORMER_ENGINE
 
-SHAPES = ((128, 128), (256, 384), (272, 144), (64, 1024), (400, 48))
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-BITS = {"bf16": torch.int16, "fp32": torch.int32}
+SHAPES = ((128, 128), (256, 384), (272, 144), (64, 1024), (400, 48), (200, 272), (16, 2048))
+BITS = {"bf16": torch.int16, "fp16": torch.int16, "fp32": torch.int32}
 
 
 def tensors(shape: tuple[int, int]) -> Iterator[tuple[str, torch.Tensor]]:

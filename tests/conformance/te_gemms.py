@@ -1,0 +1,66 @@
+"""The GEMMs of Transformer Engine's linears, recorded: operands, results, and results before rounding."""
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from te_storage import stored
+from torch import Tensor
+
+from megafp8.fp8.recipes import Gemm, Operand
+
+# By the layout that a product has in cuBLAS: which it is, and which side of which operand comes first and second.
+PRODUCTS = {
+    "TN": (Gemm.FPROP, ((Operand.WEIGHT, "row"), (Operand.INPUT, "row"))),
+    "NN": (Gemm.DGRAD, ((Operand.WEIGHT, "col"), (Operand.GRAD_OUTPUT, "row"))),
+    "NT": (Gemm.WGRAD, ((Operand.INPUT, "col"), (Operand.GRAD_OUTPUT, "col"))),
+}
+
+
+@dataclass(frozen=True)
+class RecordedGemm:
+    """One product, on the CPU.
+
+    Attributes:
+        operands: stored codes and scales, and their side.
+        result: as the layer got it.
+        sums: the same product without bias, in FP32.
+    """
+
+    operands: dict[Operand, tuple[str, Tensor, Tensor]]
+    result: Tensor
+    sums: Tensor
+
+
+@contextlib.contextmanager
+def recorded_gemms() -> Iterator[dict[Gemm, RecordedGemm]]:
+    """What a `Linear` or `LayerNormLinear` multiplies inside the block, the last time of each kind."""
+    records: dict[Gemm, RecordedGemm] = {}
+    with contextlib.ExitStack() as stack:
+        for name in ("linear", "layernorm_linear"):
+            module = importlib.import_module(f"transformer_engine.pytorch.module.{name}")
+            recorder = functools.partial(_record, records, module.general_gemm)
+            stack.enter_context(patch.object(module, "general_gemm", recorder))
+        yield records
+
+
+def _record(records: dict[Gemm, RecordedGemm], general_gemm: Callable, a: Any, b: Any, **options: Any) -> Any:
+    layout = options.get("layout", "TN")
+    gemm, uses = PRODUCTS[layout]
+    operands = {
+        operand: (side, *stored(tensor, side)) for tensor, (operand, side) in zip((a, b), uses, strict=True)
+    }
+    split = options.get("use_split_accumulator", False)
+    sums = general_gemm(a, b, layout=layout, out_dtype=torch.float32, use_split_accumulator=split)[0]
+    results = general_gemm(a, b, **options)
+    records[gemm] = RecordedGemm(operands, _on_cpu(results[0]), _on_cpu(sums))
+    return results
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1, tensor.shape[-1]).cpu()

@@ -1,0 +1,214 @@
+"""One linear, forward and backward, beside Transformer Engine's on this GPU: operands to the byte, sums and results
+within what its tensor cores drop. Emulated on the CPU and on the GPU."""
+
+from typing import Any, Optional
+
+import pytest
+import torch
+from te_gemms import RecordedGemm, recorded_gemms
+from te_storage import NEEDS_TRANSFORMER_ENGINE, as_stored, check_stored
+from tolerances import LINEAR_EQUAL_FRACTION, LINEAR_ROUNDING, TENSOR_CORE_PEAK, TENSOR_CORE_RMS
+
+from megafp8.fp8.delayed import DelayedState
+from megafp8.fp8.formats import E4M3, E5M2
+from megafp8.fp8.linear import LinearPlan, emulated_linear
+from megafp8.fp8.quantize import dequantize
+from megafp8.fp8.recipes import OPERANDS_OF, DelayedOptions, Gemm, Operand, Recipe, blockwise, delayed, tensorwise
+
+pytestmark = NEEDS_TRANSFORMER_ENGINE
+
+# Transformer Engine's default history, although one step does not see it.
+OPTIONS = DelayedOptions(history_len=1024, algorithm="max")
+RECIPES = {
+    "tensorwise-hybrid": tensorwise(forward=E4M3, backward=E5M2),
+    "tensorwise-e4m3": tensorwise(forward=E4M3, backward=E4M3),
+    "delayed-hybrid": delayed(forward=E4M3, backward=E5M2, options=OPTIONS),
+    "delayed-e4m3": delayed(forward=E4M3, backward=E4M3, options=OPTIONS),
+    "blockwise-hybrid": blockwise(forward=E4M3, backward=E5M2),
+    "blockwise-e4m3": blockwise(forward=E4M3, backward=E4M3),
+}
+TOKENS, INPUTS, OUTPUTS = 256, 512, 384
+
+
+def their_recipe(name: str) -> Any:
+    from transformer_engine.common import recipe as te_recipe
+
+    kind, fmt = name.split("-")
+    classes = {
+        "tensorwise": te_recipe.Float8CurrentScaling, "delayed": te_recipe.DelayedScaling,
+        "blockwise": te_recipe.Float8BlockScaling,
+    }  # fmt: skip
+    return classes[kind](fp8_format=te_recipe.Format[fmt.upper()])
+
+
+def tensors(tokens: int, inputs: int, outputs: int) -> tuple[torch.Tensor, ...]:
+    """x, w, b and dy in BF16; the columns of x differ in size by up to 16 times, as those of activations do."""
+    generator = torch.Generator().manual_seed(tokens + inputs + outputs)
+    x = torch.randn(tokens, inputs, generator=generator) * torch.exp2(4 * torch.rand(inputs, generator=generator))
+    w = torch.randn(outputs, inputs, generator=generator) / inputs**0.5
+    b = torch.randn(outputs, generator=generator)
+    dy = torch.randn(tokens, outputs, generator=generator)
+    return tuple(each.bfloat16() for each in (x, w, b, dy))
+
+
+def run_theirs(
+    layer: Any, name: str, x: torch.Tensor, w: torch.Tensor, b: Optional[torch.Tensor], dy: torch.Tensor
+) -> tuple[dict[Gemm, RecordedGemm], Any]:
+    """Forward and backward of one of their layers: its products, and what it returned."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    FP8GlobalStateManager.reset()
+    with torch.no_grad():
+        layer.weight.copy_(w)
+        if b is not None:
+            layer.bias.copy_(b)
+    with recorded_gemms() as gemms:
+        with te.autocast(enabled=True, recipe=their_recipe(name)):
+            returned = layer(x.cuda().requires_grad_())
+        (returned[0] if isinstance(returned, tuple) else returned).backward(dy.cuda())
+    assert set(gemms) == set(Gemm)
+    return gemms, returned
+
+
+def plan_of(recipe: Recipe, device: str) -> LinearPlan:
+    """A first step: delayed scales are 1."""
+    if recipe.delayed is None:
+        return LinearPlan(recipe=recipe)
+    return LinearPlan(recipe=recipe, delayed=DelayedState(recipe).to(device).scales_for_forward()[0])
+
+
+def run_ours(
+    recipe: Recipe, device: str, x: torch.Tensor, w: torch.Tensor, b: Optional[torch.Tensor], dy: torch.Tensor
+) -> dict[Gemm, torch.Tensor]:
+    """Results of the emulated layer, and the bias gradient under None."""
+    x, w, b = (None if each is None else each.detach().to(device, copy=True).requires_grad_() for each in (x, w, b))
+    y = emulated_linear(x, w, b, plan_of(recipe, device))
+    y.backward(dy.to(device))
+    results = {Gemm.FPROP: y.detach(), Gemm.DGRAD: x.grad, Gemm.WGRAD: w.grad}
+    return {gemm: result.cpu() for gemm, result in results.items()} | ({None: b.grad.cpu()} if b is not None else {})
+
+
+def quantized_operands(plan: LinearPlan, gemm: Gemm, tensors: dict[Operand, torch.Tensor]) -> dict[Operand, Any]:
+    """Both operands of a product."""
+    return {operand: plan.quantize(tensors[operand], operand, gemm) for operand in dict(OPERANDS_OF)[gemm]}
+
+
+def check_operands(plan: LinearPlan, gemms: dict[Gemm, RecordedGemm], tensors: dict[Operand, torch.Tensor]) -> None:
+    """Codes and scales of all six uses."""
+    for gemm, record in gemms.items():
+        for operand, ours in quantized_operands(plan, gemm, tensors).items():
+            check_stored(ours, *record.operands[operand])
+
+
+def exact_product(plan: LinearPlan, gemm: Gemm, tensors: dict[Operand, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The product of the dequantized operands, and that of their magnitudes, in FP64."""
+    a, b = (dequantize(each).cuda().double() for each in quantized_operands(plan, gemm, tensors).values())
+    if gemm is Gemm.FPROP:
+        b = b.t()
+    elif gemm is Gemm.WGRAD:
+        a = a.t()
+    return (a @ b).cpu(), (a.abs() @ b.abs()).cpu()
+
+
+def check_sums(
+    name: str, plan: LinearPlan, gemms: dict[Gemm, RecordedGemm], tensors: dict[Operand, torch.Tensor]
+) -> None:
+    """Their FP32 results beside the exact ones: what the tensor cores dropped."""
+    for gemm, record in gemms.items():
+        exact, magnitude = exact_product(plan, gemm, tensors)
+        error = (record.sums.double() - exact) / magnitude
+        peak, rms = error.abs().max().item(), error.square().mean().sqrt().item()
+        print(f"{name} {gemm.value}: dropped {peak:.2e} at most, {rms:.2e} rms, {error.mean().item():.1e} mean")
+        recipe = name.split("-")[0]
+        assert rms <= TENSOR_CORE_RMS[recipe][gemm.value], f"{gemm.value}: {rms:.2e} rms"
+        assert peak <= TENSOR_CORE_PEAK[recipe][gemm.value], f"{gemm.value}: {peak:.2e} at most"
+
+
+def check_results(
+    name: str, recipe: Recipe, gemms: dict[Gemm, RecordedGemm], ours: dict[Gemm, torch.Tensor],
+    tensors: dict[Operand, torch.Tensor], bias: Optional[torch.Tensor],
+) -> None:  # fmt: skip
+    """BF16 results: two roundings, and what the tensor cores dropped."""
+    for gemm, record in gemms.items():
+        exact, magnitude = exact_product(plan_of(recipe, "cpu"), gemm, tensors)
+        if gemm is Gemm.FPROP and bias is not None:
+            magnitude = magnitude + bias.abs().double()
+        difference = (ours[gemm].double() - record.result.double()).abs()
+        dropped = TENSOR_CORE_PEAK[name.split("-")[0]][gemm.value] * magnitude
+        bound = LINEAR_ROUNDING * record.result.double().abs() + dropped
+        equal = (ours[gemm] == record.result).double().mean().item()
+        print(f"{name} {gemm.value}: {(difference / bound).max().item():.2f} of the bound, {equal:.2%} equal")
+        assert (difference <= bound).all(), f"{gemm.value}: {(difference / bound).max().item():.2f} times the bound"
+        assert equal >= LINEAR_EQUAL_FRACTION, f"{gemm.value}: {equal:.2%} equal"
+
+
+def check_bias_gradient(ours: torch.Tensor, theirs: torch.Tensor, dy: torch.Tensor) -> None:
+    """Sums of the unquantized gradient in FP32, each rounded once."""
+    ours, theirs = ours.double(), theirs.cpu().double()
+    summing = len(dy) * 2.0**-24 * dy.abs().double().sum(dim=0)
+    assert ((ours - theirs).abs() <= LINEAR_ROUNDING * theirs.abs() + summing).all()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_linear(name: str, has_bias: bool, device: str) -> None:
+    import transformer_engine.pytorch as te
+
+    x, w, b, dy = tensors(TOKENS, INPUTS, OUTPUTS)
+    b = b if has_bias else None
+    layer = te.Linear(INPUTS, OUTPUTS, bias=has_bias, params_dtype=torch.bfloat16, device="cuda")
+    gemms, _ = run_theirs(layer, name, x, w, b, dy)
+    of_operand = {Operand.INPUT: x, Operand.WEIGHT: w, Operand.GRAD_OUTPUT: dy}
+    check_operands(plan_of(RECIPES[name], "cpu"), gemms, of_operand)
+    ours = run_ours(RECIPES[name], device, x, w, b, dy)
+    check_results(name, RECIPES[name], gemms, ours, of_operand, b)
+    if has_bias:
+        check_bias_gradient(ours[None], layer.bias.grad, dy)
+
+
+@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_linear_after_norm(name: str, has_bias: bool) -> None:
+    """The linear of a LayerNormLinear, from the norm's output that it returns."""
+    import transformer_engine.pytorch as te
+
+    x, w, b, dy = tensors(TOKENS, INPUTS, OUTPUTS)
+    b = b if has_bias else None
+    options = {"bias": has_bias, "normalization": "RMSNorm", "params_dtype": torch.bfloat16, "device": "cuda"}
+    layer = te.LayerNormLinear(INPUTS, OUTPUTS, return_layernorm_output=True, **options)
+    gemms, (_, normalized) = run_theirs(layer, name, x, w, b, dy)
+    of_operand = {Operand.INPUT: normalized.detach().cpu(), Operand.WEIGHT: w, Operand.GRAD_OUTPUT: dy}
+    check_operands(plan_of(RECIPES[name], "cpu"), gemms, of_operand)
+    ours = run_ours(RECIPES[name], "cpu", of_operand[Operand.INPUT], w, b, dy)
+    check_results(name, RECIPES[name], gemms, ours, of_operand, b)
+    if has_bias:
+        check_bias_gradient(ours[None], layer.bias.grad, dy)
+
+    # As a model has it, the norm quantizes by itself: from BF16, but under delayed scaling from FP32 that was never
+    # rounded to BF16. Rounding first moves a value by 2^-9 at most, FP8's steps are 2^-4 and more: few codes change.
+    fused, _ = run_theirs(te.LayerNormLinear(INPUTS, OUTPUTS, **options), name, x, w, b, dy)
+    side, codes, scale_inv = fused[Gemm.FPROP].operands[Operand.INPUT]
+    by_rows = plan_of(RECIPES[name], "cpu").quantize(of_operand[Operand.INPUT], Operand.INPUT, Gemm.FPROP)
+    if not name.startswith("delayed"):
+        check_stored(by_rows, side, codes, scale_inv)
+        return
+    distance = (as_stored(by_rows, side)[0].int() - codes.int()).abs()
+    print(f"{name}: {(distance > 0).double().mean().item():.2%} of the codes change by rounding to BF16 first")
+    assert distance.max() <= 1
+    assert 0 < (distance > 0).double().mean() < 1 / 16
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_long_sums(name: str) -> None:
+    """What is dropped does not grow with the length of a sum, relative to the sum of the magnitudes."""
+    import transformer_engine.pytorch as te
+
+    tokens, inputs, outputs = 1024, 4096, 512
+    x, w, b, dy = tensors(tokens, inputs, outputs)
+    layer = te.Linear(inputs, outputs, bias=False, params_dtype=torch.bfloat16, device="cuda")
+    gemms, _ = run_theirs(layer, name, x, w, None, dy)
+    of_operand = {Operand.INPUT: x, Operand.WEIGHT: w, Operand.GRAD_OUTPUT: dy}
+    check_operands(plan_of(RECIPES[name], "cpu"), gemms, of_operand)
+    check_sums(name, plan_of(RECIPES[name], "cpu"), gemms, of_operand)
