@@ -30,6 +30,6 @@ setup(
     extras_require={
         "te": ["transformer-engine[pytorch]>=2.9"],
         "hf": ["tokenizers", "tiktoken"],
-        "dev": ["pytest", "pytest-timeout", "ruff", "tokenizers", "tiktoken"],
+        "dev": ["pytest", "pytest-timeout", "ruff", "tokenizers", "tiktoken", "torchao"],
     },
 )
