@@ -19,11 +19,12 @@ from typing import Any, Optional
 import numpy as np
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 
 from megafp8.config import derived
 from megafp8.config.schema import DataConfig, RunConfig
 from megafp8.data.blend import Blend, check_split, parse_blend
+from megafp8.data.guarded_dataset import GuardedGPTDataset
 from megafp8.data.shard_checks import check_shard, content_key
 from megafp8.data.shards import ShardIndex
 from megafp8.data.tokenizer import Tokenizer
@@ -71,7 +72,7 @@ def build_datasets(config: RunConfig, tokenizer: Tokenizer, num_samples: tuple[i
     _leave_out_unneeded_splits(gpt_config, data, wanted, indices)
     _check_sizes(gpt_config, blends, indices)
     builder = BlendedMegatronDatasetBuilder(
-        MockGPTDataset if data.mock_data else GPTDataset, list(num_samples), lambda: True, gpt_config
+        MockGPTDataset if data.mock_data else GuardedGPTDataset, list(num_samples), lambda: True, gpt_config
     )
     datasets = builder.build()
     _check_lengths(datasets, num_samples)

@@ -235,6 +235,17 @@ def test_a_replaced_shard_does_not_meet_the_old_cache(tmp_path, tokenizer):
     assert len(read_index(prefix).sequence_lengths) == 50
 
 
+@pytest.mark.parametrize("mmap_bin_files", [True, False])
+def test_a_shard_rewritten_under_the_run_stops_it(tmp_path, tokenizer, mmap_bin_files):
+    config = run_config(data_path=(write_shard(tmp_path / "a"),), mmap_bin_files=mmap_bin_files)
+    train, _, _ = build_datasets(config, tokenizer, (50, 0, 0))
+    assert train[0]["tokens"].shape == (16,)
+    with open(tmp_path / "a.bin", "r+b") as stream:
+        stream.truncate(4000)
+    with pytest.raises(DataError, match="was changed while this run reads it"):
+        train[1]
+
+
 def test_half_written_cache_is_built_again(tmp_path, shards, tokenizer):
     config = run_config(data_path=("1", shards[0], "2", shards[1]), data_cache_path=str(tmp_path / "cache"))
     expected = all_tokens(build_datasets(config, tokenizer, (50, 0, 0))[0], 50)
