@@ -271,6 +271,7 @@ class DataConfig:
     vocab_file: Optional[str] = setting(None, "vocabulary file (GPT2BPETokenizer)")
     merge_file: Optional[str] = setting(None, "merges file (GPT2BPETokenizer)")
     tiktoken_pattern: Optional[str] = setting(None, "splitting pattern (TikTokenizer)")
+    allow_other_tokenizer: bool = setting(False, "train on shards that another tokenizer made, by their manifests")
     num_workers: int = setting(2, "loader processes per rank; 0 loads in the training process")
     reset_position_ids: bool = setting(False, "positions restart at each document")
     reset_attention_mask: bool = setting(False, "attention does not cross documents")

@@ -63,9 +63,9 @@ def build_datasets(config: RunConfig, tokenizer: Tokenizer, num_samples: tuple[i
     prefixes = sorted({prefix for blend in blends if blend is not None for prefix in blend.prefixes})
     if not any(wanted) or not (prefixes or data.mock_data):
         return None, None, None
+    identifiers = None if data.allow_other_tokenizer else tokenizer.unique_identifiers
     indices = {
-        prefix: check_shard(prefix, tokenizer.vocab_size, tokenizer_identifiers=tokenizer.unique_identifiers)
-        for prefix in prefixes
+        prefix: check_shard(prefix, tokenizer.vocab_size, tokenizer_identifiers=identifiers) for prefix in prefixes
     }
     cache = None if data.mock_data else _cache_folder(config, prefixes)
     gpt_config = _gpt_config(config, tokenizer, blends, cache)

@@ -75,6 +75,8 @@ def load_manifest(prefix: str) -> Optional[ShardManifest]:
         if content["format"] != FORMAT:
             raise ValueError(f"its format is {content['format']!r}, expected {FORMAT!r}")
         return ShardManifest(**content)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(
             f"{path} is not a manifest of a shard: {error}. Make the shard again, or delete the manifest to have only "

@@ -14,7 +14,7 @@ import numpy as np
 
 from megafp8.data.manifest import ShardManifest, load_manifest, manifest_path
 from megafp8.data.shards import INDEX_BLOCK, REMAKE, ShardIndex, bin_path, idx_path, read_index
-from megafp8.data.tokenizer import file_sha256
+from megafp8.data.tokenizer import describe_tokenizer, file_sha256
 from megafp8.errors import DataError
 
 # Shards up to so many tokens are searched in full for ids beyond the vocabulary, larger ones in evenly spread chunks.
@@ -136,9 +136,11 @@ def _check_manifest(prefix: str, manifest: ShardManifest, tokenizer_identifiers:
         return
     if manifest.tokenizer != dict(tokenizer_identifiers):
         raise DataError(
-            f"Shard {prefix} was made with another tokenizer: {manifest.tokenizer}, but this run has "
-            f"{dict(tokenizer_identifiers)}. Give --tokenizer-type and --tokenizer-model of the shard, or preprocess "
-            "the text again."
+            f"Shard {prefix} was made with another tokenizer:\n"
+            f"  the shard's: {describe_tokenizer(manifest.tokenizer)}\n"
+            f"  this run's:  {describe_tokenizer(tokenizer_identifiers)}\n"
+            "Give the shard's with --tokenizer-type and --tokenizer-model, or preprocess the text again. If you know "
+            "that the ids mean the same, --allow-other-tokenizer compares the size of the vocabulary only."
         )
 
 

@@ -14,7 +14,7 @@ import hashlib
 import importlib
 import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Optional, Protocol, Union
@@ -289,6 +289,13 @@ def tokenizer_settings(data: DataConfig, vocab_size: Optional[int] = None) -> di
         if settings[name] is not None and Path(settings[name]).exists():
             settings[name] = str(Path(settings[name]).resolve())
     return {name: value for name, value in (*settings.items(), ("vocab_size", vocab_size)) if value is not None}
+
+
+def describe_tokenizer(identifiers: Mapping[str, Any]) -> str:
+    """Return the `unique_identifiers` of a tokenizer for people, with the first digits of each hash."""
+    shown = {**identifiers, "sha256": " ".join(digest[:12] for digest in identifiers.get("sha256", [])) or "-"}
+    name = shown.pop("class", "unknown kind")
+    return ", ".join([name, *(f"{key} {value}" for key, value in shown.items())])
 
 
 def file_sha256(path: Union[str, Path]) -> str:

@@ -5,6 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from shard_files import write_megatron_shard
+from shard_files import write_shard as write_sequences
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megafp8.config.schema import CheckpointConfig, DataConfig, RunConfig, TrainingConfig
@@ -106,6 +108,21 @@ def test_seed_decides_the_order(shards, tokenizer):
     ]
     assert torch.equal(tokens[0], tokens[1])
     assert not torch.equal(tokens[0], tokens[2])
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+@pytest.mark.parametrize("modes", [True, False])
+def test_shards_of_megatrons_writer(tmp_path, tokenizer, dtype, modes):
+    """Without a manifest, with documents of several sequences: sequences are what is shuffled and read."""
+    ids = np.arange(6000, dtype=dtype).reshape(100, 60)
+    documents = [[row[:50].tolist(), row[50:].tolist()] for row in ids]
+    prefix = write_megatron_shard(tmp_path / "theirs", documents, dtype, modes=modes)
+    train, valid, _ = build_datasets(run_config(data_path=(prefix,), split="90,10"), tokenizer, (300, 30, 0))
+    assert set(all_tokens(train, 300).flatten().tolist()) <= set(range(5400))
+    assert set(all_tokens(valid, 30).flatten().tolist()) <= set(range(5400, 6000))
+    ours = write_sequences(tmp_path / "ours", [part for document in documents for part in document], np.uint16)
+    again = build_datasets(run_config(data_path=(ours,), split="90,10"), tokenizer, (300, 30, 0))[0]
+    assert torch.equal(all_tokens(train, 300), all_tokens(again, 300))
 
 
 def test_weighted_blend(shards, tokenizer):
@@ -217,6 +234,8 @@ def test_the_default_splits_tiny_test_part_is_left_out(shards, tokenizer):
 def test_damaged_and_foreign_shards_are_refused(shards, shard, tokenizer):
     with pytest.raises(DataError, match="another tokenizer"):
         build_datasets(run_config(data_path=(shard,)), tokenizer, (10, 0, 0))
+    allowed = run_config(data_path=(shard,), allow_other_tokenizer=True)
+    assert build_datasets(allowed, tokenizer, (10, 0, 0))[0] is not None
     content = Path(f"{shards[0]}.bin").read_bytes()
     Path(f"{shards[0]}.bin").write_bytes(content[:-2])
     with pytest.raises(DataError, match="9998 bytes"):

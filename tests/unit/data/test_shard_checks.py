@@ -1,13 +1,17 @@
 """Every kind of damage to a shard is one clear error when it is opened, and never other tokens."""
 
 import json
+import multiprocessing
+import os
 import shutil
 import struct
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
-from shard_files import SUFFIXES, patch, write_shard
+from shard_files import SUFFIXES, patch, read_sequences, write_megatron_shard, write_shard
 
 from megafp8.data import shard_checks
 from megafp8.data.manifest import load_manifest, manifest_path
@@ -16,7 +20,8 @@ from megafp8.data.shards import read_index
 from megafp8.data.tokenizer import build_tokenizer
 from megafp8.errors import DataError
 
-COUNTS_OFFSET = 18  # magic 9, version 8, dtype code 1
+DTYPE_OFFSET = 17  # magic 9, version 8
+COUNTS_OFFSET = 18
 
 
 @pytest.fixture
@@ -106,6 +111,35 @@ def test_last_length_flipped_shows_in_the_size_of_the_tokens(bare_copy):
         check_shard(bare_copy, 320)
 
 
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+@pytest.mark.parametrize("modes", [False, True])
+def test_no_damage_to_the_index_gives_other_tokens(tmp_path, dtype, modes):
+    """Without a manifest. Header, lengths and pointers show every change; what is let pass elsewhere reads the same."""
+    random = np.random.default_rng(5)
+    documents = [[list(range(random.integers(0, 9))) for _ in range(random.integers(0, 3))] for _ in range(40)]
+    prefix = write_megatron_shard(tmp_path / "s", documents, dtype, modes=modes)
+    path, expected = Path(f"{prefix}.idx"), read_sequences(prefix)
+    content = path.read_bytes()
+    end_of_pointers = 34 + 12 * len(expected)
+    flips = {int(place): bytes([content[place] ^ random.integers(1, 256)])
+             for place in (*range(34), *random.integers(34, len(content), 300))}  # fmt: skip
+    passed = set()
+    for place, flip in flips.items():
+        path.write_bytes(content[:place] + flip + content[place + 1 :])
+        try:
+            check_shard(prefix, 100)
+        except DataError:
+            continue
+        passed.add(place)
+        assert read_sequences(prefix) == expected
+    assert {place for place in passed if place < end_of_pointers} <= {DTYPE_OFFSET}
+    assert passed < set(flips)
+    for length in range(0, len(content), 5):
+        path.write_bytes(content[:length])
+        with pytest.raises(DataError):
+            check_shard(prefix, 100)
+
+
 def test_any_flip_in_the_index_shows_against_the_manifest(copy):
     patch(f"{copy}.idx", 17, b"\3")  # uint16 read as int16: every size still fits
     with pytest.raises(DataError, match="SHA-256"):
@@ -127,6 +161,18 @@ def test_negative_tokens(tmp_path):
         check_shard(prefix, 32000)
 
 
+@pytest.mark.parametrize(("vocab_size", "is_refused"), [(32768, False), (32769, True)])
+def test_a_dtype_too_narrow_for_the_vocabulary(tmp_path, vocab_size, is_refused):
+    """uint16 read as int16 is the same up to 32767, and negative beyond, which a search in chunks may miss."""
+    prefix = write_shard(tmp_path / "s", [[1, 2, 3]])
+    patch(f"{prefix}.idx", DTYPE_OFFSET, b"\3")
+    if not is_refused:
+        check_shard(prefix, vocab_size)
+        return
+    with pytest.raises(DataError, match="int16, which ends at 32767"):
+        check_shard(prefix, vocab_size)
+
+
 def test_large_shards_are_searched_in_chunks(tmp_path, monkeypatch):
     monkeypatch.setattr(shard_checks, "FULL_SCAN_TOKENS", 1000)
     monkeypatch.setattr(shard_checks, "SCAN_CHUNK_TOKENS", 100)
@@ -137,6 +183,37 @@ def test_large_shards_are_searched_in_chunks(tmp_path, monkeypatch):
         check_shard(write_shard(tmp_path / "s", [bad_at_the_end]), 400)
 
 
+def run_unprivileged(function, *arguments):
+    """Call a function in a process that permissions apply to; they do not to root."""
+    context = multiprocessing.get_context("fork")
+    become_nobody = (lambda: os.seteuid(65534)) if os.geteuid() == 0 else None
+    with ProcessPoolExecutor(1, mp_context=context, initializer=become_nobody) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+@pytest.fixture
+def read_only_copy(copy):
+    """A copy in a folder that everybody may read and nobody may write to."""
+    with tempfile.TemporaryDirectory() as folder:
+        for suffix in SUFFIXES:
+            shutil.copy(copy + suffix, folder)
+        os.chmod(folder, 0o555)
+        yield f"{folder}/copy"
+        os.chmod(folder, 0o755)
+
+
+def test_a_read_only_folder_is_enough(read_only_copy):
+    assert run_unprivileged(check_shard, read_only_copy, 320).num_tokens > 0
+    assert run_unprivileged(content_key, read_only_copy) == content_key(read_only_copy)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_file_that_may_not_be_read(read_only_copy, suffix):
+    os.chmod(read_only_copy + suffix, 0)
+    with pytest.raises(DataError, match=f"copy\\{suffix} cannot be read: Permission denied"):
+        run_unprivileged(check_shard, read_only_copy, 320)
+
+
 def test_empty_shard(tmp_path):
     with pytest.raises(DataError, match="holds no tokens"):
         check_shard(write_shard(tmp_path / "s", [[]]), 10)
@@ -144,8 +221,11 @@ def test_empty_shard(tmp_path):
 
 def test_another_tokenizers_shard(copy, tokenizer_config):
     identifiers = dict(build_tokenizer(tokenizer_config).unique_identifiers)
-    with pytest.raises(DataError, match="another tokenizer"):
+    with pytest.raises(DataError, match="another tokenizer") as caught:
         check_shard(copy, 320, tokenizer_identifiers=identifiers | {"sha256": ["0" * 64]})
+    for text in (identifiers["sha256"][0][:12], "0" * 12, "vocab_size 320", "--allow-other-tokenizer"):
+        assert text in str(caught.value)
+    check_shard(copy, 320)
 
 
 def test_broken_manifest(copy):
