@@ -150,6 +150,12 @@ class PrecisionConfig:
     fp8_amax_compute_algo: str = setting(
         "most_recent", "delayed: amax from the history", choices=("most_recent", "max")
     )
+    fp8_delayed_start: str = setting(
+        "calibrated",
+        "delayed: scales of the first step. calibrated = from the first batch, which runs forward and backward before "
+        "the first step without an update; te = all 1, as Transformer Engine starts",
+        choices=("calibrated", "te"),
+    )
     tp_only_amax_red: bool = setting(
         False, "delayed: reduce amaxes over tensor- and context-parallel ranks only, not over data-parallel ones"
     )

@@ -35,6 +35,17 @@ def accumulate_gradients_in_gemm(model: torch.nn.Module) -> int:
     return len(linears)
 
 
+def delayed_scales(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The scales of delayed scaling, FP32, a tensor for each direction of each linear.
+
+    There are none before the first forward pass, unless a checkpoint or FP8 weights brought some. Scales that nothing
+    has used, such as those of outputs, stay 1.
+    """
+    modules = [m for m in model.modules() if isinstance(m, te.module.base.TransformerEngineBaseModule)]
+    states = [m.fp8_meta.get(direction) for m in modules for direction in ("scaling_fwd", "scaling_bwd")]
+    return [state.scale for state in states if hasattr(state, "amax_history")]
+
+
 def selected_attention_backend() -> Optional[str]:
     """The attention kernels that Transformer Engine chose in the last forward pass; None before the first one."""
     from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention

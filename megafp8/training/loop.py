@@ -21,6 +21,7 @@ from megafp8.errors import CapabilityError, CheckpointError
 from megafp8.telemetry.records import EventRecord, StepRecord
 from megafp8.telemetry.sinks import Sinks, build_sinks
 from megafp8.training.assemble import Run, run_folder
+from megafp8.training.calibrate import calibrate, needs_calibration
 from megafp8.training.describe import run_record
 from megafp8.training.evaluate import build_batches, evaluate
 from megafp8.training.profiling import profiler
@@ -110,6 +111,8 @@ def train_steps(
     batches = build_batches(run, run.datasets[0], progress.consumed_samples, num_samples, config.data.num_workers)
     rates, saved_step, reason = build_rates(run), progress.step, None
     first_step = progress.step + 1
+    if progress.step < total_steps and needs_calibration(run):
+        sinks.write(calibrate(run, progress))
     if training.manual_gc:
         gc.disable()
     with profiler(run, folder) as profile_step:

@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
+from megafp8.checkpoint.state import Trainee
 from megafp8.model.emulated_layers import weights_unchanged
 from megafp8.optim.finite import StepTotals, agree, raise_bad_numbers
 from megafp8.optim.schedule import current_learning_rate
@@ -52,9 +53,7 @@ def train_step(run: Run, batches: Batches, step: int) -> StepResult:
         NumericsError: loss or gradients are not finite on some rank; on all ranks, with the weights as they were.
     """
     trainee = run.trainee
-    for chunk in trainee.chunks:
-        chunk.zero_grad_buffer()
-    trainee.optimizer.zero_grad()
+    clear_gradients(trainee)
     if run.watch is not None:
         run.watch.reset()
     with run.timer.span("forward-backward"):
@@ -69,6 +68,13 @@ def train_step(run: Run, batches: Batches, step: int) -> StepResult:
     # megatron-core counts in FP32, so that ranks can add up.
     num_zeros = None if num_zeros is None else int(num_zeros)
     return StepResult(totals.loss, grad_norm, learning_rate, num_zeros, is_skipped=not is_updated)
+
+
+def clear_gradients(trainee: Trainee) -> None:
+    """Forget the gradients, and be ready to sum and reduce new ones."""
+    for chunk in trainee.chunks:
+        chunk.zero_grad_buffer()
+    trainee.optimizer.zero_grad()
 
 
 def forward_backward(run: Run, batches: Batches, num_microbatches: int, forward_only: bool) -> list[dict[str, Tensor]]:

@@ -14,7 +14,9 @@ QUANTIZED_SETTINGS = ("fp8_amax_reduction", "first_last_layers_bf16")
 FP8_SETTINGS = ("fp8_recipe", "fp8_wgrad", "fp8_param_gather")
 FP4_SETTINGS = ("fp4_hadamard", "fp4_stochastic_rounding", "fp4_2d_weights")
 SETTINGS_OF_RECIPE = {
-    "delayed": ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "tp_only_amax_red"),
+    "delayed": (
+        "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_delayed_start", "tp_only_amax_red",
+    ),
     "tensorwise": ("fp8_power_2_scale",),
     "blockwise": ("fp8_block_scaling_fp32_scales",),
 }

@@ -1,0 +1,73 @@
+"""Scales for delayed scaling before the first step.
+
+Delayed scaling takes a tensor's scale from the amaxes that it had before. A run that starts has none, and Transformer
+Engine then lets every scale be 1. E4M3 has steps of 2^-9 below 2^-6, which is where most initial weights lie, and
+nothing above 448, where activations of a trained model may be: the first gradient is two to eight times as far from
+that of high precision as with scales that fit.
+
+So the first global batch runs forward and backward beforehand, without an update. Every amax on the way is noted and
+reduced as in a step, by the emulated layers as by Transformer Engine's, and the first step finds scales. All else is as
+it was: weights, random state and the position in the data.
+
+There are two passes. Where scale 1 rounds a whole tensor to zero, what follows from it is zero on the first pass, and
+an amax of zero leaves no scale.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megafp8.checkpoint.state import Progress, random_state, restore_random_state
+from megafp8.config import derived
+from megafp8.fp8.delayed import DelayedState
+from megafp8.telemetry.records import EventRecord
+from megafp8.training.assemble import Run
+from megafp8.training.evaluate import build_batches
+from megafp8.training.step import clear_gradients, forward_backward
+
+NUM_PASSES = 2
+
+
+def needs_calibration(run: Run) -> bool:
+    """Whether the run is to start with calibrated scales and has none, be it new or from a checkpoint without them.
+
+    All ranks call it, and agree.
+    """
+    precision = run.config.precision
+    if derived.quantization_recipe(precision) != "delayed" or precision.fp8_delayed_start != "calibrated":
+        return False
+    has_scales = torch.tensor(float(any(bool((scale != 1).any()) for scale in delayed_scales(run))))
+    has_scales = has_scales.to(run.platform.device)
+    dist.all_reduce(has_scales, op=dist.ReduceOp.MIN)
+    return not has_scales
+
+
+def delayed_scales(run: Run) -> list[Tensor]:
+    """The scales that this rank's linears remember: FP32 tensors, all 1 before the first pass, or none."""
+    if run.implementation == "transformer_engine":
+        from megafp8.model import te_layers  # needs Transformer Engine
+
+        return [scale for chunk in run.trainee.chunks for scale in te_layers.delayed_scales(chunk)]
+    modules = (module for chunk in run.trainee.chunks for module in chunk.modules())
+    return [module.quant_scale for module in modules if isinstance(module, DelayedState)]
+
+
+def calibrate(run: Run, progress: Progress) -> EventRecord:
+    """Run the next global batch forward and backward without an update; all ranks call it.
+
+    Gradients are left behind: a training step clears them first.
+    """
+    began, samples = time.monotonic(), progress.consumed_samples
+    random = random_state()
+    for _ in range(NUM_PASSES):
+        clear_gradients(run.trainee)
+        # In this process: starting loader processes for one batch would take longer than reading it.
+        batches = build_batches(run, run.datasets[0], samples, samples + run.global_batch_size, num_workers=0)
+        forward_backward(run, batches, run.num_microbatches, forward_only=False)
+    restore_random_state(random.data)
+    detail = f"delayed scales, from {NUM_PASSES} passes over the first batch in {time.monotonic() - began:.1f} s"
+    return EventRecord(step=progress.step, name="calibrated", detail=detail)
