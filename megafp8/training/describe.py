@@ -8,8 +8,9 @@ from typing import Optional
 
 import megafp8
 from megafp8.config import derived, serialize, size
-from megafp8.config.schema import PrecisionConfig
+from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.device.peaks import find_peak
+from megafp8.model.precision_map import resolve_precision_map
 from megafp8.telemetry.records import RunRecord
 from megafp8.training.assemble import Run
 
@@ -24,6 +25,18 @@ def describe_arithmetic(precision: PrecisionConfig, implementation: str) -> str:
     formats = f"fp4 {precision.fp4_format}" if precision.fp8_format is None else f"fp8 {precision.fp8_format}"
     how = "TE" if implementation == "transformer_engine" else "emulated"
     return f"{formats} {recipe}, {how}, on {dtype}"
+
+
+def recipe_lines(config: RunConfig, implementation: str) -> list[str]:
+    """The resolved recipe for the start of a run, a line for each GEMM of a linear; nothing in high precision."""
+    precision = config.precision
+    if derived.quantization_recipe(precision) is None:
+        return []
+    row = resolve_precision_map(config)[0]
+    return [
+        f"recipe of layers {row.layers}: {describe_arithmetic(precision, implementation)}",
+        *(f"  {gemm}  {getattr(row, gemm)}" for gemm in ("fprop", "dgrad", "wgrad")),
+    ]
 
 
 def matmul_dtype(precision: PrecisionConfig, implementation: str) -> str:

@@ -7,6 +7,7 @@ import logging
 from megafp8.device.platform import detect_platform, leave_ranks, rank
 from megafp8.training.assemble import assemble
 from megafp8.training.check import Checked
+from megafp8.training.describe import recipe_lines
 from megafp8.training.loop import train
 
 
@@ -19,6 +20,8 @@ def run_training(checked: Checked) -> None:
     if rank() == 0:
         for notice in checked.notices:
             print(f"notice: {notice}", flush=True)
+        for line in recipe_lines(config, checked.implementation):
+            print(line, flush=True)
     platform = detect_platform(config.parallel.distributed_backend)
     run = assemble(config, platform, checked.implementation)
     train(run)

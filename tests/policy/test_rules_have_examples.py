@@ -252,8 +252,7 @@ def test_tables_name_settings_and_numbers():
         setting.name for setting in all_settings()
         if setting.type in (int, float) and not setting.choices and setting.name not in RANGES
     }
-    # Any margin is a power of two; ranks to profile have a rule of their own.
-    assert unchecked == {"precision.fp8_margin", "logging.profile_ranks"}
+    assert unchecked == {"logging.profile_ranks"}  # they have a rule of their own
 
 
 def test_no_rule_raises_whatever_is_missing_or_out_of_range():

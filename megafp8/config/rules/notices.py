@@ -1,6 +1,8 @@
-"""Settings that change nothing in this run, though another run would heed them: accepted, and said.
+"""What a user should know of a command line that needs no mending.
 
-Megatron-LM's own example scripts give each of them; refusing would stop a command line that means what it says.
+Settings that change nothing in this run, though another run would heed them: Megatron-LM's own example scripts give
+each of them; refusing would stop a command line that means what it says. And choices of a recipe that surprise people
+who come from Transformer Engine or from papers.
 """
 
 from __future__ import annotations
@@ -10,16 +12,33 @@ from collections.abc import Iterator
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import settings_by_name, value_of
 
+# Megatron-LM's and Transformer Engine's default histories of delayed scaling: length and algorithm.
+MEGATRON_HISTORY, TRANSFORMER_ENGINE_HISTORY = (1, "most_recent"), (1024, "max")
 DYNAMIC_LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
 
 def notices(config: RunConfig, implementation: str) -> list[str]:
-    """What the user should know about settings without effect.
+    """Everything of that kind, a line each.
 
     Args:
         implementation: the layers: `transformer_engine`, `emulated` or `local`.
     """
-    return list(_idle_settings(config, implementation))
+    return [*_idle_settings(config, implementation), *_surprises(config)]
+
+
+def _surprises(config: RunConfig) -> Iterator[str]:
+    precision = config.precision
+    recipe = f"--fp8-recipe {precision.fp8_recipe}"
+    if precision.fp8_format == "hybrid" and precision.fp8_recipe in ("blockwise", "mxfp8"):
+        yield f"--fp8-format hybrid makes gradients E5M2 under {recipe} too, where E4M3 is usual: --fp8-format e4m3"
+    history = (precision.fp8_amax_history_len, precision.fp8_amax_compute_algo)
+    is_delayed = precision.fp8_format is not None and precision.fp8_recipe == "delayed"
+    if is_delayed and history == MEGATRON_HISTORY:
+        length, algorithm = TRANSFORMER_ENGINE_HISTORY
+        yield (
+            f"{recipe} takes scales from the most recent amax, which is Megatron-LM's default; Transformer Engine's is "
+            f"--fp8-amax-history-len {length} --fp8-amax-compute-algo {algorithm}"
+        )
 
 
 def _idle_settings(config: RunConfig, implementation: str) -> Iterator[str]:

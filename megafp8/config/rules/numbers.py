@@ -36,6 +36,7 @@ _NOT_NEGATIVE = _Range(0)
 _ABOVE_0 = _Range(0, low_open=True)
 _SHARE = _Range(0, 1, high_open=True)
 _PART = _Range(0, 1, low_open=True)
+_FP32_POWER = _Range(-126, 126)  # of two
 
 _SETTINGS_OF_RANGE: tuple[tuple[_Range, str], ...] = (
     (
@@ -72,6 +73,7 @@ _SETTINGS_OF_RANGE: tuple[tuple[_Range, str], ...] = (
         "optimizer.sgd_momentum optimizer.lr_warmup_fraction",
     ),
     (_PART, "model.rotary_percent"),
+    (_FP32_POWER, "precision.fp8_margin"),
 )
 
 RANGES: Mapping[str, _Range] = MappingProxyType(

@@ -1,4 +1,4 @@
-"""Settings without effect are said, and only then."""
+"""Settings without effect and surprising recipes are said, and only then."""
 
 import dataclasses
 
@@ -35,6 +35,28 @@ def test_a_setting_without_effect_is_said(values: dict, implementation: str, fla
 )
 def test_a_setting_that_works_is_not(values: dict, implementation: str) -> None:
     assert rules.notices(with_values(RunConfig(), values), implementation) == []
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_e5m2_gradients_of_a_block_recipe_are_said(recipe: str) -> None:
+    values = {"precision.fp8_format": "hybrid", "precision.fp8_recipe": recipe}
+    (notice,) = rules.notices(with_values(RunConfig(), values), "emulated")
+    assert notice.startswith(f"--fp8-format hybrid makes gradients E5M2 under --fp8-recipe {recipe}")
+
+
+def test_megatron_s_short_history_is_said() -> None:
+    values = {"precision.fp8_format": "hybrid", "precision.fp8_recipe": "delayed"}
+    (notice,) = rules.notices(with_values(RunConfig(), values), "emulated")
+    assert "Transformer Engine's is --fp8-amax-history-len 1024 --fp8-amax-compute-algo max" in notice
+
+
+@pytest.mark.parametrize("values", [
+    {"precision.fp8_format": "e4m3", "precision.fp8_recipe": "mxfp8"},
+    {"precision.fp8_format": "hybrid", "precision.fp8_recipe": "tensorwise"},
+    {"precision.fp8_format": "hybrid", "precision.fp8_recipe": "delayed", "precision.fp8_amax_history_len": 16},
+])  # fmt: skip
+def test_a_usual_recipe_needs_no_word(values: dict) -> None:
+    assert rules.notices(with_values(RunConfig(), values), "emulated") == []
 
 
 def test_none_takes_back_what_a_file_gives(tmp_path) -> None:
