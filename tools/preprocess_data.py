@@ -9,7 +9,6 @@ writes shards/corpus_text_document.bin, .idx and .manifest.json; the same comman
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import sys
 import time
@@ -20,10 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a ch
 
 from tqdm import tqdm
 
-from megafp8.config.schema import DataConfig
 from megafp8.data.preprocess import PreprocessJob, PreprocessSummary, Progress, preprocess
 from megafp8.data.readers import expand_inputs
-from megafp8.data.tokenizer import TOKENIZER_SETTINGS
+from megafp8.data.tokenizer_flags import add_tokenizer_flags, read_tokenizer_flags
 from megafp8.errors import Megafp8Error
 
 # Megatron's flags that its way of splitting the work needs and ours does not.
@@ -44,16 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--workers", type=int, default=os.cpu_count() or 1, help="processes that tokenize (default %(default)s)"
     )
     parser.add_argument("--overwrite", action="store_true", help="make shards again that are there")
-    parser.add_argument("--vocab-size", type=int, help="ids in the vocabulary (NullTokenizer, TikTokenizer)")
-    group = parser.add_argument_group("tokenizer")
-    for field in dataclasses.fields(DataConfig):
-        if field.name in TOKENIZER_SETTINGS:
-            group.add_argument(
-                "--" + field.name.replace("_", "-"),
-                choices=field.metadata["choices"] or None,
-                required=field.name == "tokenizer_type",
-                help=field.metadata["help"],
-            )
+    add_tokenizer_flags(parser)
     for flag, reason in UNNEEDED_FLAGS.items():
         parser.add_argument(flag, type=int, help=f"accepted from Megatron's command lines without effect: {reason}")
     return parser
@@ -96,11 +85,12 @@ def main(argv: Optional[list[str]] = None) -> int:
     for flag, reason in UNNEEDED_FLAGS.items():
         if getattr(options, flag[2:].replace("-", "_")) is not None:
             print(f"{flag} has no effect: {reason}", file=sys.stderr)
+    tokenizer, vocab_size = read_tokenizer_flags(options)
     job = PreprocessJob(
         inputs=tuple(options.input),
         output_prefix=options.output_prefix,
-        tokenizer=DataConfig(**{name: getattr(options, name) for name in TOKENIZER_SETTINGS}),
-        vocab_size=options.vocab_size,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
         json_keys=tuple(options.json_keys),
         append_eod=options.append_eod,
         workers=options.workers,

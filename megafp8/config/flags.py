@@ -114,7 +114,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_invocation_options(parser)
     groups = {name: parser.add_argument_group(name, title) for name, title in section_titles().items()}
     for setting in all_settings():
-        _add_setting(groups.get(setting.section) or parser.add_argument_group("overrides"), setting)
+        add_setting(groups.get(setting.section) or parser.add_argument_group("overrides"), setting)
     return parser
 
 
@@ -128,7 +128,8 @@ def _add_invocation_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--version", action="version", version=f"megafp8 {__version__}")
 
 
-def _add_setting(group: Any, setting: Setting) -> None:
+def add_setting(group: Any, setting: Setting) -> None:
+    """Add the flags of a setting to an argparse group; the value is under the setting's `section.field` name."""
     help_text = _help_of(setting)
     if setting.type is bool and not setting.many:
         if setting.flags:

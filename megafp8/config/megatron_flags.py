@@ -251,7 +251,7 @@ _REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
     ("--mid-level-dataset-surplus --sample-rate --short-seq-prob --allow-ambiguous-pad-tokens",
      "samples follow the shards as they are; remove it"),
     ("--padded-vocab-size", "padding follows --vocab-size, --make-vocab-size-divisible-by and the layout"),
-    ("--tokenizer-metadata --tiktoken-num-special-tokens --tiktoken-special-tokens "
+    ("--tokenizer-metadata --tiktoken-special-tokens "
      "--tokenizer-hf-include-special-tokens --trust-remote-code --vocab-extra-ids",
      "tokenizers are used as their files define them; see --tokenizer-type and --tokenizer-model"),
     ("--multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --v-head-dim --rotary-scaling-factor "

@@ -270,13 +270,16 @@ class DataConfig:
         None, "tokenizer; default GPT2BPETokenizer where --vocab-file and --merge-file are given",
         choices=(
             "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer",
-            "GPT2BPETokenizer", "TikTokenizer", "NullTokenizer",
+            "GPT2BPETokenizer", "TikTokenizer", "ByteLevelTokenizer", "NullTokenizer",
         ),
     )
-    tokenizer_model: Optional[str] = setting(None, "file or folder of the tokenizer")
+    tokenizer_model: Optional[str] = setting(None, "file or folder of the tokenizer, or name of a tiktoken encoding")
     vocab_file: Optional[str] = setting(None, "vocabulary file (GPT2BPETokenizer)")
     merge_file: Optional[str] = setting(None, "merges file (GPT2BPETokenizer)")
-    tiktoken_pattern: Optional[str] = setting(None, "splitting pattern (TikTokenizer)")
+    tiktoken_pattern: Optional[str] = setting(None, "splitting pattern of a file for TikTokenizer: v1 or v2 (default)")
+    tiktoken_num_special_tokens: Optional[int] = setting(
+        None, "ids before the ranks of a file for TikTokenizer; default 1000"
+    )
     allow_other_tokenizer: bool = setting(False, "train on shards that another tokenizer made, by their manifests")
     num_workers: int = setting(2, "loader processes per rank; 0 loads in the training process")
     reset_position_ids: bool = setting(False, "positions restart at each document")

@@ -1,4 +1,4 @@
-"""Files that are either whole or absent: written under a temporary name, synced, then renamed."""
+"""Files that are either whole or absent: written under a temporary name, synced, then renamed; and their hashes."""
 
 from __future__ import annotations
 
@@ -80,3 +80,12 @@ class HashedStream:
         self._stream.write(content)
         self._digest.update(content)
         self.num_bytes += len(content)
+
+
+def file_sha256(path: Union[str, Path, int]) -> str:
+    """Return the SHA-256 of a file's bytes in hexadecimal; of a descriptor, from its place on, and it is closed."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

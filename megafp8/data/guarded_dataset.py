@@ -19,9 +19,9 @@ import numpy as np
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from megafp8.data.atomic import file_sha256
 from megafp8.data.manifest import load_manifest
 from megafp8.data.shards import bin_path, check_files_exist, idx_path
-from megafp8.data.tokenizer import file_sha256
 from megafp8.errors import DataError
 
 

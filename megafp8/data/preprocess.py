@@ -22,10 +22,11 @@ from typing import Any, Optional
 import numpy as np
 
 from megafp8.config.schema import DataConfig
+from megafp8.data.atomic import file_sha256
 from megafp8.data.manifest import ShardManifest, load_manifest, manifest_path, save_manifest
 from megafp8.data.readers import RawBatch, expand_inputs, parse_texts, read_batches
 from megafp8.data.shards import ShardWriter, bin_path, idx_path, token_dtype
-from megafp8.data.tokenizer import Tokenizer, build_tokenizer, file_sha256, tokenizer_settings
+from megafp8.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_settings
 from megafp8.errors import DataError
 
 

@@ -12,9 +12,10 @@ from typing import Any, Optional
 
 import numpy as np
 
+from megafp8.data.atomic import file_sha256
 from megafp8.data.manifest import ShardManifest, load_manifest, manifest_path
 from megafp8.data.shards import INDEX_BLOCK, REMAKE, ShardIndex, bin_path, idx_path, read_index
-from megafp8.data.tokenizer import describe_tokenizer, file_sha256
+from megafp8.data.tokenizer import describe_tokenizer
 from megafp8.errors import DataError
 
 # Shards up to so many tokens are searched in full for ids beyond the vocabulary, larger ones in evenly spread chunks.

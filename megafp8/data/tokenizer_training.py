@@ -18,9 +18,8 @@ from typing import Any
 
 import sentencepiece
 
-from megafp8.data.atomic import atomic_write, atomic_write_json
+from megafp8.data.atomic import atomic_write, atomic_write_json, file_sha256
 from megafp8.data.readers import expand_inputs, parse_texts, read_batches
-from megafp8.data.tokenizer import file_sha256
 from megafp8.errors import DataError
 
 SPACE_MARK = "\u2581"

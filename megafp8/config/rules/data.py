@@ -66,7 +66,7 @@ def blends_are_pairs(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def tokenizer_has_its_files(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Each tokenizer is made from files, but for NullTokenizer, which is made from a number."""
+    """Each tokenizer is made from files, but for NullTokenizer, which is made from a number, and that of bytes."""
     data, kind = config.data, derived.tokenizer_type(config.data)
     if kind is None:
         mend = "for --mock-data, --tokenizer-type NullTokenizer --vocab-size N" if data.mock_data else "see --help"
@@ -75,6 +75,7 @@ def tokenizer_has_its_files(config: RunConfig, world_size: int) -> Iterator[str]
     needed = {
         "GPT2BPETokenizer": {"--vocab-file": data.vocab_file, "--merge-file": data.merge_file},
         "NullTokenizer": {"--vocab-size": config.model.vocab_size},
+        "ByteLevelTokenizer": {},
     }.get(kind, {"--tokenizer-model": data.tokenizer_model})
     missing = [flag for flag, value in needed.items() if value is None]
     if missing:

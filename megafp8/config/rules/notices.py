@@ -45,8 +45,13 @@ def _idle_settings(config: RunConfig, implementation: str) -> Iterator[str]:
     parallel, data = config.parallel, config.data
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
         yield "--sequence-parallel has nothing to split: --tensor-model-parallel-size is 1"
-    if data.tiktoken_pattern is not None and data.tokenizer_type != "TikTokenizer":
-        yield f"--tiktoken-pattern {data.tiktoken_pattern} is for TikTokenizer: {data.tokenizer_type} has its own"
+    if data.tokenizer_type != "TikTokenizer":
+        for flag, value in (
+            ("--tiktoken-pattern", data.tiktoken_pattern),
+            ("--tiktoken-num-special-tokens", data.tiktoken_num_special_tokens),
+        ):
+            if value is not None:
+                yield f"{flag} {value} is for TikTokenizer: {data.tokenizer_type} has its own"
     if data.split is not None and data.mock_data:
         yield f"--split {data.split}: made-up data is divided evenly"
     if not config.precision.fp16:

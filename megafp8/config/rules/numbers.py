@@ -49,8 +49,9 @@ _SETTINGS_OF_RANGE: tuple[tuple[_Range, str], ...] = (
         "parallel.ddp_bucket_size parallel.distributed_timeout_minutes "
         "precision.fp8_amax_history_len optimizer.lr_decay_iters optimizer.lr_decay_samples "
         "optimizer.lr_wsd_decay_iters optimizer.lr_wsd_decay_samples optimizer.hysteresis "
-        "data.seq_length training.micro_batch_size training.global_batch_size training.train_iters "
-        "training.train_samples training.eval_interval training.exit_interval training.exit_duration_in_mins "
+        "data.seq_length data.tiktoken_num_special_tokens "
+        "training.micro_batch_size training.global_batch_size training.train_iters training.train_samples "
+        "training.eval_interval training.exit_interval training.exit_duration_in_mins "
         "training.recompute_num_layers training.num_threads checkpoint.save_interval checkpoint.ckpt_step "
         "logging.log_interval logging.tensorboard_log_interval",
     ),

@@ -28,8 +28,10 @@ def tokenizer_files_are_there(config: RunConfig, world_size: int) -> Iterator[st
         ("--vocab-file", data.vocab_file),
         ("--merge-file", data.merge_file),
     ):
-        if path is None or data.tokenizer_type == "NullTokenizer":
+        if path is None or data.tokenizer_type in ("NullTokenizer", "ByteLevelTokenizer"):
             continue
+        if data.tokenizer_type == "TikTokenizer" and path.isidentifier():
+            continue  # may be the name of an encoding, which tiktoken knows
         if not os.path.exists(path):
             yield f"{flag} {path}: no such file"
         elif not os.access(path, os.R_OK):

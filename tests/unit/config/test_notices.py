@@ -11,6 +11,10 @@ from megafp8.config.settings import with_values
 CASES = (
     ({"parallel.sequence_parallel": True}, "emulated", "--sequence-parallel"),
     ({"data.tiktoken_pattern": "v2", "data.tokenizer_type": "NullTokenizer"}, "emulated", "--tiktoken-pattern v2"),
+    (
+        {"data.tiktoken_num_special_tokens": 9, "data.tokenizer_type": "NullTokenizer"}, "emulated",
+        "--tiktoken-num-special-tokens 9",
+    ),
     ({"parallel.cp_comm_type": "a2a", "parallel.context_parallel_size": 2}, "emulated", "--cp-comm-type a2a"),
     ({"data.mock_data": True, "data.split": "99,1,0"}, "emulated", "--split 99,1,0"),
     ({"optimizer.initial_loss_scale": 65536.0, "precision.bf16": True}, "emulated", "--initial-loss-scale 65536"),

@@ -1,4 +1,6 @@
+import base64
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 
@@ -163,6 +165,29 @@ def test_position_ids_and_loss_mask_at_documents_ends(shards, tokenizer):
         for place in places:
             assert item["position_ids"][place + 1 : place + 2].tolist() in ([], [0])
     assert ends > 3
+
+
+def test_megatron_cores_tokenizer_gives_the_same_samples(tmp_path, documents):
+    """It has a token for padding, which megatron-core's dataset looks for in the text; ours has none."""
+    pytest.importorskip("tiktoken")
+    tokenizers = pytest.importorskip("megatron.core.tokenizers")
+    path = tmp_path / "ranks.json"
+    path.write_text(json.dumps([
+        {"rank": n, "token_bytes": base64.b64encode(bytes([n])).decode(), "token_str": ""} for n in range(256)
+    ]))  # fmt: skip
+    theirs = tokenizers.MegatronTokenizer.from_pretrained(
+        str(path), metadata_path={"library": "tiktoken", "model_type": "gpt"}, num_special_tokens=7, vocab_size=263
+    )
+    ours = build_tokenizer(
+        DataConfig(tokenizer_type="TikTokenizer", tokenizer_model=str(path), tiktoken_num_special_tokens=7), 263
+    )
+    assert (theirs.eod, ours.eod, theirs.pad) == (2, 2, 4)
+    prefix = write_sequences(tmp_path / "s", [[*ids, ours.eod] for ids in ours.tokenize_batch(documents)])
+    config = run_config(data_path=(prefix,), split="1", eod_mask_loss=True, reset_position_ids=True)
+    of_ours, of_theirs = (build_datasets(config, tokenizer, (50, 0, 0))[0] for tokenizer in (ours, theirs))
+    for number in range(50):
+        mine, other = of_ours[number], of_theirs[number]
+        assert all(torch.equal(mine[name], other[name]) for name in mine)
 
 
 def test_mock_data(tokenizer):

@@ -9,12 +9,13 @@ import pytest
 
 from megafp8.config.schema import DataConfig
 from megafp8.data import preprocess as preprocess_module
+from megafp8.data.atomic import file_sha256
 from megafp8.data.manifest import load_manifest
 from megafp8.data.preprocess import PreprocessJob, preprocess
 from megafp8.data.readers import read_batches
 from megafp8.data.shard_checks import check_shard
 from megafp8.data.shards import read_index
-from megafp8.data.tokenizer import build_tokenizer, file_sha256
+from megafp8.data.tokenizer import build_tokenizer
 from megafp8.errors import DataError
 
 NULL = DataConfig(tokenizer_type="NullTokenizer")

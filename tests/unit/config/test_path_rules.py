@@ -1,0 +1,19 @@
+import pytest
+
+from megafp8.config.rules.paths import tokenizer_files_are_there
+from megafp8.config.schema import DataConfig, RunConfig
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "is_accepted"),
+    [
+        ("TikTokenizer", "cl100k_base", True),
+        ("TikTokenizer", "ranks.json", False),
+        ("TikTokenizer", "a/cl100k_base", False),
+        ("SentencePieceTokenizer", "cl100k_base", False),
+        ("ByteLevelTokenizer", "unused", True),
+    ],
+)
+def test_a_name_that_may_be_an_encoding_is_no_missing_file(kind, model, is_accepted):
+    config = RunConfig(data=DataConfig(tokenizer_type=kind, tokenizer_model=model))
+    assert (list(tokenizer_files_are_there(config, 1)) == []) == is_accepted
