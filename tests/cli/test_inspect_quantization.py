@@ -87,7 +87,8 @@ def test_weights_of_a_run_are_whole_and_named_by_layer(folder) -> None:
 
 def test_values_of_a_checkpoint_are_the_ones_that_were_saved(folder) -> None:
     """Layer by layer, against megatron-core's own reading of the stacked tensor."""
-    result = inspect(folder / "iter_0000007", "--parameter", "decoder.layers.1.*linear_fc2.weight", "--json", "--recipes", "mxfp8")
+    pattern = "decoder.layers.1.*linear_fc2.weight"
+    result = inspect(folder / "iter_0000007", "--parameter", pattern, "--json", "--recipes", "mxfp8")
     findings = json.loads(result.stdout)
     assert {each["tensor"] for each in findings} == {"decoder.layers.1.mlp.linear_fc2.weight"}
     stacked = torch.empty(2, 64, 256, dtype=torch.bfloat16)
