@@ -3,7 +3,7 @@
 
     python tools/inspect_quantization.py outliers:4096x4096
     python tools/inspect_quantization.py activations.npy --operand input --recipes tensorwise mxfp8
-    python tools/inspect_quantization.py runs/quickstart/fp8 --parameter "decoder.*linear_fc2.weight" --output-dir report
+    python tools/inspect_quantization.py runs/quickstart/fp8 --parameter "decoder.*fc2.weight" --output-dir report
 
 Each tensor is quantized as the emulated layers do it, along its rows and along its columns where these differ.
 
