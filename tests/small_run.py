@@ -15,6 +15,7 @@ import textwrap
 import typing
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +28,7 @@ mcore_cpu.install()
 from megatron.core.utils import unwrap_model  # noqa: E402
 
 from megafp8.checkpoint.save import sync_parameters  # noqa: E402
+from megafp8.data.epochs import Source  # noqa: E402
 from megafp8.training.assemble import Run, assemble  # noqa: E402
 from megafp8.training.evaluate import build_batches  # noqa: E402
 from megafp8.training.step import train_step  # noqa: E402
@@ -88,9 +90,13 @@ class SourceSamples:
         text = b"".join(inspect.getsource(module).encode() for module in SOURCES)
         self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
         self.length, self.is_masked = length, is_masked
+        self.sources = (Source("source code", "bytes", (0, 1)),)
 
     def __len__(self) -> int:
         return 1 << 20
+
+    def sample_ids(self, indices: np.ndarray) -> np.ndarray:
+        return np.stack([np.zeros_like(indices), np.zeros_like(indices), indices], axis=1)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(index)

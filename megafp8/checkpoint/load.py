@@ -27,6 +27,7 @@ from megafp8.checkpoint.state import (
 )
 from megafp8.config import derived, serialize
 from megafp8.config.schema import RunConfig
+from megafp8.data.sample_chain import SampleChain, SampleMark
 from megafp8.errors import CheckpointError
 
 # Settings of the model section that change no parameter, and may differ between a checkpoint and its next run.
@@ -220,6 +221,40 @@ def check_same_vocabulary(path: Path, config: RunConfig, rows: int) -> None:
             f"{path} has an embedding of {saved_rows} rows and this run one of {rows}: another vocabulary; give the "
             "tokenizer that the checkpoint was trained with"
         )
+
+
+def check_same_samples(path: Path, chain: SampleChain, is_overridden: bool) -> tuple[str, ...]:
+    """Refuse to go on in another order of samples: some would be repeated and others left out.
+
+    Args:
+        chain: of this run's training samples.
+        is_overridden: accept another order (`--override-sample-order`).
+
+    Returns:
+        What a person should know, in words.
+
+    Raises:
+        CheckpointError: this run's first samples are not those that the checkpoint was trained on.
+    """
+    saved = common_state(path).get("samples")
+    if saved is None:
+        return ("it does not say which samples it was trained on: that this run goes on after them is not checked",)
+    before = SampleMark.from_plain(saved)
+    if before.num_samples > len(chain):
+        return ()  # trained further than this run will go: it reads none
+    now = chain.mark(before.num_samples)
+    if before.sha256 == now.sha256:
+        return ()
+    differences = before.differences(now) or [
+        "the order itself, which another version of megafp8, megatron-core or numpy makes otherwise"
+    ]
+    if is_overridden:
+        return (f"sample {before.num_samples} of another order comes next ({'; '.join(differences)})",)
+    raise CheckpointError(
+        f"{path} was trained on {before.num_samples} samples that are not the first of this run (checkpoint -> this "
+        "run):\n" + "\n".join(f"  {line}" for line in differences) + "\nSome samples would be repeated and others "
+        "left out. Give what the checkpoint was trained with, or --override-sample-order to go on in the new order"
+    )
 
 
 def check_same_optimizer(path: Path, saved: RunConfig, config: RunConfig, with_optimizer: bool) -> None:

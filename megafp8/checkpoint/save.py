@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Optional
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
@@ -20,10 +21,16 @@ from megafp8.checkpoint.state import (
 )
 from megafp8.config.schema import RunConfig
 from megafp8.config.serialize import to_json
+from megafp8.data.sample_chain import SampleMark
 
 
-def save_checkpoint(folder: Path, config: RunConfig, trainee: Trainee, progress: Progress) -> Path:
+def save_checkpoint(
+    folder: Path, config: RunConfig, trainee: Trainee, progress: Progress, samples: Optional[SampleMark] = None
+) -> Path:
     """Write model, optimizer, schedule, random state, progress and configuration; all ranks call it.
+
+    Args:
+        samples: which samples the run has read, where that is known.
 
     Returns:
         The finished checkpoint's folder, under its final name.
@@ -41,6 +48,7 @@ def save_checkpoint(folder: Path, config: RunConfig, trainee: Trainee, progress:
     state |= {
         "step": progress.step,
         "consumed_samples": progress.consumed_samples,
+        "samples": None if samples is None else samples.plain(),
         "config": to_json(config),
         "layout": list(layout()),
     }

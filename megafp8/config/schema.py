@@ -363,6 +363,10 @@ class CheckpointConfig:
         False, "take the schedule from the flags although it differs",
         flags=("--override-opt_param-scheduler", "--override-opt-param-scheduler"),
     )
+    override_sample_order: bool = setting(
+        False, "go on in this run's order of samples although the checkpoint was trained in another (other data, "
+        "blend, split, seed or sequence length)",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

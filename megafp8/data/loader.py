@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as TorchDataset
 
 from megafp8.errors import DataError
 
@@ -82,7 +83,7 @@ def build_loader(
         same shape.
 
     Raises:
-        DataError: the dataset holds fewer than `total_samples`.
+        DataError: the dataset holds fewer than `total_samples`; in iterating, a sample cannot be read.
     """
     if total_samples > len(dataset):
         raise DataError(f"{total_samples} samples are to be read, but the dataset holds {len(dataset)}.")
@@ -95,15 +96,49 @@ def build_loader(
         global_batch_size=global_batch_size,
     )
     loader = DataLoader(
-        dataset,
+        _Microbatches(dataset),
         batch_sampler=sampler,
         num_workers=num_workers,
-        collate_fn=stack_samples,
+        collate_fn=_as_it_is,
         pin_memory=pin_memory,
         # DataLoader draws a seed for its processes; from the global generator that would shift dropout on resume.
         generator=torch.Generator().manual_seed(0),
     )
-    return iter(loader)
+    return _checked(iter(loader))
+
+
+class _Microbatches(TorchDataset):
+    """Whole microbatches of a dataset. An error is handed over as a value: raised in a loader process, it would reach
+    the user inside a traceback of torch's."""
+
+    def __init__(self, dataset: Any):
+        self._dataset = dataset
+
+    def __getitems__(self, indices: list[int]) -> "dict[str, torch.Tensor] | DataError":
+        try:
+            return stack_samples([self._dataset[index] for index in indices])
+        except DataError as error:
+            return error
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _checked(batches: Iterator[Any]) -> Iterator[dict[str, torch.Tensor]]:
+    """The batches, up to the first that could not be read."""
+    try:
+        for batch in batches:
+            if isinstance(batch, DataError):
+                raise batch
+            yield batch
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise DataError(
+            f"A loader process ended by itself ({error}). Out of memory or of shared memory (/dev/shm), or a shard "
+            "was cut short while it was read; --num-workers 0 loads in the training process."
+        ) from error
 
 
 def stack_samples(samples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:

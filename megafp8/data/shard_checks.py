@@ -74,17 +74,32 @@ def check_structure(prefix: str, index: ShardIndex) -> None:
 def content_key(prefix: str) -> str:
     """Return a SHA-256 that changes when a shard is replaced under its path.
 
-    With a manifest that describes the index on disk it covers the content of both files. Without, it covers the content
-    of the index and size and modification time of the tokens, because reading all tokens takes too long.
+    It stays the same when the shard is copied or moved. With a manifest that describes the index on disk it covers the
+    content of both files. Without, it covers the content of the index, and of the tokens their number and those that
+    `check_shard` looks at, because reading all tokens of a large shard takes too long.
     """
     manifest = load_manifest(prefix)
     index_sha256 = file_sha256(idx_path(prefix))
     if manifest is not None and manifest.idx_sha256 == index_sha256:
         tokens = manifest.bin_sha256
     else:
-        status = bin_path(prefix).stat()
-        tokens = f"{status.st_size}:{status.st_mtime_ns}"
+        digest = hashlib.sha256()
+        for chunk in _sampled_tokens(prefix, read_index(prefix).dtype):
+            digest.update(chunk)
+        tokens = f"{bin_path(prefix).stat().st_size}:{digest.hexdigest()}"
     return hashlib.sha256(f"{index_sha256}:{tokens}".encode()).hexdigest()
+
+
+def _sampled_tokens(prefix: str, dtype: np.dtype) -> list[np.ndarray]:
+    """All tokens of a shard of up to 2^24, or 256 evenly spread chunks of a larger one; mapped, not read."""
+    try:
+        tokens = np.memmap(bin_path(prefix), dtype=dtype, mode="r")
+    except OSError as error:
+        raise DataError(f"{bin_path(prefix)} cannot be read: {error.strerror}.") from error
+    if len(tokens) <= FULL_SCAN_TOKENS:
+        return [tokens]
+    starts = np.linspace(0, len(tokens) - SCAN_CHUNK_TOKENS, SCAN_CHUNKS).astype(np.int64)
+    return [tokens[start : start + SCAN_CHUNK_TOKENS] for start in starts]
 
 
 def _check_sequences(prefix: str, index: ShardIndex) -> int:
@@ -152,15 +167,7 @@ def _check_token_range(prefix: str, index: ShardIndex, vocab_size: int) -> None:
             f"{idx_path(prefix)} says that the ids are {index.dtype.name}, which ends at "
             f"{np.iinfo(index.dtype).max}, but the vocabulary has {vocab_size}.{REMAKE}"
         )
-    try:
-        tokens = np.memmap(bin_path(prefix), dtype=index.dtype, mode="r")
-    except OSError as error:
-        raise DataError(f"{bin_path(prefix)} cannot be read: {error.strerror}.") from error
-    if len(tokens) <= FULL_SCAN_TOKENS:
-        chunks = [tokens]
-    else:
-        starts = np.linspace(0, len(tokens) - SCAN_CHUNK_TOKENS, SCAN_CHUNKS).astype(np.int64)
-        chunks = [tokens[start : start + SCAN_CHUNK_TOKENS] for start in starts]
+    chunks = _sampled_tokens(prefix, index.dtype)
     smallest = min(int(chunk.min()) for chunk in chunks)
     largest = max(int(chunk.max()) for chunk in chunks)
     if smallest < 0 or largest >= vocab_size:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Optional
 
@@ -14,6 +15,7 @@ from megafp8.checkpoint.state import Trainee
 from megafp8.config import derived
 from megafp8.config.schema import RunConfig
 from megafp8.data.datasets import build_datasets
+from megafp8.data.sample_chain import SampleChain
 from megafp8.data.tokenizer import Tokenizer, build_tokenizer
 from megafp8.device.platform import Platform, join_ranks, use_threads
 from megafp8.mcore_config import build_transformer_config
@@ -61,6 +63,15 @@ class Run:
         """Sequences in one step."""
         return derived.global_batch_size(self.config, self.place.world_size)
 
+    @cached_property
+    def sample_chain(self) -> Optional[SampleChain]:
+        """The hash of the training samples, the same on all ranks; None without training data."""
+        dataset, config = self.datasets[0], self.config
+        if dataset is None:
+            return None
+        assert config.data.seq_length is not None
+        return SampleChain(dataset, config.data.seq_length, config.training.seed)
+
 
 def assemble(config: RunConfig, platform: Platform, implementation: str) -> Run:
     """Build a run; all ranks call it.
@@ -72,7 +83,7 @@ def assemble(config: RunConfig, platform: Platform, implementation: str) -> Run:
     place = build_groups(config)
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
     vocab_size = derived.padded_vocab_size(config, derived.vocabulary_size(config, tokenizer.vocab_size))
-    datasets = build_datasets(config, tokenizer, derived.dataset_samples(config, place.world_size))
+    datasets = build_datasets(config, tokenizer, derived.dataset_samples(config, place.world_size), on_progress=tell)
     transformer_config = build_transformer_config(config, implementation, platform.kind == "cuda")
     trainee = build_trainee(config, transformer_config, implementation, vocab_size, place.world_size)
     watched = config.training.check_for_nan_in_loss_and_grad
@@ -104,6 +115,11 @@ def build_trainee(
     chunks = add_gradient_buffers(config, transformer_config, model)
     optimizer = build_optimizer(config, transformer_config, chunks)
     return Trainee(chunks, optimizer, build_schedule(config, optimizer, world_size))
+
+
+def tell(text: str) -> None:
+    """Show what a person is waiting for before the first step; the caller is rank 0."""
+    print(text, flush=True)
 
 
 def run_folder(config: RunConfig) -> Optional[Path]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megafp8.checkpoint.folder import find_checkpoint
-from megafp8.checkpoint.load import check_same_vocabulary, load_checkpoint
+from megafp8.checkpoint.load import check_same_samples, check_same_vocabulary, load_checkpoint
 from megafp8.checkpoint.save import save_checkpoint, sync_parameters
 from megafp8.checkpoint.state import Progress
 from megafp8.config import derived, serialize
@@ -71,8 +71,11 @@ def resume(run: Run) -> tuple[Progress, tuple[str, ...]]:
         return Progress(), (f"{checkpoint.load} holds none: starts anew",) if checkpoint.load else ()
     _, path = found
     check_same_vocabulary(path, run.config, run.vocab_size)
+    notes: tuple[str, ...] = ()
+    if not (weights_only or run.config.training.skip_train) and run.sample_chain is not None:
+        notes = check_same_samples(path, run.sample_chain, checkpoint.override_sample_order)
     loaded = load_checkpoint(path, run.config, run.trainee, weights_only)
-    return loaded.progress, (f"loaded {path}", *loaded.notes)
+    return loaded.progress, (f"loaded {path}", *loaded.notes, *notes)
 
 
 def check_ranks_agree(step: Optional[int], folder: Optional[str]) -> None:
@@ -231,7 +234,8 @@ def is_save_due(run: Run, step: int, total_steps: int, reason: Optional[str]) ->
 def save(run: Run, sinks: Sinks, progress: Progress, folder: Path) -> None:
     """Write a checkpoint and record it."""
     began = time.monotonic()
-    path = save_checkpoint(folder, run.config, run.trainee, progress)
+    samples = None if run.sample_chain is None else run.sample_chain.mark(progress.consumed_samples)
+    path = save_checkpoint(folder, run.config, run.trainee, progress, samples)
     sinks.write(
         EventRecord(step=progress.step, name="checkpoint saved", detail=f"{path} in {time.monotonic() - began:.1f} s")
     )

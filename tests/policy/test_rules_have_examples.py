@@ -234,6 +234,24 @@ def test_problems_name_flags_that_exist():
                 assert flag in known, f"{flag} in: {problem}"
 
 
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"data.mock_data": False}, "no data: give"),
+        ({"data.mock_data": False, "data.data_path": ("a",), "data.train_data_path": ("b",)}, "keep one"),
+        ({"data.mock_data": False, "data.data_path": ("a",), "data.valid_data_path": ("b",)}, "--valid-data-path goes"),
+        ({"data.mock_data": False, "data.train_data_path": ("a",), "data.split": "1,1,1"}, "--split 1,1,1 has no"),
+        ({"data.mock_data": False, "data.data_path": ("x", "a", "1", "b")}, "must alternate"),
+        ({"data.mock_data": False, "data.train_data_path": ("0", "a", "1", "b")}, "and 0 is not"),
+        ({"data.reset_attention_mask": True}, "--reset-attention-mask: "),
+        ({"checkpoint.override_sample_order": True}, "--override-sample-order has no effect without --load"),
+        ({"data.data_cache_path": "/dev/null/cache"}, "--data-cache-path /dev/null/cache"),
+    ],
+)
+def test_data_that_contradicts_itself(changes, part):
+    assert any(part in problem for problem in rules.problems(config_of(changes), 1))
+
+
 def test_all_problems_come_at_once():
     changes = {
         "model.num_layers": 3, "parallel.pipeline_model_parallel_size": 2, "optimizer.lr": None, "data.split": "x"

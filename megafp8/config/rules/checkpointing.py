@@ -35,6 +35,7 @@ def loading_needs_a_folder(config: RunConfig, world_size: int) -> Iterator[str]:
         f"--ckpt-step {checkpoint.ckpt_step}": checkpoint.ckpt_step is not None,
         "--use-checkpoint-opt_param-scheduler": checkpoint.use_checkpoint_opt_param_scheduler,
         "--override-opt_param-scheduler": checkpoint.override_opt_param_scheduler,
+        "--override-sample-order": checkpoint.override_sample_order,
     }
     for flag in (flag for flag, given in asked.items() if given):
         yield without(flag, "--load")

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator
 
 from megafp8.config import derived
+from megafp8.config.blend import parse_blend
 from megafp8.config.rules.rule import Rule, shards_by_flag
 from megafp8.config.schema import RunConfig
 
-_NUMBER = re.compile(r"\d+(\.\d*)?([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?")
 _OVERRIDE = re.compile(r"(transformer|ddp|optimizer)\.[A-Za-z_]\w*=.*", re.DOTALL)
 
 
@@ -53,16 +53,12 @@ def split_has_three_parts(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def blends_are_pairs(config: RunConfig, world_size: int) -> Iterator[str]:
-    """A weighted blend is weight, prefix, weight, prefix, ..., with weights that are numbers."""
+    """A weighted blend is weight, prefix, weight, prefix, ..., with weights that are numbers above 0."""
     for flag, words in shards_by_flag(config.data):
-        numbers = [bool(_NUMBER.fullmatch(word)) for word in words]
-        if not any(numbers) or len(words) == 1:
-            continue
-        if len(words) % 2 or not all(numbers[::2]) or any(numbers[1::2]):
-            yield (
-                f"{flag} {' '.join(words)}: weights and prefixes must alternate (weight prefix weight prefix), "
-                "or be prefixes only"
-            )
+        try:
+            parse_blend(words)
+        except ValueError as error:
+            yield f"{flag} {' '.join(words)}: {error}"
 
 
 def tokenizer_has_its_files(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from megafp8.config.blend import parse_blend
 from megafp8.config.rules.rule import Rule, shards_by_flag
 from megafp8.config.schema import RunConfig
 
@@ -13,7 +14,7 @@ from megafp8.config.schema import RunConfig
 def shards_are_there(config: RunConfig, world_size: int) -> Iterator[str]:
     """A shard prefix stands for two files, PREFIX.bin and PREFIX.idx."""
     for flag, words in shards_by_flag(config.data):
-        for prefix in (word for word in words if not _is_number(word)):
+        for prefix in _prefixes(words):
             missing = [prefix + suffix for suffix in (".bin", ".idx") if not os.path.isfile(prefix + suffix)]
             if missing:
                 hint = " (give the prefix, without .bin or .idx)" if prefix.endswith((".bin", ".idx")) else ""
@@ -57,13 +58,16 @@ def outputs_can_be_written(config: RunConfig, world_size: int) -> Iterator[str]:
     """Folders to write to exist, or can be made."""
     for flag, path in (
         ("--save", config.checkpoint.save),
-        ("--data-cache-path", config.data.data_cache_path),
         ("--tensorboard-dir", config.logging.tensorboard_dir),
         ("--wandb-save-dir", config.logging.wandb_save_dir or None),
     ):
         fault = None if path is None else _write_fault(path)
         if fault:
             yield f"{flag} {path}: {fault}; choose another folder"
+    cache = config.data.data_cache_path
+    # One that is there may hold all that the run needs: whether it must be written shows when the indices are opened.
+    if cache is not None and not os.path.isdir(cache) and (fault := _write_fault(cache)):
+        yield f"--data-cache-path {cache}: {fault}; choose another folder"
 
 
 def _write_fault(path: str) -> str:
@@ -79,12 +83,12 @@ def _write_fault(path: str) -> str:
     return ""
 
 
-def _is_number(word: str) -> bool:
+def _prefixes(words: tuple[str, ...]) -> tuple[str, ...]:
+    """The shards of a blend; none of one that is malformed, which is another rule's problem."""
     try:
-        float(word)
+        return parse_blend(words).prefixes
     except ValueError:
-        return False
-    return True
+        return ()
 
 
 RULES: tuple[Rule, ...] = (

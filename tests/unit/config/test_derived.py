@@ -135,6 +135,23 @@ def test_split():
 
 
 @pytest.mark.parametrize(
+    ("text", "shares"),
+    [
+        ("969,30,1", (969, 30, 1)), ("1", (1,)), ("99,1", (99, 1)), ("0.9,.1,0", (0.9, 0.1, 0)),
+        ("'99,1,0'", (99, 1, 0)),
+    ],
+)
+def test_split_shares(text, shares):
+    assert derived.split_shares(text) == shares
+
+
+@pytest.mark.parametrize("text", ["", "a", "1,2,3,4", "1;2", "0,0,0", "-1,2", "1,,2", "90 10", "1e-3,1,0"])
+def test_what_is_no_split(text):
+    with pytest.raises(ValueError):
+        derived.split_shares(text)
+
+
+@pytest.mark.parametrize(
     ("changes", "params", "grads"),
     [
         ({}, "fp32", "fp32"),

@@ -243,3 +243,22 @@ def test_content_key_follows_content_not_path(tmp_path, shard, copy):
     key = content_key(one)
     assert content_key(one) == key
     assert content_key(write_shard(tmp_path / "s", [[1, 2, 4]])) != key
+
+
+def test_content_key_of_a_shard_without_a_manifest_stays_with_a_copy(tmp_path):
+    key = content_key(write_shard(tmp_path / "s", [[1, 2, 3]]))
+    for suffix in (".bin", ".idx"):
+        shutil.copyfile(tmp_path / f"s{suffix}", tmp_path / f"copy{suffix}")
+        os.utime(tmp_path / f"copy{suffix}", ns=(10**18, 10**18))
+    assert content_key(str(tmp_path / "copy")) == key
+
+
+def test_content_key_of_a_large_shard_looks_at_chunks_and_the_size(tmp_path, monkeypatch):
+    for name, value in (("FULL_SCAN_TOKENS", 100), ("SCAN_CHUNKS", 4), ("SCAN_CHUNK_TOKENS", 10)):
+        monkeypatch.setattr(f"megafp8.data.shard_checks.{name}", value)
+    ids = np.arange(300)
+    key = content_key(write_shard(tmp_path / "s", [ids]))
+    for place, is_seen in ((0, True), (299, True), (100, True), (50, False)):
+        changed = ids.copy()
+        changed[place] += 1
+        assert (content_key(write_shard(tmp_path / "s", [changed])) != key) is is_seen, place

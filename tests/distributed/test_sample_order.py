@@ -1,0 +1,113 @@
+"""A resumed run goes on where it stopped, on any ranks, or says what changed."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import run_ranks
+from small_run import PLAIN, small_config
+
+from megafp8.checkpoint.folder import checkpoint_path
+from megafp8.checkpoint.load import common_state
+from megafp8.checkpoint.state import Progress
+from megafp8.data.sample_chain import SampleMark
+from megafp8.data.shards import ShardWriter
+from megafp8.device import platform
+from megafp8.errors import CheckpointError
+from megafp8.reports.load import load_run
+from megafp8.training.assemble import assemble
+from megafp8.training.loop import train
+
+FLAGS = (
+    f"{PLAIN} --lr-warmup-iters 1 --lr-decay-iters 8 --eval-iters 0 --no-progress-bar --save-interval 2 "
+    "--micro-batch-size 2 --no-save-optim --no-load-optim"
+)
+
+
+def write(prefix: Path, seed: int, num_documents: int = 30) -> str:
+    generator = np.random.default_rng(seed)
+    with ShardWriter(str(prefix), np.dtype(np.uint16)) as writer:
+        for length in generator.integers(20, 60, num_documents):
+            writer.add_documents(generator.integers(0, 255, length, np.uint16).tobytes(), np.array([length], np.int32))
+        writer.finish()
+    return str(prefix)
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> tuple[str, str]:
+    """The first is read several times over in six steps."""
+    return write(tmp_path / "a", 1, 10), write(tmp_path / "b", 2, 90)
+
+
+def start(folder: Path, data_path: tuple[str, ...], steps: int, flags: str = "", world_size: int = 1) -> Progress:
+    """Start a run, or resume it, to a step."""
+    text = f"{FLAGS} --train-iters {steps} --save {folder} --load {folder} {flags}"
+    config = small_config("llama", text, world_size)
+    data = dataclasses.replace(config.data, mock_data=False, data_path=data_path, split=config.data.split or "1")
+    config = dataclasses.replace(config, data=data)
+    return run_ranks(world_size, lambda: train(assemble(config, platform.detect_platform(), "local")))[0]
+
+
+def mark(folder: Path, step: int) -> SampleMark:
+    path = checkpoint_path(folder, step)
+    saved: dict[str, Any] = run_ranks(1, lambda: common_state(path)["samples"])[0]
+    return SampleMark.from_plain(saved)
+
+
+def refusal(*args: Any, **options: Any) -> str:
+    with pytest.raises(AssertionError) as raised:
+        start(*args, **options)
+    assert isinstance(raised.value.__cause__, CheckpointError)
+    return str(raised.value.__cause__)
+
+
+def test_parts_on_other_ranks_read_what_a_straight_run_reads(tmp_path: Path, shards: tuple[str, str]) -> None:
+    blend = ("1", shards[0], "2", shards[1])
+    start(tmp_path / "straight", blend, 6)
+    start(tmp_path / "parts", blend, 2, world_size=2)
+    start(tmp_path / "parts", blend, 4, "--num-workers 2")
+    start(tmp_path / "parts", blend, 6, "--micro-batch-size 1 --num-workers 1", world_size=2)
+    straight, parts = mark(tmp_path / "straight", 6), mark(tmp_path / "parts", 6)
+    assert straight == parts
+    assert straight.num_samples == 48
+    assert mark(tmp_path / "straight", 4) == mark(tmp_path / "parts", 4) != straight
+    notes = [event.detail for event in load_run(tmp_path / "parts").events if event.name == "checkpoint"]
+    assert not any("order" in note or "not checked" in note for note in notes)
+
+
+def test_a_changed_order_is_refused_with_what_changed(tmp_path: Path, shards: tuple[str, str]) -> None:
+    blend = ("1", shards[0], "2", shards[1])
+    start(tmp_path / "run", blend, 2)
+    seed = refusal(tmp_path / "run", blend, 4, "--seed 77")
+    assert "was trained on 16 samples that are not the first of this run" in seed
+    assert "--seed: 1234 -> 77" in seed and "--override-sample-order" in seed and "shard" not in seed
+    assert "weight 0.333" in refusal(tmp_path / "run", ("1", shards[0], "3", shards[1]), 4)
+    assert "shards: " in refusal(tmp_path / "run", shards[:1], 4)
+    assert "documents 0 to 9 -> 0 to 4" in refusal(tmp_path / "run", blend, 4, "--split 1,1")
+    assert "--seq-length: 32 -> 16" in refusal(tmp_path / "run", blend, 4, "--seq-length 16")
+    write(Path(shards[1]), 3, 90)
+    assert f"shard {shards[1]}: other content" in refusal(tmp_path / "run", blend, 4)
+
+    assert start(tmp_path / "run", blend, 4, "--override-sample-order") == Progress(4, 32)
+    notes = [event.detail for event in load_run(tmp_path / "run").events]
+    assert any(f"sample 16 of another order comes next (shard {shards[1]}: other content)" in note for note in notes)
+    assert start(tmp_path / "run", blend, 6) == Progress(6, 48), "from then on the new order is the run's"
+
+
+def test_a_moved_shard_is_the_same_shard(tmp_path: Path, shards: tuple[str, str]) -> None:
+    start(tmp_path / "run", shards[:1], 2)
+    for suffix in (".bin", ".idx"):
+        Path(shards[0] + suffix).rename(tmp_path / f"moved{suffix}")
+    assert start(tmp_path / "run", (str(tmp_path / "moved"),), 4) == Progress(4, 32)
+
+
+def test_a_run_that_is_cut_short_or_only_starts_from_the_weights_asks_nothing(
+    tmp_path: Path, shards: tuple[str, str]
+) -> None:
+    start(tmp_path / "run", shards[1:], 4)
+    assert start(tmp_path / "run", shards[1:], 2) == Progress(4, 32), "nothing is left to read"
+    assert start(tmp_path / "run", shards[:1], 2, "--finetune") == Progress(2, 16)

@@ -1,0 +1,200 @@
+"""The cache of indices: what is broken is built again, what is whole is kept, and nothing in it is ever run."""
+
+import json
+import multiprocessing
+import os
+import pickle
+import time
+
+import numpy as np
+import pytest
+
+from megafp8.data.index_cache import BrokenEntry, IndexCache, array_path, entry_name, load_entry, save_entry
+from megafp8.errors import DataError
+
+CONTENT = {"kind": "test", "seed": 1}
+NAME = entry_name(CONTENT)
+
+
+def arrays():
+    return {"first": np.arange(1000, dtype=np.int32), "second": np.arange(6, dtype=np.int64).reshape(3, 2)}
+
+
+def refuse_to_build():
+    raise AssertionError("it is in the cache")
+
+
+def open_cache(folder):
+    """The arrays, and what was told about building them."""
+    told = []
+    found = IndexCache(folder, on_built=told.append).load_or_build("the test", CONTENT, arrays)
+    for name, values in arrays().items():
+        assert np.array_equal(found[name], values) and found[name].dtype == values.dtype
+    return found, told
+
+
+def test_what_was_built_is_loaded(tmp_path):
+    _, told = open_cache(tmp_path / "new" / "folder")
+    assert told == ["the test"]
+    found = IndexCache(tmp_path / "new" / "folder").load_or_build("the test", CONTENT, refuse_to_build)
+    assert np.array_equal(found["first"], np.arange(1000))
+    assert not found["first"].flags.writeable
+    assert type(found["first"]) is np.ndarray
+
+
+def test_without_a_folder_nothing_is_kept(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert IndexCache(None).load_or_build("the test", CONTENT, arrays)["first"].flags.writeable
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_content_is_another_entry(tmp_path):
+    open_cache(tmp_path)
+    other = {**CONTENT, "seed": 2}
+    found = IndexCache(tmp_path).load_or_build("other", other, lambda: {"first": np.zeros(3)})
+    assert len(found["first"]) == 3
+    assert len(open_cache(tmp_path)[0]["first"]) == 1000
+
+
+def flip(offset, mask=1):
+    def apply(path):
+        content = bytearray(path.read_bytes())
+        content[offset] ^= mask
+        path.write_bytes(content)
+
+    return apply
+
+
+def cut(length):
+    return lambda path: path.write_bytes(path.read_bytes()[:length])
+
+
+class Payload:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+DAMAGE = {
+    "empty": cut(0),
+    "cut in the header": cut(20),
+    "cut in the data": cut(2000),
+    "without its last byte": cut(-1),
+    "flipped in the magic": flip(1),
+    "flipped in the dtype": flip(22, 6),
+    "flipped in the data": flip(1000),
+    "flipped at the end": flip(-1, 128),
+    "another array": lambda path: np.save(path, np.arange(999, dtype=np.int32)),
+    "another dtype": lambda path: np.save(path, np.arange(1000, dtype=np.uint32)),
+    "transposed": lambda path: np.save(path, np.arange(1000, dtype=np.int32).reshape(500, 2).T),
+    "objects": lambda path: np.save(path, np.array([Payload("x")]), allow_pickle=True),
+    "a zip of arrays": lambda path: np.savez(path.open("wb"), first=np.arange(1000, dtype=np.int32)),
+    "missing": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_broken_array_is_built_again_once(tmp_path, damage):
+    open_cache(tmp_path)
+    damage(array_path(tmp_path, NAME, "first"))
+    with pytest.raises(BrokenEntry):
+        load_entry(tmp_path, NAME)
+    _, told = open_cache(tmp_path)
+    assert len(told) == 1 and told[0].startswith("the test, again: ")
+    assert open_cache(tmp_path)[1] == []
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"[]", b"null", b"{}", b'{"arrays": 1}', b'{"arrays": {"first": {}}}', b"\xff\xfe"]
+)
+def test_a_broken_description_is_written_again(tmp_path, text):
+    open_cache(tmp_path)
+    (tmp_path / f"{NAME}.json").write_bytes(text)
+    assert len(open_cache(tmp_path)[1]) == 1
+    assert open_cache(tmp_path)[1] == []
+
+
+def test_arrays_without_a_description_are_an_unfinished_entry(tmp_path):
+    """What a job that was killed while it wrote leaves behind."""
+    open_cache(tmp_path)
+    (tmp_path / f"{NAME}.json").unlink()
+    cut(50)(array_path(tmp_path, NAME, "second"))
+    assert open_cache(tmp_path)[1] == ["the test"]
+
+
+@pytest.mark.parametrize("name", [f"{NAME}-first.npy", f"{NAME}-second.npy", f"{NAME}.json"])
+def test_a_pickle_is_never_loaded(tmp_path, name):
+    open_cache(tmp_path / "cache")
+    (tmp_path / "cache" / name).write_bytes(pickle.dumps(Payload(tmp_path / "was run")))
+    assert len(open_cache(tmp_path / "cache")[1]) == 1
+    assert not (tmp_path / "was run").exists()
+
+
+def test_a_cache_that_cannot_be_written_is_read(tmp_path, monkeypatch):
+    open_cache(tmp_path)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr("megafp8.data.index_cache.atomic_write", refuse_to_build)
+    assert open_cache(tmp_path)[1] == []
+    other = {**CONTENT, "seed": 2}
+    with pytest.raises(DataError, match=r"cannot be written: Permission denied.*--data-cache-path.*build_index"):
+        IndexCache(tmp_path).load_or_build("other", other, refuse_to_build)
+
+
+def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match="Not a directory"):
+        IndexCache(tmp_path / "file" / "cache").load_or_build("the test", CONTENT, refuse_to_build)
+
+
+def test_a_full_disk_is_a_clear_error_and_leaves_no_entry(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np.lib.format, "write_array", full)
+    with pytest.raises(DataError, match="No space left on device"):
+        IndexCache(tmp_path).load_or_build("the test", CONTENT, arrays)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_does_not_keep_what_is_written_is_a_clear_error(tmp_path, monkeypatch):
+    def save_and_damage(folder, name, content, built):
+        save_entry(folder, name, content, built)
+        flip(-1)(array_path(folder, name, "first"))
+
+    monkeypatch.setattr("megafp8.data.index_cache.save_entry", save_and_damage)
+    with pytest.raises(DataError, match="does not keep what is written to it.*other bytes"):
+        IndexCache(tmp_path).load_or_build("the test", CONTENT, arrays)
+
+
+def build_slowly(folder, start, results):
+    """One of several jobs: waits for the others, builds or loads, and hands back what it got."""
+
+    def slow():
+        time.sleep(0.05)
+        return {"first": np.arange(200_000, dtype=np.int64), "second": np.arange(3)}
+
+    start.wait()
+    found = IndexCache(folder).load_or_build("the test", CONTENT, slow)
+    results.put((int(found["first"].sum()), found["second"].tolist()))
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_jobs_that_build_one_entry_at_once(tmp_path, is_broken):
+    context = multiprocessing.get_context("fork")
+    if is_broken:
+        save_entry(tmp_path, NAME, CONTENT, {"first": np.arange(9)})
+        cut(30)(array_path(tmp_path, NAME, "first"))
+    start, results = context.Barrier(4), context.Queue()
+    jobs = [context.Process(target=build_slowly, args=(tmp_path, start, results)) for _ in range(4)]
+    for job in jobs:
+        job.start()
+    assert [results.get(timeout=30) for _ in jobs] == [(199_999 * 100_000, [0, 1, 2])] * 4
+    for job in jobs:
+        job.join()
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {f"{NAME}.json", f"{NAME}-first.npy", f"{NAME}-second.npy"}, "nothing temporary is left"
+    assert json.loads((tmp_path / f"{NAME}.json").read_text())["content"] == CONTENT
