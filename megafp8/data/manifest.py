@@ -1,7 +1,7 @@
 """The manifest beside a shard: what it holds and what it was made from.
 
-`PREFIX.manifest.json` is written last, so that where it is, the shard is whole. Shards made by other programs have
-none; they are checked as far as their own two files go.
+A shard whose files are not those that `PREFIX.manifest.json` describes is refused. Shards made by other programs have
+no manifest; they are checked as far as their own two files go.
 """
 
 from __future__ import annotations

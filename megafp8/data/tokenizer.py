@@ -104,6 +104,16 @@ def tokenizer_settings(data: DataConfig, vocab_size: Optional[int] = None) -> di
     return {name: value for name, value in (*settings.items(), ("vocab_size", vocab_size)) if value is not None}
 
 
+def tokenizer_from_settings(settings: Mapping[str, Any]) -> Tokenizer:
+    """Build the tokenizer of `tokenizer_settings`.
+
+    Raises:
+        ConfigError, CapabilityError, DataError: as `build_tokenizer`; its files may have moved, or changed.
+    """
+    of_data = {name: value for name, value in settings.items() if name in TOKENIZER_SETTINGS}
+    return build_tokenizer(DataConfig(**of_data), settings.get("vocab_size"))
+
+
 def describe_tokenizer(identifiers: Mapping[str, Any]) -> str:
     """Return the `unique_identifiers` of a tokenizer for people, with the first digits of each hash."""
     shown = {**identifiers, "sha256": " ".join(digest[:12] for digest in identifiers.get("sha256", [])) or "-"}
