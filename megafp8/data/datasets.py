@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ from megafp8.errors import DataError
 SPLITS = ("training", "validation", "test")
 MOCK = "made-up data"
 MOCK_SPLIT = "1,1,1"  # megatron-core's
+SECONDS_BETWEEN_LINES = 5.0
 Dataset = Any
 Datasets = tuple[Optional[Dataset], Optional[Dataset], Optional[Dataset]]
 Result = TypeVar("Result")
@@ -93,7 +95,7 @@ def build_datasets(
         config: its data section, seed, and --save for the place of the cache.
         tokenizer: of the shards.
         num_samples: sequences that training, validation and test will read; 0 builds no such dataset.
-        on_progress: called, on rank 0, with a line about each shard that is checked and each index that is built.
+        on_progress: called, on rank 0, with a line about each index that is built, and about a long check of shards.
 
     Returns:
         Training, validation and test; None where no samples or no data are asked for. Each holds at least the samples
@@ -111,7 +113,7 @@ def build_datasets(
 
     def check_and_build() -> dict[str, Shard]:
         nonlocal built
-        shards = {prefix: _check(config.data, prefix, tokenizer, on_progress) for prefix in prefixes}
+        shards = _check_all(config.data, prefixes, tokenizer, on_progress)
         built = _build(config, tokenizer, parts, shards, on_progress)
         return shards
 
@@ -155,10 +157,23 @@ def _on_rank_zero(function: Callable[[], Result]) -> Result:
     return outcome[0]
 
 
-def _check(data: DataConfig, prefix: str, tokenizer: Tokenizer, on_progress: Callable[[str], None]) -> Shard:
+def _check_all(
+    data: DataConfig, prefixes: Sequence[str], tokenizer: Tokenizer, on_progress: Callable[[str], None]
+) -> dict[str, Shard]:
+    """Check every shard; from time to time tell how far that is."""
+    checked: dict[str, Shard] = {}
+    told = time.monotonic()
+    for prefix in prefixes:
+        if time.monotonic() - told > SECONDS_BETWEEN_LINES:
+            on_progress(f"checked {len(checked)} of {len(prefixes)} shards")
+            told = time.monotonic()
+        checked[prefix] = _check(data, prefix, tokenizer)
+    return checked
+
+
+def _check(data: DataConfig, prefix: str, tokenizer: Tokenizer) -> Shard:
     if data.mock_data:
         return Shard(f"{MOCK}:{tokenizer.vocab_size}:{tokenizer.eod}", 0)
-    on_progress(f"checking {prefix}")
     identifiers = None if data.allow_other_tokenizer else tokenizer.unique_identifiers
     check_shard(prefix, tokenizer.vocab_size, tokenizer_identifiers=identifiers)
     return Shard(content_key(prefix), bin_path(prefix).stat().st_size)
@@ -174,7 +189,7 @@ def _build(
     """The datasets of shards that rank 0 has checked."""
     kind = MockEpochsDataset if config.data.mock_data else EpochsDataset
     folder = None if config.data.mock_data else cache_folder(config, list(shards))
-    cache = IndexCache(folder, on_built=lambda label: on_progress(f"built the index of {label}"))
+    cache = IndexCache(folder, on_build=lambda label: on_progress(f"building the index of {label}"))
     datasets_config = _datasets_config(config, tokenizer, shards, cache)
     opened = {prefix: _open(kind, prefix, shard, datasets_config) for prefix, shard in shards.items()}
     too_small = {part.split: _too_small(part, opened, config) for part in parts}

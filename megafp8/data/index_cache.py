@@ -39,11 +39,11 @@ class IndexCache:
 
     Attributes:
         folder: None keeps nothing: every array is built in this process's memory.
-        on_built: called with the label of every entry that was built, and why if it was there before.
+        on_build: called with the label of every entry before it is built, and why if it was there before.
     """
 
     folder: Optional[Path]
-    on_built: Callable[[str], None] = lambda label: None
+    on_build: Callable[[str], None] = lambda label: None
 
     def load_or_build(self, label: str, content: dict[str, Any], build: Callable[[], Arrays]) -> Arrays:
         """Return an entry's arrays, mapped from the disk; build and write them where they are not there or broken.
@@ -62,11 +62,12 @@ class IndexCache:
         try:
             arrays = load_entry(self.folder, name)
         except BrokenEntry as fault:
-            arrays, label = None, f"{label}, again: {fault}"
+            arrays, label = None, f"{label} again: {fault}"
         if arrays is not None:
             return arrays
         try:
             check_writable(self.folder)
+            self.on_build(label)
             save_entry(self.folder, name, content, build())
             arrays = load_entry(self.folder, name)
         except OSError as error:
@@ -77,7 +78,6 @@ class IndexCache:
         except BrokenEntry as fault:
             raise DataError(f"{self.folder} does not keep what is written to it: {fault}. Check the disk.") from fault
         assert arrays is not None
-        self.on_built(label)
         return arrays
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOLS = ("build_stdlib_corpus", "train_tokenizer", "preprocess_data")
+sys.path.insert(0, str(ROOT))
+TOOLS = ("build_index", "build_stdlib_corpus", "train_tokenizer", "preprocess_data")
 
 
 def run(tool, *arguments, status=0):
@@ -61,6 +62,36 @@ def test_megatrons_unneeded_flags_are_answered(tmp_path):
 )
 def test_bad_input_is_one_clear_error(arguments):
     assert "--input /none.jsonl: there is no such file" in run(*arguments, "--input", "/none.jsonl", status=66)
+
+
+def test_build_index_and_again(tmp_path, capsys):
+    pytest.importorskip("megatron.core")
+    from tools import build_index
+
+    (tmp_path / "a.jsonl").write_text('{"text": "1 2 3 4 5 6 7 8 9"}\n' * 90)
+    tokenizer = ("--tokenizer-type", "NullTokenizer", "--vocab-size", 10)
+    source = ("--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "a", "--workers", 1)
+    run("preprocess_data", *source, *tokenizer)
+    flags = (
+        *("--data-path", tmp_path / "a_text_document", "--seq-length", 8, "--train-iters", 20, "--num-layers", 2),
+        *("--global-batch-size", 4, "--eval-iters", 1, "--split", "90,10", "--data-cache-path", tmp_path / "c"),
+    )
+    output = run("build_index", *flags, *tokenizer)
+    assert output.count("building the index of") == 2
+    assert "training: 91 samples of 8 tokens from 1 shard\n" in output
+    assert f"the indices in {tmp_path / 'c'} are complete" in output
+
+    arguments = [str(argument) for argument in (*flags, *tokenizer)]
+    assert build_index.main([*arguments, "--train-iters", "22"]) == 0
+    assert "building" not in capsys.readouterr().out, "no more epochs are needed"
+    assert build_index.main([*arguments, "--seed", "2"]) == 0
+    assert capsys.readouterr().out.count("building") == 2
+    assert build_index.main(["--mock-data", "--train-iters", "3"]) == 64
+    found = capsys.readouterr().err
+    for problem in ("--mock-data has no shards", "--seq-length is missing", "--global-batch-size is missing"):
+        assert problem in found
+    Path(f"{tmp_path}/a_text_document.bin").write_bytes(b"")
+    assert build_index.main(arguments) == 66
 
 
 def test_tools_do_not_import_torch():

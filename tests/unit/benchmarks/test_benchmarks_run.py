@@ -14,7 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from benchmarks import engine_overhead, fp8_step_cpu, gpu_train, quantize_cpu, startup  # noqa: E402
+from benchmarks import data_loading, engine_overhead, fp8_step_cpu, gpu_train, quantize_cpu, startup  # noqa: E402
 
 SMALL = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 64 --micro-batch-size 1 "
@@ -85,6 +85,15 @@ def test_fp8_step(tmp_path: Path) -> None:
 def test_quantize(tmp_path: Path) -> None:
     result = result_of(quantize_cpu.main, "--tokens 16 --rounds 1", tmp_path)
     assert all(math.isfinite(number) for number in numbers(result))
+
+
+def test_data_loading(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = "--documents 2000 --tokens 400000 --rounds 1 --batches 3"
+    result = result_of(data_loading.main, arguments, tmp_path)
+    assert [row[0].split()[0] for row in result["index"]] == ["check"] * 3
+    assert len(result["loader"]) == 8
+    assert all(math.isfinite(number) for number in numbers(result))
+    assert "the bar of 2M" in capfd.readouterr().out
 
 
 def test_startup_of_help(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

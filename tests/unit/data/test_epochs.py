@@ -260,10 +260,10 @@ def test_the_cache_serves_a_moved_shard_and_another_length_of_the_same_epochs(tm
     told = []
     config = run_config(data_path=(shards[0],), data_cache_path=str(tmp_path / "cache"), split="1")
     build_datasets(config, tokenizer, (300, 0, 0), on_progress=told.append)
-    assert sum("built" in line for line in told) == 1
+    assert told == [f"building the index of {shards[0]} (40 documents, 3 epochs)"]
     for suffix in (".bin", ".idx"):
         shutil.copyfile(shards[0] + suffix, tmp_path / f"moved{suffix}")
     moved = dataclasses.replace(config, data=dataclasses.replace(config.data, data_path=(str(tmp_path / "moved"),)))
     told.clear()
     build_datasets(moved, tokenizer, (301, 0, 0), on_progress=told.append)
-    assert told == [f"checking {tmp_path / 'moved'}"]
+    assert told == []

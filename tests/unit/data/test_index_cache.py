@@ -27,7 +27,7 @@ def refuse_to_build():
 def open_cache(folder):
     """The arrays, and what was told about building them."""
     told = []
-    found = IndexCache(folder, on_built=told.append).load_or_build("the test", CONTENT, arrays)
+    found = IndexCache(folder, on_build=told.append).load_or_build("the test", CONTENT, arrays)
     for name, values in arrays().items():
         assert np.array_equal(found[name], values) and found[name].dtype == values.dtype
     return found, told
@@ -104,7 +104,7 @@ def test_a_broken_array_is_built_again_once(tmp_path, damage):
     with pytest.raises(BrokenEntry):
         load_entry(tmp_path, NAME)
     _, told = open_cache(tmp_path)
-    assert len(told) == 1 and told[0].startswith("the test, again: ")
+    assert len(told) == 1 and told[0].startswith("the test again: ")
     assert open_cache(tmp_path)[1] == []
 
 
