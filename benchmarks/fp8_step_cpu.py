@@ -40,7 +40,7 @@ MODES = {
 PARTS = {
     "amax": ("fp8/scaling.py amax", "fp8/scaling.py block_amax", "fp8/scaling.py reduce_amax"),
     "scale": ("fp8/scaling.py quant_scale_of",),
-    "multiply, round to codes": ("fp8/quantize.py _scale_and_cast",),
+    "multiply, round to codes": ("fp8/quantize.py scale_and_cast",),
     "decode": ("fp8/rounding.py decode",),
     "GEMMs": ("fp8/linear.py _scaled_gemm",),
 }

@@ -245,9 +245,10 @@ def build_ddp_config(config: RunConfig) -> DistributedDataParallelConfig:
     return build_checked(DistributedDataParallelConfig, fields)
 
 
-def build_optimizer_config(config: RunConfig) -> OptimizerConfig:
-    """The optimizer's own settings; the schedule is `optim.schedule`'s."""
+def build_optimizer_config(config: RunConfig, implementation: str) -> OptimizerConfig:
+    """The optimizer's own settings; the schedule is `optim.schedule`'s. It, too, is told of FP8 only with TE."""
     optimizer, parallel, precision = config.optimizer, config.parallel, config.precision
+    has_te_weights = implementation == "transformer_engine" and precision.fp8_format is not None
     fields = {
         "optimizer": optimizer.optimizer,
         "lr": optimizer.lr,
@@ -276,7 +277,7 @@ def build_optimizer_config(config: RunConfig) -> OptimizerConfig:
         "exp_avg_dtype": DTYPES[optimizer.exp_avg_dtype],
         "exp_avg_sq_dtype": DTYPES[optimizer.exp_avg_sq_dtype],
         "log_num_zeros_in_grad": config.logging.log_num_zeros_in_grad,
-        "fp8_recipe": precision.fp8_recipe if precision.fp8_format is not None else None,
+        "fp8_recipe": precision.fp8_recipe if has_te_weights else None,
     }
     return build_checked(OptimizerConfig, fields | parsed_overrides(config, "optimizer", OptimizerConfig))
 

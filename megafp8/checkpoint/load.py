@@ -29,6 +29,7 @@ from megafp8.config import derived, serialize
 from megafp8.config.schema import RunConfig
 from megafp8.data.sample_chain import SampleChain, SampleMark
 from megafp8.errors import CheckpointError
+from megafp8.fp8.parameter import settle
 
 # Settings of the model section that change no parameter, and may differ between a checkpoint and its next run.
 FREE_MODEL_SETTINGS = ("model.model_preset", "model.attention_dropout", "model.hidden_dropout", "model.init_method_std")
@@ -107,6 +108,7 @@ def load_checkpoint(path: Path, config: RunConfig, trainee: Trainee, weights_onl
     else:
         # Master weights are copies of the weights: take the loaded ones.
         trainee.optimizer.reload_model_params()
+    settle(trainee.chunks)
     if with_random:
         restore_random_state(state["random_state"])
     notes = notes_on(weights_only, with_optimizer, with_random, same_layout)

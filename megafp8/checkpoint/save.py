@@ -19,6 +19,7 @@ from megafp8.checkpoint.state import (
     optimizer_state,
     random_state,
 )
+from megafp8.checkpoint.weights import put_rounded_masters
 from megafp8.config.schema import RunConfig
 from megafp8.config.serialize import to_json
 from megafp8.data.sample_chain import SampleMark
@@ -40,11 +41,13 @@ def save_checkpoint(
         folders.make_unfinished(folder, progress.step)
     dist.barrier()
     state = model_state(trainee.chunks)
+    model = dict(state)
     if not config.checkpoint.no_save_optim:
-        state["optimizer"] = optimizer_state(trainee, dict(state), is_loading=False)
+        state["optimizer"] = optimizer_state(trainee, model, is_loading=False)
         state["schedule"] = trainee.schedule.state_dict()
     if not config.checkpoint.no_save_rng:
         state["random_state"] = random_state()
+    put_rounded_masters(model, trainee.optimizer)
     state |= {
         "step": progress.step,
         "consumed_samples": progress.consumed_samples,

@@ -160,7 +160,10 @@ class PrecisionConfig:
         False, "delayed: reduce amaxes over tensor- and context-parallel ranks only, not over data-parallel ones"
     )
     fp8_wgrad: bool = setting(True, "weight gradient GEMM in FP8", off=("--no-fp8-wgrad", "--disable-fp8-wgrad"))
-    fp8_param_gather: bool = setting(False, "keep compute weights in FP8 and gather them in FP8")
+    fp8_param_gather: bool = setting(
+        False, "keep the linears' weights as FP8 codes and scales, without a BF16 copy, and gather those: half the "
+        "bytes; emulated with tensorwise, delayed and blockwise",
+    )
     fp8_power_2_scale: bool = setting(False, "tensorwise: round scales down to powers of two")
     fp8_block_scaling_fp32_scales: bool = setting(
         False, "blockwise: FP32 scales instead of powers of two (emulated; in Transformer Engine the environment "

@@ -23,6 +23,8 @@ from megafp8.device.platform import cpu_name
 NATIVE_SINCE = {"tensorwise": (8, 9), "delayed": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0), "nvfp4": (10, 0)}
 NATIVE_BEFORE = {"mxfp8": (12, 0)}  # not on the consumer GPUs of the generation
 EMULATED_RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8", "nvfp4")
+# Both GEMMs that read a weight read the same codes, of a byte each.
+RECIPES_WITH_ONE_WEIGHT_COPY = ("tensorwise", "delayed", "blockwise")
 ATTENTION_BACKENDS = {
     "transformer_engine": ("auto", "flash", "fused", "unfused"),
     "emulated": ("auto", "sdpa"),
@@ -156,8 +158,6 @@ def needs_transformer_engine(config: RunConfig, implementation: str) -> list[str
         asked.append("--use-transformer-engine-op-fuser")
     if precision.cross_entropy_loss_fusion and precision.cross_entropy_fusion_impl == "te":
         asked.append("--cross-entropy-fusion-impl te")
-    if precision.fp8_param_gather:
-        asked.append("--fp8-param-gather")
     if config.optimizer.use_precision_aware_optimizer:
         asked.append("--use-precision-aware-optimizer")
     if config.model.window_size is not None:
@@ -172,9 +172,16 @@ def recipe_problems(precision: PrecisionConfig, target: Target, implementation: 
         return []
     flag = derived.recipe_flag(precision)
     if implementation == "emulated":
-        if precision.emulation:
-            return []
-        return [f"--no-emulation: {flag} would be emulated on {target.name}; {mend_for(target, False)}"]
+        found = [] if precision.emulation else [
+            f"--no-emulation: {flag} would be emulated on {target.name}; {mend_for(target, False)}"
+        ]
+        if precision.fp8_param_gather and recipe not in RECIPES_WITH_ONE_WEIGHT_COPY:
+            found.append(
+                f"--fp8-param-gather: {flag}, emulated, has two copies of a weight's codes, with blocks along its rows "
+                "and along its columns, which together are no smaller than BF16; leave the flag out, or give "
+                f"--fp8-recipe {', '.join(RECIPES_WITH_ONE_WEIGHT_COPY)}"
+            )
+        return found
     if implementation == "local":  # quantizes nowhere: a rule of the settings alone
         return []
     found = emulated_only(precision)

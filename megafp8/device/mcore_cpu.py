@@ -1,4 +1,4 @@
-"""What megatron-core 0.16.1 needs in order to run on a CPU build of torch. The only file that patches it.
+"""What megatron-core 0.16.1 needs in order to run on a CPU build of torch. Only here is it patched for that.
 
 megatron-core names CUDA in three ways: it calls functions of `torch.cuda` that raise on a CPU build, it writes
 `device="cuda"` into factory calls, and it tells parameter kinds apart by the text `torch.cuda.FloatTensor`. The first
@@ -196,6 +196,27 @@ def clip_by_total_norm(
         torch._foreach_mul_(gradients, factor)
 
 
+def total_norm(
+    gradients: list[torch.Tensor], norm_type: float = 2.0, grad_stats_parallel_group: Any = None
+) -> float:
+    """L2 norm over the ranks of a group, an FP32 number.
+
+    Numerics: squares of FP32 numbers are exact in FP64, and their sum is as good as exact before it is rounded, so that
+    it does not show how the gradients are divided among tensors and ranks.
+    """
+    assert norm_type == 2.0
+    squares = torch.zeros((), dtype=torch.float64)
+    for gradient in gradients:
+        squares += torch.linalg.vector_norm(gradient.double()).square()
+    torch.distributed.all_reduce(squares, group=grad_stats_parallel_group)
+    return squares.sqrt().float().item()
+
+
+def sum_norm_in_fp64() -> None:
+    """Clipping carries the last bit of the norm into every weight."""
+    core("optimizer.optimizer").get_grad_norm_fp32 = total_norm
+
+
 def clip_without_type_check() -> None:
     """megatron-core's clipping asserts CUDA's type name on every gradient."""
     core("optimizer.optimizer").clip_grad_by_total_norm_fp32 = clip_by_total_norm
@@ -293,6 +314,18 @@ def read_false_as_no_fp8() -> None:
     recompute.__init__ = lambda self, fp8=False: plain(self, fp8 or None)
 
 
+def keep_types_of_buffers_apart() -> None:
+    """Give each buffer groups of its own. Groups are gathered from the last one on: the embedding's is that."""
+    distributed = core("distributed.distributed_data_parallel")
+    plain = distributed.partition_buckets
+
+    def partition(buffers: list[Any], **options: Any) -> list[Any]:
+        in_order = sorted(buffers, key=lambda buffer: buffer.param_dtype != torch.uint8)
+        return [group for buffer in in_order for group in plain([buffer], **options)]
+
+    distributed.partition_buckets = partition
+
+
 PATCHES = (
     Patch(
         "torch.cuda functions",
@@ -341,6 +374,12 @@ PATCHES = (
         clip_without_type_check,
     ),
     Patch(
+        "gradient norm",
+        "in FP32 sums, weights depend on which gradients lie in one buffer: no run could be repeated with another one",
+        (("optimizer/clip_grads.py", "total_norm = grad_norm**norm_type"),),
+        sum_norm_in_fp64,
+    ),
+    Patch(
         "Adam",
         "with torch.optim.AdamW the distributed optimizer cannot load a checkpoint",
         (
@@ -360,6 +399,12 @@ PATCHES = (
         "fp8=False is taken for FP8 and asks for Transformer Engine",
         (("tensor_parallel/random.py", "self.fp8 = fp8 is not None"),),
         read_false_as_no_fp8,
+    ),
+    Patch(
+        "buffers of two types",
+        "gathered in one group, FP8 and BF16 weights come out as noise: gloo takes all for one type",
+        (("distributed/param_and_grad_buffer.py", "group_buckets = [bucket] + non_fp8_buckets"),),
+        keep_types_of_buffers_apart,
     ),
 )
 

@@ -54,6 +54,7 @@ from torch import Tensor
 
 from megafp8.fp8.delayed import DelayedScales
 from megafp8.fp8.noise import RoundingNoise
+from megafp8.fp8.parameter import QuantizedParameter
 from megafp8.fp8.quantize import Quantized, quantize
 from megafp8.fp8.recipes import OPERANDS_OF, Gemm, Operand, OperandRule, Recipe
 
@@ -123,7 +124,11 @@ class QuantizedWeight(NamedTuple):
 
 
 def quantize_weight(weight: Tensor, plan: LinearPlan) -> QuantizedWeight:
-    """Codes and scales of a weight [N, K]; valid until the weight changes."""
+    """Codes and scales of a weight [N, K], which may have nothing else; valid until the weight changes."""
+    if isinstance(weight, QuantizedParameter):
+        if plan.delayed is not None:
+            plan.delayed.weight.note(weight.codes.amax)
+        return QuantizedWeight(weight.codes.quantized(), weight.codes.quantized())
     fprop = plan.quantize(weight, Operand.WEIGHT, Gemm.FPROP)
     return QuantizedWeight(fprop, plan.requantize(fprop, weight, Operand.WEIGHT, Gemm.DGRAD))
 

@@ -103,11 +103,11 @@ def quantize(
         scales = _tensor_scales(source, rule, group, delayed)
         blocks, quant_scale = rows[:, None, None, :], scales.quant
     else:
-        blocks = _as_blocks(transform_columns(rows) if rule.is_transformed else rows, rule.block)
-        scales = _block_scales(block_amax(blocks), rule, source.dtype, group)
+        blocks = as_blocks(transform_columns(rows) if rule.is_transformed else rows, rule.block)
+        scales = block_scales(block_amax(blocks), rule, source.dtype, group)
         quant_scale = scales.quant[:, None, :, None]
     assert rule.is_stochastic == (generator is not None), "stochastic rounding, and it alone, needs a generator"
-    codes = _scale_and_cast(blocks, quant_scale, rule.format, generator)
+    codes = scale_and_cast(blocks, quant_scale, rule.format, generator)
     codes = codes[: rows.shape[0], : codes_shape(rows.shape, rule.format)[-1]]  # without what was padded
     return Quantized(codes.reshape(codes_shape(source.shape, rule.format)), scales.dequant, scales.tensor, rule)
 
@@ -124,7 +124,7 @@ def _tensor_scales(
     return tensor_scales(quant_scale_of(reduce_amax(largest, group), rule.format, rule.scale_rule))
 
 
-def _block_scales(
+def block_scales(
     largest: Tensor, rule: OperandRule, dtype: torch.dtype, group: Optional[dist.ProcessGroup]
 ) -> Scales:
     """Scales of blocks with these amaxes; where one overflows, it becomes the largest number of the input's type."""
@@ -137,7 +137,7 @@ def _block_scales(
     return tensor_scales(quant_scale_of(largest, rule.format, rule.scale_rule, on_overflow=on_overflow))
 
 
-def _as_blocks(rows: Tensor, block: Block) -> Tensor:
+def as_blocks(rows: Tensor, block: Block) -> Tensor:
     """[rows, columns] as [R, rows of a block, C, columns of a block], filled up with zeros at ragged edges."""
     padding = [-size % length for size, length in zip(rows.shape, block, strict=True)]
     if any(padding):
@@ -146,7 +146,7 @@ def _as_blocks(rows: Tensor, block: Block) -> Tensor:
     return rows.contiguous().view(num_blocks[0], block[0], num_blocks[1], block[1])
 
 
-def _scale_and_cast(
+def scale_and_cast(
     blocks: Tensor, quant_scale: Tensor, fmt: Format, generator: Optional[torch.Generator]
 ) -> Tensor:
     """round(float32(x) * quant_scale) as [rows, columns]; on a CPU part by part through one small FP32 buffer.

@@ -14,8 +14,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megafp8.config import derived
 from megafp8.config.schema import RunConfig
+from megafp8.fp8.parameter import settle
 from megafp8.mcore_config import build_ddp_config, build_optimizer_config
-from megafp8.model.emulated_layers import EmulatedColumnParallelLinear, EmulatedRowParallelLinear
+from megafp8.model.emulated_layers import (
+    EmulatedColumnParallelLinear,
+    EmulatedRowParallelLinear,
+    keep_weights_as_codes,
+)
 from megafp8.model.initialize import initialize_parameters
 from megafp8.model.layer_specs import build_block_spec
 
@@ -37,6 +42,8 @@ def build_model(
         accumulate_gradients_in_gemm(chunks, implementation)
     if config.precision.bf16 or config.precision.fp16:
         chunks = [Float16Module(transformer_config, chunk) for chunk in chunks]
+    if config.precision.fp8_param_gather and implementation == "emulated":
+        keep_weights_as_codes(chunks)
     return chunks
 
 
@@ -101,7 +108,8 @@ def build_optimizer(
     config: RunConfig, transformer_config: TransformerConfig, chunks: list[DistributedDataParallel]
 ) -> MegatronOptimizer:
     """The optimizer, and the hooks by which the schedules of megatron-core reach gradients and parameters."""
-    optimizer = get_megatron_optimizer(build_optimizer_config(config), chunks)
+    optimizer = get_megatron_optimizer(build_optimizer_config(config, transformer_config.transformer_impl), chunks)
+    settle(chunks)  # master weights are there
     transformer_config.grad_scale_func = optimizer.scale_loss
     transformer_config.finalize_model_grads_func = finalize_model_grads
     single = len(chunks) == 1

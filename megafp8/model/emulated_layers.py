@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from megafp8.fp8.delayed import AmaxExchange, DelayedState
 from megafp8.fp8.linear import AmaxGroups, LinearPlan, QuantizedWeight, emulated_linear, quantize_weight
 from megafp8.fp8.noise import RoundingNoise
-from megafp8.fp8.recipes import Recipe
+from megafp8.fp8.parameter import QuantizedParameter, WeightCodes
+from megafp8.fp8.recipes import Gemm, Operand, Recipe
 
 AMAX_REDUCTIONS = ("te", "all")
 STATE = "quantizer_state"
@@ -158,6 +159,17 @@ class _EmulatedGemm:
             self.amax_exchange.start_step()
             self.quantizer_state.kept_scales.clear()
 
+    def keep_weight_as_codes(self) -> None:
+        """Replace the weight by a parameter that holds its codes, once they are settled, and nothing else."""
+        assert self.recipe is not None
+        plain, rule = self.weight, self.recipe.rule(Operand.WEIGHT, Gemm.FPROP)
+        assert rule is not None and rule == self.recipe.rule(Operand.WEIGHT, Gemm.DGRAD), "two copies of one weight"
+        delayed = self.quantizer_state if self.recipe.delayed is not None else None
+        group = self.amax_groups(self.sequence_parallel).weight
+        parameter = nn.Parameter(QuantizedParameter(WeightCodes(plain.detach(), rule, group, delayed)))
+        vars(parameter).update(vars(plain))  # megatron-core's marks
+        self.weight = parameter
+
     def _activation_group(self, *, split_over_tensor: bool) -> Optional[dist.ProcessGroup]:
         """Ranks that hold parts of one activation: context-parallel ones, and tensor-parallel ones if it is split."""
         if self.is_expert or parallel_state.get_context_parallel_world_size() == 1:
@@ -198,6 +210,14 @@ class EmulatedRowParallelLinear(_EmulatedGemm, RowParallelLinear):
             weight=self.tp_group,
             grad_output=self._activation_group(split_over_tensor=False),
         )
+
+
+def keep_weights_as_codes(chunks: Iterable[nn.Module]) -> None:
+    """Make the weight of every emulated linear a `QuantizedParameter`; it also holds what it was until `settle`."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, _EmulatedGemm) and module.recipe is not None:
+                module.keep_weight_as_codes()
 
 
 @contextlib.contextmanager

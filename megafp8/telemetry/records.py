@@ -92,6 +92,9 @@ class StepRecord:
     params_norm: Optional[float] = None
     memory_peak_bytes: Optional[int] = None
     """Largest memory held so far by any device of the job."""
+    param_gather_bytes: Optional[int] = None
+    """What rank 0 got from others of the distributed optimizer's updated weights, with scales and padding. With
+    overlapped gathers these are the weights that the step before updated."""
     is_skipped: bool = False
     """The weights were left as they were (FP16 loss scaling met an overflow)."""
     timers_ms: Optional[dict[str, float]] = None

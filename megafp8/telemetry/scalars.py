@@ -30,6 +30,7 @@ def scalars(
         "loss-scale": record.loss_scale,
         "num-zeros": record.num_zeros_in_grad,
         "params-norm": record.params_norm,
+        "param-gather-bytes": record.param_gather_bytes,
     }
     if with_memory:
         values["mem-max-allocated-bytes"] = record.memory_peak_bytes

@@ -30,7 +30,7 @@ def describe_run(checked: Checked) -> str:
     config, implementation, world_size = checked.invocation.config, checked.implementation, checked.world_size
     build_transformer_config(config, implementation, on_cuda=False)
     build_ddp_config(config)
-    build_optimizer_config(config)
+    build_optimizer_config(config, implementation)
     vocab_size = derived.padded_vocab_size(config, vocabulary_size(config))
     sections = [
         *(f"notice: {notice}" for notice in checked.notices),

@@ -46,6 +46,7 @@ class Rates:
             mfu_fraction=flops_per_device / peak if peak else None,
             num_zeros_in_grad=result.num_zeros_in_grad,
             is_skipped=result.is_skipped,
+            param_gather_bytes=result.param_gather_bytes,
             timers_ms=timers_ms,
         )
 

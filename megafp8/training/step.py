@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
 from megafp8.checkpoint.state import Trainee
+from megafp8.fp8.parameter import QuantizedParameter
 from megafp8.model.emulated_layers import weights_unchanged
 from megafp8.optim.finite import StepTotals, agree, raise_bad_numbers
 from megafp8.optim.schedule import current_learning_rate
@@ -33,6 +35,8 @@ class StepResult:
         grad_norm: global norm before clipping; None when the update was skipped.
         learning_rate: the one that the update used.
         is_skipped: FP16 loss scaling met an overflow and the weights were left as they are.
+        param_gather_bytes: what this rank got from others of updated weights while the step ran; None where nothing is
+            gathered.
     """
 
     loss: float
@@ -40,6 +44,7 @@ class StepResult:
     learning_rate: float
     num_zeros_in_grad: Optional[int]
     is_skipped: bool
+    param_gather_bytes: Optional[int]
 
 
 def train_step(run: Run, batches: Batches, step: int) -> StepResult:
@@ -67,7 +72,8 @@ def train_step(run: Run, batches: Batches, step: int) -> StepResult:
         trainee.schedule.step(increment=run.global_batch_size)
     # megatron-core counts in FP32, so that ranks can add up.
     num_zeros = None if num_zeros is None else int(num_zeros)
-    return StepResult(totals.loss, grad_norm, learning_rate, num_zeros, is_skipped=not is_updated)
+    gathered = None if run.traffic is None else run.traffic.take()
+    return StepResult(totals.loss, grad_norm, learning_rate, num_zeros, not is_updated, gathered)
 
 
 def clear_gradients(trainee: Trainee) -> None:
@@ -123,11 +129,20 @@ def check_step(run: Run, local_loss: Optional[Tensor], step: int) -> StepTotals:
 
 
 def params_norm(run: Run) -> float:
-    """L2 norm of all weights of the model, over all ranks."""
+    """L2 norm of all weights of the model, over all ranks; of FP8 weights, that of what they are quantized from."""
     weights = [
-        parameter.detach().float()
+        parameter
         for chunk in run.trainee.chunks
         for parameter in chunk.parameters()
         if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
     ]
-    return get_grad_norm_fp32(weights, grad_stats_parallel_group=parallel_state.get_model_parallel_group())
+    whole = [weight.detach().float() for weight in weights if not isinstance(weight, QuantizedParameter)]
+    norm = get_grad_norm_fp32(whole, grad_stats_parallel_group=parallel_state.get_model_parallel_group())
+    if not (run.implementation == "emulated" and run.config.precision.fp8_param_gather):
+        return norm
+    quantized = [weight for weight in weights if isinstance(weight, QuantizedParameter)]
+    # The ranks that have parts of the master weights are those that have parts of the gradients.
+    group = run.trainee.optimizer.get_grad_stats_parallel_group()
+    masters = [(weight.main_param, weight.dtype) for weight in quantized if weight.main_param is not None]
+    parts = [part.detach().to(dtype).float() for part, dtype in masters]
+    return math.hypot(norm, get_grad_norm_fp32(parts, grad_stats_parallel_group=group))

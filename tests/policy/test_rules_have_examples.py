@@ -100,6 +100,12 @@ EXAMPLES = {
     "fp8_weights_need_sharded_optimizer": (
         {"precision.fp8_param_gather": True}, 1, "needs --use-distributed-optimizer"
     ),
+    "fp8_weights_need_masters": (
+        {
+            "precision.fp8_param_gather": True, "precision.bf16": False, "parallel.use_distributed_optimizer": True,
+        },
+        1, "needs --bf16",
+    ),
     "low_formats_need_quantizing_layers": ({"precision.transformer_impl": "local"}, 1, "do not quantize"),
     "high_precision_layers_fit_a_stage": (
         {"precision.first_last_layers_bf16": True, "precision.num_layers_at_end_in_bf16": 3}, 1, "2 / 1 = 2 layers"

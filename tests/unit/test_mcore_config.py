@@ -59,7 +59,7 @@ def test_layout_arrives() -> None:
 )
 def test_dtype_arrives_everywhere(flags: str, dtype: torch.dtype) -> None:
     config = small_config("llama", flags)
-    built, optimizer = transformer(config), build_optimizer_config(config)
+    built, optimizer = transformer(config), build_optimizer_config(config, "emulated")
     assert built.params_dtype == built.pipeline_dtype == optimizer.params_dtype == dtype
     assert (built.bf16, built.fp16) == (optimizer.bf16, optimizer.fp16) == ("bf16" in flags, "fp16" in flags)
 
@@ -72,7 +72,7 @@ def test_gradients_are_reduced_as_asked(flags: str, is_fp32: bool) -> None:
 
 
 def test_optimizer_arrives() -> None:
-    config = build_optimizer_config(small_config("llama", "--clip-grad 0.5 --adam-eps 1e-6 --adam-beta1 0.8"))
+    config = build_optimizer_config(small_config("llama", "--clip-grad 0.5 --adam-eps 1e-6 --adam-beta1 0.8"), "local")
     assert (config.lr, config.weight_decay, config.clip_grad) == (1e-3, 0.1, 0.5)
     assert (config.adam_beta1, config.adam_beta2, config.adam_eps) == (0.8, 0.95, 1e-6)
 
@@ -181,8 +181,8 @@ def test_overrides_reach_each_section() -> None:
     )  # fmt: skip
     assert transformer(config).fp32_residual_connection is True
     assert build_ddp_config(config).pad_buckets_for_high_nccl_busbw is True
-    assert build_optimizer_config(config).apply_wd_to_qk_layernorm is True
-    assert build_optimizer_config(config).muon_momentum == 0.0
+    assert build_optimizer_config(config, "local").apply_wd_to_qk_layernorm is True
+    assert build_optimizer_config(config, "local").muon_momentum == 0.0
 
 
 @pytest.mark.parametrize(

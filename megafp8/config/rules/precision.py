@@ -82,6 +82,12 @@ def fp8_weights_need_sharded_optimizer(config: RunConfig, world_size: int) -> It
         yield "--fp8-param-gather needs --use-distributed-optimizer, which keeps the high-precision weights"
 
 
+def fp8_weights_need_masters(config: RunConfig, world_size: int) -> Iterator[str]:
+    """FP8 compute weights are made of FP32 master weights, which only BF16 weights have beside them."""
+    if config.precision.fp8_param_gather and derived.params_dtype(config.precision) == "fp32":
+        yield "--fp8-param-gather needs --bf16: FP32 weights are their own master weights and stay as they are"
+
+
 def low_formats_need_quantizing_layers(config: RunConfig, world_size: int) -> Iterator[str]:
     """megatron-core's own layers know no FP8 and no FP4."""
     precision = config.precision
@@ -191,6 +197,7 @@ RULES: tuple[Rule, ...] = (
     low_format_settings_need_a_format,
     recipe_settings_need_their_recipe,
     fp8_weights_need_sharded_optimizer,
+    fp8_weights_need_masters,
     low_formats_need_quantizing_layers,
     high_precision_layers_fit_a_stage,
     gradient_reduction_has_one_format,

@@ -14,6 +14,7 @@ import pytest
 from megafp8.config.schema import LoggingConfig, PrecisionConfig, RunConfig
 from megafp8.device import capability
 from megafp8.device.capability import TARGETS, Target, problems, resolve_implementation
+from megafp8.fp8.recipes import Gemm, Operand, build_recipe
 
 CPU, H200, B200 = TARGETS["cpu"], TARGETS["h200"], TARGETS["b200"]
 A100 = Target("NVIDIA A100", "cuda", (8, 0), "2.9")
@@ -120,6 +121,18 @@ def test_every_recipe_of_the_flags_has_an_answer() -> None:
     assert set(capability.EMULATED_RECIPES) <= set(capability.NATIVE_SINCE)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_are_gathered_as_codes_where_there_is_one_copy_of_them(recipe: str) -> None:
+    config = fp8(recipe, fp8_param_gather=True, transformer_impl="emulated")
+    built = build_recipe(config.precision)
+    has_one = built.rule(Operand.WEIGHT, Gemm.FPROP) == built.rule(Operand.WEIGHT, Gemm.DGRAD)
+    assert has_one == (recipe in capability.RECIPES_WITH_ONE_WEIGHT_COPY)
+    if has_one:
+        assert problems(config, CPU) == []
+    else:
+        assert "--fp8-recipe tensorwise, delayed, blockwise" in only_problem(config, CPU)
+
+
 @pytest.mark.parametrize(
     ("settings", "flag"),
     [
@@ -141,7 +154,6 @@ def test_settings_of_the_emulation_only(settings: dict[str, Any], flag: str) -> 
     [
         ("precision", {"use_transformer_engine_op_fuser": True}, "--use-transformer-engine-op-fuser"),
         ("precision", {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}, "fusion-impl te"),
-        ("precision", {"fp8_param_gather": True}, "--fp8-param-gather"),
         ("optimizer", {"use_precision_aware_optimizer": True}, "--use-precision-aware-optimizer"),
         ("model", {"window_size": 128}, "--window-size"),
     ],
@@ -163,7 +175,7 @@ def test_attention_and_collectives_of_a_gpu() -> None:
 
 
 def test_all_problems_at_once() -> None:
-    config = fp8("tensorwise", attention_backend="flash", fp8_param_gather=True, use_transformer_engine_op_fuser=True)
+    config = fp8("mxfp8", attention_backend="flash", fp8_param_gather=True, use_transformer_engine_op_fuser=True)
     assert len(problems(config, CPU)) == 3
 
 

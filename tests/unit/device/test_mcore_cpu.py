@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import importlib.util
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -145,6 +146,58 @@ def test_clipping() -> None:
     torch.testing.assert_close(clipped[1].grad, torch.tensor([0.8]))
     clip(small, max_norm=6.0, total_norm=5.0)
     assert small[1].grad.item() == 4.0, "a norm below the limit is left alone"
+
+
+def test_the_gradient_norm_does_not_show_how_gradients_are_divided() -> None:
+    """Where it is taken of all, of halves on two ranks, and of pieces, FP32 sums differ in the last bits."""
+    gradients = torch.randn(100_003, generator=torch.Generator().manual_seed(1))
+
+    def norm(num_pieces: int) -> float:
+        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        mine = list(gradients.tensor_split(num_pieces))[rank::world]
+        return mcore_cpu.core("optimizer.optimizer").get_grad_norm_fp32(mine, grad_stats_parallel_group=None)
+
+    exact = gradients.double().norm().float().item()
+    found = [each for pieces in (2, 7, 1) for each in run_ranks(2, norm, pieces)]
+    assert found == [exact] * 6
+
+
+def mixed_gather() -> torch.Tensor:
+    """Gather bytes and BF16 numbers in one group; what came of the bytes 0 and 1, from rank 0 and 1."""
+    rank = torch.distributed.get_rank()
+    codes, numbers = torch.zeros(2, dtype=torch.uint8), torch.zeros(2, dtype=torch.bfloat16)
+    codes[rank] = rank
+    with torch.distributed._coalescing_manager(torch.distributed.group.WORLD):
+        for buffer in (codes, numbers):
+            torch.distributed.all_gather_into_tensor(buffer, buffer[rank : rank + 1])
+    return codes
+
+
+def test_gloo_still_takes_a_group_of_buffers_for_one_type() -> None:
+    assert run_ranks(2, mixed_gather)[0].tolist() != [0, 1], "mended in torch: see whether the patch can go"
+
+
+def test_buffers_of_two_types_are_in_groups_of_their_own() -> None:
+    """And the one with the embedding comes last, because gathers begin there."""
+
+    def groups(disable_bucketing: bool) -> list[list[torch.dtype]]:
+        distributed = mcore_cpu.core("distributed.distributed_data_parallel")
+        config = mcore_cpu.core("distributed").DistributedDataParallelConfig(use_distributed_optimizer=True)
+        group = torch.distributed.group.WORLD
+        buckets = [types.SimpleNamespace(params_list=[], dtype=dtype) for dtype in (torch.bfloat16, torch.uint8)]
+        buffers = [
+            types.SimpleNamespace(
+                param_dtype=bucket.dtype, buckets=[bucket, bucket], ddp_config=config,
+                data_parallel_group=group, data_parallel_world_size=2,
+            )
+            for bucket in buckets
+        ]
+        made = distributed.partition_buckets(buffers, force_single_bucket_group=disable_bucketing)
+        return [[bucket.dtype for bucket in group.buckets] for group in made]
+
+    codes, numbers = torch.uint8, torch.bfloat16
+    assert run_ranks(2, groups, False)[0] == [[codes], [codes], [numbers], [numbers]]
+    assert run_ranks(2, groups, True)[0] == [[codes, codes], [numbers, numbers]]
 
 
 def test_dropout_streams_and_recomputation_share_the_cpu_generator() -> None:
