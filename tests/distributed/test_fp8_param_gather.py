@@ -27,6 +27,7 @@ from megafp8.fp8.parameter import WEIGHT, QuantizedParameter, quantized_paramete
 from megafp8.fp8.quantize import quantize
 from megafp8.planning.memory import estimate_memory
 from megafp8.training.assemble import Run
+from megafp8.training.calibrate import calibrate, needs_calibration
 from megafp8.training.evaluate import build_batches, evaluate
 from megafp8.training.step import params_norm, train_step
 
@@ -50,9 +51,11 @@ def curves(flags: str, world_size: int, num_steps: int) -> tuple[Curve, Curve]:
 
 
 def curve_of(config: RunConfig, num_steps: int) -> Curve:
-    """Train; with the flag there is something quantized to train."""
+    """Train, from calibrated scales where there are any; with the flag there is something quantized to train."""
     run = build_run(config)
     assert bool(quantized_parameters(run.trainee.chunks)) == config.precision.fp8_param_gather
+    if needs_calibration(run):
+        calibrate(run, Progress())
     return train(run, num_steps)
 
 
@@ -201,7 +204,7 @@ def saved_tensors(folder: Path) -> dict[str, Tensor]:
 def test_checkpoints_serve_runs_with_and_without(flags: str, world_size: int, tmp_path: Path) -> None:
     """The same tensors are saved, and either kind of run goes on from them as if it had never stopped."""
     without, gathers = (small_config("llama", f"{flags} {gather}", world_size) for gather in ("", GATHER))
-    straight = run_ranks(world_size, curve_of, without, 2 * STEPS)[0]
+    straight = run_ranks(world_size, run_leg, without, 2 * STEPS, None, None)[0].curve
     for config, name in ((without, "plain"), (gathers, "gathers")):
         run_ranks(world_size, run_leg, config, STEPS, None, tmp_path / name)
     for config in (without, gathers):
