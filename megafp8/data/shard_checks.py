@@ -8,6 +8,8 @@ tokens that leaves them within the vocabulary) is `shard_verify`'s part.
 from __future__ import annotations
 
 import hashlib
+import os
+from collections.abc import Iterator
 from typing import Any, Optional
 
 import numpy as np
@@ -22,6 +24,7 @@ from megafp8.errors import DataError
 FULL_SCAN_TOKENS = 1 << 24
 SCAN_CHUNKS = 256
 SCAN_CHUNK_TOKENS = 1 << 14
+READ_TOKENS = 1 << 20
 
 
 def check_shard(prefix: str, vocab_size: int, *, tokenizer_identifiers: Optional[dict[str, Any]] = None) -> ShardIndex:
@@ -90,16 +93,23 @@ def content_key(prefix: str) -> str:
     return hashlib.sha256(f"{index_sha256}:{tokens}".encode()).hexdigest()
 
 
-def _sampled_tokens(prefix: str, dtype: np.dtype) -> list[np.ndarray]:
-    """All tokens of a shard of up to 2^24, or 256 evenly spread chunks of a larger one; mapped, not read."""
+def _sampled_tokens(prefix: str, dtype: np.dtype) -> Iterator[np.ndarray]:
+    """All tokens of a shard of up to 2^24, 2^20 at a time, or 256 evenly spread chunks of a larger one.
+
+    Read and not mapped: of a mapped file the kernel fetches much more than is asked for.
+    """
     try:
-        tokens = np.memmap(bin_path(prefix), dtype=dtype, mode="r")
+        with open(bin_path(prefix), "rb", buffering=0) as stream:
+            num_tokens = os.fstat(stream.fileno()).st_size // dtype.itemsize
+            if num_tokens <= FULL_SCAN_TOKENS:
+                starts, count = np.arange(0, num_tokens, READ_TOKENS), READ_TOKENS
+            else:
+                starts, count = np.linspace(0, num_tokens - SCAN_CHUNK_TOKENS, SCAN_CHUNKS), SCAN_CHUNK_TOKENS
+            for start in starts.astype(np.int64).tolist():
+                stream.seek(start * dtype.itemsize)
+                yield np.fromfile(stream, dtype=dtype, count=count)
     except OSError as error:
         raise DataError(f"{bin_path(prefix)} cannot be read: {error.strerror}.") from error
-    if len(tokens) <= FULL_SCAN_TOKENS:
-        return [tokens]
-    starts = np.linspace(0, len(tokens) - SCAN_CHUNK_TOKENS, SCAN_CHUNKS).astype(np.int64)
-    return [tokens[start : start + SCAN_CHUNK_TOKENS] for start in starts]
 
 
 def _check_sequences(prefix: str, index: ShardIndex) -> int:
@@ -167,9 +177,8 @@ def _check_token_range(prefix: str, index: ShardIndex, vocab_size: int) -> None:
             f"{idx_path(prefix)} says that the ids are {index.dtype.name}, which ends at "
             f"{np.iinfo(index.dtype).max}, but the vocabulary has {vocab_size}.{REMAKE}"
         )
-    chunks = _sampled_tokens(prefix, index.dtype)
-    smallest = min(int(chunk.min()) for chunk in chunks)
-    largest = max(int(chunk.max()) for chunk in chunks)
+    bounds = [(int(chunk.min()), int(chunk.max())) for chunk in _sampled_tokens(prefix, index.dtype)]
+    smallest, largest = min(low for low, _ in bounds), max(high for _, high in bounds)
     if smallest < 0 or largest >= vocab_size:
         raise DataError(
             f"{bin_path(prefix)} holds token ids from {smallest} to {largest}, but the vocabulary has {vocab_size} "
