@@ -1,8 +1,9 @@
-"""Training of a lossless SentencePiece tokenizer.
+"""Training of lossless tokenizers: SentencePiece (BPE or unigram, with bytes for what the vocabulary lacks), or a
+byte-level BPE as GPT-2's.
 
-Lossless means that decoding gives back the text to the byte, which code needs: no normalization, no space put in front,
-no whitespace merged, newline and tab as pieces of their own, bytes for whatever the vocabulary lacks. One character is
-beyond SentencePiece: U+2581, with which it writes the space, comes back as a space.
+Lossless means that decoding gives back the text to the byte, which code needs. For SentencePiece: no normalization, no
+space put in front, no whitespace merged, newline and tab as pieces of their own. One character is beyond it: U+2581,
+with which it writes the space, comes back as a space.
 """
 
 from __future__ import annotations
@@ -10,23 +11,30 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import sentencepiece
 
 from megafp8.data.atomic import atomic_write, atomic_write_json, file_sha256
 from megafp8.data.readers import expand_inputs, parse_texts, read_batches
+from megafp8.data.tokenizer_files import load_library
 from megafp8.errors import DataError
 
 SPACE_MARK = "\u2581"
 NUM_FIXED_PIECES = 3 + 2 + 256  # unknown, begin, end; newline, tab; bytes
 MAX_LINE_BYTES = 100_000
 NUM_VERIFIED_DOCUMENTS = 200
-MODEL_TYPES = ("bpe", "unigram")
+SENTENCEPIECE_MODEL_TYPES = ("bpe", "unigram")
+BYTE_BPE = "byte-bpe"
+MODEL_TYPES = (*SENTENCEPIECE_MODEL_TYPES, BYTE_BPE)
+END_OF_TEXT = "<|endoftext|>"
+NUM_FIXED_BYTE_TOKENS = 256 + 1  # bytes; end of text
+BYTE_BPE_FILES = ("vocab.json", "merges.txt", "tokenizer_config.json", "tokenizer.json")
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,7 @@ def train_sentencepiece(
     vocab_size: int,
     model_type: str = "bpe",
     json_key: str = "text",
+    max_text_bytes: Optional[int] = None,
     num_threads: int = 1,
     overwrite: bool = False,
 ) -> TrainingSummary:
@@ -59,6 +68,7 @@ def train_sentencepiece(
         vocab_size: pieces in all, 261 fixed ones among them.
         model_type: bpe or unigram.
         json_key: where the text is, in JSONL.
+        max_text_bytes: train on the documents that begin within so much text; the trainer holds them in memory.
         num_threads: threads of the trainer.
         overwrite: train although another model is there.
 
@@ -68,21 +78,16 @@ def train_sentencepiece(
         OSError: the model cannot be written.
     """
     files = expand_inputs(inputs)
-    settings = {
-        "vocab_size": vocab_size,
-        "model_type": model_type,
-        "json_key": json_key,
-        "inputs": [{"bytes": path.stat().st_size, "sha256": file_sha256(path)} for path in files],
-    }
+    settings = _settings(files, vocab_size, model_type, json_key, max_text_bytes)
     model_path, record_path = Path(f"{model_prefix}.model"), Path(f"{model_prefix}.json")
     if model_path.exists() and not overwrite:
         return _finished_before(model_path, record_path, settings)
     if vocab_size <= NUM_FIXED_PIECES:
         raise DataError(f"--vocab-size {vocab_size} leaves no room beside the {NUM_FIXED_PIECES} fixed pieces.")
 
-    model = _train(_texts(files, json_key), vocab_size, model_type, num_threads)
+    model = _train(_first_bytes(_texts(files, json_key), max_text_bytes), vocab_size, model_type, num_threads)
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-    num_verified, num_lossy = check_lossless(processor, _texts(files, json_key), limit=NUM_VERIFIED_DOCUMENTS)
+    num_verified, num_lossy = check_lossless(processor.encode, processor.decode, _texts(files, json_key))
 
     record_path.unlink(missing_ok=True)  # it must not vouch for the new model before that is complete
     with atomic_write(model_path) as stream:
@@ -91,30 +96,93 @@ def train_sentencepiece(
         for piece in range(processor.get_piece_size()):
             text = processor.id_to_piece(piece).replace("\n", "\\n").replace("\t", "\\t")
             stream.write(f"{text}\t{processor.get_score(piece):g}\n".encode())
-    record = {
-        "settings": settings,
-        "model_sha256": file_sha256(model_path),
-        "num_verified_documents": num_verified,
-        "num_lossy_documents": num_lossy,
-    }
-    atomic_write_json(record_path, record)
-    return TrainingSummary(model_path, num_verified, num_lossy, trained=True)
+    return _record(record_path, settings, TrainingSummary(model_path, num_verified, num_lossy, trained=True))
+
+
+def train_byte_bpe(
+    inputs: Sequence[str],
+    folder: str,
+    *,
+    vocab_size: int,
+    json_key: str = "text",
+    max_text_bytes: Optional[int] = None,
+    overwrite: bool = False,
+) -> TrainingSummary:
+    """Train a byte-level BPE as GPT-2's, with <|endoftext|> as id 0, check that it is lossless, and write it.
+
+    The folder gets `tokenizer.json` and `tokenizer_config.json` for HuggingFaceTokenizer, and `vocab.json` and
+    `merges.txt` for GPT2BPETokenizer, which give the same ids. `training.json` records settings and inputs; when it
+    says that the same training was done, nothing is done again.
+
+    Args:
+        folder: to write to; made if it is not there.
+        vocab_size: tokens in all, 257 fixed ones among them.
+        inputs, json_key, max_text_bytes, overwrite: as for `train_sentencepiece`. The trainer counts words: its memory
+            follows the number of different ones.
+
+    Raises:
+        CapabilityError: the library `tokenizers` is not installed.
+        DataError, OSError: as `train_sentencepiece`.
+    """
+    tokenizers = load_library("tokenizers", "HuggingFaceTokenizer")
+    files = expand_inputs(inputs)
+    settings = _settings(files, vocab_size, BYTE_BPE, json_key, max_text_bytes)
+    model_path, record_path = Path(folder) / "tokenizer.json", Path(folder) / "training.json"
+    if model_path.exists() and not overwrite:
+        return _finished_before(model_path, record_path, settings)
+    if vocab_size <= NUM_FIXED_BYTE_TOKENS:
+        raise DataError(f"--vocab-size {vocab_size} leaves no room beside the {NUM_FIXED_BYTE_TOKENS} fixed tokens.")
+
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = byte_level, tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=byte_level.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_first_bytes(_texts(files, json_key), max_text_bytes), trainer)
+    if tokenizer.get_vocab_size() < vocab_size:
+        raise DataError(
+            f"Only {tokenizer.get_vocab_size()} tokens could be learned from this text. Give it more text or a smaller "
+            f"--vocab-size than {vocab_size}."
+        )
+    num_verified, _ = check_lossless(
+        lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
+        lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
+        _texts(files, json_key),
+    )
+
+    record_path.unlink(missing_ok=True)  # it must not vouch for the new model before that is complete
+    with tempfile.TemporaryDirectory() as made:
+        tokenizer.model.save(made)
+        tokenizer.save(str(Path(made) / "tokenizer.json"))
+        atomic_write_json(Path(made) / "tokenizer_config.json", {"eos_token": END_OF_TEXT})
+        for name in BYTE_BPE_FILES:
+            with atomic_write(Path(folder) / name) as stream:
+                stream.write((Path(made) / name).read_bytes())
+    return _record(record_path, settings, TrainingSummary(model_path, num_verified, 0, trained=True))
 
 
 def check_lossless(
-    processor: sentencepiece.SentencePieceProcessor, texts: Iterator[str], *, limit: int
+    encode: Callable[[str], list[int]],
+    decode: Callable[[list[int]], str],
+    texts: Iterator[str],
+    *,
+    limit: int = NUM_VERIFIED_DOCUMENTS,
 ) -> tuple[int, int]:
     """Encode and decode up to `limit` texts and compare.
 
     Returns:
-        Number of texts that came back exactly, and of those that hold U+2581 and so cannot.
+        Number of texts that came back exactly, and of those that hold U+2581 and so cannot with SentencePiece.
 
     Raises:
         DataError: another text did not come back; shows where.
     """
     num_exact = num_lossy = 0
     for text in islice(texts, limit):
-        decoded = processor.decode(processor.encode(text))
+        decoded = decode(encode(text))
         if decoded == text:
             num_exact += 1
         elif SPACE_MARK in text:
@@ -159,6 +227,41 @@ def _train(texts: Iterator[str], vocab_size: int, model_type: str, num_threads: 
             "Give it more text or another --vocab-size."
         ) from error
     return model.getvalue()
+
+
+def _settings(
+    files: Sequence[Path], vocab_size: int, model_type: str, json_key: str, max_text_bytes: Optional[int]
+) -> dict[str, Any]:
+    """What decides the model."""
+    return {
+        "vocab_size": vocab_size,
+        "model_type": model_type,
+        "json_key": json_key,
+        "max_text_bytes": max_text_bytes,
+        "inputs": [{"bytes": path.stat().st_size, "sha256": file_sha256(path)} for path in files],
+    }
+
+
+def _first_bytes(texts: Iterator[str], max_bytes: Optional[int]) -> Iterator[str]:
+    """The texts that begin within the first `max_bytes` bytes of all."""
+    num_bytes = 0
+    for text in texts:
+        if max_bytes is not None and num_bytes >= max_bytes:
+            return
+        num_bytes += len(text.encode("utf-8"))
+        yield text
+
+
+def _record(record_path: Path, settings: dict[str, Any], summary: TrainingSummary) -> TrainingSummary:
+    """Write down what a model was made from; the last thing that a training does."""
+    record = {
+        "settings": settings,
+        "model_sha256": file_sha256(summary.model_path),
+        "num_verified_documents": summary.num_verified_documents,
+        "num_lossy_documents": summary.num_lossy_documents,
+    }
+    atomic_write_json(record_path, record)
+    return summary
 
 
 def _texts(files: Sequence[Path], json_key: str) -> Iterator[str]:

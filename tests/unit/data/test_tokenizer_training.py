@@ -1,9 +1,11 @@
+from pathlib import Path
+
 import pytest
 import sentencepiece
 
 from megafp8.config.schema import DataConfig
 from megafp8.data.tokenizer import build_tokenizer
-from megafp8.data.tokenizer_training import check_lossless, train_sentencepiece
+from megafp8.data.tokenizer_training import check_lossless, train_byte_bpe, train_sentencepiece
 from megafp8.errors import DataError
 
 HARD_TEXTS = [
@@ -80,9 +82,73 @@ def test_the_check_finds_a_lossy_model(tmp_path):
     )
     processor = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "lossy.model"))
     with pytest.raises(DataError, match="not lossless"):
-        check_lossless(processor, iter(["some  words"]), limit=1)
+        check_lossless(processor.encode, processor.decode, iter(["some  words"]))
 
 
 def test_the_one_known_loss_is_counted(tokenizer_config):
     processor = sentencepiece.SentencePieceProcessor(model_file=tokenizer_config.tokenizer_model)
-    assert check_lossless(processor, iter(["a", "b \u2581 c"]), limit=9) == (1, 1)
+    assert check_lossless(processor.encode, processor.decode, iter(["a", "b \u2581 c"])) == (1, 1)
+
+
+@pytest.fixture(scope="module")
+def byte_bpe(tmp_path_factory, corpus_file):
+    """A folder with a byte-level BPE of 400 ids."""
+    pytest.importorskip("tokenizers")
+    folder = tmp_path_factory.mktemp("byte_bpe") / "b"
+    assert train_byte_bpe([str(corpus_file)], str(folder), vocab_size=400).trained
+    return folder
+
+
+def kinds_of(folder):
+    """The tokenizer in a folder, as either type reads it."""
+    files = {"vocab_file": str(folder / "vocab.json"), "merge_file": str(folder / "merges.txt")}
+    return (
+        build_tokenizer(DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))),
+        build_tokenizer(DataConfig(tokenizer_type="GPT2BPETokenizer", **files)),
+    )
+
+
+def test_byte_bpe_is_lossless_and_one_in_two_kinds(byte_bpe, documents):
+    hugging_face, gpt2 = kinds_of(byte_bpe)
+    assert (hugging_face.vocab_size, hugging_face.eod) == (gpt2.vocab_size, gpt2.eod) == (400, 0)
+    for text in (*HARD_TEXTS, *documents):
+        ids = gpt2.tokenize(text)
+        assert ids == hugging_face.tokenize(text)
+        assert gpt2.detokenize(ids) == hugging_face.detokenize(ids) == text
+        assert len(ids) <= len(text.encode("utf-8"))
+    assert len(gpt2.tokenize(documents[0])) < 0.6 * len(documents[0])
+
+
+def test_byte_bpe_again_does_nothing_and_other_settings_are_refused(tmp_path, corpus_file, byte_bpe):
+    folder = str(tmp_path / "b")
+    for vocab_size in (400, 300):
+        train_byte_bpe([str(corpus_file)], folder, vocab_size=vocab_size, overwrite=True)
+    assert kinds_of(tmp_path / "b")[0].vocab_size == 300
+    again = train_byte_bpe([str(corpus_file)], folder, vocab_size=300)
+    assert (again.trained, again.num_verified_documents) == (False, 60)
+    with pytest.raises(DataError, match="--overwrite"):
+        train_byte_bpe([str(corpus_file)], folder, vocab_size=400)
+    train_byte_bpe([str(corpus_file)], folder, vocab_size=400, overwrite=True)
+    for path in byte_bpe.iterdir():  # training is deterministic
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+
+
+@pytest.mark.parametrize(("vocab_size", "message"), [(257, "257 fixed"), (100_000, "Only .* tokens could be learned")])
+def test_byte_bpe_of_an_impossible_size_leaves_nothing(tmp_path, corpus_file, vocab_size, message):
+    pytest.importorskip("tokenizers")
+    with pytest.raises(DataError, match=message):
+        train_byte_bpe([str(corpus_file)], str(tmp_path / "b"), vocab_size=vocab_size)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("train", "vocab_size"), [(train_sentencepiece, 310), (train_byte_bpe, 280)])
+def test_the_first_bytes_of_text_are_as_good_as_a_file_of_them(tmp_path, corpus_file, documents, train, vocab_size):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "some.jsonl").write_bytes(b"".join(corpus_file.read_bytes().splitlines(keepends=True)[:5]))
+    before_the_last = sum(len(text.encode()) for text in documents[:4])
+    train([str(tmp_path / "some.jsonl")], str(tmp_path / "a"), vocab_size=vocab_size)
+    train([str(corpus_file)], str(tmp_path / "b"), vocab_size=vocab_size, max_text_bytes=before_the_last + 1)
+    train([str(corpus_file)], str(tmp_path / "c"), vocab_size=vocab_size, max_text_bytes=before_the_last)
+    suffix = "/merges.txt" if train is train_byte_bpe else ".vocab"
+    models = [Path(f"{tmp_path}/{name}{suffix}").read_text() for name in "abc"]
+    assert models[0] == models[1] != models[2]
