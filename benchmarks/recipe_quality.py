@@ -59,6 +59,7 @@ RECIPES: Mapping[str, str] = {
     "tensorwise-hybrid": f"{WHOLE_BATCH} --fp8-format hybrid --fp8-recipe tensorwise",
     "tensorwise-e4m3": f"{WHOLE_BATCH} --fp8-format e4m3 --fp8-recipe tensorwise",
     "delayed-hybrid": f"{WHOLE_BATCH} --fp8-format hybrid --fp8-recipe delayed",
+    "delayed-hybrid-te-start": f"{WHOLE_BATCH} --fp8-format hybrid --fp8-recipe delayed --fp8-delayed-start te",
     "blockwise-e4m3": f"{WHOLE_BATCH} --fp8-format e4m3 --fp8-recipe blockwise",
     "mxfp8-e4m3": f"{WHOLE_BATCH} --fp8-format e4m3 --fp8-recipe mxfp8",
     "nvfp4": f"{WHOLE_BATCH} --fp4-format e2m1 --fp4-recipe nvfp4",

@@ -20,6 +20,7 @@ from megafp8.errors import ConfigError  # noqa: E402
 from megafp8.telemetry.records import EvalRecord, RunRecord, StepRecord  # noqa: E402
 from megafp8.telemetry.sinks.jsonl import JsonlSink  # noqa: E402
 
+FORMAT_SETTINGS = {"precision.fp8_format", "precision.fp8_recipe", "precision.fp8_delayed_start"}
 TRAINABLE = [recipe for recipe in RECIPES if not recipe_quality.reasons_against(recipe)]
 
 
@@ -78,7 +79,7 @@ def test_command_lines_differ_in_nothing_but_the_precision(recipe: str) -> None:
         flags.parse(recipe_quality.command_of(name, 3, 300, Path("runs"))[1:]).config for name in (BASELINE, recipe)
     ]
     differences = {line.split(":")[0] for line in serialize.diff(*configs)}
-    allowed = {"training.micro_batch_size"} if recipe == CONTROL else {"precision.fp8_format", "precision.fp8_recipe"}
+    allowed = {"training.micro_batch_size"} if recipe == CONTROL else FORMAT_SETTINGS
     assert {name for name in differences if not name.startswith(("checkpoint.", "precision.fp4"))} <= allowed
     assert (recipe == BASELINE) == (not differences & allowed) or recipe.startswith("nvfp4")
 
