@@ -29,7 +29,7 @@ setup(
     ],
     extras_require={
         "te": ["transformer-engine[pytorch]>=2.9"],
-        "hf": ["tokenizers", "tiktoken"],
+        "hf": ["tokenizers>=0.21", "tiktoken"],
         "dev": ["pytest", "pytest-timeout", "ruff", "tokenizers", "tiktoken", "torchao"],
     },
 )
