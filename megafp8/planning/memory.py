@@ -1,14 +1,15 @@
 """How much device memory a rank needs, part by part, from the configuration alone.
 
-    weights       P x (2 bytes in BF16 and FP16, 4 in FP32, 2 in FP8: codes and their transpose)
-    FP8 copies    Q x (2 bytes with Transformer Engine: codes and their transpose; 1 emulated, MXFP8 2); FP4: half
+    weights       P x (2 bytes in BF16 and FP16, 4 in FP32)
+    FP8 copies    Q x (2 bytes with Transformer Engine: codes and their transpose; 1 emulated, MXFP8 2); FP4: half.
+                  With --fp8-param-gather they are the weights, and nothing else is
     gradients     P x (4 bytes, 2 with a low-precision reduction)
     optimizer     P x (4 master + 4 + 4 moments), divided by the data- and context-parallel ranks if it is sharded
     activations   microbatches in flight x layers x bytes per layer
     logits        tokens x vocabulary / tensor ranks x (format + 4 + format), on the last stage
 
-P: parameters on this rank. Q: of those, the weights of the layers' linears. Gradients of a tied embedding are reduced
-between the first and the last stage, so both hold a copy.
+P: parameters on this rank. Q: of those, the weights of the linears in quantized layers. Gradients of a tied embedding
+are reduced between the first and the last stage, so both hold a copy.
 
 Activations follow Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer Models"), counted
 tensor by tensor so that grouped queries, gated MLPs and FP8 are covered; for its GPT with dropout the sum is the
@@ -75,7 +76,8 @@ def estimate_memory(
     """
     quantizable, other = parameters_on_stage(config, padded_vocab, stage)
     parameters = quantizable + other
-    weights_bytes, fp8_copies_bytes = _weight_bytes(config, quantizable, other, implementation)
+    quantized = int(quantizable * _quantized_fraction(config, stage))
+    weights_bytes, fp8_copies_bytes = _weight_bytes(config, quantized, parameters - quantized, implementation)
     return MemoryEstimate(
         stage=stage,
         parameters=parameters,
@@ -125,16 +127,24 @@ def parameters_on_stage(config: RunConfig, padded_vocab: int, stage: int) -> tup
     return quantizable, other
 
 
-def _weight_bytes(config: RunConfig, quantizable: int, other: int, implementation: str) -> tuple[int, int]:
+def _quantized_fraction(config: RunConfig, stage: int) -> float:
+    """Of the layers of a stage, those that are not kept in high precision."""
+    precision, layers = config.precision, derived.layers_per_pipeline_rank(config)
+    kept = precision.num_layers_at_start_in_bf16 if stage == 0 else 0
+    kept += precision.num_layers_at_end_in_bf16 if _is_last(config, stage) else 0
+    return 1 - kept / layers if precision.first_last_layers_bf16 else 1.0
+
+
+def _weight_bytes(config: RunConfig, quantized: int, other: int, implementation: str) -> tuple[int, int]:
     """(bytes of the weights, bytes of quantized copies beside them)."""
     precision = config.precision
     each = BYTES[derived.params_dtype(precision)]
     # One copy for both GEMMs that read a weight, where its codes are the same and need not be transposed for them.
     has_two = implementation == "transformer_engine" or derived.quantization_recipe(precision) == "mxfp8"
-    copies = int(quantizable * _code_bytes(precision) * (2 if has_two else 1))
+    copies = int(quantized * _code_bytes(precision) * (2 if has_two else 1))
     if precision.fp8_param_gather:
         return copies + other * each, 0
-    return (quantizable + other) * each, copies
+    return (quantized + other) * each, copies
 
 
 def _code_bytes(precision: PrecisionConfig) -> float:

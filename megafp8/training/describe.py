@@ -28,15 +28,14 @@ def describe_arithmetic(precision: PrecisionConfig, implementation: str) -> str:
 
 
 def recipe_lines(config: RunConfig, implementation: str) -> list[str]:
-    """The resolved recipe for the start of a run, a line for each GEMM of a linear; nothing in high precision."""
+    """The resolved recipe for the start of a run, a line for each GEMM of a linear; none in high precision."""
     precision = config.precision
     if derived.quantization_recipe(precision) is None:
         return []
     row = resolve_precision_map(config)[0]
-    return [
-        f"recipe of layers {row.layers}: {describe_arithmetic(precision, implementation)}",
-        *(f"  {gemm}  {getattr(row, gemm)}" for gemm in ("fprop", "dgrad", "wgrad")),
-    ]
+    gemms = [f"  {gemm}  {getattr(row, gemm)}" for gemm in ("fprop", "dgrad", "wgrad")]
+    weights = ["  weights are kept and gathered as codes and scales"] if precision.fp8_param_gather else []
+    return [f"recipe of layers {row.layers}: {describe_arithmetic(precision, implementation)}", *gemms, *weights]
 
 
 def matmul_dtype(precision: PrecisionConfig, implementation: str) -> str:

@@ -15,6 +15,7 @@ from megafp8.planning.memory import (
 )
 
 GIB = 2**30
+IMPLEMENTATIONS = ("transformer_engine", "emulated")
 GPT = {
     "model.num_layers": 8, "model.hidden_size": 256, "model.num_attention_heads": 8,
     "model.max_position_embeddings": 128, "data.seq_length": 128, "training.micro_batch_size": 4,
@@ -145,8 +146,22 @@ def test_fp8_halves_saved_inputs_and_keeps_copies_of_weights():
     quantizable, other = parameters_on_stage(fp8, 1024, 0)
     assert estimate_memory(fp8, 1, 1024).fp8_copies_bytes == 2 * quantizable
     assert estimate_memory(fp8, 1, 1024, implementation="emulated").fp8_copies_bytes == quantizable
-    gathered = estimate_memory(with_values(fp8, {"precision.fp8_param_gather": True}), 1, 1024)
+    gather = with_values(fp8, {"precision.fp8_param_gather": True})
+    gathered, emulated = (estimate_memory(gather, 1, 1024, implementation=name) for name in IMPLEMENTATIONS)
     assert (gathered.weights_bytes, gathered.fp8_copies_bytes) == (2 * quantizable + 2 * other, 0)
+    assert (emulated.weights_bytes, emulated.fp8_copies_bytes) == (quantizable + 2 * other, 0)
+
+
+@pytest.mark.parametrize(("stages", "stage", "kept"), [(1, 0, 3), (2, 0, 1), (2, 1, 2), (4, 1, 0)])
+def test_layers_in_high_precision_have_no_copies(stages, stage, kept):
+    config = config_of(
+        precision__fp8_format="hybrid", parallel__pipeline_model_parallel_size=stages,
+        precision__first_last_layers_bf16=True, precision__num_layers_at_end_in_bf16=2,
+    )
+    layers = 8 // stages
+    quantizable, _ = parameters_on_stage(config, 1024, stage)
+    estimate = estimate_memory(config, stages, 1024, stage=stage, implementation="emulated")
+    assert estimate.fp8_copies_bytes == quantizable * (layers - kept) // layers
 
 
 def test_ends_of_a_pipeline():

@@ -25,5 +25,10 @@ def test_defaults_and_exceptions_are_in_it() -> None:
     assert kept[3] == "  wgrad  bf16 x bf16"
 
 
+def test_weights_that_are_codes_are_said() -> None:
+    usual, codes = (lines_of(fp8_format="hybrid", fp8_param_gather=gather) for gather in (False, True))
+    assert codes == [*usual, "  weights are kept and gathered as codes and scales"]
+
+
 def test_high_precision_has_no_recipe() -> None:
     assert lines_of() == []
