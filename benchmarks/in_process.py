@@ -20,6 +20,7 @@ mcore_cpu.install()
 from megafp8.device.platform import detect_platform, leave_ranks  # noqa: E402
 from megafp8.mcore_config import build_transformer_config  # noqa: E402
 from megafp8.optim.finite import GradientWatch  # noqa: E402
+from megafp8.optim.traffic import build_traffic  # noqa: E402
 from megafp8.parallel.groups import leave_groups  # noqa: E402
 from megafp8.telemetry.timers import StepTimer  # noqa: E402
 from megafp8.training.assemble import Run, assemble, build_trainee  # noqa: E402
@@ -76,6 +77,7 @@ def add_run(first: Run, text: str) -> Run:
         transformer_config=transformer_config,
         trainee=trainee,
         watch=GradientWatch(trainee.chunks, first.platform.device) if watched else None,
+        traffic=build_traffic(config, trainee.chunks),
         timer=StepTimer(),
     )
 

@@ -50,6 +50,7 @@ class WeightCodes:
         dequant_scale: FP32, scalar or [ceil(N / block rows), ceil(K / block columns)].
         amax: FP32, largest magnitudes by which the weight was last quantized, in the shape of `dequant_scale`.
         high_precision: what the weight was set to, until `settle` has quantized it; else None.
+        exchange: reduces amaxes over a group of ranks, as `reduce_amax` does.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class WeightCodes:
         self.raw = torch.zeros(self.shape, dtype=torch.uint8, device=self.device)
         self.dequant_scale = self.amax = torch.zeros(self.scales_shape, device=self.device)
         self.high_precision: Optional[Tensor] = high_precision
+        self.exchange: Exchange = reduce_amax
 
     @property
     def block(self) -> tuple[int, int]:
@@ -168,7 +170,6 @@ def quantize_parts(
     parts: Sequence[Optional[Tensor]],
     starts: Sequence[Optional[int]],
     group: Optional[dist.ProcessGroup],
-    exchange: Exchange = reduce_amax,
 ) -> None:
     """Quantize weights of which each rank of a group has a flat part, each rank its part; all ranks call it.
 
@@ -177,7 +178,6 @@ def quantize_parts(
         parts: FP32 [n], or the weight's own type; None where this rank has none of a weight.
         starts: the first element of the part in the flattened weight.
         group: ranks that together have all parts; None: this rank has them all.
-        exchange: reduces amaxes over a group, as `reduce_amax` does.
 
     Numerics: parts are rounded to the weight's type first. Codes and scales are then those of `quantize` for the whole
     weight. Rounding keeps the order of magnitudes, so that the amax of the rounded part is the rounded amax.
@@ -192,7 +192,7 @@ def quantize_parts(
             _enter_amaxes(of_weight.view(codes.scales_shape), codes, part, start)
     largest = largest.to(weights[0].dtype).float()
     for ranks in (group, weights[0].scale_group):
-        exchange(largest, ranks)
+        weights[0].exchange(largest, ranks)
     scales = _scales(weights, largest)
     split = zip(*(tensor.split(sizes) for tensor in (largest, scales.quant, scales.dequant)), strict=True)
     for codes, part, start, of_weight in zip(weights, parts, starts, split, strict=True):

@@ -20,10 +20,11 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.utils import make_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 
+from megafp8.device import mcore_weights
 from megafp8.fp8.delayed import AmaxExchange, DelayedState
 from megafp8.fp8.linear import AmaxGroups, LinearPlan, QuantizedWeight, emulated_linear, quantize_weight
 from megafp8.fp8.noise import RoundingNoise
-from megafp8.fp8.parameter import QuantizedParameter, WeightCodes
+from megafp8.fp8.parameter import QuantizedParameter, WeightCodes, quantize_parts
 from megafp8.fp8.recipes import Gemm, Operand, Recipe
 
 AMAX_REDUCTIONS = ("te", "all")
@@ -213,7 +214,11 @@ class EmulatedRowParallelLinear(_EmulatedGemm, RowParallelLinear):
 
 
 def keep_weights_as_codes(chunks: Iterable[nn.Module]) -> None:
-    """Make the weight of every emulated linear a `QuantizedParameter`; it also holds what it was until `settle`."""
+    """Make the weight of every emulated linear a `QuantizedParameter`, which also holds what it was until `settle`.
+
+    For before megatron-core makes buffers of the parameters.
+    """
+    mcore_weights.enter(QuantizedParameter, quantize_parts)
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, _EmulatedGemm) and module.recipe is not None:

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Optional
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megafp8.fp8.scaling import reduce_amax
+from megafp8.config.schema import RunConfig
+from megafp8.fp8.parameter import quantized_parameters
 
 
 class ParameterTraffic(TorchDispatchMode):
     """Counts what a rank gets from others of the distributed optimizer's weights, and of their amaxes.
 
     A gather counts what comes out of it less what went in; a reduction its tensor. Padding is sent too, and counts.
+
+    Args:
+        chunks: the model's, with their gradient buffers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, chunks: list[Any]) -> None:
         super().__init__()
         self.received_bytes = 0
+        for group in (group for chunk in chunks for group in chunk.bucket_groups):
+            group.start_param_sync = self._counted(group.start_param_sync)
+        for weight in quantized_parameters(chunks):
+            weight.codes.exchange = self._counted(weight.codes.exchange)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Within the mode: look at the arguments of every collective."""
@@ -30,30 +38,24 @@ class ParameterTraffic(TorchDispatchMode):
             self.received_bytes += num_bytes(args[0])
         return function(*args, **(kwargs or {}))
 
-    def watch(self, chunks: list[Any]) -> None:
-        """Count what the gathers of these model chunks move from now on."""
-        for chunk in chunks:
-            for group in chunk.bucket_groups:
-                self._watch(group)
+    def _counted(self, communicate: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, whose collectives count."""
 
-    def _watch(self, group: Any) -> None:
-        start = group.start_param_sync
-
-        def start_counted(*args: Any, **kwargs: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
             with self:
-                return start(*args, **kwargs)
+                return communicate(*args, **kwargs)
 
-        group.start_param_sync = start_counted
-
-    def reduce_amax(self, largest: Tensor, group: Optional[dist.ProcessGroup]) -> Tensor:
-        """`scaling.reduce_amax`, counted."""
-        with self:
-            return reduce_amax(largest, group)
+        return counted
 
     def take(self) -> int:
         """The bytes since the last call."""
         received, self.received_bytes = self.received_bytes, 0
         return received
+
+
+def build_traffic(config: RunConfig, chunks: list[Any]) -> Optional[ParameterTraffic]:
+    """The count of a run; None where every rank updates all weights and nothing is gathered."""
+    return ParameterTraffic(chunks) if config.parallel.use_distributed_optimizer else None
 
 
 def num_bytes(tensors: Any) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,15 +17,13 @@ from megafp8.config.schema import RunConfig
 from megafp8.data.datasets import build_datasets
 from megafp8.data.sample_chain import SampleChain
 from megafp8.data.tokenizer import Tokenizer, build_tokenizer
-from megafp8.device import mcore_weights
 from megafp8.device.platform import Platform, join_ranks, use_threads
-from megafp8.fp8.parameter import QuantizedParameter, quantize_parts
 from megafp8.mcore_config import build_transformer_config
 from megafp8.model.builder import add_gradient_buffers, build_model, build_optimizer
 from megafp8.model.loss import build_forward_step
 from megafp8.optim.finite import GradientWatch
 from megafp8.optim.schedule import build_schedule
-from megafp8.optim.traffic import ParameterTraffic
+from megafp8.optim.traffic import ParameterTraffic, build_traffic
 from megafp8.parallel.groups import Place, build_groups
 from megafp8.telemetry.timers import StepTimer
 
@@ -91,12 +88,7 @@ def assemble(config: RunConfig, platform: Platform, implementation: str) -> Run:
     vocab_size = derived.padded_vocab_size(config, derived.vocabulary_size(config, tokenizer.vocab_size))
     datasets = build_datasets(config, tokenizer, derived.dataset_samples(config, place.world_size), on_progress=tell)
     transformer_config = build_transformer_config(config, implementation, platform.kind == "cuda")
-    traffic = ParameterTraffic() if config.parallel.use_distributed_optimizer else None
-    if traffic is not None and config.precision.fp8_param_gather and implementation == "emulated":
-        mcore_weights.enter(QuantizedParameter, functools.partial(quantize_parts, exchange=traffic.reduce_amax))
     trainee = build_trainee(config, transformer_config, implementation, vocab_size, place.world_size)
-    if traffic is not None:
-        traffic.watch(trainee.chunks)
     watched = config.training.check_for_nan_in_loss_and_grad
     return Run(
         config=config,
@@ -110,7 +102,7 @@ def assemble(config: RunConfig, platform: Platform, implementation: str) -> Run:
         trainee=trainee,
         forward_step=build_forward_step(platform.device, config.parallel.context_parallel_size),
         watch=GradientWatch(trainee.chunks, platform.device) if watched else None,
-        traffic=traffic,
+        traffic=build_traffic(config, trainee.chunks),
         timer=StepTimer(),
     )
 

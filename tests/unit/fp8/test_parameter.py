@@ -99,10 +99,12 @@ def test_parts_make_the_whole(recipe: Recipe, cuts: tuple[int, ...]) -> None:
     ranks = [([parameter_of(master, recipe, state_for(recipe)) for master in masters], *piece) for piece in pieces]
     amaxes: list[Tensor] = []
     for weights, parts, starts in ranks:
-        quantize_parts(weights, parts, starts, None, lambda mine, group: amaxes.append(mine.clone()))
+        weights[0].codes.exchange = lambda mine, group: amaxes.append(mine.clone())
+        quantize_parts(weights, parts, starts, None)
     largest = torch.stack(amaxes).amax(dim=0)
     for weights, parts, starts in ranks:
-        quantize_parts(weights, parts, starts, None, lambda mine, group: mine.copy_(largest))
+        weights[0].codes.exchange = lambda mine, group: mine.copy_(largest)
+        quantize_parts(weights, parts, starts, None)
     for index, master in enumerate(masters):
         expected, gathered = whole(master, recipe), torch.zeros(master.numel(), dtype=torch.uint8)
         for (weights, _, _), start, end in zip(ranks, ends[:-1], ends[1:], strict=False):
