@@ -31,3 +31,28 @@ FP8_LAYOUT_LOSS = {"tensorwise": 5e-4, "delayed": 7e-4, "blockwise": 7e-4, "mxfp
 # Where scales depend on the layout, two layouts are two quantizations of one training, each off high precision by its
 # own errors. As a multiple of that distance, which is measured beside: two of the same size, at worst opposite.
 OTHER_SCALES = 2.0
+
+# --- One linear beside Transformer Engine's on Hopper ---
+# Both multiply the same codes exactly; results differ by what sums drop, and by where that tips their rounding.
+
+# Two BF16 results, each rounded once, in opposite directions at worst: 2 u |y| with u = 2^-8.
+LINEAR_ROUNDING = 2 * 2.0**-8
+
+# What sums drop, in units of S = sum |a| |b|, root mean square and at most, by a model of Hopper's FP8 units
+# (conformance/tensor_core.py; test_tensor_core.py holds these numbers to it): "fast" where the sum stays in the unit,
+# "split" where FP32 takes over every 128 products. For sums of 256 and more: fast approaches 4.6e-5 as they get longer,
+# split falls from 1.9e-5. An H200 had 4.63e-5 and 4.9e-6 for 4096 products, the model 4.57e-5 and 4.9e-6.
+_FAST, _SPLIT = 5e-5, 2e-5
+_PER_TENSOR = {"fprop": _FAST, "dgrad": _SPLIT, "wgrad": _SPLIT}  # what Transformer Engine's recipes choose
+TENSOR_CORE_RMS = {
+    "tensorwise": _PER_TENSOR, "delayed": _PER_TENSOR, "blockwise": dict.fromkeys(_PER_TENSOR, _SPLIT),
+}  # fmt: skip
+# The largest results drop the most, since the cut goes by the sum so far. An H200: 6.1e-4 and 1.0e-4.
+TENSOR_CORE_PEAK = {
+    recipe: {gemm: 14 * rms for gemm, rms in gemms.items()} for recipe, gemms in TENSOR_CORE_RMS.items()
+}
+
+# So few roundings to BF16 are tipped: of sums of 256 products 94% or more were equal on an H200, of 512 with fast
+# accumulation 89%, as in the model. A second rounding (a scale multiplied to a BF16 product) would leave 73%, which
+# this must catch. (The longer fast sums are, the fewer: 69% at 4096 in the model.)
+LINEAR_EQUAL_FRACTION = 0.85

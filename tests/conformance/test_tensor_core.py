@@ -1,0 +1,73 @@
+"""The model of Hopper's FP8 units: its corners, and the tolerances that follow from it."""
+
+import pytest
+import torch
+from tensor_core import PROMOTED_AFTER, STEP, hopper_product
+from tolerances import LINEAR_EQUAL_FRACTION, TENSOR_CORE_PEAK, TENSOR_CORE_RMS
+
+from megafp8.fp8.formats import E4M3, E5M2, Format
+from megafp8.fp8.quantize import quantize
+from megafp8.fp8.recipes import OperandRule
+from megafp8.fp8.rounding import decode
+
+
+def product(
+    a: list[float], b: list[float], formats: tuple[Format, Format] = (E4M3, E4M3), promoted_after: int | None = None
+) -> float:
+    """Of two rows, filled up with zeros to 64."""
+    rows = (torch.tensor([each + [0.0] * (64 - len(each))], dtype=torch.float64) for each in (a, b))
+    return hopper_product(*rows, formats, promoted_after).item()
+
+
+def test_short_sums_lose_nothing() -> None:
+    a = torch.arange(-32, 32, dtype=torch.float64).view(2, 32)
+    assert torch.equal(hopper_product(a, a, (E4M3, E5M2), None), (a @ a.t()).float())
+
+
+def test_what_is_far_below_the_largest_addend_is_cut_towards_zero() -> None:
+    tiny = 2.0**-7  # squared 2^-14
+    assert product([1, tiny], [1, tiny]) == 1
+    assert product([-1, -tiny], [1, tiny]) == -1
+    assert product([1, 1.5 * tiny], [1, 1.5 * tiny]) == 1 + 2.0**-13
+
+
+def test_fp32_keeps_what_a_step_cannot() -> None:
+    row = [1, *[0.0] * 31, 2.0**-7]
+    assert product(row, row) == 1
+    assert product(row, row, promoted_after=STEP) == 1 + 2.0**-14
+
+
+def test_the_exponent_of_a_product_is_its_factors() -> None:
+    """1.5 x 1.5 = 2.25 counts as 2^0 among the addends; the sum is cut by its own exponent, 1."""
+    assert product([1.5, 2.0**-7], [1.5, 2.0**-6]) == 2.25
+    assert product([1.5, 1, 2.0**-7], [1.5, -1, 2.0**-6]) == 1.25 + 2.0**-13
+
+
+def test_subnormal_factors_have_the_exponent_of_the_smallest_normal() -> None:
+    """2^-9 counts as 2^-6 in E4M3, 13 places below which 2^-20 is cut."""
+    assert product([2.0**-9, 2.0**-6], [1, 2.0**-14], (E4M3, E5M2)) == 2.0**-9
+
+
+def operands(length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of activations, whose columns differ in size, and of weights, as numbers."""
+    generator = torch.Generator().manual_seed(length)
+    columns = torch.exp2(4 * torch.rand(length, generator=generator))
+    tensors = torch.randn(64, length, generator=generator) * columns, torch.randn(64, length, generator=generator)
+    a, b = (decode(quantize(tensor, OperandRule(format=E4M3)).codes, E4M3, torch.float32) for tensor in tensors)
+    return a.double(), b.double()
+
+
+@pytest.mark.parametrize("gemm, promoted_after, lengths", [
+    ("fprop", None, (512, 2048)), ("wgrad", PROMOTED_AFTER, (256, 512)),
+])  # fmt: skip
+def test_tolerances_follow_from_the_model(gemm: str, promoted_after: int | None, lengths: tuple[int, int]) -> None:
+    for length in lengths:
+        a, b = operands(length)
+        exact, magnitude = a @ b.t(), a.abs() @ b.abs().t()
+        found = hopper_product(a, b, (E4M3, E4M3), promoted_after)
+        error = (found - exact) / magnitude
+        rms, allowed = error.square().mean().sqrt(), TENSOR_CORE_RMS["tensorwise"][gemm]
+        assert allowed / 2 < rms <= allowed
+        assert error.abs().max() <= TENSOR_CORE_PEAK["tensorwise"][gemm]
+        if length <= 512:
+            assert (found.bfloat16() == exact.bfloat16()).double().mean() > LINEAR_EQUAL_FRACTION
