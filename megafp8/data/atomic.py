@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,9 +13,12 @@ from typing import Any, BinaryIO, Union
 
 
 def temporary_name(path: Union[str, Path]) -> Path:
-    """Return the name in the same folder under which this process writes `path` until it is whole."""
+    """Return the name in the same folder under which this process writes `path` until it is whole.
+
+    No other process has it, also not one of another machine that shares the folder.
+    """
     path = Path(path)
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
 
 
 def publish(temporary: Path, path: Path) -> None:

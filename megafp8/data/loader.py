@@ -9,6 +9,7 @@ whole state of a loader is the number of samples consumed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,12 +133,24 @@ def _checked(batches: Iterator[Any]) -> Iterator[dict[str, torch.Tensor]]:
             if isinstance(batch, DataError):
                 raise batch
             yield batch
+    finally:
+        del batches  # ends the loader processes now; an error's traceback would hold them as long as it is held
+
+
+@contextmanager
+def loader_deaths_explained() -> Iterator[None]:
+    """Within, the end of a loader process that nobody asked for is a DataError.
+
+    torch raises it wherever the training process is at that moment.
+    """
+    try:
+        yield
     except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
+        if not str(error).startswith("DataLoader worker"):
             raise
         raise DataError(
-            f"A loader process ended by itself ({error}). Out of memory or of shared memory (/dev/shm), or a shard "
-            "was cut short while it was read; --num-workers 0 loads in the training process."
+            f"A loader process ended by itself: {error} Out of memory or of shared memory (/dev/shm), or a shard was "
+            "cut short while it was read. --num-workers 0 loads in the training process."
         ) from error
 
 

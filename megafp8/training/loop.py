@@ -17,6 +17,7 @@ from megafp8.checkpoint.load import check_same_samples, check_same_vocabulary, l
 from megafp8.checkpoint.save import save_checkpoint, sync_parameters
 from megafp8.checkpoint.state import Progress
 from megafp8.config import derived, serialize
+from megafp8.data.loader import loader_deaths_explained
 from megafp8.errors import CapabilityError, CheckpointError
 from megafp8.telemetry.records import EventRecord, StepRecord
 from megafp8.telemetry.sinks import Sinks, build_sinks
@@ -118,7 +119,7 @@ def train_steps(
         sinks.write(calibrate(run, progress))
     if training.manual_gc:
         gc.disable()
-    with profiler(run, folder) as profile_step:
+    with profiler(run, folder) as profile_step, loader_deaths_explained():
         while progress.step < total_steps and reason is None:
             progress = recorded_step(run, sinks, rates, batches, progress)
             step = progress.step

@@ -1,5 +1,8 @@
 """Datasets built by several ranks at once: the same on all, and a bad shard stops all and leaves none waiting."""
 
+import os
+import shutil
+
 import pytest
 import torch
 from ranks import run_ranks
@@ -63,6 +66,41 @@ def test_ranks_share_one_order(tmp_path, shard, tokenizer_config, world_size):
     ranks = run_ranks(world_size, read_slice, config)
     together = [sample for microbatches in zip(*ranks, strict=True) for one in microbatches for sample in one]
     assert together == run_ranks(1, read_whole, config)[0]
+
+
+def test_a_cache_that_cannot_be_written_stops_all_ranks(tmp_path, shard, tokenizer_config):
+    """Only rank 0 writes, so only it finds out."""
+    (tmp_path / "cache").touch()
+    first, second = run_ranks(2, error_of, configure(tokenizer_config, tmp_path, shard))
+    assert first == second
+    assert "cannot be written" in first and "--data-cache-path" in first
+
+
+def test_machines_that_share_no_cache_build_their_own(tmp_path, shard, tokenizer_config):
+    def read():
+        rank = torch.distributed.get_rank()
+        config = configure(tokenizer_config, tmp_path / str(rank), "1", shard, "2", shard)
+        return [sample["tokens"].tolist() for sample in map(build_train(config).__getitem__, range(NUM_SAMPLES))]
+
+    first, second = run_ranks(2, read)
+    assert first == second
+    assert list((tmp_path / "0" / "cache").iterdir()) and list((tmp_path / "1" / "cache").iterdir())
+
+
+def test_a_machine_with_a_shard_of_another_size_says_so(tmp_path, shard, tokenizer_config):
+    def open_mine():
+        rank = torch.distributed.get_rank()
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        os.chdir(folder)  # both ranks name the shard alike
+        for suffix in (".bin", ".idx"):
+            shutil.copyfile(shard + suffix, f"copy{suffix}")
+        if rank == 1:
+            os.truncate("copy.bin", os.path.getsize("copy.bin") - 2)
+            return error_of(configure(tokenizer_config, folder, "copy"))
+        return build_train(configure(tokenizer_config, folder, "copy")) and ""
+
+    assert "on rank 0's machine: all machines need the same shards" in run_ranks(2, open_mine)[1]
 
 
 def test_a_bad_shard_stops_all_ranks(tmp_path, tokenizer_config):

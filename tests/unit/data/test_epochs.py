@@ -191,16 +191,38 @@ def test_every_epoch_reads_every_token_once_in_an_order_of_its_own(shards, build
     assert len(ends) > 3 and ends[-1] == len(dataset) >= 500
     epochs = [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
     num_tokens = dataset._get_num_tokens_per_epoch()
-    orders = []
     for samples in epochs:
         inside = [token for number in samples for token in dataset[number]["tokens"].tolist() if token != EOD]
         # A sample over the border of two epochs may hold tokens of the one before.
         assert len(inside) - len(set(inside)) < SEQ_LENGTH
         assert len(set(inside)) > num_tokens - 41 - 2 * SEQ_LENGTH
-        orders.append(inside)
-    assert len({tuple(order) for order in orders}) == len(orders)
+    documents = np.reshape(dataset.document_index, (len(epochs), -1)).tolist()
+    assert all(sorted(epoch) == list(range(40)) for epoch in documents)
+    assert len({tuple(epoch) for epoch in documents}) == len(epochs)
     ids = dataset.sample_ids(np.arange(len(dataset)))
     assert len(np.unique(ids[epochs[0]], axis=0)) == len(epochs[0]), "no sample twice"
+
+
+def test_a_blend_may_draw_one_more_than_a_whole_epoch(shards, build):
+    epoch = len(build(1, data_path=shards[:1], split="1")[0])
+    total = 2 * epoch + 1
+    dataset = build(total, data_path=["1", shards[0], "1", shards[1]], split="1")[0]
+    assert np.count_nonzero(dataset.dataset_index == 0) == epoch + 1
+    tokens_of(dataset, total)
+
+
+def test_one_cache_serves_runs_of_every_length_and_seed(tmp_path, shards, tokenizer):
+    """Whichever comes first, none meets the index of another."""
+
+    def samples(folder, **changes):
+        settings = {"num_samples": 90, "seed": 7, "seq_length": SEQ_LENGTH, "split": "80,20,0", **changes}
+        count, seed = settings.pop("num_samples"), settings.pop("seed")
+        config = run_config(seed, data_path=(shards[0],), data_cache_path=str(folder), **settings)
+        return [tokens_of(dataset, count) for dataset in build_datasets(config, tokenizer, (count, count, 0))[:2]]
+
+    variants = [{}, {"num_samples": 300}, {"seed": 8}, {"seq_length": 8}, {"split": "50,50,0"}, {"num_samples": 5}]
+    shared = [samples(tmp_path / "shared", **changes) for changes in variants]
+    assert shared == [samples(tmp_path / str(number), **changes) for number, changes in enumerate(variants)]
 
 
 def test_ids_say_where_a_sample_starts(shards, build):

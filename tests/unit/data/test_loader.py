@@ -1,7 +1,11 @@
+import multiprocessing
+import os
+import signal
+
 import pytest
 import torch
 
-from megafp8.data.loader import build_loader
+from megafp8.data.loader import build_loader, loader_deaths_explained
 from megafp8.errors import DataError
 
 SEQ_LENGTH = 4
@@ -120,6 +124,59 @@ def test_global_random_state_stays():
     list(loader())
     next(loader(workers=1))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Bad(Numbered):
+    """Sample 5 cannot be read."""
+
+    def __getitem__(self, index):
+        if index == 5:
+            raise DataError("Shard s: sample 5 is no good.")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_a_bad_sample_is_one_clear_error_after_the_good_ones(workers):
+    batches = loader(dataset=Bad(80), workers=workers)
+    assert samples(next(batches) for _ in range(2)) == [[0, 1], [2, 3]]
+    with pytest.raises(DataError) as raised:
+        next(batches)
+    assert str(raised.value) == "Shard s: sample 5 is no good."
+
+
+class Deadly(Numbered):
+    """Reading sample 5 kills the process that reads it, as a shard does that is cut short while it is mapped."""
+
+    def __getitem__(self, index):
+        if index == 5:
+            os.kill(os.getpid(), signal.SIGBUS)
+        return super().__getitem__(index)
+
+
+def test_a_loader_process_that_dies_is_a_clear_error():
+    def read():
+        try:
+            with loader_deaths_explained():
+                samples(loader(dataset=Deadly(80), workers=1))
+        except DataError as error:
+            os._exit(7 if "A loader process ended by itself: DataLoader worker" in str(error) else 1)
+
+    # torch may raise again at any time until the loader is gone: not in this process.
+    child = multiprocessing.get_context("fork").Process(target=read)
+    child.start()
+    child.join(30)
+    assert child.exitcode == 7
+
+
+def test_an_error_of_the_program_stays_what_it_is():
+    class Wrong(Numbered):
+        def __getitem__(self, index):
+            raise RuntimeError("a mistake")
+
+    with pytest.raises(RuntimeError, match="a mistake"):
+        next(loader(dataset=Wrong(80)))
+    with pytest.raises(RuntimeError, match="a mistake"), loader_deaths_explained():
+        raise RuntimeError("a mistake")
 
 
 def test_too_few_samples_is_an_error():
