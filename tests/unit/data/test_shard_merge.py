@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,9 @@ from shard_files import content_of, patch, read_sequences, write_megatron_shard,
 
 from megafp8.data import shard_merge
 from megafp8.data.manifest import ShardManifest, load_manifest, manifest_path, save_manifest
+from megafp8.data.merge_plan import MergeJob, find_shards
 from megafp8.data.shard_checks import check_shard
-from megafp8.data.shard_merge import MergeJob, find_shards, merge_shards
+from megafp8.data.shard_merge import merge_shards
 from megafp8.data.shard_verify import failures, verify_shard
 from megafp8.data.shards import ShardWriter
 from megafp8.errors import ConfigError, DataError
@@ -157,6 +159,23 @@ def test_nothing_whole_is_left_of_a_job_that_fails(tmp_path, pair, monkeypatch, 
     assert left <= {tmp_path / "out.manifest.json"}
     merge(pair, tmp_path / "out")
     check_shard(str(tmp_path / "out"), 101)
+
+
+@pytest.mark.parametrize("num_steps", [1, 4, 7, 9])
+def test_a_killed_job_goes_on_with_the_same_bytes(tmp_path, pair, monkeypatch, num_steps):
+    monkeypatch.setattr(shard_merge, "COPY_BYTES", 4)
+    options = {"num_parts": 3, "is_verified": False}
+    expected = [content_of(prefix) for prefix, _ in merge(pair, tmp_path / "expected", **options).shards]
+    child = os.fork()
+    if child == 0:
+        left = iter(range(num_steps))
+        merge_shards(
+            MergeJob(inputs=pair, output_prefix=str(tmp_path / "out"), **options),
+            lambda _: None if next(left, None) is not None else os.kill(os.getpid(), signal.SIGKILL),
+        )
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert [content_of(prefix) for prefix, _ in merge(pair, tmp_path / "out", **options).shards] == expected
 
 
 def test_damaged_inputs_are_not_given_new_hashes(tmp_path, pair):
