@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
@@ -25,6 +26,15 @@ NATIVE_BEFORE = {"mxfp8": (12, 0)}  # not on the consumer GPUs of the generation
 EMULATED_RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8", "nvfp4")
 # Both GEMMs that read a weight read the same codes, of a byte each.
 RECIPES_WITH_ONE_WEIGHT_COPY = ("tensorwise", "delayed", "blockwise")
+# What changes Transformer Engine's recipes from outside: recipe, variable, effect (its `common/recipe`, release 2.20).
+TRANSFORMER_ENGINE_SWITCHES = (
+    ("tensorwise", "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "scales are powers of two"),
+    ("delayed", "NVTE_UNFUSED_FP8_UPDATE", "histories roll for a tensor that was not there, too"),
+    ("blockwise", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "scales are FP32"),
+    ("nvfp4", "NVTE_NVFP4_DISABLE_RHT", "nothing is Hadamard-transformed"),
+    ("nvfp4", "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING", "gradients are rounded to nearest"),
+    ("nvfp4", "NVTE_NVFP4_DISABLE_2D_QUANTIZATION", "weights have blocks of 1x16"),
+)
 ATTENTION_BACKENDS = {
     "transformer_engine": ("auto", "flash", "fused", "unfused"),
     "emulated": ("auto", "sdpa"),
@@ -193,6 +203,18 @@ def recipe_problems(precision: PrecisionConfig, target: Target, implementation: 
             f"{target.name} has {version_text(capability)}; {mend_for(target, precision.emulation)}"
         )
     return found
+
+
+def environment_notices(precision: PrecisionConfig, implementation: str) -> list[str]:
+    """Where the environment makes Transformer Engine's recipe another than the one that the settings resolve to."""
+    if implementation != "transformer_engine":
+        return []
+    recipe = derived.quantization_recipe(precision)
+    return [
+        f"{variable}=1: Transformer Engine heeds it, so that {effect}, whatever this run says of its recipe"
+        for of_recipe, variable, effect in TRANSFORMER_ENGINE_SWITCHES
+        if of_recipe == recipe and os.environ.get(variable) == "1"
+    ]
 
 
 def is_native(recipe: str, capability: Optional[tuple[int, int]]) -> bool:

@@ -413,6 +413,7 @@ QUIET = (
     (UserWarning, r"Transformer Engine.* not installed.*", r"megatron\.core\..*"),
     (UserWarning, r"full scope is deprecated", r"megatron\.core\.transformer\.transformer_config"),
     (UserWarning, r"The \.grad attribute of a Tensor that is not a leaf", r"megatron\.core\.optimizer\..*"),
+    (UserWarning, r"mxfp8 without using reuse_grad_buf", r"megatron\.core\.optimizer\..*"),
     (RuntimeWarning, r"Detected a Jax installation", r"transformer_engine"),
     (FutureWarning, r"`torch\.distributed\..*` is deprecated", r"torch\.distributed\.c10d_logger"),
     (FutureWarning, r"Please use DTensor instead", r"torch\.distributed\.checkpoint\..*"),

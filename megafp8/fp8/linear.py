@@ -13,9 +13,10 @@ tensor comes out of the sums: with x ~ c_x d_x, where d_x is `dequant_scale`,
 
 A tensor core multiplies codes exactly, sums in FP32, multiplies once by d_x d_w, adds the bias and rounds once to the
 output type. Here the codes are decoded to BF16, which holds every FP8 and FP4 value exactly, and an ordinary BF16 GEMM
-with FP32 sums does the rest: the same products, another order of summation, and the same single rounding, because the
-factor goes into the GEMM (`alpha`) instead of being multiplied to its rounded result. With FP32 or FP16 parameters the
-decoded values are FP32 and so is the GEMM.
+with FP32 sums does the rest: the same products, other sums, and the same single rounding, because the factor goes into
+the GEMM (`alpha`) instead of being multiplied to its rounded result. With FP32 or FP16 parameters the decoded values
+are FP32 and so is the GEMM. (Hopper's FP8 units keep about 14 bits of a sum, of the whole one in Transformer Engine's
+fprop with a scale per tensor. tests/conformance/tensor_core.py has them to the bit, and what that does to results.)
 
 Scales of blocks do not come out of the sums. Those that are powers of two (blockwise, MXFP8) or have few digits (E4M3
 in NVFP4) are multiplied to the decoded codes, whose product with them still is a BF16 number: no rounding either.

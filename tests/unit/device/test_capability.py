@@ -221,3 +221,14 @@ def test_every_stand_in_has_what_the_rules_read() -> None:
     for name, target in TARGETS.items():
         assert target.name == name
         assert (target.kind == "cuda") == (target.compute_capability is not None)
+
+
+def test_an_environment_that_changes_the_recipe_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1")
+    monkeypatch.setenv("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "0")
+    blockwise = PrecisionConfig(fp8_format="e4m3", fp8_recipe="blockwise")
+    (notice,) = capability.environment_notices(blockwise, "transformer_engine")
+    assert notice.startswith("NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1: ") and "scales are FP32" in notice
+    assert capability.environment_notices(blockwise, "emulated") == []
+    tensorwise = PrecisionConfig(fp8_format="e4m3", fp8_recipe="tensorwise")
+    assert capability.environment_notices(tensorwise, "transformer_engine") == []
