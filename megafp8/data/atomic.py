@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
@@ -19,6 +20,26 @@ def temporary_name(path: Union[str, Path]) -> Path:
     """
     path = Path(path)
     return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+
+
+def discard_abandoned(path: Union[str, Path]) -> None:
+    """Delete what killed processes of this machine left of `path` under their temporary names."""
+    path = Path(path)
+    start, end = f".{path.name}.{socket.gethostname()}.", ".tmp"
+    for found in path.parent.glob(f"{glob.escape(start)}*{end}"):
+        process = found.name[len(start) : -len(end)]
+        if process.isdigit() and not _is_running(int(process)):
+            found.unlink(missing_ok=True)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        pass
+    return True
 
 
 def publish(temporary: Path, path: Path) -> None:

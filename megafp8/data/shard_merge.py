@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from megafp8.data.atomic import HashedStream, sync, temporary_name
+from megafp8.data.atomic import HashedStream, discard_abandoned, sync, temporary_name
 from megafp8.data.manifest import ShardManifest, load_manifest, save_manifest
 from megafp8.data.merge_plan import MergeJob, Output, check_job, plan_outputs
 from megafp8.data.shard_checks import check_structure, content_key
@@ -184,7 +184,10 @@ def _write(
 ) -> None:
     slices = [(each, each.index.documents(first, last)) for each, first, last in _slices(output, inputs)]
     indices = [index for _, index in slices]
-    bin_temporary, idx_temporary = temporary_name(bin_path(output.prefix)), temporary_name(idx_path(output.prefix))
+    paths = (bin_path(output.prefix), idx_path(output.prefix))
+    for path in paths:
+        discard_abandoned(path)
+    bin_temporary, idx_temporary = map(temporary_name, paths)
     try:
         with open(bin_temporary, "wb") as stream:
             tokens = HashedStream(stream)

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import signal
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -175,7 +176,10 @@ def test_a_killed_job_goes_on_with_the_same_bytes(tmp_path, pair, monkeypatch, n
         )
         os._exit(0)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    (tmp_path / f".out_00001-of-00003.bin.elsewhere.{child}.tmp").touch()  # another machine's, where it may be alive
+    assert list(tmp_path.glob(f".out*.{socket.gethostname()}.{child}.tmp"))
     assert [content_of(prefix) for prefix, _ in merge(pair, tmp_path / "out", **options).shards] == expected
+    assert [path.name.split(".")[3] for path in tmp_path.glob(".*")] == ["elsewhere"]
 
 
 def test_damaged_inputs_are_not_given_new_hashes(tmp_path, pair):
