@@ -71,6 +71,8 @@ def calibrate(run: Run, progress: Progress) -> EventRecord:
         batches = build_batches(run, run.datasets[0], samples, samples + run.global_batch_size, num_workers=0)
         forward_backward(run, batches, run.num_microbatches, forward_only=False)
         quantize_weights_anew(run.trainee)
+    if run.traffic is not None:
+        run.traffic.take()  # none of it is the first step's
     restore_random_state(random.data)
     detail = f"delayed scales, from {NUM_PASSES} passes over the first batch in {time.monotonic() - began:.1f} s"
     return EventRecord(step=progress.step, name="calibrated", detail=detail)

@@ -32,15 +32,16 @@ from megafp8.training.evaluate import build_batches, evaluate
 from megafp8.training.step import params_norm, train_step
 
 GATHER = "--fp8-param-gather"
-COMMON = "--bf16 --use-distributed-optimizer --micro-batch-size 2 --fp8-format hybrid"
+COMMON = "--num-layers 2 --bf16 --use-distributed-optimizer --micro-batch-size 2 --fp8-format hybrid"
 TENSORWISE = f"{COMMON} --fp8-recipe tensorwise"
 DELAYED = f"{COMMON} --fp8-recipe delayed --fp8-amax-history-len 4 --fp8-amax-compute-algo max"
 BLOCKWISE = f"{COMMON} --fp8-recipe blockwise"
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+ENDS_IN_BF16 = "--num-layers 3 --first-last-layers-bf16"
 ACCUMULATE = "--micro-batch-size 2 --global-batch-size 8"
 # Rows and columns that 128 does not divide, and ends of ranks' parts within rows and blocks.
-RAGGED = "--num-layers 2 --hidden-size 144 --num-attention-heads 3 --group-query-attention --num-query-groups 1"
+RAGGED = "--hidden-size 144 --num-attention-heads 3 --group-query-attention --num-query-groups 1"
 
 
 def curves(flags: str, world_size: int, num_steps: int) -> tuple[Curve, Curve]:
@@ -63,10 +64,10 @@ def curve_of(config: RunConfig, num_steps: int) -> Curve:
     ("flags", "world_size"),
     [
         pytest.param(f"{TENSORWISE} --no-gradient-accumulation-fusion", 1, id="tensorwise-one"),
-        pytest.param(f"{TENSORWISE} {OVERLAP} --first-last-layers-bf16", 2, id="tensorwise-dp2-overlap-ends-in-bf16"),
+        pytest.param(f"{TENSORWISE} {OVERLAP} {ENDS_IN_BF16}", 2, id="tensorwise-dp2-overlap-ends-in-bf16"),
         pytest.param(f"{TENSORWISE} {TENSOR} --fp8-amax-reduction all", 4, id="tensorwise-tp2-dp2-shared-scales"),
         pytest.param(f"{DELAYED} {OVERLAP} {ACCUMULATE} {RECOMPUTE}", 2, id="delayed-dp2-overlap-recompute"),
-        pytest.param(f"{BLOCKWISE} {OVERLAP} {VIRTUAL}", 4, id="blockwise-pp2-virtual2-dp2-overlap"),
+        pytest.param(f"{BLOCKWISE} {OVERLAP} {VIRTUAL} --num-layers 4", 4, id="blockwise-pp2-virtual2-dp2-overlap"),
     ],
 )
 def test_it_is_the_run_that_gathers_in_bf16(flags: str, world_size: int) -> None:
@@ -99,7 +100,7 @@ def test_codes_and_scales_are_those_of_the_whole_weight(flags: str) -> None:
 
     def steps() -> list[list[int]]:
         run, seen = build_run(config), []
-        for step in range(1, 13):
+        for step in range(1, 9):
             train(run, 1, step)
             for weight, master in whole_master_weights(run):
                 codes, delayed = weight.codes, None
@@ -115,7 +116,7 @@ def test_codes_and_scales_are_those_of_the_whole_weight(flags: str) -> None:
 
     ranks = run_ranks(4, steps)
     assert ranks == [ranks[0]] * 4
-    assert all(len({step[weight] for step in ranks[0]}) > 6 for weight in range(8)), "weights did not move"
+    assert all(len({step[weight] for step in ranks[0]}) > 4 for weight in range(8)), "weights did not move"
 
 
 def gathered_in_a_step(config: RunConfig) -> tuple[int, int, Run]:

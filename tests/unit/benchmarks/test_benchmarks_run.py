@@ -14,12 +14,21 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from benchmarks import data_loading, engine_overhead, fp8_step_cpu, gpu_train, quantize_cpu, startup  # noqa: E402
-
-SMALL = (
-    "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 64 --micro-batch-size 1 "
-    "--global-batch-size 2 --warmup 1 --profile --profile-steps 1"
+from benchmarks import (  # noqa: E402
+    data_loading,
+    engine_overhead,
+    fp8_step_cpu,
+    gpu_train,
+    param_gather,
+    quantize_cpu,
+    startup,
 )
+
+SIZES = (
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 64 --micro-batch-size 1 "
+    "--global-batch-size 2"
+)
+SMALL = f"{SIZES} --warmup 1 --profile --profile-steps 1"
 
 
 def result_of(main: Callable[..., Any], arguments: str, tmp_path: Path) -> Any:
@@ -80,6 +89,15 @@ def test_fp8_step(tmp_path: Path) -> None:
     assert set(result["times"]) == set(fp8_step_cpu.MODES)
     assert all(ms > 0 for ms in result["parts_ms"].values()), "a part's function has another name now"
     assert all(math.isfinite(number) for number in numbers(result))
+
+
+def test_param_gather(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """On one rank, which gets nothing from others and holds its codes all the same."""
+    result = result_of(param_gather.main, f"{SIZES} --warmup 0 --rounds 2", tmp_path)
+    assert all(math.isfinite(number) for number in numbers(result))
+    assert set(result["gathered_bytes"].values()) == {0}
+    assert result["weight_bytes"]["blockwise fp8"] < result["weight_bytes"]["blockwise bf16"]
+    assert "losses equal bit by bit" in capfd.readouterr().out
 
 
 def test_quantize(tmp_path: Path) -> None:
