@@ -15,7 +15,8 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -65,16 +66,14 @@ class IndexCache:
             arrays, label = None, f"{label} again: {fault}"
         if arrays is not None:
             return arrays
-        try:
+        with _unwritable_explained(self.folder):
             check_writable(self.folder)
-            self.on_build(label)
-            save_entry(self.folder, name, content, build())
+        self.on_build(label)
+        built = build()
+        with _unwritable_explained(self.folder):
+            save_entry(self.folder, name, content, built)
+        try:
             arrays = load_entry(self.folder, name)
-        except OSError as error:
-            raise DataError(
-                f"The folder {self.folder} for the datasets' indices cannot be written: {_reason(error)}. Name another "
-                "with --data-cache-path, or fill this one with tools/build_index.py."
-            ) from error
         except BrokenEntry as fault:
             raise DataError(f"{self.folder} does not keep what is written to it: {fault}. Check the disk.") from fault
         assert arrays is not None
@@ -149,5 +148,13 @@ def check_writable(folder: Path) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
 
 
-def _reason(error: OSError) -> str:
-    return f"{error.strerror} ({error.filename})" if error.filename else str(error)
+@contextmanager
+def _unwritable_explained(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = f"{error.strerror} ({error.filename})" if error.filename else str(error)
+        raise DataError(
+            f"The folder {folder} for the datasets' indices cannot be written: {reason}. Name another with "
+            "--data-cache-path, or fill this one with tools/build_index.py."
+        ) from error

@@ -144,6 +144,14 @@ def test_a_cache_that_cannot_be_written_is_read(tmp_path, monkeypatch):
         IndexCache(tmp_path).load_or_build("other", other, refuse_to_build)
 
 
+def test_an_error_of_building_is_not_taken_for_one_of_the_folder(tmp_path):
+    def build():
+        raise FileNotFoundError("the shard is gone")
+
+    with pytest.raises(FileNotFoundError, match="the shard is gone"):
+        IndexCache(tmp_path).load_or_build("the test", CONTENT, build)
+
+
 def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match="Not a directory"):
