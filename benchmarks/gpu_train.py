@@ -34,8 +34,9 @@ from megafp8.reports.load import load_run  # noqa: E402
 
 COMMON = (
     "--lr 3e-5 --lr-decay-style constant --weight-decay 0.1 --adam-beta2 0.95 --bf16 --mock-data "
-    "--tokenizer-type NullTokenizer --eval-iters 0 --log-interval 4 --no-progress-bar --no-save-optim --no-save-rng"
+    "--tokenizer-type NullTokenizer --eval-iters 0 --log-interval 4 --no-progress-bar"
 )
+SAVING = "--no-save-optim --no-save-rng --save"
 ON_GPU = (
     "--vocab-size 50303 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
     "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te --num-workers 2"
@@ -90,7 +91,7 @@ class Failed(Exception):
 def command_of(options: argparse.Namespace, mode: str, folder: str) -> list[str]:
     """The command line of one process."""
     text = f"{SHAPES[options.shape]} {COMMON} --train-iters {options.train_iters} {MODES[mode]} {options.extra}"
-    return ["pretrain_gpt.py", *shlex.split(text), "--save", folder]
+    return ["pretrain_gpt.py", *shlex.split(f"{text} {SAVING}"), folder]
 
 
 def run_process(options: argparse.Namespace, mode: str, number: int) -> Process:

@@ -68,7 +68,7 @@ def add_run(first: Run, text: str) -> Run:
     config, implementation, world_size = checked.invocation.config, checked.implementation, first.place.world_size
     assert config.parallel == first.config.parallel and config.data == first.config.data
     transformer_config = build_transformer_config(config, implementation, on_cuda=False)
-    trainee = build_trainee(config, transformer_config, implementation, first.vocab_size, world_size)
+    trainee = build_trainee(config, transformer_config, implementation, first.vocab_size, world_size, first.platform)
     watched = config.training.check_for_nan_in_loss_and_grad
     return dataclasses.replace(
         first,
@@ -76,6 +76,7 @@ def add_run(first: Run, text: str) -> Run:
         implementation=implementation,
         transformer_config=transformer_config,
         trainee=trainee,
+        first_gradient=None,
         watch=GradientWatch(trainee.chunks, first.platform.device) if watched else None,
         traffic=build_traffic(config, trainee.chunks),
         timer=StepTimer(),

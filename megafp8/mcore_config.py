@@ -246,9 +246,10 @@ def build_ddp_config(config: RunConfig) -> DistributedDataParallelConfig:
 
 
 def build_optimizer_config(config: RunConfig, implementation: str) -> OptimizerConfig:
-    """The optimizer's own settings; the schedule is `optim.schedule`'s. It, too, is told of FP8 only with TE."""
+    """The optimizer's own settings; the schedule is `optim.schedule`'s."""
     optimizer, parallel, precision = config.optimizer, config.parallel, config.precision
-    has_te_weights = implementation == "transformer_engine" and precision.fp8_format is not None
+    # Told of a recipe when no weight is in FP8, it would keep FP32 master weights where 16-bit remainders do.
+    has_te_weights = implementation == "transformer_engine" and precision.fp8_param_gather
     fields = {
         "optimizer": optimizer.optimizer,
         "lr": optimizer.lr,

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.safe_globals import register_safe_globals
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint import CheckpointException
 
+from megafp8.checkpoint.buckets import parts_of
 from megafp8.checkpoint.state import (
     Progress,
     Trainee,
@@ -109,12 +111,30 @@ def load_checkpoint(path: Path, config: RunConfig, trainee: Trainee, weights_onl
         # Master weights are copies of the weights: take the loaded ones.
         trainee.optimizer.reload_model_params()
     settle(trainee.chunks)
+    if with_optimizer:
+        requantize_weights(trainee)
     if with_random:
         restore_random_state(state["random_state"])
     notes = notes_on(weights_only, with_optimizer, with_random, same_layout)
     if weights_only:
         return Loaded(Progress(), notes)
     return Loaded(Progress(common["step"], common["consumed_samples"]), notes)
+
+
+@torch.no_grad()
+def requantize_weights(trainee: Trainee) -> None:
+    """Cast weights that are kept in FP8 from their master weights again; nothing in a run without such weights.
+
+    Whoever sets scales calls it. A checkpoint also has the weights in BF16, and scales that are taken from those would
+    differ from the saved run's by a rounding.
+    """
+    parameters = [parameter for chunk in trainee.chunks for parameter in chunk.parameters()]
+    if not any(is_float8tensor(parameter) for parameter in parameters):
+        return
+    for part in parts_of(trainee.optimizer):
+        part._copy_main_params_to_model_params()
+    for chunk in trainee.chunks:
+        chunk.start_param_sync(force_sync=True)
 
 
 def load_weights(path: Path, chunks: list[Any]) -> None:

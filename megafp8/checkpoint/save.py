@@ -8,6 +8,7 @@ from typing import Optional
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 
 from megafp8.checkpoint import folder as folders
 from megafp8.checkpoint.state import (
@@ -55,6 +56,7 @@ def save_checkpoint(
         "config": to_json(config),
         "layout": list(layout()),
     }
+    force_all_tensors_to_non_fp8(state)
     dist_checkpointing.save(
         state,
         str(folders.unfinished_path(folder, progress.step)),

@@ -196,11 +196,21 @@ class PrecisionConfig:
         True, "accumulate weight gradients inside the GEMM where the layer can",
         off=("--no-gradient-accumulation-fusion",),
     )
+    gradient_overwrite: bool = setting(
+        True, "a step's first weight gradients overwrite their buffers instead of being added to zeros "
+        "(Transformer Engine's linears, without pipeline stages)", off=("--no-gradient-overwrite",),
+    )
     masked_softmax_fusion: bool = setting(True, "fused masked softmax (CUDA)", off=("--no-masked-softmax-fusion",))
     bias_swiglu_fusion: bool = setting(True, "fused bias and SwiGLU", off=("--no-bias-swiglu-fusion",))
     bias_gelu_fusion: bool = setting(True, "fused bias and GELU", off=("--no-bias-gelu-fusion",))
     bias_dropout_fusion: bool = setting(True, "fused bias, dropout and residual add", off=("--no-bias-dropout-fusion",))
     apply_rope_fusion: bool = setting(True, "fused rotary embedding (CUDA)", off=("--no-rope-fusion",))
+    split_rope_fusion: bool = setting(
+        False, "one kernel splits queries, keys and values and rotates them (Transformer Engine)"
+    )
+    swiglu_quantize_fusion: bool = setting(
+        False, "SwiGLU writes both FP8 copies of its result in one pass (delayed, --use-transformer-engine-op-fuser)"
+    )
     use_transformer_engine_op_fuser: bool = setting(False, "Transformer Engine's fused operations for the MLP")
     accumulate_allreduce_grads_in_fp32: bool = setting(
         False, "FP32 gradient buffers and reduction; with --bf16 they are FP32 unless --grad-reduce-in-bf16"
@@ -250,6 +260,10 @@ class OptimizerConfig:
     hysteresis: int = setting(2, "bad steps before the dynamic loss scale halves")
     use_precision_aware_optimizer: bool = setting(
         False, "low-precision optimizer state (enables the four dtypes below)"
+    )
+    one_pass_optimizer: bool = setting(
+        True, "one kernel for scaling and clipping gradients, Adam and the copy to the model's weights (CUDA, adam, "
+        "distributed optimizer, moments in fp32 or bf16)", off=("--no-one-pass-optimizer",),
     )
     main_grads_dtype: str = setting("fp32", "gradients that the optimizer reads", choices=("fp32", "bf16"))
     main_params_dtype: str = setting("fp32", "master weights", choices=("fp32", "fp16"))

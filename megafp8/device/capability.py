@@ -166,6 +166,8 @@ def needs_transformer_engine(config: RunConfig, implementation: str) -> list[str
     precision, asked = config.precision, []
     if precision.use_transformer_engine_op_fuser:
         asked.append("--use-transformer-engine-op-fuser")
+    if precision.split_rope_fusion:
+        asked.append("--split-rope-fusion")
     if precision.cross_entropy_loss_fusion and precision.cross_entropy_fusion_impl == "te":
         asked.append("--cross-entropy-fusion-impl te")
     if config.optimizer.use_precision_aware_optimizer:

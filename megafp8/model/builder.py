@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Optional
 
 import torch
@@ -37,7 +38,13 @@ def build_model(
     num_chunks = derived.virtual_pipeline_size(config)
     stages: list[Optional[int]] = [None] if num_chunks is None else list(range(num_chunks))
     chunks = [build_chunk(config, transformer_config, implementation, vocab_size, stage) for stage in stages]
-    initialize_parameters(chunks, transformer_config, config.training.seed)
+    with writable_weights(config, chunks, implementation):
+        initialize_parameters(chunks, transformer_config, config.training.seed)
+    if config.precision.use_transformer_engine_op_fuser:
+        from megafp8.model import te_layers  # needs Transformer Engine
+
+        for chunk in chunks:
+            te_layers.keep_fused_state(chunk)
     if config.precision.gradient_accumulation_fusion:
         accumulate_gradients_in_gemm(chunks, implementation)
     if config.precision.bf16 or config.precision.fp16:
@@ -45,6 +52,17 @@ def build_model(
     if config.precision.fp8_param_gather and implementation == "emulated":
         keep_weights_as_codes(chunks)
     return chunks
+
+
+def writable_weights(
+    config: RunConfig, chunks: list[torch.nn.Module], implementation: str
+) -> AbstractContextManager[None]:
+    """Within, every weight can be written to, also those that Transformer Engine keeps in FP8."""
+    if implementation != "transformer_engine" or not config.precision.fp8_param_gather:
+        return nullcontext()
+    from megafp8.model import te_layers  # needs Transformer Engine
+
+    return te_layers.high_precision_weights(chunks)
 
 
 def build_chunk(

@@ -1,24 +1,40 @@
-"""Transformer Engine's layers through megatron-core's own spec. One of two files that import Transformer Engine."""
+"""Transformer Engine's layers through megatron-core's own spec. It and `te_patches` import Transformer Engine."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Optional
 
 import torch
 import transformer_engine.pytorch as te
-from megatron.core.extensions.transformer_engine import TENorm
+from megatron.core.extensions.transformer_engine import TEFusedMLP, TENorm
+from megatron.core.fp8_utils import get_fp8_recipe
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
+from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch.tensor import QuantizedTensor
+from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
 from megafp8.config.schema import RunConfig
+from megafp8.model import te_patches
+from megafp8.model.rotary_attention import RotarySelfAttention
+from megafp8.model.te_operations import FusedMLP
 
 
 def layer_spec(config: RunConfig) -> ModuleSpec:
     """One transformer layer on Transformer Engine; megatron-core enters the FP8 context around it."""
-    return get_gpt_layer_with_transformer_engine_spec(
+    te_patches.install()
+    spec = get_gpt_layer_with_transformer_engine_spec(
         qk_layernorm=config.model.qk_layernorm,
         use_te_op_fuser=config.precision.use_transformer_engine_op_fuser,
     )
+    if config.precision.split_rope_fusion:
+        spec.submodules.self_attention.module = RotarySelfAttention
+    if config.precision.swiglu_quantize_fusion:
+        spec.submodules.mlp.module = FusedMLP
+    return spec
 
 
 def norm() -> type:
@@ -26,13 +42,10 @@ def norm() -> type:
     return TENorm
 
 
-def accumulate_gradients_in_gemm(model: torch.nn.Module) -> int:
-    """Let every Transformer Engine linear add its weight gradient to `main_grad` inside the GEMM. Returns how many."""
-    modules = [m for m in model.modules() if isinstance(m, te.module.base.TransformerEngineBaseModule)]
-    linears = [m for m in modules if hasattr(m, "fuse_wgrad_accumulation")]
-    for linear in linears:
+def accumulate_gradients_in_gemm(model: torch.nn.Module) -> None:
+    """Let every Transformer Engine linear add its weight gradient to `main_grad` inside the GEMM."""
+    for linear in fusing_linears(model):
         linear.fuse_wgrad_accumulation = True
-    return len(linears)
 
 
 def delayed_scales(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -43,7 +56,99 @@ def delayed_scales(model: torch.nn.Module) -> list[torch.Tensor]:
     """
     modules = [m for m in model.modules() if isinstance(m, te.module.base.TransformerEngineBaseModule)]
     states = [m.fp8_meta.get(direction) for m in modules for direction in ("scaling_fwd", "scaling_bwd")]
-    return [state.scale for state in states if hasattr(state, "amax_history")]
+    fused = [mlp._fused_impl[0] for mlp in fused_mlps(model) if mlp._fused_impl]
+    return [state.scale for state in states if hasattr(state, "amax_history")] + [
+        tensor for mlp in fused for name, tensor in operation_tensors(mlp) if ".scale_" in name
+    ]
+
+
+def fusing_linears(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The linears that can add their weight gradient to `main_grad` themselves."""
+    modules = [m for m in model.modules() if isinstance(m, te.module.base.TransformerEngineBaseModule)]
+    return [m for m in modules if hasattr(m, "fuse_wgrad_accumulation")]
+
+
+def weights_with_fused_gradients(chunks: list[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    """Weights whose linears do so, and heed `overwrite_main_grad`."""
+    linears = [linear for chunk in chunks for linear in fusing_linears(chunk) if linear.fuse_wgrad_accumulation]
+    return [linear.weight for linear in linears]
+
+
+class FusedState(MegatronModule):
+    """In a checkpoint, what delayed scaling remembers of an MLP whose operations are fused; nothing without it.
+
+    The fused operations are no part of the model for megatron-core, and quantize with scales of their own.
+    """
+
+    def __init__(self, mlp: TEFusedMLP):
+        super().__init__(mlp.config)
+        self.mlp = (mlp,)  # not as a submodule
+
+    def get_extra_state(self) -> torch.Tensor:
+        """Amax histories and scales of all operations, packed."""
+        fused = self.mlp[0]._fused_impl
+        return te_patches.packed(dict(operation_tensors(fused[0]))) if fused else torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        """Take them over, where this run has delayed scaling too."""
+        tensors, mlp = te_patches.unpacked(state), self.mlp[0]
+        recipe = get_fp8_recipe(mlp.config) if mlp.config.fp8 else None
+        if not tensors or not isinstance(recipe, DelayedScaling):
+            return
+        if mlp._fused_impl is None:
+            mlp._fused_impl = (mlp._make_fused_impl(),)
+        with te.autocast(enabled=True, recipe=recipe):
+            for operation in mlp._fused_impl[0]:
+                operation.reset_recipe_state(recipe=recipe)
+        for name, current in operation_tensors(mlp._fused_impl[0]):
+            current.copy_(tensors[name])
+
+
+def operation_tensors(fused: te.ops.Sequential) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the operations of a fused MLP remember under delayed scaling, by number, direction and name."""
+    for index, operation in enumerate(fused):
+        for direction, meta in (getattr(operation, "_fp8_metas", None) or {}).items():
+            if meta is not None and isinstance(meta["recipe"], DelayedScaling):
+                for name, tensor in te_patches.delayed_tensors(meta).items():
+                    yield f"{index}.{direction}.{name}", tensor
+
+
+def fused_mlps(model: torch.nn.Module) -> list[TEFusedMLP]:
+    """The MLPs whose operations are fused."""
+    return [module for module in model.modules() if isinstance(module, TEFusedMLP)]
+
+
+def keep_fused_state(model: torch.nn.Module) -> None:
+    """Have the state of fused MLPs saved and loaded with the model."""
+    for mlp in fused_mlps(model):
+        mlp.fused_state = FusedState(mlp)
+
+
+@contextmanager
+def high_precision_weights(chunks: list[torch.nn.Module]) -> Iterator[None]:
+    """Within, weights that are kept in FP8 stand in the model in high precision; afterwards they are quantized from it.
+
+    The optimizer makes its master weights from the high-precision values, which they carry until then.
+    """
+    quantized = [
+        (module, name, weight)
+        for chunk in chunks
+        for module in chunk.modules()
+        for name, weight in module._parameters.items()
+        if isinstance(weight, QuantizedTensor)
+    ]
+    for module, name, weight in quantized:
+        plain = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        module._parameters[name] = torch.nn.Parameter(plain)
+    yield
+    for module, name, weight in quantized:
+        plain = module._parameters[name].detach()
+        module._parameters[name] = weight
+        if isinstance(weight._quantizer, Float8Quantizer):
+            weight._quantizer.amax.zero_()  # of the memory as it was found, and kept in delayed scaling's history
+        with torch.no_grad():
+            weight.quantize_(plain)
+        weight._high_precision_init_val = plain
 
 
 def selected_attention_backend() -> Optional[str]:

@@ -12,6 +12,7 @@ With BF16 weights megatron-core does not look at all.)
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -62,29 +63,41 @@ class StepTotals:
         loss_sum: sum of the losses of the global batch in nats.
         num_tokens: tokens that count in it.
         num_bad_ranks: ranks whose own loss or gradients were not finite.
+        squared_grad_norm: of all gradients, where the ranks gave their parts of it, else 0.
     """
 
     loss_sum: float
     num_tokens: float
     num_bad_ranks: float
+    squared_grad_norm: float = 0.0
 
     @property
     def loss(self) -> float:
         """Mean loss per token; NaN when no token counts."""
         return self.loss_sum / self.num_tokens if self.num_tokens else float("nan")
 
+    @property
+    def grad_norm(self) -> float:
+        """L2 norm of all gradients."""
+        return math.sqrt(self.squared_grad_norm)
 
-def agree(local_loss: Optional[Tensor], bad_gradients: Tensor, device: torch.device) -> StepTotals:
-    """Add up losses and bad ranks over all ranks; one all-reduce and one wait.
+
+def agree(
+    local_loss: Optional[Tensor], bad_gradients: Tensor, device: torch.device, squared_norm: Optional[Tensor] = None
+) -> StepTotals:
+    """Add up losses, bad ranks and squares of gradients over all ranks; one all-reduce and one wait.
 
     Args:
         local_loss: (sum, tokens) of this rank, None on a rank that does not count the loss.
         bad_gradients: 0 where this rank's gradients were finite.
+        squared_norm: of the gradients that this rank alone has; None where they are not looked at here.
     """
-    totals = torch.zeros(3, dtype=torch.float64, device=device)  # counts tokens beyond FP32's whole numbers
+    totals = torch.zeros(4, dtype=torch.float64, device=device)  # counts tokens beyond FP32's whole numbers
     if local_loss is not None:
         totals[:2] = local_loss
     totals[2] = (bad_gradients > 0) | ~torch.isfinite(totals[:2]).all()
+    if squared_norm is not None:
+        totals[3] = squared_norm
     dist.all_reduce(totals)
     return StepTotals(*totals.tolist())
 

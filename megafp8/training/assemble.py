@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megafp8.checkpoint.state import Trainee
@@ -21,7 +22,9 @@ from megafp8.device.platform import Platform, join_ranks, use_threads
 from megafp8.mcore_config import build_transformer_config
 from megafp8.model.builder import add_gradient_buffers, build_model, build_optimizer
 from megafp8.model.loss import build_forward_step
+from megafp8.optim import one_pass
 from megafp8.optim.finite import GradientWatch
+from megafp8.optim.first_gradient import FirstGradient
 from megafp8.optim.schedule import build_schedule
 from megafp8.optim.traffic import ParameterTraffic, build_traffic
 from megafp8.parallel.groups import Place, build_groups
@@ -37,7 +40,8 @@ class Run:
         vocab_size: rows of the embedding, padded.
         datasets: train, valid, test; None where there is none.
         forward_step: megatron-core's callback that runs one microbatch.
-        watch: notes gradients that are not finite; None where that check is off.
+        first_gradient: begins the gradients of a step; None where their buffers are zeroed.
+        watch: notes gradients that are not finite; None where that check is off, or the optimizer's norm tells it.
         traffic: counts the bytes of parameter gathers; None where every rank updates all weights.
         timer: measures steps; every step waits for the loss, so the device is never ahead by more than one update.
     """
@@ -52,6 +56,7 @@ class Run:
     transformer_config: TransformerConfig
     trainee: Trainee
     forward_step: Callable[..., Any]
+    first_gradient: Optional[FirstGradient]
     watch: Optional[GradientWatch]
     traffic: Optional[ParameterTraffic]
     timer: StepTimer
@@ -88,8 +93,7 @@ def assemble(config: RunConfig, platform: Platform, implementation: str) -> Run:
     vocab_size = derived.padded_vocab_size(config, derived.vocabulary_size(config, tokenizer.vocab_size))
     datasets = build_datasets(config, tokenizer, derived.dataset_samples(config, place.world_size), on_progress=tell)
     transformer_config = build_transformer_config(config, implementation, platform.kind == "cuda")
-    trainee = build_trainee(config, transformer_config, implementation, vocab_size, place.world_size)
-    watched = config.training.check_for_nan_in_loss_and_grad
+    trainee = build_trainee(config, transformer_config, implementation, vocab_size, place.world_size, platform)
     return Run(
         config=config,
         platform=platform,
@@ -101,7 +105,8 @@ def assemble(config: RunConfig, platform: Platform, implementation: str) -> Run:
         transformer_config=transformer_config,
         trainee=trainee,
         forward_step=build_forward_step(platform.device, config.parallel.context_parallel_size),
-        watch=GradientWatch(trainee.chunks, platform.device) if watched else None,
+        first_gradient=build_first_gradient(config, trainee, implementation),
+        watch=build_watch(config, trainee, platform.device),
         traffic=build_traffic(config, trainee.chunks),
         timer=StepTimer(),
     )
@@ -113,17 +118,41 @@ def build_trainee(
     implementation: str,
     vocab_size: int,
     world_size: int,
+    platform: Platform,
 ) -> Trainee:
     """Model, optimizer and schedule at step 0."""
     model = build_model(config, transformer_config, implementation, vocab_size)
     chunks = add_gradient_buffers(config, transformer_config, model)
     optimizer = build_optimizer(config, transformer_config, chunks)
+    if one_pass.obstacle(config, platform.kind == "cuda") is None:
+        optimizer = one_pass.OnePassOptimizer(optimizer, platform.device)
+        transformer_config.finalize_model_grads_func = optimizer.finalize
     return Trainee(chunks, optimizer, build_schedule(config, optimizer, world_size))
 
 
 def tell(text: str) -> None:
     """Show what a person is waiting for before the first step; the caller is rank 0."""
     print(text, flush=True)
+
+
+def build_first_gradient(config: RunConfig, trainee: Trainee, implementation: str) -> Optional[FirstGradient]:
+    """What lets the first gradients of a step overwrite the buffers, where the layers can."""
+    precision, stages = config.precision, config.parallel.pipeline_model_parallel_size
+    is_fused = precision.gradient_overwrite and precision.gradient_accumulation_fusion
+    if not is_fused or stages > 1 or implementation != "transformer_engine":
+        return None
+    from megafp8.model.te_layers import weights_with_fused_gradients  # needs Transformer Engine
+
+    return FirstGradient(trainee.chunks, weights_with_fused_gradients(trainee.chunks))
+
+
+def build_watch(config: RunConfig, trainee: Trainee, device: torch.device) -> Optional[GradientWatch]:
+    """The watch over each rank's own gradients; None where their norm, which is taken anyway, tells as much."""
+    data_size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    is_known = isinstance(trainee.optimizer, one_pass.OnePassOptimizer) and data_size == 1
+    if is_known or not config.training.check_for_nan_in_loss_and_grad:
+        return None
+    return GradientWatch(trainee.chunks, device)
 
 
 def run_folder(config: RunConfig) -> Optional[Path]:

@@ -21,11 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megafp8.checkpoint.buckets import parts_of
-from megafp8.checkpoint.state import Progress, Trainee, random_state, restore_random_state
+from megafp8.checkpoint.load import requantize_weights
+from megafp8.checkpoint.state import Progress, random_state, restore_random_state
 from megafp8.config import derived
 from megafp8.fp8.delayed import DelayedState
-from megafp8.fp8.parameter import quantized_parameters
 from megafp8.telemetry.records import EventRecord
 from megafp8.training.assemble import Run
 from megafp8.training.evaluate import build_batches
@@ -66,23 +65,13 @@ def calibrate(run: Run, progress: Progress) -> EventRecord:
     began, samples = time.monotonic(), progress.consumed_samples
     random = random_state()
     for _ in range(NUM_PASSES):
-        clear_gradients(run.trainee)
+        clear_gradients(run)
         # In this process: starting loader processes for one batch would take longer than reading it.
         batches = build_batches(run, run.datasets[0], samples, samples + run.global_batch_size, num_workers=0)
         forward_backward(run, batches, run.num_microbatches, forward_only=False)
-        quantize_weights_anew(run.trainee)
+        requantize_weights(run.trainee)
     if run.traffic is not None:
         run.traffic.take()  # none of it is the first step's
     restore_random_state(random.data)
     detail = f"delayed scales, from {NUM_PASSES} passes over the first batch in {time.monotonic() - began:.1f} s"
     return EventRecord(step=progress.step, name="calibrated", detail=detail)
-
-
-def quantize_weights_anew(trainee: Trainee) -> None:
-    """Weights that are kept as codes were quantized by the scales of before: quantize them by those of now."""
-    if not quantized_parameters(trainee.chunks):
-        return
-    for part in parts_of(trainee.optimizer):
-        part._copy_main_params_to_model_params()
-    for chunk in trainee.chunks:
-        chunk.start_param_sync(force_sync=True)

@@ -6,11 +6,14 @@ import importlib.metadata
 import platform as python_platform
 from typing import Optional
 
+import torch
+
 import megafp8
 from megafp8.config import derived, serialize, size
 from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.device.peaks import find_peak
 from megafp8.model.precision_map import resolve_precision_map
+from megafp8.optim import one_pass
 from megafp8.telemetry.records import RunRecord
 from megafp8.training.assemble import Run
 
@@ -72,6 +75,30 @@ def model_flops_per_token(run: Run) -> float:
     """Model FLOPs of one token, forward and backward."""
     assert run.config.data.seq_length is not None
     return size.flops_per_token(run.config.model, run.vocab_size, run.config.data.seq_length)
+
+
+def describe_update(run: Run) -> dict[str, str]:
+    """How weights are updated and gathered, in words; what is the same on every machine is left out."""
+    found = {}
+    on_cuda = run.platform.kind == "cuda"
+    if on_cuda:
+        obstacle = one_pass.obstacle(run.config, on_cuda)
+        found["optimizer"] = "one pass" if obstacle is None else f"megatron-core's passes ({obstacle})"
+    if run.config.parallel.use_distributed_optimizer and (run.place.data_size > 1 or on_cuda):
+        found["parameter gather"] = describe_gather(run)
+    return found
+
+
+def describe_gather(run: Run) -> str:
+    """Bytes that this rank's weights have when they are gathered over the data-parallel ranks, a step, by format."""
+    sizes: dict[str, int] = {}
+    for chunk in run.trainee.chunks:
+        for buffer in chunk.buffers:
+            dtype = buffer.param_data.dtype
+            name = "FP8" if dtype == torch.uint8 else str(dtype).removeprefix("torch.")
+            sizes[name] = sizes.get(name, 0) + buffer.param_data.nbytes
+    parts = ", ".join(f"{size / 2**20:.1f} MiB in {name}" for name, size in sizes.items())
+    return f"{parts} over {run.place.data_size} ranks"
 
 
 def run_record(run: Run, resumed_from_step: Optional[int]) -> RunRecord:

@@ -156,6 +156,8 @@ def one_rank_config(saved: RunConfig, target: capability.Target, high_precision:
         fp8_param_gather=False,
         gradient_accumulation_fusion=False,
         cross_entropy_loss_fusion=False,
+        split_rope_fusion=False,
+        swiglu_quantize_fusion=False,
         use_transformer_engine_op_fuser=False,
     )
     overrides = tuple(entry for entry in saved.overrides if entry.startswith("transformer."))

@@ -23,7 +23,7 @@ from megafp8.telemetry.records import EventRecord, StepRecord
 from megafp8.telemetry.sinks import Sinks, build_sinks
 from megafp8.training.assemble import Run, run_folder
 from megafp8.training.calibrate import calibrate, needs_calibration
-from megafp8.training.describe import run_record
+from megafp8.training.describe import describe_update, run_record
 from megafp8.training.evaluate import build_batches, evaluate
 from megafp8.training.profiling import profiler
 from megafp8.training.rates import Rates, build_rates
@@ -45,6 +45,8 @@ def train(run: Run) -> Progress:
         sinks.write(run_record(run, progress.step or None))
         for note in notes:
             sinks.write(EventRecord(step=progress.step, name="checkpoint", detail=note))
+        for name, detail in describe_update(run).items():
+            sinks.write(EventRecord(step=progress.step, name=name, detail=detail))
         if not run.config.training.skip_train:
             progress = train_steps(run, sinks, progress, total_steps, folder, started)
         evaluate_at_end(run, sinks, progress, total_steps)

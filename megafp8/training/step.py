@@ -16,10 +16,10 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
-from megafp8.checkpoint.state import Trainee
 from megafp8.fp8.parameter import QuantizedParameter
 from megafp8.model.emulated_layers import weights_unchanged
 from megafp8.optim.finite import StepTotals, agree, raise_bad_numbers
+from megafp8.optim.one_pass import OnePassOptimizer
 from megafp8.optim.schedule import current_learning_rate
 from megafp8.training.assemble import Run, to_device_sum
 
@@ -58,16 +58,19 @@ def train_step(run: Run, batches: Batches, step: int) -> StepResult:
         NumericsError: loss or gradients are not finite on some rank; on all ranks, with the weights as they were.
     """
     trainee = run.trainee
-    clear_gradients(trainee)
+    clear_gradients(run)
     if run.watch is not None:
         run.watch.reset()
+    in_one_pass = isinstance(trainee.optimizer, OnePassOptimizer)
     with run.timer.span("forward-backward"):
         reports = forward_backward(run, batches, run.num_microbatches, forward_only=False)
-        totals = check_step(run, to_device_sum(reports), step)
+        squared_norm = trainee.optimizer.squared_norm() if in_one_pass else None
+        totals = check_step(run, to_device_sum(reports), step, squared_norm)
 
     learning_rate = current_learning_rate(trainee.optimizer)
     with run.timer.span("optimizer"):
-        is_updated, grad_norm, num_zeros = trainee.optimizer.step()
+        known = (totals.grad_norm,) if in_one_pass else ()  # waited for together with the loss
+        is_updated, grad_norm, num_zeros = trainee.optimizer.step(*known)
     if is_updated:
         trainee.schedule.step(increment=run.global_batch_size)
     # megatron-core counts in FP32, so that ranks can add up.
@@ -76,11 +79,14 @@ def train_step(run: Run, batches: Batches, step: int) -> StepResult:
     return StepResult(totals.loss, grad_norm, learning_rate, num_zeros, not is_updated, gathered)
 
 
-def clear_gradients(trainee: Trainee) -> None:
+def clear_gradients(run: Run) -> None:
     """Forget the gradients, and be ready to sum and reduce new ones."""
-    for chunk in trainee.chunks:
-        chunk.zero_grad_buffer()
-    trainee.optimizer.zero_grad()
+    if run.first_gradient is not None:
+        run.first_gradient.start()
+    else:
+        for chunk in run.trainee.chunks:
+            chunk.zero_grad_buffer()
+    run.trainee.optimizer.zero_grad()
 
 
 def forward_backward(run: Run, batches: Batches, num_microbatches: int, forward_only: bool) -> list[dict[str, Tensor]]:
@@ -114,14 +120,22 @@ def batches_of_chunks(run: Run, batches: Batches) -> Union[Batches, list[Batches
     return [batches if chunk in takers else None for chunk in range(num_chunks)]
 
 
-def check_step(run: Run, local_loss: Optional[Tensor], step: int) -> StepTotals:
-    """Agree on the loss over all ranks, and stop all of them together before an update with bad numbers."""
+def check_step(
+    run: Run, local_loss: Optional[Tensor], step: int, squared_norm: Optional[Tensor] = None
+) -> StepTotals:
+    """Agree on the loss over all ranks, and stop all of them together before an update with bad numbers.
+
+    Args:
+        squared_norm: of the gradients that this rank updates with; None where the optimizer takes the norm itself.
+    """
     device = run.platform.device
     mine = local_loss if run.place.reports_loss else None
     bad = torch.zeros((), device=device) if run.watch is None else run.watch.bad
+    if run.watch is None and squared_norm is not None:
+        bad = (~torch.isfinite(squared_norm)).float()
     # With a loss scale, gradients that overflow are expected: the optimizer skips the update and lowers the scale.
     bad_gradients = torch.zeros_like(bad) if run.config.precision.fp16 else bad
-    totals = agree(mine, bad_gradients, device)
+    totals = agree(mine, bad_gradients, device, squared_norm)
     if totals.num_bad_ranks and run.config.training.check_for_nan_in_loss_and_grad:
         raise_bad_numbers(step, mine, bad_gradients, run.trainee.chunks)
     return totals

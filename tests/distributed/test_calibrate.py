@@ -90,7 +90,7 @@ def first_gradient(config: RunConfig) -> Tensor:
     run = build_run(config)
     if needs_calibration(run):
         calibrate(run, Progress())
-    clear_gradients(run.trainee)
+    clear_gradients(run)
     batches = build_batches(run, run.datasets[0], 0, run.global_batch_size, num_workers=0)
     forward_backward(run, batches, run.num_microbatches, forward_only=False)
     return torch.cat([parameter.main_grad.flatten() for parameter in run.trainee.chunks[0].parameters()])

@@ -30,8 +30,11 @@ LEVELS = {
 }  # fmt: skip
 PARTS_WITHOUT_TORCH = {"errors", "config", "launch", "planning", "reports"}
 PARTS_WITH_MEGATRON = {"data", "parallel", "mcore_config", "model", "optim", "checkpoint", "training"}
-FILES_WITH_TRANSFORMER_ENGINE = {"fp8/te_recipes.py", "model/te_layers.py"}
+FILES_WITH_TRANSFORMER_ENGINE = {
+    "fp8/te_recipes.py", "model/te_layers.py", "model/te_operations.py", "model/te_patches.py",
+}  # fmt: skip
 PATCH_FILE = "device/mcore_cpu.py"
+PATCHED_BY = {"megatron": PATCH_FILE, "torch": PATCH_FILE, "transformer_engine": "model/te_patches.py"}
 
 CONTAINER_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "OrderedDict", "Counter", "deque"}
 MUTATING_METHODS = {
@@ -85,9 +88,7 @@ def forbidden_libraries(tree: ast.AST, file: str) -> Violations:
 
 
 def patches(tree: ast.AST, file: str) -> Violations:
-    """Attributes of megatron-core or torch that are set from outside. torch.backends is there to be set."""
-    if file == PATCH_FILE:
-        return
+    """Attributes of other libraries that are set outside the file for it. torch.backends is there to be set."""
     origins = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -97,7 +98,7 @@ def patches(tree: ast.AST, file: str) -> Violations:
             origins |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
 
     def foreign(node: ast.AST) -> str:
-        """The dotted name behind an expression when it belongs to megatron-core or torch."""
+        """The dotted name behind an expression when it belongs to a library that another file patches."""
         names = []
         while isinstance(node, ast.Attribute):
             names.append(node.attr)
@@ -105,8 +106,11 @@ def patches(tree: ast.AST, file: str) -> Violations:
         if not isinstance(node, ast.Name) or node.id not in origins:
             return ""
         full = ".".join([origins[node.id] or node.id, *reversed(names)])
-        is_guarded = full.split(".")[0] in ("megatron", "torch") and not full.startswith("torch.backends.")
+        is_guarded = PATCHED_BY.get(full.split(".")[0], file) != file and not full.startswith("torch.backends.")
         return full if is_guarded else ""
+
+    def told(full: str) -> str:
+        return f"{full} is set outside {PATCHED_BY[full.split('.')[0]]}"
 
     for node in ast.walk(tree):
         if isinstance(node, (ast.Assign, ast.Delete)):
@@ -115,14 +119,14 @@ def patches(tree: ast.AST, file: str) -> Violations:
             targets = [node.target]
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
             if node.args and foreign(node.args[0]):
-                yield node.lineno, f"{node.func.id} on {foreign(node.args[0])} outside {PATCH_FILE}"
+                yield node.lineno, told(foreign(node.args[0]))
             continue
         else:
             continue
         for target in targets:
             for part in target.elts if isinstance(target, ast.Tuple) else [target]:
                 if isinstance(part, ast.Attribute) and foreign(part):
-                    yield node.lineno, f"{foreign(part)} is set outside {PATCH_FILE}"
+                    yield node.lineno, told(foreign(part))
 
 
 def global_statements(tree: ast.AST, file: str) -> Violations:
@@ -185,6 +189,7 @@ BROKEN = [
     (patches, "model/x.py", "import megatron.core.tensor_parallel as tp\ntp.layers.f, x = g, 1"),
     (patches, "model/x.py", "import torch\ntorch.cuda.synchronize = lambda: None"),
     (patches, "model/x.py", "import torch\nsetattr(torch.cuda, 'synchronize', None)"),
+    (patches, "device/mcore_cpu.py", "import transformer_engine.pytorch as te\nte.Linear.forward = f"),
     (patches, "model/x.py", "from megatron.core.ddp import DDP\ndef f():\n    del DDP.method"),
     (global_statements, "model/x.py", "def f():\n    global x\n    x = 1"),
     (mutable_module_state, "model/x.py", "cache = {}"),

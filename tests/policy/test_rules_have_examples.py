@@ -116,6 +116,12 @@ EXAMPLES = {
     "loss_fusion_is_on_for_its_implementation": (
         {"precision.cross_entropy_fusion_impl": "te"}, 1, "--cross-entropy-loss-fusion"
     ),
+    "split_rope_needs_whole_rotations": (
+        {"precision.split_rope_fusion": True, "model.rotary_percent": 0.5}, 1, "rotated whole",
+    ),
+    "swiglu_fusion_has_what_it_fuses": (
+        {"precision.swiglu_quantize_fusion": True}, 1, "without --use-transformer-engine-op-fuser",
+    ),
     "determinism_excludes_its_opposites": (
         {"precision.deterministic_mode": True, "precision.cross_entropy_loss_fusion": True}, 1, "not deterministic"
     ),

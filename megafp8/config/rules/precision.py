@@ -140,6 +140,37 @@ def loss_fusion_is_on_for_its_implementation(config: RunConfig, world_size: int)
         yield without(flag, "--cross-entropy-loss-fusion")
 
 
+def split_rope_needs_whole_rotations(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The kernel rotates all of a head, as it comes from the linear."""
+    model, flag = config.model, "--split-rope-fusion"
+    if not config.precision.split_rope_fusion:
+        return
+    if model.position_embedding_type != "rope":
+        yield without(flag, "--position-embedding-type rope")
+    if not config.precision.apply_rope_fusion:
+        yield f"{flag} with --no-rope-fusion: remove one"
+    if model.qk_layernorm or model.rotary_interleaved or model.rotary_percent != 1.0:
+        yield f"{flag} is for heads rotated whole: not with --qk-layernorm, --rotary-interleaved or --rotary-percent"
+    if has_shape(config) and (size := derived.kv_channels(model)) & (size - 1):
+        yield f"{flag} is for heads whose size is a power of two, not {size}"
+    groups, tp = derived.num_query_groups(model) if has_shape(config) else 0, config.parallel.tensor_model_parallel_size
+    if 0 < groups < tp:
+        yield f"{flag} with {groups} query groups over {tp} tensor-parallel ranks: every rank needs a group"
+
+
+def swiglu_fusion_has_what_it_fuses(config: RunConfig, world_size: int) -> Iterator[str]:
+    """It is part of Transformer Engine's fused operations, and writes with delayed scaling's scales."""
+    precision, flag = config.precision, "--swiglu-quantize-fusion"
+    if not precision.swiglu_quantize_fusion:
+        return
+    if not precision.use_transformer_engine_op_fuser:
+        yield without(flag, "--use-transformer-engine-op-fuser")
+    if not config.model.swiglu:
+        yield without(flag, "--swiglu")
+    if derived.quantization_recipe(precision) != "delayed":
+        yield without(flag, "--fp8-recipe delayed")
+
+
 def determinism_excludes_its_opposites(config: RunConfig, world_size: int) -> Iterator[str]:
     """Kernels whose sums depend on timing are out in deterministic mode."""
     precision = config.precision
@@ -202,6 +233,8 @@ RULES: tuple[Rule, ...] = (
     high_precision_layers_fit_a_stage,
     gradient_reduction_has_one_format,
     loss_fusion_is_on_for_its_implementation,
+    split_rope_needs_whole_rotations,
+    swiglu_fusion_has_what_it_fuses,
     determinism_excludes_its_opposites,
     gemm_dimensions_suit_the_recipe,
     layout_free_scales_need_whole_blocks,

@@ -1,0 +1,132 @@
+"""The optimizer's kernel against the bytes that it must move, and against megatron-core's passes for the same work.
+
+    python benchmarks/gpu_adam.py [--parameters 1.4e9] [--sweep]
+
+Weights of shapes as a model has them, FP32 gradients and state, BF16 copies. The bandwidth of a plain copy on the same
+GPU is printed first. `--sweep` also tries other sizes of blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Optional
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from benchmarks import timing  # noqa: E402
+from megafp8.optim import adam_kernel  # noqa: E402
+from megafp8.optim.adam_kernel import AdamStep, TensorTable, squared_sum, update_rows  # noqa: E402
+
+LAYER = (2048 * 3 * 2048, 2048 * 2048, 2048 * 2 * 5632, 5632 * 2048, 2048, 2048)
+AHEAD = 2_000_000  # cycles, about 1 ms: the host has queued a call by then
+NUMBERS = AdamStep(learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=10, clip=0.9)
+SWEEP = tuple(itertools.product((512, 1024, 2048, 4096), (4, 8)))
+
+
+def seconds(call: Callable[[], Any], repeats: int = 8) -> float:
+    """Median time of a call on the GPU, without that of its launch."""
+    call()
+    times = []
+    for _ in range(repeats):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(AHEAD)
+        start.record()
+        call()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) / 1e3)
+    return sorted(times)[len(times) // 2]
+
+
+def copy_bandwidth() -> float:
+    """TB/s of a plain copy, read and written bytes together."""
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / seconds(lambda: target.copy_(source)) / 1e12
+
+
+def rows_of(num_parameters: float, moments: torch.dtype, remainders: bool) -> list[list[Optional[Tensor]]]:
+    """Layers until there are so many parameters; a row for each weight."""
+    rows: list[list[Optional[Tensor]]] = []
+    for size in itertools.cycle(LAYER):
+        if sum(row[0].numel() for row in rows) >= num_parameters:
+            return rows
+        grad = torch.randn(size, device="cuda")
+        master = torch.zeros(size, device="cuda", dtype=torch.int16 if remainders else torch.float32)
+        states = [torch.zeros(size, device="cuda", dtype=moments) for _ in range(2)]
+        rows.append([grad, master, *states, torch.randn(size, device="cuda").bfloat16()])
+    return rows
+
+
+def bytes_of(rows: Sequence[Sequence[Optional[Tensor]]]) -> int:
+    """What an update reads and writes: all once each, except gradients that are only read, and BF16 weights that are
+    only written where the master weight is whole."""
+    total = 0
+    for grad, master, exp_avg, exp_avg_sq, model in rows:
+        total += grad.nbytes + 2 * (master.nbytes + exp_avg.nbytes + exp_avg_sq.nbytes)
+        total += model.nbytes * (2 if master.dtype == torch.int16 else 1)
+    return total
+
+
+def megatron_passes(rows: Sequence[Sequence[Optional[Tensor]]]) -> dict[str, float]:
+    """Seconds of each of megatron-core's passes with Transformer Engine's kernels."""
+    import transformer_engine.pytorch  # noqa: F401 - loads the extension module that comes next
+    import transformer_engine_torch as tex
+    from transformer_engine.pytorch.optimizers import multi_tensor_applier
+
+    overflow = torch.zeros(1, dtype=torch.int, device="cuda")
+    grads, masters, exp_avgs, exp_avg_sqs, models = (list(column) for column in zip(*rows, strict=True))
+    scale = (tex.multi_tensor_scale, overflow, [grads, grads], 0.999)
+    states = [grads, masters, exp_avgs, exp_avg_sqs]
+    adam = (tex.multi_tensor_adam, overflow, states, 1e-4, 0.9, 0.95, 1e-8, 10, 1, 1, 0.1)
+    return {
+        "divide": seconds(lambda: torch._foreach_mul_(grads, 0.999)),
+        "norm": seconds(lambda: multi_tensor_applier(tex.multi_tensor_l2norm, overflow, [grads], False)),
+        "clip": seconds(lambda: multi_tensor_applier(*scale)),
+        "Adam": seconds(lambda: multi_tensor_applier(*adam)),
+        "copy": seconds(lambda: [model.copy_(master) for model, master in zip(models, masters, strict=True)]),
+        "zero": seconds(lambda: torch._foreach_zero_(grads)),
+    }
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parameters", type=float, default=1.4e9, help="elements")
+    parser.add_argument("--sweep", action="store_true", help="other block sizes too")
+    options = parser.parse_args(argv)
+    factor = torch.ones(1, device="cuda")
+    cells: list[tuple[Any, ...]] = [("copy of 1 GiB", "", "", copy_bandwidth())]
+    for name, moments, remainders in (("FP32", torch.float32, False), ("BF16, remainders", torch.bfloat16, True)):
+        rows = rows_of(options.parameters, moments, remainders)
+        sizes = SWEEP if options.sweep and not remainders else ()
+        default = (adam_kernel.BLOCK, adam_kernel.NUM_WARPS)
+        for shape in (default, *sizes):
+            adam_kernel.BLOCK, adam_kernel.NUM_WARPS = shape
+            table = TensorTable(rows, shape[0])
+            time_s = seconds(lambda table=table: update_rows(table, factor, NUMBERS))
+            cells.append((f"one pass, {name}", "x".join(map(str, shape)), time_s * 1e3, bytes_of(rows) / time_s / 1e12))
+        adam_kernel.BLOCK, adam_kernel.NUM_WARPS = default
+        if not remainders:
+            grads = TensorTable([(row[0],) for row in rows], adam_kernel.SUM_CHUNK)
+            time_s = seconds(lambda grads=grads: squared_sum(grads, factor))
+            cells.append(("squared sum", "", time_s * 1e3, sum(row[0].nbytes for row in rows) / time_s / 1e12))
+            passes = megatron_passes(rows)
+            cells += [(f"megatron-core: {name}", "", time_s * 1e3, "") for name, time_s in passes.items()]
+        del rows, table
+        torch.cuda.empty_cache()
+    print(torch.cuda.get_device_name())
+    print(timing.format_table(("what", "block x warps", "ms", "TB/s"), cells))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

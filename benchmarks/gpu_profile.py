@@ -1,0 +1,136 @@
+"""Where a training step goes on one GPU: its kernels by group.
+
+    python benchmarks/gpu_profile.py --shape A --mode "delayed --use-transformer-engine-op-fuser"
+
+The table has the milliseconds and the number of kernels of each group, the idle time between kernels, and the span from
+the first kernel to the last. Kernels are told apart by their names; what no pattern knows is `other`, by name below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from benchmarks import timing  # noqa: E402
+
+# The first pattern that a kernel's name contains decides.
+GROUPS: tuple[tuple[str, str], ...] = (
+    ("attention", r"fmha|flash|sdpa|cudnn_generated|nvte_fused_attn|softmax_sum|dot_do_o|convert_dq"),
+    ("optimizer", r"adam|multi_tensor|squared_sum|l2norm|lpnorm"),
+    ("loss", r"cross_entropy|online_softmax|element_mul|log_softmax|nll_loss"),
+    ("rope, QKV split", r"rope|rotary|qkv"),
+    ("norm", r"rmsnorm|rms_norm|layernorm|layer_norm|ln_fwd|ln_bwd|_norm_"),
+    ("SwiGLU", r"swiglu|silu|gated"),
+    ("GEMM FP8", r"e4m3|e5m2|fp8.*gemm|qmma"),
+    ("quantize", r"cast_transpose|transpose|quantize|cast|amax|block_scal|scale_inv|_fp8_|fp8"),
+    ("GEMM BF16", r"gemm|nvjet|cutlass|xmma|splitk|cublas"),
+    ("embedding", r"embedding|index_put|indexselect|gather|scatter|sort|radix"),
+    ("communication", r"nccl"),
+    ("fill", r"fill|memset"),
+    ("copy, cat, add", r"copy|cat|memcpy|add|mul|elementwise|reduce|vectorized"),
+)
+SHOWN_KERNELS = 12
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel of a profile; times in microseconds."""
+
+    name: str
+    start_us: float
+    duration_us: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The kernels of some steps."""
+
+    kernels: list[Kernel]
+    steps: int
+
+    def rows(self) -> list[tuple[str, float, float]]:
+        """(group, ms a step, kernels a step), longest first."""
+        found: dict[str, list[float]] = {}
+        for kernel in self.kernels:
+            found.setdefault(group_of(kernel.name), []).append(kernel.duration_us)
+        rows = [(name, sum(t) / 1e3 / self.steps, len(t) / self.steps) for name, t in found.items()]
+        return sorted(rows, key=lambda row: -row[1])
+
+    def span_ms(self) -> float:
+        """From the first kernel to the end of the last, a step."""
+        ends = [kernel.start_us + kernel.duration_us for kernel in self.kernels]
+        return (max(ends) - min(kernel.start_us for kernel in self.kernels)) / 1e3 / self.steps
+
+    def busy_ms(self) -> float:
+        """Time in which any kernel runs, a step."""
+        busy, end = 0.0, float("-inf")
+        for kernel in sorted(self.kernels, key=lambda kernel: kernel.start_us):
+            stop = kernel.start_us + kernel.duration_us
+            busy += max(0.0, stop - max(end, kernel.start_us))
+            end = max(end, stop)
+        return busy / 1e3 / self.steps
+
+    def longest(self) -> list[tuple[str, str, float, float]]:
+        """(group, kernel, ms a step, kernels a step) of the kernels that take longest."""
+        found: dict[str, list[float]] = {}
+        for kernel in self.kernels:
+            found.setdefault(kernel.name, []).append(kernel.duration_us)
+        rows = [(group_of(name), name, sum(t) / 1e3 / self.steps, len(t) / self.steps) for name, t in found.items()]
+        return sorted(rows, key=lambda row: -row[2])
+
+    def table(self) -> str:
+        """All of it for people."""
+        span, busy = self.span_ms(), self.busy_ms()
+        groups = timing.format_table(("group", "ms", "kernels"), self.rows())
+        longest = [(group, name[:100], ms, count) for group, name, ms, count in self.longest()[:SHOWN_KERNELS]]
+        kernels = timing.format_table(("group", "kernel", "ms", "calls"), longest)
+        return f"{groups}\nspan {span:.1f} ms, busy {busy:.1f}, idle {span - busy:.1f}\n{kernels}"
+
+
+def group_of(name: str) -> str:
+    """The group of a kernel, by its name."""
+    text = name.lower()
+    return next((group for group, pattern in GROUPS if re.search(pattern, text)), "other")
+
+
+def profiled(step: Callable[[], Any], folder: Optional[Path] = None, steps: int = 2) -> Profile:
+    """Profile some calls of `step`; with a folder, all kernels are written there too, a line each."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [Kernel(event.name, event.time_range.start, event.time_range.elapsed_us()) for event in events]
+    result = Profile(kernels, steps)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = [f"{ms:10.3f} {count:8.1f} {group:18} {name}" for group, name, ms, count in result.longest()]
+        number = len(list(folder.glob("kernels*.txt")))
+        (folder / f"kernels{number}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return result
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Profile one mode."""
+    from benchmarks import gpu_steps
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", default="A", help="model and batch of gpu_train.py")
+    parser.add_argument("--mode", default="delayed", help="recipe and flags")
+    options = parser.parse_args(argv)
+    mode = f"profiled={options.mode}"
+    return gpu_steps.main(["--shape", options.shape, "--modes", mode, "--rounds", "1", "--profile", "profiled"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""Splitting and rotating queries, keys and values: the kernel against the bytes that it must move.
+
+    python benchmarks/gpu_rope.py [--sweep]
+
+Forward and backward at the shapes of `gpu_train.py`, one layer; every number is read once and written once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Optional
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from benchmarks import timing  # noqa: E402
+from benchmarks.gpu_adam import copy_bandwidth, seconds  # noqa: E402
+from megafp8.device import mcore_cpu  # noqa: E402
+
+mcore_cpu.install()
+
+from megafp8.model import rotary_attention  # noqa: E402
+
+SHAPES = {"A": (2048, 8, 16, 16, 128), "B": (4096, 2, 32, 8, 128)}
+
+
+BLOCKS = ((16, 4, 4), (16, 1, 4), (16, 2, 4), (16, 8, 4), (8, 4, 4), (8, 8, 4), (8, 4, 2), (32, 4, 8), (32, 2, 4))
+
+
+def measured(shape: tuple[int, int, int, int, int]) -> dict[str, tuple[float, float]]:
+    """Milliseconds and TB/s of both ways."""
+    length, batch, heads, groups, dim = shape
+    joined = torch.randn(length, batch, (heads + 2 * groups) * dim, device="cuda").bfloat16()
+    angles = torch.rand(length, 1, 1, dim, device="cuda")
+    parts = rotary_attention.split_and_rotate(joined, angles, heads, groups)
+    found = {}
+    for way in ("split_and_rotate", "rotate_back_and_join"):
+        kernel = getattr(rotary_attention, f"{way}_kernel")
+        time_s = seconds(lambda kernel=kernel: rotary_attention.launch(kernel, joined, angles, *parts))
+        found[way] = (time_s * 1e3, 2 * joined.nbytes / time_s / 1e12)
+    return found
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sweep", action="store_true", help="also other sizes of a program")
+    blocks = BLOCKS if parser.parse_args(argv).sweep else BLOCKS[:1]
+    cells = [("copy of 1 GiB", "", "", copy_bandwidth())]
+    for block in blocks:
+        rotary_attention.TOKENS, rotary_attention.GROUPS, rotary_attention.NUM_WARPS = block
+        for name, shape in SHAPES.items():
+            cells += [(f"{name} {way}", "x".join(map(str, block)), *row) for way, row in measured(shape).items()]
+    print(timing.format_table(("what", "tokens x groups x warps", "ms", "TB/s"), cells))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,235 @@
+"""Step times of several settings on one GPU, built in turn: quick ratios, and where a step goes.
+
+    python benchmarks/gpu_steps.py --shape A --rounds 2 --modes \\
+        "peer=@delayed" "delayed=delayed --use-transformer-engine-op-fuser" [--profile delayed] [--json FILE]
+
+A mode is NAME=RECIPE FLAGS..., with a recipe of `gpu_train.py`, or NAME=@RECIPE: a bare loop of megatron-core with the
+settings that are its fastest (`megatron_loop.py`). Every round builds every mode, in alternating order; a mode trains
+some steps to warm up and then `--steps`, timed together from one synchronization to the other. Each build is a process
+of its own, forked from one that has imported everything but not touched the GPU: it begins at once, and what it leaves
+behind or breaks is gone with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import shlex
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+# torch asks the driver whether there is a GPU, instead of starting to use it, after which it could not be forked.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+import torch  # noqa: E402
+
+from benchmarks import timing  # noqa: E402
+from benchmarks.gpu_profile import profiled  # noqa: E402
+from benchmarks.gpu_train import COMMON, MODES, SHAPES  # noqa: E402
+from megafp8.config import flags  # noqa: E402
+from megafp8.device import mcore_cpu  # noqa: E402
+
+mcore_cpu.install()
+
+from megafp8.device.platform import detect_platform, join_ranks  # noqa: E402
+from megafp8.training.assemble import assemble  # noqa: E402
+from megafp8.training.check import check  # noqa: E402
+from megafp8.training.evaluate import build_batches  # noqa: E402
+from megafp8.training.step import train_step  # noqa: E402
+
+PROCESS_S = 120.0
+
+
+class Failed(Exception):
+    """A process did not give what it should."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What one build of a mode measured.
+
+    Attributes:
+        step_ms: mean of the timed steps.
+        losses: of all its steps.
+    """
+
+    mode: str
+    round: int
+    step_ms: float
+    peak_gib: float
+    losses: list[float]
+
+
+def megafp8_steps(options: argparse.Namespace, text: str) -> Callable[[int], float]:
+    """A function that trains step i and returns its loss."""
+    recipe, _, extra = text.partition(" ")
+    argv = shlex.split(f"{SHAPES[options.shape]} {COMMON} --train-iters 1000 {MODES[recipe]} {extra} {options.extra}")
+    checked = check(*flags.read([*argv, "--num-workers", "0"]))
+    run = assemble(checked.invocation.config, detect_platform(), checked.implementation)
+    batches = build_batches(run, run.datasets[0], 0, 1000 * run.global_batch_size, num_workers=0)
+    return lambda step: train_step(run, batches, step).loss
+
+
+def peer_steps(options: argparse.Namespace, recipe: str) -> Callable[[int], float]:
+    """The same of megatron-core alone."""
+    from benchmarks.megatron_loop import PeerLoop
+
+    return PeerLoop(options.shape, recipe).step
+
+
+def measure(options: argparse.Namespace, name: str, text: str, number: int) -> Timed:
+    """Build a mode and train."""
+    join_ranks(detect_platform(), 10)
+    step = peer_steps(options, text[1:]) if text.startswith("@") else megafp8_steps(options, text)
+    losses = [step(index) for index in range(1, options.warm_up + 1)]
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    losses += [step(options.warm_up + index) for index in range(1, options.steps + 1)]
+    torch.cuda.synchronize()
+    step_ms = (time.perf_counter() - started) * 1e3 / options.steps
+    peak_gib = torch.cuda.max_memory_allocated() / 2**30
+    if number == 0 and name in options.profile:
+        groups = profiled(lambda: step(options.warm_up + options.steps + 1), options.trace)
+        print(f"\n{name}\n" + groups.table(), flush=True)
+    return Timed(name, number, step_ms, peak_gib, losses)
+
+
+def in_process(method: str, function: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns in a process of its own.
+
+    Raises:
+        Failed: with the process's traceback, or when it ended or took `PROCESS_S` without an answer.
+    """
+    context = multiprocessing.get_context(method)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=answer, args=(sender, function, *args))
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(PROCESS_S):
+            raise Failed(f"no answer within {PROCESS_S} s")
+        result = receiver.recv()
+    except EOFError as error:
+        process.join()
+        raise Failed(f"the process ended with {process.exitcode}") from error
+    finally:
+        process.kill()
+        process.join()
+    if isinstance(result, str):
+        raise Failed(result)
+    return result
+
+
+def answer(sender: Any, function: Callable[..., Any], *args: Any) -> None:
+    """In the process: send what the function returns, or its traceback as text."""
+    try:
+        sender.send(function(*args))
+    except Exception:  # noqa: BLE001 - the other modes are still of interest
+        sender.send(traceback.format_exc())
+
+
+def import_everything() -> None:
+    """What a build would import otherwise, each time anew."""
+    from benchmarks import megatron_loop  # noqa: F401
+    from megafp8.model import te_layers  # noqa: F401
+    from megafp8.optim import adam_kernel  # noqa: F401
+
+
+def touch_gpu() -> float:
+    """Fails in a process that was forked after the GPU was used."""
+    return torch.zeros(1, device="cuda").item()
+
+
+def start_method() -> str:
+    """Fork if that works on this machine; else start anew, which takes the time of all imports for each build."""
+    try:
+        in_process("fork", touch_gpu)
+    except Failed:
+        return "spawn"
+    return "fork"
+
+
+def rows_of(done: Sequence[Timed], first: str) -> list[dict[str, Any]]:
+    """A row a mode: medians, and the speed against the first mode within each round."""
+    base = {timed.round: timed.step_ms for timed in done if timed.mode == first}
+    rows = []
+    for name in dict.fromkeys(timed.mode for timed in done):
+        mine = [timed for timed in done if timed.mode == name]
+        pairs = [(base[timed.round], timed.step_ms) for timed in mine if timed.round in base]
+        rows.append({
+            "mode": name,
+            "step_ms": statistics.median(timed.step_ms for timed in mine),
+            "to_first": timing.ratio_of(*zip(*pairs, strict=True)) if pairs else None,
+            "peak_gib": max(timed.peak_gib for timed in mine),
+            "losses": mine[0].losses,
+        })  # fmt: skip
+    return rows
+
+
+def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="A", help="model and batch")
+    parser.add_argument("--modes", nargs="+", required=True, help="NAME=RECIPE FLAGS, or NAME=@RECIPE")
+    parser.add_argument("--rounds", type=int, default=2, help="builds of each mode")
+    parser.add_argument("--once", nargs="*", default=[], help="modes that are built in the first round only")
+    parser.add_argument("--warm-up", type=int, default=4, help="steps before the timed ones")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps")
+    parser.add_argument("--extra", default="", help="more flags for every mode of megafp8")
+    parser.add_argument("--profile", nargs="*", default=[], help="modes to profile a step of")
+    parser.add_argument("--trace", type=Path, help="folder for the profiles' kernels as text")
+    parser.add_argument("--minutes", type=float, default=60.0, help="no mode is started after so long")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    return parser.parse_args(argv)
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Exit status 1 if a mode failed."""
+    options = parse(argv)
+    modes = dict(mode.split("=", 1) for mode in options.modes)
+    deadline = time.monotonic() + 60 * options.minutes
+    import_everything()
+    method = start_method()
+    print(f"each build is a process: {method}", flush=True)
+    done: list[Timed] = []
+    failures: dict[str, str] = {}
+    for number in range(options.rounds):
+        names = [name for name in modes if name not in failures and not (number and name in options.once)]
+        for name in names if number % 2 == 0 else reversed(names):
+            if time.monotonic() > deadline:
+                failures["time"] = f"stopped before {name} in round {number + 1}"
+                break
+            began = time.monotonic()
+            try:
+                timed = in_process(method, measure, options, name, modes[name], number)
+                done.append(timed)
+                print(f"round {number + 1} {name}: {timed.step_ms:.1f} ms, {timed.peak_gib:.1f} GiB, "
+                      f"loss {timed.losses[-1]:.4f}, {time.monotonic() - began:.0f} s", flush=True)
+            except Failed as error:
+                failures[name] = str(error)
+                print(f"{name} failed:\n{failures[name]}", flush=True)
+            if options.json:
+                timing.write_json(options.json, {"options": vars(options), "done": done, "failures": failures})
+    rows = rows_of(done, next(iter(modes)))
+    header = ("mode", "step ms", f"speed to {next(iter(modes))} [range]", "peak GiB", "losses")
+    cells = [
+        (row["mode"], row["step_ms"], row["to_first"], row["peak_gib"],
+         " ".join(f"{loss:.3f}" for loss in row["losses"][:: max(1, len(row["losses"]) // 4)]))
+        for row in rows
+    ]  # fmt: skip
+    print(timing.format_table(header, cells))
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""A bare training loop of megatron-core on one GPU with the settings that are its fastest: the peer of our benchmarks.
+
+The same shapes, numbers and random tokens as `gpu_steps.py`; Transformer Engine's fused operations, fused loss, fused
+rotary embedding, overlapped reductions, FP32 gradients that are accumulated inside the GEMM.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.transformer.module import Float16Module  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule  # noqa: E402
+
+VOCABULARY = 50_304
+SHAPES = {
+    "A": {"num_layers": 24, "hidden_size": 2048, "num_attention_heads": 16, "ffn_hidden_size": 5632, "seq": 2048,
+          "batch": 8},
+    "B": {"num_layers": 8, "hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 8,
+          "ffn_hidden_size": 14_336, "seq": 4096, "batch": 2},
+}  # fmt: skip
+RECIPES: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
+    "delayed": {
+        "fp8": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max",
+    },
+    "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
+}  # fmt: skip
+NUM_BATCHES = 4
+
+
+class PeerLoop:
+    """Model, optimizer and data of the peer; torch.distributed runs already, on one rank."""
+
+    def __init__(self, shape: str, recipe: str, fused_operations: bool = True):
+        sizes = dict(SHAPES[shape])
+        self.length, self.batch = sizes.pop("seq"), sizes.pop("batch")
+        parallel_state.initialize_model_parallel()
+        tensor_parallel.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+        self.config = TransformerConfig(
+            **sizes, **RECIPES[recipe], bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16,
+            normalization="RMSNorm", gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
+            attention_dropout=0.0, hidden_dropout=0.0, bias_activation_fusion=True, bias_dropout_fusion=True,
+            apply_rope_fusion=True, masked_softmax_fusion=True, cross_entropy_loss_fusion=True,
+            cross_entropy_fusion_impl="te", gradient_accumulation_fusion=False,
+        )  # fmt: skip
+        model = GPTModel(
+            config=self.config,
+            transformer_layer_spec=get_gpt_layer_with_transformer_engine_spec(use_te_op_fuser=fused_operations),
+            vocab_size=VOCABULARY,
+            max_sequence_length=self.length,
+            share_embeddings_and_output_weights=False,
+            position_embedding_type="rope",
+        ).cuda()
+        for module in model.modules():
+            if isinstance(module, TransformerEngineBaseModule) and hasattr(module, "fuse_wgrad_accumulation"):
+                module.fuse_wgrad_accumulation = True
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, overlap_grad_reduce=True, overlap_param_gather=True,
+            use_distributed_optimizer=True,
+        )  # fmt: skip
+        self.model = DistributedDataParallel(self.config, ddp, Float16Module(self.config, model))
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam", lr=3e-5, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, clip_grad=1.0, bf16=True,
+                params_dtype=torch.bfloat16, use_distributed_optimizer=True, overlap_param_gather=True,
+            ),  # fmt: skip
+            [self.model],
+        )
+        self.config.finalize_model_grads_func = finalize_model_grads
+        self.config.no_sync_func = self.model.no_sync
+        generator = torch.Generator().manual_seed(0)
+        shape_of_batch = (NUM_BATCHES, self.batch, self.length + 1)
+        self.tokens = torch.randint(VOCABULARY, shape_of_batch, generator=generator).cuda()
+        self.positions = torch.arange(self.length, device="cuda").expand(self.batch, -1)
+
+    def step(self, number: int) -> float:
+        """Train on one batch; its loss."""
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        reports = get_forward_backward_func()(
+            forward_step_func=self.forward,
+            data_iterator=iter([self.tokens[number % NUM_BATCHES]]),
+            model=[self.model],
+            num_microbatches=1,
+            seq_length=self.length,
+            micro_batch_size=self.batch,
+            forward_only=False,
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = 3e-5
+        self.optimizer.step()
+        return float(reports[0]["loss"])
+
+    def forward(self, batches: Any, model: Any) -> tuple[torch.Tensor, Any]:
+        """megatron-core's forward step: the mean of the tokens' losses."""
+        tokens = next(batches)
+        losses = model(tokens[:, :-1].contiguous(), self.positions, None, labels=tokens[:, 1:].contiguous())
+        return losses, lambda losses: (losses.float().mean(), {"loss": losses.detach().float().mean()})

@@ -1,0 +1,189 @@
+"""What Transformer Engine 2.20 does slowly or wrongly, mended from outside. The only file that patches it.
+
+Every patch says what needs it: `evidence` names a file below `transformer_engine/` and a text in it. A test fails when
+a text is gone, so that a patch does not outlive its reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle
+from typing import Any, Optional
+
+import torch
+from megatron.core.fp8_utils import get_fp8_recipe
+from torch import Tensor
+from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.ops._common import get_dummy_wgrads_for_params
+from transformer_engine.pytorch.ops.basic import BasicLinear
+from transformer_engine.pytorch.optimizers.fused_adam import FusedAdam
+from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer, Float8Tensor
+
+from megafp8.device.mcore_cpu import Patch
+
+E4M3_MAX = 448.0
+# Below it the reciprocal of a scale overflows.
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+DELAYED_TENSORS = ("scale", "amax_history")
+DIRECTIONS = ("fwd", "bwd")
+
+
+def is_flat(tensor: Tensor) -> bool:
+    """Whether a tensor is one row: a part of a weight as the distributed optimizer has it."""
+    return tensor.dim() == 1 or (tensor.dim() == 2 and tensor.shape[0] == 1)
+
+
+def cast_flat_shards_by_rows() -> None:
+    """The transpose of a shard is of no use: that of the whole weight is made after the gather."""
+    plain = Float8Quantizer.update_quantized
+
+    @functools.wraps(plain)
+    def update_quantized(
+        self: Float8Quantizer, src: Tensor, dst: Float8Tensor, *, noop_flag: Optional[Tensor] = None
+    ) -> Float8Tensor:
+        quantizer = self
+        if self.columnwise_usage and is_flat(src) and getattr(dst, "_transpose", None) is None:
+            quantizer = self.copy()
+            quantizer.set_usage(columnwise=False)
+        return plain(quantizer, src, dst, noop_flag=noop_flag)
+
+    Float8Quantizer.update_quantized = update_quantized
+
+
+def moment_scale(values: Tensor) -> Tensor:
+    """What FP8 codes of a moment are multiplied with to give its values, FP32; never zero, nor so small that its
+    reciprocal is infinite."""
+    smallest, largest = torch.aminmax(values)
+    return torch.maximum(-smallest, largest).div(E4M3_MAX).clamp(min=SMALLEST_SCALE)
+
+
+def guard_empty_moments() -> None:
+    """An FP8 moment that is all zero gets the scale 0, whose reciprocal makes NaN of every element."""
+    plain = FusedAdam._apply_scale
+
+    @functools.wraps(plain)
+    def apply_scale(self: FusedAdam, name: str, values: Tensor, stored: Tensor, scale: Tensor) -> None:
+        if not isinstance(stored, Float8Tensor):
+            plain(self, name, values, stored, scale)
+            return
+        scale.copy_(moment_scale(values))
+        stored._quantizer.scale.copy_(1 / scale)
+        stored.copy_(values)
+
+    FusedAdam._apply_scale = apply_scale
+
+
+def save_delayed_state_as_tensors() -> None:
+    """Amax histories and scales are written as tensors: what is pickled with a recipe, Transformer Engine refuses."""
+    plain_get, plain_set = TransformerEngineBaseModule.get_extra_state, TransformerEngineBaseModule.set_extra_state
+
+    @functools.wraps(plain_get)
+    def get_extra_state(self: TransformerEngineBaseModule) -> Tensor:
+        if not isinstance(self.fp8_meta.get("recipe"), DelayedScaling) or "scaling_fwd" not in self.fp8_meta:
+            return plain_get(self)
+        return packed(delayed_tensors(self.fp8_meta))
+
+    @functools.wraps(plain_set)
+    def set_extra_state(self: TransformerEngineBaseModule, state: Optional[Tensor]) -> None:
+        tensors = unpacked(state)
+        if tensors is None:
+            plain_set(self, state)
+            return
+        recipe = get_fp8_recipe(self.config) if self.config.fp8 else None
+        if not isinstance(recipe, DelayedScaling):
+            return  # a checkpoint of delayed scaling goes on under another recipe, which has no memory
+        self.fp8_meta["recipe"] = recipe
+        self.init_fp8_meta_tensors(recipe)
+        for name, current in delayed_tensors(self.fp8_meta).items():
+            current.copy_(tensors[name])
+
+    TransformerEngineBaseModule.get_extra_state = get_extra_state
+    TransformerEngineBaseModule.set_extra_state = set_extra_state
+
+
+def delayed_tensors(fp8_meta: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors that delayed scaling remembers in one module, by name; those themselves, not copies."""
+    return {
+        f"{kind}_{direction}": getattr(fp8_meta[f"scaling_{direction}"], kind)
+        for direction in DIRECTIONS
+        if f"scaling_{direction}" in fp8_meta
+        for kind in DELAYED_TENSORS
+    }
+
+
+def packed(tensors: dict[str, Tensor]) -> Tensor:
+    """Tensors as one of bytes, on the CPU."""
+    file = io.BytesIO()
+    torch.save({name: tensor.detach().cpu() for name, tensor in tensors.items()}, file)
+    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+
+
+def unpacked(state: Optional[Tensor]) -> Optional[dict[str, Tensor]]:
+    """What `packed` was given; None for anything else. Nothing in it is executed."""
+    if not isinstance(state, Tensor) or not state.numel():
+        return None
+    try:
+        return torch.load(io.BytesIO(state.cpu().numpy().tobytes()), weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError):
+        return None  # Transformer Engine says what it does with it
+
+
+def overwrite_without_adding() -> None:
+    """A gradient that overwrote `main_grad` is handed to autograd as well, and added to itself there."""
+    plain = BasicLinear.op_backward
+
+    @functools.wraps(plain)
+    def op_backward(self: BasicLinear, ctx: Any, grad_output: Tensor) -> tuple[Tensor, list[Optional[Tensor]]]:
+        grad_input, gradients = plain(self, ctx, grad_output)
+        if ctx.weight_requires_grad and self._accumulate_into_main_grad:
+            gradients = get_dummy_wgrads_for_params([self.weight])
+        return grad_input, gradients
+
+    BasicLinear.op_backward = op_backward
+
+
+PATCHES = (
+    Patch(
+        "flat shards",
+        "FP8 weights are cast shard by shard, each a single row, through a kernel that transposes: 40% of a step",
+        (
+            ("pytorch/tensor/utils.py", "quantizer.update_quantized(master_weight.view(1, -1),"),
+            ("pytorch/tensor/utils.py", "quantizer.update_quantized(master_weight, model_weight_fragment)"),
+            ("pytorch/tensor/float8_tensor.py", "tex.quantize(src, self, dst, noop_flag)"),
+        ),
+        cast_flat_shards_by_rows,
+    ),
+    Patch(
+        "empty FP8 moments",
+        "a moment in FP8 that is all zero becomes NaN",
+        (("pytorch/optimizers/fused_adam.py", "scaled_state._quantizer.scale.copy_(1 / scale)"),),
+        guard_empty_moments,
+    ),
+    Patch(
+        "overwritten gradients",
+        "with `overwrite_main_grad` a fused operation's weight has twice its gradient",
+        (
+            ("pytorch/ops/basic/basic_linear.py", "accumulate_into_main_grad = get_accumulate_flag_in_param("),
+            ("pytorch/ops/basic/basic_linear.py", "grad_weight = get_dummy_wgrads_for_params([self.weight])[0]"),
+        ),
+        overwrite_without_adding,
+    ),
+    Patch(
+        "delayed scaling's state",
+        "it is pickled, and refused when read",
+        (
+            ("pytorch/module/base.py", "state_serialized = bytearray(pickle.dumps(state))"),
+            ("pytorch/_extra_state.py", "Refusing to load pickled Transformer Engine extra state"),
+        ),
+        save_delayed_state_as_tensors,
+    ),
+)
+
+
+@functools.cache
+def install() -> None:
+    """Patch Transformer Engine; a second call does nothing."""
+    for patch in PATCHES:
+        patch.apply()

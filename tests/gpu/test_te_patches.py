@@ -1,0 +1,59 @@
+"""The patches of Transformer Engine: each still needed, each doing what it says."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
+    pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
+
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.optimizers import FusedAdam
+
+from megafp8.model import te_patches
+
+pytestmark = pytest.mark.gpu
+EVIDENCE = [(patch.name, *evidence) for patch in te_patches.PATCHES for evidence in patch.evidence]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _install() -> None:
+    te_patches.install()
+
+
+@pytest.mark.parametrize(("name", "file", "text"), EVIDENCE)
+def test_transformer_engine_still_needs_the_patch(name: str, file: str, text: str) -> None:
+    source = (Path(te.__file__).parents[1] / file).read_text(encoding="utf-8")
+    assert text in source, f"Transformer Engine no longer has this: see whether the patch {name!r} can go"
+
+
+@pytest.mark.parametrize("zeros", ["first", "second", "both"])
+def test_moments_that_are_zero_stay_numbers(zeros: str) -> None:
+    """A shard without gradients, or with gradients whose squares vanish."""
+    size = {"first": 0.0, "second": 1e-30, "both": 0.0}[zeros]
+    weight = torch.nn.Parameter(torch.randn(1024, device="cuda", dtype=torch.bfloat16))
+    optimizer = FusedAdam(
+        [weight], lr=1e-3, master_weights=True, use_decoupled_grad=True,
+        exp_avg_dtype=torch.uint8, exp_avg_sq_dtype=torch.uint8,
+    )  # fmt: skip
+    for _ in range(3):
+        weight.decoupled_grad = torch.full_like(weight, size, dtype=torch.float32)
+        optimizer.step()
+    assert torch.isfinite(weight).all()
+    assert torch.isfinite(optimizer.get_unscaled_state(weight, "exp_avg")).all()
+
+
+def test_tensors_survive_being_packed() -> None:
+    tensors = {"scale_fwd": torch.rand(3, device="cuda"), "amax_history_fwd": torch.rand(16, 3, device="cuda")}
+    unpacked = te_patches.unpacked(te_patches.packed(tensors))
+    assert all(torch.equal(unpacked[name], tensor.cpu()) for name, tensor in tensors.items())
+
+
+def test_other_states_are_left_to_transformer_engine() -> None:
+    assert te_patches.unpacked(None) is None
+    assert te_patches.unpacked(torch.empty(0, dtype=torch.uint8)) is None
+    assert te_patches.unpacked(torch.frombuffer(bytearray(b"\x80\x04N."), dtype=torch.uint8)) is None

@@ -1,0 +1,165 @@
+"""Transformer Engine's layers on a GPU: fast settings against plain ones, FP8 weights, and resuming."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available(),
+        reason="needs Transformer Engine and a GPU",
+    ),
+]
+if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
+    pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
+
+from runs import FP8_RECIPES, RECIPES, gpu_run  # noqa: E402
+from small_run import Curve, train, weights  # noqa: E402
+
+from megafp8.checkpoint.load import load_checkpoint  # noqa: E402
+from megafp8.checkpoint.save import save_checkpoint  # noqa: E402
+from megafp8.checkpoint.state import Progress  # noqa: E402
+
+PLAIN = "--no-one-pass-optimizer --no-gradient-overwrite"
+FUSER = "--use-transformer-engine-op-fuser"
+STEPS = 12
+COMPARED = 6  # losses; later ones drift apart
+
+
+@functools.cache
+def curve(extra: str) -> Curve:
+    with gpu_run(extra) as run:
+        return train(run, STEPS)
+
+
+def gap(one: Curve, other: Curve) -> float:
+    """Largest relative difference of the first losses."""
+    return max(abs(a - b) / b for a, b in zip(one.losses[:COMPARED], other.losses[:COMPARED], strict=True))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_learns(recipe: str) -> None:
+    losses = curve(RECIPES[recipe]).losses
+    assert losses[-1] < losses[0] - 0.5, losses
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fast_settings_change_the_order_of_one_sum(recipe: str) -> None:
+    """The first step is the same to the bit, norm and all but the last bits of it; then rounding has its way."""
+    plain, fast = curve(f"{RECIPES[recipe]} {PLAIN}"), curve(f"{RECIPES[recipe]} --split-rope-fusion")
+    print(f"\n{recipe}: gap {gap(fast, plain):.2e}, norms {plain.grad_norms[0]!r} {fast.grad_norms[0]!r}")
+    assert fast.losses[0] == plain.losses[0]
+    assert fast.grad_norms[0] == pytest.approx(plain.grad_norms[0], rel=1e-6)
+    assert gap(fast, plain) < 2e-3
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fused_operations_follow_layers(recipe: str) -> None:
+    layers, fused = curve(RECIPES[recipe]), curve(f"{RECIPES[recipe]} {FUSER}")
+    print(f"\n{recipe}: gap {gap(fused, layers):.2e}, norms {layers.grad_norms[:3]} {fused.grad_norms[:3]}")
+    assert fused.grad_norms[0] == pytest.approx(layers.grad_norms[0], rel=1e-3 if recipe == "bf16" else 2e-2)
+    assert gap(fused, layers) < (2e-2 if recipe == "delayed" else 5e-3)
+
+
+def test_swiglu_in_one_pass_follows_fused_operations() -> None:
+    """Codes differ where an exponential's last bit decides a rounding."""
+    fused = f"{RECIPES['delayed']} {FUSER}"
+    plain, fast = curve(fused), curve(f"{fused} --swiglu-quantize-fusion")
+    print(f"\ngap {gap(fast, plain):.2e}, norms {plain.grad_norms[:3]} {fast.grad_norms[:3]}")
+    assert fast.losses[0] == pytest.approx(plain.losses[0], rel=1e-5)
+    assert fast.grad_norms[0] == pytest.approx(plain.grad_norms[0], rel=1e-3)
+    assert gap(fast, plain) < 5e-3
+
+
+def test_one_pass_gives_the_bits_of_transformer_engine() -> None:
+    """Without clipping the norm has no part in the update, and weights after it are equal."""
+    found = []
+    for extra in ("--clip-grad 0 --no-one-pass-optimizer", "--clip-grad 0"):
+        with gpu_run(extra) as run:
+            train(run, 3)
+            found.append(weights(run))
+    differing = {name: (found[1][name] != weight).float().mean().item() for name, weight in found[0].items()}
+    assert not any(differing.values()), differing
+
+
+@pytest.mark.parametrize("fuser", ["", FUSER])
+def test_overwriting_gradients_is_adding_them_to_zero(fuser: str) -> None:
+    found = []
+    for extra in ("--no-gradient-overwrite", ""):
+        with gpu_run(f"{fuser} {extra}") as run:
+            train(run, 2)
+            named = run.trainee.chunks[0].module.named_parameters()
+            found.append({name: weight.main_grad.clone() for name, weight in named})
+            assert run.num_microbatches == 2
+    plain, overwritten = found
+    assert not [name for name, gradient in plain.items() if not torch.equal(gradient, overwritten[name])]
+
+
+@pytest.mark.parametrize(("recipe", "fuser"), [*((recipe, "") for recipe in FP8_RECIPES), ("delayed", FUSER)])
+def test_fp8_weights_follow_bf16_weights(recipe: str, fuser: str) -> None:
+    extra = f"{RECIPES[recipe]} {fuser}".strip()
+    plain = curve(extra)
+    with gpu_run(f"{extra} --fp8-param-gather") as run:
+        fp8 = train(run, STEPS)
+        sizes = {buffer.param_data.dtype: buffer.param_data.numel() for buffer in run.trainee.chunks[0].buffers}
+    print(f"\n{recipe} {fuser}: gap {gap(fp8, plain):.2e}; {plain.losses[0]!r} {fp8.losses[0]!r}, "
+          f"{plain.grad_norms[0]!r} {fp8.grad_norms[0]!r}")
+    assert sizes[torch.uint8] > sizes[torch.bfloat16], sizes
+    # The weights that it starts with are the same, quantized once instead of in every forward pass.
+    assert fp8.losses[0] == pytest.approx(plain.losses[0], rel=1e-4)
+    assert fp8.grad_norms[0] == pytest.approx(plain.grad_norms[0], rel=2e-2)
+    # Scales of delayed scaling come a step later for weights that are cast right after their update.
+    assert gap(fp8, plain) < (2e-2 if recipe == "delayed" else 2e-3)
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_row_wise_cast_of_shards_changes_no_weight(recipe: str) -> None:
+    """The codes after an update are those of the whole weights cast at once."""
+    with gpu_run(f"{RECIPES[recipe]} --fp8-param-gather") as run:
+        train(run, 2)
+        for chunk in run.trainee.chunks:
+            chunk.start_param_sync(force_sync=True)
+            for name, weight in chunk.module.named_parameters():
+                if hasattr(weight, "_quantizer"):
+                    again = weight.main_param.view(weight.shape).bfloat16()
+                    assert weight.main_param.numel() == weight.numel(), "one rank holds all of it"
+                    quantizer = weight._quantizer.copy()
+                    codes = quantizer(again).dequantize()
+                    assert torch.equal(codes, weight.dequantize()), name
+
+
+@pytest.mark.parametrize(
+    ("recipe", "extra"),
+    [
+        ("delayed", ""),
+        ("delayed", "--fp8-param-gather"),
+        ("delayed", f"{FUSER} --fp8-param-gather"),
+        ("tensorwise", "--fp8-param-gather"),
+        ("blockwise", "--fp8-param-gather"),
+    ],
+)
+def test_resuming_is_going_on(recipe: str, extra: str, tmp_path: Path) -> None:
+    extra = f"{RECIPES[recipe]} {extra}"
+    with gpu_run(extra) as run:
+        train(run, 3)
+        path = save_checkpoint(tmp_path, run.config, run.trainee, Progress(3, 3 * run.global_batch_size))
+        straight = train(run, 3, first_step=4)
+    with gpu_run(extra) as run:
+        load_checkpoint(path, run.config, run.trainee)
+        resumed = train(run, 3, first_step=4)
+    assert resumed.losses == straight.losses
+
+
+@pytest.mark.parametrize("states", ["bf16 bf16", "fp8 fp16", "fp32 fp32"])
+def test_low_precision_states_learn(states: str) -> None:
+    exp_avg, exp_avg_sq = states.split()
+    extra = f"--use-precision-aware-optimizer --exp-avg-dtype {exp_avg} --exp-avg-sq-dtype {exp_avg_sq}"
+    low, full = curve(extra), curve("")
+    print(f"\n{states}: gap {gap(low, full):.2e}")
+    assert gap(low, full) < 2e-2

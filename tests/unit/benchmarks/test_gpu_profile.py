@@ -1,0 +1,36 @@
+"""How a profile's kernels are grouped and added up, without a GPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from benchmarks.gpu_profile import Kernel, Profile, group_of  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("sm90_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n_tilesize128x128x64", "GEMM FP8"),
+        ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NTN", "GEMM BF16"),
+        ("void transformer_engine::cast_transpose_fused_kernel_notaligned<...>", "quantize"),
+        ("void transformer_engine::multi_tensor_adam::adam_kernel", "optimizer"),
+        ("adam_kernel", "optimizer"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", "attention"),
+        ("void transformer_engine::normalization::rmsnorm_fwd_tuned_kernel", "norm"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>", "fill"),
+    ],
+)
+def test_kernels_are_told_apart_by_name(name: str, group: str) -> None:
+    assert group_of(name) == group
+
+
+def test_overlapping_kernels_are_busy_once() -> None:
+    profile = Profile([Kernel("a", 0, 1000), Kernel("b", 500, 1000), Kernel("adam_kernel", 2000, 3000)], steps=2)
+    assert profile.span_ms() == 2.5
+    assert profile.busy_ms() == 2.25
+    assert profile.rows() == [("optimizer", 1.5, 0.5), ("other", 1.0, 1.0)]
