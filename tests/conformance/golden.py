@@ -10,6 +10,7 @@ what it is:
     .../block1d|2d-FORMAT-pow2|fp32/row_|col_codes, row_|col_scale_inv
     update/ALGORITHM-lenN-marginM-FORMAT/amax, scale, history   delayed scaling: 24 updates of 5 tensors
     linear/RECIPE/stepN/...                             operands and results of a linear
+    product/CASE/a, b, a_scale_inv, b_scale_inv, bias, sums, results    a GEMM; `record_products.py` made these
 """
 
 import os

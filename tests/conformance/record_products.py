@@ -36,6 +36,10 @@ def numbers(rows: int, length: int, distribution: str, generator: torch.Generato
     return (normal * factor).bfloat16()
 
 
+# Distributions of both operands where they differ: an exponent of the smallest normal would cut more of these.
+FAINT = ("wide", "subnormal")
+
+
 def cases() -> Iterator[tuple[str, int, str, str, bool, str]]:
     """Name, length of the sums, both formats, split accumulator or not, distribution."""
     distributions = ("normal", "columns", "wide", "subnormal", "sparse")
@@ -46,6 +50,7 @@ def cases() -> Iterator[tuple[str, int, str, str, bool, str]]:
     for rule, fmt, distribution in itertools.product(("pow2", "fp32"), ("e4m3", "e5m2"), ("normal", "columns", "wide")):
         yield f"block-{rule}-{fmt}-{distribution}-512", 512, fmt, "e4m3", True, distribution
     yield "block-pow2-e4m3-normal-2048", 2048, "e4m3", "e4m3", True, "normal"
+    yield "tensor-e5m2-fast-faint-512", 512, "e5m2", "e4m3", False, "faint"
 
 
 def quantized(x: torch.Tensor, fmt: str, name: str, scale: float, is_square: bool) -> Any:
@@ -69,7 +74,10 @@ def main() -> None:
     rows, columns = (torch.linspace(0, size - 1, arguments.rows).long() for size in (M, N))
     for index, (name, length, fmt_a, fmt_b, split, distribution) in enumerate(cases()):
         generator = torch.Generator().manual_seed(index)
-        a, b = (numbers(size, length, distribution, generator).cuda() for size in (M, N))
+        distributions = FAINT if distribution == "faint" else (distribution, distribution)
+        a, b = (
+            numbers(size, length, each, generator).cuda() for size, each in zip((M, N), distributions, strict=True)
+        )  # fmt: skip
         bias = torch.randn(N, generator=generator).bfloat16().cuda()
         # Neither a power of two nor one that hides the codes' subnormals.
         a, b = quantized(a, fmt_a, name, 1.3, is_square=False), quantized(b, fmt_b, name, 0.7, is_square=True)

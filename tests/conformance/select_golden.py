@@ -20,6 +20,13 @@ UPDATES = (
     "most_recent-len4-margin2-e4m3",
 )  # fmt: skip
 
+# Accumulators, formats, exponents far apart, zeros, scales of both rules; sums that end within a step or a promotion.
+PRODUCTS = (
+    "tensor-e4m3-fast-normal-48", "tensor-e4m3-split-normal-208", "tensor-e4m3-fast-wide-512",
+    "tensor-e5m2-split-wide-512", "tensor-e5m2-fast-sparse-512", "block-fp32-e5m2-columns-512",
+    "block-fp32-e4m3-wide-512", "block-pow2-e4m3-columns-512",
+)  # fmt: skip
+
 
 def magnitudes(raw: np.ndarray) -> np.ndarray:
     """BF16 (int16 view) or FP32 (int32 view) bits to absolute FP32 values, NaN as -1."""
@@ -103,6 +110,15 @@ def select_linear(source: dict, kept: dict, recipe: str, step: int = 0) -> None:
     kept |= {f"{base}/{name}": corner for name, corner in corners.items()}
 
 
+def select_products(source: dict, kept: dict) -> None:
+    """Of the products that try the most, every other row of both operands, and the corner of the result they give."""
+    for case in PRODUCTS:
+        base = f"product/{case}"
+        for key in [key for key in source if key.startswith(f"{base}/")]:
+            array = source[key] if source[key].shape == (1,) else source[key][::2]  # one scale of all
+            kept[key] = array[:, ::2] if key.endswith(("/sums", "/results")) else array
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="folder of the npz files made by Transformer Engine")
@@ -118,6 +134,7 @@ def main() -> None:
         select_linear(source, kept, "delayed", step)
     for update in UPDATES:
         kept |= {key: source[key] for key in source if key.startswith(f"update/{update}/")}
+    select_products(source, kept)
     np.savez_compressed(TARGET, **kept)
     print(f"{TARGET}: {len(kept)} arrays, {TARGET.stat().st_size / 1024:.0f} KiB")
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from golden import carried
 from tensor_core import PROMOTED_AFTER, STEP, hopper_product
 from tolerances import LINEAR_EQUAL_FRACTION, TENSOR_CORE_PEAK, TENSOR_CORE_RMS
 
@@ -44,8 +45,29 @@ def test_the_exponent_of_a_product_is_its_factors() -> None:
 
 
 def test_subnormal_factors_have_the_exponent_of_the_smallest_normal() -> None:
-    """2^-9 counts as 2^-6 in E4M3, 13 places below which 2^-20 is cut."""
+    """Assumed: 2^-9 counts as 2^-6 in E4M3, 13 places below which 2^-20 is cut."""
     assert product([2.0**-9, 2.0**-6], [1, 2.0**-14], (E4M3, E5M2)) == 2.0**-9
+
+
+RECORDED = carried()
+
+
+@pytest.mark.parametrize("case", sorted({key.split("/")[1] for key in RECORDED if key.startswith("product/")}))
+def test_sums_of_an_h200(case: str) -> None:
+    """In FP32, and in BF16 with a bias."""
+    names = ("a", "b", "a_scale_inv", "b_scale_inv", "bias", "sums", "results")
+    arrays = (torch.from_numpy(RECORDED[f"product/{case}/{each}"]) for each in names)
+    a, b, a_scale, b_scale, bias, sums, results = arrays
+    formats = (E5M2 if "e5m2" in case else E4M3, E4M3)
+    a, b = (decode(codes, fmt, torch.float32).double() for codes, fmt in zip((a, b), formats, strict=True))
+    promoted_after = None if "fast" in case else PROMOTED_AFTER
+    if case.startswith("block"):
+        scales = [each.repeat_interleave(128, dim=1) for each in (a_scale, b_scale)]
+        found = hopper_product(a, b, formats, promoted_after, scales)
+    else:
+        found = hopper_product(a, b, formats, promoted_after) * (a_scale * b_scale)
+    assert torch.equal(found, sums)
+    assert torch.equal((found + bias).bfloat16(), results.bfloat16())
 
 
 def operands(length: int) -> tuple[torch.Tensor, torch.Tensor]:
