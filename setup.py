@@ -7,6 +7,9 @@ from setuptools import find_packages, setup
 
 version = re.search(r'__version__ = "(.+)"', Path("megafp8/__init__.py").read_text(encoding="utf-8"))[1]
 
+TOKENIZERS = ["tokenizers>=0.21", "tiktoken"]
+PREPROCESSING = ["gigatoken>=0.10", "orjson", "pyarrow", "backports.zstd"]  # fast BPE and JSON, Parquet, .zst
+
 setup(
     name="megafp8",
     version=version,
@@ -29,7 +32,9 @@ setup(
     ],
     extras_require={
         "te": ["transformer-engine[pytorch]>=2.9"],
-        "hf": ["tokenizers>=0.21", "tiktoken"],
-        "dev": ["pytest", "pytest-timeout", "ruff", "tokenizers", "tiktoken", "torchao"],
+        "hf": TOKENIZERS,
+        "data": [*TOKENIZERS, *PREPROCESSING],
+        "datasets": [*TOKENIZERS, *PREPROCESSING, "datasets"],
+        "dev": ["pytest", "pytest-timeout", "ruff", *TOKENIZERS, *PREPROCESSING, "torchao"],
     },
 )

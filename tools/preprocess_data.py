@@ -3,13 +3,16 @@
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix shards/corpus --append-eod --workers 2 \\
         --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model
 
-writes shards/corpus_text_document.bin, .idx and .manifest.json; the same command again does nothing.
+writes shards/corpus_text_document.bin, .idx and .manifest.json. The same command again does nothing; after a kill it
+goes on where it was. Byte-pair tokenizers run through gigatoken where that gives the same ids (pip install
+'megafp8[data]'); the first line of output says what runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -17,96 +20,179 @@ from typing import Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a checkout, installed or not
 
-from tqdm import tqdm
-
+from megafp8.data.encoder_choice import AUTO, ENCODERS
 from megafp8.data.preprocess import PreprocessJob, PreprocessSummary, Progress, preprocess
-from megafp8.data.readers import expand_inputs
+from megafp8.data.progress_display import ProgressDisplay
+from megafp8.data.shard_assembly import skipped_path
 from megafp8.data.tokenizer_flags import add_tokenizer_flags, read_tokenizer_flags
-from megafp8.errors import Megafp8Error
+from megafp8.errors import ConfigError, Megafp8Error
 
-# Megatron's flags that its way of splitting the work needs and ours does not.
+# Megatron's flags that its way of splitting the work needs and ours does not: type of the value, and why.
 UNNEEDED_FLAGS = {
-    "--partitions": "the work is split over --workers alone",
-    "--log-interval": "progress is always shown",
+    "--partitions": (int, "the work is split over --workers alone"),
+    "--keep-sequential-samples": (None, "the order of the input is always kept"),
 }
+# Megatron's flags that are asked for in vain here.
+REFUSED_FLAGS = {
+    "--split-sentences": "sentences are for BERT and T5; a document of a GPT is one sequence",
+    "--keep-newlines": "it goes with --split-sentences",
+    "--lang": "it goes with --split-sentences",
+    "--find-optimal-num-workers": "run with several --workers and compare the documents/s that are shown",
+    "--workers-to-check": "it goes with --find-optimal-num-workers",
+    "--max-documents": "it goes with --find-optimal-num-workers",
+    "--performance-dir": "it goes with --find-optimal-num-workers",
+}
+SHOWN_SKIPPED = 5
+EXIT_IO_ERROR, EXIT_INTERRUPTED = 74, 130
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser, with the names that Megatron's preprocess_data.py has."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", nargs="+", required=True, help=".jsonl, .json, .txt (each also .gz), or patterns")
-    parser.add_argument("--output-prefix", required=True, help="writes PREFIX_KEY_document.bin, .idx, .manifest.json")
-    parser.add_argument("--json-keys", nargs="+", default=["text"], help="where the text is, one shard each (text)")
-    parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
-    parser.add_argument(
-        "--workers", type=int, default=os.cpu_count() or 1, help="processes that tokenize (default %(default)s)"
+    text = parser.add_argument_group("text")
+    source = text.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--input", nargs="+", default=[], metavar="NAME",
+        help="files, folders or glob patterns: JSON lines (.jsonl, .json, .ndjson) and plain text (.txt), each also "
+        "with .gz or .zst, and Parquet (.parquet)",
+    )  # fmt: skip
+    source.add_argument("--hf-dataset", metavar="NAME", help="a Hugging Face dataset, fetched where there is a network")
+    text.add_argument("--hf-dataset-config", metavar="NAME", help="its configuration, such as sample-10BT")
+    text.add_argument("--hf-dataset-split", default="train", metavar="NAME", help="its split (default %(default)s)")
+    text.add_argument(
+        "--json-keys", nargs="+", default=["text"], metavar="KEY",
+        help="keys of JSON, or columns, that hold text; one shard each (default text)",
+    )  # fmt: skip
+    text.add_argument(
+        "--text-separator", type=_unescape, metavar="TEXT",
+        help="what stands between the documents of a .txt file, such as '\\n' or '<|endoftext|>' (default: each file "
+        "is one document)",
+    )  # fmt: skip
+    text.add_argument(
+        "--on-bad-document", choices=("fail", "skip"), default="fail",
+        help="broken JSON, a missing key, text that is not UTF-8, ids beyond the vocabulary: stop, or leave the "
+        "document out, and list it in PREFIX.skipped.jsonl (default %(default)s)",
+    )  # fmt: skip
+    shards = parser.add_argument_group("shards")
+    shards.add_argument("--output-prefix", required=True, help="writes PREFIX_KEY_document.bin, .idx, .manifest.json")
+    shards.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
+    shards.add_argument("--overwrite", action="store_true", help="make shards again that are there")
+    work = parser.add_argument_group("work")
+    work.add_argument(
+        "--workers", type=int, default=_num_cores(), help="processes that tokenize (default: cores, here %(default)s)"
     )
-    parser.add_argument("--overwrite", action="store_true", help="make shards again that are there")
+    work.add_argument("--encoder", choices=ENCODERS, default=AUTO, help="what gives the ids (default %(default)s)")
+    work.add_argument(
+        "--log-interval", type=int, metavar="DOCUMENTS",
+        help="documents between two lines of progress, where the output is no terminal (default: 10 seconds)",
+    )  # fmt: skip
     add_tokenizer_flags(parser)
-    for flag, reason in UNNEEDED_FLAGS.items():
-        parser.add_argument(flag, type=int, help=f"accepted from Megatron's command lines without effect: {reason}")
+    others = parser.add_argument_group("Megatron's other flags")
+    for flag, (kind, reason) in UNNEEDED_FLAGS.items():
+        options = {"action": "store_true", "default": None} if kind is None else {"type": kind}
+        others.add_argument(flag, help=f"accepted without effect: {reason}", **options)
+    for flag, reason in REFUSED_FLAGS.items():
+        others.add_argument(flag, nargs="*", help=f"refused: {reason}")
     return parser
 
 
-def run_with_progress(job: PreprocessJob) -> PreprocessSummary:
-    """Run the job under a progress bar (on a terminal) that counts input bytes."""
-    total_bytes = sum(path.stat().st_size for path in expand_inputs(job.inputs))
-    with tqdm(total=total_bytes, unit="B", unit_scale=True, disable=None, desc="tokenizing") as bar:
+def read_job(options: argparse.Namespace) -> PreprocessJob:
+    """Return the job that the flags ask for.
 
-        def show(progress: Progress) -> None:
-            elapsed_s = max(bar.format_dict["elapsed"], 1e-9) if not bar.disable else 1.0
-            bar.set_postfix_str(f"{progress.num_tokens / elapsed_s / 1e6:.2f}M tokens/s", refresh=False)
-            bar.update(progress.input_bytes - bar.n)
+    Raises:
+        ConfigError: flags that are refused.
+    """
+    problems = [f"{flag}: {reason}." for flag, reason in REFUSED_FLAGS.items() if _is_given(options, flag)]
+    if options.workers < 1:
+        problems.append(f"--workers {options.workers} is less than 1.")
+    if problems:
+        raise ConfigError(problems)
+    tokenizer, vocab_size = read_tokenizer_flags(options)
+    dataset = (options.hf_dataset, options.hf_dataset_config, options.hf_dataset_split) if options.hf_dataset else None
+    return PreprocessJob(
+        inputs=tuple(options.input),
+        dataset=dataset,
+        output_prefix=options.output_prefix,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        json_keys=tuple(dict.fromkeys(options.json_keys)),
+        text_separator=options.text_separator,
+        append_eod=options.append_eod,
+        skip_bad=options.on_bad_document == "skip",
+        encoder=options.encoder,
+        workers=options.workers,
+        overwrite=options.overwrite,
+    )
 
-        return preprocess(job, on_progress=show)
 
-
-def print_summary(summary: PreprocessSummary, seconds: float) -> None:
-    """Print a line a shard, and the speed."""
+def print_summary(summary: PreprocessSummary, output_prefix: str) -> None:
+    """Print a line a shard, and what was skipped."""
     for prefix, manifest in summary.shards:
         state = "" if summary.made else " is there already, from the same text and tokenizer"
         print(
-            f"{prefix}{state}: {manifest.num_documents} documents, {manifest.num_tokens} tokens, "
-            f"{manifest.bin_bytes / 1e6:.1f} MB"
+            f"{prefix}{state}: {manifest.num_documents:,} documents, {manifest.num_tokens:,} tokens, "
+            f"{manifest.bin_bytes / 1e6:,.1f} MB"
         )
-    if summary.made:
-        num_tokens = sum(manifest.num_tokens for _, manifest in summary.shards)
-        first = summary.shards[0][1]
-        text_mb = sum(source["bytes"] for source in first.sources) / 1e6
-        print(
-            f"{seconds:.1f} s: {first.num_documents / seconds:.0f} documents/s, {num_tokens / seconds:.0f} tokens/s, "
-            f"{text_mb / seconds:.2f} MB/s of input"
-        )
+    num_skipped = summary.shards[0][1].num_skipped
+    if num_skipped:
+        print(f"{num_skipped:,} records were skipped, see {skipped_path(output_prefix)}:")
+        with open(skipped_path(output_prefix), encoding="utf-8") as stream:
+            for line, _ in zip(stream, range(SHOWN_SKIPPED), strict=False):
+                print(f"  {line.rstrip()}")
 
 
 def main(argv: Optional[list[str]] = None) -> int:
     """Run the command line; return its exit status."""
     options = build_parser().parse_args(argv)
-    for flag, reason in UNNEEDED_FLAGS.items():
-        if getattr(options, flag[2:].replace("-", "_")) is not None:
+    for flag, (_, reason) in UNNEEDED_FLAGS.items():
+        if _is_given(options, flag):
             print(f"{flag} has no effect: {reason}", file=sys.stderr)
-    tokenizer, vocab_size = read_tokenizer_flags(options)
-    job = PreprocessJob(
-        inputs=tuple(options.input),
-        output_prefix=options.output_prefix,
-        tokenizer=tokenizer,
-        vocab_size=vocab_size,
-        json_keys=tuple(options.json_keys),
-        append_eod=options.append_eod,
-        workers=options.workers,
-        overwrite=options.overwrite,
-    )
     start = time.perf_counter()
+    display = ProgressDisplay(options.log_interval)
+    shown: list[Progress] = []
+
+    def show(progress: Progress) -> None:
+        shown[:] = [progress]
+        display(progress)
+
     try:
-        summary = run_with_progress(job)
+        summary = preprocess(read_job(options), show, lambda notice: print(notice, flush=True))
     except Megafp8Error as error:
+        display.close()
         print(error, file=sys.stderr)
         return error.exit_status
     except OSError as error:
-        print(f"Reading --input or writing --output-prefix failed: {error}", file=sys.stderr)
-        return 74
-    print_summary(summary, time.perf_counter() - start)
+        display.close()
+        print(f"Reading --input or writing --output-prefix failed: {error}\n{_GOES_ON}", file=sys.stderr)
+        return EXIT_IO_ERROR
+    except KeyboardInterrupt:
+        display.close()
+        print(f"Stopped. {_GOES_ON}", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    display.close()
+    print_summary(summary, options.output_prefix)
+    if shown:
+        seconds = time.perf_counter() - start
+        print(f"{seconds:.1f} s: {display.speeds(shown[0], seconds)} of input")
     return 0
+
+
+_GOES_ON = "What is done is kept beside the output: the same command goes on."
+
+
+def _is_given(options: argparse.Namespace, flag: str) -> bool:
+    return getattr(options, flag[2:].replace("-", "_")) is not None
+
+
+def _num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _unescape(text: str) -> str:
+    """The text with \\n, \\t and \\\\ as what they mean."""
+    meanings = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
+    return re.sub(r"\\([ntr\\])", lambda found: meanings[found.group(1)], text)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,10 @@ class ShardManifest:
         json_key: where the text was in JSONL.
         append_eod: each document ends with the end-of-document token.
         dtype: numpy's name of the token dtype.
-        sources: `path`, `bytes`, `mtime_ns` and `sha256` of each input file, in order.
+        sources: `path`, `bytes` and `mtime_ns` of each input file, in order; of text its `separator`, of a dataset its
+            `fingerprint`, where there are any.
+        encoder: what gave the ids: the tokenizer's own library, or gigatoken.
+        num_skipped: records that were left out, since they were no documents.
         tokenizer_settings: how to build the tokenizer again, see `tokenizer_settings`; not compared with anything.
         parts: of a joined or divided shard, what it was made from, in order: `prefix`, `content_key`, `first_document`
             and `num_documents` of each shard.
@@ -46,6 +49,8 @@ class ShardManifest:
     idx_bytes: int
     idx_sha256: str
     sources: list[dict[str, Any]]
+    encoder: Optional[str] = None
+    num_skipped: int = 0
     tokenizer_settings: dict[str, Any] = field(default_factory=dict)
     parts: list[dict[str, Any]] = field(default_factory=list)
     format: str = FORMAT

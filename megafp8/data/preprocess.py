@@ -1,33 +1,41 @@
-"""Text to token shards.
+"""Text to token shards, as fast as the tokenizer.
 
-One process reads batches of raw lines and appends finished tokens; workers decode, parse and tokenize a batch at a time
-and send back bytes, not lists. Batches are cut by the reader and appended in order, so that the output does not depend
-on the number of workers. Memory: about four batches a worker, whatever the size of the input.
+The input is divided into parts (`preprocess_plan`). Workers read, tokenize and write whole parts (`preprocess_work`,
+`part_files`); nothing but counts comes back to this process, which copies finished parts into the shards, in the order
+of the input, while the workers go on (`shard_assembly`). So the shards do not depend on the number of workers, and a
+job that was killed goes on with the parts that it has.
+
+Memory: a worker's, see `preprocess_work`; here about a kilobyte a part, of which there are some thousands at most.
+Disk: the tokens twice, until the shards are whole.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
-from pathlib import Path
+from datetime import datetime
+from glob import escape
 from typing import Any, Optional
 
-import numpy as np
-
 from megafp8.config.schema import DataConfig
-from megafp8.data.atomic import file_sha256
+from megafp8.data.encoder_choice import AUTO, GIGATOKEN, LIBRARY, Choice, choose_encoder
+from megafp8.data.encoders import LibraryEncoder
+from megafp8.data.gigatoken_encoder import EncoderMismatchError
 from megafp8.data.manifest import ShardManifest, load_manifest, manifest_path, save_manifest
-from megafp8.data.readers import RawBatch, expand_inputs, parse_texts, read_batches
-from megafp8.data.shards import ShardWriter, bin_path, idx_path, token_dtype
-from megafp8.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_settings
-from megafp8.errors import DataError
+from megafp8.data.part_files import PartFolder, PartRecord
+from megafp8.data.preprocess_plan import Part, Unit, divide, part_bytes_for, tasks_of
+from megafp8.data.preprocess_work import FinishedPart, Worker, WorkSettings, sample_texts
+from megafp8.data.readers import Source, find_sources
+from megafp8.data.shard_assembly import ShardAssembly
+from megafp8.data.shards import bin_path, idx_path, token_dtype
+from megafp8.data.table_readers import find_dataset
+from megafp8.data.tokenizer import Tokenizer, build_tokenizer, describe_tokenizer, tokenizer_settings
+from megafp8.data.worker_pool import WorkerDiedError, run_tasks
+from megafp8.errors import CapabilityError, DataError
+
+# Below, comparing encoders takes as long as the library does for all of it.
+SMALL_INPUT_BYTES = 512 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,22 +43,30 @@ class PreprocessJob:
     """What to make.
 
     Attributes:
-        inputs: files or glob patterns, see `readers`.
+        inputs: files, folders or glob patterns, see `readers`.
         output_prefix: each key goes to `PREFIX_KEY_document.bin/.idx`.
         tokenizer: the data section that names the tokenizer.
+        dataset: in place of inputs a Hugging Face dataset: name, configuration and split.
         vocab_size: --vocab-size, see `build_tokenizer`.
-        json_keys: which texts of a JSON line to take, one shard each.
+        json_keys: which texts of a JSON line, or columns of a table, to take, one shard each.
+        text_separator: what stands between the documents of a text file; None: each file is one.
         append_eod: end each document with the end-of-document token.
+        skip_bad: leave out records that are no documents, and count them; else the first stops the job.
+        encoder: one of `encoder_choice.ENCODERS`.
         workers: processes that tokenize; 1 tokenizes in this process.
         overwrite: make shards again that are there.
     """
 
-    inputs: tuple[str, ...]
+    inputs: tuple[str, ...] = ()
     output_prefix: str
     tokenizer: DataConfig
+    dataset: Optional[tuple[str, Optional[str], str]] = None
     vocab_size: Optional[int] = None
     json_keys: tuple[str, ...] = ("text",)
+    text_separator: Optional[str] = None
     append_eod: bool = False
+    skip_bad: bool = False
+    encoder: str = AUTO
     workers: int = 1
     overwrite: bool = False
 
@@ -61,11 +77,23 @@ class PreprocessJob:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a job is. `num_tokens` counts all keys; `input_bytes` is compressed where the file is."""
+    """How far a job is. `num_tokens` counts all keys; bytes are the input's, compressed where it is."""
 
     input_bytes: int
-    num_documents: int
-    num_tokens: int
+    total_bytes: int
+    num_documents: int = 0
+    num_tokens: int = 0
+    num_skipped: int = 0
+
+    def plus(self, record: PartRecord) -> "Progress":
+        """Return the progress with one part more."""
+        return Progress(
+            self.input_bytes + record.input_bytes,
+            self.total_bytes,
+            self.num_documents + record.num_documents,
+            self.num_tokens + sum(record.num_tokens),
+            self.num_skipped + record.num_skipped,
+        )
 
 
 @dataclass(frozen=True)
@@ -76,167 +104,205 @@ class PreprocessSummary:
     made: bool
 
 
-@dataclass(frozen=True)
-class EncoderSettings:
-    """What a worker needs to encode; hashable, so that a worker builds its tokenizer once."""
-
-    tokenizer: DataConfig
-    vocab_size: Optional[int]
-    json_keys: tuple[str, ...]
-    append_eod: bool
-
-
-@dataclass(frozen=True)
-class EncodedBatch:
-    """Token ids of one batch: for each key the bytes of all ids and int32 lengths of the documents."""
-
-    shards: tuple[tuple[bytes, np.ndarray], ...]
-    input_bytes: int
-
-
-def preprocess(job: PreprocessJob, on_progress: Optional[Callable[[Progress], None]] = None) -> PreprocessSummary:
-    """Tokenize text files into one shard a key, each whole or not at all.
+def preprocess(
+    job: PreprocessJob,
+    on_progress: Callable[[Progress], None] = lambda _: None,
+    on_notice: Callable[[str], None] = lambda _: None,
+) -> PreprocessSummary:
+    """Tokenize text into one shard a key, each whole or not at all.
 
     Args:
         job: what to make.
-        on_progress: called after each batch.
+        on_progress: called at the start, with what an earlier run left, and after each part.
+        on_notice: called with what the user should know: which encoder runs and why, and what is done again.
 
     Raises:
-        ConfigError, CapabilityError: the tokenizer's flags or library.
-        DataError: inputs that cannot be read, or other shards under the same prefix.
+        ConfigError, CapabilityError: the tokenizer's flags, or a library that is not there.
+        DataError: inputs that cannot be read, other shards under the same prefix, or a worker that died.
         OSError: the output cannot be written.
     """
-    files = expand_inputs(job.inputs)
+    sources = (find_dataset(*job.dataset),) if job.dataset else tuple(find_sources(job.inputs, job.text_separator))
     tokenizer = build_tokenizer(job.tokenizer, job.vocab_size)
-    finished = _finished_before(job, files, tokenizer)
-    if finished is not None:
-        return finished
-    Path(job.output_prefix).parent.mkdir(parents=True, exist_ok=True)
-    sources = [_describe_source(path) for path in files]
-    dtype = token_dtype(tokenizer.vocab_size)
-    settings = EncoderSettings(job.tokenizer, job.vocab_size, job.json_keys, job.append_eod)
-    with ExitStack() as stack:
-        writers = [stack.enter_context(ShardWriter(job.shard_prefix(key), dtype)) for key in job.json_keys]
-        progress = Progress(0, 0, 0)
-        for encoded in _encode_all(settings, (batch for path in files for batch in read_batches(path)), job.workers):
-            for writer, (token_bytes, lengths) in zip(writers, encoded.shards, strict=True):
-                writer.add_documents(token_bytes, lengths)
-            progress = Progress(
-                progress.input_bytes + encoded.input_bytes,
-                progress.num_documents + len(encoded.shards[0][1]),
-                progress.num_tokens + sum(len(tokens) for tokens, _ in encoded.shards) // dtype.itemsize,
-            )
-            if on_progress is not None:
+    description = _describe_job(job, sources, tokenizer)
+    folder = PartFolder(job.output_prefix, len(job.json_keys), token_dtype(tokenizer.vocab_size))
+    if not job.overwrite and (folder.load_job() or {}).get("job") != description:
+        finished = _finished_before(job, description)
+        if finished is not None:
+            if folder.path.exists() and folder.load_job() is None:  # killed while it deleted its parts
+                with folder.lock():
+                    folder.remove()
+            return finished
+    with folder.lock():
+        try:
+            summary = _make_shards(job, sources, tokenizer, folder, description, on_progress, on_notice)
+        except BaseException:
+            if not folder.holds_parts():
+                folder.remove()
+            raise
+        folder.remove()
+    return summary
+
+
+def _make_shards(
+    job: PreprocessJob,
+    sources: tuple[Source, ...],
+    tokenizer: Tokenizer,
+    folder: PartFolder,
+    description: dict[str, Any],
+    on_progress: Callable[[Progress], None],
+    on_notice: Callable[[str], None],
+) -> PreprocessSummary:
+    """Make the shards with what parts the folder has, which nobody else uses now."""
+    begun = _begin(job, folder, description)
+    total_bytes = sum(source.num_bytes for source in sources)
+    choice = _choose(job, begun, sources, tokenizer)
+    on_notice(f"tokenizing with {choice.encoder.name}: {choice.reason}")
+    begun.setdefault("part_bytes", part_bytes_for(total_bytes, choice.encoder.part_bytes))
+    folder.save_job(begun)
+    units = divide(sources, job.json_keys, begun["part_bytes"])
+    settings = WorkSettings(
+        sources=sources,
+        json_keys=job.json_keys,
+        tokenizer=job.tokenizer,
+        vocab_size=job.vocab_size,
+        encoder=choice.kind,
+        append_eod=job.append_eod,
+        skip_bad=job.skip_bad,
+        output_prefix=job.output_prefix,
+    )
+    worker = Worker(settings, tokenizer, choice.encoder)
+    try:
+        with ShardAssembly(units, sources, folder) as assembly:
+            _make_parts(worker, units, assembly, job.workers, on_progress)
+            if assembly.num_tokens == 0:
+                folder.clear()
+                skipped = f", {assembly.num_skipped} records were skipped" if assembly.num_skipped else ""
+                raise DataError(f"--input holds no text: {len(sources)} files, 0 tokens{skipped}.")
+            return _publish(job, tokenizer, description, choice, assembly)
+    except EncoderMismatchError as error:
+        if job.encoder == GIGATOKEN:
+            raise CapabilityError(f"--encoder gigatoken cannot be used: {error}") from error
+        folder.clear()
+        folder.save_job({"job": description, "refused": f"gigatoken is not used, and all is done again: {error}"})
+        return _make_shards(job, sources, tokenizer, folder, description, on_progress, on_notice)
+
+
+def _describe_job(job: PreprocessJob, sources: Sequence[Source], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Everything that decides the bytes of the shards, but for what is skipped, as JSON has it."""
+    description = {
+        "sources": [source.describe() for source in sources],
+        "tokenizer": tokenizer.unique_identifiers,
+        "json_keys": job.json_keys,
+        "append_eod": job.append_eod,
+    }
+    return json.loads(json.dumps(description))
+
+
+def _begin(job: PreprocessJob, folder: PartFolder, description: dict[str, Any]) -> dict[str, Any]:
+    """Return what is to be known of the job's parts: `job`, its description; `refused`, why gigatoken was given up;
+    and `part_bytes`, when there are parts.
+
+    Raises:
+        DataError: parts of another job are there, and --overwrite was not given.
+    """
+    begun = folder.load_job()
+    if begun is not None and begun["job"] == description:
+        return begun
+    if begun is not None and not job.overwrite:
+        other = [name.replace("_", " ") for name, value in description.items() if begun["job"].get(name) != value]
+        raise DataError(
+            f"{folder.path} holds an unfinished job with other {' and '.join(other)}. Run that again to finish it, "
+            "choose another --output-prefix, or --overwrite to drop it."
+        )
+    folder.clear()
+    return {"job": description, "refused": ""}
+
+
+def _choose(job: PreprocessJob, begun: dict[str, Any], sources: Sequence[Source], tokenizer: Tokenizer) -> Choice:
+    if job.encoder == AUTO and begun["refused"]:
+        return Choice(LibraryEncoder(tokenizer), LIBRARY, begun["refused"])
+    if job.encoder == AUTO and sum(source.num_bytes for source in sources) < SMALL_INPUT_BYTES:
+        return Choice(LibraryEncoder(tokenizer), LIBRARY, "the input is small")
+    return choose_encoder(tokenizer, job.encoder, lambda: sample_texts(sources, job.json_keys))
+
+
+def _make_parts(
+    worker: Worker,
+    units: Sequence[Unit],
+    assembly: ShardAssembly,
+    workers: int,
+    on_progress: Callable[[Progress], None],
+) -> None:
+    """Make the parts that are not there, and give all of them to the assembly.
+
+    Raises:
+        DataError: what `Worker` raises, or a process that died.
+    """
+    progress = Progress(0, sum(source.num_bytes for source in worker.settings.sources))
+    missing: list[Unit] = []
+    for unit in units:
+        record = worker.finished_before(unit.name) if isinstance(unit, Part) else None
+        if record is None:
+            missing.append(unit)
+        else:
+            assembly.add(unit.name, record)
+            progress = progress.plus(record)
+    on_progress(progress)
+    try:
+        for result in run_tasks(worker, tasks_of(missing, workers), workers):
+            if isinstance(result, FinishedPart):
+                assembly.add(result.name, result.record)
+                progress = progress.plus(result.record)
                 on_progress(progress)
-        if progress.num_tokens == 0:
-            raise DataError(f"--input holds no text: {len(files)} files, {progress.num_documents} documents, 0 tokens.")
-        shards = []
-        for key, writer in zip(job.json_keys, writers, strict=True):
-            manifest_path(writer.prefix).unlink(missing_ok=True)
-            manifest = ShardManifest(
-                tokenizer=dict(tokenizer.unique_identifiers),
-                json_key=key,
-                append_eod=job.append_eod,
-                dtype=dtype.name,
-                sources=sources,
-                tokenizer_settings=tokenizer_settings(job.tokenizer, job.vocab_size),
-                **asdict(writer.finish()),
-            )
-            save_manifest(writer.prefix, manifest)
-            shards.append((writer.prefix, manifest))
+            else:
+                assembly.end_stream(result.stream_name, result.num_parts)
+    except WorkerDiedError as error:
+        raise DataError(
+            f"A tokenizer process died: {error}. The machine may be out of memory; fewer --workers than {workers} take "
+            "less. What is done is kept: the same command goes on."
+        ) from error
+
+
+def _publish(
+    job: PreprocessJob, tokenizer: Tokenizer, description: dict[str, Any], choice: Choice, assembly: ShardAssembly
+) -> PreprocessSummary:
+    """Make the shards appear, each with its manifest last."""
+    prefixes = [job.shard_prefix(key) for key in job.json_keys]
+    for prefix in prefixes:
+        path = manifest_path(prefix)
+        path.unlink(missing_ok=True)
+        for left in path.parent.glob(f".{escape(path.name)}.*.tmp"):  # by a run that was killed while it wrote it
+            left.unlink(missing_ok=True)
+    shards = []
+    for key, prefix, totals in zip(job.json_keys, prefixes, assembly.publish(job.output_prefix, prefixes), strict=True):
+        manifest = ShardManifest(
+            tokenizer=description["tokenizer"],
+            json_key=key,
+            append_eod=job.append_eod,
+            dtype=token_dtype(tokenizer.vocab_size).name,
+            sources=description["sources"],
+            tokenizer_settings=tokenizer_settings(job.tokenizer, job.vocab_size),
+            encoder=choice.encoder.name,
+            num_skipped=assembly.num_skipped,
+            **asdict(totals),
+        )
+        save_manifest(prefix, manifest)
+        shards.append((prefix, manifest))
     return PreprocessSummary(tuple(shards), made=True)
 
 
-def encode_batch(settings: EncoderSettings, batch: RawBatch) -> EncodedBatch:
-    """Parse and tokenize one batch.
-
-    Raises:
-        DataError: a document that cannot be read, or a token id beyond the vocabulary; with file and line number.
-    """
-    tokenizer = _tokenizer_of(settings)
-    documents = parse_texts(batch, settings.json_keys)
-    dtype = token_dtype(tokenizer.vocab_size)
-    shards = []
-    for column in range(len(settings.json_keys)):
-        try:
-            ids = tokenizer.tokenize_batch([texts[column] for texts in documents])
-        except DataError as error:
-            raise DataError(f"{batch.path}, from line {batch.first_line}: {error}") from error
-        if settings.append_eod:
-            for document in ids:
-                if document:
-                    document.append(tokenizer.eod)
-        lengths = np.fromiter(map(len, ids), dtype=np.int32, count=len(ids))
-        flat = np.fromiter((token for document in ids for token in document), np.int64, count=int(lengths.sum()))
-        if len(flat) and not 0 <= flat.min() <= flat.max() < tokenizer.vocab_size:
-            raise DataError(
-                f"{batch.path}, from line {batch.first_line}: token ids from {flat.min()} to {flat.max()}, but the "
-                f"vocabulary has {tokenizer.vocab_size}."
-            )
-        shards.append((flat.astype(dtype).tobytes(), lengths))
-    return EncodedBatch(tuple(shards), batch.input_bytes)
-
-
-@lru_cache(maxsize=1)
-def _tokenizer_of(settings: EncoderSettings) -> Tokenizer:
-    return build_tokenizer(settings.tokenizer, settings.vocab_size)
-
-
-def _start_worker(settings: EncoderSettings) -> None:
-    # One process a core is all the parallelism there is to have; `tokenizers` would start its threads on top.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _tokenizer_of(settings)
-
-
-def _encode_all(settings: EncoderSettings, batches: Iterable[RawBatch], workers: int) -> Iterator[EncodedBatch]:
-    """Encode batches in order; with workers, a bounded number of them ahead of the consumer."""
-    if workers <= 1:
-        yield from (encode_batch(settings, batch) for batch in batches)
-        return
-    # Fork shares what is imported; the tools have no threads at this point. macOS has no safe fork.
-    context = multiprocessing.get_context("fork" if os.uname().sysname == "Linux" else "spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(settings,))
-    pending: deque[Any] = deque()
-    try:
-        for batch in batches:
-            pending.append(pool.submit(encode_batch, settings, batch))
-            if len(pending) > 2 * workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    except BrokenProcessPool as error:
-        raise DataError(
-            f"A tokenizer process died (killed, or out of memory?). No shard was written. Fewer --workers than "
-            f"{workers} take less memory."
-        ) from error
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _describe_source(path: Path) -> dict[str, Any]:
-    status = path.stat()
-    return {
-        "path": str(path),
-        "bytes": status.st_size,
-        "mtime_ns": status.st_mtime_ns,
-        "sha256": file_sha256(path),
-    }
-
-
-def _finished_before(job: PreprocessJob, files: Sequence[Path], tokenizer: Tokenizer) -> Optional[PreprocessSummary]:
+def _finished_before(job: PreprocessJob, description: dict[str, Any]) -> Optional[PreprocessSummary]:
     """Return what is there when it came from the same inputs and settings, None when there is nothing.
 
     Raises:
         DataError: something else is there and --overwrite was not given.
     """
-    if job.overwrite:
-        return None
     shards = []
     for key in job.json_keys:
         prefix = job.shard_prefix(key)
         if not (bin_path(prefix).exists() or idx_path(prefix).exists()):
             continue
-        difference = _difference(job, key, files, tokenizer)
+        difference = _difference(job, key, description)
         if difference:
             raise DataError(
                 f"{prefix} is there already, but {difference}. Choose another --output-prefix, or --overwrite."
@@ -244,38 +310,38 @@ def _finished_before(job: PreprocessJob, files: Sequence[Path], tokenizer: Token
         manifest = load_manifest(prefix)
         assert manifest is not None
         shards.append((prefix, manifest))
-    # Some keys there and others not: a job that was stopped between two shards. It makes all of them again.
+    # Some keys there and others not: keys were added. All of them are made again.
     return PreprocessSummary(tuple(shards), made=False) if len(shards) == len(job.json_keys) else None
 
 
-def _difference(job: PreprocessJob, key: str, files: Sequence[Path], tokenizer: Tokenizer) -> str:
+def _difference(job: PreprocessJob, key: str, description: dict[str, Any]) -> str:
     """Say in what the shard of `key` differs from what the job asks for; an empty text when in nothing."""
     prefix = job.shard_prefix(key)
     manifest = load_manifest(prefix)
     if manifest is None:
         return f"without the manifest {manifest_path(prefix)} that says from what"
-    if manifest.tokenizer != dict(tokenizer.unique_identifiers):
-        return f"with the tokenizer {manifest.tokenizer}, now asked for is {dict(tokenizer.unique_identifiers)}"
+    if manifest.tokenizer != description["tokenizer"]:
+        found = "an unknown one" if manifest.tokenizer is None else describe_tokenizer(manifest.tokenizer)
+        return f"with the tokenizer {found}, now asked for is {describe_tokenizer(description['tokenizer'])}"
     if manifest.append_eod != job.append_eod:
         return f"{'with' if manifest.append_eod else 'without'} --append-eod"
-    sizes = {"tokens": bin_path(prefix), "index": idx_path(prefix)}
-    for name, expected in (("tokens", manifest.bin_bytes), ("index", manifest.idx_bytes)):
-        found = sizes[name].stat().st_size if sizes[name].exists() else 0
-        if found != expected:
-            return f"its {name} file {sizes[name]} is {found} bytes long instead of {expected}"
-    if len(manifest.sources) != len(files):
-        return f"from {len(manifest.sources)} input files, now {len(files)}"
-    for source, path in zip(manifest.sources, files, strict=True):
-        if not _is_same_source(source, path):
-            return f"from {source['path']} of {source['bytes']} bytes, which {path} is not"
+    if manifest.num_skipped and not job.skip_bad:
+        return f"with {manifest.num_skipped} records skipped (--on-bad-document skip)"
+    files = {"tokens": (bin_path(prefix), manifest.bin_bytes), "index": (idx_path(prefix), manifest.idx_bytes)}
+    for name, (path, expected) in files.items():
+        found_bytes = path.stat().st_size if path.exists() else 0
+        if found_bytes != expected:
+            return f"its {name} file {path} is {found_bytes} bytes long instead of {expected}"
+    if len(manifest.sources) != len(description["sources"]):
+        return f"from {len(manifest.sources)} input files, now {len(description['sources'])}"
+    for before, now in zip(manifest.sources, description["sources"], strict=True):
+        # The folder may have moved; hashes are of manifests that older versions wrote.
+        if any(before.get(name) != now.get(name) for name in ("bytes", "mtime_ns", "separator", "fingerprint")):
+            return f"from {_describe_source(before)}, now {_describe_source(now)}"
     return ""
 
 
-def _is_same_source(source: dict[str, Any], path: Path) -> bool:
-    """Compare by size and modification time, and by content where only the time differs (a copy)."""
-    status = path.stat()
-    if status.st_size != source["bytes"]:
-        return False
-    if status.st_mtime_ns == source["mtime_ns"] and str(path) == source["path"]:
-        return True
-    return file_sha256(path) == source["sha256"]
+def _describe_source(source: dict[str, Any]) -> str:
+    written = datetime.fromtimestamp(source["mtime_ns"] / 1e9).isoformat(" ", "milliseconds")
+    separator = f", documents separated by {source['separator']!r}" if "separator" in source else ""
+    return f"{source['path']} ({source['bytes']} bytes, written {written}{separator})"

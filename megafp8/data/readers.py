@@ -1,149 +1,351 @@
-"""Text files as batches of undecoded documents, with the place of each for messages.
+"""The input of preprocessing: which files there are, how they are divided, and the raw records of each piece.
 
-Reading is cheap and stays in one process; decoding, parsing and tokenizing a batch is the workers' part. Memory is
-bounded by the size of a batch, whatever the size of the file (a `.txt` file is one document and is held whole).
+A record is a line of JSON or one plain text, as bytes, not decoded yet. Three ways to divide, all of them a matter of
+the input alone, so that neither the number of workers nor their speed decides what is read together:
+
+- a plain file by byte ranges: to a range belong the records that start in it;
+- a table (see `table_readers`) by row groups;
+- a compressed file by the blocks of its content. It can be read from its start only, so every worker that takes part
+  in a large one decompresses all of it and keeps each n-th block; nothing has to be passed between processes.
+
+Memory: a block (4 MiB) at a time, and the longest record.
 """
 
 from __future__ import annotations
 
 import gzip
-import json
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from glob import glob, has_magic
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, Optional
 
-from megafp8.errors import DataError
+from megafp8.errors import CapabilityError, DataError
 
-DEFAULT_BATCH_BYTES = 1 << 20
-JSONL_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
-TEXT_SUFFIXES = (".txt", ".txt.gz")
+BLOCK_BYTES = 4 << 20
+JSONL, TEXT, PARQUET, DATASET = "jsonl", "text", "parquet", "dataset"
+SUFFIXES = {".jsonl": JSONL, ".json": JSONL, ".ndjson": JSONL, ".txt": TEXT, ".parquet": PARQUET}
+COMPRESSIONS = (".gz", ".zst")
+# A text file without a separator is one document, which is held in memory as a whole, several times.
+MAX_DOCUMENT_BYTES = 1 << 30
+UTF8_BOM = b"\xef\xbb\xbf"
+
+
+class DamagedFileError(DataError):
+    """A compressed file that cannot be read to its end. What was read before is sound."""
 
 
 @dataclass(frozen=True)
-class RawBatch:
-    """Consecutive documents of one file, as bytes.
+class Source:
+    """One file of the input, or one dataset.
 
     Attributes:
-        path: the file.
-        is_jsonl: each document is a line of JSON; else the one document is the whole file.
-        first_line: number of the first document's line, from 1.
-        documents: the lines, blank ones included so that line numbers stay right.
-        input_bytes: bytes of the file (compressed, where it is) that were consumed for this batch.
+        path: of the file, or the dataset's name.
+        kind: JSONL, TEXT, PARQUET or DATASET.
+        num_bytes: size of the file, as it is on the disk.
+        mtime_ns: when it was last written; a dataset's is 0.
+        compression: ".gz", ".zst" or "".
+        delimiter: what ends a record; None when the file is one record, or a table.
+        fingerprint: what tells a dataset from another of the same name.
     """
 
     path: str
-    is_jsonl: bool
-    first_line: int
-    documents: tuple[bytes, ...]
-    input_bytes: int
+    kind: str
+    num_bytes: int
+    mtime_ns: int
+    compression: str = ""
+    delimiter: Optional[bytes] = None
+    fingerprint: str = ""
+
+    @property
+    def is_table(self) -> bool:
+        """Whether it is read by `table_readers`."""
+        return self.kind in (PARQUET, DATASET)
+
+    @property
+    def is_divisible(self) -> bool:
+        """Whether byte ranges of the file can be read by themselves."""
+        return not self.compression and self.delimiter is not None and not overlaps_itself(self.delimiter)
+
+    @property
+    def record_name(self) -> str:
+        """What its records are called in messages, where they are counted from 1."""
+        if self.is_table:
+            return "row"
+        return "line" if self.delimiter == b"\n" else "document"
+
+    def describe(self) -> dict[str, Any]:
+        """Return what identifies it in a manifest. Its content is not hashed: that would be one more pass over it."""
+        found: dict[str, Any] = {"path": self.path, "bytes": self.num_bytes, "mtime_ns": self.mtime_ns}
+        if self.kind == TEXT and self.delimiter is not None:
+            found["separator"] = self.delimiter.decode("utf-8")
+        if self.fingerprint:
+            found["fingerprint"] = self.fingerprint
+        return found
 
 
-def expand_inputs(inputs: Sequence[str]) -> list[Path]:
-    """Return the files that names and glob patterns stand for: patterns sorted, the rest in the order given.
+def find_sources(inputs: Sequence[str], text_separator: Optional[str] = None) -> list[Source]:
+    """Return the files that names, folders and patterns stand for: a folder's and a pattern's sorted, the rest in the
+    order given.
+
+    Args:
+        inputs: files, folders (read with all below, files of other kinds left out) and glob patterns.
+        text_separator: what stands between the documents of a text file; None: each file is one document.
 
     Raises:
-        DataError: a name or pattern without a file, or a kind of file that is not known; all of them at once.
+        DataError: a name without a file, a kind of file that is not known, an empty separator, or a text of more than
+            1 GiB in one document; all of them at once.
     """
-    files: list[Path] = []
+    if text_separator == "":
+        raise DataError("--text-separator is empty. Leave it out when each text file is one document.")
+    sources: list[Source] = []
     problems: list[str] = []
     for name in inputs:
-        found = sorted(glob(name, recursive=True)) if has_magic(name) else [name]
-        matches = [Path(path) for path in found if Path(path).is_file()]
+        matches = _matches(name)
         if not matches:
-            problems.append(f"--input {name}: there is no such file.")
+            kinds = f" of a known kind: {_known_suffixes()}" if Path(name).is_dir() else ""
+            problems.append(f"--input {name}: there is no such file{kinds}.")
         for path in matches:
-            if not path.name.endswith(JSONL_SUFFIXES + TEXT_SUFFIXES):
-                known = ", ".join(JSONL_SUFFIXES + TEXT_SUFFIXES)
-                problems.append(f"--input {path}: its kind is told by its name, and known are {known}.")
-        files.extend(matches)
+            try:
+                source = _source_of(path, text_separator)
+            except (DataError, OSError) as error:
+                problems.append(f"--input {path}: {error.strerror if isinstance(error, OSError) else error}")
+            else:
+                sources.append(source)
     if problems:
         raise DataError("\n".join(problems))
-    return files
+    return sources
 
 
-def read_batches(path: Path, *, batch_bytes: int = DEFAULT_BATCH_BYTES) -> Iterator[RawBatch]:
-    """Yield the documents of one file in order, about `batch_bytes` of text at a time.
+def read_range(source: Source, start: int, stop: int) -> Iterator[list[bytes]]:
+    """Yield the records of a file, block by block.
+
+    Args:
+        source: no table.
+        start, stop: of a divisible file, the bytes in which the records start; of others, 0 and the file's size.
 
     Raises:
-        DataError: a damaged gzip file, with the number of the last line that could be read.
+        DamagedFileError: after the records before the damage.
     """
-    with open(path, "rb") as raw, gzip.open(raw) if path.name.endswith(".gz") else nullcontext(raw) as stream:
-        if path.name.endswith(TEXT_SUFFIXES):
-            yield _whole_file(path, raw, stream)
+    with open_content(source) as stream:
+        content = _Content(stream, source.path)
+        if source.delimiter is None:
+            yield [_whole_content(source, content)]
+        elif not source.is_divisible:
+            content.skip_mark()
+            yield from _split(content, source.delimiter, block_bytes=BLOCK_BYTES)
         else:
-            yield from _line_batches(path, raw, stream, batch_bytes)
+            assert not source.compression
+            start = _find_start(stream, start, source.delimiter)
+            stream.seek(start)
+            if start == 0:
+                content.skip_mark()
+            yield from _split(content, source.delimiter, block_bytes=BLOCK_BYTES, num_bytes=stop - stream.tell())
 
 
-def parse_texts(batch: RawBatch, keys: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return for each document its texts under `keys`; blank lines are no documents, a `.txt` has one text for all.
+def read_blocks(source: Source, block_bytes: int) -> Iterator[tuple[int, list[bytes]]]:
+    """Yield the records of a file that can be read from its start only, those together that end in one block.
+
+    Args:
+        source: no table, with a delimiter.
+        block_bytes: of the content, decompressed.
+
+    Yields:
+        The bytes of the file, as it is on the disk, that were read for a block, and its records.
 
     Raises:
-        DataError: not UTF-8, not JSON, a missing key or a value that is not text; with file and line number.
+        DamagedFileError: after the records before the damage.
     """
-    if not batch.is_jsonl:
-        return [(_decode(batch.documents[0], batch.path),) * len(keys)]
-    texts = []
-    for line_number, line in enumerate(batch.documents, start=batch.first_line):
-        if line.strip():
-            texts.append(_texts_of_line(line, keys, f"{batch.path} line {line_number}"))
-    return texts
+    assert source.delimiter is not None
+    with open(source.path, "rb") as raw, open_content(source, raw) as stream:
+        content, position = _Content(stream, source.path), 0
+        content.skip_mark()
+        for records in _split(content, source.delimiter, block_bytes=block_bytes):
+            yield raw.tell() - position, records
+            position = raw.tell()
 
 
-def _line_batches(path: Path, raw: BinaryIO, stream: BinaryIO, batch_bytes: int) -> Iterator[RawBatch]:
-    first_line = 1
-    position = 0
-    while lines := _read_lines(path, stream, batch_bytes, first_line):
-        # readlines() reads ahead through a buffer, so the position is that of the buffer: good enough for progress.
-        yield RawBatch(str(path), True, first_line, tuple(lines), raw.tell() - position)
-        first_line += len(lines)
-        position = raw.tell()
+def records_before(source: Source, start: int) -> int:
+    """Return how many records of a divisible file come before those of the range that starts at `start`."""
+    assert source.delimiter is not None
+    found, rest = 0, b""
+    with open(source.path, "rb") as stream:
+        left = _find_start(stream, start, source.delimiter)
+        stream.seek(0)
+        while left > 0 and (block := stream.read(min(BLOCK_BYTES, left))):
+            found += (rest + block).count(source.delimiter)
+            rest = block[len(block) - len(source.delimiter) + 1 :]
+            left -= len(block)
+    return found
 
 
-def _read_lines(path: Path, stream: BinaryIO, batch_bytes: int, first_line: int) -> list[bytes]:
-    try:
-        return stream.readlines(batch_bytes)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+def open_content(source: Source, raw: Optional[BinaryIO] = None) -> BinaryIO:
+    """Open a file for reading, decompressed where it is compressed.
+
+    Args:
+        source: the file.
+        raw: the file, opened; default, it is opened here.
+
+    Raises:
+        CapabilityError: Zstandard without its library.
+    """
+    file: Any = source.path if raw is None else raw
+    if source.compression == ".gz":
+        return gzip.open(file)
+    if source.compression == ".zst":
+        return _zstd(source.path).open(file)
+    return open(source.path, "rb") if raw is None else raw
+
+
+def overlaps_itself(delimiter: bytes) -> bool:
+    """Whether a delimiter can begin inside of another, so that reading from the middle may find other ones."""
+    return any(delimiter.startswith(delimiter[shift:]) for shift in range(1, len(delimiter)))
+
+
+def _matches(name: str) -> list[Path]:
+    if Path(name).is_dir():
+        return sorted(path for path in Path(name).rglob("*") if path.is_file() and _kind_of(path.name) is not None)
+    found = sorted(glob(name, recursive=True)) if has_magic(name) and not Path(name).exists() else [name]
+    return [Path(path) for path in found if Path(path).is_file()]
+
+
+def _kind_of(name: str) -> Optional[tuple[str, str]]:
+    """Kind and compression that a file's name tells; None when it tells none."""
+    compression = next((suffix for suffix in COMPRESSIONS if name.endswith(suffix)), "")
+    kind = SUFFIXES.get(Path(name[: len(name) - len(compression)]).suffix)
+    return None if kind is None or (kind == PARQUET and compression) else (kind, compression)
+
+
+def _known_suffixes() -> str:
+    return f"{', '.join(SUFFIXES)} (but for Parquet each also with {' or '.join(COMPRESSIONS)})"
+
+
+def _source_of(path: Path, text_separator: Optional[str]) -> Source:
+    found = _kind_of(path.name)
+    if found is None:
+        raise DataError(f"its kind is told by its name, and known are {_known_suffixes()}.")
+    kind, compression = found
+    delimiter = b"\n" if kind == JSONL else None
+    if kind == TEXT and text_separator is not None:
+        delimiter = text_separator.encode("utf-8")
+    status = path.stat()
+    if kind == TEXT and delimiter is None and status.st_size > MAX_DOCUMENT_BYTES:
         raise DataError(
-            f"{path} is damaged after line {first_line - 1} ({error}). Fetch or compress the file again."
+            f"it has {status.st_size} bytes, and without --text-separator a text file is one document (of at most "
+            f"{MAX_DOCUMENT_BYTES} bytes). Say what separates its documents: --text-separator '\\n'."
+        )
+    if compression == ".zst":
+        _zstd(str(path))
+    return Source(str(path), kind, status.st_size, status.st_mtime_ns, compression, delimiter)
+
+
+def _zstd(path: str) -> Any:
+    try:
+        from backports import zstd
+    except ImportError as error:
+        raise CapabilityError(
+            f"{path} is compressed with Zstandard, which needs the package backports.zstd ({error}). "
+            "Install it: pip install 'megafp8[data]'"
         ) from error
+    return zstd
 
 
-def _whole_file(path: Path, raw: BinaryIO, stream: BinaryIO) -> RawBatch:
-    try:
-        content = stream.read()
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{path} is damaged ({error}). Fetch or compress the file again.") from error
-    return RawBatch(str(path), False, 1, (content,), raw.tell())
+class _Content:
+    """Reads the content of a file and says once, in the end, that the file is damaged."""
+
+    def __init__(self, stream: Any, path: str):
+        self._stream, self._path = stream, path
+        self._damage: Optional[Exception] = None
+
+    def read(self, num_bytes: int) -> bytes:
+        """Return the next bytes: all that were asked for, unless the file ends or is damaged; none at its end.
+
+        Raises:
+            DamagedFileError: nothing could be read.
+        """
+        chunks = []
+        while num_bytes > 0 and self._damage is None:
+            try:
+                chunk = self._stream.read1(num_bytes)
+            except Exception as error:
+                if not _is_damage(error):
+                    raise
+                self._damage = error
+                break
+            if not chunk:
+                break
+            chunks.append(chunk)
+            num_bytes -= len(chunk)
+        if self._damage is not None and not chunks:
+            raise DamagedFileError(str(self._damage)) from self._damage
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    def skip_mark(self) -> None:
+        """Skip the byte order mark that some programs put before UTF-8."""
+        try:
+            marked = self._stream.peek(len(UTF8_BOM)).startswith(UTF8_BOM)
+        except Exception as error:
+            if not _is_damage(error):
+                raise
+            self._damage, marked = error, False
+        if marked:
+            self.read(len(UTF8_BOM))
 
 
-def _texts_of_line(line: bytes, keys: Sequence[str], place: str) -> tuple[str, ...]:
-    try:
-        document = json.loads(_decode(line, place))
-    except ValueError as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"{place} is not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise DataError(f"{place} is a JSON {type(document).__name__}, not an object with the keys {', '.join(keys)}.")
-    texts = []
-    for key in keys:
-        text = document.get(key)
-        if not isinstance(text, str):
-            state = f"a {type(text).__name__}" if key in document else "missing"
-            raise DataError(
-                f"{place}: the value of {key!r} is {state}, not text; this document has the keys "
-                f"{', '.join(map(repr, document))}. Name the right one with --json-keys."
-            )
-        texts.append(text)
-    return tuple(texts)
+def _is_damage(error: Exception) -> bool:
+    """Whether a decompressor raised it over its input. Zstandard's error is known only where its library is there."""
+    return isinstance(error, (EOFError, gzip.BadGzipFile, zlib.error)) or type(error).__name__ == "ZstdError"
 
 
-def _decode(content: bytes, place: str) -> str:
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{place} is not UTF-8: {error.reason} at byte {error.start}.") from error
+def _whole_content(source: Source, content: _Content) -> bytes:
+    content.skip_mark()
+    text = content.read(MAX_DOCUMENT_BYTES + 1)
+    if len(text) > MAX_DOCUMENT_BYTES:
+        raise DataError(
+            f"{source.path} is one document of more than {MAX_DOCUMENT_BYTES} bytes. Say what separates its documents: "
+            "--text-separator '\\n'."
+        )
+    content.read(1)  # the checksum at the end of a compressed file
+    return text
+
+
+def _find_start(stream: BinaryIO, start: int, delimiter: bytes) -> int:
+    """Return where the first record starts that starts at `start` or later; the file's size when none does."""
+    if start == 0:
+        return 0
+    position = max(start - len(delimiter), 0)
+    stream.seek(position)
+    content = b""
+    while block := stream.read(64 << 10):
+        content += block
+        place = content.find(delimiter)
+        if place >= 0:
+            return position + place + len(delimiter)
+        seen = max(len(content) - len(delimiter) + 1, 0)
+        position, content = position + seen, content[seen:]
+    return position + len(content)
+
+
+def _split(
+    content: _Content, delimiter: bytes, *, block_bytes: int, num_bytes: Optional[int] = None
+) -> Iterator[list[bytes]]:
+    """Yield the records of a content, block by block: all of them, or those that start in the next `num_bytes`."""
+    rest, left = b"", num_bytes
+    while left is None or left > 0:
+        # A record longer than a block: blocks that grow with it keep the time linear.
+        size = max(block_bytes, len(rest))
+        block = content.read(size if left is None else min(size, left))
+        if not block:
+            break
+        if left is not None:
+            left -= len(block)
+        records = (rest + block).split(delimiter)
+        rest = records.pop()
+        yield records
+    if rest and left is not None:
+        while len(parts := rest.split(delimiter, 1)) == 1 and (block := content.read(max(64 << 10, len(rest)))):
+            rest += block
+        yield parts[:1]
+    elif rest:
+        yield [rest]

@@ -158,7 +158,7 @@ class ShardWriter:
         self._stream.close()
         with open(self._idx_temporary, "wb") as stream:
             index = HashedStream(stream)
-            write_index(index, [_index_of(document_lengths, self.dtype)])
+            write_index(index, [index_of_documents(document_lengths, self.dtype)])
             sync(stream)
         publish_shard(self.prefix, self._bin_temporary, self._idx_temporary)
         return ShardTotals(
@@ -196,7 +196,7 @@ def encode_index(document_lengths: np.ndarray, dtype: np.dtype) -> bytes:
         dtype: of the token ids.
     """
     stream = io.BytesIO()
-    write_index(stream, [_index_of(document_lengths, np.dtype(dtype))])
+    write_index(stream, [index_of_documents(document_lengths, np.dtype(dtype))])
     return stream.getvalue()
 
 
@@ -293,8 +293,13 @@ def check_files_exist(prefix: str) -> None:
     raise DataError(f"Shard {prefix}: {' and '.join(missing)} missing.{hint}")
 
 
-def _index_of(document_lengths: np.ndarray, dtype: np.dtype) -> ShardIndex:
-    """The index of documents that are one sequence each, none when the length is 0."""
+def index_of_documents(document_lengths: np.ndarray, dtype: np.dtype) -> ShardIndex:
+    """Return the index of documents that are one sequence each, none when the length is 0.
+
+    Args:
+        document_lengths: int32 [documents], tokens.
+        dtype: of the token ids.
+    """
     holds_tokens = document_lengths > 0
     lengths = document_lengths[holds_tokens]
     return ShardIndex(

@@ -54,6 +54,11 @@ class TikTokenizer:
         else:
             self._from_name(tiktoken, model, pattern, num_special_tokens)
 
+    @property
+    def library_object(self) -> Any:
+        """tiktoken's encoding."""
+        return self._encoding
+
     def tokenize(self, text: str) -> list[int]:
         return self._encoding.encode_ordinary(text)
 

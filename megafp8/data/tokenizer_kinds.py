@@ -32,6 +32,11 @@ class SentencePieceTokenizer:
             )
         self.unique_identifiers = identifiers_of(self, hashes_of(path))
 
+    @property
+    def library_object(self) -> Any:
+        """sentencepiece's processor."""
+        return self._processor
+
     def tokenize(self, text: str) -> list[int]:
         return self._processor.encode(text)
 
@@ -83,6 +88,11 @@ class HuggingFaceTokenizer:
             "tokenizer_config.json beside tokenizer.json."
         )
 
+    @property
+    def library_object(self) -> Any:
+        """The library's tokenizer."""
+        return self._tokenizer
+
     def tokenize(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
@@ -120,6 +130,11 @@ class GPT2BPETokenizer:
             raise DataError(f"--vocab-file {vocab_path} has no {self.END_OF_TEXT}, which marks the end of a document.")
         self.eod: int = end_of_text
         self.unique_identifiers = identifiers_of(self, hashes_of(vocab_path, merge_path))
+
+    @property
+    def library_object(self) -> Any:
+        """The library's tokenizer."""
+        return self._tokenizer
 
     def tokenize(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids

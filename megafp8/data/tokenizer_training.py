@@ -21,7 +21,8 @@ from typing import Any, Optional
 import sentencepiece
 
 from megafp8.data.atomic import atomic_write, atomic_write_json, file_sha256
-from megafp8.data.readers import expand_inputs, parse_texts, read_batches
+from megafp8.data.documents import read_texts
+from megafp8.data.readers import Source, find_sources
 from megafp8.data.tokenizer_files import load_library
 from megafp8.errors import DataError
 
@@ -77,17 +78,17 @@ def train_sentencepiece(
             that does not come back.
         OSError: the model cannot be written.
     """
-    files = expand_inputs(inputs)
-    settings = _settings(files, vocab_size, model_type, json_key, max_text_bytes)
+    sources = find_sources(inputs)
+    settings = _settings(sources, vocab_size, model_type, json_key, max_text_bytes)
     model_path, record_path = Path(f"{model_prefix}.model"), Path(f"{model_prefix}.json")
     if model_path.exists() and not overwrite:
         return _finished_before(model_path, record_path, settings)
     if vocab_size <= NUM_FIXED_PIECES:
         raise DataError(f"--vocab-size {vocab_size} leaves no room beside the {NUM_FIXED_PIECES} fixed pieces.")
 
-    model = _train(_first_bytes(_texts(files, json_key), max_text_bytes), vocab_size, model_type, num_threads)
+    model = _train(_first_bytes(read_texts(sources, json_key), max_text_bytes), vocab_size, model_type, num_threads)
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-    num_verified, num_lossy = check_lossless(processor.encode, processor.decode, _texts(files, json_key))
+    num_verified, num_lossy = check_lossless(processor.encode, processor.decode, read_texts(sources, json_key))
 
     record_path.unlink(missing_ok=True)  # it must not vouch for the new model before that is complete
     with atomic_write(model_path) as stream:
@@ -125,8 +126,8 @@ def train_byte_bpe(
         DataError, OSError: as `train_sentencepiece`.
     """
     tokenizers = load_library("tokenizers", "HuggingFaceTokenizer")
-    files = expand_inputs(inputs)
-    settings = _settings(files, vocab_size, BYTE_BPE, json_key, max_text_bytes)
+    sources = find_sources(inputs)
+    settings = _settings(sources, vocab_size, BYTE_BPE, json_key, max_text_bytes)
     model_path, record_path = Path(folder) / "tokenizer.json", Path(folder) / "training.json"
     if model_path.exists() and not overwrite:
         return _finished_before(model_path, record_path, settings)
@@ -142,7 +143,7 @@ def train_byte_bpe(
         initial_alphabet=byte_level.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_first_bytes(_texts(files, json_key), max_text_bytes), trainer)
+    tokenizer.train_from_iterator(_first_bytes(read_texts(sources, json_key), max_text_bytes), trainer)
     if tokenizer.get_vocab_size() < vocab_size:
         raise DataError(
             f"Only {tokenizer.get_vocab_size()} tokens could be learned from this text. Give it more text or a smaller "
@@ -151,7 +152,7 @@ def train_byte_bpe(
     num_verified, _ = check_lossless(
         lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
         lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
-        _texts(files, json_key),
+        read_texts(sources, json_key),
     )
 
     record_path.unlink(missing_ok=True)  # it must not vouch for the new model before that is complete
@@ -230,7 +231,7 @@ def _train(texts: Iterator[str], vocab_size: int, model_type: str, num_threads: 
 
 
 def _settings(
-    files: Sequence[Path], vocab_size: int, model_type: str, json_key: str, max_text_bytes: Optional[int]
+    sources: Sequence[Source], vocab_size: int, model_type: str, json_key: str, max_text_bytes: Optional[int]
 ) -> dict[str, Any]:
     """What decides the model."""
     return {
@@ -238,7 +239,7 @@ def _settings(
         "model_type": model_type,
         "json_key": json_key,
         "max_text_bytes": max_text_bytes,
-        "inputs": [{"bytes": path.stat().st_size, "sha256": file_sha256(path)} for path in files],
+        "inputs": [{"bytes": source.num_bytes, "sha256": file_sha256(source.path)} for source in sources],
     }
 
 
@@ -262,13 +263,6 @@ def _record(record_path: Path, settings: dict[str, Any], summary: TrainingSummar
     }
     atomic_write_json(record_path, record)
     return summary
-
-
-def _texts(files: Sequence[Path], json_key: str) -> Iterator[str]:
-    for path in files:
-        for batch in read_batches(path):
-            for (text,) in parse_texts(batch, (json_key,)):
-                yield text
 
 
 def _finished_before(model_path: Path, record_path: Path, settings: dict[str, Any]) -> TrainingSummary:

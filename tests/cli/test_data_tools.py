@@ -1,5 +1,6 @@
 """The data tools as a person runs them: corpus, tokenizer, shards; again; and wrong."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -44,13 +45,64 @@ def test_from_nothing_to_shards_and_again(tmp_path):
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == files
 
 
-def test_megatrons_unneeded_flags_are_answered(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "1 2 3"}\n')
-    output = run(
+def preprocess_ids(tmp_path, lines, *arguments, status=0):
+    """Preprocess text that is ids already; return what is printed."""
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    return run(
         *("preprocess_data", "--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "a", "--workers", 1),
-        *("--tokenizer-type", "NullTokenizer", "--vocab-size", 10, "--partitions", 1),
+        *("--tokenizer-type", "NullTokenizer", "--vocab-size", 10, *arguments),
+        status=status,
     )
+
+
+def test_megatrons_other_flags_are_answered(tmp_path):
+    output = preprocess_ids(tmp_path, ['{"text": "1 2 3"}\n'], "--partitions", 1, "--keep-sequential-samples")
     assert "--partitions has no effect" in output
+    assert "--keep-sequential-samples has no effect" in output
+    output = preprocess_ids(tmp_path, [], "--split-sentences", "--workers-to-check", 2, 4, "--workers", 0, status=64)
+    for problem in ("3 problems", "--split-sentences: ", "--workers-to-check: ", "--workers 0 is less than 1"):
+        assert problem in output
+
+
+def test_bad_documents_stop_or_are_listed(tmp_path):
+    lines = ['{"text": "1 2 3"}\n', "no JSON\n", "\n", '{"text": "99"}\n', '{"text": "4"}\n']
+    output = preprocess_ids(tmp_path, lines, status=66)
+    assert "a.jsonl line 2: it is not JSON" in output
+    output = preprocess_ids(tmp_path, lines, "--on-bad-document", "skip")
+    assert "2 documents, 4 tokens" in output
+    assert "2 records were skipped, see" in output
+    listed = [json.loads(line) for line in (tmp_path / "a.skipped.jsonl").read_text().splitlines()]
+    assert [(entry["line"], entry["reason"][:20]) for entry in listed] == [
+        (2, "it is not JSON: Expe"), (4, "it has the token id "),
+    ]  # fmt: skip
+
+
+def test_progress_where_there_is_no_terminal(tmp_path):
+    output = preprocess_ids(tmp_path, ['{"text": "1 2 3"}\n'] * 100, "--log-interval", 50)
+    assert "tokenizing with NullTokenizer's own library: the input is small" in output
+    assert "100.0% of 0.0 MB, 100 documents, " in output
+    assert "0:00:00 left" in output
+
+
+def test_a_full_disk_and_ctrl_c_are_one_message(tmp_path, monkeypatch, capsys):
+    from tools import preprocess_data
+
+    (tmp_path / "a.jsonl").write_text('{"text": "1"}\n')
+    arguments = ["--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "a"), "--workers", "1",
+                 "--tokenizer-type", "NullTokenizer", "--vocab-size", "10"]  # fmt: skip
+    for error, status in ((OSError(28, "No space left on device"), 74), (KeyboardInterrupt(), 130)):
+        monkeypatch.setattr(preprocess_data, "preprocess", lambda *_, error=error: (_ for _ in ()).throw(error))
+        assert preprocess_data.main(arguments) == status
+        assert "the same command goes on" in capsys.readouterr().err
+
+
+def test_separators_are_unescaped(tmp_path):
+    (tmp_path / "a.txt").write_text("1 2\n\n3\n4")
+    run(
+        *("preprocess_data", "--input", tmp_path / "a.txt", "--output-prefix", tmp_path / "a", "--workers", 1),
+        *("--tokenizer-type", "NullTokenizer", "--vocab-size", 10, "--text-separator", r"\n\n", "--append-eod"),
+    )
+    assert (tmp_path / "a_text_document.bin").read_bytes() == bytes([1, 0, 2, 0, 10, 0, 3, 0, 4, 0, 10, 0])
 
 
 @pytest.mark.parametrize(

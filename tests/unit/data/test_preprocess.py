@@ -1,24 +1,39 @@
+"""Text to shards: the same bytes whatever the workers, the kind of file and the encoder; every fault by its name."""
+
 import dataclasses
 import gzip
 import json
 import os
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megafp8.config.schema import DataConfig
+from megafp8.data import encoders, gigatoken_encoder, part_files, preprocess_plan, preprocess_work
 from megafp8.data import preprocess as preprocess_module
 from megafp8.data.atomic import file_sha256
 from megafp8.data.manifest import load_manifest
+from megafp8.data.part_files import PartFolder
 from megafp8.data.preprocess import PreprocessJob, preprocess
-from megafp8.data.readers import read_batches
+from megafp8.data.preprocess_plan import Part, Stream, divide, part_bytes_for, tasks_of
+from megafp8.data.readers import find_sources
+from megafp8.data.shard_assembly import skipped_path
 from megafp8.data.shard_checks import check_shard
 from megafp8.data.shards import read_index
 from megafp8.data.tokenizer import build_tokenizer
-from megafp8.errors import DataError
+from megafp8.errors import CapabilityError, DataError
 
 NULL = DataConfig(tokenizer_type="NullTokenizer")
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    """Parts of about 2 kB, so that a small corpus has many, and an encoder that is asked for is used."""
+    monkeypatch.setattr(preprocess_plan, "SMALLEST_PART_BYTES", 2000)
+    monkeypatch.setattr(preprocess_plan, "MIN_PARTS", 1 << 30)
+    monkeypatch.setattr(preprocess_module, "SMALL_INPUT_BYTES", 0)
 
 
 @pytest.fixture
@@ -31,21 +46,23 @@ def job(tmp_path, corpus_file, tokenizer_config):
     )
 
 
-@pytest.fixture
-def small_batches(monkeypatch):
-    monkeypatch.setattr(preprocess_module, "read_batches", lambda path: read_batches(path, batch_bytes=500))
-
-
 def shard_bytes(prefix):
-    return [Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".idx", ".manifest.json")]
+    return [Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".idx")]
 
 
 def null_job(tmp_path, lines, **options):
     path = tmp_path / "in.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in lines))
     return PreprocessJob(
-        inputs=(str(path),), output_prefix=str(tmp_path / "n"), tokenizer=NULL, vocab_size=1000, **options
+        inputs=(str(path),), output_prefix=str(tmp_path / "out" / "n"), tokenizer=NULL, vocab_size=1000, **options
     )
+
+
+def names_in(folder):
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+# ---- what comes out -------------------------------------------------------------------------------------------------
 
 
 def test_shard_holds_each_document_and_its_end(job, documents):
@@ -58,6 +75,7 @@ def test_shard_holds_each_document_and_its_end(job, documents):
     assert [tokenizer.detokenize(ids[:-1]) for ids in pieces] == documents
     assert all(ids[-1] == tokenizer.eod for ids in pieces)
     assert (manifest.num_documents, manifest.num_tokens) == (60, index.num_tokens)
+    assert names_in(Path(prefix).parent) == [f"c_text_document{end}" for end in (".bin", ".idx", ".manifest.json")]
 
 
 def test_manifest_tells_the_truth(job, corpus_file):
@@ -67,58 +85,135 @@ def test_manifest_tells_the_truth(job, corpus_file):
     assert manifest.idx_sha256 == file_sha256(f"{prefix}.idx")
     assert manifest.bin_bytes == os.path.getsize(f"{prefix}.bin")
     assert manifest.idx_bytes == os.path.getsize(f"{prefix}.idx")
-    assert manifest.sources[0]["sha256"] == file_sha256(corpus_file)
+    status = corpus_file.stat()
+    assert manifest.sources == [{"path": str(corpus_file), "bytes": status.st_size, "mtime_ns": status.st_mtime_ns}]
     assert manifest.tokenizer == dict(build_tokenizer(job.tokenizer).unique_identifiers)
+    assert (manifest.encoder, manifest.num_skipped) == ("SentencePieceTokenizer's own library", 0)
 
 
-def test_same_bytes_with_any_number_of_workers(job, tmp_path, small_batches):
-    made = []
-    for workers in (1, 2, 3):
+@pytest.mark.parametrize("encoder", ["library", "gigatoken"])
+def test_same_bytes_with_any_number_of_workers(job, shard, tmp_path, small_parts, encoder):
+    if encoder == "gigatoken":
+        pytest.importorskip("gigatoken")
+    whole = shard_bytes(shard)  # it was made in one part
+    for workers in (1, 2, 5):
         prefix = str(tmp_path / f"w{workers}" / "c")
-        ((shard, _),) = preprocess(dataclasses.replace(job, output_prefix=prefix, workers=workers)).shards
-        made.append(shard_bytes(shard))
-    assert made[0] == made[1] == made[2]
+        divided = dataclasses.replace(job, output_prefix=prefix, workers=workers, encoder=encoder)
+        notices = []
+        ((shard, manifest),) = preprocess(divided, on_notice=notices.append).shards
+        assert shard_bytes(shard) == whole
+        assert manifest.encoder.startswith({"library": "SentencePiece", "gigatoken": "gigatoken"}[encoder])
+        assert manifest.encoder in notices[0]
 
 
-def test_same_bytes_as_megatrons_pipeline(tmp_path):
+def test_same_bytes_as_megatrons_pipeline(tmp_path, small_parts):
     """One document a call, written through megatron-core's builder, as its preprocess_data.py does."""
     indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
-    texts = ["1 2 3", "", "4", "5 6", "  "]
-    ((prefix, _),) = preprocess(null_job(tmp_path, texts, append_eod=True)).shards
-    builder = indexed_dataset.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.uint16)
-    for text in texts:
-        ids = [int(word) for word in text.split()]
-        ids += [1000] if ids else []
-        builder.add_document(ids, [len(ids)] if ids else [])
-    builder.finalize(str(tmp_path / "theirs.idx"))
-    for suffix in (".bin", ".idx"):
-        assert Path(prefix + suffix).read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
+    texts = ["1 2 3", "", "4", "5 6", "  ", *(" ".join(map(str, range(n))) for n in range(300))]
+    for append_eod in (False, True):
+        ((prefix, _),) = preprocess(null_job(tmp_path, texts, append_eod=append_eod, overwrite=True, workers=2)).shards
+        builder = indexed_dataset.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.uint16)
+        for text in texts:
+            ids = [int(word) for word in text.split()]
+            ids += [1000] if ids and append_eod else []
+            builder.add_document(ids, [len(ids)] if ids else [])
+        builder.finalize(str(tmp_path / "theirs.idx"))
+        assert shard_bytes(prefix) == shard_bytes(tmp_path / "theirs")
 
 
-def test_gzip_and_several_files_and_keys(tmp_path, job, corpus_file):
-    half = corpus_file.read_bytes().splitlines(keepends=True)
-    (tmp_path / "1.jsonl").write_bytes(b"".join(half[:25]))
-    (tmp_path / "2.jsonl.gz").write_bytes(gzip.compress(b"".join(half[25:])))
-    split = dataclasses.replace(
-        job,
-        inputs=(str(tmp_path / "1.jsonl"), str(tmp_path / "2.jsonl.gz")),
-        output_prefix=str(tmp_path / "split"),
-        json_keys=("text", "title"),
-    )
-    ((whole, _),) = preprocess(job).shards
-    (text, _), (title, title_manifest) = preprocess(split).shards
-    assert shard_bytes(text)[:2] == shard_bytes(whole)[:2]
-    assert title.endswith("split_title_document")
-    assert title_manifest.num_documents == 60
-    assert len(title_manifest.sources) == 2
+def test_the_kinds_of_files_give_the_same_shard(tmp_path, job, shard, corpus_file, documents, small_parts):
+    pyarrow = pytest.importorskip("pyarrow")
+    zstd = pytest.importorskip("backports.zstd")
+    from pyarrow import parquet
+
+    whole = shard_bytes(preprocess(job).shards[0][0])
+    lines = corpus_file.read_bytes()
+    table = pyarrow.table({"id": range(60), "text": documents})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=9)
+    content = {
+        "a.json": lines, "a.jsonl.gz": gzip.compress(lines), "a.ndjson.zst": zstd.compress(lines),
+        "a.txt": "<|end|>".join(documents).encode(), "a.txt.gz": gzip.compress("<|end|>".join(documents).encode()),
+    }  # fmt: skip
+    for name in (*content, "a.parquet"):
+        if name in content:
+            (tmp_path / name).write_bytes(content[name])
+        for workers in (1, 3):
+            other = dataclasses.replace(
+                job, inputs=(str(tmp_path / name),), output_prefix=str(tmp_path / f"{name}{workers}"), workers=workers,
+                text_separator="<|end|>",
+            )  # fmt: skip
+            assert shard_bytes(preprocess(other).shards[0][0]) == whole, (name, workers)
 
 
-def test_progress_reaches_the_size_of_the_input(job, small_batches, corpus_file):
+def test_many_small_files_are_one_shard_in_order(tmp_path, job, shard, documents, small_parts):
+    (tmp_path / "texts").mkdir()
+    for number, text in enumerate(documents):
+        (tmp_path / "texts" / f"{number:03}.txt").write_bytes(text.encode())
+    job = dataclasses.replace(job, inputs=(str(tmp_path / "texts"),), output_prefix=str(tmp_path / "t"), workers=2)
+    assert shard_bytes(preprocess(job).shards[0][0]) == shard_bytes(shard)
+
+
+def test_several_keys(job, shard, small_parts):
+    job = dataclasses.replace(job, json_keys=("title", "text"), output_prefix=f"{job.output_prefix}2", workers=2)
+    (title, title_manifest), (text, _) = preprocess(job).shards
+    assert shard_bytes(text) == shard_bytes(shard)
+    assert title.endswith("c2_title_document")
+    tokenizer, index = build_tokenizer(job.tokenizer), read_index(title)
+    pieces = np.split(np.fromfile(f"{title}.bin", index.dtype), np.cumsum(index.sequence_lengths)[:-1])
+    assert [tokenizer.detokenize(ids[:-1]) for ids in pieces] == [f"title {n}" for n in range(60)]
+
+
+def test_wide_ids_are_four_bytes(tmp_path):
+    job = dataclasses.replace(null_job(tmp_path, ["70000 1"]), vocab_size=100_000)
+    ((prefix, manifest),) = preprocess(job).shards
+    assert manifest.dtype == "int32"
+    assert np.fromfile(f"{prefix}.bin", np.int32).tolist() == [70000, 1]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_progress_reaches_the_size_of_the_input(job, small_parts, corpus_file, tmp_path, name):
+    lines = corpus_file.read_bytes()
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(lines) if name.endswith(".gz") else lines)
     seen = []
-    ((_, manifest),) = preprocess(job, on_progress=seen.append).shards
+    ((_, manifest),) = preprocess(dataclasses.replace(job, inputs=(str(path),)), on_progress=seen.append).shards
     assert len(seen) > 3
-    assert seen[-1].input_bytes == corpus_file.stat().st_size
+    assert (seen[0].input_bytes, seen[0].num_documents) == (0, 0)
+    assert seen[-1].input_bytes == seen[-1].total_bytes == path.stat().st_size
     assert (seen[-1].num_documents, seen[-1].num_tokens) == (60, manifest.num_tokens)
+
+
+# ---- how the input is divided ---------------------------------------------------------------------------------------
+
+
+def test_size_of_parts():
+    assert part_bytes_for(1 << 40, 8 << 20) == 1 << 28  # 4096 parts
+    assert part_bytes_for(1 << 30, 8 << 20) == 8 << 20
+    assert part_bytes_for(40 << 20, 8 << 20) == 5 << 20  # 8 parts
+    assert part_bytes_for(100, 8 << 20) == 1 << 20
+
+
+def test_small_files_are_put_together_and_large_ones_divided(tmp_path):
+    sizes = {"a.jsonl": 10, "b.jsonl": 20, "c.jsonl": 250, "d.jsonl.gz": 10, "e.jsonl.gz": 90, "f.txt": 300}
+    for name, size in sizes.items():
+        (tmp_path / name).write_bytes(b"x" * size)
+    units = divide(find_sources([str(tmp_path)]), ("text",), 100)
+    shown = [
+        [(piece.source, piece.start, piece.stop) for piece in unit.pieces] if isinstance(unit, Part) else unit.source
+        for unit in units
+    ]
+    assert shown == [
+        [(0, 0, 10), (1, 0, 20), (2, 0, 100)], [(2, 100, 200)], [(2, 200, 250), (3, 0, 10)], 4, [(5, 0, 300)],
+    ]  # fmt: skip
+    assert sum(piece.input_bytes for unit in units if isinstance(unit, Part) for piece in unit.pieces) == 590
+    names = [unit.name for unit in units]
+    assert names == sorted(set(names))
+    tasks = tasks_of(units, 3)
+    assert [(task.number, task.count) for task in tasks[:3]] == [(0, 3), (1, 3), (2, 3)]
+    assert tasks[3:] == [unit for unit in units if not isinstance(unit, Stream)]
+
+
+# ---- again ----------------------------------------------------------------------------------------------------------
 
 
 def test_again_does_nothing_until_overwrite(job):
@@ -132,24 +227,31 @@ def test_again_does_nothing_until_overwrite(job):
     assert os.stat(f"{prefix}.bin").st_ino != before
 
 
-def test_a_copy_of_the_same_text_is_the_same_text(job, tmp_path, corpus_file):
+def test_moved_text_is_the_same_text(job, tmp_path, corpus_file):
     preprocess(job)
-    (tmp_path / "elsewhere.jsonl").write_bytes(corpus_file.read_bytes())
-    assert not preprocess(dataclasses.replace(job, inputs=(str(tmp_path / "elsewhere.jsonl"),))).made
+    moved = tmp_path / "elsewhere.jsonl"
+    moved.write_bytes(corpus_file.read_bytes())
+    status = corpus_file.stat()
+    os.utime(moved, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert not preprocess(dataclasses.replace(job, inputs=(str(moved),))).made
+    os.utime(moved)
+    with pytest.raises(DataError, match="corpus.jsonl .*, now .*elsewhere.jsonl .* written"):
+        preprocess(dataclasses.replace(job, inputs=(str(moved),)))
 
 
 def test_anything_else_under_the_prefix_is_refused(job, tmp_path, corpus_file):
     ((prefix, _),) = preprocess(job).shards
-    with pytest.raises(DataError, match="--append-eod"):
+    with pytest.raises(DataError, match="with --append-eod"):
         preprocess(dataclasses.replace(job, append_eod=False))
-    with pytest.raises(DataError, match="with the tokenizer"):
+    with pytest.raises(DataError, match="with the tokenizer SentencePiece.*now asked for is Null"):
         preprocess(dataclasses.replace(job, tokenizer=NULL, vocab_size=5))
     with pytest.raises(DataError, match="1 input files, now 2"):
         preprocess(dataclasses.replace(job, inputs=job.inputs * 2))
-    changed = tmp_path / "changed.jsonl"
-    changed.write_bytes(corpus_file.read_bytes().replace(b"Doc 7", b"Doc 8"))
-    with pytest.raises(DataError, match="changed.jsonl is not"):
-        preprocess(dataclasses.replace(job, inputs=(str(changed),)))
+    (tmp_path / "t.txt").write_text("one|two")
+    separated = dataclasses.replace(job, inputs=(str(tmp_path / "t.txt"),), output_prefix=str(tmp_path / "t"))
+    preprocess(separated)
+    with pytest.raises(DataError, match=r"documents separated by '\|'"):
+        preprocess(dataclasses.replace(separated, text_separator="|"))
     Path(f"{prefix}.bin").write_bytes(b"")
     with pytest.raises(DataError, match="is 0 bytes long"):
         preprocess(job)
@@ -158,41 +260,202 @@ def test_anything_else_under_the_prefix_is_refused(job, tmp_path, corpus_file):
         preprocess(job)
 
 
+# ---- documents that are none ----------------------------------------------------------------------------------------
+
+
+BAD = {"{": "not JSON", '{"txt": "1"}': "'text' is missing", '{"text": "1 5000"}': "token id 5000, but the vocabulary",
+       '{"text": "1 -1"}': "token id -1", '{"text": "one"}': "NullTokenizer takes"}  # fmt: skip
+
+
+@pytest.fixture(params=["jsonl", "jsonl.gz"])
+def bad_job(request, tmp_path):
+    """Six hundred lines, some blank, of which every hundredth, from the 51st on, is none of NullTokenizer's."""
+    lines = [f'{{"text": "{n}"}}' if n % 7 else "" for n in range(600)]
+    for place, line in enumerate(BAD):
+        lines[100 * place + 50] = line
+    content = "\n".join(lines).encode()
+    path = tmp_path / f"bad.{request.param}"
+    path.write_bytes(gzip.compress(content) if request.param.endswith("gz") else content)
+    return dataclasses.replace(null_job(tmp_path, []), inputs=(str(path),))
+
+
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_bad_document_stops_the_job_and_leaves_nothing(job, tmp_path, workers, small_batches):
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"text": "fine"}\n' * 300 + '{"txt": "x"}\n' + '{"text": "fine"}\n' * 300)
-    with pytest.raises(DataError, match="bad.jsonl line 301"):
-        preprocess(dataclasses.replace(job, inputs=(str(bad),), workers=workers))
-    assert not list((tmp_path / "out").iterdir())
+def test_a_bad_document_stops_the_job(bad_job, workers, small_parts):
+    with pytest.raises(DataError) as caught:
+        preprocess(dataclasses.replace(bad_job, workers=workers))
+    found = [(place, reason) for place, reason in enumerate(BAD.values()) if reason in str(caught.value)]
+    ((place, _),) = found  # with two workers any of them may come first
+    assert f"{bad_job.inputs[0]} line {100 * place + 51}: " in str(caught.value)
+    assert "--on-bad-document skip" in str(caught.value)
+    assert place == 0 or workers == 2
 
 
-def test_ids_beyond_the_vocabulary_are_refused(tmp_path):
-    with pytest.raises(DataError, match="5000.*1001"):
-        preprocess(null_job(tmp_path, ["1 2", "3 5000"]))
-    with pytest.raises(DataError, match="-1 to"):
-        preprocess(null_job(tmp_path, ["1 2", "3 -1"]))
+@pytest.mark.parametrize("workers", [1, 3])
+def test_bad_documents_are_skipped_counted_and_listed(bad_job, workers, small_parts):
+    skipping = dataclasses.replace(bad_job, workers=workers, skip_bad=True)
+    ((prefix, manifest),) = preprocess(skipping).shards
+    good = [n for n in range(600) if n % 7 and (n % 100 != 50 or n == 550)]
+    assert np.fromfile(f"{prefix}.bin", np.uint16).tolist() == good
+    assert manifest.num_documents == len(good)
+    assert manifest.num_skipped == 5
+    listed = [json.loads(line) for line in skipped_path(bad_job.output_prefix).read_text().splitlines()]
+    assert [(entry["path"], entry["line"]) for entry in listed] == [
+        (bad_job.inputs[0], 100 * place + 51) for place in range(5)
+    ]
+    assert all(reason in entry["reason"] for reason, entry in zip(BAD.values(), listed, strict=True))
+    assert not preprocess(skipping).made
+    with pytest.raises(DataError, match="with 5 records skipped"):
+        preprocess(bad_job)
+
+
+def test_what_was_skipped_is_not_taken_for_whole(bad_job, small_parts, monkeypatch):
+    """A job that skipped is killed, and started again without leave to skip."""
+    monkeypatch.setattr(preprocess_module, "_publish", _interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        preprocess(dataclasses.replace(bad_job, skip_bad=True))
+    with pytest.raises(DataError, match="line 51: it is not JSON"):
+        preprocess(bad_job)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_cut_gzip_file(tmp_path, small_parts, workers):
+    lines = [json.dumps({"text": str(n % 1000), "noise": os.urandom(20).hex()}) for n in range(3000)]
+    content = gzip.compress("\n".join(lines).encode())
+    job = null_job(tmp_path, [])
+    path = tmp_path / "cut.jsonl.gz"
+    path.write_bytes(content[: len(content) // 2])
+    job = dataclasses.replace(job, inputs=(str(path),), workers=workers)
+    with pytest.raises(DataError, match=r"cut.jsonl.gz line 1\d\d\d: the rest of the file is damaged: Compressed file"):
+        preprocess(job)
+    ((prefix, manifest),) = preprocess(dataclasses.replace(job, skip_bad=True)).shards
+    assert 1000 < manifest.num_documents < 2000
+    assert np.fromfile(f"{prefix}.bin", np.uint16).tolist() == [n % 1000 for n in range(manifest.num_documents)]
+    (entry,) = map(json.loads, skipped_path(job.output_prefix).read_text().splitlines())
+    assert entry["line"] == manifest.num_documents + 1
 
 
 def test_no_text_at_all_is_an_error(tmp_path):
-    with pytest.raises(DataError, match="no text"):
+    with pytest.raises(DataError, match="no text: 1 files, 0 tokens"):
         preprocess(null_job(tmp_path, ["", " "]))
+    job = dataclasses.replace(null_job(tmp_path, []), skip_bad=True)
+    Path(job.inputs[0]).write_text("x\ny\n")
+    with pytest.raises(DataError, match="2 records were skipped"):
+        preprocess(job)
 
 
-def test_a_killed_worker_is_an_error_not_a_hang(job, monkeypatch, small_batches):
-    monkeypatch.setattr(preprocess_module, "encode_batch", _die)
-    with pytest.raises(DataError, match="process died"):
+# ---- the machine ----------------------------------------------------------------------------------------------------
+
+
+def _interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_a_killed_worker_is_an_error_not_a_hang(job, monkeypatch, small_parts):
+    monkeypatch.setattr(preprocess_work, "_encode_part", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(DataError, match="process died: signal SIGKILL.*Fewer|fewer --workers than 2"):
         preprocess(dataclasses.replace(job, workers=2))
     assert not list(Path(job.output_prefix).parent.iterdir())
 
 
-def _die(settings, batch):
-    os._exit(9)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_full_disk_is_one_error_and_the_job_goes_on(job, shard, monkeypatch, small_parts, workers):
+    real = part_files.PartWriter.add
+
+    def fill_up(writer, shards):
+        if writer._name > "000003":
+            raise OSError(28, "No space left on device")
+        real(writer, shards)
+
+    job = dataclasses.replace(job, workers=workers)
+    with monkeypatch.context() as patch:
+        patch.setattr(part_files.PartWriter, "add", fill_up)
+        with pytest.raises(OSError, match="No space left on device"):
+            preprocess(job)
+    assert names_in(Path(job.output_prefix).parent) == ["c.parts"]
+    seen = []
+    ((prefix, _),) = preprocess(job, on_progress=seen.append).shards
+    assert seen[0].num_documents > 0, "it did not go on"
+    assert shard_bytes(prefix) == shard_bytes(shard)
 
 
-def test_wide_ids_are_four_bytes(tmp_path):
-    job = dataclasses.replace(null_job(tmp_path, ["70000 1"]), vocab_size=100_000)
-    ((prefix, manifest),) = preprocess(job).shards
-    assert manifest.dtype == "int32"
-    assert np.fromfile(f"{prefix}.bin", np.int32).tolist() == [70000, 1]
-    assert read_index(prefix).dtype == np.int32
+def test_a_folder_that_cannot_be_written(job, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        preprocess(dataclasses.replace(job, output_prefix=str(tmp_path / "file" / "c")))
+
+
+def test_two_jobs_with_one_prefix(job, monkeypatch, tmp_path):
+    monkeypatch.setattr(part_files, "LOCK_PATIENCE_S", 0.2)
+    folder = PartFolder(job.output_prefix, 1, np.dtype(np.uint16))
+    with folder.lock(), pytest.raises(DataError, match="Another job writes to .*c.parts"):
+        preprocess(job)
+
+
+def test_an_unfinished_other_job_is_not_touched(job, monkeypatch, small_parts):
+    with monkeypatch.context() as patch:
+        patch.setattr(preprocess_module, "_publish", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            preprocess(job)
+    with pytest.raises(DataError, match="c.parts holds an unfinished job with other append eod"):
+        preprocess(dataclasses.replace(job, append_eod=False))
+    # --overwrite drops it, but goes on with its own.
+    notices, seen = [], []
+    with monkeypatch.context() as patch:
+        patch.setattr(preprocess_module, "_publish", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            preprocess(dataclasses.replace(job, append_eod=False, overwrite=True), on_progress=seen.append)
+    assert seen[0].num_documents == 0
+    seen.clear()
+    preprocess(dataclasses.replace(job, append_eod=False, overwrite=True), seen.append, notices.append)
+    assert (len(seen), seen[0].num_documents) == (1, 60)
+
+
+# ---- gigatoken ------------------------------------------------------------------------------------------------------
+
+
+def test_a_difference_in_the_middle_of_the_job_starts_it_again(job, shard, monkeypatch, small_parts):
+    pytest.importorskip("gigatoken")
+    encode = gigatoken_encoder.GigatokenEncoder.encode
+    encoded = []
+
+    def differ_later(encoder, texts):
+        encoded.append(len(texts))
+        if len(encoded) == 4:
+            raise gigatoken_encoder.EncoderMismatchError("near 'x' it gives the ids [1], the library [2]")
+        return encode(encoder, texts)
+
+    monkeypatch.setattr(gigatoken_encoder.GigatokenEncoder, "encode", differ_later)
+    notices, seen = [], []
+    ((prefix, manifest),) = preprocess(job, seen.append, notices.append).shards
+    assert shard_bytes(prefix) == shard_bytes(shard)
+    assert manifest.encoder == "SentencePieceTokenizer's own library"
+    assert notices[0].startswith("tokenizing with gigatoken")
+    assert "all is done again: in " in notices[1] and "corpus.jsonl: near 'x'" in notices[1]
+    assert [progress.num_documents for progress in seen].count(0) == 2
+    encoded.clear()
+    with pytest.raises(CapabilityError, match="--encoder gigatoken cannot be used: in .*corpus.jsonl"):
+        preprocess(dataclasses.replace(job, encoder="gigatoken", overwrite=True))
+
+
+def test_a_small_input_does_not_wait_for_gigatoken(job, monkeypatch):
+    monkeypatch.setattr(preprocess_module, "choose_encoder", _interrupt)
+    notices = []
+    preprocess(job, on_notice=notices.append)
+    assert "the input is small" in notices[0]
+
+
+def test_the_librarys_batches_are_bounded(tmp_path, monkeypatch):
+    """However large the input, an encoder gets a batch at a time."""
+    monkeypatch.setattr(encoders.LibraryEncoder, "batch_bytes", 1000)
+    monkeypatch.setattr("megafp8.data.readers.BLOCK_BYTES", 500)
+    seen = []
+    encode = encoders.LibraryEncoder.encode
+
+    def watch(encoder, texts):
+        seen.append(sum(map(len, texts)))
+        return encode(encoder, texts)
+
+    monkeypatch.setattr(encoders.LibraryEncoder, "encode", watch)
+    preprocess(null_job(tmp_path, ["1 2 3 4"] * 5000))
+    assert max(seen) < 2000
+    assert len(seen) > 20

@@ -1,87 +1,153 @@
+"""Files, their division, and the records of each piece: every record once, in order, whatever the division."""
+
 import gzip
-import json
+import importlib.util
+import random
+from pathlib import Path
 
 import pytest
 
-from megafp8.data.readers import expand_inputs, parse_texts, read_batches
-from megafp8.errors import DataError
-
-
-def texts_of(path, keys=("text",), batch_bytes=1 << 20):
-    return [text for batch in read_batches(path, batch_bytes=batch_bytes) for text in parse_texts(batch, keys)]
-
-
-def write_lines(path, lines):
-    content = "".join(line + "\n" for line in lines).encode()
-    path.write_bytes(gzip.compress(content) if path.name.endswith(".gz") else content)
-    return path
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json"])
-@pytest.mark.parametrize("batch_bytes", [1, 64, 1 << 20])
-def test_jsonl_gives_its_texts_in_order(tmp_path, name, batch_bytes):
-    expected = [f"text {n} \u00e9\n" for n in range(50)]
-    lines = [json.dumps({"text": text, "id": n}) for n, text in enumerate(expected)]
-    lines.insert(7, "")
-    path = write_lines(tmp_path / name, lines)
-    assert texts_of(path, batch_bytes=batch_bytes) == [(text,) for text in expected]
-
-
-def test_progress_adds_up_to_the_file(tmp_path):
-    for name in ("a.jsonl", "a.jsonl.gz", "b.txt"):
-        path = write_lines(tmp_path / name, [json.dumps({"text": "x" * 100})] * 500)
-        assert sum(batch.input_bytes for batch in read_batches(path, batch_bytes=1000)) == path.stat().st_size
-
-
-def test_text_file_is_one_document(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"one\n\ntwo")
-    assert texts_of(tmp_path / "a.txt") == [("one\n\ntwo",)]
-
-
-def test_several_keys(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", ['{"text": "t", "title": "u", "n": 3}'])
-    assert texts_of(path, ("title", "text")) == [("u", "t")]
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (b'{"text": ', "line 3 is not JSON"),
-        (b'{"text": "\xff"}', "line 3 is not UTF-8"),
-        (b'{"body": "x"}', "'text' is missing.*'body'"),
-        (b'{"text": 5}', "'text' is a int"),
-        (b'["text"]', "a JSON list"),
-    ],
+from megafp8.data import readers
+from megafp8.data.readers import (
+    DamagedFileError,
+    find_sources,
+    overlaps_itself,
+    read_blocks,
+    read_range,
+    records_before,
 )
-def test_bad_document_is_named_with_its_line(tmp_path, line, message):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
-    with pytest.raises(DataError, match=message) as caught:
-        texts_of(path, batch_bytes=1)
-    assert "a.jsonl" in str(caught.value)
+from megafp8.errors import CapabilityError, DataError
+
+needs_zstd = pytest.mark.skipif(importlib.util.find_spec("backports.zstd") is None, reason="backports.zstd")
 
 
-@pytest.mark.parametrize("batch_bytes", [1, 100, 1 << 20])
-def test_line_numbers_count_over_batches(tmp_path, batch_bytes):
-    path = write_lines(tmp_path / "a.jsonl", ['{"text": "fine"}'] * 40 + ["bad"] + ['{"text": "fine"}'] * 9)
-    with pytest.raises(DataError, match="line 41 "):
-        texts_of(path, batch_bytes=batch_bytes)
+def compressed(name: str, content: bytes) -> bytes:
+    if name.endswith(".gz"):
+        return gzip.compress(content)
+    if name.endswith(".zst"):
+        from backports import zstd
+
+        return zstd.compress(content, options={zstd.CompressionParameter.checksum_flag: 1})
+    return content
 
 
-@pytest.mark.parametrize("keep_fraction", [0.5, 0.99])
-def test_cut_gzip_is_an_error(tmp_path, keep_fraction):
-    path = write_lines(tmp_path / "a.jsonl.gz", [json.dumps({"text": str(n) * 50}) for n in range(2000)])
-    content = path.read_bytes()
-    path.write_bytes(content[: int(len(content) * keep_fraction)])
-    with pytest.raises(DataError, match="damaged after line"):
-        texts_of(path, batch_bytes=100)
+def source_of(path: Path, content: bytes, separator=None):
+    path.write_bytes(compressed(path.name, content))
+    (source,) = find_sources([str(path)], separator)
+    return source
 
 
-def test_inputs_are_expanded_and_all_problems_told(tmp_path):
-    for name in ("b.jsonl", "a.jsonl", "c.txt", "d.bin"):
+def flat(lists) -> list[bytes]:
+    return [record for records in lists for record in records]
+
+
+def random_records(rng: random.Random, alphabet: bytes) -> list[bytes]:
+    return [bytes(rng.choices(alphabet, k=rng.choice((0, 1, 3, 40)))) for _ in range(rng.randrange(30))]
+
+
+@pytest.mark.parametrize("separator", ["\n", "<|x|>", "ab"])
+def test_any_division_gives_every_record_once(tmp_path, monkeypatch, separator):
+    monkeypatch.setattr(readers, "BLOCK_BYTES", 7)
+    rng = random.Random(separator)
+    for _ in range(100):
+        # Letters of the separator inside of records: beginnings of it that come to nothing.
+        records = [record.replace(separator.encode(), b"") for record in random_records(rng, b"xyz<|ab")]
+        content = separator.encode().join(records) + (separator.encode() if rng.random() < 0.5 else b"")
+        source = source_of(tmp_path / "a.txt", content, separator)
+        expected = content.removesuffix(separator.encode()).split(separator.encode()) if content else []
+        cuts = sorted({0, len(content), *(rng.randrange(len(content) + 1) for _ in range(rng.randrange(6)))})
+        pieces = [flat(read_range(source, start, stop)) for start, stop in zip(cuts, cuts[1:], strict=False)]
+        assert flat(pieces) == expected
+        for number, start in enumerate(cuts[:-1]):
+            if pieces[number]:
+                assert records_before(source, start) == sum(map(len, pieces[:number]))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", pytest.param("a.jsonl.zst", marks=needs_zstd)])
+@pytest.mark.parametrize("block_bytes", [1, 10, 1 << 20])
+def test_blocks_give_every_record_once(tmp_path, name, block_bytes):
+    records = random_records(random.Random(block_bytes), b"xyz") + [b"last"]
+    source = source_of(tmp_path / name, b"\n".join(records))
+    blocks = list(read_blocks(source, block_bytes))
+    assert flat(found for _, found in blocks) == records
+    assert sum(count for count, _ in blocks) == source.num_bytes
+    assert flat(read_range(source, 0, source.num_bytes)) == records
+
+
+def test_a_separator_that_overlaps_itself_is_read_from_the_start(tmp_path):
+    assert overlaps_itself(b"\n\n") and overlaps_itself(b"aba")
+    assert not (overlaps_itself(b"\n") or overlaps_itself(b"<|endoftext|>"))
+    source = source_of(tmp_path / "a.txt", b"one\n\n\n\n\ntwo\n\nthree", "\n\n")
+    assert not source.is_divisible
+    for block_bytes in range(1, 20):
+        assert flat(found for _, found in read_blocks(source, block_bytes)) == [b"one", b"", b"\ntwo", b"three"]
+
+
+def test_a_text_file_is_one_document(tmp_path):
+    for name in ("a.txt", "a.txt.gz"):
+        source = source_of(tmp_path / name, b"\xef\xbb\xbfone\n\ntwo")
+        assert flat(read_range(source, 0, source.num_bytes)) == [b"one\n\ntwo"]
+
+
+def test_a_large_text_file_wants_a_separator(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "MAX_DOCUMENT_BYTES", 100)
+    with pytest.raises(DataError, match="--text-separator"):
+        source_of(tmp_path / "a.txt", b"x" * 101)
+    source = source_of(tmp_path / "b.txt.gz", b"x" * 1000)
+    with pytest.raises(DataError, match="b.txt.gz is one document of more than 100 bytes.*--text-separator"):
+        list(read_range(source, 0, source.num_bytes))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_byte_order_mark_is_no_text(tmp_path, name):
+    source = source_of(tmp_path / name, b"\xef\xbb\xbf{}\n\xef\xbb\xbf\n")
+    assert flat(read_range(source, 0, source.num_bytes)) == [b"{}", b"\xef\xbb\xbf"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", pytest.param("a.jsonl.zst", marks=needs_zstd)])
+@pytest.mark.parametrize("damage", ["cut", "cut early", "flipped"])
+def test_damage_is_told_after_what_is_sound(tmp_path, name, damage):
+    rng = random.Random(0)
+    records = [b"%d %s" % (number, rng.randbytes(20).hex().encode()) for number in range(20_000)]
+    source = source_of(tmp_path / name, b"\n".join(records))
+    content = bytearray(Path(source.path).read_bytes())
+    if damage == "flipped":
+        content[len(content) // 2] ^= 0xFF
+    else:
+        del content[len(content) // 2 if damage == "cut" else 4 :]
+    Path(source.path).write_bytes(content)
+    found = []
+    with pytest.raises(DamagedFileError):
+        for block in read_range(source, 0, source.num_bytes):
+            found += block
+    # A flipped bit may give other text before the checksum tells.
+    assert damage == "flipped" or found == records[: len(found)]
+    if damage == "cut":
+        assert len(records) * 0.4 < len(found) < len(records) * 0.6
+
+
+def test_inputs_are_found_and_all_problems_told(tmp_path):
+    for name in ("b.jsonl", "a.jsonl", "c.txt", "d.bin", "sub/e.ndjson.gz", "sub/deep/f.parquet", "g.parquet.gz"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
-    found = expand_inputs([str(tmp_path / "c.txt"), str(tmp_path / "*.jsonl")])
-    assert [path.name for path in found] == ["c.txt", "a.jsonl", "b.jsonl"]
+    found = find_sources([str(tmp_path / "c.txt"), str(tmp_path / "*.jsonl"), str(tmp_path / "sub")])
+    assert [Path(source.path).name for source in found] == ["c.txt", "a.jsonl", "b.jsonl", "f.parquet", "e.ndjson.gz"]
+    assert [source.kind for source in found] == ["text", "jsonl", "jsonl", "parquet", "jsonl"]
+    (tmp_path / "empty").mkdir()
+    names = ["none.jsonl", "d.bin", "*.zst", "g.parquet.gz", "empty"]
     with pytest.raises(DataError) as caught:
-        expand_inputs([str(tmp_path / "none.jsonl"), str(tmp_path / "d.bin"), str(tmp_path / "*.gz")])
-    assert str(caught.value).count("--input") == 3
+        find_sources([str(tmp_path / name) for name in names])
+    assert str(caught.value).count("--input") == len(names)
+
+
+def test_zstandard_without_its_library(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "backports.zstd", None)
+    monkeypatch.setitem(__import__("sys").modules, "backports", None)
+    (tmp_path / "a.jsonl.zst").write_bytes(b"")
+    with pytest.raises((CapabilityError, DataError), match="backports.zstd"):
+        find_sources([str(tmp_path / "a.jsonl.zst")])
+
+
+def test_an_empty_separator_is_refused():
+    with pytest.raises(DataError, match="--text-separator is empty"):
+        find_sources(["a.txt"], "")

@@ -1,0 +1,173 @@
+"""A job that is killed at any point and started again makes the same shards, and does little twice."""
+
+import dataclasses
+import gzip
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+from shard_files import content_of
+
+from megafp8.data import preprocess as preprocess_module
+from megafp8.data import preprocess_plan, preprocess_work, shards
+from megafp8.data.part_files import PartFolder, PartWriter
+from megafp8.data.preprocess import PreprocessJob, preprocess
+from megafp8.data.shard_checks import check_shard
+from megafp8.errors import DataError
+
+KILLS = 8
+PAUSE_S = 0.02
+
+
+@pytest.fixture
+def slow_parts(monkeypatch, tmp_path):
+    """About seventy parts, each of which takes a moment, and a list of those that were begun."""
+    monkeypatch.setattr(preprocess_plan, "SMALLEST_PART_BYTES", 200)
+    monkeypatch.setattr(preprocess_plan, "MIN_PARTS", 1 << 30)
+    begun = tmp_path / "begun"
+    begun.touch()
+    enter = PartWriter.__enter__
+
+    def log(writer):
+        with open(begun, "a") as stream:
+            stream.write(writer._name + "\n")
+        return enter(writer)
+
+    finish = PartWriter.finish
+
+    def dawdle(writer, *arguments):
+        time.sleep(PAUSE_S * random.random())
+        return finish(writer, *arguments)
+
+    monkeypatch.setattr(PartWriter, "__enter__", log)
+    monkeypatch.setattr(PartWriter, "finish", dawdle)
+    return lambda: begun.read_text().split()
+
+
+def run_until(job: PreprocessJob, is_time: Callable[[], bool]) -> bool:
+    """Run a job in a process of its own and kill it when it is time; whether it was done by then."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            preprocess(job)
+            status = 0
+        finally:
+            os._exit(status)
+    while not is_time():
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            assert os.waitstatus_to_exitcode(status) == 0
+            return True
+        time.sleep(0.001)
+    time.sleep(PAUSE_S * random.random())
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
+
+
+@pytest.mark.parametrize("compression", ["", ".gz"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_killed_at_random_and_started_again(
+    tmp_path, corpus_file, tokenizer_config, shard, slow_parts, workers, compression
+):
+    path = tmp_path / f"corpus.jsonl{compression}"
+    content = corpus_file.read_bytes()
+    path.write_bytes(gzip.compress(content) if compression else content)
+    job = PreprocessJob(
+        inputs=(str(path),),
+        output_prefix=str(tmp_path / "out" / "c"),
+        tokenizer=tokenizer_config,
+        append_eod=True,
+        workers=workers,
+    )
+    preprocess(dataclasses.replace(job, output_prefix=str(tmp_path / "straight" / "c")))
+    num_parts = len(slow_parts())
+    rng = random.Random(workers)
+    kills = 0
+    for _ in range(KILLS):
+        # From the very first moment to a tenth of the work later; on a busy machine the kill may come late.
+        until = len(slow_parts()) + rng.randrange(num_parts // 10)
+        if run_until(job, lambda until=until: len(slow_parts()) >= until):
+            break
+        kills += 1
+    assert kills >= 3
+    preprocess(job)
+    assert content_of(job.shard_prefix("text")) == content_of(shard)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
+        f"c_text_document{end}" for end in (".bin", ".idx", ".manifest.json")
+    )
+    done_again = len(slow_parts()) - 2 * num_parts
+    assert 0 <= done_again <= kills * workers
+
+
+LAST_STEPS = [(shards, "publish", 4), (preprocess_module, "save_manifest", 2), (PartFolder, "remove", 1)]
+
+
+@pytest.mark.parametrize(("owner", "name", "calls"), LAST_STEPS)
+def test_killed_while_the_shards_appear(
+    tmp_path, corpus_file, tokenizer_config, shard, monkeypatch, owner, name, calls
+):
+    """The moments after the last part: between tokens and index, before a manifest, before the parts are gone."""
+    for call in range(calls):
+        job = PreprocessJob(
+            inputs=(str(corpus_file),),
+            output_prefix=str(tmp_path / str(call)),
+            tokenizer=tokenizer_config,
+            append_eod=True,
+            json_keys=("text", "title"),
+        )
+        made = []
+        real = getattr(owner, name)
+
+        def die(*arguments, real=real, made=made, call=call):
+            if len(made) == call:
+                os._exit(77)
+            made.append(1)
+            return real(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, die)
+            child = os.fork()
+            if child == 0:
+                try:
+                    preprocess(job)
+                finally:
+                    os._exit(0)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 77
+        preprocess(job)
+        assert not list(tmp_path.glob("*.parts"))
+        check_shard(job.shard_prefix("title"), 1 << 16)
+        assert content_of(job.shard_prefix("text")) == content_of(shard)
+
+
+def test_a_worker_that_is_killed_costs_its_parts_only(tmp_path, corpus_file, tokenizer_config, shard, slow_parts):
+    job = PreprocessJob(
+        inputs=(str(corpus_file),),
+        output_prefix=str(tmp_path / "c"),
+        tokenizer=tokenizer_config,
+        append_eod=True,
+        workers=2,
+    )
+    real = preprocess_work._encode_part
+    flag = tmp_path / "died"
+
+    def die_once(worker, part):
+        if part.name == "000009" and not flag.exists():
+            flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(worker, part)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preprocess_work, "_encode_part", die_once)
+        with pytest.raises(DataError, match="SIGKILL"):
+            preprocess(job)
+    done = len(list((tmp_path / "c.parts").glob("0*.json")))
+    assert done >= 8
+    seen = []
+    preprocess(job, on_progress=seen.append)
+    assert seen[0].num_documents >= 8
+    assert content_of(job.shard_prefix("text")) == content_of(shard)
