@@ -110,7 +110,9 @@ def print_summary(summary: ShardSummary) -> None:
         ends = {True: "ended by its token", False: "not ended by a token", None: "unknown ends"}[manifest.append_eod]
         tokenizer = "unknown" if manifest.tokenizer is None else describe_tokenizer(manifest.tokenizer)
         print(f"  tokenizer  {tokenizer}")
-        print(f"  manifest   documents {ends}, from {len(manifest.sources)} files, key {manifest.json_key}")
+        origin = f"from {len(manifest.sources)} files, key {manifest.json_key}"
+        skipped = f", {manifest.num_skipped:,} records left out" if manifest.num_skipped else ""
+        print(f"  manifest   documents {ends}, {origin}, encoded by {manifest.encoder or 'unknown'}{skipped}")
         for part in manifest.parts:
             last = part["first_document"] + part["num_documents"]
             print(f"  made from  documents {part['first_document']:,} to {last:,} of {part['prefix']}")

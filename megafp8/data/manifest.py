@@ -31,7 +31,7 @@ class ShardManifest:
         sources: `path`, `bytes` and `mtime_ns` of each input file, in order; of text its `separator`, of a dataset its
             `fingerprint`, where there are any.
         encoder: what gave the ids: the tokenizer's own library, or gigatoken.
-        num_skipped: records that were left out, since they were no documents.
+        num_skipped: records that were left out, since they were no documents; of a divided shard not known.
         tokenizer_settings: how to build the tokenizer again, see `tokenizer_settings`; not compared with anything.
         parts: of a joined or divided shard, what it was made from, in order: `prefix`, `content_key`, `first_document`
             and `num_documents` of each shard.
@@ -50,7 +50,7 @@ class ShardManifest:
     idx_sha256: str
     sources: list[dict[str, Any]]
     encoder: Optional[str] = None
-    num_skipped: int = 0
+    num_skipped: Optional[int] = 0
     tokenizer_settings: dict[str, Any] = field(default_factory=dict)
     parts: list[dict[str, Any]] = field(default_factory=list)
     format: str = FORMAT

@@ -106,7 +106,7 @@ def _common_manifest(inputs: Sequence[_Input], trust_missing: bool) -> dict[str,
     known = [each for each in inputs if each.manifest is not None and each.manifest.tokenizer is not None]
     unknown = [each.prefix for each in inputs if each.manifest is None or each.manifest.tokenizer is None]
     if not known:
-        return {"tokenizer": None, "json_key": None, "append_eod": None, "sources": [], "tokenizer_settings": {}}
+        return {"tokenizer": None, "json_key": None, "append_eod": None, "sources": []}
     if unknown and not trust_missing:
         raise DataError(
             f"{', '.join(unknown)}: no manifest says which tokenizer made it, but {known[0].prefix} has one. "
@@ -124,15 +124,26 @@ def _common_manifest(inputs: Sequence[_Input], trust_missing: bool) -> dict[str,
             raise DataError(
                 f"Only one of {known[0].prefix} and {each.prefix} ends its documents with a token (--append-eod)."
             )
-    keys = {manifest.json_key for manifest in manifests}
     sources = {source["path"]: source for manifest in manifests for source in manifest.sources}
     return {
         "tokenizer": manifests[0].tokenizer,
-        "json_key": keys.pop() if len(keys) == 1 else None,
+        "json_key": _same([manifest.json_key for manifest in manifests]),
         "append_eod": manifests[0].append_eod,
         "sources": list(sources.values()),
+        "encoder": _same([manifest.encoder for manifest in manifests]),
         "tokenizer_settings": manifests[0].tokenizer_settings,
     }
+
+
+def _same(values: Sequence[Optional[str]]) -> Optional[str]:
+    return values[0] if len(set(values)) == 1 else None
+
+
+def _num_skipped(inputs: Sequence[_Input], output: Output) -> Optional[int]:
+    """Records left out of the sources; nobody knows of which part of a shard they would have been."""
+    counts = [each.manifest.num_skipped if each.manifest else None for each in inputs]
+    is_all = output.last - output.first == sum(each.index.num_documents for each in inputs)
+    return sum(count or 0 for count in counts) if is_all and None not in counts else None
 
 
 def _slices(output: Output, inputs: Sequence[_Input]) -> list[tuple[_Input, int, int]]:
@@ -208,6 +219,7 @@ def _write(
             bin_sha256=tokens.sha256,
             idx_bytes=written.num_bytes,
             idx_sha256=written.sha256,
+            num_skipped=_num_skipped(inputs, output),
             parts=_parts(output, inputs),
         )
         # Without its index a shard is none: an old index goes first and the new one comes last, so that a job that is

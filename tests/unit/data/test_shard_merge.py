@@ -120,6 +120,17 @@ def test_the_manifest_says_what_it_was_made_from(tmp_path, pair):
     assert manifest.tokenizer == TOKENIZER
 
 
+def test_what_was_left_out_and_by_what_it_was_encoded(tmp_path, pair):
+    one = write_with_manifest(tmp_path / "one", [[1]], encoder="sentencepiece", num_skipped=2)
+    two = write_with_manifest(tmp_path / "two", [[2]], encoder="sentencepiece", num_skipped=3)
+    ((_, joined),) = merge([one, two], tmp_path / "joined").shards
+    assert (joined.encoder, joined.num_skipped) == ("sentencepiece", 5)
+    ((_, mixed),) = merge([one, pair[0]], tmp_path / "mixed").shards
+    assert (mixed.encoder, mixed.num_skipped) == (None, 2)
+    divided = merge([str(tmp_path / "joined")], tmp_path / "divided", num_parts=2).shards
+    assert [(manifest.encoder, manifest.num_skipped) for _, manifest in divided] == [("sentencepiece", None)] * 2
+
+
 def test_again_does_nothing_and_goes_on_where_it_stopped(tmp_path, pair):
     options = {"documents_per_part": 2}
     made = [prefix for prefix, _ in merge(pair, tmp_path / "out", **options).shards]

@@ -1,3 +1,4 @@
+import gzip
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,21 @@ def test_training_again_does_nothing_and_other_settings_are_refused(tmp_path, co
     assert train_sentencepiece([str(corpus_file)], prefix, vocab_size=330, overwrite=True).trained
     data = DataConfig(tokenizer_type="Llama2Tokenizer", tokenizer_model=f"{prefix}.model")
     assert build_tokenizer(data).vocab_size == 330
+
+
+def test_every_kind_of_input_gives_the_same_model(tmp_path, corpus_file, documents):
+    """The files that preprocessing takes; half of the documents each in a file of its own kind."""
+    parquet, zstd = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("backports.zstd")
+    pyarrow = pytest.importorskip("pyarrow")
+    half, lines = len(documents) // 2, corpus_file.read_bytes().splitlines(keepends=True)
+    parquet.write_table(pyarrow.table({"id": range(half), "text": documents[:half]}), tmp_path / "a.parquet")
+    (tmp_path / "b.jsonl.zst").write_bytes(zstd.compress(b"".join(lines[half:])))
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b"".join(lines[half:])))
+    train_sentencepiece([str(corpus_file)], str(tmp_path / "plain"), vocab_size=320)
+    for name in ("b.jsonl.zst", "c.jsonl.gz"):
+        inputs = [str(tmp_path / "a.parquet"), str(tmp_path / name)]
+        train_sentencepiece(inputs, str(tmp_path / "other"), vocab_size=320, overwrite=True)
+        assert (tmp_path / "other.model").read_bytes() == (tmp_path / "plain.model").read_bytes()
 
 
 def test_training_is_deterministic(tmp_path, corpus_file):
