@@ -133,6 +133,8 @@ def _checked(batches: Iterator[Any]) -> Iterator[dict[str, torch.Tensor]]:
             if isinstance(batch, DataError):
                 raise batch
             yield batch
+    except (ConnectionError, EOFError) as error:  # it died while it handed a batch over
+        raise _death(error) from error
     finally:
         del batches  # ends the loader processes now; an error's traceback would hold them as long as it is held
 
@@ -148,10 +150,14 @@ def loader_deaths_explained() -> Iterator[None]:
     except RuntimeError as error:
         if not str(error).startswith("DataLoader worker"):
             raise
-        raise DataError(
-            f"A loader process ended by itself: {error} Out of memory or of shared memory (/dev/shm), or a shard was "
-            "cut short while it was read. --num-workers 0 loads in the training process."
-        ) from error
+        raise _death(error) from error
+
+
+def _death(error: Exception) -> DataError:
+    return DataError(
+        f"A loader process ended by itself: {error} Out of memory or of shared memory (/dev/shm), or a shard was "
+        "cut short while it was read. --num-workers 0 loads in the training process."
+    )
 
 
 def stack_samples(samples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
