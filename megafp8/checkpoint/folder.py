@@ -1,7 +1,15 @@
 """Where checkpoints lie: `FOLDER/iter_0000120/`, and a text file that names the newest, as Megatron-LM has it.
 
-A checkpoint is written beside its final name and renamed when whole, so a folder that bears the name is complete. The
-pointer file is a hint for people and for other programs; the newest complete folder wins.
+A checkpoint is written beside its final name and renamed when whole, so a folder that bears the name was complete when
+it got it. The pointer file is a hint for people and for other programs; the newest complete folder wins.
+
+| name | what it is |
+|---|---|
+| `iter_0000120` | a checkpoint |
+| `iter_0000120.unfinished` | being written, or being deleted; swept when a run starts |
+| `iter_0000120.replaced` | the one of this step before, for as long as the new one gets its name |
+| `iter_0000120.corrupt` | found damaged by a run that resumed; kept for people, never read |
+| `iter_0000120.retired` | newer than the one that a run went back to (`--ckpt-step`); kept for people, never read |
 """
 
 from __future__ import annotations
@@ -9,15 +17,21 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from itertools import count
 from pathlib import Path
 from typing import Optional
 
+from megafp8.checkpoint.manifest import MANIFEST, Manifest, differences, write_manifest
+from megafp8.data.atomic import atomic_write
 from megafp8.errors import CheckpointError
 
 POINTER = "latest_checkpointed_iteration.txt"
-# Written by megatron-core after everything else: a folder that has it is whole.
-COMPLETE = "metadata.json"
+# Written after everything else: a folder that has it was whole.
+COMPLETE = MANIFEST
 NAME = re.compile(r"iter_(\d{7,})")
+UNFINISHED, REPLACED, CORRUPT, RETIRED = ".unfinished", ".replaced", ".corrupt", ".retired"
+# Beside tensors a checkpoint has its metadata: names, shapes and places.
+SPARE_BYTES, SPARE_SHARE = 1 << 20, 0.01
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -27,37 +41,121 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 def unfinished_path(folder: Path, step: int) -> Path:
     """The place where it is being written."""
-    return folder / f"iter_{step:07d}.unfinished"
+    return folder / f"iter_{step:07d}{UNFINISHED}"
 
 
-def make_unfinished(folder: Path, step: int) -> None:
-    """An empty place to write to; what a killed save left there goes away. One rank calls this."""
+def make_unfinished(folder: Path, step: int, num_bytes: int = 0) -> None:
+    """An empty place to write to; what a killed save left there goes away. One rank calls this.
+
+    Args:
+        num_bytes: of the tensors that will be written.
+
+    Raises:
+        CheckpointError: the disk has no room for them.
+    """
     place = unfinished_path(folder, step)
     shutil.rmtree(place, ignore_errors=True)
-    place.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    needed, free = num_bytes + SPARE_BYTES + int(num_bytes * SPARE_SHARE), shutil.disk_usage(folder).free
+    if needed > free:
+        raise CheckpointError(
+            f"{folder} has {free / 1e9:.3f} GB free and a checkpoint takes {needed / 1e9:.3f} GB: make room, keep "
+            "fewer with --ckpt-keep, or save to another folder"
+        )
+    place.mkdir()
 
 
-def finish(folder: Path, step: int) -> Path:
-    """Give a wholly written checkpoint its name, and point to it. One rank calls this.
+def finish(folder: Path, step: int, manifest: Manifest) -> Path:
+    """Give a wholly written checkpoint its manifest and its name, and point to it. One rank calls this.
 
-    A checkpoint of the same step that is already there is replaced.
+    A checkpoint of the same step that is already there is replaced; at every moment one of the two is whole.
+
+    Raises:
+        CheckpointError: a file that some rank wrote is not in this folder.
     """
     written, final = unfinished_path(folder, step), checkpoint_path(folder, step)
+    if missing := differences(written, manifest):
+        raise CheckpointError(
+            f"{written} lacks what the ranks wrote ({missing[0]}): give a folder that all machines share"
+        )
+    write_manifest(written, manifest)
+    replaced = final.with_name(final.name + REPLACED)
     if final.exists():
-        shutil.rmtree(final)
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
     written.rename(final)
-    pointer = folder / (POINTER + ".unfinished")
-    pointer.write_text(f"{step}\n", encoding="utf-8")
-    os.replace(pointer, folder / POINTER)
+    sync_folder(folder)
+    with atomic_write(folder / POINTER) as stream:
+        stream.write(f"{step}\n".encode())
+    shutil.rmtree(replaced, ignore_errors=True)
     return final
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sweep(folder: Path) -> None:
+    """Clear away what killed saves left, and give a checkpoint back its name that lost it on being replaced.
+
+    For the start of the only run that writes to the folder. One rank calls this.
+    """
+    for path in folder.glob(f"iter_*{REPLACED}"):
+        final = path.with_name(path.name.removesuffix(REPLACED))
+        if not final.exists():
+            path.rename(final)
+    for suffix in (UNFINISHED, REPLACED):
+        for path in folder.glob(f"iter_*{suffix}"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def prune(folder: Path, keep: int, never: Optional[int] = None) -> list[int]:
+    """Delete all but the newest `keep` checkpoints, whole by name; what was set aside stays. One rank calls this.
+
+    Args:
+        never: a step that stays in any case.
+
+    Returns:
+        The steps that were deleted.
+    """
+    steps = [step for step in saved_steps(folder)[:-keep] if step != never]
+    for step in steps:
+        delete(folder, step)
+    return steps
+
+
+def delete(folder: Path, step: int) -> None:
+    """Delete a checkpoint. It loses its name first, so that no half of it is ever found."""
+    doomed = unfinished_path(folder, step)
+    shutil.rmtree(doomed, ignore_errors=True)
+    checkpoint_path(folder, step).rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def set_aside(path: Path, suffix: str) -> Path:
+    """Rename a checkpoint so that no run takes it: `.corrupt`, `.retired`, with a number where the name is taken."""
+    names = (path.with_name(path.name + suffix + (f"-{number}" if number else "")) for number in count())
+    aside = next(name for name in names if not name.exists())
+    path.rename(aside)
+    return aside
+
+
+def named_steps(folder: Path) -> list[int]:
+    """Steps of all folders that bear a checkpoint's name, ascending; none for a folder that is not there."""
+    if not folder.is_dir():
+        return []
+    named = [(NAME.fullmatch(path.name), path) for path in folder.iterdir()]
+    return sorted(int(match[1]) for match, path in named if match and path.is_dir())
 
 
 def saved_steps(folder: Path) -> list[int]:
     """Steps of the complete checkpoints in a folder, ascending; empty for a folder that is not there."""
-    if not folder.is_dir():
-        return []
-    named = [(NAME.fullmatch(path.name), path) for path in folder.iterdir()]
-    return sorted(int(match[1]) for match, path in named if match and (path / COMPLETE).is_file())
+    return [step for step in named_steps(folder) if (checkpoint_path(folder, step) / COMPLETE).is_file()]
 
 
 def find_checkpoint(folder: Path, step: Optional[int] = None) -> Optional[tuple[int, Path]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,11 +14,11 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.fp8_utils import is_float8tensor
-from megatron.core.safe_globals import register_safe_globals
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint import CheckpointException
 
 from megafp8.checkpoint.buckets import parts_of
+from megafp8.checkpoint.safe_load import SafeStrategy, check_before_reading
 from megafp8.checkpoint.state import (
     Progress,
     Trainee,
@@ -27,6 +28,7 @@ from megafp8.checkpoint.state import (
     random_state,
     restore_random_state,
 )
+from megafp8.checkpoint.together import reason
 from megafp8.config import derived, serialize
 from megafp8.config.schema import RunConfig
 from megafp8.data.sample_chain import SampleChain, SampleMark
@@ -42,7 +44,8 @@ LAYER_STATE = ("_extra_state", ".quantizer_state.")
 # What megatron-core and torch raise on a file that is missing, cut off or of another model.
 UNREADABLE = (
     CheckpointingException, CheckpointException, OSError, RuntimeError, AttributeError, EOFError, KeyError,
-    pickle.UnpicklingError, TypeError, ValueError,
+    pickle.UnpicklingError, TypeError, ValueError, IndexError, ImportError, zipfile.BadZipFile, RecursionError,
+    MemoryError,
 )  # fmt: skip
 
 
@@ -70,7 +73,6 @@ def read_config(path: Path) -> RunConfig:
 
 def common_state(path: Path) -> dict[str, Any]:
     """The plain values of a checkpoint."""
-    register_safe_globals()
     with readable(path):
         state = dist_checkpointing.load_common_state_dict(str(path))
     if "config" not in state:
@@ -157,7 +159,7 @@ def read_tensors(path: Path, state: dict[str, Any], chunks: list[Any], names: li
         CheckpointError: a tensor is absent, or the checkpoint cannot be read.
     """
     with readable(path):
-        state, _, absent = dist_checkpointing.load(state, str(path), strict="return_unexpected")
+        state, _, absent = dist_checkpointing.load(state, str(path), SafeStrategy(), strict="return_unexpected")
     for name, chunk in zip(names, chunks, strict=True):
         absent |= set(unwrap_model(chunk).load_state_dict(state[name], strict=False).missing_keys)
     absent = sorted(key for key in absent if not any(part in key for part in LAYER_STATE))
@@ -175,23 +177,19 @@ def embedding_rows(path: Path) -> int:
         CheckpointError: the checkpoint cannot be read.
     """
     with readable(path):
-        return dist_checkpointing.load_tensors_metadata(str(path))[EMBEDDING].global_shape[0]
+        return dist_checkpointing.load_tensors_metadata(str(path), SafeStrategy())[EMBEDDING].global_shape[0]
 
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Within, what a missing, damaged or other checkpoint raises becomes a CheckpointError."""
+    """Within, what a missing, damaged or other checkpoint raises becomes a CheckpointError, and none runs code."""
     try:
+        check_before_reading(path)
         yield
+    except CheckpointError:
+        raise
     except UNREADABLE as error:
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {reason(error)}") from error
-
-
-def reason(error: BaseException) -> str:
-    """What went wrong in one line: torch's own exception prints the tracebacks of all ranks."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
-    return f"{type(error).__name__}: {error}"
 
 
 def restore_schedule(path: Path, trainee: Trainee, saved: dict[str, Any]) -> None:

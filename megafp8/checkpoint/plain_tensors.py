@@ -11,7 +11,9 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from torch import Tensor
 
-from megafp8.checkpoint.load import readable, reason
+from megafp8.checkpoint.load import readable
+from megafp8.checkpoint.manifest import check_whole
+from megafp8.checkpoint.safe_load import SafeStrategy
 from megafp8.errors import CheckpointError
 
 # megatron-core stacks what all layers have in one tensor, a layer an entry of dim 0.
@@ -41,8 +43,9 @@ def load_matching(path: Path, pattern: str) -> Iterator[tuple[str, Tensor]]:
     """Read the tensors whose names match a shell pattern, one after the other; torch.distributed runs already.
 
     Raises:
-        CheckpointError: nothing matches, or the checkpoint cannot be read.
+        CheckpointError: nothing matches, or the checkpoint is damaged or cannot be read.
     """
+    check_whole(path)
     names = tensor_names(path)
     by_key: dict[str, list[tuple[str, int | None]]] = {}
     for name, (key, layer) in names.items():
@@ -61,15 +64,10 @@ def _load(path: Path, key: str) -> Tensor:
     """One tensor of a checkpoint."""
     wanted = {key: _metadata(path)[key]}
     with readable(path):
-        return dist_checkpointing.load(wanted, str(path), validate_access_integrity=False)[key]
+        return dist_checkpointing.load(wanted, str(path), SafeStrategy(), validate_access_integrity=False)[key]
 
 
 def _metadata(path: Path) -> dict[str, ShardedTensor]:
     """All tensors of a checkpoint, without their data."""
-    try:
-        with readable(path):
-            return dist_checkpointing.load_tensors_metadata(str(path))
-    except CheckpointError:
-        raise
-    except (ValueError, TypeError) as error:  # its metadata is no JSON, or that of something else
-        raise CheckpointError(f"{path} cannot be read as a checkpoint: {reason(error)}") from error
+    with readable(path):
+        return dist_checkpointing.load_tensors_metadata(str(path), SafeStrategy())

@@ -363,6 +363,11 @@ class CheckpointConfig:
     save: Optional[str] = setting(None, "folder for checkpoints, records and the configuration of this run")
     load: Optional[str] = setting(None, "folder to resume from; a folder without checkpoints starts anew")
     save_interval: Optional[int] = setting(None, "steps between checkpoints; the last step is always saved")
+    ckpt_keep: Optional[int] = setting(None, "newest checkpoints to keep, older ones are deleted; default all")
+    ckpt_verify: str = setting(
+        "hash", "what is compared with a checkpoint's manifest before it is loaded: every byte, or sizes only",
+        choices=("hash", "size"),
+    )
     no_save_optim: bool = setting(False, "leave optimizer state out of checkpoints")
     no_save_rng: bool = setting(False, "leave random-number state out of checkpoints")
     no_load_optim: bool = setting(False, "do not load optimizer state")

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megafp8.checkpoint.folder import find_checkpoint
 from megafp8.checkpoint.load import embedding_rows, load_weights, read_config
+from megafp8.checkpoint.manifest import check_whole
 from megafp8.config import derived
 from megafp8.config.schema import DataConfig, RunConfig
 from megafp8.data.tokenizer import Tokenizer, build_tokenizer
@@ -115,6 +116,7 @@ def load_language_model(
     if found is None:
         raise CheckpointError(f"--load {folder} holds no checkpoint; give the folder that a run had as --save")
     path = found[1]
+    check_whole(path)
     saved = read_config(path)
     config, implementation = one_rank_config(saved, capability.detect_target(), high_precision)
     config = dataclasses.replace(config, data=dataclasses.replace(saved.data, **(tokenizer_files or {})))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,11 +13,14 @@ from typing import Optional
 import torch
 import torch.distributed as dist
 
-from megafp8.checkpoint.folder import find_checkpoint
+from megafp8.checkpoint.choose import choose_checkpoint, retire_newer
+from megafp8.checkpoint.folder import sweep
 from megafp8.checkpoint.load import check_same_samples, check_same_vocabulary, load_checkpoint
 from megafp8.checkpoint.save import save_checkpoint, sync_parameters
 from megafp8.checkpoint.state import Progress
+from megafp8.checkpoint.together import on_rank_0
 from megafp8.config import derived, serialize
+from megafp8.config.schema import RunConfig
 from megafp8.data.loader import loader_deaths_explained
 from megafp8.errors import CapabilityError, CheckpointError
 from megafp8.telemetry.records import EventRecord, StepRecord
@@ -60,42 +64,38 @@ def resume(run: Run) -> tuple[Progress, tuple[str, ...]]:
         CheckpointError: a checkpoint that must be there is not, or is of another model.
     """
     checkpoint = run.config.checkpoint
-    found = find_checkpoint(Path(checkpoint.load), checkpoint.ckpt_step) if checkpoint.load else None
-    weights_only = checkpoint.finetune
-    if found is None and checkpoint.load and checkpoint.exit_on_missing_checkpoint:
+    weights_only, with_hashes = checkpoint.finetune, checkpoint.ckpt_verify == "hash"
+    is_own = saves_where_it_loads(run.config)
+    if is_own:
+        on_rank_0(lambda: sweep(Path(checkpoint.save or "")))
+    chosen = None
+    if checkpoint.load:
+        chosen = choose_checkpoint(
+            Path(checkpoint.load), checkpoint.ckpt_step, with_hashes=with_hashes, is_own=is_own
+        )
+    if chosen is None and checkpoint.load and checkpoint.exit_on_missing_checkpoint:
         raise CheckpointError(f"--load {checkpoint.load} holds no checkpoint (--exit-on-missing-checkpoint)")
-    check_ranks_agree(found[0] if found else None, checkpoint.load)
-    if found is None and checkpoint.pretrained_checkpoint:
-        found, weights_only = find_checkpoint(Path(checkpoint.pretrained_checkpoint)), True
-        if found is None:
+    if chosen is None and checkpoint.pretrained_checkpoint:
+        chosen, weights_only = choose_checkpoint(Path(checkpoint.pretrained_checkpoint), with_hashes=with_hashes), True
+        if chosen is None:
             raise CheckpointError(f"--pretrained-checkpoint {checkpoint.pretrained_checkpoint} holds no checkpoint")
-    if found is None:
+    if chosen is None:
         # A first start, or a wrong folder: only the user can tell.
         return Progress(), (f"{checkpoint.load} holds none: starts anew",) if checkpoint.load else ()
-    _, path = found
-    check_same_vocabulary(path, run.config, run.vocab_size)
-    notes: tuple[str, ...] = ()
+    check_same_vocabulary(chosen.path, run.config, run.vocab_size)
+    notes = chosen.notes
     if not (weights_only or run.config.training.skip_train) and run.sample_chain is not None:
-        notes = check_same_samples(path, run.sample_chain, checkpoint.override_sample_order)
-    loaded = load_checkpoint(path, run.config, run.trainee, weights_only)
-    return loaded.progress, (f"loaded {path}", *loaded.notes, *notes)
+        notes += check_same_samples(chosen.path, run.sample_chain, checkpoint.override_sample_order)
+    loaded = load_checkpoint(chosen.path, run.config, run.trainee, weights_only)
+    if is_own and checkpoint.ckpt_step is not None and not (weights_only or run.config.training.skip_train):
+        notes += retire_newer(chosen.path.parent, chosen.step)
+    return loaded.progress, (f"loaded {chosen.path}", *loaded.notes, *notes)
 
 
-def check_ranks_agree(step: Optional[int], folder: Optional[str]) -> None:
-    """Refuse a folder that is not the same on every machine: some ranks would go on and others start anew.
-
-    Raises:
-        CheckpointError: on all ranks.
-    """
-    steps: list[Optional[int]] = [None] * dist.get_world_size()
-    dist.all_gather_object(steps, step)
-    if len(set(steps)) > 1:
-        other = next(rank for rank, seen in enumerate(steps) if seen != steps[0])
-        seen = [f"rank {rank} finds {steps[rank] or 'none'}" for rank in (0, other)]
-        raise CheckpointError(
-            f"--load {folder}: the ranks do not see the same newest checkpoint ({', '.join(seen)}); "
-            "give a folder that all machines share"
-        )
+def saves_where_it_loads(config: RunConfig) -> bool:
+    """Whether the folder to resume from is this run's own."""
+    save_to, load_from = config.checkpoint.save, config.checkpoint.load
+    return bool(save_to and load_from and Path(save_to).resolve() == Path(load_from).resolve())
 
 
 def open_sinks(run: Run, folder: Optional[Path], total_steps: int) -> Sinks:
@@ -132,8 +132,9 @@ def train_steps(
                 validate(run, sinks, progress)
             reason = reason_to_stop(run, step, started)
             if folder is not None and is_save_due(run, step, total_steps, reason):
-                save(run, sinks, progress, folder)
-                saved_step = step
+                is_last = reason is not None or step == total_steps
+                if save(run, sinks, progress, folder, is_last):
+                    saved_step = step
             collect_garbage(run, step)
     if training.manual_gc:
         gc.enable()
@@ -234,14 +235,27 @@ def is_save_due(run: Run, step: int, total_steps: int, reason: Optional[str]) ->
     return reason is not None or step == total_steps or bool(interval and step % interval == 0)
 
 
-def save(run: Run, sinks: Sinks, progress: Progress, folder: Path) -> None:
-    """Write a checkpoint and record it."""
+def save(run: Run, sinks: Sinks, progress: Progress, folder: Path, is_last: bool) -> bool:
+    """Write a checkpoint and record it; whether it is there now.
+
+    Raises:
+        CheckpointError: it could not be written, and it was the last one that this run would write.
+    """
     began = time.monotonic()
     samples = None if run.sample_chain is None else run.sample_chain.mark(progress.consumed_samples)
-    path = save_checkpoint(folder, run.config, run.trainee, progress, samples)
+    try:
+        path = save_checkpoint(folder, run.config, run.trainee, progress, samples)
+    except CheckpointError as error:
+        sinks.write(EventRecord(step=progress.step, name="checkpoint failed", detail=str(error)))
+        if is_last:
+            raise
+        if run.place.rank == 0:
+            print(f"megafp8: {error}; training goes on without it", file=sys.stderr, flush=True)
+        return False
     sinks.write(
         EventRecord(step=progress.step, name="checkpoint saved", detail=f"{path} in {time.monotonic() - began:.1f} s")
     )
+    return True
 
 
 def collect_garbage(run: Run, step: int) -> None:

@@ -15,6 +15,7 @@ def saving_needs_a_folder(config: RunConfig, world_size: int) -> Iterator[str]:
         return
     asked = {
         f"--save-interval {checkpoint.save_interval}": checkpoint.save_interval is not None,
+        f"--ckpt-keep {checkpoint.ckpt_keep}": checkpoint.ckpt_keep is not None,
         "--no-save-optim": checkpoint.no_save_optim,
         "--no-save-rng": checkpoint.no_save_rng,
     }
@@ -36,6 +37,8 @@ def loading_needs_a_folder(config: RunConfig, world_size: int) -> Iterator[str]:
         "--use-checkpoint-opt_param-scheduler": checkpoint.use_checkpoint_opt_param_scheduler,
         "--override-opt_param-scheduler": checkpoint.override_opt_param_scheduler,
         "--override-sample-order": checkpoint.override_sample_order,
+        f"--ckpt-verify {checkpoint.ckpt_verify}":
+            checkpoint.ckpt_verify != "hash" and checkpoint.pretrained_checkpoint is None,
     }
     for flag in (flag for flag, given in asked.items() if given):
         yield without(flag, "--load")

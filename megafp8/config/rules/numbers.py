@@ -52,7 +52,8 @@ _SETTINGS_OF_RANGE: tuple[tuple[_Range, str], ...] = (
         "data.seq_length data.tiktoken_num_special_tokens "
         "training.micro_batch_size training.global_batch_size training.train_iters training.train_samples "
         "training.eval_interval training.exit_interval training.exit_duration_in_mins "
-        "training.recompute_num_layers training.num_threads checkpoint.save_interval checkpoint.ckpt_step "
+        "training.recompute_num_layers training.num_threads checkpoint.save_interval checkpoint.ckpt_keep "
+        "checkpoint.ckpt_step "
         "logging.log_interval logging.tensorboard_log_interval",
     ),
     (

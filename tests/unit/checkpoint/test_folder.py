@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from megafp8.checkpoint import folder as folders
+from megafp8.checkpoint.manifest import FileEntry, Manifest
+from megafp8.data.atomic import file_sha256
 from megafp8.errors import CheckpointError
 
 
@@ -18,6 +20,20 @@ def put(folder: Path, name: str, is_whole: bool = True) -> Path:
     if is_whole:
         (path / folders.COMPLETE).write_text("{}")
     return path
+
+
+def manifest_of(place: Path, step: int) -> Manifest:
+    """What a save knows of the files that it wrote."""
+    files = {path.name: FileEntry(path.stat().st_size, file_sha256(path)) for path in place.iterdir()}
+    return Manifest(step=step, consumed_samples=8 * step, layout=(1, 1, 1), saved_at="", files=files)
+
+
+def write(folder: Path, step: int) -> Manifest:
+    """A checkpoint that only lacks manifest and name."""
+    folders.make_unfinished(folder, step)
+    place = folders.unfinished_path(folder, step)
+    (place / "__0_0.distcp").write_bytes(b"new tensors")
+    return manifest_of(place, step)
 
 
 def test_newest_whole_checkpoint_wins(tmp_path: Path) -> None:
@@ -64,15 +80,21 @@ def test_a_step_that_is_asked_for(tmp_path: Path) -> None:
 
 def test_a_checkpoint_gets_its_name_when_it_is_whole(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    folders.make_unfinished(folder, 5)
-    put(folder / "iter_0000005.unfinished", "part")
-    (folder / "iter_0000005.unfinished" / folders.COMPLETE).write_text("{}")
+    manifest = write(folder, 5)
     assert folders.saved_steps(folder) == [], "not before it is finished"
-    path = folders.finish(folder, 5)
+    path = folders.finish(folder, 5, manifest)
     assert path == folder / "iter_0000005"
     assert folders.find_checkpoint(folder) == (5, path)
     assert (folder / folders.POINTER).read_text() == "5\n"
     assert sorted(item.name for item in folder.iterdir()) == ["iter_0000005", folders.POINTER]
+
+
+def test_what_other_ranks_wrote_has_to_be_in_the_folder(tmp_path: Path) -> None:
+    manifest = write(tmp_path, 5)
+    (folders.unfinished_path(tmp_path, 5) / "__0_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match="__0_0.distcp is missing.*all machines share"):
+        folders.finish(tmp_path, 5, manifest)
+    assert folders.saved_steps(tmp_path) == []
 
 
 def test_what_a_killed_save_left_is_thrown_away(tmp_path: Path) -> None:
@@ -84,7 +106,37 @@ def test_what_a_killed_save_left_is_thrown_away(tmp_path: Path) -> None:
 def test_a_step_that_was_saved_before_is_replaced(tmp_path: Path) -> None:
     old = put(tmp_path, "iter_0000005")
     (old / "old").write_text("")
-    put(tmp_path, "iter_0000005.unfinished")
-    folders.finish(tmp_path, 5)
+    folders.finish(tmp_path, 5, write(tmp_path, 5))
     assert not (old / "old").exists()
     assert folders.saved_steps(tmp_path) == [5]
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["iter_0000005", folders.POINTER]
+
+
+def test_a_full_disk_is_seen_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"GB free and a checkpoint takes 1010000\.001 GB: .*--ckpt-keep"):
+        folders.make_unfinished(tmp_path, 5, num_bytes=10**15)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_clears_away_what_was_cut_off_and_nothing_else(tmp_path: Path) -> None:
+    kept = ["iter_0000001", "iter_0000002.corrupt", "iter_0000003.retired", "iter_0000004"]
+    for name in (*kept[:-1], "iter_0000001.replaced", "iter_0000004.replaced", "iter_0000005.unfinished", "other"):
+        put(tmp_path, name)
+    folders.sweep(tmp_path)
+    assert sorted(item.name for item in tmp_path.iterdir()) == [*kept, "other"], "4 was being replaced"
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40):
+        put(tmp_path, f"iter_{step:07d}")
+    put(tmp_path, "iter_0000005.corrupt")
+    assert folders.prune(tmp_path, 2, never=10) == [20]
+    assert folders.saved_steps(tmp_path) == [10, 30, 40]
+    assert folders.prune(tmp_path, 5) == []
+    assert sorted(item.name for item in tmp_path.iterdir())[0] == "iter_0000005.corrupt"
+
+
+def test_names_of_what_is_set_aside_do_not_clash(tmp_path: Path) -> None:
+    for expected in ("iter_0000005.corrupt", "iter_0000005.corrupt-1", "iter_0000005.corrupt-2"):
+        assert folders.set_aside(put(tmp_path, "iter_0000005"), folders.CORRUPT).name == expected
+    assert folders.named_steps(tmp_path) == []

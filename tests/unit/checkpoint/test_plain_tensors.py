@@ -20,7 +20,7 @@ def test_stacked_layers_get_their_numbers(monkeypatch: pytest.MonkeyPatch, tmp_p
         "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight": (2, 8, 4),
     }
     metadata = {key: SimpleNamespace(global_shape=shape) for key, shape in shapes.items()}
-    monkeypatch.setattr(plain_tensors.dist_checkpointing, "load_tensors_metadata", lambda path: metadata)
+    monkeypatch.setattr(plain_tensors.dist_checkpointing, "load_tensors_metadata", lambda path, strategy: metadata)
     assert plain_tensors.tensor_names(tmp_path) == {
         "embedding.word_embeddings.weight": ("embedding.word_embeddings.weight", None),
         "decoder.layers.0.mlp.linear_fc1.weight": ("decoder.layers.mlp.linear_fc1.weight", 0),

@@ -1,0 +1,138 @@
+"""torch's writer of sharded checkpoints, which also hashes what it writes.
+
+The hash is taken from memory, not from the file read back: what the disk makes of it is found out at loading. Files are
+written by threads of this process, so that there is no child whose death could be waited for without end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from megatron.core.dist_checkpointing.strategies.filesystem_async import _split_by_size_and_type
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _write_item
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megafp8.checkpoint.manifest import FileEntry
+
+FILES_PER_RANK = 2
+# Below this a hash takes less time than handing it to another thread.
+MIN_OVERLAPPED_BYTES = 1 << 18
+
+
+class HashingWriter(FileSystemWriter):
+    """Writes this rank's part of a checkpoint to `FILES_PER_RANK` files, each synced to the disk.
+
+    Attributes:
+        written: what this rank has written so far, by file name.
+    """
+
+    def __init__(self, path: Path):
+        super().__init__(str(path), thread_count=FILES_PER_RANK)
+        self.written: dict[str, FileEntry] = {}
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The folder as text: it goes into the metadata, which holds plain values only."""
+        return str(self.path)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        """Write this rank's items.
+
+        Raises:
+            OSError: the disk is full, or the folder cannot be written to.
+        """
+        buckets = [bucket for bucket in _split_by_size_and_type(self.thread_count, plan.items) if bucket]
+        names = [f"{plan.storage_data.prefix}{number}{DEFAULT_SUFFIX}" for number in range(len(buckets))]
+        with ThreadPoolExecutor(2 * self.thread_count) as pool:
+            jobs = [
+                pool.submit(self._write_file, name, bucket, planner, pool)
+                for name, bucket in zip(names, buckets, strict=True)
+            ]
+            written = [result for job in jobs for result in job.result()]
+        results: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        results.set_result(written)
+        return results
+
+    def _write_file(
+        self, name: str, items: list[WriteItem], planner: SavePlanner, pool: ThreadPoolExecutor
+    ) -> list[WriteResult]:
+        # Objects first: tensors then follow each other without small pieces between them.
+        items = sorted(items, key=lambda item: item.type != WriteItemType.BYTE_IO)
+        with open(self.path / name, "xb", buffering=0) as file:
+            stream = HashingStream(file, pool)
+            try:
+                results = [
+                    _write_item(
+                        self.transforms, stream, on_cpu(planner.resolve_data(item)), item, name,
+                        self.serialization_format,
+                    )
+                    for item in items
+                ]
+            except RuntimeError as error:
+                # torch closes its archive when a write fails, and then complains of the archive.
+                raise (error.__context__ or error) from None
+            os.fsync(file.fileno())
+        self.written[name] = FileEntry(stream.tell(), stream.sha256)
+        return results
+
+
+class HashingStream:
+    """A file that is written from front to back; another thread hashes what this one writes.
+
+    Args:
+        file: unbuffered.
+        pool: must have a free thread for each stream.
+    """
+
+    def __init__(self, file: BinaryIO, pool: ThreadPoolExecutor):
+        self._file, self._pool = file, pool
+        self._digest = hashlib.sha256()
+        self._num_bytes = 0
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of everything written so far, in hexadecimal."""
+        return self._digest.hexdigest()
+
+    def write(self, content: memoryview | bytes) -> int:
+        """Write all of `content`; returns when it is written and hashed, for its memory is used again."""
+        whole = memoryview(content).cast("B")
+        hashing: Future[None] | None = None
+        if len(whole) < MIN_OVERLAPPED_BYTES:
+            self._digest.update(whole)
+        else:
+            hashing = self._pool.submit(self._digest.update, whole)
+        try:
+            rest = whole
+            while len(rest):
+                rest = rest[self._file.write(rest) :]  # at most 2 GiB at a time
+        finally:
+            if hashing is not None:
+                hashing.result()
+        self._num_bytes += len(whole)
+        return len(whole)
+
+    def tell(self) -> int:
+        """Bytes written so far."""
+        return self._num_bytes
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+
+def on_cpu(data: object) -> object:
+    """A tensor's own elements in CPU memory; a view would be written with all that it is a view of."""
+    if not isinstance(data, torch.Tensor):
+        return data
+    data = data.detach()
+    if data.device.type != "cpu":
+        return data.to("cpu")
+    return data.clone() if data.untyped_storage().size() != data.numel() * data.itemsize else data
+

@@ -1,0 +1,53 @@
+"""Steps of a save or load that all ranks take together: if one fails, all raise, and none waits for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Optional, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
+
+from megafp8.errors import CheckpointError, Megafp8Error
+
+T = TypeVar("T")
+
+
+def together(action: Callable[[], T]) -> list[T]:
+    """Do something on every rank; all ranks call it, and it is a barrier.
+
+    Returns:
+        The results by rank.
+
+    Raises:
+        CheckpointError: on all ranks, when `action` raised on any; the text names the first that it failed on.
+    """
+    result: Optional[T] = None
+    error: Optional[BaseException] = None
+    try:
+        result = action()
+    except (Exception, CheckpointException) as raised:  # torch's is no Exception
+        error = raised
+    answers: list[tuple[Optional[T], Optional[str]]] = [(None, None)] * dist.get_world_size()
+    dist.all_gather_object(answers, (result, None if error is None else reason(error)))
+    failed = [(rank, text) for rank, (_, text) in enumerate(answers) if text is not None]
+    if failed:
+        rank, text = failed[0]
+        raise CheckpointError(text if len(answers) == 1 else f"rank {rank}: {text}") from error
+    return [result for result, _ in answers]  # type: ignore[misc]
+
+
+def on_rank_0(action: Callable[[], T]) -> T:
+    """Do something on rank 0 and give its result to all; all ranks call it.
+
+    Raises:
+        CheckpointError: on all ranks, when it raised.
+    """
+    return together(lambda: action() if dist.get_rank() == 0 else None)[0]  # type: ignore[return-value]
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong in one line: torch's own exception prints the tracebacks of all ranks."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return str(error) if isinstance(error, Megafp8Error) else f"{type(error).__name__}: {error}"

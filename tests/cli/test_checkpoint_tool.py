@@ -1,0 +1,124 @@
+"""tools/checkpoint.py, as a person uses it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from saved_run import configure, save_initial
+
+from megafp8.checkpoint.folder import saved_steps
+from megafp8.checkpoint.manifest import MANIFEST, damage_seen, read_manifest
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "checkpoint.py"
+FLAGS = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --vocab-size 127 --tensor-model-parallel-size 2 --bf16"
+
+
+@pytest.fixture(scope="module")
+def tool():
+    spec = importlib.util.spec_from_file_location("checkpoint_tool", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """The folder of a run on two ranks, with a checkpoint of step 7. Tests must not write to it."""
+    return save_initial(tmp_path_factory.mktemp("run"), configure(FLAGS), world_size=2)
+
+
+@pytest.fixture
+def run(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+def damage(path: Path) -> str:
+    """Flip a bit in the largest file."""
+    file = max(path.iterdir(), key=lambda each: each.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(bytes(content))
+    return file.name
+
+
+def test_list_and_verify_as_commands_need_no_torch(saved: Path) -> None:
+    code = "import sys, checkpoint as tool; status = tool.main(); sys.exit(status or 7 * ('torch' in sys.modules))"
+    for command in ("list", "verify"):
+        result = subprocess.run(
+            [sys.executable, "-c", code, command, str(saved)],
+            capture_output=True, text=True, timeout=60, cwd=TOOL.parent,
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.startswith(f"whole    {saved / 'iter_0000007'}  7 samples  0.0")
+        assert "pp1 tp2 dp1" in result.stdout
+
+
+def test_only_verify_reads_every_byte(tool, run: Path, capsys) -> None:
+    name = damage(run / "iter_0000007")
+    assert tool.main(["list", str(run)]) == 0
+    assert capsys.readouterr().out.startswith("whole")
+    assert tool.main(["verify", str(run)]) == 74
+    out = capsys.readouterr().out
+    assert out.startswith("DAMAGED") and f"{name} is damaged: SHA-256" in out
+    assert tool.main(["verify", str(run / "iter_0000007"), "--json"]) == 74
+    (state,) = json.loads(capsys.readouterr().out)
+    assert not state["is_whole"] and state["step"] == 7
+
+
+def test_what_is_not_there(tool, run: Path, tmp_path: Path, capsys) -> None:
+    assert tool.main(["verify", str(tmp_path / "none")]) == 74
+    assert tool.main(["show", str(run), "--ckpt-step", "8"]) == 74
+    assert "--ckpt-step 8" in capsys.readouterr().err
+    (run / "iter_0000007" / MANIFEST).unlink()
+    assert tool.main(["list", str(run)]) == 0
+    assert "no manifest" in capsys.readouterr().out
+
+
+def test_show(tool, saved: Path, capsys) -> None:
+    assert tool.main(["show", str(saved), "--tensors"]) == 0
+    out = capsys.readouterr().out
+    assert "embedding.word_embeddings.weight  [256 x 32] bfloat16, 16,384 bytes in 2 parts" in out
+    assert "random_state" in out and '"hidden_size"' in out
+    assert tool.main(["show", str(saved), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    tensors = {tensor["name"]: tensor for tensor in shown["tensors"]}
+    assert tensors["decoder.layers.mlp.linear_fc1.weight"]["shape"] == [2, 128, 32]
+    assert shown["config"]["model"]["hidden_size"] == 32 and shown["step"] == 7
+    assert shown["num_parameters"] > 256 * 32
+
+
+def test_prune_keeps_the_newest_if_they_are_whole(tool, run: Path, capsys) -> None:
+    for step in (8, 9, 10):
+        shutil.copytree(run / "iter_0000007", run / f"iter_{step:07d}")
+    (run / "iter_0000003.corrupt").mkdir()
+    assert tool.main(["prune", str(run), "--ckpt-keep", "2", "--dry-run"]) == 0
+    assert saved_steps(run) == [7, 8, 9, 10]
+    name = damage(run / "iter_0000010")
+    assert tool.main(["prune", str(run), "--ckpt-keep", "2"]) == 74
+    assert "iter_0000010 would be kept and is damaged" in capsys.readouterr().err
+    assert saved_steps(run) == [7, 8, 9, 10]
+    shutil.copy(run / "iter_0000007" / name, run / "iter_0000010" / name)
+    assert tool.main(["prune", str(run), "--ckpt-keep", "2", "--set-aside", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["deleted"] == ["iter_0000007", "iter_0000008", "iter_0000003.corrupt"]
+    assert saved_steps(run) == [9, 10] and not (run / "iter_0000003.corrupt").exists()
+    assert tool.main(["prune", str(run), "--ckpt-keep", "0"]) == 74
+
+
+def test_seal_makes_a_manifest_where_there_is_none(tool, run: Path, capsys) -> None:
+    path = run / "iter_0000007"
+    before = read_manifest(path)
+    assert tool.main(["seal", str(path)]) == 74
+    (path / MANIFEST).unlink()
+    assert tool.main(["seal", str(path)]) == 0
+    assert read_manifest(path).files == before.files
+    assert damage_seen(path) == []
+    (path / MANIFEST).unlink()
+    assert tool.main(["seal", str(path.rename(run / "iter_0000008"))]) == 74
+    assert "holds step 7" in capsys.readouterr().err

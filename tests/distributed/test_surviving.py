@@ -1,0 +1,176 @@
+"""Runs go on: over damaged checkpoints, failed saves and what killed ones left; and back, when they are asked to."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from ranks import run_ranks
+from small_run import PLAIN, build_run, fingerprint, small_config, weights
+
+from megafp8.checkpoint.choose import choose_checkpoint
+from megafp8.checkpoint.folder import POINTER, named_steps, saved_steps
+from megafp8.checkpoint.manifest import MANIFEST
+from megafp8.checkpoint.save import save_checkpoint
+from megafp8.checkpoint.state import Progress
+from megafp8.errors import CheckpointError
+from megafp8.reports.load import load_run
+from megafp8.training.loop import train
+
+LENGTH = "--train-iters 6 --lr-warmup-iters 1 --eval-iters 0 --no-progress-bar --save-interval 2"
+
+
+def run_loop(folder: Path, flags: str = "", world_size: int = 1) -> tuple[Progress, str]:
+    """One start of a run, on every rank; how far it came, and rank 0's weights."""
+    config = small_config("llama", f"{LENGTH} {PLAIN} --save {folder} --load {folder} {flags}", world_size)
+
+    def start() -> tuple[Progress, str]:
+        run = build_run(config)
+        return train(run), fingerprint(weights(run))
+
+    return run_ranks(world_size, start)[0]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run of two ranks that saved steps 2, 4 and 6, and its weights. Tests must not write to it."""
+    folder = tmp_path_factory.mktemp("straight")
+    progress, digest = run_loop(folder, world_size=2)
+    assert progress.step == 6
+    return folder, digest
+
+
+@pytest.fixture
+def folder(straight: tuple[Path, str], tmp_path: Path) -> Path:
+    """A copy of its folder, to do with as one likes."""
+    return Path(shutil.copytree(straight[0], tmp_path / "run"))
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(bytes(content))
+
+
+def details(folder: Path, name: str) -> list[str]:
+    return [event.detail for event in load_run(folder).events if event.name == name]
+
+
+def test_the_newest_whole_one_is_used(folder: Path, straight: tuple[Path, str]) -> None:
+    """Damage of two kinds; what was found is named and kept, and the run ends where it would have without it."""
+    flip(next((folder / "iter_0000006").glob("__1_*.distcp")))
+    (folder / "iter_0000004" / MANIFEST).unlink()
+    (folder / POINTER).write_text("9999\n")
+    assert run_loop(folder, world_size=2) == (Progress(6, 48), straight[1])
+    assert saved_steps(folder) == [2, 4, 6]
+    assert {"iter_0000006.corrupt", "iter_0000004.corrupt"} <= {path.name for path in folder.iterdir()}
+    notes = " ".join(details(folder, "checkpoint"))
+    assert "iter_0000006 is damaged (__1_" in notes
+    assert "iter_0000004 is damaged (manifest.json is missing" in notes
+    assert "loaded" in notes and "iter_0000002" in notes
+
+
+def test_with_sizes_only_a_flipped_bit_is_not_looked_for(folder: Path) -> None:
+    flip(next((folder / "iter_0000006").glob("__1_*.distcp")))
+    choose = lambda with_hashes: choose_checkpoint(folder, with_hashes=with_hashes)  # noqa: E731
+    assert run_ranks(2, choose, False)[1].step == 6
+    chosen = run_ranks(2, choose, True)
+    assert chosen[0] == chosen[1]
+    assert chosen[0].step == 4
+    assert named_steps(folder) == [2, 4, 6], "a folder that is not the run's own is left as it is"
+
+
+def refusal(folder: Path, step: int | None = None) -> str:
+    """What every rank says of a folder's checkpoints."""
+
+    def choose() -> str:
+        with pytest.raises(CheckpointError) as caught:
+            choose_checkpoint(folder, step, is_own=True)
+        return str(caught.value)
+
+    first, second = run_ranks(2, choose)
+    assert first == second
+    return first
+
+
+def test_a_run_never_starts_anew_over_damaged_checkpoints(folder: Path) -> None:
+    for step in (2, 4, 6):
+        (folder / f"iter_{step:07d}" / "common.pt").unlink()
+    text = refusal(folder)
+    assert "holds no whole checkpoint" in text
+    assert text.count("common.pt is missing") == 3
+    assert named_steps(folder) == [2, 4, 6], "and nothing is renamed"
+
+
+def test_a_damaged_step_that_was_asked_for_is_refused(folder: Path) -> None:
+    flip(folder / "iter_0000004" / ".metadata")
+    assert "holds no whole checkpoint of step 4" in refusal(folder, 4)
+    assert "--ckpt-step 3" in refusal(folder, 3)
+
+
+def test_going_back_retires_what_is_newer(folder: Path, straight: tuple[Path, str]) -> None:
+    """Else the next start would go on from the run that was left behind."""
+    assert run_loop(folder, "--ckpt-step 2 --exit-interval 3", world_size=2)[0] == Progress(3, 24)
+    assert saved_steps(folder) == [2, 3]
+    assert {"iter_0000004.retired", "iter_0000006.retired"} <= {path.name for path in folder.iterdir()}
+    assert run_loop(folder, world_size=2) == (Progress(6, 48), straight[1])
+
+
+def test_the_newest_n_are_kept(tmp_path: Path) -> None:
+    run_loop(tmp_path, "--ckpt-keep 2")
+    assert saved_steps(tmp_path) == [4, 6]
+
+
+def test_a_start_sweeps_what_was_cut_off(folder: Path) -> None:
+    (folder / "iter_0000006").rename(folder / "iter_0000006.replaced")
+    (folder / "iter_0000008.unfinished").mkdir()
+    assert run_loop(folder, world_size=2)[0].step == 6
+    names = {path.name for path in folder.iterdir()}
+    assert saved_steps(folder) == [2, 4, 6] and not {name for name in names if name.endswith(("ed", "corrupt"))}
+
+
+def test_training_goes_on_without_a_checkpoint(tmp_path: Path, straight: tuple[Path, str], capfd) -> None:
+    """A save that fails is recorded and told of; the run's end, and the other checkpoints, are as if it had worked."""
+    (tmp_path / "iter_0000004.unfinished").write_text("a file in the way, which cannot be swept as a folder is")
+    assert run_loop(tmp_path, world_size=2) == (Progress(6, 48), straight[1])
+    assert saved_steps(tmp_path) == [2, 6]
+    (detail,) = details(tmp_path, "checkpoint failed")
+    assert f"step 4 cannot be saved to {tmp_path}: rank 0: FileExistsError" in detail
+    assert capfd.readouterr().err.count(f"megafp8: {detail}; training goes on without it") == 1
+
+
+def test_a_run_whose_last_save_fails_has_failed(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000006.unfinished").write_text("in the way")
+    with pytest.raises(AssertionError, match="step 6 cannot be saved") as caught:
+        run_loop(tmp_path)
+    assert isinstance(caught.value.__cause__, CheckpointError)
+    assert saved_steps(tmp_path) == [2, 4]
+
+
+def test_a_disk_that_fails_on_one_rank_is_told_to_all(tmp_path: Path) -> None:
+    """Files of rank 1 may not grow beyond 100 kB. Nothing half is left, and the next save works."""
+    config = small_config("llama", f"{PLAIN} --tensor-model-parallel-size 2", 2)
+
+    def save() -> str:
+        run = build_run(config)
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        if dist.get_rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+        with pytest.raises(CheckpointError) as caught:
+            save_checkpoint(tmp_path, config, run.trainee, Progress(3, 24))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        dist.barrier()
+        left = [path.name for path in tmp_path.iterdir()]
+        dist.barrier()
+        save_checkpoint(tmp_path, config, run.trainee, Progress(4, 32))
+        assert left == []
+        return str(caught.value)
+
+    texts = run_ranks(2, save)
+    assert "File too large" in texts[0]
+    assert saved_steps(tmp_path) == [4]

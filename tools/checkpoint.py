@@ -1,0 +1,220 @@
+#!/usr/bin/env python3
+"""What checkpoints hold, and whether they are whole.
+
+    python tools/checkpoint.py list runs/first
+    python tools/checkpoint.py verify runs/first
+    python tools/checkpoint.py show runs/first --ckpt-step 200 --tensors
+    python tools/checkpoint.py prune runs/first --ckpt-keep 3
+    python tools/checkpoint.py seal runs/old/iter_0000200
+
+A folder is a run's (what it had as --save) or a single checkpoint's. `list` compares sizes with the manifest, `verify`
+reads every byte, `show` tells settings and tensors, `prune` deletes all but the newest checkpoints once it has verified
+those, `seal` writes a manifest for a checkpoint that has none. Exit status: 0, or 74 when something is damaged, missing
+or refused. Nothing here runs code of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Optional
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
+
+from megafp8.checkpoint.folder import (
+    CORRUPT,
+    NAME,
+    RETIRED,
+    checkpoint_path,
+    delete,
+    find_checkpoint,
+    named_steps,
+    saved_steps,
+)
+from megafp8.checkpoint.manifest import damage_seen, read_manifest
+from megafp8.errors import CheckpointError, Megafp8Error
+
+DAMAGED = CheckpointError.exit_status
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, help_text in (
+        ("list", "checkpoints of a run, with size and state"),
+        ("verify", "read every byte and compare with the manifests"),
+        ("show", "settings and tensors of one checkpoint"),
+        ("prune", "delete all but the newest"),
+        ("seal", "write a manifest for a checkpoint that has none"),
+    ):
+        command = commands.add_parser(name, help=help_text, description=help_text)
+        command.add_argument("folder", type=Path, help="of a run, or of one checkpoint")
+        command.add_argument("--json", action="store_true", help="print JSON instead of text")
+        if name in ("verify", "show"):
+            command.add_argument("--ckpt-step", type=int, metavar="N", help="this step only; show: default the newest")
+        if name == "show":
+            command.add_argument("--tensors", action="store_true", help="name every tensor")
+        if name == "prune":
+            command.add_argument("--ckpt-keep", type=int, required=True, metavar="N", help="how many, at least 1")
+            command.add_argument("--set-aside", action="store_true", help="also delete .corrupt and .retired ones")
+            command.add_argument("--dry-run", action="store_true", help="only tell what would be deleted")
+    return parser
+
+
+def checkpoints_of(folder: Path, step: Optional[int] = None) -> list[Path]:
+    """The checkpoints that a folder stands for.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    if NAME.fullmatch(folder.resolve().name):
+        return [folder]
+    if step is not None:
+        find_checkpoint(folder, step)  # the error if it is absent
+        return [checkpoint_path(folder, step)]
+    if not (steps := named_steps(folder)):
+        raise CheckpointError(f"{folder} holds no checkpoint")
+    return [checkpoint_path(folder, each) for each in steps]
+
+
+def set_aside_in(folder: Path) -> list[Path]:
+    """What a run found damaged, or left behind on going back."""
+    found = (path for suffix in (CORRUPT, RETIRED) for path in folder.glob(f"iter_*{suffix}*"))
+    return sorted(path for path in found if path.is_dir())
+
+
+def state_of(path: Path, with_hashes: bool) -> dict[str, Any]:
+    """One line of `list` and `verify`."""
+    problems = damage_seen(path, with_hashes)
+    state: dict[str, Any] = {"path": str(path), "is_whole": not problems, "problems": problems}
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError:
+        return state
+    return state | {
+        "step": manifest.step, "consumed_samples": manifest.consumed_samples, "layout": manifest.layout,
+        "saved_at": manifest.saved_at, "num_files": len(manifest.files), "num_bytes": manifest.num_bytes,
+    }  # fmt: skip
+
+
+def tell_states(states: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
+    if options.json:
+        print(json.dumps(states, indent=1))
+        return
+    for state in states:
+        facts = "no manifest"
+        if "step" in state:
+            layout = "pp{} tp{} dp{}".format(*state["layout"])
+            facts = (
+                f"{state['consumed_samples']:,} samples  {state['num_bytes'] / 1e9:.3f} GB in {state['num_files']} "
+                f"files  {layout}  {state['saved_at']}"
+            )
+        print(f"{'whole' if state['is_whole'] else 'DAMAGED':7}  {state['path']}  {facts}")
+        for problem in state["problems"]:
+            print(f"         {problem}")
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+def list_(options: argparse.Namespace) -> int:
+    states = [state_of(path, with_hashes=False) for path in checkpoints_of(options.folder)]
+    tell_states(states, options)
+    if not options.json:
+        for path in set_aside_in(options.folder):
+            print(f"aside    {path}")
+    return 0
+
+
+def verify(options: argparse.Namespace) -> int:
+    states = [state_of(path, with_hashes=True) for path in checkpoints_of(options.folder, options.ckpt_step)]
+    tell_states(states, options)
+    return 0 if all(state["is_whole"] for state in states) else DAMAGED
+
+
+def show(options: argparse.Namespace) -> int:
+    from megafp8.device import mcore_cpu
+
+    mcore_cpu.install()
+    from megafp8.checkpoint.contents import read_contents
+
+    path = checkpoints_of(options.folder, options.ckpt_step)[-1]
+    contents = read_contents(path)
+    state = state_of(path, with_hashes=False)
+    if options.json:
+        settings = {"config": json.loads(contents.config), "num_parameters": contents.num_parameters}
+        print(json.dumps(state | dataclasses.asdict(contents) | settings, indent=1))
+        return 0 if state["is_whole"] else DAMAGED
+    tell_states([state], options)
+    optimizer = sum(tensor.num_bytes for tensor in contents.tensors if tensor.name.startswith("optimizer."))
+    weights = sum(tensor.num_bytes for tensor in contents.tensors) - optimizer
+    print(f"weights    {contents.num_parameters:,} elements in {weights / 1e9:.3f} GB")
+    print(f"optimizer  {optimizer / 1e9:.3f} GB" if optimizer else "optimizer  none")
+    print(f"objects    {', '.join(contents.objects) or 'none'}")
+    if contents.samples:
+        print(f"samples    {json.dumps(contents.samples, default=str)[:200]}")
+    print(f"settings   {contents.config if options.tensors else contents.config[:200] + '...'}")
+    for tensor in contents.tensors if options.tensors else ():
+        shape = " x ".join(map(str, tensor.shape)) or "scalar"
+        print(f"  {tensor.name}  [{shape}] {tensor.dtype}, {tensor.num_bytes:,} bytes in {tensor.num_parts} parts")
+    return 0 if state["is_whole"] else DAMAGED
+
+
+def prune(options: argparse.Namespace) -> int:
+    if options.ckpt_keep < 1:
+        raise CheckpointError(f"--ckpt-keep {options.ckpt_keep} must be at least 1")
+    steps = saved_steps(options.folder)
+    kept, doomed = steps[-options.ckpt_keep :], steps[: -options.ckpt_keep]
+    damaged = [checkpoint_path(options.folder, step).name for step in kept if damage_seen(path_of(options, step))]
+    if doomed and damaged:
+        raise CheckpointError(f"{', '.join(damaged)} would be kept and is damaged: nothing is deleted")
+    aside = set_aside_in(options.folder) if options.set_aside else []
+    if not options.dry_run:
+        for step in doomed:
+            delete(options.folder, step)
+        for path in aside:
+            shutil.rmtree(path)
+    names = [path_of(options, step).name for step in doomed] + [path.name for path in aside]
+    if options.json:
+        print(json.dumps({"deleted": names, "kept": [path_of(options, step).name for step in kept]}))
+    else:
+        print(f"{'would delete' if options.dry_run else 'deleted'} {', '.join(names) or 'nothing'}")
+    return 0
+
+
+def path_of(options: argparse.Namespace, step: int) -> Path:
+    return checkpoint_path(options.folder, step)
+
+
+def seal(options: argparse.Namespace) -> int:
+    from megafp8.device import mcore_cpu
+
+    mcore_cpu.install()
+    from megafp8.checkpoint.contents import seal as write_seal
+
+    write_seal(options.folder)
+    tell_states([state_of(options.folder, with_hashes=False)], options)
+    return 0
+
+
+COMMANDS: tuple[tuple[str, Callable[[argparse.Namespace], int]], ...] = (
+    ("list", list_), ("verify", verify), ("show", show), ("prune", prune), ("seal", seal),
+)  # fmt: skip
+
+
+def main(arguments: Optional[Sequence[str]] = None) -> int:
+    options = build_parser().parse_args(arguments)
+    try:
+        return dict(COMMANDS)[options.command](options)
+    except Megafp8Error as error:
+        print(f"checkpoint: {error}", file=sys.stderr)
+        return error.exit_status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
