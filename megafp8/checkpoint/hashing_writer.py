@@ -50,6 +50,8 @@ class HashingWriter(FileSystemWriter):
         """
         buckets = [bucket for bucket in _split_by_size_and_type(self.thread_count, plan.items) if bucket]
         names = [f"{plan.storage_data.prefix}{number}{DEFAULT_SUFFIX}" for number in range(len(buckets))]
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # other threads copy, and do not know this one's stream
         with ThreadPoolExecutor(2 * self.thread_count) as pool:
             jobs = [
                 pool.submit(self._write_file, name, bucket, planner, pool)
