@@ -6,7 +6,8 @@ One process a mode, in turns, since clocks and caches drift: ratios are taken wi
 its last steps, from records.jsonl; of these the median over the rounds. Shape A: llama-1b, 1.439e9 parameters, 8
 sequences of 2048 tokens. Shape B: 8 layers of llama3-8b with a vocabulary of 50,304, 2.157e9 parameters, 2 sequences
 of 4096. TFLOP/s counts the model's FLOPs (6 N + 6 L h s a token), not those of the hardware. Weights are saved at the
-end of each process, because the records come with `--save`, and deleted.
+end of each process, because the records come with `--save`, and deleted. The `emulated-` modes run the same recipes on
+the emulated layers, on any GPU.
 
 `--tiny` runs the tiny preset, so that the benchmark itself can be tried on any machine. With `--minutes` it starts no
 process that would not end in time. The JSON is written after every process.
@@ -56,6 +57,15 @@ MODES = {
     "delayed": "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 1024 --fp8-amax-compute-algo max",
     "blockwise": "--fp8-format e4m3 --fp8-recipe blockwise",
 }
+NATIVE = tuple(MODES)
+EMULATED = {
+    "emulated-tensorwise": MODES["tensorwise"],
+    "emulated-delayed": MODES["delayed"],
+    "emulated-blockwise": MODES["blockwise"],
+    "emulated-mxfp8": "--fp8-format e4m3 --fp8-recipe mxfp8",
+    "emulated-nvfp4": "--fp4-format e2m1 --fp4-recipe nvfp4",
+}
+MODES |= {mode: f"{flags} --transformer-impl emulated" for mode, flags in EMULATED.items()}
 ON_ANY_MACHINE = (BASELINE, "tensorwise")
 ERROR_LINES = 15
 
@@ -196,7 +206,7 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="A", help="model and batch")
     parser.add_argument("--tiny", action="store_true", help="the tiny preset, in the modes that any machine has")
-    parser.add_argument("--modes", nargs="+", choices=MODES, help="arithmetic; default all")
+    parser.add_argument("--modes", nargs="+", choices=MODES, help="arithmetic; default all that is native")
     parser.add_argument("--rounds", type=int, default=2, help="processes of each mode")
     parser.add_argument("--train-iters", type=int, default=16, help="steps of a process")
     parser.add_argument("--steps", type=int, default=10, help="last steps that count")
@@ -207,7 +217,7 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.tiny:
         options.shape = "tiny"
-    options.modes = options.modes or list(ON_ANY_MACHINE if options.tiny else MODES)
+    options.modes = options.modes or list(ON_ANY_MACHINE if options.tiny else NATIVE)
     return options
 
 

@@ -4,13 +4,14 @@
 
 All run in turn in one process, so that a change of the machine's speed meets all; medians are compared. `reused` is
 the emulated linear with the weight's codes known already, as in all microbatches of a step but the first. Times are
-CPU times with one thread, since those count other processes least, else wall times. Below the linears: what each pass
-of quantization costs, against a copy of the tensor.
+CPU times with one thread, since those count other processes least, else wall times. Below the linears: what it costs
+to quantize a matrix and to dequantize it again by each rule of each recipe, against a copy of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import sys
@@ -24,11 +25,22 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import timing  # noqa: E402
+from megafp8.fp8.delayed import DelayedScale  # noqa: E402
 from megafp8.fp8.formats import E4M3, E5M2  # noqa: E402
 from megafp8.fp8.linear import LinearPlan, emulated_linear, quantize_weight  # noqa: E402
-from megafp8.fp8.quantize import quantize  # noqa: E402
-from megafp8.fp8.recipes import OperandRule, tensorwise  # noqa: E402
-from megafp8.fp8.scaling import amax  # noqa: E402
+from megafp8.fp8.quantize import Quantized, dequantize, quantize  # noqa: E402
+from megafp8.fp8.recipes import (  # noqa: E402
+    DelayedOptions,
+    OperandRule,
+    Recipe,
+    blockwise,
+    delayed,
+    mxfp8,
+    nvfp4,
+    tensorwise,
+)
+from megafp8.fp8.scaling import ScaleRule  # noqa: E402
 
 SHAPES = ((512, 512), (512, 1536), (512, 2048), (2048, 512))  # (inputs, outputs) of a layer of hidden size 512
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -92,24 +104,66 @@ def print_table(cases: list[dict[str, Any]]) -> None:
     print(f"{'all':>8}{'':>28}{total['emulated']:>7.2f}{'':>9}{total['reused']:>7.2f}")
 
 
-def pass_case(rows: int, columns: int, dtype: torch.dtype, rounds: int) -> dict[str, float]:
-    """The passes of quantization over one tensor."""
-    x = torch.randn(rows, columns).to(dtype)
-    e4m3, e5m2 = (OperandRule(format=fmt) for fmt in (E4M3, E5M2))
-    codes = quantize(x, e4m3)
-    return medians_ms(
-        rounds,
-        copy=x.clone,
-        amax=lambda: amax(x),
-        quantize_e4m3=lambda: quantize(x, e4m3),
-        quantize_e5m2=lambda: quantize(x, e5m2),
-        decode=lambda: codes.operand(torch.bfloat16),
+RECIPES = {
+    "tensorwise": tensorwise(forward=E4M3, backward=E5M2),
+    "delayed": delayed(forward=E4M3, backward=E5M2, options=DelayedOptions()),
+    "blockwise": blockwise(forward=E4M3, backward=E4M3),
+    "mxfp8": mxfp8(forward=E4M3, backward=E4M3),
+    "nvfp4": nvfp4(),
+}
+
+
+def rules_of(recipe: Recipe) -> dict[OperandRule, str]:
+    """Each rule of a recipe, with the first operand that it is for."""
+    found: dict[OperandRule, str] = {}
+    for operand, _, rule in recipe.rules:
+        found.setdefault(rule, operand.value)
+    return found
+
+
+def casts_of(x: Tensor, rule: OperandRule) -> tuple[Callable[[], Quantized], Callable[[Quantized], Tensor]]:
+    """Quantizing a matrix by a rule, and dequantizing it to the type that it has."""
+    is_delayed = rule.scale_rule is ScaleRule.DELAYED
+    scale = DelayedScale(x.new_ones((), dtype=torch.float32), x.new_zeros((), dtype=torch.float32))
+    generator = torch.Generator(x.device).manual_seed(0) if rule.is_stochastic else None
+    return (
+        lambda: quantize(x, rule, delayed=scale if is_delayed else None, generator=generator),
+        lambda quantized: dequantize(quantized, x.dtype),
     )
+
+
+def cast_cases(x: Tensor, medians: Callable[..., dict[str, float]]) -> list[dict[str, Any]]:
+    """Times and ratios for every recipe and rule; `medians` times them all in turn with the copy."""
+    rules = [(name, operand, rule) for name, recipe in RECIPES.items() for rule, operand in rules_of(recipe).items()]
+    runs: dict[str, Callable[[], Any]] = {"copy": x.clone}
+    for number, (_, _, rule) in enumerate(rules):
+        cast, back = casts_of(x, rule)
+        runs |= {f"quantize {number}": cast, f"dequantize {number}": functools.partial(back, cast())}
+    ms = medians(**runs)
+    return [
+        {
+            "recipe": name, "operand": operand, "format": rule.format.name,
+            "block": "tensor" if rule.block is None else "{} x {}".format(*rule.block), "extras": rule.extras,
+            "copy_ms": ms["copy"], "quantize_ms": ms[f"quantize {number}"],
+            "dequantize_ms": ms[f"dequantize {number}"],
+            "ratio": (ms[f"quantize {number}"] + ms[f"dequantize {number}"]) / ms["copy"],
+        }
+        for number, (name, operand, rule) in enumerate(rules)
+    ]  # fmt: skip
+
+
+def print_casts(cases: list[dict[str, Any]]) -> None:
+    """One line a rule."""
+    header = ("recipe", "operand", "format", "block", "", "quantize ms", "dequantize ms", "both / copy")
+    keys = ("recipe", "operand", "format", "block", "extras", "quantize_ms", "dequantize_ms", "ratio")
+    print(f"copy: {cases[0]['copy_ms']:.3g} ms")
+    print(timing.format_table(header, [[case[key] for key in keys] for case in cases]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=2048, help="rows of the activations")
+    parser.add_argument("--matrix", type=int, default=4096, help="rows and columns of the matrix that is cast")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="type of parameters and activations")
     parser.add_argument("--rounds", type=int, default=15, help="timed repetitions; medians are reported")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
@@ -121,12 +175,14 @@ def main() -> None:
     print(f"linear forward + backward, {options.tokens} tokens, {options.dtype}, {options.threads} thread(s), ms")
     linears = [linear_case(options.tokens, *shape, dtype, options.rounds) for shape in SHAPES]
     print_table(linears)
-    passes = pass_case(options.tokens, 2048, dtype, options.rounds)
-    print(f"passes over {options.tokens} x 2048, ms: " + ", ".join(f"{name} {ms:.2f}" for name, ms in passes.items()))
+    matrix = torch.randn(options.matrix, options.matrix, generator=torch.Generator().manual_seed(0)).to(dtype)
+    casts = cast_cases(matrix, functools.partial(medians_ms, options.rounds))
+    print(f"a matrix of {options.matrix} x {options.matrix}, {options.dtype}, {options.threads} thread(s)")
+    print_casts(casts)
     if options.json:
         settings = {**vars(options), "json": str(options.json)}
-        result = {"options": settings, "linears": linears, "ratios": ratios(linears)}
-        options.json.write_text(json.dumps({**result, "passes_ms": passes}, indent=2) + "\n")
+        result = {"options": settings, "linears": linears, "ratios": ratios(linears), "casts": casts}
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

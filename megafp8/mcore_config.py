@@ -193,8 +193,8 @@ def kernel_fields(config: RunConfig, implementation: str, on_cuda: bool) -> dict
         "bias_dropout_fusion": on_cuda and precision.bias_dropout_fusion,
         "masked_softmax_fusion": on_cuda and precision.masked_softmax_fusion,
         "apply_rope_fusion": (
-            on_cuda and implementation == "transformer_engine" and precision.apply_rope_fusion
-            and model.position_embedding_type == "rope"
+            on_cuda and precision.apply_rope_fusion and model.position_embedding_type == "rope"
+            and (implementation == "transformer_engine" or has_rope_kernel())
         ),
         "cross_entropy_loss_fusion": precision.cross_entropy_loss_fusion,
         "cross_entropy_fusion_impl": precision.cross_entropy_fusion_impl,
@@ -205,6 +205,13 @@ def kernel_fields(config: RunConfig, implementation: str, on_cuda: bool) -> dict
     if is_gelu and bias_activation and not on_cuda:
         fields["activation_func"] = tanh_gelu
     return fields
+
+
+def has_rope_kernel() -> bool:
+    """Did megatron-core find Transformer Engine's rotary embedding? It rotates any layers' queries and keys."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    return rope_utils.fused_apply_rotary_pos_emb is not None
 
 
 def attention_backend(asked: str, implementation: str) -> str:

@@ -157,18 +157,19 @@ def implementation_problems(config: RunConfig, target: Target, implementation: s
     if config.parallel.distributed_backend == "nccl" and target.kind == "cpu":
         found.append(f"--distributed-backend nccl: {target.name} has no CUDA device; leave the flag out, or give gloo")
     if implementation != "transformer_engine":
-        found += needs_transformer_engine(config, implementation)
+        found += needs_transformer_engine(config, target, implementation)
     return found
 
 
-def needs_transformer_engine(config: RunConfig, implementation: str) -> list[str]:
-    """Options that only Transformer Engine's layers and optimizer have."""
+def needs_transformer_engine(config: RunConfig, target: Target, implementation: str) -> list[str]:
+    """Options that only Transformer Engine's layers and optimizer have. Its loss takes any layers' logits."""
     precision, asked = config.precision, []
     if precision.use_transformer_engine_op_fuser:
         asked.append("--use-transformer-engine-op-fuser")
     if precision.split_rope_fusion:
         asked.append("--split-rope-fusion")
-    if precision.cross_entropy_loss_fusion and precision.cross_entropy_fusion_impl == "te":
+    has_its_loss = target.kind == "cuda" and target.transformer_engine is not None
+    if precision.cross_entropy_loss_fusion and precision.cross_entropy_fusion_impl == "te" and not has_its_loss:
         asked.append("--cross-entropy-fusion-impl te")
     if config.optimizer.use_precision_aware_optimizer:
         asked.append("--use-precision-aware-optimizer")

@@ -38,10 +38,19 @@ def transform_columns(rows: Tensor) -> Tensor:
         ValueError: T is no multiple of 16.
     """
     num_rows, channels = rows.shape
+    check_groups(num_rows)
+    groups = rows.reshape(num_rows // SIZE, SIZE, channels)
+    return torch.matmul(transform_matrix(rows.dtype, rows.device), groups).view(num_rows, channels)
+
+
+def check_groups(num_rows: int) -> None:
+    """Refuse rows that are no whole groups.
+
+    Raises:
+        ValueError: they are no multiple of 16.
+    """
     if num_rows % SIZE:
         raise ValueError(
             f"the Hadamard transform takes rows in groups of {SIZE}, here are {num_rows}: choose --seq-length and "
             "--micro-batch-size so that each rank has a multiple, or give --no-fp4-hadamard"
         )
-    groups = rows.reshape(num_rows // SIZE, SIZE, channels)
-    return torch.matmul(transform_matrix(rows.dtype, rows.device), groups).view(num_rows, channels)

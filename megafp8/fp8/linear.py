@@ -45,7 +45,8 @@ gather in high precision, which is also what Transformer Engine does.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional, Union
 
@@ -56,8 +57,8 @@ from torch import Tensor
 from megafp8.fp8.delayed import DelayedScales
 from megafp8.fp8.noise import RoundingNoise
 from megafp8.fp8.parameter import QuantizedParameter
-from megafp8.fp8.quantize import Quantized, quantize
-from megafp8.fp8.recipes import OPERANDS_OF, Gemm, Operand, OperandRule, Recipe
+from megafp8.fp8.quantize import Decoded, Quantized, Use, decode_operand, has_kernels, quantize_for
+from megafp8.fp8.recipes import OPERANDS_OF, Gemm, Operand, Recipe
 
 
 class AmaxGroups(NamedTuple):
@@ -96,11 +97,18 @@ class LinearPlan:
     after_backward: Optional[Callable[[], None]] = None
 
     def quantize(self, tensor: Tensor, operand: Operand, gemm: Gemm) -> Quantized:
-        """One operand for one GEMM."""
-        rule, group = self.recipe.rule(operand, gemm), getattr(self.amax_groups, operand.value)
+        """The codes of one operand for one GEMM."""
+        return self.quantize_for(tensor, operand, {gemm: None})[gemm]
+
+    def quantize_for(
+        self, tensor: Tensor, operand: Operand, dtypes: Mapping[Gemm, Optional[torch.dtype]]
+    ) -> dict[Gemm, Union[Quantized, Decoded]]:
+        """An operand for some of its GEMMs: numbers in the type that the GEMM multiplies, or codes for None."""
+        uses = [Use(self.recipe.rule(operand, gemm), dtype) for gemm, dtype in dtypes.items()]
+        group = getattr(self.amax_groups, operand.value)
         delayed = None if self.delayed is None else getattr(self.delayed, operand.value)
-        generator = self.noise.next_generator(tensor.device) if rule.is_stochastic else None
-        return quantize(tensor, rule, group, delayed, generator)
+        generators = [self.noise.next_generator(tensor.device) if use.rule.is_stochastic else None for use in uses]
+        return dict(zip(dtypes, quantize_for(tensor, uses, group, delayed, generators), strict=True))
 
     def gemm_dtype(self, activation: Tensor, gemm: Gemm) -> torch.dtype:
         """The type that decoded operands are multiplied in: BF16 where that holds them exactly.
@@ -111,10 +119,6 @@ class LinearPlan:
         rules = [self.recipe.rule(operand, gemm) for operand in dict(OPERANDS_OF)[gemm]]
         fits = activation.is_cuda or activation.dtype == torch.bfloat16
         return torch.bfloat16 if fits and all(rule.is_bf16_exact for rule in rules) else torch.float32
-
-    def requantize(self, known: Quantized, tensor: Tensor, operand: Operand, gemm: Gemm) -> Quantized:
-        """An operand for its other GEMM: the same codes, unless the rule is another."""
-        return known if known.rule == self.recipe.rule(operand, gemm) else self.quantize(tensor, operand, gemm)
 
 
 class QuantizedWeight(NamedTuple):
@@ -130,8 +134,8 @@ def quantize_weight(weight: Tensor, plan: LinearPlan) -> QuantizedWeight:
         if plan.delayed is not None:
             plan.delayed.weight.note(weight.codes.amax)
         return QuantizedWeight(weight.codes.quantized(), weight.codes.quantized())
-    fprop = plan.quantize(weight, Operand.WEIGHT, Gemm.FPROP)
-    return QuantizedWeight(fprop, plan.requantize(fprop, weight, Operand.WEIGHT, Gemm.DGRAD))
+    quantized = plan.quantize_for(weight, Operand.WEIGHT, {Gemm.FPROP: None, Gemm.DGRAD: None})
+    return QuantizedWeight(quantized[Gemm.FPROP], quantized[Gemm.DGRAD])
 
 
 def emulated_linear(
@@ -170,12 +174,17 @@ class _EmulatedLinear(torch.autograd.Function):
         quantized_weight: QuantizedWeight,
         needs_wgrad: bool,
     ) -> Tensor:
-        quantized_input = plan.quantize(input, Operand.INPUT, Gemm.FPROP)
         ctx.plan, ctx.weight, ctx.has_bias, ctx.input_shape = plan, weight, bias is not None, input.shape
-        _keep(ctx, quantized_weight.dgrad, _input_for_wgrad(input, quantized_input, plan) if needs_wgrad else None)
-        whole, _ = _gather_quantized(quantized_input, plan)
         dtype = plan.gemm_dtype(input, Gemm.FPROP)
-        a, b = _decode(whole, dtype), _decode(quantized_weight.fprop, dtype)
+        wanted = {Gemm.FPROP: None if plan.gather_input else dtype}
+        if needs_wgrad and _is_kept_as_codes(input, plan):
+            wanted[Gemm.WGRAD] = None
+        quantized = plan.quantize_for(input, Operand.INPUT, wanted)
+        kept = quantized.get(Gemm.WGRAD, input.contiguous()) if needs_wgrad else None
+        _keep(ctx, quantized_weight.dgrad, kept)
+        a, b = quantized[Gemm.FPROP], decode_operand(quantized_weight.fprop, dtype)
+        if plan.gather_input:
+            a = decode_operand(_gather_quantized(a, plan)[0], dtype)
         output = _scaled_gemm(_rows(a.values), b.values.t(), _product(a.factor, b.factor), input.dtype, bias)
         return output.view(*a.values.shape[:-1], weight.shape[0])
 
@@ -185,19 +194,20 @@ class _EmulatedLinear(torch.autograd.Function):
         weight, kept_input = _kept(ctx)
         needs_dgrad, needs_wgrad, needs_bias_grad = ctx.needs_input_grad[:3]
         gathering: list[dist.Work] = []
-        decoded_rows = reducing = grad_input = grad_weight = grad_bias = None
+        reducing = grad_input = grad_weight = grad_bias = None
         if needs_wgrad:
             kept_input, gathering = _gather_kept(kept_input, plan)  # while dgrad computes
         rows = _rows(grad_output)
+        dy = _decoded_grad_output(rows, needs_dgrad, needs_wgrad, plan)
         if needs_dgrad:
-            dtype = plan.gemm_dtype(rows, Gemm.DGRAD)
-            decoded_rows = _decode(plan.quantize(rows, Operand.GRAD_OUTPUT, Gemm.DGRAD), dtype)
-            b = _decode(weight, dtype)
-            grad_rows = _scaled_gemm(decoded_rows.values, b.values, _product(decoded_rows.factor, b.factor), rows.dtype)
+            a = dy.pop(Gemm.DGRAD)
+            b = decode_operand(weight, a.values.dtype)
+            grad_rows = _scaled_gemm(a.values, b.values, _product(a.factor, b.factor), rows.dtype)
             grad_input, reducing = _start_reduction(grad_rows, ctx.input_shape, plan)  # while wgrad computes
+            del a, b
         if needs_wgrad:
             _wait(gathering)
-            grad_weight = _wgrad(rows, decoded_rows, kept_input, ctx.weight, plan)
+            grad_weight = _wgrad(rows, dy.get(Gemm.WGRAD), kept_input, ctx.weight, plan)
         if ctx.has_bias and needs_bias_grad:
             grad_bias = rows.sum(dim=0)
         _wait(reducing or [])
@@ -209,15 +219,15 @@ class _EmulatedLinear(torch.autograd.Function):
 # --- what the backward pass needs -------------------------------------------------------------------------------------
 
 
-def _input_for_wgrad(input: Tensor, for_fprop: Quantized, plan: LinearPlan) -> Union[Quantized, Tensor]:
-    """What is kept of the input: its codes by wgrad's rule, or the input itself where there are none to be had yet."""
+def _is_kept_as_codes(input: Tensor, plan: LinearPlan) -> bool:
+    """Can the input be quantized for wgrad already? Else it is kept as it is."""
     rule = plan.recipe.rule(Operand.INPUT, Gemm.WGRAD)
     if rule is None:
-        return input.contiguous()
+        return False
+    if not plan.gather_input or rule.block is None:
+        return True
     num_rows = input.numel() // input.shape[-1] if input.numel() else 0
-    if plan.gather_input and rule.block is not None and num_rows % rule.block[0]:
-        return input.contiguous()  # blocks would span shards: gather first, quantize then
-    return plan.requantize(for_fprop, input, Operand.INPUT, Gemm.WGRAD)
+    return num_rows % rule.block[0] == 0  # else blocks would span shards: gather first, quantize then
 
 
 def _keep(ctx: Any, *kept: Union[Quantized, Tensor, None]) -> None:
@@ -237,18 +247,6 @@ def _kept(ctx: Any) -> list[Union[Quantized, Tensor, None]]:
 
 
 # --- GEMMs ------------------------------------------------------------------------------------------------------------
-
-
-class _Decoded(NamedTuple):
-    """An operand as numbers: `values` times `factor`, by the rule."""
-
-    values: Tensor
-    factor: Optional[Tensor]
-    rule: OperandRule
-
-
-def _decode(quantized: Quantized, dtype: torch.dtype) -> _Decoded:
-    return _Decoded(quantized.operand(dtype), quantized.factor, quantized.rule)
 
 
 def _product(a: Optional[Tensor], b: Optional[Tensor]) -> Optional[Tensor]:
@@ -277,33 +275,42 @@ def _scaled_gemm(
         if factor is None and bias is None and a.dtype == dtype:
             return torch.mm(a, b)
         product = torch.mm(a, b) if a.dtype == torch.float32 else torch.mm(a, b, out_dtype=torch.float32)
-        product = product if factor is None else product.mul_(factor)
-        return (product if bias is None else product.add_(bias)).to(dtype)
+        return _finish(product, factor, bias, dtype)
     alpha = 1.0 if factor is None else factor.item()
     if bias is None:  # beta 0: the first operand is not read
         return torch.addmm(a.new_empty(1), a, b, beta=0, alpha=alpha).to(dtype)
     return torch.addmm(bias.to(a.dtype), a, b, alpha=alpha).to(dtype)
 
 
+def _finish(product: Tensor, factor: Optional[Tensor], bias: Optional[Tensor], dtype: torch.dtype) -> Tensor:
+    """factor x product + bias of an FP32 product on a GPU, rounded once to `dtype`."""
+    if factor is None and bias is None:
+        return product.to(dtype)
+    if has_kernels(product):
+        from megafp8.fp8 import triton_quantize  # needs Triton
+
+        return triton_quantize.finish_product(product, factor, bias, dtype)
+    product = product if factor is None else product.mul_(factor)
+    return (product if bias is None else product.add_(bias)).to(dtype)
+
+
+def _decoded_grad_output(rows: Tensor, needs_dgrad: bool, needs_wgrad: bool, plan: LinearPlan) -> dict[Gemm, Decoded]:
+    """grad_output as the numbers that the GEMMs of the backward pass multiply, where they are quantized."""
+    needed = [gemm for gemm, is_needed in ((Gemm.DGRAD, needs_dgrad), (Gemm.WGRAD, needs_wgrad)) if is_needed]
+    dtypes = {gemm: plan.gemm_dtype(rows, gemm) for gemm in needed if plan.recipe.is_quantized(gemm)}
+    return plan.quantize_for(rows, Operand.GRAD_OUTPUT, dtypes) if dtypes else {}
+
+
 def _wgrad(
-    rows: Tensor,
-    decoded_rows: Optional[_Decoded],
-    kept_input: Union[Quantized, Tensor],
-    weight: Tensor,
-    plan: LinearPlan,
+    rows: Tensor, dy: Optional[Decoded], kept_input: Union[Quantized, Tensor], weight: Tensor, plan: LinearPlan
 ) -> Optional[Tensor]:
-    """dy^T . x from the rows of grad_output, which dgrad may have decoded already, and what was kept of the input."""
-    rule = plan.recipe.rule(Operand.GRAD_OUTPUT, Gemm.WGRAD)
-    if rule is None:
+    """dy^T . x from grad_output, as it is and for wgrad, and what was kept of the input."""
+    if dy is None:
         return _weight_gradient(rows.t(), _rows(kept_input), None, weight, plan)
-    dtype = plan.gemm_dtype(rows, Gemm.WGRAD)
-    if decoded_rows is None or decoded_rows.rule != rule:
-        decoded_rows = _decode(plan.quantize(rows, Operand.GRAD_OUTPUT, Gemm.WGRAD), dtype)
     if not isinstance(kept_input, Quantized):
         kept_input = plan.quantize(kept_input, Operand.INPUT, Gemm.WGRAD)
-    x = _decode(kept_input, dtype)
-    factor = _product(decoded_rows.factor, x.factor)
-    return _weight_gradient(decoded_rows.values.t(), _rows(x.values), factor, weight, plan)
+    x = decode_operand(kept_input, dy.values.dtype)
+    return _weight_gradient(dy.values.t(), _rows(x.values), _product(dy.factor, x.factor), weight, plan)
 
 
 def _weight_gradient(
@@ -317,12 +324,38 @@ def _weight_gradient(
     main_grad = getattr(weight, "main_grad", None) if plan.fuse_wgrad else None
     if main_grad is None:
         return _scaled_gemm(grad_rows_t, input_rows, factor, weight.dtype)
-    if grad_rows_t.dtype == main_grad.dtype and not main_grad.is_cuda:
+    if grad_rows_t.is_cuda:
+        _accumulate_on_gpu(main_grad, grad_rows_t, input_rows, factor)
+    elif grad_rows_t.dtype == main_grad.dtype:
         main_grad.addmm_(grad_rows_t, input_rows, alpha=1.0 if factor is None else factor.item())
     else:
-        product_dtype = torch.float32 if grad_rows_t.is_cuda else grad_rows_t.dtype
-        main_grad.add_(_scaled_gemm(grad_rows_t, input_rows, factor, product_dtype))
+        main_grad.add_(_scaled_gemm(grad_rows_t, input_rows, factor, grad_rows_t.dtype))
     return _main_grad_stand_in(weight)
+
+
+def _accumulate_on_gpu(main_grad: Tensor, a: Tensor, b: Tensor, factor: Optional[Tensor]) -> None:
+    """main_grad += factor (a . b), summed in FP32."""
+    if factor is None and main_grad.dtype == torch.float32 and a.dtype != torch.float32 and _addmm_accumulates():
+        torch.addmm(main_grad, a, b, out_dtype=torch.float32, out=main_grad)
+        return
+    product = _scaled_gemm(a, b, None, torch.float32)
+    if factor is None:
+        main_grad.add_(product)
+    elif main_grad.dtype == torch.float32:
+        main_grad.addcmul_(product, factor)
+    else:
+        main_grad.add_(product.mul_(factor))
+
+
+@functools.lru_cache(maxsize=1)
+def _addmm_accumulates() -> bool:
+    """Does this torch add a product of BF16 to FP32 in one GEMM? Its first versions with `out_dtype` refuse to."""
+    total, ones = torch.zeros(8, 8, device="cuda"), torch.ones(8, 8, dtype=torch.bfloat16, device="cuda")
+    try:
+        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _main_grad_stand_in(weight: Tensor) -> Optional[Tensor]:

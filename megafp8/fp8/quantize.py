@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Optional
+from typing import NamedTuple, Optional, Union
 
 import torch
 import torch.distributed as dist
@@ -63,6 +66,15 @@ class Quantized:
             dtype: FP32, or BF16 where `rule.is_bf16_exact`; either holds the numbers exactly, unless scales are FP32
                 and blocks share them: then FP32 rounds the product.
         """
+        if has_kernels(self.codes):
+            from megafp8.fp8 import triton_quantize  # needs Triton
+
+            if triton_quantize.can_decode(self):
+                return triton_quantize.decode_blocks(self, dtype)
+        return self.operand_by_torch(dtype)
+
+    def operand_by_torch(self, dtype: torch.dtype) -> Tensor:
+        """`operand` in torch operations, on any device."""
         values = decode(self.codes, self.rule.format, dtype)
         if self.rule.block is not None:
             _multiply_blocks(values, self.dequant_scale.to(dtype), self.rule.block)
@@ -72,6 +84,80 @@ class Quantized:
     def factor(self) -> Optional[Tensor]:
         """The FP32 scalar that is left to multiply a GEMM's result with; None is 1."""
         return self.dequant_scale if self.rule.block is None else self.tensor_scale
+
+
+class Decoded(NamedTuple):
+    """A quantized operand as numbers: `values` times `factor`, by the rule.
+
+    Attributes:
+        values: codes with the scales of their blocks, in the type that a GEMM multiplies.
+        factor: FP32 scalar that is left to multiply the GEMM's result with; None is 1.
+    """
+
+    values: Tensor
+    factor: Optional[Tensor]
+    rule: OperandRule
+
+
+class Use(NamedTuple):
+    """What a tensor is quantized for.
+
+    Attributes:
+        dtype: of the numbers that a GEMM multiplies at once (see `Quantized.operand`); None keeps codes and scales.
+    """
+
+    rule: OperandRule
+    dtype: Optional[torch.dtype] = None
+
+
+def decode_operand(quantized: Quantized, dtype: torch.dtype) -> Decoded:
+    """The numbers that a GEMM multiplies, from what was kept."""
+    return Decoded(quantized.operand(dtype), quantized.factor, quantized.rule)
+
+
+def quantize_for(
+    tensor: Tensor,
+    uses: Sequence[Use],
+    group: Optional[dist.ProcessGroup] = None,
+    delayed: Optional[DelayedScale] = None,
+    generators: Sequence[Optional[torch.Generator]] = (),
+) -> list[Union[Quantized, Decoded]]:
+    """Quantize a tensor for all its uses at once; uses under one rule share the codes.
+
+    Args:
+        uses: rules, and whether codes or numbers are wanted.
+        generators: one a use, as for `quantize`; none at all if no rule is stochastic.
+
+    Returns:
+        for each use its codes and scales, or its numbers.
+    """
+    generators = generators or (None,) * len(uses)
+    for use, generator in zip(uses, generators, strict=True):
+        assert use.rule.is_stochastic == (generator is not None), "stochastic rounding, and it alone, needs a generator"
+    if has_kernels(tensor):
+        from megafp8.fp8 import triton_quantize  # needs Triton
+
+        if all(triton_quantize.can_quantize(tensor, use.rule) for use in uses):
+            return triton_quantize.quantize_for(tensor, uses, group, delayed, generators)
+    known: dict[OperandRule, Quantized] = {}
+    results: dict[Use, Union[Quantized, Decoded]] = {}
+    for use, generator in zip(uses, generators, strict=True):
+        if use.rule not in known:
+            known[use.rule] = quantize_by_torch(tensor, use.rule, group, delayed, generator)
+        if use not in results:
+            quantized = known[use.rule]
+            results[use] = quantized if use.dtype is None else decode_operand(quantized, use.dtype)
+    return [results[use] for use in uses]
+
+
+@functools.lru_cache(maxsize=1)
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def has_kernels(tensor: Tensor) -> bool:
+    """Is there a faster way than torch operations, with the same results?"""
+    return tensor.is_cuda and _has_triton()
 
 
 def quantize(
@@ -97,6 +183,18 @@ def quantize(
     Numerics: codes = round(float32(x) * quant_scale), one FP32 product, then one rounding as in `rounding.cast`. Blocks
     at a ragged edge are what is there of them.
     """
+    (quantized,) = quantize_for(tensor, [Use(rule)], group, delayed, [generator])
+    return quantized
+
+
+def quantize_by_torch(
+    tensor: Tensor,
+    rule: OperandRule,
+    group: Optional[dist.ProcessGroup] = None,
+    delayed: Optional[DelayedScale] = None,
+    generator: Optional[torch.Generator] = None,
+) -> Quantized:
+    """`quantize` in torch operations, on any device."""
     source = tensor.detach()
     rows = source.reshape(math.prod(source.shape[:-1]), source.shape[-1] if source.ndim else 1)
     if rule.block is None:
@@ -106,7 +204,6 @@ def quantize(
         blocks = as_blocks(transform_columns(rows) if rule.is_transformed else rows, rule.block)
         scales = block_scales(block_amax(blocks), rule, source.dtype, group)
         quant_scale = scales.quant[:, None, :, None]
-    assert rule.is_stochastic == (generator is not None), "stochastic rounding, and it alone, needs a generator"
     codes = scale_and_cast(blocks, quant_scale, rule.format, generator)
     codes = codes[: rows.shape[0], : codes_shape(rows.shape, rule.format)[-1]]  # without what was padded
     return Quantized(codes.reshape(codes_shape(source.shape, rule.format)), scales.dequant, scales.tensor, rule)
@@ -186,5 +283,14 @@ def _multiply_blocks(values: Tensor, scale: Tensor, block: Block) -> None:
 
 def dequantize(quantized: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
     """codes x scales in FP32, rounded to `dtype`."""
-    values, factor = quantized.operand(torch.float32), quantized.factor
-    return (values if factor is None else values.mul_(factor)).to(dtype)
+    is_short = dtype == torch.bfloat16 and quantized.rule.is_bf16_exact
+    values, factor = quantized.operand(torch.bfloat16 if is_short else torch.float32), quantized.factor
+    if factor is None:
+        return values.to(dtype)
+    if has_kernels(values):
+        from megafp8.fp8 import triton_quantize  # needs Triton
+
+        return triton_quantize.finish_product(values, factor, None, dtype)
+    if values.is_cuda:
+        return values.float().mul_(factor).to(dtype)
+    return values.mul_(factor.item()).to(dtype)  # torch multiplies BF16 by a number in FP32, and rounds that

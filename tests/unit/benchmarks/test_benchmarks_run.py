@@ -101,7 +101,8 @@ def test_param_gather(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
 
 
 def test_quantize(tmp_path: Path) -> None:
-    result = result_of(quantize_cpu.main, "--tokens 16 --rounds 1", tmp_path)
+    result = result_of(quantize_cpu.main, "--tokens 16 --matrix 64 --rounds 1", tmp_path)
+    assert {case["recipe"] for case in result["casts"]} == set(quantize_cpu.RECIPES)
     assert all(math.isfinite(number) for number in numbers(result))
 
 

@@ -10,7 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from benchmarks import gpu_train  # noqa: E402
-from megafp8.config import flags, rules, size  # noqa: E402
+from megafp8.config import derived, flags, rules, size  # noqa: E402
 
 
 def process(mode: str, number: int, step_ms: float) -> gpu_train.Process:
@@ -42,7 +42,7 @@ def test_command_lines_are_right(shape: str, parameters: int, mode: str) -> None
     config = flags.parse(gpu_train.command_of(options, mode, "run")[1:]).config
     assert rules.setting_problems(config, 1) == []
     assert size.count_parameters(config.model, 50_304).total == parameters
-    assert (config.precision.fp8_format is None) == (mode == "bf16")
+    assert (derived.quantization_recipe(config.precision) is None) == (mode == "bf16")
 
 
 def test_a_failing_mode_is_told_and_not_tried_again(tmp_path: Path) -> None:

@@ -166,6 +166,13 @@ def test_options_that_only_transformer_engine_has(section: str, settings: dict[s
     assert flag in only_problem(config, CPU)
 
 
+def test_the_loss_of_transformer_engine_goes_with_emulated_layers_beside_it() -> None:
+    fused = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
+    assert problems(fp8("mxfp8", **fused), H200) == []  # which emulates it
+    without = replace(H200, transformer_engine=None)
+    assert "fusion-impl te" in only_problem(fp8("mxfp8", **fused), without)
+
+
 def test_attention_and_collectives_of_a_gpu() -> None:
     flash = RunConfig(precision=PrecisionConfig(attention_backend="flash"))
     assert problems(flash, H200) == []

@@ -1,0 +1,285 @@
+"""Quantization on a GPU in as few passes over memory as its data flow allows.
+
+A tensor is read once for all its uses, after one more read for its amax where the scale of the whole tensor comes from
+it. Each use gets codes and scales, or the values that its GEMM multiplies, which then are the only thing written. Codes
+and scales are byte for byte those of the torch operations in `quantize.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Optional, Union
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megafp8.fp8.delayed import DelayedScale
+from megafp8.fp8.formats import E4M3
+from megafp8.fp8.hadamard import SIZE, check_groups, transform_matrix
+from megafp8.fp8.noise import random_bytes
+from megafp8.fp8.quantize import Decoded, Quantized, Use
+from megafp8.fp8.recipes import Block, OperandRule
+from megafp8.fp8.rounding import codes_shape
+from megafp8.fp8.scaling import FP32_MAX, ScaleRule, reduce_amax
+from megafp8.fp8.triton_kernels import (
+    amax_kernel,
+    decode_blocks_kernel,
+    finish_product_kernel,
+    quantize_blocks_kernel,
+    quantize_tensor_kernel,
+    transformed_amax_kernel,
+)
+from megafp8.fp8.triton_rounding import grid_of
+
+PART = 4096  # elements of a program, where there are no blocks
+AMAX_PROGRAMS = 1024
+TILINGS = {16: (16, 4), 32: (2, 2), 64: (1, 4), 128: (1, 16)}  # length of a block to squares of a tile and warps
+SCALE_DTYPES = {ScaleRule.E8M0: torch.float8_e8m0fnu, ScaleRule.TWO_LEVEL: torch.float8_e4m3fn}
+RULE_NAMES = {
+    ScaleRule.FP32: "fp32",
+    ScaleRule.POWER_OF_TWO: "power_of_two",
+    ScaleRule.E8M0: "e8m0",
+    ScaleRule.TWO_LEVEL: "two_level",
+}
+
+
+def can_quantize(tensor: Tensor, rule: OperandRule) -> bool:
+    """Do the kernels have this rule for this tensor? If not, torch operations do."""
+    if not tensor.numel():
+        return False
+    if rule.block is None:
+        return rule.format.codes_per_byte == 1
+    if rule.is_transformed and (rule.block != (SIZE, 1) or tensor.dtype != torch.bfloat16):
+        return False
+    return _is_known(rule.block)
+
+
+def can_decode(quantized: Quantized) -> bool:
+    """Do the kernels decode this? If not, torch operations do."""
+    return quantized.codes.numel() > 0 and quantized.rule.block is not None and _is_known(quantized.rule.block)
+
+
+def _is_known(block: Block) -> bool:
+    """Rows, columns or squares of a length that is used?"""
+    return max(block) in TILINGS and min(block) in (1, max(block))
+
+
+@dataclass
+class Part:
+    """What is made of a tensor by one rule; None is not wanted, or not there by this rule.
+
+    Attributes:
+        codes: uint8.
+        scales: of the blocks, in the type in which they are kept.
+        values: decoded codes.
+        factor: FP32 scalar, of the whole tensor.
+        noise: random bytes, one an element, ragged blocks filled up.
+    """
+
+    rule: OperandRule
+    codes: Optional[Tensor] = None
+    scales: Optional[Tensor] = None
+    values: Optional[Tensor] = None
+    factor: Optional[Tensor] = None
+    noise: Optional[Tensor] = None
+
+    def of_use(self, use: Use) -> Union[Quantized, Decoded]:
+        """The result for one use."""
+        if use.dtype is not None:
+            return Decoded(self.values, self.factor, self.rule)
+        codes = self.codes.view(self.rule.format.dtype)
+        if self.rule.block is None:
+            return Quantized(codes, self.factor, None, self.rule)
+        return Quantized(codes, self.scales, self.factor, self.rule)
+
+
+def quantize_for(
+    tensor: Tensor,
+    uses: Sequence[Use],
+    group: Optional[dist.ProcessGroup] = None,
+    delayed: Optional[DelayedScale] = None,
+    generators: Sequence[Optional[torch.Generator]] = (),
+) -> list[Union[Quantized, Decoded]]:
+    """`quantize.quantize_for`, where `can_quantize` says so for every rule."""
+    source = tensor.detach().contiguous()
+    parts: dict[OperandRule, Part] = {}
+    for index, use in enumerate(uses):
+        part = parts.setdefault(use.rule, Part(use.rule))
+        _prepare(part, source, use, generators[index] if generators else None)
+    wanted = list(parts.values())
+    if wanted[0].rule.block is None:
+        for part in wanted:
+            _quantize_tensor(source, part, group, delayed)
+    elif len(wanted) == 2 and _share_a_read(*wanted):
+        _quantize_blocks(source, *sorted(wanted, key=lambda part: _is_tall(part.rule)), group)
+    else:
+        for part in wanted:
+            _quantize_blocks(source, *((None, part) if _is_tall(part.rule) else (part, None)), group)
+    return [parts[use.rule].of_use(use) for use in uses]
+
+
+def _prepare(part: Part, source: Tensor, use: Use, generator: Optional[torch.Generator]) -> None:
+    """Make room for what a use wants."""
+    rule, device = part.rule, source.device
+    if use.dtype is not None:
+        assert part.values is None or part.values.dtype == use.dtype, "values of one rule in two types"
+        part.values = torch.empty(source.shape, dtype=use.dtype, device=device) if part.values is None else part.values
+    elif part.codes is None:
+        part.codes = torch.empty(codes_shape(source.shape, rule.format), dtype=torch.uint8, device=device)
+        if rule.block is not None:
+            dtype = SCALE_DTYPES.get(rule.scale_rule, torch.float32)
+            part.scales = torch.empty(_num_blocks(source, rule), dtype=dtype, device=device)
+    if rule.block is None or rule.scale_rule is ScaleRule.TWO_LEVEL:
+        part.factor = torch.empty((), device=device)
+    if generator is not None:
+        padded = [count * length for count, length in zip(_num_blocks(source, rule), rule.block, strict=True)]
+        part.noise = random_bytes(math.prod(padded), generator)
+
+
+# --- one scale --------------------------------------------------------------------------------------------------------
+
+
+def _quantize_tensor(
+    source: Tensor, part: Part, group: Optional[dist.ProcessGroup], delayed: Optional[DelayedScale]
+) -> None:
+    rule, count, note = part.rule, source.numel(), None
+    is_delayed = rule.scale_rule is ScaleRule.DELAYED
+    if is_delayed:
+        assert delayed is not None, "delayed scaling has its scale from before"
+        scale = delayed.quant
+        note = None if delayed.amax is None else delayed.amax.view(torch.int32)
+    else:
+        scale = reduce_amax(_amax(source), group)
+    quantize_tensor_kernel[(_cdiv(count, PART),)](
+        source, scale, part.codes, part.values, part.factor, note, count,
+        POWER_OF_TWO=rule.scale_rule is ScaleRule.POWER_OF_TWO, IS_DELAYED=is_delayed, GRID=grid_of(rule.format),
+        PART=PART, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _amax(source: Tensor) -> Tensor:
+    """FP32 [1]."""
+    largest = torch.zeros(1, device=source.device)
+    programs = min(AMAX_PROGRAMS, _cdiv(source.numel(), PART))
+    amax_kernel[(programs,)](source, largest.view(torch.int32), source.numel(), PART=PART)
+    return largest
+
+
+# --- blocks -----------------------------------------------------------------------------------------------------------
+
+
+def _quantize_blocks(
+    source: Tensor, row: Optional[Part], column: Optional[Part], group: Optional[dist.ProcessGroup]
+) -> None:
+    """Rows' or square blocks, and columns' blocks, from one read."""
+    rule = (row or column).rule
+    num_rows, num_columns = _matrix_shape(source)
+    side = max(rule.block)
+    tiles, num_warps, programs = _tiling(num_rows, num_columns, side)
+    is_transformed = column is not None and column.rule.is_transformed
+    if is_transformed:
+        check_groups(num_rows)
+    matrix = transform_matrix(source.dtype, source.device) if is_transformed else None
+    row_amax = column_amax = None
+    if rule.scale_rule is ScaleRule.TWO_LEVEL:
+        row_amax, column_amax = _two_amaxes(source, matrix, group)
+    row, column = row or Part(rule), column or Part(rule)
+    quantize_blocks_kernel[(programs,)](
+        source, matrix, num_rows, num_columns, min(torch.finfo(source.dtype).max, FP32_MAX),
+        row_amax, row.noise, row.codes, _raw(row.scales), row.values, row.factor,
+        column_amax, column.noise, column.codes, _raw(column.scales), column.values, column.factor,
+        IS_SQUARE=min(row.rule.block) > 1, RULE=RULE_NAMES[rule.scale_rule], GRID=grid_of(rule.format),
+        SCALE_GRID=grid_of(E4M3), SIDE=side, TILES=tiles, num_warps=num_warps, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _two_amaxes(source: Tensor, matrix: Optional[Tensor], group: Optional[dist.ProcessGroup]) -> tuple[Tensor, Tensor]:
+    """Of a tensor and of its transform by `matrix`, or twice its own: FP32 scalars."""
+    if matrix is None:
+        (largest,) = reduce_amax(_amax(source), group)
+        return largest, largest
+    num_rows, num_columns = _matrix_shape(source)
+    tiles, num_warps, programs = _tiling(num_rows, num_columns, SIZE)
+    largest = torch.zeros(2, device=source.device)
+    transformed_amax_kernel[(programs,)](
+        source, matrix, largest.view(torch.int32), num_rows, num_columns, SIDE=SIZE, TILES=tiles, num_warps=num_warps
+    )
+    of_rows, of_columns = reduce_amax(largest, group)
+    return of_rows, of_columns
+
+
+def decode_blocks(quantized: Quantized, dtype: torch.dtype) -> Tensor:
+    """Codes times the scales of their blocks, without the factor of the whole tensor."""
+    rule, codes = quantized.rule, quantized.codes.contiguous()
+    shape = (*codes.shape[:-1], codes.shape[-1] * rule.format.codes_per_byte)
+    values = torch.empty(shape, dtype=dtype, device=codes.device)
+    num_rows, num_columns = _matrix_shape(values)
+    side = max(rule.block)
+    tiles, num_warps, programs = _tiling(num_rows, num_columns, side)
+    decode_blocks_kernel[(programs,)](
+        codes.view(torch.uint8), _raw(quantized.dequant_scale.contiguous()), values, num_rows, num_columns,
+        IS_TALL=rule.block[0] > 1, IS_WIDE=rule.block[1] > 1, RULE=RULE_NAMES[rule.scale_rule],
+        GRID=grid_of(rule.format), SCALE_GRID=grid_of(E4M3), SIDE=side, TILES=tiles, num_warps=num_warps,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return values
+
+
+# --- after a GEMM -----------------------------------------------------------------------------------------------------
+
+
+def finish_product(product: Tensor, factor: Optional[Tensor], bias: Optional[Tensor], dtype: torch.dtype) -> Tensor:
+    """factor x product + bias in FP32, rounded once to `dtype`.
+
+    Args:
+        product: FP32 or BF16 [..., N], contiguous.
+        factor: FP32 scalar; None is 1.
+        bias: [N] or None.
+    """
+    out = torch.empty(product.shape, dtype=dtype, device=product.device)
+    if count := product.numel():
+        finish_product_kernel[(_cdiv(count, PART),)](
+            product, factor, bias, out, count, product.shape[-1], PART=PART, enable_fp_fusion=False
+        )
+    return out
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+
+def _matrix_shape(tensor: Tensor) -> tuple[int, int]:
+    """[rows, columns] of a tensor, all dims but the last being rows."""
+    return math.prod(tensor.shape[:-1]), tensor.shape[-1] if tensor.ndim else 1
+
+
+def _num_blocks(tensor: Tensor, rule: OperandRule) -> list[int]:
+    return [_cdiv(size, length) for size, length in zip(_matrix_shape(tensor), rule.block, strict=True)]
+
+
+def _tiling(num_rows: int, num_columns: int, side: int) -> tuple[int, int, int]:
+    """Squares of a tile, warps of a program, and programs."""
+    tiles, num_warps = TILINGS[side]
+    return tiles, num_warps, _cdiv(num_rows, side) * _cdiv(num_columns, side * tiles)
+
+
+def _is_tall(rule: OperandRule) -> bool:
+    """Blocks of columns?"""
+    return rule.block[0] > 1 and rule.block[1] == 1
+
+
+def _share_a_read(a: Part, b: Part) -> bool:
+    """Do two rules go into one kernel? Blocks of rows, or squares, and blocks of columns, alike otherwise."""
+    kinds = [(part.rule.format, part.rule.scale_rule, max(part.rule.block)) for part in (a, b)]
+    return kinds[0] == kinds[1] and _is_tall(a.rule) != _is_tall(b.rule)
+
+
+def _raw(scales: Optional[Tensor]) -> Optional[Tensor]:
+    """Scales as a kernel knows them: FP32, or bytes."""
+    return scales if scales is None or scales.dtype == torch.float32 else scales.view(torch.uint8)
+
+
+def _cdiv(size: int, length: int) -> int:
+    return -(-size // length)

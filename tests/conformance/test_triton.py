@@ -1,0 +1,316 @@
+"""The Triton kernels make the bytes that torch operations make: on a GPU, or in Triton's interpreter.
+
+On a machine without a GPU: `pip install triton 'numpy<2.3'`, then
+
+    TRITON_INTERPRET=1 python -m pytest tests/conformance/test_triton.py
+"""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from typing import Any, Optional
+
+import pytest
+import torch
+from torch import Tensor
+
+from megafp8.fp8 import linear as linear_module
+from megafp8.fp8 import quantize as quantize_module
+from megafp8.fp8.delayed import DelayedScale
+from megafp8.fp8.formats import E2M1, E4M3, E5M2, Format
+from megafp8.fp8.linear import LinearPlan, emulated_linear
+from megafp8.fp8.noise import RoundingNoise
+from megafp8.fp8.quantize import Quantized, Use, quantize_by_torch
+from megafp8.fp8.recipes import OperandRule, Recipe, blockwise, mxfp8, nvfp4, tensorwise
+from megafp8.fp8.scaling import ScaleRule
+
+IS_INTERPRETED = not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") == "1"
+if importlib.util.find_spec("triton") is None or not (torch.cuda.is_available() or IS_INTERPRETED):
+    pytest.skip("needs a CUDA device, or Triton and TRITON_INTERPRET=1", allow_module_level=True)
+
+from megafp8.fp8 import triton_quantize  # noqa: E402
+
+DEVICE = "cpu" if IS_INTERPRETED else "cuda"
+SHAPES = [(130, 162)] if IS_INTERPRETED else [(256, 512), (257, 130), (2, 65, 162)]
+DTYPES = [torch.bfloat16, torch.float32, torch.float16]
+
+
+
+@pytest.fixture(autouse=IS_INTERPRETED)
+def exact_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter cuts FP32 off where a GPU rounds it to BF16, loses BF16's subnormals, and takes BF16 for
+    integers in products."""
+    import numpy
+    from triton.language import bfloat16 as bf16
+    from triton.language import float32 as fp32
+    from triton.runtime import interpreter
+
+    plain_convert = interpreter._convert_float
+
+    def convert(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if (source.name, target.name) == ("bf16", "fp32"):
+            return (values.view(numpy.uint16).astype(numpy.uint32) << 16).reshape(values.shape)
+        if (source.name, target.name) == ("fp32", "bf16"):
+            rounded = torch.from_numpy(numpy.ascontiguousarray(values)).bfloat16().view(torch.int16)
+            return rounded.numpy().view(numpy.uint16)
+        return plain_convert(values, source, target, rounding)
+
+    plain_dot = interpreter.InterpreterBuilder.create_dot
+
+    def dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        wide = [interpreter.TensorHandle(convert(x.data, bf16, fp32, None).view(numpy.float32), fp32) for x in (a, b)]
+        return plain_dot(self, *wide, *others)
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+
+
+TENSOR_RULES = [
+    OperandRule(format=fmt, scale_rule=scale_rule)
+    for fmt in (E4M3, E5M2)
+    for scale_rule in (ScaleRule.FP32, ScaleRule.POWER_OF_TWO)
+]
+
+
+def pair(fmt: Format, side: int, scale_rule: ScaleRule, **column_options: bool) -> list[OperandRule]:
+    """Rows' blocks and columns' blocks, as an operand of two GEMMs has them."""
+    rows = OperandRule(format=fmt, block=(1, side), scale_rule=scale_rule)
+    return [rows, OperandRule(format=fmt, block=(side, 1), scale_rule=scale_rule, **column_options)]
+
+
+def square(fmt: Format, side: int, scale_rule: ScaleRule) -> list[OperandRule]:
+    return [OperandRule(format=fmt, block=(side, side), scale_rule=scale_rule)]
+
+
+BLOCK_RULES = [
+    rules
+    for fmt in (E4M3, E5M2)
+    for rules in (
+        pair(fmt, 32, ScaleRule.E8M0),
+        pair(fmt, 128, ScaleRule.POWER_OF_TWO),
+        pair(fmt, 128, ScaleRule.FP32),
+        square(fmt, 128, ScaleRule.POWER_OF_TWO),
+        square(fmt, 128, ScaleRule.FP32),
+    )
+]
+BLOCK_RULES += [pair(E2M1, 16, ScaleRule.TWO_LEVEL), square(E2M1, 16, ScaleRule.TWO_LEVEL)]
+
+
+def plain(shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(shape) * torch.logspace(-4, 3, shape[-1])
+
+
+def spoiled(shape: tuple[int, ...], *values: float) -> Tensor:
+    """Some elements replaced."""
+    x = plain(shape)
+    x.view(-1)[7 :: x.numel() // (3 * len(values))][: len(values)] = torch.tensor(values)
+    return x
+
+
+def ties(shape: tuple[int, ...]) -> Tensor:
+    """Numbers of few digits, many of them halfway between two codes, under an amax that scales by a power of two."""
+    x = torch.randint(-64, 65, shape) / 64.0 * 2.0 ** torch.randint(-8, 3, shape)
+    x.view(-1)[::16] = 448.0
+    return x
+
+
+RECIPES = {
+    "tensorwise": tensorwise(forward=E4M3, backward=E5M2),
+    "blockwise": blockwise(forward=E4M3, backward=E5M2),
+    "mxfp8": mxfp8(forward=E4M3, backward=E4M3),
+    "nvfp4": nvfp4(),
+    "nvfp4 without extras": nvfp4(transforms=False, rounds_stochastically=False, square_weights=False),
+}
+
+INPUTS = {
+    "plain": plain,
+    "ties": ties,
+    "zeros": torch.zeros,
+    "negative zeros": lambda shape: -torch.zeros(shape),
+    "all equal": lambda shape: torch.full(shape, 0.3),
+    "zero blocks": lambda shape: plain(shape) * (torch.arange(shape[-1]) // 48 % 2),
+    "NaN": lambda shape: spoiled(shape, float("nan"), -float("nan")),
+    "infinity": lambda shape: spoiled(shape, float("inf"), -float("inf")),
+    "NaN and infinity": lambda shape: spoiled(shape, float("nan"), float("inf"), -float("inf")),
+    "all NaN": lambda shape: torch.full(shape, float("nan")),
+    "outlier": lambda shape: spoiled(shape, 1e30),
+    "outliers": lambda shape: spoiled(shape, 3e38, -1e-38, 6e4),
+    "denormals": lambda shape: torch.randn(shape) * 1e-39,
+    "some denormals": lambda shape: plain(shape) * 10.0 ** torch.randint(-40, 3, shape),
+    "scales overflow": lambda shape: torch.randn(shape) * 1e-37,
+    "FP16 denormals": lambda shape: torch.randn(shape) * 1e-7,
+    "amax one above a power": lambda shape: torch.full(shape, 448 * 2.0**-127 * (1 + 2.0**-23)),
+}
+
+
+def check_bits(ours: Optional[Tensor], theirs: Optional[Tensor], what: str = "") -> None:
+    """Equal to the bit; any NaN equals any other."""
+    if ours is None or theirs is None:
+        assert ours is theirs, what
+        return
+    assert ours.dtype == theirs.dtype and ours.shape == theirs.shape, what
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[ours.dtype.itemsize]
+    equal = ours.view(integer) == theirs.view(integer)
+    if ours.dtype.itemsize > 1:
+        equal |= ours.isnan() & theirs.isnan()
+    if not equal.all():
+        wrong = (~equal).nonzero()
+        place = tuple(wrong[0].tolist())
+        pytest.fail(f"{what}: {len(wrong)} of {ours.numel()} differ, first at {place}: {ours[place]}, {theirs[place]}")
+
+
+def check_uses(x: Tensor, uses: list[Use], generators: Optional[list[torch.Generator]] = None) -> None:
+    """All uses together equal each by itself in torch operations."""
+    seeds = [None if generators is None else generator.initial_seed() for generator in generators or uses]
+    results = triton_quantize.quantize_for(x, uses, generators=generators or ())
+    for use, seed, result in zip(uses, seeds, results, strict=True):
+        generator = None if seed is None else torch.Generator(DEVICE).manual_seed(seed)
+        theirs = quantize_by_torch(x, use.rule, generator=generator)
+        name = f"{use.rule}, {tuple(x.shape)}"
+        check_bits(result.factor, theirs.factor, f"factor, {name}")
+        if use.dtype is not None:
+            check_bits(result.values, theirs.operand_by_torch(use.dtype), f"values, {name}")
+            continue
+        check_bits(result.codes, theirs.codes, f"codes, {name}")
+        check_bits(result.dequant_scale, theirs.dequant_scale, f"scales, {name}")
+        if use.rule.block is not None:
+            decoded = triton_quantize.decode_blocks(theirs, gemm_dtype(use.rule))
+            check_bits(decoded, theirs.operand_by_torch(gemm_dtype(use.rule)), f"decoded, {name}")
+
+
+def gemm_dtype(rule: OperandRule) -> torch.dtype:
+    return torch.bfloat16 if rule.is_bf16_exact else torch.float32
+
+
+def inputs(dtype: torch.dtype) -> Iterator[Tensor]:
+    """All kinds of input in all shapes."""
+    for kind in INPUTS:
+        for shape in SHAPES:
+            yield INPUTS[kind](shape).to(dtype).to(DEVICE)
+
+
+def transformable(shape: tuple[int, ...]) -> Iterator[Tensor]:
+    """All kinds of input in BF16, but for subnormals on a CPU: its BF16 products take them for zero."""
+    for kind in INPUTS:
+        x = INPUTS[kind](shape).bfloat16().to(DEVICE)
+        is_subnormal = (x != 0) & (x.abs() < torch.finfo(x.dtype).tiny)
+        if not (IS_INTERPRETED and is_subnormal.any()):
+            yield x
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rule", TENSOR_RULES, ids=str)
+def test_one_scale(rule: OperandRule, dtype: torch.dtype) -> None:
+    for x in inputs(dtype):
+        check_uses(x, [Use(rule, torch.bfloat16), Use(rule)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rules", BLOCK_RULES, ids=lambda rules: " and ".join(map(str, rules)))
+def test_blocks(rules: list[OperandRule], dtype: torch.dtype) -> None:
+    for x in inputs(dtype):
+        check_uses(x, [Use(rule) for rule in rules])
+        check_uses(x, [Use(rule, gemm_dtype(rule)) for rule in rules])
+
+
+def test_one_read_or_two() -> None:
+    x = plain((64, 256)).bfloat16().to(DEVICE)
+    rows, columns = pair(E4M3, 32, ScaleRule.E8M0)
+    other = square(E4M3, 128, ScaleRule.POWER_OF_TWO)[0]
+    for uses in (
+        [Use(columns), Use(rows, torch.bfloat16)],
+        [Use(rows, torch.bfloat16), Use(columns)],
+        [Use(rows), Use(other, torch.bfloat16)],
+        [Use(columns, torch.bfloat16)],
+        [Use(other), Use(other, torch.bfloat16)],
+    ):
+        check_uses(x, uses)
+
+
+def test_delayed() -> None:
+    rule = OperandRule(format=E5M2, scale_rule=ScaleRule.DELAYED)
+    for x in inputs(torch.bfloat16):
+        quant = torch.tensor([3.7, 1e3], device=DEVICE)
+        ours, theirs = (DelayedScale(quant[1], torch.tensor([0.0, 0.5], device=DEVICE)[1]) for _ in range(2))
+        result, numbers = triton_quantize.quantize_for(x, [Use(rule), Use(rule, torch.bfloat16)], delayed=ours)
+        expected = quantize_by_torch(x, rule, delayed=theirs)
+        check_bits(result.codes, expected.codes)
+        check_bits(result.factor, expected.factor)
+        check_bits(numbers.values, expected.operand_by_torch(torch.bfloat16))
+        check_bits(ours.amax, theirs.amax)
+        untouched = DelayedScale(quant[1], None)
+        check_bits(triton_quantize.quantize_for(x, [Use(rule)], delayed=untouched)[0].codes, expected.codes)
+
+
+@pytest.mark.parametrize("transforms", [False, True])
+def test_stochastic_rounding(transforms: bool) -> None:
+    """The same random bytes are put to the same use."""
+    rows, columns = (
+        OperandRule(format=E2M1, block=block, scale_rule=ScaleRule.TWO_LEVEL, is_stochastic=True, is_transformed=last)
+        for block, last in (((1, 16), False), ((16, 1), transforms))
+    )
+    for x in transformable((48, 34)) if transforms else inputs(torch.bfloat16):
+        for dtype in (None, torch.bfloat16):
+            generators = [torch.Generator(DEVICE).manual_seed(seed) for seed in (3, 4)]
+            check_uses(x, [Use(rows, dtype), Use(columns, dtype)], generators)
+
+
+@pytest.mark.parametrize("shape", [(48, 34), (2, 32, 320)])
+def test_hadamard_transform(shape: tuple[int, ...]) -> None:
+    rules = pair(E2M1, 16, ScaleRule.TWO_LEVEL, is_transformed=True)
+    for x in transformable(shape):
+        check_uses(x, [Use(rule) for rule in rules])
+        check_uses(x, [Use(rule, torch.bfloat16) for rule in rules])
+        check_uses(x, [Use(rules[1])])
+
+
+def test_hadamard_transform_refuses_ragged_groups() -> None:
+    with pytest.raises(ValueError, match="groups of 16"):
+        triton_quantize.quantize_for(
+            torch.ones(24, 32, dtype=torch.bfloat16, device=DEVICE),
+            [Use(pair(E2M1, 16, ScaleRule.TWO_LEVEL, is_transformed=True)[1])],
+        )
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+def test_every_code_is_decoded(fmt: Format) -> None:
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(2, 128).view(fmt.dtype)
+    scale = torch.tensor([[1.0, 0.5, 2.0, 2.0**-120]] * 2, device=DEVICE)
+    (rule, _) = pair(fmt, 32, ScaleRule.FP32)
+    quantized = Quantized(codes, scale, None, rule)
+    check_bits(triton_quantize.decode_blocks(quantized, torch.float32), quantized.operand_by_torch(torch.float32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_product_is_finished_in_one_pass(dtype: torch.dtype, has_bias: bool) -> None:
+    product, factor = plain((37, 130)).to(DEVICE), torch.tensor(0.37, device=DEVICE)
+    bias = torch.randn(130, device=DEVICE).to(dtype) if has_bias else None
+    expected = product * factor if bias is None else product * factor + bias
+    check_bits(triton_quantize.finish_product(product, factor, bias, dtype), expected.to(dtype))
+    if bias is not None:
+        check_bits(triton_quantize.finish_product(product, None, bias, dtype), (product + bias).to(dtype))
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="the linear takes the kernels on a GPU only")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_linear_with_and_without_kernels(
+    recipe: Recipe, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same output, gradients and main_grad to the bit: the GEMMs between them are the same."""
+    shapes = ((8, 32, 128), (256, 128), (256,), (8, 32, 256))
+    tensors = [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
+    results = []
+    for has_kernels in (True, False):
+        for module in (quantize_module, linear_module):
+            monkeypatch.setattr(module, "has_kernels", lambda tensor, answer=has_kernels: answer)
+        x, w, b, dy = (tensor.clone() for tensor in tensors)
+        x, w, b = (torch.nn.Parameter(tensor) for tensor in (x, w, b))
+        w.main_grad, w.grad_added_to_main_grad = torch.ones(256, 128, device=DEVICE), False
+        noise = RoundingNoise("test") if recipe.is_stochastic else None
+        y = emulated_linear(x, w, b, LinearPlan(recipe=recipe, fuse_wgrad=True, noise=noise))
+        y.backward(dy)
+        results.append((y.detach(), x.grad, w.main_grad, b.grad))
+    for ours, theirs in zip(*results, strict=True):
+        check_bits(ours, theirs, recipe.name)
