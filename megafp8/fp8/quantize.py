@@ -70,7 +70,7 @@ class Quantized:
             from megafp8.fp8 import triton_quantize  # needs Triton
 
             if triton_quantize.can_decode(self):
-                return triton_quantize.decode_blocks(self, dtype)
+                return triton_quantize.decode(self, dtype)
         return self.operand_by_torch(dtype)
 
     def operand_by_torch(self, dtype: torch.dtype) -> Tensor:

@@ -4,6 +4,7 @@
     transformed_amax_kernel    the same of a tensor and of its Hadamard transform, from one read
     quantize_tensor_kernel     codes or values under one scale
     quantize_blocks_kernel     codes or values of rows' blocks and of columns' blocks, from one read
+    decode_tensor_kernel       codes to values
     decode_blocks_kernel       codes and their blocks' scales to values
     finish_product_kernel      factor x product + bias, rounded once
 
@@ -74,6 +75,14 @@ def quantize_tensor_kernel(
         tl.store(codes_ptr + at, round_to_code(scaled, None, GRID).to(tl.uint8), mask=at < count)
     if values_ptr is not None:
         tl.store(values_ptr + at, round_to_value(scaled, None, GRID).to(values_ptr.dtype.element_ty), mask=at < count)
+
+
+@triton.jit
+def decode_tensor_kernel(codes_ptr, values_ptr, count, GRID: tl.constexpr, PART: tl.constexpr):
+    """Codes to values, without their one scale."""
+    at = tl.program_id(0).to(tl.int64) * PART + tl.arange(0, PART)
+    codes = tl.load(codes_ptr + at, mask=at < count, other=0).to(tl.int32)
+    tl.store(values_ptr + at, value_of_code(codes, GRID).to(values_ptr.dtype.element_ty), mask=at < count)
 
 
 # --- blocks -----------------------------------------------------------------------------------------------------------

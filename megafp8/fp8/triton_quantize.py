@@ -27,6 +27,7 @@ from megafp8.fp8.scaling import FP32_MAX, ScaleRule, reduce_amax
 from megafp8.fp8.triton_kernels import (
     amax_kernel,
     decode_blocks_kernel,
+    decode_tensor_kernel,
     finish_product_kernel,
     quantize_blocks_kernel,
     quantize_tensor_kernel,
@@ -36,7 +37,7 @@ from megafp8.fp8.triton_rounding import grid_of
 
 PART = 4096  # elements of a program, where there are no blocks
 AMAX_PROGRAMS = 1024
-TILINGS = {16: (16, 4), 32: (2, 2), 64: (1, 4), 128: (1, 16)}  # length of a block to squares of a tile and warps
+TILINGS = {16: (4, 1), 32: (2, 1), 64: (1, 4), 128: (1, 16)}  # length of a block to squares of a tile and warps
 SCALE_DTYPES = {ScaleRule.E8M0: torch.float8_e8m0fnu, ScaleRule.TWO_LEVEL: torch.float8_e4m3fn}
 RULE_NAMES = {
     ScaleRule.FP32: "fp32",
@@ -59,7 +60,9 @@ def can_quantize(tensor: Tensor, rule: OperandRule) -> bool:
 
 def can_decode(quantized: Quantized) -> bool:
     """Do the kernels decode this? If not, torch operations do."""
-    return quantized.codes.numel() > 0 and quantized.rule.block is not None and _is_known(quantized.rule.block)
+    rule = quantized.rule
+    is_known = rule.format.codes_per_byte == 1 if rule.block is None else _is_known(rule.block)
+    return is_known and quantized.codes.numel() > 0
 
 
 def _is_known(block: Block) -> bool:
@@ -211,11 +214,15 @@ def _two_amaxes(source: Tensor, matrix: Optional[Tensor], group: Optional[dist.P
     return of_rows, of_columns
 
 
-def decode_blocks(quantized: Quantized, dtype: torch.dtype) -> Tensor:
-    """Codes times the scales of their blocks, without the factor of the whole tensor."""
+def decode(quantized: Quantized, dtype: torch.dtype) -> Tensor:
+    """`Quantized.operand`, where `can_decode` says so: codes times the scales of their blocks, without `factor`."""
     rule, codes = quantized.rule, quantized.codes.contiguous()
     shape = (*codes.shape[:-1], codes.shape[-1] * rule.format.codes_per_byte)
     values = torch.empty(shape, dtype=dtype, device=codes.device)
+    if rule.block is None:
+        count, grid = values.numel(), grid_of(rule.format)
+        decode_tensor_kernel[(_cdiv(count, PART),)](codes.view(torch.uint8), values, count, GRID=grid, PART=PART)
+        return values
     num_rows, num_columns = _matrix_shape(values)
     side = max(rule.block)
     tiles, num_warps, programs = _tiling(num_rows, num_columns, side)

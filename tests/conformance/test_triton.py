@@ -35,7 +35,6 @@ SHAPES = [(130, 162)] if IS_INTERPRETED else [(256, 512), (257, 130), (2, 65, 16
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 
 
-
 @pytest.fixture(autouse=IS_INTERPRETED)
 def exact_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter cuts FP32 off where a GPU rounds it to BF16, loses BF16's subnormals, and takes BF16 for
@@ -173,9 +172,8 @@ def check_uses(x: Tensor, uses: list[Use], generators: Optional[list[torch.Gener
             continue
         check_bits(result.codes, theirs.codes, f"codes, {name}")
         check_bits(result.dequant_scale, theirs.dequant_scale, f"scales, {name}")
-        if use.rule.block is not None:
-            decoded = triton_quantize.decode_blocks(theirs, gemm_dtype(use.rule))
-            check_bits(decoded, theirs.operand_by_torch(gemm_dtype(use.rule)), f"decoded, {name}")
+        decoded = triton_quantize.decode(theirs, gemm_dtype(use.rule))
+        check_bits(decoded, theirs.operand_by_torch(gemm_dtype(use.rule)), f"decoded, {name}")
 
 
 def gemm_dtype(rule: OperandRule) -> torch.dtype:
@@ -277,8 +275,11 @@ def test_every_code_is_decoded(fmt: Format) -> None:
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(2, 128).view(fmt.dtype)
     scale = torch.tensor([[1.0, 0.5, 2.0, 2.0**-120]] * 2, device=DEVICE)
     (rule, _) = pair(fmt, 32, ScaleRule.FP32)
-    quantized = Quantized(codes, scale, None, rule)
-    check_bits(triton_quantize.decode_blocks(quantized, torch.float32), quantized.operand_by_torch(torch.float32))
+    for quantized in (
+        Quantized(codes, scale, None, rule),
+        Quantized(codes, scale[0, 0], None, OperandRule(format=fmt, scale_rule=ScaleRule.FP32)),
+    ):
+        check_bits(triton_quantize.decode(quantized, torch.float32), quantized.operand_by_torch(torch.float32))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
