@@ -30,6 +30,8 @@ if importlib.util.find_spec("triton") is None or not (torch.cuda.is_available() 
 
 from megafp8.fp8 import triton_quantize  # noqa: E402
 
+pytestmark = [] if IS_INTERPRETED else [pytest.mark.gpu]
+
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 SHAPES = [(130, 162)] if IS_INTERPRETED else [(256, 512), (257, 130), (2, 65, 162)]
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
