@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
 from pathlib import Path
 
 import torch.distributed as dist
@@ -13,6 +15,8 @@ from megafp8.device import mcore_cpu
 
 mcore_cpu.install()
 
+from megafp8.checkpoint.folder import finish, make_unfinished, unfinished_path  # noqa: E402
+from megafp8.checkpoint.manifest import read_manifest  # noqa: E402
 from megafp8.checkpoint.save import save_checkpoint  # noqa: E402
 from megafp8.checkpoint.state import Progress, Trainee  # noqa: E402
 from megafp8.data.tokenizer import build_tokenizer  # noqa: E402
@@ -46,6 +50,15 @@ def build_initial(config: RunConfig) -> Trainee:
     chunks = add_gradient_buffers(config, transformer_config, model)
     optimizer = build_optimizer(config, transformer_config, chunks)
     return Trainee(chunks, optimizer, build_schedule(config, optimizer, world_size))
+
+
+def copy_as_step(path: Path, folder: Path, step: int) -> None:
+    """Give a folder the files of a checkpoint as the checkpoint of another step. (Its progress stays what it was.)"""
+    manifest = dataclasses.replace(read_manifest(path), step=step)
+    make_unfinished(folder, step)
+    for name in manifest.files:
+        shutil.copy(path / name, unfinished_path(folder, step) / name)
+    finish(folder, step, manifest)
 
 
 def save_initial(folder: Path, config: RunConfig, world_size: int = 1) -> Path:

@@ -28,7 +28,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 
 from megafp8.checkpoint.folder import (
     CORRUPT,
-    NAME,
     RETIRED,
     checkpoint_path,
     delete,
@@ -36,7 +35,7 @@ from megafp8.checkpoint.folder import (
     named_steps,
     saved_steps,
 )
-from megafp8.checkpoint.manifest import damage_seen, read_manifest
+from megafp8.checkpoint.manifest import NAME, damage_seen, read_manifest
 from megafp8.errors import CheckpointError, Megafp8Error
 
 DAMAGED = CheckpointError.exit_status

@@ -9,9 +9,8 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megafp8.checkpoint.folder import NAME
 from megafp8.checkpoint.load import common_state, readable
-from megafp8.checkpoint.manifest import MANIFEST, FileEntry, Manifest, relative_files, write_manifest
+from megafp8.checkpoint.manifest import MANIFEST, NAME, FileEntry, Manifest, relative_files, write_manifest
 from megafp8.checkpoint.safe_load import SafeReader
 from megafp8.data.atomic import file_sha256
 from megafp8.errors import CheckpointError

@@ -15,20 +15,18 @@ it got it. The pointer file is a hint for people and for other programs; the new
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from itertools import count
 from pathlib import Path
 from typing import Optional
 
-from megafp8.checkpoint.manifest import MANIFEST, Manifest, differences, write_manifest
+from megafp8.checkpoint.manifest import MANIFEST, NAME, Manifest, differences, folder_name, write_manifest
 from megafp8.data.atomic import atomic_write
 from megafp8.errors import CheckpointError
 
 POINTER = "latest_checkpointed_iteration.txt"
 # Written after everything else: a folder that has it was whole.
 COMPLETE = MANIFEST
-NAME = re.compile(r"iter_(\d{7,})")
 UNFINISHED, REPLACED, CORRUPT, RETIRED = ".unfinished", ".replaced", ".corrupt", ".retired"
 # Beside tensors a checkpoint has its metadata: names, shapes and places.
 SPARE_BYTES, SPARE_SHARE = 1 << 20, 0.01
@@ -36,12 +34,12 @@ SPARE_BYTES, SPARE_SHARE = 1 << 20, 0.01
 
 def checkpoint_path(folder: Path, step: int) -> Path:
     """The checkpoint's final place."""
-    return folder / f"iter_{step:07d}"
+    return folder / folder_name(step)
 
 
 def unfinished_path(folder: Path, step: int) -> Path:
     """The place where it is being written."""
-    return folder / f"iter_{step:07d}{UNFINISHED}"
+    return folder / (folder_name(step) + UNFINISHED)
 
 
 def make_unfinished(folder: Path, step: int, num_bytes: int = 0) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +21,13 @@ from megafp8.errors import CheckpointError
 MANIFEST = "manifest.json"
 VERSION = 1
 SHOWN = 4
+NAME = re.compile(r"iter_(\d{7,})")
 MAX_BYTES = 1 << 28  # of a manifest: about a million files
+
+
+def folder_name(step: int) -> str:
+    """What a checkpoint's folder is called."""
+    return f"iter_{step:07d}"
 
 
 @dataclass(frozen=True)
@@ -117,8 +124,10 @@ def listed(problems: list[str]) -> str:
 
 
 def differences(folder: Path, manifest: Manifest) -> list[str]:
-    """How the folder's files differ from the manifest by name, kind and size; empty if they do not."""
+    """How folder and files differ from the manifest by name, kind and size; empty if they do not."""
     found = []
+    if NAME.fullmatch(folder.name) and folder.name != folder_name(manifest.step):
+        found.append(f"{MANIFEST} is of step {manifest.step}")
     there = set(relative_files(folder)) - {MANIFEST}
     for name in sorted(there - set(manifest.files)):
         found.append(f"{name} is not in {MANIFEST}")

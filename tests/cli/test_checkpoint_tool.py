@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from saved_run import configure, save_initial
+from saved_run import configure, copy_as_step, save_initial
 
 from megafp8.checkpoint.folder import saved_steps
 from megafp8.checkpoint.manifest import MANIFEST, damage_seen, read_manifest
@@ -81,6 +81,13 @@ def test_what_is_not_there(tool, run: Path, tmp_path: Path, capsys) -> None:
     assert "no manifest" in capsys.readouterr().out
 
 
+def test_a_checkpoint_under_the_name_of_another_step(tool, run: Path, capsys) -> None:
+    shutil.copytree(run / "iter_0000007", run / "iter_0000009")
+    assert tool.main(["verify", str(run), "--ckpt-step", "7"]) == 0
+    assert tool.main(["verify", str(run)]) == 74
+    assert "manifest.json is of step 7" in capsys.readouterr().out
+
+
 def test_show(tool, saved: Path, capsys) -> None:
     assert tool.main(["show", str(saved), "--tensors"]) == 0
     out = capsys.readouterr().out
@@ -96,7 +103,7 @@ def test_show(tool, saved: Path, capsys) -> None:
 
 def test_prune_keeps_the_newest_if_they_are_whole(tool, run: Path, capsys) -> None:
     for step in (8, 9, 10):
-        shutil.copytree(run / "iter_0000007", run / f"iter_{step:07d}")
+        copy_as_step(run / "iter_0000007", run, step)
     (run / "iter_0000003.corrupt").mkdir()
     assert tool.main(["prune", str(run), "--ckpt-keep", "2", "--dry-run"]) == 0
     assert saved_steps(run) == [7, 8, 9, 10]

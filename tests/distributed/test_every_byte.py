@@ -1,0 +1,104 @@
+"""Every byte of a checkpoint counts: whatever is changed, it is refused, the file named, and the one before taken."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from ranks import run_ranks
+from saved_run import configure, copy_as_step, save_initial
+
+from megafp8.checkpoint.choose import choose_checkpoint
+from megafp8.checkpoint.folder import checkpoint_path
+
+FLAGS = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 64 --transformer-impl local"
+NEWER, OLDER = 7, 6
+FLIPS_A_FILE = 64
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A change to one file of a checkpoint; `make` gives the bytes to write, or None to remove it."""
+
+    name: str
+    kind: str
+    make: Callable[[bytes], bytes | None]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two checkpoints of two ranks: step 7, and an older one of step 6 that differs in its tensors."""
+    base = tmp_path_factory.mktemp("run")
+    folder = save_initial(base, configure(f"{FLAGS} --tensor-model-parallel-size 2"), world_size=2)
+    other = save_initial(base / "other", configure(f"{FLAGS} --tensor-model-parallel-size 2 --seed 5"), world_size=2)
+    copy_as_step(checkpoint_path(other, NEWER), folder, OLDER)
+    return folder
+
+
+def flip(place: int, bit: int) -> Callable[[bytes], bytes]:
+    return lambda content: content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :]
+
+
+def cut(length: int) -> Callable[[bytes], bytes]:
+    return lambda content: content[:length]
+
+
+def mutations(newer: Path, older: Path) -> Iterator[Mutation]:
+    """Flipped bits, lost ends and starts, files that are gone, grown, empty, of a sibling or of the step before."""
+    generator = random.Random(1)
+    contents = {path.name: path.read_bytes() for path in sorted(newer.iterdir())}
+    for name, content in contents.items():
+        size = len(content)
+        places = {0, size - 1, *generator.sample(range(size), FLIPS_A_FILE - 2)}
+        yield from (Mutation(name, "flip", flip(place, generator.randrange(8))) for place in places)
+        yield from (Mutation(name, "truncate", cut(length)) for length in {0, 1, size // 2, size - 1})
+        yield Mutation(name, "remove", lambda content: None)
+        yield Mutation(name, "append", lambda content: content + b"\0")
+        yield Mutation(name, "zero", lambda content: bytes(len(content)))
+        yield Mutation(name, "shift", lambda content: content[1:] + content[:1])
+        for sibling, other in contents.items():
+            if other != content:
+                yield Mutation(name, f"as {sibling}", lambda _, other=other: other)
+        if (older / name).read_bytes() != content:
+            yield Mutation(name, "older", lambda _, path=older / name: path.read_bytes())
+
+
+def apply(path: Path, mutation: Mutation) -> bytes:
+    """Change a file; what it held before."""
+    before = (path / mutation.name).read_bytes()
+    after = mutation.make(before)
+    assert after != before, "a mutation changes something"
+    if after is None:
+        (path / mutation.name).unlink()
+    else:
+        (path / mutation.name).write_bytes(after)
+    return before
+
+
+def silent(folder: Path) -> tuple[int, list[str]]:
+    """How many mutations there were, and those after which the changed checkpoint would be loaded or is not named."""
+    newer, missed, count = checkpoint_path(folder, NEWER), [], 0
+    for mutation in list(mutations(newer, checkpoint_path(folder, OLDER))):
+        is_writer = dist.get_rank() == 0
+        before = apply(newer, mutation) if is_writer else b""
+        dist.barrier()
+        choice = choose_checkpoint(folder)
+        if choice is None or choice.step != OLDER or mutation.name not in " ".join(choice.notes):
+            missed.append(f"{mutation.kind} {mutation.name}")
+        if is_writer:
+            (newer / mutation.name).write_bytes(before)
+        dist.barrier()
+        count += 1
+    return count, missed
+
+
+def test_every_byte_counts(folder: Path) -> None:
+    assert run_ranks(2, lambda: choose_checkpoint(folder).step) == [NEWER, NEWER], "it is whole to begin with"
+    for count, missed in run_ranks(2, silent, folder):
+        assert missed == []
+        assert count >= 500
+    assert run_ranks(2, lambda: choose_checkpoint(folder).step) == [NEWER, NEWER]
