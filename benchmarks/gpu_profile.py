@@ -26,18 +26,19 @@ from benchmarks import timing  # noqa: E402
 # The first pattern that a kernel's name contains decides.
 GROUPS: tuple[tuple[str, str], ...] = (
     ("attention", r"fmha|flash|sdpa|cudnn_generated|nvte_fused_attn|softmax_sum|dot_do_o|convert_dq"),
-    ("optimizer", r"adam|multi_tensor|squared_sum|l2norm|lpnorm"),
+    ("optimizer", r"adam|multi_tensor(?!.*zerofunctor)|squared_sum|l2norm|lpnorm"),
     ("loss", r"cross_entropy|online_softmax|element_mul|log_softmax|nll_loss"),
-    ("rope, QKV split", r"rope|rotary|qkv"),
+    ("rope, QKV split", r"rope|rotary|rotate|qkv"),
     ("norm", r"rmsnorm|rms_norm|layernorm|layer_norm|ln_fwd|ln_bwd|_norm_"),
     ("SwiGLU", r"swiglu|silu|gated"),
-    ("GEMM FP8", r"e4m3|e5m2|fp8.*gemm|qmma"),
-    ("quantize", r"cast_transpose|transpose|quantize|decode_|finish_product|random_full|(?<!no)cast|amax"),
-    ("quantize", r"block_scal|scale_inv|_fp8_|fp8"),
+    # Seen in profiles: cuBLAS's kernels on FP8 operands begin with a q (of FP8 results with an o), on BF16 with a t.
+    ("GEMM FP8", r"gemm.*(e4m3|e5m2|fp8)|nvjet_(sm\d+_)?[qo]"),
+    ("quantize", r"transpose|quantize|decode_|finish_product|random_full|transformer_engine.*cast|amax"),
+    ("quantize", r"block_scal|scale_inv|fp8"),
     ("GEMM BF16", r"gemm|nvjet|cutlass|xmma|splitk|cublas"),
     ("embedding", r"embedding|index_put|indexselect|gather|scatter|sort|radix"),
     ("communication", r"nccl"),
-    ("fill", r"fill|memset"),
+    ("fill", r"fill|memset|zerofunctor"),
     ("copy, cat, add", r"copy|cat|memcpy|add|mul|elementwise|reduce|vectorized"),
 )
 SHOWN_KERNELS = 12

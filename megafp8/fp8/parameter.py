@@ -121,8 +121,6 @@ class QuantizedParameter(torch.Tensor):
         """The values as a plain tensor."""
         return self.codes.values()
 
-    from_float8 = dequantize  # what megatron-core calls it without a new Transformer Engine
-
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -136,16 +134,15 @@ class QuantizedParameter(torch.Tensor):
         if function is aten.empty_like.default:  # takes the place of a gradient: no reason to look at values
             like = {"dtype": args[0].dtype, "device": args[0].device} | kwargs
             return torch.empty(args[0].shape, dtype=like["dtype"], device=like["device"])
-        writes = [argument.alias_info is not None and argument.alias_info.is_write
-                  for argument in function._schema.arguments]
-        if any(is_write and isinstance(argument, cls) for is_write, argument in zip(writes, args, strict=False)):
-            raise TypeError(f"{function}: a quantized weight is not computed upon in place; copy_() sets it")
+        for described, argument in zip(function._schema.arguments, args, strict=False):
+            if isinstance(argument, cls) and described.alias_info is not None and described.alias_info.is_write:
+                raise TypeError(f"{function}: a quantized weight is not computed upon in place; copy_() sets it")
         args, kwargs = torch.utils._pytree.tree_map_only(cls, cls.dequantize, (args, kwargs))
         return function(*args, **kwargs)
 
 
 def quantized_parameters(modules: Iterable[nn.Module]) -> list[QuantizedParameter]:
-    """All of them in some modules, in the order of their names' first appearance, which is the same on all ranks."""
+    """All of them in some modules, in the modules' order, which all ranks that share a module have in common."""
     return [weight for module in modules for weight in module.parameters() if isinstance(weight, QuantizedParameter)]
 
 

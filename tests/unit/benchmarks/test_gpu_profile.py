@@ -16,6 +16,12 @@ from benchmarks.gpu_profile import Kernel, Profile, group_of  # noqa: E402
     ("name", "group"),
     [
         ("sm90_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n_tilesize128x128x64", "GEMM FP8"),
+        ("nvjet_sm90_qrtst_128x160_128x5_1x2_h_bz_coopA_algo2_TNT", "GEMM FP8"),
+        ("cast_transpose_optimized_kernel(__nv_bfloat16 const*, __nv_fp8_e5m2*)", "quantize"),
+        ("void transformer_engine::dgated_act_kernel<16, true, float>", "SwiGLU"),
+        ("rotate_back_and_join_kernel", "rope, QKV split"),
+        ("swiglu_backward_kernel", "SwiGLU"),
+        ("unrolled_elementwise_kernel<CUDAFunctor_add<float>, memory::LoadWithCast<2>>", "copy, cat, add"),
         ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NTN", "GEMM BF16"),
         ("void transformer_engine::cast_transpose_fused_kernel_notaligned<...>", "quantize"),
         ("void transformer_engine::multi_tensor_adam::adam_kernel", "optimizer"),

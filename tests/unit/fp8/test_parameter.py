@@ -131,6 +131,16 @@ def test_weights_of_one_number(recipe: Recipe, value: float) -> None:
     check_equal(settled(master, recipe, state_for(recipe)).codes.quantized(), whole(master, recipe))
 
 
+@pytest.mark.gpu
+@each_recipe
+def test_a_gpu_makes_the_same_codes(recipe: Recipe) -> None:
+    state = state_for(recipe)
+    found = settled(master_weight(RAGGED).cuda(), recipe, state if state is None else state.cuda()).codes
+    expected = settled(master_weight(RAGGED), recipe, state_for(recipe)).codes
+    assert torch.equal(found.raw.cpu(), expected.raw)
+    assert torch.equal(found.dequant_scale.cpu(), expected.dequant_scale)
+
+
 # --- a tensor to others -----------------------------------------------------------------------------------------------
 
 
