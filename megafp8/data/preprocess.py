@@ -34,8 +34,9 @@ from megafp8.data.tokenizer import Tokenizer, build_tokenizer, describe_tokenize
 from megafp8.data.worker_pool import WorkerDiedError, run_tasks
 from megafp8.errors import CapabilityError, DataError
 
-# Below, comparing encoders takes as long as the library does for all of it.
+# Below, comparing encoders takes as long as the library does for all of it. What is compressed has more text.
 SMALL_INPUT_BYTES = 512 << 10
+COMPRESSION_FACTOR = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +222,10 @@ def _begin(job: PreprocessJob, folder: PartFolder, description: dict[str, Any]) 
 def _choose(job: PreprocessJob, begun: dict[str, Any], sources: Sequence[Source], tokenizer: Tokenizer) -> Choice:
     if job.encoder == AUTO and begun["refused"]:
         return Choice(LibraryEncoder(tokenizer), LIBRARY, begun["refused"])
-    if job.encoder == AUTO and sum(source.num_bytes for source in sources) < SMALL_INPUT_BYTES:
+    text_bytes = sum(
+        source.num_bytes * (COMPRESSION_FACTOR if source.compression or source.is_table else 1) for source in sources
+    )
+    if job.encoder == AUTO and text_bytes < SMALL_INPUT_BYTES:
         return Choice(LibraryEncoder(tokenizer), LIBRARY, "the input is small")
     return choose_encoder(tokenizer, job.encoder, lambda: sample_texts(sources, job.json_keys))
 

@@ -1,0 +1,292 @@
+"""How fast text becomes token shards: tools/preprocess_data.py against the pipeline of Megatron-LM's script of that
+name (`single_writer.py`), and against the tokenizer's own library at its best.
+
+    python benchmarks/preprocess.py --folder runs/preprocess [--megabytes 400] [--rounds 3] [--json FILE]
+    python benchmarks/preprocess.py --folder runs/preprocess --memory-limit-mb 600 --megabytes 2000
+
+The first makes a corpus (Python's own standard library, over again with other words), trains four tokenizers, and runs
+both pipelines in turns as whole processes on the same text: the shards must be equal, byte for byte. Bar: 20 times the
+documents a second for byte-pair encodings. Where gigatoken does not know the tokenizer, the bar is 0.85 of the speed of
+the library's batch calls on texts in memory, on as many cores. The second runs under a limit of memory for each
+process, and shows what was used at most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import os
+import random
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Optional
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import timing  # noqa: E402
+from benchmarks.startup import process_times_ms  # noqa: E402
+from megafp8.config.schema import DataConfig  # noqa: E402
+from megafp8.data.corpus import stdlib_documents, stdlib_folder  # noqa: E402
+from megafp8.data.manifest import load_manifest  # noqa: E402
+from megafp8.data.tokenizer import build_tokenizer  # noqa: E402
+from megafp8.data.tokenizer_training import train_byte_bpe, train_sentencepiece  # noqa: E402
+
+BPE_BAR, LIBRARY_BAR = 20.0, 0.85
+DOCUMENT_CHARACTERS = 3000
+CHANGED_FRACTION = 0.05
+WORD = re.compile(r"[A-Za-z]{5,}")
+# megatron-core's TikTokenizer takes such text for special tokens, other tokenizers do not.
+SPECIAL = re.compile(r"</?s>|<(unk|mask|pad|cls|sep)>|<SPECIAL_|<\|endoftext\|>")
+NUM_SPECIAL_TOKENS = 1000
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tokenizer: the flags that name it, and whether the bar for byte-pair encodings is its."""
+
+    name: str
+    flags: tuple[str, ...]
+    is_bpe: bool
+
+
+def corpus_documents(num_bytes: int, seed: int = 1234) -> Iterator[str]:
+    """Yield documents of about 3000 characters, `num_bytes` of UTF-8 in all. From the second time over, every 20th
+    longer word is another one, so that new words keep coming, as they do in text."""
+    rng = random.Random(seed)
+    modules = [document.text for document in stdlib_documents(stdlib_folder(), max_bytes=1 << 30, seed=seed)]
+    done, first_time = 0, True
+    while True:
+        for text in modules:
+            for start in range(0, len(text), DOCUMENT_CHARACTERS):
+                piece = text[start : start + DOCUMENT_CHARACTERS]
+                if not first_time:
+                    piece = WORD.sub(partial(_change_some, rng), piece)
+                if SPECIAL.search(piece):
+                    continue
+                yield piece
+                done += len(piece.encode("utf-8"))
+                if done >= num_bytes:
+                    return
+        first_time = False
+
+
+def _change_some(rng: random.Random, found: re.Match[str]) -> str:
+    word = found.group()
+    return word[:-1] + rng.choice("abcdefghij") if rng.random() < CHANGED_FRACTION else word
+
+
+def write_corpus(path: Path, num_bytes: int) -> Path:
+    """Write the corpus as JSON lines, if it is not there."""
+    if not path.exists():
+        temporary = path.with_suffix(".tmp")
+        with open(temporary, "w", encoding="utf-8") as stream:
+            for number, text in enumerate(corpus_documents(num_bytes)):
+                stream.write(json.dumps({"text": text, "id": number}, ensure_ascii=False) + "\n")
+        temporary.rename(path)
+    return path
+
+
+def make_cases(folder: Path, words: Optional[list[str]], vocab_size: int, sample_megabytes: int) -> list[Case]:
+    """Train the tokenizers that are not there; only those with one of `words` in their name."""
+    sample = write_corpus(folder / "sample.jsonl", sample_megabytes * 10**6)
+    makers = {
+        "byte-level BPE": (_byte_level, True),
+        "tiktoken": (_tiktoken, True),
+        "SentencePiece BPE": (partial(_sentencepiece, "bpe"), True),
+        "SentencePiece unigram": (partial(_sentencepiece, "unigram"), False),
+    }
+    return [
+        Case(name, make(folder, sample, vocab_size), is_bpe)
+        for name, (make, is_bpe) in makers.items()
+        if not words or any(word in name for word in words)
+    ]
+
+
+def _byte_level(folder: Path, sample: Path, vocab_size: int) -> tuple[str, ...]:
+    train_byte_bpe([str(sample)], str(folder / "byte"), vocab_size=vocab_size)
+    return "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder / "byte")
+
+
+def _tiktoken(folder: Path, sample: Path, vocab_size: int) -> tuple[str, ...]:
+    _byte_level(folder, sample, vocab_size)
+    num_ranks = write_ranks(folder / "byte", folder / "ranks.json")
+    model = ("--tokenizer-type", "TikTokenizer", "--tokenizer-model", str(folder / "ranks.json"))
+    return *model, "--vocab-size", str(num_ranks + NUM_SPECIAL_TOKENS)
+
+
+def _sentencepiece(kind: str, folder: Path, sample: Path, vocab_size: int) -> tuple[str, ...]:
+    threads = os.cpu_count() or 1
+    prefix = str(folder / kind)
+    train_sentencepiece([str(sample)], prefix, vocab_size=vocab_size // 4, model_type=kind, num_threads=threads)
+    return "--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", f"{prefix}.model"
+
+
+def write_ranks(byte_level: Path, path: Path) -> int:
+    """Write the tokens of a byte-level BPE as Megatron's file of ranks for tiktoken; return their number."""
+    content = json.loads((byte_level / "tokenizer.json").read_text(encoding="utf-8"))
+    model = content["model"]
+    special = {token["content"] for token in content["added_tokens"]}
+    byte_of = {character: byte for byte, character in _byte_characters().items()}
+    tokens = [bytes([byte]) for byte in range(256)]
+    for text in sorted(model["vocab"], key=model["vocab"].__getitem__):
+        if len(text) > 1 and text not in special:
+            tokens.append(bytes(byte_of[character] for character in text))
+    entries = [
+        {"rank": rank, "token_bytes": base64.b64encode(token).decode("ascii"), "token_str": ""}
+        for rank, token in enumerate(tokens)
+    ]
+    path.write_text(json.dumps(entries), encoding="utf-8")
+    return len(tokens)
+
+
+def _byte_characters() -> dict[int, str]:
+    """The characters with which a byte-level BPE writes bytes: themselves, or those from U+0100 on."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {byte: chr(byte) for byte in shown} | {byte: chr(0x100 + place) for place, byte in enumerate(hidden)}
+
+
+def run_pipeline(script: str, case: Case, corpus: Path, prefix: Path, workers: int, *more: str) -> tuple[float, float]:
+    """Run a pipeline as a process; its wall and CPU time."""
+    for suffix in (".bin", ".idx", ".manifest.json"):
+        Path(f"{prefix}_text_document{suffix}").unlink(missing_ok=True)
+    common = ("--input", str(corpus), "--output-prefix", str(prefix), "--workers", str(workers))
+    return process_times_ms([script, *common, *case.flags, *more])
+
+
+def run_library(case: Case, corpus: Path, workers: int) -> tuple[float, float]:
+    """Call the library's batch calls on texts in memory, in as many processes; wall and CPU time of the calls alone."""
+    import multiprocessing
+
+    context = multiprocessing.get_context("fork")
+    with context.Pool(workers) as pool:
+        times = pool.starmap(_library_times_ms, [(case.flags, corpus, number, workers) for number in range(workers)])
+    return max(wall_ms for wall_ms, _ in times), sum(cpu_ms for _, cpu_ms in times)
+
+
+def _library_times_ms(flags: tuple[str, ...], corpus: Path, number: int, count: int) -> tuple[float, float]:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    values = dict(zip(flags[::2], flags[1::2], strict=True))
+    config = DataConfig(tokenizer_type=values["--tokenizer-type"], tokenizer_model=values["--tokenizer-model"])
+    tokenizer = build_tokenizer(config, int(values["--vocab-size"]) if "--vocab-size" in values else None)
+    with open(corpus, encoding="utf-8") as lines:
+        texts = [json.loads(line)["text"] for place, line in enumerate(lines) if place % count == number]
+
+    def encode() -> None:
+        for first in range(0, len(texts), 1000):
+            tokenizer.tokenize_batch(texts[first : first + 1000])
+
+    return timing.own_times_ms(encode)
+
+
+def compare(case: Case, corpus: Path, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Run the pipelines in turns and compare what they made."""
+    ours, theirs = folder / "ours", folder / "theirs"
+    sides: dict[str, Callable[[], tuple[float, float]]] = {
+        "megafp8": partial(
+            run_pipeline, "tools/preprocess_data.py", case, corpus, ours, options.workers, "--append-eod", "--overwrite"
+        )
+    }
+    if not options.library:
+        sides["single writer"] = partial(
+            run_pipeline, "benchmarks/single_writer.py", case, corpus, theirs, options.workers
+        )
+    else:
+        sides["megafp8"] = partial(sides["megafp8"], "--encoder", "library")
+        sides["library alone"] = partial(run_library, case, corpus, options.workers)
+    times = timing.take_turns(sides, rounds=options.rounds, warmup=options.warmup, times_ms=lambda run: run())
+    manifest = load_manifest(f"{ours}_text_document")
+    assert manifest is not None
+    if not options.library:
+        for suffix in (".bin", ".idx"):
+            same = subprocess.run(["cmp", f"{ours}_text_document{suffix}", f"{theirs}_text_document{suffix}"])
+            assert same.returncode == 0, f"{case.name}: the pipelines made other shards"
+    reference = "megafp8"
+    others = [name for name in sides if name != reference]
+    ratios = {name: timing.ratios_to(reference, times)[name] for name in others}
+    return {
+        "encoder": manifest.encoder,
+        "documents": manifest.num_documents,
+        "tokens": manifest.num_tokens,
+        "bytes": corpus.stat().st_size,
+        "times": times,
+        "ratios": ratios,
+    }
+
+
+def print_table(results: dict[str, dict[str, Any]]) -> None:
+    """A row for each tokenizer and side."""
+    rows = []
+    for name, result in results.items():
+        for side, times in result["times"].items():
+            seconds, cpu_s = times.median_wall_ms / 1e3, times.median_cpu_ms / 1e3
+            ratio = result["ratios"].get(side)
+            rows.append((
+                name, f"{side} ({result['encoder']})" if side == "megafp8" else side,
+                result["documents"] / seconds, result["bytes"] / seconds / 1e6, result["tokens"] / seconds, seconds,
+                cpu_s, str(ratio["wall"]) if ratio else "", str(ratio["cpu"]) if ratio else "",
+            ))  # fmt: skip
+    header = ("tokenizer", "pipeline", "documents/s", "MB/s", "tokens/s", "wall s", "CPU s", "times wall", "times CPU")
+    print(timing.format_table(header, rows))
+
+
+def run_with_limit(case: Case, corpus: Path, prefix: Path, limit_mb: int, workers: int) -> float:
+    """Preprocess with a limit on the memory of each process; return the most that one used, in MB."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit_mb << 20, limit_mb << 20))
+
+    command = [sys.executable, "tools/preprocess_data.py", "--input", str(corpus), "--output-prefix", str(prefix),
+               "--workers", str(workers), "--overwrite", *case.flags]  # fmt: skip
+    subprocess.run(command, check=True, cwd=ROOT, preexec_fn=limit)
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+
+
+def main(argv: Optional[list[str]] = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, required=True, help="for corpus, tokenizers and shards; kept")
+    parser.add_argument("--megabytes", type=int, default=400, help="of text (default %(default)s)")
+    parser.add_argument("--vocab-size", type=int, default=32000, help="of byte-level BPE; SentencePiece has a quarter")
+    parser.add_argument("--sample-megabytes", type=int, default=10, help="to train them on (default %(default)s)")
+    parser.add_argument("--cases", nargs="+", metavar="WORD", help="only tokenizers with such a word in their name")
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=0)
+    parser.add_argument("--library", action="store_true", help="compare --encoder library with the library alone")
+    parser.add_argument("--memory-limit-mb", type=int, help="run megafp8 alone, with so much memory for each process")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    options = parser.parse_args(argv)
+
+    options.folder.mkdir(parents=True, exist_ok=True)
+    cases = make_cases(options.folder, options.cases, options.vocab_size, options.sample_megabytes)
+    corpus = write_corpus(options.folder / f"corpus{options.megabytes}.jsonl", options.megabytes * 10**6)
+    if options.memory_limit_mb is not None:
+        for case in cases:
+            used = run_with_limit(
+                case, corpus, options.folder / "limited", options.memory_limit_mb, options.workers
+            )
+            print(f"{case.name}: no process used more than {used:.0f} MB so far, of {options.memory_limit_mb} allowed")
+        return
+    results = {case.name: compare(case, corpus, options.folder, options) for case in cases}
+    print_table(results)
+    for case in cases:
+        for side, ratio in results[case.name]["ratios"].items():
+            bar = LIBRARY_BAR if side == "library alone" else BPE_BAR if case.is_bpe else None
+            median = ratio["wall"].median
+            verdict = "" if bar is None else f", {'within' if median >= bar else 'UNDER'} the bar of {bar:g}"
+            print(f"{case.name}: {side} takes {median:.2f} times as long{verdict}")
+    print(f"load of the machine: {os.getloadavg()[0]:.1f} over {os.cpu_count()} cores; this benchmark alone is about 2")
+    if options.json:
+        timing.write_json(options.json, {"options": vars(options), "results": results})
+
+
+if __name__ == "__main__":
+    main()
