@@ -11,13 +11,16 @@ import transformer_engine.pytorch as te
 from megatron.core.extensions.transformer_engine import TEFusedMLP, TENorm
 from megatron.core.fp8_utils import get_fp8_recipe
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch.cpp_extensions import general_gemm
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
 from megafp8.config.schema import RunConfig
+from megafp8.device import mcore_wgrad
 from megafp8.model import te_patches
 from megafp8.model.rotary_attention import RotarySelfAttention
 from megafp8.model.te_operations import FusedMLP
@@ -43,9 +46,35 @@ def norm() -> type:
 
 
 def accumulate_gradients_in_gemm(model: torch.nn.Module) -> None:
-    """Let every Transformer Engine linear add its weight gradient to `main_grad` inside the GEMM."""
+    """Let every linear add its weight gradient to `main_grad` inside the GEMM, the output layer too."""
     for linear in fusing_linears(model):
         linear.fuse_wgrad_accumulation = True
+    mcore_wgrad.provide(add_weight_gradient)
+    for layer in output_layers(model):
+        layer.gradient_accumulation_fusion = True
+
+
+def add_weight_gradient(inputs: torch.Tensor, gradients: torch.Tensor, main_grad: torch.Tensor) -> None:
+    """main_grad [N, K] plus gradients^T [N, T] times inputs [T, K], in one GEMM with sums in FP32, in place.
+
+    With `main_grad.is_overwritten` it is the product alone.
+    """
+    general_gemm(
+        inputs, gradients, out_dtype=main_grad.dtype, layout="NT", out=main_grad, grad=True,
+        accumulate=not getattr(main_grad, "is_overwritten", False),
+    )  # fmt: skip
+
+
+def output_layers(model: torch.nn.Module) -> list[ColumnParallelLinear]:
+    """megatron-core's own linears: the output layer, where this stage has it with a weight of its own.
+
+    A weight that it shares with the embedding has its gradient from autograd.
+    """
+    linears = [module for module in model.modules() if type(module) is ColumnParallelLinear]
+    return [
+        linear for linear in linears
+        if linear.weight is not None and not hasattr(linear.weight, "shared_embedding")
+    ]  # fmt: skip
 
 
 def delayed_scales(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -71,7 +100,8 @@ def fusing_linears(model: torch.nn.Module) -> list[torch.nn.Module]:
 def weights_with_fused_gradients(chunks: list[torch.nn.Module]) -> list[torch.nn.Parameter]:
     """Weights whose linears do so, and heed `overwrite_main_grad`."""
     linears = [linear for chunk in chunks for linear in fusing_linears(chunk) if linear.fuse_wgrad_accumulation]
-    return [linear.weight for linear in linears]
+    outputs = [layer for chunk in chunks for layer in output_layers(chunk) if layer.gradient_accumulation_fusion]
+    return [linear.weight for linear in [*linears, *outputs]]
 
 
 class FusedState(MegatronModule):

@@ -40,7 +40,7 @@ class FirstGradient:
     def start(self) -> None:
         """Before the first microbatch of a step."""
         for weight in self.weights:
-            weight.overwrite_main_grad = True
+            mark(weight, True)
         torch._foreach_zero_(self.zeroed)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -48,7 +48,12 @@ class FirstGradient:
 
 def has_gradient(weight: torch.Tensor) -> None:
     """From now on gradients are added."""
-    weight.overwrite_main_grad = False
+    mark(weight, False)
+
+
+def mark(weight: Any, is_overwritten: bool) -> None:
+    """Tell the linear, be it given the weight (Transformer Engine's) or the buffer alone (megatron-core's)."""
+    weight.overwrite_main_grad = weight.main_grad.is_overwritten = is_overwritten
 
 
 def do_nothing() -> None:

@@ -1,0 +1,47 @@
+"""Weight gradients that the layer puts into `main_grad` itself, the first of a step over what was there."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from ranks import run_ranks
+from small_run import PLAIN, build_run, small_config
+from torch import Tensor
+
+from megafp8.device import mcore_wgrad
+from megafp8.optim.first_gradient import FirstGradient
+from megafp8.training.evaluate import build_batches
+from megafp8.training.step import clear_gradients, forward_backward
+
+NUM_PASSES = 2  # the second finds the gradients of the first
+RELATIVE = 1e-5  # FP32 sums in another order
+
+
+def add_gradient(inputs: Tensor, gradients: Tensor, main_grad: Tensor) -> None:
+    """What a GEMM that accumulates does."""
+    main_grad.addmm_(gradients.t(), inputs, beta=0 if main_grad.is_overwritten else 1)
+
+
+def gradients_of(in_layer: bool) -> dict[str, Tensor]:
+    """All gradients of one global batch of two microbatches."""
+    run = build_run(small_config("llama", PLAIN))
+    assert run.num_microbatches == 2
+    (chunk,) = run.trainee.chunks
+    if in_layer:
+        mcore_wgrad.provide(add_gradient)
+        layer = chunk.module.output_layer
+        layer.gradient_accumulation_fusion = True
+        run = dataclasses.replace(run, first_gradient=FirstGradient(run.trainee.chunks, [layer.weight]))
+    for _ in range(NUM_PASSES):
+        clear_gradients(run)
+        batches = build_batches(run, run.datasets[0], 0, run.global_batch_size, num_workers=0)
+        forward_backward(run, batches, run.num_microbatches, forward_only=False)
+    return {name: parameter.main_grad.clone() for name, parameter in chunk.module.named_parameters()}
+
+
+def test_gradients_put_in_by_the_layer_are_those_of_autograd() -> None:
+    (expected,), (found,) = run_ranks(1, gradients_of, False), run_ranks(1, gradients_of, True)
+    for name, gradient in expected.items():
+        assert gradient.abs().max() > 0, name
+        torch.testing.assert_close(found[name], gradient, rtol=RELATIVE, atol=RELATIVE * gradient.abs().max().item())
