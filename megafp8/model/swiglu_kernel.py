@@ -20,11 +20,32 @@ TOKENS = 128
 WIDTH = 64
 NUM_WARPS = 8
 
+# Four FP32 to four FP8 in one register. Triton's own cast makes pairs; where one is stored twice, once through shared
+# memory, ptxas before 13.0 stores what another register holds (seen with 12.8 and 12.9; triton-lang/triton 11111).
+FOUR_CASTS = (
+    "{{ .reg .b16 low, high; cvt.rn.satfinite.{0}.f32 low, $2, $1; cvt.rn.satfinite.{0}.f32 high, $4, $3;"
+    " mov.b32 $0, {{low, high}}; }}"
+)
+TO_E4M3 = tl.constexpr(FOUR_CASTS.format("e4m3x2"))
+TO_E5M2 = tl.constexpr(FOUR_CASTS.format("e5m2x2"))
+
+
+@triton.jit
+def cast(y, TO: tl.constexpr):
+    """FP32 to `TO`, E4M3, E5M2 or FP32, rounded to nearest, ties to even; beyond the largest number it saturates."""
+    if TO.primitive_bitwidth > 8:
+        return y.to(TO)
+    if TO.is_fp8e4nv():
+        codes = tl.inline_asm_elementwise(TO_E4M3, "=r,r,r,r,r", [y], dtype=tl.uint8, is_pure=True, pack=4)
+    else:
+        codes = tl.inline_asm_elementwise(TO_E5M2, "=r,r,r,r,r", [y], dtype=tl.uint8, is_pure=True, pack=4)
+    return codes.to(TO, bitcast=True)
+
 
 @triton.jit
 def write(y, rows, columns, row, column, tokens, row_width, factor, mask, WITH_COLUMNS: tl.constexpr):
     """One tile of the result at tokens `row` and columns `column`."""
-    codes = (y * factor).to(rows.dtype.element_ty)
+    codes = cast(y * factor, rows.dtype.element_ty)
     tl.store(rows + row[:, None] * row_width + column[None, :], codes, mask=mask)
     if WITH_COLUMNS:
         place = columns + column.to(tl.int64)[:, None] * tokens + row[None, :]
