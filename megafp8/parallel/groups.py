@@ -78,5 +78,11 @@ def seed_rank(seed: int) -> None:
 
 
 def leave_groups() -> None:
-    """Destroy the groups of the layout; torch.distributed goes on."""
+    """Destroy the groups of the layout and their communicators; torch.distributed goes on.
+
+    megatron-core only forgets them, and NCCL's keep their memory on the GPU.
+    """
+    for group in parallel_state._global_process_group_list or []:
+        if group is not None:  # stands for all ranks
+            dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()

@@ -1,0 +1,31 @@
+"""The groups of a layout end with it."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from ranks import run_ranks
+from small_run import PLAIN, small_config
+
+from megafp8.parallel.groups import build_groups, leave_groups
+
+
+def known_groups() -> tuple[bool, bool]:
+    """Whether torch.distributed knows a group of the layout before and after it is left; all ranks' group goes on."""
+    build_groups(small_config("llama", PLAIN))
+    group = parallel_state.get_data_parallel_group()
+    before = is_known(group)
+    leave_groups()
+    dist.barrier()
+    return before, is_known(group)
+
+
+def is_known(group: dist.ProcessGroup) -> bool:
+    try:
+        return dist.get_process_group_ranks(group) == [0]
+    except KeyError:
+        return False
+
+
+def test_left_groups_are_destroyed() -> None:
+    assert run_ranks(1, known_groups) == [(True, False)]
