@@ -205,8 +205,9 @@ class PrecisionConfig:
     bias_gelu_fusion: bool = setting(True, "fused bias and GELU", off=("--no-bias-gelu-fusion",))
     bias_dropout_fusion: bool = setting(True, "fused bias, dropout and residual add", off=("--no-bias-dropout-fusion",))
     apply_rope_fusion: bool = setting(True, "fused rotary embedding (CUDA)", off=("--no-rope-fusion",))
-    split_rope_fusion: bool = setting(
-        False, "one kernel splits queries, keys and values and rotates them (Transformer Engine)"
+    split_rope_fusion: Optional[bool] = setting(
+        None, "one kernel splits queries, keys and values and rotates them; default where Transformer Engine's layers "
+        "rotate whole heads", flags=("--split-rope-fusion",), off=("--no-split-rope-fusion",),
     )
     swiglu_quantize_fusion: bool = setting(
         False, "SwiGLU writes both FP8 copies of its result in one pass (delayed, --use-transformer-engine-op-fuser)"

@@ -19,6 +19,7 @@ from transformer_engine.pytorch.cpp_extensions import general_gemm
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
+from megafp8.config.rules.precision import rotates_in_one_kernel
 from megafp8.config.schema import RunConfig
 from megafp8.device import mcore_wgrad
 from megafp8.model import te_patches
@@ -33,7 +34,7 @@ def layer_spec(config: RunConfig) -> ModuleSpec:
         qk_layernorm=config.model.qk_layernorm,
         use_te_op_fuser=config.precision.use_transformer_engine_op_fuser,
     )
-    if config.precision.split_rope_fusion:
+    if rotates_in_one_kernel(config):
         spec.submodules.self_attention.module = RotarySelfAttention
     if config.precision.swiglu_quantize_fusion:
         spec.submodules.mlp.module = FusedMLP

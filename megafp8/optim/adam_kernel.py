@@ -5,8 +5,8 @@ write the weight in the model's format, each number read and written once.
     m = beta1 m + (1 - beta1) g;    v = beta2 v + (1 - beta2) g^2
     p = p - lr ((m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay p)
 
-In FP32, in the order and with the fused multiply-adds of Transformer Engine's kernel, whose bits it gives; that one
-leaves scaling, clipping and the copy to passes of their own. Elementwise it is bound by memory: 30 bytes an element
+In FP32, in the order of Transformer Engine's kernel, from which it differs by roundings; that one leaves scaling,
+clipping and the copy to passes of their own. Elementwise it is bound by memory: 30 bytes an element
 with FP32 state, 20 with BF16 moments and 16-bit remainders.
 
 The tensors are given as a table of addresses, cut into chunks of equal length, a program each.

@@ -142,9 +142,19 @@ def loss_fusion_is_on_for_its_implementation(config: RunConfig, world_size: int)
 
 def split_rope_needs_whole_rotations(config: RunConfig, world_size: int) -> Iterator[str]:
     """The kernel rotates all of a head, as it comes from the linear."""
+    if config.precision.split_rope_fusion:
+        yield from split_rope_obstacles(config)
+
+
+def rotates_in_one_kernel(config: RunConfig) -> bool:
+    """Whether Transformer Engine's layers split and rotate in one kernel: as asked, or else where they can."""
+    asked = config.precision.split_rope_fusion
+    return asked if asked is not None else not any(split_rope_obstacles(config))
+
+
+def split_rope_obstacles(config: RunConfig) -> Iterator[str]:
+    """What stands against --split-rope-fusion."""
     model, flag = config.model, "--split-rope-fusion"
-    if not config.precision.split_rope_fusion:
-        return
     if model.position_embedding_type != "rope":
         yield without(flag, "--position-embedding-type rope")
     if not config.precision.apply_rope_fusion:

@@ -1,0 +1,23 @@
+"""Where queries, keys and values are split and rotated in one kernel."""
+
+import pytest
+
+from megafp8.config.rules.precision import rotates_in_one_kernel
+from megafp8.config.schema import RunConfig
+from megafp8.config.settings import with_values
+
+ROPE = {"model.position_embedding_type": "rope"}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (ROPE, True),
+        ({}, False),
+        (ROPE | {"model.qk_layernorm": True}, False),
+        (ROPE | {"precision.split_rope_fusion": False}, False),
+        (ROPE | {"precision.apply_rope_fusion": False}, False),
+    ],
+)
+def test_unless_asked_it_is_where_the_kernel_can(values: dict, expected: bool) -> None:
+    assert rotates_in_one_kernel(with_values(RunConfig(), values)) is expected
