@@ -114,6 +114,7 @@ def be_rank(
     try:
         store = dist.FileStore(str(folder / "rendezvous"), world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        dist.barrier()  # a rank with nothing to do would leave while another one still connects to it
         pipe.send(Answer(result=pickle.dumps(function(*args))))
         dist.destroy_process_group()
     except BaseException as error:
