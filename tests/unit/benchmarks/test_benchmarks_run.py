@@ -15,6 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from benchmarks import (  # noqa: E402
+    checkpoints,
     data_loading,
     engine_overhead,
     fp8_step_cpu,
@@ -137,3 +138,12 @@ def test_training_on_the_tiny_shape(tmp_path: Path, capfd: pytest.CaptureFixture
     assert row["tokens_per_second"] == pytest.approx(2 * 64 / row["step_ms"] * 1e3, rel=0.01)
     assert all(math.isfinite(number) for number in numbers(result))
     assert "torch SDPA" in capfd.readouterr().out
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    sizes = SIZES.replace("--hidden-size 32", "--hidden-size 64")
+    result = result_of(checkpoints.main, f"{sizes} --rounds 1 --mutations 24 --folder {tmp_path}", tmp_path)
+    assert all(math.isfinite(number) and number > 0 for number in numbers(result))
+    assert result["flips"][checkpoints.OURS] == {"refused": 24}
+    assert sum(result["flips"][checkpoints.PLAIN].values()) == 24
+    assert result["flips"][checkpoints.PLAIN]["silently wrong"] > 0, "else the check above shows nothing"

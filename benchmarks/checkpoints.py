@@ -1,0 +1,228 @@
+"""Saving and restoring: against plain megatron-core on the same state, what the hashes cost, and what they find.
+
+    python benchmarks/checkpoints.py [--folder DIR] [--rounds 10] [--mutations 200] [--json FILE]
+
+One CPU rank, BF16 weights with FP32 master weights and moments, in turns. `without hashes` is megafp8 with torch's
+CRC-32 in the place of SHA-256, and for a restore without reading every byte first. megatron-core saves that state with
+`torch_dist` and its default writers, forked processes whose CPU time is counted. Each side syncs its files. Then single
+bits are flipped in a small checkpoint: a side refuses it, or loads what was saved (the bit was padding), or loads
+something else without a word.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import timing  # noqa: E402
+from benchmarks.in_process import add_size_options, command_line, end_runs, start_run  # noqa: E402
+
+from megatron.core import dist_checkpointing  # noqa: E402  # isort: skip
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402  # isort: skip
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # noqa: E402  # isort: skip
+from megatron.core.safe_globals import register_safe_globals  # noqa: E402  # isort: skip
+
+from megafp8.checkpoint import hashing_writer  # noqa: E402
+from megafp8.checkpoint.folder import checkpoint_path  # noqa: E402
+from megafp8.checkpoint.load import read_tensors  # noqa: E402
+from megafp8.checkpoint.manifest import MANIFEST, check_whole, damage_seen, read_manifest  # noqa: E402
+from megafp8.checkpoint.save import save_checkpoint, whole_state  # noqa: E402
+from megafp8.checkpoint.state import Progress, model_state, optimizer_state  # noqa: E402
+from megafp8.training.assemble import Run  # noqa: E402
+from megafp8.training.evaluate import build_batches  # noqa: E402
+from megafp8.training.step import train_step  # noqa: E402
+
+OURS, UNHASHED, PLAIN = "megafp8", "megafp8, without hashes", "megatron-core"
+SMALL = argparse.Namespace(
+    num_layers=1, hidden_size=64, num_attention_heads=2, seq_length=16, vocab_size=64, micro_batch_size=1,
+    global_batch_size=1,
+)  # fmt: skip
+PROGRESS = Progress(1, 1)
+
+
+class NoDigest:
+    """In the place of SHA-256: does nothing."""
+
+    def update(self, content: Any) -> None:
+        pass
+
+    def hexdigest(self) -> str:
+        return "0" * 64
+
+
+def started(text: str) -> Run:
+    """A run after its first step: before, the optimizer has no moments."""
+    run = start_run(text)
+    train_step(run, build_batches(run, run.datasets[0], 0, run.global_batch_size, num_workers=0), 1)
+    return run
+
+
+def save_plain(run: Run, path: Path) -> None:
+    """megatron-core's own way, with our state."""
+    path.mkdir(parents=True)
+    state = whole_state(run.config, run.trainee, PROGRESS, None)
+    dist_checkpointing.save(state, str(path), TorchDistSaveShardedStrategy("torch_dist", 1))
+
+
+def wanted_state(run: Run) -> dict[str, Any]:
+    """What a run asks of a checkpoint."""
+    model = model_state(run.trainee.chunks)
+    return model | {"optimizer": optimizer_state(run.trainee, model, is_loading=True)}
+
+
+def with_children_ms(run: Callable[[], Any]) -> tuple[float, float]:
+    """Wall and CPU time of this process and of its children that have ended."""
+
+    def cpu_s() -> float:
+        uses = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        return sum(use.ru_utime + use.ru_stime for use in uses)
+
+    wall, cpu = time.perf_counter(), cpu_s()
+    run()
+    return (time.perf_counter() - wall) * 1e3, (cpu_s() - cpu) * 1e3
+
+
+def compare_saves(run: Run, folder: Path, rounds: int) -> dict[str, timing.Times]:
+    """Times of a save. Every one writes to a folder that is not there yet."""
+
+    def ours() -> None:
+        save_checkpoint(folder / "ours", run.config, run.trainee, PROGRESS)
+
+    def unhashed() -> None:
+        no_digest = mock.patch.object(hashing_writer, "hashlib", SimpleNamespace(sha256=NoDigest))
+        with no_digest, mock.patch.object(hashing_writer, "no_checksum", nullcontext):
+            save_checkpoint(folder / "unhashed", run.config, run.trainee, PROGRESS)
+
+    def timed(save: Callable[[], Any]) -> tuple[float, float]:
+        for old in folder.iterdir():
+            shutil.rmtree(old)
+        return with_children_ms(save)
+
+    sides = {OURS: ours, UNHASHED: unhashed, PLAIN: lambda: save_plain(run, folder / "plain")}
+    for save in sides.values():
+        timed(save)
+    return timing.take_turns(sides, rounds=rounds, warmup=0, times_ms=timed)
+
+
+def compare_loads(run: Run, path: Path, rounds: int) -> dict[str, timing.Times]:
+    """Times of a restore."""
+
+    def read() -> None:
+        read_tensors(path, wanted_state(run), run.trainee.chunks, ["model"])
+
+    def checked() -> None:
+        check_whole(path)
+        read()
+
+    def plain() -> None:
+        state = dist_checkpointing.load(wanted_state(run), str(path), strict="return_unexpected")[0]
+        run.trainee.chunks[0].module.load_state_dict(state["model"], strict=False)
+
+    return timing.take_turns({OURS: checked, UNHASHED: read, PLAIN: plain}, rounds=rounds, warmup=1)
+
+
+def show_times(title: str, times: dict[str, timing.Times], num_bytes: int) -> None:
+    ratios = timing.ratios_to(UNHASHED, times)
+    rows = [
+        (name, each.median_wall_ms, each.median_cpu_ms, num_bytes / 1e3 / each.median_wall_ms,
+         ratios[name]["wall"], ratios[name]["cpu"])
+        for name, each in times.items()
+    ]  # fmt: skip
+    header = (title, "wall ms", "CPU ms", "MB/s", "wall, to without hashes", "CPU")
+    print(timing.format_table(header, rows) + "\n")
+
+
+# --- flipped bits -----------------------------------------------------------------------------------------------------
+
+
+def loaded_bytes(run: Run, path: Path) -> bytes:
+    """Everything that plain megatron-core loads."""
+    state = dist_checkpointing.load(wanted_state(run), str(path), strict="return_unexpected")[0]
+    leaves = [leaf for leaf in nested_values(state) if isinstance(leaf, (torch.Tensor, int, float, str))]
+    parts = (leaf.contiguous().view(torch.uint8).numpy().tobytes() if isinstance(leaf, torch.Tensor)
+             and leaf.dim() else repr(leaf).encode() for leaf in leaves)  # fmt: skip
+    return b"|".join(parts)
+
+
+def outcome_of_plain(run: Run, path: Path, truth: bytes) -> str:
+    try:
+        return "harmless" if loaded_bytes(run, path) == truth else "silently wrong"
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        return "refused"
+
+
+def flip_bits(run: Run, path: Path, count: int) -> dict[str, Counter[str]]:
+    """Outcomes of `count` flips, as many in each file, for both sides."""
+    outcomes: dict[str, Counter[str]] = {OURS: Counter(), PLAIN: Counter()}
+    names = sorted(name.name for name in path.iterdir() if name.name != MANIFEST)
+    truth, generator = loaded_bytes(run, path), random.Random(0)
+    for number in range(count):
+        file = path / names[number % len(names)]
+        before = file.read_bytes()
+        place = generator.randrange(len(before))
+        file.write_bytes(before[:place] + bytes([before[place] ^ 1 << generator.randrange(8)]) + before[place + 1 :])
+        outcomes[OURS]["refused" if damage_seen(path) else "silently wrong"] += 1
+        outcomes[PLAIN][outcome_of_plain(run, path, truth)] += 1
+        file.write_bytes(before)
+    return outcomes
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_size_options(
+        parser, num_layers=8, hidden_size=512, num_attention_heads=8, seq_length=64, vocab_size=8192,
+        micro_batch_size=1, global_batch_size=1,
+    )  # fmt: skip
+    parser.add_argument("--folder", type=Path, help="where to write; default a new one for temporary files")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--mutations", type=int, default=200, help="bits to flip; default 200")
+    parser.add_argument("--json", type=Path, metavar="F", help="write the result to F")
+    return parser
+
+
+def main() -> None:
+    options = build_parser().parse_args()
+    register_safe_globals()
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder, extra = Path(name), "--bf16 --transformer-impl local"
+        (folder / "saves").mkdir()
+        run = started(command_line(options, train_iters=10, extra=extra))
+        saves = compare_saves(run, folder / "saves", options.rounds)
+        path = save_checkpoint(folder, run.config, run.trainee, PROGRESS)
+        num_bytes = read_manifest(path).num_bytes
+        print(f"a checkpoint of {num_bytes / 1e6:.0f} MB\n")
+        show_times("save", saves, num_bytes)
+        loads = compare_loads(run, path, options.rounds)
+        show_times("restore", loads, num_bytes)
+        end_runs()
+        small = started(command_line(SMALL, train_iters=10, extra=extra))
+        save_checkpoint(folder / "small", small.config, small.trainee, PROGRESS)
+        outcomes = flip_bits(small, checkpoint_path(folder / "small", PROGRESS.step), options.mutations)
+        kinds = ("refused", "harmless", "silently wrong")
+        rows = [(side, *(counts[kind] for kind in kinds)) for side, counts in outcomes.items()]
+        print(timing.format_table((f"{options.mutations} flipped bits", *kinds), rows))
+        end_runs()
+    if options.json:
+        timing.write_json(options.json, {"bytes": num_bytes, "save": saves, "restore": loads, "flips": outcomes})
+
+
+if __name__ == "__main__":
+    main()
