@@ -136,6 +136,7 @@ def test_metadata_runs_nothing(name: str, path: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "flag").exists()
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol:UserWarning")
 @pytest.mark.parametrize("name", NAMES)
 def test_plain_values_run_nothing(name: str, path: Path, tmp_path: Path) -> None:
     content = payloads(tmp_path / "flag")[name]
