@@ -34,12 +34,14 @@ TO_E5M2 = tl.constexpr(FOUR_CASTS.format("e5m2x2"))
 def cast(y, TO: tl.constexpr):
     """FP32 to `TO`, E4M3, E5M2 or FP32, rounded to nearest, ties to even; beyond the largest number it saturates."""
     if TO.primitive_bitwidth > 8:
-        return y.to(TO)
-    if TO.is_fp8e4nv():
+        codes = y.to(TO)
+    elif TO.is_fp8e4nv():
         codes = tl.inline_asm_elementwise(TO_E4M3, "=r,r,r,r,r", [y], dtype=tl.uint8, is_pure=True, pack=4)
+        codes = codes.to(TO, bitcast=True)
     else:
         codes = tl.inline_asm_elementwise(TO_E5M2, "=r,r,r,r,r", [y], dtype=tl.uint8, is_pure=True, pack=4)
-    return codes.to(TO, bitcast=True)
+        codes = codes.to(TO, bitcast=True)
+    return codes
 
 
 @triton.jit

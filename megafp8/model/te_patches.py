@@ -95,6 +95,7 @@ def save_delayed_state_as_tensors() -> None:
         if not isinstance(recipe, DelayedScaling):
             return  # a checkpoint of delayed scaling goes on under another recipe, which has no memory
         self.fp8_meta["recipe"] = recipe
+        self.fp8_meta.setdefault("num_gemms", 1)  # a linear that has not run yet does not know how many it has
         self.init_fp8_meta_tensors(recipe)
         for name, current in delayed_tensors(self.fp8_meta).items():
             current.copy_(tensors[name])
