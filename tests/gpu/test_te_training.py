@@ -19,12 +19,12 @@ pytestmark = [
 if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
     pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
 
+from gpu_runs import FP8_RECIPES, RECIPES, gpu_run  # noqa: E402
 from small_run import Curve, train, weights  # noqa: E402
 
 from megafp8.checkpoint.load import load_checkpoint  # noqa: E402
 from megafp8.checkpoint.save import save_checkpoint  # noqa: E402
 from megafp8.checkpoint.state import Progress  # noqa: E402
-from runs import FP8_RECIPES, RECIPES, gpu_run  # noqa: E402
 
 PLAIN = "--no-one-pass-optimizer --no-gradient-overwrite --no-split-rope-fusion"
 FUSER = "--use-transformer-engine-op-fuser"
