@@ -207,10 +207,11 @@ def _begin(job: PreprocessJob, folder: PartFolder, description: dict[str, Any]) 
         DataError: parts of another job are there, and --overwrite was not given.
     """
     begun = folder.load_job()
-    if begun is not None and begun["job"] == description:
+    if begun is not None and begun.get("job") == description:
         return begun
     if begun is not None and not job.overwrite:
-        other = [name.replace("_", " ") for name, value in description.items() if begun["job"].get(name) != value]
+        found = begun.get("job", {})
+        other = [name.replace("_", " ") for name, value in description.items() if found.get(name) != value]
         raise DataError(
             f"{folder.path} holds an unfinished job with other {' and '.join(other)}. Run that again to finish it, "
             "choose another --output-prefix, or --overwrite to drop it."

@@ -17,6 +17,8 @@ MIN_PARTS, MAX_PARTS = 8, 4096
 SMALLEST_PART_BYTES = 1 << 20
 # A compressed file of this share of a part, as it is on the disk, is not worth dividing.
 SMALL_STREAM_FRACTION = 0.25
+# A part of a stream is held in memory before it is parsed.
+MAX_BLOCK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def divide(sources: Sequence[Source], keys: Sequence[str], part_bytes: int) -> l
     for number, source in enumerate(sources):
         if source.delimiter is not None and not source.is_divisible and is_large(source, part_bytes):
             close_part()
-            units.append(Stream(f"{len(units):06d}", number, part_bytes))
+            units.append(Stream(f"{len(units):06d}", number, min(part_bytes, MAX_BLOCK_BYTES)))
             continue
         for piece in _pieces_of(number, source, keys, part_bytes):
             pieces.append(piece)

@@ -25,6 +25,8 @@ from megafp8.data.table_readers import rows_before
 from megafp8.data.tokenizer import Tokenizer, build_tokenizer
 from megafp8.errors import DataError
 
+# Records of a large block that are parsed at a time.
+PARSED_RECORDS = 1024
 # What encoders are compared on before a job.
 SAMPLED_PLACES, SAMPLED_BYTES, SAMPLED_TEXTS, SAMPLED_CHARACTERS = 16, 16 << 10, 16, 4000
 
@@ -148,7 +150,9 @@ def _encode_stripe(worker: Worker, stripe: Stripe) -> Iterator[Union[FinishedPar
             return
         with PartWriter(worker.folder, name) as writer:
             encoder = _PartEncoder(worker, writer, lambda _: num_records)
-            encoder.add(stream.source, parse_records(source, records, 0, worker.settings.json_keys))
+            for first in range(0, len(records), PARSED_RECORDS):
+                some = records[first : first + PARSED_RECORDS]
+                encoder.add(stream.source, parse_records(source, some, first, worker.settings.json_keys))
             if damage:
                 encoder.refuse_rest(stream.source, len(records), damage)
             encoder.flush()

@@ -128,6 +128,23 @@ def test_gigatoken_gives_the_librarys_ids(bpe, texts):
     assert lists_of(encoder.encode(all_texts)) == bpe.tokenize_batch(all_texts)
 
 
+def test_no_merge_makes_a_control_piece(tmp_path, tokenizer_config):
+    """A model in which < and s> are pieces, and <s> begins a sentence: text must not."""
+    pytest.importorskip("gigatoken")
+    protos = pytest.importorskip("sentencepiece.sentencepiece_model_pb2")
+    model = protos.ModelProto()
+    model.ParseFromString(Path(tokenizer_config.tokenizer_model).read_bytes())
+    for piece, score in (("<", -900.0), (">", -901.0), ("s>", -902.0)):
+        if piece not in {known.piece for known in model.pieces}:
+            model.pieces.add(piece=piece, score=score)
+    path = tmp_path / "edited.model"
+    path.write_bytes(model.SerializeToString())
+    tokenizer = build_tokenizer(DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(path)))
+    text = "a<s>b </s> <<s>>"
+    assert lists_of(GigatokenEncoder(tokenizer).encode([text, text])) == tokenizer.tokenize_batch([text, text])
+    assert not {1, 2} & set(tokenizer.tokenize(text))
+
+
 def test_gigatoken_takes_no_texts_and_empty_ones(bpe):
     encoder = GigatokenEncoder(bpe)
     assert [len(array) for array in encoder.encode([])] == [0, 0]

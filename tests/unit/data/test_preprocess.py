@@ -227,6 +227,16 @@ def test_again_does_nothing_until_overwrite(job):
     assert os.stat(f"{prefix}.bin").st_ino != before
 
 
+def test_what_a_killed_run_left_is_cleared_away(job):
+    """It was killed while it deleted its parts: the shards are whole, the parts are of no job."""
+    preprocess(job)
+    folder = Path(f"{job.output_prefix}.parts")
+    folder.mkdir()
+    (folder / "000000.0.bin").write_bytes(b"x")
+    assert not preprocess(job).made
+    assert not folder.exists()
+
+
 def test_moved_text_is_the_same_text(job, tmp_path, corpus_file):
     preprocess(job)
     moved = tmp_path / "elsewhere.jsonl"
@@ -310,9 +320,10 @@ def test_bad_documents_are_skipped_counted_and_listed(bad_job, workers, small_pa
 
 def test_what_was_skipped_is_not_taken_for_whole(bad_job, small_parts, monkeypatch):
     """A job that skipped is killed, and started again without leave to skip."""
-    monkeypatch.setattr(preprocess_module, "_publish", _interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        preprocess(dataclasses.replace(bad_job, skip_bad=True))
+    with monkeypatch.context() as patch:
+        patch.setattr(preprocess_module, "_publish", _interrupt)
+        with pytest.raises(Interrupted):
+            preprocess(dataclasses.replace(bad_job, skip_bad=True))
     with pytest.raises(DataError, match="line 51: it is not JSON"):
         preprocess(bad_job)
 
@@ -334,6 +345,15 @@ def test_a_cut_gzip_file(tmp_path, small_parts, workers):
     assert entry["line"] == manifest.num_documents + 1
 
 
+def test_a_document_is_left_out_of_all_shards(tmp_path):
+    lines = [{"a": "1", "b": "2"}, {"a": "x", "b": "3"}, {"a": "4", "b": "y"}, {"a": "5", "b": "6"}]
+    job = dataclasses.replace(null_job(tmp_path, []), json_keys=("a", "b"), skip_bad=True)
+    Path(job.inputs[0]).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shards = preprocess(job).shards
+    assert [np.fromfile(f"{prefix}.bin", np.uint16).tolist() for prefix, _ in shards] == [[1, 5], [2, 6]]
+    assert [manifest.num_skipped for _, manifest in shards] == [2, 2]
+
+
 def test_no_text_at_all_is_an_error(tmp_path):
     with pytest.raises(DataError, match="no text: 1 files, 0 tokens"):
         preprocess(null_job(tmp_path, ["", " "]))
@@ -346,8 +366,12 @@ def test_no_text_at_all_is_an_error(tmp_path):
 # ---- the machine ----------------------------------------------------------------------------------------------------
 
 
+class Interrupted(Exception):
+    """The end of a run, as far as a test is concerned."""
+
+
 def _interrupt(*_):
-    raise KeyboardInterrupt
+    raise Interrupted
 
 
 def test_a_killed_worker_is_an_error_not_a_hang(job, monkeypatch, small_parts):
@@ -378,6 +402,21 @@ def test_a_full_disk_is_one_error_and_the_job_goes_on(job, shard, monkeypatch, s
     assert shard_bytes(prefix) == shard_bytes(shard)
 
 
+@pytest.mark.parametrize("suffix", ["0.bin", "0.lengths", "json"])
+def test_a_part_that_is_not_whole_is_made_again(job, shard, monkeypatch, small_parts, suffix):
+    """After a crash of the machine, a file may be shorter than what was written."""
+    with monkeypatch.context() as patch:
+        patch.setattr(preprocess_module, "_publish", _interrupt)
+        with pytest.raises(Interrupted):
+            preprocess(job)
+    path = Path(f"{job.output_prefix}.parts/000002.{suffix}")
+    path.write_bytes(path.read_bytes()[:-1])
+    seen = []
+    ((prefix, _),) = preprocess(job, on_progress=seen.append).shards
+    assert len(seen) == 2
+    assert shard_bytes(prefix) == shard_bytes(shard)
+
+
 def test_a_folder_that_cannot_be_written(job, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
@@ -394,7 +433,7 @@ def test_two_jobs_with_one_prefix(job, monkeypatch, tmp_path):
 def test_an_unfinished_other_job_is_not_touched(job, monkeypatch, small_parts):
     with monkeypatch.context() as patch:
         patch.setattr(preprocess_module, "_publish", _interrupt)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(Interrupted):
             preprocess(job)
     with pytest.raises(DataError, match="c.parts holds an unfinished job with other append eod"):
         preprocess(dataclasses.replace(job, append_eod=False))
@@ -402,7 +441,7 @@ def test_an_unfinished_other_job_is_not_touched(job, monkeypatch, small_parts):
     notices, seen = [], []
     with monkeypatch.context() as patch:
         patch.setattr(preprocess_module, "_publish", _interrupt)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(Interrupted):
             preprocess(dataclasses.replace(job, append_eod=False, overwrite=True), on_progress=seen.append)
     assert seen[0].num_documents == 0
     seen.clear()
