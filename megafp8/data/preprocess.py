@@ -6,7 +6,7 @@ of the input, while the workers go on (`shard_assembly`). So the shards do not d
 job that was killed goes on with the parts that it has.
 
 Memory: a worker's, see `preprocess_work`; here about a kilobyte a part, of which there are some thousands at most.
-Disk: the tokens twice, until the shards are whole.
+Disk: the tokens twice, until the shards are whole, where the file system cannot share blocks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Text to shards: the same bytes whatever the workers, the kind of file and the encoder; every fault by its name."""
 
 import dataclasses
+import errno
 import gzip
 import json
 import os
@@ -415,6 +416,27 @@ def test_a_part_that_is_not_whole_is_made_again(job, shard, monkeypatch, small_p
     ((prefix, _),) = preprocess(job, on_progress=seen.append).shards
     assert len(seen) == 2
     assert shard_bytes(prefix) == shard_bytes(shard)
+
+
+def test_where_the_kernel_does_not_copy(job, shard, monkeypatch, small_parts):
+    def refuse(*_):
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "copy_file_range", refuse)
+    ((prefix, manifest),) = preprocess(job).shards
+    assert shard_bytes(prefix) == shard_bytes(shard)
+    assert manifest.bin_sha256 == file_sha256(f"{prefix}.bin")
+
+
+def test_a_disk_that_fills_up_while_parts_are_joined(job, shard, monkeypatch, small_parts):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "copy_file_range", refuse)
+        with pytest.raises(OSError, match="No space left"):
+            preprocess(job)
+    assert shard_bytes(preprocess(job).shards[0][0]) == shard_bytes(shard)
 
 
 def test_a_folder_that_cannot_be_written(job, tmp_path):
