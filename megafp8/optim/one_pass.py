@@ -5,8 +5,8 @@ brings the norm to the host, reads and writes them to clip them, then Adam, then
 model. Here the division and the clipping are factors inside Adam's kernel, which writes the model's weights as well.
 The norm is left on the device for the caller, who has to wait for the loss anyway.
 
-State, checkpoints and parameter groups are those of the optimizer inside. Numerics: the bits of Transformer Engine's
-Adam, given the same norm; the norm's sum is taken in another order.
+State, checkpoints and parameter groups are those of the optimizer inside. Numerics: those of Transformer Engine's Adam
+up to roundings, see `adam_kernel`; the norm's sum is taken in another order.
 """
 
 from __future__ import annotations
