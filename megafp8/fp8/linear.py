@@ -180,7 +180,9 @@ class _EmulatedLinear(torch.autograd.Function):
         if needs_wgrad and _is_kept_as_codes(input, plan):
             wanted[Gemm.WGRAD] = None
         quantized = plan.quantize_for(input, Operand.INPUT, wanted)
-        kept = quantized.get(Gemm.WGRAD, input.contiguous()) if needs_wgrad else None
+        kept = quantized.get(Gemm.WGRAD)
+        if needs_wgrad and kept is None:
+            kept = input.contiguous()
         _keep(ctx, quantized_weight.dgrad, kept)
         a, b = quantized[Gemm.FPROP], decode_operand(quantized_weight.fprop, dtype)
         if plan.gather_input:
