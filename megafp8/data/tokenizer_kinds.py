@@ -47,7 +47,27 @@ class SentencePieceTokenizer:
         return self._processor.decode([int(token) for token in ids])
 
 
-class HuggingFaceTokenizer:
+class _OfTokenizers:
+    """What tokenizers through `tokenizers` have in common; `_tokenizer` is the library's."""
+
+    _tokenizer: Any
+
+    @property
+    def library_object(self) -> Any:
+        """The library's tokenizer."""
+        return self._tokenizer
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [one.ids for one in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
+
+
+class HuggingFaceTokenizer(_OfTokenizers):
     """A `tokenizer.json`, or a folder with one, through `tokenizers`.
 
     The end of a document is `eos_token` of `tokenizer_config.json` or `special_tokens_map.json` in the same folder.
@@ -88,22 +108,8 @@ class HuggingFaceTokenizer:
             "tokenizer_config.json beside tokenizer.json."
         )
 
-    @property
-    def library_object(self) -> Any:
-        """The library's tokenizer."""
-        return self._tokenizer
 
-    def tokenize(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
-
-    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [one.ids for one in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
-
-
-class GPT2BPETokenizer:
+class GPT2BPETokenizer(_OfTokenizers):
     """GPT-2's byte-level BPE from `vocab.json` and `merges.txt`, through `tokenizers`.
 
     Text that spells <|endoftext|> stays text.
@@ -130,20 +136,6 @@ class GPT2BPETokenizer:
             raise DataError(f"--vocab-file {vocab_path} has no {self.END_OF_TEXT}, which marks the end of a document.")
         self.eod: int = end_of_text
         self.unique_identifiers = identifiers_of(self, hashes_of(vocab_path, merge_path))
-
-    @property
-    def library_object(self) -> Any:
-        """The library's tokenizer."""
-        return self._tokenizer
-
-    def tokenize(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
-
-    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [one.ids for one in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
 
 
 class ByteLevelTokenizer:
