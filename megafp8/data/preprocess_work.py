@@ -57,11 +57,10 @@ class WorkSettings:
 
 @dataclass(frozen=True)
 class FinishedPart:
-    """A part that is whole. `is_new` is False when an earlier run made it."""
+    """A part that is whole, made now or by an earlier run."""
 
     name: str
     record: PartRecord
-    is_new: bool
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ class Worker:
             OSError: the part cannot be written.
         """
         if isinstance(task, Part):
-            yield FinishedPart(task.name, _encode_part(self, task), is_new=True)
+            yield FinishedPart(task.name, _encode_part(self, task))
         else:
             yield from _encode_stripe(self, task)
 
@@ -146,7 +145,7 @@ def _encode_stripe(worker: Worker, stripe: Stripe) -> Iterator[Union[FinishedPar
             return
         record = worker.finished_before(name)
         if record is not None:
-            yield FinishedPart(name, record, is_new=False)
+            yield FinishedPart(name, record)
             return
         with PartWriter(worker.folder, name) as writer:
             encoder = _PartEncoder(worker, writer, lambda _: num_records)
@@ -156,7 +155,7 @@ def _encode_stripe(worker: Worker, stripe: Stripe) -> Iterator[Union[FinishedPar
             if damage:
                 encoder.refuse_rest(stream.source, len(records), damage)
             encoder.flush()
-            yield FinishedPart(name, writer.finish(input_bytes), is_new=True)
+            yield FinishedPart(name, writer.finish(input_bytes))
 
     damage = ""
     try:
