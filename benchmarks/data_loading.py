@@ -45,20 +45,24 @@ def lengths_of(num_documents: int, mean: int) -> np.ndarray:
 
 def write_hollow_shard(prefix: Path, lengths: np.ndarray) -> None:
     """A shard with these lengths, all of whose tokens are 0 and take no room on the disk."""
-    from megafp8.data.shards import encode_index
-
     with open(f"{prefix}.bin", "wb") as stream:
         stream.truncate(2 * int(lengths.sum(dtype=np.int64)))
-    Path(f"{prefix}.idx").write_bytes(encode_index(lengths, np.dtype(np.uint16)))
+    write_index_of(prefix, lengths)
 
 
 def write_random_shard(prefix: Path, lengths: np.ndarray) -> None:
     """A shard with these lengths and random tokens."""
-    from megafp8.data.shards import encode_index
-
     tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, int(lengths.sum()), np.uint16)
     tokens.tofile(f"{prefix}.bin")
-    Path(f"{prefix}.idx").write_bytes(encode_index(lengths, np.dtype(np.uint16)))
+    write_index_of(prefix, lengths)
+
+
+def write_index_of(prefix: Path, lengths: np.ndarray) -> None:
+    """The index of documents of these lengths."""
+    from megafp8.data.shards import index_of_documents, write_index
+
+    with open(f"{prefix}.idx", "wb") as stream:
+        write_index(stream, [index_of_documents(lengths, np.dtype(np.uint16))])
 
 
 def build(prefix: Path, cache: Path, num_samples: int) -> Any:

@@ -21,17 +21,15 @@ This module reads and writes the format; `shard_checks` says whether a shard can
 
 from __future__ import annotations
 
-import io
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, Optional, Union
 
 import numpy as np
 
-from megafp8.data.atomic import HashedStream, publish, sync, temporary_name
+from megafp8.data.atomic import HashedStream, publish
 from megafp8.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -118,67 +116,6 @@ class ShardIndex:
         )
 
 
-class ShardWriter:
-    """Writes one shard; use as a context manager. Nothing has its name before `finish`; without it nothing is left.
-
-    Memory: 4 bytes a document, 32 while the index is written.
-
-    Args:
-        prefix: path without suffix.
-        dtype: of the token ids, see `token_dtype`.
-    """
-
-    def __init__(self, prefix: str, dtype: np.dtype):
-        self.prefix = prefix
-        self.dtype = np.dtype(dtype)
-        self._bin_temporary = temporary_name(bin_path(prefix))
-        self._idx_temporary = temporary_name(idx_path(prefix))
-        self._lengths: list[np.ndarray] = []
-        self._stream = open(self._bin_temporary, "wb")  # noqa: SIM115  closed by finish() or __exit__()
-        self._tokens = HashedStream(self._stream)
-
-    def __enter__(self) -> "ShardWriter":
-        return self
-
-    def add_documents(self, token_bytes: bytes, lengths: np.ndarray) -> None:
-        """Append documents.
-
-        Args:
-            token_bytes: the ids of all of them, in the shard's dtype.
-            lengths: int32 [documents], tokens in each; 0 for a document without tokens.
-        """
-        assert int(lengths.sum(dtype=np.int64)) * self.dtype.itemsize == len(token_bytes)
-        self._tokens.write(token_bytes)
-        self._lengths.append(lengths.astype(np.int32, copy=True))
-
-    def finish(self) -> ShardTotals:
-        """Write the index and give both files their names."""
-        document_lengths = np.concatenate([np.empty(0, np.int32), *self._lengths])
-        sync(self._stream)
-        self._stream.close()
-        with open(self._idx_temporary, "wb") as stream:
-            index = HashedStream(stream)
-            write_index(index, [index_of_documents(document_lengths, self.dtype)])
-            sync(stream)
-        publish_shard(self.prefix, self._bin_temporary, self._idx_temporary)
-        return ShardTotals(
-            num_documents=len(document_lengths),
-            num_sequences=int(np.count_nonzero(document_lengths)),
-            num_tokens=self._tokens.num_bytes // self.dtype.itemsize,
-            bin_bytes=self._tokens.num_bytes,
-            bin_sha256=self._tokens.sha256,
-            idx_bytes=index.num_bytes,
-            idx_sha256=index.sha256,
-        )
-
-    def __exit__(
-        self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
-    ) -> None:
-        self._stream.close()
-        self._bin_temporary.unlink(missing_ok=True)
-        self._idx_temporary.unlink(missing_ok=True)
-
-
 def publish_shard(prefix: str, bin_temporary: Path, idx_temporary: Path) -> None:
     """Give the two closed and synced files of a shard their names."""
     # An old index goes first: should the machine stop in between, there is a shard with a file missing, which every
@@ -186,18 +123,6 @@ def publish_shard(prefix: str, bin_temporary: Path, idx_temporary: Path) -> None
     idx_path(prefix).unlink(missing_ok=True)
     publish(bin_temporary, bin_path(prefix))
     publish(idx_temporary, idx_path(prefix))
-
-
-def encode_index(document_lengths: np.ndarray, dtype: np.dtype) -> bytes:
-    """Return the bytes of the `.idx` of documents that are one sequence each (none when the length is 0).
-
-    Args:
-        document_lengths: int32 [documents], tokens.
-        dtype: of the token ids.
-    """
-    stream = io.BytesIO()
-    write_index(stream, [index_of_documents(document_lengths, np.dtype(dtype))])
-    return stream.getvalue()
 
 
 def write_index(stream: Union[BinaryIO, HashedStream], parts: Sequence[ShardIndex]) -> None:

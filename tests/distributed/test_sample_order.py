@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from ranks import run_ranks
+from shard_writer import ShardWriter
 from small_run import PLAIN, small_config
 
 from megafp8.checkpoint.folder import checkpoint_path
 from megafp8.checkpoint.load import common_state
 from megafp8.checkpoint.state import Progress
 from megafp8.data.sample_chain import SampleMark
-from megafp8.data.shards import ShardWriter
 from megafp8.device import platform
 from megafp8.errors import CheckpointError
 from megafp8.reports.load import load_run

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from megafp8.data.shards import ShardWriter
+from shard_writer import ShardWriter
 
 SUFFIXES = (".bin", ".idx", ".manifest.json")
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from shard_files import write_megatron_shard
 from shard_files import write_shard as write_sequences
+from shard_writer import ShardWriter
 
 from megafp8.config.schema import CheckpointConfig, DataConfig, RunConfig, TrainingConfig
 from megafp8.data.datasets import build_datasets
-from megafp8.data.shards import ShardWriter, read_index
+from megafp8.data.shards import read_index
 from megafp8.data.tokenizer import build_tokenizer
 from megafp8.errors import DataError
 

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 from shard_files import content_of, read_sequences, write_megatron_shard, write_shard
+from shard_writer import ShardWriter, encode_index
 
 from megafp8.data import shards
-from megafp8.data.shards import ShardWriter, encode_index, read_index, token_dtype, write_index
+from megafp8.data.shards import read_index, token_dtype, write_index
 
 DOCUMENTS = [[[1, 2], [3]], [], [[4]], [[], [5, 6, 7]], [[8] * 9]]
 
