@@ -100,6 +100,9 @@ def be_rank(
     rank: int, world_size: int, folder: Path, pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     """The life of one rank."""
+    # A pool of threads hangs here if the test process ever had one: what a rank asks for (use_threads) is set aside.
+    torch.set_num_threads(1)
+    torch.set_num_threads = lambda threads: None
     os.setpgid(0, 0)  # with its children it is one group, which can be killed as a whole
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed test run leaves nobody behind
     # multiprocessing imports and inherits; the file stays open for as long as the process lives.

@@ -28,7 +28,7 @@ from megafp8.parallel.groups import build_groups  # noqa: E402
 # The seed is not the default one, so that weights which nobody loaded are other weights.
 RUN = (
     "--seed 4321 --seq-length 32 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --lr-warmup-iters 0 "
-    "--init-method-std 0.2 --num-threads 1"  # a forked process must not start threads (see ranks.py)
+    "--init-method-std 0.2"
 )
 STEP = 7
 

@@ -42,9 +42,7 @@ def with_model(function, folder, **options):
     """`function(model)` in a process of its own."""
 
     def call():
-        model = load_language_model(folder, **options)
-        torch.set_num_threads(1)  # a model this small is slower on the cores of a busy machine
-        return function(model)
+        return function(load_language_model(folder, **options))
 
     return run_ranks(1, call)[0]
 
