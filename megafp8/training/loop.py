@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from megafp8.checkpoint.choose import choose_checkpoint, retire_newer
 from megafp8.checkpoint.folder import sweep
 from megafp8.checkpoint.load import check_same_samples, check_same_vocabulary, load_checkpoint
-from megafp8.checkpoint.save import save_checkpoint, sync_parameters
+from megafp8.checkpoint.save import sync_parameters
 from megafp8.checkpoint.state import Progress
 from megafp8.checkpoint.together import on_rank_0
 from megafp8.config import derived, serialize
@@ -31,6 +30,7 @@ from megafp8.training.describe import describe_update, run_record
 from megafp8.training.evaluate import build_batches, evaluate
 from megafp8.training.profiling import profiler
 from megafp8.training.rates import Rates, build_rates
+from megafp8.training.saving import is_save_due, save
 from megafp8.training.step import Batches, params_norm, train_step
 
 
@@ -227,35 +227,6 @@ def reason_to_stop(run: Run, step: int, started: float) -> Optional[str]:
         if flag > 0:
             return f"--exit-duration-in-mins {training.exit_duration_in_mins}"
     return None
-
-
-def is_save_due(run: Run, step: int, total_steps: int, reason: Optional[str]) -> bool:
-    """At the interval, at the end, and before stopping."""
-    interval = run.config.checkpoint.save_interval
-    return reason is not None or step == total_steps or bool(interval and step % interval == 0)
-
-
-def save(run: Run, sinks: Sinks, progress: Progress, folder: Path, is_last: bool) -> bool:
-    """Write a checkpoint and record it; whether it is there now.
-
-    Raises:
-        CheckpointError: it could not be written, and it was the last one that this run would write.
-    """
-    began = time.monotonic()
-    samples = None if run.sample_chain is None else run.sample_chain.mark(progress.consumed_samples)
-    try:
-        path = save_checkpoint(folder, run.config, run.trainee, progress, samples)
-    except CheckpointError as error:
-        sinks.write(EventRecord(step=progress.step, name="checkpoint failed", detail=str(error)))
-        if is_last:
-            raise
-        if run.place.rank == 0:
-            print(f"megafp8: {error}; training goes on without it", file=sys.stderr, flush=True)
-        return False
-    sinks.write(
-        EventRecord(step=progress.step, name="checkpoint saved", detail=f"{path} in {time.monotonic() - began:.1f} s")
-    )
-    return True
 
 
 def collect_garbage(run: Run, step: int) -> None:
