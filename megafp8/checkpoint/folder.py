@@ -20,6 +20,7 @@ from itertools import count
 from pathlib import Path
 from typing import Optional
 
+from megafp8 import faults
 from megafp8.checkpoint.manifest import MANIFEST, NAME, Manifest, differences, folder_name, write_manifest
 from megafp8.data.atomic import atomic_write
 from megafp8.errors import CheckpointError
@@ -76,15 +77,21 @@ def finish(folder: Path, step: int, manifest: Manifest) -> Path:
         raise CheckpointError(
             f"{written} lacks what the ranks wrote ({missing[0]}): give a folder that all machines share"
         )
+    faults.point("save.before_manifest")
     write_manifest(written, manifest)
+    faults.point("save.before_rename")
     replaced = final.with_name(final.name + REPLACED)
     if final.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
+        faults.point("save.between_renames")
     written.rename(final)
+    faults.point("save.after_rename")
     sync_folder(folder)
+    faults.point("save.before_pointer")
     with atomic_write(folder / POINTER) as stream:
         stream.write(f"{step}\n".encode())
+    faults.point("save.after_pointer")
     shutil.rmtree(replaced, ignore_errors=True)
     return final
 
@@ -132,6 +139,7 @@ def delete(folder: Path, step: int) -> None:
     doomed = unfinished_path(folder, step)
     shutil.rmtree(doomed, ignore_errors=True)
     checkpoint_path(folder, step).rename(doomed)
+    faults.point("save.in_prune")
     shutil.rmtree(doomed, ignore_errors=True)
 
 

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils.serialization import config
 
+from megafp8 import faults
 from megafp8.checkpoint.manifest import FileEntry
 
 FILES_PER_RANK = 2
@@ -73,13 +74,11 @@ class HashingWriter(FileSystemWriter):
         with no_checksum(), open(self.path / name, "xb", buffering=0) as file:
             stream = HashingStream(file, pool)
             try:
-                results = [
-                    _write_item(
-                        self.transforms, stream, on_cpu(planner.resolve_data(item)), item, name,
-                        self.serialization_format,
-                    )
-                    for item in items
-                ]
+                results = []
+                for item in items:
+                    faults.point("save.mid_shard")
+                    data = on_cpu(planner.resolve_data(item))
+                    results.append(_write_item(self.transforms, stream, data, item, name, self.serialization_format))
             except RuntimeError as error:
                 # torch closes its archive when a write fails, and then complains of the archive.
                 raise (error.__context__ or error) from None

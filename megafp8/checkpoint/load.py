@@ -17,6 +17,7 @@ from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint import CheckpointException
 
+from megafp8 import faults
 from megafp8.checkpoint.buckets import parts_of
 from megafp8.checkpoint.safe_load import SafeStrategy, check_before_reading
 from megafp8.checkpoint.state import (
@@ -89,6 +90,7 @@ def load_checkpoint(path: Path, config: RunConfig, trainee: Trainee, weights_onl
     Raises:
         CheckpointError: the checkpoint is of another model, or lacks what is asked of it.
     """
+    faults.point("load.begin")
     common = common_state(path)
     saved = serialize.from_json(common["config"])
     check_same_model(path, saved, config)
@@ -117,6 +119,7 @@ def load_checkpoint(path: Path, config: RunConfig, trainee: Trainee, weights_onl
         requantize_weights(trainee)
     if with_random:
         restore_random_state(state["random_state"])
+    faults.point("load.end")
     notes = notes_on(weights_only, with_optimizer, with_random, same_layout)
     if weights_only:
         return Loaded(Progress(), notes)

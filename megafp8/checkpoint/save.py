@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import CheckpointException
 
+from megafp8 import faults
 from megafp8.checkpoint import folder as folders
 from megafp8.checkpoint.hashing_writer import HashingWriter
 from megafp8.checkpoint.manifest import FileEntry, Manifest, relative_files
@@ -63,7 +64,9 @@ def save_checkpoint(
         CheckpointError: on all ranks: it could not be written. Checkpoints that were there are still there, and the
             trainee is as before.
     """
+    faults.point("save.begin")
     state = whole_state(config, trainee, progress, samples)
+    faults.point("save.state_gathered")
     with failure_explained(folder, progress.step):
         sharded, common = save_preprocess(state)
         num_bytes = sum(together(lambda: bytes_to_write(sharded)))
@@ -103,6 +106,7 @@ def write_shards(sharded: dict[str, Any], place: Path) -> dict[str, FileEntry]:
     writer = HashingWriter(place)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
     checkpoint.save(mcore_to_pyt_state_dict(flat, False), storage_writer=writer, planner=planner)
+    faults.point("save.shards_written")
     return writer.written
 
 

@@ -13,6 +13,8 @@ import torch
 from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import Tensor
 
+from megafp8 import faults
+
 LossOutput = tuple[Tensor, Tensor, dict[str, Tensor]]
 
 
@@ -45,6 +47,7 @@ def build_forward_step(
     ) -> tuple[Tensor, Callable[[Tensor], LossOutput]]:
         tokens = labels = loss_mask = positions = None
         if batches is not None:
+            faults.point("data.wait")
             batch = {name: tensor.to(device, non_blocking=True) for name, tensor in next(batches).items()}
             if context_parallel_size > 1:
                 batch = get_batch_on_this_cp_rank(batch)

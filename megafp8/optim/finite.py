@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megafp8 import faults
 from megafp8.errors import NumericsError
 
 NO_TENSOR = "none by itself; the squares of all gradients together overflow"
@@ -45,6 +46,7 @@ class GradientWatch:
 
         def start_watched(*args: Any, **kwargs: Any) -> Any:
             for bucket in group.buckets:
+                faults.poison("step.gradients", bucket.grad_data)
                 self.bad += ~is_finite(bucket.grad_data)
             return start(*args, **kwargs)
 

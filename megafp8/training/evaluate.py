@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megafp8 import faults
 from megafp8.data.loader import build_loader
 from megafp8.optim.finite import agree
 from megafp8.telemetry.records import EvalRecord
@@ -28,10 +29,12 @@ def evaluate(run: Run, split: str, dataset: Any, step: int, consumed_tokens: int
     batches = build_batches(run, dataset, 0, num_batches * run.global_batch_size, num_workers=0)
     total = torch.zeros(2, dtype=torch.float64, device=device)
     with inference_mode(run):
+        faults.point("evaluation.begin")
         for _ in range(num_batches):
             loss = to_device_sum(forward_backward(run, batches, run.num_microbatches, forward_only=True))
             if loss is not None:
                 total += loss
+            faults.point("evaluation.batch")
     totals = agree(total if run.place.reports_loss else None, torch.zeros((), device=device), device)
     return EvalRecord(
         step=step,

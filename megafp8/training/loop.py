@@ -12,6 +12,7 @@ from typing import Optional
 import torch
 import torch.distributed as dist
 
+from megafp8 import faults
 from megafp8.checkpoint.choose import choose_checkpoint, retire_newer
 from megafp8.checkpoint.folder import sweep
 from megafp8.checkpoint.load import check_same_samples, check_same_vocabulary, load_checkpoint
@@ -42,6 +43,7 @@ def train(run: Run) -> Progress:
     """
     started = time.monotonic()
     folder = run_folder(run.config)
+    faults.point("run.start")
     progress, notes = resume(run)
     total_steps = derived.train_iters(run.config, run.place.world_size)
     with ExitStack() as stack:

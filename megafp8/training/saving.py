@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Optional
 
+from megafp8 import faults
 from megafp8.checkpoint.save import save_checkpoint
 from megafp8.checkpoint.state import Progress
 from megafp8.errors import CheckpointError
@@ -31,6 +32,7 @@ def save(run: Run, sinks: Sinks, progress: Progress, folder: Path, is_last: bool
     samples = None if run.sample_chain is None else run.sample_chain.mark(progress.consumed_samples)
     try:
         path = save_checkpoint(folder, run.config, run.trainee, progress, samples)
+        faults.point("save.end")
     except CheckpointError as error:
         sinks.write(EventRecord(step=progress.step, name="checkpoint failed", detail=str(error)))
         if is_last:

@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
+from megafp8 import faults
 from megafp8.fp8.parameter import QuantizedParameter
 from megafp8.model.emulated_layers import weights_unchanged
 from megafp8.optim.finite import StepTotals, agree, raise_bad_numbers
@@ -58,6 +59,7 @@ def train_step(run: Run, batches: Batches, step: int) -> StepResult:
         NumericsError: loss or gradients are not finite on some rank; on all ranks, with the weights as they were.
     """
     trainee = run.trainee
+    faults.point("step.begin", step=step)
     clear_gradients(run)
     if run.watch is not None:
         run.watch.reset()
@@ -65,12 +67,16 @@ def train_step(run: Run, batches: Batches, step: int) -> StepResult:
     with run.timer.span("forward-backward"):
         reports = forward_backward(run, batches, run.num_microbatches, forward_only=False)
         squared_norm = trainee.optimizer.squared_norm() if in_one_pass else None
+        faults.point("step.after_backward")
         totals = check_step(run, to_device_sum(reports), step, squared_norm)
 
     learning_rate = current_learning_rate(trainee.optimizer)
+    faults.point("step.before_update")
     with run.timer.span("optimizer"):
         known = (totals.grad_norm,) if in_one_pass else ()  # waited for together with the loss
         is_updated, grad_norm, num_zeros = trainee.optimizer.step(*known)
+    faults.poison("step.weights", next(trainee.chunks[0].parameters()))
+    faults.point("step.after_update")
     if is_updated:
         trainee.schedule.step(increment=run.global_batch_size)
     # megatron-core counts in FP32, so that ranks can add up.
@@ -130,6 +136,8 @@ def check_step(
     """
     device = run.platform.device
     mine = local_loss if run.place.reports_loss else None
+    if mine is not None:
+        faults.poison("step.loss", mine)
     bad = torch.zeros((), device=device) if run.watch is None else run.watch.bad
     if run.watch is None and squared_norm is not None:
         bad = (~torch.isfinite(squared_norm)).float()

@@ -1,0 +1,42 @@
+"""Every fault point of the table is in the code and in the document, and no other is."""
+
+from __future__ import annotations
+
+import ast
+import timeit
+from collections import Counter
+
+from test_docs import ROOT, table_rows
+from test_import_levels import package_trees
+
+from megafp8 import faults
+
+MOST_NS = 1000
+
+
+def named(function: str) -> Counter[str]:
+    """How often `faults.point("name"...)`, or `faults.poison`, stands in the package, by name."""
+    calls = (
+        node for file, tree in package_trees() if file != "faults.py" for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == f"faults.{function}"
+    )  # fmt: skip
+    return Counter(ast.literal_eval(call.args[0]) for call in calls)
+
+
+def test_the_points_of_the_table_are_those_of_the_code() -> None:
+    assert set(named("point")) == set(faults.POINTS)
+    assert set(named("poison")) == set(faults.POISONS)
+
+
+def test_the_document_has_the_table() -> None:
+    text = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
+    rows = table_rows(text, "point") + table_rows(text, "number that goes wrong")
+    assert {row[0].strip("`"): row[1] for row in rows} == faults.POINTS | faults.POISONS
+
+
+def test_without_a_plan_points_cost_nothing() -> None:
+    assert faults.point is faults.no_point
+    assert faults.poison is faults.no_poison
+    calls = 10_000
+    seconds = min(timeit.repeat(lambda: faults.point("step.begin", step=7), number=calls, repeat=5))
+    assert seconds / calls * 1e9 < MOST_NS
