@@ -36,6 +36,7 @@ EXAMPLES = {
     "heads_divide_hidden_size": ({"model.hidden_size": 130}, 1, "use --hidden-size 132"),
     "query_groups_divide_heads": ({"model.num_query_groups": 3}, 1, "--num-query-groups 1"),
     "one_activation": ({"model.squared_relu": True}, 1, "keep one"),
+    "mlp_has_width": ({"model.hidden_size": 16, "model.ffn_hidden_size": None}, 1, "give --ffn-hidden-size"),
     "positions_reach_the_sequence": (
         {"model.position_embedding_type": "learned_absolute", "model.max_position_embeddings": 64}, 1,
         "64 is less than --seq-length 128",

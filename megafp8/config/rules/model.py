@@ -59,6 +59,13 @@ def one_activation(config: RunConfig, world_size: int) -> Iterator[str]:
         yield "--swiglu and --squared-relu are both given: keep one"
 
 
+def mlp_has_width(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The derived width with SwiGLU is rounded down to a multiple of 64, which leaves nothing of a very small model."""
+    hidden = config.model.hidden_size
+    if positive(hidden) and derived.ffn_hidden_size(config.model) == 0:
+        yield f"--hidden-size {hidden} with --swiglu derives an MLP of width 0: give --ffn-hidden-size"
+
+
 def positions_reach_the_sequence(config: RunConfig, world_size: int) -> Iterator[str]:
     """Learned positions are a table with one row per token of the sequence."""
     model, seq = config.model, config.data.seq_length
@@ -114,6 +121,7 @@ RULES: tuple[Rule, ...] = (
     heads_divide_hidden_size,
     query_groups_divide_heads,
     one_activation,
+    mlp_has_width,
     positions_reach_the_sequence,
     rotary_settings_need_rope,
     rotated_channels_are_pairs,
