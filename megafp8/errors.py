@@ -42,3 +42,21 @@ class CheckpointError(Megafp8Error):
     """A checkpoint that is missing, damaged or does not fit the model."""
 
     exit_status = 74
+
+
+class RunFolderInUse(Megafp8Error):
+    """Another run writes to the same folder."""
+
+    exit_status = 73
+
+
+class PeerLost(Megafp8Error):
+    """Another rank of this run is gone. A restart may help."""
+
+    exit_status = 70
+
+
+# Ends that are no errors of the user's.
+INTERNAL = 70
+HUNG = 71
+PREEMPTED = 75

@@ -16,6 +16,7 @@ from megafp8.config.presets import PRESETS
 from megafp8.data.tokenizer_training import train_sentencepiece
 
 ROOT = Path(__file__).resolve().parents[2]
+TOOLS = sorted(f"{folder}/{path.name}" for folder in ("tools", "launcher") for path in (ROOT / folder).glob("*.py"))
 HELP_LIMIT_S = 0.5
 TOOL_HELP_LIMIT_S = 1.0
 TRAINING = "--micro-batch-size 1 --global-batch-size 512 --train-iters 1000 --lr 1e-4 --bf16"
@@ -64,9 +65,9 @@ def test_help_comes_at_once(flag: str) -> None:
     assert best_seconds("pretrain_gpt.py", flag) < HELP_LIMIT_S
 
 
-@pytest.mark.parametrize("tool", sorted(path.name for path in (ROOT / "tools").glob("*.py")))
+@pytest.mark.parametrize("tool", TOOLS)
 def test_the_help_of_every_tool_comes_at_once(tool: str) -> None:
-    assert best_seconds(f"tools/{tool}", "--help") < TOOL_HELP_LIMIT_S
+    assert best_seconds(tool, "--help") < TOOL_HELP_LIMIT_S
 
 
 def test_help_needs_no_torch() -> None:

@@ -20,7 +20,7 @@ from megafp8.device.mcore_cpu import PATCHES
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-TOOLS = sorted((ROOT / "tools").glob("*.py"))
+TOOLS = sorted([*(ROOT / "tools").glob("*.py"), *(ROOT / "launcher").glob("*.py")])
 
 LINK = re.compile(r"\]\(([^)#]+)")
 BASH_BLOCK = re.compile(r"```bash\n(.*?)```", re.DOTALL)

@@ -1,0 +1,90 @@
+#!/usr/bin/env python3
+"""Run a training command until its run is done, and start it again whenever it was preempted, died or hung.
+
+    python launcher/supervise.py --max-restarts 10 -- torchrun --nproc-per-node 8 pretrain_gpt.py \\
+      --save runs/first --load runs/first FLAGS
+
+The run's state is the judge (run_state.json in --save). Wrong flags, data or checkpoints, numbers that stay bad and a
+folder in use are not tried again. Restarts without progress are counted and pause longer and longer. A SIGTERM, SIGINT
+or SIGUSR1 is passed on; when the run has saved, this ends with status 75. One line is printed for each restart, and
+restarts.jsonl in the run's folder has lost steps and the time to recover. Exit status: 0 done, else the run's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
+
+from megafp8.config import flags
+from megafp8.errors import ConfigError
+from megafp8.launch.supervise import Limits, Supervisor
+
+SCRIPTS = ("pretrain_gpt.py", "pretrain-gpt")
+DEFAULTS = Limits(grace_s=float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--max-restarts", type=int, default=DEFAULTS.max_restarts, metavar="N",
+        help="restarts in a row without progress (default %(default)s)",
+    )
+    parser.add_argument(
+        "--min-progress-steps", type=int, default=DEFAULTS.min_progress_steps, metavar="N",
+        help="saved steps that count as progress; 0: every restart counts (default %(default)s)",
+    )
+    parser.add_argument(
+        "--backoff-s", type=float, default=DEFAULTS.backoff_s, metavar="S",
+        help="pause before a restart, doubled for each one without progress (default %(default)g)",
+    )
+    parser.add_argument(
+        "--grace-s", type=float, default=DEFAULTS.grace_s, metavar="S",
+        help="time to save after a signal, for torchrun and its ranks; then they are killed (default %(default)g, "
+        "or TORCH_ELASTIC_SHUTDOWN_TIMEOUT)",
+    )
+    parser.add_argument("--run-folder", type=Path, metavar="DIR", help="the run's --save, if the command hides it")
+    parser.add_argument("command", nargs="+", metavar="COMMAND", help="after --: the whole training command")
+    return parser
+
+
+def run_folder(command: Sequence[str]) -> Path:
+    """What the training command has as --save.
+
+    Raises:
+        ConfigError: it cannot be told, or its flags are wrong.
+    """
+    place = next((index for index, word in enumerate(command) if Path(word).name in SCRIPTS), None)
+    if place is None:
+        raise ConfigError(f"the command names none of {', '.join(SCRIPTS)}: give --run-folder")
+    invocation, problems = flags.read(list(command[place + 1 :]))
+    if invocation.config.checkpoint.save is None:
+        problems = [*problems, "a run without --save cannot go on where it stopped: give --save and --load"]
+    if problems:
+        raise ConfigError(problems)
+    return Path(invocation.config.checkpoint.save or "")
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = build_parser().parse_args(argv)
+    try:
+        folder = arguments.run_folder or run_folder(arguments.command)
+    except ConfigError as error:
+        print(f"ConfigError: {error}", file=sys.stderr)
+        return error.exit_status
+    folder.mkdir(parents=True, exist_ok=True)
+    limits = Limits(
+        max_restarts=arguments.max_restarts, min_progress_steps=arguments.min_progress_steps,
+        backoff_s=arguments.backoff_s, grace_s=arguments.grace_s,
+    )  # fmt: skip
+    return Supervisor(
+        arguments.command, folder, limits, lambda text: print(f"supervise: {text}", file=sys.stderr, flush=True)
+    ).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,64 @@
+"""Which process wrote something, and whether it is still there. Linux: it reads /proc."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional
+
+ENDED = ("Z", "X", "x")
+STOPPED = "T"
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process that no other one is taken for.
+
+    Attributes:
+        host: the machine's name, for people.
+        place: this start of the machine and this space of process numbers: only there `pid` means something.
+        started: ticks since the machine's start, as numbers are used again.
+    """
+
+    host: str
+    place: str
+    pid: int
+    started: int
+
+    def state(self) -> Optional[str]:
+        """The kernel's letter for it; `X` when it is gone, None when that cannot be seen from here."""
+        if self.place != this_place():
+            return None
+        state, started = stat_of(self.pid) or ("X", self.started)
+        return state if started == self.started else "X"
+
+    def is_alive(self) -> Optional[bool]:
+        """Whether it still runs (stopped ones do); None when that cannot be seen from here."""
+        state = self.state()
+        return None if state is None else state not in ENDED
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+def this_process() -> Process:
+    """The one that asks."""
+    state_and_start = stat_of(os.getpid())
+    return Process(socket.gethostname(), this_place(), os.getpid(), state_and_start[1] if state_and_start else 0)
+
+
+def this_place() -> str:
+    """Another text after a reboot, on another machine and in another container."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def stat_of(pid: int) -> Optional[tuple[str, int]]:
+    """State and start of a process of this place; None if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = text[text.rindex(")") + 2 :].split()  # the name before it may hold anything
+    return fields[0], int(fields[19])

@@ -1,0 +1,125 @@
+"""One run a folder: the lock that it holds while it runs.
+
+The lock is a file that names its holder. It comes into being by a hard link, which on every file system, also on NFS,
+one process makes and all others fail to. The holder touches it as a sign of life. A lock is stale when its process is
+gone from this machine, or when a process of another machine has given no sign for `STALE_S`; it is then taken over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional
+
+from megafp8.errors import RunFolderInUse
+from megafp8.launch.process import Process, this_process
+
+LOCK_FILE = "run.lock"
+STALE_S = 300.0
+
+
+@dataclass(frozen=True)
+class RunLock:
+    """A lock that this process holds.
+
+    Attributes:
+        taken_over: words on the stale lock that was in the way.
+    """
+
+    path: Path
+    holder: Process
+    taken_over: Optional[str] = None
+
+    def touch(self) -> None:
+        """Give a sign of life."""
+        with contextlib.suppress(OSError):
+            os.utime(self.path)
+
+    def release(self) -> None:
+        """Let the folder go, if it is still ours."""
+        if holder_of(self.path) == self.holder:
+            self.path.unlink(missing_ok=True)
+
+
+def take_lock(folder: Path) -> RunLock:
+    """Hold a run's folder, which is made if it is not there.
+
+    Raises:
+        RunFolderInUse: another run holds it.
+        OSError: the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path, me = folder / LOCK_FILE, this_process()
+    draft = path.with_name(f".{LOCK_FILE}.{me.host}.{me.pid}")
+    draft.write_text(json.dumps(dataclasses.asdict(me)) + "\n", encoding="utf-8")
+    try:
+        taken_over = None
+        while not linked(draft, path):
+            now = draft.stat().st_mtime  # by the clock that the lock's time comes from: the file server's
+            taken_over = remove_stale(path, now) or taken_over
+            os.utime(draft)
+        return RunLock(path, me, taken_over)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def linked(draft: Path, path: Path) -> bool:
+    """Give a file a second name unless another file has it."""
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        return False
+    return True
+
+
+def remove_stale(path: Path, now: float) -> Optional[str]:
+    """Take a stale lock away; words on it, or None when somebody else was faster.
+
+    Raises:
+        RunFolderInUse: it is not stale.
+    """
+    try:
+        touched = path.stat().st_mtime
+    except FileNotFoundError:
+        return None
+    holder, silent_s = holder_of(path), max(0.0, now - touched)
+    is_alive = None if holder is None else holder.is_alive()
+    if is_alive or (is_alive is None and silent_s < STALE_S):
+        raise RunFolderInUse(refusal(path.parent, holder, touched, silent_s))
+    # Another process may do the same at this moment: whoever renames another lock than the stale one puts it back.
+    aside = path.with_name(f".{path.name}.{this_process().host}.{os.getpid()}.stale")
+    try:
+        path.rename(aside)
+    except FileNotFoundError:
+        return None
+    try:
+        if holder_of(aside) != holder:
+            linked(aside, path)
+            return None
+    finally:
+        aside.unlink(missing_ok=True)
+    how = "is gone" if is_alive is False else f"has given no sign of life for {silent_s / 60:.0f} minutes"
+    return f"the lock of {holder or 'a run'}, which {how}, is taken over"
+
+
+def refusal(folder: Path, holder: Optional[Process], touched: float, silent_s: float) -> str:
+    """What the second run is told."""
+    at = datetime.datetime.fromtimestamp(touched, datetime.timezone.utc).isoformat(timespec="seconds")
+    return (
+        f"--save {folder} is in use: {holder or 'another run'} holds {LOCK_FILE}, last sign of life {silent_s:.0f} s "
+        f"ago at {at}. Wait for that run or stop it, or save to another folder. A run that is gone is taken over at "
+        f"once on its own machine, from another one after {STALE_S / 60:.0f} minutes of silence"
+    )
+
+
+def holder_of(path: Path) -> Optional[Process]:
+    """Who holds a lock; None if there is none or it cannot be read."""
+    try:
+        return Process(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None

@@ -1,0 +1,117 @@
+"""What became of a run: the file that launchers go by.
+
+torchrun's exit status is 1 whatever its ranks say, so a run writes its state into its folder, whole or not at all:
+
+| state | what it means |
+|---|---|
+| `running` | it runs, as far as it could still tell |
+| `done` | the last step is done and saved |
+| `stopped` | it ended before, as flags asked it to (`--exit-interval`, `--exit-duration-in-mins`) |
+| `preempted` | a signal ended it; start it again |
+| `failed` | it ended with an error: `reason` and `exit_status` say which |
+| `died` | never in the file: a reader says it of a run that is `running` there, and whose process is gone |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from megafp8.launch.process import Process
+
+RUN_STATE_FILE = "run_state.json"
+RECORDS_FILE = "records.jsonl"
+STATES = ("running", "done", "stopped", "preempted", "failed")
+# Beyond what a machine may be slow, and its clock be wrong.
+SILENT_S = 300.0
+TAIL_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """One start of a run.
+
+    Attributes:
+        step: last step done; that of the loaded checkpoint in the beginning. Up to a few seconds old while it runs.
+        saved_step: of the newest checkpoint; None without one.
+        last_step: where the run will be done.
+        reason: why it ended, in words.
+        exit_status: what its ranks ended with; None while it runs.
+        process: rank 0, or whoever had the last word.
+        starts: how often this run was started in its folder, this time included.
+        started_at, first_step_at, updated_at: seconds since 1970 by rank 0's clock; the second when the first step of
+            this start was done.
+    """
+
+    state: str
+    step: int = 0
+    saved_step: Optional[int] = None
+    last_step: Optional[int] = None
+    reason: str = ""
+    exit_status: Optional[int] = None
+    world_size: int
+    process: Process
+    starts: int = 1
+    started_at: float
+    first_step_at: Optional[float] = None
+    updated_at: float
+
+    def to_plain(self) -> dict[str, Any]:
+        """What stands in the file."""
+        return dataclasses.asdict(self)
+
+    def is_of(self, other: "Optional[RunState]") -> bool:
+        """Whether both are of the same start."""
+        return other is not None and (self.starts, self.started_at) == (other.starts, other.started_at)
+
+
+def read_run_state(folder: Path) -> Optional[RunState]:
+    """What the file of a run's folder says; None when it has none that can be read."""
+    try:
+        plain = json.loads((folder / RUN_STATE_FILE).read_text(encoding="utf-8"))
+        names = {field.name for field in dataclasses.fields(RunState)}
+        known = {name: value for name, value in plain.items() if name in names}  # a newer one may say more
+        return RunState(**known | {"process": Process(**plain["process"])})
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def judge(folder: Path) -> Optional[RunState]:
+    """The state of a run, with `died` for one that can say nothing more; None when none ever began in the folder.
+
+    On another machine a run counts as dead when it has been silent for `SILENT_S`.
+    """
+    found = read_run_state(folder)
+    if found is None or found.state != "running":
+        return found
+    is_alive = found.process.is_alive()
+    silent_s = time.time() - found.updated_at
+    if is_alive is None:
+        is_alive = silent_s < SILENT_S
+    if is_alive:
+        return found
+    return dataclasses.replace(
+        found, state="died", reason=f"{found.process} ended without a word, last heard of {silent_s:.0f} s ago"
+    )
+
+
+def last_recorded_step(folder: Path) -> int:
+    """The newest step in a run's records, which are newer than its state; 0 without any."""
+    try:
+        with open(folder / RECORDS_FILE, "rb") as stream:
+            stream.seek(max(0, stream.seek(0, 2) - TAIL_BYTES))
+            lines = stream.read().split(b"\n")
+    except OSError:
+        return 0
+    for line in reversed(lines):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # half a line
+        if isinstance(record, dict) and record.get("kind") == "step":
+            return int(record["step"])
+    return 0

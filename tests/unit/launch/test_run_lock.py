@@ -1,0 +1,107 @@
+"""One run a folder: refused while the other lives, taken over when it is gone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from megafp8.errors import RunFolderInUse
+from megafp8.launch.process import this_process
+from megafp8.launch.run_lock import LOCK_FILE, STALE_S, holder_of, take_lock
+
+ELSEWHERE = dataclasses.replace(this_process(), host="other", place="another boot", pid=17)
+GONE = dataclasses.replace(this_process(), started=1)
+
+
+def leave(folder: Path, holder, age_s: float = 0.0) -> Path:
+    """A lock that another run left."""
+    path = folder / LOCK_FILE
+    path.write_text(json.dumps(dataclasses.asdict(holder)))
+    os.utime(path, (time.time() - age_s,) * 2)
+    return path
+
+
+def test_a_lock_is_held_until_it_is_released(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "run"
+    lock = take_lock(folder)
+    assert holder_of(lock.path) == this_process()
+    with pytest.raises(RunFolderInUse) as refused:
+        take_lock(folder)
+    assert refused.value.exit_status == 73
+    for part in (f"--save {folder}", f"process {os.getpid()} on {this_process().host}", "sign of life 0 s ago"):
+        assert part in str(refused.value)
+    lock.release()
+    assert list(folder.iterdir()) == []
+    take_lock(folder)
+
+
+def test_the_lock_of_a_process_that_is_gone_is_taken_over(tmp_path: Path) -> None:
+    leave(tmp_path, GONE)
+    assert f"process {GONE.pid} on {GONE.host}, which is gone, is taken over" in (take_lock(tmp_path).taken_over or "")
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK_FILE]
+
+
+def test_of_another_machine_only_silence_tells(tmp_path: Path) -> None:
+    leave(tmp_path, ELSEWHERE, STALE_S / 2)
+    with pytest.raises(RunFolderInUse, match="process 17 on other"):
+        take_lock(tmp_path)
+    path = leave(tmp_path, ELSEWHERE, STALE_S * 2)
+    assert "no sign of life for 10 minutes" in (take_lock(tmp_path).taken_over or "")
+    assert holder_of(path) == this_process()
+
+
+def test_a_sign_of_life_counts(tmp_path: Path) -> None:
+    lock = take_lock(tmp_path)
+    os.utime(lock.path, (1.0, 1.0))
+    lock.touch()
+    assert time.time() - lock.path.stat().st_mtime < 60
+
+
+def test_an_unreadable_lock_counts_until_it_is_old(tmp_path: Path) -> None:
+    (tmp_path / LOCK_FILE).write_text("")
+    with pytest.raises(RunFolderInUse, match="another run holds"):
+        take_lock(tmp_path)
+    os.utime(tmp_path / LOCK_FILE, (1.0, 1.0))
+    take_lock(tmp_path)
+
+
+def test_a_lock_that_another_run_took_over_is_not_released(tmp_path: Path) -> None:
+    lock = take_lock(tmp_path)
+    path = leave(tmp_path, ELSEWHERE)
+    lock.release()
+    assert holder_of(path) == ELSEWHERE
+
+
+def contend(folder: Path, start, winners) -> None:
+    start.wait()
+    try:
+        take_lock(folder)
+        winners.put(os.getpid())
+        time.sleep(0.2)  # a winner that ends would leave a stale lock
+    except RunFolderInUse:
+        winners.put(None)
+
+
+@pytest.mark.parametrize("is_stale", [False, True])
+def test_of_many_at_once_one_wins(tmp_path: Path, is_stale: bool) -> None:
+    context = multiprocessing.get_context("fork")
+    for round_number in range(3):
+        folder = tmp_path / str(round_number)
+        folder.mkdir()
+        if is_stale:
+            leave(folder, GONE)
+        start, winners = context.Event(), context.Queue()
+        processes = [context.Process(target=contend, args=(folder, start, winners)) for _ in range(6)]
+        for process in processes:
+            process.start()
+        start.set()
+        answers = [winners.get(timeout=30) for _ in processes]
+        for process in processes:
+            process.join()
+        assert sum(answer is not None for answer in answers) == 1

@@ -1,0 +1,100 @@
+"""The supervisor, on runs that do not train: when it starts again, when it stops, and that it leaves nobody behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megafp8.launch.supervise import RESTARTS_FILE
+
+ROOT = Path(__file__).resolve().parents[3]
+RUN = Path(__file__).with_name("fake_run.py")
+
+
+def command(folder: Path, ends: str, *options: str) -> list[str]:
+    supervise = [sys.executable, str(ROOT / "launcher/supervise.py"), "--run-folder", str(folder), "--backoff-s", "0"]
+    return [*supervise, *options, "--", sys.executable, str(RUN), str(folder), ends]
+
+
+def supervise(folder: Path, ends: str, *options: str) -> tuple[int, list[str], list[dict]]:
+    """Exit status, lines told, and the log of a supervised run."""
+    result = subprocess.run(command(folder, ends, *options), capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in result.stderr, result.stderr
+    lines = (folder / RESTARTS_FILE).read_text().splitlines()
+    return result.returncode, result.stderr.splitlines(), [json.loads(line) for line in lines]
+
+
+def test_a_run_that_dies_is_started_until_it_is_done(tmp_path: Path) -> None:
+    status, told, log = supervise(tmp_path, "died:40:47 preempted:50:50 71:50:55 done:60:60")
+    assert status == 0
+    assert [start["state"] for start in log] == ["died", "preempted", "failed", "done"]
+    assert [start["lost_steps"] for start in log] == [7, 0, 5, 0]
+    assert [start["recovery_s"] is None for start in log] == [True, False, False, False]
+    assert 0 < log[1]["recovery_s"] < 30
+    assert "start 1 died at step 47, 7 steps lost" in told[0] and "starts again from step 40" in told[0]
+    assert "ended without a word" in told[0]
+    assert told[-1].endswith("start 4 done at step 60; nothing is left to do")
+
+
+@pytest.mark.parametrize("hopeless", ["64", "65", "66", "73", "74"])
+def test_what_a_restart_would_not_mend_is_not_tried_again(tmp_path: Path, hopeless: str) -> None:
+    status, told, log = supervise(tmp_path, f"{hopeless}:0:0 done:60:60")
+    assert (status, len(log)) == (int(hopeless), 1)
+    assert "would not mend" in told[-1]
+
+
+def test_restarts_without_progress_are_limited(tmp_path: Path) -> None:
+    """Two for step 10, two for step 20; one saved step more is no progress here."""
+    status, told, log = supervise(
+        tmp_path, "70:10:12 70:10:12 70:20:22 70:20:22 70:21:22 done:60:60", "--max-restarts", "2",
+        "--min-progress-steps", "5",
+    )  # fmt: skip
+    assert (status, len(log)) == (70, 5)
+    assert "gives up after 2 restarts" in told[-1]
+
+
+def test_with_no_progress_asked_for_every_restart_counts(tmp_path: Path) -> None:
+    status, _, log = supervise(
+        tmp_path, "70:10:12 70:20:22 70:30:32 done:60:60", "--max-restarts", "1", "--min-progress-steps", "0"
+    )
+    assert (status, len(log)) == (70, 2)
+
+
+def test_a_command_that_never_begins_its_run(tmp_path: Path) -> None:
+    """Also over the state of a run before, which must not be taken for its own."""
+    supervise(tmp_path, "74:0:0")
+    status, told, log = supervise(tmp_path, "74:0:0 nothing")
+    assert (status, [start["state"] for start in log]) == (3, ["failed", "stillborn", "stillborn"])
+    assert "the command ended with status 3 before its run began" in told[0]
+
+
+def test_a_signal_is_passed_on_and_no_restart_follows(tmp_path: Path) -> None:
+    process = subprocess.Popen(command(tmp_path, "wait:8:8 done:60:60"), stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "waits").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    told = process.communicate(timeout=30)[1]
+    assert process.returncode == 75
+    assert "preempted at step 8; SIGTERM came" in told
+
+
+def test_what_a_start_leaves_behind_is_killed(tmp_path: Path) -> None:
+    """The orphan has a session of its own, as torchrun's ranks have."""
+    assert supervise(tmp_path, "orphan:0:0 done:60:60")[0] == 0
+    assert not psutil.pid_exists(int((tmp_path / "orphan").read_text()))
+
+
+def test_the_folder_is_found_in_the_command(tmp_path: Path) -> None:
+    supervise = [sys.executable, str(ROOT / "launcher/supervise.py"), "--", "torchrun", "pretrain_gpt.py"]
+    for flags, problem in (["--train-iters", "5"], "give --save"), (["--sav", "x"], "--save"):
+        result = subprocess.run([*supervise, *flags], capture_output=True, text=True, timeout=60)
+        assert result.returncode == 64
+        assert problem in result.stderr
