@@ -18,14 +18,15 @@ from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint import CheckpointException
 
 from megafp8 import faults
-from megafp8.checkpoint.buckets import parts_of
 from megafp8.checkpoint.safe_load import SafeStrategy, check_before_reading
 from megafp8.checkpoint.state import (
     Progress,
     Trainee,
     layout,
+    load_optimizer_state,
     model_state,
     optimizer_state,
+    parts_of,
     random_state,
     restore_random_state,
 )
@@ -109,7 +110,7 @@ def load_checkpoint(path: Path, config: RunConfig, trainee: Trainee, weights_onl
     state = read_tensors(path, state, trainee.chunks, list(model))
     if with_optimizer:
         with torch.no_grad():
-            trainee.optimizer.load_state_dict(state["optimizer"])
+            load_optimizer_state(trainee, state["optimizer"])
         restore_schedule(path, trainee, state["schedule"])
     else:
         # Master weights are copies of the weights: take the loaded ones.

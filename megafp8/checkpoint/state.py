@@ -13,10 +13,11 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 
-from megafp8.checkpoint.buckets import parts_of, places_without_padding
+from megafp8.checkpoint import optimizer_parts
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,40 @@ def model_state(chunks: list[Any]) -> dict[str, Any]:
     return dict(zip(names, states, strict=True))
 
 
+def parts_of(optimizer: Any) -> list[Any]:
+    """The optimizers behind megatron-core's chain of them."""
+    return list(getattr(optimizer, "chained_optimizers", (optimizer,)))
+
+
 def optimizer_state(trainee: Trainee, model: dict[str, Any], is_loading: bool) -> dict[str, Any]:
-    """Master weights and moments, by the names of the weights in `model`."""
-    for part in parts_of(trainee.optimizer):
-        if part.init_state_fn is None:
-            part.init_state_fn = start_momentum
-    with places_without_padding(trainee.optimizer):
+    """Master weights and moments, by the names of the weights in `model`; before the first step, zero moments."""
+    parts = parts_of(trainee.optimizer)
+    for part in parts:
+        start_state(part)
+    if not isinstance(parts[0], DistributedOptimizer):
         return trainee.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=sharding_metadata())
+    if len(parts) > 1:
+        trainee.optimizer._synchronize_steps()
+    states = [optimizer_parts.sharded_state(part, model, is_loading) for part in parts]
+    return states[0] if len(parts) == 1 else dict(enumerate(states))
+
+
+def load_optimizer_state(trainee: Trainee, state: dict[str, Any]) -> None:
+    """Give the optimizer what was read for its `optimizer_state`."""
+    parts = parts_of(trainee.optimizer)
+    if isinstance(parts[0], DistributedOptimizer):
+        one = len(parts) == 1
+        state = optimizer_parts.join_pieces(state) if one else {
+            index: optimizer_parts.join_pieces(each) for index, each in state.items()
+        }  # fmt: skip
+    trainee.optimizer.load_state_dict(state)
+
+
+def start_state(part: Any) -> None:
+    """Give an optimizer that has not made a step the state that its first step would begin with."""
+    if part.init_state_fn is None:
+        part.init_state_fn = start_momentum
+    part.init_state_fn(part.optimizer, part.config)
 
 
 def start_momentum(optimizer: torch.optim.Optimizer, config: Any) -> None:

@@ -16,7 +16,7 @@ from megatron.core.distributed.param_and_grad_buffer import shard_buffer
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from megafp8.checkpoint.buckets import parts_of
+from megafp8.checkpoint.state import parts_of
 from megafp8.fp8.parameter import QuantizedParameter
 
 

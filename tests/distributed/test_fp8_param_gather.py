@@ -17,10 +17,9 @@ from small_run import Curve, SourceSamples, build_run, small_config, train
 from test_checkpoint import OVERLAP, STEPS, VIRTUAL, load_newest, run_leg
 from torch import Tensor
 
-from megafp8.checkpoint.buckets import parts_of
 from megafp8.checkpoint.folder import find_checkpoint
 from megafp8.checkpoint.save import save_checkpoint, sync_parameters
-from megafp8.checkpoint.state import Progress
+from megafp8.checkpoint.state import Progress, parts_of
 from megafp8.config.schema import RunConfig
 from megafp8.fp8.delayed import DelayedScale
 from megafp8.fp8.parameter import WEIGHT, QuantizedParameter, quantized_parameters

@@ -1,0 +1,150 @@
+"""The distributed optimizer's state, by the part of it that a rank has.
+
+Each data-parallel rank updates a run of the elements of a parameter. megatron-core 0.16 gathers the runs of all ranks
+in the memory of each (several FP32 copies of the whole state), lets one rank write them, and loading, every rank reads
+everything; with more than one gradient bucket it then looks for a parameter in the wrong place. Here every rank saves
+and loads its own runs and nothing is gathered. A run of elements of a tensor is a few boxes, and a checkpoint may be
+cut into any boxes: names and shapes are those of megatron-core's `fully_reshardable` state, which can read it, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+NAMES = ("param", "exp_avg", "exp_avg_sq")
+# What megatron-core calls the form in which it takes the state back: flat, this rank's part only.
+FLAT = "fully_sharded_model_space"
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box in a tensor: where it begins and how large it is along each dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def boxes(shape: tuple[int, ...], first: int, last: int) -> Iterator[Box]:
+    """The boxes that make up elements `first` to `last` (exclusive) of a contiguous tensor, in their order."""
+    if first == last:
+        return
+    if len(shape) <= 1:
+        yield Box((first,) * len(shape), (last - first,) * len(shape))
+        return
+    row = prod(shape[1:])
+    begin, end = -(-first // row), last // row  # rows that are whole
+    if first < begin * row:
+        yield from in_row(shape, begin - 1, first, min(last, begin * row))
+    if begin < end:
+        yield Box((begin, *(0 for _ in shape[1:])), (end - begin, *shape[1:]))
+    if end >= begin and end * row < last:
+        yield from in_row(shape, end, end * row, last)
+
+
+def in_row(shape: tuple[int, ...], index: int, first: int, last: int) -> Iterator[Box]:
+    """The boxes of elements that lie in one entry of the first dimension."""
+    start = index * prod(shape[1:])
+    for box in boxes(shape[1:], first - start, last - start):
+        yield Box((index, *box.offsets), (1, *box.sizes))
+
+
+def sharded_state(part: DistributedOptimizer, model: dict[str, Any], is_loading: bool) -> dict[str, Any]:
+    """The sharded state dictionary of one optimizer, in which `param_state` holds this rank's part.
+
+    Args:
+        model: the sharded state of the weights, with the parameters themselves as data.
+        is_loading: only say what is wanted; the state itself is left out.
+    """
+    if is_loading:
+        part.load_state_dict(part.state_dict())  # gives the optimizer its state, as megatron-core does
+    whole = {
+        leaf.data: leaf for leaf in nested_values(model) if isinstance(leaf, (ShardedTensor, ShardedTensorFactory))
+    }
+    state: dict[int, dict[str, Any]] = {}
+    for parameter, run in own_runs(part):
+        values = None if is_loading else part._get_main_param_and_optimizer_states(parameter)
+        state[len(state)] = {
+            name: pieces(whole[parameter], name, run, None if values is None else values[name].detach().float())
+            for name in NAMES
+        }
+    return part.state_dict() | {"param_state": state, "param_state_sharding_type": "fully_reshardable"}
+
+
+def own_runs(part: DistributedOptimizer) -> Iterator[tuple[Tensor, range]]:
+    """The parameters of which this rank updates elements, and which those are, in the order of megatron-core's load."""
+    for buffer in part.gbuf_ranges:
+        for buckets in buffer.values():
+            for bucket in buckets:
+                for parameter, places in bucket["param_map"].items():
+                    yield parameter, range(places["param"].start, places["param"].end)
+
+
+def pieces(
+    whole: ShardedTensor | ShardedTensorFactory, name: str, run: range, values: Tensor | None
+) -> dict[int, ShardedTensor]:
+    """One kind of state of a parameter, as boxes of the tensor that it is in a checkpoint.
+
+    Args:
+        whole: how the parameter is cut over the model-parallel ranks.
+        name: of the kind of state.
+        run: elements of the parameter, flat, that this rank has.
+        values: of those elements; FP32, shape (len(run),); None when they are to be loaded.
+    """
+    changes: dict[str, Any] = {
+        "key": f"optimizer.state.{name}.{whole.key}",
+        "data": torch.empty(tuple(whole.data.shape), dtype=torch.float32, device="meta"),
+        "replica_id": (*whole.replica_id[:2], 0),  # data-parallel ranks have no copies of each other's runs
+    }
+    if isinstance(whole, ShardedTensorFactory):  # a gated MLP's weight: two boxes of the tensor in a checkpoint
+        leaves = list(nested_values(replace(whole, **changes).build()))
+    else:
+        leaves = [replace(whole, dtype=torch.float32, **changes)]
+    found: dict[int, ShardedTensor] = {}
+    for leaf in leaves:
+        assert leaf.data.is_contiguous(), f"{leaf.key} is cut so that a part of it is no run of elements"
+        start = leaf.data.storage_offset()
+        first, last = max(run.start, start), min(run.stop, start + leaf.data.numel())
+        taken = first
+        for box in boxes(leaf.local_shape, first - start, max(first, last) - start):
+            size = prod(box.sizes)
+            data = None if values is None else values[taken - run.start : taken - run.start + size]
+            found[len(found)] = piece(leaf, box, data)
+            taken += size
+    return found
+
+
+def piece(leaf: ShardedTensor, box: Box, data: Tensor | None) -> ShardedTensor:
+    """A box of a sharded tensor as a sharded tensor; of no regular grid, since runs end anywhere."""
+    num_stacked = leaf.prepend_axis_num
+    sizes = (1,) * num_stacked + box.sizes
+    inner = leaf.global_offset[num_stacked:]
+    return ShardedTensor(
+        key=leaf.key,
+        data=None if data is None else data.view(sizes),
+        dtype=torch.float32,
+        local_shape=sizes,
+        global_shape=leaf.global_shape,
+        global_offset=leaf.global_offset[:num_stacked]
+        + tuple(start + offset for start, offset in zip(inner, box.offsets, strict=True)),
+        axis_fragmentations=None,
+        replica_id=leaf.replica_id,
+        allow_shape_mismatch=leaf.allow_shape_mismatch,
+    )
+
+
+def join_pieces(state: dict[str, Any]) -> dict[str, Any]:
+    """What was loaded for `sharded_state`, as this rank's `DistributedOptimizer.load_state_dict` takes it."""
+    flat = {
+        number: {name: torch.cat([each.flatten() for _, each in sorted(kind.items())]) for name, kind in kinds.items()}
+        for number, kinds in state["param_state"].items()
+    }
+    return state | {"param_state": flat, "param_state_sharding_type": FLAT}

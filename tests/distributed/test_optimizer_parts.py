@@ -1,0 +1,120 @@
+"""The distributed optimizer's state, saved and loaded in parts, is the one that megatron-core gathers and scatters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from ranks import run_ranks
+from small_run import PLAIN, build_run, small_config, train
+
+from megafp8.checkpoint.load import read_tensors
+from megafp8.checkpoint.save import save_checkpoint
+from megafp8.checkpoint.state import (
+    Progress,
+    load_optimizer_state,
+    model_state,
+    optimizer_state,
+    parts_of,
+    sharding_metadata,
+)
+from megafp8.training.assemble import Run
+
+# With one bucket: from several, megatron-core takes a parameter from where its padding would put it.
+ONE_BUCKET = f"{PLAIN} --use-distributed-optimizer"
+NAMES = ("param", "exp_avg", "exp_avg_sq")
+
+
+def own_state(run: Run) -> list[torch.Tensor]:
+    """Copies of the master weights and moments that this rank has."""
+    (part,) = parts_of(run.trainee.optimizer)
+    found = []
+    for parameter in part.model_param_gbuf_map:
+        tensors = part._get_main_param_and_optimizer_states(parameter)
+        found += [tensors[name].clone() for name in NAMES]
+    return found
+
+
+def forget(run: Run) -> None:
+    """Set master weights and moments to what no checkpoint holds."""
+    (part,) = parts_of(run.trainee.optimizer)
+    for parameter in part.model_param_gbuf_map:
+        tensors = part._get_main_param_and_optimizer_states(parameter)
+        for name in NAMES:
+            tensors[name].data.fill_(-7.0)
+
+
+def core_state(run: Run, is_loading: bool) -> dict[str, Any]:
+    """Weights and optimizer as megatron-core shards them."""
+    model = model_state(run.trainee.chunks)
+    options = {"is_loading": is_loading, "metadata": sharding_metadata()}
+    return model | {"optimizer": run.trainee.optimizer.sharded_state_dict(model, **options)}
+
+
+@pytest.mark.parametrize("layout", ["", "--tensor-model-parallel-size 2"], ids=["dp4", "dp2-tp2"])
+def test_megatron_core_reads_what_is_saved_in_parts(layout: str, tmp_path: Path) -> None:
+    config = small_config("llama", f"{ONE_BUCKET} --micro-batch-size 2 {layout}", 4)
+
+    def save_and_read() -> int:
+        run = build_run(config)
+        train(run, 2)
+        path = save_checkpoint(tmp_path, config, run.trainee, Progress(2, 16))
+        before = own_state(run)
+        forget(run)
+        state = dist_checkpointing.load(core_state(run, is_loading=True), str(path))
+        run.trainee.optimizer.load_state_dict(state["optimizer"])
+        for old, new in zip(before, own_state(run), strict=True):
+            assert torch.equal(old, new)
+        return len(before)
+
+    assert min(run_ranks(4, save_and_read)) > 0
+
+
+def test_what_megatron_core_saved_is_read_in_parts(tmp_path: Path) -> None:
+    config = small_config("llama", ONE_BUCKET, 2)
+
+    def save_and_read() -> int:
+        run = build_run(config)
+        train(run, 2)
+        state = core_state(run, is_loading=False)
+        dist_checkpointing.save(state, str(tmp_path), TorchDistSaveShardedStrategy("torch_dist", 1))
+        before = own_state(run)
+        forget(run)
+        model = model_state(run.trainee.chunks)
+        wanted = model | {"optimizer": optimizer_state(run.trainee, model, is_loading=True)}
+        load_optimizer_state(run.trainee, read_tensors(tmp_path, wanted, run.trainee.chunks, ["model"])["optimizer"])
+        for old, new in zip(before, own_state(run), strict=True):
+            assert torch.equal(old, new)
+        return len(before)
+
+    assert min(run_ranks(2, save_and_read)) > 0
+
+
+@pytest.mark.parametrize("flags", ["--use-distributed-optimizer", "--bf16 --use-distributed-optimizer", "--bf16", ""])
+def test_a_run_can_save_before_its_first_step(flags: str, tmp_path: Path) -> None:
+    """A run that is stopped while it takes its first step; the one that goes on from there is the one that was not."""
+    config = small_config("llama", f"--transformer-impl local {flags}", 2)
+
+    def straight() -> list[float]:
+        return train(build_run(config), 2).losses
+
+    def save() -> list[float]:
+        run = build_run(config)
+        save_checkpoint(tmp_path, config, run.trainee, Progress(0, 0))
+        return train(run, 2).losses
+
+    def load() -> list[float]:
+        from megafp8.checkpoint.choose import choose_checkpoint
+        from megafp8.checkpoint.load import load_checkpoint
+
+        run = build_run(config)
+        assert load_checkpoint(choose_checkpoint(tmp_path).path, config, run.trainee).progress == Progress(0, 0)
+        return train(run, 2).losses
+
+    whole = run_ranks(2, straight)
+    assert run_ranks(2, save) == whole
+    assert run_ranks(2, load) == whole
