@@ -2,7 +2,7 @@
 
 The lock is a file that names its holder. It comes into being by a hard link, which on every file system, also on NFS,
 one process makes and all others fail to. The holder touches it as a sign of life. A lock is stale when its process is
-gone from this machine, or when a process of another machine has given no sign for `STALE_S`; it is then taken over.
+gone from this machine, or when a process of another machine has given no sign for `STALE_S`; it is then replaced.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import dataclasses
 import datetime
 import json
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
@@ -21,6 +22,7 @@ from megafp8.launch.process import Process, this_process
 
 LOCK_FILE = "run.lock"
 STALE_S = 300.0
+TAKEOVER_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -56,13 +58,15 @@ def take_lock(folder: Path) -> RunLock:
     folder.mkdir(parents=True, exist_ok=True)
     path, me = folder / LOCK_FILE, this_process()
     draft = path.with_name(f".{LOCK_FILE}.{me.host}.{me.pid}")
+    draft.unlink(missing_ok=True)  # of a killed process of our number; it may be the lock itself
     draft.write_text(json.dumps(dataclasses.asdict(me)) + "\n", encoding="utf-8")
     try:
         taken_over = None
-        while not linked(draft, path):
-            now = draft.stat().st_mtime  # by the clock that the lock's time comes from: the file server's
-            taken_over = remove_stale(path, now) or taken_over
+        while not (taken_over or linked(draft, path)):
             os.utime(draft)
+            words = check_stale(path, now=draft.stat().st_mtime)  # both times by the file server's clock
+            if words is not None:
+                taken_over = replace_stale(draft, path, words)
         return RunLock(path, me, taken_over)
     finally:
         draft.unlink(missing_ok=True)
@@ -77,11 +81,11 @@ def linked(draft: Path, path: Path) -> bool:
     return True
 
 
-def remove_stale(path: Path, now: float) -> Optional[str]:
-    """Take a stale lock away; words on it, or None when somebody else was faster.
+def check_stale(path: Path, now: float) -> Optional[str]:
+    """Words on a lock that nobody holds any more; None when there is no lock now.
 
     Raises:
-        RunFolderInUse: it is not stale.
+        RunFolderInUse: somebody holds it.
     """
     try:
         touched = path.stat().st_mtime
@@ -91,20 +95,29 @@ def remove_stale(path: Path, now: float) -> Optional[str]:
     is_alive = None if holder is None else holder.is_alive()
     if is_alive or (is_alive is None and silent_s < STALE_S):
         raise RunFolderInUse(refusal(path.parent, holder, touched, silent_s))
-    # Another process may do the same at this moment: whoever renames another lock than the stale one puts it back.
-    aside = path.with_name(f".{path.name}.{this_process().host}.{os.getpid()}.stale")
-    try:
-        path.rename(aside)
-    except FileNotFoundError:
-        return None
-    try:
-        if holder_of(aside) != holder:
-            linked(aside, path)
-            return None
-    finally:
-        aside.unlink(missing_ok=True)
     how = "is gone" if is_alive is False else f"has given no sign of life for {silent_s / 60:.0f} minutes"
     return f"the lock of {holder or 'a run'}, which {how}, is taken over"
+
+
+def replace_stale(draft: Path, path: Path, words: str) -> Optional[str]:
+    """Put our lock in a stale one's place; None when another process is about to, or was faster.
+
+    One process at a time does this, under a second lock: else one of two would replace the other's new lock.
+    """
+    turn = path.with_name(path.name + ".takeover")
+    if not linked(draft, turn):
+        with contextlib.suppress(FileNotFoundError):
+            if draft.stat().st_mtime - turn.stat().st_mtime > TAKEOVER_S:  # killed in these few instructions
+                turn.unlink()
+        time.sleep(0.05)
+        return None
+    try:
+        if check_stale(path, draft.stat().st_mtime) != words:
+            return None
+        os.replace(draft, path)
+        return words
+    finally:
+        turn.unlink(missing_ok=True)
 
 
 def refusal(folder: Path, holder: Optional[Process], touched: float, silent_s: float) -> str:

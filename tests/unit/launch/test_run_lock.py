@@ -78,14 +78,14 @@ def test_a_lock_that_another_run_took_over_is_not_released(tmp_path: Path) -> No
     assert holder_of(path) == ELSEWHERE
 
 
-def contend(folder: Path, start, winners) -> None:
+def contend(folder: Path, start, end, winners) -> None:
     start.wait()
     try:
         take_lock(folder)
         winners.put(os.getpid())
-        time.sleep(0.2)  # a winner that ends would leave a stale lock
     except RunFolderInUse:
         winners.put(None)
+    end.wait()  # a winner that is gone would leave a stale lock
 
 
 @pytest.mark.parametrize("is_stale", [False, True])
@@ -96,12 +96,13 @@ def test_of_many_at_once_one_wins(tmp_path: Path, is_stale: bool) -> None:
         folder.mkdir()
         if is_stale:
             leave(folder, GONE)
-        start, winners = context.Event(), context.Queue()
-        processes = [context.Process(target=contend, args=(folder, start, winners)) for _ in range(6)]
+        start, end, winners = context.Event(), context.Event(), context.Queue()
+        processes = [context.Process(target=contend, args=(folder, start, end, winners)) for _ in range(6)]
         for process in processes:
             process.start()
         start.set()
         answers = [winners.get(timeout=30) for _ in processes]
+        end.set()
         for process in processes:
             process.join()
         assert sum(answer is not None for answer in answers) == 1
