@@ -77,21 +77,21 @@ def finish(folder: Path, step: int, manifest: Manifest) -> Path:
         raise CheckpointError(
             f"{written} lacks what the ranks wrote ({missing[0]}): give a folder that all machines share"
         )
-    faults.point("save.before_manifest")
+    faults.point("save.before_manifest", step=step)
     write_manifest(written, manifest)
-    faults.point("save.before_rename")
+    faults.point("save.before_rename", step=step)
     replaced = final.with_name(final.name + REPLACED)
     if final.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
-        faults.point("save.between_renames")
+        faults.point("save.between_renames", step=step)
     written.rename(final)
-    faults.point("save.after_rename")
+    faults.point("save.after_rename", step=step)
     sync_folder(folder)
-    faults.point("save.before_pointer")
+    faults.point("save.before_pointer", step=step)
     with atomic_write(folder / POINTER) as stream:
         stream.write(f"{step}\n".encode())
-    faults.point("save.after_pointer")
+    faults.point("save.after_pointer", step=step)
     shutil.rmtree(replaced, ignore_errors=True)
     return final
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,6 +24,7 @@ from torch.utils.serialization import config
 
 from megafp8 import faults
 from megafp8.checkpoint.manifest import FileEntry
+from megafp8.checkpoint.threads import in_thread
 
 FILES_PER_RANK = 2
 # Below this a hash takes less time than handing it to another thread.
@@ -45,39 +47,42 @@ class HashingWriter(FileSystemWriter):
         """The folder as text: it goes into the metadata, which holds plain values only."""
         return str(self.path)
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
+        """Keep what is to be written; megatron-core's planning ends with this."""
+        self.plan, self.planner = plan, planner
+
+    def write(self, data_of: Callable[[WriteItem], object], step: int) -> list[WriteResult]:
         """Write this rank's items.
+
+        Args:
+            data_of: the data of an item: a tensor or bytes.
+            step: of the checkpoint, for messages.
 
         Raises:
             OSError: the disk is full, or the folder cannot be written to.
         """
-        buckets = [bucket for bucket in _split_by_size_and_type(self.thread_count, plan.items) if bucket]
-        names = [f"{plan.storage_data.prefix}{number}{DEFAULT_SUFFIX}" for number in range(len(buckets))]
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # other threads copy, and do not know this one's stream
-        with ThreadPoolExecutor(2 * self.thread_count) as pool:
-            jobs = [
-                pool.submit(self._write_file, name, bucket, planner, pool)
-                for name, bucket in zip(names, buckets, strict=True)
-            ]
-            written = [result for job in jobs for result in job.result()]
-        results: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
-        results.set_result(written)
-        return results
+        buckets = [bucket for bucket in _split_by_size_and_type(self.thread_count, self.plan.items) if bucket]
+        names = [f"{self.plan.storage_data.prefix}{number}{DEFAULT_SUFFIX}" for number in range(len(buckets))]
+        jobs = [
+            in_thread(self._write_file, name, bucket, data_of, step)
+            for name, bucket in zip(names, buckets, strict=True)
+        ]
+        wait(jobs)
+        return [result for job in jobs for result in job.result()]
 
     def _write_file(
-        self, name: str, items: list[WriteItem], planner: SavePlanner, pool: ThreadPoolExecutor
+        self, name: str, items: list[WriteItem], data_of: Callable[[WriteItem], object], step: int
     ) -> list[WriteResult]:
         # Objects first: tensors then follow each other without small pieces between them.
         items = sorted(items, key=lambda item: item.type != WriteItemType.BYTE_IO)
+        results = []
         # The archive's own checksum costs a third of SHA-256, and torch does not look at it when it loads.
         with no_checksum(), open(self.path / name, "xb", buffering=0) as file:
-            stream = HashingStream(file, pool)
+            stream = HashingStream(file)
             try:
-                results = []
                 for item in items:
-                    faults.point("save.mid_shard")
-                    data = on_cpu(planner.resolve_data(item))
+                    faults.point("save.mid_shard", step=step)
+                    data = on_cpu(data_of(item))
                     results.append(_write_item(self.transforms, stream, data, item, name, self.serialization_format))
             except RuntimeError as error:
                 # torch closes its archive when a write fails, and then complains of the archive.
@@ -97,11 +102,10 @@ class HashingStream:
 
     Args:
         file: unbuffered.
-        pool: must have a free thread for each stream.
     """
 
-    def __init__(self, file: BinaryIO, pool: ThreadPoolExecutor):
-        self._file, self._pool = file, pool
+    def __init__(self, file: BinaryIO):
+        self._file = file
         self._digest = hashlib.sha256()
         self._num_bytes = 0
 
@@ -117,7 +121,7 @@ class HashingStream:
         if len(whole) < MIN_OVERLAPPED_BYTES:
             self._digest.update(whole)
         else:
-            hashing = self._pool.submit(self._digest.update, whole)
+            hashing = in_thread(self._digest.update, whole)
         try:
             rest = whole
             while len(rest):

@@ -92,6 +92,7 @@ def load_checkpoint(path: Path, config: RunConfig, trainee: Trainee, weights_onl
         CheckpointError: the checkpoint is of another model, or lacks what is asked of it.
     """
     faults.point("load.begin")
+    trainee.wait_for_copies()
     common = common_state(path)
     saved = serialize.from_json(common["config"])
     check_same_model(path, saved, config)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
@@ -15,13 +15,17 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from torch.distributed import checkpoint
+from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 
 from megafp8 import faults
 from megafp8.checkpoint import folder as folders
@@ -41,12 +45,82 @@ from megafp8.checkpoint.together import on_rank_0, reason, together
 from megafp8.checkpoint.weights import put_rounded_masters
 from megafp8.config.schema import RunConfig
 from megafp8.config.serialize import to_json
-from megafp8.data.atomic import file_sha256
+from megafp8.data.atomic import file_sha256, sync
 from megafp8.data.sample_chain import SampleMark
 from megafp8.errors import CheckpointError
 from megafp8.telemetry.records import utc_now
 
 BACKEND = CheckpointingConfig("torch_dist", 1)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What of a checkpoint's writing is the same as long as its tensors are.
+
+    Attributes:
+        structure: names, shapes, types and places of everything that this rank writes.
+        items: what this rank writes.
+        metadata: of all ranks, on rank 0.
+    """
+
+    structure: list[Any]
+    items: SavePlan
+    metadata: Optional[Metadata]
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a rank has written: where in its files everything lies, and the files."""
+
+    results: list[WriteResult]
+    files: dict[str, FileEntry]
+
+
+@dataclass(frozen=True)
+class Save:
+    """A save that all ranks have agreed on: what remains is each rank's own.
+
+    Attributes:
+        folder: of all checkpoints.
+        plan: can serve the next save.
+        planner: knows where the data is.
+    """
+
+    folder: Path
+    config: RunConfig
+    progress: Progress
+    writer: HashingWriter
+    plan: Plan
+    planner: MCoreSavePlanner
+
+    def write(self, data_of: Callable[[WriteItem], object]) -> Written:
+        """Write this rank's files; in any thread.
+
+        Args:
+            data_of: the data of an item of the plan.
+
+        Raises:
+            OSError: the disk is full, or the folder cannot be written to.
+        """
+        results = self.writer.write(data_of, self.progress.step)
+        faults.point("save.shards_written", step=self.progress.step)
+        return Written(results, self.writer.written)
+
+    def finish(self, written: list[Written]) -> Path:
+        """Rank 0's last part: metadata and other small files, the manifest, the name, and older checkpoints."""
+        place = folders.unfinished_path(self.folder, self.progress.step)
+        self.writer.finish(self.plan.metadata, [each.results for each in written])
+        save_config(BACKEND, str(place))
+        files = {name: entry for each in written for name, entry in each.files.items()}
+        files |= {name: sync_and_hash(place / name) for name in relative_files(place) if name not in files}
+        manifest = Manifest(
+            step=self.progress.step, consumed_samples=self.progress.consumed_samples, layout=layout(),
+            saved_at=utc_now(), files=files,
+        )  # fmt: skip
+        path = folders.finish(self.folder, self.progress.step, manifest)
+        if self.config.checkpoint.ckpt_keep is not None:
+            folders.prune(self.folder, self.config.checkpoint.ckpt_keep, never=self.progress.step)
+        return path
 
 
 def save_checkpoint(
@@ -64,23 +138,78 @@ def save_checkpoint(
         CheckpointError: on all ranks: it could not be written. Checkpoints that were there are still there, and the
             trainee is as before.
     """
-    faults.point("save.begin")
-    state = whole_state(config, trainee, progress, samples)
-    faults.point("save.state_gathered")
     with failure_explained(folder, progress.step):
-        sharded, common = save_preprocess(state)
-        num_bytes = sum(together(lambda: bytes_to_write(sharded)))
-        on_rank_0(lambda: folders.make_unfinished(folder, progress.step, num_bytes))
-        place = folders.unfinished_path(folder, progress.step)
-        on_rank_0(lambda: torch.save(common, place / COMMON))
-        written = together(lambda files=write_shards(sharded, place): files)  # type: ignore[misc]
-        return on_rank_0(lambda: finish(folder, config, progress, written))
+        save = prepare_save(folder, config, trainee, progress, samples)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # other threads copy, and do not know this one's stream
+        written = together(lambda: save.write(save.planner.resolve_data))
+        return on_rank_0(lambda: save.finish(written))
+
+
+def prepare_save(
+    folder: Path,
+    config: RunConfig,
+    trainee: Trainee,
+    progress: Progress,
+    samples: Optional[SampleMark] = None,
+    *,
+    last: Optional[Plan] = None,
+    is_written_later: bool = False,
+) -> Save:
+    """Everything about a save that ranks have to agree on; all ranks call it, inside `failure_explained`.
+
+    Args:
+        last: of the save before. It is taken again if it fits on all ranks.
+        is_written_later: what changes before the next update of the weights is copied; else nothing is.
+    """
+    faults.point("save.begin")
+    state = whole_state(config, trainee, progress, samples, is_written_later)
+    faults.point("save.state_gathered")
+    sharded, common = save_preprocess(state, validate_access_integrity=False)
+    flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+    structure = [description(leaf) for leaves in flat.values() for leaf in leaves]
+    told = together(lambda: (bytes_to_write(sharded), last is not None and last.structure == structure))
+    if not all(is_same for _, is_same in told):
+        last = None
+        validate_sharding_integrity(determine_global_metadata(sharded)[1], common)
+    place = folders.unfinished_path(folder, progress.step)
+
+    def make_place() -> None:
+        folders.make_unfinished(folder, progress.step, sum(num_bytes for num_bytes, _ in told))
+        torch.save(common, place / COMMON)
+
+    on_rank_0(make_place)
+    writer = HashingWriter(place)
+    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+    data = mcore_to_pyt_state_dict(flat, False)
+    if last is None:
+        (_, metadata, _), items, *_ = save_state_dict_async_plan(data, writer, planner=planner)
+        last = Plan(structure, items, metadata)
+    else:
+        planner.set_up_planner(data, is_coordinator=dist.get_rank() == 0)
+        writer.prepare_write_data(last.items, planner)
+    return Save(folder, config, progress, writer, last, planner)
+
+
+def description(leaf: Any) -> Any:
+    """All of a sharded tensor or object that a plan depends on."""
+    if isinstance(leaf, ShardedTensor):
+        return leaf.key, leaf.dtype, leaf.local_shape, leaf.global_shape, leaf.global_offset, leaf.data.requires_grad
+    return leaf.unique_key
 
 
 def whole_state(
-    config: RunConfig, trainee: Trainee, progress: Progress, samples: Optional[SampleMark]
+    config: RunConfig,
+    trainee: Trainee,
+    progress: Progress,
+    samples: Optional[SampleMark],
+    is_written_later: bool = False,
 ) -> dict[str, Any]:
-    """Everything that a checkpoint holds, as megatron-core's sharded state; all ranks call it."""
+    """Everything that a checkpoint holds, as megatron-core's sharded state; all ranks call it.
+
+    Args:
+        is_written_later: only weights and moments are still those of the run, which the next update changes.
+    """
     sync_parameters(config, trainee)
     state = model_state(trainee.chunks)
     model = dict(state)
@@ -89,6 +218,8 @@ def whole_state(
         state["schedule"] = trainee.schedule.state_dict()
     if not config.checkpoint.no_save_rng:
         state["random_state"] = random_state()
+    if is_written_later:
+        copy_buffers(model)
     put_rounded_masters(model, trainee.optimizer)
     return state | {
         "step": progress.step,
@@ -100,36 +231,11 @@ def whole_state(
     }
 
 
-def write_shards(sharded: dict[str, Any], place: Path) -> dict[str, FileEntry]:
-    """Write this rank's part of the tensors and objects; all ranks call it. The files that this rank wrote."""
-    flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
-    writer = HashingWriter(place)
-    planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-    checkpoint.save(mcore_to_pyt_state_dict(flat, False), storage_writer=writer, planner=planner)
-    faults.point("save.shards_written")
-    return writer.written
-
-
-def finish(folder: Path, config: RunConfig, progress: Progress, written: list[dict[str, FileEntry]]) -> Path:
-    """Rank 0's last part: its own small files, the manifest, the name, and older checkpoints."""
-    place = folders.unfinished_path(folder, progress.step)
-    save_config(BACKEND, str(place))
-    files = {name: entry for of_rank in written for name, entry in of_rank.items()}
-    files |= {name: sync_and_hash(place / name) for name in relative_files(place) if name not in files}
-    manifest = Manifest(
-        step=progress.step, consumed_samples=progress.consumed_samples, layout=layout(), saved_at=utc_now(), files=files
-    )
-    path = folders.finish(folder, progress.step, manifest)
-    if config.checkpoint.ckpt_keep is not None:
-        folders.prune(folder, config.checkpoint.ckpt_keep, never=progress.step)
-    return path
-
-
-def sync_and_hash(path: Path) -> FileEntry:
-    """Wait until a small file is on the disk, and describe it."""
-    with open(path, "rb+") as stream:
-        os.fsync(stream.fileno())
-    return FileEntry(path.stat().st_size, file_sha256(path))
+def copy_buffers(model: dict[str, Any]) -> None:
+    """Take what is no parameter (a recipe's scales and histories) out of the run's reach: a forward pass changes it."""
+    for leaf in nested_values(model):
+        if isinstance(leaf, ShardedTensor) and not isinstance(leaf.data, torch.nn.Parameter):
+            leaf.data = leaf.data.clone()
 
 
 def bytes_to_write(sharded: dict[str, Any]) -> int:
@@ -154,3 +260,10 @@ def sync_parameters(config: RunConfig, trainee: Trainee) -> None:
     if config.parallel.overlap_param_gather:
         for chunk in trainee.chunks:
             chunk.start_param_sync(force_sync=True)
+
+
+def sync_and_hash(path: Path) -> FileEntry:
+    """Wait until a small file is on the disk, and describe it."""
+    with open(path, "rb+") as stream:
+        sync(stream)
+    return FileEntry(path.stat().st_size, file_sha256(path))

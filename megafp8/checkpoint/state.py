@@ -6,7 +6,8 @@ and is left out when the layout changes. Progress and the configuration are plai
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,11 +36,21 @@ class Progress:
 
 @dataclass(frozen=True)
 class Trainee:
-    """What training changes: the parts that a checkpoint saves and restores."""
+    """What training changes: the parts that a checkpoint saves and restores.
+
+    Attributes:
+        being_copied: how to wait for copies of weights and moments that are still being made.
+    """
 
     chunks: list[Any]
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
+    being_copied: list[Callable[[], None]] = field(default_factory=list)
+
+    def wait_for_copies(self) -> None:
+        """Return when weights and moments may change; whoever changes them calls it first."""
+        while self.being_copied:
+            self.being_copied.pop()()
 
 
 def content_metadata() -> dict[str, Any]:

@@ -221,7 +221,6 @@ _REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
     ("--optimizer-cpu-offload --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d "
      "--no-pin-cpu-grads --no-pin-cpu-params --cpu-offloading-num-layers",
      "nothing is offloaded to the host; use --use-distributed-optimizer, --recompute-granularity or more ranks"),
-    ("--async-save", "checkpoints are written before training goes on; remove it"),
     ("--save-retain-interval", "no checkpoint is deleted; remove it"),
     ("--distrib-optim-fully-reshardable-mem-efficient --dist-ckpt-save-pre-mcore-014 --dist-ckpt-strictness "
      "--ckpt-drop-redundant-extra-state --no-ckpt-fully-parallel-save",

@@ -365,6 +365,11 @@ class CheckpointConfig:
     load: Optional[str] = setting(None, "folder to resume from; a folder without checkpoints starts anew")
     save_interval: Optional[int] = setting(None, "steps between checkpoints; the last step is always saved")
     ckpt_keep: Optional[int] = setting(None, "newest checkpoints to keep, older ones are deleted; default all")
+    async_save: bool = setting(
+        False, "write checkpoints while training goes on, from a copy of the state in host memory"
+    )
+    async_save_timeout: int = setting(300, "seconds after which a checkpoint that is still being written has failed")
+    ckpt_max_failures: int = setting(3, "saves in a row that may fail before the run stops; 0: any number")
     ckpt_verify: str = setting(
         "hash", "what is compared with a checkpoint's manifest before it is loaded: every byte, or sizes only",
         choices=("hash", "size"),

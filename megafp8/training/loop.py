@@ -31,7 +31,7 @@ from megafp8.training.describe import describe_update, run_record
 from megafp8.training.evaluate import build_batches, evaluate
 from megafp8.training.profiling import profiler
 from megafp8.training.rates import Rates, build_rates
-from megafp8.training.saving import is_save_due, save
+from megafp8.training.saving import is_save_due, saving
 from megafp8.training.step import Batches, params_norm, train_step
 
 
@@ -117,31 +117,30 @@ def train_steps(
     config, training = run.config, run.config.training
     num_samples = derived.train_samples(config, run.place.world_size)
     batches = build_batches(run, run.datasets[0], progress.consumed_samples, num_samples, config.data.num_workers)
-    rates, saved_step, reason = build_rates(run), progress.step, None
+    rates, reason = build_rates(run), None
     first_step = progress.step + 1
     if progress.step < total_steps and needs_calibration(run):
         sinks.write(calibrate(run, progress))
     if training.manual_gc:
         gc.disable()
-    with profiler(run, folder) as profile_step, loader_deaths_explained():
+    with profiler(run, folder) as profile_step, loader_deaths_explained(), saving(run, sinks, folder) as saver:
         while progress.step < total_steps and reason is None:
             progress = recorded_step(run, sinks, rates, batches, progress)
             step = progress.step
+            saver.poll()
             if step == first_step:
                 report_attention(run, sinks, step)
             profile_step()
             if training.eval_interval and step % training.eval_interval == 0 and step < total_steps:
                 validate(run, sinks, progress)
             reason = reason_to_stop(run, step, started)
-            if folder is not None and is_save_due(run, step, total_steps, reason):
-                is_last = reason is not None or step == total_steps
-                if save(run, sinks, progress, folder, is_last):
-                    saved_step = step
+            if is_save_due(run, step, total_steps, reason):
+                saver.save(progress, is_last=reason is not None or step == total_steps)
             collect_garbage(run, step)
     if training.manual_gc:
         gc.enable()
     if reason is not None:
-        place = f", saved at step {saved_step}" if folder else ", not saved (no --save)"
+        place = f", saved at step {saver.saved_step}" if folder else ", not saved (no --save)"
         sinks.write(EventRecord(step=progress.step, name="stopped", detail=reason + place))
     return progress
 

@@ -16,11 +16,23 @@ def saving_needs_a_folder(config: RunConfig, world_size: int) -> Iterator[str]:
     asked = {
         f"--save-interval {checkpoint.save_interval}": checkpoint.save_interval is not None,
         f"--ckpt-keep {checkpoint.ckpt_keep}": checkpoint.ckpt_keep is not None,
+        "--async-save": checkpoint.async_save,
         "--no-save-optim": checkpoint.no_save_optim,
         "--no-save-rng": checkpoint.no_save_rng,
     }
     for flag in (flag for flag, given in asked.items() if given):
         yield without(flag, "--save")
+
+
+def late_saves_end_before_collectives(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Ranks wait in a collective for one that writes, and it should be the save that gives up and not the run."""
+    timeout_s, collective_s = config.checkpoint.async_save_timeout, 60 * config.parallel.distributed_timeout_minutes
+    if config.checkpoint.async_save and timeout_s >= collective_s:
+        yield (
+            f"--async-save-timeout {timeout_s} is not below the {collective_s} seconds after which a collective gives "
+            f"up (--distributed-timeout-minutes {config.parallel.distributed_timeout_minutes}): lower the first or "
+            "raise the second"
+        )
 
 
 def loading_needs_a_folder(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -71,6 +83,7 @@ def wandb_settings_need_a_project(config: RunConfig, world_size: int) -> Iterato
 
 RULES: tuple[Rule, ...] = (
     saving_needs_a_folder,
+    late_saves_end_before_collectives,
     loading_needs_a_folder,
     schedule_has_one_source,
     wandb_settings_need_a_project,

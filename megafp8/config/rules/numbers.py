@@ -53,11 +53,12 @@ _SETTINGS_OF_RANGE: tuple[tuple[_Range, str], ...] = (
         "training.micro_batch_size training.global_batch_size training.train_iters training.train_samples "
         "training.eval_interval training.exit_interval training.exit_duration_in_mins "
         "training.recompute_num_layers training.num_threads checkpoint.save_interval checkpoint.ckpt_keep "
-        "checkpoint.ckpt_step "
+        "checkpoint.ckpt_step checkpoint.async_save_timeout "
         "logging.log_interval logging.tensorboard_log_interval",
     ),
     (
         _NOT_NEGATIVE,
+        "checkpoint.ckpt_max_failures "
         "model.init_method_std precision.num_layers_at_start_in_bf16 precision.num_layers_at_end_in_bf16 "
         "optimizer.min_lr optimizer.lr_warmup_init optimizer.lr_warmup_iters optimizer.lr_warmup_samples "
         "optimizer.decoupled_min_lr optimizer.weight_decay optimizer.start_weight_decay optimizer.end_weight_decay "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -30,8 +29,8 @@ class Slow(io.RawIOBase):
 def test_hash_and_length_are_those_of_what_was_written(tmp_path: Path) -> None:
     pieces = [bytes([number]) * size for number, size in enumerate((0, 1, 1000, MIN_OVERLAPPED_BYTES, 1 << 20, 7))]
     for opened in (Slow, partial(open, tmp_path / "file", "wb", buffering=0)):
-        with ThreadPoolExecutor(1) as pool, opened() as file:
-            stream = HashingStream(file, pool)
+        with opened() as file:
+            stream = HashingStream(file)
             for piece in pieces:
                 assert stream.write(memoryview(piece)) == len(piece)
             stream.flush()
@@ -41,8 +40,8 @@ def test_hash_and_length_are_those_of_what_was_written(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_fails_is_told_of() -> None:
-    with ThreadPoolExecutor(1) as pool, open("/dev/full", "wb", buffering=0) as file:
-        stream = HashingStream(file, pool)
+    with open("/dev/full", "wb", buffering=0) as file:
+        stream = HashingStream(file)
         with pytest.raises(OSError, match="No space left"):
             stream.write(bytes(MIN_OVERLAPPED_BYTES))
 

@@ -1,0 +1,242 @@
+"""Checkpoints that are written while training goes on are those that would have been written instead of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from small_run import FP8, PLAIN, build_run, fingerprint, small_config, train, weights
+
+from megafp8.checkpoint import save as saving
+from megafp8.checkpoint.background import BackgroundSaves
+from megafp8.checkpoint.choose import choose_checkpoint
+from megafp8.checkpoint.folder import saved_steps
+from megafp8.checkpoint.host_copies import Copy, HostCopies
+from megafp8.checkpoint.load import load_checkpoint
+from megafp8.checkpoint.manifest import read_manifest
+from megafp8.checkpoint.save import save_checkpoint
+from megafp8.checkpoint.state import Progress
+from megafp8.errors import CheckpointError
+from megafp8.reports.load import load_run
+from megafp8.training.assemble import Run
+from megafp8.training.loop import train as train_loop
+
+DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
+LENGTH = "--train-iters 6 --lr-warmup-iters 1 --eval-iters 0 --no-progress-bar --save-interval 2 --async-save"
+
+
+def begin(run: Run, folder: Path, step: int, timeout_s: float = 60.0) -> Any:
+    saves = BackgroundSaves(folder, run.config, run.trainee, timeout_s, run.platform.device)
+    return saves, saves.begin(Progress(step, step * run.global_batch_size), None)
+
+
+def files_of(path: Path) -> dict[str, str]:
+    """What a checkpoint's tensors are: hashes of the files that ranks write, by name."""
+    return {name: entry.sha256 for name, entry in read_manifest(path).files.items() if name.endswith(".distcp")}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "flags"),
+    [
+        pytest.param(1, PLAIN, id="fp32"),
+        pytest.param(2, f"--bf16 {FP8} --attention-dropout 0.1 {DISTRIBUTED}", id="bf16-fp8-dp2-distributed"),
+        pytest.param(2, "--bf16 --fp8-format hybrid --fp8-recipe delayed --tensor-model-parallel-size 2", id="delayed"),
+        pytest.param(2, f"--bf16 {FP8} --fp8-param-gather {DISTRIBUTED}", id="fp8-param-gather"),
+        pytest.param(
+            2, "--fp16 --initial-loss-scale 256 --pipeline-model-parallel-size 2 --micro-batch-size 2", id="fp16-pp2"
+        ),
+    ],
+)
+def test_it_is_the_state_at_its_step(world_size: int, flags: str, tmp_path: Path) -> None:
+    """To the byte, although the copy is held up until the next update wants to begin, and the write until two more."""
+    config = small_config("llama", flags, world_size)
+
+    def save_both_ways() -> tuple[str, str]:
+        run = build_run(config)
+        train(run, 2)
+        expected = files_of(save_checkpoint(tmp_path / "now", config, run.trainee, Progress(2, 16)))
+        may_copy, may_write = threading.Event(), threading.Event()
+        make, write, wait = Copy.make, saving.Save.write, Copy.wait
+
+        def late_copy(self: Copy) -> None:
+            assert may_copy.wait(60)
+            make(self)
+
+        def late_write(self: saving.Save, data_of: Any) -> Any:
+            assert may_write.wait(60)
+            return write(self, data_of)
+
+        def let_copy(self: Copy, timeout_s: float) -> None:
+            may_copy.set()
+            wait(self, timeout_s)
+
+        late_writing = mock.patch.object(saving.Save, "write", late_write)
+        with mock.patch.multiple(Copy, make=late_copy, wait=let_copy), late_writing:
+            _, under_way = begin(run, tmp_path / "later", 2)
+            train(run, 2, 3)
+            assert under_way.poll() is None
+            may_write.set()
+            path = under_way.poll(is_waiting=True)
+        assert path == tmp_path / "later" / "iter_0000002"
+        assert files_of(path) == expected
+        return fingerprint(weights(run))
+
+    def straight() -> str:
+        run = build_run(config)
+        train(run, 4)
+        return fingerprint(weights(run))
+
+    assert run_ranks(world_size, save_both_ways) == run_ranks(world_size, straight)
+
+
+def test_the_next_save_takes_its_plan_and_memory_again(tmp_path: Path) -> None:
+    """Only if it has the same tensors: a reused plan of others would leave some out or misplace them."""
+    config = small_config("llama", f"--transformer-impl local {DISTRIBUTED}", 2)
+
+    def save_twice() -> int:
+        run = build_run(config)
+        train(run, 1)
+        saves, first = begin(run, tmp_path, 1)
+        first.poll(is_waiting=True)
+        places = {id(place) for place in saves._copies._tensors.values()}
+        train(run, 1, 2)
+        with mock.patch.object(saving, "save_state_dict_async_plan", side_effect=AssertionError("planned again")):
+            saves.begin(Progress(2, 16), None).poll(is_waiting=True)
+        assert {id(place) for place in saves._copies._tensors.values()} == places
+        other = next(leaf for leaf in saves._plan.structure if leaf[0].endswith("weight"))
+        saves._plan.structure[saves._plan.structure.index(other)] = (f"{other[0]}2", *other[1:])
+        if dist.get_rank() == 1:
+            saves._plan.structure.clear()
+        with mock.patch.object(
+            saving, "save_state_dict_async_plan", side_effect=saving.save_state_dict_async_plan
+        ) as planned:
+            saves.begin(Progress(3, 24), None).poll(is_waiting=True)
+        return planned.call_count
+
+    assert run_ranks(2, save_twice) == [1, 1]
+    for step in saved_steps(tmp_path):
+        assert run_ranks(2, lambda step=step: choose_checkpoint(tmp_path, step).step) == [step, step]
+
+
+def run_loop(folder: Path, flags: str = "", world_size: int = 2) -> tuple[Progress, str]:
+    config = small_config("llama", f"{LENGTH} {PLAIN} --save {folder} --load {folder} {flags}", world_size)
+
+    def start() -> tuple[Progress, str]:
+        run = build_run(config)
+        return train_loop(run), fingerprint(weights(run))
+
+    return run_ranks(world_size, start)[0]
+
+
+def details(folder: Path, name: str) -> list[str]:
+    return [f"{event.step}: {event.detail}" for event in load_run(folder).events if event.name == name]
+
+
+def test_a_run_saves_and_goes_on_from_what_it_saved(tmp_path: Path) -> None:
+    progress, digest = run_loop(tmp_path / "straight")
+    assert progress == Progress(6, 48)
+    assert saved_steps(tmp_path / "straight") == [2, 4, 6]
+    assert [line.split(":")[0] for line in details(tmp_path / "straight", "checkpoint saved")] == ["2", "4", "6"]
+    assert run_loop(tmp_path / "parts", "--exit-interval 3 --ckpt-keep 1")[0] == Progress(3, 24)
+    assert saved_steps(tmp_path / "parts") == [3], "the last one is there when the run ends"
+    assert run_loop(tmp_path / "parts") == (progress, digest)
+
+
+def slow(seconds_of_step: dict[int, float]) -> Any:
+    """Patch writing so that it takes time on rank 1, by step."""
+    write = saving.Save.write
+
+    def slow_write(self: saving.Save, data_of: Any) -> Any:
+        if dist.get_rank() == 1:
+            time.sleep(seconds_of_step.get(self.progress.step, 0.0))
+        return write(self, data_of)
+
+    return mock.patch.object(saving.Save, "write", slow_write)
+
+
+def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
+    with slow({2: 2.0}):
+        assert run_loop(tmp_path, "--save-interval 1 --train-iters 4")[0] == Progress(4, 32)
+    assert saved_steps(tmp_path) == [1, 2, 3, 4]
+    assert any("for the checkpoint of step 2" in line for line in details(tmp_path, "checkpoint late"))
+
+
+def test_a_writer_that_hangs_is_a_failed_save(tmp_path: Path) -> None:
+    """Training goes on, the next saves work, and nothing keeps the ranks from ending."""
+    began = time.monotonic()
+    with slow({2: 1000.0}):
+        assert run_loop(tmp_path, "--async-save-timeout 2")[0] == Progress(6, 48)
+    assert time.monotonic() - began < 60
+    assert saved_steps(tmp_path) == [4, 6]
+    (failed,) = details(tmp_path, "checkpoint failed")
+    assert failed.startswith("2: step 2 cannot be saved to")
+    assert "rank 1: it is not written after 2 s; --async-save-timeout" in failed
+    assert "iter_0000002" not in {path.name for path in tmp_path.iterdir()}
+
+
+def test_a_copy_that_hangs_is_a_failed_save(tmp_path: Path) -> None:
+    """The update goes on after the time is over, so what was half copied must not become a checkpoint."""
+    config, make = small_config("llama", PLAIN), Copy.make
+
+    def late_copy(self: Copy) -> None:
+        time.sleep(3)
+        make(self)
+
+    def save() -> None:
+        run = build_run(config)
+        with mock.patch.object(Copy, "make", late_copy):
+            _, under_way = begin(run, tmp_path, 1, timeout_s=1.0)
+            train(run, 1)
+            time.sleep(4)
+            with pytest.raises(CheckpointError, match="step 1 cannot be saved .* not made in time"):
+                under_way.poll(is_waiting=True)
+
+    run_ranks(1, save)
+    assert saved_steps(tmp_path) == []
+
+
+@pytest.mark.parametrize("mode", ["", "--async-save"])
+def test_so_many_failures_in_a_row_stop_the_run(mode: str, tmp_path: Path) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def run() -> tuple[Progress, str]:
+        return run_loop(tmp_path, f"--save-interval 1 --ckpt-max-failures 2 {mode}", world_size=1)
+
+    with mock.patch.object(saving.Save, "write", fail), pytest.raises(AssertionError) as caught:
+        run()
+    assert isinstance(caught.value.__cause__, CheckpointError)
+    assert "2 saves in a row failed (--ckpt-max-failures 2)" in str(caught.value.__cause__)
+    assert len(details(tmp_path, "checkpoint failed")) == 2
+    assert saved_steps(tmp_path) == []
+
+
+def test_no_room_for_a_copy_is_told(tmp_path: Path) -> None:
+    with mock.patch("psutil.virtual_memory", return_value=mock.Mock(available=10)):
+        value = torch.zeros(1000)
+        with pytest.raises(CheckpointError, match=r"--async-save copies 0\.000 GB to host memory"):
+            HostCopies().places_for({"index": value})
+
+
+def test_a_loaded_state_is_not_copied(tmp_path: Path) -> None:
+    """Loading changes the weights, so it waits for copies of them as an update does."""
+    config = small_config("llama", PLAIN)
+
+    def go_back() -> bool:
+        run = build_run(config)
+        train(run, 1)
+        first = save_checkpoint(tmp_path, config, run.trainee, Progress(1, 8))
+        train(run, 1, 2)
+        _, under_way = begin(run, tmp_path, 2)
+        at_2 = files_of(save_checkpoint(tmp_path / "now", config, run.trainee, Progress(2, 16)))
+        load_checkpoint(first, config, run.trainee)
+        return files_of(under_way.poll(is_waiting=True)) == at_2 and not run.trainee.being_copied
+
+    assert run_ranks(1, go_back) == [True]
