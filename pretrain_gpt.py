@@ -1,17 +1,19 @@
 """Pretrain a GPT: `python pretrain_gpt.py FLAGS`, or on N devices `torchrun --nproc-per-node N pretrain_gpt.py FLAGS`.
 
 Parse, check, assemble, train. `--help` lists the flags, `--dry-run` shows what a run would be and stops.
-Exit statuses: 0 done, 64 wrong flags, 65 numbers that are not finite, 66 wrong data, 74 wrong checkpoint.
+Exit statuses: 0 done, 64 wrong flags, 65 numbers that are not finite, 66 wrong data, 70 an error within, 71 hung,
+73 folder in use, 74 wrong checkpoint, 75 ended by a signal, to be continued.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 from megafp8.config import flags
-from megafp8.errors import Megafp8Error
+from megafp8.errors import INTERNAL, Megafp8Error
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,14 +30,17 @@ def main(argv: Sequence[str]) -> int:
         else:
             from megafp8.training.main import run_training
 
-            run_training(checked)
+            return run_training(checked)
         return 0
     except Megafp8Error as error:
-        # The ranks of a machine see wrong flags and paths and bad numbers alike: one of them says so. Another machine
-        # may lack a path that this one has, and otherwise a rank may fail alone.
-        if os.environ.get("LOCAL_RANK", "0") == "0" or error.exit_status not in (64, 65):
+        # The ranks of a machine see wrong flags and paths, bad numbers and a folder in use alike: one of them says so.
+        # Another machine may lack a path that this one has, and otherwise a rank may fail alone.
+        if os.environ.get("LOCAL_RANK", "0") == "0" or error.exit_status not in (64, 65, 73):
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return error.exit_status
+    except Exception:
+        traceback.print_exc()
+        return INTERNAL
 
 
 def entry_point() -> None:

@@ -53,4 +53,6 @@ if [[ " $* " != *" --dry-run "* ]]; then
   launcher+=(-m torch.distributed.run --standalone --nproc-per-node "$ranks")
 fi
 
+# After a SIGTERM torchrun waits so long for its ranks to save, instead of 30 s.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
 exec "${launcher[@]}" pretrain_gpt.py "${model[@]}" "${parallel[@]}" "${training[@]}" "${data[@]}" "$@"

@@ -74,5 +74,7 @@ if [[ " $* " != *" --dry-run "* ]]; then
   )
 fi
 
+# After a SIGTERM torchrun waits so long for its ranks to save, instead of 30 s.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
 exec "${launcher[@]}" pretrain_gpt.py \
   "${model[@]}" "${precision[@]}" "${parallel[@]}" "${training[@]}" "${data[@]}" "$@"

@@ -83,6 +83,7 @@ _ACCEPTED_GROUPS: tuple[tuple[str, Arity, str], ...] = (
         0, "it changes only how fast a checkpoint is written or read, and is not used",
     ),
     ("--dist-ckpt-optim-fully-reshardable", 0, "checkpoints can always be loaded under another layout"),
+    ("--exit-signal-handler-for-dataloader", 0, "loader processes always leave signals to the training process"),
     ("--no-use-tokenizer-model-from-checkpoint-args", 0, "the tokenizer always comes from the flags"),
     ("--log-validation-ppl-to-tensorboard", 0, "the validation loss is recorded; perplexity is exp(loss)"),
     (
@@ -236,7 +237,6 @@ _REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
      "steps are not run again for comparison; loss and gradient norm are checked in every step"),
     ("--check-for-spiky-loss --check-for-large-grads", "only loss and gradient norms that are not finite stop a run"),
     ("--check-weight-hash-across-dp-replicas-interval", "weights are not hashed during a run; remove it"),
-    ("--exit-signal-handler", "signals are not handled yet; use --exit-duration-in-mins or --exit-interval"),
     ("--adlr-autoresume --adlr-autoresume-interval --enable-ft-package --calc-ft-timeouts",
      "it needs NVIDIA's own cluster software; use --save with --load, and --exit-duration-in-mins"),
     ("--log-straggler --disable-straggler-on-startup --run-workload-inspector-server",

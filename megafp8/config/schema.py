@@ -326,6 +326,21 @@ class TrainingConfig:
     skip_train: bool = setting(False, "only validate")
     exit_interval: Optional[int] = setting(None, "save and stop at the first step that this divides")
     exit_duration_in_mins: Optional[int] = setting(None, "save and stop after so many minutes")
+    exit_signal_handler: bool = setting(
+        True, "SIGTERM, SIGINT or SIGUSR1 to any rank: all save after the step and end with status 75",
+        flags=("--exit-signal-handler",), off=("--no-exit-signal-handler",),
+    )
+    exit_signal_grace_s: Optional[float] = setting(
+        None, "seconds from a signal to the kill that follows it; a rank that is not done before gives up saving; "
+        "default torchrun's (TORCH_ELASTIC_SHUTDOWN_TIMEOUT), else 30",
+    )
+    step_timeout_s: Optional[float] = setting(
+        None, "seconds after which a step or a batch of an evaluation counts as hung, the first 5 times as long; 0 is "
+        "never; default 5 times the slowest of the last 50, at least 120",
+    )
+    checkpoint_timeout_s: float = setting(
+        1800.0, "seconds after which a save, a load or anything else between steps counts as hung; 0 is never"
+    )
     seed: int = setting(1234, "seed of initialization, data order and dropout")
     data_parallel_random_init: bool = setting(False, "another initialization on each data-parallel rank")
     recompute_activations: bool = setting(False, "short for --recompute-granularity selective")

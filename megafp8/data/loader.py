@@ -8,9 +8,12 @@ whole state of a loader is the number of samples consumed.
 
 from __future__ import annotations
 
+import ctypes
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.context import ForkContext, ForkProcess
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from megafp8.errors import DataError
 
+PR_SET_PDEATHSIG = 1
 KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
@@ -102,10 +106,35 @@ def build_loader(
         num_workers=num_workers,
         collate_fn=_as_it_is,
         pin_memory=pin_memory,
+        worker_init_fn=_outlast_signals if num_workers else None,
+        multiprocessing_context=_LoaderContext() if num_workers else None,
         # DataLoader draws a seed for its processes; from the global generator that would shift dropout on resume.
         generator=torch.Generator().manual_seed(0),
     )
     return _checked(iter(loader))
+
+
+class _LoaderProcess(ForkProcess):
+    """A loader process ignores SIGTERM, so what wants to end it must kill it."""
+
+    def terminate(self) -> None:
+        """Kill it."""
+        self.kill()
+
+
+class _LoaderContext(ForkContext):
+    """Where DataLoader gets its processes from."""
+
+    Process = _LoaderProcess
+
+
+def _outlast_signals(worker: int) -> None:
+    """In a loader process: leave signals to the training process, which needs more batches until it has saved; and end
+    with it, however it ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.set_wakeup_fd(-1)  # it is the training process's
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class _Microbatches(TorchDataset):

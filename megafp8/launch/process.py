@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ def this_process() -> Process:
     return Process(socket.gethostname(), this_place(), os.getpid(), state_and_start[1] if state_and_start else 0)
 
 
+@functools.cache
 def this_place() -> str:
     """Another text after a reboot, on another machine and in another container."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"

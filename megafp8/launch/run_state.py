@@ -45,6 +45,7 @@ class RunState:
         starts: how often this run was started in its folder, this time included.
         started_at, first_step_at, updated_at: seconds since 1970 by rank 0's clock; the second when the first step of
             this start was done.
+        evaluation_due: a step after which a validation was broken off; a run that goes on from there does it again.
     """
 
     state: str
@@ -59,6 +60,7 @@ class RunState:
     started_at: float
     first_step_at: Optional[float] = None
     updated_at: float
+    evaluation_due: Optional[int] = None
 
     def to_plain(self) -> dict[str, Any]:
         """What stands in the file."""

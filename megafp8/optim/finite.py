@@ -66,12 +66,14 @@ class StepTotals:
         num_tokens: tokens that count in it.
         num_bad_ranks: ranks whose own loss or gradients were not finite.
         squared_grad_norm: of all gradients, where the ranks gave their parts of it, else 0.
+        num_asked_ranks: ranks that a signal asked to stop.
     """
 
     loss_sum: float
     num_tokens: float
     num_bad_ranks: float
     squared_grad_norm: float = 0.0
+    num_asked_ranks: float = 0.0
 
     @property
     def loss(self) -> float:
@@ -85,21 +87,28 @@ class StepTotals:
 
 
 def agree(
-    local_loss: Optional[Tensor], bad_gradients: Tensor, device: torch.device, squared_norm: Optional[Tensor] = None
+    local_loss: Optional[Tensor],
+    bad_gradients: Tensor,
+    device: torch.device,
+    squared_norm: Optional[Tensor] = None,
+    is_asked: bool = False,
 ) -> StepTotals:
-    """Add up losses, bad ranks and squares of gradients over all ranks; one all-reduce and one wait.
+    """Add up losses, bad ranks, squares of gradients and signals over all ranks; one all-reduce and one wait.
 
     Args:
         local_loss: (sum, tokens) of this rank, None on a rank that does not count the loss.
         bad_gradients: 0 where this rank's gradients were finite.
         squared_norm: of the gradients that this rank alone has; None where they are not looked at here.
+        is_asked: a signal asked this rank to stop.
     """
-    totals = torch.zeros(4, dtype=torch.float64, device=device)  # counts tokens beyond FP32's whole numbers
+    totals = torch.zeros(5, dtype=torch.float64, device=device)  # counts tokens beyond FP32's whole numbers
     if local_loss is not None:
         totals[:2] = local_loss
     totals[2] = (bad_gradients > 0) | ~torch.isfinite(totals[:2]).all()
     if squared_norm is not None:
         totals[3] = squared_norm
+    if is_asked:
+        totals[4] = 1
     dist.all_reduce(totals)
     return StepTotals(*totals.tolist())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Optional
@@ -29,6 +29,7 @@ from megafp8.optim.schedule import build_schedule
 from megafp8.optim.traffic import ParameterTraffic, build_traffic
 from megafp8.parallel.groups import Place, build_groups
 from megafp8.telemetry.timers import StepTimer
+from megafp8.training.guard import Guard
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Run:
         watch: notes gradients that are not finite; None where that check is off, or the optimizer's norm tells it.
         traffic: counts the bytes of parameter gathers; None where every rank updates all weights.
         timer: measures steps; every step waits for the loss, so the device is never ahead by more than one update.
+        guard: takes signals and watches the time; one that was not started does neither.
     """
 
     config: RunConfig
@@ -60,6 +62,7 @@ class Run:
     watch: Optional[GradientWatch]
     traffic: Optional[ParameterTraffic]
     timer: StepTimer
+    guard: Guard = field(default_factory=Guard)
 
     @property
     def num_microbatches(self) -> int:

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Optional
 
 import torch
 
@@ -15,13 +15,18 @@ from megafp8.data.loader import build_loader
 from megafp8.optim.finite import agree
 from megafp8.telemetry.records import EvalRecord
 from megafp8.training.assemble import Run, to_device_sum
+from megafp8.training.phases import EVALUATION
 from megafp8.training.step import forward_backward
+from megafp8.training.stopping import is_asked_to_stop
 
 
-def evaluate(run: Run, split: str, dataset: Any, step: int, consumed_tokens: int) -> EvalRecord:
+def evaluate(run: Run, split: str, dataset: Any, step: int, consumed_tokens: int) -> Optional[EvalRecord]:
     """Mean loss per token over the first `--eval-iters` global batches of a dataset; all ranks call it.
 
     Every validation of a run, and of every other run on the same data, sees the same samples, so their losses compare.
+
+    Returns:
+        None when a signal asked to stop before it was done.
     """
     started = time.monotonic()
     device, num_batches = run.platform.device, run.config.training.eval_iters
@@ -31,6 +36,9 @@ def evaluate(run: Run, split: str, dataset: Any, step: int, consumed_tokens: int
     with inference_mode(run):
         faults.point("evaluation.begin")
         for _ in range(num_batches):
+            if is_asked_to_stop(run):
+                return None
+            run.guard.enter(EVALUATION, step)
             loss = to_device_sum(forward_backward(run, batches, run.num_microbatches, forward_only=True))
             if loss is not None:
                 total += loss

@@ -7,7 +7,7 @@ import gc
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
@@ -29,10 +29,12 @@ from megafp8.training.assemble import Run, run_folder
 from megafp8.training.calibrate import calibrate, needs_calibration
 from megafp8.training.describe import describe_update, run_record
 from megafp8.training.evaluate import build_batches, evaluate
+from megafp8.training.phases import BETWEEN, STEP
 from megafp8.training.profiling import profiler
 from megafp8.training.rates import Rates, build_rates
 from megafp8.training.saving import is_save_due, saving
 from megafp8.training.step import Batches, params_norm, train_step
+from megafp8.training.stopping import is_asked_to_stop, reason_to_stop, stopped_by_signals
 
 
 def train(run: Run) -> Progress:
@@ -44,7 +46,9 @@ def train(run: Run) -> Progress:
     started = time.monotonic()
     folder = run_folder(run.config)
     faults.point("run.start")
+    run.guard.enter("load")
     progress, notes = resume(run)
+    run.guard.resumed(progress.step, saves_where_it_loads(run.config))
     total_steps = derived.train_iters(run.config, run.place.world_size)
     with ExitStack() as stack:
         sinks = stack.enter_context(open_sinks(run, folder, total_steps))
@@ -120,22 +124,29 @@ def train_steps(
     rates, reason = build_rates(run), None
     first_step = progress.step + 1
     if progress.step < total_steps and needs_calibration(run):
+        run.guard.enter("calibration")
         sinks.write(calibrate(run, progress))
+    if progress.step < total_steps and run.guard.is_evaluation_due(progress.step):
+        validate(run, sinks, progress)
     if training.manual_gc:
         gc.disable()
     with profiler(run, folder) as profile_step, loader_deaths_explained(), saving(run, sinks, folder) as saver:
         while progress.step < total_steps and reason is None:
             progress = recorded_step(run, sinks, rates, batches, progress)
             step = progress.step
+            run.guard.step_done(step)
             saver.poll()
             if step == first_step:
                 report_attention(run, sinks, step)
             profile_step()
             if training.eval_interval and step % training.eval_interval == 0 and step < total_steps:
                 validate(run, sinks, progress)
-            reason = reason_to_stop(run, step, started)
+            reason = reason_to_stop(run, step, started) if step < total_steps else None
             if is_save_due(run, step, total_steps, reason):
-                saver.save(progress, is_last=reason is not None or step == total_steps)
+                is_last = reason is not None or step == total_steps
+                saver.save(progress, is_last)
+                if not is_last and is_asked_to_stop(run):  # while it saved: what is saved need not be saved again
+                    reason = stopped_by_signals(run)
             collect_garbage(run, step)
     if training.manual_gc:
         gc.enable()
@@ -147,11 +158,13 @@ def train_steps(
 
 def recorded_step(run: Run, sinks: Sinks, rates: Rates, batches: Batches, progress: Progress) -> Progress:
     """Train on one global batch and write the record of it; how far the run is then."""
-    run.timer.start()
     step, consumed_samples = progress.step + 1, progress.consumed_samples + run.global_batch_size
+    run.guard.enter(STEP, step)
+    run.timer.start()
     result = train_step(run, batches, step)
     record = rates.record(result, step, consumed_samples, run.timer.stop(), run.timer.spans_ms)
     sinks.write(with_details(run, record))
+    run.guard.enter(BETWEEN, step)
     return Progress(step, consumed_samples)
 
 
@@ -196,12 +209,10 @@ def report_attention(run: Run, sinks: Sinks, step: int) -> None:
 
 def validate(run: Run, sinks: Sinks, progress: Progress) -> None:
     """Loss on the validation data, if there is any."""
-    dataset = run.datasets[1]
-    if dataset is not None and run.config.training.eval_iters > 0:
-        tokens = progress.consumed_samples * (run.config.data.seq_length or 0)
-        sinks.write(evaluate(run, "valid", dataset, progress.step, tokens))
-        if run.config.training.empty_unused_memory_level >= 1:
-            run.platform.free_cache()
+    is_whole = record_evaluation(run, sinks, progress, "valid", run.datasets[1])
+    run.guard.evaluation_left(None if is_whole else progress.step)
+    if run.config.training.empty_unused_memory_level >= 1:
+        run.platform.free_cache()
 
 
 def evaluate_at_end(run: Run, sinks: Sinks, progress: Progress, total_steps: int) -> None:
@@ -209,25 +220,20 @@ def evaluate_at_end(run: Run, sinks: Sinks, progress: Progress, total_steps: int
     if progress.step < total_steps and not run.config.training.skip_train:
         return
     validate(run, sinks, progress)
-    dataset = run.datasets[2]
-    if dataset is not None and run.config.training.eval_iters > 0:
-        tokens = progress.consumed_samples * (run.config.data.seq_length or 0)
-        sinks.write(evaluate(run, "test", dataset, progress.step, tokens))
+    if not record_evaluation(run, sinks, progress, "test", run.datasets[2]):
+        stopped_by_signals(run)
 
 
-def reason_to_stop(run: Run, step: int, started: float) -> Optional[str]:
-    """Why the run should save and stop after this step, the same on all ranks; None to go on."""
-    training = run.config.training
-    if training.exit_interval and step % training.exit_interval == 0:
-        return f"--exit-interval {training.exit_interval}"
-    if training.exit_duration_in_mins is not None:
-        # Clocks differ between ranks: one that is over stops all.
-        over = time.monotonic() - started > 60 * training.exit_duration_in_mins
-        flag = torch.tensor(float(over), device=run.platform.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        if flag > 0:
-            return f"--exit-duration-in-mins {training.exit_duration_in_mins}"
-    return None
+def record_evaluation(run: Run, sinks: Sinks, progress: Progress, split: str, dataset: Any) -> bool:
+    """Evaluate on a dataset, if there is one; False when a signal broke it off."""
+    if dataset is None or run.config.training.eval_iters == 0:
+        return True
+    tokens = progress.consumed_samples * (run.config.data.seq_length or 0)
+    record = evaluate(run, split, dataset, progress.step, tokens)
+    run.guard.enter(BETWEEN, progress.step)
+    if record is not None:
+        sinks.write(record)
+    return record is not None
 
 
 def collect_garbage(run: Run, step: int) -> None:

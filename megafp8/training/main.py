@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
+import faulthandler
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from megafp8.device.platform import detect_platform, leave_ranks, rank
+from megafp8.config.schema import RunConfig
+from megafp8.device.platform import detect_platform, join_ranks, leave_ranks, rank
+from megafp8.errors import INTERNAL, Megafp8Error, PeerLost
 from megafp8.training.assemble import assemble
+from megafp8.training.beginning import begin, build_guard
 from megafp8.training.check import Checked
 from megafp8.training.describe import recipe_lines
+from megafp8.training.guard import Guard
 from megafp8.training.loop import train
 
+# After a communication error, for the system to say that a process is gone.
+LOOK_S = 2.0
+# Communicators of ranks that are gone may never close.
+LEAVE_S = 60.0
 
-def run_training(checked: Checked) -> None:
-    """Train from start to end; all ranks call it."""
+
+def run_training(checked: Checked) -> int:
+    """Train from start to end, or until something ends it; all ranks call it.
+
+    Returns:
+        The exit status: 0, or 75 when a signal ended the run.
+    """
     config = checked.invocation.config
     if config.logging.logging_level is not None:
         # Without a handler of its own the root logger shows warnings and worse only, whatever its level.
@@ -23,6 +40,45 @@ def run_training(checked: Checked) -> None:
         for line in recipe_lines(config, checked.implementation):
             print(line, flush=True)
     platform = detect_platform(config.parallel.distributed_backend)
-    run = assemble(config, platform, checked.implementation)
-    train(run)
+    with guarded(config) as guard:
+        join_ranks(platform, config.parallel.distributed_timeout_minutes)
+        begin(config, guard)
+        run = dataclasses.replace(assemble(config, platform, checked.implementation), guard=guard)
+        train(run)
+        guard.finish()
+    faulthandler.dump_traceback_later(LEAVE_S, exit=True)
     leave_ranks()
+    faulthandler.cancel_dump_traceback_later()
+    return guard.exit_status
+
+
+@contextmanager
+def guarded(config: RunConfig) -> Iterator[Guard]:
+    """A guard for as long as the run lasts; what ends it by an error is put on record."""
+    guard = build_guard(config)
+    guard.start()
+    try:
+        yield guard
+    except BaseException as raised:
+        error = explained(raised, guard)
+        if guard.journal is not None:
+            status = error.exit_status if isinstance(error, Megafp8Error) else INTERNAL
+            guard.journal.end("failed", f"rank {guard.rank}: {type(error).__name__}: {error}", status)
+        if error is raised:
+            raise
+        raise error from raised
+    finally:
+        guard.close()
+        if guard.lock is not None:
+            guard.lock.release()
+
+
+def explained(error: BaseException, guard: Guard) -> BaseException:
+    """A communication error is what remains of a peer that died: then say so."""
+    link: BaseException | None = error
+    while link is not None and not isinstance(link, RuntimeError):
+        link = link.__cause__ or link.__context__
+    lost = None if link is None else guard.lost_peer(LOOK_S)
+    if lost is None:
+        return error
+    return PeerLost(f"{lost}, so rank {guard.rank} ends too. Its own output says why, unless it was killed")

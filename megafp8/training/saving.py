@@ -17,6 +17,7 @@ from megafp8.errors import CheckpointError, NumericsError
 from megafp8.telemetry.records import EventRecord
 from megafp8.telemetry.sinks import Sinks
 from megafp8.training.assemble import Run
+from megafp8.training.phases import BETWEEN
 
 
 def is_save_due(run: Run, step: int, total_steps: int, reason: Optional[str]) -> bool:
@@ -79,6 +80,7 @@ class Saver:
         self._finish_late_one(progress.step)
         self._began = time.monotonic()
         run = self._run
+        run.guard.enter("save", progress.step)
         samples = None if run.sample_chain is None else run.sample_chain.mark(progress.consumed_samples)
         try:
             if self._in_background is None:
@@ -91,6 +93,7 @@ class Saver:
         faults.point("save.end")
         if is_last:
             self.finish(is_last)
+        run.guard.enter(BETWEEN, progress.step)
 
     def poll(self) -> None:
         """After each step: see whether a save that is under way has ended.
@@ -135,6 +138,7 @@ class Saver:
 
     def _succeeded(self, step: int, path: Path) -> None:
         self._num_failed, self.saved_step = 0, step
+        self._run.guard.saved(step)
         detail = f"{path} in {time.monotonic() - self._began:.1f} s"
         self._sinks.write(EventRecord(step=step, name="checkpoint saved", detail=detail))
 

@@ -144,7 +144,8 @@ def check_step(
         bad = (~torch.isfinite(squared_norm)).float()
     # With a loss scale, gradients that overflow are expected: the optimizer skips the update and lowers the scale.
     bad_gradients = torch.zeros_like(bad) if run.config.precision.fp16 else bad
-    totals = agree(mine, bad_gradients, device, squared_norm)
+    totals = agree(mine, bad_gradients, device, squared_norm, bool(run.guard.asked))
+    run.guard.agree(totals.num_asked_ranks)
     if totals.num_bad_ranks and run.config.training.check_for_nan_in_loss_and_grad:
         raise_bad_numbers(step, mine, bad_gradients, run.trainee.chunks)
     return totals

@@ -27,9 +27,13 @@ BASH_BLOCK = re.compile(r"```bash\n(.*?)```", re.DOTALL)
 CODE_SPAN = re.compile(r"`([^`\n]+)`")
 FILE = re.compile(r"[\w./]+(?:\.(?:py|sh|md|txt)|/)")
 FLAG = re.compile(r"(?<![\w-])--[a-z0-9][\w-]*")
-TORCHRUN_FLAGS = {"--standalone", "--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port"}
+TORCHRUN_FLAGS = {
+    "--standalone", "--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port",
+    "--shutdown-timeout",
+}  # fmt: skip
 # Made by a run, not shipped.
-RUN_FILES = {"records.jsonl", "config.json", "tensorboard/", "iter_0000200/", "latest_checkpointed_iteration.txt"}
+RUN_FILES = {"records.jsonl", "config.json", "tensorboard/", "iter_0000200/", "latest_checkpointed_iteration.txt",
+             "run_state.json", "restarts.jsonl", "logs/watchdog/"}
 WORLD_SIZE = 1
 
 each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

@@ -63,12 +63,14 @@ _SETTINGS_OF_RANGE: tuple[tuple[_Range, str], ...] = (
         "optimizer.min_lr optimizer.lr_warmup_init optimizer.lr_warmup_iters optimizer.lr_warmup_samples "
         "optimizer.decoupled_min_lr optimizer.weight_decay optimizer.start_weight_decay optimizer.end_weight_decay "
         "optimizer.clip_grad data.num_workers training.eval_iters training.seed training.manual_gc_interval "
+        "training.step_timeout_s training.checkpoint_timeout_s "
         "logging.profile_step_start logging.profile_step_end logging.logging_level",
     ),
     (
         _ABOVE_0,
         "model.norm_epsilon model.rope_scaling_factor optimizer.lr optimizer.decoupled_lr optimizer.adam_eps "
-        "optimizer.loss_scale optimizer.initial_loss_scale optimizer.min_loss_scale optimizer.loss_scale_window",
+        "optimizer.loss_scale optimizer.initial_loss_scale optimizer.min_loss_scale optimizer.loss_scale_window "
+        "training.exit_signal_grace_s",
     ),
     (
         _SHARE,

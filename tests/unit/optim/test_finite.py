@@ -81,15 +81,16 @@ def test_loss_is_a_mean_over_tokens() -> None:
 
 
 def test_ranks_agree() -> None:
-    """Rank 0 holds (3, 2), rank 1 nothing, rank 2 (5, 4) and a bad gradient, rank 3 a loss that is not finite."""
+    """Rank 0 holds (3, 2), rank 1 nothing, rank 2 (5, 4) and a bad gradient, rank 3 a loss that is not finite;
+    signals came to ranks 1 and 3."""
 
     def ask() -> StepTotals:
         rank = torch.distributed.get_rank()
         losses = [torch.tensor([3.0, 2.0]), None, torch.tensor([5.0, 4.0]), torch.tensor([INF, 1.0])]
-        return agree(losses[rank], torch.tensor(float(rank == 2)), CPU)
+        return agree(losses[rank], torch.tensor(float(rank == 2)), CPU, is_asked=rank in (1, 3))
 
     answers = run_ranks(4, ask)
-    assert answers == [StepTotals(INF, 7.0, 2.0)] * 4
+    assert answers == [StepTotals(INF, 7.0, 2.0, num_asked_ranks=2.0)] * 4
     assert run_ranks(1, lambda: agree(torch.tensor([3.0, 2.0]), torch.tensor(0.0), CPU)) == [StepTotals(3.0, 2.0, 0.0)]
 
 

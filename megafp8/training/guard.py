@@ -1,0 +1,301 @@
+"""A thread of every rank that sees what the training thread cannot: that it hangs, that a peer died, that time is up.
+
+Signals. A handler in Python runs when the training thread next comes out of C code, which may be never. So the
+interpreter also writes the signal's number into a pipe (`signal.set_wakeup_fd`), which this thread reads. The first
+signal only asks for an end: the ranks add up who was asked with the totals of a step (`optim/finite.py`), so that all
+stop after the same one, save and leave. Another signal a while later, or the end of the grace, ends the process at
+once; a checkpoint that is being written then has no name yet, and the one before counts.
+
+Limits. What the rank does has a limit (`phases.py`). Beyond it the stacks of all threads go to a file, and the process
+ends. Should the thread itself get no chance to run, as C code holds the interpreter's lock, a timer of `faulthandler`
+does the same from C, with status 1.
+
+Peers. Ranks of this machine are looked at once a second. When one is gone, the others get a little time to find that
+out by themselves and to say so, and then end too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import multiprocessing
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any, Optional
+
+from megafp8.errors import HUNG, INTERNAL, PREEMPTED
+from megafp8.launch.process import STOPPED, Process
+from megafp8.launch.run_lock import RunLock
+from megafp8.telemetry.records import utc_now
+from megafp8.training.journal import Journal
+from megafp8.training.phases import Phases
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+URGENT = (signal.SIGTERM, signal.SIGINT)
+# torchrun passes a signal on that the ranks may have got already, as members of a process group or of a job.
+SAME_S = 5.0
+# What is left of the grace when a rank gives up: enough to say so.
+MARGIN_S, MARGIN_SHARE = 2.0, 0.1
+TICK_S = 1.0
+BEAT_S = 10.0
+# A tick that comes so late says that the whole process was stopped.
+PAUSED_S = 5.0
+# After a peer is gone, for the training thread to run into it.
+LOST_S = 5.0
+# After this rank's stacks are written, for the others to write theirs.
+LINGER_S = 2.0
+# For what ends a process by force; a disk may hang.
+LAST_WORDS_S = 10.0
+# Beyond a limit, for this thread to act before the timer in C does.
+TIMER_SPARE_S = 15.0
+STACKS_FOLDER = "logs/watchdog"
+PR_SET_PDEATHSIG = 1
+
+
+class Guard:
+    """Watches over one rank. Without `start` it watches nothing and notes what it is told.
+
+    Args:
+        grace_s: from a signal to the kill that is expected after it.
+        takes_signals: signals end the run in order; else as Python has it.
+
+    Attributes:
+        asked: the signal that this rank got, 0 before.
+        stop_agreed: all ranks know that one was asked, and stop at the same place.
+        outcome: what the state of the run will be when it has ended in order, and `reason` why.
+    """
+
+    def __init__(
+        self, phases: Optional[Phases] = None, *, rank: int = 0, grace_s: float = 30.0, takes_signals: bool = True
+    ):
+        self.phases = phases or Phases(0, 0)
+        self.rank, self.grace_s, self.takes_signals = rank, grace_s, takes_signals
+        self.asked, self.asked_at, self.stop_agreed = 0, 0.0, False
+        self.outcome, self.reason = "done", ""
+        self.journal: Optional[Journal] = None
+        self.lock: Optional[RunLock] = None
+        self.peers: dict[int, Process] = {}
+        self.lost: Optional[tuple[int, float]] = None
+        self.stacks: Optional[IO[str]] = None
+        self.thread: Optional[threading.Thread] = None
+        self.is_closing = False
+        self.handlers: dict[int, Any] = {}
+        self.last_beat = 0.0
+
+    # ---- for the training thread ------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Take signals, and start the thread. The main thread calls this."""
+        self.wake_read, self.wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        if self.takes_signals:
+            signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
+            self.handlers = {number: signal.signal(number, self.take) for number in SIGNALS}
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # a torchrun that is killed tells nobody
+        self.thread = threading.Thread(target=self.watch, name="guard", daemon=True)
+        self.thread.start()
+
+    def attach(self, journal: Optional[Journal], lock: Optional[RunLock], peers: dict[int, Process]) -> None:
+        """Say what there is to watch, once the ranks have met.
+
+        Args:
+            lock: of rank 0, None on others.
+            peers: the other ranks of this machine.
+        """
+        if journal is not None:
+            path = journal.folder / STACKS_FOLDER / f"rank{self.rank}.txt"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.stacks = open(path, "a", encoding="utf-8")  # noqa: SIM115 - C code writes to it, at any time
+        self.journal, self.lock, self.peers = journal, lock, peers
+
+    def take(self, number: int, frame: Optional[FrameType]) -> None:
+        """A signal came."""
+        if not self.asked:
+            self.asked, self.asked_at = number, time.monotonic()
+
+    def enter(self, name: str, step: Optional[int] = None) -> None:
+        """What the training thread begins now."""
+        self.phases.enter(name, step)
+
+    def agree(self, num_asked_ranks: float) -> None:
+        """What the ranks added up."""
+        if num_asked_ranks and not self.stop_agreed:
+            self.asked_at = self.asked_at or time.monotonic()
+            self.stop_agreed = True
+
+    def step_done(self, step: int) -> None:
+        """A step is done; the first of this start is put on record at once."""
+        if self.journal is None:
+            return
+        self.journal.note(step=step)
+        if self.journal.state.first_step_at is None:
+            self.journal.note(first_step_at=time.time())
+            self.journal.write()
+
+    def resumed(self, step: int, is_own: bool) -> None:
+        """The run goes on from a checkpoint, of its own folder or of another; at step 0 from none."""
+        if self.journal is not None:
+            self.journal.note(step=step, saved_step=step if is_own and step else None)
+
+    def evaluation_left(self, step: Optional[int]) -> None:
+        """A validation was broken off after a step; None: it was made."""
+        if self.journal is not None:
+            self.journal.note(evaluation_due=step)
+
+    def is_evaluation_due(self, step: int) -> bool:
+        """Whether the start before broke one off at this step."""
+        return self.journal is not None and self.journal.state.evaluation_due == step
+
+    def saved(self, step: int) -> None:
+        """A checkpoint is there."""
+        if self.journal is not None:
+            self.journal.note(saved_step=step)
+            self.journal.write()
+
+    @property
+    def exit_status(self) -> int:
+        """Of a run that has ended in order."""
+        return PREEMPTED if self.outcome == "preempted" else 0
+
+    def finish(self) -> None:
+        """Put on record that the run has ended in order."""
+        if self.journal is not None and self.journal.is_writer:
+            self.journal.end(self.outcome, self.reason, self.exit_status)
+
+    def lost_peer(self, wait_s: float = 0.0) -> Optional[str]:
+        """Words on a rank of this machine that is gone; None if all are there, or nobody can tell."""
+        deadline = time.monotonic() + wait_s
+        while True:
+            for rank, process in self.peers.items():
+                if process.is_alive() is False:
+                    return f"rank {rank} ({process}) has ended"
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        """Stop watching, and let go of signals and files."""
+        if self.thread is None:
+            return
+        self.is_closing = True
+        os.write(self.wake_write, b"\0")
+        self.thread.join()
+        if self.takes_signals:
+            signal.set_wakeup_fd(-1)
+            for number in self.handlers:
+                signal.signal(number, signal.SIG_IGN)  # the launcher may still send what the run has answered
+        os.close(self.wake_read)
+        os.close(self.wake_write)
+        if self.stacks is not None:
+            self.stacks.close()
+            path = Path(self.stacks.name)
+            if path.stat().st_size == 0:
+                path.unlink()
+            with contextlib.suppress(OSError):  # another rank's stacks are in it
+                path.parent.rmdir()
+                path.parent.parent.rmdir()
+
+    # ---- the thread -------------------------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Look around once a second until closed."""
+        last_tick = time.monotonic()
+        while True:
+            ready, _, _ = select.select([self.wake_read], [], [], TICK_S)
+            if self.is_closing:
+                faulthandler.cancel_dump_traceback_later()
+                return
+            now = time.monotonic()
+            if now - last_tick > PAUSED_S:
+                self.phases.excuse(now - last_tick)
+            last_tick = now
+            if ready:
+                for number in os.read(self.wake_read, 64):
+                    self.signalled(number, now)
+            self.set_timer()
+            self.check_time(now)
+            self.check_peers(now)
+            if now - self.last_beat > BEAT_S:
+                self.last_beat = now
+                self.beat()
+
+    def signalled(self, number: int, now: float) -> None:
+        """The first signal begins the grace; an urgent one that is not its echo ends the process."""
+        if number not in SIGNALS:
+            return
+        self.take(number, None)
+        if number in URGENT and now - self.asked_at > SAME_S:
+            self.end_now("preempted", f"a second {signal.Signals(number).name}; nothing more is saved", PREEMPTED)
+
+    def set_timer(self) -> None:
+        """Have C code end the process if this thread cannot run until after the limit."""
+        left_s = self.phases.left_s()
+        if left_s is None:
+            faulthandler.cancel_dump_traceback_later()
+            return
+        faulthandler.dump_traceback_later(
+            max(left_s, 0.0) + TIMER_SPARE_S, exit=True, file=self.stacks or sys.__stderr__
+        )
+
+    def check_time(self, now: float) -> None:
+        """End a rank that takes too long, or whose grace is over."""
+        margin_s = min(MARGIN_S, MARGIN_SHARE * self.grace_s)
+        if self.asked_at and now > self.asked_at + self.grace_s - margin_s:
+            self.end_now(
+                "preempted", f"{self.grace_s:g} s after a signal still in {self.phases}: nothing was saved since "
+                "(--exit-signal-grace-s; torchrun's --shutdown-timeout)", PREEMPTED,
+            )  # fmt: skip
+        left_s = self.phases.left_s()
+        if left_s is not None and left_s < 0:
+            stopped = [f"; rank {rank} ({process}) is stopped" for rank, process in self.stopped_peers()]
+            limit_s = self.phases.limit_s(self.phases.present.name)
+            self.end_now("failed", f"hangs in {self.phases} (limit {limit_s:g} s){''.join(stopped)}", HUNG)
+
+    def stopped_peers(self) -> list[tuple[int, Process]]:
+        """Ranks of this machine that got a SIGSTOP."""
+        return [(rank, process) for rank, process in self.peers.items() if process.state() == STOPPED]
+
+    def check_peers(self, now: float) -> None:
+        """End, a little later, when another rank of this machine has ended."""
+        lost = self.lost_peer()
+        if lost is None:
+            return
+        if self.lost is None:
+            self.lost = lost, now
+        elif now - self.lost[1] > LOST_S:
+            self.end_now("failed", self.lost[0], INTERNAL)
+
+    def beat(self) -> None:
+        """Signs of life."""
+        if self.lock is not None:
+            self.lock.touch()
+        if self.journal is not None:
+            self.journal.write()
+
+    def end_now(self, state: str, reason: str, exit_status: int) -> None:
+        """End this process: say why, leave its stacks, take its children along. It does not return."""
+        faulthandler.dump_traceback_later(LAST_WORDS_S, exit=True, file=sys.__stderr__)
+        text = f"rank {self.rank}: {reason}"
+        place = self.stacks or sys.__stderr__
+        print(f"{utc_now()} {text}", file=place, flush=True)
+        faulthandler.dump_traceback(file=place, all_threads=True)
+        where = f"; stacks: {self.stacks.name}" if self.stacks else ""
+        print(f"megafp8: {text}{where}", file=sys.__stderr__, flush=True)
+        if self.journal is not None:
+            self.journal.end(state, text, exit_status)
+        for _, process in self.stopped_peers():
+            with contextlib.suppress(OSError):
+                os.kill(process.pid, signal.SIGCONT)  # it finds out that the others are gone, and ends
+        time.sleep(LINGER_S)
+        for child in multiprocessing.active_children():
+            child.kill()
+        if self.lock is not None:
+            self.lock.release()
+        os._exit(exit_status)

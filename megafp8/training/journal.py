@@ -1,0 +1,84 @@
+"""The run's side of `run_state.json`: rank 0 writes it while the run goes on, and whoever ends first says why."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from pathlib import Path
+from typing import Any, Optional
+
+from megafp8.data.atomic import atomic_write_json
+from megafp8.launch.process import this_process
+from megafp8.launch.run_state import RUN_STATE_FILE, RunState, read_run_state
+
+# A rank that ends by force does not wait longer for one that is writing to a disk that hangs.
+PATIENCE_S = 2.0
+
+
+class Journal:
+    """The state of this start of a run, as one rank knows it.
+
+    Args:
+        state: at the start, the same on all ranks.
+        is_writer: this is rank 0.
+    """
+
+    def __init__(self, folder: Path, state: RunState, is_writer: bool):
+        self.folder, self.state, self.is_writer = folder, state, is_writer
+        self.lock = threading.Lock()
+
+    def note(self, **changes: Any) -> None:
+        """Change fields, to be written with the next `write`."""
+        self.state = dataclasses.replace(self.state, **changes)
+
+    def write(self) -> None:
+        """Rank 0: put the state on the disk, unless the run has ended there. A disk that fails stops no run."""
+        if not self.is_writer:
+            return
+        with self.lock:
+            if not self.has_ended():
+                self.put(dataclasses.replace(self.state, updated_at=time.time()))
+
+    def end(self, state: str, reason: str, exit_status: int) -> None:
+        """Any rank: say how it ended. The first one has the last word: what comes after follows from it."""
+        is_ours = self.lock.acquire(timeout=PATIENCE_S)
+        try:
+            self.note(state=state, reason=reason, exit_status=exit_status)
+            if not self.has_ended():
+                known = read_run_state(self.folder) or self.state
+                newest = self.state if self.is_writer or not known.is_of(self.state) else known
+                ended = {"state": state, "reason": reason, "exit_status": exit_status}
+                self.put(dataclasses.replace(newest, **ended, process=this_process(), updated_at=time.time()))
+        finally:
+            if is_ours:
+                self.lock.release()
+
+    def has_ended(self) -> bool:
+        """Whether some rank has said how this start ended."""
+        known = read_run_state(self.folder)
+        return known is not None and known.is_of(self.state) and known.state != "running"
+
+    def put(self, state: RunState) -> None:
+        """Write the file, whole or not at all."""
+        try:
+            atomic_write_json(self.folder / RUN_STATE_FILE, state.to_plain())
+        except OSError as error:
+            print(f"megafp8: {self.folder / RUN_STATE_FILE} cannot be written: {error}", flush=True)
+
+
+def first_state(folder: Path, world_size: int, last_step: Optional[int]) -> RunState:
+    """The state with which a start begins. Rank 0 calls this, and tells the others."""
+    before, now = read_run_state(folder), time.time()
+    return RunState(
+        state="running",
+        step=0 if before is None else before.step,
+        saved_step=None if before is None else before.saved_step,
+        last_step=last_step,
+        world_size=world_size,
+        process=this_process(),
+        starts=1 if before is None else before.starts + 1,
+        started_at=now,
+        updated_at=now,
+        evaluation_due=None if before is None else before.evaluation_due,
+    )
