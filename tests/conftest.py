@@ -51,8 +51,16 @@ def no_gloo_in_this_process() -> Iterator[None]:
     dist.init_process_group = plain
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests on a machine without one."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The tests that are too long for every day."""
+    parser.addoption("--long", action="store_true", help="also run the tests that take minutes")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what was not asked for, and GPU tests on a machine without one."""
+    for item in items:
+        if item.get_closest_marker("long") and not config.getoption("--long"):
+            item.add_marker(pytest.mark.skip(reason="takes minutes: --long"))
     if torch.cuda.is_available():
         return
     for item in items:

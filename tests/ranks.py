@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -100,9 +101,25 @@ def be_rank(
     rank: int, world_size: int, folder: Path, pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     """The life of one rank."""
+    become_rank(rank, world_size, folder)
+    try:
+        join_gloo(rank, world_size, folder)
+        pipe.send(Answer(result=pickle.dumps(function(*args))))
+        dist.destroy_process_group()
+    except BaseException as error:
+        pipe.send(Answer(error=pickled(error), trace=traceback.format_exc()))
+
+
+def become_rank(rank: int, world_size: int, folder: Path) -> None:
+    """Make a forked child a rank: a process group of its own, which dies with its parent, and a launcher's variables.
+
+    Args:
+        folder: where its stack goes on SIGUSR1.
+    """
     # A pool of threads hangs here if the test process ever had one: what a rank asks for (use_threads) is set aside.
     torch.set_num_threads(1)
     torch.set_num_threads = lambda threads: None
+    gc.freeze()  # what it inherits is no garbage: every collection would walk all of it, and so copy it
     os.setpgid(0, 0)  # with its children it is one group, which can be killed as a whole
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed test run leaves nobody behind
     # multiprocessing imports and inherits; the file stays open for as long as the process lives.
@@ -114,14 +131,13 @@ def be_rank(
         "LOCAL_WORLD_SIZE": str(world_size),
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    try:
-        store = dist.FileStore(str(folder / "rendezvous"), world_size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-        dist.barrier()  # a rank with nothing to do would leave while another one still connects to it
-        pipe.send(Answer(result=pickle.dumps(function(*args))))
-        dist.destroy_process_group()
-    except BaseException as error:
-        pipe.send(Answer(error=pickled(error), trace=traceback.format_exc()))
+
+
+def join_gloo(rank: int, world_size: int, folder: Path) -> None:
+    """Join the ranks that meet in a folder, and wait until all have."""
+    store = dist.FileStore(str(folder / "rendezvous"), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    dist.barrier()  # a rank with nothing to do would leave while another one still connects to it
 
 
 def pickled(error: BaseException) -> Optional[bytes]:

@@ -5,12 +5,14 @@
     python tools/checkpoint.py verify runs/first
     python tools/checkpoint.py show runs/first --ckpt-step 200 --tensors
     python tools/checkpoint.py prune runs/first --ckpt-keep 3
+    python tools/checkpoint.py hash runs/first
     python tools/checkpoint.py seal runs/old/iter_0000200
 
 A folder is a run's (what it had as --save) or a single checkpoint's. `list` compares sizes with the manifest, `verify`
 reads every byte, `show` tells settings and tensors, `prune` deletes all but the newest checkpoints once it has verified
-those, `seal` writes a manifest for a checkpoint that has none. Exit status: 0, or 74 when something is damaged, missing
-or refused. Nothing here runs code of a checkpoint.
+those, `hash` tells whether two checkpoints hold the same however their files are cut, `seal` writes a manifest for a
+checkpoint that has none. Exit status: 0, or 74 when something is damaged, missing or refused. Nothing here runs code of
+a checkpoint.
 """
 
 from __future__ import annotations
@@ -49,13 +51,15 @@ def build_parser() -> argparse.ArgumentParser:
         ("verify", "read every byte and compare with the manifests"),
         ("show", "settings and tensors of one checkpoint"),
         ("prune", "delete all but the newest"),
+        ("hash", "SHA-256 of what one checkpoint holds: weights, optimizer, scales, random states, progress"),
         ("seal", "write a manifest for a checkpoint that has none"),
     ):
         command = commands.add_parser(name, help=help_text, description=help_text)
         command.add_argument("folder", type=Path, help="of a run, or of one checkpoint")
         command.add_argument("--json", action="store_true", help="print JSON instead of text")
-        if name in ("verify", "show"):
-            command.add_argument("--ckpt-step", type=int, metavar="N", help="this step only; show: default the newest")
+        if name in ("verify", "show", "hash"):
+            text = "this step only" if name == "verify" else "this step; default the newest"
+            command.add_argument("--ckpt-step", type=int, metavar="N", help=text)
         if name == "show":
             command.add_argument("--tensors", action="store_true", help="name every tensor")
         if name == "prune":
@@ -190,6 +194,17 @@ def path_of(options: argparse.Namespace, step: int) -> Path:
     return checkpoint_path(options.folder, step)
 
 
+def hash_(options: argparse.Namespace) -> int:
+    from megafp8.device import mcore_cpu
+
+    mcore_cpu.install()
+    from megafp8.checkpoint.fingerprint import fingerprint
+
+    parts = fingerprint(checkpoints_of(options.folder, options.ckpt_step)[-1])
+    print(json.dumps(parts) if options.json else "\n".join(f"{name:9}  {value}" for name, value in parts.items()))
+    return 0
+
+
 def seal(options: argparse.Namespace) -> int:
     from megafp8.device import mcore_cpu
 
@@ -202,7 +217,8 @@ def seal(options: argparse.Namespace) -> int:
 
 
 COMMANDS: tuple[tuple[str, Callable[[argparse.Namespace], int]], ...] = (
-    ("list", list_), ("verify", verify), ("show", show), ("prune", prune), ("seal", seal),
+    ("list", list_), ("verify", verify), ("show", show), ("prune", prune), ("hash", hash_),
+    ("seal", seal),
 )  # fmt: skip
 
 

@@ -30,11 +30,11 @@ from megafp8.checkpoint.state import (
     random_state,
     restore_random_state,
 )
-from megafp8.checkpoint.together import reason
+from megafp8.checkpoint.together import raise_peer_lost, reason
 from megafp8.config import derived, serialize
 from megafp8.config.schema import RunConfig
 from megafp8.data.sample_chain import SampleChain, SampleMark
-from megafp8.errors import CheckpointError
+from megafp8.errors import CheckpointError, PeerLost
 from megafp8.fp8.parameter import settle
 
 # Settings of the model section that change no parameter, and may differ between a checkpoint and its next run.
@@ -191,9 +191,10 @@ def readable(path: Path) -> Iterator[None]:
     try:
         check_before_reading(path)
         yield
-    except CheckpointError:
+    except (CheckpointError, PeerLost):
         raise
     except UNREADABLE as error:
+        raise_peer_lost(error)
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {reason(error)}") from error
 
 

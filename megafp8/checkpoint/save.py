@@ -41,13 +41,13 @@ from megafp8.checkpoint.state import (
     optimizer_state,
     random_state,
 )
-from megafp8.checkpoint.together import on_rank_0, reason, together
+from megafp8.checkpoint.together import on_rank_0, raise_peer_lost, reason, together
 from megafp8.checkpoint.weights import put_rounded_masters
 from megafp8.config.schema import RunConfig
 from megafp8.config.serialize import to_json
 from megafp8.data.atomic import file_sha256, sync
 from megafp8.data.sample_chain import SampleMark
-from megafp8.errors import CheckpointError
+from megafp8.errors import CheckpointError, PeerLost
 from megafp8.telemetry.records import utc_now
 
 BACKEND = CheckpointingConfig("torch_dist", 1)
@@ -246,10 +246,17 @@ def bytes_to_write(sharded: dict[str, Any]) -> int:
 
 @contextmanager
 def failure_explained(folder: Path, step: int) -> Iterator[None]:
-    """Within, what goes wrong becomes a CheckpointError, and what was written so far makes room again."""
+    """Within, what goes wrong becomes a CheckpointError, and what was written so far makes room again.
+
+    Raises:
+        PeerLost: a rank is gone, and the run with it.
+    """
     try:
         yield
+    except PeerLost:
+        raise
     except (Exception, CheckpointException) as error:  # torch's is no Exception
+        raise_peer_lost(error)
         if dist.get_rank() == 0:
             shutil.rmtree(folders.unfinished_path(folder, step), ignore_errors=True)
         raise CheckpointError(f"step {step} cannot be saved to {folder}: {reason(error)}") from error

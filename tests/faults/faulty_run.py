@@ -1,0 +1,73 @@
+"""The run that the fault tests hit: small, in FP8 with memory (delayed scaling), with dropout and evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from forked_runs import Ended, run_forked
+
+from megafp8.checkpoint.fingerprint import fingerprint
+from megafp8.checkpoint.folder import checkpoint_path, saved_steps
+from megafp8.reports.load import load_run
+
+STEPS, SAVE_INTERVAL, EVAL_INTERVAL = 16, 2, 3
+COMMON = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 63 --swiglu "
+    "--make-vocab-size-divisible-by 16 --position-embedding-type rope --tokenizer-type NullTokenizer --mock-data "
+    "--num-workers 0 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --lr-warmup-iters 2 --eval-iters 1 "
+    f"--train-iters {STEPS} --save-interval {SAVE_INTERVAL} --eval-interval {EVAL_INTERVAL} --ckpt-keep 2 "
+    "--attention-dropout 0.1 --hidden-dropout 0.1 --bf16 --fp8-format hybrid --fp8-recipe delayed "
+    "--fp8-amax-history-len 4 --no-progress-bar"
+)
+LAYOUTS = {
+    "dp2": (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+    "tp2-pp2": (4, "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"),
+}
+# A run that loses a rank is over in this time: the others notice.
+SOON_S = 15.0
+
+
+@dataclass(frozen=True)
+class FaultyRun:
+    """A run's folder and flags; each `start` is one start of it."""
+
+    layout: str
+    folder: Path
+    cache: Path
+
+    @property
+    def world_size(self) -> int:
+        return LAYOUTS[self.layout][0]
+
+    def start(self, plan: str = "", flags: str | None = None) -> Ended:
+        """Start it, or go on with it (unless `flags` say something else), under a plan of faults."""
+        folders = f"--save {self.folder} --load {self.folder}" if flags is None else flags
+        text = f"{COMMON} {LAYOUTS[self.layout][1]} --data-cache-path {self.cache} {folders}"
+        return run_forked(self.world_size, text, plan, self.fired)
+
+    @property
+    def fired(self) -> Path:
+        """Where faults are remembered."""
+        return self.folder.with_name(self.folder.name + "_fired")
+
+    @property
+    def newest(self) -> int:
+        """Step of the newest checkpoint; 0 without one."""
+        return max(saved_steps(self.folder), default=0)
+
+    def fingerprint(self, step: int) -> dict[str, str]:
+        """What a checkpoint holds."""
+        return fingerprint(checkpoint_path(self.folder, step))
+
+    def losses(self) -> dict[int, float]:
+        """The loss of each step, the last time that it was trained."""
+        return {record.step: record.loss for record in load_run(self.folder).steps}
+
+
+def assert_died(ended: Ended) -> None:
+    """A rank was killed; all ended by themselves, soon, with an error, and left no process behind."""
+    assert -9 in ended.statuses, ended.told()
+    assert all(status not in (0, 124) for status in ended.statuses), ended.told()
+    assert ended.seconds_after_first < SOON_S, ended.told()
+    assert ended.num_orphans == 0, ended.told()

@@ -1,0 +1,165 @@
+"""`pretrain_gpt.py` on forked ranks that may be killed: the real command, without the seconds that its imports take.
+
+`ranks.py` is for functions that answer; here ranks end with a status, and whoever started them looks at what they left.
+A test process that starts them imports everything first (`prepare`), and joins no process group itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Optional
+
+from ranks import become_rank, join_gloo
+
+from megafp8 import faults
+from megafp8.device import mcore_cpu
+
+ROOT = Path(__file__).resolve().parents[1]
+HUNG = 124
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a start of a run ended.
+
+    Attributes:
+        statuses: exit status of each rank, by rank; below zero: the signal that killed it; `HUNG` if it had to be.
+        seconds: from the start to the end of the last rank.
+        seconds_after_first: from the end of the first rank to that of the last.
+        num_orphans: processes of ranks that outlived them.
+        output: what each rank wrote to standard output and error, by rank.
+    """
+
+    statuses: tuple[int, ...]
+    seconds: float
+    seconds_after_first: float
+    num_orphans: int
+    output: tuple[str, ...]
+
+    def told(self) -> str:
+        """For the message of an assertion."""
+        ends = (f"rank {rank}: {text[-2000:]}" for rank, text in enumerate(self.output))
+        return f"statuses {self.statuses}\n" + "\n".join(ends)
+
+
+def prepare() -> None:
+    """Import in this process what ranks would import each."""
+    mcore_cpu.install()
+    for name in ("pretrain_gpt", "megafp8.training.main", "megafp8.training.check"):
+        importlib.import_module(name)
+
+
+def run_forked(
+    world_size: int, flags: str, plan: str = "", fired: Optional[Path] = None, timeout_s: float = 60.0
+) -> Ended:
+    """Run the command with these flags on so many gloo ranks until all have ended.
+
+    Args:
+        plan: of faults (`megafp8/faults.py`).
+        fired: folder that remembers those which have struck.
+        timeout_s: seconds after which the ranks are killed and reported as `HUNG`.
+    """
+    with started(world_size, flags, plan, fired) as run:
+        return run.wait(timeout_s)
+
+
+@contextlib.contextmanager
+def started(world_size: int, flags: str, plan: str = "", fired: Optional[Path] = None) -> Iterator[ForkedRun]:
+    """The ranks of one start of a run; none of them, nor their children, outlives the block."""
+    with tempfile.TemporaryDirectory(prefix="run_") as name:
+        run = ForkedRun(world_size, flags, plan, fired, Path(name))
+        try:
+            yield run
+        finally:
+            run.kill()
+
+
+class ForkedRun:
+    """The ranks of one start.
+
+    Attributes:
+        processes: by rank.
+    """
+
+    def __init__(self, world_size: int, flags: str, plan: str, fired: Optional[Path], folder: Path):
+        self._folder, self._began = folder, time.monotonic()
+        variables = {faults.VARIABLE: plan} | ({faults.FIRED_VARIABLE: str(fired)} if fired else {})
+        fork = multiprocessing.get_context("fork").Process
+        self.processes: list[BaseProcess] = [
+            fork(target=be_command, args=(rank, world_size, folder, flags.split(), variables))
+            for rank in range(world_size)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def wait(self, timeout_s: float) -> Ended:
+        """Wait until all ranks have ended, and kill them when the time is over."""
+        deadline, ends, hung = self._began + timeout_s, dict[int, float](), set[int]()
+        while len(ends) < len(self.processes):
+            waiting = {process.sentinel: rank for rank, process in enumerate(self.processes) if rank not in ends}
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            ends |= {waiting[sentinel]: time.monotonic() for sentinel in ready}
+            if not ready and len(ends) < len(self.processes):
+                hung = set(waiting.values())
+                self.kill()
+                ends |= dict.fromkeys(hung, time.monotonic())
+        for process in self.processes:
+            process.join()
+        return Ended(
+            statuses=tuple(
+                HUNG if rank in hung else process.exitcode or 0 for rank, process in enumerate(self.processes)
+            ),
+            seconds=max(ends.values()) - self._began,
+            seconds_after_first=max(ends.values()) - min(ends.values()),
+            num_orphans=sum(is_group_alive(process.pid) for process in self.processes),
+            output=tuple(self.output(rank) for rank in range(len(self.processes))),
+        )
+
+    def output(self, rank: int) -> str:
+        """What a rank has written so far."""
+        path = self._folder / f"output{rank}"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def kill(self) -> None:
+        """End every rank and its children."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+
+def is_group_alive(group: Optional[int]) -> bool:
+    """Whether any process of a process group is left."""
+    try:
+        os.killpg(group or 0, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def be_command(rank: int, world_size: int, folder: Path, flags: list[str], variables: dict[str, str]) -> None:
+    """The life of a rank: the command, and its exit status."""
+    output = open(folder / f"output{rank}", "a", buffering=1)  # noqa: SIM115, for as long as the process lives
+    for stream in (1, 2):
+        os.dup2(output.fileno(), stream)
+    sys.stdout = sys.stderr = output  # pytest has put files of its own there
+    become_rank(rank, world_size, folder)
+    os.environ |= variables
+    importlib.reload(faults)
+    join_gloo(rank, world_size, folder)
+    command = importlib.import_module("pretrain_gpt")
+    sys.exit(command.main(flags))
