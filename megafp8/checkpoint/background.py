@@ -29,13 +29,12 @@ class BackgroundSaves:
     """Begins saves, one after the other; keeps between them what they share.
 
     Args:
-        folder: of the checkpoints.
         timeout_s: a save that takes longer has failed.
         device: on which ranks agree.
     """
 
-    def __init__(self, folder: Path, config: RunConfig, trainee: Trainee, timeout_s: float, device: torch.device):
-        self._folder, self._config, self._trainee = folder, config, trainee
+    def __init__(self, config: RunConfig, trainee: Trainee, timeout_s: float, device: torch.device):
+        self._config, self._trainee = config, trainee
         self._timeout_s, self._device = timeout_s, device
         self.forget()
 
@@ -43,16 +42,19 @@ class BackgroundSaves:
         """Share nothing with the next save: a thread that is left behind may still read and write it."""
         self._copies, self._plan = HostCopies(), None  # type: Optional[HostCopies], Optional[Plan]
 
-    def begin(self, progress: Progress, samples: Optional[SampleMark]) -> BackgroundSave:
-        """Begin a save; all ranks call it, and the one before has ended.
+    def begin(
+        self, folder: Path, progress: Progress, samples: Optional[SampleMark] = None, *, keep: Optional[int] = None
+    ) -> BackgroundSave:
+        """Begin a save, with the arguments of `save_checkpoint`; all ranks call it, and the one before has ended.
 
         Raises:
             CheckpointError: on all ranks: it cannot be begun.
         """
-        with failure_explained(self._folder, progress.step):
+        with failure_explained(folder, progress.step):
             save = prepare_save(
-                self._folder, self._config, self._trainee, progress, samples, last=self._plan, is_written_later=True
-            )
+                folder, self._config, self._trainee, progress, samples,
+                keep=keep, last=self._plan, is_written_later=True,
+            )  # fmt: skip
         self._plan = save.plan
         copy = Copy(save.plan.items, save.planner, self._copies)
         self._trainee.being_copied.append(lambda: copy.wait(self._timeout_s))

@@ -34,11 +34,12 @@ class Choice:
 
 
 def choose_checkpoint(
-    folder: Path, step: Optional[int] = None, *, with_hashes: bool = True, is_own: bool = False
+    *folders: Path, step: Optional[int] = None, with_hashes: bool = True, is_own: bool = False
 ) -> Optional[Choice]:
     """The checkpoint of `step`, or the newest whole one; None when there is none at all. All ranks call it.
 
     Args:
+        folders: of which each may hold the newest.
         with_hashes: read every byte, each rank its share; else compare sizes only.
         is_own: the run also saves here: damaged ones that are passed over get the name `.corrupt`.
 
@@ -46,12 +47,13 @@ def choose_checkpoint(
         CheckpointError: on all ranks: the step that was asked for is absent or damaged, every checkpoint is damaged,
             or the ranks do not see the same ones.
     """
-    steps = steps_seen_by_all(folder)
+    seen = seen_by_all(folders)
     if step is not None:
-        find_checkpoint(folder, step)  # the error if it is absent
-        steps = [step]
+        seen = [(each, folder) for each, folder in seen if each == step]
+        if not seen:
+            find_checkpoint(folders[0], step)  # the error of its absence
     damaged: list[tuple[Path, str]] = []
-    for each in reversed(steps):
+    for each, folder in reversed(seen):
         path = checkpoint_path(folder, each)
         problems = damage(path, with_hashes)
         if not problems:
@@ -60,7 +62,8 @@ def choose_checkpoint(
     if not damaged:
         return None
     lines = "\n".join(f"  {path.name}: {text}" for path, text in damaged)
-    raise CheckpointError(f"{folder} holds no whole checkpoint" + (f" of step {step}" if step else "") + f":\n{lines}")
+    where, which = " and ".join(map(str, folders)), f" of step {step}" if step else ""
+    raise CheckpointError(f"{where} holds no whole checkpoint{which}:\n{lines}")
 
 
 def damage(path: Path, with_hashes: bool = True) -> list[str]:
@@ -89,18 +92,23 @@ def retire_newer(folder: Path, step: int) -> tuple[str, ...]:
     return tuple(on_rank_0(retire))
 
 
-def steps_seen_by_all(folder: Path) -> list[int]:
-    """The steps in a folder. It must be the same on every machine: else some ranks would go on and others start anew.
+def seen_by_all(folders: tuple[Path, ...]) -> list[tuple[int, Path]]:
+    """The steps in the folders, ascending, each with its folder.
+
+    They must be the same on every machine: else some ranks would go on and others start anew.
 
     Raises:
         CheckpointError: on all ranks.
     """
-    seen = together(lambda: named_steps(folder))
-    other = next((rank for rank, steps in enumerate(seen) if steps != seen[0]), None)
-    if other is not None:
-        words = [f"rank {rank} finds {', '.join(map(str, seen[rank][-SHOWN:])) or 'none'}" for rank in (0, other)]
-        raise CheckpointError(
-            f"--load {folder}: the ranks do not see the same checkpoints ({', '.join(words)}); "
-            "give a folder that all machines share"
-        )
-    return seen[0]
+    found = []
+    for folder in folders:
+        seen = together(lambda folder=folder: named_steps(folder))  # type: ignore[misc]
+        other = next((rank for rank, steps in enumerate(seen) if steps != seen[0]), None)
+        if other is not None:
+            words = [f"rank {rank} finds {', '.join(map(str, seen[rank][-SHOWN:])) or 'none'}" for rank in (0, other)]
+            raise CheckpointError(
+                f"{folder}: the ranks do not see the same checkpoints ({', '.join(words)}); "
+                "give a folder that all machines share"
+            )
+        found += [(step, folder) for step in seen[0]]
+    return sorted(found, key=lambda pair: pair[0])

@@ -14,7 +14,6 @@ it got it. The pointer file is a hint for people and for other programs; the new
 
 from __future__ import annotations
 
-import os
 import shutil
 from itertools import count
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Optional
 
 from megafp8 import faults
 from megafp8.checkpoint.manifest import MANIFEST, NAME, Manifest, differences, folder_name, write_manifest
-from megafp8.data.atomic import atomic_write
+from megafp8.data.atomic import atomic_write, sync_folder
 from megafp8.errors import CheckpointError
 
 POINTER = "latest_checkpointed_iteration.txt"
@@ -55,13 +54,48 @@ def make_unfinished(folder: Path, step: int, num_bytes: int = 0) -> None:
     place = unfinished_path(folder, step)
     shutil.rmtree(place, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
+    check_room(folder, num_bytes)
+    place.mkdir()
+
+
+def check_room(folder: Path, num_bytes: int) -> None:
+    """Refuse a checkpoint that the disk has no room for.
+
+    Args:
+        num_bytes: of its tensors.
+
+    Raises:
+        CheckpointError: with what it takes and what is free.
+    """
     needed, free = num_bytes + SPARE_BYTES + int(num_bytes * SPARE_SHARE), shutil.disk_usage(folder).free
     if needed > free:
         raise CheckpointError(
             f"{folder} has {free / 1e9:.3f} GB free and a checkpoint takes {needed / 1e9:.3f} GB: make room, keep "
             "fewer with --ckpt-keep, or save to another folder"
         )
-    place.mkdir()
+
+
+def probe(folder: Path, num_bytes: int, rank: int = 0) -> None:
+    """Do in small what a save does: a run should not find out at its first one that it cannot. Each rank calls this.
+
+    Args:
+        num_bytes: that the tensors of a checkpoint have at least.
+
+    Raises:
+        CheckpointError: a file cannot be written, synced and renamed there, or a checkpoint has no room.
+    """
+    path = folder / f".probe-{rank}"
+    try:
+        with atomic_write(path) as stream:
+            stream.write(b"probe")
+        path.unlink()
+        if rank == 0:
+            check_room(folder, num_bytes)
+    except OSError as error:
+        raise CheckpointError(
+            f"--save {folder}: no checkpoint can be written there ({error.strerror}); one takes "
+            f"{num_bytes / 1e9:.3f} GB: choose another folder"
+        ) from error
 
 
 def finish(folder: Path, step: int, manifest: Manifest) -> Path:
@@ -94,15 +128,6 @@ def finish(folder: Path, step: int, manifest: Manifest) -> Path:
     faults.point("save.after_pointer", step=step)
     shutil.rmtree(replaced, ignore_errors=True)
     return final
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def sweep(folder: Path) -> None:

@@ -82,12 +82,13 @@ class Save:
 
     Attributes:
         folder: of all checkpoints.
+        keep: newest ones that stay in it; None: all.
         plan: can serve the next save.
         planner: knows where the data is.
     """
 
     folder: Path
-    config: RunConfig
+    keep: Optional[int]
     progress: Progress
     writer: HashingWriter
     plan: Plan
@@ -118,18 +119,25 @@ class Save:
             saved_at=utc_now(), files=files,
         )  # fmt: skip
         path = folders.finish(self.folder, self.progress.step, manifest)
-        if self.config.checkpoint.ckpt_keep is not None:
-            folders.prune(self.folder, self.config.checkpoint.ckpt_keep, never=self.progress.step)
+        if self.keep is not None:
+            folders.prune(self.folder, self.keep, never=self.progress.step)
         return path
 
 
 def save_checkpoint(
-    folder: Path, config: RunConfig, trainee: Trainee, progress: Progress, samples: Optional[SampleMark] = None
+    folder: Path,
+    config: RunConfig,
+    trainee: Trainee,
+    progress: Progress,
+    samples: Optional[SampleMark] = None,
+    *,
+    keep: Optional[int] = None,
 ) -> Path:
     """Write model, optimizer, schedule, random state, progress and configuration; all ranks call it.
 
     Args:
         samples: which samples the run has read, where that is known.
+        keep: delete older checkpoints than so many of the newest; None keeps all.
 
     Returns:
         The finished checkpoint's folder, under its final name.
@@ -139,7 +147,7 @@ def save_checkpoint(
             trainee is as before.
     """
     with failure_explained(folder, progress.step):
-        save = prepare_save(folder, config, trainee, progress, samples)
+        save = prepare_save(folder, config, trainee, progress, samples, keep=keep)
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # other threads copy, and do not know this one's stream
         written = together(lambda: save.write(save.planner.resolve_data))
@@ -153,6 +161,7 @@ def prepare_save(
     progress: Progress,
     samples: Optional[SampleMark] = None,
     *,
+    keep: Optional[int] = None,
     last: Optional[Plan] = None,
     is_written_later: bool = False,
 ) -> Save:
@@ -188,7 +197,7 @@ def prepare_save(
     else:
         planner.set_up_planner(data, is_coordinator=dist.get_rank() == 0)
         writer.prepare_write_data(last.items, planner)
-    return Save(folder, config, progress, writer, last, planner)
+    return Save(folder, keep, progress, writer, last, planner)
 
 
 def description(leaf: Any) -> Any:

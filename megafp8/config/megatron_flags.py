@@ -163,7 +163,7 @@ _REFUSED_PREFIXES: tuple[tuple[str, str], ...] = (
     ("--cuda-graph-", _GRAPHS),
     ("--tp-comm-", "tensor-parallel communication is not overlapped with GEMMs yet; remove it"),
     ("--optimizer-offload-", "the optimizer stays on the device; remove it, or shard with --use-distributed-optimizer"),
-    ("--non-persistent-", "there is one kind of checkpoint; use --save and --save-interval"),
+    ("--non-persistent-local-", "such checkpoints lie in one folder; use --non-persistent-ckpt-type global"),
     ("--replication", "checkpoints are not replicated; use --save on a shared file system"),
     ("--ckpt-convert-", "checkpoints are not converted here"),
     ("--inprocess-", "a failed run is restarted by its launcher; use torchrun --max-restarts"),

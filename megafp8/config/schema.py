@@ -380,6 +380,15 @@ class CheckpointConfig:
     load: Optional[str] = setting(None, "folder to resume from; a folder without checkpoints starts anew")
     save_interval: Optional[int] = setting(None, "steps between checkpoints; the last step is always saved")
     ckpt_keep: Optional[int] = setting(None, "newest checkpoints to keep, older ones are deleted; default all")
+    non_persistent_save_interval: Optional[int] = setting(
+        None, "steps between checkpoints of a second kind, of which only the newest is kept"
+    )
+    non_persistent_ckpt_type: str = setting(
+        "global", "where they lie: in one folder that all ranks share", choices=("global", "local")
+    )
+    non_persistent_global_ckpt_dir: Optional[str] = setting(
+        None, "folder for them, such as one in memory; default non_persistent/ in --save"
+    )
     async_save: bool = setting(
         False, "write checkpoints while training goes on, from a copy of the state in host memory"
     )

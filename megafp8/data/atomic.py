@@ -45,11 +45,16 @@ def _is_running(process: int) -> bool:
 def publish(temporary: Path, path: Path) -> None:
     """Give a closed and synced temporary file its name, and make the rename itself durable."""
     os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 
 def sync(stream: BinaryIO) -> None:

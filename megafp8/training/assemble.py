@@ -163,6 +163,14 @@ def run_folder(config: RunConfig) -> Optional[Path]:
     return Path(config.checkpoint.save) if config.checkpoint.save else None
 
 
+def non_persistent_folder(config: RunConfig) -> Optional[Path]:
+    """Where the run keeps the newest of its checkpoints of the second kind; None if it writes none."""
+    checkpoint = config.checkpoint
+    if checkpoint.save is None or checkpoint.non_persistent_save_interval is None:
+        return None
+    return Path(checkpoint.non_persistent_global_ckpt_dir or Path(checkpoint.save) / "non_persistent")
+
+
 def to_device_sum(reports: list[dict[str, torch.Tensor]]) -> Optional[torch.Tensor]:
     """(loss sum, tokens) over the microbatches of a step; None on a rank that sees no loss."""
     return torch.stack([report["loss"] for report in reports]).sum(0) if reports else None

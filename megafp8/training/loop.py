@@ -25,14 +25,14 @@ from megafp8.data.loader import loader_deaths_explained
 from megafp8.errors import CapabilityError, CheckpointError
 from megafp8.telemetry.records import EventRecord, StepRecord
 from megafp8.telemetry.sinks import Sinks, build_sinks
-from megafp8.training.assemble import Run, run_folder
+from megafp8.training.assemble import Run, non_persistent_folder, run_folder
 from megafp8.training.calibrate import calibrate, needs_calibration
 from megafp8.training.describe import describe_update, run_record
 from megafp8.training.evaluate import build_batches, evaluate
 from megafp8.training.phases import BETWEEN, STEP
 from megafp8.training.profiling import profiler
 from megafp8.training.rates import Rates, build_rates
-from megafp8.training.saving import is_save_due, saving
+from megafp8.training.saving import check_folders, saving
 from megafp8.training.step import Batches, params_norm, train_step
 from megafp8.training.stopping import is_asked_to_stop, reason_to_stop, stopped_by_signals
 
@@ -47,6 +47,8 @@ def train(run: Run) -> Progress:
     folder = run_folder(run.config)
     faults.point("run.start")
     run.guard.enter("load")
+    if not run.config.training.skip_train:
+        check_folders(run)
     progress, notes = resume(run)
     run.guard.resumed(progress.step, saves_where_it_loads(run.config))
     total_steps = derived.train_iters(run.config, run.place.world_size)
@@ -72,13 +74,13 @@ def resume(run: Run) -> tuple[Progress, tuple[str, ...]]:
     checkpoint = run.config.checkpoint
     weights_only, with_hashes = checkpoint.finetune, checkpoint.ckpt_verify == "hash"
     is_own = saves_where_it_loads(run.config)
-    if is_own:
-        on_rank_0(lambda: sweep(Path(checkpoint.save or "")))
+    second = non_persistent_folder(run.config) if is_own else None
+    folders = [Path(checkpoint.load), *([second] if second else [])] if checkpoint.load else []
+    for folder in folders if is_own else ():
+        on_rank_0(lambda folder=folder: sweep(folder))  # type: ignore[misc]
     chosen = None
-    if checkpoint.load:
-        chosen = choose_checkpoint(
-            Path(checkpoint.load), checkpoint.ckpt_step, with_hashes=with_hashes, is_own=is_own
-        )
+    if folders:
+        chosen = choose_checkpoint(*folders, step=checkpoint.ckpt_step, with_hashes=with_hashes, is_own=is_own)
     if chosen is None and checkpoint.load and checkpoint.exit_on_missing_checkpoint:
         raise CheckpointError(f"--load {checkpoint.load} holds no checkpoint (--exit-on-missing-checkpoint)")
     if chosen is None and checkpoint.pretrained_checkpoint:
@@ -94,7 +96,8 @@ def resume(run: Run) -> tuple[Progress, tuple[str, ...]]:
         notes += check_same_samples(chosen.path, run.sample_chain, checkpoint.override_sample_order)
     loaded = load_checkpoint(chosen.path, run.config, run.trainee, weights_only)
     if is_own and checkpoint.ckpt_step is not None and not (weights_only or run.config.training.skip_train):
-        notes += retire_newer(chosen.path.parent, chosen.step)
+        for folder in folders:
+            notes += retire_newer(folder, chosen.step)
     return loaded.progress, (f"loaded {chosen.path}", *loaded.notes, *notes)
 
 
@@ -130,7 +133,7 @@ def train_steps(
         validate(run, sinks, progress)
     if training.manual_gc:
         gc.disable()
-    with profiler(run, folder) as profile_step, loader_deaths_explained(), saving(run, sinks, folder) as saver:
+    with profiler(run, folder) as profile_step, loader_deaths_explained(), saving(run, sinks) as saver:
         while progress.step < total_steps and reason is None:
             progress = recorded_step(run, sinks, rates, batches, progress)
             step = progress.step
@@ -142,11 +145,9 @@ def train_steps(
             if training.eval_interval and step % training.eval_interval == 0 and step < total_steps:
                 validate(run, sinks, progress)
             reason = reason_to_stop(run, step, started) if step < total_steps else None
-            if is_save_due(run, step, total_steps, reason):
-                is_last = reason is not None or step == total_steps
-                saver.save(progress, is_last)
-                if not is_last and is_asked_to_stop(run):  # while it saved: what is saved need not be saved again
-                    reason = stopped_by_signals(run)
+            is_last = reason is not None or step == total_steps
+            if saver.save(progress, is_last) and not is_last and is_asked_to_stop(run):
+                reason = stopped_by_signals(run)  # while it saved: what is saved need not be saved again
             collect_garbage(run, step)
     if training.manual_gc:
         gc.enable()

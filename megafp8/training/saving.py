@@ -6,34 +6,79 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
 from megafp8 import faults
 from megafp8.checkpoint.background import BackgroundSave, BackgroundSaves
+from megafp8.checkpoint.folder import probe
 from megafp8.checkpoint.save import save_checkpoint
 from megafp8.checkpoint.state import Progress
+from megafp8.checkpoint.together import together
+from megafp8.config import derived, size
+from megafp8.config.schema import RunConfig
 from megafp8.errors import CheckpointError, NumericsError
 from megafp8.telemetry.records import EventRecord
 from megafp8.telemetry.sinks import Sinks
-from megafp8.training.assemble import Run
+from megafp8.training.assemble import Run, non_persistent_folder, run_folder
 from megafp8.training.phases import BETWEEN
 
 
-def is_save_due(run: Run, step: int, total_steps: int, reason: Optional[str]) -> bool:
-    """At the interval, at the end, and before stopping."""
-    interval = run.config.checkpoint.save_interval
-    return reason is not None or step == total_steps or bool(interval and step % interval == 0)
+@dataclass(frozen=True)
+class Series:
+    """A row of checkpoints: their folder, and how many of the newest stay (None: all)."""
+
+    folder: Path
+    keep: Optional[int]
+
+
+def series_due(config: RunConfig, step: int, is_last: bool) -> Optional[Series]:
+    """Which checkpoint a run writes after a step: one to keep at the interval and before it ends, or a second kind."""
+    checkpoint = config.checkpoint
+    folder, second = run_folder(config), non_persistent_folder(config)
+    if folder is not None and (is_last or is_multiple(step, checkpoint.save_interval)):
+        return Series(folder, checkpoint.ckpt_keep)
+    if second is not None and is_multiple(step, checkpoint.non_persistent_save_interval):
+        return Series(second, 1)
+    return None
+
+
+def is_multiple(step: int, interval: Optional[int]) -> bool:
+    """Whether a step is one of those at an interval; none is without one."""
+    return bool(interval and step % interval == 0)
+
+
+def check_folders(run: Run) -> None:
+    """Find out before the first step whether checkpoints can be written; all ranks call it.
+
+    Raises:
+        CheckpointError: on all ranks.
+    """
+    num_bytes = least_bytes(run)
+    for folder in (run_folder(run.config), non_persistent_folder(run.config)):
+        if folder is not None:
+            together(lambda folder=folder: probe(folder, num_bytes, run.place.rank))  # type: ignore[misc]
+
+
+def least_bytes(run: Run) -> int:
+    """Bytes that the weights, master weights and moments in a checkpoint have at least."""
+    config, settings = run.config, run.config.optimizer
+    weight = 4 if derived.params_dtype(config.precision) == "fp32" else 2
+    if not config.checkpoint.no_save_optim:
+        weight += 8 if settings.optimizer == "adam" else 0
+        weight += 4 if derived.params_dtype(config.precision) != "fp32" else 0
+    return weight * size.count_parameters(config.model, run.vocab_size).total
 
 
 @contextmanager
-def saving(run: Run, sinks: Sinks, folder: Optional[Path]) -> Iterator[Saver]:
+def saving(run: Run, sinks: Sinks) -> Iterator[Saver]:
     """Within, a run saves. At the end, also at one with bad numbers, a save that is under way is waited for.
 
     Raises:
         CheckpointError: the one that was waited for failed.
     """
-    saver = Saver(run, sinks, folder)
+    saver = Saver(run, sinks)
     try:
         yield saver
     except NumericsError:  # all ranks have it, so all come here
@@ -45,55 +90,57 @@ def saving(run: Run, sinks: Sinks, folder: Optional[Path]) -> Iterator[Saver]:
 class Saver:
     """Saves a run's checkpoints and records what becomes of them; all ranks call its methods together.
 
-    Args:
-        folder: None for a run that saves nothing.
-
     Attributes:
         saved_step: of the newest checkpoint that is there; None before.
     """
 
-    def __init__(self, run: Run, sinks: Sinks, folder: Optional[Path]):
-        self._run, self._sinks, self._folder = run, sinks, folder
+    def __init__(self, run: Run, sinks: Sinks):
+        self._run, self._sinks = run, sinks
         self._num_failed, self._began = 0, 0.0
         self._under_way: Optional[BackgroundSave] = None
         self._in_background: Optional[BackgroundSaves] = None
         self.saved_step: Optional[int] = None
         checkpoint = run.config.checkpoint
-        if folder is not None and checkpoint.async_save:
+        if checkpoint.async_save:
             self._in_background = BackgroundSaves(
-                folder, run.config, run.trainee, checkpoint.async_save_timeout, run.platform.device
+                run.config, run.trainee, checkpoint.async_save_timeout, run.platform.device
             )
 
-    def save(self, progress: Progress, is_last: bool) -> None:
-        """Write a checkpoint, or begin to.
+    def save(self, progress: Progress, is_last: bool) -> bool:
+        """Write a checkpoint if one is due, or begin to.
 
         A save before that is still under way is waited for: skipping one of the two would lose it.
 
         Args:
             is_last: the run ends after it, so that it must be there when this returns.
 
+        Returns:
+            Whether this step is saved, or being saved.
+
         Raises:
             CheckpointError: it could not be written, and was the last one of the run or one too many.
         """
-        if self._folder is None:
-            return
-        self._finish_late_one(progress.step)
-        self._began = time.monotonic()
+        series = series_due(self._run.config, progress.step, is_last)
+        if series is None:
+            return False
         run = self._run
         run.guard.enter("save", progress.step)
+        self._finish_late_one(progress.step)
+        self._began = time.monotonic()
         samples = None if run.sample_chain is None else run.sample_chain.mark(progress.consumed_samples)
         try:
             if self._in_background is None:
-                path = save_checkpoint(self._folder, run.config, run.trainee, progress, samples)
+                path = save_checkpoint(series.folder, run.config, run.trainee, progress, samples, keep=series.keep)
                 self._succeeded(progress.step, path)
             else:
-                self._under_way = self._in_background.begin(progress, samples)
+                self._under_way = self._in_background.begin(series.folder, progress, samples, keep=series.keep)
         except CheckpointError as error:
             self._failed(progress.step, error, is_last)
         faults.point("save.end")
         if is_last:
             self.finish(is_last)
         run.guard.enter(BETWEEN, progress.step)
+        return progress.step in (self.saved_step, self._under_way and self._under_way.progress.step)
 
     def poll(self) -> None:
         """After each step: see whether a save that is under way has ended.
@@ -111,6 +158,7 @@ class Saver:
             CheckpointError: it has failed, and was the last one of the run or one too many.
         """
         if self._under_way is not None:
+            self._run.guard.enter("save", self._under_way.progress.step)
             self._look(is_waiting=True, is_last=is_last)
 
     def _finish_late_one(self, step: int) -> None:

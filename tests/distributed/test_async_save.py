@@ -33,8 +33,8 @@ LENGTH = "--train-iters 6 --lr-warmup-iters 1 --eval-iters 0 --no-progress-bar -
 
 
 def begin(run: Run, folder: Path, step: int, timeout_s: float = 60.0) -> Any:
-    saves = BackgroundSaves(folder, run.config, run.trainee, timeout_s, run.platform.device)
-    return saves, saves.begin(Progress(step, step * run.global_batch_size), None)
+    saves = BackgroundSaves(run.config, run.trainee, timeout_s, run.platform.device)
+    return saves, saves.begin(folder, Progress(step, step * run.global_batch_size))
 
 
 def files_of(path: Path) -> dict[str, str]:
@@ -108,7 +108,7 @@ def test_the_next_save_takes_its_plan_and_memory_again(tmp_path: Path) -> None:
         places = {id(place) for place in saves._copies._tensors.values()}
         train(run, 1, 2)
         with mock.patch.object(saving, "save_state_dict_async_plan", side_effect=AssertionError("planned again")):
-            saves.begin(Progress(2, 16), None).poll(is_waiting=True)
+            saves.begin(tmp_path, Progress(2, 16)).poll(is_waiting=True)
         assert {id(place) for place in saves._copies._tensors.values()} == places
         other = next(leaf for leaf in saves._plan.structure if leaf[0].endswith("weight"))
         saves._plan.structure[saves._plan.structure.index(other)] = (f"{other[0]}2", *other[1:])
@@ -117,12 +117,12 @@ def test_the_next_save_takes_its_plan_and_memory_again(tmp_path: Path) -> None:
         with mock.patch.object(
             saving, "save_state_dict_async_plan", side_effect=saving.save_state_dict_async_plan
         ) as planned:
-            saves.begin(Progress(3, 24), None).poll(is_waiting=True)
+            saves.begin(tmp_path, Progress(3, 24)).poll(is_waiting=True)
         return planned.call_count
 
     assert run_ranks(2, save_twice) == [1, 1]
     for step in saved_steps(tmp_path):
-        assert run_ranks(2, lambda step=step: choose_checkpoint(tmp_path, step).step) == [step, step]
+        assert run_ranks(2, lambda step=step: choose_checkpoint(tmp_path, step=step).step) == [step, step]
 
 
 def run_loop(folder: Path, flags: str = "", world_size: int = 2) -> tuple[Progress, str]:

@@ -20,6 +20,7 @@ from megafp8.checkpoint.state import Progress
 from megafp8.errors import CheckpointError
 from megafp8.reports.load import load_run
 from megafp8.training.loop import train
+from megafp8.training.saving import least_bytes
 
 LENGTH = "--train-iters 6 --lr-warmup-iters 1 --eval-iters 0 --no-progress-bar --save-interval 2"
 
@@ -90,7 +91,7 @@ def refusal(folder: Path, step: int | None = None) -> str:
 
     def choose() -> str:
         with pytest.raises(CheckpointError) as caught:
-            choose_checkpoint(folder, step, is_own=True)
+            choose_checkpoint(folder, step=step, is_own=True)
         return str(caught.value)
 
     first, second = run_ranks(2, choose)
@@ -124,6 +125,42 @@ def test_going_back_retires_what_is_newer(folder: Path, straight: tuple[Path, st
 def test_the_newest_n_are_kept(tmp_path: Path) -> None:
     run_loop(tmp_path, "--ckpt-keep 2")
     assert saved_steps(tmp_path) == [4, 6]
+
+
+def second_flags(tmp_path: Path, mode: str) -> str:
+    return f"--save-interval 4 --non-persistent-save-interval 1 --non-persistent-global-ckpt-dir {tmp_path}/fast {mode}"
+
+
+@pytest.mark.parametrize("mode", ["", "--async-save"])
+def test_the_newest_of_two_kinds_is_used(mode: str, straight: tuple[Path, str], tmp_path: Path) -> None:
+    """Frequent checkpoints, of which the newest stays, beside those that are kept."""
+    run, fast = tmp_path / "run", tmp_path / "fast"
+    assert run_loop(run, second_flags(tmp_path, mode), world_size=2) == (Progress(6, 48), straight[1])
+    assert (saved_steps(run), saved_steps(fast)) == ([4, 6], [5])
+    shutil.rmtree(run / "iter_0000006")
+    assert run_loop(run, second_flags(tmp_path, mode), world_size=2) == (Progress(6, 48), straight[1])
+    assert any("loaded" in note and "fast/iter_0000005" in note for note in details(run, "checkpoint"))
+    shutil.rmtree(run / "iter_0000006")
+    flip(next((fast / "iter_0000005").glob("__1_*.distcp")))
+    assert run_loop(run, second_flags(tmp_path, mode), world_size=2) == (Progress(6, 48), straight[1])
+    assert any("loaded" in note and "run/iter_0000004" in note for note in details(run, "checkpoint"))
+    assert (fast / "iter_0000005.corrupt").exists()
+    assert saved_steps(fast) == [5], "written again"
+    run_loop(run, f"{second_flags(tmp_path, mode)} --ckpt-step 4 --exit-interval 5", world_size=2)
+    assert (fast / "iter_0000005.retired").exists()
+
+
+@pytest.mark.parametrize("flags", [PLAIN, "--bf16", f"{PLAIN} --no-save-optim", "--bf16 --use-distributed-optimizer"])
+def test_what_a_checkpoint_takes_is_known_before(flags: str, tmp_path: Path) -> None:
+    config = small_config("llama", f"--transformer-impl local {flags} --save {tmp_path}")
+
+    def save() -> tuple[int, int]:
+        run = build_run(config)
+        path = save_checkpoint(tmp_path, config, run.trainee, Progress(1, 8))
+        return least_bytes(run), sum(file.stat().st_size for file in path.glob("*.distcp"))
+
+    ((least, found),) = run_ranks(1, save)
+    assert 0.8 * found < least < found
 
 
 def test_a_start_sweeps_what_was_cut_off(folder: Path) -> None:

@@ -181,6 +181,10 @@ EXAMPLES = {
     "blends_are_pairs": ({"data.data_path": ("0.3", "a", "b")}, 1, "must alternate"),
     "tokenizer_has_its_files": ({"data.tokenizer_type": "GPT2BPETokenizer"}, 1, "--vocab-file and --merge-file"),
     "overrides_name_a_field": ({"overrides": ("model.num_layers=3",)}, 1, "transformer.FIELD=VALUE"),
+    "second_folder_is_used": (
+        {"checkpoint.save": "here", "checkpoint.non_persistent_global_ckpt_dir": "there"},
+        1, "without --non-persistent-save-interval",
+    ),
     "late_saves_end_before_collectives": (
         {"checkpoint.save": "here", "checkpoint.async_save": True, "checkpoint.async_save_timeout": 600},
         1, "--distributed-timeout-minutes 10",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from megafp8.config.rules.rule import Rule, without
@@ -17,11 +18,25 @@ def saving_needs_a_folder(config: RunConfig, world_size: int) -> Iterator[str]:
         f"--save-interval {checkpoint.save_interval}": checkpoint.save_interval is not None,
         f"--ckpt-keep {checkpoint.ckpt_keep}": checkpoint.ckpt_keep is not None,
         "--async-save": checkpoint.async_save,
+        f"--non-persistent-save-interval {checkpoint.non_persistent_save_interval}":
+            checkpoint.non_persistent_save_interval is not None,
         "--no-save-optim": checkpoint.no_save_optim,
         "--no-save-rng": checkpoint.no_save_rng,
     }
     for flag in (flag for flag, given in asked.items() if given):
         yield without(flag, "--save")
+
+
+def second_folder_is_used(config: RunConfig, world_size: int) -> Iterator[str]:
+    """A folder for the second kind of checkpoint is for runs that write such, and not the folder of the first."""
+    checkpoint = config.checkpoint
+    second = checkpoint.non_persistent_global_ckpt_dir
+    if second is None:
+        return
+    if checkpoint.non_persistent_save_interval is None:
+        yield without(f"--non-persistent-global-ckpt-dir {second}", "--non-persistent-save-interval")
+    elif checkpoint.save is not None and os.path.abspath(second) == os.path.abspath(checkpoint.save):
+        yield f"--non-persistent-global-ckpt-dir {second} is --save, whose checkpoints would be deleted: choose another"
 
 
 def late_saves_end_before_collectives(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -83,6 +98,7 @@ def wandb_settings_need_a_project(config: RunConfig, world_size: int) -> Iterato
 
 RULES: tuple[Rule, ...] = (
     saving_needs_a_folder,
+    second_folder_is_used,
     late_saves_end_before_collectives,
     loading_needs_a_folder,
     schedule_has_one_source,

@@ -35,6 +35,12 @@ NOT_YET: tuple[NotYet, ...] = (
         "twice. Remove it",
     ),
     NotYet(
+        "checkpoint.non_persistent_ckpt_type",
+        lambda kind: kind != "global",
+        "on each machine's own disk a checkpoint is lost with one of them, and nothing copies its parts to others. "
+        "Give global and a folder that all ranks share (--non-persistent-global-ckpt-dir)",
+    ),
+    NotYet(
         "data.reset_attention_mask",
         bool,
         "attention is causal over the whole sequence in every layer, and a mask made by the loader would be ignored. "

@@ -118,6 +118,33 @@ def test_a_full_disk_is_seen_before_anything_is_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_probe_leaves_nothing(tmp_path: Path) -> None:
+    folders.probe(tmp_path / "run", 1000)
+    folders.probe(tmp_path / "run", 10**15, rank=1)
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_folder_without_room_is_found_before_training(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"run has .* GB free and a checkpoint takes 1010000\.001 GB"):
+        folders.probe(tmp_path / "run", 10**15)
+
+
+def test_a_folder_below_a_file_is_found_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"--save .*/file/run: .*Not a directory.*takes 1\.000 GB"):
+        folders.probe(tmp_path / "file" / "run", 10**9)
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_disk_that_takes_files_but_loses_them_is_found(call: str, tmp_path: Path, monkeypatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(f"megafp8.data.atomic.os.{call}", fail)
+    with pytest.raises(CheckpointError, match="Read-only file system"):
+        folders.probe(tmp_path, 10**9)
+
+
 def test_a_sweep_clears_away_what_was_cut_off_and_nothing_else(tmp_path: Path) -> None:
     kept = ["iter_0000001", "iter_0000002.corrupt", "iter_0000003.retired", "iter_0000004"]
     for name in (*kept[:-1], "iter_0000001.replaced", "iter_0000004.replaced", "iter_0000005.unfinished", "other"):
