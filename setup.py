@@ -8,6 +8,9 @@ from setuptools import find_packages, setup
 version = re.search(r'__version__ = "(.+)"', Path("megafp8/__init__.py").read_text(encoding="utf-8"))[1]
 
 TOKENIZERS = ["tokenizers>=0.21", "tiktoken"]
+SAFETENSORS = ["safetensors>=0.8"]
+# What converted models are compared with: transformers' models, and what it loads FP8 weights with.
+TRANSFORMERS = [f'{name}; python_version >= "3.11"' for name in ("transformers>=5", "accelerate", "compressed-tensors")]
 PREPROCESSING = ["gigatoken>=0.10", "orjson", "pyarrow", "backports.zstd"]  # fast BPE and JSON, Parquet, .zst
 
 setup(
@@ -32,9 +35,11 @@ setup(
     ],
     extras_require={
         "te": ["transformer-engine[pytorch]>=2.9"],
-        "hf": TOKENIZERS,
+        "hf": [*TOKENIZERS, *SAFETENSORS],
         "data": [*TOKENIZERS, *PREPROCESSING],
         "datasets": [*TOKENIZERS, *PREPROCESSING, "datasets"],
-        "dev": ["pytest", "pytest-timeout", "ruff", *TOKENIZERS, *PREPROCESSING, "torchao"],
+        "dev": [
+            "pytest", "pytest-timeout", "ruff", *TOKENIZERS, *SAFETENSORS, *PREPROCESSING, *TRANSFORMERS, "torchao",
+        ],
     },
 )

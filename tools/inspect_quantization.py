@@ -108,13 +108,8 @@ def checkpoint_tensors(folder: Path, arguments: argparse.Namespace) -> Iterator[
         raise CheckpointError(f"{folder} holds no checkpoint; give the folder that a run had as --save")
     mcore_cpu.install()
     from megafp8.checkpoint.plain_tensors import load_matching
-    from megafp8.device.platform import detect_platform, join_ranks, leave_ranks
 
-    join_ranks(detect_platform(distributed_backend="gloo"), timeout_minutes=10)
-    try:
-        yield from load_matching(path, arguments.parameter or WEIGHTS_OF_LINEARS)
-    finally:
-        leave_ranks()
+    yield from load_matching(path, arguments.parameter or WEIGHTS_OF_LINEARS)
 
 
 def problems(arguments: argparse.Namespace) -> list[str]:

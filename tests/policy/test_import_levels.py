@@ -26,7 +26,7 @@ LEVELS = {
     "fp8": 3, "telemetry": 3, "planning": 3, "overrides": 3,
     "data": 4, "parallel": 4, "mcore_config": 4, "reports": 4,
     "model": 5, "optim": 5, "checkpoint": 5,
-    "training": 6,
+    "training": 6, "huggingface": 6,
 }  # fmt: skip
 PARTS_WITHOUT_TORCH = {"errors", "faults", "config", "launch", "planning", "reports"}
 PARTS_WITH_MEGATRON = {"data", "parallel", "mcore_config", "model", "optim", "checkpoint", "training"}

@@ -1,38 +1,97 @@
-"""Names of a checkpoint's tensors, and what is no checkpoint; the reading itself is tested with the tool."""
+"""Single tensors of a checkpoint: their names, written and read; and what is no checkpoint."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from weakref import WeakSet
 
 import pytest
+import torch
+from saved_run import configure
+from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
-from megafp8.checkpoint import plain_tensors
 from megafp8.checkpoint.folder import COMPLETE
+from megafp8.checkpoint.hashing_writer import FILES_PER_RANK
+from megafp8.checkpoint.manifest import damage_seen
+from megafp8.checkpoint.plain_save import Source, save_weights
+from megafp8.checkpoint.plain_tensors import Place, PlainTensors, load_matching, places_of
 from megafp8.errors import CheckpointError
 
+FLAGS = "--num-layers 3 --hidden-size 4 --num-attention-heads 1 --vocab-size 7"
 
-def test_stacked_layers_get_their_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    shapes = {
-        "embedding.word_embeddings.weight": (8, 4),
-        "decoder.layers.mlp.linear_fc1.weight": (2, 8, 4),
-        "decoder.layers.1.mlp.linear_fc2.weight": (4, 8),
-        "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight": (2, 8, 4),
+
+def test_stacked_layers_get_their_numbers() -> None:
+    def places(key: str, shape: tuple[int, ...]) -> dict[str, Place]:
+        kind = TensorStorageMetadata(TensorProperties(dtype=torch.bfloat16), torch.Size(shape), [])
+        return dict(places_of(key, kind))
+
+    for prefix in ("", "optimizer.state.exp_avg."):
+        key = prefix + "decoder.layers.mlp.linear_fc1.weight"
+        assert places(key, (2, 8, 4)) == {
+            f"{prefix}decoder.layers.{layer}.mlp.linear_fc1.weight": Place(key, layer, (8, 4), torch.bfloat16)
+            for layer in (0, 1)
+        }
+    for key in ("embedding.word_embeddings.weight", "decoder.layers.1.mlp.linear_fc2.weight"):
+        assert places(key, (8, 4)) == {key: Place(key, None, (8, 4), torch.bfloat16)}
+
+
+@pytest.fixture(scope="module")
+def weights() -> dict[str, torch.Tensor]:
+    """Weights of three layers, under the names that single tensors have."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = {f"decoder.layers.{layer}.mlp.linear_fc1.weight": (6, 4) for layer in range(3)}
+    shapes |= {"embedding.word_embeddings.weight": (8, 4), "decoder.final_layernorm.weight": (4,)}
+    return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
+
+
+@pytest.fixture
+def saved(weights: dict[str, torch.Tensor], tmp_path: Path) -> Path:
+    sources = {
+        name: Source(tuple(value.shape), value.dtype, partial(weights.get, name)) for name, value in weights.items()
     }
-    metadata = {key: SimpleNamespace(global_shape=shape) for key, shape in shapes.items()}
-    monkeypatch.setattr(plain_tensors.dist_checkpointing, "load_tensors_metadata", lambda path, strategy: metadata)
-    assert plain_tensors.tensor_names(tmp_path) == {
-        "embedding.word_embeddings.weight": ("embedding.word_embeddings.weight", None),
-        "decoder.layers.0.mlp.linear_fc1.weight": ("decoder.layers.mlp.linear_fc1.weight", 0),
-        "decoder.layers.1.mlp.linear_fc1.weight": ("decoder.layers.mlp.linear_fc1.weight", 1),
-        "decoder.layers.1.mlp.linear_fc2.weight": ("decoder.layers.1.mlp.linear_fc2.weight", None),
-        "optimizer.state.exp_avg.decoder.layers.0.mlp.linear_fc1.weight": (
-            "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight", 0,
-        ),
-        "optimizer.state.exp_avg.decoder.layers.1.mlp.linear_fc1.weight": (
-            "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight", 1,
-        ),
-    }  # fmt: skip
+    return save_weights(tmp_path / "run", configure(FLAGS), sources)
+
+
+def test_what_is_written_is_read(weights: dict[str, torch.Tensor], saved: Path) -> None:
+    assert damage_seen(saved) == [] and saved.name == "iter_0000000"
+    tensors = PlainTensors(saved)
+    assert set(tensors.places) == set(weights)
+    for name in reversed(weights):
+        assert torch.equal(tensors.load(name), weights[name])
+    assert tensors.places["decoder.layers.2.mlp.linear_fc1.weight"].layer == 2
+
+
+def test_one_tensor_is_made_at_a_time_by_each_writer(weights: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    alive: "WeakSet[torch.Tensor]" = WeakSet()
+    most = 0
+
+    def make(name: str) -> torch.Tensor:
+        nonlocal most
+        most = max(most, len(alive))
+        tensor = weights[name].clone()
+        alive.add(tensor)
+        return tensor
+
+    sources = {name: Source(tuple(value.shape), value.dtype, partial(make, name)) for name, value in weights.items()}
+    save_weights(tmp_path / "run", configure(FLAGS), sources)
+    assert most <= 2 * FILES_PER_RANK < len(weights)
+
+
+def test_a_source_that_gives_something_else(weights: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    name = "embedding.word_embeddings.weight"
+    sources = {name: Source((8, 5), torch.bfloat16, lambda: weights[name])}
+    with pytest.raises(CheckpointError, match="was made as"):
+        save_weights(tmp_path / "run", configure(FLAGS), sources)
+
+
+def test_a_layer_that_lies_nowhere(saved: Path) -> None:
+    tensors = PlainTensors(saved)
+    name = "decoder.layers.1.mlp.linear_fc1.weight"
+    kind = tensors._kinds[tensors.places[name].key]
+    kind.chunks.pop(1)
+    with pytest.raises(CheckpointError, match="does not hold all of decoder.layers.1.mlp"):
+        tensors.load(name)
 
 
 @pytest.mark.parametrize("content", [None, "no JSON", "{}", '{"sharded_backend": "torch_dist"}'])
@@ -40,4 +99,4 @@ def test_what_is_no_checkpoint_is_said_to_be_none(content: str | None, tmp_path:
     if content is not None:
         (tmp_path / COMPLETE).write_text(content, encoding="utf-8")
     with pytest.raises(CheckpointError, match="cannot be read as a checkpoint"):
-        list(plain_tensors.load_matching(tmp_path, "*"))
+        list(load_matching(tmp_path, "*"))

@@ -1,0 +1,285 @@
+"""A checkpoint as the folder of a transformers model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from megafp8.checkpoint.folder import find_checkpoint
+from megafp8.checkpoint.hashing_writer import on_cpu
+from megafp8.checkpoint.load import EMBEDDING, read_config
+from megafp8.checkpoint.manifest import NAME, check_whole
+from megafp8.checkpoint.plain_tensors import PlainTensors
+from megafp8.config import derived
+from megafp8.config.schema import RunConfig
+from megafp8.data.tokenizer import Tokenizer
+from megafp8.errors import CheckpointError
+from megafp8.fp8.recipes import OperandRule
+from megafp8.huggingface import fp8_weights
+from megafp8.huggingface.families import family_of_run
+from megafp8.huggingface.family import Family
+from megafp8.huggingface.files import Piece, TheirTensor, write_json, write_pieces
+from megafp8.huggingface.table import Row
+from megafp8.huggingface.tokenizer_files import notes_on_tokenizer, open_tokenizer, write_tokenizer
+from megafp8.model.high_precision import is_high_precision
+from megafp8.overrides import DTYPES
+
+DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """What may be chosen.
+
+    Attributes:
+        step: of the checkpoint; None is the newest.
+        dtype: `bf16` or `fp32`; None is as stored.
+        quantizes: the linears' weights become FP8.
+        fp8_recipe: by which one; None is the one nearest to the run's.
+        tokenizer_files: fields of the data section that say where the tokenizer's files are now.
+        ignores_overrides: accept a run with `--override transformer.FIELD=VALUE`.
+    """
+
+    step: Optional[int] = None
+    dtype: Optional[str] = None
+    quantizes: bool = False
+    fp8_recipe: Optional[str] = None
+    tokenizer_files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    ignores_overrides: bool = False
+
+
+@dataclass(frozen=True)
+class Export:
+    """A conversion that is about to be made.
+
+    Attributes:
+        path: the checkpoint.
+        table: its tensors.
+        pieces: what will be written.
+        fields: config.json.
+        tokenizer: None where the run has none.
+        notes: what a person should know, in words.
+    """
+
+    path: Path
+    config: RunConfig
+    table: list[Row]
+    pieces: list[Piece]
+    fields: dict[str, Any]
+    tokenizer: Optional[Tokenizer]
+    notes: list[str]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors there."""
+        return sum(piece.num_bytes for piece in self.pieces)
+
+    def write(self, folder: Path, max_file_bytes: int, on_bytes: Callable[[int], Any]) -> None:
+        """Fill a folder.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        write_pieces(folder, self.pieces, max_file_bytes, on_bytes)
+        write_json(folder / "config.json", self.fields)
+        write_json(folder / "generation_config.json", ends(self.tokenizer))
+        write_tokenizer(self.config.data, folder)
+
+
+def plan_export(source: Path, options: ExportOptions) -> Export:
+    """Look at everything that could be wrong before anything is written.
+
+    Args:
+        source: a run's folder, or a checkpoint's.
+
+    Raises:
+        CheckpointError: there is no checkpoint, it is damaged, or it cannot be expressed there.
+        DataError: the tokenizer's files are missing.
+    """
+    path = checkpoint_of(source, options.step)
+    check_whole(path)
+    config = with_places(read_config(path), options.tokenizer_files)
+    family, problems = family_of_run(config)
+    if config.overrides and not options.ignores_overrides:
+        problems += [
+            f"--override {each}: may make it another model; --ignore-overrides if it does not"
+            for each in config.overrides if each.startswith("transformer.")
+        ]  # fmt: skip
+    if options.quantizes and family.model_type != "llama":
+        problems.append(f"--fp8: those who read FP8 weights know linears, and {family.model_type} has Conv1D")
+    if problems:
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        raise CheckpointError(f"{path} cannot be expressed as a model of type {family.model_type}:\n{lines}")
+    tensors = PlainTensors(path)
+    tokenizer = open_tokenizer(config.data, config.model.vocab_size)
+    num_tokens, num_rows = vocabulary(config, tokenizer), tensors.places[EMBEDDING].shape[0]
+    if derived.padded_vocab_size(config, num_tokens) != num_rows:
+        raise CheckpointError(
+            f"the embedding in {path} has {num_rows} rows, which are no {num_tokens} tokens and their padding: "
+            "--tokenizer-model names the tokenizer that it was trained with"
+        )
+    table = family.rows(config.model, num_tokens, num_rows)
+    check_table(path, tensors, table)
+    dtype = DTYPES[options.dtype] if options.dtype else tensors.places[EMBEDDING].dtype
+    notes = notes_on(config, options, tensors.places[EMBEDDING].dtype, dtype, num_rows - num_tokens)
+    fields = config_json(config, family, num_tokens, dtype, tokenizer)
+    rules: dict[str, OperandRule] = {}
+    if options.quantizes:
+        recipe = options.fp8_recipe or fp8_weights.recipe_of_run(config.precision)
+        rules, more = quantization(config, table, recipe)
+        kept = [name.removesuffix(".weight") for row in table if row.is_linear and row.ours not in rules
+                for name in row.theirs]  # fmt: skip
+        fields["quantization_config"] = fp8_weights.quantization_config(recipe, kept)
+        notes += more
+    pieces = [piece(tensors, row, dtype, rules.get(row.ours)) for row in table]
+    return Export(path, config, table, pieces, fields, tokenizer, notes)
+
+
+def checkpoint_of(source: Path, step: Optional[int]) -> Path:
+    """The checkpoint that a run's folder, or its own, stands for.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if NAME.fullmatch(source.resolve().name) and step is None:
+        return source
+    found = find_checkpoint(source, step)
+    if found is None:
+        raise CheckpointError(f"{source} holds no checkpoint; give the folder that a run had as --save")
+    return found[1]
+
+
+def with_places(saved: RunConfig, tokenizer_files: Mapping[str, str]) -> RunConfig:
+    """The run's settings, with the tokenizer where it is now, and with the number of positions."""
+    positions = saved.model.max_position_embeddings or saved.data.seq_length
+    return dataclasses.replace(
+        saved,
+        model=dataclasses.replace(saved.model, max_position_embeddings=positions),
+        data=dataclasses.replace(saved.data, **tokenizer_files),
+    )
+
+
+def vocabulary(config: RunConfig, tokenizer: Optional[Tokenizer]) -> int:
+    """Tokens of the model, without padding."""
+    if tokenizer is not None:
+        return derived.vocabulary_size(config, tokenizer.vocab_size)
+    if config.model.vocab_size is None:
+        raise CheckpointError("the run has neither a tokenizer nor --vocab-size, so its padding is not known")
+    return config.model.vocab_size
+
+
+def check_table(path: Path, tensors: PlainTensors, table: list[Row]) -> None:
+    """Compare a checkpoint with what its settings say is in it.
+
+    Raises:
+        CheckpointError: it holds other tensors.
+    """
+    found = {name: place.shape for name, place in tensors.places.items() if not name.startswith("optimizer.")}
+    expected = {row.ours: row.shape for row in table}
+    problems = [f"{name} is missing" for name in expected.keys() - found.keys()]
+    problems += [f"{name} is not part of such a model" for name in found.keys() - expected.keys() if is_weight(name)]
+    problems += [
+        f"{name} has shape {found[name]} instead of {shape}"
+        for name, shape in expected.items() if name in found and found[name] != shape
+    ]  # fmt: skip
+    if problems:
+        raise CheckpointError(f"{path} does not hold what its settings say:\n  " + "\n  ".join(sorted(problems)))
+
+
+def is_weight(name: str) -> bool:
+    """Not what quantizing layers remember."""
+    return ".quantizer_state." not in name and "_extra_state" not in name
+
+
+def config_json(
+    config: RunConfig, family: Family, num_tokens: int, dtype: torch.dtype, tokenizer: Optional[Tokenizer]
+) -> dict[str, Any]:
+    """The whole of config.json."""
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "torch_dtype": DTYPE_NAMES[dtype],
+        "vocab_size": num_tokens,
+        **family.to_theirs(config),
+        **ends(tokenizer),
+    }
+
+
+def ends(tokenizer: Optional[Tokenizer]) -> dict[str, Any]:
+    """The tokens that begin and end a text: each document followed the end of the one before."""
+    token = None if tokenizer is None else tokenizer.eod
+    return {"bos_token_id": token, "eos_token_id": token}
+
+
+def quantization(
+    config: RunConfig, table: list[Row], recipe: str
+) -> tuple[dict[str, OperandRule], list[str]]:
+    """The rule of each weight that becomes FP8, by our name, and what a person should know.
+
+    Raises:
+        CheckpointError: blocks do not divide a weight.
+    """
+    precision, num_layers = config.precision, config.model.num_layers
+    assert num_layers is not None
+    rule = fp8_weights.weight_rule(precision, recipe)
+    layers = [f"decoder.layers.{n}." for n in range(num_layers) if not is_high_precision(n, num_layers, precision)]
+    chosen = [row for row in table if row.is_linear and row.ours.startswith(tuple(layers))]
+    notes = []
+    if rule.block is not None and (uneven := fp8_weights.ragged(chosen, rule.block)):
+        raise CheckpointError(
+            f"--fp8-recipe {recipe}: {uneven[0]}, which its blocks do not divide, and others would misread it; "
+            "--fp8-recipe tensorwise has no blocks"
+        )
+    if precision.fp8_format is not None and precision.fp8_recipe == "delayed":
+        notes.append("scales are those of the weights as they are, not of the run's amax history")
+    if precision.fp8_format == "e5m2":
+        notes.append("weights are E4M3 here; the run had E5M2")
+    if rule.block is not None and any(fp8_weights.has_blocks_of_two(row, rule.block) for row in chosen):
+        notes.append(
+            "some 128 x 128 blocks of the run's layers hold rows of two matrices there, which have blocks of their own"
+        )
+    return {row.ours: rule for row in chosen}, notes
+
+
+def piece(tensors: PlainTensors, row: Row, dtype: torch.dtype, rule: Optional[OperandRule]) -> Piece:
+    """The tensors there that come of one tensor here."""
+    shapes = row.their_shapes()
+    if rule is None:
+        described = {name: TheirTensor(shape, dtype) for name, shape in shapes.items()}
+    else:
+        described = {name: TheirTensor(shape, torch.float8_e4m3fn) for name, shape in shapes.items()}
+        for name, shape in shapes.items():
+            scales = fp8_weights.scale_shape(shape, rule)
+            described[fp8_weights.scale_name(name, rule)] = TheirTensor(scales, torch.float32)
+
+    def make() -> dict[str, Tensor]:
+        whole = tensors.load(row.ours)
+        if rule is None:
+            made = dict(zip(row.theirs, row.layout.split(whole.to(dtype)), strict=True))
+        else:
+            made = fp8_weights.quantized_parts(row, whole, rule)
+        return {name: on_cpu(tensor.contiguous()) for name, tensor in made.items()}
+
+    return Piece(described, make)
+
+
+def notes_on(
+    config: RunConfig, options: ExportOptions, stored: torch.dtype, dtype: torch.dtype, num_padding: int
+) -> list[str]:
+    """What is another way there."""
+    notes = []
+    if num_padding:
+        notes.append(f"{num_padding} padding rows of the vocabulary are left out")
+    if stored == torch.float32 and dtype != stored:
+        notes.append(f"FP32 weights are rounded to {DTYPE_NAMES[dtype]}")
+    notes += notes_on_tokenizer(config.data)
+    recipe = derived.quantization_recipe(config.precision)
+    if recipe is not None and not options.quantizes:
+        notes.append(f"the run computed in {recipe}; there it computes in {DTYPE_NAMES[dtype]} unless told otherwise")
+    return notes

@@ -1,0 +1,310 @@
+"""tools/convert_checkpoint.py, as a person uses it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from ranks import run_ranks
+from saved_run import build_initial, configure, save_initial
+from their_folders import (
+    GPT2,
+    LLAMA,
+    MODELS,
+    TIED_LLAMA,
+    random_weights,
+    same,
+    settings_of,
+    weights_in,
+    write_their_folder,
+)
+
+from megafp8.checkpoint.load import load_checkpoint, read_config
+from megafp8.checkpoint.manifest import damage_seen
+from megafp8.checkpoint.plain_tensors import PlainTensors
+from megafp8.checkpoint.save import save_checkpoint
+from megafp8.checkpoint.state import Progress
+from megafp8.config import flags
+from megafp8.data.tokenizer_training import train_byte_bpe
+from megafp8.model.sampling import GREEDY
+from megafp8.training.generate import generate_text, load_language_model
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = ROOT / "tools" / "convert_checkpoint.py"
+STEP_0, STEP_7 = "iter_0000000", "iter_0000007"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+LLAMA_RUN = (
+    "--num-layers 4 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --group-query-attention "
+    "--num-query-groups 2 --vocab-size 127 --position-embedding-type rope --normalization RMSNorm --swiglu "
+    "--disable-bias-linear --untie-embeddings-and-output-weights"
+)
+GPT2_RUN = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 99 --max-position-embeddings 48"
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("convert_checkpoint", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def weights_of(path: Path, num_tokens: int | None = None) -> dict[str, torch.Tensor]:
+    """The weights in a checkpoint, by name; of a vocabulary's padding nothing, if its tokens are given."""
+    tensors = PlainTensors(path)
+    names = [name for name in tensors.places if not name.startswith("optimizer.")]
+    weights = {name: tensors.load(name) for name in names}
+    is_vocabulary = ("word_embeddings.weight", "output_layer.weight")
+    return {name: weight[:num_tokens] if name.endswith(is_vocabulary) else weight for name, weight in weights.items()}
+
+
+# --- exact both ways --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_theirs_come_back_to_the_bit(tool: ModuleType, name: str, dtype: str, tmp_path: Path) -> None:
+    weights = random_weights(MODELS[name], DTYPES[dtype])
+    theirs = write_their_folder(tmp_path / "theirs", MODELS[name], weights)
+    assert tool.main(["from-hf", str(theirs), str(tmp_path / "ours")]) == 0
+    assert damage_seen(tmp_path / "ours" / STEP_0) == []
+    assert tool.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "back"), "--max-shard-size", "50KB"]) == 0
+    assert len(list((tmp_path / "back").glob("model-*-of-*.safetensors"))) > 1
+    assert same(weights_in(tmp_path / "back"), weights)
+    fields = json.loads((tmp_path / "back/config.json").read_text())
+    assert settings_of(fields) == settings_of(MODELS[name]) and fields["torch_dtype"] == str(DTYPES[dtype])[6:]
+    assert {path.name for path in tmp_path.iterdir()} == {"theirs", "ours", "back"}
+
+
+@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"])
+@pytest.mark.parametrize(("run", "tokens"), [(f"{LLAMA_RUN} --bf16", 128), (GPT2_RUN, 100)], ids=["llama", "gpt2"])
+def test_ours_come_back_to_the_bit(tool: ModuleType, run: str, tokens: int, layout: str, tmp_path: Path) -> None:
+    save_initial(tmp_path / "run", configure(f"{run} {layout}"), world_size=2)
+    assert tool.main(["to-hf", str(tmp_path / "run"), str(tmp_path / "theirs"), "--ckpt-step", "7"]) == 0
+    assert tool.main(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "back")]) == 0
+    before, after = tmp_path / "run" / STEP_7, tmp_path / "back" / STEP_0
+    assert same(weights_of(before, tokens), weights_of(after, tokens))
+    assert weights_of(before).keys() == weights_of(after).keys()
+
+
+@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"])
+@pytest.mark.parametrize("fields", [LLAMA, TIED_LLAMA, GPT2], ids=MODELS)
+def test_a_run_of_two_ranks_starts_from_theirs(tool: ModuleType, fields: dict, layout: str, tmp_path: Path) -> None:
+    fields = fields | {"num_hidden_layers" if fields["model_type"] == "llama" else "n_layer": 2}
+    theirs = write_their_folder(tmp_path / "theirs", fields, random_weights(fields, torch.float32))
+    assert tool.main(["from-hf", str(theirs), str(tmp_path / "ours")]) == 0
+    run = "--tokenizer-type NullTokenizer --seq-length 32 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --finetune"
+    config = flags.parse(["--config", str(tmp_path / "ours/config.json"), *f"{run} {layout}".split()]).config
+
+    def load_and_save() -> None:
+        trainee = build_initial(config)
+        load_checkpoint(tmp_path / "ours" / STEP_0, config, trainee, weights_only=True)
+        save_checkpoint(tmp_path / "run", config, trainee, Progress(7, 7))
+
+    run_ranks(2, load_and_save)
+    tokens = fields["vocab_size"]
+    assert same(weights_of(tmp_path / "run" / STEP_7, tokens), weights_of(tmp_path / "ours" / STEP_0, tokens))
+
+
+# --- a run and a text from theirs -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def with_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of theirs with a tokenizer of 300 tokens."""
+    folder = tmp_path_factory.mktemp("with_tokenizer")
+    (folder / "corpus.jsonl").write_text(json.dumps({"text": TOOL.read_text(encoding="utf-8")}) + "\n")
+    train_byte_bpe([str(folder / "corpus.jsonl")], str(folder / "tokenizer"), vocab_size=300)
+    fields = LLAMA | {"vocab_size": 300, "num_hidden_layers": 1}
+    theirs = write_their_folder(folder / "theirs", fields, random_weights(fields, torch.bfloat16))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / "tokenizer" / name, theirs)
+    return theirs
+
+
+def test_a_run_starts_from_theirs_as_the_documents_have_it(
+    tool: ModuleType, with_tokenizer: Path, tmp_path: Path, capsys
+) -> None:
+    ours = tmp_path / "models/llama"
+    assert tool.main(["from-hf", str(with_tokenizer), str(ours)]) == 0
+    said = capsys.readouterr().out
+    start = f"--config {ours}/config.json --pretrained-checkpoint {ours}"
+    assert f"to train from it: {start}\n" in said
+    assert "note: 84 padding rows are added to the vocabulary, the mean of all others" in said
+    (told,) = [line for line in said.splitlines() if line.startswith("the model as flags: ")]
+    as_flags = flags.read(told.removeprefix("the model as flags: ").split())[0].config
+    assert as_flags == flags.read(["--config", str(ours / "config.json")])[0].config
+    saved = read_config(ours / STEP_0)
+    assert saved.model == as_flags.model and saved.data.tokenizer_model == str(ours / "tokenizer/tokenizer.json")
+
+    run = "--mock-data --seq-length 32 --micro-batch-size 2 --train-iters 1 --lr 1e-3 --eval-iters 0 --num-workers 0"
+    words = [sys.executable, "pretrain_gpt.py", *start.split(), *run.split(), "--save", tmp_path / "run"]
+    trained = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert trained.returncode == 0, trained.stderr
+    assert f"loaded {ours / STEP_0}" in (tmp_path / "run/records.jsonl").read_text()
+
+    assert tool.main(["to-hf", str(tmp_path / "run"), str(tmp_path / "theirs"), "--dtype", "fp32"]) == 0
+    assert (tmp_path / "theirs/tokenizer.json").read_bytes() == (with_tokenizer / "tokenizer.json").read_bytes()
+    assert json.loads((tmp_path / "theirs/generation_config.json").read_text())["eos_token_id"] == 0
+    assert {weight.dtype for weight in weights_in(tmp_path / "theirs").values()} == {torch.float32}
+
+
+def test_text_from_theirs(tool: ModuleType, with_tokenizer: Path, tmp_path: Path) -> None:
+    assert tool.main(["from-hf", str(with_tokenizer), str(tmp_path / "ours")]) == 0
+
+    def text() -> str:
+        model = load_language_model(tmp_path / "ours")
+        return generate_text(model, "def", GREEDY, 3, seed=1, show=len).text
+
+    assert run_ranks(1, text)[0] != ""
+
+
+def test_a_dry_run_tells_and_writes_nothing(tool: ModuleType, with_tokenizer: Path, tmp_path: Path, capsys) -> None:
+    assert tool.main(["from-hf", str(with_tokenizer), str(tmp_path / "ours"), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "decoder.layers.0.mlp.linear_fc2.weight [64, 96]  =  model.layers.0.mlp.down_proj.weight [64, 96]" in out
+    assert "the model as flags: --num-layers 1" in out and list(tmp_path.iterdir()) == []
+
+
+# --- FP8 --------------------------------------------------------------------------------------------------------------
+
+
+def test_fp8_weights_there_and_back(tool: ModuleType, tmp_path: Path, capsys) -> None:
+    run = LLAMA_RUN.replace("--num-layers 4", "--num-layers 3")
+    config = configure(f"{run} --bf16 --fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16")
+    save_initial(tmp_path / "run", config)
+    assert tool.main(["to-hf", str(tmp_path / "run"), str(tmp_path / "theirs"), "--fp8"]) == 0
+    weights = weights_in(tmp_path / "theirs")
+    quantized = {name for name, weight in weights.items() if weight.dtype == torch.float8_e4m3fn}
+    assert len(quantized) == 7 and all(name.startswith("model.layers.1.") for name in quantized)
+    assert {f"{name}_scale" for name in quantized} < weights.keys()
+    ignored = json.loads((tmp_path / "theirs/config.json").read_text())["quantization_config"]["ignore"]
+    assert "lm_head" in ignored and "model.layers.0.mlp.up_proj" in ignored and len(ignored) == 15
+    capsys.readouterr()
+    assert tool.main(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "back")]) == 0
+    assert "note: FP8 weights are multiplied by their scales in FP32 and rounded to bf16" in capsys.readouterr().out
+    assert tool.main(["to-hf", str(tmp_path / "back"), str(tmp_path / "plain")]) == 0
+    for name, weight in weights_in(tmp_path / "plain").items():
+        expected = weights[name]
+        if name in quantized:
+            expected = (expected.float() * weights[f"{name}_scale"]).bfloat16()
+        assert torch.equal(weight, expected), name
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def refused(tool: ModuleType, capsys, tmp_path: Path, *words: object, status: int = 74) -> str:
+    """What is said; and nothing may have been made."""
+    there = set(tmp_path.iterdir())
+    assert tool.main([str(word) for word in words]) == status
+    assert set(tmp_path.iterdir()) == there
+    return capsys.readouterr().err
+
+
+def test_tensors_that_do_not_fit_are_told_at_once(tool: ModuleType, tmp_path: Path, capsys) -> None:
+    weights = random_weights(LLAMA, torch.float32)
+    del weights["model.norm.weight"]
+    weights["model.layers.3.mlp.up_proj.weight"] = torch.zeros(96, 64)
+    weights["model.layers.0.mlp.down_proj.weight"] = torch.zeros(96, 64)
+    weights["model.layers.0.self_attn.q_proj.weight"] = torch.zeros(64, 64).to(torch.float8_e4m3fn)
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)  # an old file's buffer: made anew here
+    theirs = write_their_folder(tmp_path / "theirs", LLAMA, weights)
+    text = refused(tool, capsys, tmp_path, "from-hf", theirs, tmp_path / "ours")
+    assert "model.norm.weight is missing" in text
+    assert "model.layers.3.mlp.up_proj.weight is not part of a LlamaForCausalLM" in text
+    assert "model.layers.0.mlp.down_proj.weight has shape (96, 64) and by config.json (64, 96)" in text
+    assert "model.layers.0.self_attn.q_proj.weight is FP8 and has no scale beside it" in text
+    assert len(text.splitlines()) == 5
+
+
+def test_a_tied_output_layer_has_to_be_the_embedding(tool: ModuleType, tmp_path: Path, capsys) -> None:
+    weights = random_weights(TIED_LLAMA, torch.float32)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    theirs = write_their_folder(tmp_path / "theirs", TIED_LLAMA, weights)
+    assert tool.main(["from-hf", str(theirs), str(tmp_path / "ours")]) == 0
+    weights["lm_head.weight"][3, 4] += 1
+    other = write_their_folder(tmp_path / "other", TIED_LLAMA, weights)
+    text = refused(tool, capsys, tmp_path, "from-hf", other, tmp_path / "ours2")
+    assert "lm_head.weight differs from the embedding" in text
+
+
+def test_names_without_prefix_and_buffers(tool: ModuleType, tmp_path: Path) -> None:
+    """As the files of GPT-2 itself have it."""
+    weights = random_weights(GPT2, torch.float32)
+    bare = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
+    bare |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 48, 48) for layer in range(3)}
+    theirs = write_their_folder(tmp_path / "theirs", GPT2, bare)
+    assert tool.main(["from-hf", str(theirs), str(tmp_path / "ours")]) == 0
+    assert tool.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "back")]) == 0
+    assert same(weights_in(tmp_path / "back"), weights)
+
+
+def test_types_are_rounded_where_it_is_asked_for_or_said(tool: ModuleType, tmp_path: Path, capsys) -> None:
+    weights = random_weights(LLAMA, torch.bfloat16)
+    weights["model.norm.weight"] = torch.full((64,), 1 + 2.0**-20)
+    theirs = write_their_folder(tmp_path / "theirs", LLAMA, weights)
+    assert tool.main(["from-hf", str(theirs), str(tmp_path / "ours")]) == 0
+    assert "note: 1 tensors of another type are rounded to bf16" in capsys.readouterr().out
+    assert tool.main(["from-hf", str(theirs), str(tmp_path / "ours32"), "--dtype", "fp32"]) == 0
+    assert "are rounded" not in capsys.readouterr().out
+    norm = weights_of(tmp_path / "ours32" / STEP_0)["decoder.final_layernorm.weight"]
+    assert torch.equal(norm, weights["model.norm.weight"])
+    assert tool.main(["to-hf", str(tmp_path / "ours32"), str(tmp_path / "back"), "--dtype", "bf16"]) == 0
+    assert "note: FP32 weights are rounded to bfloat16" in capsys.readouterr().out
+
+
+def test_a_model_that_they_do_not_have(tool: ModuleType, tmp_path: Path, capsys) -> None:
+    override = "transformer.test_mode=True"
+    run = save_initial(tmp_path / "run", configure(f"{LLAMA_RUN} --qk-layernorm --override {override}"))
+    text = refused(tool, capsys, tmp_path, "to-hf", run, tmp_path / "theirs")
+    assert "--qk-layernorm" in text and f"--override {override}" in text
+    text = refused(tool, capsys, tmp_path, "to-hf", run, tmp_path / "theirs", "--ignore-overrides")
+    assert "--override" not in text
+
+
+def test_fp8_that_others_would_not_read(tool: ModuleType, tmp_path: Path, capsys) -> None:
+    gpt2 = save_initial(tmp_path / "gpt2", configure(GPT2_RUN))
+    assert "gpt2 has Conv1D" in refused(tool, capsys, tmp_path, "to-hf", gpt2, tmp_path / "theirs", "--fp8")
+    llama = save_initial(tmp_path / "llama", configure(LLAMA_RUN.replace("size 96", "size 160")))
+    text = refused(tool, capsys, tmp_path, "to-hf", llama, tmp_path / "theirs", "--fp8")
+    assert "gate_proj.weight is 160 x 64" in text and "--fp8-recipe tensorwise" in text
+
+
+def test_a_damaged_checkpoint(tool: ModuleType, tmp_path: Path, capsys) -> None:
+    run = save_initial(tmp_path / "run", configure(LLAMA_RUN))
+    file = max((run / STEP_7).iterdir(), key=lambda each: each.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(bytes(content))
+    assert f"{file.name} is damaged" in refused(tool, capsys, tmp_path, "to-hf", run, tmp_path / "theirs")
+
+
+def test_flags_that_are_wrong(tool: ModuleType, tmp_path: Path, capsys) -> None:
+    (tmp_path / "there").mkdir()
+    words = ["to-hf", tmp_path / "run", tmp_path / "there", "--fp8-recipe", "blockwise"]
+    text = refused(tool, capsys, tmp_path, *words, status=64)
+    assert "--fp8-recipe blockwise has no effect without --fp8" in text and "there exists" in text
+    with pytest.raises(SystemExit):
+        tool.main(["to-hf", "run", "out", "--max-shard-size", "5 parsecs"])
+
+
+def test_nothing_is_left_of_a_conversion_that_fails(tool: ModuleType, tmp_path: Path, monkeypatch, capsys) -> None:
+    run = save_initial(tmp_path / "run", configure(LLAMA_RUN))
+    theirs = write_their_folder(tmp_path / "theirs", LLAMA, random_weights(LLAMA, torch.float32))
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    assert "No space left" in refused(tool, capsys, tmp_path, "to-hf", run, tmp_path / "out")
+    monkeypatch.setattr("megafp8.checkpoint.hashing_writer._write_item", full)
+    assert "No space left" in refused(tool, capsys, tmp_path, "from-hf", theirs, tmp_path / "out")
