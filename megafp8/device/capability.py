@@ -13,11 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
-import torch
-
 from megafp8.config import derived
 from megafp8.config.schema import LoggingConfig, PrecisionConfig, RunConfig
-from megafp8.device.platform import cpu_name
 
 # Compute capability from which Transformer Engine runs a recipe (its FP8 support checks, release 2.20). From 10.0 on it
 # multiplies blockwise codes by MXFP8 units, which need scales that are powers of two.
@@ -94,7 +91,11 @@ def has_torch_part() -> bool:
 
 
 def detect_target() -> Target:
-    """This machine."""
+    """This machine. The one function here that asks torch: the others answer where there is none, or a broken one."""
+    import torch
+
+    from megafp8.device.platform import cpu_name
+
     version, problem = transformer_engine_version()
     if not torch.cuda.is_available():
         return Target(cpu_name(), "cpu", None, None, problem)

@@ -7,6 +7,7 @@
     optimizer     P x (4 master + 4 + 4 moments), divided by the data- and context-parallel ranks if it is sharded
     activations   microbatches in flight x layers x bytes per layer
     logits        tokens x vocabulary / tensor ranks x (format + 4 + format), on the last stage
+    buffers       gradients of the layer that runs backward, where the logits are not there at that time
 
 P: parameters on this rank. Q: of those, the weights of the linears in quantized layers. Gradients of a tied embedding
 are reduced between the first and the last stage, so both hold a copy.
@@ -16,9 +17,12 @@ tensor by tensor so that grouped queries, gated MLPs and FP8 are covered; for it
 paper's s b h (34 + 5 a s / h) bytes per layer (equation 1), with tensor parallelism equation 2, with sequence
 parallelism equation 4. Flash attention saves its output instead of the a s^2 matrices.
 
-Not counted: the CUDA context, communication and workspace buffers, fragmentation. Against 52.1, 51.6, 47.2 and 49.3 GiB
-measured on an H200 (BF16 and delayed FP8; llama-1b at sequence 2048 x 8, and a model of width 4096 at 4096 x 2) the
-estimate is 3 to 4 percent low.
+Beside the logits the last stage has a second tensor of their size and an FP32 matrix of the vocabulary's size. Both
+were found in peaks measured on an H200, not in source: without them the estimate was low by 1.91 and 3.46 GiB (llama-1b,
+8 and 16 x 2048 tokens) and 1.64 GiB (width 4096, 2 x 4096) in BF16, and by the same to within 0.02 in FP8. docs/planning.md
+has the error against every peak that was measured.
+
+That is what torch allocates. `outside_bytes` is what else a process takes on the device.
 """
 
 from __future__ import annotations
@@ -32,6 +36,10 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 MASK_BYTES = 1
 LOG_SUM_EXP_BYTES = 4
 """What flash attention keeps of the softmax: one FP32 number per query and head."""
+CONTEXT_BYTES = 600 * 2**20
+"""CUDA context, loaded kernels and workspaces of cuBLAS and cuDNN on a datacenter GPU: assumed, not measured."""
+COMMUNICATOR_BYTES = 256 * 2**20
+"""Buffers of one NCCL communicator: 32 channels x 2 directions x NCCL_BUFFSIZE, 4 MiB by NCCL's documentation."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,7 @@ class MemoryEstimate:
     optimizer_bytes: int
     activations_bytes: int
     logits_bytes: int
+    buffers_bytes: int
 
     @property
     def total_bytes(self) -> int:
@@ -61,6 +70,7 @@ class MemoryEstimate:
             "optimizer": self.optimizer_bytes,
             "activations": self.activations_bytes,
             "logits": self.logits_bytes,
+            "buffers": self.buffers_bytes,
         }
 
 
@@ -76,8 +86,9 @@ def estimate_memory(
     """
     quantizable, other = parameters_on_stage(config, padded_vocab, stage)
     parameters = quantizable + other
-    quantized = int(quantizable * _quantized_fraction(config, stage))
+    quantized = int(quantizable * quantized_fraction(config, stage))
     weights_bytes, fp8_copies_bytes = _weight_bytes(config, quantized, parameters - quantized, implementation)
+    logits_bytes = _logit_bytes(config, padded_vocab) if _is_last(config, stage) else 0
     return MemoryEstimate(
         stage=stage,
         parameters=parameters,
@@ -86,7 +97,8 @@ def estimate_memory(
         gradients_bytes=parameters * BYTES[derived.grad_dtype(config.precision)],
         optimizer_bytes=_optimizer_bytes(config, world_size, parameters),
         activations_bytes=_activation_bytes(config, world_size, stage, implementation),
-        logits_bytes=_logit_bytes(config, padded_vocab) if _is_last(config, stage) else 0,
+        logits_bytes=logits_bytes,
+        buffers_bytes=max(0, _backward_bytes(config) - logits_bytes),
     )
 
 
@@ -99,6 +111,16 @@ def estimate_ends(
         estimate_memory(config, world_size, padded_vocab, stage=stage, implementation=implementation)
         for stage in sorted({0, last})
     )
+
+
+def outside_bytes(config: RunConfig, world_size: int) -> int:
+    """Device memory of a process that torch does not allocate: context, workspaces, NCCL's buffers."""
+    parallel = config.parallel
+    groups = (
+        parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.context_parallel_size,
+        derived.data_parallel_size(config, world_size) * parallel.context_parallel_size, world_size,
+    )  # fmt: skip
+    return CONTEXT_BYTES + COMMUNICATOR_BYTES * sum(size > 1 for size in groups)
 
 
 # ---- parameters and what hangs on them ----------------------------------------------------------------------------
@@ -127,7 +149,7 @@ def parameters_on_stage(config: RunConfig, padded_vocab: int, stage: int) -> tup
     return quantizable, other
 
 
-def _quantized_fraction(config: RunConfig, stage: int) -> float:
+def quantized_fraction(config: RunConfig, stage: int) -> float:
     """Of the layers of a stage, those that are not kept in high precision."""
     precision, layers = config.precision, derived.layers_per_pipeline_rank(config)
     kept = precision.num_layers_at_start_in_bf16 if stage == 0 else 0
@@ -279,6 +301,14 @@ def _activation_bytes(config: RunConfig, world_size: int, stage: int, implementa
     return int(in_flight * (share * layer.layer_input + (1 - share) * layer.total) + layer.total + embedding)
 
 
+def _backward_bytes(config: RunConfig) -> int:
+    """Gradients that are there at once while an MLP runs backward: of its two linears' inputs and outputs."""
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    assert model.hidden_size is not None
+    channels = 2 * model.hidden_size + (3 if model.swiglu else 2) * derived.ffn_hidden_size(model) // tp
+    return BYTES[derived.params_dtype(config.precision)] * _tokens(config) * channels
+
+
 def _embedding_bytes(config: RunConfig) -> int:
     """Dropout mask behind the embedding."""
     assert config.model.hidden_size is not None
@@ -292,11 +322,15 @@ def _logit_bytes(config: RunConfig, padded_vocab: int) -> int:
     each, tp = BYTES[derived.params_dtype(config.precision)], config.parallel.tensor_model_parallel_size
     shards = tp if config.parallel.sequence_parallel else 1
     hidden_bytes = 2 * each * _tokens(config) * config.model.hidden_size // shards
-    precision = config.precision
     # TE's fused loss writes the gradient over the logits; the others make an FP32 copy and a gradient.
-    in_place = precision.cross_entropy_loss_fusion and precision.cross_entropy_fusion_impl == "te"
-    per_logit = each if in_place else each + BYTES["fp32"] + each
-    return hidden_bytes + _tokens(config) * padded_vocab // tp * per_logit
+    per_logit = 2 * each if has_fused_loss(config.precision) else each + BYTES["fp32"] + each
+    matrix_bytes = BYTES["fp32"] * (padded_vocab // tp) * config.model.hidden_size
+    return hidden_bytes + _tokens(config) * padded_vocab // tp * per_logit + matrix_bytes
+
+
+def has_fused_loss(precision: PrecisionConfig) -> bool:
+    """Whether the loss is Transformer Engine's, which makes no FP32 copy of the logits."""
+    return precision.cross_entropy_loss_fusion and precision.cross_entropy_fusion_impl == "te"
 
 
 def _tokens(config: RunConfig) -> int:

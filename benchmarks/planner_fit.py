@@ -1,0 +1,118 @@
+"""The constants of `megafp8/planning/calibration.py` from the rows marked `fit`, each from the kernels it describes."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterable
+
+from benchmarks.planner_measurements import FIT, GROUPS, MEASUREMENTS, Measurement
+from megafp8.config import derived
+from megafp8.planning import compute, step_time
+from megafp8.planning.calibration import Calibration
+from megafp8.planning.job import Job
+
+DIGITS = 3
+
+
+def fit() -> Calibration:
+    """All constants, to three digits. Fractions of memory come first, since GEMMs may be bound by it."""
+    found = Calibration()
+    for constant, group in (("memory_fraction", "passes"), ("optimizer_fraction", "optimizer")):
+        ratio = ratio_of(found, group, [key for key in GROUPS if group in GROUPS[key]])
+        found = with_values(found, **{constant: getattr(found, constant) * ratio})
+    for constant, group, recipes in (
+        ("cast_fraction", "casts", ("delayed", "tensorwise")),
+        ("blockwise_cast_fraction", "casts", ("blockwise",)),
+        ("bf16_gemm_fraction", "linears", ("bf16",)),
+        ("fp8_gemm_fraction", "linears", ("delayed", "tensorwise")),
+        ("blockwise_gemm_fraction", "linears", ("blockwise",)),
+    ):
+        ratio = ratio_of(found, group, [key for key in GROUPS if key[1] in recipes])
+        found = with_values(found, **{constant: getattr(found, constant) * ratio})
+    found = with_values(found, **attention_constants(found))
+    found = with_values(found, **host_constants(), busy_fraction=busy_fraction())
+    return with_values(found, nvlink_fraction=nvlink_fraction(found))
+
+
+def with_values(calibration: Calibration, **values: float) -> Calibration:
+    """A copy with some constants changed, rounded."""
+    rounded = {name: float(f"{value:.{DIGITS}g}") for name, value in values.items()}
+    return dataclasses.replace(calibration, **rounded)
+
+
+def rows(shape: str, recipe: str) -> Measurement:
+    """The profiled row."""
+    return next(row for row in MEASUREMENTS if row.name == f"mcore {shape} {recipe}")
+
+
+def compute_ms(calibration: Calibration, shape: str, recipe: str, group: str) -> float:
+    """Predicted milliseconds of a group of kernels in a step."""
+    job = rows(shape, recipe).job(calibration)
+    parts = step_time.step_time(job).parts
+    if group != "passes":
+        return 1e3 * parts[group]
+    names = ("norms, activation, rotary", "loss")
+    return 1e3 * sum(parts.get(name, 0.0) for name in names)
+
+
+def ratio_of(calibration: Calibration, group: str, keys: list[tuple[str, str]]) -> float:
+    """Predicted to measured time of a group of kernels over several profiles."""
+    return statistics.geometric_mean(compute_ms(calibration, *key, group) / GROUPS[key][group] for key in keys)
+
+
+def attention_constants(calibration: Calibration) -> dict[str, float]:
+    """Two constants from attention at two lengths: 1 / fraction is linear in 1 / length."""
+    inverse = {}
+    for shape in ("A", "B"):
+        job = rows(shape, "bf16").job(calibration)
+        layers = derived.layers_per_pipeline_rank(job.config)
+        model_flops = layers * attention_flops(job)
+        length = job.config.data.seq_length
+        assert length is not None
+        rate = model_flops / (GROUPS[shape, "bf16"]["attention"] * 1e-3)
+        inverse[length] = job.gpu.peak.flops["bf16"] / rate
+    (short, at_short), (long, at_long) = sorted(inverse.items())
+    slope = (at_short - at_long) / (1 / short - 1 / long)
+    at_infinity = at_long - slope / long
+    return {"attention_fraction": 1 / at_infinity, "attention_half_tokens": slope / at_infinity}
+
+
+def attention_flops(job: Job) -> float:
+    """Of one layer, as the time model counts them."""
+    plain = dataclasses.replace(job.calibration, attention_fraction=1.0, attention_half_tokens=0.0)
+    return compute.attention_s(dataclasses.replace(job, calibration=plain)) * job.gpu.peak.flops["bf16"]
+
+
+def busy_fraction() -> float:
+    """Kernels of a profiled step over the time of a step that was not profiled."""
+    whole = [key for key, groups in GROUPS.items() if "passes" in groups]
+    return statistics.geometric_mean(sum(GROUPS[key].values()) / (rows(*key).step_ms or 0.0) for key in whole)
+
+
+def host_constants() -> dict[str, float]:
+    """A step that waits for the host, divided by the layers that it runs."""
+    found = {}
+    for name, recipe in (("bf16_host_layer_s", "bf16"), ("fp8_host_layer_s", "tensorwise")):
+        row = next(row for row in MEASUREMENTS if row.name == f"megafp8 small {recipe}")
+        assert row.step_ms is not None
+        passes = derived.num_microbatches(row.config, 1) * derived.layers_per_pipeline_rank(row.config)
+        found[name] = row.step_ms * 1e-3 / passes
+    return found
+
+
+def nvlink_fraction(calibration: Calibration) -> float:
+    """The fraction with which the step on four tensor-parallel ranks takes as long as measured, by bisection."""
+    (row,) = (row for row in MEASUREMENTS if row.role == FIT and row.num_gpus > 1)
+    assert row.step_ms is not None
+    low, high = 0.05, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        predicted = step_time.step_time(row.job(dataclasses.replace(calibration, nvlink_fraction=middle)))
+        low, high = (middle, high) if predicted.seconds * 1e3 > row.step_ms else (low, middle)
+    return middle
+
+
+def fitted_rows() -> Iterable[str]:
+    """Names of the rows that the fit reads."""
+    return [row.name for row in MEASUREMENTS if FIT in (row.role, row.memory_role)]

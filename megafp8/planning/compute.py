@@ -1,0 +1,191 @@
+"""Time of one microbatch in one transformer layer on one GPU, part by part, from the sizes of what it computes.
+
+    linears    each GEMM: FLOPs / (peak x fraction x w / (w + 1/2)), or its bytes at the memory's speed if that is longer.
+               w: waves of 128 x 128 tiles over the GPU's multiprocessors; half a wave is idle at the end on average
+    attention  causal FLOPs / (peak x fraction x s / (s + s_half)), a part 2/7 of it forward (2 GEMMs of 7)
+    passes     bytes that norms, residual additions, activation, rotary embedding move / (memory bandwidth x fraction)
+    casts      bytes of quantizing inputs (forward) and output gradients (backward), each to codes and transposed codes
+
+The fractions are measured (`calibration.py`). Bytes are counted as the kernels of megatron-core 0.16 with Transformer
+Engine 2.20 read and write them, fusions included; dropout and biases are not counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megafp8.config import derived, gemms
+from megafp8.config.rules.precision import rotates_in_one_kernel
+from megafp8.planning.job import Job
+
+TILE = 128
+BF16_BYTES = 2
+# A read to find the largest value, a read to quantize, codes and transposed codes; NVFP4 reads once more to transform.
+CAST_BYTES = {"bf16": 0, "tensorwise": 6, "delayed": 4, "blockwise": 4, "mxfp8": 4, "nvfp4": 7}
+CODE_BYTES = {"bf16": 2, "tensorwise": 1, "delayed": 1, "blockwise": 1, "mxfp8": 1, "nvfp4": 0.5}
+ATTENTION_FORWARD_SHARE = 2 / 7
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds of one direction of one layer."""
+
+    fprop: float = 0.0
+    """The four linears' GEMMs of the forward pass."""
+    dgrad: float = 0.0
+    wgrad: float = 0.0
+    attention: float = 0.0
+    norms: float = 0.0
+    """Norms and residual additions."""
+    rotary: float = 0.0
+    activation: float = 0.0
+    casts: float = 0.0
+
+    @property
+    def gemms(self) -> float:
+        """All GEMMs of the linears."""
+        return self.fprop + self.dgrad + self.wgrad
+
+    @property
+    def passes(self) -> float:
+        """All that is bound by memory, but for casts."""
+        return self.norms + self.rotary + self.activation
+
+    @property
+    def total(self) -> float:
+        """Seconds of the GPU."""
+        return self.gemms + self.attention + self.passes + self.casts
+
+
+def gemm_s(job: Job, recipe: str, rows: int, columns: int, summed: int) -> float:
+    """Seconds of a product of rows x summed and summed x columns numbers."""
+    waves = (rows / TILE) * (columns / TILE) / job.gpu.num_sms
+    rate = gemm_flops(job, recipe) * waves / (waves + 0.5)
+    operand_bytes = CODE_BYTES[recipe] * summed * (rows + columns) + BF16_BYTES * rows * columns
+    return max(2.0 * rows * columns * summed / rate, job.memory_s(operand_bytes))
+
+
+def gemm_flops(job: Job, recipe: str) -> float:
+    """FLOP/s of a large GEMM."""
+    flops, calibration = job.gpu.peak.flops, job.calibration
+    if recipe == "bf16":
+        return flops["bf16"] * calibration.bf16_gemm_fraction
+    if recipe == "nvfp4":
+        return flops["fp4"] * calibration.fp8_gemm_fraction
+    # From Blackwell on, blocks are multiplied by the units for MXFP8.
+    is_slow = recipe == "blockwise" and job.gpu.compute_capability < (10, 0)
+    return flops["fp8"] * (calibration.blockwise_gemm_fraction if is_slow else calibration.fp8_gemm_fraction)
+
+
+def forward_pass(job: Job, recipe: str) -> Pass:
+    """One layer forward, with linears under `recipe` (`bf16` for a layer kept in high precision)."""
+    linears = gemms.gemm_dimensions(job.config)
+    stream, heads, ffn = _channels(job)
+    is_fused = _fuses_activation(job, recipe)
+    gate_and_up = 2 if job.config.model.swiglu else 1
+    return Pass(
+        fprop=sum(gemm_s(job, recipe, job.tokens, linear.out_features, linear.in_features) for linear in linears),
+        attention=attention_s(job) * ATTENTION_FORWARD_SHARE,
+        # Two norms (read, write) and two additions (read, read, write).
+        norms=job.memory_s(BF16_BYTES * stream * (2 * 2 + 2 * 3)),
+        rotary=job.memory_s(BF16_BYTES * 2 * heads),
+        # In one kernel with the cast behind it, its result is neither written nor read.
+        activation=job.memory_s(BF16_BYTES * ffn * (gate_and_up + 1 - 2 * is_fused)),
+        casts=cast_s(job, recipe, sum(linear.rows * linear.in_features for linear in linears)),
+    )
+
+
+def backward_pass(job: Job, recipe: str) -> Pass:
+    """One layer backward, without what is computed again."""
+    linears = gemms.gemm_dimensions(job.config)
+    stream, heads, ffn = _channels(job)
+    is_fused = _fuses_activation(job, recipe)
+    gate_and_up = 2 if job.config.model.swiglu else 1
+    of_wgrad = recipe if job.config.precision.fp8_wgrad else "bf16"
+    # Without the kernel that splits and rotates, the gradients of queries, keys and values are concatenated after it.
+    rotary_passes = 2 if rotates_in_one_kernel(job.config) else 4
+    return Pass(
+        dgrad=sum(gemm_s(job, recipe, job.tokens, linear.in_features, linear.out_features) for linear in linears),
+        wgrad=sum(gemm_s(job, of_wgrad, linear.out_features, linear.in_features, job.tokens) for linear in linears),
+        attention=attention_s(job) * (1 - ATTENTION_FORWARD_SHARE),
+        # Two norms (read input and gradient, write) and two sums of gradients.
+        norms=job.memory_s(BF16_BYTES * stream * (2 * 3 + 2 * 3)),
+        rotary=job.memory_s(BF16_BYTES * rotary_passes * heads),
+        activation=job.memory_s(BF16_BYTES * ffn * (1 + 2 * gate_and_up - 2 * gate_and_up * is_fused)),
+        casts=cast_s(job, recipe, _gradient_numbers(job, linears)),
+    )
+
+
+def cast_s(job: Job, recipe: str, numbers: float) -> float:
+    """Seconds of quantizing so many numbers, to codes and transposed codes."""
+    calibration = job.calibration
+    fraction = calibration.blockwise_cast_fraction if recipe == "blockwise" else calibration.cast_fraction
+    return CAST_BYTES[recipe] * numbers / (job.gpu.hbm_bytes_per_s * fraction)
+
+
+def recomputed(job: Job, forward: Pass) -> float:
+    """Seconds of the forward pass that run again in the backward pass."""
+    training = job.config.training
+    if derived.recompute_granularity(training) == "full":
+        assert training.recompute_num_layers is not None
+        layers = derived.layers_per_pipeline_rank(job.config)
+        share = 1.0 if training.recompute_method == "uniform" else training.recompute_num_layers / layers
+        return share * forward.total
+    modules = derived.recompute_modules(training)
+    again = forward.attention if "core_attn" in modules else 0.0
+    again += forward.norms / 2 if "layernorm" in modules else 0.0
+    if "mlp" in modules:
+        weights = [linear.out_features * linear.in_features for linear in gemms.gemm_dimensions(job.config)]
+        share = sum(weights[2:]) / sum(weights)
+        again += share * (forward.fprop + forward.casts) + forward.activation
+    return again
+
+
+def attention_s(job: Job) -> float:
+    """Seconds of attention, forward and backward, with the causal half (or the window) counted only."""
+    model, calibration, seq = job.config.model, job.calibration, job.config.data.seq_length
+    assert seq is not None
+    window = min(model.window_size or seq, seq)
+    mean_keys = window - window * window / (2 * seq)
+    channels = derived.query_projection_size(model) // job.tensor
+    flops = 3 * 2 * 2 * channels * mean_keys * job.tokens
+    fraction = calibration.attention_fraction * window / (window + calibration.attention_half_tokens)
+    return flops / (job.gpu.peak.flops["bf16"] * fraction)
+
+
+def logits_s(job: Job) -> tuple[float, float, float]:
+    """Seconds of (output layer forward, backward, loss) for one microbatch on the last stage."""
+    vocab = job.padded_vocab // job.tensor
+    forward = gemm_s(job, "bf16", job.tokens, vocab, job.hidden_size)
+    dgrad = gemm_s(job, "bf16", job.tokens, job.hidden_size, vocab)
+    wgrad = gemm_s(job, "bf16", vocab, job.hidden_size, job.tokens)
+    precision = job.config.precision
+    # Transformer Engine's loss reads and writes logits once each way; the others keep an FP32 softmax as well.
+    in_place = precision.cross_entropy_loss_fusion and precision.cross_entropy_fusion_impl == "te"
+    return forward, dgrad + wgrad, job.memory_s((8 if in_place else 26) * job.tokens * vocab)
+
+
+def _channels(job: Job) -> tuple[int, int, int]:
+    """Numbers of one microbatch on one rank: in the residual stream, in queries, keys and values, in the MLP."""
+    model = job.config.model
+    heads = derived.query_projection_size(model) + 2 * derived.kv_projection_size(model)
+    tokens, tp = job.tokens, job.tensor
+    is_rotary = model.position_embedding_type == "rope"
+    return (
+        job.sharded_tokens * job.hidden_size,
+        tokens * heads // tp if is_rotary else 0,
+        tokens * derived.ffn_hidden_size(model) // tp,
+    )
+
+
+def _gradient_numbers(job: Job, linears: list[gemms.GemmDimensions]) -> int:
+    """Numbers in the gradients of the linears' outputs as a rank quantizes them: before any gather."""
+    qkv, proj, fc1, fc2 = linears
+    return job.tokens * (qkv.out_features + fc1.out_features) + job.sharded_tokens * (
+        proj.out_features + fc2.out_features
+    )
+
+
+def _fuses_activation(job: Job, recipe: str) -> bool:
+    """Whether activation and cast are one kernel."""
+    return recipe != "bf16" and job.config.precision.use_transformer_engine_op_fuser

@@ -1,0 +1,170 @@
+"""Every way to spread a run over its GPUs that the rules of the configuration allow, and what each costs."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from megafp8.config import derived, rules
+from megafp8.config.schema import RunConfig
+from megafp8.config.settings import value_of, with_values
+from megafp8.device import capability
+from megafp8.planning.hardware import Gpu
+from megafp8.planning.job import Job
+from megafp8.planning.memory import MemoryEstimate, estimate_ends, outside_bytes
+from megafp8.planning.step_time import StepTime, step_time
+
+TENSOR, PIPELINE = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
+CONTEXT, SEQUENCE = "parallel.context_parallel_size", "parallel.sequence_parallel"
+CHUNKS, LAYERS_OF_CHUNK = (
+    "parallel.num_virtual_stages_per_pipeline_rank", "parallel.num_layers_per_virtual_pipeline_stage"
+)
+MICRO = "training.micro_batch_size"
+GRANULARITY, METHOD = "training.recompute_granularity", "training.recompute_method"
+NUM_LAYERS, MODULES = "training.recompute_num_layers", "training.recompute_modules"
+
+RECOMPUTE: tuple[dict[str, Any], ...] = (
+    {},
+    {GRANULARITY: "selective", MODULES: ("mlp",)},
+    {GRANULARITY: "full", METHOD: "uniform", NUM_LAYERS: 1},
+)
+MICRO_BATCHES = (1, 2, 4, 8)
+LARGEST_CONTEXT = 16
+SHORTEST_PART = 1024
+"""Tokens of a sequence that a context-parallel rank has at least."""
+MARGIN_FRACTION = 0.05
+"""Of the memory, kept free for fragmentation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One legal layout: its settings, its memory, and the time of a step where it fits."""
+
+    job: Job
+    memory: MemoryEstimate
+    """Of the stage that needs the most."""
+    outside_bytes: int
+    step: StepTime
+
+    @property
+    def memory_bytes(self) -> int:
+        """All that a process takes on the fullest GPU."""
+        return self.memory.total_bytes + self.outside_bytes
+
+    @property
+    def name(self) -> str:
+        """`TP 8 PP 4 VPP 5 CP 1 DP 16, micro batch 1, full recompute`."""
+        job, training = self.job, self.job.config.training
+        sizes = {"TP": job.tensor, "PP": job.pipeline, "VPP": job.chunks, "CP": job.context, "DP": job.data}
+        text = " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one GPU"
+        text += f", micro batch {training.micro_batch_size}"
+        granularity = derived.recompute_granularity(training)
+        if granularity == "full":
+            return text + ", full recompute"
+        return text + (f", recompute {' '.join(derived.recompute_modules(training))}" if granularity else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """All layouts of one number of GPUs.
+
+    Attributes:
+        layouts: those that fit, the fastest first.
+        num_legal: that break no rule.
+        smallest: memory of the legal layout that needs the least, in bytes.
+        problems: why layouts are not legal, with how many it holds for.
+    """
+
+    world_size: int
+    layouts: list[Layout]
+    num_legal: int
+    smallest_bytes: Optional[int]
+    problems: collections.Counter = field(default_factory=collections.Counter)
+
+
+def find_layouts(
+    config: RunConfig, gpu: Gpu, world_size: int, padded_vocab: Any, given: Collection[str] = ()
+) -> Found:
+    """Every legal layout, what fits sorted by predicted speed.
+
+    Args:
+        padded_vocab: function from a configuration to the rows of its embedding.
+        given: settings that stay as they are in `config`, for example `parallel.tensor_model_parallel_size`.
+    """
+    layouts, sizes, problems = [], [], collections.Counter()
+    for candidate in candidates(config, gpu, world_size, given):
+        found = rules.setting_problems(candidate, world_size)
+        if found:
+            problems.update(found)
+            continue
+        job = Job(config=candidate, gpu=gpu, world_size=world_size, padded_vocab=padded_vocab(candidate))
+        estimates = estimate_ends(candidate, world_size, job.padded_vocab)
+        memory = max(estimates, key=lambda estimate: estimate.total_bytes)
+        outside = outside_bytes(candidate, world_size)
+        sizes.append(memory.total_bytes + outside)
+        if sizes[-1] <= gpu.memory_bytes * (1 - MARGIN_FRACTION):
+            layouts.append(Layout(job=job, memory=memory, outside_bytes=outside, step=step_time(job)))
+    # Of equally fast layouts the one that needs less memory.
+    layouts.sort(key=lambda layout: (layout.step.seconds / layout.step.tokens, layout.memory_bytes))
+    return Found(
+        world_size=world_size, layouts=layouts, num_legal=len(sizes), smallest_bytes=min(sizes, default=None),
+        problems=problems,
+    )  # fmt: skip
+
+
+def machine_problems(config: RunConfig, gpu: Gpu) -> list[str]:
+    """What the GPU does not have, whatever the layout. Emulated recipes are not planned: their speed has no model."""
+    return capability.problems(with_values(config, {"precision.emulation": False}), gpu.target)
+
+
+def candidates(config: RunConfig, gpu: Gpu, world_size: int, given: Collection[str]) -> Iterator[RunConfig]:
+    """Layouts whose sizes multiply to the GPUs; most rules are not asked yet."""
+    layers, seq = config.model.num_layers, config.data.seq_length
+    if not layers or not seq:
+        yield config  # the rules say what is missing
+        return
+    tensors = _choices(config, given, TENSOR, _powers_of_two(min(gpu.gpus_per_node, world_size)))
+    contexts = _choices(config, given, CONTEXT, _powers_of_two(min(LARGEST_CONTEXT, seq // SHORTEST_PART)))
+    pipelines = _choices(config, given, PIPELINE, _divisors(layers))
+    micros = _choices(config, given, MICRO, MICRO_BATCHES)
+    is_given = GRANULARITY in given or "training.recompute_activations" in given
+    recomputes = ({},) if is_given else RECOMPUTE
+    for tensor, context, pipeline in itertools.product(tensors, contexts, pipelines):
+        if world_size % (tensor * context * pipeline):
+            continue
+        # More ranks for a sequence and then more sequences a rank is the same work with more communication.
+        sequences = micros if context == 1 or len(contexts) == 1 else micros[:1]
+        for chunks, micro, recompute in itertools.product(
+            _chunk_choices(config, given, layers, pipeline), sequences, recomputes
+        ):
+            values = {TENSOR: tensor, CONTEXT: context, PIPELINE: pipeline, MICRO: micro, **chunks, **recompute}
+            if SEQUENCE not in given:
+                values[SEQUENCE] = tensor > 1
+            yield with_values(config, values)
+
+
+def _choices(config: RunConfig, given: Collection[str], name: str, choices: Any) -> Any:
+    return (value_of(config, name),) if name in given else choices
+
+
+def _chunk_choices(
+    config: RunConfig, given: Collection[str], layers: int, pipeline: int
+) -> Iterator[dict[str, Optional[int]]]:
+    """Chunks of the interleaved schedule, from none to one for each layer."""
+    if CHUNKS in given or LAYERS_OF_CHUNK in given:
+        yield {}
+        return
+    yield {CHUNKS: None}
+    if pipeline > 1:
+        yield from ({CHUNKS: chunks} for chunks in _divisors(layers // pipeline) if chunks > 1)
+
+
+def _powers_of_two(largest: int) -> list[int]:
+    return [2**exponent for exponent in range(max(1, largest).bit_length())]
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

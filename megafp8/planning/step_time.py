@@ -1,0 +1,273 @@
+"""How long an optimizer step takes: what the slowest pipeline stage does, one after the other, part by part.
+
+    step = microbatches x slowest stage + bubble + reductions and gathers that are not hidden + optimizer
+
+A stage's microbatch is its layers forward and backward, what is computed again, the communication that its linears and
+its attention wait for, and embedding or output layer at the ends. Where the host takes longer to start a layer's kernels
+than the GPU to run them, the layer takes the host's time.
+
+The bubble is the time in which the slowest stage waits for the others: the sum of their microbatches, divided by the
+chunks of the interleaved schedule (Narayanan et al. 2021, section 2.2).
+
+Overlap: gathers and reductions of tensor parallelism beside dgrad and wgrad, the ring of context parallelism beside
+attention, reductions of gradients beside the last microbatch's backward pass and gathers of parameters beside the
+first one's forward pass (with the flags for it; the last bucket is seen), pipeline sends in the interleaved schedule.
+Only what takes longer than what it runs beside is counted. Communication does not slow computation down, and all GPUs
+are equally fast: both are assumptions that flatter large clusters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megafp8.config import derived, size
+from megafp8.planning import communication, compute
+from megafp8.planning.job import Job
+from megafp8.planning.memory import parameters_on_stage, quantized_fraction
+
+MATHEMATICS = ("linears", "attention", "output layer")
+WAITS = ("tensor parallel", "context parallel", "host")
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step on the slowest stage, by part; their sum is the step."""
+
+    parts: dict[str, float]
+    tokens: int
+    num_gpus: int
+    flops_per_token: float
+    peak_flops: float
+    """Of one GPU, for the dtype of the linears."""
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return sum(self.parts.values())
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        """Speed."""
+        return self.tokens / self.seconds / self.num_gpus
+
+    @property
+    def mfu_fraction(self) -> float:
+        """Model FLOP/s over the peak of the linears' dtype, as the records of a run have it."""
+        return self.tokens_per_s_per_gpu * self.flops_per_token / self.peak_flops
+
+    @property
+    def limit(self) -> str:
+        """What takes most of the step beside the model's own products."""
+        others = {name: seconds for name, seconds in self.parts.items() if name not in MATHEMATICS}
+        return max(others, key=others.__getitem__)
+
+
+@dataclass
+class Stage:
+    """Seconds of one microbatch on one pipeline stage, by part, and how much of it can hide communication."""
+
+    parts: dict[str, float] = field(default_factory=dict)
+    forward: float = 0.0
+    backward: float = 0.0
+
+    def add(self, name: str, forward: float, backward: float = 0.0) -> None:
+        """Add to a part."""
+        self.parts[name] = self.parts.get(name, 0.0) + forward + backward
+        self.forward += forward
+        self.backward += backward
+
+    @property
+    def seconds(self) -> float:
+        """The microbatch."""
+        return self.forward + self.backward
+
+
+def step_time(job: Job) -> StepTime:
+    """Predict a step."""
+    stages = [stage_time(job, stage) for stage in sorted({0, min(1, job.pipeline - 1), job.pipeline - 1})]
+    slowest = max(range(len(stages)), key=lambda index: stages[index].seconds)
+    stage, number = stages[slowest], [0, 1, job.pipeline - 1][slowest] if job.pipeline > 2 else slowest
+    microbatches = derived.num_microbatches(job.config, job.world_size)
+    parts = {name: microbatches * seconds for name, seconds in stage.parts.items()}
+    parts |= pipeline_parts(job, stages, stage.seconds, microbatches)
+    parts["data parallel"] = exposed_data_s(job, stage, number)
+    parts["optimizer"] = optimizer_s(job, number)
+    parts["casts"] += weight_casts_s(job, number)
+    assert job.config.data.seq_length is not None
+    return StepTime(
+        parts={name: seconds for name, seconds in parts.items() if seconds > 0},
+        tokens=derived.tokens_per_step(job.config, job.world_size),
+        num_gpus=job.world_size,
+        flops_per_token=size.flops_per_token(job.config.model, job.padded_vocab, job.config.data.seq_length),
+        peak_flops=job.gpu.peak.flops[peak_dtype(job.recipe)],
+    )
+
+
+def peak_dtype(recipe: str) -> str:
+    """Of which dtype's peak the model's FLOP/s are a part."""
+    return {"bf16": "bf16", "nvfp4": "fp4"}.get(recipe, "fp8")
+
+
+# ---- one microbatch -----------------------------------------------------------------------------------------------
+
+
+def stage_time(job: Job, stage: int) -> Stage:
+    """One microbatch, forward and backward, on a stage."""
+    result = Stage()
+    layers = derived.layers_per_pipeline_rank(job.config)
+    quantized = layers * quantized_fraction(job.config, stage) if job.recipe != "bf16" else 0.0
+    for recipe, count in ((job.recipe, quantized), ("bf16", layers - quantized)):
+        if count:
+            add_layers(job, result, recipe, count)
+    if stage == 0:
+        add_embedding(job, result)
+    if stage == job.pipeline - 1:
+        add_output_layer(job, result)
+    busy_s = sum(seconds for name, seconds in result.parts.items() if name not in WAITS)
+    gaps_s = over(busy_s / job.calibration.busy_fraction - busy_s, result.parts.get("host", 0.0))
+    result.add("gaps between kernels", gaps_s * result.forward / result.seconds, gaps_s * result.backward / result.seconds)
+    return result
+
+
+def add_layers(job: Job, stage: Stage, recipe: str, count: float) -> None:
+    """`count` layers of one precision."""
+    forward, backward = compute.forward_pass(job, recipe), compute.backward_pass(job, recipe)
+    traffic = communication.tensor_traffic(job, recipe)
+    ring_forward, ring_backward, _ = communication.context_traffic(job)
+    hides_ring = job.config.parallel.cp_comm_type == "p2p"
+    again = compute.recomputed(job, forward)
+    parts = {
+        "linears": (forward.gemms, backward.gemms),
+        "attention": (forward.attention, backward.attention),
+        "norms, activation, rotary": (forward.passes, backward.passes),
+        "casts": (forward.casts, backward.casts),
+        "recompute": (0.0, again),
+        "tensor parallel": (
+            traffic.forward_s,
+            traffic.backward_s
+            + over(traffic.beside_dgrad_s, backward.dgrad)
+            + over(traffic.beside_wgrad_s, backward.wgrad)
+            + traffic.forward_s * again / forward.total,
+        ),
+        "context parallel": (
+            over(ring_forward, forward.attention * hides_ring), over(ring_backward, backward.attention * hides_ring)
+        ),
+    }  # fmt: skip
+    gpu_s = sum(map(sum, parts.values()))
+    calibration = job.calibration
+    host_s = calibration.bf16_host_layer_s if recipe == "bf16" else calibration.fp8_host_layer_s
+    waits = over(host_s * (1 + again / (forward.total + backward.total)), gpu_s)
+    parts["host"] = (waits / 3, waits * 2 / 3)
+    for name, (of_forward, of_backward) in parts.items():
+        stage.add(name, count * of_forward, count * of_backward)
+
+
+def add_embedding(job: Job, stage: Stage) -> None:
+    """Lookup and its gradient, with the sum over the parts of the vocabulary."""
+    numbers = job.tokens * job.hidden_size
+    summed_s = communication.ring_s(job, communication.tensor_group(job), compute.BF16_BYTES * numbers)
+    stage.add("norms, activation, rotary", *2 * (job.memory_s(2 * compute.BF16_BYTES * numbers),))
+    stage.add("tensor parallel", summed_s, summed_s)
+
+
+def add_output_layer(job: Job, stage: Stage) -> None:
+    """Final norm is not counted; logits, loss, their gradients."""
+    forward_s, backward_s, loss_s = compute.logits_s(job)
+    stage.add("output layer", forward_s, backward_s)
+    stage.add("loss", loss_s / 2, loss_s / 2)
+    # Its input is gathered forward; backward that gather runs beside dgrad, and the reduction beside wgrad.
+    gather_s = communication.ring_s(
+        job, communication.tensor_group(job), compute.BF16_BYTES * job.tokens * job.hidden_size
+    )
+    stage.add("tensor parallel", gather_s, 2 * over(gather_s, backward_s / 2))
+
+
+def over(seconds: float, beside_s: float) -> float:
+    """What is left to see of something that runs beside something else."""
+    return max(0.0, seconds - beside_s)
+
+
+# ---- once a step --------------------------------------------------------------------------------------------------
+
+
+def pipeline_parts(job: Job, stages: list[Stage], slowest_s: float, microbatches: int) -> dict[str, float]:
+    """Bubble, and sends that nothing hides.
+
+    Args:
+        stages: the first, one of the inner ones, the last.
+    """
+    if job.pipeline == 1:
+        return {}
+    inner = stages[1].seconds if job.pipeline > 2 else 0.0
+    others_s = stages[0].seconds + stages[-1].seconds + (job.pipeline - 2) * inner - slowest_s
+    send_s = communication.send_s(job, communication.pipeline_group(job), communication.boundary_bytes(job))
+    is_hidden = job.chunks > 1 and job.config.parallel.overlap_p2p_comm
+    # One each way for a microbatch and chunk; hidden ones are seen while the pipeline fills and drains.
+    sends = 2 * (job.pipeline - 1) + (0 if is_hidden else 2 * microbatches * job.chunks)
+    return {"bubble": others_s / job.chunks, "pipeline sends": sends * send_s}
+
+
+def exposed_data_s(job: Job, stage: Stage, number: int) -> float:
+    """Reductions of gradients and gathers of parameters that no computation hides."""
+    traffic, parallel = communication.data_traffic(job, number), job.config.parallel
+    last_s, first_s = traffic.reduce_s / traffic.num_buckets, traffic.gather_s / traffic.num_buckets
+    reduce_s, gather_s = traffic.reduce_s, traffic.gather_s
+    if parallel.overlap_grad_reduce:
+        reduce_s = max(last_s, over(reduce_s, stage.backward))
+    if parallel.overlap_param_gather:
+        gather_s = max(first_s, over(gather_s, stage.forward))
+    return reduce_s + gather_s
+
+
+def optimizer_s(job: Job, number: int) -> float:
+    """Passes over gradients, master weights and moments."""
+    parameters = sum(parameters_on_stage(job.config, job.padded_vocab, number))
+    shards = communication.data_group(job).size if job.config.parallel.use_distributed_optimizer else 1
+    whole, shard = passes_over_parameters(job)
+    moved_bytes = whole * parameters + shard * parameters / shards
+    return moved_bytes / (job.gpu.hbm_bytes_per_s * job.calibration.optimizer_fraction)
+
+
+def weight_casts_s(job: Job, number: int) -> float:
+    """Casts of the linears' weights, kept over the microbatches of a step."""
+    quantizable, _ = parameters_on_stage(job.config, job.padded_vocab, number)
+    numbers = quantizable * quantized_fraction(job.config, number)
+    # Of FP8 weights the transposed codes only: the codes are made of the optimizer's shard.
+    return compute.cast_s(job, job.recipe, numbers / (2 if job.config.precision.fp8_param_gather else 1))
+
+
+def passes_over_parameters(job: Job) -> tuple[int, int]:
+    """Bytes a parameter moved (over all of a rank's, over its shard).
+
+    In one kernel: norm 4, read gradient, master weight and moments 16, write them 12, and the BF16 weight 2. In
+    megatron-core's passes: norm 4, clip 8, Adam 28, copy to BF16 6, and division by the tokens 8 of the whole buffer.
+    Buffers are set to zero (4) where gradients are added to them.
+    """
+    optimizer, training, precision = job.config.optimizer, job.config.training, job.config.precision
+    state = {"fp32": 8, "fp16": 4, "bf16": 4, "fp8": 2}
+    lean = 0
+    if optimizer.use_precision_aware_optimizer:  # moments read and written, master weights as 16 bits beside BF16
+        lean = 8 - state[optimizer.exp_avg_dtype] + 8 - state[optimizer.exp_avg_sq_dtype] + 4
+    overwrites = precision.gradient_overwrite and job.pipeline == 1
+    zeros = 0 if overwrites else 4
+    has_one_pass = optimizer.one_pass_optimizer and job.config.parallel.use_distributed_optimizer
+    if has_one_pass:
+        return zeros, 34 - lean
+    return zeros + (8 if training.calculate_per_token_loss else 0), 46 - lean
+
+
+def bytes_by_group(job: Job) -> dict[str, float]:
+    """Bytes that a rank of the busiest stage sends in one step, by process group."""
+    layers = derived.layers_per_pipeline_rank(job.config)
+    microbatches = derived.num_microbatches(job.config, job.world_size)
+    traffic = communication.tensor_traffic(job, job.recipe)
+    _, _, ring_bytes = communication.context_traffic(job)
+    data = communication.data_traffic(job, 0)
+    found = {
+        "tensor parallel": layers * microbatches * traffic.bytes,
+        "context parallel": layers * microbatches * ring_bytes,
+        "pipeline": 2 * microbatches * job.chunks * communication.boundary_bytes(job) if job.pipeline > 1 else 0.0,
+        "data parallel, gradients": data.reduce_bytes,
+        "data parallel, parameters": data.gather_bytes,
+    }
+    return {name: value for name, value in found.items() if value}

@@ -1,0 +1,75 @@
+#!/usr/bin/env python3
+"""Plan a run: which layout of a model on how many GPUs is fastest, what it needs, and what limits it.
+
+    python tools/plan.py --model-preset llama3-70b --gpus 512 --gpu h200 --fp8-recipe tensorwise
+    python tools/plan.py --model-preset llama3-8b --gpus 64 --gpu h100 --tensor-model-parallel-size 2 --plot plan.png
+
+Takes every flag of pretrain_gpt.py beside its own. Tensor, pipeline (also interleaved) and context parallelism, micro
+batch and recompute are searched where they are not given; all else is as given. The best layouts come with memory, step
+time and traffic by part, and the flags of the first one ready for pretrain_gpt.py. No GPU and no torch is needed.
+docs/planning.md says how it computes and how wrong it was against measured runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Optional
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
+
+GPU_NAMES = ("h100", "h200", "b200")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs to plan for")
+    parser.add_argument("--gpu", choices=GPU_NAMES, default="h200", help="kind of GPU (default: h200)")
+    parser.add_argument(
+        "--network-gbit-per-s", type=float, metavar="X", help="network adapter of a GPU; default that of its usual node"
+    )
+    parser.add_argument("--top", type=int, default=5, metavar="N", help="layouts to show (default: 5)")
+    parser.add_argument(
+        "--scaling", nargs="*", type=int, metavar="N",
+        help="numbers of GPUs to compare (default: 8 to 16,384 by doubling; none for no comparison)",
+    )  # fmt: skip
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw speed over GPUs, memory and step by part")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    return parser
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Exit status 0; 64 with wrong flags or when nothing fits."""
+    arguments, training = build_parser().parse_known_args(argv)
+    from megafp8.config import flags
+    from megafp8.errors import ConfigError, Megafp8Error
+    from megafp8.planning.hardware import GPUS
+    from megafp8.planning.plan import SCALING_COUNTS, make_plan, with_network
+    from megafp8.planning.report import plan_data, plan_text
+
+    try:
+        if arguments.gpus < 1:
+            raise ConfigError(f"--gpus {arguments.gpus}: must be at least 1")
+        gpu = with_network(GPUS[arguments.gpu], arguments.network_gbit_per_s)
+        counts = SCALING_COUNTS if arguments.scaling is None else tuple(sorted({*arguments.scaling, arguments.gpus}))
+        if arguments.scaling == []:
+            counts = ()
+        plan = make_plan(flags.parse(training), gpu, arguments.gpus, counts)
+    except Megafp8Error as error:
+        print(f"plan: {error}", file=sys.stderr)
+        return error.exit_status
+    print(json.dumps(plan_data(plan, arguments.top), indent=2) if arguments.json else plan_text(plan, arguments.top))
+    if arguments.plot:
+        from megafp8.reports.plot_plan import plot_plan
+
+        print(f"wrote {plot_plan(plan, arguments.plot)}", file=sys.stderr)
+    return 0 if plan.found.layouts else ConfigError.exit_status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
