@@ -2,12 +2,12 @@
 
 Measured: one or four H200s (141 GB, 700 W), 2026-11-20, torch 2.11, Transformer Engine 2.20.2, megatron-core 0.16.1.
 `mcore` is a bare loop of megatron-core, `megafp8` this project; both have the distributed optimizer, overlapped
-reductions, Transformer Engine's loss. Shape A: llama-1b, 8 sequences of 2048 tokens. Shape B: 8 layers of llama3-8b with
-a vocabulary of 50,304, 2 sequences of 4096.
+reductions, Transformer Engine's loss. Shape A: llama-1b, 8 sequences of 2048 tokens. Shape B: 8 layers of llama3-8b
+with a vocabulary of 50,304, 2 sequences of 4096.
 
-A row is `fit` if a constant of the planner was found with it (its profile, or its step), else `held out`. Rows of other
-software do the same arithmetic with other kernels; rows `not modelled` have something that the planner leaves out, which
-their note says. Neither counts for the bars.
+A row is `fit` if a constant of the planner was found with it (its profile, or its step), else `held out`. Rows of
+other software do the same arithmetic with other kernels; rows `not modelled` have something that the planner leaves
+out, which their note says. Neither counts for the bars.
 """
 
 from __future__ import annotations
@@ -225,6 +225,6 @@ GROUPS: dict[tuple[str, str], dict[str, float]] = {
         ("B", "delayed"): (63.6, 13.1, 18.7, 14.8, 6.8, 26.8),
     }.items()
 }
-"""Milliseconds of a profiled step of `mcore`, by group of kernels. Optimizer: Adam, clipping, norm, the copy to BF16 and
-zeroing. Passes: rotary embedding, norms, activation, loss, residual additions, other copies, embedding.
+"""Milliseconds of a profiled step of `mcore`, by group of kernels. Optimizer: Adam, clipping, norm, the copy to BF16
+and zeroing. Passes: rotary embedding, norms, activation, loss, residual additions, other copies, embedding.
 Of blockwise only what differs from the others is used."""

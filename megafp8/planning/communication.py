@@ -2,9 +2,9 @@
 
 A ring of n ranks moves (n - 1)/n of the whole in all-gather and reduce-scatter, twice that in all-reduce. Ranks are
 placed as megatron-core places them: tensor-parallel ones next to each other, then context, data, pipeline. A group
-within a node has NVLink's bandwidth; one that leaves it has a network adapter for each rank it has in a node. Latency is
-NCCL's own model of its ring (`src/graph/tuning.cc`, protocol Simple): 8.4 us, and 3.4 us a step within a node or 14 us
-between nodes.
+within a node has NVLink's bandwidth; one that leaves it has a network adapter for each rank it has in a node. Latency
+is NCCL's own model of its ring (`src/graph/tuning.cc`, protocol Simple): 8.4 us, and 3.4 us a step within a node or 14
+us between nodes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Time of one microbatch in one transformer layer on one GPU, part by part, from the sizes of what it computes.
 
-    linears    each GEMM: FLOPs / (peak x fraction x w / (w + 1/2)), or its bytes at the memory's speed if that is longer.
-               w: waves of 128 x 128 tiles over the GPU's multiprocessors; half a wave is idle at the end on average
+    linears    each GEMM: FLOPs / (peak x fraction x w / (w + 1/2)), or its bytes at the memory's speed if that takes
+               longer. w: waves of 128 x 128 tiles over the multiprocessors; half of one idles at the end on average
     attention  causal FLOPs / (peak x fraction x s / (s + s_half)), a part 2/7 of it forward (2 GEMMs of 7)
     passes     bytes that norms, residual additions, activation, rotary embedding move / (memory bandwidth x fraction)
     casts      bytes of quantizing inputs (forward) and output gradients (backward), each to codes and transposed codes

@@ -48,7 +48,7 @@ class Gpu:
 
 
 _HGX = "memory: nvidia-smi's total; others: NVIDIA datasheet; network: 8 x 400 Gb/s InfiniBand of a DGX, an eighth"
-_NVL72 = "memory: nvidia-smi's total; others: NVIDIA NVL72 datasheets, a 72nd; network: 400 Gb/s InfiniBand a GPU (GB300: 800)"
+_NVL72 = "memory: nvidia-smi's total; others: NVIDIA NVL72 datasheets, a 72nd; network: 400 Gb/s a GPU (GB300: 800)"
 
 GPUS: Mapping[str, Gpu] = MappingProxyType(
     {

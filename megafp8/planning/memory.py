@@ -18,9 +18,9 @@ paper's s b h (34 + 5 a s / h) bytes per layer (equation 1), with tensor paralle
 parallelism equation 4. Flash attention saves its output instead of the a s^2 matrices.
 
 Beside the logits the last stage has a second tensor of their size and an FP32 matrix of the vocabulary's size. Both
-were found in peaks measured on an H200, not in source: without them the estimate was low by 1.91 and 3.46 GiB (llama-1b,
-8 and 16 x 2048 tokens) and 1.64 GiB (width 4096, 2 x 4096) in BF16, and by the same to within 0.02 in FP8. docs/planning.md
-has the error against every peak that was measured.
+were found in peaks measured on an H200, not in source: without them the estimate was low by 1.91 and 3.46 GiB
+(llama-1b, 8 and 16 x 2048 tokens) and 1.64 GiB (width 4096, 2 x 4096) in BF16, and by the same to within 0.02 in FP8.
+benchmarks/RESULTS.md has the error against every peak that was measured.
 
 That is what torch allocates. `outside_bytes` is what else a process takes on the device.
 """

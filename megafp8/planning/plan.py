@@ -1,4 +1,4 @@
-"""From a model and a cluster to a plan: the fastest layouts that fit, and how the speed falls with the number of GPUs."""
+"""From a model and a cluster to a plan: the fastest layouts that fit, and how speed falls with the number of GPUs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make_plan(
     """Plan a run.
 
     Args:
-        invocation: training flags. Sizes of the layout, micro batch and recompute are searched where they are not given.
+        invocation: training flags. Layout, micro batch and recompute are searched where they are not given.
 
     Raises:
         ConfigError: the flags break a rule under every layout, or the GPU does not have the recipe.

@@ -112,9 +112,9 @@ def assumptions_text(plan: Plan) -> str:
         f"{gpu.nvlink_bytes_per_s / 1e9:.0f} GB/s and network {gpu.network_bytes_per_s / 1e9:.1f} GB/s each way, "
         f"{gpu.gpus_per_node} GPUs a node",
         f"of that reached: GEMMs {measured.bf16_gemm_fraction} (BF16), {measured.fp8_gemm_fraction} (FP8), "
-        f"{measured.blockwise_gemm_fraction} (blockwise on Hopper); passes over memory {measured.memory_fraction}, casts "
-        f"{measured.cast_fraction}, optimizer {measured.optimizer_fraction}; NVLink {measured.nvlink_fraction}: measured "
-        f"on H200s, taken for every GPU. Network {NETWORK_FRACTION}: assumed",
+        f"{measured.blockwise_gemm_fraction} (blockwise on Hopper); passes over memory {measured.memory_fraction}, "
+        f"casts {measured.cast_fraction}, optimizer {measured.optimizer_fraction}; NVLink {measured.nvlink_fraction}: "
+        f"measured on H200s, taken for every GPU. Network {NETWORK_FRACTION}: assumed",
         "communication does not slow computation, all GPUs are equally fast, no time for saving or validation",
         f"{MARGIN_FRACTION:.0%} of the memory stays free",
     ]

@@ -3,8 +3,8 @@
     step = microbatches x slowest stage + bubble + reductions and gathers that are not hidden + optimizer
 
 A stage's microbatch is its layers forward and backward, what is computed again, the communication that its linears and
-its attention wait for, and embedding or output layer at the ends. Where the host takes longer to start a layer's kernels
-than the GPU to run them, the layer takes the host's time.
+its attention wait for, and embedding or output layer at the ends. Where the host takes longer to start a layer's
+kernels than the GPU to run them, the layer takes the host's time.
 
 The bubble is the time in which the slowest stage waits for the others: the sum of their microbatches, divided by the
 chunks of the interleaved schedule (Narayanan et al. 2021, section 2.2).
@@ -125,7 +125,8 @@ def stage_time(job: Job, stage: int) -> Stage:
         add_output_layer(job, result)
     busy_s = sum(seconds for name, seconds in result.parts.items() if name not in WAITS)
     gaps_s = over(busy_s / job.calibration.busy_fraction - busy_s, result.parts.get("host", 0.0))
-    result.add("gaps between kernels", gaps_s * result.forward / result.seconds, gaps_s * result.backward / result.seconds)
+    share = result.forward / result.seconds
+    result.add("gaps between kernels", gaps_s * share, gaps_s * (1 - share))
     return result
 
 

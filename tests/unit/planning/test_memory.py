@@ -7,10 +7,12 @@ from megafp8.config.presets import PRESETS
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 from megafp8.planning.memory import (
+    COMMUNICATOR_BYTES,
     estimate_ends,
     estimate_memory,
     layer_activations,
     layers_in_flight,
+    outside_bytes,
     parameters_on_stage,
 )
 
@@ -194,4 +196,17 @@ def test_measured_peaks(shape, fp8, measured_gib):
     }
     config = with_values(RunConfig(), PRESETS["llama-1b"] | shape | common | fp8)
     estimate = estimate_memory(config, 1, derived.padded_vocab_size(config, 50_304))
-    assert 0.95 < estimate.total_bytes / GIB / measured_gib < 1.0
+    assert estimate.total_bytes / GIB == pytest.approx(measured_gib, rel=0.005)
+
+
+def test_a_stage_without_logits_holds_the_gradients_of_a_layer():
+    first, last = estimate_ends(config_of(parallel__pipeline_model_parallel_size=4), 4, 1024)
+    assert first.buffers_bytes == 2 * 128 * 4 * (2 * 256 + 2 * 1024)
+    assert last.buffers_bytes == max(0, first.buffers_bytes - last.logits_bytes)
+
+
+def test_what_torch_does_not_allocate_grows_with_the_groups():
+    alone = outside_bytes(config_of(), 1)
+    assert outside_bytes(config_of(), 4) == alone + 2 * COMMUNICATOR_BYTES  # data parallel, and the world
+    both = config_of(parallel__tensor_model_parallel_size=2, parallel__pipeline_model_parallel_size=2)
+    assert outside_bytes(both, 4) == alone + 3 * COMMUNICATOR_BYTES

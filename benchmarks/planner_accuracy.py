@@ -1,0 +1,160 @@
+"""How wrong the planner is: every measured row against its prediction, and every published one.
+
+    python benchmarks/planner_accuracy.py [--write] [--fit]
+
+Prints the tables of benchmarks/RESULTS.md; `--write` puts them there, `--fit` finds the constants of
+`megafp8/planning/calibration.py` again. Bars, for rows held out of the fit: memory 10%, step time 15%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.planner_fit import fit  # noqa: E402
+from benchmarks.planner_measurements import HELD_OUT, MEASUREMENTS, Measurement  # noqa: E402
+from benchmarks.planner_published import LEFT_OUT, PUBLISHED, Published  # noqa: E402
+from megafp8.planning.memory import estimate_ends  # noqa: E402
+from megafp8.planning.step_time import step_time  # noqa: E402
+
+RESULTS = ROOT / "benchmarks/RESULTS.md"
+BEGIN, END = "<!-- planner accuracy: begin -->\n", "<!-- planner accuracy: end -->\n"
+TIME_BAR, MEMORY_BAR = 0.15, 0.10
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A measured row and its prediction. Errors are (predicted - measured) / measured."""
+
+    row: Measurement
+    step_ms: Optional[float]
+    peak_gib: Optional[float]
+
+    @property
+    def time_error(self) -> Optional[float]:
+        """Of the step."""
+        return None if self.row.step_ms is None or self.step_ms is None else self.step_ms / self.row.step_ms - 1
+
+    @property
+    def memory_error(self) -> Optional[float]:
+        """Of what torch allocates."""
+        return None if self.row.peak_gib is None or self.peak_gib is None else self.peak_gib / self.row.peak_gib - 1
+
+    @property
+    def memory_role(self) -> str:
+        """Whether the peak was held out."""
+        return self.row.memory_role or self.row.role
+
+
+def compare(row: Measurement) -> Compared:
+    """Predict what was measured."""
+    job = row.job()
+    step_ms = step_time(job).seconds * 1e3 if row.step_ms is not None else None
+    estimates = estimate_ends(job.config, job.world_size, job.padded_vocab, implementation=row.implementation)
+    return Compared(row, step_ms, max(estimate.total_bytes for estimate in estimates) / GIB)
+
+
+def measured_lines(compared: Sequence[Compared]) -> list[str]:
+    """The table of measured rows."""
+    lines = [
+        "| measured on H200 | GPUs | time | step ms | predicted | error | memory | peak GiB | predicted | error |",
+        "|---|---:|---|---:|---:|---:|---|---:|---:|---:|",
+    ]
+    for entry in compared:
+        row = entry.row
+        name = f"{row.name} ({row.note})" if row.note else row.name
+        of_time = (
+            (row.role, f"{row.step_ms:.1f}", f"{entry.step_ms:.1f}", told(entry.time_error, TIME_BAR, row.role))
+            if row.step_ms is not None else ("",) * 4
+        )
+        of_memory = (
+            (entry.memory_role, f"{row.peak_gib:.1f}", f"{entry.peak_gib:.1f}",
+             told(entry.memory_error, MEMORY_BAR, entry.memory_role))
+            if row.peak_gib is not None else ("",) * 4
+        )  # fmt: skip
+        lines.append("| " + " | ".join((name, str(row.num_gpus), *of_time, *of_memory)) + " |")
+    return lines
+
+
+def told(error: Optional[float], bar: float, role: str) -> str:
+    """An error, bold where it misses its bar."""
+    assert error is not None
+    text = f"{error:+.1%}"
+    return f"**{text}**" if role == HELD_OUT and abs(error) > bar else text
+
+
+def summary_lines(compared: Sequence[Compared]) -> list[str]:
+    """What the table comes to."""
+    held_out = [entry for entry in compared if entry.row.role == HELD_OUT and entry.row.step_ms]
+    of_memory = [entry for entry in compared if entry.memory_role == HELD_OUT and entry.row.peak_gib]
+    lines = ["| held out | rows | median error | largest | bar | outside |", "|---|---:|---:|---:|---:|---:|"]
+    for name, bar, errors in (
+        ("step time, 1 GPU", TIME_BAR, [entry.time_error for entry in held_out if entry.row.num_gpus == 1]),
+        ("step time, 4 GPUs", TIME_BAR, [entry.time_error for entry in held_out if entry.row.num_gpus == 4]),
+        ("peak memory, 1 GPU", MEMORY_BAR, [entry.memory_error for entry in of_memory]),
+    ):
+        sizes = [abs(error) for error in errors if error is not None]
+        cells = (str(len(sizes)), f"{statistics.median(sizes):.1%}", f"{max(sizes):.1%}", f"{bar:.0%}")
+        lines.append("| " + " | ".join((name, *cells, str(sum(size > bar for size in sizes)))) + " |")
+    return lines
+
+
+def published_lines(rows: Sequence[Published]) -> list[str]:
+    """The table of published rows."""
+    lines = [
+        "| published | GPUs | model | recipe | tokens/s/GPU | predicted | error | layout taken |",
+        "|---|---|---|---|---:|---:|---:|---|",
+    ]
+    for row in rows:
+        found = row.search()
+        cells = [row.source, f"{row.num_gpus} x {row.gpu}", row.model, row.recipe, f"{row.tokens_per_s:,.0f}"]
+        if found.layouts:
+            best = found.layouts[0]
+            speed = best.step.tokens_per_s_per_gpu
+            cells += [f"{speed:,.0f}", f"{speed / row.tokens_per_s - 1:+.0%}", best.name]
+        else:
+            cells += ["nothing fits", "", ""]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def report() -> str:
+    """All of it, in Markdown."""
+    compared = [compare(row) for row in MEASUREMENTS]
+    return "\n".join([
+        *summary_lines(compared), "", *measured_lines(compared), "", *published_lines(PUBLISHED), "", LEFT_OUT, "",
+    ])  # fmt: skip
+
+
+def committed() -> str:
+    """What RESULTS.md has."""
+    return RESULTS.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0]
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="put the tables into benchmarks/RESULTS.md")
+    parser.add_argument("--fit", action="store_true", help="print the constants that the rows marked fit give")
+    options = parser.parse_args(argv)
+    if options.fit:
+        print(fit())
+        return 0
+    text = report()
+    print(text)
+    if options.write:
+        before, rest = RESULTS.read_text(encoding="utf-8").split(BEGIN)
+        RESULTS.write_text(before + BEGIN + text + END + rest.split(END)[1], encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""Speeds that others published, as far as their models have no mixture of experts, and what is known of their runs.
+
+Layouts that were not published are left to the planner, batches are taken to be two sequences a GPU. MB:
+Megatron-Bridge's tables of performance, MLM: Megatron-LM's README for Llama, TT: torchtitan's benchmarks, AO: torchao's
+documentation. The 405B model has 126 layers, which hardly divide; it is planned with 128. Their software, clocks and
+power limits are not ours: fully sharded data parallelism, communication beside GEMMs, CUDA graphs, FP8 attention.
+Nothing was fitted to these rows.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from typing import Optional
+
+from benchmarks.planner_measurements import RECIPES
+from megafp8.config import derived, flags
+from megafp8.config.flags import Invocation
+from megafp8.planning.hardware import GPUS
+from megafp8.planning.layouts import Found, find_layouts
+from megafp8.planning.plan import assumptions, with_values
+
+LLAMA_405B = (
+    "--num-layers 128 --hidden-size 16384 --num-attention-heads 128 --group-query-attention --num-query-groups 8 "
+    "--ffn-hidden-size 53248 --max-position-embeddings 8192 --position-embedding-type rope --normalization RMSNorm "
+    "--swiglu --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
+    "--vocab-size 128256"
+)
+MODELS = {"8B": "--model-preset llama3-8b", "70B": "--model-preset llama3-70b", "405B": LLAMA_405B}
+TP4_PP8_VPP5 = (
+    "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 8 --num-virtual-stages-per-pipeline-rank 5"
+)
+WITH_TP = "--tensor-model-parallel-size 8"
+TWO_SEQUENCES = "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --context-parallel-size 1"
+
+
+@dataclass(frozen=True)
+class Published:
+    """One row: tokens/s of one GPU."""
+
+    source: str
+    gpu: str
+    num_gpus: int
+    model: str
+    recipe: str
+    tokens_per_s: float
+    layout: str = ""
+
+    @property
+    def invocation(self) -> Invocation:
+        """As flags."""
+        model = MODELS[self.model]
+        batch = "" if "--global-batch-size" in self.layout else f"--global-batch-size {2 * self.num_gpus}"
+        invocation, problems = flags.read(shlex.split(f"{model} {RECIPES[self.recipe]} {self.layout} {batch}"))
+        assert not problems, problems
+        return invocation
+
+    def search(self) -> Found:
+        """The planner's layouts."""
+        invocation = self.invocation
+        config = with_values(invocation.config, assumptions(invocation))
+        return find_layouts(
+            config, GPUS[self.gpu], self.num_gpus, lambda found: derived.padded_vocab_size(found, 128_256),
+            invocation.given,
+        )  # fmt: skip
+
+
+def _rows(source: str, gpu: str, num_gpus: int, model: str, layout: Optional[str], **speeds: float) -> list[Published]:
+    return [Published(source, gpu, num_gpus, model, recipe, speed, layout or "") for recipe, speed in speeds.items()]
+
+
+GBS128 = "--micro-batch-size 1 --global-batch-size 128"
+PUBLISHED: tuple[Published, ...] = (
+    *_rows("MB 25.11", "h100", 8, "8B", GBS128, tensorwise=14_451),
+    *_rows("MB 25.09", "h100", 8, "8B", GBS128, tensorwise=14_079),
+    *_rows("MLM", "h100", 8, "8B", f"--context-parallel-size 2 {GBS128}", delayed=13_812),
+    *_rows("MLM", "h100", 64, "70B", None, delayed=1_621),
+    *_rows("MLM", "h100", 1024, "405B", None, delayed=315),
+    *_rows("MB 26.04.01", "h100", 64, "70B", f"{TP4_PP8_VPP5} {GBS128}", tensorwise=1_664),
+    *_rows("MB 26.04.01", "h100", 1024, "405B", None, tensorwise=328),
+    *_rows("MB 25.11", "b200", 8, "8B", GBS128, tensorwise=30_624, mxfp8=29_521),
+    *_rows("MB 25.11", "gb200", 8, "8B", GBS128, tensorwise=31_508, mxfp8=29_789),
+    *_rows("MB 25.11", "gb300", 8, "8B", GBS128, tensorwise=37_556, mxfp8=36_108),
+    *_rows("MB 25.11", "b200", 128, "405B", None, tensorwise=661, mxfp8=624),
+    *_rows("MB 26.04.01", "gb200", 64, "70B", None, tensorwise=4_224, mxfp8=3_712, nvfp4=4_864),
+    *_rows("MB 26.04.01", "gb300", 64, "70B", None, tensorwise=5_248, mxfp8=4_864, nvfp4=7_296),
+    *_rows("TT 2024-12, 500 W", "h100", 8, "8B", TWO_SEQUENCES, bf16=6_667, tensorwise=8_532),
+    *_rows("TT 2024-12, 500 W", "h100", 128, "8B", TWO_SEQUENCES, bf16=6_514, tensorwise=8_380),
+    *_rows("AO", "h100", 8, "8B", TWO_SEQUENCES, bf16=6_150, tensorwise=7_689),
+    *_rows("AO, power-limited", "b200", 8, "8B", TWO_SEQUENCES, bf16=8_307, tensorwise=10_417, mxfp8=9_969),
+    *_rows("TT 2025-06", "h100", 256, "70B", WITH_TP, bf16=652, tensorwise=942),
+    *_rows("TT 2025-06", "h100", 64, "8B", WITH_TP, bf16=4_378),
+    *_rows("TT 2025-06", "h200", 32, "8B", TWO_SEQUENCES, tensorwise=10_938),
+    *_rows("TT 2025-06", "h200", 64, "8B", TWO_SEQUENCES, tensorwise=10_753),
+    *_rows("TT nvfp4.md, Blackwell not named", "b200", 4, "8B", f"--seq-length 2048 {TWO_SEQUENCES}",
+           bf16=21_919, mxfp8=28_084, nvfp4=30_040),
+)  # fmt: skip
+
+LEFT_OUT = (
+    "Left out: DeepSeek-V3, Qwen3-30B-A3B, Nemotron3 Nano and Llama 4 Scout (mixtures of experts), rowwise scaling (no "
+    "such recipe here), eager mode, and Megatron-LM's table of 1.7B to 462B models in BF16, which has no shapes."
+)

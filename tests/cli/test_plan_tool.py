@@ -1,0 +1,68 @@
+"""The planner as a person runs it: its flags are ones that pretrain_gpt.py takes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ARGUMENTS = ("--model-preset", "llama3-70b", "--gpus", "512", "--gpu", "h200", "--fp8-recipe", "tensorwise")
+
+
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, str(ROOT / script), *arguments], capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
+
+
+@pytest.fixture(scope="module")
+def planned() -> dict:
+    result = run("tools/plan.py", *ARGUMENTS, "--scaling", "--json")
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_the_flags_of_the_best_layout_pass_a_dry_run(planned) -> None:
+    argv = planned["layouts"][0]["argv"]
+    result = run("pretrain_gpt.py", "--dry-run", "--world-size", "512", "--target", "h200", *argv)
+    assert result.returncode == 0, result.stderr
+    assert "layout: 512 x h200, transformer_engine layers: tensor" in result.stdout
+
+
+def test_text_a_picture_and_no_torch(tmp_path: Path) -> None:
+    picture = tmp_path / "plan.png"
+    code = (
+        "import sys; sys.path.insert(0, 'tools'); import plan; status = plan.main(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules; sys.exit(status)"
+    )
+    arguments = ("--model-preset", "llama3-8b", "--gpus", "16", "--scaling", "8", "--plot", str(picture))
+    result = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    assert "tokens/s/GPU" in result.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--gpus", "8", "--model-preset", "llama3-8b", "--no-such-flag"), "unknown flag --no-such-flag"),
+        (("--gpus", "0", "--model-preset", "llama3-8b"), "--gpus 0"),
+        (("--gpus", "8", "--gpu", "h100", "--model-preset", "llama3-8b", "--fp8-recipe", "mxfp8"), "capability 10.0"),
+    ],
+)
+def test_wrong_flags_are_status_64_with_the_reason(arguments, reason) -> None:
+    result = run("tools/plan.py", *arguments)
+    assert result.returncode == 64
+    assert reason in result.stderr
+
+
+def test_what_does_not_fit_is_status_64_and_says_what_it_needs() -> None:
+    result = run("tools/plan.py", "--gpus", "8", "--model-preset", "llama3-70b", "--scaling")
+    assert result.returncode == 64
+    assert "the smallest needs" in result.stdout

@@ -1,0 +1,65 @@
+"""The committed table of the planner's errors is what the code gives, and its constants are what the fit gives."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from benchmarks import planner_accuracy, planner_fit  # noqa: E402
+from benchmarks.planner_measurements import FIT, GROUPS, HELD_OUT, MEASUREMENTS  # noqa: E402
+from megafp8.config import rules  # noqa: E402
+from megafp8.planning.calibration import CALIBRATION  # noqa: E402
+
+OUTSIDE_THE_TIME_BAR = {"mcore B delayed TP 4"}
+"""docs/planning.md says why."""
+
+
+@pytest.fixture(scope="module")
+def compared():
+    return {row.name: planner_accuracy.compare(row) for row in MEASUREMENTS}
+
+
+def test_the_table_in_results_is_the_codes() -> None:
+    assert planner_accuracy.committed() == planner_accuracy.report()
+
+
+def test_the_documents_summary_is_the_codes(compared) -> None:
+    text = (planner_accuracy.ROOT / "docs/planning.md").read_text(encoding="utf-8")
+    assert "\n".join(planner_accuracy.summary_lines(list(compared.values()))) in text
+
+
+def test_the_constants_are_the_fits() -> None:
+    assert planner_fit.fit() == CALIBRATION
+
+
+def test_the_fit_reads_no_row_that_is_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    fitted = [row for row in MEASUREMENTS if FIT in (row.role, row.memory_role)]
+    monkeypatch.setattr(planner_fit, "MEASUREMENTS", fitted)
+    assert planner_fit.fit() == CALIBRATION
+    profiled = {planner_fit.rows(*key).role for key in GROUPS}
+    assert profiled == {FIT}
+
+
+def test_names_are_distinct_and_settings_legal(compared) -> None:
+    assert len(compared) == len(MEASUREMENTS)
+    wanted = ("--train-iters", "--lr", "--tokenizer-type", "--data-path")
+    for row in MEASUREMENTS:
+        problems = rules.setting_problems(row.config, row.num_gpus)
+        assert [text for text in problems if not any(flag in text for flag in wanted)] == [], row.name
+
+
+def test_step_times_that_were_held_out_are_within_the_bar(compared) -> None:
+    held_out = {name: entry for name, entry in compared.items() if entry.row.role == HELD_OUT and entry.row.step_ms}
+    assert len(held_out) >= 8 and sum(entry.row.num_gpus == 4 for entry in held_out.values()) >= 8
+    outside = {name for name, entry in held_out.items() if abs(entry.time_error) > planner_accuracy.TIME_BAR}
+    assert outside == OUTSIDE_THE_TIME_BAR
+
+
+def test_peaks_that_were_held_out_are_within_the_bar(compared) -> None:
+    held_out = [entry for entry in compared.values() if entry.memory_role == HELD_OUT and entry.row.peak_gib]
+    assert len(held_out) >= 8
+    assert max(abs(entry.memory_error) for entry in held_out) < planner_accuracy.MEMORY_BAR

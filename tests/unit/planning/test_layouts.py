@@ -1,0 +1,161 @@
+"""The search: what it tries, what it leaves out, what it says when nothing goes."""
+
+from __future__ import annotations
+
+import pytest
+from plans import FP8, config_of
+
+from megafp8.config import derived, flags, rules
+from megafp8.config.settings import settings_by_name
+from megafp8.errors import ConfigError
+from megafp8.planning import layouts, plan
+from megafp8.planning.hardware import GPUS
+from megafp8.planning.layouts import MARGIN_FRACTION, find_layouts
+from megafp8.planning.plan import make_plan, scaling_limits
+from megafp8.planning.report import plan_data, plan_text
+from megafp8.planning.step_time import MATHEMATICS
+
+
+def search(changes=None, *, gpus=8, gpu="h200", given=()):
+    return find_layouts(config_of(changes), GPUS[gpu], gpus, lambda c: derived.padded_vocab_size(c, 128_256), given)
+
+
+@pytest.fixture(scope="module")
+def eight():
+    return search(FP8)
+
+
+def test_every_layout_breaks_no_rule_and_uses_every_gpu(eight):
+    assert len(eight.layouts) > 20
+    for layout in eight.layouts:
+        job = layout.job
+        assert rules.setting_problems(job.config, 8) == []
+        assert job.tensor * job.context * job.pipeline * job.data == 8
+        assert job.config.parallel.sequence_parallel == (job.tensor > 1)
+
+
+def test_the_fastest_comes_first_and_fits(eight):
+    speeds = [layout.step.tokens_per_s_per_gpu for layout in eight.layouts]
+    assert speeds == sorted(speeds, reverse=True)
+    room = GPUS["h200"].memory_bytes * (1 - MARGIN_FRACTION)
+    assert all(layout.memory_bytes <= room for layout in eight.layouts)
+    assert eight.smallest_bytes == min(layout.memory_bytes for layout in eight.layouts)
+
+
+def test_every_kind_of_splitting_is_tried(eight):
+    jobs = [layout.job for layout in eight.layouts]
+    assert {job.tensor for job in jobs} == {1, 2, 4, 8}
+    assert {job.pipeline for job in jobs} == {1, 2, 4, 8}
+    assert {job.chunks for job in jobs if job.pipeline == 4} == {1, 2, 4, 8}
+    assert {job.context for job in jobs} == {1, 2, 4, 8}
+    assert {job.config.training.recompute_granularity for job in jobs} == {None, "selective", "full"}
+    assert {1, 2, 4} <= {job.config.training.micro_batch_size for job in jobs}
+
+
+def test_what_is_given_stays():
+    given = (layouts.TENSOR, layouts.MICRO, layouts.GRANULARITY)
+    found = search({layouts.TENSOR: 2, layouts.MICRO: 2}, given=given)
+    for layout in found.layouts:
+        assert (layout.job.tensor, layout.job.config.training.micro_batch_size) == (2, 2)
+        assert layout.job.config.training.recompute_granularity is None
+
+
+def test_a_smaller_gpu_has_fewer_layouts(eight):
+    on_h100 = search(FP8, gpu="h100")
+    assert on_h100.num_legal == eight.num_legal
+    assert len(on_h100.layouts) < len(eight.layouts)
+
+
+def test_a_model_that_does_not_fit_says_what_it_needs():
+    found = search(gpus=1, gpu="h100")
+    assert found.layouts == [] and found.smallest_bytes > GPUS["h100"].memory_bytes
+    text = plan_text(invoked("--model-preset llama3-70b", gpus=8, scaling=()), 3)
+    assert "0 fit" in text and "the smallest needs" in text
+
+
+# ---- plans --------------------------------------------------------------------------------------------------------
+
+
+def invoked(text: str, *, gpu="h200", gpus=8, scaling=(8, 64, 4096)):
+    return make_plan(flags.parse(text.split()), GPUS[gpu], gpus, scaling)
+
+
+@pytest.fixture(scope="module")
+def planned():
+    return invoked("--model-preset llama3-8b --fp8-recipe tensorwise")
+
+
+def test_what_is_not_given_is_taken_and_told(planned):
+    assert planned.assumed["precision.fp8_format"] == "hybrid"
+    assert planned.assumed["data.seq_length"] == 8192
+    text = plan_text(planned, 3)
+    for name, value in planned.assumed.items():
+        assert f"{settings_by_name()[name].flags[0]} {value}" in text
+
+
+def test_what_is_given_is_not_assumed():
+    given = "--fp8-format e4m3 --seq-length 4096 --global-batch-size 32 --lr 1e-4 --train-iters 5 --bf16"
+    found = invoked(f"--model-preset llama3-8b --fp8-recipe tensorwise {given}", scaling=()).found
+    config = found.layouts[0].job.config
+    assert (config.precision.fp8_format, config.data.seq_length) == ("e4m3", 4096)
+    assert (config.training.global_batch_size, config.optimizer.lr, config.training.train_iters) == (32, 1e-4, 5)
+
+
+def test_null_tokenizer_does_not_change_the_vocabulary(planned):
+    assert planned.found.layouts[0].job.padded_vocab == 128_256
+
+
+def test_the_text_has_every_section(planned):
+    text = plan_text(planned, 3)
+    for part in (
+        "legal layouts", "memory of layout 1", "a step of layout 1", "layout 1 sends", "the same batch on more GPUs",
+        "assumptions", "HBM 4.80 TB/s", "flags of layout 1", "--micro-batch-size",
+    ):  # fmt: skip
+        assert part in text
+    assert "below 50% of the best speed a GPU at 4,096 GPUs" in text
+
+
+def test_flags_of_a_layout_are_read_back_as_it(planned):
+    for layout in plan_data(planned, 5)["layouts"]:
+        assert rules.setting_problems(flags.parse(layout["argv"]).config, 8) == []
+    best = planned.found.layouts[0]
+    assert flags.parse(plan_data(planned, 1)["layouts"][0]["argv"]).config == best.job.config
+
+
+def test_limits_are_where_the_speed_falls(planned):
+    speeds = {count: layout.step.tokens_per_s_per_gpu for count, layout in planned.scaling.items()}
+    assert speeds[8] > speeds[4096]
+    limits = scaling_limits(planned.scaling)
+    assert [limit.world_size for limit in limits if limit.share == 0.5] == [4096]
+    assert all(limit.part not in MATHEMATICS for limit in limits)
+
+
+@pytest.mark.parametrize(
+    ("text", "gpu", "problem"),
+    [
+        ("--model-preset llama3-8b --fp8-recipe mxfp8", "h200", "needs compute capability 10.0"),
+        ("--model-preset llama3-8b --transformer-impl emulated --fp8-recipe tensorwise", "h200", "--no-emulation"),
+        ("--model-preset tiny", "h200", "give --vocab-size"),
+        ("--fp8-recipe tensorwise", "h200", "--model-preset"),
+        ("--model-preset llama3-8b --tensor-model-parallel-size 3", "h200", "cannot be divided"),
+        ("--model-preset gpt2-124m --seq-length 2048", "h200", "--max-position-embeddings"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_planned_is_refused_with_the_reason(text, gpu, problem):
+    with pytest.raises(ConfigError) as raised:
+        invoked(text, gpu=gpu, scaling=())
+    assert problem in str(raised.value)
+
+
+def test_mxfp8_is_planned_where_it_is_native():
+    assert invoked("--model-preset llama3-8b --fp8-recipe mxfp8", gpu="b200", scaling=()).found.layouts
+
+
+def test_a_slower_network_costs_speed_between_nodes_only():
+    def speed(gbit_per_s, gpus):
+        gpu = plan.with_network(GPUS["h200"], gbit_per_s)
+        found = find_layouts(config_of(FP8), gpu, gpus, lambda c: 128_256)
+        return found.layouts[0].step.tokens_per_s_per_gpu
+
+    assert speed(50, 8) == speed(None, 8)
+    assert speed(50, 64) < speed(None, 64)

@@ -1,0 +1,233 @@
+"""The time model against sums done by hand, limits that it must have, and itself."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from plans import FP8, TENSOR, job_of
+
+from megafp8.config import derived
+from megafp8.planning import communication, compute
+from megafp8.planning.communication import START_S, Group, ring_s
+from megafp8.planning.hardware import GPUS
+from megafp8.planning.step_time import bytes_by_group, optimizer_s, pipeline_parts, stage_time, step_time
+
+PIPELINE = {"parallel.pipeline_model_parallel_size": 4}
+
+
+def test_every_gpu_has_its_peaks():
+    for gpu in GPUS.values():
+        assert {"bf16", "fp8"} <= set(gpu.peak.flops), gpu.name
+        assert gpu.target.kind == "cuda"
+
+
+def test_a_large_gemm_runs_at_its_fraction_and_a_small_one_below():
+    job = job_of()
+    flops = 989.4e12 * job.calibration.bf16_gemm_fraction
+    assert compute.gemm_s(job, "bf16", 2**16, 2**14, 2**14) == pytest.approx(2 * 2**44 / flops, rel=0.02)
+    waves = 8 * 8 / 132
+    small = 2 * 1024**2 * 2**14 / (flops * waves / (waves + 0.5))
+    assert compute.gemm_s(job, "bf16", 1024, 1024, 2**14) == pytest.approx(small)
+
+
+def test_a_thin_gemm_is_bound_by_memory():
+    job = job_of()
+    num_bytes = 2 * 16 * (2**14 + 2**14) + 2 * 2**28
+    assert compute.gemm_s(job, "bf16", 2**14, 2**14, 16) == pytest.approx(job.memory_s(num_bytes))
+
+
+def test_attention_is_the_models_flops():
+    job = job_of()
+    flops = 6 * 4096 * 8192 * 8192  # one layer, one sequence of 8192: 6 h s a token, the causal half
+    fraction = job.calibration.attention_fraction * 8192 / (8192 + job.calibration.attention_half_tokens)
+    assert compute.attention_s(job) == pytest.approx(flops / (989.4e12 * fraction))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "mxfp8"])
+def test_fp8_halves_the_linears_of_a_large_model(recipe):
+    job = job_of()
+    ratio = compute.forward_pass(job, "bf16").fprop / compute.forward_pass(job, recipe).fprop
+    calibration = job.calibration
+    assert ratio == pytest.approx(2 * calibration.fp8_gemm_fraction / calibration.bf16_gemm_fraction, rel=0.01)
+
+
+def test_blockwise_gemms_are_slow_on_hopper_only():
+    on = {gpu: job_of(gpu=gpu) for gpu in ("h200", "b200")}
+    recipes = ("tensorwise", "blockwise")
+    flops = {gpu: [compute.gemm_flops(job, recipe) for recipe in recipes] for gpu, job in on.items()}
+    assert flops["b200"][0] == flops["b200"][1] and flops["h200"][0] > flops["h200"][1]
+
+
+def test_casts_are_counted_in_bytes_of_inputs_and_gradients():
+    job = job_of(FP8)
+    tokens, inputs, outputs = 8192, 4096 + 4096 + 4096 + 14336, 6144 + 4096 + 2 * 14336 + 4096
+    speed = job.gpu.hbm_bytes_per_s * job.calibration.cast_fraction
+    assert compute.forward_pass(job, "tensorwise").casts == pytest.approx(6 * tokens * inputs / speed)
+    assert compute.backward_pass(job, "tensorwise").casts == pytest.approx(6 * tokens * outputs / speed)
+
+
+def test_fused_operations_and_one_rotation_move_fewer_bytes():
+    fused = job_of(FP8 | {"precision.use_transformer_engine_op_fuser": True})
+    apart = job_of(FP8 | {"precision.split_rope_fusion": False})
+    plain = job_of(FP8)
+    assert compute.backward_pass(fused, "tensorwise").activation < compute.backward_pass(plain, "tensorwise").activation
+    assert compute.backward_pass(apart, "tensorwise").rotary == 2 * compute.backward_pass(plain, "tensorwise").rotary
+
+
+@pytest.mark.parametrize(
+    ("settings", "share"),
+    [
+        ({"training.recompute_granularity": "full", "training.recompute_method": "uniform",
+          "training.recompute_num_layers": 1}, 1.0),
+        ({"training.recompute_granularity": "full", "training.recompute_method": "block",
+          "training.recompute_num_layers": 8}, 8 / 32),
+        ({}, 0.0),
+    ],
+)  # fmt: skip
+def test_full_recompute_runs_the_forward_pass_again(settings, share):
+    job = job_of(settings)
+    forward = compute.forward_pass(job, "bf16")
+    assert compute.recomputed(job, forward) == pytest.approx(share * forward.total)
+
+
+def test_selective_recompute_runs_its_part_again():
+    job = job_of({"training.recompute_granularity": "selective", "training.recompute_modules": ("mlp", "core_attn")})
+    forward = compute.forward_pass(job, "bf16")
+    mlp = 3 * 14336 / (3 * 14336 + 6144 + 4096)
+    again = forward.attention + mlp * forward.fprop + forward.activation
+    assert compute.recomputed(job, forward) == pytest.approx(again)
+
+
+# ---- communication ------------------------------------------------------------------------------------------------
+
+
+def test_a_ring_moves_all_but_one_part():
+    job = job_of()
+    speed = 450e9 * job.calibration.nvlink_fraction
+    expected = 1e9 * 7 / 8 / speed + START_S + 7 * communication.NVLINK_STEP_S
+    assert ring_s(job, Group(8, 1), 1e9) == pytest.approx(expected)
+    assert ring_s(job, Group(1, 1), 1e9) == 0
+
+
+def test_between_nodes_each_rank_of_a_node_brings_an_adapter():
+    job = job_of(gpus=64)
+    large = 1e12
+    adapter = 50e9 * communication.NETWORK_FRACTION
+    assert ring_s(job, Group(8, 8), large) == pytest.approx(large * 7 / 8 / adapter, rel=1e-3)
+    assert ring_s(job, Group(16, 4), large) == pytest.approx(large * 15 / 16 / (2 * adapter), rel=1e-3)
+    # All of a node together are bound by NVLink.
+    assert ring_s(job, Group(64, 1), large) == pytest.approx(
+        large * 63 / 64 / (450e9 * job.calibration.nvlink_fraction), rel=1e-3
+    )
+
+
+def test_codes_are_gathered_and_sums_are_bf16():
+    numbers = 8192 * 4096 * 3 / 4
+    assert communication.tensor_traffic(job_of(TENSOR), "bf16").bytes == 10 * 2 * numbers
+    assert communication.tensor_traffic(job_of(TENSOR), "tensorwise").bytes == (6 * 1 + 4 * 2) * numbers
+    whole = job_of(TENSOR | {"parallel.sequence_parallel": False})
+    assert communication.tensor_traffic(whole, "bf16").bytes == 4 * 2 * 2 * numbers
+
+
+def test_data_parallel_bytes_are_gradients_and_weights():
+    job, fp8_weights = job_of(FP8), job_of(FP8 | {"precision.fp8_param_gather": True})
+    parameters = 8_030_261_248
+    sent = bytes_by_group(job)
+    assert sent["data parallel, gradients"] == pytest.approx(4 * parameters * 7 / 8)
+    assert sent["data parallel, parameters"] == pytest.approx(2 * parameters * 7 / 8)
+    quantized = 32 * 4096 * (6144 + 4096 + 3 * 14336)
+    expected = (2 * parameters - quantized) * 7 / 8
+    assert bytes_by_group(fp8_weights)["data parallel, parameters"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("kind", "forward", "backward"), [("p2p", 1, 2), ("allgather", 1, 2), ("a2a", 5, 5)])
+def test_context_parallel_bytes(kind, forward, backward):
+    """In units of what keys and values of a rank's tokens take. a2a: (q + k + v + o) = 10 kv, of 2 kv; half is sent."""
+    job = job_of({"parallel.context_parallel_size": 2, "parallel.cp_comm_type": kind})
+    _, _, num_bytes = communication.context_traffic(job)
+    keys_and_values = 4096 * 2 * 1024 * 2
+    assert num_bytes == (forward + backward) * keys_and_values / (2 if kind == "a2a" else 1)
+
+
+def test_reductions_hide_behind_the_backward_pass():
+    def exposed(**changes):
+        job = job_of({name.replace("__", "."): value for name, value in changes.items()})
+        return step_time(job).parts["data parallel"]
+
+    hidden = exposed()
+    seen = exposed(parallel__overlap_grad_reduce=False, parallel__overlap_param_gather=False)
+    traffic = communication.data_traffic(job_of(), 0)
+    assert seen == pytest.approx(traffic.reduce_s + traffic.gather_s)
+    assert (traffic.reduce_s + traffic.gather_s) / traffic.num_buckets <= hidden < 0.3 * seen
+
+
+# ---- the step -----------------------------------------------------------------------------------------------------
+
+
+def test_one_gpu_waits_for_nobody():
+    step = step_time(job_of(gpus=1))
+    assert not {"bubble", "pipeline sends", "data parallel", "tensor parallel", "host"} & set(step.parts)
+    assert step.seconds == pytest.approx(sum(step.parts.values()))
+    assert step.tokens == 64 * 8192
+    assert step.mfu_fraction == pytest.approx(
+        step.flops_per_token * step.tokens / step.seconds / step.peak_flops
+    )
+
+
+def test_the_bubble_is_the_other_stages_once():
+    """Stages of equal length t: (p - 1) t, and divided by the chunks."""
+    job = job_of(PIPELINE)
+    stage = stage_time(job, 1)
+    parts = pipeline_parts(job, [stage, stage, stage], stage.seconds, 32)
+    assert parts["bubble"] == pytest.approx(3 * stage.seconds)
+    interleaved = job_of(PIPELINE | {"parallel.num_virtual_stages_per_pipeline_rank": 4})
+    parts = pipeline_parts(interleaved, [stage, stage, stage], stage.seconds, 32)
+    assert parts["bubble"] == pytest.approx(3 * stage.seconds / 4)
+
+
+def test_the_stage_with_the_output_layer_is_waited_for():
+    parts = step_time(job_of(PIPELINE)).parts
+    microbatches = derived.num_microbatches(job_of(PIPELINE).config, 8)
+    output = sum(compute.logits_s(job_of(PIPELINE))[:2])
+    assert parts["output layer"] == pytest.approx(microbatches * output)
+
+
+def test_a_layer_takes_the_hosts_time_where_that_is_longer():
+    small = {"model.hidden_size": 256, "model.ffn_hidden_size": 704, "data.seq_length": 256}
+    job = job_of(FP8 | small, gpus=1)
+    stage = stage_time(job, 0)
+    layers = 32 * job.calibration.fp8_host_layer_s
+    outside = stage.parts["output layer"] + stage.parts["loss"]
+    assert layers < stage.seconds < layers + 2 * outside + 1e-3
+
+
+def test_one_pass_reads_and_writes_less_than_many():
+    one, many = job_of(gpus=1), job_of({"optimizer.one_pass_optimizer": False}, gpus=1)
+    parameters = 8_030_261_248
+    speed = one.gpu.hbm_bytes_per_s * one.calibration.optimizer_fraction
+    assert optimizer_s(one, 0) == pytest.approx(34 * parameters / speed)
+    assert optimizer_s(many, 0) == pytest.approx((46 + 8) * parameters / speed)
+    assert optimizer_s(job_of(gpus=8), 0) == pytest.approx(34 * parameters / 8 / speed)
+
+
+def test_layers_in_high_precision_take_bf16s_time():
+    kept = FP8 | {"precision.first_last_layers_bf16": True, "precision.num_layers_at_end_in_bf16": 15}
+    times = [
+        stage_time(job_of(settings, gpus=1), 0).parts["linears"] for settings in (FP8, kept, {})
+    ]  # fmt: skip
+    assert times[1] == pytest.approx((times[0] + times[2]) / 2)
+
+
+@pytest.mark.parametrize("constant", ["bf16_gemm_fraction", "attention_fraction", "memory_fraction", "busy_fraction"])
+def test_a_faster_part_makes_a_shorter_step(constant):
+    job = job_of()
+    faster = dataclasses.replace(job.calibration, **{constant: 1.0})
+    assert step_time(dataclasses.replace(job, calibration=faster)).seconds < step_time(job).seconds
+
+
+def test_the_limit_is_no_product_of_the_model():
+    step = step_time(job_of({"training.global_batch_size": 8} | PIPELINE | {"parallel.context_parallel_size": 2}))
+    assert step.limit == max(
+        (name for name in step.parts if name not in ("linears", "attention", "output layer")), key=step.parts.get
+    )
