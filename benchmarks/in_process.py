@@ -25,6 +25,7 @@ from megafp8.parallel.groups import leave_groups  # noqa: E402
 from megafp8.telemetry.timers import StepTimer  # noqa: E402
 from megafp8.training.assemble import Run, assemble, build_trainee  # noqa: E402
 from megafp8.training.check import Checked, check  # noqa: E402
+from megafp8.training.probe import build_probe  # noqa: E402
 
 TRAINING = (
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
@@ -79,6 +80,7 @@ def add_run(first: Run, text: str) -> Run:
         first_gradient=None,
         watch=GradientWatch(trainee.chunks, first.platform.device) if watched else None,
         traffic=build_traffic(config, trainee.chunks),
+        probe=build_probe(config, trainee, world_size, first.platform.device),
         timer=StepTimer(),
     )
 

@@ -10,7 +10,15 @@ import math
 import re
 from typing import Optional
 
-from megafp8.config.schema import DataConfig, ModelConfig, OptimizerConfig, PrecisionConfig, RunConfig, TrainingConfig
+from megafp8.config.schema import (
+    DataConfig,
+    LoggingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RunConfig,
+    TrainingConfig,
+)
 from megafp8.errors import ConfigError
 
 DEFAULT_SPLIT = "969,30,1"
@@ -233,6 +241,16 @@ def quantization_recipe(precision: PrecisionConfig) -> Optional[str]:
     if precision.fp8_format is not None:
         return precision.fp8_recipe
     return None if precision.fp4_format is None else precision.fp4_recipe
+
+
+def log_layer_patterns(logging: LoggingConfig) -> tuple[str, ...]:
+    """Patterns of the linears whose operands are looked at."""
+    return tuple(part.strip() for part in logging.fp8_log_layers.split(",") if part.strip())
+
+
+def what_if_recipes(logging: LoggingConfig) -> tuple[str, ...]:
+    """Recipes that are tried on the operands."""
+    return tuple(part.strip() for part in (logging.fp8_what_if or "").split(",") if part.strip())
 
 
 def recipe_flag(precision: PrecisionConfig) -> str:

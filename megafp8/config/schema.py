@@ -432,6 +432,17 @@ class LoggingConfig:
     wandb_entity: Optional[str] = setting(None, "Weights & Biases entity")
     wandb_exp_name: Optional[str] = setting(None, "Weights & Biases run name")
     wandb_save_dir: Optional[str] = setting(None, "Weights & Biases local folder")
+    fp8_log_interval: Optional[int] = setting(
+        None, "steps between looks at what quantization does to every operand of the linears; default never"
+    )
+    fp8_log_layers: str = setting(
+        "*", "linears to look at: shell patterns of names such as layers.0.linear_fc1, with commas between",
+        metavar="PATTERNS",
+    )
+    fp8_what_if: Optional[str] = setting(
+        None, "recipes to try on the same tensors: tensorwise, blockwise, mxfp8, nvfp4, with commas between",
+        metavar="RECIPES",
+    )
     log_throughput: bool = setting(True, "log TFLOP/s and MFU", flags=("--log-throughput",))
     log_params_norm: bool = setting(False, "log the norm of the weights")
     log_num_zeros_in_grad: bool = setting(False, "log how many gradient elements are zero")

@@ -69,6 +69,10 @@ class AmaxGroups(NamedTuple):
     grad_output: Optional[dist.ProcessGroup] = None
 
 
+# Looks at an operand and at what became of it for each of the GEMMs that it is quantized for.
+Observer = Callable[[Operand, Tensor, Mapping[Gemm, Quantized]], None]
+
+
 @dataclass(frozen=True, kw_only=True)
 class LinearPlan:
     """All that a linear needs besides its tensors.
@@ -84,6 +88,7 @@ class LinearPlan:
         delayed: with delayed scaling, the operands' scales.
         noise: with stochastic rounding, its random numbers.
         after_backward: called at the end of the backward pass.
+        observer: is shown every operand that is quantized; then all are quantized to codes, and decoded from them.
     """
 
     recipe: Recipe
@@ -95,6 +100,7 @@ class LinearPlan:
     delayed: Optional[DelayedScales] = None
     noise: Optional[RoundingNoise] = None
     after_backward: Optional[Callable[[], None]] = None
+    observer: Optional[Observer] = None
 
     def quantize(self, tensor: Tensor, operand: Operand, gemm: Gemm) -> Quantized:
         """The codes of one operand for one GEMM."""
@@ -104,11 +110,25 @@ class LinearPlan:
         self, tensor: Tensor, operand: Operand, dtypes: Mapping[Gemm, Optional[torch.dtype]]
     ) -> dict[Gemm, Union[Quantized, Decoded]]:
         """An operand for some of its GEMMs: numbers in the type that the GEMM multiplies, or codes for None."""
+        if self.observer is not None and any(dtype is not None for dtype in dtypes.values()):
+            return self._decoded(self.quantize_for(tensor, operand, dict.fromkeys(dtypes)), dtypes)
         uses = [Use(self.recipe.rule(operand, gemm), dtype) for gemm, dtype in dtypes.items()]
         group = getattr(self.amax_groups, operand.value)
         delayed = None if self.delayed is None else getattr(self.delayed, operand.value)
         generators = [self.noise.next_generator(tensor.device) if use.rule.is_stochastic else None for use in uses]
-        return dict(zip(dtypes, quantize_for(tensor, uses, group, delayed, generators), strict=True))
+        results = dict(zip(dtypes, quantize_for(tensor, uses, group, delayed, generators), strict=True))
+        if self.observer is not None:
+            self.observer(operand, tensor, results)
+        return results
+
+    @staticmethod
+    def _decoded(
+        codes: Mapping[Gemm, Quantized], dtypes: Mapping[Gemm, Optional[torch.dtype]]
+    ) -> dict[Gemm, Union[Quantized, Decoded]]:
+        """Codes as numbers, where a type is given for them."""
+        return {
+            gemm: codes[gemm] if dtype is None else decode_operand(codes[gemm], dtype) for gemm, dtype in dtypes.items()
+        }
 
     def gemm_dtype(self, activation: Tensor, gemm: Gemm) -> torch.dtype:
         """The type that decoded operands are multiplied in: BF16 where that holds them exactly.
@@ -133,7 +153,10 @@ def quantize_weight(weight: Tensor, plan: LinearPlan) -> QuantizedWeight:
     if isinstance(weight, QuantizedParameter):
         if plan.delayed is not None:
             plan.delayed.weight.note(weight.codes.amax)
-        return QuantizedWeight(weight.codes.quantized(), weight.codes.quantized())
+        codes = weight.codes.quantized()
+        if plan.observer is not None:
+            plan.observer(Operand.WEIGHT, weight, {Gemm.FPROP: codes, Gemm.DGRAD: codes})
+        return QuantizedWeight(codes, codes)
     quantized = plan.quantize_for(weight, Operand.WEIGHT, {Gemm.FPROP: None, Gemm.DGRAD: None})
     return QuantizedWeight(quantized[Gemm.FPROP], quantized[Gemm.DGRAD])
 

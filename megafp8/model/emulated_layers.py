@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from megafp8.device import mcore_weights
 from megafp8.fp8.delayed import AmaxExchange, DelayedState
-from megafp8.fp8.linear import AmaxGroups, LinearPlan, QuantizedWeight, emulated_linear, quantize_weight
+from megafp8.fp8.linear import AmaxGroups, LinearPlan, Observer, QuantizedWeight, emulated_linear, quantize_weight
 from megafp8.fp8.noise import RoundingNoise
 from megafp8.fp8.parameter import QuantizedParameter, WeightCodes, quantize_parts
 from megafp8.fp8.recipes import Gemm, Operand, Recipe
@@ -63,6 +63,7 @@ class _EmulatedGemm:
         super().__init__(*args, **kwargs)
         self.recipe = recipe
         self.amax_reduction = amax_reduction
+        self.observer: Optional[Observer] = None
         self.reuses_weight_codes = False
         self._weight_codes: Optional[QuantizedWeight] = None
         self.amax_exchange: Optional[AmaxExchange] = None
@@ -129,6 +130,7 @@ class _EmulatedGemm:
             amax_groups=self.amax_groups(sequence_parallel),
             fuse_wgrad=gradient_accumulation_fusion,
             noise=self.quantizer_state if self.recipe.is_stochastic else None,
+            observer=self.observer,
         )
         if self.recipe.delayed is not None:
             return self._delayed_forward(input, weight, bias, plan)

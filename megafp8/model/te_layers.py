@@ -92,6 +92,14 @@ def delayed_scales(model: torch.nn.Module) -> list[torch.Tensor]:
     ]
 
 
+def delayed_scale(linear: torch.nn.Module, operand: str) -> Optional[torch.Tensor]:
+    """The scale by which a linear quantizes an operand next under delayed scaling, a copy; None if it has none yet."""
+    # Transformer Engine's order: input, weight, output; then gradients of the output and of the input.
+    direction, index = {"input": ("fwd", 0), "weight": ("fwd", 1), "grad_output": ("bwd", 0)}[operand]
+    state = linear.fp8_meta.get(f"scaling_{direction}")
+    return state.scale[index].clone() if hasattr(state, "amax_history") else None
+
+
 def fusing_linears(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The linears that can add their weight gradient to `main_grad` themselves."""
     modules = [m for m in model.modules() if isinstance(m, te.module.base.TransformerEngineBaseModule)]

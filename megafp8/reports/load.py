@@ -10,7 +10,15 @@ from typing import Optional, Union
 import numpy as np
 
 from megafp8.errors import DataError
-from megafp8.telemetry.records import RECORDS_FILE, EvalRecord, EventRecord, Record, RunRecord, StepRecord
+from megafp8.telemetry.records import (
+    RECORDS_FILE,
+    EvalRecord,
+    EventRecord,
+    QuantizationRecord,
+    Record,
+    RunRecord,
+    StepRecord,
+)
 from megafp8.telemetry.sinks.jsonl import current_records, read_records
 
 
@@ -26,6 +34,7 @@ class Run:
     steps: tuple[StepRecord, ...]
     evals: tuple[EvalRecord, ...]
     events: tuple[EventRecord, ...]
+    looks: tuple[QuantizationRecord, ...] = ()
 
     @property
     def info(self) -> RunRecord:
@@ -80,6 +89,7 @@ def load_run(folder: Union[str, Path], *, name: Optional[str] = None) -> Run:
         steps=tuple(sorted(_of_type(records, StepRecord), key=lambda record: record.step)),
         evals=tuple(sorted(_of_type(records, EvalRecord), key=lambda record: record.step)),
         events=_of_type(records, EventRecord),
+        looks=tuple(sorted(_of_type(records, QuantizationRecord), key=lambda record: record.step)),
     )
 
 

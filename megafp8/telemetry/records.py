@@ -1,7 +1,8 @@
 """The records of a run: one JSON object a line, in one file, which every report is made from.
 
-Four kinds, told apart by the field `kind`: `run` opens the file and every resumption, `step` follows each optimizer
-step, `eval` each validation or test, `event` whatever else happened (checkpoint saved, reason for stopping).
+Five kinds, told apart by the field `kind`: `run` opens the file and every resumption, `step` follows each optimizer
+step, `quantization` the steps at which quantization is looked at, `eval` each validation or test, `event` whatever else
+happened (checkpoint saved, finding on the run's health, reason for stopping).
 
 The lines are strict JSON. JSON has no NaN and no infinity, and a loss that became one is just what a reader looks
 for, so the three values are written as the texts "nan", "inf" and "-inf" and read back as numbers wherever the
@@ -136,13 +137,81 @@ class EventRecord:
     at: str = field(default_factory=utc_now)
 
 
+@dataclass(frozen=True, kw_only=True)
+class TensorStats:
+    """What quantization did to one tensor, over all ranks. Values that are not finite are counted, and left out else.
+
+    A number that cannot be known is None: errors of weights that are kept as codes, staleness without delayed scaling.
+    """
+
+    format: str
+    num_values: int
+    """Values looked at; where ranks have copies, every copy counts."""
+    num_non_finite: int
+    amax: float
+    quant_scale_min: Optional[float] = None
+    """Of the scales that multiply into the format, those of values that are not all zero."""
+    quant_scale_max: Optional[float] = None
+    scale_spread_octaves: Optional[float] = None
+    """log2(quant_scale_max / quant_scale_min)."""
+    underflow_fraction: Optional[float] = None
+    """Became zero, of the values that are not zero."""
+    saturated_fraction: Optional[float] = None
+    """Lie beyond the largest number that their scale expresses, of all values."""
+    sqnr_db: Optional[float] = None
+    """10 log10(sum x^2 / sum (x - x')^2); infinity without any error, None if all values are zero."""
+    mean_local_sqnr_db: Optional[float] = None
+    """Mean of the same over runs of 32 neighbours in a row that are not all zero, each limited to 0 to 60 dB."""
+    staleness_octaves: Optional[float] = None
+    """log2(amax now / the amax that the scale was made from): above 0 the tensor has outgrown its scale."""
+    outlier_octaves: Optional[float] = None
+    """log2(amax of the largest channel / median of the channels' amaxes)."""
+    outlier_channel: Optional[int] = None
+    exponent_counts: tuple[int, ...] = ()
+    """Codes by exponent: zeros, subnormals, then exponent field 1 and up; infinities and NaNs not counted."""
+    update_to_weight: Optional[float] = None
+    """Of a weight: norm of the step's update to the norm of the weight."""
+    codes_changed_fraction: Optional[float] = None
+    """Of a weight: codes that are others after the step than before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationRecord:
+    """A look at the operands of the quantized linears in one step: each tensor in the first microbatch of every rank.
+
+    Tensors are named `layers.3.linear_fc1.input`, layers counted from 0 over the whole model; `.row` and `.column` are
+    added where the blocks of the two uses lie along different dimensions.
+    """
+
+    kind: ClassVar[str] = "quantization"
+
+    step: int
+    recipe: str
+    """Of the run's linears; empty in high precision, where only `what_if` has entries."""
+    tensors: dict[str, TensorStats]
+    what_if: dict[str, dict[str, TensorStats]] = field(default_factory=dict)
+    """The same tensors under other recipes, by recipe."""
+    gradient_signal: Optional[float] = None
+    """Estimate of the squared norm of the expected gradient (of the loss per token), over the weights looked at."""
+    gradient_noise: Optional[float] = None
+    """Estimate of the trace of the covariance of one sequence's gradient."""
+    gradient_noise_scale: Optional[float] = None
+    """gradient_noise / gradient_signal, in sequences: the "simple noise scale" of arXiv:1812.06162, appendix A.1."""
+    gradient_snr: Optional[float] = None
+    """Sequences of the global batch / gradient_noise_scale: squared signal to noise of the step's gradient."""
+    update_to_weight: Optional[float] = None
+    codes_changed_fraction: Optional[float] = None
+
+
 class TornLineError(DataError):
     """A line that is not JSON at all, such as half a line that a killed run left."""
 
 
-Record = Union[RunRecord, StepRecord, EvalRecord, EventRecord]
+Record = Union[RunRecord, StepRecord, QuantizationRecord, EvalRecord, EventRecord]
 
-RECORD_TYPES: Mapping[str, type] = {cls.kind: cls for cls in (RunRecord, StepRecord, EvalRecord, EventRecord)}
+RECORD_TYPES: Mapping[str, type] = {
+    cls.kind: cls for cls in (RunRecord, StepRecord, QuantizationRecord, EvalRecord, EventRecord)
+}
 NON_FINITE = ("nan", "inf", "-inf")
 
 
@@ -169,15 +238,24 @@ def from_json(line: str) -> Record:
     kind = content.pop("kind", None)
     if kind not in RECORD_TYPES:
         raise DataError(f"unknown kind of record {kind!r}; known are {', '.join(RECORD_TYPES)}: {_shorten(line)}")
-    cls = RECORD_TYPES[kind]
+    return _build(RECORD_TYPES[kind], content, kind, f"a {kind} record", line)
+
+
+def _build(cls: type, content: Mapping[str, Any], where: str, name: str, line: str) -> Any:
+    """An object of a dataclass from its fields.
+
+    Args:
+        where: its place, in front of the names of fields.
+        name: what to call it.
+    """
     types = _field_types(cls)
     unknown = sorted(set(content) - set(types))
     if unknown:
-        raise DataError(f"a {kind} record has unknown fields {', '.join(unknown)}; was it written by a newer megafp8?")
+        raise DataError(f"{name} has unknown fields {', '.join(unknown)}; was it written by a newer megafp8?")
     missing = [name for name in _required_fields(cls) if name not in content]
     if missing:
-        raise DataError(f"a {kind} record lacks {', '.join(missing)}: {_shorten(line)}")
-    return cls(**{name: _decode(value, types[name], f"{kind}.{name}") for name, value in content.items()})
+        raise DataError(f"{name} lacks {', '.join(missing)}: {_shorten(line)}")
+    return cls(**{field: _decode(value, types[field], f"{where}.{field}") for field, value in content.items()})
 
 
 def _encode(value: Any) -> Any:
@@ -185,6 +263,9 @@ def _encode(value: Any) -> Any:
         return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
     if isinstance(value, Mapping):
         return {str(key): _encode(item) for key, item in value.items()}
+    if dataclasses.is_dataclass(value):  # what is not there takes no room
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return {name: _encode(item) for name, item in fields.items() if item is not None and item != ()}
     if isinstance(value, (list, tuple)):
         return [_encode(item) for item in value]
     return value
@@ -196,6 +277,10 @@ def _decode(value: Any, expected: Any, where: str) -> Any:
         return None if value is None else _decode(value, arguments[0], where)
     if origin is dict and isinstance(value, dict):
         return {key: _decode(item, arguments[1], f"{where}[{key!r}]") for key, item in value.items()}
+    if origin is tuple and isinstance(value, list):
+        return tuple(_decode(item, arguments[0], f"{where}[]") for item in value)
+    if dataclasses.is_dataclass(expected) and isinstance(value, dict):
+        return _build(expected, value, where, where, str(value))
     if expected is Any:
         return value
     if expected is float and (type(value) in (int, float) or (isinstance(value, str) and value in NON_FINITE)):

@@ -30,6 +30,7 @@ from megafp8.optim.traffic import ParameterTraffic, build_traffic
 from megafp8.parallel.groups import Place, build_groups
 from megafp8.telemetry.timers import StepTimer
 from megafp8.training.guard import Guard
+from megafp8.training.probe import Probe, build_probe
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Run:
         first_gradient: begins the gradients of a step; None where their buffers are zeroed.
         watch: notes gradients that are not finite; None where that check is off, or the optimizer's norm tells it.
         traffic: counts the bytes of parameter gathers; None where every rank updates all weights.
+        probe: looks at what quantization does; None where nobody asked for it.
         timer: measures steps; every step waits for the loss, so the device is never ahead by more than one update.
         guard: takes signals and watches the time; one that was not started does neither.
     """
@@ -61,6 +63,7 @@ class Run:
     first_gradient: Optional[FirstGradient]
     watch: Optional[GradientWatch]
     traffic: Optional[ParameterTraffic]
+    probe: Optional[Probe]
     timer: StepTimer
     guard: Guard = field(default_factory=Guard)
 
@@ -111,6 +114,7 @@ def assemble(config: RunConfig, platform: Platform, implementation: str) -> Run:
         first_gradient=build_first_gradient(config, trainee, implementation),
         watch=build_watch(config, trainee, platform.device),
         traffic=build_traffic(config, trainee.chunks),
+        probe=build_probe(config, trainee, place.world_size, platform.device),
         timer=StepTimer(),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Optional
 
@@ -61,6 +61,8 @@ def train(run: Run) -> Progress:
             sinks.write(EventRecord(step=progress.step, name=name, detail=detail))
         if not run.config.training.skip_train:
             progress = train_steps(run, sinks, progress, total_steps, folder, started)
+            if run.probe is not None and run.probe.health.num_looks:
+                sinks.write(run.probe.health.summary(progress.step))
         evaluate_at_end(run, sinks, progress, total_steps)
     return progress
 
@@ -162,9 +164,12 @@ def recorded_step(run: Run, sinks: Sinks, rates: Rates, batches: Batches, progre
     step, consumed_samples = progress.step + 1, progress.consumed_samples + run.global_batch_size
     run.guard.enter(STEP, step)
     run.timer.start()
-    result = train_step(run, batches, step)
+    with run.probe.step(step) if run.probe is not None else nullcontext():
+        result = train_step(run, batches, step)
     record = rates.record(result, step, consumed_samples, run.timer.stop(), run.timer.spans_ms)
     sinks.write(with_details(run, record))
+    for look in run.probe.take_records(step, run.place.rank) if run.probe is not None else ():
+        sinks.write(look)
     run.guard.enter(BETWEEN, step)
     return Progress(step, consumed_samples)
 

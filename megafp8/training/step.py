@@ -73,6 +73,8 @@ def train_step(run: Run, batches: Batches, step: int) -> StepResult:
     learning_rate = current_learning_rate(trainee.optimizer)
     faults.point("step.before_update")
     trainee.wait_for_copies()
+    if run.probe is not None:
+        run.probe.before_update(totals.num_tokens)
     with run.timer.span("optimizer"):
         known = (totals.grad_norm,) if in_one_pass else ()  # waited for together with the loss
         is_updated, grad_norm, num_zeros = trainee.optimizer.step(*known)

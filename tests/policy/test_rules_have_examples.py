@@ -207,6 +207,17 @@ EXAMPLES = {
     "tokenizer_files_are_there": (
         {"data.tokenizer_type": "SentencePieceTokenizer", "data.tokenizer_model": "/nowhere/m"}, 1, "no such file"
     ),
+    "looks_have_an_interval": ({"logging.fp8_what_if": "mxfp8"}, 1, "give --fp8-log-interval"),
+    "looks_have_an_object": ({"logging.fp8_log_interval": 10, "precision.fp8_format": None}, 1, "--fp8-what-if"),
+    "patterns_name_linears": (
+        {"logging.fp8_log_interval": 10, "logging.fp8_log_layers": "*fc3"}, 1, "*fc3 names no linear"
+    ),
+    "tried_recipes_can_be_tried": (
+        {"logging.fp8_log_interval": 10, "logging.fp8_what_if": "delayed"}, 1, "can try tensorwise"
+    ),
+    "fused_operations_are_not_looked_at": (
+        {"logging.fp8_log_interval": 10, "precision.use_transformer_engine_op_fuser": True}, 1, "remove one"
+    ),
     "checkpoints_to_load_are_there": (
         {"checkpoint.load": "/nowhere/a", "checkpoint.save": "/tmp"}, 1, "it is not --save /tmp either"
     ),

@@ -19,6 +19,7 @@ from megafp8.config.rules import (
     precision,
     recompute,
     schedule,
+    telemetry,
 )
 from megafp8.config.rules.notices import notices
 from megafp8.config.rules.rule import Rule
@@ -36,6 +37,7 @@ SETTING_RULES: tuple[Rule, ...] = (
     *recompute.RULES,
     *data.RULES,
     *checkpointing.RULES,
+    *telemetry.RULES,
     *not_yet.RULES,
 )
 """Rules about the settings alone: they hold or fail alike on every machine."""

@@ -55,7 +55,7 @@ _SETTINGS_OF_RANGE: tuple[tuple[_Range, str], ...] = (
         "training.recompute_num_layers training.num_threads checkpoint.save_interval checkpoint.ckpt_keep "
         "checkpoint.ckpt_step checkpoint.async_save_timeout "
         "checkpoint.non_persistent_save_interval "
-        "logging.log_interval logging.tensorboard_log_interval",
+        "logging.log_interval logging.tensorboard_log_interval logging.fp8_log_interval",
     ),
     (
         _NOT_NEGATIVE,

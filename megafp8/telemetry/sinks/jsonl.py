@@ -11,7 +11,18 @@ from pathlib import Path
 from typing import Optional, Union
 
 from megafp8.errors import DataError
-from megafp8.telemetry.records import EvalRecord, Record, RunRecord, StepRecord, TornLineError, from_json, to_json
+from megafp8.telemetry.records import (
+    EvalRecord,
+    QuantizationRecord,
+    Record,
+    RunRecord,
+    StepRecord,
+    TornLineError,
+    from_json,
+    to_json,
+)
+
+OF_STEPS = (StepRecord, QuantizationRecord, EvalRecord)
 
 
 class JsonlSink:
@@ -69,7 +80,7 @@ def read_records(path: Union[str, Path]) -> list[Record]:
 def current_records(records: list[Record]) -> list[Record]:
     """What counts, after all resumptions: each step once, and no step that a resumption went back behind.
 
-    Run and event records are all kept; they are history, not part of a curve. Of step and evaluation records the
+    Run and event records are all kept; they are history, not part of a curve. Of the other records the
     last of each step (and split) is kept, unless a later run record resumed from before it.
     """
     kept: dict[tuple[str, int, str], Record] = {}
@@ -79,9 +90,9 @@ def current_records(records: list[Record]) -> list[Record]:
             kept = {
                 key: old
                 for key, old in kept.items()
-                if not (isinstance(old, (StepRecord, EvalRecord)) and old.step > resumed_from_step)
+                if not (isinstance(old, OF_STEPS) and old.step > resumed_from_step)
             }
-        if isinstance(record, (StepRecord, EvalRecord)):
+        if isinstance(record, OF_STEPS):
             key = (record.kind, record.step, getattr(record, "split", ""))
         else:
             key = (record.kind, position, "")

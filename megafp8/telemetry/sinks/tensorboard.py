@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Union
 
 from megafp8.errors import CapabilityError
-from megafp8.telemetry.records import EvalRecord, Record, RunRecord, StepRecord
-from megafp8.telemetry.scalars import scalars
+from megafp8.telemetry.records import EvalRecord, QuantizationRecord, Record, RunRecord, StepRecord
+from megafp8.telemetry.scalars import exponent_edges, scalars
 
 FLUSH_SECONDS = 10
 VERSUS_SAMPLES = ("lm loss", "learning-rate")
@@ -32,7 +32,7 @@ class TensorBoardSink:
     ):
         """
         Args:
-            log_interval: steps between points; evaluations are always written.
+            log_interval: steps between points; evaluations and looks at quantization are always written.
 
         Raises:
             CapabilityError: the package tensorboard is not installed.
@@ -55,8 +55,10 @@ class TensorBoardSink:
     def write(self, record: Record) -> None:
         if isinstance(record, RunRecord):
             self._write_run(record)
-        elif isinstance(record, EvalRecord):
+        elif isinstance(record, (EvalRecord, QuantizationRecord)):
             self._add_scalars(scalars(record), record.step)
+            if isinstance(record, QuantizationRecord):
+                self._add_histograms(record)
         elif isinstance(record, StepRecord) and record.step % self._log_interval == 0:
             values = scalars(record, with_memory=self._log_memory, with_timers=self._log_timers)
             self._add_scalars(values, record.step)
@@ -75,6 +77,24 @@ class TensorBoardSink:
     def _add_scalars(self, values: dict[str, float], step: int) -> None:
         items = [self._summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._add_event(step, summary=self._summary_pb2.Summary(value=items))
+
+    def _add_histograms(self, record: QuantizationRecord) -> None:
+        """Codes by exponent, `fp8/exponents/TENSOR`."""
+        items = []
+        for name, stats in record.tensors.items():
+            edges, counts = exponent_edges(stats), stats.exponent_counts
+            middles = [edge + 0.5 for edge in edges[:-1]]
+            histogram = self._summary_pb2.HistogramProto(
+                min=edges[0],
+                max=edges[-1],
+                num=sum(counts),
+                sum=sum(count * middle for count, middle in zip(counts, middles, strict=True)),
+                sum_squares=sum(count * middle**2 for count, middle in zip(counts, middles, strict=True)),
+                bucket_limit=edges[1:],
+                bucket=counts,
+            )
+            items.append(self._summary_pb2.Summary.Value(tag=f"fp8/exponents/{name}", histo=histogram))
+        self._add_event(record.step, summary=self._summary_pb2.Summary(value=items))
 
     def _add_text(self, tag: str, text: str, step: int) -> None:
         summary_pb2, shape_pb2 = self._summary_pb2, self._tensor_shape_pb2

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Optional
+from typing import Any, Optional
 
 from megafp8.errors import CapabilityError
-from megafp8.telemetry.records import EvalRecord, EventRecord, Record, RunRecord
-from megafp8.telemetry.scalars import scalars
+from megafp8.telemetry.records import EvalRecord, EventRecord, QuantizationRecord, Record, RunRecord
+from megafp8.telemetry.scalars import exponent_edges, scalars
 
 
 class WandbSink:
-    """Logs every step and evaluation to one W&B run; the run record becomes its configuration."""
+    """Logs every step, look at quantization and evaluation to one W&B run; the run record becomes its configuration."""
 
     def __init__(
         self, *, project: str, entity: Optional[str] = None, name: Optional[str] = None, folder: Optional[str] = None
@@ -27,6 +27,7 @@ class WandbSink:
                 f"--wandb-project {project} needs the package wandb, which is not importable ({error}): "
                 "pip install wandb, or leave the flag out (records.jsonl and TensorBoard hold the same numbers)"
             ) from error
+        self._histogram = wandb.Histogram
         self._run = wandb.init(project=project, entity=entity, name=name, dir=folder)
 
     def write(self, record: Record) -> None:
@@ -36,7 +37,13 @@ class WandbSink:
             self._run.config.update(dataclasses.asdict(record), allow_val_change=True)
             return
         # W&B keeps a row open until a later step arrives, so an evaluation joins the row of its step.
-        self._run.log(scalars(record), step=record.step)
+        values: dict[str, Any] = dict(scalars(record))
+        if isinstance(record, QuantizationRecord):
+            values |= {
+                f"fp8/exponents/{name}": self._histogram(np_histogram=(stats.exponent_counts, exponent_edges(stats)))
+                for name, stats in record.tensors.items()
+            }
+        self._run.log(values, step=record.step)
         if isinstance(record, EvalRecord):
             self._run.summary[f"final {record.split} loss"] = record.loss
 

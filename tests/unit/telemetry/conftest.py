@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megafp8.telemetry.records import EvalRecord, RunRecord, StepRecord
+from megafp8.telemetry.records import EvalRecord, QuantizationRecord, RunRecord, StepRecord, TensorStats
 
 
 @pytest.fixture
@@ -58,5 +58,33 @@ def make_eval() -> Callable[..., EvalRecord]:
             "consumed_tokens": step * 4096,
         }
         return EvalRecord(**(fields | changes))
+
+    return make
+
+
+FC1 = "layers.0.linear_fc1"
+
+
+@pytest.fixture
+def make_look() -> Callable[..., QuantizationRecord]:
+    """A look at a healthy linear; changes are of its input, of its weight, of its grad_output."""
+
+    def make(
+        step: int, of_input: Any = None, of_weight: Any = None, of_gradient: Any = None, **fields: Any
+    ) -> QuantizationRecord:
+        common = {
+            "num_values": 8, "num_non_finite": 0, "amax": 2.0, "quant_scale_min": 224.0, "quant_scale_max": 224.0,
+            "scale_spread_octaves": 0.0, "underflow_fraction": 0.0, "saturated_fraction": 0.0, "sqnr_db": 31.5,
+            "mean_local_sqnr_db": 31.0, "outlier_octaves": 1.0, "outlier_channel": 3, "exponent_counts": (1, 2, 1, 4),
+        }  # fmt: skip
+        tensors = {
+            f"{FC1}.input": TensorStats(format="e4m3", **common | {"underflow_fraction": 0.25} | (of_input or {})),
+            f"{FC1}.weight": TensorStats(
+                format="e4m3",
+                **common | {"update_to_weight": 1e-3, "codes_changed_fraction": 0.02} | (of_weight or {}),
+            ),
+            f"{FC1}.grad_output": TensorStats(format="e5m2", **common | (of_gradient or {})),
+        }
+        return QuantizationRecord(step=step, **{"recipe": "tensorwise", "tensors": tensors} | fields)
 
     return make

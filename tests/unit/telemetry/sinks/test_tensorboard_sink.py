@@ -1,3 +1,4 @@
+import dataclasses
 import math
 import subprocess
 import sys
@@ -86,3 +87,24 @@ def test_neither_torch_nor_tensorflow_is_imported_for_it(tmp_path) -> None:
         f"TensorBoardSink({str(tmp_path)!r}).close(); assert not {{'torch', 'tensorflow'}} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_looks_at_quantization_are_scalars_and_histograms(tmp_path, make_look) -> None:
+    sink = TensorBoardSink(tmp_path, log_interval=1000)
+    look = make_look(100, of_input={"sqnr_db": math.inf}, gradient_noise_scale=12.5)
+    sink.write(dataclasses.replace(look, what_if={"mxfp8": look.tensors}))
+    sink.close()
+    values = read_scalars(tmp_path)
+    assert values["fp8/underflow_fraction/layers.0.linear_fc1.input"] == {100: 0.25}
+    assert values["fp8/sqnr_db/layers.0.linear_fc1.input"] == {100: math.inf}
+    assert values["fp8/gradient_noise_scale"] == {100: 12.5}
+    assert values["what-if/mxfp8/amax/layers.0.linear_fc1.weight"] == {100: 2.0}
+    assert "fp8/update_to_weight/layers.0.linear_fc1.input" not in values
+    accumulator_module = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    accumulator = accumulator_module.EventAccumulator(str(tmp_path))
+    accumulator.Reload()
+    (event,) = accumulator.Histograms("fp8/exponents/layers.0.linear_fc1.grad_output")
+    histogram = event.histogram_value
+    assert (event.step, histogram.num, histogram.min, histogram.max) == (100, 8, -1.5, 2.5)
+    assert (histogram.bucket, histogram.bucket_limit) == ([1, 2, 1, 4], [-0.5, 0.5, 1.5, 2.5])
+    assert (histogram.sum, histogram.sum_squares) == (1 * -1 + 1 * 1 + 4 * 2, 1 + 1 + 4 * 4)

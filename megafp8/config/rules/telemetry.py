@@ -1,0 +1,94 @@
+"""Looks at what quantization does to the operands."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+from megafp8.config import derived, gemms
+from megafp8.config.rules.precision import has_gemms
+from megafp8.config.rules.rule import Rule, positive, without
+from megafp8.config.schema import LoggingConfig, RunConfig
+
+# Recipes that can be tried on tensors of a run, in the formats that are usual for them. Delayed scaling is not among
+# them: what it does depends on the amaxes of earlier steps.
+WHAT_IF_FORMATS = {"tensorwise": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3", "nvfp4": "e2m1"}
+LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
+
+def looks_have_an_interval(config: RunConfig, world_size: int) -> Iterator[str]:
+    """What is looked at needs steps at which that happens."""
+    logging = config.logging
+    if logging.fp8_log_interval is None:
+        if logging.fp8_what_if is not None:
+            yield without(f"--fp8-what-if {logging.fp8_what_if}", "--fp8-log-interval")
+        if logging.fp8_log_layers != LoggingConfig().fp8_log_layers:
+            yield without(f"--fp8-log-layers {logging.fp8_log_layers}", "--fp8-log-interval")
+
+
+def looks_have_an_object(config: RunConfig, world_size: int) -> Iterator[str]:
+    """In high precision nothing is quantized, unless recipes are tried."""
+    logging = config.logging
+    is_quantized = derived.quantization_recipe(config.precision) is not None
+    if logging.fp8_log_interval is not None and not is_quantized and not derived.what_if_recipes(logging):
+        yield without(
+            f"--fp8-log-interval {logging.fp8_log_interval}", "--fp8-format, --fp4-format or recipes for --fp8-what-if"
+        )
+
+
+def patterns_name_linears(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Every pattern of --fp8-log-layers names a linear of the model."""
+    num_layers, patterns = config.model.num_layers, derived.log_layer_patterns(config.logging)
+    if not patterns:
+        yield f"--fp8-log-layers {config.logging.fp8_log_layers!r} names nothing: leave it out to look at all linears"
+    if num_layers is None or not positive(num_layers):
+        return
+    names = [f"layers.{layer}.{linear}" for layer in range(num_layers) for linear in LINEARS]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            yield (
+                f"--fp8-log-layers {pattern} names no linear: they are layers.0 to layers.{num_layers - 1} with "
+                f"{', '.join(LINEARS)}, for example layers.0.* or *.linear_fc2"
+            )
+
+
+def tried_recipes_can_be_tried(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Recipes of --fp8-what-if exist, are given once, and suit the dimensions."""
+    recipes = derived.what_if_recipes(config.logging)
+    if config.logging.fp8_what_if is not None and not recipes:
+        yield f"--fp8-what-if {config.logging.fp8_what_if!r} names no recipe: give some of {', '.join(WHAT_IF_FORMATS)}"
+    for recipe in dict.fromkeys(recipes):
+        if recipe not in WHAT_IF_FORMATS:
+            yield f"--fp8-what-if {recipe}: can try {', '.join(WHAT_IF_FORMATS)}"
+        elif has_gemms(config):
+            yield from (f"--fp8-what-if {recipe}: {problem}" for problem in gemms.misfits(with_recipe(config, recipe)))
+    if len(set(recipes)) < len(recipes):
+        yield f"--fp8-what-if {config.logging.fp8_what_if}: give each recipe once"
+
+
+def with_recipe(config: RunConfig, recipe: str) -> RunConfig:
+    """The same model under a recipe that is tried."""
+    formats = {"fp8_format": None, "fp4_format": None}
+    name = {"fp4_recipe": recipe} if recipe == "nvfp4" else {"fp8_recipe": recipe}
+    kind = "fp4_format" if recipe == "nvfp4" else "fp8_format"
+    changes = formats | name | {kind: WHAT_IF_FORMATS[recipe]}
+    return dataclasses.replace(config, precision=dataclasses.replace(config.precision, **changes))
+
+
+def fused_operations_are_not_looked_at(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Transformer Engine's fused MLP shows nobody its operands."""
+    if config.logging.fp8_log_interval is not None and config.precision.use_transformer_engine_op_fuser:
+        yield (
+            f"--fp8-log-interval {config.logging.fp8_log_interval} with --use-transformer-engine-op-fuser: the fused "
+            "MLP shows nobody its operands; remove one"
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    looks_have_an_interval,
+    looks_have_an_object,
+    patterns_name_linears,
+    tried_recipes_can_be_tried,
+    fused_operations_are_not_looked_at,
+)

@@ -1,0 +1,185 @@
+"""The linears of a model that can be looked at, whoever computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor, nn
+
+from megafp8.fp8.delayed import OPERANDS, DelayedScale
+from megafp8.fp8.linear import Observer
+from megafp8.fp8.parameter import QuantizedParameter
+from megafp8.fp8.quantize import Quantized, quantize
+from megafp8.fp8.recipes import Gemm, Operand, OperandRule, Recipe
+from megafp8.fp8.scaling import ScaleRule
+from megafp8.model.emulated_layers import EmulatedColumnParallelLinear, EmulatedRowParallelLinear
+from megafp8.model.observation import is_kept_as_codes
+from megafp8.model.quantization_report import GEMMS
+
+
+class WatchedLinear:
+    """A linear that quantizes by itself and shows its operands: an emulated one.
+
+    Args:
+        name: `layers.3.linear_fc1`.
+        module: a column- or row-parallel linear.
+        recipe: the run's.
+    """
+
+    def __init__(self, name: str, module: nn.Module, recipe: Optional[Recipe]):
+        self.name, self.module, self.recipe = name, module, recipe
+
+    @property
+    def weight(self) -> Tensor:
+        """[N, K], this rank's shard."""
+        return self.module.weight
+
+    @property
+    def first_channel(self) -> int:
+        """Number of the first input channel of this rank's shard."""
+        module, group = self.module, getattr(self.module, "tp_group", None)
+        is_split = getattr(module, "input_is_parallel", False) or getattr(module, "parallel_mode", "") == "row"
+        return group.rank() * self.weight.shape[1] if is_split and group is not None else 0
+
+    def attach(self, observer: Observer) -> None:
+        """Show every operand from now on."""
+        self.module.observer = observer
+
+    def detach(self) -> None:
+        """Show nothing any more."""
+        self.module.observer = None
+
+    def delayed_scale(self, operand: Operand) -> Optional[DelayedScale]:
+        """The scale of delayed scaling, to be used without leaving a trace; None if there is none."""
+        scale = self.module.quantizer_state.quant_scale[OPERANDS.index(operand)]
+        return DelayedScale(scale.clone(), amax=None)
+
+    def scale_group(self, operand: Operand) -> Optional[dist.ProcessGroup]:
+        """Ranks that share the scale of an operand."""
+        return getattr(self.module.amax_groups(self.module.sequence_parallel), operand.value)
+
+    def weight_codes(self) -> Optional[Tensor]:
+        """A copy of the bytes that fprop would multiply now; None in high precision."""
+        rule = None if self.recipe is None else self.recipe.rule(Operand.WEIGHT, Gemm.FPROP)
+        weight = self.weight
+        if rule is None:
+            return None
+        if isinstance(weight, QuantizedParameter):
+            return weight.codes.raw.clone()
+        values = weight.detach()
+        codes = self.codes_of(values.dequantize() if is_kept_as_codes(values) else values, Operand.WEIGHT, rule)
+        return None if codes is None else codes.codes.view(torch.uint8)
+
+    def codes_of(self, tensor: Tensor, operand: Operand, rule: OperandRule) -> Optional[Quantized]:
+        """An operand under the run's own rule, by the scales of the moment; None where delayed scaling has none yet."""
+        delayed = self.delayed_scale(operand) if rule.scale_rule is ScaleRule.DELAYED else None
+        if rule.scale_rule is ScaleRule.DELAYED and delayed is None:
+            return None
+        generator = torch.Generator(tensor.device).manual_seed(0) if rule.is_stochastic else None
+        return quantize(tensor, rule, self.scale_group(operand), delayed, generator)
+
+
+class HookedLinear(WatchedLinear):
+    """A linear of Transformer Engine or megatron-core, watched from outside."""
+
+    def __init__(self, name: str, module: nn.Module, recipe: Optional[Recipe]):
+        super().__init__(name, module, recipe)
+        self.handles: list[Any] = []
+        self.observer: Optional[Observer] = None
+
+    def attach(self, observer: Observer) -> None:
+        self.observer = observer
+        self.handles = [
+            self.module.register_forward_pre_hook(self._before_forward),
+            self.module.register_forward_hook(self._after_forward),
+        ]
+
+    def detach(self) -> None:
+        self.observer = None
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
+
+    def delayed_scale(self, operand: Operand) -> Optional[DelayedScale]:
+        from megafp8.model import te_layers  # needs Transformer Engine
+
+        scale = te_layers.delayed_scale(self.module, operand.value)
+        return None if scale is None else DelayedScale(scale, amax=None)
+
+    def scale_group(self, operand: Operand) -> Optional[dist.ProcessGroup]:
+        """As in Transformer Engine: the tensor-parallel ranks, where shards of one activation are gathered."""
+        module = self.module
+        gathered = {"column": Operand.INPUT, "row": Operand.GRAD_OUTPUT}.get(getattr(module, "parallel_mode", None))
+        return module.tp_group if getattr(module, "sequence_parallel", False) and operand is gathered else None
+
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._show(Operand.INPUT, normed(module, args[0].detach()))
+        self._show(Operand.WEIGHT, module.weight)
+
+    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        if first.requires_grad:
+            first.register_hook(self._on_gradient)
+
+    def _on_gradient(self, gradient: Tensor) -> None:
+        if self.observer is not None:
+            self._show(Operand.GRAD_OUTPUT, gradient)
+
+    @torch.no_grad()
+    def _show(self, operand: Operand, tensor: Tensor) -> None:
+        assert self.observer is not None
+        is_kept = is_kept_as_codes(tensor)
+        values = tensor.dequantize() if is_kept else tensor.detach()
+        rows = values.reshape(-1, values.shape[-1])
+        codes: dict[Gemm, Quantized] = {}
+        for gemm in GEMMS[operand].values() if self.recipe is not None else ():
+            rule = self.recipe.rule(operand, gemm)
+            known = next((each for each in codes.values() if each.rule == rule), None)
+            quantized = self.codes_of(rows, operand, rule) if rule is not None and known is None else known
+            if quantized is not None:
+                codes[gemm] = quantized
+        self.observer(operand, tensor if is_kept else rows, codes)
+
+
+def normed(module: nn.Module, tensor: Tensor) -> Tensor:
+    """The input that the linear multiplies: of a linear with a norm in it, the norm's result, by torch's own norm."""
+    weight = getattr(module, "layer_norm_weight", None)
+    if weight is None:
+        return tensor
+    weight = weight.detach() + 1 if module.zero_centered_gamma else weight.detach()
+    shape, values = tensor.shape[-1:], tensor.float()
+    if module.normalization == "RMSNorm":
+        return nn.functional.rms_norm(values, shape, weight.float(), module.eps).to(tensor.dtype)
+    bias = None if module.layer_norm_bias is None else module.layer_norm_bias.detach().float()
+    return nn.functional.layer_norm(values, shape, weight.float(), bias, module.eps).to(tensor.dtype)
+
+
+def find_linears(chunks: Sequence[nn.Module], names: Sequence[str], recipe: Optional[Recipe]) -> list[WatchedLinear]:
+    """The linears of this rank that are named."""
+    wanted = set(names)
+    return [
+        (WatchedLinear if is_emulated(module) else HookedLinear)(name, module, recipe)
+        for chunk in chunks
+        for name, module in linears_of(chunk)
+        if name in wanted
+    ]
+
+
+def is_emulated(module: nn.Module) -> bool:
+    """Does it quantize by itself?"""
+    return isinstance(module, (EmulatedColumnParallelLinear, EmulatedRowParallelLinear)) and module.recipe is not None
+
+
+def linears_of(chunk: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The linears of a chunk's layers; layers are counted from 0 over the whole model."""
+    for layer in (module for module in chunk.modules() if isinstance(module, TransformerLayer)):
+        prefix = f"layers.{layer.layer_number - 1}."
+        attention, mlp = layer.self_attention, layer.mlp
+        yield prefix + "linear_qkv", attention.linear_qkv
+        yield prefix + "linear_proj", attention.linear_proj
+        yield prefix + "linear_fc1", mlp.linear_fc1
+        yield prefix + "linear_fc2", mlp.linear_fc2

@@ -1,0 +1,207 @@
+"""Looks at what quantization does, every so many steps; the steps between know nothing of it.
+
+In a step that is looked at, the linears show their operands (`model/observation.py`), the weights are compared before
+and after the update, and the gradient of the first microbatch with that of the whole batch. Every rank fills its part
+of one small table, which two reductions bring to rank 0, where it becomes a record, and findings about the run's
+health.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Optional
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from megafp8.checkpoint.save import sync_parameters
+from megafp8.checkpoint.state import Trainee
+from megafp8.config import derived
+from megafp8.config.schema import RunConfig
+from megafp8.fp8.linear import Observer
+from megafp8.fp8.recipes import Operand
+from megafp8.model.observation import TensorObserver, collect, plan_observation
+from megafp8.model.watched_linears import WatchedLinear, find_linears
+from megafp8.optim.one_pass import OnePassOptimizer
+from megafp8.optim.updates import before_reduction, reduced_gradient, signal_and_noise, squared_norm, trained_values
+from megafp8.telemetry.health import HealthWatch
+from megafp8.telemetry.records import QuantizationRecord, Record
+from megafp8.telemetry.tensor_sums import TensorTable
+
+
+class Probe:
+    """The looks of one run; all ranks have one and call it alike.
+
+    Args:
+        trainee: model and optimizer, as they will be trained.
+        world_size: of the run.
+    """
+
+    def __init__(self, config: RunConfig, trainee: Trainee, world_size: int, device: torch.device):
+        assert config.logging.fp8_log_interval is not None
+        self.config, self.trainee, self.device = config, trainee, device
+        self.interval = config.logging.fp8_log_interval
+        self.num_microbatches = derived.num_microbatches(config, world_size)
+        self.global_batch_size = derived.global_batch_size(config, world_size)
+        self.plan = plan_observation(config)
+        self.linears = find_linears(unwrap_model(trainee.chunks), self.plan.linears, self.plan.recipe)
+        self.health = HealthWatch(derived.lr_warmup_samples(config, world_size) / self.global_batch_size)
+        self.look: Optional[Look] = None
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around one step: look at it if its turn has come."""
+        self.look = None
+        if number % self.interval:
+            yield
+            return
+        self.look = Look(self)
+        try:
+            with self.look.watching():
+                yield
+        finally:
+            self.look.detach()
+
+    def before_update(self, num_tokens: float) -> None:
+        """Between the backward pass and the update.
+
+        Args:
+            num_tokens: in the global batch.
+        """
+        if self.look is not None:
+            self.look.before_update(num_tokens)
+
+    def take_records(self, step: int, rank: int) -> list[Record]:
+        """What the step that just ended showed, and what that says, on rank 0; nothing on others, and after steps that
+        were not looked at."""
+        look, self.look = self.look, None
+        if look is None:
+            return []
+        look.after_update()
+        look.table.reduce()
+        if rank != 0:
+            return []
+        record = look.record(step)
+        return [record, *self.health.look(record)]
+
+
+class Look:
+    """One step that is looked at."""
+
+    def __init__(self, probe: Probe):
+        self.probe, self.plan = probe, probe.plan
+        self.table = TensorTable(probe.plan.rows(), probe.device)
+        self.has_masters = not probe.config.optimizer.use_precision_aware_optimizer
+        self.names = {id(linear.weight): linear.name for linear in probe.linears}
+        self.few: dict[str, Tensor] = {}
+        self.before: dict[str, tuple[Optional[Tensor], Optional[Tensor]]] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within, linears show their operands and gradients."""
+        with ExitStack() as stack:
+            for linear in self.probe.linears:
+                linear.attach(self.observer(linear))
+            if self.probe.num_microbatches == 1:
+                stack.enter_context(before_reduction(self.probe.trainee.chunks, self.note_gradient))
+            yield
+
+    def detach(self) -> None:
+        """Let go of the linears."""
+        for linear in self.probe.linears:
+            linear.detach()
+
+    def observer(self, linear: WatchedLinear) -> Observer:
+        """What a linear shows its operands to. When the second microbatch's gradient comes, the first one's is in."""
+        enter = TensorObserver(self.plan, self.table, linear.name, linear.first_channel)
+        num_gradients = 0
+
+        def observe(operand: Operand, tensor: Tensor, quantized: Any) -> None:
+            nonlocal num_gradients
+            enter(operand, tensor, quantized)
+            if operand is Operand.GRAD_OUTPUT:
+                num_gradients += 1
+                if num_gradients == 2:
+                    self.note_gradient(linear.weight)
+
+        return observe
+
+    def note_gradient(self, weight: Tensor) -> None:
+        """Remember the squared norm of the gradient so far, a sum over the tokens of one microbatch."""
+        name = self.names.get(id(weight))
+        if name is not None and parallel_state.get_context_parallel_world_size() == 1:
+            self.few[name] = squared_norm(weight.main_grad)
+
+    # --- the update ---------------------------------------------------------------------------------------------------
+
+    def before_update(self, num_tokens: float) -> None:
+        """Enter the gradients' norms, and keep the weights and their codes."""
+        probe = self.probe
+        optimizer, data_size = probe.trainee.optimizer, parallel_state.get_data_parallel_world_size()
+        tokens_of_few = num_tokens * probe.config.training.micro_batch_size / probe.global_batch_size
+        factor = optimizer.grad_factor if isinstance(optimizer, OnePassOptimizer) else None
+        sync_parameters(probe.config, probe.trainee)
+        for linear in probe.linears:
+            if linear.name in self.few:
+                few = self.few[linear.name] / (tokens_of_few**2 * data_size)
+                self.table.add(linear.name, {"few_gradient": few})
+                reduced = reduced_gradient(optimizer, linear.weight)
+                if reduced is not None:
+                    gradient = reduced if factor is None else reduced * factor
+                    self.table.add(linear.name, {"all_gradient": squared_norm(gradient)})
+            values = trained_values(linear.weight, self.has_masters)
+            self.before[linear.name] = (None if values is None else values.float().clone(), linear.weight_codes())
+
+    @torch.no_grad()
+    def after_update(self) -> None:
+        """Enter what the update changed."""
+        sync_parameters(self.probe.config, self.probe.trainee)
+        for linear in self.probe.linears:
+            values, codes = self.before.pop(linear.name, (None, None))
+            after = trained_values(linear.weight, self.has_masters)
+            sums: dict[str, Tensor] = {}
+            if values is not None and after is not None:
+                sums = {"weight": squared_norm(values), "update": squared_norm(after.float() - values)}
+            now = linear.weight_codes()
+            if codes is not None and now is not None:
+                sums |= {"codes": codes.new_tensor(codes.numel(), dtype=torch.int64)}
+                sums |= {"changed": torch.count_nonzero(codes != now)}
+            if sums:
+                self.table.add(linear.name, sums)
+
+    # --- rank 0 -------------------------------------------------------------------------------------------------------
+
+    def record(self, step: int) -> QuantizationRecord:
+        """The record, from the reduced table."""
+        tensors, what_if = collect(self.plan, self.table)
+        return QuantizationRecord(
+            step=step,
+            recipe="" if self.plan.recipe is None else self.plan.recipe.name,
+            tensors=tensors,
+            what_if=what_if,
+            **self.gradient_noise(),
+            **self.table.update_stats(self.plan.linears),
+        )
+
+    def gradient_noise(self) -> dict[str, Optional[float]]:
+        """Signal and noise of the gradient; nothing where no smaller batch than the whole was seen."""
+        num_few, num_all = self.probe.config.training.micro_batch_size, self.probe.global_batch_size
+        few, all = (self.table.total(self.plan.linears, field) for field in ("few_gradient", "all_gradient"))
+        if not few or num_few == num_all:
+            return {}
+        signal, noise = signal_and_noise(few, all, num_few, num_all)
+        is_sound = signal > 0 and noise > 0  # else the variance of the estimates has its way
+        return {
+            "gradient_signal": signal,
+            "gradient_noise": noise,
+            "gradient_noise_scale": noise / signal if is_sound else None,
+            "gradient_snr": num_all * signal / noise if is_sound else None,
+        }
+
+
+def build_probe(config: RunConfig, trainee: Trainee, world_size: int, device: torch.device) -> Optional[Probe]:
+    """The probe of a run; None without `--fp8-log-interval`."""
+    return None if config.logging.fp8_log_interval is None else Probe(config, trainee, world_size, device)

@@ -1,0 +1,123 @@
+"""Every rule is provoked by looks made for it, and silent on healthy ones."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megafp8.config.flags import build_parser
+from megafp8.telemetry.health import HealthWatch
+from megafp8.telemetry.health.rules import RULES
+from megafp8.telemetry.records import QuantizationRecord
+
+FC1 = "layers.0.linear_fc1"
+SATURATED, SMALL = {"saturated_fraction": 0.02}, {"underflow_fraction": 0.2}
+STALE, LOOSE = {"staleness_octaves": 1.5}, {"staleness_octaves": -4.0}
+BAD = {"num_non_finite": 3}
+STALLED, FROZEN = {"update_to_weight": 1e-9}, {"codes_changed_fraction": 0.0}
+
+# Rule -> changes of some looks in a row (of the input, of the weight, of the gradient), the tensor and a part of the
+# text of what is found at the last one.
+PROVOKED = {
+    "numbers that are not finite": [
+        ([(None, None, BAD)], f"{FC1}.grad_output: 3 values are not finite"),
+        ([(BAD, None, BAD)], f"{FC1}.input: 3 values are not finite, and 2 tensors"),
+    ],
+    "saturation": [([(SATURATED, None, None)] * 2, f"{FC1}.input: 2.00% of its values are cut off")],
+    "gradients underflow": [([(None, None, SMALL)] * 2, f"{FC1}.grad_output: 20.0% of its values become zero")],
+    "scales still moving after warm-up": [
+        ([({"amax": 2.0}, None, None), ({"amax": 5.0}, None, None), ({"amax": 1.0}, None, None)], "2 -> 5 -> 1")
+    ],
+    "stale delayed scales": [
+        ([(STALE, None, None)] * 2, f"{FC1}.input: its amax is 2.83 times what its scale was made for"),
+        ([(None, None, LOOSE)] * 2, f"{FC1}.grad_output: its scale was made for 16 times its amax"),
+    ],
+    "stalled weights": [
+        ([(None, STALLED, None)] * 2, f"{FC1}.weight: a step moves it by 1e-09 of its norm"),
+        ([(None, FROZEN, None)] * 2, f"{FC1}.weight: a step changes 0 of its codes"),
+    ],
+    "an outlier channel grows": [
+        ([({"outlier_octaves": octaves}, None, None) for octaves in (5.0, 5.5, 6.0, 7.0)], "channel 3 has 128 times")
+    ],
+}
+CASES = [pytest.param(name, *case, id=name.replace(" ", "-")) for name, cases in PROVOKED.items() for case in cases]
+Make = Callable[..., QuantizationRecord]
+
+
+def details(make_look: Make, looks: list[tuple[Any, Any, Any]], first_step: int = 100) -> list[list[str]]:
+    """What is said at each look."""
+    watch = HealthWatch(warmup_steps=50)
+    return [
+        [event.detail for event in watch.look(make_look(first_step + 10 * index, *changes))]
+        for index, changes in enumerate(looks)
+    ]
+
+
+def test_every_rule_is_provoked() -> None:
+    assert set(PROVOKED) == {rule.name for rule in RULES}
+
+
+@pytest.mark.parametrize(("name", "looks", "text"), CASES)
+def test_a_rule_speaks_when_it_should(name: str, looks: list, text: str, make_look: Make) -> None:
+    said = details(make_look, looks)
+    assert not any(said[:-1]), "one look may be chance"
+    (detail,) = said[-1]
+    assert detail.startswith(f"{name}: ") and text in detail and "; try: " in detail, detail
+
+
+def test_a_healthy_run_is_silent(make_look: Make) -> None:
+    assert not any(details(make_look, [(None, None, None)] * 6))
+
+
+@pytest.mark.parametrize(
+    "looks",
+    [
+        pytest.param([(SATURATED, None, None), (None, None, None), (SATURATED, None, None)], id="now-and-then"),
+        pytest.param([(SMALL, None, None)] * 3, id="inputs-that-underflow"),
+        pytest.param([({"amax": 2.0 + 0.5 * i}, None, None) for i in range(4)], id="scales-that-drift"),
+        pytest.param([({"staleness_octaves": 0.7}, None, None)] * 3, id="scales-a-little-old"),
+        pytest.param([({"outlier_octaves": 8.0}, None, None)] * 5, id="outliers-that-stay"),
+        pytest.param(
+            [({"outlier_octaves": 5.0 + i, "outlier_channel": i}, None, None) for i in range(5)], id="other-channels"
+        ),
+    ],
+)
+def test_what_is_no_illness(looks: list, make_look: Make) -> None:
+    assert not any(details(make_look, looks))
+
+
+def test_warm_up_may_move_scales_and_leave_weights(make_look: Make) -> None:
+    looks = [({"amax": 4.0**index}, STALLED, None) for index in range(4)]
+    assert not any(details(make_look, looks, first_step=10))
+    assert any(details(make_look, looks, first_step=100))
+
+
+def test_a_tensor_is_told_once_and_all_are_summed_up(make_look: Make) -> None:
+    watch = HealthWatch()
+    events = [watch.look(make_look(step, of_input=SATURATED)) for step in (10, 20, 30)]
+    assert [len(each) for each in events] == [0, 1, 0]
+    assert watch.summary(30).detail == "3 looks at quantization: saturation (1 tensors, first at step 20)"
+    calm = HealthWatch()
+    calm.look(make_look(10))
+    assert calm.summary(10).detail == "1 look at quantization: nothing to report"
+
+
+def test_many_tensors_are_one_event(make_look: Make) -> None:
+    watch = HealthWatch()
+    for step in (10, 20):
+        look = make_look(step, of_gradient=SMALL)
+        gradient = look.tensors[f"{FC1}.grad_output"]
+        look.tensors.update({f"layers.{layer}.linear_fc2.grad_output": gradient for layer in range(9)})
+        events = watch.look(look)
+    (event,) = events
+    assert event.detail.count("become zero") == 3 and "and 7 more" in event.detail
+
+
+def test_advice_names_flags_that_exist() -> None:
+    known = set(build_parser()._option_string_actions)
+    for rule in RULES:
+        named = re.findall(r"--[a-z0-9-]+", rule.mend)
+        assert named and set(named) <= known, rule.name
