@@ -341,6 +341,9 @@ class TrainingConfig:
     checkpoint_timeout_s: float = setting(
         1800.0, "seconds after which a save, a load or anything else between steps counts as hung; 0 is never"
     )
+    max_crashes: int = setting(
+        10, "starts in a row that may crash before they save anything; then the run stops with status 74; 0 is no limit"
+    )
     seed: int = setting(1234, "seed of initialization, data order and dropout")
     data_parallel_random_init: bool = setting(False, "another initialization on each data-parallel rank")
     recompute_activations: bool = setting(False, "short for --recompute-granularity selective")

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
+from megafp8.errors import HUNG, INTERNAL
 from megafp8.launch.process import Process
 
 RUN_STATE_FILE = "run_state.json"
@@ -46,6 +47,9 @@ class RunState:
         started_at, first_step_at, updated_at: seconds since 1970 by rank 0's clock; the second when the first step of
             this start was done.
         evaluation_due: a step after which a validation was broken off; a run that goes on from there does it again.
+        loading: step of a checkpoint that is being loaded; it stays when the load kills the run.
+        loads: how often in a row that was begun.
+        crashes: starts in a row before this one that crashed and saved nothing.
     """
 
     state: str
@@ -61,10 +65,18 @@ class RunState:
     first_step_at: Optional[float] = None
     updated_at: float
     evaluation_due: Optional[int] = None
+    loading: Optional[int] = None
+    loads: int = 0
+    crashes: int = 0
 
     def to_plain(self) -> dict[str, Any]:
         """What stands in the file."""
         return dataclasses.asdict(self)
+
+    @property
+    def has_crashed(self) -> bool:
+        """Whether it ended in a way that no flag, no file and no signal explains."""
+        return self.state == "died" or (self.state == "failed" and self.exit_status in (INTERNAL, HUNG))
 
     def is_of(self, other: "Optional[RunState]") -> bool:
         """Whether both are of the same start."""

@@ -12,7 +12,7 @@ from megafp8.checkpoint.together import on_rank_0
 from megafp8.config import derived
 from megafp8.config.schema import RunConfig
 from megafp8.device.platform import rank, world_size
-from megafp8.errors import RunFolderInUse
+from megafp8.errors import CheckpointError, RunFolderInUse
 from megafp8.launch.process import Process, this_process
 from megafp8.launch.run_lock import RunLock, take_lock
 from megafp8.training.assemble import run_folder
@@ -52,6 +52,23 @@ def begin(config: RunConfig, guard: Guard) -> None:
         journal = Journal(folder, state, is_writer=rank() == 0)
         journal.write()
     guard.attach(journal, lock, peers_here())
+    if journal is not None:
+        check_crashes(journal, config.training.max_crashes)
+
+
+def check_crashes(journal: Journal, most: int) -> None:
+    """Stop a run that crashes again and again without saving anything.
+
+    Raises:
+        CheckpointError: on all ranks. The next start begins to count anew.
+    """
+    crashes = journal.state.crashes
+    if most and crashes >= most:
+        journal.note(crashes=0)
+        raise CheckpointError(
+            f"--save {journal.folder}: the last {crashes} starts of this run crashed before they saved anything "
+            f"(--max-crashes {most}). Their output says why; a start after this one counts anew"
+        )
 
 
 def lock_or_refusal(folder: Path) -> Union[RunLock, str]:

@@ -139,10 +139,22 @@ class Guard:
             self.journal.note(first_step_at=time.time())
             self.journal.write()
 
+    def failed_loads(self, step: int) -> int:
+        """How often in a row a start crashed while it loaded a checkpoint of the run's own."""
+        state = None if self.journal is None else self.journal.state
+        return state.loads if state is not None and state.loading == step else 0
+
+    def loads(self, step: int) -> None:
+        """A checkpoint of the run's own is loaded now: on the disk, in case that this is the run's end."""
+        if self.journal is not None:
+            self.journal.note(loading=step, loads=self.failed_loads(step) + 1)
+            self.journal.write()
+
     def resumed(self, step: int, is_own: bool) -> None:
         """The run goes on from a checkpoint, of its own folder or of another; at step 0 from none."""
         if self.journal is not None:
-            self.journal.note(step=step, saved_step=step if is_own and step else None)
+            self.journal.note(step=step, saved_step=step if is_own and step else None, loading=None, loads=0)
+            self.journal.write()
 
     def evaluation_left(self, step: Optional[int]) -> None:
         """A validation was broken off after a step; None: it was made."""
@@ -156,7 +168,7 @@ class Guard:
     def saved(self, step: int) -> None:
         """A checkpoint is there."""
         if self.journal is not None:
-            self.journal.note(saved_step=step)
+            self.journal.note(saved_step=step, crashes=0)
             self.journal.write()
 
     @property

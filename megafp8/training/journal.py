@@ -10,7 +10,7 @@ from typing import Any, Optional
 
 from megafp8.data.atomic import atomic_write_json
 from megafp8.launch.process import this_process
-from megafp8.launch.run_state import RUN_STATE_FILE, RunState, read_run_state
+from megafp8.launch.run_state import RUN_STATE_FILE, RunState, judge, read_run_state
 
 # A rank that ends by force does not wait longer for one that is writing to a disk that hangs.
 PATIENCE_S = 2.0
@@ -68,17 +68,20 @@ class Journal:
 
 
 def first_state(folder: Path, world_size: int, last_step: Optional[int]) -> RunState:
-    """The state with which a start begins. Rank 0 calls this, and tells the others."""
-    before, now = read_run_state(folder), time.time()
-    return RunState(
-        state="running",
-        step=0 if before is None else before.step,
-        saved_step=None if before is None else before.saved_step,
-        last_step=last_step,
-        world_size=world_size,
-        process=this_process(),
-        starts=1 if before is None else before.starts + 1,
-        started_at=now,
+    """The state with which a start begins, the one before in mind. Rank 0 calls this, and tells the others."""
+    before, now = judge(folder), time.time()
+    first = RunState(
+        state="running", last_step=last_step, world_size=world_size, process=this_process(), started_at=now,
         updated_at=now,
-        evaluation_due=None if before is None else before.evaluation_due,
+    )  # fmt: skip
+    if before is None:
+        return first
+    after_crash = {"loading": before.loading, "loads": before.loads, "crashes": before.crashes + 1}
+    return dataclasses.replace(
+        first,
+        step=before.step,
+        saved_step=before.saved_step,
+        starts=before.starts + 1,
+        evaluation_due=before.evaluation_due,
+        **(after_crash if before.has_crashed else {}),
     )

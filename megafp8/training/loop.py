@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from megafp8 import faults
-from megafp8.checkpoint.choose import choose_checkpoint, retire_newer
-from megafp8.checkpoint.folder import sweep
+from megafp8.checkpoint.choose import Choice, choose_checkpoint, retire_newer
+from megafp8.checkpoint.folder import CORRUPT, named_steps, set_aside, sweep
 from megafp8.checkpoint.load import check_same_samples, check_same_vocabulary, load_checkpoint
 from megafp8.checkpoint.save import sync_parameters
 from megafp8.checkpoint.state import Progress
@@ -35,6 +35,9 @@ from megafp8.training.rates import Rates, build_rates
 from megafp8.training.saving import check_folders, saving
 from megafp8.training.step import Batches, params_norm, train_step
 from megafp8.training.stopping import is_asked_to_stop, reason_to_stop, stopped_by_signals
+
+# Crashes in a row while a checkpoint is loaded, after which it is set aside.
+DEADLY_LOADS = 2
 
 
 def train(run: Run) -> Progress:
@@ -83,6 +86,8 @@ def resume(run: Run) -> tuple[Progress, tuple[str, ...]]:
     chosen = None
     if folders:
         chosen = choose_checkpoint(*folders, step=checkpoint.ckpt_step, with_hashes=with_hashes, is_own=is_own)
+        if is_own and chosen is not None and checkpoint.ckpt_step is None:
+            chosen = without_deadly(run, chosen, folders, with_hashes)
     if chosen is None and checkpoint.load and checkpoint.exit_on_missing_checkpoint:
         raise CheckpointError(f"--load {checkpoint.load} holds no checkpoint (--exit-on-missing-checkpoint)")
     if chosen is None and checkpoint.pretrained_checkpoint:
@@ -96,11 +101,25 @@ def resume(run: Run) -> tuple[Progress, tuple[str, ...]]:
     notes = chosen.notes
     if not (weights_only or run.config.training.skip_train) and run.sample_chain is not None:
         notes += check_same_samples(chosen.path, run.sample_chain, checkpoint.override_sample_order)
+    if is_own:
+        run.guard.loads(chosen.step)
     loaded = load_checkpoint(chosen.path, run.config, run.trainee, weights_only)
     if is_own and checkpoint.ckpt_step is not None and not (weights_only or run.config.training.skip_train):
         for folder in folders:
             notes += retire_newer(folder, chosen.step)
     return loaded.progress, (f"loaded {chosen.path}", *loaded.notes, *notes)
+
+
+def without_deadly(run: Run, chosen: Choice, folders: list[Path], with_hashes: bool) -> Choice:
+    """The choice, or the one before when loading it has crashed the run several times; that is then set aside."""
+    failed, is_only = run.guard.failed_loads(chosen.step), sum(len(named_steps(folder)) for folder in folders) == 1
+    if failed < DEADLY_LOADS or is_only:
+        return chosen
+    place = on_rank_0(lambda: set_aside(chosen.path, CORRUPT))
+    before = choose_checkpoint(*folders, with_hashes=with_hashes, is_own=True)
+    assert before is not None
+    note = f"{chosen.path}: {failed} starts crashed while they loaded it, now {place.name}: the one before is used"
+    return dataclasses.replace(before, notes=(note, *before.notes))
 
 
 def saves_where_it_loads(config: RunConfig) -> bool:

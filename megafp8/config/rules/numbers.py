@@ -64,7 +64,7 @@ _SETTINGS_OF_RANGE: tuple[tuple[_Range, str], ...] = (
         "optimizer.min_lr optimizer.lr_warmup_init optimizer.lr_warmup_iters optimizer.lr_warmup_samples "
         "optimizer.decoupled_min_lr optimizer.weight_decay optimizer.start_weight_decay optimizer.end_weight_decay "
         "optimizer.clip_grad data.num_workers training.eval_iters training.seed training.manual_gc_interval "
-        "training.step_timeout_s training.checkpoint_timeout_s "
+        "training.step_timeout_s training.checkpoint_timeout_s training.max_crashes "
         "logging.profile_step_start logging.profile_step_end logging.logging_level",
     ),
     (
