@@ -121,7 +121,6 @@ def load_checkpoint(path: Path, config: RunConfig, trainee: Trainee, weights_onl
         requantize_weights(trainee)
     if with_random:
         restore_random_state(state["random_state"])
-    faults.point("load.end")
     notes = notes_on(weights_only, with_optimizer, with_random, same_layout)
     if weights_only:
         return Loaded(Progress(), notes)

@@ -150,10 +150,16 @@ class Guard:
             self.journal.note(loading=step, loads=self.failed_loads(step) + 1)
             self.journal.write()
 
+    def loaded(self) -> None:
+        """It did not crash the run."""
+        if self.journal is not None:
+            self.journal.note(loading=None, loads=0)
+            self.journal.write()
+
     def resumed(self, step: int, is_own: bool) -> None:
         """The run goes on from a checkpoint, of its own folder or of another; at step 0 from none."""
         if self.journal is not None:
-            self.journal.note(step=step, saved_step=step if is_own and step else None, loading=None, loads=0)
+            self.journal.note(step=step, saved_step=step if is_own and step else None)
             self.journal.write()
 
     def evaluation_left(self, step: Optional[int]) -> None:

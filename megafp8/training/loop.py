@@ -104,6 +104,8 @@ def resume(run: Run) -> tuple[Progress, tuple[str, ...]]:
     if is_own:
         run.guard.loads(chosen.step)
     loaded = load_checkpoint(chosen.path, run.config, run.trainee, weights_only)
+    run.guard.loaded()
+    faults.point("load.end")
     if is_own and checkpoint.ckpt_step is not None and not (weights_only or run.config.training.skip_train):
         for folder in folders:
             notes += retire_newer(folder, chosen.step)

@@ -76,7 +76,7 @@ def guarded(config: RunConfig) -> Iterator[Guard]:
 def explained(error: BaseException, guard: Guard) -> BaseException:
     """A communication error is what remains of a peer that died: then say so."""
     link: BaseException | None = error
-    while link is not None and not isinstance(link, RuntimeError):
+    while link is not None and not isinstance(link, (RuntimeError, PeerLost)):
         link = link.__cause__ or link.__context__
     lost = None if link is None else guard.lost_peer(LOOK_S)
     if lost is None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from forked_runs import Ended, run_forked
+from forked_runs import Ended, ForkedRun, run_forked, started
 
 from megafp8.checkpoint.fingerprint import fingerprint
 from megafp8.checkpoint.folder import checkpoint_path, saved_steps
@@ -42,9 +43,16 @@ class FaultyRun:
 
     def start(self, plan: str = "", flags: str | None = None) -> Ended:
         """Start it, or go on with it (unless `flags` say something else), under a plan of faults."""
+        return run_forked(self.world_size, self.text(flags), plan, self.fired)
+
+    def started(self, plan: str = "", flags: str | None = None) -> contextlib.AbstractContextManager[ForkedRun]:
+        """The same, for a test that does something to its ranks while they run."""
+        return started(self.world_size, self.text(flags), plan, self.fired)
+
+    def text(self, flags: str | None) -> str:
+        """The whole command line."""
         folders = f"--save {self.folder} --load {self.folder}" if flags is None else flags
-        text = f"{COMMON} {LAYOUTS[self.layout][1]} --data-cache-path {self.cache} {folders}"
-        return run_forked(self.world_size, text, plan, self.fired)
+        return f"{COMMON} {LAYOUTS[self.layout][1]} --data-cache-path {self.cache} {folders}"
 
     @property
     def fired(self) -> Path:

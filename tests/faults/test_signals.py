@@ -1,0 +1,182 @@
+"""A signal, whenever and to whomever it comes: all ranks stop at one step and save, and the run goes on exactly."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from faulty_run import EVAL_INTERVAL, STEPS, FaultyRun
+from forked_runs import Ended
+
+from megafp8.launch.run_state import RunState, judge, last_recorded_step
+from megafp8.reports.load import load_run
+
+LAYOUT = "dp2"
+# When a signal comes, and after which step all stop. Steps that are not even are saved because of it.
+MOMENTS = {
+    "rank=0,at=run.start": 1,
+    "rank=1,at=load.begin": 2,
+    "rank=0,step=3,at=data.wait": 3,
+    "rank=1,step=4,at=step.after_update": 4,
+    "rank=1,step=6,at=evaluation.begin": 6,
+    "rank=1,step=8,at=save.mid_shard": 8,
+    "rank=0,step=10,at=save.before_rename": 10,
+    "rank=0,step=12,at=save.end": 12,
+    "rank=1,step=13,at=step.begin": 13,
+}
+
+
+def assert_preempted(run: FaultyRun, ended: Ended) -> RunState:
+    """All ranks say so with their status, the folder says so, and what was done is saved."""
+    assert set(ended.statuses) == {75}, ended.told()
+    assert ended.num_orphans == 0, ended.told()
+    state = judge(run.folder)
+    assert state is not None and (state.state, state.exit_status) == ("preempted", 75), state
+    assert state.step == state.saved_step == run.newest, ended.told()
+    return state
+
+
+def assert_done(run: FaultyRun, unbroken: FaultyRun) -> None:
+    """It ends as the run that was never stopped: to the bit, with every loss and every evaluation on the way."""
+    assert run.fingerprint(STEPS) == unbroken.fingerprint(STEPS)
+    assert run.losses() == unbroken.losses()
+    evaluations = [
+        [(record.step, record.split, record.loss) for record in load_run(each.folder).evals] for each in (run, unbroken)
+    ]
+    assert evaluations[0] == evaluations[1]
+    state = judge(run.folder)
+    assert state is not None and (state.state, state.exit_status, state.step) == ("done", 0, STEPS)
+
+
+def test_at_every_moment(tmp_path: Path, cache: Path, unbroken: dict[str, FaultyRun]) -> None:
+    """One run that is stopped at one moment after the other, by each of the signals."""
+    run = FaultyRun(LAYOUT, tmp_path / "run", cache)
+    for number, (moment, step) in enumerate(MOMENTS.items()):
+        kind, name = (("term", "SIGTERM"), ("usr1", "SIGUSR1"), ("int", "SIGINT"))[number % 3]
+        state = assert_preempted(run, run.start(f"{kind}:{moment}"))
+        assert (state.step, state.reason) == (step, f"{name} to rank {moment[len('rank=')]}"), moment
+        assert state.evaluation_due == (step if step % EVAL_INTERVAL == 0 and step != 12 else None), moment
+    assert len(list(run.fired.iterdir())) == len(MOMENTS)
+    ended = run.start()
+    assert set(ended.statuses) == {0}, ended.told()
+    assert_done(run, unbroken[LAYOUT])
+
+
+def test_a_signal_while_it_saves_does_not_save_twice(tmp_path: Path, cache: Path) -> None:
+    run = FaultyRun(LAYOUT, tmp_path / "run", cache)
+    state = assert_preempted(run, run.start("term:rank=1,step=4,at=save.mid_shard"))
+    assert state.step == 4
+    (stopped,) = (event for event in load_run(run.folder).events if event.name == "stopped")
+    assert stopped.detail == "SIGTERM to rank 1, saved at step 4"
+
+
+def test_the_last_evaluation_is_made_by_the_next_start(tmp_path: Path, cache: Path) -> None:
+    """Every step is done, and the run is not."""
+    run = FaultyRun(LAYOUT, tmp_path / "run", cache)
+    assert assert_preempted(run, run.start(f"term:rank=0,step={STEPS},at=evaluation.batch")).step == STEPS
+    assert set(run.start().statuses) == {0}
+    assert {record.split for record in load_run(run.folder).evals if record.step == STEPS} == {"valid", "test"}
+
+
+def test_without_the_handler_a_signal_kills(tmp_path: Path, cache: Path) -> None:
+    run = FaultyRun(LAYOUT, tmp_path / "run", cache)
+    ended = run.start("term:rank=1,step=3,at=step.begin", f"--save {run.folder} --no-exit-signal-handler")
+    assert ended.statuses == (70, -signal.SIGTERM), ended.told()
+
+
+def wait_for_step(run: FaultyRun, step: int) -> None:
+    """Until the run has done a step."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if last_recorded_step(run.folder) >= step:
+            return
+        time.sleep(0.05)
+    pytest.fail(f"step {step} was not reached")
+
+
+def send(process_ids: list[int | None], number: int) -> None:
+    for process_id in process_ids:
+        assert process_id is not None
+        os.kill(process_id, number)
+
+
+def test_to_all_ranks_and_their_loader_processes(tmp_path: Path, cache: Path, unbroken: dict[str, FaultyRun]) -> None:
+    """As a job's end sends it: the loader processes, which the last step still needs, get it too. What torchrun then
+    sends a second time is no second signal."""
+    run = FaultyRun(LAYOUT, tmp_path / "run", cache)
+    flags = f"--save {run.folder} --load {run.folder} --num-workers 2"
+    with run.started("sleep:seconds=0.1,at=step.begin,times=99", flags) as forked:
+        wait_for_step(run, 3)
+        for process in forked.processes:
+            os.killpg(process.pid or 0, signal.SIGTERM)
+        time.sleep(0.2)
+        send([process.pid for process in forked.processes], signal.SIGTERM)
+        state = assert_preempted(run, forked.wait(60))
+    assert state.reason == "SIGTERM to 2 ranks"
+    assert set(run.start(flags=flags).statuses) == {0}
+    assert_done(run, unbroken[LAYOUT])
+
+
+
+@pytest.mark.parametrize("at", ["data.wait", "save.before_rename"])
+def test_a_rank_that_does_not_get_on_gives_up_when_the_grace_ends(at: str, tmp_path: Path, cache: Path) -> None:
+    """Data that never come, a disk that hangs: the checkpoint before counts, and the stacks tell where it was."""
+    run = FaultyRun(LAYOUT, tmp_path / "run", cache)
+    rank, step = (0, 4) if at.startswith("save") else (1, 3)
+    flags = f"--save {run.folder} --load {run.folder} --exit-signal-grace-s 3"
+    with run.started(f"sleep:rank={rank},seconds=600,step={step},at={at}", flags) as forked:
+        wait_for_step(run, step - (at == "data.wait"))
+        time.sleep(0.3)
+        began = time.monotonic()
+        send([process.pid for process in forked.processes], signal.SIGTERM)
+        ended = forked.wait(60)
+    assert time.monotonic() - began < 3 + 5
+    assert set(ended.statuses) == {75} and ended.num_orphans == 0, ended.told()
+    state = judge(run.folder)
+    assert state is not None and state.state == "preempted" and state.saved_step == run.newest == 2
+    assert "3 s after a signal still in " in state.reason
+    stacks = (run.folder / f"logs/watchdog/rank{rank}.txt").read_text()
+    assert "faults.py" in stacks
+    assert set(run.start(flags=flags + " --train-iters 5").statuses) == {0}
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path: Path, cache: Path) -> None:
+    """One that comes later than any echo. The checkpoint that was being written has no name."""
+    run = FaultyRun(LAYOUT, tmp_path / "run", cache)
+    flags = f"--save {run.folder} --load {run.folder} --exit-signal-grace-s 60"
+    with run.started("sleep:rank=0,seconds=600,step=4,at=save.before_rename", flags) as forked:
+        wait_for_step(run, 4)
+        for _ in range(2):
+            send([process.pid for process in forked.processes], signal.SIGINT)
+            time.sleep(5.3)
+        ended = forked.wait(60)
+    assert set(ended.statuses) == {75} and ended.num_orphans == 0, ended.told()
+    state = judge(run.folder)
+    assert state is not None and "a second SIGINT" in state.reason
+    assert run.newest == 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("to", ["one", "all"])
+def test_at_random_times(to: str, seed: int, tmp_path: Path, cache: Path, unbroken: dict[str, FaultyRun]) -> None:
+    """The long form."""
+    draw = random.Random(f"{to} {seed}")
+    run = FaultyRun(LAYOUT, tmp_path / "run", cache)
+    flags = f"--save {run.folder} --load {run.folder} --num-workers {seed % 2 * 2}"
+    while True:
+        with run.started("", flags) as forked:
+            wait_for_step(run, min(run.newest + 1, STEPS))
+            time.sleep(draw.uniform(0, 1))
+            for process in forked.processes if to == "all" else [draw.choice(forked.processes)]:
+                if process.is_alive():
+                    os.killpg(process.pid or 0, signal.SIGTERM)
+            ended = forked.wait(60)
+        if set(ended.statuses) == {0}:
+            break
+        assert_preempted(run, ended)
+    assert_done(run, unbroken[LAYOUT])
