@@ -103,6 +103,7 @@ def resume(run: Run) -> tuple[Progress, tuple[str, ...]]:
         notes += check_same_samples(chosen.path, run.sample_chain, checkpoint.override_sample_order)
     if is_own:
         run.guard.loads(chosen.step)
+        dist.barrier()  # rank 0 has it on the disk before any rank may crash
     loaded = load_checkpoint(chosen.path, run.config, run.trainee, weights_only)
     run.guard.loaded()
     faults.point("load.end")

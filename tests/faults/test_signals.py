@@ -141,7 +141,6 @@ def test_a_rank_that_does_not_get_on_gives_up_when_the_grace_ends(at: str, tmp_p
     assert "3 s after a signal still in " in state.reason
     stacks = (run.folder / f"logs/watchdog/rank{rank}.txt").read_text()
     assert "faults.py" in stacks
-    assert set(run.start(flags=flags + " --train-iters 5").statuses) == {0}
 
 
 def test_a_second_signal_ends_it_at_once(tmp_path: Path, cache: Path) -> None:

@@ -1,0 +1,149 @@
+"""What stops stops in time: a rank that sleeps, one that was stopped, one that is gone, C code that lets nobody run."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+from faulty_run import FaultyRun
+from ranks import RankFailed, run_ranks
+
+from megafp8.launch.process import stat_of
+from megafp8.launch.run_state import judge
+from megafp8.training import guard as guards
+from megafp8.training.beginning import peers_here
+from megafp8.training.guard import STACKS_FOLDER, Guard
+from megafp8.training.phases import STEP, Phases
+
+LAYOUT, LIMIT_S, SPARE_S = "dp2", 4.0, 8.0
+LIMITS = f"--step-timeout-s {LIMIT_S:g} --checkpoint-timeout-s {LIMIT_S:g}"
+
+
+def stacks(run: FaultyRun, rank: int) -> str:
+    return (run.folder / STACKS_FOLDER / f"rank{rank}.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("at", "phase"),
+    [("step=3,at=data.wait", "step 3"), ("step=2,at=save.mid_shard", "save at step 2")],
+)
+def test_a_rank_that_sleeps(at: str, phase: str, tmp_path: Path, cache: Path) -> None:
+    """Every rank ends with the status of a hang, and leaves its stacks: the one that sleeps is seen there."""
+    run = FaultyRun(LAYOUT, tmp_path / "run", cache)
+    ended = run.start(f"sleep:rank=1,seconds=600,{at}", f"--save {run.folder} --load {run.folder} {LIMITS}")
+    assert set(ended.statuses) == {71}, ended.told()
+    assert ended.num_orphans == 0
+    assert ended.seconds_after_first < SPARE_S, ended.told()
+    state = judge(run.folder)
+    assert state is not None and (state.state, state.exit_status) == ("failed", 71)
+    assert f"hangs in {phase}, for " in state.reason and f"(limit {LIMIT_S:g} s)" in state.reason
+    assert "faults.py" in stacks(run, 1) and "faults.py" not in stacks(run, 0)
+    assert "hangs in" in stacks(run, 0) and "most recent call first" in stacks(run, 0)
+
+
+def test_a_rank_that_is_stopped(tmp_path: Path, cache: Path) -> None:
+    """It cannot end itself, so the others name it, and wake it up to end."""
+    run = FaultyRun(LAYOUT, tmp_path / "run", cache)
+    ended = run.start("stop:rank=1,step=3,at=step.begin", f"--save {run.folder} --load {run.folder} {LIMITS}")
+    assert ended.statuses[0] == 71 and ended.statuses[1] in (70, 71), ended.told()
+    assert ended.num_orphans == 0
+    state = judge(run.folder)
+    assert state is not None and "rank 1 (process " in state.reason and "is stopped" in state.reason
+
+
+def test_four_ranks_end_when_one_is_killed(tmp_path: Path, cache: Path) -> None:
+    """Also those that wait for others than the dead one."""
+    run = FaultyRun("tp2-pp2", tmp_path / "run", cache)
+    ended = run.start("kill:rank=3,step=2,at=step.begin")
+    assert ended.statuses[3] == -signal.SIGKILL and set(ended.statuses[:3]) == {70}, ended.told()
+    assert ended.seconds_after_first < SPARE_S
+    state = judge(run.folder)
+    assert state is not None and "rank 3 (process " in state.reason and "has ended" in state.reason
+
+
+def test_an_error_of_one_rank_ends_the_others(tmp_path: Path, cache: Path) -> None:
+    run = FaultyRun(LAYOUT, tmp_path / "run", cache)
+    ended = run.start("raise:rank=1,step=3,at=step.before_update")
+    assert ended.statuses == (70, 70), ended.told()
+    state = judge(run.folder)
+    assert state is not None and state.exit_status == 70
+    assert state.reason.startswith("rank 1: OSError: ") and "injected" in state.reason
+    assert "rank 1 (process " in ended.output[0]
+
+
+def test_ranks_that_wait_in_c_code_see_a_dead_one() -> None:
+    """The training thread of rank 0 is in a collective that rank 1's death does not end, as with NCCL. (Here it sleeps
+    in C code, without the interpreter's lock.)"""
+
+    def be(rank: int) -> None:
+        guard = Guard(rank=rank)
+        peers = peers_here()
+        guard.start()
+        guard.attach(None, None, peers)
+        if rank == 1:
+            os._exit(9)
+        ctypes.CDLL(None).sleep(60)
+
+    began = time.monotonic()
+    with pytest.raises(RankFailed, match="died without a word"):
+        run_ranks(2, lambda: be(int(os.environ["RANK"])))
+    assert time.monotonic() - began < 30
+
+
+def forked(function: Callable[[], None]) -> BaseProcess:
+    """A process of its own, which inherits the imports."""
+    process = multiprocessing.get_context("fork").Process(target=function)
+    process.start()
+    return process
+
+
+def in_second_step(guard: Guard) -> None:
+    """Let a started guard know the limit of a step, and look around once."""
+    guard.start()
+    guard.enter(STEP, 1)
+    guard.enter(STEP, 2)
+    time.sleep(1.2)
+
+
+def test_c_code_that_lets_no_thread_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A PyDLL keeps the interpreter's lock while it sleeps. The timer in C ends the process, with its stacks."""
+    monkeypatch.setattr(guards, "TIMER_SPARE_S", 0.5)
+
+    def hold_the_lock() -> None:
+        guard = Guard(Phases(2.0, 0.0))
+        guard.stacks = open(tmp_path / "stacks", "w")  # noqa: SIM115
+        in_second_step(guard)
+        ctypes.PyDLL(None).sleep(60)
+
+    process = forked(hold_the_lock)
+    process.join(30)
+    assert process.exitcode == 1
+    text = (tmp_path / "stacks").read_text()
+    assert "Timeout" in text and "in hold_the_lock" in text
+
+
+def test_a_pause_of_the_whole_process_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is stopped for longer than its limit, and goes on."""
+    monkeypatch.setattr(guards, "PAUSED_S", 1.5)
+
+    def pause() -> None:
+        guard = Guard(Phases(3.0, 0.0))
+        in_second_step(guard)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(1.2)
+        guard.close()
+
+    process = forked(pause)
+    while stat_of(process.pid)[0] != "T":
+        time.sleep(0.05)
+    time.sleep(3.5)
+    os.kill(process.pid, signal.SIGCONT)
+    process.join(30)
+    assert process.exitcode == 0
