@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run(*arguments: str, flags: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, *flags, str(ROOT / "tools/doctor.py"), *arguments], capture_output=True, text=True, timeout=120,
-        cwd=ROOT, env=os.environ | environment,
+        [sys.executable, *flags, str(ROOT / "tools/doctor.py"), *arguments],
+        capture_output=True, text=True, timeout=120, cwd=ROOT, env=os.environ | environment,
     )  # fmt: skip
 
 
@@ -33,12 +34,13 @@ def test_without_any_package_all_problems_are_told_at_once(tmp_path: Path) -> No
     """`python -S` hides site-packages."""
     result = run("--folder", str(tmp_path), flags=("-S",), PYTHONPATH="")
     assert result.returncode == 64, result.stdout + result.stderr
-    for problem in ("torch               is not installed", "megatron-core       is not installed", "not installed: numpy"):
-        assert problem in result.stdout
+    told = re.sub(" +", " ", result.stdout)
+    for problem in ("error torch is not installed", "error megatron-core is not", "error libraries not installed: numpy"):
+        assert problem in told
     assert "Traceback" not in result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("fault", ["raise ImportError('libcudart.so.13: cannot open shared object file')", "import os; os._exit(11)"])
+@pytest.mark.parametrize("fault", ["raise ImportError('libcudart.so.13: cannot open')", "import os; os._exit(11)"])
 def test_a_broken_torch_is_a_finding(fault: str, tmp_path: Path) -> None:
     package = tmp_path / "torch"
     package.mkdir()

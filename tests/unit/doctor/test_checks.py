@@ -80,8 +80,8 @@ CASES = {
         "megatron-core==0.16.1",
     ),
     "megatron-core is broken": (
-        {"import_errors": failing(CPU, megatron__core="AttributeError: x")}, ERROR, "megatron-core", "AttributeError: x",
-        "pip install",
+        {"import_errors": failing(CPU, megatron__core="AttributeError: x")}, ERROR, "megatron-core",
+        "AttributeError: x", "pip install",
     ),
     "a library is missing": (
         {"packages": without(CPU, "psutil", "tqdm")}, ERROR, "libraries", "psutil, tqdm", "pip install psutil tqdm"
@@ -190,7 +190,7 @@ def test_a_machine_with_nothing_has_every_problem_at_once() -> None:
 
 
 def test_one_broken_torch_is_said_once() -> None:
-    others = {name: BROKEN_TORCH for name in ("torch", "megatron.core", "transformer_engine.pytorch")}
+    others = dict.fromkeys(("torch", "megatron.core", "transformer_engine.pytorch"), BROKEN_TORCH)
     findings = examine(change(H200, import_errors=others, torch_version=None, gpus=(), torch_cuda=None))
     assert [finding.check for finding in findings if BROKEN_TORCH in finding.text] == ["torch"]
 

@@ -37,7 +37,8 @@ def test_packages_are_those_that_an_import_would_take(tmp_path: Path, monkeypatc
 
 def test_modules_that_break_are_told_by_a_real_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is missing, one that raises, one that ends the process, one that never comes to its turn."""
-    for name, text in (("fine", ""), ("raises", "raise OSError('libx.so: no such file')"), ("dies", "import os; os._exit(9)")):
+    sources = {"fine": "", "raises": "raise OSError('libx.so: no such file')", "dies": "import os; os._exit(9)"}
+    for name, text in sources.items():
         (tmp_path / f"{name}_module.py").write_text(text, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     facts = probes.import_facts(["fine_module", "no_such_module", "raises_module", "dies_module", "fine_module2"])
@@ -67,8 +68,11 @@ def test_driver_and_links_are_what_nvidia_smi_says(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     command(tmp_path, "nvidia-smi", "580.159.04, NVIDIA H200\n580.159.04, NVIDIA H200")
     assert probes.driver_facts() == ("580.159.04", ("NVIDIA H200", "NVIDIA H200"))
-    topology = "\tGPU0\tGPU1\tNIC0\tCPU Affinity\nGPU0\t X \tNV18\tPIX\t0-47\nGPU1\tSYS\t X \tSYS\t0-47\nNIC0\tPIX\tSYS\t X"
-    command(tmp_path, "nvidia-smi", topology)
+    rows = (
+        "\tGPU0\tGPU1\tNIC0\tCPU Affinity", "GPU0\t X \tNV18\tPIX\t0-47", "GPU1\tSYS\t X \tPHB\t0-47",
+        "NIC0\tPIX\tPHB\t X",
+    )  # fmt: skip
+    command(tmp_path, "nvidia-smi", "\n".join(rows))
     assert probes.gpu_links() == ("NV18", "SYS")
     command(tmp_path, "nvidia-smi", "NVIDIA-SMI has failed", status=9)
     assert probes.driver_facts() == (None, ()) and probes.gpu_links() == ()
