@@ -4,7 +4,11 @@
 
 One CPU rank, BF16 weights with FP32 master weights and moments, in turns. `without hashes` is megafp8 with torch's
 CRC-32 in the place of SHA-256, and for a restore without reading every byte first. megatron-core saves that state with
-`torch_dist` and its default writers, forked processes whose CPU time is counted. Each side syncs its files. Then single
+`torch_dist` and its default writers, forked processes whose CPU time is counted. Each side syncs its files.
+
+Then checkpoints are written while training goes on (`--async-save`; megatron-core: its caller that forks, for the
+persistent one needs a GPU). The stall is the time in which no step runs: until training may go on, and at the next
+update until the copy is made. Steps while a save is under way are compared with steps without one. Then single
 bits are flipped in a small checkpoint: a side refuses it, or loads what was saved (the bit was padding), or loads
 something else without a word.
 """
@@ -15,6 +19,7 @@ import argparse
 import random
 import resource
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -35,10 +40,12 @@ from benchmarks.in_process import add_size_options, command_line, end_runs, star
 
 from megatron.core import dist_checkpointing  # noqa: E402  # isort: skip
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402  # isort: skip
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue  # noqa: E402  # isort: skip
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # noqa: E402  # isort: skip
 from megatron.core.safe_globals import register_safe_globals  # noqa: E402  # isort: skip
 
 from megafp8.checkpoint import hashing_writer  # noqa: E402
+from megafp8.checkpoint.background import BackgroundSaves  # noqa: E402
 from megafp8.checkpoint.folder import checkpoint_path  # noqa: E402
 from megafp8.checkpoint.load import read_tensors  # noqa: E402
 from megafp8.checkpoint.manifest import MANIFEST, check_whole, damage_seen, read_manifest  # noqa: E402
@@ -118,6 +125,122 @@ def compare_saves(run: Run, folder: Path, rounds: int) -> dict[str, timing.Times
     for save in sides.values():
         timed(save)
     return timing.take_turns(sides, rounds=rounds, warmup=0, times_ms=timed)
+
+
+class Stalls:
+    """A side that saves while training goes on, and the training beside it.
+
+    Attributes:
+        stall_ms: of each save.
+        stall_cpu_ms: of the training thread meanwhile; what it only waited for is not in it.
+        slowed_ms: how much longer the steps took that ran while it was under way, together.
+    """
+
+    def __init__(self, run: Run, folder: Path, begin: Callable[[Path], Callable[[], bool]]):
+        """
+        Args:
+            begin: starts a save to a folder; what it returns ends a finished save and says whether it has.
+        """
+        self.run, self.folder, self.begin = run, folder, begin
+        self.batches = build_batches(run, run.datasets[0], 0, 10**6, num_workers=0)
+        self.stall_ms: list[float] = []
+        self.stall_cpu_ms: list[float] = []
+        self.slowed_ms: list[float] = []
+        self.step_ms = [timing.own_times_ms(self.step)[0] for _ in range(5)]
+
+    def step(self) -> None:
+        train_step(self.run, self.batches, 1)
+
+    def save(self) -> None:
+        """One save beside as many steps as it takes, after a step without."""
+        self.step_ms.append(timing.own_times_ms(self.step)[0])
+        wall, cpu = time.perf_counter(), time.thread_time()
+        has_ended = self.begin(self.folder)
+        stall_s, cpu_s = time.perf_counter() - wall, time.thread_time() - cpu
+        waits, waited_ms, steps_ms, is_over = self.run.trainee.being_copied[:], [0.0], [], False
+        self.run.trainee.being_copied[:] = [
+            lambda: waited_ms.append(timing.own_times_ms(lambda: [wait() for wait in waits])[0])
+        ]
+        while not is_over:
+            steps_ms.append(timing.own_times_ms(self.step)[0])
+            wall, cpu = time.perf_counter(), time.thread_time()
+            is_over = has_ended()
+            stall_s, cpu_s = stall_s + time.perf_counter() - wall, cpu_s + time.thread_time() - cpu
+        self.stall_ms.append(stall_s * 1e3 + sum(waited_ms))
+        self.stall_cpu_ms.append(cpu_s * 1e3)
+        self.slowed_ms.append(sum(steps_ms) - sum(waited_ms) - len(steps_ms) * statistics.median(self.step_ms))
+
+
+def begin_ours(run: Run) -> Callable[[Path], Callable[[], bool]]:
+    saves = BackgroundSaves(run.config, run.trainee, timeout_s=300, device=run.platform.device)
+
+    def begin(folder: Path) -> Callable[[], bool]:
+        under_way = saves.begin(folder / "ours", PROGRESS)
+        return lambda: under_way.poll() is not None
+
+    return begin
+
+
+def begin_plain(run: Run) -> Callable[[Path], Callable[[], bool]]:
+    queue = AsyncCallsQueue(persistent=False)
+
+    def begin(folder: Path) -> Callable[[], bool]:
+        path = folder / "plain"
+        path.mkdir(parents=True)
+        state = whole_state(run.config, run.trainee, PROGRESS, None)
+        strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
+        queue.schedule_async_request(dist_checkpointing.save(state, str(path), strategy, async_sharded_save=True))
+
+        def has_ended() -> bool:
+            queue.maybe_finalize_async_calls(blocking=False)
+            return queue.get_num_unfinalized_calls() == 0
+
+        return has_ended
+
+    return begin
+
+
+def compare_stalls(run: Run, folder: Path, rounds: int) -> dict[str, Any]:
+    """Saves beside training, in turns with saves instead of it."""
+    sides = {OURS: Stalls(run, folder, begin_ours(run)), PLAIN: Stalls(run, folder, begin_plain(run))}
+    saves = timing.Times()
+
+    def clear() -> None:
+        for old in folder.iterdir():
+            shutil.rmtree(old)
+
+    for number in range(rounds + 1):
+        clear()
+        wall_ms, cpu_ms = timing.own_times_ms(
+            lambda: save_checkpoint(folder / "now", run.config, run.trainee, PROGRESS)
+        )
+        for side in sides.values():
+            clear()
+            side.save()
+        if number:  # the first saves make their memory
+            saves.extend(timing.Times([wall_ms], [cpu_ms]))
+    return {"save": saves} | {
+        name: {
+            "stalls": timing.Times(side.stall_ms[1:], side.stall_cpu_ms[1:]),
+            "slowed_ms": side.slowed_ms[1:], "step_ms": side.step_ms,
+        }
+        for name, side in sides.items()
+    }  # fmt: skip
+
+
+def show_stalls(found: dict[str, Any]) -> None:
+    save, rows = found["save"], []
+    for name in (OURS, PLAIN):
+        stalls, slowed = found[name]["stalls"], found[name]["slowed_ms"]
+        both = [stall + slow for stall, slow in zip(stalls.wall_ms, slowed, strict=True)]
+        rows.append(
+            (name, stalls.median_wall_ms, timing.ratio_of(stalls.wall_ms, save.wall_ms), stalls.median_cpu_ms,
+             timing.ratio_of(stalls.cpu_ms, save.cpu_ms), statistics.median(slowed),
+             timing.ratio_of(both, save.wall_ms))
+        )  # fmt: skip
+    print(f"a save instead of training: {save.median_wall_ms:.0f} ms, {save.median_cpu_ms:.0f} ms of CPU time")
+    header = ("save beside training", "stall ms", "to a save", "CPU ms", "to a save", "steps slower by ms", "both")
+    print(timing.format_table(header, rows) + "\n")
 
 
 def compare_loads(run: Run, path: Path, rounds: int) -> dict[str, timing.Times]:
@@ -212,6 +335,8 @@ def main() -> None:
         show_times("save", saves, num_bytes)
         loads = compare_loads(run, path, options.rounds)
         show_times("restore", loads, num_bytes)
+        stalls = compare_stalls(run, folder / "saves", options.rounds)
+        show_stalls(stalls)
         end_runs()
         small = started(command_line(SMALL, train_iters=10, extra=extra))
         save_checkpoint(folder / "small", small.config, small.trainee, PROGRESS)
@@ -221,7 +346,8 @@ def main() -> None:
         print(timing.format_table((f"{options.mutations} flipped bits", *kinds), rows))
         end_runs()
     if options.json:
-        timing.write_json(options.json, {"bytes": num_bytes, "save": saves, "restore": loads, "flips": outcomes})
+        found = {"bytes": num_bytes, "save": saves, "restore": loads, "stalls": stalls, "flips": outcomes}
+        timing.write_json(options.json, found)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import AbstractContextManager
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, BinaryIO
 
 import torch
@@ -27,8 +29,10 @@ from megafp8.checkpoint.manifest import FileEntry
 from megafp8.checkpoint.threads import in_thread
 
 FILES_PER_RANK = 2
-# Below this a hash takes less time than handing it to another thread.
-MIN_OVERLAPPED_BYTES = 1 << 18
+# Less than this is copied for the thread that hashes.
+MIN_SHARED_BYTES = 1 << 18
+# Written and not hashed yet, of a file: copies from a GPU are kept for so long.
+MAX_LAG_BYTES = 1 << 30
 
 
 class HashingWriter(FileSystemWriter):
@@ -78,17 +82,18 @@ class HashingWriter(FileSystemWriter):
         results = []
         # The archive's own checksum costs a third of SHA-256, and torch does not look at it when it loads.
         with no_checksum(), open(self.path / name, "xb", buffering=0) as file:
-            stream = HashingStream(file)
-            try:
-                for item in items:
-                    faults.point("save.mid_shard", step=step)
-                    data = on_cpu(data_of(item))
-                    results.append(_write_item(self.transforms, stream, data, item, name, self.serialization_format))
-            except RuntimeError as error:
-                # torch closes its archive when a write fails, and then complains of the archive.
-                raise (error.__context__ or error) from None
+            with HashingStream(file) as stream:
+                try:
+                    for item in items:
+                        faults.point("save.mid_shard", step=step)
+                        stream.owner = data = on_cpu(data_of(item))
+                        written = _write_item(self.transforms, stream, data, item, name, self.serialization_format)
+                        results.append(written)
+                except RuntimeError as error:
+                    # torch closes its archive when a write fails, and then complains of the archive.
+                    raise (error.__context__ or error) from None
             os.fsync(file.fileno())
-        self.written[name] = FileEntry(stream.tell(), stream.sha256)
+        self.written[name] = FileEntry(stream.tell(), stream.sha256())
         return results
 
 
@@ -98,37 +103,55 @@ def no_checksum() -> AbstractContextManager[Any]:
 
 
 class HashingStream:
-    """A file that is written from front to back; another thread hashes what this one writes.
+    """A file that is written from front to back; another thread hashes what this one writes, and may lag behind.
+
+    So a hash is still taken while the disk syncs. Memory of `MIN_SHARED_BYTES` or more that is written has to stay as
+    it is until the hash is there; of less, a copy is hashed. Written to inside a `with` block; the hash comes after it.
 
     Args:
         file: unbuffered.
+
+    Attributes:
+        owner: of the memory that is written next; kept until it is hashed.
     """
 
     def __init__(self, file: BinaryIO):
         self._file = file
-        self._digest = hashlib.sha256()
-        self._num_bytes = 0
+        self.owner: object = None
+        self._num_bytes = self._lag = 0
+        self._hashed = threading.Condition()
+        self._pieces: SimpleQueue[Any] = SimpleQueue()
+        self._hashing = in_thread(self._hash)
 
-    @property
+    def __enter__(self) -> HashingStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pieces.put(None)
+
+    def _hash(self) -> str:
+        digest = hashlib.sha256()
+        while (piece := self._pieces.get()) is not None:
+            digest.update(piece[0])
+            with self._hashed:
+                self._lag -= len(piece[0])
+                self._hashed.notify()
+        return digest.hexdigest()
+
     def sha256(self) -> str:
-        """SHA-256 of everything written so far, in hexadecimal."""
-        return self._digest.hexdigest()
+        """SHA-256 of everything written, in hexadecimal."""
+        return self._hashing.result()
 
     def write(self, content: memoryview | bytes) -> int:
-        """Write all of `content`; returns when it is written and hashed, for its memory is used again."""
+        """Write all of `content`."""
         whole = memoryview(content).cast("B")
-        hashing: Future[None] | None = None
-        if len(whole) < MIN_OVERLAPPED_BYTES:
-            self._digest.update(whole)
-        else:
-            hashing = in_thread(self._digest.update, whole)
-        try:
-            rest = whole
-            while len(rest):
-                rest = rest[self._file.write(rest) :]  # at most 2 GiB at a time
-        finally:
-            if hashing is not None:
-                hashing.result()
+        with self._hashed:
+            self._hashed.wait_for(lambda: self._lag + len(whole) <= MAX_LAG_BYTES or not self._lag)
+            self._lag += len(whole)
+        self._pieces.put((whole, self.owner) if len(whole) >= MIN_SHARED_BYTES else (bytes(whole), None))
+        rest = whole
+        while len(rest):
+            rest = rest[self._file.write(rest) :]  # at most 2 GiB at a time
         self._num_bytes += len(whole)
         return len(whole)
 
