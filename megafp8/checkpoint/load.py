@@ -31,6 +31,7 @@ from megafp8.checkpoint.state import (
     restore_random_state,
 )
 from megafp8.checkpoint.together import raise_peer_lost, reason
+from megafp8.checkpoint.vocabulary import EMBEDDING, fill_new_rows
 from megafp8.config import derived, serialize
 from megafp8.config.schema import RunConfig
 from megafp8.data.sample_chain import SampleChain, SampleMark
@@ -40,7 +41,6 @@ from megafp8.fp8.parameter import settle
 # Settings of the model section that change no parameter, and may differ between a checkpoint and its next run.
 FREE_MODEL_SETTINGS = ("model.model_preset", "model.attention_dropout", "model.hidden_dropout", "model.init_method_std")
 
-EMBEDDING = "embedding.word_embeddings.weight"
 # Parts of the keys of what only some layers keep besides weights: Transformer Engine's, and the emulated ones'.
 LAYER_STATE = ("_extra_state", ".quantizer_state.")
 # What megatron-core and torch raise on a file that is missing, cut off or of another model.
@@ -114,6 +114,7 @@ def load_checkpoint(path: Path, config: RunConfig, trainee: Trainee, weights_onl
             load_optimizer_state(trainee, state["optimizer"])
         restore_schedule(path, trainee, state["schedule"])
     else:
+        fill_new_rows(model, embedding_rows(path))
         # Master weights are copies of the weights: take the loaded ones.
         trainee.optimizer.reload_model_params()
     settle(trainee.chunks)

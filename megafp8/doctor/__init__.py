@@ -1,0 +1,1 @@
+"""What this machine has, whether that set was tested, and what mends what is wrong. Works where much is broken."""
