@@ -76,7 +76,7 @@ class NoDigest:
 def started(text: str) -> Run:
     """A run after its first step: before, the optimizer has no moments."""
     run = start_run(text)
-    train_step(run, build_batches(run, run.datasets[0], 0, run.global_batch_size, num_workers=0), 1)
+    train_step(run, build_batches(run, run.datasets[0], 0, run.global_batch_size, num_workers=0), Progress())
     return run
 
 

@@ -89,9 +89,9 @@ def first_steps(run: Run, steps: int) -> Start:
     if needs_calibration(run):
         calibrate(run, Progress())
     batches = build_batches(run, run.datasets[0], 0, steps * run.global_batch_size, num_workers=0)
-    losses = [train_step(run, batches, 1).loss]
+    losses = [train_step(run, batches, Progress()).loss]
     gradient = torch.cat([parameter.main_grad.flatten().float() for parameter in run.trainee.chunks[0].parameters()])
-    losses += [train_step(run, batches, step).loss for step in range(2, steps + 1)]
+    losses += [train_step(run, batches, Progress(step)).loss for step in range(1, steps)]
     return Start(gradient, tuple(losses))
 
 

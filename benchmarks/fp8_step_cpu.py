@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import timing  # noqa: E402
 from benchmarks.in_process import add_run, add_size_options, command_line, end_runs, start_run  # noqa: E402
+from megafp8.checkpoint.state import Progress  # noqa: E402
 from megafp8.training.assemble import Run  # noqa: E402
 from megafp8.training.evaluate import build_batches  # noqa: E402
 from megafp8.training.step import train_step  # noqa: E402
@@ -60,8 +61,8 @@ def build_steps(options: argparse.Namespace) -> dict[str, Callable[[], float]]:
 def stepper(run: Run, train_iters: int) -> Callable[[], float]:
     """The steps of one run."""
     batches = build_batches(run, run.datasets[0], 0, train_iters * run.global_batch_size, num_workers=0)
-    steps = iter(range(1, train_iters + 1))
-    return lambda: train_step(run, batches, next(steps)).loss
+    steps = iter(range(train_iters))
+    return lambda: train_step(run, batches, Progress(next(steps))).loss
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

@@ -41,6 +41,7 @@ from megafp8.device import mcore_cpu  # noqa: E402
 
 mcore_cpu.install()
 
+from megafp8.checkpoint.state import Progress  # noqa: E402
 from megafp8.device.platform import detect_platform, join_ranks  # noqa: E402
 from megafp8.training.assemble import assemble  # noqa: E402
 from megafp8.training.check import check  # noqa: E402
@@ -77,7 +78,7 @@ def megafp8_steps(options: argparse.Namespace, text: str) -> Callable[[int], flo
     checked = check(*flags.read([*argv, "--num-workers", "0"]))
     run = assemble(checked.invocation.config, detect_platform(), checked.implementation)
     batches = build_batches(run, run.datasets[0], 0, 1000 * run.global_batch_size, num_workers=0)
-    return lambda step: train_step(run, batches, step).loss
+    return lambda step: train_step(run, batches, Progress(step - 1)).loss
 
 
 def peer_steps(options: argparse.Namespace, recipe: str) -> Callable[[int], float]:

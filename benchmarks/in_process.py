@@ -78,6 +78,8 @@ def add_run(first: Run, text: str) -> Run:
         transformer_config=transformer_config,
         trainee=trainee,
         first_gradient=None,
+        spikes=None,
+        delayed=None,
         watch=GradientWatch(trainee.chunks, first.platform.device) if watched else None,
         traffic=build_traffic(config, trainee.chunks),
         probe=build_probe(config, trainee, world_size, first.platform.device),

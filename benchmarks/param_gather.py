@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import timing  # noqa: E402
 from benchmarks.in_process import add_run, add_size_options, command_line, end_runs, start_run  # noqa: E402
+from megafp8.checkpoint.state import Progress  # noqa: E402
 from megafp8.training.assemble import Run  # noqa: E402
 from megafp8.training.evaluate import build_batches  # noqa: E402
 from megafp8.training.step import StepResult, train_step  # noqa: E402
@@ -33,7 +34,7 @@ SIDES = {"bf16": "", "fp8": "--fp8-param-gather"}
 def stepper(run: Run, train_iters: int, results: list[StepResult]) -> Callable[[], None]:
     """A function that takes one step of a run and notes its result."""
     batches = build_batches(run, run.datasets[0], 0, train_iters * run.global_batch_size, num_workers=0)
-    return lambda: results.append(train_step(run, batches, len(results) + 1))
+    return lambda: results.append(train_step(run, batches, Progress(len(results))))
 
 
 def weight_bytes(run: Run) -> int:

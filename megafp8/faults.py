@@ -54,6 +54,7 @@ POINTS = {
 POISONS = {
     "step.loss": "sum of this rank's losses",
     "step.gradients": "a bucket of this rank's gradients, before they are reduced",
+    "step.amax": "the amax of a layer's input, or of its output's gradient, that delayed scaling is to remember",
     "step.weights": "a weight after the update",
 }
 # No step has begun here yet.

@@ -28,6 +28,7 @@ mcore_cpu.install()
 from megatron.core.utils import unwrap_model  # noqa: E402
 
 from megafp8.checkpoint.save import sync_parameters  # noqa: E402
+from megafp8.checkpoint.state import Progress  # noqa: E402
 from megafp8.data.epochs import Source  # noqa: E402
 from megafp8.training.assemble import Run, assemble  # noqa: E402
 from megafp8.training.evaluate import build_batches  # noqa: E402
@@ -112,7 +113,7 @@ def train(run: Run, num_steps: int, first_step: int = 1, is_masked: bool = False
     samples, batch = SourceSamples(run.config.data.seq_length, is_masked), run.global_batch_size
     last_step = first_step + num_steps - 1
     batches = build_batches(run, samples, (first_step - 1) * batch, last_step * batch, num_workers=0)
-    results = [train_step(run, batches, step) for step in range(first_step, last_step + 1)]
+    results = [train_step(run, batches, Progress(step, step * batch)) for step in range(first_step - 1, last_step)]
     return Curve([result.loss for result in results], [result.grad_norm for result in results])
 
 

@@ -6,6 +6,8 @@ checkpoint is damaged is an error and not a new start.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
@@ -52,18 +54,41 @@ def choose_checkpoint(
         seen = [(each, folder) for each, folder in seen if each == step]
         if not seen:
             find_checkpoint(folders[0], step)  # the error of its absence
-    damaged: list[tuple[Path, str]] = []
-    for each, folder in reversed(seen):
-        path = checkpoint_path(folder, each)
-        problems = damage(path, with_hashes)
-        if not problems:
-            return Choice(each, path, passed_over(damaged, is_own))
-        damaged.append((path, listed(problems)))
+    whole, damaged = first_whole(seen[::-1], with_hashes)
+    if whole is not None:
+        return dataclasses.replace(whole, notes=passed_over(damaged, is_own))
     if not damaged:
         return None
     lines = "\n".join(f"  {path.name}: {text}" for path, text in damaged)
     where, which = " and ".join(map(str, folders)), f" of step {step}" if step else ""
     raise CheckpointError(f"{where} holds no whole checkpoint{which}:\n{lines}")
+
+
+def choose_to_go_back(*folders: Path, step: int, with_hashes: bool = True) -> Optional[Choice]:
+    """The newest whole checkpoint of the run's own folders that is not newer than `step`, else the oldest whole one;
+    None when there is none. All ranks call it.
+
+    Raises:
+        CheckpointError: on all ranks: they do not see the same checkpoints.
+    """
+    seen = seen_by_all(folders)
+    old, young = ([pair for pair in seen if is_old == (pair[0] <= step)] for is_old in (True, False))
+    whole, damaged = first_whole(old[::-1] + young, with_hashes)
+    return None if whole is None else dataclasses.replace(whole, notes=passed_over(damaged, is_own=True))
+
+
+def first_whole(
+    seen: Sequence[tuple[int, Path]], with_hashes: bool
+) -> tuple[Optional[Choice], list[tuple[Path, str]]]:
+    """The first whole checkpoint of some steps and folders, and the damaged ones before it with what is wrong."""
+    damaged: list[tuple[Path, str]] = []
+    for step, folder in seen:
+        path = checkpoint_path(folder, step)
+        problems = damage(path, with_hashes)
+        if not problems:
+            return Choice(step, path), damaged
+        damaged.append((path, listed(problems)))
+    return None, damaged
 
 
 def damage(path: Path, with_hashes: bool = True) -> list[str]:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from megafp8 import faults
 from megafp8.checkpoint.safe_load import SafeStrategy, check_before_reading
+from megafp8.checkpoint.skipped import History
 from megafp8.checkpoint.state import (
     Progress,
     Trainee,
@@ -125,7 +126,8 @@ def load_checkpoint(path: Path, config: RunConfig, trainee: Trainee, weights_onl
     notes = notes_on(weights_only, with_optimizer, with_random, same_layout)
     if weights_only:
         return Loaded(Progress(), notes)
-    return Loaded(Progress(common["step"], common["consumed_samples"]), notes)
+    history = History.from_plain(common["history"]) if "history" in common else History()
+    return Loaded(Progress(common["step"], common["consumed_samples"], history), notes)
 
 
 @torch.no_grad()
@@ -200,6 +202,7 @@ def readable(path: Path) -> Iterator[None]:
 
 def restore_schedule(path: Path, trainee: Trainee, saved: dict[str, Any]) -> None:
     """Continue the learning-rate schedule; megatron-core refuses one that differs, by an assertion."""
+    trainee.schedule.num_steps = 0  # megatron-core adds what it loads, and a run that goes back has taken steps
     try:
         trainee.schedule.load_state_dict(saved)
     except AssertionError as error:

@@ -233,6 +233,7 @@ def whole_state(
     return state | {
         "step": progress.step,
         "consumed_samples": progress.consumed_samples,
+        "history": progress.history.plain(),
         "samples": None if samples is None else samples.plain(),
         "config": to_json(config),
         "layout": list(layout()),

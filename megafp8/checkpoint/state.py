@@ -19,6 +19,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 
 from megafp8.checkpoint import optimizer_parts
+from megafp8.checkpoint.skipped import History
 
 
 @dataclass(frozen=True)
@@ -26,12 +27,14 @@ class Progress:
     """How far a run is.
 
     Attributes:
-        step: optimizer steps done.
-        consumed_samples: training sequences read; the whole state of the data loader.
+        step: optimizer steps done, also those whose update was left out.
+        consumed_samples: training sequences read or passed over; the whole state of the data loader.
+        history: of bad numbers.
     """
 
     step: int = 0
     consumed_samples: int = 0
+    history: History = History()
 
 
 @dataclass(frozen=True)

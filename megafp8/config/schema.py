@@ -362,8 +362,28 @@ class TrainingConfig:
         flags=("--calculate-per-token-loss",),
     )
     check_for_nan_in_loss_and_grad: bool = setting(
-        True, "stop before the update when loss or gradient norm is not finite",
+        True, "no update is made when loss or gradient norm is not finite (see --max-skipped-steps)",
         off=("--no-check-for-nan-in-loss-and-grad",),
+    )
+    max_skipped_steps: int = setting(
+        0, "steps in a row whose update may be left out because numbers are not finite, or spike; the next one stops "
+        "the run",
+    )
+    spike_policy: str = setting(
+        "off", "loss or gradient norm far above those before: skip leaves out the update, rollback goes back to a "
+        "checkpoint and leaves out the batches from there on",
+        choices=("off", "skip", "rollback"),
+    )
+    spike_window: int = setting(128, "updates that a step is compared with to tell a spike")
+    spike_sigma: float = setting(6.0, "standard deviations above their mean from which on it is a spike")
+    spike_min_steps: int = setting(64, "updates without which nothing is a spike")
+    spike_rollback_steps: int = setting(100, "rollback: steps to go back at least, if there is such a checkpoint")
+    spike_skip_batches: int = setting(
+        200, "rollback: batches to leave out from the checkpoint on; always up to the one that spiked"
+    )
+    max_rollbacks: int = setting(3, "rollback: times that a run goes back; the next one stops it")
+    check_weight_hash_across_dp_replicas_interval: Optional[int] = setting(
+        None, "steps between comparisons of the weights of all replicas, by a hash of their bits; default never"
     )
     manual_gc: bool = setting(False, "collect garbage only every --manual-gc-interval steps, on all ranks at once")
     manual_gc_interval: int = setting(0, "steps between collections with --manual-gc; 0 is never")

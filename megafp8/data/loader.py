@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.context import ForkContext, ForkProcess
@@ -58,6 +58,37 @@ class MicrobatchSampler:
 
     def _batch_starts(self) -> range:
         return range(self.consumed_samples, self.total_samples - self.global_batch_size + 1, self.global_batch_size)
+
+
+def samples_of_step(
+    *,
+    consumed_samples: int,
+    micro_batch_size: int,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+    global_batch_size: int,
+) -> list[int]:
+    """Numbers of the samples that one data-parallel rank reads in the step after `consumed_samples`, in their order."""
+    sampler = MicrobatchSampler(
+        consumed_samples=consumed_samples,
+        total_samples=consumed_samples + global_batch_size,
+        micro_batch_size=micro_batch_size,
+        data_parallel_rank=data_parallel_rank,
+        data_parallel_size=data_parallel_size,
+        global_batch_size=global_batch_size,
+    )
+    return [sample for microbatch in sampler for sample in microbatch]
+
+
+def describe_samples(numbers: Iterable[int]) -> str:
+    """Rising numbers as ranges: "samples 4-7, 12-15"."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], number]
+        else:
+            ranges.append([number])
+    return "samples " + ", ".join("-".join(map(str, ends)) for ends in ranges)
 
 
 def build_loader(

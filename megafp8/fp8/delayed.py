@@ -11,7 +11,8 @@ of grad_outputs. A linear keeps for each operand
 and an update with the reduced amax a is, as in Transformer Engine's fused kernel (`common/recipe/delayed_scaling.cu`,
 read at 2.20):
 
-    a = 0         nothing happens, not even a roll: the tensor was not there (a weight after the first microbatch)
+    a = 0         nothing happens, not even a roll: the tensor was not there (a weight after the first microbatch); so
+                  with a = NaN, which leaves no trace
     roll          entries move down by one, a becomes the last one, entry 0 becomes 0
     amax          the largest of the entries ("max"), or a ("most_recent")
     quant_scale   (format max / 2^margin) / amax; kept as it is where amax is infinite, the largest FP32 if it overflows
@@ -31,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megafp8 import faults
 from megafp8.fp8.recipes import DelayedOptions, Gemm, Operand, Recipe
 from megafp8.fp8.scaling import FP32_MAX, reduce_amax
 
@@ -82,6 +84,7 @@ def update(
     scale = (format_max * 2.0**-options.margin / amax).clamp_(max=FP32_MAX)
     rolled[0] = 0
     history.copy_(torch.where(was_there, rolled, history))
+    history[0] = 0
     quant_scale.copy_(torch.where(was_there & (amax < torch.inf), scale, quant_scale))
 
 
@@ -184,6 +187,7 @@ def update_together(states: Sequence[DelayedState], operands: slice, group: Opti
     history = torch.stack([state.amax_history[:, operands] for state in states], dim=1)  # [length, linears, operands]
     scale = torch.stack([state.quant_scale[operands] for state in states])
     format_max = torch.tensor([state.format_max[operands] for state in states], device=scale.device)
+    faults.poison("step.amax", history[0])
     largest = reduce_amax(history[0].clone(), group)
     length = len(history)
     update(history.view(length, -1), scale.view(-1), largest.view(-1), format_max.view(-1), states[0].options)

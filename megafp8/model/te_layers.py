@@ -100,6 +100,16 @@ def delayed_scale(linear: torch.nn.Module, operand: str) -> Optional[torch.Tenso
     return state.scale[index].clone() if hasattr(state, "amax_history") else None
 
 
+def delayed_state(model: torch.nn.Module) -> list[torch.Tensor]:
+    """All that delayed scaling remembers, histories too: the tensors themselves. None before the first forward pass."""
+    modules = [m for m in model.modules() if isinstance(m, te.module.base.TransformerEngineBaseModule)]
+    metas = [m.fp8_meta for m in modules if isinstance(m.fp8_meta.get("recipe"), DelayedScaling)]
+    fused = [mlp._fused_impl[0] for mlp in fused_mlps(model) if mlp._fused_impl]
+    return [tensor for meta in metas for tensor in te_patches.delayed_tensors(meta).values()] + [
+        tensor for mlp in fused for _, tensor in operation_tensors(mlp)
+    ]
+
+
 def fusing_linears(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The linears that can add their weight gradient to `main_grad` themselves."""
     modules = [m for m in model.modules() if isinstance(m, te.module.base.TransformerEngineBaseModule)]

@@ -3,8 +3,8 @@
 Before a bucket of gradients is reduced over the data-parallel ranks, its norm is taken: it is finite only if every
 element is, and small enough to be clipped. That is one read of the gradients per step and no wait; the results gather
 in one flag on the device. At the end of the backward pass one small all-reduce tells every rank the global loss and
-whether any rank saw a bad value, so all of them stop together and before the update. Only then is time spent on finding
-the tensor.
+whether any rank saw a bad value, so all of them leave out the update together, or stop together before it. Only then is
+time spent on finding the tensor.
 
 (After the reduction a NaN of one rank is everybody's: looking at the gradient norm, as trainers do, cannot name a rank.
 With BF16 weights megatron-core does not look at all.)
@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megafp8 import faults
-from megafp8.errors import NumericsError
 
 NO_TENSOR = "none by itself; the squares of all gradients together overflow"
 
@@ -125,25 +124,17 @@ def first_bad_tensor(chunks: list[Any]) -> Optional[str]:
     return None
 
 
-def raise_bad_numbers(step: int, local_loss: Optional[Tensor], bad_gradients: Tensor, chunks: list[Any]) -> None:
-    """Gather what each rank saw and stop, the same on all ranks. The weights have not been touched.
+def bad_ranks(local_loss: Optional[Tensor], bad_gradients: Tensor, chunks: list[Any], samples: str) -> list[str]:
+    """What each rank saw that met a number that is not finite, a line each; the same on all ranks, which call it.
 
-    Raises:
-        NumericsError: always.
+    Args:
+        samples: what this rank read, in words.
     """
     loss_is_bad = local_loss is not None and not bool(torch.isfinite(local_loss).all())
-    is_bad = loss_is_bad or bool(bad_gradients > 0)
-    seen = (loss_is_bad, first_bad_tensor(chunks) if is_bad else None) if is_bad else None
-    gathered: list[Optional[tuple[bool, Optional[str]]]] = [None] * dist.get_world_size()
+    seen = None
+    if loss_is_bad or bool(bad_gradients > 0):
+        first = first_bad_tensor(chunks) or NO_TENSOR
+        seen = f"{'loss is not finite; ' if loss_is_bad else ''}first bad tensor: {first}; {samples}"
+    gathered: list[Optional[str]] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, seen)
-    lines = [
-        f"  rank {rank}: {'loss is not finite; ' if report[0] else ''}first bad tensor: {report[1] or NO_TENSOR}"
-        for rank, report in enumerate(gathered)
-        if report is not None
-    ]
-    raise NumericsError(
-        f"step {step}: loss or gradients are not finite; the weights were not updated\n"
-        + "\n".join(lines)
-        + "\nmend: resume from the last checkpoint with a lower --lr, a longer warm-up, --clip-grad, or other data; "
-        "with FP8 try --fp8-recipe tensorwise or --first-last-layers-bf16"
-    )
+    return [f"rank {rank}: {text}" for rank, text in enumerate(gathered) if text is not None]

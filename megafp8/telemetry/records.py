@@ -97,7 +97,7 @@ class StepRecord:
     """What rank 0 got from others of the distributed optimizer's updated weights, with scales and padding. With
     overlapped gathers these are the weights that the step before updated."""
     is_skipped: bool = False
-    """The weights were left as they were (FP16 loss scaling met an overflow)."""
+    """The weights were left as they were: an event says why, or FP16 loss scaling met an overflow."""
     timers_ms: Optional[dict[str, float]] = None
     """Parts of the step's time, by name."""
 

@@ -25,10 +25,13 @@ from megafp8.model.loss import build_forward_step
 from megafp8.optim import one_pass
 from megafp8.optim.finite import GradientWatch
 from megafp8.optim.first_gradient import FirstGradient
+from megafp8.optim.judged import JudgedOptimizer
 from megafp8.optim.schedule import build_schedule
+from megafp8.optim.spikes import SpikeDetector
 from megafp8.optim.traffic import ParameterTraffic, build_traffic
 from megafp8.parallel.groups import Place, build_groups
 from megafp8.telemetry.timers import StepTimer
+from megafp8.training.delayed_memory import DelayedMemory
 from megafp8.training.guard import Guard
 from megafp8.training.probe import Probe, build_probe
 
@@ -43,6 +46,8 @@ class Run:
         datasets: train, valid, test; None where there is none.
         forward_step: megatron-core's callback that runs one microbatch.
         first_gradient: begins the gradients of a step; None where their buffers are zeroed.
+        spikes: looks for loss spikes; None where nobody asked for it.
+        delayed: what delayed scaling remembers, to be taken back with a step; None where no step may be left out.
         watch: notes gradients that are not finite; None where that check is off, or the optimizer's norm tells it.
         traffic: counts the bytes of parameter gathers; None where every rank updates all weights.
         probe: looks at what quantization does; None where nobody asked for it.
@@ -61,6 +66,8 @@ class Run:
     trainee: Trainee
     forward_step: Callable[..., Any]
     first_gradient: Optional[FirstGradient]
+    spikes: Optional[SpikeDetector]
+    delayed: Optional[DelayedMemory]
     watch: Optional[GradientWatch]
     traffic: Optional[ParameterTraffic]
     probe: Optional[Probe]
@@ -112,6 +119,8 @@ def assemble(config: RunConfig, platform: Platform, implementation: str) -> Run:
         trainee=trainee,
         forward_step=build_forward_step(platform.device, config.parallel.context_parallel_size),
         first_gradient=build_first_gradient(config, trainee, implementation),
+        spikes=build_spikes(config),
+        delayed=build_delayed_memory(config, trainee, implementation),
         watch=build_watch(config, trainee, platform.device),
         traffic=build_traffic(config, trainee.chunks),
         probe=build_probe(config, trainee, place.world_size, platform.device),
@@ -134,6 +143,8 @@ def build_trainee(
     if one_pass.obstacle(config, platform.kind == "cuda") is None:
         optimizer = one_pass.OnePassOptimizer(optimizer, platform.device)
         transformer_config.finalize_model_grads_func = optimizer.finalize
+    elif config.training.spike_policy != "off":
+        optimizer = JudgedOptimizer(optimizer)
     return Trainee(chunks, optimizer, build_schedule(config, optimizer, world_size))
 
 
@@ -160,6 +171,22 @@ def build_watch(config: RunConfig, trainee: Trainee, device: torch.device) -> Op
     if is_known or not config.training.check_for_nan_in_loss_and_grad:
         return None
     return GradientWatch(trainee.chunks, device)
+
+
+def build_spikes(config: RunConfig) -> Optional[SpikeDetector]:
+    """What tells loss spikes from other steps; None where nobody asked for it."""
+    training = config.training
+    if training.spike_policy == "off":
+        return None
+    return SpikeDetector(training.spike_window, training.spike_sigma, training.spike_min_steps)
+
+
+def build_delayed_memory(config: RunConfig, trainee: Trainee, implementation: str) -> Optional[DelayedMemory]:
+    """What takes amax histories and scales back with a step; None where there are none, or no step is left out."""
+    is_delayed = derived.quantization_recipe(config.precision) == "delayed"
+    if not is_delayed or not config.training.max_skipped_steps:
+        return None
+    return DelayedMemory(trainee.chunks, implementation)
 
 
 def run_folder(config: RunConfig) -> Optional[Path]:

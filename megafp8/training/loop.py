@@ -22,7 +22,7 @@ from megafp8.checkpoint.together import on_rank_0
 from megafp8.config import derived, serialize
 from megafp8.config.schema import RunConfig
 from megafp8.data.loader import loader_deaths_explained
-from megafp8.errors import CapabilityError, CheckpointError
+from megafp8.errors import CapabilityError, CheckpointError, NumericsError
 from megafp8.telemetry.records import EventRecord, StepRecord
 from megafp8.telemetry.sinks import Sinks, build_sinks
 from megafp8.training.assemble import Run, non_persistent_folder, run_folder
@@ -32,7 +32,10 @@ from megafp8.training.evaluate import build_batches, evaluate
 from megafp8.training.phases import BETWEEN, STEP
 from megafp8.training.profiling import profiler
 from megafp8.training.rates import Rates, build_rates
-from megafp8.training.saving import check_folders, saving
+from megafp8.training.replicas import check_replicas
+from megafp8.training.rollback import may_roll_back, roll_back
+from megafp8.training.saving import Saver, check_folders, saving
+from megafp8.training.skipping import after_step
 from megafp8.training.step import Batches, params_norm, train_step
 from megafp8.training.stopping import is_asked_to_stop, reason_to_stop, stopped_by_signals
 
@@ -145,9 +148,8 @@ def train_steps(
     run: Run, sinks: Sinks, progress: Progress, total_steps: int, folder: Optional[Path], started: float
 ) -> Progress:
     """Steps until the run is done or has to stop."""
-    config, training = run.config, run.config.training
-    num_samples = derived.train_samples(config, run.place.world_size)
-    batches = build_batches(run, run.datasets[0], progress.consumed_samples, num_samples, config.data.num_workers)
+    training = run.config.training
+    batches = remaining_batches(run, progress)
     rates, reason = build_rates(run), None
     first_step = progress.step + 1
     if progress.step < total_steps and needs_calibration(run):
@@ -159,10 +161,17 @@ def train_steps(
         gc.disable()
     with profiler(run, folder) as profile_step, loader_deaths_explained(), saving(run, sinks) as saver:
         while progress.step < total_steps and reason is None:
-            progress = recorded_step(run, sinks, rates, batches, progress)
+            try:
+                progress = recorded_step(run, sinks, rates, batches, progress)
+            except NumericsError as error:
+                progress = after_bad_numbers(run, sinks, saver, progress, total_steps, error)
+                batches = remaining_batches(run, progress)
+                continue
             step = progress.step
             run.guard.step_done(step)
             saver.poll()
+            if is_comparison_due(run, step):
+                compare_replicas(run, sinks, step)
             if step == first_step:
                 report_attention(run, sinks, step)
             profile_step()
@@ -175,25 +184,74 @@ def train_steps(
             collect_garbage(run, step)
     if training.manual_gc:
         gc.enable()
+    if progress.history.skipped:
+        sinks.write(EventRecord(step=progress.step, name="skipped", detail=progress.history.summary()))
     if reason is not None:
         place = f", saved at step {saver.saved_step}" if folder else ", not saved (no --save)"
         sinks.write(EventRecord(step=progress.step, name="stopped", detail=reason + place))
     return progress
 
 
+def remaining_batches(run: Run, progress: Progress) -> Batches:
+    """This rank's microbatches from where the run is to its end."""
+    num_samples = derived.train_samples(run.config, run.place.world_size)
+    return build_batches(run, run.datasets[0], progress.consumed_samples, num_samples, run.config.data.num_workers)
+
+
+def after_bad_numbers(
+    run: Run, sinks: Sinks, saver: Saver, progress: Progress, total_steps: int, error: NumericsError
+) -> Progress:
+    """Go back to a checkpoint where that is asked for, and save, so that a run that is stopped now goes on from there.
+
+    Raises:
+        NumericsError: the error, where the run may not go back, or cannot.
+    """
+    sinks.write(EventRecord(step=progress.step + 1, name="bad numbers", detail=str(error)))
+    if not may_roll_back(run, progress):
+        raise error
+    saver.finish(is_last=False)
+    run.guard.enter("rollback", progress.step + 1)
+    progress = roll_back(run, sinks, progress, total_steps, error)
+    saver.save(progress, is_last=progress.step == total_steps, is_due=True)
+    return progress
+
+
+def is_comparison_due(run: Run, step: int) -> bool:
+    """Whether replicas are to be compared after a step."""
+    interval = run.config.training.check_weight_hash_across_dp_replicas_interval
+    return bool(interval and step % interval == 0)
+
+
+def compare_replicas(run: Run, sinks: Sinks, step: int) -> None:
+    """Stop, before anything is saved, where ranks that hold the same weights differ.
+
+    Raises:
+        NumericsError: they do.
+    """
+    try:
+        check_replicas(run, step)
+    except NumericsError as error:
+        sinks.write(EventRecord(step=step, name="replicas differ", detail=str(error)))
+        raise
+
+
 def recorded_step(run: Run, sinks: Sinks, rates: Rates, batches: Batches, progress: Progress) -> Progress:
     """Train on one global batch and write the record of it; how far the run is then."""
-    step, consumed_samples = progress.step + 1, progress.consumed_samples + run.global_batch_size
-    run.guard.enter(STEP, step)
+    run.guard.enter(STEP, progress.step + 1)
     run.timer.start()
-    with run.probe.step(step) if run.probe is not None else nullcontext():
-        result = train_step(run, batches, step)
-    record = rates.record(result, step, consumed_samples, run.timer.stop(), run.timer.spans_ms)
+    with run.probe.step(progress.step + 1) if run.probe is not None else nullcontext():
+        result = train_step(run, batches, progress)
+    numbers = None if result.is_skipped else (result.loss, result.grad_norm)
+    progress = after_step(run, progress, result.finding, numbers)
+    record = rates.record(result, progress.step, progress.consumed_samples, run.timer.stop(), run.timer.spans_ms)
     sinks.write(with_details(run, record))
-    for look in run.probe.take_records(step, run.place.rank) if run.probe is not None else ():
-        sinks.write(look)
-    run.guard.enter(BETWEEN, step)
-    return Progress(step, consumed_samples)
+    if result.finding is not None:
+        sinks.write(EventRecord(step=progress.step, name="step skipped", detail=result.finding.text))
+    elif run.probe is not None:  # it compares weights before and after an update
+        for look in run.probe.take_records(progress.step, run.place.rank):
+            sinks.write(look)
+    run.guard.enter(BETWEEN, progress.step)
+    return progress
 
 
 def with_details(run: Run, record: StepRecord) -> StepRecord:

@@ -106,13 +106,14 @@ class Saver:
                 run.config, run.trainee, checkpoint.async_save_timeout, run.platform.device
             )
 
-    def save(self, progress: Progress, is_last: bool) -> bool:
+    def save(self, progress: Progress, is_last: bool, is_due: bool = False) -> bool:
         """Write a checkpoint if one is due, or begin to.
 
         A save before that is still under way is waited for: skipping one of the two would lose it.
 
         Args:
             is_last: the run ends after it, so that it must be there when this returns.
+            is_due: write one to keep, whatever the interval.
 
         Returns:
             Whether this step is saved, or being saved.
@@ -120,7 +121,7 @@ class Saver:
         Raises:
             CheckpointError: it could not be written, and was the last one of the run or one too many.
         """
-        series = series_due(self._run.config, progress.step, is_last)
+        series = series_due(self._run.config, progress.step, is_last or is_due)
         if series is None:
             return False
         run = self._run

@@ -17,12 +17,15 @@ from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
 from megafp8 import faults
+from megafp8.checkpoint.state import Progress
 from megafp8.fp8.parameter import QuantizedParameter
 from megafp8.model.emulated_layers import weights_unchanged
-from megafp8.optim.finite import StepTotals, agree, raise_bad_numbers
+from megafp8.optim.finite import StepTotals, agree, bad_ranks
+from megafp8.optim.judged import JudgedOptimizer
 from megafp8.optim.one_pass import OnePassOptimizer
 from megafp8.optim.schedule import current_learning_rate
 from megafp8.training.assemble import Run, to_device_sum
+from megafp8.training.skipping import Finding, SpikeJudge, check_may_skip, not_finite, samples_of_rank
 
 Batches = Optional[Iterator[dict[str, Tensor]]]
 
@@ -33,9 +36,10 @@ class StepResult:
 
     Attributes:
         loss: mean over the tokens of the global batch, before the update.
-        grad_norm: global norm before clipping; None when the update was skipped.
+        grad_norm: global norm before clipping; None where numbers were not finite.
         learning_rate: the one that the update used.
-        is_skipped: FP16 loss scaling met an overflow and the weights were left as they are.
+        is_skipped: the weights were left as they are.
+        finding: why; None where FP16 loss scaling met an overflow, which is no bad number.
         param_gather_bytes: what this rank got from others of updated weights while the step ran; None where nothing is
             gathered.
     """
@@ -45,47 +49,75 @@ class StepResult:
     learning_rate: float
     num_zeros_in_grad: Optional[int]
     is_skipped: bool
+    finding: Optional[Finding]
     param_gather_bytes: Optional[int]
 
 
-def train_step(run: Run, batches: Batches, step: int) -> StepResult:
+def train_step(run: Run, batches: Batches, progress: Progress) -> StepResult:
     """Train on one global batch.
 
     Args:
         batches: this rank's microbatches, None on a pipeline stage that needs none.
-        step: number of this step, from 1; for messages.
+        progress: before the step.
 
     Raises:
-        NumericsError: loss or gradients are not finite on some rank; on all ranks, with the weights as they were.
+        NumericsError: the update must not be made, and the run may not go on without it; on all ranks, with the weights
+            as they were.
     """
     trainee = run.trainee
-    faults.point("step.begin", step=step)
+    faults.point("step.begin", step=progress.step + 1)
     clear_gradients(run)
     if run.watch is not None:
         run.watch.reset()
+    if run.delayed is not None:
+        run.delayed.remember()
     in_one_pass = isinstance(trainee.optimizer, OnePassOptimizer)
     with run.timer.span("forward-backward"):
         reports = forward_backward(run, batches, run.num_microbatches, forward_only=False)
         squared_norm = trainee.optimizer.squared_norm() if in_one_pass else None
         faults.point("step.after_backward")
-        totals = check_step(run, to_device_sum(reports), step, squared_norm)
+        totals, finding = check_step(run, to_device_sum(reports), progress, squared_norm)
 
     learning_rate = current_learning_rate(trainee.optimizer)
-    faults.point("step.before_update")
-    trainee.wait_for_copies()
-    if run.probe is not None:
-        run.probe.before_update(totals.num_tokens)
-    with run.timer.span("optimizer"):
-        known = (totals.grad_norm,) if in_one_pass else ()  # waited for together with the loss
-        is_updated, grad_norm, num_zeros = trainee.optimizer.step(*known)
-    faults.poison("step.weights", next(trainee.chunks[0].parameters()))
-    faults.point("step.after_update")
+    is_updated, grad_norm, num_zeros = False, None, None
+    if finding is None:
+        faults.point("step.before_update")
+        trainee.wait_for_copies()
+        if run.probe is not None:
+            run.probe.before_update(totals.num_tokens)
+        with run.timer.span("optimizer"):
+            is_updated, grad_norm, num_zeros, finding = update(run, progress, totals)
+        faults.poison("step.weights", next(trainee.chunks[0].parameters()))
+        faults.point("step.after_update")
     if is_updated:
         trainee.schedule.step(increment=run.global_batch_size)
+    if finding is not None:
+        check_may_skip(run, progress, finding)
+        if run.delayed is not None:
+            run.delayed.restore()
     # megatron-core counts in FP32, so that ranks can add up.
     num_zeros = None if num_zeros is None else int(num_zeros)
     gathered = None if run.traffic is None else run.traffic.take()
-    return StepResult(totals.loss, grad_norm, learning_rate, num_zeros, not is_updated, gathered)
+    return StepResult(totals.loss, grad_norm, learning_rate, num_zeros, not is_updated, finding, gathered)
+
+
+def update(
+    run: Run, progress: Progress, totals: StepTotals
+) -> tuple[bool, Optional[float], Optional[float], Optional[Finding]]:
+    """Let the optimizer change the weights, unless loss or gradient norm spike.
+
+    Returns:
+        Whether it did, the norm before clipping, the zeros in the gradients if that is asked for, and the spike.
+    """
+    optimizer, judge = run.trainee.optimizer, SpikeJudge(run, progress, totals.loss)
+    if isinstance(optimizer, JudgedOptimizer):
+        return *optimizer.step(judge.allows), judge.finding
+    if not isinstance(optimizer, OnePassOptimizer):
+        return *optimizer.step(), None
+    # The norm was waited for together with the loss.
+    if not judge.allows(totals.grad_norm):
+        return False, totals.grad_norm, None, judge.finding
+    return *optimizer.step(totals.grad_norm), None
 
 
 def clear_gradients(run: Run) -> None:
@@ -130,17 +162,18 @@ def batches_of_chunks(run: Run, batches: Batches) -> Union[Batches, list[Batches
 
 
 def check_step(
-    run: Run, local_loss: Optional[Tensor], step: int, squared_norm: Optional[Tensor] = None
-) -> StepTotals:
-    """Agree on the loss over all ranks, and stop all of them together before an update with bad numbers.
+    run: Run, local_loss: Optional[Tensor], progress: Progress, squared_norm: Optional[Tensor] = None
+) -> tuple[StepTotals, Optional[Finding]]:
+    """Agree over all ranks on the loss, and on whether all numbers are finite.
 
     Args:
+        progress: before the step.
         squared_norm: of the gradients that this rank updates with; None where the optimizer takes the norm itself.
     """
     device = run.platform.device
     mine = local_loss if run.place.reports_loss else None
     if mine is not None:
-        faults.poison("step.loss", mine)
+        faults.poison("step.loss", mine[:1])
     bad = torch.zeros((), device=device) if run.watch is None else run.watch.bad
     if run.watch is None and squared_norm is not None:
         bad = (~torch.isfinite(squared_norm)).float()
@@ -149,9 +182,9 @@ def check_step(
     totals = agree(mine, bad_gradients, device, squared_norm, bool(run.guard.asked))
     run.guard.agree(totals.num_asked_ranks)
     if totals.num_bad_ranks and run.config.training.check_for_nan_in_loss_and_grad:
-        raise_bad_numbers(step, mine, bad_gradients, run.trainee.chunks)
-    return totals
-
+        ranks = bad_ranks(mine, bad_gradients, run.trainee.chunks, samples_of_rank(run, progress))
+        return totals, not_finite(run, progress, ranks)
+    return totals, None
 
 
 def params_norm(run: Run) -> float:

@@ -12,6 +12,7 @@ import torch
 from ranks import run_ranks
 from small_run import build_run, fingerprint, small_config, weights
 
+from megafp8.checkpoint.state import Progress
 from megafp8.fp8.linear import LinearPlan
 from megafp8.model.watched_linears import HookedLinear
 from megafp8.optim.updates import signal_and_noise, squared_norm
@@ -48,7 +49,7 @@ def look_of(run: Run, step: int = 1) -> Optional[QuantizationRecord]:
     batch = run.global_batch_size
     batches = build_batches(run, run.datasets[0], (step - 1) * batch, step * batch, num_workers=0)
     with run.probe.step(step):
-        train_step(run, batches, step)
+        train_step(run, batches, Progress(step - 1, (step - 1) * batch))
     records = run.probe.take_records(step, run.place.rank)
     return records[0] if records else None
 
@@ -298,7 +299,7 @@ def test_the_first_layer_with_a_nan_is_named(tmp_path: Path) -> None:
             next(each.weight for each in run.probe.linears if each.name == "layers.2.linear_proj")[3, 5] = math.nan
         batches = build_batches(run, run.datasets[0], 0, run.global_batch_size, num_workers=0)
         with run.probe.step(1):
-            train_step(run, batches, 1)
+            train_step(run, batches, Progress())
         return [each.detail for each in run.probe.take_records(1, 0)[1:]]
 
     (told,) = run_ranks(1, start)

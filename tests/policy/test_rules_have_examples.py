@@ -200,6 +200,19 @@ EXAMPLES = {
         1, "contradict",
     ),
     "wandb_settings_need_a_project": ({"logging.wandb_entity": "us"}, 1, "--wandb-project"),
+    "skipping_needs_the_check": (
+        {"training.check_for_nan_in_loss_and_grad": False, "training.max_skipped_steps": 2}, 1, "keep one"
+    ),
+    "skipping_spikes_has_a_limit": ({"training.spike_policy": "skip"}, 1, "may skip no step"),
+    "spike_settings_need_their_policy": (
+        {"training.spike_policy": "skip", "training.max_skipped_steps": 1, "training.max_rollbacks": 1}, 1,
+        "--max-rollbacks 1 has no effect without --spike-policy rollback",
+    ),
+    "spikes_can_be_told": (
+        {"training.spike_policy": "skip", "training.max_skipped_steps": 1, "training.spike_window": 32}, 1,
+        "--spike-min-steps 64 is above --spike-window 32",
+    ),
+    "rollback_has_somewhere_to_go": ({"training.spike_policy": "rollback"}, 1, "give --save and --save-interval"),
     "unhonoured_settings_are_refused": (
         {"parallel.ddp_average_in_collective": True}, 1, "--ddp-average-in-collective: "
     ),

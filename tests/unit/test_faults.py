@@ -33,7 +33,7 @@ def test_a_plan_is_read() -> None:
         ("kill:at=step.middle", "at=step.middle is none of the places of kill: run.start,"),
         ("kill:step=3", "at=None is none of the places"),
         ("kill:at=step.gradients", "is none of the places of kill"),
-        ("nan:at=step.begin", "is none of the places of nan: step.loss, step.gradients, step.weights"),
+        ("nan:at=step.begin", "is none of the places of nan: step.loss, step.gradients, step.amax, step.weights"),
         ("kill:at=step.begin,when=3", "when= is none of the keys at, rank, step, times"),
         ("kill:at=step.begin,step=three", "step=three is no number"),
         ("kill:at=step.begin,rank=-1", "rank=-1 is no number"),

@@ -8,6 +8,7 @@ or out of range are another rule's problem, so a rule that needs them is silent 
 from __future__ import annotations
 
 from megafp8.config.rules import (
+    bad_numbers,
     batch,
     checkpointing,
     data,
@@ -38,6 +39,7 @@ SETTING_RULES: tuple[Rule, ...] = (
     *data.RULES,
     *checkpointing.RULES,
     *telemetry.RULES,
+    *bad_numbers.RULES,
     *not_yet.RULES,
 )
 """Rules about the settings alone: they hold or fail alike on every machine."""

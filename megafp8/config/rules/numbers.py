@@ -36,6 +36,7 @@ _NOT_NEGATIVE = _Range(0)
 _ABOVE_0 = _Range(0, low_open=True)
 _SHARE = _Range(0, 1, high_open=True)
 _PART = _Range(0, 1, low_open=True)
+_PAIR = _Range(2)
 _FP32_POWER = _Range(-126, 126)  # of two
 
 _SETTINGS_OF_RANGE: tuple[tuple[_Range, str], ...] = (
@@ -53,6 +54,8 @@ _SETTINGS_OF_RANGE: tuple[tuple[_Range, str], ...] = (
         "training.micro_batch_size training.global_batch_size training.train_iters training.train_samples "
         "training.eval_interval training.exit_interval training.exit_duration_in_mins "
         "training.recompute_num_layers training.num_threads checkpoint.save_interval checkpoint.ckpt_keep "
+        "training.spike_rollback_steps training.spike_skip_batches training.max_rollbacks "
+        "training.check_weight_hash_across_dp_replicas_interval "
         "checkpoint.ckpt_step checkpoint.async_save_timeout "
         "checkpoint.non_persistent_save_interval "
         "logging.log_interval logging.tensorboard_log_interval logging.fp8_log_interval",
@@ -64,14 +67,14 @@ _SETTINGS_OF_RANGE: tuple[tuple[_Range, str], ...] = (
         "optimizer.min_lr optimizer.lr_warmup_init optimizer.lr_warmup_iters optimizer.lr_warmup_samples "
         "optimizer.decoupled_min_lr optimizer.weight_decay optimizer.start_weight_decay optimizer.end_weight_decay "
         "optimizer.clip_grad data.num_workers training.eval_iters training.seed training.manual_gc_interval "
-        "training.step_timeout_s training.checkpoint_timeout_s training.max_crashes "
+        "training.step_timeout_s training.checkpoint_timeout_s training.max_crashes training.max_skipped_steps "
         "logging.profile_step_start logging.profile_step_end logging.logging_level",
     ),
     (
         _ABOVE_0,
         "model.norm_epsilon model.rope_scaling_factor optimizer.lr optimizer.decoupled_lr optimizer.adam_eps "
         "optimizer.loss_scale optimizer.initial_loss_scale optimizer.min_loss_scale optimizer.loss_scale_window "
-        "training.exit_signal_grace_s",
+        "training.exit_signal_grace_s training.spike_sigma",
     ),
     (
         _SHARE,
@@ -79,6 +82,7 @@ _SETTINGS_OF_RANGE: tuple[tuple[_Range, str], ...] = (
         "optimizer.sgd_momentum optimizer.lr_warmup_fraction",
     ),
     (_PART, "model.rotary_percent"),
+    (_PAIR, "training.spike_window training.spike_min_steps"),
     (_FP32_POWER, "precision.fp8_margin"),
 )
 

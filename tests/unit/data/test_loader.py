@@ -5,7 +5,7 @@ import signal
 import pytest
 import torch
 
-from megafp8.data.loader import build_loader, loader_deaths_explained
+from megafp8.data.loader import build_loader, describe_samples, loader_deaths_explained, samples_of_step
 from megafp8.errors import DataError
 
 SEQ_LENGTH = 4
@@ -89,6 +89,18 @@ def test_resume_with_another_batch_size_skips_and_repeats_nothing():
     before = sum(samples(loader())[:3], [])  # six samples with batches of two
     after = sum(samples(loader(consumed=6, micro=1, batch=4, total=30)), [])
     assert before + after == list(range(30))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_samples_of_a_step_are_told_without_reading_them(size):
+    for rank in range(size):
+        options = {"micro_batch_size": 2, "data_parallel_rank": rank, "data_parallel_size": size}
+        told = samples_of_step(consumed_samples=24, global_batch_size=GLOBAL_BATCH, **options)
+        assert told == sum(samples(loader(consumed=24, rank=rank, size=size, total=24 + GLOBAL_BATCH)), [])
+
+
+def test_samples_in_words():
+    assert describe_samples([4, 5, 6, 9, 12, 13]) == "samples 4-6, 9, 12-13"
 
 
 def test_two_epochs():

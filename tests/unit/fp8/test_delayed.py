@@ -31,6 +31,7 @@ def updated(amaxes: list[float], options: DelayedOptions) -> tuple[list[float], 
         ([7.0, 3.5, 1.75], [0, 3.5, 1.75], 64.0),
         ([7.0, 3.5, 1.75, 1.75], [0, 1.75, 1.75], 128.0),
         ([7.0, 0.0, 0.0], [0, 0, 7], 64.0),
+        ([7.0, torch.nan, 3.5], [0, 7, 3.5], 64.0),
         ([7.0, torch.inf], [0, 7, torch.inf], 64.0),
         ([7.0, torch.inf, 1.75, 1.75], [0, 1.75, 1.75], 64.0),
         ([7.0, torch.inf, 1.75, 1.75, 1.75], [0, 1.75, 1.75], 256.0),
@@ -49,6 +50,16 @@ def test_largest_of_the_history(amaxes: list[float], history: list[float], scale
 def test_most_recent(amaxes: list[float], scale: float) -> None:
     assert updated(amaxes, DelayedOptions(history_len=3))[1] == scale
     assert updated(amaxes, DelayedOptions(history_len=1)) == ([0], scale)
+
+
+def test_a_noted_nan_is_forgotten() -> None:
+    """Else the largest since the last update would be NaN for ever."""
+    state, exchange = DelayedState(RECIPE), AmaxExchange()
+    exchange.join(state, None)
+    for amax, scale in ((7.0, 64.0), (torch.nan, 64.0), (14.0, 32.0)):
+        state.scales(is_noted=True).input.note(torch.tensor(amax))
+        exchange.forward_ran(state)
+        assert (state.amax_history[0, 0], state.quant_scale[0]) == (0, scale)
 
 
 def test_margin_is_headroom() -> None:

@@ -1,0 +1,79 @@
+"""What a run remembers of bad numbers: the samples that changed no weight, and what it judges the next step by.
+
+It is in the checkpoint, so that a resumed run decides as the one that was never stopped would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+NOT_FINITE, SPIKE, ROLLBACK = "not finite", "spike", "rollback"
+
+
+@dataclass(frozen=True)
+class SkippedSamples:
+    """Samples of the run's order that no update was made from.
+
+    Attributes:
+        first, end: the first one and the one after the last.
+        step: at which it was decided.
+        reason: one of the words above.
+    """
+
+    first: int
+    end: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class History:
+    """What is behind a run, as far as it decides what to do about bad numbers.
+
+    Attributes:
+        skipped: all samples that changed no weight, in their order.
+        num_in_row: updates left out since the last one that was made.
+        num_rollbacks: times that the run went back to a checkpoint.
+        window: (loss, gradient norm) of the last updates, the newest last; empty where spikes are not looked for.
+    """
+
+    skipped: tuple[SkippedSamples, ...] = ()
+    num_in_row: int = 0
+    num_rollbacks: int = 0
+    window: tuple[tuple[float, float], ...] = ()
+
+    def after_skip(self, samples: SkippedSamples) -> History:
+        """An update was left out."""
+        return replace(self, skipped=(*self.skipped, samples), num_in_row=self.num_in_row + 1)
+
+    def after_update(self, window: tuple[tuple[float, float], ...] = ()) -> History:
+        """An update was made."""
+        return replace(self, num_in_row=0, window=window) if self.num_in_row or window != self.window else self
+
+    def summary(self) -> str:
+        """How much was skipped, and why; empty if nothing was."""
+        if not self.skipped:
+            return ""
+        numbers = {
+            reason: sum(samples.end - samples.first for samples in self.skipped if samples.reason == reason)
+            for reason in (NOT_FINITE, SPIKE, ROLLBACK)
+        }
+        parts = ", ".join(f"{number} {reason}" for reason, number in numbers.items() if number)
+        ranges = ", ".join(f"{samples.first}-{samples.end - 1}" for samples in self.skipped)
+        return f"{sum(numbers.values())} samples changed no weight ({parts}): {ranges}"
+
+    def plain(self) -> dict[str, Any]:
+        """Plain values, which `from_plain` takes."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any]) -> History:
+        """The history again."""
+        return cls(
+            skipped=tuple(SkippedSamples(**samples) for samples in values["skipped"]),
+            num_in_row=values["num_in_row"],
+            num_rollbacks=values["num_rollbacks"],
+            window=tuple((loss, norm) for loss, norm in values["window"]),
+        )

@@ -1,0 +1,56 @@
+"""Runs of the loop under a plan of faults, on forked ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+from ranks import run_ranks
+from small_run import build_run, fingerprint, small_config, weights
+
+from megafp8 import faults
+from megafp8.checkpoint.state import Progress
+from megafp8.errors import NumericsError
+from megafp8.training.loop import train
+
+LENGTH = "--lr-warmup-iters 1 --eval-iters 0 --no-progress-bar"
+
+
+def inject(plan: str) -> None:
+    """Take a plan of faults over in a rank that is forked already."""
+    made = faults.Plan(faults.read_plan(plan), dist.get_rank())
+    faults.point, faults.poison = made.point, made.poison
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a start of a run ended, alike on all ranks.
+
+    Attributes:
+        progress: None where it was stopped by bad numbers.
+        weights: of each rank, hashed.
+        error: what stopped it, or nothing.
+    """
+
+    progress: Progress | None
+    weights: list[str]
+    error: str
+
+
+def run_loop(folder: Path, plan: str, flags: str, world_size: int = 2) -> Ended:
+    """Start a run, or go on with it."""
+    config = small_config("llama", f"{LENGTH} --save {folder} --load {folder} {flags}", world_size)
+
+    def start() -> tuple[Progress | None, str, str]:
+        inject(plan)
+        run = build_run(config)
+        try:
+            progress, error = train(run), ""
+        except NumericsError as raised:
+            progress, error = None, str(raised)
+        return progress, fingerprint(weights(run)), error
+
+    progresses, hashes, errors = zip(*run_ranks(world_size, start), strict=True)
+    assert len(set(progresses)) == len(set(errors)) == 1, "all ranks end alike"
+    return Ended(progresses[0], list(hashes), errors[0])

@@ -1,0 +1,204 @@
+"""Bad numbers on one rank: all ranks leave out the same update, and what they leave behind is as it was, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.utils import unwrap_model
+from numbers_runs import inject, run_loop
+from ranks import run_ranks
+from small_run import FP8, PLAIN, SourceSamples, build_run, fingerprint, small_config, weights
+from torch import Tensor
+
+from megafp8.checkpoint.skipped import NOT_FINITE, History, SkippedSamples
+from megafp8.checkpoint.state import Progress
+from megafp8.errors import NumericsError
+from megafp8.fp8.delayed import DelayedState
+from megafp8.reports.load import load_run
+from megafp8.training.assemble import Run
+from megafp8.training.evaluate import build_batches
+from megafp8.training.skipping import after_step
+from megafp8.training.step import train_step
+
+BAD_STEP, STEPS, BATCH = 3, 5, 8
+SKIP = "--max-skipped-steps 2"
+OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
+TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
+PIPELINE = "--pipeline-model-parallel-size 2 --micro-batch-size 2"
+DELAYED = (
+    "--bf16 --fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 8 --fp8-amax-compute-algo max "
+    "--fp8-delayed-start te"
+)
+LENGTH = f"{PLAIN} --train-iters 6"
+
+
+def poison_embedding(run: Run, bad_rank: int) -> None:
+    """One element of what the embedding gives is infinite, in the first microbatch of the bad step."""
+    embedding = getattr(unwrap_model(run.trainee.chunks[0]), "embedding", None)
+    if embedding is None or dist.get_rank() != bad_rank:
+        return
+    num_passes = [0]
+
+    def spoil(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        num_passes[0] += 1
+        if num_passes[0] != (BAD_STEP - 1) * run.num_microbatches + 1:
+            return output
+        spoiled = output.clone()
+        spoiled.view(-1)[0] = torch.inf
+        return spoiled
+
+    embedding.register_forward_hook(spoil)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rank has after some steps.
+
+    Attributes:
+        states: hash of weights, master weights, moments, histories, scales and schedule after each step.
+        texts: what was found in steps that were left out.
+        progress: at the end.
+    """
+
+    states: list[str]
+    texts: list[str]
+    progress: Progress
+
+
+def whole_state(run: Run) -> dict[str, Tensor]:
+    """All that a step changes on this rank."""
+    state = weights(run)
+    for index, part in enumerate(run.trainee.optimizer.chained_optimizers):
+        for number, values in enumerate(part.optimizer.state.values()):
+            state |= {f"{index}.{number}.{name}": value for name, value in values.items() if isinstance(value, Tensor)}
+    for chunk in run.trainee.chunks:
+        for name, module in chunk.named_modules():
+            if isinstance(module, DelayedState):
+                state |= {f"{name}.{buffer}": value for buffer, value in module.named_buffers()}
+    state["samples of the schedule"] = torch.tensor(run.trainee.schedule.num_steps)
+    return {name: value.detach().clone().reshape(-1) for name, value in state.items()}
+
+
+def steps(flags: str, world_size: int, prepare: Callable[[Run], None], left_out: tuple[int, ...] = ()) -> Seen:
+    """Train some steps; of those that are left out, the samples are passed over."""
+    run = build_run(small_config("llama", flags, world_size))
+    prepare(run)
+    states, texts, progress = [], [], Progress()
+    for step in range(1, STEPS + 1):
+        if step in left_out:
+            progress = Progress(step, step * BATCH)
+            continue
+        batches = build_batches(run, SourceSamples(32), (step - 1) * BATCH, step * BATCH, num_workers=0)
+        result = train_step(run, batches, progress)
+        progress = after_step(run, progress, result.finding, (result.loss, result.grad_norm or 0.0))
+        states.append(fingerprint(whole_state(run)))
+        texts += [] if result.finding is None else [result.finding.text]
+    return Seen(states, texts, progress)
+
+
+CASES = [
+    pytest.param(2, PLAIN, "nan:rank=1,step=3,at=step.loss", id="loss"),
+    pytest.param(2, f"--bf16 {FP8} {OVERLAP}", "inf:rank=1,step=3,at=step.gradients", id="gradient-fp8-overlap"),
+    pytest.param(2, f"{DELAYED} {TENSOR}", "nan:rank=1,step=3,at=step.gradients", id="gradient-delayed-tp2"),
+    pytest.param(2, f"{PLAIN} {PIPELINE}", "nan:rank=1,step=3,at=step.loss", id="loss-pp2"),
+    pytest.param(2, f"{DELAYED} --fp8-param-gather --use-distributed-optimizer", "embedding", id="embedding-delayed"),
+    pytest.param(4, f"--bf16 {FP8} {TENSOR} {OVERLAP}", "nan:rank=3,step=3,at=step.gradients", id="gradient-dp2-tp2"),
+]
+
+
+@pytest.mark.parametrize(("world_size", "flags", "fault"), CASES)
+def test_a_step_left_out_changes_nothing(world_size: int, flags: str, fault: str) -> None:
+    """And what follows is what would follow if its samples were not there."""
+
+    def spoiled() -> Seen:
+        if fault == "embedding":
+            return steps(f"{flags} {SKIP}", world_size, lambda run: poison_embedding(run, world_size - 1))
+        inject(fault)
+        return steps(f"{flags} {SKIP}", world_size, lambda run: None)
+
+    def without() -> Seen:
+        return steps(flags, world_size, lambda run: None, left_out=(BAD_STEP,))
+
+    answers, references = run_ranks(world_size, spoiled), run_ranks(world_size, without)
+    (text,) = answers[0].texts
+    for seen, reference in zip(answers, references, strict=True):
+        assert seen.states[BAD_STEP - 1] == seen.states[BAD_STEP - 2], "the bad step moved something"
+        del seen.states[BAD_STEP - 1]
+        assert seen.states == reference.states
+        assert seen.texts == [text], "every rank says the same"
+        assert seen.progress == answers[0].progress
+    assert len(set(answers[0].states)) == STEPS - 1, "the other steps moved nothing"
+    assert answers[0].progress.history == History((SkippedSamples(16, 24, BAD_STEP, NOT_FINITE),))
+    assert f"rank {world_size - 1}: " in text and "samples 16-23" in text
+
+
+
+
+def test_every_skip_is_recorded_and_in_the_checkpoint(tmp_path: Path) -> None:
+    """Steps 2 and 3 are bad, the run stops after 3 and goes on; then 5 is bad, and one more may be."""
+    plan = "nan:rank=1,step=2,at=step.gradients;inf:rank=0,step=3,at=step.loss;nan:rank=1,step=5,at=step.loss"
+    assert run_loop(tmp_path, plan, f"{LENGTH} {SKIP} --exit-interval 3").progress.history.num_in_row == 2
+    finished = run_loop(tmp_path, plan, f"{LENGTH} {SKIP}").progress
+    assert (finished.step, finished.consumed_samples) == (6, 48)
+    assert [(samples.first, samples.end, samples.step) for samples in finished.history.skipped] == [
+        (8, 16, 2), (16, 24, 3), (32, 40, 5)
+    ]  # fmt: skip
+    run = load_run(tmp_path)
+    assert [record.step for record in run.steps if record.is_skipped] == [2, 3, 5]
+    details = {event.step: event.detail for event in run.events if event.name == "step skipped"}
+    assert list(details) == [2, 3, 5]
+    assert "(samples 8-15)" in details[2] and "rank 1: first bad tensor: gradient of " in details[2]
+    assert details[2].endswith("samples 12-15"), "those of the rank"
+    assert "rank 0: loss is not finite; " in details[3] and details[3].endswith("samples 16-19")
+    (summary,) = (event.detail for event in run.events if event.name == "skipped" and event.step == 6)
+    assert summary == "24 samples changed no weight (24 not finite): 8-15, 16-23, 32-39"
+
+
+def test_too_many_in_a_row_stop_the_run(tmp_path: Path) -> None:
+    """Two may be left out, and the third is not; also when the run was stopped between them."""
+    plan = "".join(f"nan:rank=1,step={step},at=step.loss;" for step in (1, 3, 4, 5))
+    assert run_loop(tmp_path, plan, f"{LENGTH} {SKIP} --exit-interval 4").progress.history.num_in_row == 2
+    text = run_loop(tmp_path, plan, f"{LENGTH} {SKIP}").error
+    assert text.startswith("step 5: loss or gradients are not finite (samples 32-39):\n  rank 1: loss is not finite; ")
+    assert "the weights were not updated, after 2 left out in a row (--max-skipped-steps 2)" in text
+    assert NumericsError.exit_status == 65
+    (event,) = (event for event in load_run(tmp_path).events if event.name == "bad numbers")
+    assert (event.step, event.detail) == (5, text)
+
+
+def test_a_loss_scale_that_overflows_is_no_bad_number(tmp_path: Path) -> None:
+    """FP16 finds its scale by trying, and no step may be skipped here; a loss that is not finite still counts."""
+    flags = f"{LENGTH} --fp16 --initial-loss-scale 4294967296 --hysteresis 1 --exit-interval 2"
+    assert run_loop(tmp_path / "overflow", "", flags, 1).progress == Progress(2, 16)
+    assert [record.is_skipped for record in load_run(tmp_path / "overflow").steps] == [True, True]
+    assert "step 2: " in run_loop(tmp_path / "nan", "nan:step=2,at=step.loss", flags, 1).error
+
+
+@pytest.mark.parametrize("kind", ["nan", "inf"])
+def test_scales_go_on_after_an_amax_that_is_no_number(kind: str) -> None:
+    """Loss and gradients are finite, and the step is made. NaN leaves no trace, infinity for as long as the history."""
+
+    def scales() -> list[list[float]]:
+        inject(f"{kind}:step=2,rank=1,times=2,at=step.amax")  # forward, then backward
+        run = build_run(small_config("llama", f"{DELAYED.replace('len 8', 'len 2')} --micro-batch-size 4", 2))
+        state = next(module for module in run.trainee.chunks[0].modules() if isinstance(module, DelayedState))
+        seen, progress = [], Progress()
+        for step in range(1, STEPS + 1):
+            batches = build_batches(run, SourceSamples(32), (step - 1) * BATCH, step * BATCH, num_workers=0)
+            result = train_step(run, batches, progress)
+            progress = after_step(run, progress, result.finding, None)
+            assert torch.isfinite(state.quant_scale).all()
+            assert not state.amax_history.isnan().any()
+            seen.append(state.quant_scale.tolist())
+        assert state.amax_history.isfinite().all(), "it has left the history"
+        return seen
+
+    first, second = run_ranks(2, scales)
+    assert first == second
+    assert len({scale[2] for scale in first[2:]}) == 3, "and the scale of the output's gradient moves again"

@@ -1,0 +1,122 @@
+"""Spikes: an update is left out, or the run goes back to a checkpoint; resumed at any time, it decides alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from numbers_runs import LENGTH, run_loop
+from ranks import run_ranks
+from small_run import FP8, PLAIN, build_run, fingerprint, small_config, weights
+
+from megafp8.checkpoint.folder import saved_steps
+from megafp8.checkpoint.skipped import ROLLBACK, SPIKE, SkippedSamples
+from megafp8.checkpoint.state import Progress
+from megafp8.reports.load import load_run
+from megafp8.training.evaluate import build_batches
+from megafp8.training.loop import resume
+from megafp8.training.skipping import after_step
+from megafp8.training.step import train_step
+
+OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
+DELAYED = "--bf16 --fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 8 --fp8-amax-compute-algo max"
+WINDOW = "--spike-window 8 --spike-min-steps 4 --train-iters 12"
+SKIP = f"--spike-policy skip --max-skipped-steps 2 {WINDOW}"
+BACK = f"--spike-policy rollback --spike-rollback-steps 2 --spike-skip-batches 4 --save-interval 2 {WINDOW}"
+SPIKE_AT_7 = "scale:rank=1,step=7,factor=10000,times=9,at=step.gradients"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "flags", "plan", "series"),
+    [
+        pytest.param(2, PLAIN, "scale:rank=0,step=7,factor=9,at=step.loss", "loss", id="loss-dp2"),
+        pytest.param(4, f"--bf16 {FP8} {TENSOR} {OVERLAP}", SPIKE_AT_7, "gradient norm", id="norm-dp2-tp2-fp8"),
+    ],
+)
+def test_a_spike_is_left_out(world_size: int, flags: str, plan: str, series: str, tmp_path: Path) -> None:
+    straight = run_loop(tmp_path / "straight", plan, f"{flags} {SKIP}", world_size)
+    history = straight.progress.history
+    assert history.skipped == (SkippedSamples(48, 56, 7, SPIKE),)
+    assert len(history.window) == 8 and history.num_in_row == 0
+    run = load_run(tmp_path / "straight")
+    assert [record.step for record in run.steps if record.is_skipped] == [7]
+    assert run.steps[6].grad_norm is not None
+    (detail,) = (event.detail for event in run.events if event.name == "step skipped")
+    assert detail.startswith(f"{series} ") and "of the last 6 updates (samples 48-55)" in detail
+
+    run_loop(tmp_path / "parts", plan, f"{flags} {SKIP} --exit-interval 5", world_size)
+    assert run_loop(tmp_path / "parts", plan, f"{flags} {SKIP}", world_size) == straight, "in the middle of a window"
+
+
+def test_a_level_that_stays_is_no_spike(tmp_path: Path) -> None:
+    """It is one in every step, and after two the run stops."""
+    plan = ";".join(f"scale:rank=0,step={step},factor=9,at=step.loss" for step in (7, 8, 9))
+    text = run_loop(tmp_path, plan, f"{PLAIN} {SKIP}").error
+    assert text.startswith("step 9: loss ") and "(samples 64-71)" in text
+    assert "after 2 left out in a row" in text
+
+
+def weights_without_detour(folder: Path, flags: str, first: Progress, last_step: int) -> list[str]:
+    """Hash of each rank's weights after a checkpoint was loaded and steps were taken from somewhere else."""
+    config = small_config("llama", f"{LENGTH} --train-iters 12 --load {folder} {flags}", 2)
+
+    def go_on() -> str:
+        run = build_run(config)
+        assert resume(run)[0].step == 4
+        progress, end = first, last_step * run.global_batch_size
+        batches = build_batches(run, run.datasets[0], progress.consumed_samples, end, num_workers=0)
+        while progress.step < last_step:
+            result = train_step(run, batches, progress)
+            progress = after_step(run, progress, result.finding, None)
+        return fingerprint(weights(run))
+
+    return run_ranks(2, go_on)
+
+
+@pytest.mark.parametrize(
+    ("flags", "plan", "saves"),
+    [
+        pytest.param(PLAIN, "nan:rank=1,step=7,at=step.loss", "", id="not-finite"),
+        pytest.param(f"{DELAYED} {OVERLAP}", SPIKE_AT_7, "--async-save", id="delayed-overlap-async"),
+    ],
+)
+def test_a_run_goes_back_and_past_the_batches(flags: str, plan: str, saves: str, tmp_path: Path) -> None:
+    """From step 7 to the checkpoint of 4, since that of 6 is not two steps older, and on with the batch of step 9."""
+    back = f"{flags} {BACK} {saves}"
+    straight = run_loop(tmp_path / "straight", plan, back)
+    progress = straight.progress
+    assert (progress.step, progress.consumed_samples) == (12, 96)
+    assert progress.history.skipped == (SkippedSamples(32, 64, 7, ROLLBACK),)
+    assert progress.history.num_rollbacks == 1
+    assert saved_steps(tmp_path / "straight") == [2, 4, 8, 10, 12], "8 is saved at once, and 6 is retired"
+    run = load_run(tmp_path / "straight")
+    assert [record.step for record in run.steps] == [1, 2, 3, 4, 9, 10, 11, 12]
+    assert [start.resumed_from_step for start in run.runs] == [None, 4]
+    (detail,) = (event.detail for event in run.events if event.name == "rolled back")
+    assert "iter_0000004, past 4 batches (samples 32-63), because of step 7: " in detail
+
+    run_loop(tmp_path / "parts", plan, f"{back} --exit-interval 4")
+    assert weights_without_detour(tmp_path / "parts", flags, Progress(8, 64), 12) == straight.weights
+    run_loop(tmp_path / "parts", plan, f"{back} --exit-interval 9")
+    assert run_loop(tmp_path / "parts", plan, back) == straight, "stopped after it went back"
+
+
+def test_a_run_does_not_go_back_for_ever(tmp_path: Path) -> None:
+    plan = "nan:rank=1,step=7,at=step.loss;nan:rank=0,step=11,at=step.loss"
+    ended = run_loop(tmp_path, plan, f"{PLAIN} {BACK} --max-rollbacks 1")
+    assert ended.error.startswith("step 11: loss or gradients are not finite")
+    assert len([event for event in load_run(tmp_path).events if event.name == "rolled back"]) == 1
+
+
+def test_nowhere_to_go_back_to(tmp_path: Path) -> None:
+    ended = run_loop(tmp_path, "nan:rank=1,step=2,at=step.loss", f"{PLAIN} {BACK} --train-iters 12")
+    assert "holds no whole checkpoint yet; lower --save-interval" in ended.error
+
+
+def test_the_end_of_the_run_is_not_passed(tmp_path: Path) -> None:
+    """At step 11 only eight of the 200 batches are left after the checkpoint of step 4."""
+    flags = f"{PLAIN} {BACK} --spike-skip-batches 200 --spike-rollback-steps 6"
+    progress = run_loop(tmp_path, "inf:rank=1,step=11,at=step.gradients", flags).progress
+    assert (progress.step, progress.consumed_samples) == (12, 96)
+    assert progress.history.skipped == (SkippedSamples(32, 96, 11, ROLLBACK),)
