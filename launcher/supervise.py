@@ -39,6 +39,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="saved steps that count as progress; 0: every restart counts (default %(default)s)",
     )
     parser.add_argument(
+        "--retry-bad-numbers", action="store_true",
+        help="start again also after numbers that are not finite (status 65), which a fault of the hardware may have "
+        "made; counts as a restart without progress",
+    )
+    parser.add_argument(
         "--backoff-s", type=float, default=DEFAULTS.backoff_s, metavar="S",
         help="pause before a restart, doubled for each one without progress (default %(default)g)",
     )
@@ -79,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     limits = Limits(
         max_restarts=arguments.max_restarts, min_progress_steps=arguments.min_progress_steps,
-        backoff_s=arguments.backoff_s, grace_s=arguments.grace_s,
+        retry_bad_numbers=arguments.retry_bad_numbers, backoff_s=arguments.backoff_s, grace_s=arguments.grace_s,
     )  # fmt: skip
     return Supervisor(
         arguments.command, folder, limits, lambda text: print(f"supervise: {text}", file=sys.stderr, flush=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import multiprocessing
 import os
 import signal
@@ -104,13 +105,21 @@ class ForkedRun:
         for process in self.processes:
             process.start()
 
-    def wait(self, timeout_s: float) -> Ended:
-        """Wait until all ranks have ended, and kill them when the time is over."""
+    def wait(self, timeout_s: float, grace_s: float = math.inf) -> Ended:
+        """Wait until all ranks have ended, and kill them when the time is over.
+
+        Args:
+            grace_s: seconds that the others have when one has failed.
+        """
         deadline, ends, hung = self._began + timeout_s, dict[int, float](), set[int]()
         while len(ends) < len(self.processes):
             waiting = {process.sentinel: rank for rank, process in enumerate(self.processes) if rank not in ends}
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
-            ends |= {waiting[sentinel]: time.monotonic() for sentinel in ready}
+            for rank in (waiting[sentinel] for sentinel in ready):
+                ends[rank] = time.monotonic()
+                self.processes[rank].join()
+                if self.processes[rank].exitcode:
+                    deadline = min(deadline, ends[rank] + grace_s)
             if not ready and len(ends) < len(self.processes):
                 hung = set(waiting.values())
                 self.kill()

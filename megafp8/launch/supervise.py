@@ -55,12 +55,15 @@ class Limits:
     Attributes:
         max_restarts: in a row, without progress between them.
         min_progress_steps: saved steps that count as progress; 0: nothing does, every restart counts.
+        retry_bad_numbers: start again after numbers that are not finite: those of a fault of the hardware do not come
+            again.
         backoff_s: pause before the first restart without progress; it doubles with each.
         grace_s: seconds that a run gets to save after a signal.
     """
 
     max_restarts: int = 10
     min_progress_steps: int = 1
+    retry_bad_numbers: bool = False
     backoff_s: float = 1.0
     grace_s: float = 30.0
 
@@ -131,7 +134,8 @@ class Supervisor:
         """The exit status to end with and why; None to start again."""
         if last.state in ("done", "stopped"):
             return 0, "nothing is left to do" if last.state == "done" else "as it was asked to"
-        if last.exit_status in HOPELESS:
+        is_retried = self.limits.retry_bad_numbers and last.exit_status == NumericsError.exit_status
+        if last.exit_status in HOPELESS and not is_retried:
             return last.exit_status, "starting it again would not mend that"
         if self.asked is not None:
             return PREEMPTED, f"{signal.Signals(self.asked).name} came; start this again to go on"
@@ -151,7 +155,7 @@ class Supervisor:
         # torchrun's patience, and the signals that it passes on (PET_: its flags by environment).
         environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(round(self.limits.grace_s))
         environment.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
-        self.child = subprocess.Popen(self.command, env=environment, start_new_session=True, preexec_fn=end_with_parent)
+        self.child = self.launch(environment)
         returned = self.child.wait()
         self.child = None
         kill_descendants()
@@ -172,6 +176,10 @@ class Supervisor:
         with open(self.folder / RESTARTS_FILE, "a", encoding="utf-8") as stream:
             stream.write(json.dumps(dataclasses.asdict(start)) + "\n")
         return start
+
+    def launch(self, environment: dict[str, str]) -> subprocess.Popen:
+        """Start the command's process."""
+        return subprocess.Popen(self.command, env=environment, start_new_session=True, preexec_fn=end_with_parent)
 
     def forward(self, number: int, frame: Optional[FrameType]) -> None:
         """Pass a signal on to the command; what has not ended after its grace is killed."""

@@ -50,6 +50,17 @@ def test_what_a_restart_would_not_mend_is_not_tried_again(tmp_path: Path, hopele
     assert "would not mend" in told[-1]
 
 
+def test_bad_numbers_may_be_tried_again(tmp_path: Path) -> None:
+    """A fault of the hardware does not come again; what does is given up on."""
+    status, _, log = supervise(tmp_path / "once", "65:40:47 done:60:60", "--retry-bad-numbers")
+    assert (status, len(log)) == (0, 2)
+    status, told, log = supervise(
+        tmp_path / "always", "65:40:47 65:40:47 65:40:47 done:60:60", "--retry-bad-numbers", "--max-restarts", "1"
+    )
+    assert (status, len(log)) == (65, 2)
+    assert "gives up after 1 restarts" in told[-1]
+
+
 def test_restarts_without_progress_are_limited(tmp_path: Path) -> None:
     """Two for step 10, two for step 20; one saved step more is no progress here."""
     status, told, log = supervise(
