@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megafp8.config import flags, rules
+from megafp8.config.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ("pretrain_llama_1b", "pretrain_gpt2_124m", "pretrain_llama3_8b_multinode")
@@ -22,6 +24,7 @@ CLUSTER = ("NNODES", "NODE_RANK", "MASTER_ADDR", "SLURM_NNODES", "SLURM_NODEID",
 def run_example(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
     """Run an example in an environment that sets nothing which it reads, but for what is given."""
     removed = {"DATA_PATH", "TOKENIZER_TYPE", "SAVE", "GPUS_PER_NODE", "MASTER_PORT", "PYTHON", *FILES, *CLUSTER}
+    removed |= {"HF_MODEL", "CONVERTED"}
     inherited = {key: value for key, value in os.environ.items() if key not in removed}
     return subprocess.run(
         ["bash", str(ROOT / "examples" / f"{name}.sh"), *arguments],
@@ -57,7 +60,25 @@ def words_of(result: subprocess.CompletedProcess) -> tuple[list[str], list[str]]
 
 def test_there_is_no_other_example() -> None:
     names = {path.stem for path in (ROOT / "examples").glob("*.sh")}
-    assert names == {*EXAMPLES, "quickstart"}
+    assert names == {*EXAMPLES, "finetune_llama3_8b", "quickstart"}
+
+
+def test_a_model_of_transformers_is_converted_once_and_trained(data, stub_python, tmp_path: Path) -> None:
+    settings = {name.removeprefix("model."): value for name, value in PRESETS["llama3-8b"].items()}
+    converted = tmp_path / "converted"
+    environment = {"HF_MODEL": "theirs", "CONVERTED": str(converted), "GPUS_PER_NODE": "8", "PYTHON": stub_python}
+    before, _ = words_of(run_example("finetune_llama3_8b", **environment, **data))
+    assert before[:4] == ["tools/convert_checkpoint.py", "from-hf", "theirs", str(converted)]
+    converted.mkdir()
+    found = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": data["TOKENIZER_MODEL"]}
+    (converted / "config.json").write_text(json.dumps({"model": settings, "data": found}))
+    before, words = words_of(run_example("finetune_llama3_8b", **environment, **data))
+    assert before[:2] == ["-m", "torch.distributed.run"]
+    config = flags.parse(words).config
+    assert rules.problems(config, 8) == []
+    assert config.model.rotary_base == 500_000 and config.checkpoint.pretrained_checkpoint == str(converted)
+    refused = run_example("finetune_llama3_8b", **environment | {"HF_MODEL": ""}, **data)
+    assert refused.returncode != 0 and "HF_MODEL: is not set" in refused.stderr
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Go on training Llama 3 8B in FP8, from its files on the Hugging Face hub, on all GPUs of one machine.
+#
+#   hf download meta-llama/Meta-Llama-3-8B --local-dir Meta-Llama-3-8B --exclude "original/*"
+#   HF_MODEL=Meta-Llama-3-8B DATA_PATH=data/corpus_text_document bash examples/finetune_llama3_8b.sh
+#
+# First its weights become a checkpoint (once; tools/convert_checkpoint.py). The shards are made with its tokenizer:
+# tools/preprocess_data.py --tokenizer-type HuggingFaceTokenizer --tokenizer-model Meta-Llama-3-8B. Started again, it
+# goes on from its last checkpoint. Back to a model of transformers:
+#
+#   python tools/convert_checkpoint.py to-hf runs/llama3-8b models/mine
+#
+# HF_MODEL       folder with config.json, safetensors and tokenizer
+# DATA_PATH      prefix of the shards, or "weight prefix weight prefix ..."
+# CONVERTED      folder for the checkpoint made of HF_MODEL (default models/llama3-8b)
+# SAVE           folder for checkpoints, records and TensorBoard (default runs/llama3-8b)
+# GPUS_PER_NODE  ranks to start (default: one for each GPU)
+# PYTHON         the Python that has megafp8 (default .venv/bin/python, else python3)
+#
+# Arguments are more flags of pretrain_gpt.py; they win over those below. HF_MODEL may be any Llama: the settings of the
+# model come with it.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
+converted=${CONVERTED:-models/llama3-8b}
+save=${SAVE:-runs/llama3-8b}
+: "${HF_MODEL:?is not set}" "${DATA_PATH:?is not set}"
+read -ra shards <<<"$DATA_PATH"
+
+[ -d "$converted" ] || "$python" tools/convert_checkpoint.py from-hf "$HF_MODEL" "$converted"
+
+training=(
+  --seq-length 8192 --micro-batch-size 1 --global-batch-size 128 --train-iters 1000
+  --lr 2e-5 --lr-decay-style cosine --min-lr 2e-6 --lr-warmup-iters 50 --weight-decay 0.1 --adam-beta2 0.95
+  --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+  --recompute-granularity selective --recompute-modules core_attn
+)
+ranks=${GPUS_PER_NODE:-$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')}
+
+# After a SIGTERM torchrun waits so long for its ranks to save, instead of 30 s.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
+exec "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" pretrain_gpt.py \
+  --config "$converted/config.json" --pretrained-checkpoint "$converted" \
+  --bf16 --fp8-format hybrid --fp8-recipe tensorwise "${training[@]}" \
+  --data-path "${shards[@]}" --split 99,1,0 --save "$save" --load "$save" --save-interval 200 "$@"
