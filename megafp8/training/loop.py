@@ -38,6 +38,7 @@ from megafp8.training.saving import Saver, check_folders, saving
 from megafp8.training.skipping import after_step
 from megafp8.training.step import Batches, params_norm, train_step
 from megafp8.training.stopping import is_asked_to_stop, reason_to_stop, stopped_by_signals
+from megafp8.training.stragglers import Stragglers
 
 # Crashes in a row while a checkpoint is loaded, after which it is set aside.
 DEADLY_LOADS = 2
@@ -150,7 +151,7 @@ def train_steps(
     """Steps until the run is done or has to stop."""
     training = run.config.training
     batches = remaining_batches(run, progress)
-    rates, reason = build_rates(run), None
+    rates, stragglers, reason = build_rates(run), Stragglers(run), None
     first_step = progress.step + 1
     if progress.step < total_steps and needs_calibration(run):
         run.guard.enter("calibration")
@@ -161,6 +162,7 @@ def train_steps(
         gc.disable()
     with profiler(run, folder) as profile_step, loader_deaths_explained(), saving(run, sinks) as saver:
         while progress.step < total_steps and reason is None:
+            stragglers.start()
             try:
                 progress = recorded_step(run, sinks, rates, batches, progress)
             except NumericsError as error:
@@ -168,6 +170,8 @@ def train_steps(
                 batches = remaining_batches(run, progress)
                 continue
             step = progress.step
+            for event in stragglers.found(step):
+                sinks.write(event)
             run.guard.step_done(step)
             saver.poll()
             if is_comparison_due(run, step):

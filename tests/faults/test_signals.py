@@ -108,8 +108,8 @@ def test_to_all_ranks_and_their_loader_processes(tmp_path: Path, cache: Path, un
     """As a job's end sends it: the loader processes, which the last step still needs, get it too. What torchrun then
     sends a second time is no second signal."""
     run = FaultyRun(LAYOUT, tmp_path / "run", cache)
-    flags = f"--save {run.folder} --load {run.folder} --num-workers 2"
-    with run.started("sleep:seconds=0.1,at=step.begin,times=99", flags) as forked:
+    flags = f"--save {run.folder} --load {run.folder} --num-workers 2 --log-interval 1"
+    with run.started("sleep:rank=1,seconds=0.5,at=step.begin,times=99", flags) as forked:
         wait_for_step(run, 3)
         for process in forked.processes:
             os.killpg(process.pid or 0, signal.SIGTERM)
@@ -117,6 +117,8 @@ def test_to_all_ranks_and_their_loader_processes(tmp_path: Path, cache: Path, un
         send([process.pid for process in forked.processes], signal.SIGTERM)
         state = assert_preempted(run, forked.wait(60))
     assert state.reason == "SIGTERM to 2 ranks"
+    slow = [event.detail for event in load_run(run.folder).events if event.name == "straggler"]
+    assert slow and all(text.startswith("rank 1 takes ") for text in slow), "the rank that sleeps is named, too"
     assert set(run.start(flags=flags).statuses) == {0}
     assert_done(run, unbroken[LAYOUT])
 

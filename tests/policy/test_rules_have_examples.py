@@ -191,6 +191,9 @@ EXAMPLES = {
     ),
     "saving_needs_a_folder": ({"checkpoint.save_interval": 10}, 1, "without --save"),
     "loading_needs_a_folder": ({"checkpoint.finetune": True}, 1, "--finetune has no effect without --load"),
+    "grace_is_for_signals": (
+        {"training.exit_signal_grace_s": 60.0, "training.exit_signal_handler": False}, 1, "--no-exit-signal-handler"
+    ),
     "schedule_has_one_source": (
         {
             "checkpoint.load": "/",

@@ -71,6 +71,16 @@ def loading_needs_a_folder(config: RunConfig, world_size: int) -> Iterator[str]:
         yield without(flag, "--load")
 
 
+def grace_is_for_signals(config: RunConfig, world_size: int) -> Iterator[str]:
+    """A grace begins with a signal that is handled."""
+    training = config.training
+    if training.exit_signal_grace_s is not None and not training.exit_signal_handler:
+        yield (
+            f"--exit-signal-grace-s {training.exit_signal_grace_s:g} has no effect with --no-exit-signal-handler: a "
+            "signal ends the process at once; remove one"
+        )
+
+
 def schedule_has_one_source(config: RunConfig, world_size: int) -> Iterator[str]:
     """On resuming, the schedule comes from the checkpoint or from the flags."""
     checkpoint = config.checkpoint
@@ -101,6 +111,7 @@ RULES: tuple[Rule, ...] = (
     second_folder_is_used,
     late_saves_end_before_collectives,
     loading_needs_a_folder,
+    grace_is_for_signals,
     schedule_has_one_source,
     wandb_settings_need_a_project,
 )
