@@ -14,6 +14,7 @@ import tempfile
 import textwrap
 import typing
 from dataclasses import dataclass
+from typing import Optional
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from megatron.core.utils import unwrap_model  # noqa: E402
 from megafp8.checkpoint.save import sync_parameters  # noqa: E402
 from megafp8.checkpoint.state import Progress  # noqa: E402
 from megafp8.data.epochs import Source  # noqa: E402
+from megafp8.telemetry.records import QuantizationRecord  # noqa: E402
 from megafp8.training.assemble import Run, assemble  # noqa: E402
 from megafp8.training.evaluate import build_batches  # noqa: E402
 from megafp8.training.step import train_step  # noqa: E402
@@ -115,6 +117,16 @@ def train(run: Run, num_steps: int, first_step: int = 1, is_masked: bool = False
     batches = build_batches(run, samples, (first_step - 1) * batch, last_step * batch, num_workers=0)
     results = [train_step(run, batches, Progress(step, step * batch)) for step in range(first_step - 1, last_step)]
     return Curve([result.loss for result in results], [result.grad_norm for result in results])
+
+
+def look_of(run: Run, step: int = 1) -> Optional[QuantizationRecord]:
+    """One step of training, and what rank 0 saw of it if it was looked at."""
+    batch = run.global_batch_size
+    batches = build_batches(run, SourceSamples(run.config.data.seq_length), (step - 1) * batch, step * batch, 0)
+    with run.probe.step(step):
+        train_step(run, batches, Progress(step - 1, (step - 1) * batch))
+    records = run.probe.take_records(step, run.place.rank)
+    return records[0] if records else None
 
 
 def curve_of(config: RunConfig, num_steps: int, is_masked: bool = False) -> Curve:

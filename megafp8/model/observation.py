@@ -329,6 +329,7 @@ def collect(plan: Plan, table: TensorTable) -> tuple[dict[str, TensorStats], dic
         if stats is None:
             continue
         if each.is_tried:
+            stats = dataclasses.replace(stats, exponent_counts=(), outlier_octaves=None, outlier_channel=None)
             tried.setdefault(each.recipe, {})[each.tensor] = stats
             continue
         if each.operand is Operand.WEIGHT:

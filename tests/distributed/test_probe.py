@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
-from small_run import build_run, fingerprint, small_config, weights
+from small_run import build_run, fingerprint, look_of, small_config, weights
 
 from megafp8.checkpoint.state import Progress
 from megafp8.fp8.linear import LinearPlan
@@ -43,15 +43,6 @@ def look_at_first_step(flags: str, world_size: int = 1) -> QuantizationRecord:
     assert not any(found[1:]), "rank 0 has it all"
     assert found[0] is not None
     return found[0]
-
-
-def look_of(run: Run, step: int = 1) -> Optional[QuantizationRecord]:
-    batch = run.global_batch_size
-    batches = build_batches(run, run.datasets[0], (step - 1) * batch, step * batch, num_workers=0)
-    with run.probe.step(step):
-        train_step(run, batches, Progress(step - 1, (step - 1) * batch))
-    records = run.probe.take_records(step, run.place.rank)
-    return records[0] if records else None
 
 
 # --- without a trace --------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import NamedTuple, Optional
 
 from megafp8.telemetry.records import QuantizationRecord, TensorStats
 
-MOVING_OCTAVES = 1.0  # a scale twice or half that of the look before
+MOVING_OCTAVES = 1.0  # more than twice or less than half of the look before
 MAX_SATURATED = 1e-3
 MAX_UNDERFLOW = 0.05
 MIN_UPDATE_TO_WEIGHT = 1e-7  # FP32 master weights no longer take such an update
@@ -80,9 +80,9 @@ def find_underflow(looks: Looks) -> Iterator[Finding]:
 
 
 def find_moving_scales(looks: Looks) -> Iterator[Finding]:
-    """Scales double or halve from look to look."""
+    """Amaxes of inputs and weights, and scales with them, leap from look to look. Those of gradients do in any run."""
     for name in looks[-1].tensors:
-        last = lasting(looks, name, LASTING + 1)
+        last = None if ".grad_output" in name else lasting(looks, name, LASTING + 1)
         if not last or any(stats.quant_scale_min is None for stats in last):
             continue
         amaxes = [max(stats.amax, 1e-38) for stats in last]

@@ -29,7 +29,7 @@ PROVOKED = {
     "saturation": [([(SATURATED, None, None)] * 2, f"{FC1}.input: 2.00% of its values are cut off")],
     "gradients underflow": [([(None, None, SMALL)] * 2, f"{FC1}.grad_output: 20.0% of its values become zero")],
     "scales still moving after warm-up": [
-        ([({"amax": 2.0}, None, None), ({"amax": 5.0}, None, None), ({"amax": 1.0}, None, None)], "2 -> 5 -> 1")
+        ([({"amax": 2.0}, None, None), ({"amax": 9.0}, None, None), ({"amax": 1.0}, None, None)], "2 -> 9 -> 1")
     ],
     "stale delayed scales": [
         ([(STALE, None, None)] * 2, f"{FC1}.input: its amax is 2.83 times what its scale was made for"),
@@ -77,7 +77,8 @@ def test_a_healthy_run_is_silent(make_look: Make) -> None:
     [
         pytest.param([(SATURATED, None, None), (None, None, None), (SATURATED, None, None)], id="now-and-then"),
         pytest.param([(SMALL, None, None)] * 3, id="inputs-that-underflow"),
-        pytest.param([({"amax": 2.0 + 0.5 * i}, None, None) for i in range(4)], id="scales-that-drift"),
+        pytest.param([({"amax": 2.0**-i}, None, None) for i in range(5)], id="scales-that-drift"),
+        pytest.param([(None, None, {"amax": 9.0**-i}) for i in range(5)], id="gradients-that-fall"),
         pytest.param([({"staleness_octaves": 0.7}, None, None)] * 3, id="scales-a-little-old"),
         pytest.param([({"outlier_octaves": 8.0}, None, None)] * 5, id="outliers-that-stay"),
         pytest.param(
@@ -90,7 +91,7 @@ def test_what_is_no_illness(looks: list, make_look: Make) -> None:
 
 
 def test_warm_up_may_move_scales_and_leave_weights(make_look: Make) -> None:
-    looks = [({"amax": 4.0**index}, STALLED, None) for index in range(4)]
+    looks = [({"amax": 5.0**index}, STALLED, None) for index in range(4)]
     assert not any(details(make_look, looks, first_step=10))
     assert any(details(make_look, looks, first_step=100))
 

@@ -1,0 +1,101 @@
+"""What looking at quantization costs: steps that are looked at against steps that are not.
+
+    python benchmarks/telemetry_overhead.py [--rounds 12] [--fp8-what-if mxfp8,nvfp4] [--recipe delayed] [--json FILE]
+
+One run, in which every second step is looked at (`--fp8-log-interval 2`), from the batch to the record in all sinks;
+each such step is compared with the one before it. A run that looks every 100 steps pays a hundredth of the difference:
+its other steps are those of a run that never looks. Bar: 2% of the step time at an interval of 100. On a CPU rank and
+one thread; on a GPU where there is one, with the layers that run there, and then wall time counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Optional
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import timing  # noqa: E402
+from benchmarks.engine_overhead import EngineLoop  # noqa: E402
+from benchmarks.in_process import add_size_options, checked_flags, command_line, end_runs  # noqa: E402
+from megafp8.device.platform import detect_platform  # noqa: E402
+from megafp8.telemetry.sinks import build_sinks  # noqa: E402
+from megafp8.training.assemble import assemble  # noqa: E402
+
+BAR, INTERVAL, WARMUP = 0.02, 100, 2
+PLAIN, LOOKING = "not looking", "looking"
+RECIPES = {
+    "tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",
+    "delayed": "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 16 --fp8-amax-compute-algo max",
+    "blockwise": "--fp8-format e4m3 --fp8-recipe blockwise",
+    "mxfp8": "--fp8-format e4m3 --fp8-recipe mxfp8",
+    "nvfp4": "--fp4-format e2m1",
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--recipe", choices=RECIPES, default="tensorwise")
+    parser.add_argument("--fp8-what-if", metavar="RECIPES", help="recipes to try as well")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    add_size_options(
+        parser, num_layers=4, hidden_size=512, num_attention_heads=8, seq_length=512, vocab_size=4096,
+        micro_batch_size=2, global_batch_size=4,
+    )  # fmt: skip
+    return parser
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, timing.Times]:
+    """Times of steps that are looked at and of those before them, round by round."""
+    steps = 2 * (options.rounds + WARMUP)
+    what_if = f" --fp8-what-if {options.fp8_what_if}" if options.fp8_what_if else ""
+    text = command_line(options, steps, f"--bf16 {RECIPES[options.recipe]} --fp8-log-interval 2{what_if}")
+    checked = checked_flags(text)
+    run = assemble(checked.invocation.config, detect_platform(), checked.implementation)
+    times = {PLAIN: timing.Times(), LOOKING: timing.Times()}
+    with build_sinks(run.config.logging, run_folder=str(folder), total_steps=steps, stream=sys.stderr) as sinks:
+        loop = EngineLoop(run, sinks, steps)
+
+        def step() -> None:
+            loop.step()
+            run.platform.synchronize()
+
+        for number in range(steps):
+            wall_ms, cpu_ms = timing.own_times_ms(step)
+            if number >= 2 * WARMUP:
+                side = times[LOOKING if number % 2 else PLAIN]
+                side.wall_ms.append(wall_ms)
+                side.cpu_ms.append(cpu_ms)
+    end_runs()
+    return times
+
+
+def main(argv: Optional[Sequence[str]] = None) -> None:
+    """Measure and print."""
+    options = build_parser().parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        times = measure(options, Path(folder))
+    clock = "wall" if torch.cuda.is_available() else timing.clock_to_trust(times)
+    ratio = timing.ratios_to(PLAIN, times)[LOOKING][clock]
+    rows = [[name, side.median_wall_ms, side.median_cpu_ms] for name, side in times.items()]
+    print(timing.format_table(["step", "wall ms", "CPU ms"], rows))
+    share = (ratio.median - 1) / INTERVAL
+    verdict = "within" if share <= BAR else "ABOVE"
+    print(
+        f"\n{options.recipe}: a step that is looked at takes {ratio} times one that is not ({clock} time, "
+        f"{options.rounds} rounds)\nat an interval of {INTERVAL}: {share:.2%} of the step time ({verdict} the bar of "
+        f"{BAR:.0%})\n{timing.describe_quiet(times)}"
+    )
+    if options.json:
+        timing.write_json(options.json, {"times": times, "ratio": ratio, "clock": clock, "share": share})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Looks at Transformer Engine's layers on a GPU: without a trace, and equal to those at emulated layers."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available(),
+        reason="needs Transformer Engine and a GPU",
+    ),
+]
+if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
+    pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
+
+from gpu_runs import FP8_RECIPES, RECIPES, gpu_run  # noqa: E402
+from small_run import look_of, train  # noqa: E402
+
+from megafp8.fp8.recipes import Gemm, Operand  # noqa: E402
+from megafp8.model.watched_linears import HookedLinear  # noqa: E402
+from megafp8.telemetry.records import QuantizationRecord  # noqa: E402
+
+LOOK = "--fp8-log-interval 1 --fp8-what-if mxfp8,nvfp4"
+
+
+def look(extra: str, step: int = 1) -> QuantizationRecord:
+    with gpu_run(f"{extra} {LOOK}") as run:
+        if step > 1:
+            train(run, step - 1)
+        found = look_of(run, step)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("extra", ["", "--fp8-param-gather"])
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_looking_changes_nothing(recipe: str, extra: str) -> None:
+    losses = []
+    for looking in ("", "--fp8-log-interval 2"):
+        with gpu_run(f"{RECIPES[recipe]} {extra} {looking}") as run:
+            losses.append(train(run, 4).losses)
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_transformer_engine_and_emulation_show_the_same(recipe: str) -> None:
+    """Same weights and samples, the first step: tensors differ by roundings of the layers before, weights are equal."""
+    engine = look(RECIPES[recipe])
+    emulated = look(f"{RECIPES[recipe]} --transformer-impl emulated")
+    assert list(engine.tensors) == list(emulated.tensors)
+    for name, stats in emulated.tensors.items():
+        other = engine.tensors[name]
+        assert other.num_values == stats.num_values, name
+        if ".weight" in name and recipe != "delayed":
+            assert other.exponent_counts == stats.exponent_counts and other.amax == stats.amax, name
+        assert other.amax == pytest.approx(stats.amax, rel=0.25), name
+        if stats.sqnr_db is not None and recipe != "delayed":
+            assert other.sqnr_db == pytest.approx(stats.sqnr_db, abs=1.0), name
+    assert engine.gradient_noise == pytest.approx(emulated.gradient_noise, rel=0.1)
+    assert engine.update_to_weight == pytest.approx(emulated.update_to_weight, rel=0.05)
+
+
+def test_codes_from_outside_are_those_of_transformer_engine() -> None:
+    """Its own quantizers on a linear's weight and input."""
+    with gpu_run(f"{RECIPES['tensorwise']} {LOOK}") as run:
+        look_of(run)
+        for linear in run.probe.linears:
+            assert isinstance(linear, HookedLinear)
+            quantizer = linear.module.quantizers["scaling_fwd"][1].copy()
+            rule = linear.recipe.rule(Operand.WEIGHT, Gemm.FPROP)
+            theirs = quantizer(linear.weight.detach())._data.view(torch.uint8)
+            ours = linear.codes_of(linear.weight.detach(), Operand.WEIGHT, rule).codes.view(torch.uint8)
+            assert torch.equal(ours, theirs), linear.name
+
+
+def test_delayed_scales_are_those_of_transformer_engine() -> None:
+    found = look(RECIPES["delayed"], step=4)
+    ages = [stats.staleness_octaves for stats in found.tensors.values()]
+    assert all(age is not None and abs(age) < 3 for age in ages), ages
+
+
+def test_weights_kept_in_fp8_have_no_error() -> None:
+    found = look(f"{RECIPES['tensorwise']} --fp8-param-gather")
+    for name, stats in found.tensors.items():
+        assert (stats.sqnr_db is None) == name.endswith("weight"), name
+        assert stats.num_values > 0
