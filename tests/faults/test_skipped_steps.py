@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forked_runs import run_forked
 from megatron.core.utils import unwrap_model
 from numbers_runs import inject, run_loop
 from ranks import run_ranks
-from small_run import FP8, PLAIN, SourceSamples, build_run, fingerprint, small_config, weights
+from small_run import COMMON, FP8, PLAIN, STYLES, SourceSamples, build_run, fingerprint, small_config, weights
 from torch import Tensor
 
 from megafp8.checkpoint.skipped import NOT_FINITE, History, SkippedSamples
 from megafp8.checkpoint.state import Progress
-from megafp8.errors import NumericsError
 from megafp8.fp8.delayed import DelayedState
+from megafp8.launch.run_state import read_run_state
 from megafp8.reports.load import load_run
 from megafp8.training.assemble import Run
 from megafp8.training.evaluate import build_batches
@@ -167,9 +168,19 @@ def test_too_many_in_a_row_stop_the_run(tmp_path: Path) -> None:
     text = run_loop(tmp_path, plan, f"{LENGTH} {SKIP}").error
     assert text.startswith("step 5: loss or gradients are not finite (samples 32-39):\n  rank 1: loss is not finite; ")
     assert "the weights were not updated, after 2 left out in a row (--max-skipped-steps 2)" in text
-    assert NumericsError.exit_status == 65
     (event,) = (event for event in load_run(tmp_path).events if event.name == "bad numbers")
     assert (event.step, event.detail) == (5, text)
+
+
+def test_the_command_ends_with_65(tmp_path: Path) -> None:
+    """On every rank, and one of them says why."""
+    flags = f"{COMMON} {STYLES['llama']} {LENGTH} --eval-iters 0 --data-cache-path {tmp_path} --save {tmp_path / 'run'}"
+    ended = run_forked(2, flags, "nan:rank=1,step=2,at=step.gradients")
+    assert set(ended.statuses) == {65}, ended.told()
+    assert "NumericsError: step 2: loss or gradients are not finite (samples 8-15):" in ended.output[0]
+    assert "NumericsError" not in ended.output[1]
+    state = read_run_state(tmp_path / "run")
+    assert (state.state, state.exit_status, state.step) == ("failed", 65, 1)
 
 
 def test_a_loss_scale_that_overflows_is_no_bad_number(tmp_path: Path) -> None:
