@@ -161,6 +161,8 @@ def show(options: argparse.Namespace) -> int:
     print(f"objects    {', '.join(contents.objects) or 'none'}")
     if contents.samples:
         print(f"samples    {json.dumps(contents.samples, default=str)[:200]}")
+    if contents.history.skipped:
+        print(f"skipped    {contents.history.summary()}")
     print(f"settings   {contents.config if options.tensors else contents.config[:200] + '...'}")
     for tensor in contents.tensors if options.tensors else ():
         shape = " x ".join(map(str, tensor.shape)) or "scalar"

@@ -9,9 +9,10 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megafp8.checkpoint.load import common_state, readable
+from megafp8.checkpoint.load import common_state, history_in, readable
 from megafp8.checkpoint.manifest import MANIFEST, NAME, FileEntry, Manifest, relative_files, write_manifest
 from megafp8.checkpoint.safe_load import SafeReader
+from megafp8.checkpoint.skipped import History
 from megafp8.data.atomic import file_sha256
 from megafp8.errors import CheckpointError
 from megafp8.telemetry.records import utc_now
@@ -37,12 +38,14 @@ class Contents:
     Attributes:
         config: the run's settings as JSON text.
         samples: which samples were read, where that is known.
+        history: of bad numbers, with the samples that changed no weight.
         tensors: in the order of their names.
         objects: names of what is no tensor.
     """
 
     config: str
     samples: Any
+    history: History
     tensors: tuple[TensorShape, ...]
     objects: tuple[str, ...]
 
@@ -69,7 +72,7 @@ def read_contents(path: Path) -> Contents:
                 size = prod(shape) * dtype.itemsize
                 tensors.append(TensorShape(name, shape, str(dtype).removeprefix("torch."), size, len(kind.chunks)))
     objects = tuple(name for name, kind in sorted(kinds.items()) if not isinstance(kind, TensorStorageMetadata))
-    return Contents(common["config"], common.get("samples"), tuple(tensors), objects)
+    return Contents(common["config"], common.get("samples"), history_in(common), tuple(tensors), objects)
 
 
 def seal(path: Path) -> Manifest:

@@ -83,6 +83,11 @@ def common_state(path: Path) -> dict[str, Any]:
     return state
 
 
+def history_in(common: dict[str, Any]) -> History:
+    """What a checkpoint's plain values tell of bad numbers; nothing in one that is older than that."""
+    return History.from_plain(common["history"]) if "history" in common else History()
+
+
 def load_checkpoint(path: Path, config: RunConfig, trainee: Trainee, weights_only: bool = False) -> Loaded:
     """Restore the trainee; all ranks call it.
 
@@ -126,8 +131,7 @@ def load_checkpoint(path: Path, config: RunConfig, trainee: Trainee, weights_onl
     notes = notes_on(weights_only, with_optimizer, with_random, same_layout)
     if weights_only:
         return Loaded(Progress(), notes)
-    history = History.from_plain(common["history"]) if "history" in common else History()
-    return Loaded(Progress(common["step"], common["consumed_samples"], history), notes)
+    return Loaded(Progress(common["step"], common["consumed_samples"], history_in(common)), notes)
 
 
 @torch.no_grad()

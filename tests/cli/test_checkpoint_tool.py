@@ -98,6 +98,7 @@ def test_show(tool, saved: Path, capsys) -> None:
     tensors = {tensor["name"]: tensor for tensor in shown["tensors"]}
     assert tensors["decoder.layers.mlp.linear_fc1.weight"]["shape"] == [2, 128, 32]
     assert shown["config"]["model"]["hidden_size"] == 32 and shown["step"] == 7
+    assert shown["history"]["skipped"] == []
     assert shown["num_parameters"] > 256 * 32
 
 

@@ -17,6 +17,8 @@ from ranks import run_ranks
 from small_run import COMMON, FP8, PLAIN, STYLES, SourceSamples, build_run, fingerprint, small_config, weights
 from torch import Tensor
 
+from megafp8.checkpoint.contents import read_contents
+from megafp8.checkpoint.folder import checkpoint_path
 from megafp8.checkpoint.skipped import NOT_FINITE, History, SkippedSamples
 from megafp8.checkpoint.state import Progress
 from megafp8.fp8.delayed import DelayedState
@@ -159,6 +161,7 @@ def test_every_skip_is_recorded_and_in_the_checkpoint(tmp_path: Path) -> None:
     assert "rank 0: loss is not finite; " in details[3] and details[3].endswith("samples 16-19")
     (summary,) = (event.detail for event in run.events if event.name == "skipped" and event.step == 6)
     assert summary == "24 samples changed no weight (24 not finite): 8-15, 16-23, 32-39"
+    assert read_contents(checkpoint_path(tmp_path, 6)).history == finished.history
 
 
 def test_too_many_in_a_row_stop_the_run(tmp_path: Path) -> None:
