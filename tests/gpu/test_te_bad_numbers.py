@@ -1,0 +1,78 @@
+"""Bad numbers with Transformer Engine's layers on a GPU: a step left out changes nothing, and every bit is hashed."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.gpu]
+if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
+    pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
+
+from gpu_runs import RECIPES, gpu_run  # noqa: E402
+from small_run import SourceSamples, weights  # noqa: E402
+
+from megafp8.checkpoint.skipped import NOT_FINITE, SPIKE  # noqa: E402
+from megafp8.checkpoint.state import Progress  # noqa: E402
+from megafp8.optim.bit_hash import BitHash  # noqa: E402
+from megafp8.training.assemble import Run  # noqa: E402
+from megafp8.training.delayed_memory import delayed_state  # noqa: E402
+from megafp8.training.evaluate import build_batches  # noqa: E402
+from megafp8.training.replicas import check_replicas, copies_of  # noqa: E402
+from megafp8.training.skipping import after_step  # noqa: E402
+from megafp8.training.step import StepResult, train_step  # noqa: E402
+
+SPIKES = "--spike-policy skip --spike-window 8 --spike-min-steps 2"
+
+
+def step(run: Run, progress: Progress) -> tuple[StepResult, Progress]:
+    batch = run.global_batch_size
+    first = progress.consumed_samples
+    batches = build_batches(run, SourceSamples(run.config.data.seq_length), first, first + batch, num_workers=0)
+    result = train_step(run, batches, progress)
+    return result, after_step(run, progress, result.finding, (result.loss, result.grad_norm or 0.0))
+
+
+def state(run: Run) -> dict[str, torch.Tensor]:
+    """Copies of weights and of what delayed scaling remembers."""
+    remembered = [tensor for chunk in run.trainee.chunks for tensor in delayed_state(chunk, run.implementation)]
+    return weights(run) | {f"remembered {number}": tensor.clone() for number, tensor in enumerate(remembered)}
+
+
+def multiply_gradient(run: Run, factor: float) -> torch.utils.hooks.RemovableHandle:
+    norm = next(value for name, value in run.trainee.chunks[0].named_parameters() if "final_layernorm" in name)
+    return norm.register_hook(lambda gradient: gradient * factor)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("factor", [float("nan"), 1e6])
+def test_a_step_left_out_changes_nothing(recipe: str, factor: float) -> None:
+    with gpu_run(f"{RECIPES[recipe]} --max-skipped-steps 1 {SPIKES}") as run:
+        progress = Progress()
+        for _ in range(4):
+            _, progress = step(run, progress)
+        before = state(run)
+        assert recipe != "delayed" or len(before) > len(weights(run))
+        hook = multiply_gradient(run, factor)
+        result, progress = step(run, progress)
+        hook.remove()
+        assert result.finding is not None
+        assert result.finding.reason == (SPIKE if factor == factor else NOT_FINITE)
+        for name, tensor in state(run).items():
+            assert torch.equal(tensor, before[name]), name
+        result, progress = step(run, progress)
+        assert result.finding is None and result.loss == result.loss
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_are_hashed_on_the_device(recipe: str) -> None:
+    gather = "" if recipe == "bf16" else "--fp8-param-gather"
+    with gpu_run(f"{RECIPES[recipe]} {gather}") as run:
+        step(run, Progress())
+        check_replicas(run, 1)
+        hasher = BitHash(run.platform.device)
+        for copy in copies_of(run):
+            on_host = BitHash(torch.device("cpu")).of(copy.tensor.detach().cpu())
+            assert hasher.of(copy.tensor).item() == on_host.item(), copy.name
