@@ -149,7 +149,7 @@ class Stalls:
         self.step_ms = [timing.own_times_ms(self.step)[0] for _ in range(5)]
 
     def step(self) -> None:
-        train_step(self.run, self.batches, 1)
+        train_step(self.run, self.batches, PROGRESS)
 
     def save(self) -> None:
         """One save beside as many steps as it takes, after a step without."""

@@ -71,12 +71,21 @@ def sharded_state(part: DistributedOptimizer, model: dict[str, Any], is_loading:
     }
     state: dict[int, dict[str, Any]] = {}
     for parameter, run in own_runs(part):
-        values = None if is_loading else part._get_main_param_and_optimizer_states(parameter)
-        state[len(state)] = {
-            name: pieces(whole[parameter], name, run, None if values is None else values[name].detach().float())
-            for name in NAMES
-        }
+        values = {} if is_loading else own_values(part, parameter)
+        state[len(state)] = {name: pieces(whole[parameter], name, run, values.get(name)) for name in NAMES}
     return part.state_dict() | {"param_state": state, "param_state_sharding_type": "fully_reshardable"}
+
+
+def own_values(part: DistributedOptimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """Master weight and moments of a parameter's elements on this rank; FP32, flat.
+
+    They are the optimizer's own tensors, or on the host where it keeps them in another type: a second copy of all of
+    them would fill a GPU.
+    """
+    found = part._get_main_param_and_optimizer_states(parameter)
+    is_converted = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+    values = {name: found[name].detach().float() for name in NAMES}
+    return {name: value.cpu() for name, value in values.items()} if is_converted else values
 
 
 def own_runs(part: DistributedOptimizer) -> Iterator[tuple[Tensor, range]]:

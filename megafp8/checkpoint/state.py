@@ -86,9 +86,11 @@ def parts_of(optimizer: Any) -> list[Any]:
 def optimizer_state(trainee: Trainee, model: dict[str, Any], is_loading: bool) -> dict[str, Any]:
     """Master weights and moments, by the names of the weights in `model`; before the first step, zero moments."""
     parts = parts_of(trainee.optimizer)
+    is_distributed = isinstance(parts[0], DistributedOptimizer)
     for part in parts:
-        start_state(part)
-    if not isinstance(parts[0], DistributedOptimizer):
+        if not (is_distributed and is_loading):  # whose load gives it its state
+            start_state(part)
+    if not is_distributed:
         return trainee.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=sharding_metadata())
     if len(parts) > 1:
         trainee.optimizer._synchronize_steps()
@@ -109,9 +111,20 @@ def load_optimizer_state(trainee: Trainee, state: dict[str, Any]) -> None:
 
 def start_state(part: Any) -> None:
     """Give an optimizer that has not made a step the state that its first step would begin with."""
-    if part.init_state_fn is None:
+    if hasattr(part.optimizer, "initialize_state"):
+        part.init_state_fn = start_fused_adam
+    elif part.init_state_fn is None:
         part.init_state_fn = start_momentum
     part.init_state_fn(part.optimizer, part.config)
+
+
+def start_fused_adam(optimizer: Any, config: Any) -> None:
+    """The same for Transformer Engine's Adam; megatron-core's function leaves out an argument."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not optimizer.state[parameter]:
+                has_remainders = optimizer.store_param_remainders and parameter.dtype == torch.bfloat16
+                optimizer.initialize_state(parameter, has_remainders)
 
 
 def start_momentum(optimizer: torch.optim.Optimizer, config: Any) -> None:
