@@ -28,6 +28,7 @@ from megafp8.telemetry.sinks import Sinks, build_sinks
 from megafp8.training.assemble import Run, non_persistent_folder, run_folder
 from megafp8.training.calibrate import calibrate, needs_calibration
 from megafp8.training.describe import describe_update, run_record
+from megafp8.training.diagnose import diagnose
 from megafp8.training.evaluate import build_batches, evaluate
 from megafp8.training.phases import BETWEEN, STEP
 from megafp8.training.profiling import profiler
@@ -211,6 +212,8 @@ def after_bad_numbers(
         NumericsError: the error, where the run may not go back, or cannot.
     """
     sinks.write(EventRecord(step=progress.step + 1, name="bad numbers", detail=str(error)))
+    for record in diagnose(run, progress):
+        sinks.write(record)
     if not may_roll_back(run, progress):
         raise error
     saver.finish(is_last=False)
@@ -251,9 +254,8 @@ def recorded_step(run: Run, sinks: Sinks, rates: Rates, batches: Batches, progre
     sinks.write(with_details(run, record))
     if result.finding is not None:
         sinks.write(EventRecord(step=progress.step, name="step skipped", detail=result.finding.text))
-    elif run.probe is not None:  # it compares weights before and after an update
-        for look in run.probe.take_records(progress.step, run.place.rank):
-            sinks.write(look)
+    for look in run.probe.take_records(progress.step, run.place.rank) if run.probe is not None else ():
+        sinks.write(look)
     run.guard.enter(BETWEEN, progress.step)
     return progress
 

@@ -9,7 +9,7 @@ health.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Optional
 
 import torch
@@ -55,9 +55,17 @@ class Probe:
     def step(self, number: int) -> Iterator[None]:
         """Around one step: look at it if its turn has come."""
         self.look = None
-        if number % self.interval:
+        with self.looking() if number % self.interval == 0 else nullcontext():
             yield
-            return
+
+    @property
+    def is_looking(self) -> bool:
+        """Has a step been looked at whose records were not taken?"""
+        return self.look is not None
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Look at what runs inside, to the end or to an error."""
         self.look = Look(self)
         try:
             with self.look.watching():

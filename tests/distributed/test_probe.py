@@ -13,6 +13,7 @@ from ranks import run_ranks
 from small_run import build_run, fingerprint, look_of, small_config, weights
 
 from megafp8.checkpoint.state import Progress
+from megafp8.errors import NumericsError
 from megafp8.fp8.linear import LinearPlan
 from megafp8.model.watched_linears import HookedLinear
 from megafp8.optim.updates import signal_and_noise, squared_norm
@@ -298,3 +299,28 @@ def test_the_first_layer_with_a_nan_is_named(tmp_path: Path) -> None:
     assert any(each.startswith(expected) for each in told)
 
 
+
+
+@pytest.mark.parametrize("interval", [1, 100], ids=["looked-at", "not-looked-at"])
+def test_a_run_that_bad_numbers_stop_says_where_they_came_from(interval: int, tmp_path: Path) -> None:
+    """The step runs once more if it was not looked at: a weight of layer 1 is NaN, first met by its own linear."""
+    flags = f"{TENSORWISE} --pipeline-model-parallel-size 2 --fp8-log-interval {interval}"
+    config = small_config("llama", f"{LENGTH} {flags} --train-iters 3 --save {tmp_path}", 2)
+
+    def start() -> str:
+        run = build_run(config)
+        for linear in run.probe.linears:
+            if linear.name == "layers.1.linear_fc2":
+                with torch.no_grad():
+                    linear.weight[0, 0] = linear.weight.main_param[0, 0] = math.nan
+        with pytest.raises(NumericsError):
+            train(run)
+        return ""
+
+    run_ranks(2, start)
+    run = load_run(tmp_path)
+    (told,) = (event for event in run.events if event.name == "health")
+    assert told.step == 1 and "layers.1.linear_fc2.weight: 1 values are not finite" in told.detail
+    (look,) = run.looks
+    assert look.tensors["layers.1.linear_fc2.input"].num_non_finite == 0
+    assert look.tensors["layers.2.linear_qkv.input"].num_non_finite > 0
