@@ -38,7 +38,7 @@ model=(
 )
 training=(
   --micro-batch-size 8 --global-batch-size 16 --train-iters "${STEPS:-300}" --use-distributed-optimizer
-  --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-fraction 0.07
+  --lr 1.5e-3 --min-lr 1.5e-4 --lr-decay-style cosine --lr-warmup-fraction 0.07
   --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --seed 1234
   --eval-interval 50 --eval-iters 8 --save-interval 100 --log-interval 20
 )
