@@ -1,6 +1,6 @@
 """Saving and restoring: against plain megatron-core on the same state, what the hashes cost, and what they find.
 
-    python benchmarks/checkpoints.py [--folder DIR] [--rounds 10] [--mutations 200] [--json FILE]
+    python benchmarks/checkpoints.py [--folder DIR] [--use-distributed-optimizer] [--rounds 10] [--mutations 200]
 
 One CPU rank, BF16 weights with FP32 master weights and moments, in turns. `without hashes` is megafp8 with torch's
 CRC-32 in the place of SHA-256, and for a restore without reading every byte first. megatron-core saves that state with
@@ -50,7 +50,7 @@ from megafp8.checkpoint.folder import checkpoint_path  # noqa: E402
 from megafp8.checkpoint.load import read_tensors  # noqa: E402
 from megafp8.checkpoint.manifest import MANIFEST, check_whole, damage_seen, read_manifest  # noqa: E402
 from megafp8.checkpoint.save import save_checkpoint, whole_state  # noqa: E402
-from megafp8.checkpoint.state import Progress, model_state, optimizer_state  # noqa: E402
+from megafp8.checkpoint.state import Progress, model_state, optimizer_state, sharding_metadata  # noqa: E402
 from megafp8.training.assemble import Run  # noqa: E402
 from megafp8.training.evaluate import build_batches  # noqa: E402
 from megafp8.training.step import train_step  # noqa: E402
@@ -81,9 +81,12 @@ def started(text: str) -> Run:
 
 
 def save_plain(run: Run, path: Path) -> None:
-    """megatron-core's own way, with our state."""
+    """megatron-core's own way; the distributed optimizer's state is gathered as it does."""
     path.mkdir(parents=True)
     state = whole_state(run.config, run.trainee, PROGRESS, None)
+    if run.config.parallel.use_distributed_optimizer:
+        model = model_state(run.trainee.chunks)
+        state["optimizer"] = run.trainee.optimizer.sharded_state_dict(model, metadata=sharding_metadata())
     dist_checkpointing.save(state, str(path), TorchDistSaveShardedStrategy("torch_dist", 1))
 
 
@@ -316,6 +319,7 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--folder", type=Path, help="where to write; default a new one for temporary files")
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--use-distributed-optimizer", action="store_true")
     parser.add_argument("--mutations", type=int, default=200, help="bits to flip; default 200")
     parser.add_argument("--json", type=Path, metavar="F", help="write the result to F")
     return parser
@@ -326,6 +330,7 @@ def main() -> None:
     register_safe_globals()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder, extra = Path(name), "--bf16 --transformer-impl local"
+        extra += " --use-distributed-optimizer" if options.use_distributed_optimizer else ""
         (folder / "saves").mkdir()
         run = started(command_line(options, train_iters=10, extra=extra))
         saves = compare_saves(run, folder / "saves", options.rounds)
