@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from megafp8.config.rules.rule import Rule, without
 from megafp8.config.schema import RunConfig
@@ -56,12 +57,17 @@ def spikes_can_be_told(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def rollback_has_somewhere_to_go(config: RunConfig, world_size: int) -> Iterator[str]:
-    """--spike-policy rollback needs whole checkpoints of this run."""
+    """--spike-policy rollback needs whole checkpoints of this run, and of no other."""
     checkpoint = config.checkpoint
     if config.training.spike_policy != "rollback":
         return
     if checkpoint.save is None or checkpoint.save_interval is None:
         yield "--spike-policy rollback goes back to a checkpoint of this run: give --save and --save-interval"
+    elif checkpoint.finetune or checkpoint.load is None or Path(checkpoint.load) != Path(checkpoint.save):
+        yield (
+            f"--spike-policy rollback takes every checkpoint in --save {checkpoint.save} for this run's: give --load "
+            f"{checkpoint.save} and no --finetune (--pretrained-checkpoint gives weights to start from)"
+        )
     for flag, given in (("--no-save-optim", checkpoint.no_save_optim), ("--no-save-rng", checkpoint.no_save_rng)):
         if given:
             yield f"--spike-policy rollback goes on from a checkpoint, which {flag} makes incomplete: remove one"

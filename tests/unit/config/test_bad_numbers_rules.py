@@ -1,0 +1,41 @@
+"""What contradicts itself among the flags about bad numbers, beyond one example a rule."""
+
+from __future__ import annotations
+
+import pytest
+
+from megafp8.config import flags
+from megafp8.config.rules import bad_numbers
+
+SKIP = "--spike-policy skip --max-skipped-steps 2"
+BACK = "--spike-policy rollback --save runs/a --save-interval 10"
+
+
+def problems(text: str) -> list[str]:
+    config = flags.parse(text.split()).config
+    return [problem for rule in bad_numbers.RULES for problem in rule(config, 2)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "--max-skipped-steps 3", SKIP, f"{BACK} --load runs/a/", f"{BACK} --load runs/a --max-rollbacks 1"],
+)
+def test_what_goes_together(text: str) -> None:
+    assert problems(text) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("--spike-sigma 4", "--spike-sigma 4.0 has no effect without --spike-policy"),
+        (f"{SKIP} --spike-skip-batches 10", "has no effect without --spike-policy rollback"),
+        (f"{SKIP} --no-check-for-nan-in-loss-and-grad", "--spike-policy skip contradicts"),
+        ("--spike-policy rollback --save a --load a", "give --save and --save-interval"),
+        (BACK, "give --load runs/a"),
+        (f"{BACK} --load runs/b", "for this run's: give --load runs/a"),
+        (f"{BACK} --load runs/a --finetune", "no --finetune"),
+        (f"{BACK} --load runs/a --no-save-rng", "--no-save-rng makes incomplete"),
+    ],
+)
+def test_what_does_not(text: str, part: str) -> None:
+    assert any(part in problem for problem in problems(text)), problems(text)
