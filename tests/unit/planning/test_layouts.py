@@ -130,6 +130,13 @@ def test_limits_are_where_the_speed_falls(planned):
     assert all(limit.part not in MATHEMATICS for limit in limits)
 
 
+def test_few_gpus_that_are_slow_limit_no_scaling(planned):
+    """The best speed is at 64; what is lost at 8 is not lost by scaling."""
+    layouts_of = {8: planned.scaling[4096], 64: planned.scaling[8]}
+    assert scaling_limits(layouts_of) == []
+    assert scaling_limits({8: None}) == []
+
+
 @pytest.mark.parametrize(
     ("text", "gpu", "problem"),
     [

@@ -11,7 +11,14 @@ from megafp8.config import derived
 from megafp8.planning import communication, compute
 from megafp8.planning.communication import START_S, Group, ring_s
 from megafp8.planning.hardware import GPUS
-from megafp8.planning.step_time import bytes_by_group, optimizer_s, pipeline_parts, stage_time, step_time
+from megafp8.planning.step_time import (
+    bytes_by_group,
+    optimizer_s,
+    pipeline_parts,
+    stage_time,
+    step_time,
+    weight_casts_s,
+)
 
 PIPELINE = {"parallel.pipeline_model_parallel_size": 4}
 
@@ -65,6 +72,24 @@ def test_casts_are_counted_in_bytes_of_inputs_and_gradients():
     speed = job.gpu.hbm_bytes_per_s * job.calibration.cast_fraction
     assert compute.forward_pass(job, "tensorwise").casts == pytest.approx(6 * tokens * inputs / speed)
     assert compute.backward_pass(job, "tensorwise").casts == pytest.approx(6 * tokens * outputs / speed)
+
+
+def test_with_sequence_parallelism_a_rank_casts_its_part():
+    job = job_of(FP8 | TENSOR)
+    speed = job.gpu.hbm_bytes_per_s * job.calibration.cast_fraction
+    inputs = (4096 + 4096 + 4096 + 14336) / 4
+    outputs = (6144 + 2 * 14336) / 4 + (4096 + 4096) / 4
+    assert compute.forward_pass(job, "tensorwise").casts == pytest.approx(6 * 8192 * inputs / speed)
+    assert compute.backward_pass(job, "tensorwise").casts == pytest.approx(6 * 8192 * outputs / speed)
+
+
+def test_fp8_weights_cast_their_transposes_only():
+    plain, gathered = (job_of(FP8 | {"precision.fp8_param_gather": value}) for value in (False, True))
+    quantized = 32 * 4096 * (6144 + 4096 + 3 * 14336)
+    expected = 6 * quantized / (plain.gpu.hbm_bytes_per_s * plain.calibration.cast_fraction)
+    assert weight_casts_s(plain, 0) == pytest.approx(expected)
+    assert weight_casts_s(gathered, 0) == pytest.approx(expected / 2)
+    assert step_time(plain).parts["casts"] - step_time(gathered).parts["casts"] == pytest.approx(expected / 2)
 
 
 def test_fused_operations_and_one_rotation_move_fewer_bytes():
@@ -130,6 +155,19 @@ def test_codes_are_gathered_and_sums_are_bf16():
     assert communication.tensor_traffic(whole, "bf16").bytes == 4 * 2 * 2 * numbers
 
 
+@pytest.mark.parametrize("network_share", [1.0, 0.01])
+def test_what_runs_beside_a_gemm_is_seen_where_it_takes_longer(network_share):
+    """One layer, one stage without embedding and output layer; then with NVLink at a hundredth."""
+    job = job_of(TENSOR | PIPELINE, gpus=16)
+    slow = dataclasses.replace(job.calibration, nvlink_fraction=job.calibration.nvlink_fraction * network_share)
+    job = dataclasses.replace(job, calibration=slow)
+    traffic, backward = communication.tensor_traffic(job, "bf16"), compute.backward_pass(job, "bf16")
+    seen = traffic.forward_s + traffic.backward_s
+    seen += max(0, traffic.beside_dgrad_s - backward.dgrad) + max(0, traffic.beside_wgrad_s - backward.wgrad)
+    assert stage_time(job, 1).parts["tensor parallel"] == pytest.approx(8 * seen)
+    assert (seen == traffic.forward_s + traffic.backward_s) == (network_share == 1.0)
+
+
 def test_data_parallel_bytes_are_gradients_and_weights():
     job, fp8_weights = job_of(FP8), job_of(FP8 | {"precision.fp8_param_gather": True})
     parameters = 8_030_261_248
@@ -184,6 +222,21 @@ def test_the_bubble_is_the_other_stages_once():
     interleaved = job_of(PIPELINE | {"parallel.num_virtual_stages_per_pipeline_rank": 4})
     parts = pipeline_parts(interleaved, [stage, stage, stage], stage.seconds, 32)
     assert parts["bubble"] == pytest.approx(3 * stage.seconds / 4)
+
+
+@pytest.mark.parametrize(("chunks", "overlap", "sends"), [(None, True, 6 + 64), (4, True, 6), (4, False, 6 + 4 * 64)])
+def test_sends_are_hidden_in_the_interleaved_schedule(chunks, overlap, sends):
+    settings = {"parallel.num_virtual_stages_per_pipeline_rank": chunks, "parallel.overlap_p2p_comm": overlap}
+    job = job_of(PIPELINE | settings)
+    stage = stage_time(job, 1)
+    send_s = communication.send_s(job, communication.pipeline_group(job), 2 * 8192 * 4096)
+    parts = pipeline_parts(job, [stage, stage, stage], stage.seconds, 32)
+    assert parts["pipeline sends"] == pytest.approx(sends * send_s)
+
+
+def test_the_loss_reads_and_writes_logits_twice():
+    job = job_of(gpus=1)
+    assert stage_time(job, 0).parts["loss"] == pytest.approx(job.memory_s(8 * 8192 * 128_256))
 
 
 def test_the_stage_with_the_output_layer_is_waited_for():
