@@ -19,6 +19,7 @@ are equally fast: both are assumptions that flatter large clusters.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Optional
 
 from megafp8.config import derived, size
 from megafp8.planning import communication, compute
@@ -62,6 +63,10 @@ class StepTime:
         return max(others, key=others.__getitem__)
 
 
+Layers = dict[str, dict[str, tuple[float, float]]]
+"""By recipe and part: seconds of one layer, forward and backward."""
+
+
 @dataclass
 class Stage:
     """Seconds of one microbatch on one pipeline stage, by part, and how much of it can hide communication."""
@@ -84,7 +89,8 @@ class Stage:
 
 def step_time(job: Job) -> StepTime:
     """Predict a step."""
-    stages = [stage_time(job, stage) for stage in sorted({0, min(1, job.pipeline - 1), job.pipeline - 1})]
+    layers = all_layers(job)
+    stages = [stage_time(job, stage, layers) for stage in sorted({0, min(1, job.pipeline - 1), job.pipeline - 1})]
     slowest = max(range(len(stages)), key=lambda index: stages[index].seconds)
     stage, number = stages[slowest], [0, 1, job.pipeline - 1][slowest] if job.pipeline > 2 else slowest
     microbatches = derived.num_microbatches(job.config, job.world_size)
@@ -111,14 +117,18 @@ def peak_dtype(recipe: str) -> str:
 # ---- one microbatch -----------------------------------------------------------------------------------------------
 
 
-def stage_time(job: Job, stage: int) -> Stage:
-    """One microbatch, forward and backward, on a stage."""
-    result = Stage()
+def stage_time(job: Job, stage: int, layers_of: Optional[Layers] = None) -> Stage:
+    """One microbatch, forward and backward, on a stage.
+
+    Args:
+        layers_of: what `all_layers` gives, where it is known already: it is the same for all stages.
+    """
+    result, layers_of = Stage(), layers_of or all_layers(job)
     layers = derived.layers_per_pipeline_rank(job.config)
     quantized = layers * quantized_fraction(job.config, stage) if job.recipe != "bf16" else 0.0
     for recipe, count in ((job.recipe, quantized), ("bf16", layers - quantized)):
-        if count:
-            add_layers(job, result, recipe, count)
+        for name, (forward, backward) in layers_of[recipe].items() if count else ():
+            result.add(name, count * forward, count * backward)
     if stage == 0:
         add_embedding(job, result)
     if stage == job.pipeline - 1:
@@ -130,8 +140,14 @@ def stage_time(job: Job, stage: int) -> Stage:
     return result
 
 
-def add_layers(job: Job, stage: Stage, recipe: str, count: float) -> None:
-    """`count` layers of one precision."""
+def all_layers(job: Job) -> Layers:
+    """One layer under each precision that the model has."""
+    has_both = job.recipe == "bf16" or job.config.precision.first_last_layers_bf16
+    return {recipe: layer_time(job, recipe) for recipe in ({job.recipe, "bf16"} if has_both else {job.recipe})}
+
+
+def layer_time(job: Job, recipe: str) -> dict[str, tuple[float, float]]:
+    """Seconds of one layer by part, (forward, backward)."""
     forward, backward = compute.forward_pass(job, recipe), compute.backward_pass(job, recipe)
     traffic = communication.tensor_traffic(job, recipe)
     ring_forward, ring_backward, _ = communication.context_traffic(job)
@@ -158,9 +174,7 @@ def add_layers(job: Job, stage: Stage, recipe: str, count: float) -> None:
     calibration = job.calibration
     host_s = calibration.bf16_host_layer_s if recipe == "bf16" else calibration.fp8_host_layer_s
     waits = over(host_s * (1 + again / (forward.total + backward.total)), gpu_s)
-    parts["host"] = (waits / 3, waits * 2 / 3)
-    for name, (of_forward, of_backward) in parts.items():
-        stage.add(name, count * of_forward, count * of_backward)
+    return parts | {"host": (waits / 3, waits * 2 / 3)}
 
 
 def add_embedding(job: Job, stage: Stage) -> None:
