@@ -23,6 +23,7 @@ from torch import Tensor
 from megafp8 import faults
 
 NO_TENSOR = "none by itself; the squares of all gradients together overflow"
+ONLY_LOSS = "none; weights and gradients are finite"
 
 
 def is_finite(tensor: Tensor) -> Tensor:
@@ -133,7 +134,7 @@ def bad_ranks(local_loss: Optional[Tensor], bad_gradients: Tensor, chunks: list[
     loss_is_bad = local_loss is not None and not bool(torch.isfinite(local_loss).all())
     seen = None
     if loss_is_bad or bool(bad_gradients > 0):
-        first = first_bad_tensor(chunks) or NO_TENSOR
+        first = first_bad_tensor(chunks) or (NO_TENSOR if bool(bad_gradients > 0) else ONLY_LOSS)
         seen = f"{'loss is not finite; ' if loss_is_bad else ''}first bad tensor: {first}; {samples}"
     gathered: list[Optional[str]] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, seen)
