@@ -50,6 +50,10 @@ def files_of(path: Path) -> dict[str, str]:
         pytest.param(2, "--bf16 --fp8-format hybrid --fp8-recipe delayed --tensor-model-parallel-size 2", id="delayed"),
         pytest.param(2, f"--bf16 {FP8} --fp8-param-gather {DISTRIBUTED}", id="fp8-param-gather"),
         pytest.param(
+            4, f"--bf16 {FP8} --tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 2 {DISTRIBUTED}",
+            id="tp2-dp2",
+        ),
+        pytest.param(
             2, "--fp16 --initial-loss-scale 256 --pipeline-model-parallel-size 2 --micro-batch-size 2", id="fp16-pp2"
         ),
     ],

@@ -127,26 +127,22 @@ def test_the_newest_n_are_kept(tmp_path: Path) -> None:
     assert saved_steps(tmp_path) == [4, 6]
 
 
-def second_flags(tmp_path: Path, mode: str) -> str:
-    return f"--save-interval 4 --non-persistent-save-interval 1 --non-persistent-global-ckpt-dir {tmp_path}/fast {mode}"
-
-
-@pytest.mark.parametrize("mode", ["", "--async-save"])
-def test_the_newest_of_two_kinds_is_used(mode: str, straight: tuple[Path, str], tmp_path: Path) -> None:
+def test_the_newest_of_two_kinds_is_used(straight: tuple[Path, str], tmp_path: Path) -> None:
     """Frequent checkpoints, of which the newest stays, beside those that are kept."""
     run, fast = tmp_path / "run", tmp_path / "fast"
-    assert run_loop(run, second_flags(tmp_path, mode), world_size=2) == (Progress(6, 48), straight[1])
+    flags = f"--save-interval 4 --non-persistent-save-interval 1 --non-persistent-global-ckpt-dir {fast} --async-save"
+    assert run_loop(run, flags, world_size=2) == (Progress(6, 48), straight[1])
     assert (saved_steps(run), saved_steps(fast)) == ([4, 6], [5])
     shutil.rmtree(run / "iter_0000006")
-    assert run_loop(run, second_flags(tmp_path, mode), world_size=2) == (Progress(6, 48), straight[1])
+    assert run_loop(run, flags, world_size=2) == (Progress(6, 48), straight[1])
     assert any("loaded" in note and "fast/iter_0000005" in note for note in details(run, "checkpoint"))
     shutil.rmtree(run / "iter_0000006")
     flip(next((fast / "iter_0000005").glob("__1_*.distcp")))
-    assert run_loop(run, second_flags(tmp_path, mode), world_size=2) == (Progress(6, 48), straight[1])
+    assert run_loop(run, flags, world_size=2) == (Progress(6, 48), straight[1])
     assert any("loaded" in note and "run/iter_0000004" in note for note in details(run, "checkpoint"))
     assert (fast / "iter_0000005.corrupt").exists()
     assert saved_steps(fast) == [5], "written again"
-    run_loop(run, f"{second_flags(tmp_path, mode)} --ckpt-step 4 --exit-interval 5", world_size=2)
+    run_loop(run, f"{flags} --ckpt-step 4 --exit-interval 5", world_size=2)
     assert (fast / "iter_0000005.retired").exists()
 
 
