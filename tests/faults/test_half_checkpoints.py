@@ -1,0 +1,72 @@
+"""No half checkpoint is ever found: all ranks are killed at each moment of a save, and what is left is whole.
+
+Steps are also saved a second time, over the first, by a run with other weights: at no moment is there a mixture.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from faulty_run import FaultyRun, assert_died
+
+from megafp8.checkpoint.folder import POINTER, checkpoint_path, saved_steps, sweep
+from megafp8.checkpoint.manifest import damage_seen
+from megafp8.faults import POINTS
+
+LAYOUT, SAVED = "dp2", 4
+SAVE_POINTS = [point for point in POINTS if point.startswith("save.") and point != "save.in_prune"]
+# From here on the new checkpoint has its name.
+NAMED = SAVE_POINTS[SAVE_POINTS.index("save.after_rename") :]
+SHORT = "--exit-interval 4 --eval-interval 100"
+
+
+@pytest.fixture(scope="module")
+def until_4(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> FaultyRun:
+    """A run that saved steps 2 and 4. Tests must not write to its folder."""
+    run = FaultyRun(LAYOUT, tmp_path_factory.mktemp("until_4") / "run", cache)
+    ended = run.start(flags=f"--save {run.folder} {SHORT}")
+    assert set(ended.statuses) == {0}, ended.told()
+    assert saved_steps(run.folder) == [2, SAVED]
+    return run
+
+
+@pytest.fixture
+def copied(until_4: FaultyRun, tmp_path: Path) -> FaultyRun:
+    """A copy, to do with as one likes."""
+    shutil.copytree(until_4.folder, tmp_path / "run")
+    return FaultyRun(LAYOUT, tmp_path / "run", until_4.cache)
+
+
+def kill_all_at(point: str, step: int) -> str:
+    """Rank 0 alone comes by some of the points: then it takes the others with it."""
+    return f"kill:at={point},step={step}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", [point for point in SAVE_POINTS if point != "save.between_renames"])
+def test_a_killed_save_leaves_the_one_before(point: str, copied: FaultyRun) -> None:
+    """The next start goes on from step 4, or from step 6 once that has its name."""
+    assert_died(copied.start(kill_all_at(point, 6)))
+    newest = 6 if point in NAMED else SAVED
+    assert copied.newest == newest
+    assert not any(damage_seen(checkpoint_path(copied.folder, step)) for step in saved_steps(copied.folder))
+    pointed = int((copied.folder / POINTER).read_text())
+    assert pointed in (SAVED, newest) and pointed <= newest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", SAVE_POINTS)
+def test_saving_a_step_again_never_mixes(point: str, until_4: FaultyRun, copied: FaultyRun) -> None:
+    """A run from the start, of another seed, that overwrites step 2."""
+    before = until_4.fingerprint(2)
+    ended = copied.start(kill_all_at(point, 2), flags=f"--save {copied.folder} {SHORT} --seed 4321")
+    assert_died(ended)
+    sweep(copied.folder)
+    assert saved_steps(copied.folder)[0] == 2 and copied.newest == SAVED
+    assert damage_seen(checkpoint_path(copied.folder, 2)) == []
+    found = copied.fingerprint(2)
+    assert (found != before) == (point in NAMED)
+    assert all((found[part] == before[part]) == (point not in NAMED) for part in ("weights", "optimizer", "random"))
+    assert copied.fingerprint(SAVED) == until_4.fingerprint(SAVED)
