@@ -1,0 +1,113 @@
+"""Every layout takes the checkpoint of every other: the same weights and moments to the bit, and the same way on.
+
+Each layout saves after a few steps of its own. Then each loads what each of the others saved, saves that again, and
+goes on: what it saved has to hold the same (`fingerprint`), and its losses are those of the layout that came first. A
+mistake that a load and a save make in opposite directions would leave the hashes equal and move the losses, the first
+by its weights and the ones after by its moments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from ranks import run_ranks
+from small_run import build_run, small_config, train
+from tolerances import LAYOUT_GRAD_NORM, LAYOUT_LOSS
+
+from megafp8.checkpoint.fingerprint import fingerprint
+from megafp8.checkpoint.folder import checkpoint_path
+from megafp8.checkpoint.load import load_checkpoint
+from megafp8.checkpoint.save import save_checkpoint
+from megafp8.checkpoint.state import Progress
+from megafp8.config.schema import RunConfig
+
+STEPS = 2
+# One layer a stage is enough, and two heads; gated MLP (its two halves lie in one tensor, which layouts cut apart).
+SMALL = (
+    "--num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --seq-length 16 --lr-warmup-iters 0 "
+    "--transformer-impl local --micro-batch-size 1 --global-batch-size 4 --use-distributed-optimizer"
+)
+TENSOR, SEQUENCE = "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"
+PIPELINE, CONTEXT = "--pipeline-model-parallel-size 2", "--context-parallel-size 2"
+OVERLAP = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 5000"
+LAYOUTS = {
+    "one": (1, ""),
+    "dp2": (2, OVERLAP),
+    "tp2": (2, TENSOR),
+    "tp2-sp": (2, SEQUENCE),
+    "pp2": (2, PIPELINE),
+    "cp2": (2, CONTEXT),
+    "dp4": (4, ""),
+    "tp2-dp2": (4, f"{SEQUENCE} {OVERLAP}"),
+    "tp2-pp2": (4, f"{SEQUENCE} {PIPELINE}"),
+}
+# Untied embeddings and a gated MLP every day; tied ones and a plain MLP with --long.
+STYLES = ("llama", pytest.param("gpt2", marks=pytest.mark.long))
+PARTS = ("weights", "optimizer", "progress")
+
+
+@dataclass(frozen=True)
+class Passage:
+    """From one layout to another: what was loaded as it was saved again, and the steps after it."""
+
+    parts: dict[str, str]
+    losses: list[float]
+    grad_norms: list[float]
+
+
+def config_of(style: str, layout: str) -> RunConfig:
+    world_size, flags = LAYOUTS[layout]
+    return small_config(style, f"{SMALL} {flags}", world_size)
+
+
+def run_first(config: RunConfig, folder: Path) -> list[float]:
+    """Train, save, and train on."""
+    run = build_run(config)
+    train(run, STEPS)
+    save_checkpoint(folder, config, run.trainee, Progress(STEPS, STEPS * run.global_batch_size))
+    return train(run, STEPS, STEPS + 1).losses
+
+
+def take_all(config: RunConfig, folders: dict[str, Path], again: Path) -> dict[str, Passage]:
+    """One run loads the checkpoint of each layout in turn, over what it loaded and trained before."""
+    run, found = build_run(config), {}
+    for layout, folder in folders.items():
+        progress = load_checkpoint(checkpoint_path(folder, STEPS), config, run.trainee).progress
+        save_checkpoint(again / layout, config, run.trainee, progress)
+        parts = fingerprint(checkpoint_path(again / layout, STEPS)) if dist.get_rank() == 0 else {}
+        curve = train(run, STEPS, progress.step + 1)
+        found[layout] = Passage(parts, curve.losses, curve.grad_norms)
+    return found
+
+
+@pytest.fixture(scope="module", params=STYLES)
+def style(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def saved(style: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The folder of each layout's run."""
+    base = tmp_path_factory.mktemp(style)
+    for layout, (world_size, _) in LAYOUTS.items():
+        run_ranks(world_size, run_first, config_of(style, layout), base / layout)
+    return {layout: base / layout for layout in LAYOUTS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_checkpoint_is_taken(layout: str, style: str, saved: dict[str, Path], tmp_path: Path) -> None:
+    """All ordered pairs that end in this layout, itself included."""
+    config = config_of(style, layout)
+    passages = run_ranks(LAYOUTS[layout][0], take_all, config, saved, tmp_path)[0]
+    assert list(passages) == list(LAYOUTS)
+    for before, passage in passages.items():
+        expected = fingerprint(checkpoint_path(saved[before], STEPS))
+        assert {part: passage.parts[part] for part in PARTS} == {part: expected[part] for part in PARTS}, before
+    own = passages[layout]
+    for before, passage in passages.items():
+        assert passage.losses == pytest.approx(own.losses, abs=LAYOUT_LOSS, rel=0), before
+        assert passage.grad_norms == pytest.approx(own.grad_norms, rel=LAYOUT_GRAD_NORM[style]), before
