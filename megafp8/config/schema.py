@@ -438,6 +438,9 @@ class CheckpointConfig:
         False, "take the schedule from the flags although it differs",
         flags=("--override-opt_param-scheduler", "--override-opt-param-scheduler"),
     )
+    override_precision: bool = setting(
+        False, "resume in other number formats than the checkpoint's: from BF16 to FP8 and back, or in another recipe"
+    )
     override_sample_order: bool = setting(
         False, "go on in this run's order of samples although the checkpoint was trained in another (other data, "
         "blend, split, seed or sequence length)",

@@ -126,7 +126,7 @@ def test_a_resumed_run_has_its_scales(tmp_path: Path) -> None:
 
 def test_a_run_that_goes_on_in_delayed_scaling_is_calibrated_where_it_does(tmp_path: Path) -> None:
     run_loop(tmp_path, "--bf16 --micro-batch-size 2 --exit-interval 4", 1)
-    run_loop(tmp_path, DELAYED, 1)
+    run_loop(tmp_path, f"{DELAYED} --override-precision", 1)
     assert calibrations(tmp_path) == [4]
 
 

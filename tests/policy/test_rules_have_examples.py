@@ -293,6 +293,7 @@ def test_problems_name_flags_that_exist():
         ({"data.mock_data": False, "data.train_data_path": ("0", "a", "1", "b")}, "and 0 is not"),
         ({"data.reset_attention_mask": True}, "--reset-attention-mask: "),
         ({"checkpoint.override_sample_order": True}, "--override-sample-order has no effect without --load"),
+        ({"checkpoint.override_precision": True}, "--override-precision has no effect without --load"),
         ({"data.data_cache_path": "/dev/null/cache"}, "--data-cache-path /dev/null/cache"),
     ],
 )

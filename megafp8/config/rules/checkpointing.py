@@ -64,6 +64,7 @@ def loading_needs_a_folder(config: RunConfig, world_size: int) -> Iterator[str]:
         "--use-checkpoint-opt_param-scheduler": checkpoint.use_checkpoint_opt_param_scheduler,
         "--override-opt_param-scheduler": checkpoint.override_opt_param_scheduler,
         "--override-sample-order": checkpoint.override_sample_order,
+        "--override-precision": checkpoint.override_precision,
         f"--ckpt-verify {checkpoint.ckpt_verify}":
             checkpoint.ckpt_verify != "hash" and checkpoint.pretrained_checkpoint is None,
     }

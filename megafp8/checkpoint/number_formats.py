@@ -1,0 +1,61 @@
+"""Whether a run goes on in the number formats that its checkpoint was trained in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megafp8.checkpoint.load import read_config
+from megafp8.config.schema import PrecisionConfig, RunConfig
+from megafp8.errors import CheckpointError
+
+# Settings that decide which numbers a step computes with, each where it has an effect.
+OF_FP8 = ("fp8_recipe", "fp8_wgrad")
+OF_RECIPES = {
+    "tensorwise": ("fp8_power_2_scale",),
+    "delayed": ("fp8_margin", "fp8_amax_compute_algo"),
+    "blockwise": ("fp8_block_scaling_fp32_scales",),
+    "mxfp8": (),
+}
+OF_FP4 = ("fp4_recipe", "fp4_hadamard", "fp4_stochastic_rounding", "fp4_2d_weights")
+OF_LAYERS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+
+
+def number_formats(precision: PrecisionConfig) -> dict[str, Any]:
+    """The settings of a run's numbers, by name. What has no effect in it is left out, and so is how they are computed
+    (kernels, emulation) and kept (`--fp8-param-gather`)."""
+    names = ["bf16", "fp16", "fp8_format", "fp4_format"]
+    if precision.fp8_format is not None:
+        names += [*OF_FP8, *OF_RECIPES[precision.fp8_recipe]]
+    if precision.fp4_format is not None:
+        names += OF_FP4
+    if precision.fp8_format is not None or precision.fp4_format is not None:
+        names += ["first_last_layers_bf16", *(OF_LAYERS if precision.first_last_layers_bf16 else ())]
+    return {name: getattr(precision, name) for name in names}
+
+
+def check_same_formats(path: Path, config: RunConfig) -> tuple[str, ...]:
+    """Refuse to go on in other number formats than the checkpoint's, unless `--override-precision` asks for it.
+
+    Returns:
+        What a person should know, in words.
+
+    Raises:
+        CheckpointError: they differ, and nobody asked for it.
+    """
+    before, now = number_formats(read_config(path).precision), number_formats(config.precision)
+    # What belongs to a format that only one of the two has is not worth a line beside that.
+    lines = [
+        f"precision.{name}: {before[name]} -> {now[name]}"
+        for name in before
+        if name in now and before[name] != now[name]
+    ]
+    if not lines:
+        return ()
+    if config.checkpoint.override_precision:
+        return (f"goes on in other number formats ({'; '.join(lines)})",)
+    raise CheckpointError(
+        f"{path} was trained in other number formats (checkpoint -> this run):\n"
+        + "\n".join(f"  {line}" for line in lines)
+        + "\nmend: give the checkpoint's values, or --override-precision to go on in these"
+    )

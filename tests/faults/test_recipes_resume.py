@@ -1,0 +1,71 @@
+"""A run that stops and goes on is the run that did not, in every recipe: to the bit, with dropout, in new processes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from forked_runs import Ended, run_forked
+
+from megafp8.checkpoint.fingerprint import fingerprint
+from megafp8.checkpoint.folder import checkpoint_path
+from megafp8.reports.load import load_run
+
+STEPS, SAVED = 4, 2
+COMMON = (
+    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 2 --seq-length 32 --vocab-size 63 "
+    "--swiglu --disable-bias-linear --normalization RMSNorm --make-vocab-size-divisible-by 64 --tokenizer-type "
+    "NullTokenizer --position-embedding-type rope --mock-data --num-workers 0 --micro-batch-size 2 "
+    "--global-batch-size 8 --lr 1e-3 --lr-warmup-iters 1 --eval-iters 0 --bf16 --use-distributed-optimizer "
+    f"--attention-dropout 0.1 --hidden-dropout 0.1 --train-iters {STEPS} --save-interval {SAVED} --no-progress-bar"
+)
+FP8, GATHER = "--fp8-format hybrid --fp8-recipe", "--fp8-param-gather --overlap-grad-reduce --overlap-param-gather"
+RECIPES = {
+    "bf16": "",
+    "tensorwise": f"{FP8} tensorwise",
+    "delayed": f"{FP8} delayed --fp8-amax-history-len 3 --fp8-amax-compute-algo max",
+    "blockwise": f"{FP8} blockwise",
+    "mxfp8": f"{FP8} mxfp8",
+    "nvfp4": "--fp4-format e2m1",
+    "tensorwise-fp8-weights": f"{FP8} tensorwise {GATHER}",
+    "delayed-fp8-weights": f"{FP8} delayed --fp8-amax-history-len 3 {GATHER}",
+    "blockwise-fp8-weights": f"{FP8} blockwise {GATHER}",
+}
+
+
+def start(folder: Path, cache: Path, flags: str) -> Ended:
+    return run_forked(2, f"{COMMON} --data-cache-path {cache} --save {folder} --load {folder} {flags}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_resume_is_bit_equal(recipe: str, tmp_path: Path, cache: Path) -> None:
+    """The second half again, from the checkpoint between: everything that a checkpoint holds, and the losses."""
+    ended = start(tmp_path, cache, RECIPES[recipe])
+    assert set(ended.statuses) == {0}, ended.told()
+    straight, losses = fingerprint(checkpoint_path(tmp_path, STEPS)), [each.loss for each in load_run(tmp_path).steps]
+    shutil.rmtree(checkpoint_path(tmp_path, STEPS))
+    again = start(tmp_path, cache, RECIPES[recipe])
+    assert set(again.statuses) == {0}, again.told()
+    run = load_run(tmp_path)
+    assert run.runs[-1].resumed_from_step == SAVED
+    assert fingerprint(checkpoint_path(tmp_path, STEPS)) == straight
+    assert [each.loss for each in run.steps] == losses
+    assert len(set(losses)) == STEPS
+
+
+@pytest.mark.slow
+def test_from_bf16_to_fp8_and_back(tmp_path: Path, cache: Path) -> None:
+    """A run that ends, or begins, in BF16: refused without the flag, with what differs."""
+    for flags, stop in (("", SAVED), (RECIPES["tensorwise"], SAVED + 1), ("", STEPS)):
+        if stop > SAVED:
+            refused = start(tmp_path, cache, flags)
+            assert set(refused.statuses) == {74}, refused.told()
+            assert "precision.fp8_format: " in refused.output[0] and "--override-precision" in refused.output[0]
+        ended = start(tmp_path, cache, f"{flags} --override-precision --exit-interval {stop}")
+        assert set(ended.statuses) == {0}, ended.told()
+    run = load_run(tmp_path)
+    assert [each.step for each in run.steps] == [1, 2, 3, 4]
+    assert [start.resumed_from_step for start in run.runs] == [None, 2, 3]
+    assert sum("goes on in other number formats" in event.detail for event in run.events) == 2

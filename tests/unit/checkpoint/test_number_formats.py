@@ -1,0 +1,63 @@
+"""Which settings are number formats, and which only say how they are computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megafp8.checkpoint import number_formats
+from megafp8.checkpoint.number_formats import check_same_formats
+from megafp8.config import flags
+from megafp8.config.schema import RunConfig
+from megafp8.errors import CheckpointError
+
+TENSORWISE, DELAYED = ("--bf16 --fp8-format hybrid --fp8-recipe " + recipe for recipe in ("tensorwise", "delayed"))
+NVFP4 = "--bf16 --fp4-format e2m1 --first-last-layers-bf16"
+
+
+def config_of(text: str) -> RunConfig:
+    """As it is read; rules are not asked."""
+    return flags.parse(text.split()).config
+
+
+def checked(before: str, now: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    monkeypatch.setattr(number_formats, "read_config", lambda path: config_of(before))
+    return check_same_formats(Path("iter_0000007"), config_of(now))
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "named"),
+    [
+        ("--bf16", TENSORWISE, "precision.fp8_format: None -> hybrid"),
+        (TENSORWISE, "--bf16", "precision.fp8_format: hybrid -> None"),
+        (TENSORWISE, DELAYED, "precision.fp8_recipe: tensorwise -> delayed"),
+        (TENSORWISE, TENSORWISE.replace("hybrid", "e4m3"), "precision.fp8_format: hybrid -> e4m3"),
+        (TENSORWISE, f"{TENSORWISE} --first-last-layers-bf16", "precision.first_last_layers_bf16: False -> True"),
+        (DELAYED, f"{DELAYED} --fp8-margin 1", "precision.fp8_margin: 0 -> 1"),
+        (NVFP4, f"{NVFP4} --no-fp4-stochastic-rounding", "precision.fp4_stochastic_rounding: True -> False"),
+        ("", "--bf16", "precision.bf16: False -> True"),
+    ],
+)
+def test_other_formats_are_refused_or_asked_for(
+    before: str, now: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        checked(before, now, monkeypatch)
+    assert named in str(caught.value) and "--override-precision" in str(caught.value)
+    (note,) = checked(before, f"{now} --override-precision --load runs/x", monkeypatch)
+    assert named in note
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (TENSORWISE, TENSORWISE),
+        ("--bf16", "--bf16 --fp8-recipe tensorwise"),  # without a format there is no recipe
+        (TENSORWISE, f"{TENSORWISE} --fp8-margin 1"),  # for delayed scaling
+        (TENSORWISE, f"{TENSORWISE} --fp8-param-gather --use-distributed-optimizer"),
+        (TENSORWISE, f"{TENSORWISE} --transformer-impl emulated --num-layers-at-start-in-bf16 2"),
+    ],
+)
+def test_what_changes_no_number_may_differ(before: str, now: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checked(before, now, monkeypatch) == ()
