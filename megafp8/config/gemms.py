@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from megafp8.config import derived
 from megafp8.config.schema import RunConfig
 
+LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+"""Those of a layer, in the order of the forward pass."""
+
 
 @dataclass(frozen=True)
 class GemmDimensions:

@@ -19,7 +19,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from megafp8.config import derived
+from megafp8.config import derived, gemms
 from megafp8.config.rules.telemetry import with_recipe
 from megafp8.config.schema import RunConfig
 from megafp8.fp8.fp4 import unpack
@@ -29,7 +29,6 @@ from megafp8.fp8.quantize import Quantized, as_blocks, quantize
 from megafp8.fp8.recipes import Gemm, Operand, OperandRule, Recipe, build_recipe
 from megafp8.fp8.scaling import ScaleRule, block_amax
 from megafp8.model.high_precision import is_high_precision
-from megafp8.model.precision_map import LINEARS
 from megafp8.model.quantization_report import GEMMS
 from megafp8.telemetry.quantization import ROUNDING
 from megafp8.telemetry.records import TensorStats
@@ -121,7 +120,7 @@ def watched_linears(config: RunConfig) -> tuple[str, ...]:
         f"layers.{layer}.{linear}"
         for layer in range(num_layers)
         if not (is_quantized and is_high_precision(layer, num_layers, precision))
-        for linear in LINEARS
+        for linear in gemms.LINEARS
     ]
     patterns = derived.log_layer_patterns(config.logging)
     return tuple(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megafp8.config import derived
+from megafp8.config.gemms import LINEARS
 from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.fp8.recipes import build_recipe, describe
 from megafp8.model.high_precision import is_high_precision
 from megafp8.parallel.topology import as_ranges
 
-LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 HEADER = ("GEMM of", "layers", "fprop", "dgrad", "wgrad")
 
 

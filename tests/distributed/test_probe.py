@@ -176,12 +176,16 @@ def linear_weights(run: Run) -> list[torch.Tensor]:
     return [linear.weight for linear in run.probe.linears]
 
 
-def slow_norms(run: Run, num_samples: int) -> float:
-    """Squared norm of the mean gradient of the linears over the first samples."""
+def slow_norms(run: Run, *num_microbatches: int) -> list[float]:
+    """Squared norms of the mean gradients of the linears over some microbatches of the first batch, and over the next
+    ones."""
     batches = build_batches(run, run.datasets[0], 0, run.global_batch_size, num_workers=0)
-    clear_gradients(run)
-    forward_backward(run, batches, num_samples // run.config.training.micro_batch_size, forward_only=False)
-    return sum(weight.main_grad.double().square().sum().item() for weight in linear_weights(run))
+    found = []
+    for count in num_microbatches:
+        clear_gradients(run)
+        forward_backward(run, batches, count, forward_only=False)
+        found.append(sum(weight.main_grad.double().square().sum().item() for weight in linear_weights(run)))
+    return found
 
 
 @pytest.mark.parametrize("flags", [TENSORWISE, f"{TENSORWISE} --no-gradient-accumulation-fusion", PLAIN])
@@ -190,7 +194,7 @@ def test_gradient_noise_is_that_of_two_batch_sizes(flags: str) -> None:
 
     def both() -> tuple[QuantizationRecord, float, float]:
         run = build_run(config)
-        few, all = slow_norms(run, 2), slow_norms(run, 8)
+        (few,), (all,) = slow_norms(run, 1), slow_norms(run, 4)
         return look_of(run), few, all
 
     ((look, few, all),) = run_ranks(1, both)
@@ -200,6 +204,22 @@ def test_gradient_noise_is_that_of_two_batch_sizes(flags: str) -> None:
     if signal > 0:
         assert look.gradient_noise_scale == pytest.approx(noise / signal, rel=1e-4)
         assert look.gradient_snr == pytest.approx(8 * signal / noise, rel=1e-4)
+
+
+@pytest.mark.parametrize("flags", ["", OVERLAP], ids=["plain", "sharded-optimizer"])
+def test_gradient_noise_is_averaged_over_data_ranks(flags: str) -> None:
+    """One microbatch a rank: its own gradient is seen before it is reduced."""
+    half = "--bf16 --transformer-impl local --fp8-what-if mxfp8 --micro-batch-size 4"
+
+    def slow() -> tuple[float, float]:
+        run = build_run(small_config("llama", f"{LENGTH} {LOOK} {half}"))
+        return sum(slow_norms(run, 1, 1)) / 2, *slow_norms(run, 2)
+
+    ((few, all),) = run_ranks(1, slow)
+    look = look_at_first_step(f"{half} {flags}", 2)
+    signal, noise = signal_and_noise(few, all, 4, 8)
+    assert look.gradient_signal == pytest.approx(signal, rel=1e-2)
+    assert look.gradient_noise == pytest.approx(noise, rel=1e-2)
 
 
 def test_signal_and_noise_of_known_gradients() -> None:

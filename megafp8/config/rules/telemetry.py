@@ -14,7 +14,6 @@ from megafp8.config.schema import LoggingConfig, RunConfig
 # Recipes that can be tried on tensors of a run, in the formats that are usual for them. Delayed scaling is not among
 # them: what it does depends on the amaxes of earlier steps.
 WHAT_IF_FORMATS = {"tensorwise": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3", "nvfp4": "e2m1"}
-LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
 def looks_have_an_interval(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -44,12 +43,12 @@ def patterns_name_linears(config: RunConfig, world_size: int) -> Iterator[str]:
         yield f"--fp8-log-layers {config.logging.fp8_log_layers!r} names nothing: leave it out to look at all linears"
     if num_layers is None or not positive(num_layers):
         return
-    names = [f"layers.{layer}.{linear}" for layer in range(num_layers) for linear in LINEARS]
+    names = [f"layers.{layer}.{linear}" for layer in range(num_layers) for linear in gemms.LINEARS]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             yield (
                 f"--fp8-log-layers {pattern} names no linear: they are layers.0 to layers.{num_layers - 1} with "
-                f"{', '.join(LINEARS)}, for example layers.0.* or *.linear_fc2"
+                f"{', '.join(gemms.LINEARS)}, for example layers.0.* or *.linear_fc2"
             )
 
 

@@ -87,3 +87,11 @@ def test_of_two_evaluations_of_a_step_the_last_counts_for_each_split(make_run, m
     records = [make_run(), make_eval(2, 3.0), make_eval(2, 3.5, split="test"), make_eval(2, 2.5)]
     losses = {record.split: record.loss for record in current_records(records) if record.kind == "eval"}
     assert losses == {"valid": 2.5, "test": 3.5}
+
+
+def test_looks_that_a_resumption_went_back_behind_do_not_count(make_run, make_look) -> None:
+    records = [make_run(), make_look(2), make_look(4), make_run(resumed_from_step=2), make_look(4, recipe="again")]
+    kept = [record for record in current_records(records) if record.kind == "quantization"]
+    assert [(record.step, record.recipe) for record in kept] == [(2, "tensorwise"), (4, "again")]
+    records.insert(4, make_look(6))
+    assert [record.step for record in current_records(records[:4]) if record.kind == "quantization"] == [2]
