@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megafp8.checkpoint.host_copies import Copy, HostCopies
-from megafp8.checkpoint.save import Save, Written, failure_explained, prepare_save
+from megafp8.checkpoint.save import Plan, Save, Written, failure_explained, prepare_save
 from megafp8.checkpoint.state import Progress, Trainee
 from megafp8.checkpoint.threads import in_thread
 from megafp8.checkpoint.together import together
@@ -40,7 +40,8 @@ class BackgroundSaves:
 
     def forget(self) -> None:
         """Share nothing with the next save: a thread that is left behind may still read and write it."""
-        self._copies, self._plan = HostCopies(), None  # type: Optional[HostCopies], Optional[Plan]
+        self._copies = HostCopies()
+        self._plan: Optional[Plan] = None
 
     def begin(
         self, folder: Path, progress: Progress, samples: Optional[SampleMark] = None, *, keep: Optional[int] = None

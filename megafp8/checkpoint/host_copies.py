@@ -70,7 +70,7 @@ class Copy:
 
     def __init__(self, plan: SavePlan, planner: SavePlanner, places: HostCopies):
         self._plan, self._planner, self._places = plan, planner, places
-        self._is_under_way, self._is_given_up = threading.Event(), False
+        self._is_issued, self._is_given_up = threading.Event(), False
         self._data: dict[MetadataIndex, Data] = {}
         self._device = DeviceOrder() if torch.cuda.is_available() else None
 
@@ -88,7 +88,7 @@ class Copy:
                     if isinstance(value, Tensor):
                         self._data[index].copy_(value.detach(), non_blocking=True)  # type: ignore[union-attr]
         finally:
-            self._is_under_way.set()
+            self._is_issued.set()
         if self._device:
             self._device.copied.synchronize()
         if self._is_given_up:
@@ -96,7 +96,7 @@ class Copy:
 
     def wait(self, timeout_s: float) -> None:
         """Return when weights and moments may change. A copy that is not made in time is given up."""
-        if not self._is_under_way.wait(timeout_s):
+        if not self._is_issued.wait(timeout_s):
             self._is_given_up = True
         if self._device:
             torch.cuda.current_stream().wait_event(self._device.copied)
