@@ -58,7 +58,7 @@ class Published:
     def search(self) -> Found:
         """The planner's layouts."""
         invocation = self.invocation
-        config = with_values(invocation.config, assumptions(invocation))
+        config = with_values(invocation.config, assumptions(invocation, self.num_gpus))
         return find_layouts(
             config, GPUS[self.gpu], self.num_gpus, lambda found: derived.padded_vocab_size(found, 128_256),
             invocation.given,

@@ -56,9 +56,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         if arguments.gpus < 1:
             raise ConfigError(f"--gpus {arguments.gpus}: must be at least 1")
         gpu = with_network(GPUS[arguments.gpu], arguments.network_gbit_per_s)
-        counts = SCALING_COUNTS if arguments.scaling is None else tuple(sorted({*arguments.scaling, arguments.gpus}))
-        if arguments.scaling == []:
-            counts = ()
+        asked = SCALING_COUNTS if arguments.scaling is None else arguments.scaling
+        counts = sorted({*asked, arguments.gpus}) if asked else ()
         plan = make_plan(flags.parse(training), gpu, arguments.gpus, counts)
     except Megafp8Error as error:
         print(f"plan: {error}", file=sys.stderr)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -31,7 +31,8 @@ RECOMPUTE: tuple[dict[str, Any], ...] = (
     {GRANULARITY: "selective", MODULES: ("mlp",)},
     {GRANULARITY: "full", METHOD: "uniform", NUM_LAYERS: 1},
 )
-MICRO_BATCHES = (1, 2, 4, 8)
+LARGEST_MICRO, MOST_TOKENS = 32, 2**16
+"""Of a micro batch: sequences, and tokens."""
 LARGEST_CONTEXT = 16
 SHORTEST_PART = 1024
 """Tokens of a sequence that a context-parallel rank has at least."""
@@ -86,12 +87,16 @@ class Found:
 
 
 def find_layouts(
-    config: RunConfig, gpu: Gpu, world_size: int, padded_vocab: Any, given: Collection[str] = ()
+    config: RunConfig,
+    gpu: Gpu,
+    world_size: int,
+    padded_vocab: Callable[[RunConfig], int],
+    given: Collection[str] = (),
 ) -> Found:
     """Every legal layout, what fits sorted by predicted speed.
 
     Args:
-        padded_vocab: function from a configuration to the rows of its embedding.
+        padded_vocab: rows of a configuration's embedding, which depend on its tensor-parallel size.
         given: settings that stay as they are in `config`, for example `parallel.tensor_model_parallel_size`.
     """
     layouts, sizes, problems = [], [], collections.Counter()
@@ -129,7 +134,7 @@ def candidates(config: RunConfig, gpu: Gpu, world_size: int, given: Collection[s
     tensors = _choices(config, given, TENSOR, _powers_of_two(min(gpu.gpus_per_node, world_size)))
     contexts = _choices(config, given, CONTEXT, _powers_of_two(min(LARGEST_CONTEXT, seq // SHORTEST_PART)))
     pipelines = _choices(config, given, PIPELINE, _divisors(layers))
-    micros = _choices(config, given, MICRO, MICRO_BATCHES)
+    micros = _choices(config, given, MICRO, _powers_of_two(min(LARGEST_MICRO, MOST_TOKENS // seq)))
     is_given = GRANULARITY in given or "training.recompute_activations" in given
     recomputes = ({},) if is_given else RECOMPUTE
     for tensor, context, pipeline in itertools.product(tensors, contexts, pipelines):
@@ -146,7 +151,7 @@ def candidates(config: RunConfig, gpu: Gpu, world_size: int, given: Collection[s
             yield with_values(config, values)
 
 
-def _choices(config: RunConfig, given: Collection[str], name: str, choices: Any) -> Any:
+def _choices(config: RunConfig, given: Collection[str], name: str, choices: Sequence[int]) -> Sequence[int]:
     return (value_of(config, name),) if name in given else choices
 
 

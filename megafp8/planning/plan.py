@@ -14,6 +14,7 @@ from megafp8.config.settings import value_of, with_values
 from megafp8.errors import ConfigError
 from megafp8.planning.hardware import Gpu
 from megafp8.planning.layouts import Found, Layout, find_layouts, machine_problems
+from megafp8.planning.step_time import StepTime
 
 TOKENS_PER_STEP = 4 * 2**20
 SCALING_COUNTS = tuple(2**exponent for exponent in range(3, 15))
@@ -49,7 +50,7 @@ def make_plan(
     Raises:
         ConfigError: the flags break a rule under every layout, or the GPU does not have the recipe.
     """
-    assumed = assumptions(invocation)
+    assumed = assumptions(invocation, world_size)
     config = with_values(invocation.config, assumed)
     problems = machine_problems(config, gpu)
     if config.model.num_layers is not None and vocabulary_size(config) is None:
@@ -83,7 +84,7 @@ def vocabulary_size(config: RunConfig) -> Optional[int]:
     return config.model.vocab_size + (config.data.tokenizer_type == "NullTokenizer")
 
 
-def assumptions(invocation: Invocation) -> dict[str, Any]:
+def assumptions(invocation: Invocation, world_size: int) -> dict[str, Any]:
     """Values for what the command line leaves open: settings that a fast run has, and what a run cannot be without."""
     config, given = invocation.config, invocation.given
     values: dict[str, Any] = {
@@ -107,8 +108,14 @@ def assumptions(invocation: Invocation) -> dict[str, Any]:
     values = {name: value for name, value in values.items() if name not in given and _is_open(config, name, value)}
     seq = values.get("data.seq_length", config.data.seq_length)
     if config.training.global_batch_size is None and seq:
-        values["training.global_batch_size"] = max(1, TOKENS_PER_STEP // seq)
+        values["training.global_batch_size"] = batch_for(world_size, TOKENS_PER_STEP // seq)
     return values
+
+
+def batch_for(world_size: int, most: int) -> int:
+    """A power of two times the odd factor of the GPUs, up to `most` sequences: divides over them, and over others."""
+    odd = world_size // (world_size & -world_size)
+    return odd * 2 ** max(0, (most // odd).bit_length() - 1)
 
 
 def _is_open(config: RunConfig, name: str, value: Any) -> bool:
@@ -148,9 +155,10 @@ def scaling_limits(scaling: dict[int, Optional[Layout]]) -> list[Limit]:
     return limits
 
 
-def grown_part(before: Any, after: Any) -> str:
+def grown_part(before: StepTime, after: StepTime) -> str:
     """The part whose GPU seconds a token grew the most."""
-    def cost(step: Any, name: str) -> float:
+
+    def cost(step: StepTime, name: str) -> float:
         return step.parts.get(name, 0.0) * step.num_gpus / step.tokens
 
     return max(after.parts, key=lambda name: cost(after, name) - cost(before, name))

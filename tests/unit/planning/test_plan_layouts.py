@@ -101,6 +101,15 @@ def test_what_is_given_is_not_assumed():
     assert (config.training.global_batch_size, config.optimizer.lr, config.training.train_iters) == (32, 1e-4, 5)
 
 
+@pytest.mark.parametrize(("gpus", "batch"), [(8, 512), (512, 512), (24, 384), (6, 384), (1000, 500), (16384, 512)])
+def test_the_batch_that_is_taken_divides_over_the_gpus(gpus, batch):
+    assert plan.batch_for(gpus, 512) == batch
+
+
+def test_any_number_of_gpus_is_planned():
+    assert invoked("--model-preset llama3-8b --bf16", gpus=24, scaling=()).found.layouts
+
+
 def test_null_tokenizer_does_not_change_the_vocabulary(planned):
     assert planned.found.layouts[0].job.padded_vocab == 128_256
 
