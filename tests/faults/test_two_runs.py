@@ -35,8 +35,9 @@ def test_a_second_run_is_refused_and_the_first_one_unharmed(tmp_path: Path, cach
 
 def test_the_lock_of_a_killed_run_is_taken_over(tmp_path: Path, cache: Path) -> None:
     run = FaultyRun(LAYOUT, tmp_path / "run", cache)
-    ended = run.start("kill:at=step.begin,step=2")
+    ended = run.start("kill:at=step.begin,step=2", f"--save {run.folder} --load {run.folder} --num-workers 2")
     assert set(ended.statuses) == {-9}
+    assert ended.num_orphans == 0, "loader processes end with their rank"
     assert (run.folder / LOCK_FILE).exists()
     died = judge(run.folder)
     assert died is not None and died.state == "died"
