@@ -158,7 +158,7 @@ class Supervisor:
         self.child = self.launch(environment)
         returned = self.child.wait()
         self.child = None
-        kill_descendants()
+        end_descendants(self.limits.grace_s)
         signal.alarm(0)
         found, ended_at = judge(self.folder), time.time()
         if found is not None and found.is_of(before):
@@ -216,8 +216,14 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def kill_descendants() -> None:
-    """End what a start left: its ranks have sessions of their own, so that no process group has them all."""
+def end_descendants(grace_s: float) -> None:
+    """End what a start left: its ranks have sessions of their own, so that no process group has them all. Those of a
+    torchrun that was killed save now."""
+    children = psutil.Process().children(recursive=True)
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.terminate()
+    psutil.wait_procs(children, timeout=grace_s)
     for _ in range(3):  # one that is killed may just have started another
         children = psutil.Process().children(recursive=True)
         kill_all(children)

@@ -8,7 +8,7 @@ once; a checkpoint that is being written then has no name yet, and the one befor
 
 Limits. What the rank does has a limit (`phases.py`). Beyond it the stacks of all threads go to a file, and the process
 ends. Should the thread itself get no chance to run, as C code holds the interpreter's lock, a timer of `faulthandler`
-does the same from C, with status 1.
+ends the process from C, with the stacks on standard error and status 1.
 
 Peers. Ranks of this machine are looked at once a second. When one is gone, the others get a little time to find that
 out by themselves and to say so, and then end too.
@@ -26,9 +26,8 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 from types import FrameType
-from typing import IO, Any, Optional
+from typing import Any, Optional
 
 from megafp8.errors import HUNG, INTERNAL, PREEMPTED
 from megafp8.launch.process import STOPPED, Process
@@ -83,7 +82,6 @@ class Guard:
         self.lock: Optional[RunLock] = None
         self.peers: dict[int, Process] = {}
         self.lost: Optional[tuple[int, float]] = None
-        self.stacks: Optional[IO[str]] = None
         self.thread: Optional[threading.Thread] = None
         self.is_closing = False
         self.handlers: dict[int, Any] = {}
@@ -109,10 +107,6 @@ class Guard:
             lock: of rank 0, None on others.
             peers: the other ranks of this machine.
         """
-        if journal is not None:
-            path = journal.folder / STACKS_FOLDER / f"rank{self.rank}.txt"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self.stacks = open(path, "a", encoding="utf-8")  # noqa: SIM115 - C code writes to it, at any time
         self.journal, self.lock, self.peers = journal, lock, peers
 
     def take(self, number: int, frame: Optional[FrameType]) -> None:
@@ -211,14 +205,6 @@ class Guard:
                 signal.signal(number, signal.SIG_IGN)  # the launcher may still send what the run has answered
         os.close(self.wake_read)
         os.close(self.wake_write)
-        if self.stacks is not None:
-            self.stacks.close()
-            path = Path(self.stacks.name)
-            if path.stat().st_size == 0:
-                path.unlink()
-            with contextlib.suppress(OSError):  # another rank's stacks are in it
-                path.parent.rmdir()
-                path.parent.parent.rmdir()
 
     # ---- the thread -------------------------------------------------------------------------------------------------
 
@@ -258,9 +244,7 @@ class Guard:
         if left_s is None:
             faulthandler.cancel_dump_traceback_later()
             return
-        faulthandler.dump_traceback_later(
-            max(left_s, 0.0) + TIMER_SPARE_S, exit=True, file=self.stacks or sys.__stderr__
-        )
+        faulthandler.dump_traceback_later(max(left_s, 0.0) + TIMER_SPARE_S, exit=True, file=sys.__stderr__)
 
     def check_time(self, now: float) -> None:
         """End a rank that takes too long, or whose grace is over."""
@@ -301,11 +285,7 @@ class Guard:
         """End this process: say why, leave its stacks, take its children along. It does not return."""
         faulthandler.dump_traceback_later(LAST_WORDS_S, exit=True, file=sys.__stderr__)
         text = f"rank {self.rank}: {reason}"
-        place = self.stacks or sys.__stderr__
-        print(f"{utc_now()} {text}", file=place, flush=True)
-        faulthandler.dump_traceback(file=place, all_threads=True)
-        where = f"; stacks: {self.stacks.name}" if self.stacks else ""
-        print(f"megafp8: {text}{where}", file=sys.__stderr__, flush=True)
+        print(f"megafp8: {text}{self.leave_stacks(text)}", file=sys.__stderr__, flush=True)
         if self.journal is not None:
             self.journal.end(state, text, exit_status)
         for _, process in self.stopped_peers():
@@ -317,3 +297,17 @@ class Guard:
         if self.lock is not None:
             self.lock.release()
         os._exit(exit_status)
+
+    def leave_stacks(self, text: str) -> str:
+        """Write the stacks of all threads to the run's folder, else to standard error; words on where they are."""
+        try:
+            assert self.journal is not None
+            path = self.journal.folder / STACKS_FOLDER / f"rank{self.rank}.txt"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "a", encoding="utf-8") as stream:
+                print(f"{utc_now()} {text}", file=stream, flush=True)
+                faulthandler.dump_traceback(file=stream, all_threads=True)
+            return f"; stacks: {path}"
+        except (AssertionError, OSError):
+            faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
+            return ""

@@ -3,8 +3,8 @@
     python fake_run.py FOLDER "died:40:47 done:60:60"
 
 Each end is STATE:SAVED_STEP:STEP. In place of a state, `wait` waits for SIGTERM and is then `preempted`, `nothing`
-writes no state, `orphan` leaves a process in a session of its own behind and is then `died`, and a number is the exit
-status of a run that failed.
+writes no state, `orphan` leaves a process in a session of its own behind, which does not heed SIGTERM, and is then
+`died`, and a number is the exit status of a run that failed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main(folder: Path, ends: list[str]) -> int:
     if state == "nothing":
         return 3
     if state == "orphan":
-        sleeper = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        sleeper = subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 600"], start_new_session=True)
         (folder / "orphan").write_text(str(sleeper.pid))
     if state == "wait":
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])

@@ -99,7 +99,7 @@ def test_a_signal_is_passed_on_and_no_restart_follows(tmp_path: Path) -> None:
 
 def test_what_a_start_leaves_behind_is_killed(tmp_path: Path) -> None:
     """The orphan has a session of its own, as torchrun's ranks have."""
-    assert supervise(tmp_path, "orphan:0:0 done:60:60")[0] == 0
+    assert supervise(tmp_path, "orphan:0:0 done:60:60", "--grace-s", "1")[0] == 0
     assert not psutil.pid_exists(int((tmp_path / "orphan").read_text()))
 
 

@@ -1,0 +1,80 @@
+"""What stands in `run_state.json`, and who has the last word."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megafp8.errors import CheckpointError
+from megafp8.launch.run_state import RunState, read_run_state
+from megafp8.training.beginning import check_crashes
+from megafp8.training.journal import Journal, first_state
+
+
+def begin(folder: Path, is_writer: bool = True, **changes: Any) -> Journal:
+    journal = Journal(folder, dataclasses.replace(first_state(folder, 2, 100), **changes), is_writer)
+    journal.write()
+    return journal
+
+
+def read(folder: Path) -> RunState:
+    state = read_run_state(folder)
+    assert state is not None
+    return state
+
+
+def test_rank_0_writes_and_whoever_ends_first_says_why(tmp_path: Path) -> None:
+    writer = begin(tmp_path)
+    other = Journal(tmp_path, writer.state, is_writer=False)
+    other.note(step=99)
+    other.write()
+    assert read(tmp_path).step == 0, "only rank 0 writes while the run goes on"
+    writer.note(step=7, saved_step=5)
+    writer.write()
+    other.end("failed", "rank 1: hangs", 71)
+    writer.end("failed", "rank 0: lost a peer", 70)
+    writer.write()
+    state = read(tmp_path)
+    assert (state.state, state.reason, state.exit_status) == ("failed", "rank 1: hangs", 71)
+    assert (state.step, state.saved_step) == (7, 5), "as far as rank 0 had written"
+
+
+def test_an_end_of_another_start_is_no_last_word(tmp_path: Path) -> None:
+    begin(tmp_path).end("done", "", 0)
+    journal = begin(tmp_path)
+    assert (read(tmp_path).state, read(tmp_path).starts) == ("running", 2)
+    journal.end("stopped", "--exit-interval 4", 0)
+    assert read(tmp_path).reason == "--exit-interval 4"
+
+
+def test_a_disk_that_fails_stops_no_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    journal = Journal(tmp_path / "file" / "folder", first_state(tmp_path, 2, 100), is_writer=True)
+    (tmp_path / "file").write_text("")
+    journal.write()
+    assert "cannot be written" in capsys.readouterr().out
+
+
+CRASHED: list[tuple[str, int]] = [("failed", 70), ("failed", 71)]
+EXPLAINED = [("failed", 64), ("failed", 66), ("failed", 74), ("preempted", 75), ("done", 0), ("stopped", 0)]
+
+
+@pytest.mark.parametrize(("state", "status"), CRASHED + EXPLAINED)
+def test_crashes_in_a_row_are_counted(tmp_path: Path, state: str, status: int) -> None:
+    begin(tmp_path, crashes=3, loading=40, loads=1, saved_step=40).end(state, "", status)
+    first = first_state(tmp_path, 2, 100)
+    counted = (4, 40, 1) if (state, status) in CRASHED else (0, None, 0)
+    assert (first.crashes, first.loading, first.loads) == counted
+    assert first.saved_step == 40 and first.state == "running" and first.exit_status is None
+
+
+def test_too_many_end_the_run_and_the_next_start_counts_anew(tmp_path: Path) -> None:
+    journal = begin(tmp_path, crashes=4)
+    check_crashes(journal, 5)
+    check_crashes(journal, 0)
+    with pytest.raises(CheckpointError, match="the last 4 starts of this run crashed") as stopped:
+        check_crashes(journal, 4)
+    journal.end("failed", str(stopped.value), stopped.value.exit_status)
+    assert first_state(tmp_path, 2, 100).crashes == 0
