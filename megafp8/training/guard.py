@@ -300,14 +300,13 @@ class Guard:
 
     def leave_stacks(self, text: str) -> str:
         """Write the stacks of all threads to the run's folder, else to standard error; words on where they are."""
-        try:
-            assert self.journal is not None
-            path = self.journal.folder / STACKS_FOLDER / f"rank{self.rank}.txt"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "a", encoding="utf-8") as stream:
-                print(f"{utc_now()} {text}", file=stream, flush=True)
-                faulthandler.dump_traceback(file=stream, all_threads=True)
-            return f"; stacks: {path}"
-        except (AssertionError, OSError):
-            faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
-            return ""
+        if self.journal is not None:
+            with contextlib.suppress(OSError):
+                path = self.journal.folder / STACKS_FOLDER / f"rank{self.rank}.txt"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with open(path, "a", encoding="utf-8") as stream:
+                    print(f"{utc_now()} {text}", file=stream, flush=True)
+                    faulthandler.dump_traceback(file=stream, all_threads=True)
+                return f"; stacks: {path}"
+        faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
+        return ""
