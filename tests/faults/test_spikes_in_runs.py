@@ -13,7 +13,7 @@ from megafp8.checkpoint.skipped import ROLLBACK, SPIKE, SkippedSamples
 from megafp8.checkpoint.state import Progress
 from megafp8.reports.load import load_run
 from megafp8.training.evaluate import build_batches
-from megafp8.training.loop import resume
+from megafp8.training.resume import resume
 from megafp8.training.skipping import after_step
 from megafp8.training.step import train_step
 
