@@ -31,7 +31,7 @@ TORCHRUN_FLAGS = {
     "--standalone", "--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port",
     "--shutdown-timeout",
 }  # fmt: skip
-PYTEST_FLAGS = {"--long"}  # of tests/conftest.py
+TEST_FLAGS = {"--long", "--collect-only", "--steps", "--faults", "--fork"}  # of pytest and the chaos soak
 # Made by a run, not shipped.
 RUN_FILES = {"records.jsonl", "config.json", "tensorboard/", "iter_0000200/", "latest_checkpointed_iteration.txt",
              "run_state.json", "restarts.jsonl", "logs/watchdog/"}
@@ -62,7 +62,7 @@ def known_flags() -> set[str]:
         for tool in TOOLS
     )
     of_tools = {flag for text in help_texts for flag in FLAG.findall(text)}
-    return of_tools | set(flags.build_parser()._option_string_actions) | TORCHRUN_FLAGS | PYTEST_FLAGS
+    return of_tools | set(flags.build_parser()._option_string_actions) | TORCHRUN_FLAGS | TEST_FLAGS
 
 
 @each_document
