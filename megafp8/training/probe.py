@@ -151,7 +151,6 @@ class Look:
         optimizer, data_size = probe.trainee.optimizer, parallel_state.get_data_parallel_world_size()
         tokens_of_few = num_tokens * probe.config.training.micro_batch_size / probe.global_batch_size
         factor = optimizer.grad_factor if isinstance(optimizer, OnePassOptimizer) else None
-        sync_parameters(probe.config, probe.trainee)
         for linear in probe.linears:
             if linear.name in self.few:
                 few = self.few[linear.name] / (tokens_of_few**2 * data_size)
