@@ -44,7 +44,7 @@ def plot_telemetry(run: Run, output: Path, *, field: str = "underflow_fraction",
 
     Args:
         field: of `TensorStats`.
-        recipe: one that was tried, in place of the run's own.
+        recipe: one that was tried, in place of the run's own; of its codes nothing is recorded, nor drawn.
 
     Raises:
         DataError: the run has no looks, the recipe was not tried, or the field was never known.
@@ -53,13 +53,16 @@ def plot_telemetry(run: Run, output: Path, *, field: str = "underflow_fraction",
 
     tensors = tensors_of(run, recipe)
     linears = sorted({linear_of(name) for name in tensors[-1]}, key=natural)
-    figure = Figure(figsize=(15, 4.2 + 0.2 * min(len(linears), 60)), dpi=100, layout="constrained", facecolor="white")
-    above, below = figure.subplots(2, len(OPERANDS), sharey=True)
+    num_rows = 2 if recipe is None else 1
+    height = num_rows * (2.1 + 0.1 * min(len(linears), 60))
+    figure = Figure(figsize=(15, height), dpi=100, layout="constrained", facecolor="white")
+    axes = figure.subplots(num_rows, len(OPERANDS), sharey=True, squeeze=False)
     grids = [grid_of(tensors, linears, operand, lambda stats: getattr(stats, field)) for operand in OPERANDS]
     if not any(np.isfinite(grid).any() for grid in grids):
         raise DataError(f"run {run.name} ({run.folder}) never knew {field}; others are {', '.join(FIELDS)}")
-    _draw_fields(figure, above, grids, field, [look.step for look in run.looks], linears)
-    _draw_exponents(figure, below, tensors[-1], linears, run.looks[-1].step)
+    _draw_fields(figure, axes[0], grids, field, [look.step for look in run.looks], linears)
+    if recipe is None:
+        _draw_exponents(figure, axes[1], tensors[-1], linears, run.looks[-1].step)
     name = recipe or run.looks[-1].recipe
     figure.suptitle(f"{run.name}: {name}{' (tried)' if recipe else ''}", x=0.01, ha="left", fontweight="bold")
     output.parent.mkdir(parents=True, exist_ok=True)
