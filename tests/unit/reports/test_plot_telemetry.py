@@ -42,8 +42,8 @@ def test_the_picture_shows_the_field_and_the_recipe(tmp_path: Path) -> None:
     run = run_with(look(10), look(20, what_if={"mxfp8": other}))
     own = pixels(plot_telemetry(run, tmp_path / "own.png"))
     tried = pixels(plot_telemetry(run, tmp_path / "deep" / "tried.png", recipe="mxfp8"))
-    plain = pixels(plot_telemetry(run_with(look(10), look(20, what_if={"mxfp8": look(1).tensors})), tmp_path / "plain.png",
-                                  recipe="mxfp8"))  # fmt: skip
+    same = run_with(look(10), look(20, what_if={"mxfp8": look(1).tensors}))
+    plain = pixels(plot_telemetry(same, tmp_path / "plain.png", recipe="mxfp8"))
     assert own.shape[1] == tried.shape[1] == 1500
     assert tried.shape[0] < own.shape[0], "the codes of a recipe that was tried are not recorded"
     assert plain.shape == tried.shape and not np.array_equal(plain, tried)
