@@ -22,6 +22,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Optional
 
+import psutil
 from ranks import become_rank, join_gloo
 
 from megafp8 import faults
@@ -29,6 +30,8 @@ from megafp8.device import mcore_cpu
 
 ROOT = Path(__file__).resolve().parents[1]
 HUNG = 124
+# For the system to end the children of a rank that was killed.
+PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -152,12 +155,24 @@ class ForkedRun:
 
 
 def is_group_alive(group: Optional[int]) -> bool:
-    """Whether any process of a process group is left."""
-    try:
-        os.killpg(group or 0, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    """Whether any process of a process group is left, a moment after its leader has ended.
+
+    One that has ended stays as a zombie until whoever inherited it asks for its status.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    while any(process.status() != psutil.STATUS_ZOMBIE for process in members(group)):
+        if time.monotonic() > deadline:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def members(group: Optional[int]) -> Iterator[psutil.Process]:
+    """The processes of a process group."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getpgid(process.pid) == group:
+                yield process
 
 
 def be_command(rank: int, world_size: int, folder: Path, flags: list[str], variables: dict[str, str]) -> None:

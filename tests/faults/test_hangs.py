@@ -31,20 +31,17 @@ def stacks(run: FaultyRun, rank: int) -> str:
     return (run.folder / STACKS_FOLDER / f"rank{rank}.txt").read_text()
 
 
-@pytest.mark.parametrize(
-    ("at", "phase"),
-    [("step=3,at=data.wait", "step 3"), ("step=2,at=save.mid_shard", "save at step 2")],
-)
-def test_a_rank_that_sleeps(at: str, phase: str, tmp_path: Path, cache: Path) -> None:
+def test_a_rank_that_sleeps(tmp_path: Path, cache: Path) -> None:
     """Every rank ends with the status of a hang, and leaves its stacks: the one that sleeps is seen there."""
     run = FaultyRun(LAYOUT, tmp_path / "run", cache)
-    ended = run.start(f"sleep:rank=1,seconds=600,{at}", f"--save {run.folder} --load {run.folder} {LIMITS}")
+    flags = f"--save {run.folder} --load {run.folder} {LIMITS}"
+    ended = run.start("sleep:rank=1,seconds=600,step=2,at=save.mid_shard", flags)
     assert set(ended.statuses) == {71}, ended.told()
     assert ended.num_orphans == 0
     assert ended.seconds_after_first < SPARE_S, ended.told()
     state = judge(run.folder)
     assert state is not None and (state.state, state.exit_status) == ("failed", 71)
-    assert f"hangs in {phase}, for " in state.reason and f"(limit {LIMIT_S:g} s)" in state.reason
+    assert "hangs in save at step 2, for " in state.reason and f"(limit {LIMIT_S:g} s)" in state.reason
     assert "faults.py" in stacks(run, 1) and "faults.py" not in stacks(run, 0)
     assert "hangs in" in stacks(run, 0) and "most recent call first" in stacks(run, 0)
 

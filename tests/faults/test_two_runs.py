@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import shutil
 import time
 from pathlib import Path
 
 from faulty_run import FaultyRun
+from forked_runs import run_forked
 
 from megafp8.checkpoint.folder import saved_steps
 from megafp8.launch.run_lock import LOCK_FILE
@@ -48,42 +49,33 @@ def test_the_lock_of_a_killed_run_is_taken_over(tmp_path: Path, cache: Path) -> 
     assert state is not None and (state.starts, state.state) == (2, "done")
 
 
+def start_alone(run: FaultyRun, plan: str = "", flags: str = "") -> tuple[int, str]:
+    """Start it on one rank, as if nothing had struck before; status and output."""
+    shutil.rmtree(run.fired, ignore_errors=True)
+    ended = run_forked(1, f"{run.text(None)} {flags}", plan, run.fired)
+    return ended.statuses[0], ended.output[0]
+
+
 def test_a_checkpoint_that_crashes_the_load_is_set_aside(tmp_path: Path, cache: Path) -> None:
+    """Unless it is the only one."""
     run = FaultyRun(LAYOUT, tmp_path / "run", cache)
-    assert set(run.start("term:rank=0,step=4,at=step.begin").statuses) == {75}
-    for _ in range(2):
-        assert saved_steps(run.folder) == [2, 4]
-        run.fired.joinpath("0000.raise.load.begin.rank1.1").unlink(missing_ok=True)
-        assert 70 in run.start("raise:rank=1,at=load.begin").statuses
-    ended = run.start("term:rank=0,step=3,at=step.begin")
-    assert (run.folder / "iter_0000004.corrupt").is_dir(), ended.told()
+    assert start_alone(run, "term:step=2,at=step.begin")[0] == 75
+    for newest in (2, 4):
+        for _ in range(2):
+            assert max(saved_steps(run.folder)) == newest
+            assert start_alone(run, "raise:at=load.begin")[0] == 70
+        state = judge(run.folder)
+        assert state is not None and (state.loading, state.loads, state.crashes) == (newest, 2, 1)
+        assert start_alone(run, f"term:step={4 if newest == 2 else 3},at=step.begin")[0] == 75
+    assert saved_steps(run.folder) == [2, 3] and (run.folder / "iter_0000004.corrupt").is_dir()
     (note,) = (event.detail for event in load_run(run.folder).events if "crashed while they loaded" in event.detail)
     assert "iter_0000004: 2 starts crashed while they loaded it, now iter_0000004.corrupt" in note
-    state = judge(run.folder)
-    assert state is not None and (state.loads, state.crashes) == (0, 0)
-
-
-def test_the_only_checkpoint_is_not_set_aside(tmp_path: Path, cache: Path) -> None:
-    run = FaultyRun(LAYOUT, tmp_path / "run", cache)
-    assert set(run.start("term:rank=0,step=2,at=step.begin").statuses) == {75}
-    for _ in range(3):
-        run.fired.joinpath("0000.raise.load.begin.rank1.1").unlink(missing_ok=True)
-        assert 70 in run.start("raise:rank=1,at=load.begin").statuses
-    assert saved_steps(run.folder) == [2]
-    state = judge(run.folder)
-    assert state is not None and (state.loading, state.loads, state.crashes) == (2, 3, 2)
 
 
 def test_a_run_that_only_crashes_stops(tmp_path: Path, cache: Path) -> None:
     """With a status that no supervisor takes for an accident; by hand it can be started again."""
     run = FaultyRun(LAYOUT, tmp_path / "run", cache)
-    flags = f"--save {run.folder} --load {run.folder} --max-crashes 2"
-    for start in range(2):
-        ended = run.start(f"{'kill' if start else 'raise'}:rank=1,step=1,at=step.begin", flags)
-        assert set(ended.statuses) != {74}, ended.told()
-        for path in run.fired.iterdir():
-            path.unlink()
-    ended = run.start(flags=flags)
-    assert set(ended.statuses) == {74} and "the last 2 starts of this run crashed" in ended.output[0], ended.told()
-    assert set(run.start("term:rank=0,step=1,at=step.begin", flags).statuses) == {75}
-    assert os.listdir(run.folder / "iter_0000001")
+    assert start_alone(run, "raise:at=run.start", "--max-crashes 1")[0] == 70
+    status, output = start_alone(run, "", "--max-crashes 1")
+    assert status == 74 and "the last 1 starts of this run crashed" in output
+    assert start_alone(run, "term:step=1,at=step.begin", "--max-crashes 1")[0] == 75
