@@ -84,13 +84,14 @@ def train_steps(
     """Steps until the run is done or has to stop."""
     training = run.config.training
     batches = remaining_batches(run, progress)
-    rates, stragglers, reason = build_rates(run), Stragglers(run), None
+    rates, stragglers = build_rates(run), Stragglers(run)
     first_step = progress.step + 1
     if progress.step < total_steps and needs_calibration(run):
         run.guard.enter("calibration")
         sinks.write(calibrate(run, progress))
     if progress.step < total_steps and run.guard.is_evaluation_due(progress.step):
         validate(run, sinks, progress)
+    reason = stopped_by_signals(run) if run.guard.stop_agreed else None  # or that validation would be left out
     if training.manual_gc:
         gc.disable()
     with profiler(run, folder) as profile_step, loader_deaths_explained(), saving(run, sinks) as saver:
@@ -124,7 +125,8 @@ def train_steps(
     if progress.history.skipped:
         sinks.write(EventRecord(step=progress.step, name="skipped", detail=progress.history.summary()))
     if reason is not None:
-        place = f", saved at step {saver.saved_step}" if folder else ", not saved (no --save)"
+        saved = f"saved at step {saver.saved_step}" if saver.saved_step is not None else "nothing new is saved"
+        place = f", {saved}" if folder else ", not saved (no --save)"
         sinks.write(EventRecord(step=progress.step, name="stopped", detail=reason + place))
     return progress
 

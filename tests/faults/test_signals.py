@@ -7,13 +7,14 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import pytest
 from faulty_run import EVAL_INTERVAL, STEPS, FaultyRun
 from forked_runs import Ended
 
-from megafp8.launch.run_state import RunState, judge, last_recorded_step
+from megafp8.launch.run_state import RunState, judge, last_recorded_step, read_run_state
 from megafp8.reports.load import load_run
 
 LAYOUT = "dp2"
@@ -25,6 +26,7 @@ MOMENTS = {
     "rank=0,step=3,at=data.wait": 3,
     "rank=1,step=4,at=step.after_update": 4,
     "rank=1,step=6,at=evaluation.begin": 6,
+    "rank=0,at=load.begin": 6,
     "rank=1,step=8,at=save.mid_shard": 8,
     "rank=0,step=10,at=save.before_rename": 10,
     "rank=0,step=12,at=save.end": 12,
@@ -66,7 +68,11 @@ def test_at_every_moment(tmp_path: Path, cache: Path, unbroken: dict[str, Faulty
         assert state.evaluation_due == (step if left else None), moment
     assert len(list(run.fired.iterdir())) == len(MOMENTS)
     stops = [event.detail for event in load_run(run.folder).events if event.name == "stopped"]
-    assert stops[4:6] == ["SIGUSR1 to rank 1, saved at step 6", "SIGINT to rank 1, saved at step 8"], "and not twice"
+    assert stops[4:7] == [
+        "SIGUSR1 to rank 1, saved at step 6",
+        "SIGINT to rank 0, nothing new is saved",  # before the evaluation that was left
+        "SIGTERM to rank 1, saved at step 8",  # by the save that it met
+    ]
     ended = run.start()
     assert set(ended.statuses) == {0}, ended.told()
     assert_done(run, unbroken[LAYOUT])
@@ -153,10 +159,10 @@ def test_at_random_times(to: str, seed: int, tmp_path: Path, cache: Path, unbrok
     draw = random.Random(f"{to} {seed}")
     run = FaultyRun(LAYOUT, tmp_path / "run", cache)
     flags = f"--save {run.folder} --load {run.folder} --num-workers {seed % 2 * 2}"
-    while True:
+    for start in count(1):
         with run.started("", flags) as forked:
-            wait_until(lambda: last_recorded_step(run.folder) > run.newest or run.newest == STEPS)
-            time.sleep(draw.uniform(0, 1))
+            wait_until(lambda start=start: (state := read_run_state(run.folder)) and state.starts == start)
+            time.sleep(draw.uniform(0, 2))
             for process in forked.processes if to == "all" else [draw.choice(forked.processes)]:
                 if process.is_alive():
                     os.killpg(process.pid or 0, signal.SIGTERM)
