@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import multiprocessing
 import os
 import signal
@@ -14,12 +15,10 @@ from pathlib import Path
 
 import pytest
 from faulty_run import FaultyRun
-from ranks import RankFailed, run_ranks
 
-from megafp8.launch.process import stat_of
+from megafp8.launch.process import stat_of, this_process
 from megafp8.launch.run_state import judge
 from megafp8.training import guard as guards
-from megafp8.training.beginning import peers_here
 from megafp8.training.guard import STACKS_FOLDER, Guard
 from megafp8.training.phases import STEP, Phases
 
@@ -76,30 +75,31 @@ def test_an_error_of_one_rank_ends_the_others(tmp_path: Path, cache: Path) -> No
     assert "rank 1 (process " in ended.output[0]
 
 
-def test_ranks_that_wait_in_c_code_see_a_dead_one() -> None:
-    """The training thread of rank 0 is in a collective that rank 1's death does not end, as with NCCL. (Here it sleeps
-    in C code, without the interpreter's lock.)"""
-
-    def be(rank: int) -> None:
-        guard = Guard(rank=rank)
-        peers = peers_here()
-        guard.start()
-        guard.attach(None, None, peers)
-        if rank == 1:
-            os._exit(9)
-        ctypes.CDLL(None).sleep(60)
-
-    began = time.monotonic()
-    with pytest.raises(RankFailed, match="died without a word"):
-        run_ranks(2, lambda: be(int(os.environ["RANK"])))
-    assert time.monotonic() - began < 30
-
-
 def forked(function: Callable[[], None]) -> BaseProcess:
     """A process of its own, which inherits the imports."""
     process = multiprocessing.get_context("fork").Process(target=function)
     process.start()
     return process
+
+
+def test_a_rank_that_waits_in_c_code_sees_a_dead_one(tmp_path: Path) -> None:
+    """In a collective that the death does not end, as with NCCL; here in a sleep without the interpreter's lock."""
+    peer = forked(lambda: time.sleep(60))
+
+    def wait_for_peer() -> None:
+        os.dup2(os.open(tmp_path / "output", os.O_WRONLY | os.O_CREAT), sys.__stderr__.fileno())
+        guard = Guard(rank=0)
+        guard.start()
+        guard.attach(None, None, {1: dataclasses.replace(this_process(), pid=peer.pid, started=stat_of(peer.pid)[1])})
+        ctypes.CDLL(None).sleep(60)
+
+    process = forked(wait_for_peer)
+    time.sleep(1.5)
+    assert process.is_alive()
+    peer.kill()
+    process.join(30)
+    assert process.exitcode == 70
+    assert f"rank 0: rank 1 (process {peer.pid} on " in (tmp_path / "output").read_text()
 
 
 def in_second_step(guard: Guard) -> None:
