@@ -11,8 +11,9 @@
 A folder is a run's (what it had as --save) or a single checkpoint's. `list` compares sizes with the manifest, `verify`
 reads every byte, `show` tells settings and tensors, `prune` deletes all but the newest checkpoints once it has verified
 those, `hash` tells whether two checkpoints hold the same however their files are cut, `seal` writes a manifest for a
-checkpoint that has none. Exit status: 0, or 74 when something is damaged, missing or refused. Nothing here runs code of
-a checkpoint.
+checkpoint that has none. `list`, `verify`, `show` and `hash` also look into the run's `non_persistent`; a
+--non-persistent-global-ckpt-dir has to be given as a folder of its own. Exit status: 0; 64 for flags that do not fit;
+74 when something is damaged, missing or refused. Nothing here runs code of a checkpoint.
 """
 
 from __future__ import annotations
@@ -33,14 +34,15 @@ from megafp8.checkpoint.folder import (
     RETIRED,
     checkpoint_path,
     delete,
-    find_checkpoint,
     named_steps,
     saved_steps,
 )
 from megafp8.checkpoint.manifest import NAME, damage_seen, read_manifest
-from megafp8.errors import CheckpointError, Megafp8Error
+from megafp8.errors import CheckpointError, ConfigError, Megafp8Error
 
 DAMAGED = CheckpointError.exit_status
+# In a run's folder, unless --non-persistent-global-ckpt-dir is another.
+NON_PERSISTENT = "non_persistent"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -70,19 +72,33 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def checkpoints_of(folder: Path, step: Optional[int] = None) -> list[Path]:
-    """The checkpoints that a folder stands for.
+    """The checkpoints that a folder stands for, ascending by step; of one step, what a run resumes from is last.
 
     Raises:
+        ConfigError: a step of a single checkpoint's folder.
         CheckpointError: there are none.
     """
-    if NAME.fullmatch(folder.resolve().name):
+    if is_one(folder):
+        if step is not None:
+            raise ConfigError(f"--ckpt-step {step}: {folder} is one checkpoint: give the run's folder or no step")
         return [folder]
-    if step is not None:
-        find_checkpoint(folder, step)  # the error if it is absent
-        return [checkpoint_path(folder, step)]
-    if not (steps := named_steps(folder)):
+    found = [(each, checkpoint_path(place, each)) for place in series_of(folder) for each in named_steps(place)]
+    if not found:
         raise CheckpointError(f"{folder} holds no checkpoint")
-    return [checkpoint_path(folder, each) for each in steps]
+    found.sort(key=lambda pair: pair[0])
+    if chosen := [path for each, path in found if step in (None, each)]:
+        return chosen
+    raise CheckpointError(f"--ckpt-step {step}: {folder} holds steps: {', '.join(str(each) for each, _ in found)}")
+
+
+def is_one(folder: Path) -> bool:
+    """Whether a folder is a single checkpoint's, by its name."""
+    return NAME.fullmatch(folder.resolve().name) is not None
+
+
+def series_of(folder: Path) -> tuple[Path, ...]:
+    """Where a run has checkpoints: its folder, and that of --non-persistent-save-interval."""
+    return folder, folder / NON_PERSISTENT
 
 
 def set_aside_in(folder: Path) -> list[Path]:
@@ -129,14 +145,20 @@ def list_(options: argparse.Namespace) -> int:
     states = [state_of(path, with_hashes=False) for path in checkpoints_of(options.folder)]
     tell_states(states, options)
     if not options.json:
-        for path in set_aside_in(options.folder):
-            print(f"aside    {path}")
-    return 0
+        for place in series_of(options.folder):
+            for path in set_aside_in(place):
+                print(f"aside    {path}")
+    return status_of(states)
 
 
 def verify(options: argparse.Namespace) -> int:
     states = [state_of(path, with_hashes=True) for path in checkpoints_of(options.folder, options.ckpt_step)]
     tell_states(states, options)
+    return status_of(states)
+
+
+def status_of(states: Sequence[dict[str, Any]]) -> int:
+    """The exit status of what was found."""
     return 0 if all(state["is_whole"] for state in states) else DAMAGED
 
 
@@ -152,7 +174,7 @@ def show(options: argparse.Namespace) -> int:
     if options.json:
         settings = {"config": json.loads(contents.config), "num_parameters": contents.num_parameters}
         print(json.dumps(state | dataclasses.asdict(contents) | settings, indent=1))
-        return 0 if state["is_whole"] else DAMAGED
+        return status_of([state])
     tell_states([state], options)
     optimizer = sum(tensor.num_bytes for tensor in contents.tensors if tensor.name.startswith("optimizer."))
     weights = sum(tensor.num_bytes for tensor in contents.tensors) - optimizer
@@ -167,12 +189,14 @@ def show(options: argparse.Namespace) -> int:
     for tensor in contents.tensors if options.tensors else ():
         shape = " x ".join(map(str, tensor.shape)) or "scalar"
         print(f"  {tensor.name}  [{shape}] {tensor.dtype}, {tensor.num_bytes:,} bytes in {tensor.num_parts} parts")
-    return 0 if state["is_whole"] else DAMAGED
+    return status_of([state])
 
 
 def prune(options: argparse.Namespace) -> int:
     if options.ckpt_keep < 1:
-        raise CheckpointError(f"--ckpt-keep {options.ckpt_keep} must be at least 1")
+        raise ConfigError(f"--ckpt-keep {options.ckpt_keep} must be at least 1")
+    if is_one(options.folder):
+        raise ConfigError(f"{options.folder} is one checkpoint: give the run's folder")
     steps = saved_steps(options.folder)
     kept, doomed = steps[-options.ckpt_keep :], steps[: -options.ckpt_keep]
     damaged = [checkpoint_path(options.folder, step).name for step in kept if damage_seen(path_of(options, step))]
@@ -202,7 +226,9 @@ def hash_(options: argparse.Namespace) -> int:
     mcore_cpu.install()
     from megafp8.checkpoint.fingerprint import fingerprint
 
-    parts = fingerprint(checkpoints_of(options.folder, options.ckpt_step)[-1])
+    path = checkpoints_of(options.folder, options.ckpt_step)[-1]
+    parts = fingerprint(path)
+    print(f"hash of {path}", file=sys.stderr)  # standard output is for comparing
     print(json.dumps(parts) if options.json else "\n".join(f"{name:9}  {value}" for name, value in parts.items()))
     return 0
 
@@ -227,6 +253,8 @@ COMMANDS: tuple[tuple[str, Callable[[argparse.Namespace], int]], ...] = (
 def main(arguments: Optional[Sequence[str]] = None) -> int:
     options = build_parser().parse_args(arguments)
     try:
+        if not options.folder.is_dir():
+            raise CheckpointError(f"{options.folder}: there is no such folder")
         return dict(COMMANDS)[options.command](options)
     except Megafp8Error as error:
         print(f"checkpoint: {error}", file=sys.stderr)

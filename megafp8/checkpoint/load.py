@@ -212,7 +212,7 @@ def restore_schedule(path: Path, trainee: Trainee, saved: dict[str, Any]) -> Non
     except AssertionError as error:
         raise CheckpointError(
             f"{path} has another learning-rate schedule ({error}); give the checkpoint's, "
-            "--override-opt-param-scheduler for this run's, or --use-checkpoint-opt-param-scheduler for the saved one"
+            "--override-opt_param-scheduler for this run's, or --use-checkpoint-opt_param-scheduler for the saved one"
         ) from error
 
 

@@ -26,7 +26,6 @@ from megafp8.launch.process import Process
 
 RUN_STATE_FILE = "run_state.json"
 RECORDS_FILE = "records.jsonl"
-STATES = ("running", "done", "stopped", "preempted", "failed")
 # Beyond what a machine may be slow, and its clock be wrong.
 SILENT_S = 300.0
 TAIL_BYTES = 1 << 16

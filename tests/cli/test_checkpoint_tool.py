@@ -14,6 +14,7 @@ from saved_run import configure, copy_as_step, save_initial
 
 from megafp8.checkpoint.folder import saved_steps
 from megafp8.checkpoint.manifest import MANIFEST, damage_seen, read_manifest
+from megafp8.training.assemble import non_persistent_folder
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "checkpoint.py"
 FLAGS = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --vocab-size 127 --tensor-model-parallel-size 2 --bf16"
@@ -77,8 +78,55 @@ def test_what_is_not_there(tool, run: Path, tmp_path: Path, capsys) -> None:
     assert tool.main(["show", str(run), "--ckpt-step", "8"]) == 74
     assert "--ckpt-step 8" in capsys.readouterr().err
     (run / "iter_0000007" / MANIFEST).unlink()
-    assert tool.main(["list", str(run)]) == 0
+    assert tool.main(["list", str(run)]) == 74
     assert "no manifest" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "command", [["list"], ["verify"], ["show"], ["hash"], ["seal"], ["prune", "--ckpt-keep", "1"]], ids=lambda c: c[0]
+)
+def test_a_folder_that_is_not_there(command: list[str], tool, tmp_path: Path, capsys) -> None:
+    for name in ("none", "iter_0000020"):
+        assert tool.main([*command, str(tmp_path / name)]) == 74
+        assert "there is no such folder" in capsys.readouterr().err
+
+
+def test_a_checkpoints_own_folder_has_one_step(tool, saved: Path, capsys) -> None:
+    own = str(saved / "iter_0000007")
+    assert tool.main(["verify", own]) == 0
+    for command in ("verify", "show", "hash"):
+        assert tool.main([command, own, "--ckpt-step", "5"]) == 64
+        assert "iter_0000007 is one checkpoint" in capsys.readouterr().err
+    assert tool.main(["prune", own, "--ckpt-keep", "1"]) == 64
+
+
+def test_list_tells_what_lacks_bytes(tool, run: Path, capsys) -> None:
+    largest = max((run / "iter_0000007").iterdir(), key=lambda each: each.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-1])
+    assert tool.main(["list", str(run)]) == 74
+    assert capsys.readouterr().out.startswith("DAMAGED")
+
+
+def test_the_second_series_is_seen(tool, run: Path, capsys) -> None:
+    """In the folder that runs write it to."""
+    config = configure(f"{FLAGS} --save {run} --non-persistent-save-interval 1")
+    second = non_persistent_folder(config)
+    for step in (7, 9):
+        copy_as_step(run / "iter_0000007", second, step)
+    (second / "iter_0000003.corrupt").mkdir()
+    assert tool.main(["list", str(run)]) == 0
+    lines = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        ["whole", str(run / "iter_0000007")], ["whole", str(second / "iter_0000007")],
+        ["whole", str(second / "iter_0000009")], ["aside", str(second / "iter_0000003.corrupt")],
+    ]  # fmt: skip
+    assert tool.main(["hash", str(run)]) == 0
+    assert f"hash of {second / 'iter_0000009'}" in capsys.readouterr().err
+    assert tool.main(["show", str(run), "--ckpt-step", "9"]) == 0
+    assert capsys.readouterr().out.startswith(f"whole    {second / 'iter_0000009'}")
+    damage(second / "iter_0000009")
+    assert tool.main(["verify", str(run), "--ckpt-step", "7"]) == 0
+    assert tool.main(["verify", str(run)]) == 74
 
 
 def test_a_checkpoint_under_the_name_of_another_step(tool, run: Path, capsys) -> None:
@@ -116,7 +164,7 @@ def test_prune_keeps_the_newest_if_they_are_whole(tool, run: Path, capsys) -> No
     assert tool.main(["prune", str(run), "--ckpt-keep", "2", "--set-aside", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["deleted"] == ["iter_0000007", "iter_0000008", "iter_0000003.corrupt"]
     assert saved_steps(run) == [9, 10] and not (run / "iter_0000003.corrupt").exists()
-    assert tool.main(["prune", str(run), "--ckpt-keep", "0"]) == 74
+    assert tool.main(["prune", str(run), "--ckpt-keep", "0"]) == 64
 
 
 def test_seal_makes_a_manifest_where_there_is_none(tool, run: Path, capsys) -> None:

@@ -263,7 +263,7 @@ def test_state_of_another_optimizer_is_refused(saved: tuple[Path, RunConfig, Leg
 
 def test_another_schedule_is_refused(saved: tuple[Path, RunConfig, Leg]) -> None:
     text = refusal(saved[0], small_config("llama", f"{PLAIN} --lr 2e-3"))
-    assert "another learning-rate schedule" in text
+    assert "another learning-rate schedule" in text and "--override-opt_param-scheduler" in text
 
 
 def test_a_checkpoint_without_optimizer_state(tmp_path: Path) -> None:
