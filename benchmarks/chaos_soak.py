@@ -56,7 +56,7 @@ GRACE_S, A_DAY_S = 15.0, 86400.0
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 63 --swiglu "
     "--make-vocab-size-divisible-by 16 --position-embedding-type rope --tokenizer-type NullTokenizer --mock-data "
-    "--num-workers 0 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --lr-warmup-iters 2 --eval-iters 1 "
+    "--num-workers 1 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --lr-warmup-iters 2 --eval-iters 1 "
     f"--save-interval {SAVE_INTERVAL} --eval-interval {EVAL_INTERVAL} --ckpt-keep 3 --use-distributed-optimizer "
     "--attention-dropout 0.1 --hidden-dropout 0.1 --bf16 --fp8-format hybrid --fp8-recipe delayed "
     f"--fp8-amax-history-len 4 --no-progress-bar --log-interval 100 --step-timeout-s {STEP_TIMEOUT_S}"

@@ -67,8 +67,13 @@ def run_folder(command: Sequence[str]) -> Path:
     if place is None:
         raise ConfigError(f"the command names none of {', '.join(SCRIPTS)}: give --run-folder")
     invocation, problems = flags.read(list(command[place + 1 :]))
-    if invocation.config.checkpoint.save is None:
-        problems = [*problems, "a run without --save cannot go on where it stopped: give --save and --load"]
+    checkpoint = invocation.config.checkpoint
+    if checkpoint.save is None or checkpoint.load != checkpoint.save:
+        problems = [
+            *problems,
+            f"--save {checkpoint.save} and --load {checkpoint.load}: a run goes on where it stopped if both name one "
+            "folder; weights to start from are given with --pretrained-checkpoint",
+        ]
     if problems:
         raise ConfigError(problems)
     return Path(invocation.config.checkpoint.save or "")

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.context import ForkContext, ForkProcess
+from multiprocessing.popen_fork import Popen
 from typing import Any
 
 import torch
@@ -145,12 +146,16 @@ def build_loader(
     return _checked(iter(loader))
 
 
-class _LoaderProcess(ForkProcess):
-    """A loader process ignores SIGTERM, so what wants to end it must kill it."""
+class _KilledPopen(Popen):
+    """A loader process ignores SIGTERM, so what wants to end it (multiprocessing, as Python exits) must kill it."""
 
-    def terminate(self) -> None:
-        """Kill it."""
-        self.kill()
+    terminate = Popen.kill
+
+
+class _LoaderProcess(ForkProcess):
+    """A process that ends when it is told to."""
+
+    _Popen = _KilledPopen
 
 
 class _LoaderContext(ForkContext):

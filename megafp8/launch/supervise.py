@@ -156,6 +156,8 @@ class Supervisor:
         environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(round(self.limits.grace_s))
         environment.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
         self.child = self.launch(environment)
+        if self.asked is not None:  # it came before there was anybody to pass it on to
+            self.forward(self.asked, None)
         returned = self.child.wait()
         self.child = None
         end_descendants(self.limits.grace_s)

@@ -16,6 +16,7 @@ from megafp8 import faults
 from megafp8.checkpoint.save import sync_parameters
 from megafp8.checkpoint.state import Progress
 from megafp8.config import derived, serialize
+from megafp8.data.atomic import atomic_write
 from megafp8.data.loader import loader_deaths_explained
 from megafp8.errors import CapabilityError, NumericsError
 from megafp8.telemetry.records import EventRecord, StepRecord
@@ -29,7 +30,7 @@ from megafp8.training.phases import BETWEEN, STEP
 from megafp8.training.profiling import profiler
 from megafp8.training.rates import Rates, build_rates
 from megafp8.training.replicas import check_replicas
-from megafp8.training.resume import resume, saves_where_it_loads
+from megafp8.training.resume import check_nothing_newer, resume, saves_where_it_loads
 from megafp8.training.rollback import may_roll_back, roll_back
 from megafp8.training.saving import Saver, check_folders, saving
 from megafp8.training.skipping import after_step
@@ -51,6 +52,8 @@ def train(run: Run) -> Progress:
     if not run.config.training.skip_train:
         check_folders(run)
     progress, notes = resume(run)
+    if not run.config.training.skip_train:
+        check_nothing_newer(run, progress.step)
     run.guard.resumed(progress.step, saves_where_it_loads(run.config))
     total_steps = derived.train_iters(run.config, run.place.world_size)
     with ExitStack() as stack:
@@ -74,7 +77,8 @@ def open_sinks(run: Run, folder: Optional[Path], total_steps: int) -> Sinks:
         return Sinks(())
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(serialize.to_json(run.config), encoding="utf-8")
+        with atomic_write(folder / "config.json") as stream:
+            stream.write(serialize.to_json(run.config).encode())
     return build_sinks(run.config.logging, run_folder=str(folder) if folder else None, total_steps=total_steps)
 
 
@@ -233,20 +237,22 @@ def report_attention(run: Run, sinks: Sinks, step: int) -> None:
         )
 
 
-def validate(run: Run, sinks: Sinks, progress: Progress) -> None:
-    """Loss on the validation data, if there is any."""
+def validate(run: Run, sinks: Sinks, progress: Progress) -> bool:
+    """Loss on the validation data, if there is any; False when a signal broke it off."""
     is_whole = record_evaluation(run, sinks, progress, "valid", run.datasets[1])
     run.guard.evaluation_left(None if is_whole else progress.step)
     if run.config.training.empty_unused_memory_level >= 1:
         run.platform.free_cache()
+    return is_whole
 
 
 def evaluate_at_end(run: Run, sinks: Sinks, progress: Progress, total_steps: int) -> None:
     """After the last step: validation and, if there is such data, the test."""
     if progress.step < total_steps and not run.config.training.skip_train:
         return
-    validate(run, sinks, progress)
-    if not record_evaluation(run, sinks, progress, "test", run.datasets[2]):
+    if not (
+        validate(run, sinks, progress) and record_evaluation(run, sinks, progress, "test", run.datasets[2])
+    ):
         stopped_by_signals(run)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import faulthandler
 import logging
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -64,6 +65,7 @@ def guarded(config: RunConfig) -> Iterator[Guard]:
         if guard.journal is not None:
             status = error.exit_status if isinstance(error, Megafp8Error) else INTERNAL
             guard.journal.end("failed", f"rank {guard.rank}: {type(error).__name__}: {error}", status)
+        let_go(raised)
         if error is raised:
             raise
         raise error from raised
@@ -71,6 +73,13 @@ def guarded(config: RunConfig) -> Iterator[Guard]:
         guard.close()
         if guard.lock is not None:
             guard.lock.release()
+
+
+def let_go(error: BaseException | None) -> None:
+    """Forget the variables of the functions that an error went through: loader processes live as long as these do."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def explained(error: BaseException, guard: Guard) -> BaseException:

@@ -16,7 +16,7 @@ from megafp8.checkpoint.state import Progress
 from megafp8.checkpoint.together import on_rank_0
 from megafp8.config.schema import RunConfig
 from megafp8.errors import CheckpointError
-from megafp8.training.assemble import Run, non_persistent_folder
+from megafp8.training.assemble import Run, non_persistent_folder, run_folder
 
 # Crashes in a row while a checkpoint is loaded, after which it is set aside.
 DEADLY_LOADS = 2
@@ -77,6 +77,25 @@ def without_deadly(run: Run, chosen: Choice, folders: list[Path], with_hashes: b
     assert before is not None
     note = f"{chosen.path}: {failed} starts crashed while they loaded it, now {place.name}: the one before is used"
     return dataclasses.replace(before, notes=(note, *before.notes))
+
+
+def check_nothing_newer(run: Run, step: int) -> None:
+    """Refuse to write checkpoints beside newer ones: the next start would go on from those. All ranks call it.
+
+    Args:
+        step: at which the run begins.
+
+    Raises:
+        CheckpointError: on all ranks: there are newer ones where the run saves.
+    """
+    for folder in (run_folder(run.config), non_persistent_folder(run.config)):
+        newer = [] if folder is None else on_rank_0(lambda folder=folder: named_steps(folder))  # type: ignore[misc]
+        if newer and newer[-1] > step:
+            raise CheckpointError(
+                f"--save {folder} holds a checkpoint of step {newer[-1]}, and this run begins at step {step}: the next "
+                f"start would go on from that one. Give --load {run.config.checkpoint.save} to go on from it, with "
+                "--ckpt-step N to go back in it, or save to another folder"
+            )
 
 
 def saves_where_it_loads(config: RunConfig) -> bool:

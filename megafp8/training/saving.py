@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
@@ -23,6 +23,9 @@ from megafp8.telemetry.records import EventRecord
 from megafp8.telemetry.sinks import Sinks
 from megafp8.training.assemble import Run, non_persistent_folder, run_folder
 from megafp8.training.phases import BETWEEN
+
+# A shorter wait for a save that is under way is not worth a word.
+TOLD_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,8 @@ def saving(run: Run, sinks: Sinks) -> Iterator[Saver]:
     try:
         yield saver
     except NumericsError:  # all ranks have it, so all come here
-        saver.finish(is_last=False)
+        with suppress(CheckpointError):  # it is recorded, and not why the run ends
+            saver.finish(is_last=False)
         raise
     saver.finish(is_last=True)
 
@@ -125,8 +129,8 @@ class Saver:
         if series is None:
             return False
         run = self._run
-        run.guard.enter("save", progress.step)
         self._finish_late_one(progress.step)
+        run.guard.enter("save", progress.step)
         self._began = time.monotonic()
         samples = None if run.sample_chain is None else run.sample_chain.mark(progress.consumed_samples)
         try:
@@ -167,8 +171,10 @@ class Saver:
             return
         late, began = self._under_way.progress.step, time.monotonic()
         self.finish(is_last=False)
-        waited = f"waited {time.monotonic() - began:.1f} s for the checkpoint of step {late}: save less often"
-        self._sinks.write(EventRecord(step=step, name="checkpoint late", detail=waited))
+        waited_s = time.monotonic() - began
+        if waited_s >= TOLD_S:
+            detail = f"waited {waited_s:.1f} s for the checkpoint of step {late}: save less often"
+            self._sinks.write(EventRecord(step=step, name="checkpoint late", detail=detail))
 
     def _look(self, is_waiting: bool, is_last: bool) -> None:
         assert self._under_way is not None

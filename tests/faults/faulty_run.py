@@ -16,7 +16,7 @@ STEPS, SAVE_INTERVAL, EVAL_INTERVAL = 16, 2, 3
 COMMON = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 63 --swiglu "
     "--make-vocab-size-divisible-by 16 --position-embedding-type rope --tokenizer-type NullTokenizer --mock-data "
-    "--num-workers 0 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --lr-warmup-iters 2 --eval-iters 1 "
+    "--num-workers 1 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --lr-warmup-iters 2 --eval-iters 1 "
     f"--train-iters {STEPS} --save-interval {SAVE_INTERVAL} --eval-interval {EVAL_INTERVAL} --ckpt-keep 2 "
     "--attention-dropout 0.1 --hidden-dropout 0.1 --bf16 --fp8-format hybrid --fp8-recipe delayed "
     "--fp8-amax-history-len 4 --no-progress-bar"

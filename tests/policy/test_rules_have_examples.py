@@ -189,6 +189,10 @@ EXAMPLES = {
         {"checkpoint.save": "here", "checkpoint.async_save": True, "checkpoint.async_save_timeout": 600},
         1, "--distributed-timeout-minutes 10",
     ),
+    "late_saves_end_before_the_run": (
+        {"checkpoint.save": "here", "checkpoint.async_save": True, "training.checkpoint_timeout_s": 200.0},
+        1, "lower the first",
+    ),
     "saving_needs_a_folder": ({"checkpoint.save_interval": 10}, 1, "without --save"),
     "loading_needs_a_folder": ({"checkpoint.finetune": True}, 1, "--finetune has no effect without --load"),
     "grace_is_for_signals": (

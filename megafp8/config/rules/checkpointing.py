@@ -50,6 +50,16 @@ def late_saves_end_before_collectives(config: RunConfig, world_size: int) -> Ite
         )
 
 
+def late_saves_end_before_the_run(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Waiting for one that writes is limited as a whole too, by what ends a run that hangs."""
+    timeout_s, limit_s = config.checkpoint.async_save_timeout, config.training.checkpoint_timeout_s
+    if config.checkpoint.async_save and 0 < limit_s <= timeout_s:
+        yield (
+            f"--async-save-timeout {timeout_s} is not below --checkpoint-timeout-s {limit_s:g}, after which the whole "
+            "run counts as hung: lower the first or raise the second"
+        )
+
+
 def loading_needs_a_folder(config: RunConfig, world_size: int) -> Iterator[str]:
     """Settings of loading belong to --load."""
     checkpoint = config.checkpoint
@@ -111,6 +121,7 @@ RULES: tuple[Rule, ...] = (
     saving_needs_a_folder,
     second_folder_is_used,
     late_saves_end_before_collectives,
+    late_saves_end_before_the_run,
     loading_needs_a_folder,
     grace_is_for_signals,
     schedule_has_one_source,
