@@ -90,6 +90,20 @@ def test_a_run_that_is_done_does_nothing_more(tmp_path: Path) -> None:
     assert len(load_run(tmp_path).steps) == 6
 
 
+def test_a_run_does_not_save_beside_newer_checkpoints(tmp_path: Path) -> None:
+    """The next start would go on from those: a run that forgot --load would be lost without a word."""
+    run_loop(tmp_path, PLAIN, 1)
+
+    def start() -> str:
+        with pytest.raises(CheckpointError) as raised:
+            train(build_run(small_config("llama", f"{LENGTH} {PLAIN} --save {tmp_path}")))
+        return str(raised.value)
+
+    (message,) = run_ranks(1, start)
+    assert "holds a checkpoint of step 6, and this run begins at step 0" in message
+    assert saved_steps(tmp_path) == [6]
+
+
 def test_ranks_that_see_other_checkpoints_stop_together(tmp_path: Path) -> None:
     """A folder that is not shared: the first machine has a checkpoint, the second has none."""
     run_loop(tmp_path / "0", PLAIN, 1)

@@ -178,7 +178,8 @@ def test_too_many_in_a_row_stop_the_run(tmp_path: Path) -> None:
 
 def test_the_command_ends_with_65(tmp_path: Path) -> None:
     """On every rank, and one of them says why."""
-    flags = f"{COMMON} {STYLES['llama']} {LENGTH} --num-workers 2 --data-cache-path {tmp_path} --save {tmp_path / 'run'}"
+    flags = f"{COMMON} {STYLES['llama']} {LENGTH} --num-workers 2"  # the error must not hold the loader's processes
+    flags += f" --data-cache-path {tmp_path} --save {tmp_path / 'run'}"
     ended = run_forked(2, flags, "nan:rank=1,step=2,at=step.gradients")
     assert set(ended.statuses) == {65}, ended.told()
     assert "NumericsError: step 2: loss or gradients are not finite (samples 8-15):" in ended.output[0]

@@ -97,6 +97,21 @@ def test_a_signal_is_passed_on_and_no_restart_follows(tmp_path: Path) -> None:
     assert "preempted at step 8; SIGTERM came" in told
 
 
+def test_a_signal_while_a_run_is_started_is_passed_on(tmp_path: Path) -> None:
+    """Before there is a process to pass it on to. In a process of its own, as a supervisor takes its signals over."""
+    program = (
+        "import os, pathlib, signal, sys\n"
+        "from megafp8.launch.supervise import Limits, Supervisor\n"
+        "class Hit(Supervisor):\n"
+        "    def launch(self, environment):\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        return super().launch(environment)\n"
+        f"sys.exit(Hit(['sleep', '50'], pathlib.Path({str(tmp_path)!r}), Limits(), print).run())\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=20)
+    assert result.returncode == 75
+
+
 def test_what_a_start_leaves_behind_is_killed(tmp_path: Path) -> None:
     """The orphan has a session of its own, as torchrun's ranks have."""
     assert supervise(tmp_path, "orphan:0:0 done:60:60", "--grace-s", "1")[0] == 0
