@@ -110,4 +110,4 @@ def test_a_run_that_is_cut_short_or_only_starts_from_the_weights_asks_nothing(
 ) -> None:
     start(tmp_path / "run", shards[1:], 4)
     assert start(tmp_path / "run", shards[1:], 2) == Progress(4, 32), "nothing is left to read"
-    assert start(tmp_path / "run", shards[:1], 2, "--finetune") == Progress(2, 16)
+    assert start(tmp_path / "run", shards[:1], 2, f"--finetune --save {tmp_path / 'tuned'}") == Progress(2, 16)
