@@ -64,10 +64,13 @@ def installed_packages() -> dict[str, str]:
     """Versions by normalized name. A distribution with broken metadata is left out."""
     found = {}
     for distribution in importlib.metadata.distributions():
-        name = distribution.metadata["Name"]
-        if name and distribution.version:
+        try:
+            name, version = distribution.metadata["Name"], distribution.version
+        except FileNotFoundError:  # of the backport of importlib.metadata, where something has imported it
+            continue
+        if name and version:
             # The first one on the path is the one that is imported.
-            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), distribution.version)
+            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), version)
     return found
 
 

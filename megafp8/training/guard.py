@@ -288,14 +288,14 @@ class Guard:
         print(f"megafp8: {text}{self.leave_stacks(text)}", file=sys.__stderr__, flush=True)
         if self.journal is not None:
             self.journal.end(state, text, exit_status)
-        for _, process in self.stopped_peers():
-            with contextlib.suppress(OSError):
-                os.kill(process.pid, signal.SIGCONT)  # it finds out that the others are gone, and ends
         time.sleep(LINGER_S)
         for child in multiprocessing.active_children():
             child.kill()
         if self.lock is not None:
             self.lock.release()
+        for _, process in self.stopped_peers():
+            with contextlib.suppress(OSError):
+                os.kill(process.pid, signal.SIGCONT)  # now, so that it finds the others gone and does not go on
         os._exit(exit_status)
 
     def leave_stacks(self, text: str) -> str:
