@@ -9,7 +9,6 @@ tests of one rank run in a child.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import multiprocessing
@@ -29,6 +28,8 @@ from typing import Any, Optional
 import pytest
 import torch
 import torch.distributed as dist
+
+from megafp8.launch.process import end_with_parent
 
 # Once a rank has failed, the others hang in a collective or fail too: what they say in this time is reported.
 GRACE_S = 1.0
@@ -121,7 +122,7 @@ def become_rank(rank: int, world_size: int, folder: Path) -> None:
     torch.set_num_threads = lambda threads: None
     gc.freeze()  # what it inherits is no garbage: every collection would walk all of it, and so copy it
     os.setpgid(0, 0)  # with its children it is one group, which can be killed as a whole
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed test run leaves nobody behind
+    end_with_parent(signal.SIGKILL)  # a killed test run leaves nobody behind
     # multiprocessing imports and inherits; the file stays open for as long as the process lives.
     faulthandler.register(signal.SIGUSR1, file=(folder / f"stack{rank}").open("w"), all_threads=False)
     os.environ |= {

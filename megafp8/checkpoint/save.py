@@ -45,7 +45,7 @@ from megafp8.checkpoint.together import on_rank_0, raise_peer_lost, reason, toge
 from megafp8.checkpoint.weights import put_rounded_masters
 from megafp8.config.schema import RunConfig
 from megafp8.config.serialize import to_json
-from megafp8.data.atomic import file_sha256, sync
+from megafp8.data.atomic import file_sha256, sync_file
 from megafp8.data.sample_chain import SampleMark
 from megafp8.errors import CheckpointError, PeerLost
 from megafp8.telemetry.records import utc_now
@@ -281,6 +281,5 @@ def sync_parameters(config: RunConfig, trainee: Trainee) -> None:
 
 def sync_and_hash(path: Path) -> FileEntry:
     """Wait until a small file is on the disk, and describe it."""
-    with open(path, "rb+") as stream:
-        sync(stream)
+    sync_file(path)
     return FileEntry(path.stat().st_size, file_sha256(path))

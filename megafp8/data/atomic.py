@@ -63,6 +63,12 @@ def sync(stream: BinaryIO) -> None:
     os.fsync(stream.fileno())
 
 
+def sync_file(path: Path) -> None:
+    """Wait until a file that is written and closed is on the disk."""
+    with open(path, "rb") as stream:
+        os.fsync(stream.fileno())
+
+
 @contextmanager
 def atomic_write(path: Union[str, Path]) -> Iterator[BinaryIO]:
     """Open `path` for writing bytes; it appears when the block ends well, and stays as it was when the block raises.

@@ -8,7 +8,6 @@ whole state of a loader is the number of samples consumed.
 
 from __future__ import annotations
 
-import ctypes
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,8 +21,8 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from megafp8.errors import DataError
+from megafp8.launch.process import end_with_parent
 
-PR_SET_PDEATHSIG = 1
 KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
@@ -167,7 +166,7 @@ class _LoaderContext(ForkContext):
 def _outlast_signals(worker: int) -> None:
     """In a loader process: leave signals to the training process, which needs more batches until it has saved; and end
     with it, however it ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
     signal.set_wakeup_fd(-1)  # it is the training process's
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megafp8.checkpoint.folder import SPARE_BYTES, UNFINISHED, sync_folder
+from megafp8.checkpoint.folder import SPARE_BYTES, UNFINISHED
+from megafp8.data.atomic import sync_file, sync_folder
 from megafp8.errors import CapabilityError, CheckpointError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -224,9 +225,3 @@ def new_folder(path: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-
-
-def sync_file(path: Path) -> None:
-    """Wait until a file is on the disk."""
-    with open(path, "rb") as stream:
-        os.fsync(stream.fileno())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import socket
@@ -11,6 +12,7 @@ from typing import Optional
 
 ENDED = ("Z", "X", "x")
 STOPPED = "T"
+PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,11 @@ def this_process() -> Process:
     """The one that asks."""
     state_and_start = stat_of(os.getpid())
     return Process(socket.gethostname(), this_place(), os.getpid(), state_and_start[1] if state_and_start else 0)
+
+
+def end_with_parent(number: int) -> None:
+    """Have the kernel send this process a signal when the one that started it ends, however it ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -32,6 +33,7 @@ from megafp8.errors import (
     NumericsError,
     RunFolderInUse,
 )
+from megafp8.launch.process import end_with_parent
 from megafp8.launch.run_state import RunState, judge, last_recorded_step, read_run_state
 
 RESTARTS_FILE = "restarts.jsonl"
@@ -45,7 +47,7 @@ STILLBORN = 2
 LONGEST_PAUSE_S = 60.0
 # Beyond the grace that a run has after a signal.
 KILL_AFTER_S = 10.0
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +183,8 @@ class Supervisor:
 
     def launch(self, environment: dict[str, str]) -> subprocess.Popen:
         """Start the command's process."""
-        return subprocess.Popen(self.command, env=environment, start_new_session=True, preexec_fn=end_with_parent)
+        end = functools.partial(end_with_parent, signal.SIGTERM)  # a supervisor that is killed tells nobody
+        return subprocess.Popen(self.command, env=environment, start_new_session=True, preexec_fn=end)
 
     def forward(self, number: int, frame: Optional[FrameType]) -> None:
         """Pass a signal on to the command; what has not ended after its grace is killed."""
@@ -211,11 +214,6 @@ def told(start: Start) -> str:
     lost = f", {start.lost_steps} steps lost" if start.lost_steps else ""
     reason = f" ({start.reason.splitlines()[0]})" if start.reason else ""
     return f"{start.state} at step {start.step}{lost}{reason}"
-
-
-def end_with_parent() -> None:
-    """In the child: SIGTERM when the supervisor is killed."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def end_descendants(grace_s: float) -> None:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megafp8 import faults
+from megafp8.optim.reduction import on_reduction
 
 NO_TENSOR = "none by itself; the squares of all gradients together overflow"
 ONLY_LOSS = "none; weights and gradients are finite"
@@ -42,15 +43,13 @@ class GradientWatch:
 
     def watch(self, group: Any) -> None:
         """Look at a bucket group whenever its reduction starts."""
-        start = group.start_grad_sync
 
-        def start_watched(*args: Any, **kwargs: Any) -> Any:
+        def look() -> None:
             for bucket in group.buckets:
                 faults.poison("step.gradients", bucket.grad_data)
                 self.bad += ~is_finite(bucket.grad_data)
-            return start(*args, **kwargs)
 
-        group.start_grad_sync = start_watched
+        on_reduction(group, look)
 
     def reset(self) -> None:
         """Forget, before the next step."""

@@ -16,13 +16,16 @@ steps before dividing. Here b is one microbatch of a rank, averaged over the dat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Optional
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
+
+from megafp8.optim.reduction import on_reduction
 
 
 def signal_and_noise(few: float, all: float, num_few: int, num_all: int) -> tuple[float, float]:
@@ -39,26 +42,16 @@ def signal_and_noise(few: float, all: float, num_few: int, num_all: int) -> tupl
 @contextmanager
 def before_reduction(chunks: Sequence[Any], note: Callable[[Tensor], None]) -> Iterator[None]:
     """Within, show every weight whose gradient is about to be reduced over the data-parallel ranks."""
-    groups = [group for chunk in chunks for group in chunk.bucket_groups]
-    plain = [group.start_grad_sync for group in groups]
-    for group, start in zip(groups, plain, strict=True):
-        group.start_grad_sync = shown(start, [weight for bucket in group.buckets for weight in bucket.params], note)
-    try:
+
+    def show(group: Any) -> None:
+        for bucket in group.buckets:
+            for weight in bucket.params:
+                note(weight)
+
+    with ExitStack() as stack:
+        for group in (group for chunk in chunks for group in chunk.bucket_groups):
+            stack.callback(on_reduction(group, partial(show, group)))
         yield
-    finally:
-        for group, start in zip(groups, plain, strict=True):
-            group.start_grad_sync = start
-
-
-def shown(start: Callable[..., Any], weights: Sequence[Tensor], note: Callable[[Tensor], None]) -> Callable[..., Any]:
-    """The same reduction, which shows its weights first."""
-
-    def start_shown(*args: Any, **options: Any) -> Any:
-        for weight in weights:
-            note(weight)
-        return start(*args, **options)
-
-    return start_shown
 
 
 def reduced_gradient(optimizer: Any, weight: Tensor) -> Optional[Tensor]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Optional, Union
+from typing import Union
 
-import torch.distributed as dist
-
-from megafp8.checkpoint.together import on_rank_0
+from megafp8.checkpoint.together import on_rank_0, together
 from megafp8.config import derived
 from megafp8.config.schema import RunConfig
 from megafp8.device.platform import rank, world_size
@@ -81,11 +79,9 @@ def lock_or_refusal(folder: Path) -> Union[RunLock, str]:
 
 def peers_here() -> dict[int, Process]:
     """The other ranks on this machine; all ranks call it."""
-    processes: list[Optional[Process]] = [None] * dist.get_world_size()
     me = this_process()
-    dist.all_gather_object(processes, me)
     return {
         number: process
-        for number, process in enumerate(processes)
-        if process is not None and process.place == me.place and process != me
+        for number, process in enumerate(together(lambda: me))
+        if process.place == me.place and process != me
     }

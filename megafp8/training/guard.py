@@ -17,7 +17,6 @@ out by themselves and to say so, and then end too.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import multiprocessing
 import os
@@ -30,7 +29,7 @@ from types import FrameType
 from typing import Any, Optional
 
 from megafp8.errors import HUNG, INTERNAL, PREEMPTED
-from megafp8.launch.process import STOPPED, Process
+from megafp8.launch.process import STOPPED, Process, end_with_parent
 from megafp8.launch.run_lock import RunLock
 from megafp8.telemetry.records import utc_now
 from megafp8.training.journal import Journal
@@ -55,7 +54,6 @@ LAST_WORDS_S = 10.0
 # Beyond a limit, for this thread to act before the timer in C does.
 TIMER_SPARE_S = 15.0
 STACKS_FOLDER = "logs/watchdog"
-PR_SET_PDEATHSIG = 1
 
 
 class Guard:
@@ -96,7 +94,7 @@ class Guard:
             signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
             self.handlers = {number: signal.signal(number, self.take) for number in SIGNALS}
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # a torchrun that is killed tells nobody
+            end_with_parent(signal.SIGTERM)  # a torchrun that is killed tells nobody
         self.thread = threading.Thread(target=self.watch, name="guard", daemon=True)
         self.thread.start()
 

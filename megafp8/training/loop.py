@@ -32,7 +32,7 @@ from megafp8.training.rates import Rates, build_rates
 from megafp8.training.replicas import check_replicas
 from megafp8.training.resume import check_nothing_newer, resume, saves_where_it_loads
 from megafp8.training.rollback import may_roll_back, roll_back
-from megafp8.training.saving import Saver, check_folders, saving
+from megafp8.training.saving import Saver, check_folders, is_multiple, saving
 from megafp8.training.skipping import after_step
 from megafp8.training.step import Batches, params_norm, train_step
 from megafp8.training.stopping import is_asked_to_stop, reason_to_stop, stopped_by_signals
@@ -112,12 +112,12 @@ def train_steps(
                 sinks.write(event)
             run.guard.step_done(step)
             saver.poll()
-            if is_comparison_due(run, step):
+            if is_multiple(step, training.check_weight_hash_across_dp_replicas_interval):
                 compare_replicas(run, sinks, step)
             if step == first_step:
                 report_attention(run, sinks, step)
             profile_step()
-            if training.eval_interval and step % training.eval_interval == 0 and step < total_steps:
+            if is_multiple(step, training.eval_interval) and step < total_steps:
                 validate(run, sinks, progress)
             reason = reason_to_stop(run, step, started) if step < total_steps else None
             is_last = reason is not None or step == total_steps
@@ -159,12 +159,6 @@ def after_bad_numbers(
     progress = roll_back(run, sinks, progress, total_steps, error)
     saver.save(progress, is_last=progress.step == total_steps, is_due=True)
     return progress
-
-
-def is_comparison_due(run: Run, step: int) -> bool:
-    """Whether replicas are to be compared after a step."""
-    interval = run.config.training.check_weight_hash_across_dp_replicas_interval
-    return bool(interval and step % interval == 0)
 
 
 def compare_replicas(run: Run, sinks: Sinks, step: int) -> None:

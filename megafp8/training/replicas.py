@@ -20,6 +20,7 @@ from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 
 from megafp8.checkpoint.save import sync_parameters
+from megafp8.checkpoint.together import together
 from megafp8.errors import NumericsError
 from megafp8.fp8.delayed import DelayedState
 from megafp8.fp8.parameter import QuantizedParameter
@@ -169,9 +170,7 @@ def disagreements(rows: Sequence[Row]) -> list[Disagreement]:
 def gathered_hashes(copies: Sequence[Copy], hashes: Tensor) -> list[Hashes]:
     """The hash of each copy, by rank."""
     mine = [(copy.name, copy.is_on_tensor_ranks, value) for copy, value in zip(copies, hashes.tolist(), strict=True)]
-    gathered: list[Hashes] = [[]] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    return gathered
+    return together(lambda: mine)
 
 
 def describe(found: Disagreement, by_rank: Sequence[Hashes]) -> str:

@@ -10,6 +10,7 @@ from typing import Optional
 import torch
 import torch.distributed as dist
 
+from megafp8.checkpoint.together import together
 from megafp8.training.assemble import Run
 
 
@@ -48,8 +49,7 @@ def any_rank(run: Run, mine: bool) -> bool:
 
 def stopped_by_signals(run: Run) -> str:
     """Note that signals end the run; which came to which ranks, in words. All ranks call it."""
-    asked = [0] * run.place.world_size
-    dist.all_gather_object(asked, run.guard.asked)
+    asked = together(lambda: run.guard.asked)
     counts = Counter(number for number in asked if number)
     reason = ", ".join(
         f"{signal.Signals(number).name} to " + (f"rank {asked.index(number)}" if count == 1 else f"{count} ranks")

@@ -16,6 +16,7 @@ from typing import Any, Optional, Union
 import torch
 import torch.distributed as dist
 
+from megafp8.optim.reduction import on_reduction
 from megafp8.telemetry.records import EventRecord
 from megafp8.training.assemble import Run
 
@@ -35,7 +36,7 @@ class Stragglers:
         self.total_ms, self.num_steps = 0.0, 0
         for chunk in run.trainee.chunks:
             for group in chunk.bucket_groups:
-                group.start_grad_sync = self.noting(group.start_grad_sync)
+                on_reduction(group, self.note_ready)
                 group.finish_param_sync = self.waiting(group.finish_param_sync)
 
     def waiting(self, wait: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,15 +51,10 @@ class Stragglers:
 
         return wait_noted
 
-    def noting(self, start: Callable[..., Any]) -> Callable[..., Any]:
-        """The start of a reduction, which notes the first of a step."""
-
-        def start_noted(*args: Any, **kwargs: Any) -> Any:
-            if self.ready is None:
-                self.ready = self.now()
-            return start(*args, **kwargs)
-
-        return start_noted
+    def note_ready(self) -> None:
+        """A reduction starts: note the first of a step."""
+        if self.ready is None:
+            self.ready = self.now()
 
     def now(self) -> Moment:
         """A moment; on CUDA one of the device, which runs behind."""
