@@ -20,6 +20,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from megafp8.checkpoint import remainders
+
 NAMES = ("param", "exp_avg", "exp_avg_sq")
 # What megatron-core calls the form in which it takes the state back: flat, this rank's part only.
 FLAT = "fully_sharded_model_space"
@@ -83,9 +85,23 @@ def own_values(part: DistributedOptimizer, parameter: Tensor) -> dict[str, Tenso
     them would fill a GPU.
     """
     found = part._get_main_param_and_optimizer_states(parameter)
+    if has_remainder(part, parameter):
+        found["param"] = remainders.joined(own_shard(part, parameter).detach(), found["param"])
     is_converted = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
     values = {name: found[name].detach().float() for name in NAMES}
     return {name: value.cpu() for name, value in values.items()} if is_converted else values
+
+
+def own_shard(part: DistributedOptimizer, parameter: Tensor) -> Tensor:
+    """What the optimizer inside has of a parameter: its key there."""
+    group, index = part.model_param_group_index_map[parameter]
+    return part.optimizer.param_groups[group]["params"][index]
+
+
+def has_remainder(part: DistributedOptimizer, parameter: Tensor) -> bool:
+    """Whether the high half of a master weight is the model's own weight."""
+    master = part.optimizer.state[own_shard(part, parameter)].get("master_param")
+    return master is not None and master.dtype == torch.int16
 
 
 def own_runs(part: DistributedOptimizer) -> Iterator[tuple[Tensor, range]]:
@@ -150,10 +166,14 @@ def piece(leaf: ShardedTensor, box: Box, data: Tensor | None) -> ShardedTensor:
     )
 
 
-def join_pieces(state: dict[str, Any]) -> dict[str, Any]:
+def join_pieces(part: DistributedOptimizer, state: dict[str, Any]) -> dict[str, Any]:
     """What was loaded for `sharded_state`, as this rank's `DistributedOptimizer.load_state_dict` takes it."""
     flat = {
         number: {name: torch.cat([each.flatten() for _, each in sorted(kind.items())]) for name, kind in kinds.items()}
         for number, kinds in state["param_state"].items()
     }
+    for (parameter, _), values in zip(own_runs(part), flat.values(), strict=True):
+        if has_remainder(part, parameter):
+            rounded, values["param"] = remainders.split(values["param"])
+            own_shard(part, parameter).data.copy_(rounded)
     return state | {"param_state": flat, "param_state_sharding_type": FLAT}

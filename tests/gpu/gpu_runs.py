@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -43,9 +44,13 @@ def gpu_run(extra: str) -> Iterator[Run]:
     found = [*rules.problems(config, 1), *capability.problems(config, capability.detect_target())]
     assert not found, found
     platform.join_ranks(platform.detect_platform(), 5)  # once: starting NCCL takes longer than a run
+    environment = dict(os.environ)
     try:
         yield build_run(config)
     finally:
+        # megatron-core sets what Transformer Engine's attention may use, and refuses another choice later.
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
         leave_groups()
         FP8GlobalStateManager.reset()
         torch.cuda.empty_cache()

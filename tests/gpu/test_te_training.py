@@ -28,6 +28,7 @@ from megafp8.checkpoint.state import Progress  # noqa: E402
 
 PLAIN = "--no-one-pass-optimizer --no-gradient-overwrite --no-split-rope-fusion"
 FUSER = "--use-transformer-engine-op-fuser"
+LOW_PRECISION = "--use-precision-aware-optimizer"
 STEPS = 12
 COMPARED = 6  # losses; later ones drift apart
 
@@ -148,6 +149,9 @@ def test_row_wise_cast_of_shards_changes_no_weight(recipe: str) -> None:
         ("delayed", f"{FUSER} --fp8-param-gather"),
         ("tensorwise", "--fp8-param-gather"),
         ("blockwise", "--fp8-param-gather"),
+        ("delayed", f"{LOW_PRECISION} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"),
+        ("delayed", f"{LOW_PRECISION} --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16"),
+        ("tensorwise", f"{LOW_PRECISION} --main-params-dtype fp16"),
     ],
 )
 def test_resuming_is_going_on(recipe: str, extra: str, tmp_path: Path) -> None:
@@ -165,7 +169,7 @@ def test_resuming_is_going_on(recipe: str, extra: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("states", ["bf16 bf16", "fp8 fp16", "fp32 fp32"])
 def test_low_precision_states_learn(states: str) -> None:
     exp_avg, exp_avg_sq = states.split()
-    extra = f"--use-precision-aware-optimizer --exp-avg-dtype {exp_avg} --exp-avg-sq-dtype {exp_avg_sq}"
+    extra = f"{LOW_PRECISION} --exp-avg-dtype {exp_avg} --exp-avg-sq-dtype {exp_avg_sq}"
     low, full = curve(extra), curve("")
     print(f"\n{states}: gap {gap(low, full):.2e}")
     assert gap(low, full) < 2e-2
