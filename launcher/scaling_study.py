@@ -1,0 +1,150 @@
+#!/usr/bin/env python3
+"""Run a scaling study, or any sweep: every combination of a grid of flags, from one YAML file.
+
+    python launcher/scaling_study.py examples/studies/stdlib_cpu.yaml --dry-run
+    python launcher/scaling_study.py examples/studies/stdlib_cpu.yaml --local --parallel 2
+    python launcher/scaling_study.py examples/studies/stdlib_cpu.yaml --status
+
+Every run has a folder of its own with a name that stays when the grid grows. The same command again passes over runs
+that are done or running and starts the others, which go on from their checkpoints. Nothing starts when the flags of one
+run are wrong. docs/scaling_studies.md describes the file. Exit status: 0 all done, 64 wrong study, 75 stopped by a
+signal, else that of the first run that failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Optional
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
+
+from megafp8.config import rules
+from megafp8.errors import ConfigError, Megafp8Error
+from megafp8.planning.hardware import GPUS
+from megafp8.studies.local import LocalRunner, command_of, visible_gpus
+from megafp8.studies.progress import (
+    Progress,
+    is_due,
+    predicted_seconds,
+    progress_of,
+    status_text,
+    write_study_file,
+)
+from megafp8.studies.runs import StudyRun, expand, labels_text
+from megafp8.studies.study import read_study
+
+SCRIPT = Path(__file__).resolve().parents[1] / "pretrain_gpt.py"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", type=Path, metavar="STUDY.yaml", help="what to run")
+    parser.add_argument("--folder", type=Path, metavar="DIR", help="folder of the study, instead of the file's")
+    parser.add_argument(
+        "--only", default="*", metavar="PATTERN", help="runs whose label matches this shell pattern (default: all)"
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--status", action="store_true", help="print the state of every run and stop")
+    what.add_argument("--dry-run", action="store_true", help="print every command, its tokens, FLOPs and time and stop")
+    what.add_argument("--local", action="store_true", help="run on this machine")
+    parser.add_argument(
+        "--parallel", type=int, metavar="N",
+        help="runs at a time on this machine (default: as many as its GPUs hold, without GPUs 1)",
+    )
+    parser.add_argument(
+        "--gpu", choices=sorted(GPUS), help="with --dry-run: GPU whose times the planner predicts; default from runs "
+        "of the study that are done",
+    )
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = build_parser().parse_args(argv)
+    try:
+        if arguments.parallel is not None and arguments.parallel < 1:
+            raise ConfigError(f"--parallel {arguments.parallel}: must be at least 1")
+        study = read_study(arguments.study, arguments.folder)
+        runs = expand(study)
+        every = [progress_of(run) for run in runs if fnmatchcase(run.label, arguments.only)]
+        if not every:
+            raise ConfigError(f"--only {arguments.only}: matches none of the {len(runs)} runs, such as {runs[0].label}")
+        if arguments.status:
+            print(status_text(every))
+            return 0
+        if arguments.dry_run:
+            print(plan_text(every, arguments.gpu))
+            return 0
+        check_paths([one.run for one in every])
+        due = [one.run for one in every if is_due(one)]
+        runner = LocalRunner(due, SCRIPT, arguments.parallel, visible_gpus(), lambda text: print(text, flush=True))
+        write_study_file(study, runs)
+        print(f"{study.name}: {len(every)} runs, {len(due)} to start; folder {study.folder}", flush=True)
+        return runner.run()
+    except Megafp8Error as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_status
+
+
+def check_paths(runs: Sequence[StudyRun]) -> None:
+    """
+    Raises:
+        ConfigError: files and folders that are missing here; a dry run may do without them.
+    """
+    problems: dict[str, list[str]] = {}
+    for run in runs:
+        for problem in rules.path_problems(run.config, run.world_size):
+            problems.setdefault(problem, []).append(run.label)
+    if problems:
+        raise ConfigError([f"{labels_text(labels)}: {problem}" for problem, labels in problems.items()])
+
+
+def plan_text(every: Sequence[Progress], gpu: Optional[str]) -> str:
+    """What would be run: two lines a run, and sums over those that are not done."""
+    lines, seconds_left = [], []
+    for one in every:
+        seconds = predicted_seconds(one.run, every, GPUS[gpu] if gpu else None)
+        due = is_due(one)
+        seconds_left += [seconds] if due else []
+        lines.append(
+            f"{one.run.label}  {one.run.id}  {one.state}: {count_text(one.run.parameters)} parameters, "
+            f"{count_text(one.run.tokens)} tokens, {count_text(one.run.flops)}FLOPs, {time_text(seconds)} on "
+            f"{one.run.world_size} {'GPUs' if gpu else 'ranks'}"
+        )
+        lines.append(f"  {shlex.join(command_of(one.run, SCRIPT))}")
+    due = [one for one in every if is_due(one)]
+    flops = [one.run.flops for one in due]
+    total = None if None in flops else sum(flops)
+    time = time_text(None if None in seconds_left else sum(seconds_left))
+    lines.append(
+        f"{len(every)} runs, {len(due)} to start: {count_text(sum(one.run.tokens for one in due))} tokens, "
+        f"{count_text(total)}FLOPs, {time} one after the other"
+    )
+    return "\n".join(lines)
+
+
+def count_text(number: Optional[float]) -> str:
+    """A large number in three digits: 1.23e+09 as `1.23 G`."""
+    if number is None:
+        return "? "
+    for letter, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {letter}"
+    return f"{number:.3g} "
+
+
+def time_text(seconds: Optional[float]) -> str:
+    """Seconds as hours and minutes."""
+    if seconds is None:
+        return "time unknown"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds // 3600:.0f} h {seconds % 3600 / 60:02.0f} min"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

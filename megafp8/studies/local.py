@@ -1,0 +1,148 @@
+"""A study's runs as processes of this machine, some at a time, each with GPUs of its own where there are any."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Optional
+
+from megafp8.errors import INTERNAL, PREEMPTED, ConfigError, RunFolderInUse
+from megafp8.launch.process import end_with_parent
+from megafp8.studies.progress import DONE, is_due, progress_of
+from megafp8.studies.runs import StudyRun, labels_text
+
+OUTPUT_FILE = "output.log"
+LOOK_S = 0.2
+
+
+def command_of(run: StudyRun, script: Path) -> list[str]:
+    """The command that trains a run on this machine."""
+    python = [sys.executable]
+    if run.world_size > 1:
+        python += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.world_size)]
+    return [*python, str(script), *run.flags]
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """What CUDA_VISIBLE_DEVICES may name on this machine; empty without GPUs."""
+    if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return tuple(part.strip() for part in chosen.split(",") if part.strip())
+    if shutil.which("nvidia-smi") is None:
+        return ()
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
+    return tuple(str(number) for number, _ in enumerate(re.findall(r"^GPU ", listed, re.MULTILINE)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Active:
+    """A run that runs."""
+
+    run: StudyRun
+    process: subprocess.Popen
+    gpus: tuple[str, ...]
+
+
+class LocalRunner:
+    """Runs what is due.
+
+    Args:
+        script: pretrain_gpt.py.
+        parallel: runs at a time; None: as many as the GPUs hold, and one without GPUs.
+        tell: shows a line.
+
+    Raises:
+        ConfigError: a run needs more GPUs than there are.
+    """
+
+    def __init__(
+        self, runs: Sequence[StudyRun], script: Path, parallel: Optional[int], gpus: Sequence[str],
+        tell: Callable[[str], None],
+    ):  # fmt: skip
+        self.waiting, self.script, self.tell = list(runs), script, tell
+        self.parallel = parallel or (len(gpus) or 1)
+        self.free, self.has_gpus = list(gpus), bool(gpus)
+        self.active: list[Active] = []
+        self.statuses: list[int] = []
+        self.asked = False
+        if large := [run.label for run in runs if gpus and run.world_size > len(gpus)]:
+            raise ConfigError(f"{labels_text(large)}: more GPUs (gpus) than the {len(gpus)} of this machine")
+
+    def run(self) -> int:
+        """Run until nothing is left or a signal came.
+
+        Returns:
+            0 when all are done, `PREEMPTED` after a signal, else the first failed run's exit status.
+        """
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.stop)
+        while self.active or self.waiting:
+            while self.waiting and self.start_next():
+                pass
+            time.sleep(LOOK_S if self.active else 0)
+            for one in [one for one in self.active if one.process.poll() is not None]:
+                self.finish(one)
+        if self.asked:
+            return PREEMPTED
+        return next((status for status in self.statuses if status), 0)
+
+    def start_next(self) -> bool:
+        """Start the first run that waits; False if it has to wait on. Others do not overtake it."""
+        run = self.waiting[0]
+        needed = run.world_size if self.has_gpus else 0
+        if len(self.active) >= self.parallel or len(self.free) < needed:
+            return False
+        self.waiting.pop(0)
+        before = progress_of(run)
+        if not is_due(before):  # someone else started it meanwhile
+            self.tell(f"{before.state:<10} {run.label}")
+            return True
+        environment, gpus = dict(os.environ), tuple(self.free[:needed])
+        if self.has_gpus:
+            self.free = self.free[needed:]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        run.folder.mkdir(parents=True, exist_ok=True)
+        end = functools.partial(end_with_parent, signal.SIGTERM)  # a runner that is killed tells nobody
+        with open(run.folder / OUTPUT_FILE, "ab") as output:
+            process = subprocess.Popen(
+                command_of(run, self.script), stdout=output, stderr=output, env=environment, start_new_session=True,
+                preexec_fn=end,
+            )  # fmt: skip
+        self.active.append(Active(run=run, process=process, gpus=gpus))
+        self.tell(f"{'starts':<10} {run.label}" + (f" on GPU {environment['CUDA_VISIBLE_DEVICES']}" if gpus else ""))
+        return True
+
+    def finish(self, one: Active) -> None:
+        """Say what became of a run whose process has ended."""
+        self.active.remove(one)
+        self.free += one.gpus
+        after = progress_of(one.run)
+        if after.state == DONE:
+            took = f" in {after.seconds:.0f} s" if after.seconds is not None else ""
+            self.tell(f"{after.state:<10} {one.run.label}{took}")
+            return
+        # One that ended before its run began, with wrong flags say, has left no state.
+        status = after.found.exit_status if after.found is not None else None
+        status = status or one.process.returncode
+        if status == RunFolderInUse.exit_status:
+            self.tell(f"{'running':<10} {one.run.label}, started by someone else")
+            return
+        self.statuses.append(status if status > 0 else INTERNAL)
+        reason = after.reason.splitlines()[0] if after.reason else f"status {status}"
+        self.tell(f"{after.state:<10} {one.run.label}: {reason}; see {one.run.folder / OUTPUT_FILE}")
+
+    def stop(self, number: int, frame: Optional[FrameType]) -> None:
+        """Start nothing more; what runs saves and ends."""
+        self.asked = True
+        self.waiting.clear()
+        for one in self.active:
+            one.process.terminate()
