@@ -13,6 +13,8 @@ SAFETENSORS = ["safetensors>=0.8"]
 TRANSFORMERS = [f'{name}; python_version >= "3.11"' for name in ("transformers>=5", "accelerate", "compressed-tensors")]
 PREPROCESSING = ["gigatoken>=0.10", "orjson", "pyarrow", "backports.zstd"]  # fast BPE and JSON, Parquet, .zst
 
+STUDIES = ["PyYAML", "scipy"]  # studies are YAML; their laws are fitted
+
 setup(
     name="megafp8",
     version=version,
@@ -38,8 +40,10 @@ setup(
         "hf": [*TOKENIZERS, *SAFETENSORS],
         "data": [*TOKENIZERS, *PREPROCESSING],
         "datasets": [*TOKENIZERS, *PREPROCESSING, "datasets"],
+        "studies": STUDIES,
         "dev": [
-            "pytest", "pytest-timeout", "ruff", *TOKENIZERS, *SAFETENSORS, *PREPROCESSING, *TRANSFORMERS, "torchao",
+            "pytest", "pytest-timeout", "ruff", *TOKENIZERS, *SAFETENSORS, *PREPROCESSING, *TRANSFORMERS, *STUDIES,
+            "torchao",
         ],
     },
 )

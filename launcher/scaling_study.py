@@ -112,7 +112,7 @@ def plan_text(every: Sequence[Progress], gpu: Optional[str]) -> str:
         seconds_left += [seconds] if due else []
         lines.append(
             f"{one.run.label}  {one.run.id}  {one.state}: {count_text(one.run.parameters)} parameters, "
-            f"{count_text(one.run.tokens)} tokens, {count_text(one.run.flops)}FLOPs, {time_text(seconds)} on "
+            f"{count_text(one.run.tokens)} tokens, {count_text(one.run.flops)} FLOPs, {time_text(seconds)} on "
             f"{one.run.world_size} {'GPUs' if gpu else 'ranks'}"
         )
         lines.append(f"  {shlex.join(command_of(one.run, SCRIPT))}")
@@ -122,19 +122,19 @@ def plan_text(every: Sequence[Progress], gpu: Optional[str]) -> str:
     time = time_text(None if None in seconds_left else sum(seconds_left))
     lines.append(
         f"{len(every)} runs, {len(due)} to start: {count_text(sum(one.run.tokens for one in due))} tokens, "
-        f"{count_text(total)}FLOPs, {time} one after the other"
+        f"{count_text(total)} FLOPs, {time} one after the other"
     )
     return "\n".join(lines)
 
 
 def count_text(number: Optional[float]) -> str:
-    """A large number in three digits: 1.23e+09 as `1.23 G`."""
+    """A large number in three digits: 1.23e+09 as `1.23G`."""
     if number is None:
-        return "? "
+        return "?"
     for letter, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
-            return f"{number / size:.3g} {letter}"
-    return f"{number:.3g} "
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.3g}"
 
 
 def time_text(seconds: Optional[float]) -> str:

@@ -202,7 +202,7 @@ def folder_of(study_folder: Path, run_id: str, label: str) -> Path:
 
 def safe(text: str) -> str:
     """A part of a file's name."""
-    return re.sub(r"[^\w.+=]+", "_", text)
+    return re.sub(r"[^\w.+=-]+", "_", text)
 
 
 def labels_text(labels: Sequence[str]) -> str:

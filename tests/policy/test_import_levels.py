@@ -24,11 +24,11 @@ LEVELS = {
     "config": 1, "launch": 1, "faults": 1,
     "device": 2,
     "fp8": 3, "telemetry": 3, "planning": 3, "doctor": 3, "overrides": 3,
-    "data": 4, "parallel": 4, "mcore_config": 4, "reports": 4,
+    "data": 4, "parallel": 4, "mcore_config": 4, "reports": 4, "studies": 4,
     "model": 5, "optim": 5, "checkpoint": 5,
     "training": 6, "huggingface": 6,
 }  # fmt: skip
-PARTS_WITHOUT_TORCH = {"errors", "faults", "config", "launch", "planning", "doctor", "reports"}
+PARTS_WITHOUT_TORCH = {"errors", "faults", "config", "launch", "planning", "doctor", "reports", "studies"}
 PARTS_WITH_MEGATRON = {"data", "parallel", "mcore_config", "model", "optim", "checkpoint", "training"}
 FILES_WITH_TRANSFORMER_ENGINE = {
     "fp8/te_recipes.py", "model/te_layers.py", "model/te_operations.py", "model/te_patches.py",

@@ -1,0 +1,103 @@
+"""A study as a person runs it: refused as a whole, shown, run, and run again after the grid has grown."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megafp8.launch.run_state import judge
+
+ROOT = Path(__file__).resolve().parents[2]
+STUDY = """
+flags: >
+  --num-layers 1 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 2 --bf16
+  --mock-data --tokenizer-type NullTokenizer --vocab-size 63 --make-vocab-size-divisible-by 16 --attention-dropout 0
+  --hidden-dropout 0 --eval-iters 1 --num-workers 0 --num-threads 1 --no-save-optim --lr 1e-3
+tokens: 96
+grid:
+  size: {small: --hidden-size 16, large: --hidden-size 32}
+  recipe: {bf16: "", fp8: --fp8-format hybrid --fp8-recipe tensorwise}
+"""
+
+
+def run(script: str, *arguments: object, timeout: float = 200) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, str(ROOT / script), *map(str, arguments)], capture_output=True, text=True, cwd=ROOT,
+        timeout=timeout, env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> tuple[Path, Path, str]:
+    """The file of a study, its folder after one call, and what the call printed."""
+    folder = tmp_path_factory.mktemp("study")
+    path = folder / "tiny.yaml"
+    path.write_text(STUDY, encoding="utf-8")
+    result = run("launcher/scaling_study.py", path, "--folder", folder / "runs", "--local", "--parallel", 2)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return path, folder / "runs", result.stdout
+
+
+@pytest.mark.slow
+def test_all_runs_are_trained(finished) -> None:
+    _, folder, printed = finished
+    runs = json.loads((folder / "study.json").read_text())["runs"]
+    assert [run["label"] for run in runs] == ["small-bf16", "small-fp8", "large-bf16", "large-fp8"]
+    for run in runs:
+        state = judge(folder / run["folder"])
+        assert (state.state, state.step, state.last_step) == ("done", 3, 3), run["label"]
+        assert f"done       {run['label']} in " in printed
+
+
+@pytest.mark.slow
+def test_again_starts_nothing_and_a_grown_grid_what_is_new(finished) -> None:
+    path, folder, _ = finished
+    again = run("launcher/scaling_study.py", path, "--folder", folder, "--local")
+    assert again.returncode == 0 and "4 runs, 0 to start" in again.stdout
+    grown = path.with_name("grown.yaml")
+    grown.write_text(STUDY + "  seed: [1234, 5]\n", encoding="utf-8")  # 1234 is the default
+    status = run("launcher/scaling_study.py", grown, "--folder", folder, "--status")
+    assert status.stdout.splitlines()[-1] == "4 done, 4 waiting"
+    planned = run("launcher/scaling_study.py", grown, "--folder", folder, "--dry-run").stdout.splitlines()
+    assert planned[-1].startswith("8 runs, 4 to start: 384 tokens, ") and "unknown" not in planned[-1]
+
+
+def test_a_dry_run_prints_commands_that_pretrain_takes(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(STUDY, encoding="utf-8")
+    result = run("launcher/scaling_study.py", path, "--folder", tmp_path / "runs", "--dry-run", "--gpu", "h200")
+    *lines, total = result.stdout.splitlines()
+    assert result.returncode == 0 and len(lines) == 8
+    assert lines[0].startswith("small-bf16  ") and " parameters, 96 tokens, " in lines[0]
+    assert lines[1].split()[-6:-4] == ["--train-iters", "3"]
+    assert total.startswith("4 runs, 4 to start: 384 tokens, ")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_one_wrong_run_refuses_the_study(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_text(STUDY.replace("--hidden-size 32", "--hidden-size 33"), encoding="utf-8")
+    result = run("launcher/scaling_study.py", path, "--folder", tmp_path / "runs", "--local")
+    assert result.returncode == 64 and "large-bf16 and 1 more: --hidden-size 33" in result.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [(("--only", "nothing*"), "matches none of the 4 runs"), (("--parallel", "0"), "--parallel 0: must be at least 1")],
+)
+def test_wrong_flags_of_its_own(tmp_path: Path, arguments: tuple[str, ...], told: str) -> None:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(STUDY, encoding="utf-8")
+    result = run("launcher/scaling_study.py", path, *arguments)
+    assert result.returncode == 64 and told in result.stderr
+
+
+def test_the_committed_study_is_sound() -> None:
+    result = run("launcher/scaling_study.py", "examples/studies/stdlib_cpu.yaml", "--dry-run")
+    assert result.returncode == 0 and "30 runs" in result.stdout.splitlines()[-1], result.stderr
