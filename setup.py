@@ -29,6 +29,7 @@ setup(
         "torch>=2.6",
         "megatron-core==0.16.1",
         "numpy",
+        "PyYAML",  # job files of the launchers
         "psutil",  # megatron-core needs it to save a checkpoint, and does not say so
         "sentencepiece",
         "tensorboard",

@@ -27,7 +27,7 @@ save=${SAVE:-runs/gpt2-124m}
 if [ -n "${DATA_PATH:-}" ]; then
   read -ra shards <<<"$DATA_PATH"
   data=(
-    --data-path "${shards[@]}" --split 99,1,0 --save "$save" --load "$save" --save-interval 1000
+    --data-path "${shards[@]}" --split '99,1,0' --save "$save" --load "$save" --save-interval 1000
     --tokenizer-type GPT2BPETokenizer --vocab-file "${VOCAB_FILE:?is not set}" --merge-file "${MERGE_FILE:?is not set}"
     --eval-interval 1000 --eval-iters 20
   )

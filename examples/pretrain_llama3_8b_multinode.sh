@@ -34,7 +34,7 @@ save=${SAVE:-runs/llama3-8b}
 if [ -n "${DATA_PATH:-}" ]; then
   read -ra shards <<<"$DATA_PATH"
   data=(
-    --data-path "${shards[@]}" --split 999,1,0 --save "$save" --load "$save" --save-interval 1000
+    --data-path "${shards[@]}" --split '999,1,0' --save "$save" --load "$save" --save-interval 1000
     --tokenizer-type HuggingFaceTokenizer --tokenizer-model "${TOKENIZER_MODEL:?is not set}"
     --eval-interval 1000 --eval-iters 10
   )

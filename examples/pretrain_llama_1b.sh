@@ -27,7 +27,7 @@ save=${SAVE:-runs/llama-1b}
 if [ -n "${DATA_PATH:-}" ]; then
   read -ra shards <<<"$DATA_PATH"
   data=(
-    --data-path "${shards[@]}" --split 99,1,0 --save "$save" --load "$save" --save-interval 1000
+    --data-path "${shards[@]}" --split '99,1,0' --save "$save" --load "$save" --save-interval 1000
     --tokenizer-type "${TOKENIZER_TYPE:-SentencePieceTokenizer}" --tokenizer-model "${TOKENIZER_MODEL:?is not set}"
     --eval-interval 1000 --eval-iters 20
   )

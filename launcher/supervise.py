@@ -21,10 +21,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
 from megafp8.config import flags
-from megafp8.errors import ConfigError
+from megafp8.errors import HUNG, INTERNAL, PREEMPTED, ConfigError
+from megafp8.launch.requeue import requeue
 from megafp8.launch.supervise import Limits, Supervisor
 
 SCRIPTS = ("pretrain_gpt.py", "pretrain-gpt")
+MENDED_BY_A_NEW_START = (PREEMPTED, INTERNAL, HUNG)
 DEFAULTS = Limits(grace_s=float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")))
 
 
@@ -51,6 +53,14 @@ def build_parser() -> argparse.ArgumentParser:
         "--grace-s", type=float, default=DEFAULTS.grace_s, metavar="S",
         help="time to save after a signal, for torchrun and its ranks; then they are killed (default %(default)g, "
         "or TORCH_ELASTIC_SHUTDOWN_TIMEOUT)",
+    )
+    parser.add_argument(
+        "--requeue", action="store_true",
+        help="in a Slurm job: put the job back into the queue when a signal ended the run, or when restarts did not "
+        "help and other nodes may",
+    )
+    parser.add_argument(
+        "--max-requeues", type=int, default=100, metavar="N", help="how often, in all (default %(default)s)"
     )
     parser.add_argument("--run-folder", type=Path, metavar="DIR", help="the run's --save, if the command hides it")
     parser.add_argument("command", nargs="+", metavar="COMMAND", help="after --: the whole training command")
@@ -90,10 +100,17 @@ def main(argv: Sequence[str]) -> int:
     limits = Limits(
         max_restarts=arguments.max_restarts, min_progress_steps=arguments.min_progress_steps,
         retry_bad_numbers=arguments.retry_bad_numbers, backoff_s=arguments.backoff_s, grace_s=arguments.grace_s,
+        ends_when_preempted=arguments.requeue,
     )  # fmt: skip
-    return Supervisor(
-        arguments.command, folder, limits, lambda text: print(f"supervise: {text}", file=sys.stderr, flush=True)
-    ).run()
+    status = Supervisor(arguments.command, folder, limits, tell).run()
+    if arguments.requeue and status in MENDED_BY_A_NEW_START:
+        requeue(arguments.max_requeues, tell)
+    return status
+
+
+def tell(text: str) -> None:
+    """One line to standard error."""
+    print(f"supervise: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -52,8 +52,9 @@ def no_gloo_in_this_process() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The tests that are too long for every day."""
+    """The tests that are too long for every day, and what generated files are compared with."""
     parser.addoption("--long", action="store_true", help="also run the tests that take minutes")
+    parser.addoption("--write-snapshots", action="store_true", help="take the scripts that come out for right")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -59,5 +59,6 @@ megafp8_setup() {
   echo "$stamp" >> "$venv/megafp8-stamps"
 }
 
+# shellcheck disable=SC2317  # where this file is sourced `return` ends it, where it is run `exit` does
 megafp8_setup || { echo "set-up failed" >&2; return 1 2>/dev/null || exit 1; }
 export PYTHON

@@ -13,6 +13,7 @@ from typing import Optional
 ENDED = ("Z", "X", "x")
 STOPPED = "T"
 PR_SET_PDEATHSIG = 1
+SLURM_JOB = "SLURM_JOB_ID"
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,14 @@ class Process:
         host: the machine's name, for people.
         place: this start of the machine and this space of process numbers: only there `pid` means something.
         started: ticks since the machine's start, as numbers are used again.
+        job: of Slurm that it belongs to; None outside of Slurm.
     """
 
     host: str
     place: str
     pid: int
     started: int
+    job: Optional[str] = None
 
     def state(self) -> Optional[str]:
         """The kernel's letter for it; `X` when it is gone, None when that cannot be seen from here."""
@@ -49,7 +52,8 @@ class Process:
 def this_process() -> Process:
     """The one that asks."""
     state_and_start = stat_of(os.getpid())
-    return Process(socket.gethostname(), this_place(), os.getpid(), state_and_start[1] if state_and_start else 0)
+    started = state_and_start[1] if state_and_start else 0
+    return Process(socket.gethostname(), this_place(), os.getpid(), started, os.environ.get(SLURM_JOB))
 
 
 def end_with_parent(number: int) -> None:

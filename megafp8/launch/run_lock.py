@@ -72,6 +72,16 @@ def take_lock(folder: Path) -> RunLock:
         draft.unlink(missing_ok=True)
 
 
+def forget_lock_of(job: str, folder: Path) -> bool:
+    """Remove the lock that an earlier start of the same Slurm job left on whichever node; for who starts them, one
+    after the other, and knows that it has ended. Without this a node that died would keep the folder for `STALE_S`."""
+    holder = holder_of(folder / LOCK_FILE)
+    if holder is None or holder.job != job or holder.is_alive():
+        return False
+    (folder / LOCK_FILE).unlink(missing_ok=True)
+    return True
+
+
 def linked(draft: Path, path: Path) -> bool:
     """Give a file a second name unless another file has it."""
     try:

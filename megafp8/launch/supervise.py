@@ -33,7 +33,8 @@ from megafp8.errors import (
     NumericsError,
     RunFolderInUse,
 )
-from megafp8.launch.process import end_with_parent
+from megafp8.launch.process import SLURM_JOB, end_with_parent
+from megafp8.launch.run_lock import forget_lock_of
 from megafp8.launch.run_state import RunState, judge, last_recorded_step, read_run_state
 
 RESTARTS_FILE = "restarts.jsonl"
@@ -61,6 +62,8 @@ class Limits:
             again.
         backoff_s: pause before the first restart without progress; it doubles with each.
         grace_s: seconds that a run gets to save after a signal.
+        ends_when_preempted: do not start again after a signal that the run got from elsewhere, which under Slurm says
+            that the job is about to end.
     """
 
     max_restarts: int = 10
@@ -68,6 +71,7 @@ class Limits:
     retry_bad_numbers: bool = False
     backoff_s: float = 1.0
     grace_s: float = 30.0
+    ends_when_preempted: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +145,8 @@ class Supervisor:
             return last.exit_status, "starting it again would not mend that"
         if self.asked is not None:
             return PREEMPTED, f"{signal.Signals(self.asked).name} came; start this again to go on"
+        if last.state == "preempted" and self.limits.ends_when_preempted:
+            return PREEMPTED, "start this again to go on"
         if stillborn >= STILLBORN:
             return last.exit_status or INTERNAL, f"{stillborn} starts in a row; the output above says why"
         if fruitless >= self.limits.max_restarts:
@@ -153,6 +159,8 @@ class Supervisor:
     def start_once(self, last: Optional[Start]) -> Start:
         """One start from beginning to end, and its line in the log."""
         before, started_at = read_run_state(self.folder), time.time()
+        if SLURM_JOB in os.environ:
+            forget_lock_of(os.environ[SLURM_JOB], self.folder)
         environment = dict(os.environ)
         # torchrun's patience, and the signals that it passes on (PET_: its flags by environment).
         environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(round(self.limits.grace_s))
@@ -167,6 +175,8 @@ class Supervisor:
         found, ended_at = judge(self.folder), time.time()
         if found is not None and found.is_of(before):
             found = None
+        if found is not None and found.state == "running":  # on another machine, where nobody can look
+            found = dataclasses.replace(found, state="died", reason=f"{found.process} ended without a word")
         start = Start(
             number=1 if last is None else last.number + 1,
             started_at=started_at,

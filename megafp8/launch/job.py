@@ -1,0 +1,242 @@
+"""A training job: the machines that it wants, and what they run."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Optional
+
+from megafp8.errors import ConfigError
+
+# Of a job's name, which becomes a folder's and a label's.
+NAME = re.compile(r"[\w.+-]+")
+VARIABLE = re.compile(r"[A-Za-z_]\w*")
+ENDPOINT = re.compile(r"[\w.-]+:\d+")
+TIME = re.compile(r"(?:\d+-)?\d+(?::\d+){0,2}")
+PROJECT = str(Path(__file__).resolve().parents[2])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is run where. In a job file the fields have these names; words may be given as one line of shell.
+
+    Attributes:
+        name: of the job, for people.
+        training: flags of `pretrain_gpt.py`, which all runs share; with `--save` and `--load` on one folder.
+        nodes: machines.
+        gpus_per_node: 0 is a job on CPUs.
+        ranks_per_node: one for each GPU unless given; needed without GPUs.
+        cpus_per_node: what Slurm is asked for; None asks for none.
+        exclusive: whether nodes are this job's alone, with all their memory.
+        time: Slurm's time limit: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS. None is the partition's.
+        time_to_save_s: seconds that a run needs for a step and a checkpoint. A signal comes so long before the time
+            limit, and ranks are not killed earlier after it.
+        partition, account: as the cluster calls them.
+        sbatch: further options of sbatch by their long names, such as `qos` or `constraint`; an empty value is an
+            option without one.
+        project: folder of the checkout, the same on all nodes; everything runs in it.
+        setup: shell before all else, such as `module load cuda`, as it is.
+        venv: a virtual environment to activate.
+        container: for the ranks: a `.sif` file is Apptainer's, any other image is Pyxis's. Outside of it the job needs
+            a python3 with psutil, that of `venv` if given.
+        mounts: folders that the container sees under the same name, besides the project.
+        environment: variables for all ranks; they win over those that a job sets by itself.
+        max_restarts: starts again in an allocation, in a row, without progress.
+        max_requeues: how often the job is put back into the queue.
+        check_nodes: look at every node before training.
+        runs: flags that differ: one run of an array for each; empty is a single run.
+        array_limit: runs of the array at a time; None is as many as there is room for.
+        logs: folder for what the job itself writes. Default: `logs` in the run's folder; an array needs it.
+        endpoint: HOST:PORT of the first machine, for several machines without Slurm.
+    """
+
+    name: str
+    training: tuple[str, ...]
+    nodes: int = 1
+    gpus_per_node: int = 8
+    ranks_per_node: Optional[int] = None
+    cpus_per_node: Optional[int] = None
+    exclusive: bool = True
+    time: Optional[str] = None
+    time_to_save_s: int = 300
+    partition: Optional[str] = None
+    account: Optional[str] = None
+    sbatch: Mapping[str, str] = field(default_factory=dict)
+    project: str = PROJECT
+    setup: Optional[str] = None
+    venv: Optional[str] = None
+    container: Optional[str] = None
+    mounts: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    max_restarts: int = 3
+    max_requeues: int = 100
+    check_nodes: bool = False
+    runs: tuple[tuple[str, ...], ...] = ()
+    array_limit: Optional[int] = None
+    logs: Optional[str] = None
+    endpoint: Optional[str] = None
+
+    @property
+    def ranks(self) -> int:
+        """Ranks on a node."""
+        return self.ranks_per_node or self.gpus_per_node or 1
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.nodes * self.ranks
+
+    @property
+    def commands(self) -> list[tuple[str, ...]]:
+        """The flags of each run."""
+        return [(*self.training, *run) for run in self.runs] or [self.training]
+
+    @property
+    def run_folder(self) -> Optional[str]:
+        """What the shared flags have as --save; None when each run of an array has its own."""
+        return value_after("--save", self.training)
+
+    @property
+    def log_folder(self) -> str:
+        """Where the job's own output goes."""
+        return self.logs or f"{self.run_folder or 'runs'}/logs"
+
+
+def value_after(flag: str, words: tuple[str, ...]) -> Optional[str]:
+    """The last value of a flag; None when it is not there."""
+    places = [place for place, word in enumerate(words[:-1]) if word == flag]
+    joined = [word.partition("=")[2] for word in words if word.startswith(f"{flag}=")]
+    return words[places[-1] + 1] if places else joined[-1] if joined else None
+
+
+def check_job(job: Job) -> None:
+    """Refuse a job that no script can be made of.
+
+    Raises:
+        ConfigError: with everything that is wrong.
+    """
+    problems = [
+        f"{name}: {value}: at least {least}"
+        for name, least in (("nodes", 1), ("gpus_per_node", 0), ("ranks_per_node", 1), ("cpus_per_node", 1),
+                            ("time_to_save_s", 1), ("max_restarts", 0), ("max_requeues", 0), ("array_limit", 1))
+        if (value := getattr(job, name)) is not None and value < least
+    ]  # fmt: skip
+    if not NAME.fullmatch(job.name):
+        problems.append(f"name: {job.name!r}: letters, digits and . _ + - only")
+    if job.time is not None and not TIME.fullmatch(job.time):
+        problems.append(f"time: {job.time!r}: minutes, HH:MM:SS or D-HH:MM:SS")
+    problems += [f"environment: {name!r} is no name of a variable" for name in job.environment if not
+                 VARIABLE.fullmatch(name)]  # fmt: skip
+    if job.gpus_per_node and job.ranks_per_node not in (None, job.gpus_per_node):
+        problems.append(f"ranks_per_node: {job.ranks_per_node}, gpus_per_node: {job.gpus_per_node}: a rank has one GPU")
+    if job.endpoint is not None and not ENDPOINT.fullmatch(job.endpoint):
+        problems.append(f"endpoint: {job.endpoint!r}: HOST:PORT")
+    if job.array_limit and not job.runs:
+        problems.append(f"array_limit: {job.array_limit}: there are no `runs`")
+    if job.mounts and not job.container:
+        problems.append("mounts: there is no container")
+    for words in job.commands:
+        save, load = value_after("--save", words), value_after("--load", words)
+        if save is None or save != load:
+            problems.append(
+                f"--save {save} and --load {load}: a job that comes again goes on where it stopped if both name one "
+                "folder"
+            )
+    saves = [value_after("--save", words) for words in job.commands]
+    problems += [f"--save {save}: {saves.count(save)} runs have it" for save in sorted({*saves} - {None})
+                 if saves.count(save) > 1]  # fmt: skip
+    if job.runs and not job.logs:
+        problems.append("logs: an array needs a folder for its output")
+    if problems:
+        raise ConfigError(problems)
+
+
+def read_job(text: str, given: Mapping[str, Any], training: Sequence[str] = ()) -> Job:
+    """A job file's text (YAML), and what is given besides it, which wins; flags of training are added.
+
+    Every value is taken as it is written: to YAML's usual readers `24:00:00` is 86400, and `on` is true.
+
+    Raises:
+        ConfigError: it is no YAML, has fields that a job does not have or values of another type, or lacks some.
+    """
+    import yaml
+
+    try:
+        plain = yaml.load(text, Loader=yaml.BaseLoader) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the job file is no YAML: {error}") from None
+    if not isinstance(plain, dict):
+        raise ConfigError("the job file is no table of fields")
+    merged = plain | dict(given)
+    for name in plain.keys() & given.keys():
+        if isinstance(plain[name], dict) and isinstance(given[name], dict):
+            merged[name] = plain[name] | given[name]
+    return build_job(merged, training)
+
+
+def build_job(plain: Mapping[str, Any], training: Sequence[str] = ()) -> Job:
+    """A job of texts, lists and tables, as they stand in a job file, and further flags of training.
+
+    Raises:
+        ConfigError: fields that a job does not have, values of another type, or fields that are missing.
+    """
+    fields = {field.name: str(field.type) for field in dataclasses.fields(Job)}
+    problems = [f"{name}: no such field; there are {', '.join(fields)}" for name in plain if name not in fields]
+    if "name" not in plain:
+        problems.append("name: is not given")
+    values: dict[str, Any] = {"training": ()}
+    for name in plain.keys() & fields.keys():
+        try:
+            values[name] = converted(fields[name], plain[name])
+        except ValueError as error:
+            problems.append(f"{name}: {error}")
+    if problems:
+        raise ConfigError(problems)
+    job = Job(**values | {"training": (*values["training"], *training)})
+    check_job(job)
+    return job
+
+
+def converted(kind: str, value: Any) -> Any:
+    """A value of a job file as a field of this annotation has it.
+
+    Raises:
+        ValueError: with what was expected.
+    """
+    if kind == "tuple[str, ...]":
+        return words_of(value)
+    if kind.startswith("tuple[tuple"):
+        return tuple(words_of(run) for run in (value if isinstance(value, list) else value.splitlines()))
+    if kind.startswith("Mapping"):
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{value!r}: a table of names and values is expected")
+        return {key: str(item) for key, item in value.items()}
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r}: a text is expected")
+    if kind == "bool":
+        if value not in ("true", "false"):
+            raise ValueError(f"{value!r}: true or false is expected")
+        return value == "true"
+    if kind in ("int", "Optional[int]"):
+        try:
+            return int(value)
+        except ValueError:
+            raise ValueError(f"{value!r}: a whole number is expected") from None
+    return value
+
+
+def words_of(value: Any) -> tuple[str, ...]:
+    """Words that are given as a list, or as lines of shell.
+
+    Raises:
+        ValueError: a quotation does not end, or an item is no text.
+    """
+    if isinstance(value, str):
+        return tuple(shlex.split(value, comments=True))
+    if not all(isinstance(word, str) for word in value):
+        raise ValueError(f"{value!r}: words are expected")
+    return tuple(value)

@@ -1,0 +1,50 @@
+"""In a Slurm job: put it back into the queue."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Sequence
+
+from megafp8.launch.process import SLURM_JOB
+
+RESTARTS = "SLURM_RESTART_COUNT"
+
+
+def requeue(max_requeues: int, tell: Callable[[str], None], exclude: Sequence[str] = ()) -> bool:
+    """Put this job back into the queue, unless it came from there too often, or somebody has cancelled it.
+
+    Slurm ends the job then, this process included, and starts its script from the beginning when there are nodes.
+
+    Args:
+        max_requeues: how often in all; Slurm counts them, those after a node's end too.
+        exclude: nodes that it shall not get again.
+
+    Returns:
+        Whether it was.
+    """
+    job, restarts = os.environ.get(SLURM_JOB), int(os.environ.get(RESTARTS, "0"))
+    if job is None:
+        tell("this is no Slurm job: nothing to put back into the queue")
+        return False
+    if restarts >= max_requeues:
+        tell(f"job {job} came out of the queue again {restarts} times already: it ends here (--max-requeues)")
+        return False
+    state = slurm("squeue", "--noheader", "--jobs", job, "--format", "%T").stdout.strip()
+    if state != "RUNNING":
+        # A job that was cancelled would come again, too.
+        tell(f"job {job} is {state or 'unknown to Slurm'}: it is not put back into the queue")
+        return False
+    if exclude:
+        slurm("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(exclude)}")
+    answer = slurm("scontrol", "requeue", job)
+    if answer.returncode:
+        tell(f"scontrol requeue {job}: {answer.stderr.strip()}")
+        return False
+    tell(f"job {job} goes back into the queue, the {restarts + 1}. time")
+    return True
+
+
+def slurm(*command: str) -> subprocess.CompletedProcess:
+    """One of Slurm's commands."""
+    return subprocess.run(command, capture_output=True, text=True)

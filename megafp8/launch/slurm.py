@@ -1,0 +1,147 @@
+"""A job as a batch script for Slurm.
+
+The script is the whole of it: it can be read, edited and handed to sbatch without this package's help. In it the nodes
+are looked at, then one torchrun starts on each of them, under the supervisor (`supervise.py`), which starts the run
+again after crashes, and puts the job back into the queue when a signal ended the run: the warning before the time
+limit, or that of a preemption. Slurm sends both to what srun started, and torchrun passes them on. When a node dies,
+Slurm itself puts the job back (`--requeue`).
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Optional
+
+from megafp8.errors import ConfigError
+from megafp8.launch.job import Job
+from megafp8.launch.shell import array, environment_lines, quoted, training_lines
+
+# Slurm may send a signal a minute early (man sbatch), and the run has to hear of it.
+SIGNAL_MARGIN_S = 60
+OUTPUT = re.compile(r"^#SBATCH --output=(?:'([^']+)'|(\S+))$", re.MULTILINE)
+
+
+def script(job: Job) -> str:
+    """The batch script of a job, or of a job array when it has `runs`."""
+    parts = [
+        ["#!/usr/bin/env bash", *directives(job)],
+        ["# Written by launcher/slurm.py; edit it as you like.", "set -euo pipefail", *environment_lines(job)],
+        training_lines(job),
+        each_node_lines(job),
+        check_lines(job) if job.check_nodes else [],
+        start_lines(job),
+    ]
+    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+
+
+def directives(job: Job) -> list[str]:
+    """The options of sbatch."""
+    array = None
+    if job.runs:
+        array = f"0-{len(job.runs) - 1}" + (f"%{job.array_limit}" if job.array_limit else "")
+    options: dict[str, Optional[str]] = {
+        "job-name": job.name,
+        "partition": job.partition,
+        "account": job.account,
+        "array": array,
+        "nodes": str(job.nodes),
+        "ntasks-per-node": "1",
+        "gpus-per-node": str(job.gpus_per_node) if job.gpus_per_node else None,
+        "cpus-per-task": str(job.cpus_per_node) if job.cpus_per_node else None,
+        "exclusive": "" if job.exclusive else None,
+        "mem": "0" if job.exclusive else None,
+        "time": job.time,
+        "signal": f"USR1@{job.time_to_save_s + SIGNAL_MARGIN_S}" if job.time else None,
+        "requeue": "",
+        "open-mode": "append",
+        "output": f"{Path(job.project, job.log_folder)}/{'%A_%a' if job.runs else '%j'}.log",
+    }
+    options |= job.sbatch
+    return [
+        f"#SBATCH --{name}={shlex.quote(value)}" if value else f"#SBATCH --{name}"
+        for name, value in options.items() if value is not None
+    ]  # fmt: skip
+
+
+def each_node_lines(job: Job) -> list[str]:
+    """`on_each_node`: the beginning of a command that runs once on each node, in the container if there is one."""
+    patience_s = job.time_to_save_s + SIGNAL_MARGIN_S
+    options = ["--cpu-bind=none", "--kill-on-bad-exit=0", f"--wait={patience_s}"]
+    if job.cpus_per_node:
+        options.append(f"--cpus-per-task={job.cpus_per_node}")
+    lines = [shlex.join(["srun", *options])]
+    folders = [job.project, *job.mounts]
+    if job.container and job.container.endswith(".sif"):
+        binds = [f"--bind={folder}" for folder in folders]
+        lines.append(shlex.join(["apptainer", "exec", "--nv", *binds, f"--pwd={job.project}", job.container]))
+    elif job.container:
+        mounts = ",".join(f"{folder}:{folder}" for folder in folders)
+        options = [f"--container-image={job.container}", f"--container-workdir={job.project}"]
+        lines += [shlex.join(options), quoted(f"--container-mounts={mounts}")]
+    return [
+        f"# Once on every node. When it has ended on one of them, the others have {patience_s} s.",
+        *array("on_each_node", lines),
+    ]
+
+
+def check_lines(job: Job) -> list[str]:
+    """Every node is looked at, and a bad one named and left out."""
+    return [
+        "# Look at the nodes. If one is bad, it is named, and the job goes back into the queue without it.",
+        f'check=({shlex.quote(job.log_folder)}/nodes/"$SLURM_JOB_ID" --gpus {job.gpus_per_node})',
+        '"${on_each_node[@]}" python3 launcher/check_nodes.py measure "${check[@]}" || true',
+        f'python3 launcher/check_nodes.py judge "${{check[@]}}" --requeue --max-requeues {job.max_requeues}',
+    ]
+
+
+def start_lines(job: Job) -> list[str]:
+    """One torchrun on each node, under the supervisor."""
+    torchrun, before = ["--standalone"], list[str]()
+    if job.nodes > 1:
+        before = [
+            "# They meet at the first node.",
+            'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+            "port=$((10000 + SLURM_JOB_ID % 20000))",
+        ]
+        torchrun = [
+            '--nnodes "$SLURM_NNODES" --rdzv-backend c10d --rdzv-endpoint "$first:$port" --rdzv-id "$SLURM_JOB_ID"'
+        ]
+    return [
+        "# One torchrun a node. What a rank writes goes to files of its own under",
+        f"# {job.log_folder}/ranks/NODE, and that of a node's first rank also here.",
+        *before,
+        *array(
+            "torchrun",
+            [f"python3 -m torch.distributed.run --nproc-per-node {job.ranks} --redirects 3 --tee 0:3", *torchrun],
+        ),
+        "",
+        "# Started again after crashes; the run's state says whether the job comes out of the queue again.",
+        f"exec python3 launcher/supervise.py --max-restarts {job.max_restarts} --requeue "
+        f"--max-requeues {job.max_requeues} -- \\",
+        '  "${on_each_node[@]}" \\',
+        f"  bash -c 'PET_LOG_DIR={shlex.quote(job.log_folder)}/ranks/$SLURMD_NODENAME exec \"$@\"' torchrun \\",
+        '  "${torchrun[@]}" pretrain_gpt.py "${training[@]}"',
+    ]
+
+
+def submit(path: Path) -> int:
+    """Hand a script to sbatch; the job's number.
+
+    The folder of its output is made first: Slurm ends a job without a word when it is not there.
+
+    Raises:
+        ConfigError: sbatch is not there, or refuses the script.
+    """
+    found = OUTPUT.search(path.read_text(encoding="utf-8"))
+    if found:
+        Path(found[1] or found[2]).parent.mkdir(parents=True, exist_ok=True)
+    try:
+        answer = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True)
+    except FileNotFoundError:
+        raise ConfigError("there is no sbatch here: submit on a login node of a Slurm cluster") from None
+    if answer.returncode:
+        raise ConfigError(f"sbatch {path}: {answer.stderr.strip()}")
+    return int(answer.stdout.split(";")[0])

@@ -1,0 +1,100 @@
+"""Job files: what they may say, and everything that is wrong with one at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from megafp8.errors import ConfigError
+from megafp8.launch.job import Job, build_job, read_job
+
+RUN = ("--save", "runs/a", "--load", "runs/a")
+FILE = """
+name: first
+nodes: 4
+time: 24:00:00
+exclusive: false
+environment: {NCCL_IB_HCA: mlx5, SWITCH: on}
+sbatch: {qos: high, no-kill: }
+setup: |
+  module purge
+  module load cuda
+training: |
+  --model-preset tiny   # a comment
+  --save 'runs/a b' --load 'runs/a b'
+"""
+
+
+def test_a_file_is_taken_as_it_is_written() -> None:
+    """Where YAML would read 86400 for 24:00:00 and true for on."""
+    job = read_job(FILE, {})
+    assert (job.name, job.nodes, job.time, job.exclusive) == ("first", 4, "24:00:00", False)
+    assert job.environment == {"NCCL_IB_HCA": "mlx5", "SWITCH": "on"}
+    assert job.sbatch == {"qos": "high", "no-kill": ""}
+    assert job.setup == "module purge\nmodule load cuda\n"
+    assert job.training == ("--model-preset", "tiny", "--save", "runs/a b", "--load", "runs/a b")
+    assert (job.run_folder, job.log_folder) == ("runs/a b", "runs/a b/logs")
+
+
+def test_what_is_given_besides_wins() -> None:
+    job = read_job(FILE, {"nodes": "8", "environment": {"SWITCH": "off"}}, ["--save", "b", "--load=b", "--load", "b"])
+    assert job.nodes == 8
+    assert job.environment == {"NCCL_IB_HCA": "mlx5", "SWITCH": "off"}
+    assert job.run_folder == "b" and job.training[:2] == ("--model-preset", "tiny")
+
+
+def test_ranks() -> None:
+    of = {"name": "a", "training": RUN, "nodes": 3}
+    assert Job(**of).world_size == 24
+    assert Job(**of, gpus_per_node=0).world_size == 3
+    assert Job(**of, gpus_per_node=0, ranks_per_node=2).world_size == 6
+
+
+def test_runs_of_an_array_are_lines() -> None:
+    plain = {"name": "a", "training": "--lr 1", "logs": "l", "runs": "--save a --load a\n--save b --load b"}
+    assert build_job(plain).commands == [
+        ("--lr", "1", "--save", "a", "--load", "a"), ("--lr", "1", "--save", "b", "--load", "b"),
+    ]  # fmt: skip
+    assert build_job(plain | {"runs": plain["runs"].splitlines()}) == build_job(plain)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"name": "two words"}, "letters, digits"),
+        ({"name": None}, "name: is not given"),
+        ({"nodes": "0"}, "nodes: 0: at least 1"),
+        ({"nodes": "many"}, "nodes: 'many': a whole number"),
+        ({"node": "2"}, "node: no such field"),
+        ({"exclusive": "yes"}, "true or false"),
+        ({"environment": ["A"]}, "a table"),
+        ({"environment": {"A B": "1"}}, "no name of a variable"),
+        ({"time": "tomorrow"}, "D-HH:MM:SS"),
+        ({"partition": {"a": "b"}}, "a text"),
+        ({"training": "--save 'a"}, "No closing quotation"),
+        ({"training": "--save a"}, "--save a and --load None"),
+        ({"training": [["a"]]}, "words are expected"),
+        ({"gpus_per_node": "8", "ranks_per_node": "4"}, "a rank has one GPU"),
+        ({"endpoint": "first"}, "HOST:PORT"),
+        ({"array_limit": "2"}, "there are no `runs`"),
+        ({"mounts": "data"}, "there is no container"),
+        ({"runs": "--lr 1\n--lr 2", "logs": "l"}, "--save runs/a: 2 runs have it"),
+        ({"runs": "--lr 1"}, "an array needs a folder"),
+    ],
+)
+def test_what_is_wrong_is_said(change: dict, words: str) -> None:
+    plain = {"name": "first", "training": list(RUN)} | change
+    with pytest.raises(ConfigError) as refused:
+        build_job({name: value for name, value in plain.items() if value is not None})
+    assert words in str(refused.value)
+
+
+def test_everything_is_said_at_once() -> None:
+    with pytest.raises(ConfigError) as refused:
+        build_job({"name": "a b", "training": "--lr 1", "nodes": "0", "time": "x"})
+    assert len(refused.value.problems) == 4
+
+
+@pytest.mark.parametrize("text", ["- a list", "a: [", "just words"])
+def test_what_is_no_job_file(text: str) -> None:
+    with pytest.raises(ConfigError, match="job file"):
+        read_job(text, {})

@@ -1,0 +1,132 @@
+"""The scripts that start jobs: the same text as was looked at once, sound shell, and what they say in it.
+
+`--write-snapshots` writes `snapshots/` anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megafp8.errors import ConfigError
+from megafp8.launch import slurm, torchrun
+from megafp8.launch.job import Job, words_of
+
+SNAPSHOTS = Path(__file__).with_name("snapshots")
+ROOT = Path(__file__).resolve().parents[3]
+
+ONE = Job(
+    name="llama-1b", project="/shared/megafp8", time="1-00:00:00", partition="gpu", account="mine", venv=".venv",
+    training=words_of(
+        "--model-preset llama-1b --seq-length 2048 --bf16 --fp8-format hybrid --fp8-recipe tensorwise --lr 4e-4 "
+        "--micro-batch-size 8 --global-batch-size 512 --train-iters 27000 --data-path data/fineweb_text_document "
+        "--tokenizer-type HuggingFaceTokenizer --tokenizer-model data/tokenizer "
+        "--save runs/llama-1b --load runs/llama-1b"
+    ),
+)  # fmt: skip
+CPU = dataclasses.replace(ONE, gpus_per_node=0, ranks_per_node=4, cpus_per_node=4, exclusive=False)
+JOBS = {
+    "one_node.sbatch": ONE,
+    "four_nodes.sbatch": dataclasses.replace(
+        ONE, nodes=4, check_nodes=True, setup="module purge\nmodule load cuda/12.9",
+        environment={"NCCL_IB_HCA": "mlx5", "TAG": "it's me"},
+        sbatch={"qos": "high", "comment": "two words", "overcommit": ""},
+    ),
+    "pyxis.sbatch": dataclasses.replace(ONE, nodes=2, container="nvcr.io#nvidia/pytorch:26.01-py3", mounts=("/data",)),
+    "apptainer.sbatch": dataclasses.replace(ONE, container="images/pytorch.sif", mounts=("/data",)),
+    "array.sbatch": dataclasses.replace(
+        CPU, logs="runs/study/logs", array_limit=2,
+        runs=tuple(("--lr", rate, "--save", f"runs/study/lr {rate}", "--load", f"runs/study/lr {rate}")
+                   for rate in ("1e-3", "2e-3", "4e-3")),
+    ),
+    "one_machine.sh": ONE,
+    "two_machines.sh": dataclasses.replace(ONE, nodes=2, endpoint="first:29500"),
+}  # fmt: skip
+
+
+def script(name: str) -> str:
+    return (slurm if name.endswith(".sbatch") else torchrun).script(JOBS[name])
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_script_is_the_one_that_was_looked_at(name: str, request: pytest.FixtureRequest) -> None:
+    path = SNAPSHOTS / name
+    if request.config.getoption("--write-snapshots"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(script(name))
+    assert script(name) == path.read_text()
+
+
+def test_no_snapshot_is_left_over() -> None:
+    assert {path.name for path in SNAPSHOTS.iterdir()} == set(JOBS)
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed (Debian: shellcheck)")
+def test_shell_scripts_are_sound() -> None:
+    """Every one in the project, and those that are generated."""
+    listed = [path for folder in (ROOT, *(ROOT / name for name in ("examples", "launcher", "tests", "tools", ".ci")))
+              for path in folder.rglob("*.sh") if ".venv" not in path.parts]  # fmt: skip
+    files = sorted({*listed, ROOT / ".ci/run", *SNAPSHOTS.iterdir()})
+    assert len(files) > 15
+    # SC1091: a virtual environment is elsewhere. SC2016: what is quoted is for the nodes to expand.
+    found = subprocess.run(
+        ["shellcheck", "--exclude=SC1091,SC2016", *map(str, files)], capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+def directives(name: str) -> dict[str, str]:
+    words = (line.removeprefix("#SBATCH --") for line in script(name).splitlines() if line.startswith("#SBATCH"))
+    return dict(word.partition("=")[::2] for word in words)
+
+
+def test_the_warning_comes_before_the_time_limit_with_time_to_save() -> None:
+    job = dataclasses.replace(ONE, time_to_save_s=900)
+    text = slurm.script(job)
+    assert "#SBATCH --signal=USR1@960" in text and "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=900" in text
+    assert "--signal" not in slurm.script(dataclasses.replace(ONE, time=None))
+
+
+def test_words_survive_the_shell(tmp_path: Path) -> None:
+    """Flags of an array's task, with a space in them, come out of bash as they went in."""
+    text = script("array.sbatch")
+    flags = text[text.index("training=(") : text.index("# Once on")]
+    ended = subprocess.run(
+        ["bash", "-euc", f'{flags}printf "%s\\n" "${{training[@]}}"'], env={"SLURM_ARRAY_TASK_ID": "1"},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert tuple(ended.stdout.splitlines()) == JOBS["array.sbatch"].commands[1]
+    assert directives("array.sbatch")["array"] == "0-2%2"
+
+
+def test_a_job_s_own_variables_and_options_win() -> None:
+    job = dataclasses.replace(ONE, environment={"NCCL_DEBUG": "INFO"}, sbatch={"mem": "100G"})
+    text = slurm.script(job)
+    assert "export NCCL_DEBUG=INFO" in text and "NCCL_DEBUG=WARN" not in text
+    assert "#SBATCH --mem=100G" in text and "--mem=0" not in text
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"runs": (("--save", "a", "--load", "a"),), "logs": "logs"}, "an array is Slurm's"),
+        ({"container": "image.sif"}, "start this inside of it"),
+        ({"nodes": 2}, "none is given"),
+    ],
+)
+def test_what_torchrun_alone_cannot_do_is_refused(change: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        torchrun.script(dataclasses.replace(ONE, **change))
+
+
+def test_without_sbatch_the_mend_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    path = tmp_path / "job.sbatch"
+    path.write_text(f"#SBATCH --output={tmp_path}/logs/%j.log\n")
+    with pytest.raises(ConfigError, match="login node"):
+        slurm.submit(path)
+    assert (tmp_path / "logs").is_dir()
