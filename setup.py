@@ -13,7 +13,7 @@ SAFETENSORS = ["safetensors>=0.8"]
 TRANSFORMERS = [f'{name}; python_version >= "3.11"' for name in ("transformers>=5", "accelerate", "compressed-tensors")]
 PREPROCESSING = ["gigatoken>=0.10", "orjson", "pyarrow", "backports.zstd"]  # fast BPE and JSON, Parquet, .zst
 
-STUDIES = ["PyYAML", "scipy"]  # studies are YAML; their laws are fitted
+STUDIES = ["scipy"]  # their laws are fitted
 
 setup(
     name="megafp8",
@@ -35,6 +35,7 @@ setup(
         "tensorboard",
         "matplotlib",
         "tqdm",
+        "PyYAML",
     ],
     extras_require={
         "te": ["transformer-engine[pytorch]>=2.9"],

@@ -143,6 +143,12 @@ def parallel_fields(config: RunConfig) -> dict[str, Any]:
         # megatron-core frees a stage's output right after it has started to send it. Unless the send is waited for, the
         # buffer is used again while it goes out, and the next stage gets other numbers (mended upstream after 0.16).
         "deallocate_pipeline_outputs": not overlap,
+        "tp_comm_overlap": parallel.tp_comm_overlap,
+        "tp_comm_overlap_ag": parallel.tp_comm_overlap_ag,
+        "tp_comm_overlap_rs": parallel.tp_comm_overlap_rs,
+        "tp_comm_overlap_rs_dgrad": parallel.tp_comm_overlap_rs_dgrad,
+        "tp_comm_bulk_dgrad": parallel.tp_comm_bulk_dgrad,
+        "tp_comm_bulk_wgrad": parallel.tp_comm_bulk_wgrad,
     }
 
 

@@ -112,9 +112,8 @@ _ACCEPTED_GROUPS: tuple[tuple[str, Arity, str], ...] = (
     ("--train-sync-interval", 1, "every step is synchronized when its record is taken"),
     ("--legacy-tokenizer --tokenizer-hf-use-fast", 0, "there is one implementation of each tokenizer"),
     (
-        "--disable-tp-comm-overlap-ag --disable-tp-comm-overlap-rs --disable-tp-comm-bulk-dgrad "
-        "--disable-tp-comm-bulk-wgrad --disable-tp-comm-split-ag --disable-tp-comm-split-rs",
-        0, "tensor-parallel communication is not overlapped, so there is nothing to disable",
+        "--disable-tp-comm-split-ag --disable-tp-comm-split-rs",
+        0, "Transformer Engine has no split overlap any more; see --disable-tp-comm-overlap-ag and -rs",
     ),
 )
 
@@ -162,7 +161,8 @@ _REFUSED_PREFIXES: tuple[tuple[str, str], ...] = (
     ("--fsdp-", _FSDP),
     ("--kitchen-", "NVIDIA's internal quantization library is not used; use --fp8-format and --fp8-recipe"),
     ("--cuda-graph-", _GRAPHS),
-    ("--tp-comm-", "tensor-parallel communication is not overlapped with GEMMs yet; remove it"),
+    ("--tp-comm-split", "Transformer Engine has no such overlap any more; use --tp-comm-overlap"),
+    ("--tp-comm-atomic", "Transformer Engine has no such overlap any more; use --tp-comm-overlap"),
     ("--optimizer-offload-", "the optimizer stays on the device; remove it, or shard with --use-distributed-optimizer"),
     ("--non-persistent-local-", "such checkpoints lie in one folder; use --non-persistent-ckpt-type global"),
     ("--replication", "checkpoints are not replicated; use --save on a shared file system"),
@@ -210,7 +210,6 @@ _REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
     ("--use-grouped-gemm-for-dense-mlp --use-te-activation-func", "kernels are chosen by --transformer-impl"),
     ("--num-distributed-optimizer-instances", "one distributed optimizer over all data-parallel ranks; remove it"),
     ("--overlap-param-gather-with-optimizer-step", "use --overlap-param-gather"),
-    ("--tp-comm-overlap", "tensor-parallel communication is not overlapped with GEMMs yet; remove it"),
     (
         "--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers --pipeline-model-parallel-layout "
         "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",

@@ -112,6 +112,25 @@ class ParallelConfig:
     overlap_p2p_comm: bool = setting(
         True, "overlap pipeline sends with computation (interleaved schedule)", off=("--no-overlap-p2p-communication",)
     )
+    tp_comm_overlap: bool = setting(
+        False, "send activations between tensor-parallel ranks while GEMMs run (Transformer Engine's user buffers)"
+    )
+    tp_comm_overlap_cfg: Optional[str] = setting(
+        None, "YAML file with how each GEMM's communication is overlapped (`ub_cfgs` of Transformer Engine)",
+        metavar="FILE",
+    )
+    tp_comm_overlap_ag: bool = setting(True, "overlap all-gathers", off=("--disable-tp-comm-overlap-ag",))
+    tp_comm_overlap_rs: bool = setting(True, "overlap reduce-scatters", off=("--disable-tp-comm-overlap-rs",))
+    tp_comm_overlap_rs_dgrad: bool = setting(False, "overlap reduce-scatters with dgrad, not with wgrad")
+    tp_comm_bulk_dgrad: bool = setting(
+        True, "overlap all-gathers of inputs with dgrad as a whole", off=("--disable-tp-comm-bulk-dgrad",)
+    )
+    tp_comm_bulk_wgrad: bool = setting(
+        True, "overlap reduce-scatters with wgrad as a whole", off=("--disable-tp-comm-bulk-wgrad",)
+    )
+    tp_comm_bootstrap_backend: str = setting(
+        "nccl", "collectives that set up the user buffers", choices=("nccl", "gloo", "mpi")
+    )
     ddp_bucket_size: Optional[int] = setting(None, "parameters in one gradient bucket; default megatron-core's")
     ddp_average_in_collective: bool = setting(False, "average gradients inside the collective")
     distributed_backend: Optional[str] = setting(

@@ -172,6 +172,8 @@ def needs_transformer_engine(config: RunConfig, target: Target, implementation: 
     has_its_loss = target.kind == "cuda" and target.transformer_engine is not None
     if precision.cross_entropy_loss_fusion and precision.cross_entropy_fusion_impl == "te" and not has_its_loss:
         asked.append("--cross-entropy-fusion-impl te")
+    if config.parallel.tp_comm_overlap:
+        asked.append("--tp-comm-overlap")
     if config.optimizer.use_precision_aware_optimizer:
         asked.append("--use-precision-aware-optimizer")
     if config.model.window_size is not None:

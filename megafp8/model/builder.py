@@ -35,6 +35,10 @@ def build_model(
         implementation: `transformer_engine`, `emulated` or `local`, already resolved.
         vocab_size: rows of the embedding, already padded.
     """
+    if config.parallel.tp_comm_overlap:
+        from megafp8.model import te_overlap  # needs Transformer Engine
+
+        te_overlap.start(config, transformer_config.params_dtype)
     num_chunks = derived.virtual_pipeline_size(config)
     stages: list[Optional[int]] = [None] if num_chunks is None else list(range(num_chunks))
     chunks = [build_chunk(config, transformer_config, implementation, vocab_size, stage) for stage in stages]

@@ -86,6 +86,9 @@ EXAMPLES = {
     "parameter_gather_overlap_has_its_parts": (
         {"parallel.overlap_param_gather": True}, 1, "--use-distributed-optimizer and --overlap-grad-reduce"
     ),
+    "tensor_overlap_has_its_parts": (
+        {"parallel.tp_comm_overlap": True, "precision.fp8_recipe": "blockwise"}, 1, "blockwise"
+    ),
     "batch_is_given": ({"training.micro_batch_size": None}, 1, "--micro-batch-size is missing"),
     "global_batch_divides": ({"training.global_batch_size": 10}, 4, "use --global-batch-size 16"),
     "length_is_given_once": ({"training.train_samples": 1000}, 1, "keep one"),

@@ -156,6 +156,28 @@ def parameter_gather_overlap_has_its_parts(config: RunConfig, world_size: int) -
         yield f"--overlap-param-gather needs {' and '.join(missing)} too"
 
 
+def tensor_overlap_has_its_parts(config: RunConfig, world_size: int) -> Iterator[str]:
+    """What is overlapped are the gathers and scatters of sequence parallelism, into buffers of one shape."""
+    parallel, precision = config.parallel, config.precision
+    if not parallel.tp_comm_overlap:
+        if parallel.tp_comm_overlap_cfg is not None:
+            yield "--tp-comm-overlap-cfg says how to overlap: give --tp-comm-overlap too"
+        return
+    if parallel.tensor_model_parallel_size == 1 or not parallel.sequence_parallel:
+        yield "--tp-comm-overlap needs --tensor-model-parallel-size above 1 and --sequence-parallel"
+    if precision.use_transformer_engine_op_fuser:
+        yield (
+            "--tp-comm-overlap with --use-transformer-engine-op-fuser: communication is overlapped by Transformer "
+            "Engine's layers, not by its fused operations; remove one"
+        )
+    recipe = derived.quantization_recipe(precision)
+    if recipe in ("blockwise", "nvfp4"):
+        yield (
+            f"--tp-comm-overlap with {recipe}: Transformer Engine's user buffers send codes of tensorwise, delayed and "
+            "mxfp8; leave the overlap out"
+        )
+
+
 RULES: tuple[Rule, ...] = (
     world_size_divides,
     tensor_ranks_divide_the_model,
@@ -166,4 +188,5 @@ RULES: tuple[Rule, ...] = (
     sequence_divides,
     context_exchange_divides_heads,
     parameter_gather_overlap_has_its_parts,
+    tensor_overlap_has_its_parts,
 )
