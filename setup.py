@@ -35,7 +35,6 @@ setup(
         "tensorboard",
         "matplotlib",
         "tqdm",
-        "PyYAML",
     ],
     extras_require={
         "te": ["transformer-engine[pytorch]>=2.9"],
