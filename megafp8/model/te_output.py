@@ -1,0 +1,43 @@
+"""The output layer as one of Transformer Engine's linears, to compute logits and their gradients in FP8.
+
+megatron-core makes its own, in high precision. A recipe with a memory (delayed scaling) is not for it: megatron-core
+takes what an output layer remembers out of checkpoints.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Optional
+
+import transformer_engine.pytorch as te
+from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from torch import Tensor
+from transformer_engine.common.recipe import Recipe
+
+
+class OutputLayer(TEColumnParallelLinear):
+    """Logits [S, B, vocabulary / P] of hidden states [S, B, H], or [S / P, B, H] with sequence parallelism."""
+
+    recipe: Recipe
+
+    @classmethod
+    def in_place_of(cls, plain: ColumnParallelLinear, recipe: Recipe) -> OutputLayer:
+        """A layer with the weight of megatron-core's own, which must not be the embedding's."""
+        config = copy.copy(plain.config)
+        config.tp_comm_overlap = False  # there are no buffers of this shape
+        layer = cls(
+            plain.input_size, plain.output_size, config=config, init_method=config.init_method, gather_output=False,
+            bias=False, skip_bias_add=False, is_expert=False, tp_group=plain.tp_group,
+        )  # fmt: skip
+        layer.weight = plain.weight
+        layer.recipe = recipe
+        return layer
+
+    def forward(
+        self, input_: Tensor, weight: Optional[Tensor] = None, runtime_gather_output: Optional[bool] = None
+    ) -> tuple[Tensor, Any]:
+        """Logits, and None for the bias that there is not."""
+        assert weight is None and not runtime_gather_output, "logits stay split over the vocabulary, for the loss"
+        with te.autocast(enabled=True, recipe=self.recipe):
+            return super().forward(input_)
