@@ -37,12 +37,14 @@ class History:
         num_in_row: updates left out since the last one that was made.
         num_rollbacks: times that the run went back to a checkpoint.
         window: (loss, gradient norm) of the last updates, the newest last; empty where spikes are not looked for.
+        num_overflows: updates that were left out while a loss scale was being found.
     """
 
     skipped: tuple[SkippedSamples, ...] = ()
     num_in_row: int = 0
     num_rollbacks: int = 0
     window: tuple[tuple[float, float], ...] = ()
+    num_overflows: int = 0
 
     def after_skip(self, samples: SkippedSamples) -> History:
         """An update was left out."""
@@ -52,10 +54,18 @@ class History:
         """An update was made."""
         return replace(self, num_in_row=0, window=window) if self.num_in_row or window != self.window else self
 
+    def after_overflow(self) -> History:
+        """A loss scale was too high."""
+        return replace(self, num_overflows=self.num_overflows + 1)
+
     def summary(self) -> str:
         """How much was skipped, and why; empty if nothing was."""
-        if not self.skipped:
-            return ""
+        parts = [self._skipped_samples()] if self.skipped else []
+        if self.num_overflows:
+            parts.append(f"{self.num_overflows} steps made no update because gradients overflowed at their loss scale")
+        return "; ".join(parts)
+
+    def _skipped_samples(self) -> str:
         numbers = {
             reason: sum(samples.end - samples.first for samples in self.skipped if samples.reason == reason)
             for reason in (NOT_FINITE, SPIKE, ROLLBACK)
@@ -76,4 +86,5 @@ class History:
             num_in_row=values["num_in_row"],
             num_rollbacks=values["num_rollbacks"],
             window=tuple((loss, norm) for loss, norm in values["window"]),
+            num_overflows=values.get("num_overflows", 0),  # older checkpoints do not count them
         )

@@ -273,11 +273,13 @@ class OptimizerConfig:
     adam_eps: float = setting(1e-8, "epsilon of Adam")
     sgd_momentum: float = setting(0.9, "momentum of SGD")
     clip_grad: float = setting(1.0, "largest global gradient norm; 0 is no clipping")
-    loss_scale: Optional[float] = setting(None, "fixed loss scale for --fp16; default dynamic")
+    loss_scale: Optional[float] = setting(
+        None, "fixed loss scale, in any precision; default dynamic with --fp16, else none"
+    )
     initial_loss_scale: float = setting(2.0**32, "first dynamic loss scale for --fp16")
     min_loss_scale: float = setting(1.0, "smallest dynamic loss scale for --fp16")
-    loss_scale_window: float = setting(1000, "good steps before the dynamic loss scale doubles")
-    hysteresis: int = setting(2, "bad steps before the dynamic loss scale halves")
+    loss_scale_window: float = setting(1000, "good steps in a row before the dynamic loss scale doubles")
+    hysteresis: int = setting(2, "overflows since it last doubled, from which on the dynamic loss scale halves")
     use_precision_aware_optimizer: bool = setting(
         False, "low-precision optimizer state (enables the four dtypes below)"
     )

@@ -29,7 +29,7 @@ ONLY_LOSS = "none; weights and gradients are finite"
 
 def is_finite(tensor: Tensor) -> Tensor:
     """Whether a tensor's norm is finite: no element is NaN or infinite, and their squares add up within FP32."""
-    return torch.isfinite(torch.linalg.vector_norm(tensor))
+    return torch.isfinite(torch.linalg.vector_norm(tensor, dtype=torch.float32))  # FP16's own ends at 65504
 
 
 class GradientWatch:

@@ -89,6 +89,7 @@ class StepRecord:
     mfu_fraction: Optional[float] = None
     """Model FLOP/s over the peak that the run record names; None where the peak is not known."""
     loss_scale: Optional[float] = None
+    """What the loss of this step was multiplied by; None without a loss scale."""
     num_zeros_in_grad: Optional[int] = None
     params_norm: Optional[float] = None
     memory_peak_bytes: Optional[int] = None
@@ -97,7 +98,7 @@ class StepRecord:
     """What rank 0 got from others of the distributed optimizer's updated weights, with scales and padding. With
     overlapped gathers these are the weights that the step before updated."""
     is_skipped: bool = False
-    """The weights were left as they were: an event says why, or FP16 loss scaling met an overflow."""
+    """The weights were left as they were: an event says why, or gradients overflowed at the loss scale."""
     timers_ms: Optional[dict[str, float]] = None
     """Parts of the step's time, by name."""
 

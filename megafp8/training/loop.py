@@ -126,8 +126,8 @@ def train_steps(
             collect_garbage(run, step)
     if training.manual_gc:
         gc.enable()
-    if progress.history.skipped:
-        sinks.write(EventRecord(step=progress.step, name="skipped", detail=progress.history.summary()))
+    if summary := progress.history.summary():
+        sinks.write(EventRecord(step=progress.step, name="skipped", detail=summary))
     if reason is not None:
         saved = f"saved at step {saver.saved_step}" if saver.saved_step is not None else "nothing new is saved"
         place = f", {saved}" if folder else ", not saved (no --save)"
@@ -203,8 +203,6 @@ def with_details(run: Run, record: StepRecord) -> StepRecord:
     if logging.log_params_norm:
         sync_parameters(run.config, run.trainee)
         details["params_norm"] = params_norm(run)
-    if run.config.precision.fp16:
-        details["loss_scale"] = float(run.trainee.optimizer.get_loss_scale())
     return dataclasses.replace(record, **details)
 
 

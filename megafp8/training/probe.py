@@ -73,14 +73,15 @@ class Probe:
         finally:
             self.look.detach()
 
-    def before_update(self, num_tokens: float) -> None:
+    def before_update(self, num_tokens: float, loss_scale: float = 1.0) -> None:
         """Between the backward pass and the update.
 
         Args:
             num_tokens: in the global batch.
+            loss_scale: which the gradients are multiplied by.
         """
         if self.look is not None:
-            self.look.before_update(num_tokens)
+            self.look.before_update(num_tokens, loss_scale)
 
     def take_records(self, step: int, rank: int) -> list[Record]:
         """What the step that just ended showed, and what that says, on rank 0; nothing on others, and after steps that
@@ -145,7 +146,7 @@ class Look:
 
     # --- the update ---------------------------------------------------------------------------------------------------
 
-    def before_update(self, num_tokens: float) -> None:
+    def before_update(self, num_tokens: float, loss_scale: float) -> None:
         """Enter the gradients' norms, and keep the weights and their codes."""
         probe = self.probe
         optimizer, data_size = probe.trainee.optimizer, parallel_state.get_data_parallel_world_size()
@@ -153,12 +154,12 @@ class Look:
         factor = optimizer.grad_factor if isinstance(optimizer, OnePassOptimizer) else None
         for linear in probe.linears:
             if linear.name in self.few:
-                few = self.few[linear.name] / (tokens_of_few**2 * data_size)
+                few = self.few[linear.name] / ((tokens_of_few * loss_scale) ** 2 * data_size)
                 self.table.add(linear.name, {"few_gradient": few})
                 reduced = reduced_gradient(optimizer, linear.weight)
                 if reduced is not None:
                     gradient = reduced if factor is None else reduced * factor
-                    self.table.add(linear.name, {"all_gradient": squared_norm(gradient)})
+                    self.table.add(linear.name, {"all_gradient": squared_norm(gradient) / loss_scale**2})
             values = trained_values(linear.weight, self.has_masters)
             self.before[linear.name] = (None if values is None else values.float().clone(), linear.weight_codes())
 

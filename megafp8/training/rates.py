@@ -44,6 +44,7 @@ class Rates:
             grad_norm=result.grad_norm,
             model_tflops_per_device=flops_per_device / 1e12,
             mfu_fraction=flops_per_device / peak if peak else None,
+            loss_scale=result.loss_scale,
             num_zeros_in_grad=result.num_zeros_in_grad,
             is_skipped=result.is_skipped,
             param_gather_bytes=result.param_gather_bytes,

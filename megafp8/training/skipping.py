@@ -14,6 +14,7 @@ from megafp8.checkpoint.skipped import NOT_FINITE, SPIKE, SkippedSamples
 from megafp8.checkpoint.state import Progress
 from megafp8.data.loader import describe_samples, samples_of_step
 from megafp8.errors import NumericsError
+from megafp8.optim.loss_scale import current_loss_scale, describe_overflow
 from megafp8.training.assemble import Run
 
 MEND = (
@@ -36,8 +37,10 @@ class Finding:
 
 
 def not_finite(run: Run, progress: Progress, ranks: list[str]) -> Finding:
-    """The finding of `optim.finite.bad_ranks`."""
-    lines = "\n".join(f"  {line}" for line in ranks)
+    """The finding of `optim.finite.bad_ranks`, with what a loss scale has to do with it."""
+    loss_scale = current_loss_scale(run.trainee.optimizer)
+    scaling = [] if loss_scale is None else [describe_overflow(run.config.optimizer, loss_scale)]
+    lines = "\n".join(f"  {line}" for line in [*ranks, *scaling])
     return Finding(NOT_FINITE, f"loss or gradients are not finite ({samples_of_batch(run, progress)}):\n{lines}")
 
 
@@ -115,4 +118,6 @@ def after_step(
     elif numbers is not None:
         window = () if run.spikes is None else run.spikes.after_update(history.window, *numbers)
         history = history.after_update(window)
+    else:
+        history = history.after_overflow()
     return Progress(step, consumed, history)

@@ -22,12 +22,15 @@ from megafp8.fp8.parameter import QuantizedParameter
 from megafp8.model.emulated_layers import weights_unchanged
 from megafp8.optim.finite import StepTotals, agree, bad_ranks
 from megafp8.optim.judged import JudgedOptimizer
+from megafp8.optim.loss_scale import can_fall, current_loss_scale
 from megafp8.optim.one_pass import OnePassOptimizer
 from megafp8.optim.schedule import current_learning_rate
 from megafp8.training.assemble import Run, to_device_sum
 from megafp8.training.skipping import Finding, SpikeJudge, check_may_skip, not_finite, samples_of_rank
 
 Batches = Optional[Iterator[dict[str, Tensor]]]
+
+SUM_OVERFLOWS = "gradients overflow when those of all ranks are added up"
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class StepResult:
         grad_norm: global norm before clipping; None where numbers were not finite.
         learning_rate: the one that the update used.
         is_skipped: the weights were left as they are.
-        finding: why; None where FP16 loss scaling met an overflow, which is no bad number.
+        finding: why; None where a loss scale that can fall met an overflow, which is no bad number.
+        loss_scale: what the loss was multiplied by; None without a loss scale.
         param_gather_bytes: what this rank got from others of updated weights while the step ran; None where nothing is
             gathered.
     """
@@ -50,6 +54,7 @@ class StepResult:
     num_zeros_in_grad: Optional[int]
     is_skipped: bool
     finding: Optional[Finding]
+    loss_scale: Optional[float]
     param_gather_bytes: Optional[int]
 
 
@@ -78,13 +83,13 @@ def train_step(run: Run, batches: Batches, progress: Progress) -> StepResult:
         faults.point("step.after_backward")
         totals, finding = check_step(run, to_device_sum(reports), progress, squared_norm)
 
-    learning_rate = current_learning_rate(trainee.optimizer)
+    learning_rate, loss_scale = current_learning_rate(trainee.optimizer), current_loss_scale(trainee.optimizer)
     is_updated, grad_norm, num_zeros = False, None, None
     if finding is None:
         faults.point("step.before_update")
         trainee.wait_for_copies()
         if run.probe is not None:
-            run.probe.before_update(totals.num_tokens)
+            run.probe.before_update(totals.num_tokens, loss_scale or 1.0)
         with run.timer.span("optimizer"):
             is_updated, grad_norm, num_zeros, finding = update(run, progress, totals)
         faults.poison("step.weights", next(trainee.chunks[0].parameters()))
@@ -98,7 +103,7 @@ def train_step(run: Run, batches: Batches, progress: Progress) -> StepResult:
     # megatron-core counts in FP32, so that ranks can add up.
     num_zeros = None if num_zeros is None else int(num_zeros)
     gathered = None if run.traffic is None else run.traffic.take()
-    return StepResult(totals.loss, grad_norm, learning_rate, num_zeros, not is_updated, finding, gathered)
+    return StepResult(totals.loss, grad_norm, learning_rate, num_zeros, not is_updated, finding, loss_scale, gathered)
 
 
 def update(
@@ -107,17 +112,21 @@ def update(
     """Let the optimizer change the weights, unless loss or gradient norm spike.
 
     Returns:
-        Whether it did, the norm before clipping, the zeros in the gradients if that is asked for, and the spike.
+        Whether it did, the norm before clipping, the zeros in the gradients if that is asked for, and what was wrong.
     """
     optimizer, judge = run.trainee.optimizer, SpikeJudge(run, progress, totals.loss)
-    if isinstance(optimizer, JudgedOptimizer):
-        return *optimizer.step(judge.allows), judge.finding
-    if not isinstance(optimizer, OnePassOptimizer):
-        return *optimizer.step(), None
-    # The norm was waited for together with the loss.
-    if not judge.allows(totals.grad_norm):
-        return False, totals.grad_norm, None, judge.finding
-    return *optimizer.step(totals.grad_norm), None
+    if isinstance(optimizer, OnePassOptimizer):
+        # The norm was waited for together with the loss.
+        if not judge.allows(totals.grad_norm):
+            return False, totals.grad_norm, None, judge.finding
+        return *optimizer.step(totals.grad_norm), None
+    may_overflow = not run.config.training.check_for_nan_in_loss_and_grad or can_fall(optimizer)
+    is_judged = isinstance(optimizer, JudgedOptimizer)
+    is_updated, grad_norm, num_zeros = optimizer.step(judge.allows) if is_judged else optimizer.step()
+    finding = judge.finding
+    if not is_updated and finding is None and not may_overflow:
+        finding = not_finite(run, progress, [SUM_OVERFLOWS])
+    return is_updated, grad_norm, num_zeros, finding
 
 
 def clear_gradients(run: Run) -> None:
@@ -177,14 +186,14 @@ def check_step(
     bad = torch.zeros((), device=device) if run.watch is None else run.watch.bad
     if run.watch is None and squared_norm is not None:
         bad = (~torch.isfinite(squared_norm)).float()
-    # With a loss scale, gradients that overflow are expected: the optimizer skips the update and lowers the scale.
-    bad_gradients = torch.zeros_like(bad) if run.config.precision.fp16 else bad
-    totals = agree(mine, bad_gradients, device, squared_norm, bool(run.guard.asked))
+    totals = agree(mine, bad, device, squared_norm, bool(run.guard.asked))
     run.guard.agree(totals.num_asked_ranks)
-    if totals.num_bad_ranks and run.config.training.check_for_nan_in_loss_and_grad:
-        ranks = bad_ranks(mine, bad_gradients, run.trainee.chunks, samples_of_rank(run, progress))
-        return totals, not_finite(run, progress, ranks)
-    return totals, None
+    if not totals.num_bad_ranks or not run.config.training.check_for_nan_in_loss_and_grad:
+        return totals, None
+    if math.isfinite(totals.loss_sum) and can_fall(run.trainee.optimizer):
+        return totals, None  # the optimizer will find the overflow, leave out the update and lower the scale
+    ranks = bad_ranks(mine, bad, run.trainee.chunks, samples_of_rank(run, progress))
+    return totals, not_finite(run, progress, ranks)
 
 
 def params_norm(run: Run) -> float:

@@ -191,7 +191,7 @@ def test_the_command_ends_with_65(tmp_path: Path) -> None:
 def test_a_loss_scale_that_overflows_is_no_bad_number(tmp_path: Path) -> None:
     """FP16 finds its scale by trying, and no step may be skipped here; a loss that is not finite still counts."""
     flags = f"{LENGTH} --fp16 --initial-loss-scale 4294967296 --hysteresis 1 --exit-interval 2"
-    assert run_loop(tmp_path / "overflow", "", flags, 1).progress == Progress(2, 16)
+    assert run_loop(tmp_path / "overflow", "", flags, 1).progress == Progress(2, 16, History(num_overflows=2))
     assert [record.is_skipped for record in load_run(tmp_path / "overflow").steps] == [True, True]
     assert "step 2: " in run_loop(tmp_path / "nan", "nan:step=2,at=step.loss", flags, 1).error
 

@@ -26,7 +26,7 @@ SIZES = (
     "--disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
     "--tokenizer-type NullTokenizer --mock-data --num-workers 0 --micro-batch-size 4 --global-batch-size 8 "
     "--train-iters 100 --lr 1e-3 --lr-decay-style constant --adam-beta2 0.95 --weight-decay 0.1 --num-threads 1 "
-    "--eval-iters 2 --clip-grad 0.5 --bf16 --use-distributed-optimizer"
+    "--eval-iters 2 --clip-grad 0.5 --use-distributed-optimizer"
 )
 RECIPES = {
     "bf16": "",
@@ -38,9 +38,9 @@ FP8_RECIPES = tuple(name for name in RECIPES if name != "bf16")
 
 
 @contextmanager
-def gpu_run(extra: str) -> Iterator[Run]:
+def gpu_run(extra: str, precision: str = "--bf16") -> Iterator[Run]:
     """A run on Python source; its groups, and what Transformer Engine keeps for the process, end with it."""
-    config = flags.parse(f"{SIZES} {extra}".split()).config
+    config = flags.parse(f"{SIZES} {precision} {extra}".split()).config
     found = [*rules.problems(config, 1), *capability.problems(config, capability.detect_target())]
     assert not found, found
     platform.join_ranks(platform.detect_platform(), 5)  # once: starting NCCL takes longer than a run

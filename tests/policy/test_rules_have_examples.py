@@ -146,7 +146,10 @@ EXAMPLES = {
     "weight_decay_has_its_ends": (
         {"optimizer.weight_decay_incr_style": "linear"}, 1, "--start-weight-decay and --end-weight-decay"
     ),
-    "loss_scale_needs_fp16": ({"optimizer.loss_scale": 8.0}, 1, "without --fp16"),
+    "fixed_loss_scale_has_a_scaler": (
+        {"optimizer.loss_scale": 8.0, "precision.bf16": False}, 1, "--use-distributed-optimizer"
+    ),
+    "dynamic_loss_scale_can_move": ({"optimizer.loss_scale_window": 2.5}, 1, "no whole number of steps"),
     "sharded_state_is_adams": (
         {"optimizer.optimizer": "sgd", "parallel.use_distributed_optimizer": True}, 1, "not sgd: leave one of them out"
     ),

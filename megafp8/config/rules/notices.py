@@ -54,11 +54,13 @@ def _idle_settings(config: RunConfig, implementation: str) -> Iterator[str]:
                 yield f"{flag} {value} is for TikTokenizer: {data.tokenizer_type} has its own"
     if data.split is not None and data.mock_data:
         yield f"--split {data.split}: made-up data is divided evenly"
-    if not config.precision.fp16:
+    fixed = config.optimizer.loss_scale
+    if fixed is not None or not config.precision.fp16:
+        reason = "only --fp16 has a dynamic loss scale" if fixed is None else f"--loss-scale {fixed:g} is fixed"
         for name in DYNAMIC_LOSS_SCALE:
             setting = settings_by_name()[f"optimizer.{name}"]
             value = value_of(config, setting.name)
             if value != setting.default:
-                yield f"{setting.flags[0]} {value:g}: only --fp16 scales the loss"
+                yield f"{setting.flags[0]} {value:g}: {reason}"
     if parallel.cp_comm_type != "p2p" and implementation != "transformer_engine" and parallel.context_parallel_size > 1:
         yield f"--cp-comm-type {parallel.cp_comm_type}: the {implementation} layers gather keys and values (allgather)"

@@ -120,10 +120,29 @@ def weight_decay_has_its_ends(config: RunConfig, world_size: int) -> Iterator[st
         yield f"--end-weight-decay {end:g} is below --start-weight-decay {start:g}: weight decay can only rise"
 
 
-def loss_scale_needs_fp16(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Only FP16 gradients are scaled."""
-    if config.optimizer.loss_scale is not None and not config.precision.fp16:
-        yield without(f"--loss-scale {config.optimizer.loss_scale:g}", "--fp16")
+def fixed_loss_scale_has_a_scaler(config: RunConfig, world_size: int) -> Iterator[str]:
+    """megatron-core's optimizer for FP32 weights that are not sharded leaves a loss scale out."""
+    scale, dtype = config.optimizer.loss_scale, derived.params_dtype(config.precision)
+    if scale is not None and dtype == "fp32" and not config.parallel.use_distributed_optimizer:
+        yield (
+            f"--loss-scale {scale:g} has no effect on megatron-core's FP32 optimizer: give "
+            "--use-distributed-optimizer (also for one rank), --bf16 or --fp16, or remove it"
+        )
+
+
+def dynamic_loss_scale_can_move(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The dynamic scale starts at its minimum or above it, and its window is counted in whole steps."""
+    optimizer = config.optimizer
+    if optimizer.min_loss_scale > optimizer.initial_loss_scale:
+        yield (
+            f"--min-loss-scale {optimizer.min_loss_scale:g} is above --initial-loss-scale "
+            f"{optimizer.initial_loss_scale:g}: lower it"
+        )
+    if optimizer.loss_scale_window % 1:
+        yield (
+            f"--loss-scale-window {optimizer.loss_scale_window:g} is no whole number of steps, and would never be "
+            "reached: round it"
+        )
 
 
 def sharded_state_is_adams(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -172,7 +191,8 @@ RULES: tuple[Rule, ...] = (
     warmup_ends_within_the_schedule,
     wsd_has_its_decay,
     weight_decay_has_its_ends,
-    loss_scale_needs_fp16,
+    fixed_loss_scale_has_a_scaler,
+    dynamic_loss_scale_can_move,
     sharded_state_is_adams,
     low_precision_state_needs_its_switch,
 )

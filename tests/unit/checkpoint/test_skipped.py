@@ -27,11 +27,19 @@ def test_it_is_the_same_after_a_checkpoint() -> None:
     skipped = (SkippedSamples(8, 16, 2, SPIKE), SkippedSamples(24, 64, 7, ROLLBACK))
     history = History(skipped, 1, 2, WINDOW)
     assert History.from_plain(json.loads(json.dumps(history.plain()))) == history
+    overflowed = history.after_overflow()
+    assert History.from_plain(json.loads(json.dumps(overflowed.plain()))).num_overflows == 1
+    older = {name: value for name, value in history.plain().items() if name != "num_overflows"}
+    assert History.from_plain(older) == history
 
 
 def test_summary() -> None:
     assert History().summary() == ""
     skipped = (SkippedSamples(8, 16, 2, SPIKE), SkippedSamples(24, 64, 7, ROLLBACK), SkippedSamples(80, 88, 9, SPIKE))
+    overflows = "2 steps made no update because gradients overflowed at their loss scale"
+    assert History(num_overflows=2).summary() == overflows
+    both = History(skipped[:1], num_overflows=2).summary()
+    assert both == f"8 samples changed no weight (8 spike): 8-15; {overflows}"
     assert History(skipped).summary() == (
         "56 samples changed no weight (16 spike, 40 rollback): 8-15, 24-63, 80-87"
     )

@@ -1,0 +1,42 @@
+"""FP16 with Transformer Engine's layers: the scale is found by trying, and a fixed one changes nothing in BF16."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.gpu]
+if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
+    pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
+
+from gpu_runs import RECIPES, gpu_run  # noqa: E402
+from small_run import Curve, train, weights  # noqa: E402
+
+from megafp8.optim.loss_scale import current_loss_scale  # noqa: E402
+
+
+@pytest.mark.parametrize("optimizer", ["", "--overlap-grad-reduce --overlap-param-gather"])
+def test_an_overflow_halves_the_scale_and_leaves_the_weights(optimizer: str) -> None:
+    with gpu_run(f"--initial-loss-scale 4294967296 --hysteresis 1 {optimizer}", precision="--fp16") as run:
+        before = weights(run)
+        assert train(run, 1).grad_norms == [None]
+        assert current_loss_scale(run.trainee.optimizer) == 2.0**31
+        for name, tensor in weights(run).items():
+            assert torch.equal(tensor, before[name]), name
+        curve = train(run, 30, first_step=2)
+        assert curve.grad_norms[-1] is not None, "it has found a scale"
+        assert curve.losses[-1] < curve.losses[0]
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "tensorwise"])
+def test_a_fixed_power_of_two_changes_no_bit(recipe: str) -> None:
+    def ends(extra: str) -> tuple[Curve, dict[str, torch.Tensor]]:
+        with gpu_run(f"{RECIPES[recipe]} {extra} --no-one-pass-optimizer") as run:
+            return train(run, 3), weights(run)
+
+    (curve, plain), (scaled_curve, scaled) = ends(""), ends("--loss-scale 1024")
+    assert scaled_curve == curve
+    for name, tensor in plain.items():
+        assert torch.equal(tensor, scaled[name]), name
