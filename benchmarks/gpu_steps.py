@@ -44,9 +44,9 @@ mcore_cpu.install()
 from megafp8.checkpoint.state import Progress  # noqa: E402
 from megafp8.device.platform import detect_platform, join_ranks  # noqa: E402
 from megafp8.training.assemble import assemble  # noqa: E402
-from megafp8.training.check import check  # noqa: E402
+from megafp8.training.check import Checked, check  # noqa: E402
 from megafp8.training.evaluate import build_batches  # noqa: E402
-from megafp8.training.step import train_step  # noqa: E402
+from megafp8.training.step import StepResult, train_step  # noqa: E402
 
 PROCESS_S = 120.0
 
@@ -71,14 +71,24 @@ class Timed:
     losses: list[float]
 
 
-def megafp8_steps(options: argparse.Namespace, text: str) -> Callable[[int], float]:
-    """A function that trains step i and returns its loss."""
+def check_mode(options: argparse.Namespace, text: str) -> Checked:
+    """A mode of megafp8, checked: RECIPE FLAGS on the shape, loader in this process."""
     recipe, _, extra = text.partition(" ")
     argv = shlex.split(f"{SHAPES[options.shape]} {COMMON} --train-iters 1000 {MODES[recipe]} {extra} {options.extra}")
-    checked = check(*flags.read([*argv, "--num-workers", "0"]))
+    return check(*flags.read([*argv, "--num-workers", "0"]))
+
+
+def trainer(checked: Checked) -> Callable[[int], StepResult]:
+    """A function that trains step i. torch.distributed runs already."""
     run = assemble(checked.invocation.config, detect_platform(), checked.implementation)
     batches = build_batches(run, run.datasets[0], 0, 1000 * run.global_batch_size, num_workers=0)
-    return lambda step: train_step(run, batches, Progress(step - 1)).loss
+    return lambda step: train_step(run, batches, Progress(step - 1))
+
+
+def megafp8_steps(options: argparse.Namespace, text: str) -> Callable[[int], float]:
+    """A function that trains step i and returns its loss."""
+    train = trainer(check_mode(options, text))
+    return lambda step: train(step).loss
 
 
 def peer_steps(options: argparse.Namespace, recipe: str) -> Callable[[int], float]:

@@ -15,11 +15,12 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import MappingProxyType
 from typing import Optional
 
 import psutil
@@ -93,13 +94,19 @@ def started(world_size: int, flags: str, plan: str = "", fired: Optional[Path] =
 class ForkedRun:
     """The ranks of one start.
 
+    Args:
+        environment: more variables for the ranks; with MASTER_ADDR they meet there, else in `folder`.
+
     Attributes:
         processes: by rank.
     """
 
-    def __init__(self, world_size: int, flags: str, plan: str, fired: Optional[Path], folder: Path):
-        self._folder, self._began = folder, time.monotonic()
-        variables = {faults.VARIABLE: plan} | ({faults.FIRED_VARIABLE: str(fired)} if fired else {})
+    def __init__(
+        self, world_size: int, flags: str, plan: str, fired: Optional[Path], folder: Path,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ):  # fmt: skip
+        self._folder, self._began, self._ends = folder, time.monotonic(), dict[int, float]()
+        variables = {faults.VARIABLE: plan, **environment} | ({faults.FIRED_VARIABLE: str(fired)} if fired else {})
         fork = multiprocessing.get_context("fork").Process
         self.processes: list[BaseProcess] = [
             fork(target=be_command, args=(rank, world_size, folder, flags.split(), variables))
@@ -114,30 +121,40 @@ class ForkedRun:
         Args:
             grace_s: seconds that the others have when one has failed.
         """
-        deadline, ends, hung = self._began + timeout_s, dict[int, float](), set[int]()
-        while len(ends) < len(self.processes):
-            waiting = {process.sentinel: rank for rank, process in enumerate(self.processes) if rank not in ends}
-            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
-            for rank in (waiting[sentinel] for sentinel in ready):
-                ends[rank] = time.monotonic()
-                self.processes[rank].join()
-                if self.processes[rank].exitcode:
-                    deadline = min(deadline, ends[rank] + grace_s)
-            if not ready and len(ends) < len(self.processes):
-                hung = set(waiting.values())
+        deadline, hung = self._began + timeout_s, set[int]()
+        while len(self._ends) < len(self.processes):
+            ended = self.look(max(0.0, deadline - time.monotonic()))
+            if any(self.processes[rank].exitcode for rank in ended):
+                deadline = min(deadline, self._ends[ended[0]] + grace_s)
+            if not ended:
+                hung = set(range(len(self.processes))) - set(self._ends)
                 self.kill()
-                ends |= dict.fromkeys(hung, time.monotonic())
+                self._ends |= dict.fromkeys(hung, time.monotonic())
         for process in self.processes:
             process.join()
         return Ended(
             statuses=tuple(
                 HUNG if rank in hung else process.exitcode or 0 for rank, process in enumerate(self.processes)
             ),
-            seconds=max(ends.values()) - self._began,
-            seconds_after_first=max(ends.values()) - min(ends.values()),
+            seconds=max(self._ends.values()) - self._began,
+            seconds_after_first=max(self._ends.values()) - min(self._ends.values()),
             num_orphans=sum(is_group_alive(process.pid) for process in self.processes),
             output=tuple(self.output(rank) for rank in range(len(self.processes))),
         )
+
+    def look(self, timeout_s: float = 0.0) -> list[int]:
+        """The ranks that have ended since the last look; one waits so long for the next of them."""
+        waiting = {p.sentinel: rank for rank, p in enumerate(self.processes) if rank not in self._ends}
+        ended = [waiting[sentinel] for sentinel in wait(list(waiting), timeout_s)]
+        for rank in ended:
+            self._ends[rank] = time.monotonic()
+            self.processes[rank].join()
+        return ended
+
+    def is_over(self, timeout_s: float) -> bool:
+        """Whether all ranks have ended, or had this time to. Then `wait` answers at once."""
+        self.look()
+        return len(self._ends) == len(self.processes) or time.monotonic() > self._began + timeout_s
 
     def output(self, rank: int) -> str:
         """What a rank has written so far."""
@@ -184,6 +201,7 @@ def be_command(rank: int, world_size: int, folder: Path, flags: list[str], varia
     become_rank(rank, world_size, folder)
     os.environ |= variables
     importlib.reload(faults)
-    join_gloo(rank, world_size, folder)
+    if "MASTER_ADDR" not in variables:  # with an address the command joins by itself, as under torchrun
+        join_gloo(rank, world_size, folder)
     command = importlib.import_module("pretrain_gpt")
     sys.exit(command.main(flags))

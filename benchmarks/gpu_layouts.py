@@ -1,0 +1,327 @@
+"""Step times on several GPUs of one host: every recipe under every layout, with FP8 weights and without.
+
+    python benchmarks/gpu_layouts.py --shape B --json FILE
+    python benchmarks/gpu_layouts.py --layouts "TP 4" --modes bf16 delayed --extra="--use-transformer-engine-op-fuser"
+
+A mode is RECIPE FLAGS, with a recipe of `gpu_train.py`. The ranks of a layout are forked from a process that has
+imported everything but not touched the GPU, and train all modes one after the other in one process group; layouts that
+need fewer GPUs than there are run side by side. Timed are `--steps` steps together, from one synchronization of all
+ranks to the other; the peak is that of the rank with the highest. Gathered bytes are what a rank gets of updated
+weights in a step. Every number of a layout is of one machine and of the same minute; ratios are to its BF16.
+
+The JSON has a line for each measurement, in the form that `planner_measurements.py` reads. `--shape tiny` runs on any
+machine, on CPU ranks where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Optional
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import gpu_steps, timing  # noqa: E402  (first: it sets how torch looks for GPUs)
+from benchmarks.gpu_train import SHAPES  # noqa: E402
+from benchmarks.planner_measurements import TP2, TP4  # noqa: E402
+
+import torch  # noqa: E402  # isort: skip
+import torch.distributed as dist  # noqa: E402  # isort: skip
+
+from megafp8.device.platform import Platform, detect_platform, join_ranks  # noqa: E402
+from megafp8.parallel.groups import leave_groups  # noqa: E402
+from megafp8.training.check import Checked  # noqa: E402
+
+W = "--fp8-param-gather"
+MODES = ("bf16", "tensorwise", "delayed", f"tensorwise {W}", f"delayed {W}")
+JOIN_MINUTES = 2
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks and the flags that divide the work among them.
+
+    Attributes:
+        global_batch: sequences of a step, of all ranks.
+    """
+
+    num_gpus: int
+    flags: str
+    global_batch: int
+
+
+# Batches: the shape's own (2 sequences) for each data-parallel rank; pipelines have four microbatches a stage.
+LAYOUTS = {
+    "DP 2": Layout(2, "", 4),
+    "TP 2": Layout(2, TP2, 2),
+    "PP 2": Layout(2, "--pipeline-model-parallel-size 2 --micro-batch-size 1", 8),
+    "DP 4": Layout(4, "", 8),
+    "TP 2, DP 2": Layout(4, TP2, 4),
+    "TP 4": Layout(4, TP4, 2),
+    "PP 4": Layout(4, "--pipeline-model-parallel-size 4 --micro-batch-size 1", 16),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One measurement; the names are those of `planner_measurements.py`.
+
+    Attributes:
+        extra: all flags beyond the shape's and the recipe's.
+        gathered_mb: what a rank gets of updated weights in a step, 1e6 bytes; None where nothing is gathered.
+        losses: of all its steps.
+    """
+
+    shape: str
+    recipe: str
+    extra: str
+    label: str
+    num_gpus: int
+    step_ms: float
+    peak_gib: float
+    gathered_mb: Optional[float]
+    losses: list[float]
+    device: str
+
+
+# ---- in a rank ----------------------------------------------------------------------------------------------------
+
+
+def be_rank(
+    sender: Connection, options: argparse.Namespace, name: str, rank: int, first_gpu: int, address: tuple[str, int]
+) -> None:
+    """The life of a rank: every mode in turn; rank 0 sends a row for each, every rank the errors that it meets."""
+    layout = LAYOUTS[name]
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(layout.num_gpus), "LOCAL_RANK": str(first_gpu + rank),
+        "LOCAL_WORLD_SIZE": str(options.gpus), "MASTER_ADDR": address[0], "MASTER_PORT": str(address[1]),
+    }  # fmt: skip
+    try:
+        # Checked before CUDA is used: tensor parallelism sets how it starts kernels.
+        modes = {mode: gpu_steps.check_mode(options, mode_text(layout, mode)) for mode in options.modes}
+        platform = detect_platform()
+        join_ranks(platform, JOIN_MINUTES)
+        for mode, checked in modes.items():
+            row = measure(options, name, mode, checked, platform)
+            if rank == 0:
+                sender.send(row)
+        sender.send(None)
+    except Exception:  # noqa: BLE001 - the other layouts are still of interest
+        sender.send(f"rank {rank}: {traceback.format_exc()}")
+
+
+def mode_text(layout: Layout, mode: str) -> str:
+    """RECIPE FLAGS of a mode under a layout."""
+    return f"{mode} {layout.flags} --global-batch-size {layout.global_batch}"
+
+
+def measure(options: argparse.Namespace, name: str, mode: str, checked: Checked, platform: Platform) -> Row:
+    """Build a mode on all ranks and train."""
+    if platform.kind == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    train = gpu_steps.trainer(checked)
+    results = [train(step) for step in range(1, options.warm_up + 1)]
+    meet(platform)
+    started = time.perf_counter()
+    results += [train(options.warm_up + step) for step in range(1, options.steps + 1)]
+    meet(platform)
+    step_ms = (time.perf_counter() - started) * 1e3 / options.steps
+    peak = torch.tensor([platform.peak_memory_bytes()], dtype=torch.float64, device=platform.device)
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    recipe, _, flags = mode.partition(" ")
+    gathered = results[-1].param_gather_bytes
+    del train
+    clean_up(platform)
+    return Row(
+        shape=options.shape, recipe=recipe, extra=" ".join(f"{flags} {LAYOUTS[name].flags} {options.extra}".split()),
+        label=" ".join(filter(None, (name, flags and "FP8 weights"))), num_gpus=LAYOUTS[name].num_gpus,
+        step_ms=step_ms, peak_gib=peak.item() / 2**30,
+        gathered_mb=None if gathered is None else gathered / 1e6,
+        losses=[result.loss for result in results], device=platform.name,
+    )  # fmt: skip
+
+
+def meet(platform: Platform) -> None:
+    """Wait for this device, and for the other ranks."""
+    platform.synchronize()
+    dist.barrier()
+
+
+def clean_up(platform: Platform) -> None:
+    """Leave nothing of a mode to the next one."""
+    leave_groups()
+    if platform.kind == "cuda":
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+        FP8GlobalStateManager.reset()
+    gc.collect()
+    platform.free_cache()
+
+
+# ---- around the ranks ---------------------------------------------------------------------------------------------
+
+
+class Running:
+    """The ranks of a layout."""
+
+    def __init__(self, options: argparse.Namespace, name: str, first_gpu: int):
+        self.name, self.gpus = name, range(first_gpu, first_gpu + LAYOUTS[name].num_gpus)
+        self.deadline = time.monotonic() + options.layout_s
+        context, address = multiprocessing.get_context(options.method), ("127.0.0.1", free_port())
+        self.processes: list[BaseProcess] = []
+        self.pipes: dict[Connection, int] = {}
+        for rank in range(len(self.gpus)):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=be_rank, args=(sender, options, name, rank, first_gpu, address))
+            process.start()
+            sender.close()
+            self.processes.append(process)
+            self.pipes[receiver] = rank
+
+    def receive(self, pipe: Connection) -> Any:
+        """A row, or an error as text; None where a rank has ended well. A rank that says nothing more is forgotten."""
+        try:
+            said = pipe.recv()
+        except EOFError:
+            rank = self.pipes.pop(pipe)
+            self.processes[rank].join()
+            status = self.processes[rank].exitcode
+            return f"rank {rank} ended with {status}" if status else None
+        if said is None:
+            self.pipes.pop(pipe)
+        return said
+
+    def end(self) -> None:
+        """Nobody outlives the layout."""
+        for process in self.processes:
+            if not self.pipes:
+                process.join(10)
+            process.kill()
+            process.join()
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def place(waiting: list[str], running: list[Running], num_gpus: int) -> Optional[tuple[str, int]]:
+    """The first waiting layout that the free GPUs hold side by side, and the first of them; None if none does."""
+    taken = {gpu for run in running for gpu in run.gpus}
+    for name in waiting:
+        size = LAYOUTS[name].num_gpus
+        for first in range(0, num_gpus - size + 1, size):
+            if taken.isdisjoint(range(first, first + size)):
+                return name, first
+    return None
+
+
+def measure_all(options: argparse.Namespace) -> tuple[list[Row], dict[str, str]]:
+    """Every layout, and what failed."""
+    waiting, running = list(options.layouts), list[Running]()
+    rows, failures = list[Row](), dict[str, str]()
+    try:
+        while waiting or running:
+            while (placed := place(waiting, running, options.gpus)) is not None:
+                waiting.remove(placed[0])
+                running.append(Running(options, *placed))
+            by_pipe = {pipe: run for run in running for pipe in run.pipes}
+            for pipe in wait(list(by_pipe), timeout=1.0):
+                run, said = by_pipe[pipe], by_pipe[pipe].receive(pipe)
+                if isinstance(said, str):
+                    failures.setdefault(run.name, said)
+                elif said is not None:
+                    rows.append(said)
+                    tell(said, options.json)
+            for run in [run for run in running if is_over(run, failures)]:
+                run.end()
+                running.remove(run)
+    finally:
+        for run in running:
+            run.end()
+    return rows, failures
+
+
+def is_over(run: Running, failures: dict[str, str]) -> bool:
+    """Whether a layout has ended: all ranks have, or one failed and the others wait for it, or its time is up."""
+    if run.pipes and run.name not in failures and time.monotonic() > run.deadline:
+        failures[run.name] = "no end in --layout-s"
+    return not run.pipes or run.name in failures
+
+
+def tell(row: Row, path: Optional[Path]) -> None:
+    """A line for people, and one for the file."""
+    name, loss = f"{row.label} {row.recipe}", row.losses[-1]
+    print(f"{name}: {row.step_ms:.1f} ms, {row.peak_gib:.1f} GiB, loss {loss:.4f}", flush=True)
+    if path is not None:
+        with path.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(vars(row)) + "\n")
+
+
+def table(rows: Sequence[Row]) -> str:
+    """All of it for people; speed is to BF16 under the same layout."""
+    base = {layout_of(row): row.step_ms for row in rows if row.recipe == "bf16"}
+    cells = []
+    for row in rows:
+        bf16 = base.get(layout_of(row))
+        cells.append((row.label, row.recipe, row.step_ms, bf16 and bf16 / row.step_ms, row.peak_gib, row.gathered_mb))
+    return timing.format_table(("layout", "recipe", "step ms", "speed to BF16", "peak GiB", "gathered MB"), cells)
+
+
+def layout_of(row: Row) -> str:
+    """A row's layout without what its weights are."""
+    return row.label.removesuffix(" FP8 weights")
+
+
+def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="B", help="model; batches are the layouts'")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, help="default: all that the GPUs hold")
+    parser.add_argument("--modes", nargs="+", default=list(MODES), help='RECIPE, or "RECIPE FLAGS"')
+    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 2, help="of this machine")
+    parser.add_argument("--warm-up", type=int, default=4, help="steps before the timed ones")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps")
+    parser.add_argument("--layout-s", type=float, default=150.0, help="seconds after which a layout is given up")
+    parser.add_argument("--extra", default="", help='more flags for every mode: --extra="--flag value"')
+    parser.add_argument("--json", type=Path, help="write a line for each measurement to this file")
+    options = parser.parse_args(argv)
+    options.layouts = options.layouts or [name for name, layout in LAYOUTS.items() if layout.num_gpus <= options.gpus]
+    return options
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Exit status 1 if a layout failed."""
+    options = parse(argv)
+    with contextlib.suppress(ImportError):  # without Transformer Engine
+        gpu_steps.import_everything()
+    options.method = gpu_steps.start_method() if torch.cuda.is_available() else "fork"
+    if options.json:
+        options.json.unlink(missing_ok=True)
+    rows, failures = measure_all(options)
+    device = rows[0].device if rows else "nothing measured"
+    print(f"shape {options.shape}, {options.steps} steps after {options.warm_up}, {device}")
+    print(table(rows))
+    for name, text in failures.items():
+        print(f"{name} failed:\n{text}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

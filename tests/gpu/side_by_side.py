@@ -1,0 +1,162 @@
+"""Many small runs of `pretrain_gpt.py` at once, their ranks forked from one process that has imported everything.
+
+    python tests/gpu/side_by_side.py FOLDER NUM_GPUS
+
+FOLDER/launches.json says what to start; how each ended goes to FOLDER/ends.json. The ranks of a run have GPUs of their
+own among themselves, and meet at an address as torchrun's do, so that they speak NCCL; several runs share a GPU, since
+most of their time goes into starting. Without GPUs they are CPU ranks. It is a program because whoever forks ranks for
+GPUs must not have touched one, as a test process has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional
+
+# Also without GPUs, on as many places as the largest run has ranks.
+RUNS_ON_A_GPU = 3
+RUN_S = 120.0
+HERE = Path(__file__).resolve()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One start of a run.
+
+    Attributes:
+        flags: without `--save`, which becomes `run_folder`.
+        after: name of a launch that must have ended before.
+        plan: of faults (`megafp8/faults.py`).
+    """
+
+    name: str
+    num_ranks: int
+    flags: str
+    after: Optional[str] = None
+    plan: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """How it ended; see `forked_runs.Ended`."""
+
+    statuses: tuple[int, ...]
+    seconds: float
+    seconds_after_first: float
+    output: str
+
+
+def run_all(folder: Path, launches: list[Launch], num_gpus: int) -> dict[str, End]:
+    """Start them all in a process of its own, and wait. By name how each ended."""
+    (folder / "launches.json").write_text(json.dumps([dataclasses.asdict(launch) for launch in launches]))
+    paths = os.pathsep.join((str(HERE.parents[2]), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")))
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    if num_gpus == 0:
+        environment |= {"CUDA_VISIBLE_DEVICES": ""}
+    ended = subprocess.run(
+        [sys.executable, HERE, folder, str(num_gpus)], env=environment, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, timeout=RUN_S * (1 + len(launches)),
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout[-4000:]
+    ends = json.loads((folder / "ends.json").read_text())
+    return {name: End(**end | {"statuses": tuple(end["statuses"])}) for name, end in ends.items()}
+
+
+def run_folder(folder: Path, name: str) -> Path:
+    """Where a run saves."""
+    return folder / name.replace(" ", "_").replace(",", "") / "saved"
+
+
+class Gpus:
+    """How many runs each GPU has."""
+
+    def __init__(self, names: list[str]):
+        self.names, self.runs = names, [0] * len(names)
+
+    def take(self, num_ranks: int) -> Optional[list[int]]:
+        """The least busy GPUs, side by side, a GPU for each rank; None if they are all as busy as they may be."""
+        blocks = [range(i, i + num_ranks) for i in range(0, len(self.names) - num_ranks + 1, num_ranks)]
+        busy = {block: max(self.runs[gpu] for gpu in block) for block in blocks}
+        block = min(blocks, key=busy.__getitem__)
+        if busy[block] >= RUNS_ON_A_GPU:
+            return None
+        for gpu in block:
+            self.runs[gpu] += 1
+        return list(block)
+
+    def give_back(self, taken: list[int]) -> None:
+        """When a run has ended."""
+        for gpu in taken:
+            self.runs[gpu] -= 1
+
+
+def start_and_wait(folder: Path, num_gpus: int) -> None:
+    """In the process that forks: start what GPUs are free for until everything has ended."""
+    import forked_runs
+
+    forked_runs.prepare()
+    launches = [Launch(**launch) for launch in json.loads((folder / "launches.json").read_text())]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(str(gpu) for gpu in range(num_gpus))
+    gpus = Gpus(visible.split(",")[:num_gpus] if num_gpus else [""] * max(launch.num_ranks for launch in launches))
+    if num_gpus:
+        for name in ("megafp8.model.te_layers", "megafp8.optim.adam_kernel"):
+            importlib.import_module(name)
+    waiting, ends = list(launches), dict[str, End]()
+    running: dict[str, tuple[forked_runs.ForkedRun, list[int]]] = {}
+    with contextlib.ExitStack() as stack:
+        while waiting or running:
+            for launch in [launch for launch in waiting if launch.after is None or launch.after in ends]:
+                taken = gpus.take(launch.num_ranks)
+                if taken is not None:
+                    run = start(folder, launch, ",".join(gpus.names[gpu] for gpu in taken) if num_gpus else "")
+                    stack.callback(run.kill)
+                    running[launch.name] = run, taken
+                    waiting.remove(launch)
+            time.sleep(0.1)
+            for name, (run, taken) in list(running.items()):
+                if run.is_over(RUN_S):
+                    ends[name] = end_of(run)
+                    gpus.give_back(taken)
+                    del running[name]
+    (folder / "ends.json").write_text(json.dumps({name: dataclasses.asdict(end) for name, end in ends.items()}))
+
+
+def start(folder: Path, launch: Launch, devices: str):  # noqa: ANN201 - forked_runs is imported late
+    """Fork the ranks of a launch."""
+    import forked_runs
+
+    saved = run_folder(folder, launch.name)
+    saved.mkdir(parents=True)
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "CUDA_VISIBLE_DEVICES": devices}
+    flags = f"{launch.flags} --save {saved}"
+    return forked_runs.ForkedRun(launch.num_ranks, flags, launch.plan, None, saved.parent, environment)
+
+
+def end_of(run) -> End:  # noqa: ANN001
+    """A run that is over."""
+    ended = run.wait(RUN_S)
+    return End(
+        statuses=ended.statuses, seconds=ended.seconds, seconds_after_first=ended.seconds_after_first,
+        output=ended.told(),
+    )  # fmt: skip
+
+
+def free_port() -> int:
+    """One that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+if __name__ == "__main__":
+    start_and_wait(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,71 @@
+"""Layouts on several GPUs: who runs beside whom, what the rows say, and a whole run on CPU ranks."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from benchmarks import gpu_layouts  # noqa: E402
+from benchmarks.gpu_layouts import LAYOUTS, Row, mode_text, place, table  # noqa: E402
+from benchmarks.gpu_train import MODES, SHAPES  # noqa: E402
+from megafp8.config import flags, rules  # noqa: E402
+
+
+class Taken:
+    """A layout that runs."""
+
+    def __init__(self, *gpus: int):
+        self.gpus = range(gpus[0], gpus[-1] + 1)
+
+
+def test_small_layouts_run_side_by_side() -> None:
+    assert place(["DP 4", "DP 2"], [], 4) == ("DP 4", 0)
+    assert place(["DP 4", "DP 2"], [Taken(0, 1)], 4) == ("DP 2", 2)
+    assert place(["DP 4", "DP 2"], [Taken(0, 1), Taken(2, 3)], 4) is None
+    assert place(["DP 4"], [], 2) is None
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("mode", gpu_layouts.MODES)
+def test_every_mode_is_legal_under_every_layout(name: str, mode: str) -> None:
+    recipe, _, extra = mode_text(LAYOUTS[name], mode).partition(" ")
+    config = flags.parse(f"{SHAPES['B']} --bf16 --mock-data --tokenizer-type NullTokenizer --train-iters 9 --lr 1e-4 "
+                         f"{MODES[recipe]} {extra}".split()).config
+    assert rules.setting_problems(config, LAYOUTS[name].num_gpus) == []
+
+
+def row(label: str, recipe: str, step_ms: float) -> Row:
+    return Row(shape="B", recipe=recipe, extra="", label=label, num_gpus=4, step_ms=step_ms, peak_gib=1.0,
+               gathered_mb=None, losses=[5.0], device="GPU")  # fmt: skip
+
+
+def test_speed_is_compared_under_one_layout() -> None:
+    rows = [row("DP 4", "bf16", 200.0), row("TP 4", "bf16", 90.0), row("DP 4 FP8 weights", "delayed", 160.0)]
+    lines = table([*rows, row("TP 4", "delayed", 60.0)]).splitlines()
+    assert [line.split("|")[4].strip() for line in lines[2:]] == ["1.00", "1.00", "1.25", "1.50"]
+
+
+def test_a_run_on_cpu_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The losses do not depend on what is gathered; the bytes do."""
+    path = tmp_path / "rows.jsonl"
+    argv = ["--shape", "tiny", "--gpus", "2", "--warm-up", "1", "--steps", "1", "--json", str(path)]
+    argv += ["--layouts", "DP 2", "TP 2", "--modes", "tensorwise", "tensorwise --fp8-param-gather"]
+    argv += ["--extra=--use-distributed-optimizer"]
+    child = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(gpu_layouts.main(argv)))
+    child.start()
+    child.join(60)
+    child.kill()
+    assert child.exitcode == 0
+    plain, fp8, *_ = rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(found["label"], found["num_gpus"]) for found in rows] == [
+        ("DP 2", 2), ("DP 2 FP8 weights", 2), ("TP 2", 2), ("TP 2 FP8 weights", 2)
+    ]  # fmt: skip
+    assert fp8["losses"] == plain["losses"]
+    assert 0 < fp8["gathered_mb"] < plain["gathered_mb"]
+    assert "speed to BF16" in capfd.readouterr().out
