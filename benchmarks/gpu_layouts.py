@@ -73,6 +73,8 @@ LAYOUTS = {
     "TP 2, DP 2": Layout(4, TP2, 4),
     "TP 4": Layout(4, TP4, 2),
     "PP 4": Layout(4, "--pipeline-model-parallel-size 4 --micro-batch-size 1", 16),
+    "TP 2 overlapped": Layout(2, f"{TP2} --tp-comm-overlap", 2),
+    "TP 4 overlapped": Layout(4, f"{TP4} --tp-comm-overlap", 2),
 }
 
 
@@ -110,6 +112,7 @@ def be_rank(
         "RANK": str(rank), "WORLD_SIZE": str(layout.num_gpus), "LOCAL_RANK": str(first_gpu + rank),
         "LOCAL_WORLD_SIZE": str(options.gpus), "MASTER_ADDR": address[0], "MASTER_PORT": str(address[1]),
     }  # fmt: skip
+    os.environ.setdefault("UB_SKIPMC", "1")  # user buffers without NVLink multicast, which not every host allows
     try:
         # Checked before CUDA is used: tensor parallelism sets how it starts kernels.
         modes = {mode: gpu_steps.check_mode(options, mode_text(layout, mode)) for mode in options.modes}
@@ -289,6 +292,11 @@ def layout_of(row: Row) -> str:
     return row.label.removesuffix(" FP8 weights")
 
 
+def fitting(num_gpus: int) -> list[str]:
+    """The layouts that so many GPUs hold; those with overlapped communication are for who asks for them."""
+    return [name for name, layout in LAYOUTS.items() if layout.num_gpus <= num_gpus and "overlapped" not in name]
+
+
 def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -302,7 +310,7 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser.add_argument("--extra", default="", help='more flags for every mode: --extra="--flag value"')
     parser.add_argument("--json", type=Path, help="write a line for each measurement to this file")
     options = parser.parse_args(argv)
-    options.layouts = options.layouts or [name for name, layout in LAYOUTS.items() if layout.num_gpus <= options.gpus]
+    options.layouts = options.layouts or fitting(options.gpus)
     return options
 
 

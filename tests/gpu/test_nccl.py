@@ -31,7 +31,8 @@ ROOT = Path(__file__).resolve().parents[2]
 STEPS = 6
 # Microbatches of two sequences under every layout: scales are of the same tensors unless a rank has a part of them.
 RUN = (
-    f"{SIZES} --bf16 --micro-batch-size 2 --train-iters {STEPS} --eval-iters 0 --no-save-optim --no-save-rng --log-interval 1"
+    f"{SIZES} --bf16 --micro-batch-size 2 --train-iters {STEPS} --eval-iters 0 --no-save-optim --no-save-rng "
+    "--log-interval 1"
 )
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 OVERLAPS = "--overlap-grad-reduce --overlap-param-gather"
