@@ -22,6 +22,7 @@ setup(
     long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     packages=find_packages(include=["megafp8", "megafp8.*"]),
+    package_data={"megafp8.reports": ["report.html.jinja"]},
     py_modules=["pretrain_gpt"],
     entry_points={"console_scripts": ["pretrain-gpt=pretrain_gpt:entry_point"]},
     python_requires=">=3.10,<3.13",
@@ -34,6 +35,8 @@ setup(
         "sentencepiece",
         "tensorboard",
         "matplotlib",
+        "scipy",
+        "jinja2",
         "tqdm",
     ],
     extras_require={

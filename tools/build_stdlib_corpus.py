@@ -1,6 +1,11 @@
-"""Write a text corpus from the Python standard library of this machine: JSON lines, one module a document, no network.
+r"""Write a text corpus from the Python standard library of this machine: JSON lines, one module a document, no network.
 
-python tools/build_stdlib_corpus.py --output corpus.jsonl
+    python tools/build_stdlib_corpus.py --output corpus.jsonl
+
+With --folder another folder's modules, such as those of the installed packages where more text is wanted:
+
+    python tools/build_stdlib_corpus.py --output corpus.jsonl --max-bytes 80000000 \
+      --folder "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 """
 
 from __future__ import annotations
@@ -23,10 +28,13 @@ def main(argv: Optional[list[str]] = None) -> int:
     parser.add_argument(
         "--max-bytes", type=int, default=DEFAULT_MAX_BYTES, help="most bytes of text (default %(default)s)"
     )
+    parser.add_argument("--folder", type=Path, metavar="D", help="take the modules below D instead")
     parser.add_argument("--seed", type=int, default=1234, help="seed of the order of the documents")
     options = parser.parse_args(argv)
     try:
-        summary = write_stdlib_corpus(options.output, max_bytes=options.max_bytes, seed=options.seed)
+        summary = write_stdlib_corpus(
+            options.output, folder=options.folder, max_bytes=options.max_bytes, seed=options.seed
+        )
     except Megafp8Error as error:
         print(error, file=sys.stderr)
         return error.exit_status

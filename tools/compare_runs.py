@@ -1,5 +1,12 @@
 #!/usr/bin/env python3
-"""Compare finished runs: a table on standard output; with --output-dir also Markdown, JSON and loss curves."""
+"""Compare finished runs: tables on standard output; with --output-dir also a page to look at, Markdown, JSON, pictures.
+
+    python tools/compare_runs.py runs/bf16 runs/fp8 --output-dir runs/comparison
+    python tools/compare_runs.py runs/recipes/*/seed* --baseline bf16 --bound 1 --output-dir runs/recipes/report
+
+Runs that differ in their seed alone are one recipe, and each is held against the baseline's run of the same seed. Over
+two seeds or more there is a verdict: whether the interval of the gap lies within the bound. It needs the records only.
+"""
 
 from __future__ import annotations
 
@@ -13,33 +20,47 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that a run had as --save")
-    parser.add_argument("--baseline", metavar="RUN", help="run to compare with, folder or name; default the first")
-    parser.add_argument("--output-dir", type=Path, help="write comparison.md, comparison.json and loss_curves.png here")
+    parser.add_argument("--baseline", metavar="RUN", help="run or recipe to compare with; default the first")
+    parser.add_argument(
+        "--bound", type=float, default=0.5, metavar="PERCENT",
+        help="validation loss above the baseline's that is accepted (default %(default)g)",
+    )
+    parser.add_argument(
+        "--confidence", type=float, default=95.0, metavar="PERCENT", help="of the intervals (default %(default)g)"
+    )
+    parser.add_argument(
+        "--output-dir", type=Path, help="write report.html, comparison.md, comparison.json and loss_curves.png here"
+    )
     parser.add_argument("--warmup-steps", type=int, default=10, help="first steps that do not count for the speed")
-    parser.add_argument("--title", default="Training loss", help="title of the picture")
+    parser.add_argument("--title", default="Comparison of recipes", help="title of the page and the picture")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     return parser
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     arguments = build_parser().parse_args(argv)
-    from megafp8.errors import Megafp8Error
+    from megafp8.errors import ConfigError, Megafp8Error
+    from megafp8.reports import tables
     from megafp8.reports.publish import publish_comparison
 
     try:
+        if not 0 < arguments.confidence < 100 or arguments.bound < 0:
+            raise ConfigError("--confidence is between 0 and 100, and --bound not below 0; both are percentages")
         comparison, written = publish_comparison(
             arguments.runs,
             baseline=arguments.baseline,
             output_folder=arguments.output_dir,
             warmup_steps=arguments.warmup_steps,
+            bound_fraction=arguments.bound / 100,
+            confidence=arguments.confidence / 100,
             title=arguments.title,
         )
     except Megafp8Error as error:
         print(f"compare_runs: {error}", file=sys.stderr)
         return error.exit_status
-    print(comparison.to_json() if arguments.json else comparison.to_text())
+    print(tables.to_json(comparison) if arguments.json else tables.to_text(comparison))
     for path in written:
         print(f"wrote {path}", file=sys.stderr)
     return 0

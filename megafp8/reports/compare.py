@@ -1,32 +1,33 @@
 """Runs side by side: what another recipe costs in loss and gains in speed.
 
-The comparison is only as good as its pairing, so it also says in which settings the runs differ, and warns when
-they did not see the same number of tokens.
+The comparison is only as good as its pairing: a run is held against the baseline's run of the same seed, which had the
+same initial weights and the same samples in the same order. So it also says in which settings they differ, and warns
+when they did not see the same number of tokens. Over several seeds there is an interval, and a verdict against a bound.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Optional
 
 import numpy as np
 
 from megafp8.errors import DataError
+from megafp8.reports.intervals import CONFIDENCE, Interval, judge, mean_interval
 from megafp8.reports.load import Run
+from megafp8.reports.pairs import Pair, Recipe, flatten, group_runs, pairs_of, seed_of
 
 WARMUP_STEPS = 10
-MIB = 2**20
-# Where a run writes and how it logs has no part in what it learns.
-SECTIONS_WITHOUT_EFFECT = ("checkpoint", "logging")
+BOUND_FRACTION = 0.005
+# The end of training over which the mean gap of the training losses is taken.
+LAST_FRACTION = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonRow:
-    """One run. Gap and ratio are against the baseline, whose own are 0 and 1."""
+    """One run. Gap and ratio are against the baseline's run of the same seed, whose own are 0 and 1."""
 
     name: str
     recipe: str
@@ -41,158 +42,209 @@ class ComparisonRow:
     speed_ratio: Optional[float]
     model_tflops_per_device: Optional[float]
     memory_peak_bytes: Optional[int]
+    seed: int = 0
+    grad_norm: Optional[float] = None
+    """Median over the steps after warm-up, before clipping."""
+    skipped_steps: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeRow:
+    """One recipe over the seeds that it shares with the baseline."""
+
+    name: str
+    recipe: str
+    seeds: tuple[int, ...]
+    gaps_fraction: tuple[float, ...]
+    """Of the final validation loss, one a seed."""
+    gap: Interval
+    training_gap: Optional[Interval]
+    """Of the training loss over the last tenth of the steps; None without common steps."""
+    verdict: str
+    """`within`, `beyond` or `not decided`; empty for the baseline."""
+    validation_loss: float
+    """Mean over the seeds, as all that follows."""
+    perplexity: float
+    """exp of that loss."""
+    tokens_per_second: Optional[float]
+    speed_ratio: Optional[float]
+    model_tflops_per_device: Optional[float]
+    memory_peak_bytes: Optional[int]
+    """The largest of any seed."""
+    grad_norm: Optional[float]
+    steps: int
+    consumed_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """All rows, the baseline's among them."""
+    """All recipes and all runs, the baseline's among them."""
 
     baseline: str
+    bound_fraction: float
+    confidence: float
     warmup_steps: int
+    recipes: tuple[RecipeRow, ...]
     rows: tuple[ComparisonRow, ...]
     differences: tuple[str, ...]
-    """Settings in which a run differs from the baseline, as "name: section.setting: baseline's -> its own"."""
+    """Settings in which a recipe differs from the baseline, as "name: section.setting: baseline's -> its own"."""
     warnings: tuple[str, ...]
     """Why the numbers may not be comparable."""
 
-    def to_text(self) -> str:
-        """For a terminal: columns in line, then differences and warnings."""
-        header, cells = self._cells()
-        widths = [max(len(row[column]) for row in [header, *cells]) for column in range(len(header))]
-        lines = [_align(header, widths), "  ".join("-" * width for width in widths)]
-        lines += [_align(row, widths) for row in cells]
-        return "\n".join(lines + self._remarks(indent=""))
-
-    def to_markdown(self) -> str:
-        """The same as a Markdown table and list."""
-        header, cells = self._cells()
-        rule = ["---" if column < 2 else "---:" for column in range(len(header))]
-        lines = [f"| {' | '.join(row)} |" for row in [header, rule, *cells]]
-        return "\n".join(lines + self._remarks(indent="- ")) + "\n"
-
-    def to_json(self) -> str:
-        """All fields; numbers that are not finite become null."""
-        return json.dumps(_without_non_finite(dataclasses.asdict(self)), indent=2, allow_nan=False) + "\n"
-
-    def _cells(self) -> tuple[list[str], list[list[str]]]:
-        columns = {
-            "run": [row.name for row in self.rows],
-            "recipe": [row.recipe for row in self.rows],
-            "validation loss": [f"{row.validation_loss:.4f}" for row in self.rows],
-            "gap": [self._gap(row) for row in self.rows],
-            "perplexity": [f"{row.perplexity:.2f}" for row in self.rows],
-            "tokens/s": [_optional(row.tokens_per_second, "{:,.0f}") for row in self.rows],
-            "speed": [_optional(row.speed_ratio, "{:.2f}x") for row in self.rows],
-            "TFLOP/s per device": [_optional(row.model_tflops_per_device, "{:.3g}") for row in self.rows],
-            "peak MiB": [
-                _optional(row.memory_peak_bytes and row.memory_peak_bytes / MIB, "{:,.0f}") for row in self.rows
-            ],
-            "steps": [f"{row.steps}" for row in self.rows],
-            "tokens": [f"{row.consumed_tokens:,}" for row in self.rows],
-        }
-        shown = {name: cells for name, cells in columns.items() if any(cell != "-" for cell in cells)}
-        return list(shown), [list(row) for row in zip(*shown.values(), strict=True)]
-
-    def _gap(self, row: ComparisonRow) -> str:
-        return "baseline" if row.name == self.baseline else f"{row.relative_gap_fraction:+.2%}"
-
-    def _remarks(self, *, indent: str) -> list[str]:
-        lines = [f"{indent}{text}" for text in self.differences]
-        lines += [f"{indent}Warning: {text}" for text in self.warnings]
-        return ["", *lines] if lines else []
-
 
 def compare_runs(
-    runs: Sequence[Run], *, baseline: Optional[str] = None, warmup_steps: int = WARMUP_STEPS
+    runs: Sequence[Run],
+    *,
+    baseline: Optional[str] = None,
+    warmup_steps: int = WARMUP_STEPS,
+    bound_fraction: float = BOUND_FRACTION,
+    confidence: float = CONFIDENCE,
 ) -> Comparison:
     """Compare runs by their last validation and their speed.
 
     Args:
-        baseline: name of the run that the others are held against; default the first.
+        baseline: name of the run or recipe that the others are held against; default the first.
         warmup_steps: step records at the start that do not count for the speed (at most half of a run's).
+        bound_fraction: relative gap of the validation loss that is accepted.
+        confidence: of the intervals over the seeds.
 
     Raises:
-        DataError: no runs, an unknown baseline, or a run without validation.
+        DataError: no runs, an unknown baseline, a run without validation, or no pair of one seed.
     """
     if not runs:
         raise DataError("nothing to compare: give at least one run folder")
-    base = _find_baseline(runs, baseline)
-    base_loss = base.final_validation.loss
-    base_speed = _median_speed(base, warmup_steps)
-    rows = []
-    for run in runs:
-        final = run.final_validation
-        speed = _median_speed(run, warmup_steps)
-        rows.append(
-            ComparisonRow(
-                name=run.name,
-                recipe=run.info.recipe,
-                steps=final.step,
-                consumed_tokens=final.consumed_tokens,
-                validation_loss=final.loss,
-                relative_gap_fraction=(final.loss - base_loss) / base_loss,
-                perplexity=final.perplexity,
-                tokens_per_second=speed,
-                speed_ratio=speed / base_speed if speed and base_speed else None,
-                model_tflops_per_device=_median_after_warmup(run, "model_tflops_per_device", warmup_steps),
-                memory_peak_bytes=max((r.memory_peak_bytes for r in run.steps if r.memory_peak_bytes), default=None),
-            )
-        )
-    others = [run for run in runs if run is not base]
+    recipes = group_runs(runs)
+    base = find_baseline(recipes, baseline)
+    rows, recipe_rows, warnings = [], [], []
+    for recipe in recipes:
+        pairs = pairs_of(base, recipe)
+        left_out = [run.name for run in recipe.runs if run not in [pair.run for pair in pairs]]
+        if left_out:
+            warnings.append(f"{', '.join(left_out)}: the baseline {base.name} has no run of that seed, so left out")
+        if not pairs:
+            continue
+        of_recipe = [_row(pair, warmup_steps) for pair in pairs]
+        rows += of_recipe
+        recipe_rows.append(_recipe_row(recipe, pairs, of_recipe, recipe is base, bound_fraction, confidence))
+        warnings += [text for pair in pairs if pair.run is not pair.base for text in _warnings(pair)]
     return Comparison(
         baseline=base.name,
+        bound_fraction=bound_fraction,
+        confidence=confidence,
         warmup_steps=warmup_steps,
+        recipes=tuple(recipe_rows),
         rows=tuple(rows),
-        differences=tuple(text for run in others for text in _differences(base, run)),
-        warnings=tuple(text for run in others for text in _warnings(base, run)),
+        differences=tuple(text for recipe in recipes if recipe is not base for text in _differences(base, recipe)),
+        warnings=tuple(warnings),
     )
 
 
-def _find_baseline(runs: Sequence[Run], baseline: Optional[str]) -> Run:
+def find_baseline(recipes: Sequence[Recipe], baseline: Optional[str]) -> Recipe:
+    """The recipe of that name, or with the run of that name; the first without a name.
+
+    Raises:
+        DataError: there is none.
+    """
     if baseline is None:
-        return runs[0]
-    for run in runs:
-        if run.name == baseline:
-            return run
-    raise DataError(f"baseline {baseline!r} is none of the runs; they are {', '.join(run.name for run in runs)}")
+        return recipes[0]
+    for recipe in recipes:
+        if baseline == recipe.name or baseline in [run.name for run in recipe.runs]:
+            return recipe
+    raise DataError(f"baseline {baseline!r} is none of the runs; they are {', '.join(r.name for r in recipes)}")
 
 
-def _median_speed(run: Run, warmup_steps: int) -> Optional[float]:
-    return _median_after_warmup(run, "tokens_per_second", warmup_steps)
+def _row(pair: Pair, warmup_steps: int) -> ComparisonRow:
+    run, final, base_loss = pair.run, pair.run.final_validation, pair.base.final_validation.loss
+    speed, base_speed = (_median(one, "tokens_per_second", warmup_steps) for one in (run, pair.base))
+    return ComparisonRow(
+        name=run.name,
+        recipe=run.info.recipe,
+        steps=final.step,
+        consumed_tokens=final.consumed_tokens,
+        validation_loss=final.loss,
+        relative_gap_fraction=(final.loss - base_loss) / base_loss,
+        perplexity=final.perplexity,
+        tokens_per_second=speed,
+        speed_ratio=speed / base_speed if speed and base_speed else None,
+        model_tflops_per_device=_median(run, "model_tflops_per_device", warmup_steps),
+        memory_peak_bytes=max((r.memory_peak_bytes for r in run.steps if r.memory_peak_bytes), default=None),
+        seed=seed_of(run),
+        grad_norm=_median(run, "grad_norm", warmup_steps),
+        skipped_steps=sum(record.is_skipped for record in run.steps),
+    )
 
 
-def _median_after_warmup(run: Run, field: str, warmup_steps: int) -> Optional[float]:
+def _recipe_row(
+    recipe: Recipe,
+    pairs: Sequence[Pair],
+    rows: Sequence[ComparisonRow],
+    is_base: bool,
+    bound_fraction: float,
+    confidence: float,
+) -> RecipeRow:
+    gaps = tuple(row.relative_gap_fraction for row in rows)
+    gap = mean_interval(gaps, confidence)
+    loss = float(np.mean([row.validation_loss for row in rows]))
+    ends = [value for value in map(last_training_gap, pairs) if value is not None]
+    return RecipeRow(
+        name=recipe.name,
+        recipe=recipe.text,
+        seeds=tuple(row.seed for row in rows),
+        gaps_fraction=gaps,
+        gap=gap,
+        training_gap=mean_interval(ends, confidence) if len(ends) == len(pairs) else None,
+        verdict="" if is_base else judge(gap, bound_fraction),
+        validation_loss=loss,
+        perplexity=float(np.exp(loss)),
+        tokens_per_second=_mean([row.tokens_per_second for row in rows]),
+        speed_ratio=_mean([row.speed_ratio for row in rows]),
+        model_tflops_per_device=_mean([row.model_tflops_per_device for row in rows]),
+        memory_peak_bytes=max((row.memory_peak_bytes for row in rows if row.memory_peak_bytes), default=None),
+        grad_norm=_mean([row.grad_norm for row in rows]),
+        steps=min(row.steps for row in rows),
+        consumed_tokens=min(row.consumed_tokens for row in rows),
+    )
+
+
+def last_training_gap(pair: Pair) -> Optional[float]:
+    """Relative gap of the mean training losses over the last tenth of the steps that both made."""
+    _, ours, theirs = np.intersect1d(pair.run.series("step"), pair.base.series("step"), return_indices=True)
+    if not len(ours):
+        return None
+    last = -max(1, round(len(ours) * LAST_FRACTION))
+    base = float(np.mean(pair.base.series("loss")[theirs][last:]))
+    return (float(np.mean(pair.run.series("loss")[ours][last:])) - base) / base
+
+
+def _median(run: Run, field: str, warmup_steps: int) -> Optional[float]:
+    """Over the steps after warm-up."""
     values = run.series(field)[min(warmup_steps, len(run.steps) // 2) :]
     values = values[np.isfinite(values)]
     return float(np.median(values)) if values.size else None
 
 
-def _differences(base: Run, run: Run) -> list[str]:
-    ours, theirs = _flatten(run.info.config), _flatten(base.info.config)
-    names = [name for name in (theirs | ours) if ours.get(name) != theirs.get(name)]
-    texts = [f"{run.name}: {name}: {theirs.get(name)} -> {ours.get(name)}" for name in names]
-    if run.info.device_name != base.info.device_name or run.info.world_size != base.info.world_size:
+def _mean(values: Sequence[Optional[float]]) -> Optional[float]:
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    return float(np.mean(known)) if known else None
+
+
+def _differences(base: Recipe, recipe: Recipe) -> list[str]:
+    ours, theirs = recipe.runs[0].info, base.runs[0].info
+    new, old = flatten(ours.config), flatten(theirs.config)
+    if len(base.runs) > 1 or len(recipe.runs) > 1:
+        new.pop("training.seed", None), old.pop("training.seed", None)
+    names = [name for name in (old | new) if new.get(name) != old.get(name)]
+    texts = [f"{recipe.name}: {name}: {old.get(name)} -> {new.get(name)}" for name in names]
+    if ours.device_name != theirs.device_name or ours.world_size != theirs.world_size:
         texts.append(
-            f"{run.name}: devices: {base.info.world_size} x {base.info.device_name} -> "
-            f"{run.info.world_size} x {run.info.device_name}"
+            f"{recipe.name}: devices: {theirs.world_size} x {theirs.device_name} -> "
+            f"{ours.world_size} x {ours.device_name}"
         )
     return texts
 
 
-def _flatten(config: dict[str, Any]) -> dict[str, Any]:
-    flat = {}
-    for section, settings in config.items():
-        if section in SECTIONS_WITHOUT_EFFECT:
-            continue
-        if isinstance(settings, dict):
-            flat |= {f"{section}.{name}": value for name, value in settings.items()}
-        else:
-            flat[section] = settings
-    return flat
-
-
-def _warnings(base: Run, run: Run) -> list[str]:
-    texts = []
+def _warnings(pair: Pair) -> list[str]:
+    texts, run, base = [], pair.run, pair.base
     ours, theirs = run.final_validation, base.final_validation
     if ours.consumed_tokens != theirs.consumed_tokens:
         texts.append(
@@ -204,26 +256,6 @@ def _warnings(base: Run, run: Run) -> list[str]:
             f"{run.name} was validated on {ours.num_tokens:,} tokens, {base.name} on {theirs.num_tokens:,}: "
             "the losses are not of the same data"
         )
+    if seed_of(run) != seed_of(base):
+        texts.append(f"{run.name} has seed {seed_of(run)}, {base.name} {seed_of(base)}: they are no pair")
     return texts
-
-
-def _align(row: list[str], widths: list[int]) -> str:
-    cells = [
-        cell.ljust(width) if column < 2 else cell.rjust(width)
-        for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-    ]
-    return "  ".join(cells).rstrip()
-
-
-def _optional(value: Optional[float], pattern: str) -> str:
-    return "-" if value is None else pattern.format(value)
-
-
-def _without_non_finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _without_non_finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_non_finite(item) for item in value]
-    return value

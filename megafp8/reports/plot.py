@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Optional, Union
 import numpy as np
 
 from megafp8.errors import DataError
+from megafp8.reports.curves import relative_gap, smooth, smoothing_window, validation_gap
 from megafp8.reports.load import Run
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 WIDTH_PIXELS, HEIGHT_PIXELS, PIXELS_PER_INCH = 1200, 640, 100
 COLORS = ("#3a3f47", "#e8590c", "#1971c2", "#2f9e44", "#9c36b5", "#c2255c", "#0c8599", "#f08c00")
-SMOOTHING_FRACTION = 1 / 25
 # The fall of the first steps would squeeze all the rest: the loss axis begins where this part of the run is done.
 STEEP_FRACTION = 1 / 25
 
@@ -67,61 +67,12 @@ def plot_loss_curves(
     return path
 
 
-def smooth(values: np.ndarray, window: int, *, keeps_width: bool = False) -> np.ndarray:
-    """Centred running mean of finite values.
-
-    Towards both ends the window shrinks on both sides, so that a falling curve neither lags nor bends there. With
-    `keeps_width` it loses only the side that is cut off: less noise, right for values without a trend.
-
-    Args:
-        values: shape [n]; NaN and infinity are left out of the means.
-        window: width at the most; an even one counts as the next odd one.
-
-    Returns:
-        Shape [n]; NaN where a window holds nothing finite.
-    """
-    position = np.arange(len(values))
-    room_before, room_after = position, position[::-1]
-    if not keeps_width:
-        room_before = room_after = np.minimum(room_before, room_after)
-    first = position - np.minimum(window // 2, room_before)
-    end = position + np.minimum(window // 2, room_after) + 1
-    is_finite = np.isfinite(values)
-    sums = np.concatenate(([0.0], np.cumsum(np.where(is_finite, values, 0.0))))
-    counts = np.concatenate(([0], np.cumsum(is_finite)))
-    count = counts[end] - counts[first]
-    return np.where(count > 0, (sums[end] - sums[first]) / np.maximum(count, 1), np.nan)
-
-
-def relative_gap(base: Run, run: Run) -> tuple[np.ndarray, np.ndarray]:
-    """How far a run's training loss lies from the baseline's, step by step, at the steps that both made.
-
-    Returns:
-        (training tokens of the run, (loss - baseline) / baseline as a fraction), both of shape [common steps].
-    """
-    _, ours, theirs = np.intersect1d(run.series("step"), base.series("step"), return_indices=True)
-    loss, base_loss = run.series("loss")[ours], base.series("loss")[theirs]
-    return run.series("consumed_tokens")[ours], (loss - base_loss) / base_loss
-
-
-def validation_gap(base: Run, run: Run) -> tuple[np.ndarray, np.ndarray]:
-    """The same for validation losses, at the steps where both were validated."""
-    base_losses = {record.step: record.loss for record in base.evals_of("valid")}
-    common = [record for record in run.evals_of("valid") if record.step in base_losses]
-    gaps = [(record.loss - base_losses[record.step]) / base_losses[record.step] for record in common]
-    return np.array([record.consumed_tokens for record in common], dtype=np.float64), np.array(gaps)
-
-
-def _window(num_steps: int) -> int:
-    return max(1, round(num_steps * SMOOTHING_FRACTION))
-
-
 def _draw_losses(axes: Axes, runs: Sequence[Run]) -> None:
     lows, highs = [], []
     for index, run in enumerate(runs):
         color = COLORS[index % len(COLORS)]
         tokens, loss = run.series("consumed_tokens"), run.series("loss")
-        smoothed = smooth(loss, _window(len(loss)))
+        smoothed = smooth(loss, smoothing_window(len(loss)))
         # The baseline lies wide and pale underneath: curves that agree stay both visible.
         width, alpha = (5.0, 0.45) if index == 0 and len(runs) > 1 else (1.8, 1.0)
         axes.plot(tokens, loss, color=color, linewidth=0.7, alpha=0.25, zorder=1)
@@ -151,7 +102,7 @@ def _draw_gaps(axes: Axes, runs: Sequence[Run]) -> None:
     largest = 0.0
     for index, run in enumerate(others, start=1):
         tokens, gap = relative_gap(base, run)
-        smoothed = smooth(gap, _window(len(gap)), keeps_width=True)
+        smoothed = smooth(gap, smoothing_window(len(gap)), keeps_width=True)
         color = COLORS[index % len(COLORS)]
         axes.plot(tokens, smoothed * 100, color=color, linewidth=1.8, linestyle=_dashes(index))
         eval_tokens, eval_gap = validation_gap(base, run)

@@ -6,8 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Optional, Union
 
-from megafp8.reports.compare import WARMUP_STEPS, Comparison, compare_runs
+from megafp8.reports import tables
+from megafp8.reports.compare import BOUND_FRACTION, WARMUP_STEPS, Comparison, compare_runs
+from megafp8.reports.intervals import CONFIDENCE
 from megafp8.reports.load import Run, load_runs
+
+TITLE = "Comparison of recipes"
 
 
 def publish_comparison(
@@ -16,13 +20,16 @@ def publish_comparison(
     baseline: Optional[str] = None,
     output_folder: Optional[Union[str, Path]] = None,
     warmup_steps: int = WARMUP_STEPS,
-    title: str = "Training loss",
+    bound_fraction: float = BOUND_FRACTION,
+    confidence: float = CONFIDENCE,
+    title: str = TITLE,
 ) -> tuple[Comparison, list[Path]]:
-    """Compare runs and, with an output folder, write comparison.md, comparison.json and loss_curves.png into it.
+    """Compare runs and, with an output folder, write report.html, comparison.md, comparison.json and pictures into it.
 
     Args:
         folders: what each run had as --save.
-        baseline: folder or name of the run to compare with; default the first.
+        baseline: folder or name of a run, or name of a recipe, to compare with; default the first.
+        bound_fraction, confidence: what the verdicts go by.
 
     Returns:
         The comparison and the files written.
@@ -33,19 +40,27 @@ def publish_comparison(
     runs = load_runs(folders)
     if baseline is not None:
         baseline = _name_of(baseline, runs)
-    comparison = compare_runs(runs, baseline=baseline, warmup_steps=warmup_steps)
+    comparison = compare_runs(
+        runs, baseline=baseline, warmup_steps=warmup_steps, bound_fraction=bound_fraction, confidence=confidence
+    )
     if output_folder is None:
         return comparison, []
     # Drawing needs matplotlib, a table does not.
+    from megafp8.reports.page import drawn_recipes, render_page
     from megafp8.reports.plot import plot_loss_curves
 
     folder = Path(output_folder)
     folder.mkdir(parents=True, exist_ok=True)
-    picture = plot_loss_curves(runs, folder / "loss_curves.png", baseline=baseline, title=title)
-    markdown, data = folder / "comparison.md", folder / "comparison.json"
-    markdown.write_text(comparison.to_markdown(), encoding="utf-8")
-    data.write_text(comparison.to_json(), encoding="utf-8")
-    return comparison, [markdown, data, picture]
+    first_seed = [recipe.runs[0] for recipe in drawn_recipes(comparison, runs)]
+    picture = plot_loss_curves(first_seed, folder / "loss_curves.png", title=title)
+    written = {
+        folder / "report.html": render_page(comparison, runs, title=title),
+        folder / "comparison.md": tables.to_markdown(comparison),
+        folder / "comparison.json": tables.to_json(comparison),
+    }
+    for path, text in written.items():
+        path.write_text(text, encoding="utf-8")
+    return comparison, [*written, picture]
 
 
 def _name_of(baseline: str, runs: Sequence[Run]) -> str:

@@ -4,46 +4,8 @@ import numpy as np
 import pytest
 
 from megafp8.errors import DataError
-from megafp8.reports.load import load_run, load_runs
-from megafp8.reports.plot import HEIGHT_PIXELS, WIDTH_PIXELS, plot_loss_curves, relative_gap, smooth, validation_gap
-
-
-def slow_smooth(values, window: int, keeps_width: bool):
-    half = window // 2
-    means = []
-    for i in range(len(values)):
-        before, after = min(half, i), min(half, len(values) - 1 - i)
-        if not keeps_width:
-            before = after = min(before, after)
-        part = [value for value in values[i - before : i + after + 1] if np.isfinite(value)]
-        means.append(np.mean(part) if part else np.nan)
-    return means
-
-
-@pytest.mark.parametrize("keeps_width", [False, True])
-@pytest.mark.parametrize("window", [1, 2, 5, 50])
-def test_smooth_against_a_plain_loop(window: int, keeps_width: bool) -> None:
-    values = np.random.default_rng(0).normal(size=23)
-    values[[3, 4, 5, 20]] = [np.nan, np.inf, -np.inf, np.nan]
-    np.testing.assert_allclose(
-        smooth(values, window, keeps_width=keeps_width), slow_smooth(values, window, keeps_width), rtol=1e-12
-    )
-
-
-def test_a_straight_line_stays_straight_to_its_ends() -> None:
-    line = np.linspace(9.0, 1.0, 30)
-    np.testing.assert_allclose(smooth(line, 9), line)
-    assert smooth(np.array([]), 5).shape == (0,)
-
-
-def test_gaps_are_taken_at_common_steps(write_run) -> None:
-    base = load_run(write_run("a", [4.0, 2.0, 1.0, 1.0], validations={2: 2.0, 4: 1.0}))
-    run = load_run(write_run("b", [2.2, 0.9], first_step=2, validations={3: 7.0, 4: 1.5}))
-    tokens, gap = relative_gap(base, run)
-    assert tokens.tolist() == [2000, 3000]
-    np.testing.assert_allclose(gap, [0.1, -0.1])
-    tokens, gap = validation_gap(base, run)
-    assert (tokens.tolist(), gap.tolist()) == ([4000], [0.5])
+from megafp8.reports.load import load_runs
+from megafp8.reports.plot import HEIGHT_PIXELS, WIDTH_PIXELS, plot_loss_curves
 
 
 @pytest.mark.parametrize("num_runs", [1, 2, 3])

@@ -1,0 +1,93 @@
+"""What a comparison trains side by side: named recipes as flags, on top of the flags that all its runs share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megafp8.config import derived, flags, serialize
+from megafp8.config.schema import RunConfig
+from megafp8.config.settings import with_values
+from megafp8.errors import ConfigError
+
+BASELINE, CONTROL = "bf16", "bf16-control"
+# The format that is usual for a recipe; `RECIPE-FORMAT` names another one.
+USUAL_FORMATS = {"tensorwise": "hybrid", "delayed": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}
+FP8_FORMATS = ("e4m3", "hybrid", "e5m2")
+NAMES = (BASELINE, CONTROL, *USUAL_FORMATS, "nvfp4")
+# Two runs that differ in these alone learn the same, but for the order of sums.
+NEUTRAL_SETTINGS = ("checkpoint.", "logging.", "training.num_threads", "data.num_workers", "data.data_cache_path")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One recipe of a comparison and the flags that make it."""
+
+    name: str
+    flags: tuple[str, ...]
+
+
+def build_variant(name: str, shared: RunConfig, world_size: int) -> Variant:
+    """The variant of a name: `bf16`, `bf16-control`, a recipe, or a recipe and a format such as `delayed-e4m3`.
+
+    The control is the baseline with the batch cut into other microbatches: the same arithmetic, its gradients summed in
+    another order. What lies between it and the baseline is what any change of rounding does to a run.
+
+    Args:
+        shared: what all runs have in common.
+
+    Raises:
+        ConfigError: the name is unknown, or the batch cannot be cut otherwise.
+    """
+    if name == BASELINE:
+        return Variant(name=name, flags=("--bf16",))
+    if name == CONTROL:
+        batch, micro = derived.global_batch_size(shared, world_size), other_micro_batch(shared, world_size)
+        return Variant(
+            name=name, flags=("--bf16", "--micro-batch-size", str(micro), "--global-batch-size", str(batch))
+        )
+    if name == "nvfp4":
+        return Variant(name=name, flags=("--bf16", "--fp4-format", "e2m1", "--fp4-recipe", name))
+    recipe, _, number_format = name.partition("-")
+    number_format = number_format or USUAL_FORMATS.get(recipe, "")
+    if recipe not in USUAL_FORMATS or number_format not in FP8_FORMATS:
+        raise ConfigError(
+            f"recipe {name}: known are {', '.join(NAMES)}, and FP8 recipes with one of the formats "
+            f"{', '.join(FP8_FORMATS)}, such as delayed-e4m3; for anything else give --variant NAME='FLAGS'"
+        )
+    return Variant(name=name, flags=("--bf16", "--fp8-format", number_format, "--fp8-recipe", recipe))
+
+
+def other_micro_batch(config: RunConfig, world_size: int) -> int:
+    """Half the micro-batch, or the double where it is odd.
+
+    Raises:
+        ConfigError: the global batch cannot be cut that way.
+    """
+    micro = config.training.micro_batch_size or 0
+    per_rank = derived.global_batch_size(config, world_size) // derived.data_parallel_size(config, world_size)
+    other = micro // 2 if micro % 2 == 0 else 2 * micro
+    if not other or per_rank % other:
+        raise ConfigError(
+            f"{CONTROL}: with --micro-batch-size {micro} and {per_rank} sequences a rank there is no other way to cut "
+            "the batch; take an even micro-batch or a larger --global-batch-size, or leave the control out"
+        )
+    return other
+
+
+def differences(before: RunConfig, after: RunConfig) -> list[str]:
+    """The settings in which two configurations train something else, as lines of `serialize.diff`."""
+    return [line for line in serialize.diff(before, after) if not line.startswith(NEUTRAL_SETTINGS)]
+
+
+def read_shared(words: Sequence[str], folder: str) -> tuple[RunConfig, list[str]]:
+    """The settings that all runs share, as if one of them ran in `folder`, and which flags are the comparison's own."""
+    invocation, problems = flags.read(words)
+    own = {"checkpoint.save": "--save", "checkpoint.load": "--load", "precision.fp8_format": "--fp8-format",
+           "precision.fp8_recipe": "--fp8-recipe", "precision.fp4_format": "--fp4-format"}  # fmt: skip
+    problems += [
+        f"{flag} among the flags of all runs: the comparison gives it, from --output-dir and --recipes"
+        for name, flag in own.items()
+        if name in invocation.given
+    ]
+    return with_values(invocation.config, {"checkpoint.save": folder, "checkpoint.load": folder}), problems

@@ -1,0 +1,204 @@
+"""A comparison as one HTML page that needs nothing else: table of verdicts, pictures, what was run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megafp8.reports import tables
+from megafp8.reports.compare import Comparison, RecipeRow, find_baseline
+from megafp8.reports.intervals import BEYOND, UNDECIDED, WITHIN
+from megafp8.reports.load import Run
+from megafp8.reports.pairs import group_runs, pairs_of
+from megafp8.reports.plot_recipes import (
+    Drawn,
+    color_of,
+    plot_gaps,
+    plot_grad_norms,
+    plot_speed_and_memory,
+    plot_time,
+    plot_training,
+    plot_validation,
+    to_svg,
+)
+
+TEMPLATE = Path(__file__).with_name("report.html.jinja")
+GIB = 2**30
+
+
+def render_page(comparison: Comparison, runs: Sequence[Run], *, title: str) -> str:
+    """The page of a comparison.
+
+    Args:
+        runs: those that were compared.
+    """
+    from jinja2 import Environment, StrictUndefined
+
+    recipes = drawn_recipes(comparison, runs)
+    colors = {recipe.name: recipe.color for recipe in recipes}
+    run_header, run_rows = tables.run_cells(comparison)
+    page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return page.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        title=title,
+        headline=headline(comparison),
+        conditions=conditions(recipes[0].runs[0], comparison),
+        confidence=f"{comparison.confidence:.0%}",
+        baseline=comparison.baseline,
+        recipes=[_table_row(row, comparison, colors[row.name]) for row in comparison.recipes],
+        notes=[text for text in (tables.verdict_note(comparison), control_note(comparison)) if text],
+        warnings=[*comparison.warnings, *cautions(runs)],
+        figures=[figure for figure in figures(comparison, recipes) if figure["svg"]],
+        facts=facts(recipes[0].runs[0]),
+        differences=comparison.differences,
+        run_header=run_header,
+        run_rows=run_rows,
+    )
+
+
+def drawn_recipes(comparison: Comparison, runs: Sequence[Run]) -> list[Drawn]:
+    """The recipes in the order of the table, the baseline first."""
+    groups = group_runs(runs)
+    base = find_baseline(groups, comparison.baseline)
+    compared = {row.name for row in comparison.recipes}
+    ordered = [base, *(recipe for recipe in groups if recipe is not base and recipe.name in compared)]
+    drawn: list[Drawn] = []
+    index = 0
+    for recipe in ordered:
+        color = color_of(recipe.name, index, is_baseline=recipe is base)
+        index += recipe is not base and not recipe.name.endswith("-control")
+        drawn.append(Drawn(name=recipe.name, pairs=tuple(pairs_of(base, recipe)), color=color))
+    return drawn
+
+
+def headline(comparison: Comparison) -> str:
+    """The result in a sentence or three."""
+    rows = [row for row in comparison.recipes if row.verdict and not row.name.endswith("-control")]
+    bound = tables.percent(comparison.bound_fraction)
+    said = {
+        WITHIN: f"stay within {bound} of {comparison.baseline}'s validation loss",
+        BEYOND: f"lie beyond {bound}",
+        UNDECIDED: "are not decided",
+    }
+    parts = []
+    for verdict, words in said.items():
+        if names := [row.name for row in rows if row.verdict == verdict]:
+            if len(names) == 1:
+                words = words.replace("stay", "stays", 1).replace("lie ", "lies ", 1).replace("are", "is", 1)
+            parts.append(f"{_listed(names)} {words}.")
+    return " ".join(parts) or "One recipe alone: there is nothing to compare it with."
+
+
+def control_note(comparison: Comparison) -> str:
+    """What the control says about noise; empty without one."""
+    row = next((row for row in comparison.recipes if row.name.endswith("-control")), None)
+    if row is None or not row.verdict:
+        return ""
+    reach = max(map(abs, row.gaps_fraction))
+    return (
+        f"{row.name} is {comparison.baseline} with its gradients summed in another order: up to {reach:.2%} lies "
+        "between the two in a seed. A gap of that size is what any change of rounding does to a run, and no finding."
+    )
+
+
+def conditions(run: Run, comparison: Comparison) -> str:
+    """Model, length and machine in a line."""
+    info, seeds = run.info, max(len(row.seeds) for row in comparison.recipes)
+    model = f"{info.num_parameters / 1e6:,.3g}M parameters, " if info.num_parameters else ""
+    return (
+        f"{model}{comparison.recipes[0].consumed_tokens:,} training tokens, {seeds} "
+        f"{'seed' if seeds == 1 else 'seeds'}, {info.world_size} x {info.device_name}"
+    )
+
+
+def cautions(runs: Sequence[Run]) -> list[str]:
+    """What the numbers do not say."""
+    found = []
+    if any("emulated" in run.info.recipe for run in runs):
+        found.append(
+            "Recipes were emulated: codes, scales and losses are those of the format, but speed and memory are not "
+            "those of hardware that has it."
+        )
+    return found
+
+
+def facts(run: Run) -> list[tuple[str, str]]:
+    """The baseline's model, data and versions, by name."""
+    info, config = run.info, run.info.config
+    model, training, data = (config.get(section, {}) for section in ("model", "training", "data"))
+    optimizer = config.get("optimizer", {})
+
+    def listed(section: dict[str, Any], *names: str) -> str:
+        return ", ".join(f"{name.replace('_', ' ')} {section[name]}" for name in names if section.get(name) is not None)
+
+    found = [
+        ("model", listed(model, "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")),
+        ("batch", listed(training, "global_batch_size", "micro_batch_size") + ", " + listed(data, "seq_length")),
+        ("steps", listed(training, "train_iters", "eval_interval", "eval_iters")),
+        ("optimizer", listed(optimizer, "optimizer", "lr", "min_lr", "lr_decay_style", "lr_warmup_fraction",
+                             "weight_decay", "clip_grad")),  # fmt: skip
+        ("versions", ", ".join(f"{name} {version}" for name, version in info.versions.items())),
+        ("started", info.started_at),
+    ]
+    return [(name, value) for name, value in found if value.strip(", ")]
+
+
+def figures(comparison: Comparison, recipes: Sequence[Drawn]) -> list[dict[str, str]]:
+    """Title, picture and caption of every figure; the picture is empty where there is nothing to draw."""
+    colors = [recipe.color for recipe in recipes]
+    by_name = {recipe.name: recipe.color for recipe in recipes}
+    table_colors = [by_name[row.name] for row in comparison.recipes]
+    several = max(len(recipe.pairs) for recipe in recipes) > 1
+    mean = "Lines are means over the seeds, bands what the seeds span." if several else ""
+    bound, baseline = tables.percent(comparison.bound_fraction), comparison.baseline
+    drawn = [
+        (
+            "Gap to " + baseline, plot_gaps(comparison, table_colors) if len(recipes) > 1 else None,
+            f"A dot is a seed, the upright their mean, the pale bar its {comparison.confidence:.0%} interval, the "
+            f"dashed line the bound of {bound}. Left of zero is better than {baseline}.",
+        ),
+        (
+            "Validation against tokens", plot_validation(recipes, confidence=comparison.confidence) if colors else None,
+            f"{mean} Below: the gap to {baseline} of the same seed, with the interval of its mean.",
+        ),
+        (
+            "Validation against time", plot_time(recipes),
+            f"{mean} Time is the sum of step times; start, validations and checkpoints are left out.",
+        ),
+        ("Training loss", plot_training(recipes), f"Running means over a twenty-fifth of the run. {mean}"),
+        ("Gradient norm", plot_grad_norms(recipes), f"Before clipping, running means. {mean}"),
+        (
+            "Speed and memory", plot_speed_and_memory(comparison, table_colors),
+            f"Median over the steps after the first {comparison.warmup_steps}; the largest memory of any step.",
+        ),
+    ]  # fmt: skip
+    return [
+        {"title": title, "svg": "" if figure is None else to_svg(figure, title), "caption": caption.strip()}
+        for title, figure, caption in drawn
+    ]
+
+
+def _table_row(row: RecipeRow, comparison: Comparison, color: str) -> dict[str, str]:
+    is_baseline = row.name == comparison.baseline
+    bound = tables.percent(comparison.bound_fraction)
+    verdict = {WITHIN: f"within {bound}", BEYOND: f"beyond {bound}"}.get(row.verdict, row.verdict)
+    if row.name.endswith("-control"):
+        verdict = "control"
+    return {
+        "name": row.name,
+        "color": "var(--ink)" if is_baseline else color,
+        "verdict": "baseline" if is_baseline else verdict,
+        "verdict_class": "" if verdict == "control" else row.verdict.replace(" ", "-"),
+        "gap": "" if is_baseline else tables.shown_gap(row, comparison.baseline),
+        "interval": "" if is_baseline else tables.shown_interval(row, comparison.baseline),
+        "seeds": f"{len(row.seeds)}",
+        "loss": f"{row.validation_loss:.4f}",
+        "perplexity": f"{row.perplexity:.2f}",
+        "speed": tables.optional(row.tokens_per_second, "{:,.0f}"),
+        "ratio": tables.optional(row.speed_ratio, "{:.2f}x"),
+        "memory": tables.optional(row.memory_peak_bytes and row.memory_peak_bytes / GIB, "{:.3g} GiB"),
+    }
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,0 +1,94 @@
+"""Which runs are one recipe under several seeds, and which are pairs of one seed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megafp8.config.variants import NEUTRAL_SETTINGS
+from megafp8.reports.load import Run
+
+SEED = "training.seed"
+SEED_FOLDER = re.compile(r"seed-?\d+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Runs that differ in nothing but the seed, in its order."""
+
+    name: str
+    runs: tuple[Run, ...]
+
+    @property
+    def text(self) -> str:
+        """The arithmetic in words."""
+        return self.runs[0].info.recipe
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A run and the baseline's run of the same seed."""
+
+    base: Run
+    run: Run
+
+
+def flatten(config: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a run record that decide what is learned, as `section.setting`."""
+    flat = {}
+    for section, settings in config.items():
+        if isinstance(settings, dict):
+            flat |= {f"{section}.{name}": value for name, value in settings.items()}
+        else:
+            flat[section] = settings
+    return {name: value for name, value in flat.items() if not name.startswith(NEUTRAL_SETTINGS)}
+
+
+def seed_of(run: Run) -> int:
+    """The seed of initialization, data order and dropout."""
+    return flatten(run.info.config).get(SEED, 0)
+
+
+def group_runs(runs: Sequence[Run]) -> list[Recipe]:
+    """Recipes in the order of their first runs. A second run with the same settings and seed counts as another recipe.
+
+    A recipe is named after its run, and after the folder above where its runs are called seed1, seed2 and so on.
+    """
+    groups: dict[tuple[str, int], list[Run]] = {}
+    for run in runs:
+        settings = flatten(run.info.config)
+        settings.pop(SEED, None)
+        key = json.dumps([settings, run.info.recipe, run.info.device_name, run.info.world_size], sort_keys=True)
+        repetition = 0
+        while any(seed_of(other) == seed_of(run) for other in groups.get((key, repetition), ())):
+            repetition += 1
+        groups.setdefault((key, repetition), []).append(run)
+    recipes: list[Recipe] = []
+    for members in groups.values():
+        taken = {recipe.name for recipe in recipes}
+        recipes.append(Recipe(name=_name_of(members, taken), runs=tuple(sorted(members, key=seed_of))))
+    return recipes
+
+
+def pairs_of(baseline: Recipe, recipe: Recipe) -> list[Pair]:
+    """The pairs of one seed. Two recipes of a single run each are a pair whatever their seeds."""
+    if len(baseline.runs) == len(recipe.runs) == 1:
+        return [Pair(baseline.runs[0], recipe.runs[0])]
+    of_seed = {seed_of(run): run for run in baseline.runs}
+    return [Pair(of_seed[seed_of(run)], run) for run in recipe.runs if seed_of(run) in of_seed]
+
+
+def _name_of(runs: Sequence[Run], taken: set[str]) -> str:
+    folders = {run.folder.resolve() for run in runs}
+    if all(SEED_FOLDER.fullmatch(folder.name) for folder in folders) and len({f.parent for f in folders}) == 1:
+        name = next(iter(folders)).parent.name
+    else:
+        name = runs[0].name if len(runs) == 1 else runs[0].info.recipe
+    number = 2
+    unique = name
+    while unique in taken:
+        unique, number = f"{name} ({number})", number + 1
+    return unique

@@ -1,0 +1,157 @@
+"""A comparison as text: for a terminal, as Markdown, as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from typing import Any, Optional, Union
+
+from megafp8.reports.compare import Comparison, ComparisonRow, RecipeRow
+
+MIB = 2**20
+
+Row = Union[RecipeRow, ComparisonRow]
+
+
+def to_text(comparison: Comparison) -> str:
+    """For a terminal: columns in line, then what the verdict means, differences and warnings."""
+    parts = [_aligned(*recipe_cells(comparison))]
+    if len(comparison.rows) > len(comparison.recipes):
+        parts.append(_aligned(*run_cells(comparison)))
+    remarks = [verdict_note(comparison), *comparison.differences, *_warnings(comparison)]
+    return "\n\n".join([*parts, "\n".join(filter(None, remarks))]).rstrip()
+
+
+def to_markdown(comparison: Comparison) -> str:
+    """The same as Markdown tables and a list."""
+    parts = [_markdown(*recipe_cells(comparison))]
+    if len(comparison.rows) > len(comparison.recipes):
+        parts.append(_markdown(*run_cells(comparison)))
+    if note := verdict_note(comparison):
+        parts.append(note)
+    remarks = [f"- {text}" for text in (*comparison.differences, *_warnings(comparison))]
+    return "\n\n".join([*parts, "\n".join(remarks)]).rstrip() + "\n"
+
+
+def to_json(comparison: Comparison) -> str:
+    """All fields; numbers that are not finite become null."""
+    return json.dumps(_without_non_finite(dataclasses.asdict(comparison)), indent=2, allow_nan=False) + "\n"
+
+
+def recipe_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the table of recipes; columns that no recipe has are left out."""
+    rows = comparison.recipes
+    several = any(len(row.seeds) > 1 for row in rows)
+    columns = {
+        "run": [row.name for row in rows],
+        "recipe": [row.recipe for row in rows],
+        "seeds": [f"{len(row.seeds)}" if several else "-" for row in rows],
+        "validation loss": [f"{row.validation_loss:.4f}" for row in rows],
+        "gap": [shown_gap(row, comparison.baseline) for row in rows],
+        f"{comparison.confidence:.0%} interval": [shown_interval(row, comparison.baseline) for row in rows],
+        f"bound {percent(comparison.bound_fraction)}": [row.verdict or "-" for row in rows],
+    }
+    return _shown(columns | _common_columns(rows))
+
+
+def run_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the table of single runs."""
+    rows = comparison.rows
+    columns = {
+        "run": [row.name for row in rows],
+        "recipe": [row.recipe for row in rows],
+        "seed": [f"{row.seed}" for row in rows],
+        "validation loss": [f"{row.validation_loss:.4f}" for row in rows],
+        "gap": [f"{row.relative_gap_fraction:+.2%}" for row in rows],
+    }
+    return _shown(columns | _common_columns(rows))
+
+
+def verdict_note(comparison: Comparison) -> str:
+    """What the verdicts mean; empty where nothing is compared."""
+    if len(comparison.recipes) < 2:
+        return ""
+    bound, confidence = percent(comparison.bound_fraction), f"{comparison.confidence:.0%}"
+    if all(len(row.seeds) < 2 for row in comparison.recipes if row.verdict):
+        return (
+            f"One seed has no spread, so whether a gap stays within {bound} is not decided: train more seeds "
+            "(tools/run_comparison.py --seeds 3)"
+        )
+    return (
+        f"within: the whole {confidence} interval of the gap lies below {bound}; beyond: above it; not decided: the "
+        "seeds scatter too widely for either. Gaps are taken between runs of one seed."
+    )
+
+
+def percent(fraction: float) -> str:
+    """0.005 -> 0.5%."""
+    return f"{100 * fraction:g}%"
+
+
+def shown_gap(row: RecipeRow, baseline: str) -> str:
+    """+0.50%; the baseline says that it is one."""
+    return "baseline" if row.name == baseline else f"{row.gap.mean:+.2%}"
+
+
+def shown_interval(row: RecipeRow, baseline: str) -> str:
+    """-0.10% to +0.30%; - where there is none."""
+    if row.name == baseline or row.gap.low is None or row.gap.high is None:
+        return "-"
+    return f"{row.gap.low:+.2%} to {row.gap.high:+.2%}"
+
+
+def _common_columns(rows: Sequence[Row]) -> dict[str, list[str]]:
+    return {
+        "perplexity": [f"{row.perplexity:.2f}" for row in rows],
+        "tokens/s": [optional(row.tokens_per_second, "{:,.0f}") for row in rows],
+        "speed": [optional(row.speed_ratio, "{:.2f}x") for row in rows],
+        "TFLOP/s per device": [optional(row.model_tflops_per_device, "{:.3g}") for row in rows],
+        "peak MiB": [optional(row.memory_peak_bytes and row.memory_peak_bytes / MIB, "{:,.0f}") for row in rows],
+        "steps": [f"{row.steps}" for row in rows],
+        "tokens": [f"{row.consumed_tokens:,}" for row in rows],
+    }
+
+
+def optional(value: Optional[float], pattern: str) -> str:
+    """A number in its pattern; - for None."""
+    return "-" if value is None else pattern.format(value)
+
+
+def _warnings(comparison: Comparison) -> list[str]:
+    return [f"Warning: {text}" for text in comparison.warnings]
+
+
+def _shown(columns: dict[str, list[str]]) -> tuple[list[str], list[list[str]]]:
+    shown = {name: cells for name, cells in columns.items() if any(cell != "-" for cell in cells)}
+    return list(shown), [list(row) for row in zip(*shown.values(), strict=True)]
+
+
+def _aligned(header: list[str], cells: list[list[str]]) -> str:
+    widths = [max(len(row[column]) for row in [header, *cells]) for column in range(len(header))]
+    lines = [_align(header, widths), "  ".join("-" * width for width in widths)]
+    return "\n".join(lines + [_align(row, widths) for row in cells])
+
+
+def _align(row: list[str], widths: list[int]) -> str:
+    cells = [
+        cell.ljust(width) if column < 2 else cell.rjust(width)
+        for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+    ]
+    return "  ".join(cells).rstrip()
+
+
+def _markdown(header: list[str], cells: list[list[str]]) -> str:
+    rule = ["---" if column < 2 else "---:" for column in range(len(header))]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [header, rule, *cells])
+
+
+def _without_non_finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _without_non_finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_non_finite(item) for item in value]
+    return value

@@ -1,0 +1,250 @@
+#!/usr/bin/env python3
+"""Train one model in several recipes, each with the same seeds, data order and evaluation, and report what they cost.
+
+    python tools/run_comparison.py --output-dir runs/recipes --recipes bf16,bf16-control,tensorwise,delayed,mxfp8 \\
+      --seeds 3 --parallel 2 -- FLAGS OF PRETRAIN_GPT.PY
+
+Runs go to OUTPUT_DIR/RECIPE/SEED. Started again, the command leaves out the runs that are done and goes on with the
+others; a run that fails is told and takes no other with it. The report is in OUTPUT_DIR/report: report.html to look at,
+Markdown, JSON and a picture; tools/compare_runs.py makes it again from the records alone, on any machine.
+
+Recipes: bf16, bf16-control (the same in other microbatches: what mere rounding does), tensorwise, delayed, blockwise,
+mxfp8, nvfp4; with -e4m3, -hybrid or -e5m2 behind an FP8 recipe another format than the usual one. --variant adds what
+flags can say. Exit status: 0 when all runs are done, else that of the first problem (70 for a run that failed).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Optional
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
+
+from megafp8.config import derived, flags, rules, serialize
+from megafp8.config.schema import RunConfig
+from megafp8.config.variants import BASELINE, NAMES, Variant, build_variant, differences, read_shared
+from megafp8.errors import INTERNAL, PREEMPTED, ConfigError, Megafp8Error
+from megafp8.launch.batch import OUTPUT_FILE, Batch, Job, Outcome, is_done
+
+TRAINER = Path(__file__).resolve().parents[1] / "pretrain_gpt.py"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output-dir", type=Path, required=True, metavar="D", help="folder of all runs and the report")
+    parser.add_argument(
+        "--recipes", default=f"{BASELINE},tensorwise", metavar="NAMES",
+        help=f"with commas between: {', '.join(NAMES)} (default %(default)s); the first one is the baseline",
+    )
+    parser.add_argument(
+        "--variant", action="append", default=[], metavar="NAME='FLAGS'",
+        help="one more, from flags of its own, such as edges=\"--fp8-format hybrid --first-last-layers-bf16\"",
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=1, metavar="N", help="seeds: that of --seed and those after it (default 1)"
+    )
+    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="runs at a time (default 1)")
+    parser.add_argument(
+        "--nproc-per-node", type=int, default=1, metavar="N", help="ranks of a run, through torchrun (default 1: none)"
+    )
+    parser.add_argument("--bound", type=float, default=0.5, metavar="PERCENT",
+                        help="validation loss above the baseline's that is accepted (default %(default)g)")  # fmt: skip
+    parser.add_argument("--no-report", action="store_true", help="train only")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, show the commands and stop")
+    parser.add_argument("flags", nargs="*", metavar="FLAGS", help="after --: the flags that all runs share")
+    return parser
+
+
+def plan_jobs(options: argparse.Namespace, device_flags: Sequence[str]) -> tuple[list[Job], int]:
+    """The runs that are asked for, seed by seed, and the steps of each.
+
+    Args:
+        device_flags: what this machine adds to every run.
+
+    Raises:
+        ConfigError: everything that is wrong with any of them, also folders that hold other runs.
+    """
+    counts = {"--seeds": options.seeds, "--parallel": options.parallel, "--nproc-per-node": options.nproc_per_node}
+    ranks, (shared, problems) = options.nproc_per_node, read_shared(options.flags, str(options.output_dir))
+    problems += [f"{flag} {value} must be at least 1" for flag, value in counts.items() if value < 1]
+    problems += [] if problems else rules.problems(shared, ranks)
+    if problems:
+        raise ConfigError(problems)
+    variants, jobs = variants_of(options, shared), []
+    for seed in range(shared.training.seed, shared.training.seed + options.seeds):
+        for variant in variants:
+            folder = options.output_dir / variant.name / f"seed{seed}"
+            own = (*variant.flags, "--seed", str(seed), "--save", str(folder), "--load", str(folder))
+            words = [*device_flags, *options.flags, *own]
+            problems += [f"{variant.name}: {text}" for text in problems_of(words, folder, ranks)]
+            jobs.append(Job(name=f"{variant.name}/seed{seed}", command=command_of(words, ranks), folder=folder))
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return jobs, derived.train_iters(shared, ranks)
+
+
+def variants_of(options: argparse.Namespace, shared: RunConfig) -> list[Variant]:
+    """Those of --recipes, then those of --variant.
+
+    Raises:
+        ConfigError: a name that is unknown, given twice, or no name for a folder.
+    """
+    names = [name.strip() for name in options.recipes.split(",") if name.strip()]
+    variants = [build_variant(name, shared, options.nproc_per_node) for name in names]
+    for text in options.variant:
+        name, _, words = text.partition("=")
+        if not words or not re.fullmatch(r"[\w.-]+", name):
+            raise ConfigError(f"--variant {text}: give it as NAME='FLAGS', the name of letters, digits, - and _")
+        variants.append(Variant(name=name, flags=("--bf16", *shlex.split(words))))
+    names = [variant.name for variant in variants]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"--recipes and --variant name {', '.join(sorted(twice))} twice")
+    if not names:
+        raise ConfigError(f"--recipes {options.recipes!r} names no recipe: give some of {', '.join(NAMES)}")
+    return variants
+
+
+def problems_of(words: Sequence[str], folder: Path, ranks: int) -> list[str]:
+    """What is wrong with the flags of one run, and with what its folder holds."""
+    invocation, problems = flags.read(words)
+    problems += rules.problems(invocation.config, ranks)
+    if not problems and (folder / "config.json").exists():
+        before = serialize.from_json((folder / "config.json").read_text(encoding="utf-8"))
+        if lines := differences(before, invocation.config):
+            problems.append(
+                f"{folder} holds a run with other settings ({'; '.join(lines)}): "
+                "take another --output-dir, or remove it"
+            )
+    return problems
+
+
+def command_of(words: Sequence[str], ranks: int) -> tuple[str, ...]:
+    """The command of a run; one rank needs no launcher."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)) if ranks > 1 else ()
+    return (sys.executable, *launcher, str(TRAINER), *words)
+
+
+def share_devices(parallel: int, ranks: int, num_gpus: int) -> tuple[list[dict[str, str]], list[str]]:
+    """For each run at a time its environment, and the flags that every run gets: GPUs of its own, or a share of cores.
+
+    Raises:
+        ConfigError: there are fewer GPUs than ranks.
+    """
+    if not num_gpus:
+        threads = max(1, len(os.sched_getaffinity(0)) // (parallel * ranks))
+        return [{} for _ in range(parallel)], ["--num-threads", str(threads)]
+    if parallel * ranks > num_gpus:
+        raise ConfigError(
+            f"--parallel {parallel} with --nproc-per-node {ranks} takes {parallel * ranks} GPUs; there are {num_gpus}"
+        )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible else [str(index) for index in range(num_gpus)]
+    return [
+        {"CUDA_VISIBLE_DEVICES": ",".join(devices[slot * ranks : (slot + 1) * ranks])} for slot in range(parallel)
+    ], []
+
+
+class Display:
+    """Lines for runs that begin and end, and a bar over all their steps on a terminal."""
+
+    def __init__(self, num_runs: int, steps_of_run: int):
+        from tqdm import tqdm
+
+        self._steps_of_run, self._num_runs, self._ended = steps_of_run, num_runs, 0
+        self._bar = tqdm(
+            total=num_runs * steps_of_run, unit="step", dynamic_ncols=True, disable=None, smoothing=0.05,
+            bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps [{elapsed}<{remaining}{postfix}]",
+        )  # fmt: skip
+
+    def started(self, job: Job) -> None:
+        """A run begins."""
+        self._bar.write(f"started  {job.name}", file=sys.stderr)
+
+    def ended(self, outcome: Outcome) -> None:
+        """A run ended."""
+        self._ended += 1
+        head, count = outcome.job.name, f"({self._ended} of {self._num_runs})"
+        if outcome.is_done:
+            self._bar.write(f"done     {head} in {outcome.seconds:.0f} s {count}", file=sys.stderr)
+            return
+        text = "\n".join(f"    {line}" for line in outcome.tail.splitlines())
+        log = outcome.job.folder / OUTPUT_FILE
+        self._bar.write(f"FAILED   {head} {count}: {outcome.reason}\n{text}\n    all of it: {log}", file=sys.stderr)
+
+    def stepped(self, steps: Mapping[str, int]) -> None:
+        """How far the runs are that go on."""
+        self._bar.set_postfix_str(", ".join(f"{name} {step}" for name, step in steps.items()), refresh=False)
+        self._bar.n = self._ended * self._steps_of_run + sum(steps.values())
+        self._bar.refresh()
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._bar.close()
+
+
+def train(jobs: Sequence[Job], slots: Sequence[Mapping[str, str]], steps_of_run: int) -> int:
+    """Run what is not done yet; the exit status that stands for all."""
+    waiting = [job for job in jobs if not is_done(job.folder)]
+    if len(waiting) < len(jobs):
+        print(f"{len(jobs) - len(waiting)} of {len(jobs)} runs are done already", file=sys.stderr)
+    display = Display(len(waiting), steps_of_run)
+    batch = Batch(slots, tell_start=display.started, tell_end=display.ended, tell_steps=display.stepped)
+    try:
+        outcomes = batch.run(waiting)
+    finally:
+        display.close()
+    if batch.asked is not None:
+        print("run_comparison: stopped by a signal; the same command goes on", file=sys.stderr)
+        return PREEMPTED
+    failed = [outcome.job.name for outcome in outcomes if not outcome.is_done]
+    if failed:
+        print(f"run_comparison: {len(failed)} of {len(jobs)} runs are not done: {', '.join(failed)}", file=sys.stderr)
+    return INTERNAL if failed else 0
+
+
+def report(jobs: Sequence[Job], options: argparse.Namespace) -> None:
+    """Compare the runs that are done.
+
+    Raises:
+        DataError: there is nothing to compare.
+    """
+    from megafp8.reports import tables
+    from megafp8.reports.publish import publish_comparison
+
+    folders = [job.folder for job in jobs if is_done(job.folder)]
+    comparison, written = publish_comparison(
+        folders, output_folder=options.output_dir / "report", bound_fraction=options.bound / 100
+    )
+    print(tables.to_text(comparison))
+    for path in written:
+        print(f"wrote {path}", file=sys.stderr)
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run and return the exit status."""
+    options = build_parser().parse_args(argv)
+    try:
+        import torch
+
+        slots, device_flags = share_devices(options.parallel, options.nproc_per_node, torch.cuda.device_count())
+        jobs, steps_of_run = plan_jobs(options, device_flags)
+        if options.dry_run:
+            print("\n".join(f"{job.name}: {shlex.join(job.command)}" for job in jobs))
+            return 0
+        status = train(jobs, slots, steps_of_run)
+        if status != PREEMPTED and not options.no_report:
+            report(jobs, options)
+        return status
+    except Megafp8Error as error:
+        print(f"run_comparison: {error}", file=sys.stderr)
+        return error.exit_status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
