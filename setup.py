@@ -35,7 +35,7 @@ setup(
         "sentencepiece",
         "tensorboard",
         "matplotlib",
-        "scipy",
+        "scipy",  # quantiles of Student's t, for the intervals of comparisons
         "jinja2",
         "tqdm",
     ],
@@ -47,7 +47,7 @@ setup(
         "studies": STUDIES,
         "dev": [
             "pytest", "pytest-timeout", "ruff", *TOKENIZERS, *SAFETENSORS, *PREPROCESSING, *TRANSFORMERS, *STUDIES,
-            "torchao",
+            "torchao", "playwright",
         ],
     },
 )

@@ -48,6 +48,7 @@ def test_the_table_and_the_files(folders, tmp_path) -> None:
         "comparison.md",
         "comparison.json",
         "loss_curves.png",
+        "report.html",
     }
 
 
@@ -71,5 +72,5 @@ def test_help_is_instant_and_names_every_flag() -> None:
     result = compare("--help")
     assert time.monotonic() - started < 0.5
     assert result.returncode == 0
-    for flag in ("--baseline", "--output-dir", "--warmup-steps", "--title", "--json"):
+    for flag in ("--baseline", "--output-dir", "--warmup-steps", "--title", "--json", "--bound"):
         assert flag in result.stdout

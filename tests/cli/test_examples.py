@@ -60,7 +60,7 @@ def words_of(result: subprocess.CompletedProcess) -> tuple[list[str], list[str]]
 
 def test_there_is_no_other_example() -> None:
     names = {path.stem for path in (ROOT / "examples").glob("*.sh")}
-    assert names == {*EXAMPLES, "finetune_llama3_8b", "quickstart"}
+    assert names == {*EXAMPLES, "finetune_llama3_8b", "quickstart", "compare_recipes", "compare_recipes_h200"}
 
 
 def test_a_model_of_transformers_is_converted_once_and_trained(data, stub_python, tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ def folders(write_run):
 
 def test_all_files_are_written(folders, tmp_path) -> None:
     comparison, written = publish_comparison(folders, output_folder=tmp_path / "deep" / "out")
-    assert sorted(path.name for path in written) == ["comparison.json", "comparison.md", "loss_curves.png"]
+    names = ["comparison.json", "comparison.md", "loss_curves.png", "report.html"]
+    assert sorted(path.name for path in written) == names
     assert all(path.stat().st_size > 100 for path in written)
     assert json.loads((tmp_path / "deep" / "out" / "comparison.json").read_text())["baseline"] == "bf16"
     assert "+10.00%" in (tmp_path / "deep" / "out" / "comparison.md").read_text()
