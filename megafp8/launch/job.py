@@ -74,7 +74,7 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict)
     max_restarts: int = 3
     max_requeues: int = 100
-    check_nodes: bool = False
+    check_nodes: bool = True
     runs: tuple[tuple[str, ...], ...] = ()
     array_limit: Optional[int] = None
     logs: Optional[str] = None

@@ -81,17 +81,24 @@ def each_node_lines(job: Job) -> list[str]:
         mounts = ",".join(f"{folder}:{folder}" for folder in folders)
         options = [f"--container-image={job.container}", f"--container-workdir={job.project}"]
         lines += [shlex.join(options), quoted(f"--container-mounts={mounts}")]
+    names = [
+        'mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+        # Below the ports that the kernel gives to connections, and another one for each job of a node.
+        "port=$((10000 + SLURM_JOB_ID % 20000))",
+    ]
     return [
         f"# Once on every node. When it has ended on one of them, the others have {patience_s} s.",
         *array("on_each_node", lines),
+        *(names if job.nodes > 1 or job.check_nodes else ()),
     ]
 
 
 def check_lines(job: Job) -> list[str]:
     """Every node is looked at, and a bad one named and left out."""
+    reports = f'{shlex.quote(job.log_folder)}/nodes/"$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}"'
     return [
         "# Look at the nodes. If one is bad, it is named, and the job goes back into the queue without it.",
-        f'check=({shlex.quote(job.log_folder)}/nodes/"$SLURM_JOB_ID" --gpus {job.gpus_per_node})',
+        *array("check", [f'{reports} --gpus {job.gpus_per_node} --port "$((port + 1))" --nodes "${{nodes[@]}}"']),
         '"${on_each_node[@]}" python3 launcher/check_nodes.py measure "${check[@]}" || true',
         f'python3 launcher/check_nodes.py judge "${{check[@]}}" --requeue --max-requeues {job.max_requeues}',
     ]
@@ -99,20 +106,16 @@ def check_lines(job: Job) -> list[str]:
 
 def start_lines(job: Job) -> list[str]:
     """One torchrun on each node, under the supervisor."""
-    torchrun, before = ["--standalone"], list[str]()
+    torchrun, meeting = ["--standalone"], list[str]()
     if job.nodes > 1:
-        before = [
-            "# They meet at the first node.",
-            'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-            "port=$((10000 + SLURM_JOB_ID % 20000))",
-        ]
+        meeting = ["# They meet at the first node."]
         torchrun = [
-            '--nnodes "$SLURM_NNODES" --rdzv-backend c10d --rdzv-endpoint "$first:$port" --rdzv-id "$SLURM_JOB_ID"'
+            '--nnodes "$SLURM_NNODES" --rdzv-backend c10d --rdzv-endpoint "${nodes[0]}:$port" --rdzv-id "$SLURM_JOB_ID"'
         ]
     return [
         "# One torchrun a node. What a rank writes goes to files of its own under",
         f"# {job.log_folder}/ranks/NODE, and that of a node's first rank also here.",
-        *before,
+        *meeting,
         *array(
             "torchrun",
             [f"python3 -m torch.distributed.run --nproc-per-node {job.ranks} --redirects 3 --tee 0:3", *torchrun],

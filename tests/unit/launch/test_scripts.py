@@ -28,11 +28,11 @@ ONE = Job(
         "--save runs/llama-1b --load runs/llama-1b"
     ),
 )  # fmt: skip
-CPU = dataclasses.replace(ONE, gpus_per_node=0, ranks_per_node=4, cpus_per_node=4, exclusive=False)
+CPU = dataclasses.replace(ONE, gpus_per_node=0, ranks_per_node=4, cpus_per_node=4, exclusive=False, check_nodes=False)
 JOBS = {
     "one_node.sbatch": ONE,
     "four_nodes.sbatch": dataclasses.replace(
-        ONE, nodes=4, check_nodes=True, setup="module purge\nmodule load cuda/12.9",
+        ONE, nodes=4, setup="module purge\nmodule load cuda/12.9",
         environment={"NCCL_IB_HCA": "mlx5", "TAG": "it's me"},
         sbatch={"qos": "high", "comment": "two words", "overcommit": ""},
     ),

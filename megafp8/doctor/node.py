@@ -1,0 +1,112 @@
+"""Look at one node of a job: what the doctor says, its GPUs, its clock, and all-reduces with its neighbours."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from megafp8.doctor.checks import ERROR, examine
+from megafp8.doctor.machine import Machine
+from megafp8.doctor.probes import find_machine, output_of
+from megafp8.launch.nodes import GpuState, GroupResult, NodeReport, Place, clock_ahead_s, links_of, members_of
+
+QUERY = "index,name,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,clocks_throttle_reasons.hw_slowdown"
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "triton")
+MIB = 1 << 20
+# For the ranks to start: they import torch, all from one file system.
+START_S = 120.0
+
+
+def measure_node(
+    node: str, nodes: Sequence[str], folder: Path, *, num_gpus: int, port: int, timeout_s: float
+) -> NodeReport:
+    """One node's report.
+
+    Args:
+        nodes: all of the job, in its order; `node` is this one.
+        folder: the job's, which all nodes see.
+        port: the first of those on which neighbours meet.
+        timeout_s: for each meeting and each all-reduce.
+    """
+    gpus = gpu_states()
+    clock = folder / f"{node}.clock"
+    clock_s = clock_ahead_s(clock)
+    clock.unlink()
+    with tempfile.TemporaryDirectory() as scratch:
+        place = Place(
+            nodes=tuple(nodes), node=list(nodes).index(node), rank=0, ranks_per_node=max(1, num_gpus), port=port,
+            store=f"{scratch}/store", timeout_s=timeout_s, is_gpu=num_gpus > 0,
+        )  # fmt: skip
+        ranks = start_ranks(place, Path(scratch))
+        machine = find_machine(str(folder))
+        findings = examine(machine, num_gpus)
+        groups = results(place, Path(scratch), ranks)
+    problems = tuple(f"{finding.check}: {finding.text}" for finding in findings if finding.level == ERROR)
+    return NodeReport(
+        node=node, problems=problems, software=software(machine), gpus=gpus, clock_s=clock_s, groups=groups
+    )
+
+
+def software(machine: Machine) -> str:
+    """What has to be the same on all nodes."""
+    packages = (f"{name} {machine.packages[name]}" for name in PACKAGES if name in machine.packages)
+    driver = [f"driver {machine.driver}"] if machine.driver else []
+    return ", ".join([*driver, "Python " + ".".join(map(str, machine.python)), *packages])
+
+
+def gpu_states() -> tuple[GpuState, ...]:
+    """The GPUs by nvidia-smi; none without it."""
+    text = output_of("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits") or ""
+    rows = (line.split(", ") for line in text.splitlines())
+    return tuple(
+        GpuState(
+            index=int(index), name=name, total_bytes=int(total) * MIB, used_bytes=int(used) * MIB,
+            uncorrected_errors=int(errors) if errors.isdigit() else 0,  # [N/A] where there is no ECC
+            is_slowed=slowed == "Active",
+        )
+        for index, name, total, used, errors, slowed in rows
+    )  # fmt: skip
+
+
+def start_ranks(place: Place, scratch: Path) -> list[subprocess.Popen]:
+    """Start the node's ranks of the all-reduces."""
+    ranks = []
+    for rank in range(place.ranks_per_node):
+        text = json.dumps(dataclasses.asdict(dataclasses.replace(place, rank=rank)))
+        with open(scratch / f"rank{rank}", "w") as told, open(scratch / f"errors{rank}", "w") as said:
+            command = [sys.executable, "-m", "megafp8.device.all_reduce_check", text]
+            ranks.append(subprocess.Popen(command, stdout=told, stderr=said))
+    return ranks
+
+
+def results(place: Place, scratch: Path, ranks: Sequence[subprocess.Popen]) -> tuple[GroupResult, ...]:
+    """What the node's ranks found, when they have ended or their time is over; the slowest of a group counts."""
+    num_nodes = len(place.nodes)
+    expected = [(place.node,), *(members_of(link, num_nodes) for link in links_of(place.node, num_nodes))]
+    deadline_s = START_S + 2 * place.timeout_s * len(expected)
+    told: list[dict[tuple[int, ...], dict]] = []
+    for rank, process in enumerate(ranks):
+        try:
+            process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            deadline_s = 0.0
+            process.kill()
+            process.wait()
+        lines = map(json.loads, (scratch / f"rank{rank}").read_text().splitlines())
+        told.append({tuple(line["members"]): line for line in lines})
+    return tuple(combined(members, [lines.get(members) for lines in told]) for members in expected)
+
+
+def combined(members: tuple[int, ...], lines: Sequence[dict | None]) -> GroupResult:
+    """One result of those of all ranks of this node."""
+    errors = [f"rank {rank}: {'no answer in time' if line is None else line['error']}"
+              for rank, line in enumerate(lines) if line is None or line["error"]]  # fmt: skip
+    if errors:
+        return GroupResult(members=members, bytes_per_s=None, error=errors[0])
+    speed = min(line["bytes"] / line["seconds"] for line in lines if line)
+    return GroupResult(members=members, bytes_per_s=speed, error=None)

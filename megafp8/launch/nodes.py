@@ -1,0 +1,219 @@
+"""What the nodes of a job found out about themselves, and which of them it should not run on.
+
+For all-reduces the nodes form a ring in which each link is a group of its own, so that what fails can be named: a bad
+node fails in both of its links, and its neighbours' other links work. Links without a common node run at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional
+
+GIB = 1 << 30
+# Records and locks of one run are compared by their times.
+CLOCK_S = 5.0
+# Of a GPU's memory, with nothing on it: the driver and its services.
+IDLE_MEMORY_FRACTION = 0.05
+# Of the links' meeting points. Neighbours on one machine, as in tests, must not have the same one.
+PORTS = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuState:
+    """A GPU as nvidia-smi sees it before the job's own processes are there.
+
+    Attributes:
+        uncorrected_errors: of its memory, since the driver was loaded.
+        is_slowed: the hardware slows it down, for heat or power.
+    """
+
+    index: int
+    name: str
+    total_bytes: int
+    used_bytes: int
+    uncorrected_errors: int
+    is_slowed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a rank of the all-reduces is.
+
+    Attributes:
+        nodes: addresses of all nodes, in one order everywhere.
+        node, rank: this rank's node, and its number in it.
+        ranks_per_node: one a GPU; one without GPUs.
+        port: the first of those on which links meet.
+        store: file for the ranks of this node to meet, on its own disk.
+        timeout_s: for each meeting and each all-reduce.
+    """
+
+    nodes: tuple[str, ...]
+    node: int
+    rank: int
+    ranks_per_node: int
+    port: int
+    store: str
+    timeout_s: float
+    is_gpu: bool
+
+
+def links_of(node: int, num_nodes: int) -> list[int]:
+    """The links of a node in the order in which all nodes go through theirs; link i joins nodes i and i + 1."""
+    num_links = num_nodes if num_nodes > 2 else num_nodes - 1
+    mine = {(node - 1) % num_nodes, node} & {*range(num_links)}
+    # Even ones, odd ones, and the last of an odd ring, which has a node in common with links of both kinds.
+    return sorted(mine, key=lambda link: 2 if link == num_nodes - 1 and num_nodes % 2 else link % 2)
+
+
+def members_of(link: int, num_nodes: int) -> tuple[int, int]:
+    """The numbers of the nodes that a link joins."""
+    return link, (link + 1) % num_nodes
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupResult:
+    """An all-reduce among the GPUs (or CPUs) of one node, or of two neighbours.
+
+    Attributes:
+        members: the nodes' numbers in the job.
+        error: why it failed on some rank of this node; None when it did not.
+    """
+
+    members: tuple[int, ...]
+    bytes_per_s: Optional[float]
+    error: Optional[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeReport:
+    """One node.
+
+    Attributes:
+        problems: what the doctor found there that keeps a run from starting.
+        software: versions of driver and libraries.
+        clock_s: its clock, ahead of the one that stamps files in the job's folder.
+    """
+
+    node: str
+    problems: tuple[str, ...]
+    software: str
+    gpus: tuple[GpuState, ...]
+    clock_s: float
+    groups: tuple[GroupResult, ...]
+
+    def to_plain(self) -> dict:
+        """As it stands in its file."""
+        return dataclasses.asdict(self)
+
+
+def clock_ahead_s(path: Path) -> float:
+    """How far this machine's clock is ahead of the file server's, which stamps a file now."""
+    before = time.time()
+    path.touch()
+    os.utime(path)
+    after = time.time()
+    return (before + after) / 2 - path.stat().st_mtime
+
+
+def write_report(folder: Path, report: NodeReport) -> None:
+    """Leave it where the judge looks, whole or not at all."""
+    path = folder / f"{report.node}.json"
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(report.to_plain(), indent=2) + "\n", encoding="utf-8")
+    os.replace(draft, path)
+
+
+def read_report(folder: Path, node: str) -> Optional[NodeReport]:
+    """What a node left; None when it left nothing that can be read."""
+    try:
+        plain = json.loads((folder / f"{node}.json").read_text(encoding="utf-8"))
+        return NodeReport(**plain | {
+            "problems": tuple(plain["problems"]),
+            "gpus": tuple(GpuState(**gpu) for gpu in plain["gpus"]),
+            "groups": tuple(GroupResult(**group | {"members": tuple(group["members"])}) for group in plain["groups"]),
+        })  # fmt: skip
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def judge_nodes(nodes: Sequence[str], reports: Sequence[Optional[NodeReport]]) -> dict[str, list[str]]:
+    """What is wrong with each node that a job should not run on.
+
+    Args:
+        nodes: of the job, in its order.
+        reports: theirs; None where there is none.
+    """
+    wrong: dict[str, list[str]] = {node: [] for node in nodes}
+    present = [report for report in reports if report is not None]
+    for node, report in zip(nodes, reports, strict=True):
+        wrong[node] += ["it gave no report in time"] if report is None else own_problems(report)
+    if present:
+        usual_s = statistics.median(report.clock_s for report in present)
+        usual_software = statistics.mode(report.software for report in present)
+        for report in present:
+            if report.software != usual_software:
+                wrong[report.node].append(f"it has {report.software}; most nodes have {usual_software}")
+            ahead_s = report.clock_s - usual_s
+            if abs(ahead_s) > CLOCK_S:
+                direction = "ahead of" if ahead_s > 0 else "behind"
+                wrong[report.node].append(f"its clock is {abs(ahead_s):.1f} s {direction} the others'")
+    blame_links(nodes, reports, wrong)
+    return {node: problems for node, problems in wrong.items() if problems}
+
+
+def own_problems(report: NodeReport) -> list[str]:
+    """What a node's report says against it."""
+    problems = list(report.problems)
+    for gpu in report.gpus:
+        if gpu.used_bytes > IDLE_MEMORY_FRACTION * gpu.total_bytes:
+            problems.append(
+                f"GPU {gpu.index}: {gpu.used_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB are in use by others"
+            )
+        if gpu.uncorrected_errors:
+            problems.append(f"GPU {gpu.index}: {gpu.uncorrected_errors} uncorrected errors of its memory")
+        if gpu.is_slowed:
+            problems.append(f"GPU {gpu.index}: its clock is held down by the hardware")
+    own = [group for group in report.groups if len(group.members) == 1]
+    problems += [f"all-reduce within the node: {group.error}" for group in own if group.error]
+    return problems
+
+
+def blame_links(
+    nodes: Sequence[str], reports: Sequence[Optional[NodeReport]], wrong: dict[str, list[str]]
+) -> None:
+    """Add to `wrong` who is to blame for all-reduces between nodes that failed: a node none of whose links works, else
+    the second of two that do not reach each other."""
+    links: dict[tuple[int, ...], Optional[str]] = {}
+    for group in (group for report in reports if report for group in report.groups if len(group.members) == 2):
+        links[group.members] = links.get(group.members) or group.error  # either end may have seen it fail
+    lost = {
+        number for number in range(len(nodes))
+        if (own := [error for members, error in links.items() if number in members]) and all(own)
+    }  # fmt: skip
+    for members, error in links.items():
+        if error is None or any(wrong[nodes[member]] for member in members):
+            continue  # it works, or what is known explains it
+        for member in [member for member in members if member in lost] or [members[1]]:
+            (other,) = {*members} - {member}
+            wrong[nodes[member]].append(f"all-reduce with {nodes[other]}: {error}")
+
+
+def summary(nodes: Sequence[str], reports: Sequence[Optional[NodeReport]]) -> str:
+    """One line on nodes that are all well."""
+    present = [report for report in reports if report is not None]
+    speeds = sorted(
+        (group.bytes_per_s / 1e9, "-".join(nodes[member] for member in group.members))
+        for report in present for group in report.groups if group.bytes_per_s
+    )  # fmt: skip
+    clocks = [report.clock_s for report in present]
+    gpus = f", {len(present[0].gpus)} x {present[0].gpus[0].name} each" if present and present[0].gpus else ""
+    slowest = f", slowest all-reduce {speeds[0][0]:.2f} GB/s ({speeds[0][1]})" if speeds else ""
+    return f"{len(present)} nodes are well{gpus}{slowest}, clocks within {max(clocks) - min(clocks):.1f} s"

@@ -1,0 +1,119 @@
+"""A real Slurm of two nodes on this machine: jobs that the launcher made are preempted, lose a node, run out of time.
+Each comes to its end by itself, and to the end of a run that nobody hit, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from faulty_run import STEPS, FaultyRun
+from slurm_cluster import NODES, Cluster, slurm_cluster, wait_until, why_not
+
+from megafp8 import faults
+from megafp8.launch.run_state import judge, last_recorded_step
+from megafp8.launch.supervise import RESTARTS_FILE
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with tempfile.TemporaryDirectory(prefix="slurm_") as name, slurm_cluster(Path(name)) as cluster:
+        yield cluster
+
+
+def submit(cluster: Cluster, options: str, words: list[str], **variables: str) -> int:
+    """Hand a job to Slurm through the launcher; its number."""
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    command = [
+        sys.executable, "launcher/slurm.py", *options.split(), "--gpus-per-node", "0", "--time-to-save-s", "20",
+        "--setup", f"export PATH={Path(sys.executable).parent}:$PATH",
+        "--environment", *(f"{name}={value}" for name, value in environment.items()), "--", *words,
+    ]  # fmt: skip
+    told = subprocess.run(command, cwd=ROOT, env=cluster.environment, capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    return int(re.search(r": job (\d+)$", told.stdout.strip())[1])
+
+
+class SlurmRun:
+    """A run of two ranks as a job of two nodes, slow enough to be hit."""
+
+    def __init__(self, cluster: Cluster, folder: Path, cache: Path, options: str = "--no-check-nodes", pause_s=0.3):
+        self.cluster, self.run = cluster, FaultyRun("dp2", folder / "run", cache)
+        words = f"{self.run.text(None)} --num-threads 1".split()
+        plan = {faults.VARIABLE: f"sleep:seconds={pause_s},at=step.begin,times=9",
+                faults.FIRED_VARIABLE: str(self.run.fired)}  # fmt: skip
+        self.job = submit(cluster, f"--name hit --nodes 2 {options}", words, **plan)
+
+    def wait_for_step(self, step: int) -> None:
+        wait_until(lambda: last_recorded_step(self.run.folder) >= step, f"step {step}",
+                   lambda: self.cluster.output(self.job))  # fmt: skip
+
+    def ends(self) -> list[str]:
+        """The states in which the starts ended whose supervisor lived to tell."""
+        lines = (self.run.folder / RESTARTS_FILE).read_text().splitlines()
+        return [json.loads(line)["state"] for line in lines]
+
+    def assert_done_like(self, unbroken: FaultyRun) -> None:
+        assert self.cluster.wait_for_state(self.job, "COMPLETED", "FAILED", "CANCELLED") == "COMPLETED", (
+            self.cluster.output(self.job)
+        )
+        state = judge(self.run.folder)
+        assert state is not None and state.state == "done"
+        assert self.run.fingerprint(STEPS) == unbroken.fingerprint(STEPS)
+        assert self.run.losses() == unbroken.losses()
+
+
+@pytest.mark.slow
+def test_a_preempted_job_goes_on_bit_for_bit(
+    cluster: Cluster, tmp_path: Path, cache: Path, unbroken: dict[str, FaultyRun]
+) -> None:
+    """Slurm sends SIGTERM to what srun started, on both nodes; the job saves and comes out of the queue again."""
+    hit = SlurmRun(cluster, tmp_path, cache)
+    hit.wait_for_step(3)
+    cluster.ask("scancel", "--signal=TERM", str(hit.job))
+    cluster.wait_for_requeue(hit.job)
+    assert hit.ends() == ["preempted"] and STEPS > hit.run.newest >= 3
+    hit.assert_done_like(unbroken["dp2"])
+    assert hit.ends() == ["preempted", "done"]
+    told = cluster.output(hit.job)
+    assert f"job {hit.job} goes back into the queue" in told and "step 16/16" in told
+    logs = list((hit.run.folder / "logs/ranks").rglob("std*.log"))
+    assert {path.relative_to(hit.run.folder / "logs/ranks").parts[0] for path in logs} == {*NODES}
+
+
+@pytest.mark.long
+def test_a_node_that_dies_takes_no_more_than_the_last_steps(
+    cluster: Cluster, tmp_path: Path, cache: Path, unbroken: dict[str, FaultyRun]
+) -> None:
+    hit = SlurmRun(cluster, tmp_path, cache)
+    hit.wait_for_step(3)
+    cluster.cut_power(NODES[1])
+    cluster.wait_for_requeue(hit.job)
+    cluster.boot(NODES[1])
+    hit.assert_done_like(unbroken["dp2"])
+
+
+@pytest.mark.long
+def test_a_job_saves_before_its_time_is_over(
+    cluster: Cluster, tmp_path: Path, cache: Path, unbroken: dict[str, FaultyRun]
+) -> None:
+    """One minute, of which it hears 80 s before the end, that is at once; with sixteen steps of five seconds."""
+    hit = SlurmRun(cluster, tmp_path, cache, "--no-check-nodes --time 1", pause_s=5)
+    cluster.wait_for_requeue(hit.job)
+    assert hit.ends() == ["preempted"]
+    hit.assert_done_like(unbroken["dp2"])
+
+
+@pytest.mark.long
+def test_nodes_are_looked_at_first(cluster: Cluster, tmp_path: Path, cache: Path) -> None:
+    hit = SlurmRun(cluster, tmp_path, cache, "", pause_s=0)
+    assert cluster.wait_for_state(hit.job, "COMPLETED", "FAILED") == "COMPLETED"
+    assert "nodes: 2 nodes are well" in cluster.output(hit.job)

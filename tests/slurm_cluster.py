@@ -1,0 +1,184 @@
+"""A real Slurm on this machine for as long as a test wants it: a controller and two nodes, in a folder of their own.
+
+Nothing of a Slurm or munge that may be installed is touched: configuration, key, socket, state, logs and ports are the
+test's. Nodes are called 127.0.0.1 and 127.0.0.2, which are addresses of every machine, so that their names resolve.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Optional
+
+import psutil
+
+NODES = ("127.0.0.1", "127.0.0.2")
+# For what this Slurm is asked; it starts in a second, but on a busy machine not at once.
+PATIENCE_S = 120.0
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller}
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.sock
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SchedulerType=sched/builtin
+MpiDefault=none
+ReturnToService=2
+SlurmdParameters=config_overrides
+SlurmdTimeout=5
+KillWait=5
+NodeName={first} NodeHostname={host} Port={port1} CPUs=4 RealMemory=1000
+NodeName={second} NodeHostname={host} Port={port2} CPUs=4 RealMemory=1000
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE
+"""
+
+
+def why_not() -> Optional[str]:
+    """Why there can be no Slurm here; None when there can."""
+    missing = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if shutil.which(name) is None]
+    if missing:
+        return f"{', '.join(missing)} not installed (Debian: munge slurm-wlm)"
+    return None if os.geteuid() == 0 else "a controller and nodes on one machine need root"
+
+
+@contextlib.contextmanager
+def slurm_cluster(folder: Path) -> Iterator[Cluster]:
+    """A cluster; none of its processes outlives the block."""
+    cluster = Cluster(folder)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.end()
+
+
+class Cluster:
+    """A controller and two nodes.
+
+    Args:
+        folder: empty, for everything; its path must be short enough for a socket.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self.configuration = folder, folder / "slurm.conf"
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+        self.environment = inherited | {"SLURM_CONF": str(self.configuration)}
+
+    def start(self) -> None:
+        """Start everything, and wait until both nodes take jobs."""
+        (self.folder / "state").mkdir()
+        key = self.folder / "munge.key"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o400)
+        controller, port1, port2 = free_ports(3)
+        self.configuration.write_text(
+            CONFIGURATION.format(
+                folder=self.folder, host=socket.gethostname().split(".")[0], controller=controller, port1=port1,
+                port2=port2, first=NODES[0], second=NODES[1],
+            )
+        )  # fmt: skip
+        self.launch(
+            "munged", "--foreground", "--force", f"--key-file={key}", f"--socket={self.folder}/munge.sock",
+            f"--pid-file={self.folder}/munged.pid", f"--log-file={self.folder}/munged.log",
+            f"--seed-file={self.folder}/munge.seed",
+        )  # fmt: skip
+        wait_until(lambda: (self.folder / "munge.sock").exists(), "munge's socket")
+        self.launch("slurmctld", "-D")
+        for node in NODES:
+            self.boot(node)
+
+    def boot(self, node: str) -> None:
+        """Start a node's daemon, and wait until it takes jobs."""
+        self.launch("slurmd", "-D", "-N", node)
+        wait_until(lambda: self.ask("sinfo", "-h", "-n", node, "-o", "%t") in ("idle", "mix", "alloc"), f"node {node}")
+
+    def launch(self, *command: str) -> None:
+        """Start a daemon in the foreground, which the end of this process ends too."""
+        with open(self.folder / "daemons.log", "a") as log:
+            subprocess.Popen(command, env=self.environment, stdout=log, stderr=log, start_new_session=True)
+
+    def ask(self, *command: str) -> str:
+        """What one of Slurm's commands prints."""
+        return subprocess.run(command, env=self.environment, capture_output=True, text=True).stdout.strip()
+
+    def job(self, number: int) -> dict[str, str]:
+        """A job's fields by scontrol."""
+        words = self.ask("scontrol", "show", "job", str(number), "--oneliner").split()
+        return dict(word.partition("=")[::2] for word in words)
+
+    def wait_for_state(self, number: int, *states: str) -> str:
+        """Until a job is in one of these states."""
+        wait_until(lambda: self.job(number).get("JobState") in states, f"job {number} to be {' or '.join(states)}",
+                   lambda: f"{self.job(number)}\n{self.output(number)}")  # fmt: skip
+        return self.job(number)["JobState"]
+
+    def wait_for_requeue(self, number: int, restarts: int = 1) -> None:
+        """Until a job is in the queue again; then the two minutes are over that Slurm lets it wait there."""
+        wait_until(lambda: (job := self.job(number)).get("JobState") == "PENDING" and job["Restarts"] == str(restarts),
+                   f"job {number} to be requeued", lambda: f"{self.job(number)}\n{self.output(number)}")  # fmt: skip
+        self.ask("scontrol", "update", f"JobId={number}", "StartTime=now")
+
+    def output(self, number: int) -> str:
+        """What a job has printed."""
+        path = Path(self.job(number).get("StdOut", ""))
+        return path.read_text() if path.is_file() else ""
+
+    def processes(self, node: Optional[str] = None) -> Iterator[psutil.Process]:
+        """All that belong to the cluster, or those of one node: its daemon and what it started."""
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                environment, words = process.environ(), process.cmdline()
+                if environment.get("SLURM_CONF") != str(self.configuration):
+                    continue
+                if node is None or environment.get("SLURMD_NODENAME") == node or node in words:
+                    yield process
+
+    def cut_power(self, node: str) -> None:
+        """Kill a node's daemon and everything that it started, all at once."""
+        victims = list(self.processes(node))
+        for process in victims:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(victims, timeout=10)
+
+    def end(self) -> None:
+        """Kill what is left of it, daemons first, so that nothing new is started."""
+        for _ in range(3):
+            left = list(self.processes())
+            for process in sorted(left, key=lambda process: not process.name().startswith("slurm")):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(left, timeout=10)
+
+
+def wait_until(is_true: Callable[[], bool], what: str, told: Callable[[], str] = str) -> None:
+    """Look again and again, with patience."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_true():
+        assert time.monotonic() < deadline, f"waited {PATIENCE_S:.0f} s for {what}\n{told()}"
+        time.sleep(0.2)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
