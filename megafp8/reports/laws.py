@@ -1,0 +1,198 @@
+"""Scaling laws: least squares on the logarithm of the loss, with bands from a bootstrap over seeds.
+
+    L = E + sum over k of A_k (x_k / r_k)^-alpha_k
+
+One term for compute or size alone, two for parameters and tokens (Hoffmann et al. 2022, arXiv:2203.15556, section 3.3).
+E, A and alpha are kept above 0 by fitting their logarithms; r is the geometric mean of the points, where A is the loss
+above the floor.
+
+What is fitted are the means of cells (one size and length), so the noise is that of seeds. The bootstrap draws seeds
+with replacement within each cell. Recipes that have the same seeds get the same draws, so a difference of two laws has
+the narrower band of a paired comparison. A resample of n seeds has (n - 1) / n of their variance, and few seeds know it
+badly: deviations are multiplied by sqrt(n / (n - 1)) and by the ratio of Student's quantile to the normal one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Optional
+
+import numpy as np
+from scipy import optimize, stats
+
+CONFIDENCE = 0.95
+REPLICATES = 400
+# Of the smallest loss, where the search for the floor begins.
+FLOOR_STARTS = (0.05, 0.5, 0.9)
+SMALLEST = 1e-12
+
+
+@dataclass(frozen=True)
+class Law:
+    """A fitted law.
+
+    Attributes:
+        floor: E, in nats.
+        coefficients: A of each term, in nats.
+        exponents: alpha of each term.
+        references: r of each term.
+        factors: multiplies x of each group of points; 1 for the first.
+    """
+
+    floor: float
+    coefficients: np.ndarray
+    exponents: np.ndarray
+    references: np.ndarray
+    factors: np.ndarray
+
+    def loss(self, x: np.ndarray, group: int = 0) -> np.ndarray:
+        """Losses of points. x: [..., terms]. Shape: [...]."""
+        scaled = np.asarray(x) * self.factors[group] / self.references
+        return self.floor + (self.coefficients * scaled**-self.exponents).sum(-1)
+
+    def x_for(self, loss: np.ndarray) -> np.ndarray:
+        """Where a law of one term comes to a loss; infinity where that is below its floor."""
+        above = np.maximum(np.asarray(loss) - self.floor, 0.0)
+        with np.errstate(divide="ignore"):
+            return self.references[0] * (self.coefficients[0] / above) ** (1 / self.exponents[0])
+
+
+def fit_law(
+    x: np.ndarray, losses: np.ndarray, weights: np.ndarray, groups: Optional[np.ndarray] = None,
+    start: Optional[Law] = None,
+) -> Law:  # fmt: skip
+    """Fit a law to points.
+
+    Args:
+        x: [points, terms], above 0.
+        losses: [points], nats.
+        weights: [points], seeds behind each point.
+        groups: [points], numbers from 0: one law for all groups, in which x of each group but the first is multiplied
+            by a factor that is fitted too. None: no such factors.
+        start: a law nearby; without one the search has several beginnings.
+    """
+    groups = np.zeros(len(x), dtype=int) if groups is None else groups
+    terms, others = x.shape[1], int(groups.max())
+    references = np.exp(np.log(x).mean(0))
+    roots, log_losses = np.sqrt(weights), np.log(losses)
+
+    def law_of(logs: np.ndarray) -> Law:
+        values = np.exp(np.clip(logs, -60, 60))
+        factors = np.concatenate([[1.0], values[1 + 2 * terms :]])
+        return Law(values[0], values[1 : 1 + terms], values[1 + terms : 1 + 2 * terms], references, factors)
+
+    def residuals(logs: np.ndarray) -> np.ndarray:
+        law = law_of(logs)
+        scaled = x * law.factors[groups][:, None] / references
+        predicted = law.floor + (law.coefficients * scaled**-law.exponents).sum(-1)
+        return roots * (np.log(np.maximum(predicted, SMALLEST)) - log_losses)
+
+    def search(logs: np.ndarray) -> optimize.OptimizeResult:
+        return optimize.least_squares(residuals, logs, x_scale="jac", max_nfev=400)
+
+    if start is not None:
+        begin = [start.floor, *start.coefficients, *start.exponents, *start.factors[1:]]
+        return law_of(search(np.log(np.maximum(begin, SMALLEST))).x)
+    smallest, typical = losses.min(), float(np.median(losses))
+    begins = [
+        [share * smallest, *[(typical - share * smallest) / terms] * terms, *[0.3] * terms, *[1.0] * others]
+        for share in FLOOR_STARTS
+    ]  # fmt: skip
+    return law_of(min((search(np.log(begin)) for begin in begins), key=lambda found: found.cost).x)
+
+
+@dataclass(frozen=True)
+class Cells:
+    """What is fitted for one recipe: a cell is a size and a length.
+
+    Attributes:
+        x: [cells, terms].
+        losses: the seeds of each cell, in the order of their numbers.
+    """
+
+    x: np.ndarray
+    losses: tuple[np.ndarray, ...]
+
+    @property
+    def weights(self) -> np.ndarray:
+        """Seeds of each cell."""
+        return np.array([len(seeds) for seeds in self.losses], dtype=float)
+
+    @property
+    def log_means(self) -> np.ndarray:
+        """Mean log loss of each cell."""
+        return np.array([np.log(seeds).mean() for seeds in self.losses])
+
+    @property
+    def means(self) -> np.ndarray:
+        """Geometric mean of each cell's losses."""
+        return np.exp(self.log_means)
+
+    @property
+    def has_spread(self) -> bool:
+        """Whether a bootstrap over seeds can be made: two seeds in every cell."""
+        return bool((self.weights > 1).all())
+
+
+def draw_means(every: Sequence[Cells], rng: np.random.Generator) -> list[np.ndarray]:
+    """One resample of the means of all recipes' cells; [cells] each. Equal cells of equal seeds get equal draws."""
+    uniform: dict[tuple[float, ...], np.ndarray] = {}
+    drawn = []
+    for cells in every:
+        freedom = (cells.weights - 1).sum()
+        widening = stats.t.ppf((1 + CONFIDENCE) / 2, freedom) / stats.norm.ppf((1 + CONFIDENCE) / 2)
+        means = []
+        for place, seeds, center in zip(map(tuple, cells.x), cells.losses, cells.log_means, strict=True):
+            shared = uniform.setdefault(place, rng.random(64))
+            count = len(seeds)
+            resampled = np.log(seeds)[(np.resize(shared, count) * count).astype(int)].mean()
+            means.append(center + (resampled - center) * widening * np.sqrt(count / (count - 1)))
+        drawn.append(np.exp(means))
+    return drawn
+
+
+@dataclass(frozen=True)
+class Fits:
+    """Laws of all recipes over the same axis, and their replicates.
+
+    Attributes:
+        laws: one a recipe.
+        common: one law for all, in which a recipe multiplies x by a factor; None for one recipe or two terms.
+        replicates: laws of the resamples, a list a recipe; empty when a cell has one seed only.
+        common_replicates: of `common`.
+    """
+
+    laws: tuple[Law, ...]
+    common: Optional[Law]
+    replicates: tuple[tuple[Law, ...], ...]
+    common_replicates: tuple[Law, ...]
+
+
+def fit_all(every: Sequence[Cells], *, replicates: int = REPLICATES, seed: int = 0) -> Fits:
+    """Fit every recipe alone, and all of them together."""
+    is_common = len(every) > 1 and every[0].x.shape[1] == 1
+    x, weights = np.concatenate([cells.x for cells in every]), np.concatenate([cells.weights for cells in every])
+    groups = np.repeat(np.arange(len(every)), [len(cells.losses) for cells in every])
+    laws = tuple(fit_law(cells.x, cells.means, cells.weights) for cells in every)
+    together = np.concatenate([cells.means for cells in every])
+    common = fit_law(x, together, weights, groups) if is_common else None
+    alone: list[list[Law]] = [[] for _ in every]
+    joint: list[Law] = []
+    rng = np.random.default_rng(seed)
+    for _ in range(replicates if all(cells.has_spread for cells in every) else 0):
+        drawn = draw_means(every, rng)
+        for own, cells, means, law in zip(alone, every, drawn, laws, strict=True):
+            own.append(fit_law(cells.x, means, cells.weights, start=law))
+        if common is not None:
+            joint.append(fit_law(x, np.concatenate(drawn), weights, groups, start=common))
+    return Fits(laws, common, tuple(map(tuple, alone)), tuple(joint))
+
+
+def interval(values: Sequence[float]) -> Optional[tuple[float, float]]:
+    """The middle 95% of replicates; None without any."""
+    if not len(values):
+        return None
+    tail = 100 * (1 - CONFIDENCE) / 2
+    low, high = np.percentile(np.asarray(values, dtype=float), [tail, 100 - tail])
+    return float(low), float(high)

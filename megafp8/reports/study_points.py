@@ -1,0 +1,137 @@
+"""The finished runs of a study as points: what they cost, what they came to, how fast they were.
+
+Points are read from the study's folder, or from the `points.json` that a report wrote: a report can be made again from
+that small file, long after the runs are gone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from megafp8.errors import DataError
+from megafp8.launch.run_state import judge
+from megafp8.reports.compare import WARMUP_STEPS, flatten, median_after_warmup
+from megafp8.reports.load import Run, load_run
+
+STUDY_FILE = "study.json"
+POINTS_FILE = "points.json"
+RECIPE_AXIS = "recipe"
+SEED = "training.seed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One finished run.
+
+    Attributes:
+        choice: name of the option on each axis of the study's grid.
+        recipe: option on the axis `recipe` where there is one, else as the run's records call it.
+        device: its name.
+        parameters: all of them.
+        tokens: trained on before the last validation.
+        flops: model FLOPs of those, recomputation not counted.
+        loss: of the last validation, nats a token.
+        validation_tokens: that it was taken on.
+        tokens_per_second: median over steps after warm-up, all ranks together.
+        settings: what the run computes, but for the seed; runs of one cell and configuration agree in it.
+    """
+
+    label: str
+    choice: Mapping[str, str]
+    recipe: str
+    device: str
+    layout: Mapping[str, int]
+    world_size: int
+    seed: int
+    parameters: int
+    tokens: int
+    flops: float
+    loss: float
+    validation_tokens: int
+    tokens_per_second: Optional[float]
+    model_tflops_per_device: Optional[float]
+    mfu_fraction: Optional[float]
+    memory_peak_bytes: Optional[int]
+    settings: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyPoints:
+    """A study as far as it is done.
+
+    Attributes:
+        missing: labels of runs that are not done, with their state.
+    """
+
+    name: str
+    points: tuple[Point, ...]
+    missing: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """What `load_points` reads back. Texts that all points share stand once."""
+        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+
+
+def load_points(path: Path) -> StudyPoints:
+    """Read a study's folder, or the points of a report.
+
+    Raises:
+        DataError: it is neither, or has no finished run.
+    """
+    study = _read_json(path) if path.is_file() else load_folder(path)
+    if not study.points:
+        raise DataError(f"{path}: none of the study's {len(study.missing)} runs is done, so there is nothing to report")
+    return study
+
+
+def load_folder(folder: Path) -> StudyPoints:
+    """Read the finished runs of a study's folder.
+
+    Raises:
+        DataError: no study, a run that was never validated, or records that are damaged.
+    """
+    try:
+        study = json.loads((folder / STUDY_FILE).read_text(encoding="utf-8"))
+    except OSError:
+        raise DataError(f"no study in {folder}: there is no {STUDY_FILE}, which launcher/scaling_study.py writes") from None
+    points, missing = [], []
+    for entry in study["runs"]:
+        state = judge(folder / entry["folder"])
+        if state is not None and state.state == "done":
+            points.append(point_of(load_run(folder / entry["folder"], name=entry["label"]), entry["choice"]))
+        else:
+            missing.append(f"{entry['label']} ({'waiting' if state is None else state.state})")
+    return StudyPoints(name=study["name"], points=tuple(points), missing=tuple(missing))
+
+
+def point_of(run: Run, choice: Mapping[str, str]) -> Point:
+    """A run's records in one line."""
+    info, final = run.info, run.final_validation
+    if info.num_parameters is None or info.flops_per_token is None:
+        raise DataError(f"run {run.name} ({run.folder}) does not say how many parameters and FLOPs it has")
+    settings = flatten(info.config)
+    seed = settings.pop(SEED)
+    return Point(
+        label=run.name,
+        choice=dict(choice),
+        recipe=choice.get(RECIPE_AXIS, info.recipe),
+        device=info.device_name,
+        layout=info.layout,
+        world_size=info.world_size,
+        seed=seed,
+        parameters=info.num_parameters,
+        tokens=final.consumed_tokens,
+        flops=info.flops_per_token * final.consumed_tokens,
+        loss=final.loss,
+        validation_tokens=final.num_tokens,
+        tokens_per_second=median_after_warmup(run, "tokens_per_second", WARMUP_STEPS),
+        model_tflops_per_device=median_after_warmup(run, "model_tflops_per_device", WARMUP_STEPS),
+        mfu_fraction=median_after_warmup(run, "mfu_fraction", WARMUP_STEPS),
+        memory_peak_bytes=max((step.memory_peak_bytes for step in run.steps if step.memory_peak_bytes), default=None),
+        settings=_hash(settings),
+    )
