@@ -7,21 +7,25 @@ that small file, long after the runs are gone.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
+
+import numpy as np
 
 from megafp8.errors import DataError
 from megafp8.launch.run_state import judge
-from megafp8.reports.compare import WARMUP_STEPS, flatten, median_after_warmup
+from megafp8.reports.compare import WARMUP_STEPS
 from megafp8.reports.load import Run, load_run
 
 STUDY_FILE = "study.json"
 POINTS_FILE = "points.json"
 RECIPE_AXIS = "recipe"
-SEED = "training.seed"
+# Neither where a run writes nor how it logs decides what it learns.
+WITHOUT_EFFECT = ("checkpoint", "logging")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +77,7 @@ class StudyPoints:
     missing: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """What `load_points` reads back. Texts that all points share stand once."""
+        """What `read_points` reads back."""
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
 
@@ -83,7 +87,7 @@ def load_points(path: Path) -> StudyPoints:
     Raises:
         DataError: it is neither, or has no finished run.
     """
-    study = _read_json(path) if path.is_file() else load_folder(path)
+    study = read_points(path) if path.is_file() else load_folder(path)
     if not study.points:
         raise DataError(f"{path}: none of the study's {len(study.missing)} runs is done, so there is nothing to report")
     return study
@@ -98,7 +102,7 @@ def load_folder(folder: Path) -> StudyPoints:
     try:
         study = json.loads((folder / STUDY_FILE).read_text(encoding="utf-8"))
     except OSError:
-        raise DataError(f"no study in {folder}: there is no {STUDY_FILE}, which launcher/scaling_study.py writes") from None
+        raise DataError(f"no study in {folder}: no {STUDY_FILE}, which launcher/scaling_study.py writes") from None
     points, missing = [], []
     for entry in study["runs"]:
         state = judge(folder / entry["folder"])
@@ -114,8 +118,6 @@ def point_of(run: Run, choice: Mapping[str, str]) -> Point:
     info, final = run.info, run.final_validation
     if info.num_parameters is None or info.flops_per_token is None:
         raise DataError(f"run {run.name} ({run.folder}) does not say how many parameters and FLOPs it has")
-    settings = flatten(info.config)
-    seed = settings.pop(SEED)
     return Point(
         label=run.name,
         choice=dict(choice),
@@ -123,15 +125,43 @@ def point_of(run: Run, choice: Mapping[str, str]) -> Point:
         device=info.device_name,
         layout=info.layout,
         world_size=info.world_size,
-        seed=seed,
+        seed=info.config["training"]["seed"],
         parameters=info.num_parameters,
         tokens=final.consumed_tokens,
         flops=info.flops_per_token * final.consumed_tokens,
         loss=final.loss,
         validation_tokens=final.num_tokens,
-        tokens_per_second=median_after_warmup(run, "tokens_per_second", WARMUP_STEPS),
-        model_tflops_per_device=median_after_warmup(run, "model_tflops_per_device", WARMUP_STEPS),
-        mfu_fraction=median_after_warmup(run, "mfu_fraction", WARMUP_STEPS),
+        tokens_per_second=median_of(run, "tokens_per_second"),
+        model_tflops_per_device=median_of(run, "model_tflops_per_device"),
+        mfu_fraction=median_of(run, "mfu_fraction"),
         memory_peak_bytes=max((step.memory_peak_bytes for step in run.steps if step.memory_peak_bytes), default=None),
-        settings=_hash(settings),
+        settings=settings_of(run),
     )
+
+
+def settings_of(run: Run) -> str:
+    """A hash of what decides a run, but for its seed."""
+    decisive = {name: values for name, values in run.info.config.items() if name not in WITHOUT_EFFECT}
+    decisive["training"] = {name: value for name, value in decisive["training"].items() if name != "seed"}
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def median_of(run: Run, field: str) -> Optional[float]:
+    """Median of a field over the steps after warm-up (at most half of them); None where no step has it."""
+    values = run.series(field)[min(WARMUP_STEPS, len(run.steps) // 2) :]
+    values = values[np.isfinite(values)]
+    return float(np.median(values)) if values.size else None
+
+
+def read_points(path: Path) -> StudyPoints:
+    """Read what `StudyPoints.to_json` wrote.
+
+    Raises:
+        DataError: it is something else.
+    """
+    try:
+        plain = json.loads(path.read_text(encoding="utf-8"))
+        points = tuple(Point(**point) for point in plain["points"])
+        return StudyPoints(name=plain["name"], points=points, missing=tuple(plain["missing"]))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise DataError(f"{path}: not the {POINTS_FILE} of a report: {error}") from None

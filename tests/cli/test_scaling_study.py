@@ -67,6 +67,19 @@ def test_again_starts_nothing_and_a_grown_grid_what_is_new(finished) -> None:
     assert planned[-1].startswith("8 runs, 4 to start: 384 tokens, ") and "unknown" not in planned[-1]
 
 
+@pytest.mark.slow
+def test_a_report_is_made_of_it_and_made_again(finished, tmp_path: Path) -> None:
+    _, folder, _ = finished
+    first = run("tools/scaling_report.py", folder, "--output-dir", tmp_path)
+    assert first.returncode == 0, first.stderr
+    assert "tiny: 4 runs. fp8 ends " in first.stdout and "no law over compute: it needs 4 cells" in first.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"report.html", "report.md", "report.json", "points.json"}
+    again = run("tools/scaling_report.py", tmp_path / "points.json", "--json")
+    assert json.loads(again.stdout) == json.loads((tmp_path / "report.json").read_text())
+    wrong = run("tools/scaling_report.py", folder, "--baseline", "mxfp8")
+    assert wrong.returncode == 66 and "none of the study's recipes bf16, fp8" in wrong.stderr
+
+
 def test_a_dry_run_prints_commands_that_pretrain_takes(tmp_path: Path) -> None:
     path = tmp_path / "tiny.yaml"
     path.write_text(STUDY, encoding="utf-8")

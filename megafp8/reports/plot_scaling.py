@@ -1,0 +1,155 @@
+"""Pictures of a scaling study: loss over compute and over size with laws and bands, gaps, speed over devices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Optional
+
+import numpy as np
+
+from megafp8.reports.scaling import BAND_POINTS, COMPUTE, PARAMETERS, X_OF, ScalingReport, band
+from megafp8.reports.scaling_text import count_text
+from megafp8.reports.svg import GRID, INK
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLORS = (INK, "#e8590c", "#1c7ed6", "#2f9e44", "#ae3ec9", "#e64980", "#0ca678", "#f08c00")
+LABELS = {COMPUTE: "training compute, FLOPs", PARAMETERS: "parameters"}
+
+
+def plot_laws(report: ScalingReport) -> Figure:
+    """Loss over compute and over parameters: runs, cells' means, laws with their bands; below, gaps to the baseline."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 7.5), layout="constrained")
+    has_gaps = bool(report.gaps)
+    heights = (3, 2) if has_gaps else (1,)
+    grid = figure.subplots(len(heights), 2, squeeze=False, sharex="col", height_ratios=heights)
+    for column, name in enumerate((COMPUTE, PARAMETERS)):
+        draw_losses(grid[0, column], report, name)
+        if has_gaps:
+            draw_gaps(grid[1, column], report, name)
+    return figure
+
+
+def draw_losses(axes: Axes, report: ScalingReport, name: str) -> None:
+    """Runs as points, laws as lines."""
+    fitted = report.axis(name)
+    for number, recipe in enumerate(report.recipes):
+        color = COLORS[number % len(COLORS)]
+        cells = [cell for cell in report.cells if cell.is_best and cell.recipe == recipe]
+        x = [X_OF[name](cell)[0] for cell in cells]
+        for place, cell in zip(x, cells, strict=True):
+            axes.plot([place] * len(cell.losses), cell.losses, ".", color=color, markersize=4, alpha=0.5)
+        axes.plot(x, [cell.mean for cell in cells], "o", color=color, markersize=6, fillstyle="none", label=recipe)
+        if fitted is not None:
+            points = spaced(x)
+            axes.plot(points, fitted.fits.laws[number].loss(points[:, None]), color=color, linewidth=1.5)
+            if edges := band(fitted.fits.replicates[number], points[:, None]):
+                axes.fill_between(points, *edges, color=color, alpha=0.15, linewidth=0)
+    axes.set_yscale("log")
+    style(axes, name, f"loss over {name}")
+    axes.set_ylabel("validation loss, nats a token")
+    plain_ticks(axes)
+    axes.legend(frameon=False, labelcolor=INK)
+
+
+def draw_gaps(axes: Axes, report: ScalingReport, name: str) -> None:
+    """Gaps in percent: seeds' mean with its interval, and the distance of the laws with its band."""
+    fitted = report.axis(name)
+    flops = {(cell.parameters, cell.tokens): X_OF[name](cell)[0] for cell in report.cells}
+    axes.axhline(0, color=INK, linewidth=1)
+    for number, recipe in enumerate(report.recipes[1:], start=1):
+        color = COLORS[number % len(COLORS)]
+        rows = [row for row in report.gaps if row.recipe == recipe and row.parameters is not None]
+        x = np.array([flops[row.parameters, row.tokens] for row in rows])
+        middle = np.array([100 * row.gap.value for row in rows])
+        if all(row.gap.low is not None for row in rows):
+            below = middle - [100 * row.gap.low for row in rows]
+            axes.errorbar(x, middle, below, fmt="o", color=color, capsize=3, markersize=5)
+        else:
+            axes.plot(x, middle, "o", color=color, markersize=5)
+        if fitted is not None:
+            points = spaced(x)
+            laws, base = fitted.fits.laws[number], fitted.fits.laws[0]
+            axes.plot(points, 100 * (laws.loss(points[:, None]) / base.loss(points[:, None]) - 1), color=color)
+            pairs = zip(fitted.fits.replicates[number], fitted.fits.replicates[0], strict=True)
+            gaps = [100 * (one.loss(points[:, None]) / other.loss(points[:, None]) - 1) for one, other in pairs]
+            if gaps:
+                edges = np.percentile(gaps, [2.5, 97.5], axis=0)
+                axes.fill_between(points, *edges, color=color, alpha=0.15, linewidth=0)
+    style(axes, name, f"gap to {report.baseline}, seed by seed")
+    axes.set_ylabel("gap, %")
+
+
+def plot_speed(report: ScalingReport) -> Optional[Figure]:
+    """Tokens/s over devices, with the line of perfect efficiency; None when every size ran on one number of devices."""
+    if len({row.world_size for row in report.speeds}) < 2:
+        return None
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    sizes = sorted({row.parameters for row in report.speeds})
+    for number, recipe in enumerate(report.recipes):
+        for size, marker in zip(sizes, "osD^v<>ph*" * len(sizes), strict=False):
+            rows = [row for row in report.speeds if (row.recipe, row.parameters) == (recipe, size)]
+            counts, color = [row.world_size for row in rows], COLORS[number % len(COLORS)]
+            if not rows:
+                continue
+            first = rows[0].tokens_per_second / rows[0].world_size
+            left.plot(counts, [row.tokens_per_second for row in rows], marker=marker, color=color,
+                      label=f"{recipe}, {count_text(size)}")  # fmt: skip
+            left.plot(counts, [first * count for count in counts], ":", color=color, linewidth=1)
+            right.plot(counts, [100 * row.efficiency for row in rows], marker=marker, color=color)
+    left.set_yscale("log")
+    for axes, title in ((left, "tokens/s (dotted: perfect)"), (right, "efficiency, % of the fewest devices'")):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sorted({row.world_size for row in report.speeds}))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.set_xlabel("devices")
+        decorate(axes, title)
+    right.set_ylim(bottom=0)
+    left.legend(frameon=False, labelcolor=INK, fontsize=9)
+    return figure
+
+
+def spaced(x: "list[float] | np.ndarray") -> np.ndarray:
+    """Points from the smallest x to twice the largest, evenly in the logarithm."""
+    return np.geomspace(min(x), 2 * max(x), BAND_POINTS)
+
+
+def style(axes: Axes, name: str, title: str) -> None:
+    """A logarithmic axis of compute or size."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_xscale("log")
+    axes.set_xlabel(LABELS[name])
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: count_text(value)))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    decorate(axes, title)
+
+
+def plain_ticks(axes: Axes) -> None:
+    """Losses as plain numbers on a logarithmic axis."""
+    from matplotlib.ticker import MaxNLocator, NullFormatter, ScalarFormatter
+
+    axes.yaxis.set_major_locator(MaxNLocator(6))
+    axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def decorate(axes: Axes, title: str) -> None:
+    """Title, grid and no frame."""
+    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK)
+    axes.grid(True, color=GRID)
+    axes.set_axisbelow(True)
+    axes.tick_params(which="both", colors=INK)
+    for label in (axes.xaxis.label, axes.yaxis.label):
+        label.set_color(INK)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(INK)

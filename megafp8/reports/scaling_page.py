@@ -1,0 +1,56 @@
+"""A scaling report as files: one HTML page that needs nothing else, Markdown, JSON, and the points it was made from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Optional
+
+from megafp8.reports.laws import REPLICATES
+from megafp8.reports.plot_scaling import plot_laws, plot_speed
+from megafp8.reports.scaling import ScalingReport, analyse
+from megafp8.reports.scaling_text import headline, method, remarks, tables, to_markdown
+from megafp8.reports.study_points import POINTS_FILE, load_points
+from megafp8.reports.svg import to_svg
+
+TEMPLATES = Path(__file__).parent
+
+
+def publish_study(
+    study: Path, output: Optional[Path], *, baseline: Optional[str] = None, replicates: int = REPLICATES
+) -> tuple[ScalingReport, list[Path]]:
+    """Analyse a study and, with an output folder, write report.html, report.md, report.json and points.json there.
+
+    Args:
+        study: its folder, or the points.json of an earlier report.
+
+    Raises:
+        DataError: no study, no finished run, an unknown baseline.
+    """
+    points = load_points(study)
+    report = analyse(points, baseline=baseline, replicates=replicates)
+    if output is None:
+        return report, []
+    output.mkdir(parents=True, exist_ok=True)
+    contents = {
+        "report.html": render_page(report), "report.md": to_markdown(report), "report.json": report.to_json(),
+        POINTS_FILE: points.to_json(),
+    }  # fmt: skip
+    for name, text in contents.items():
+        (output / name).write_text(text, encoding="utf-8")
+    return report, [output / name for name in contents]
+
+
+def render_page(report: ScalingReport) -> str:
+    """The page."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    speed = plot_speed(report)
+    return environment.get_template("scaling.html.jinja").render(
+        title=f"Scaling study {report.name}", report=report, headline=headline(report), remarks=remarks(report),
+        laws=to_svg(plot_laws(report), "loss over compute and parameters"),
+        speed="" if speed is None else to_svg(speed, "speed over devices"), tables=tables(report), method=method(),
+    )  # fmt: skip

@@ -1,0 +1,226 @@
+"""A scaling report in words and tables, for its page, for Markdown and for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megafp8.reports.laws import CONFIDENCE, REPLICATES
+from megafp8.reports.scaling import BOTH, COMPUTE, PARAMETERS, Axis, Estimate, ScalingReport
+
+MIB = 2**20
+LETTERS = (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
+PERCENT = "{:+.2%}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table with its title and what has to be said about it. The first `num_texts` columns are words."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+    num_texts: int = 1
+
+
+def count_text(number: float) -> str:
+    """1,230,000 as `1.23M`."""
+    return next((f"{number / size:.3g}{letter}" for letter, size in LETTERS if number >= size), f"{number:.3g}")
+
+
+def headline(report: ScalingReport) -> str:
+    """Whether a recipe shifts the law, in a sentence for each."""
+    if len(report.recipes) == 1:
+        return f"One recipe, {report.recipes[0]}: there is nothing to compare its law with."
+    axis = report.axis(COMPUTE)
+    overall = {row.recipe: row for row in report.gaps if row.parameters is None}
+    sentences = []
+    for recipe in report.recipes[1:]:
+        if recipe in overall:
+            row = overall[recipe]
+            sentences.append(
+                f"{recipe} ends {row.gap.text(PERCENT)} from {report.baseline}'s loss, over {row.num_pairs} pairs of "
+                "one seed."
+            )
+        factor = dict(axis.factors).get(recipe) if axis else None
+        if factor is not None:
+            sentences.append(f"Its compute is worth {factor.text('{:.2f}')} of {report.baseline}'s: {verdict(factor)}.")
+    return " ".join(sentences)
+
+
+def verdict(factor: Estimate) -> str:
+    """What an interval for a factor allows to say."""
+    if factor.low is None or factor.high is None:
+        return "without more seeds it is not known how sure that is"
+    if factor.low <= 1 <= factor.high:
+        return "no shift of the law that these runs can tell from noise"
+    return "the law is shifted, by these runs" if factor.high < 1 else "better than the baseline, by these runs"
+
+
+def tables(report: ScalingReport) -> list[Table]:
+    """All tables of a report, in order."""
+    found = [gap_table(report)] if report.gaps else []
+    for axis in report.axes:
+        found.append(law_table(axis))
+        if axis.shifts:
+            found.append(shift_table(axis, report.baseline))
+    return [*found, speed_table(report), cell_table(report)]
+
+
+def gap_table(report: ScalingReport) -> Table:
+    """Recipes against the baseline, seed by seed."""
+    rows = tuple(
+        (
+            row.recipe, "all" if row.parameters is None else count_text(row.parameters),
+            "" if row.tokens is None else count_text(row.tokens), str(row.num_pairs), row.gap.text(PERCENT),
+        )
+        for row in report.gaps
+    )  # fmt: skip
+    return Table(
+        title=f"Gap to {report.baseline}", header=("recipe", "parameters", "tokens", "pairs", "gap"), rows=rows,
+        note="Validation loss against the baseline's of the same seed (initial weights, order of samples), with "
+        f"Student's {CONFIDENCE:.0%} interval over seeds. No law has a part in it.",
+    )  # fmt: skip
+
+
+def law_table(axis: Axis) -> Table:
+    """Parameters of the laws."""
+    symbols = {COMPUTE: ("C",), PARAMETERS: ("N",), BOTH: ("N", "D")}[axis.name]
+    header = ["recipe", "E"]
+    for symbol in symbols:
+        header += [f"A of {symbol}", f"exponent of {symbol}"]
+    rows = []
+    for law in axis.laws:
+        cells = [law.recipe, law.floor.text()]
+        for coefficient, exponent in zip(law.coefficients, law.exponents, strict=True):
+            cells += [coefficient.text(), exponent.text()]
+        rows.append((*cells, f"{law.worst_residual:.2%}", str(law.num_cells)))
+    formula = " + ".join(
+        f"A ({symbol} / {count_text(reference)})^-exponent"
+        for symbol, reference in zip(symbols, axis.laws[0].references, strict=True)
+    )
+    differences = [
+        f"{recipe} minus {axis.recipes[0]}: E {floor.text('{:+.3g}')}, exponent {exponent.text('{:+.3g}')}."
+        for recipe, floor, exponent in axis.differences
+    ]
+    return Table(
+        title=f"Law over {axis.name}", header=(*header, "worst residual", "cells"), rows=tuple(rows),
+        note=f"loss = E + {formula}, fitted to the logarithm of the loss. Intervals: {CONFIDENCE:.0%} of a bootstrap "
+        "over seeds, with the same draws for all recipes; what a law misses beyond the noise of seeds is the worst "
+        "residual. " + " ".join(differences),
+    )  # fmt: skip
+
+
+def shift_table(axis: Axis, baseline: str) -> Table:
+    """The laws beside each other, and what x is worth."""
+    rows = [
+        (row.recipe, count_text(row.x), row.gap.text(PERCENT), row.effective.text("{:.2f}")) for row in axis.shifts
+    ]
+    rows += [(recipe, "common law", "", factor.text("{:.2f}")) for recipe, factor in axis.factors]
+    what = "FLOPs" if axis.name == COMPUTE else "parameters"
+    return Table(
+        title=f"Is the law over {axis.name} shifted?",
+        header=("recipe", what, "gap of the laws", f"effective {axis.name}"), rows=tuple(rows),
+        note=f"Effective {axis.name}: the share of it at which {baseline} comes to the same loss; 0.9 is as if a "
+        "tenth were lost. In the last lines all recipes have one E and one exponent, and this share is fitted in their place.",
+    )  # fmt: skip
+
+
+def speed_table(report: ScalingReport) -> Table:
+    """Speed, efficiency and memory."""
+    rows = tuple(
+        (
+            row.recipe, row.device, row.layout, count_text(row.parameters), str(row.world_size),
+            f"{row.tokens_per_second:,.0f}", f"{row.efficiency:.0%}",
+            "-" if row.speedup is None else f"{row.speedup:.2f}x",
+            "-" if row.model_tflops_per_device is None else f"{row.model_tflops_per_device:.3g}",
+            "-" if row.mfu_fraction is None else f"{row.mfu_fraction:.1%}",
+            "-" if row.memory_peak_bytes is None else f"{row.memory_peak_bytes / MIB:,.0f}",
+        )
+        for row in report.speeds
+    )  # fmt: skip
+    return Table(
+        title="Speed",
+        header=("recipe", "device", "layout", "parameters", "devices", "tokens/s", "efficiency",
+                f"against {report.baseline}", "TFLOP/s a device", "MFU", "peak MiB"),
+        rows=rows, num_texts=3,
+        note="Medians over steps after warm-up and over seeds, with the fastest layout. Efficiency is tokens/s of a "
+        "device over that with the fewest devices in the study.",
+    )  # fmt: skip
+
+
+def cell_table(report: ScalingReport) -> Table:
+    """Every configuration."""
+    rows = tuple(
+        (
+            cell.recipe, cell.others, "yes" if cell.is_best else "", count_text(cell.parameters),
+            count_text(cell.tokens), count_text(cell.flops), f"{cell.mean:.4f}",
+            "-" if cell.spread is None else f"{cell.spread:.4f}", str(len(cell.losses)),
+        )
+        for cell in report.cells
+    )  # fmt: skip
+    return Table(
+        title="Runs",
+        header=("recipe", "options", "stands for its size", "parameters", "tokens", "FLOPs", "mean loss",
+                "spread over seeds", "seeds"),
+        rows=rows, num_texts=3,
+        note="Parameters with embeddings; FLOPs of the model, forward and backward; loss of the last validation in "
+        "nats a token.",
+    )  # fmt: skip
+
+
+def remarks(report: ScalingReport) -> list[str]:
+    """What the numbers do not say."""
+    found = list(report.notes)
+    if any("cpu" in row.device.lower() for row in report.speeds) and len(report.recipes) > 1:
+        found.append(
+            "On a CPU FP8 is emulated: the losses are those of the format, the speeds are not those of hardware that "
+            "has it."
+        )
+    if report.missing:
+        found.append(f"{len(report.missing)} runs are not done: {', '.join(report.missing)}")
+    return found
+
+
+def method() -> str:
+    """How intervals were made."""
+    return (
+        f"{REPLICATES} resamples of the seeds within each size and length; deviations are widened for the few seeds "
+        "(megafp8/reports/laws.py). An interval covers the noise of seeds, not whether a law of this form holds, nor "
+        "anything beyond the range that was trained."
+    )
+
+
+def to_markdown(report: ScalingReport) -> str:
+    """The report as Markdown."""
+    parts = [f"# Scaling study {report.name}", f"{report.num_runs} runs. {headline(report)}"]
+    parts += [f"- {text}" for text in remarks(report)]
+    for table in tables(report):
+        parts += [f"## {table.title}", markdown_table(table), table.note]
+    return "\n\n".join([*filter(None, parts), "## Method", method()]) + "\n"
+
+
+def markdown_table(table: Table) -> str:
+    """Header, rule and rows."""
+    rule = ["---"] * table.num_texts + ["---:"] * (len(table.header) - table.num_texts)
+    return "\n".join(f"| {' | '.join(row)} |" for row in (table.header, rule, *table.rows))
+
+
+def to_text(report: ScalingReport) -> str:
+    """For a terminal: the headline, and tables with columns in line."""
+    parts = [f"{report.name}: {report.num_runs} runs. {headline(report)}", *remarks(report)]
+    return "\n\n".join([*parts, *(f"{table.title}\n{aligned(table)}" for table in tables(report))])
+
+
+def aligned(table: Table) -> str:
+    """Words to the left, numbers to the right."""
+    every: Sequence[tuple[str, ...]] = (table.header, *table.rows)
+    widths = [max(len(row[column]) for row in every) for column in range(len(table.header))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column < table.num_texts else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in every
+    )
