@@ -13,8 +13,6 @@ SAFETENSORS = ["safetensors>=0.8"]
 TRANSFORMERS = [f'{name}; python_version >= "3.11"' for name in ("transformers>=5", "accelerate", "compressed-tensors")]
 PREPROCESSING = ["gigatoken>=0.10", "orjson", "pyarrow", "backports.zstd"]  # fast BPE and JSON, Parquet, .zst
 
-STUDIES = ["scipy"]  # their laws are fitted
-
 setup(
     name="megafp8",
     version=version,
@@ -22,7 +20,7 @@ setup(
     long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     packages=find_packages(include=["megafp8", "megafp8.*"]),
-    package_data={"megafp8.reports": ["report.html.jinja"]},
+    package_data={"megafp8.reports": ["*.jinja"]},
     py_modules=["pretrain_gpt"],
     entry_points={"console_scripts": ["pretrain-gpt=pretrain_gpt:entry_point"]},
     python_requires=">=3.10,<3.13",
@@ -35,7 +33,7 @@ setup(
         "sentencepiece",
         "tensorboard",
         "matplotlib",
-        "scipy",  # quantiles of Student's t, for the intervals of comparisons
+        "scipy",  # intervals of comparisons, fits of scaling laws
         "jinja2",
         "tqdm",
     ],
@@ -44,9 +42,8 @@ setup(
         "hf": [*TOKENIZERS, *SAFETENSORS],
         "data": [*TOKENIZERS, *PREPROCESSING],
         "datasets": [*TOKENIZERS, *PREPROCESSING, "datasets"],
-        "studies": STUDIES,
         "dev": [
-            "pytest", "pytest-timeout", "ruff", *TOKENIZERS, *SAFETENSORS, *PREPROCESSING, *TRANSFORMERS, *STUDIES,
+            "pytest", "pytest-timeout", "ruff", *TOKENIZERS, *SAFETENSORS, *PREPROCESSING, *TRANSFORMERS,
             "torchao", "playwright",
         ],
     },

@@ -34,15 +34,10 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Optional[Sequence[str]] = None) -> int:
     arguments = build_parser().parse_args(argv)
     from megafp8.errors import ConfigError, Megafp8Error
+    from megafp8.reports.scaling_page import publish_study
+    from megafp8.reports.scaling_text import to_text
 
     try:
-        try:
-            from megafp8.reports.scaling_page import publish_study
-            from megafp8.reports.scaling_text import to_text
-        except ModuleNotFoundError as error:
-            if error.name != "scipy":
-                raise
-            raise ConfigError("SciPy, which fits the laws, is not installed: pip install 'megafp8[studies]'") from None
         if arguments.replicates < 0:
             raise ConfigError(f"--replicates {arguments.replicates}: must not be below 0")
         report, written = publish_study(

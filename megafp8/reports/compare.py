@@ -155,7 +155,7 @@ def find_baseline(recipes: Sequence[Recipe], baseline: Optional[str]) -> Recipe:
 
 def _row(pair: Pair, warmup_steps: int) -> ComparisonRow:
     run, final, base_loss = pair.run, pair.run.final_validation, pair.base.final_validation.loss
-    speed, base_speed = (_median(one, "tokens_per_second", warmup_steps) for one in (run, pair.base))
+    speed, base_speed = (median_after_warmup(one, "tokens_per_second", warmup_steps) for one in (run, pair.base))
     return ComparisonRow(
         name=run.name,
         recipe=run.info.recipe,
@@ -166,10 +166,10 @@ def _row(pair: Pair, warmup_steps: int) -> ComparisonRow:
         perplexity=final.perplexity,
         tokens_per_second=speed,
         speed_ratio=speed / base_speed if speed and base_speed else None,
-        model_tflops_per_device=_median(run, "model_tflops_per_device", warmup_steps),
+        model_tflops_per_device=median_after_warmup(run, "model_tflops_per_device", warmup_steps),
         memory_peak_bytes=max((r.memory_peak_bytes for r in run.steps if r.memory_peak_bytes), default=None),
         seed=seed_of(run),
-        grad_norm=_median(run, "grad_norm", warmup_steps),
+        grad_norm=median_after_warmup(run, "grad_norm", warmup_steps),
         skipped_steps=sum(record.is_skipped for record in run.steps),
     )
 
@@ -216,7 +216,7 @@ def last_training_gap(pair: Pair) -> Optional[float]:
     return (float(np.mean(pair.run.series("loss")[ours][last:])) - base) / base
 
 
-def _median(run: Run, field: str, warmup_steps: int) -> Optional[float]:
+def median_after_warmup(run: Run, field: str, warmup_steps: int) -> Optional[float]:
     """Over the steps after warm-up."""
     values = run.series(field)[min(warmup_steps, len(run.steps) // 2) :]
     values = values[np.isfinite(values)]

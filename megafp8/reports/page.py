@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from megafp8.reports import tables
 from megafp8.reports.compare import Comparison, RecipeRow, find_baseline
+from megafp8.reports.html import render, to_svg
 from megafp8.reports.intervals import BEYOND, UNDECIDED, WITHIN
 from megafp8.reports.load import Run
 from megafp8.reports.pairs import group_runs, pairs_of
@@ -20,10 +20,8 @@ from megafp8.reports.plot_recipes import (
     plot_time,
     plot_training,
     plot_validation,
-    to_svg,
 )
 
-TEMPLATE = Path(__file__).with_name("report.html.jinja")
 GIB = 2**30
 
 
@@ -33,13 +31,11 @@ def render_page(comparison: Comparison, runs: Sequence[Run], *, title: str) -> s
     Args:
         runs: those that were compared.
     """
-    from jinja2 import Environment, StrictUndefined
-
     recipes = drawn_recipes(comparison, runs)
     colors = {recipe.name: recipe.color for recipe in recipes}
     run_header, run_rows = tables.run_cells(comparison)
-    page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return page.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+    return render(
+        "report.html.jinja",
         title=title,
         headline=headline(comparison),
         conditions=conditions(recipes[0].runs[0], comparison),

@@ -6,9 +6,7 @@ in `GRID`: the page sets both for light and for dark.
 
 from __future__ import annotations
 
-import io
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Optional
@@ -26,6 +24,7 @@ from megafp8.reports.curves import (
     validation_losses,
     validation_losses_over_time,
 )
+from megafp8.reports.html import GRID, INK
 from megafp8.reports.load import Run
 from megafp8.reports.pairs import Pair
 
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Colours that no curve has, which the page replaces.
-INK, GRID = "#0a0b0c", "#0c0b0a"
 COLORS = ("#e8590c", "#1c7ed6", "#2f9e44", "#ae3ec9", "#e64980", "#0ca678", "#f08c00", "#7048e8")
 CONTROL_COLOR = "#868e96"
 WIDTH_INCHES = 8.6
@@ -159,26 +156,6 @@ def plot_speed_and_memory(comparison: Comparison, colors: Sequence[str]) -> Figu
     _bars(right, rows, colors, memory, "peak memory (GiB)", lambda value: f"{value:.3g}")
     right.set_yticklabels([])
     return figure
-
-
-def to_svg(figure: Figure, name: str) -> str:
-    """The picture as an SVG element that the page's colours reach.
-
-    Args:
-        name: what it shows, for those who cannot see it; also keeps its parts apart from those of other pictures.
-    """
-    import matplotlib
-
-    stream = io.StringIO()
-    # The salt makes the names of parts depend on the picture alone, so that the same runs give the same bytes.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
-    svg = stream.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'\bid="((?:figure|axes|patch|line2d|text|matplotlib)[\w.]*)"', "", svg)
-    svg = svg.replace(INK, "var(--ink)").replace(GRID, "var(--grid)")
-    return svg.replace("<svg ", f'<svg role="img" aria-label="{name}" ', 1)
 
 
 def _figure(height: float, *, rows: int = 1, columns: int = 1) -> tuple[Figure, Any]:

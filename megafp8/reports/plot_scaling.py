@@ -6,15 +6,16 @@ from typing import TYPE_CHECKING, Optional
 
 import numpy as np
 
+from megafp8.reports.html import GRID, INK
+from megafp8.reports.plot_recipes import COLORS as OTHERS
 from megafp8.reports.scaling import BAND_POINTS, COMPUTE, PARAMETERS, X_OF, ScalingReport, band
 from megafp8.reports.scaling_text import count_text
-from megafp8.reports.svg import GRID, INK
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLORS = (INK, "#e8590c", "#1c7ed6", "#2f9e44", "#ae3ec9", "#e64980", "#0ca678", "#f08c00")
+COLORS = (INK, *OTHERS)
 LABELS = {COMPUTE: "training compute, FLOPs", PARAMETERS: "parameters"}
 
 

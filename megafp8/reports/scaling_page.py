@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Optional
 
+from megafp8.reports.html import render, to_svg
 from megafp8.reports.laws import REPLICATES
 from megafp8.reports.plot_scaling import plot_laws, plot_speed
 from megafp8.reports.scaling import ScalingReport, analyse
 from megafp8.reports.scaling_text import headline, method, remarks, tables, to_markdown
 from megafp8.reports.study_points import POINTS_FILE, load_points
-from megafp8.reports.svg import to_svg
-
-TEMPLATES = Path(__file__).parent
 
 
 def publish_study(
@@ -42,14 +40,9 @@ def publish_study(
 
 def render_page(report: ScalingReport) -> str:
     """The page."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True,
-    )  # fmt: skip
     speed = plot_speed(report)
-    return environment.get_template("scaling.html.jinja").render(
+    return render(
+        "scaling.html.jinja",
         title=f"Scaling study {report.name}", report=report, headline=headline(report), remarks=remarks(report),
         laws=to_svg(plot_laws(report), "loss over compute and parameters"),
         speed="" if speed is None else to_svg(speed, "speed over devices"), tables=tables(report), method=method(),

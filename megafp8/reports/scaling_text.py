@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megafp8.reports.laws import CONFIDENCE, REPLICATES
 from megafp8.reports.scaling import BOTH, COMPUTE, PARAMETERS, Axis, Estimate, ScalingReport
+from megafp8.reports.tables import aligned, markdown
 
 MIB = 2**20
 LETTERS = (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
@@ -122,8 +122,8 @@ def shift_table(axis: Axis, baseline: str) -> Table:
     return Table(
         title=f"Is the law over {axis.name} shifted?",
         header=("recipe", what, "gap of the laws", f"effective {axis.name}"), rows=tuple(rows),
-        note=f"Effective {axis.name}: the share of it at which {baseline} comes to the same loss; 0.9 is as if a "
-        "tenth were lost. In the last lines all recipes have one E and one exponent, and this share is fitted in their place.",
+        note=f"Effective {axis.name}: the share of it at which {baseline} comes to the same loss; 0.9 is as if a tenth "
+        "were lost. In the last lines all recipes have one E and one exponent, and the share takes their place.",
     )  # fmt: skip
 
 
@@ -197,30 +197,12 @@ def to_markdown(report: ScalingReport) -> str:
     parts = [f"# Scaling study {report.name}", f"{report.num_runs} runs. {headline(report)}"]
     parts += [f"- {text}" for text in remarks(report)]
     for table in tables(report):
-        parts += [f"## {table.title}", markdown_table(table), table.note]
+        parts += [f"## {table.title}", markdown(table.header, table.rows, table.num_texts), table.note]
     return "\n\n".join([*filter(None, parts), "## Method", method()]) + "\n"
-
-
-def markdown_table(table: Table) -> str:
-    """Header, rule and rows."""
-    rule = ["---"] * table.num_texts + ["---:"] * (len(table.header) - table.num_texts)
-    return "\n".join(f"| {' | '.join(row)} |" for row in (table.header, rule, *table.rows))
 
 
 def to_text(report: ScalingReport) -> str:
     """For a terminal: the headline, and tables with columns in line."""
     parts = [f"{report.name}: {report.num_runs} runs. {headline(report)}", *remarks(report)]
-    return "\n\n".join([*parts, *(f"{table.title}\n{aligned(table)}" for table in tables(report))])
-
-
-def aligned(table: Table) -> str:
-    """Words to the left, numbers to the right."""
-    every: Sequence[tuple[str, ...]] = (table.header, *table.rows)
-    widths = [max(len(row[column]) for row in every) for column in range(len(table.header))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column < table.num_texts else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in every
-    )
+    parts += [f"{one.title}\n{aligned(one.header, one.rows, one.num_texts)}" for one in tables(report)]
+    return "\n\n".join(parts)

@@ -14,18 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
-import numpy as np
-
 from megafp8.errors import DataError
 from megafp8.launch.run_state import judge
-from megafp8.reports.compare import WARMUP_STEPS
+from megafp8.reports.compare import WARMUP_STEPS, median_after_warmup
 from megafp8.reports.load import Run, load_run
+from megafp8.reports.pairs import SEED, flatten, seed_of
 
 STUDY_FILE = "study.json"
 POINTS_FILE = "points.json"
 RECIPE_AXIS = "recipe"
-# Neither where a run writes nor how it logs decides what it learns.
-WITHOUT_EFFECT = ("checkpoint", "logging")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,15 +122,15 @@ def point_of(run: Run, choice: Mapping[str, str]) -> Point:
         device=info.device_name,
         layout=info.layout,
         world_size=info.world_size,
-        seed=info.config["training"]["seed"],
+        seed=seed_of(run),
         parameters=info.num_parameters,
         tokens=final.consumed_tokens,
         flops=info.flops_per_token * final.consumed_tokens,
         loss=final.loss,
         validation_tokens=final.num_tokens,
-        tokens_per_second=median_of(run, "tokens_per_second"),
-        model_tflops_per_device=median_of(run, "model_tflops_per_device"),
-        mfu_fraction=median_of(run, "mfu_fraction"),
+        tokens_per_second=median_after_warmup(run, "tokens_per_second", WARMUP_STEPS),
+        model_tflops_per_device=median_after_warmup(run, "model_tflops_per_device", WARMUP_STEPS),
+        mfu_fraction=median_after_warmup(run, "mfu_fraction", WARMUP_STEPS),
         memory_peak_bytes=max((step.memory_peak_bytes for step in run.steps if step.memory_peak_bytes), default=None),
         settings=settings_of(run),
     )
@@ -141,16 +138,8 @@ def point_of(run: Run, choice: Mapping[str, str]) -> Point:
 
 def settings_of(run: Run) -> str:
     """A hash of what decides a run, but for its seed."""
-    decisive = {name: values for name, values in run.info.config.items() if name not in WITHOUT_EFFECT}
-    decisive["training"] = {name: value for name, value in decisive["training"].items() if name != "seed"}
-    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:8]
-
-
-def median_of(run: Run, field: str) -> Optional[float]:
-    """Median of a field over the steps after warm-up (at most half of them); None where no step has it."""
-    values = run.series(field)[min(WARMUP_STEPS, len(run.steps) // 2) :]
-    values = values[np.isfinite(values)]
-    return float(np.median(values)) if values.size else None
+    settings = {name: value for name, value in flatten(run.info.config).items() if name != SEED}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def read_points(path: Path) -> StudyPoints:

@@ -17,18 +17,18 @@ Row = Union[RecipeRow, ComparisonRow]
 
 def to_text(comparison: Comparison) -> str:
     """For a terminal: columns in line, then what the verdict means, differences and warnings."""
-    parts = [_aligned(*recipe_cells(comparison))]
+    parts = [aligned(*recipe_cells(comparison))]
     if len(comparison.rows) > len(comparison.recipes):
-        parts.append(_aligned(*run_cells(comparison)))
+        parts.append(aligned(*run_cells(comparison)))
     remarks = [verdict_note(comparison), *comparison.differences, *_warnings(comparison)]
     return "\n\n".join([*parts, "\n".join(filter(None, remarks))]).rstrip()
 
 
 def to_markdown(comparison: Comparison) -> str:
     """The same as Markdown tables and a list."""
-    parts = [_markdown(*recipe_cells(comparison))]
+    parts = [markdown(*recipe_cells(comparison))]
     if len(comparison.rows) > len(comparison.recipes):
-        parts.append(_markdown(*run_cells(comparison)))
+        parts.append(markdown(*run_cells(comparison)))
     if note := verdict_note(comparison):
         parts.append(note)
     remarks = [f"- {text}" for text in (*comparison.differences, *_warnings(comparison))]
@@ -128,22 +128,22 @@ def _shown(columns: dict[str, list[str]]) -> tuple[list[str], list[list[str]]]:
     return list(shown), [list(row) for row in zip(*shown.values(), strict=True)]
 
 
-def _aligned(header: list[str], cells: list[list[str]]) -> str:
+def aligned(header: Sequence[str], cells: Sequence[Sequence[str]], num_texts: int = 2) -> str:
+    """A table for a terminal; the first `num_texts` columns are words, the others numbers."""
     widths = [max(len(row[column]) for row in [header, *cells]) for column in range(len(header))]
-    lines = [_align(header, widths), "  ".join("-" * width for width in widths)]
-    return "\n".join(lines + [_align(row, widths) for row in cells])
+    rule = ["-" * width for width in widths]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column < num_texts else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in (header, rule, *cells)
+    )
 
 
-def _align(row: list[str], widths: list[int]) -> str:
-    cells = [
-        cell.ljust(width) if column < 2 else cell.rjust(width)
-        for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-    ]
-    return "  ".join(cells).rstrip()
-
-
-def _markdown(header: list[str], cells: list[list[str]]) -> str:
-    rule = ["---" if column < 2 else "---:" for column in range(len(header))]
+def markdown(header: Sequence[str], cells: Sequence[Sequence[str]], num_texts: int = 2) -> str:
+    """The same in Markdown."""
+    rule = ["---" if column < num_texts else "---:" for column in range(len(header))]
     return "\n".join(f"| {' | '.join(row)} |" for row in [header, rule, *cells])
 
 

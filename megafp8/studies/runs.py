@@ -21,16 +21,14 @@ from megafp8.config import derived, flags, rules, size
 from megafp8.config.flags import Invocation
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import all_settings, value_of, with_values
+from megafp8.config.variants import NEUTRAL_SETTINGS
 from megafp8.errors import ConfigError
 from megafp8.planning import plan
 from megafp8.studies.study import Grid, Option, Study
 
 ID_DIGITS = 8
-# What changes nothing in what a run computes.
-WITHOUT_EFFECT = re.compile(
-    r"logging\..*|checkpoint\.(?!pretrained_checkpoint|finetune).*|data\.(data_cache_path|num_workers)"
-    r"|training\.num_threads"
-)
+# Where a run starts decides it, though they are settings of checkpoints.
+DECISIVE = ("checkpoint.pretrained_checkpoint", "checkpoint.finetune")
 BUDGETS = ("tokens", "tokens_per_parameter")
 # Longer than any schedule: for rules that are asked before the length is known.
 MANY_STEPS = 10**9
@@ -189,7 +187,8 @@ def id_of(config: RunConfig, world_size: int) -> str:
     decisive = {
         setting.name: value_of(config, setting.name)
         for setting in all_settings()
-        if value_of(config, setting.name) != setting.default and not WITHOUT_EFFECT.fullmatch(setting.name)
+        if value_of(config, setting.name) != setting.default
+        and (setting.name in DECISIVE or not setting.name.startswith(NEUTRAL_SETTINGS))
     }
     canonical = json.dumps([world_size, decisive], sort_keys=True)
     return hashlib.sha256(canonical.encode()).hexdigest()[:ID_DIGITS]

@@ -27,6 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
+import yaml
+
 from megafp8.errors import ConfigError
 
 SIZES = ("tokens", "tokens_per_parameter", "gpus")
@@ -78,10 +80,6 @@ def read_study(path: Path, folder: Optional[Path] = None) -> Study:
     Raises:
         ConfigError: the file cannot be read, or is no study; all problems of it.
     """
-    try:
-        import yaml
-    except ImportError:
-        raise ConfigError("a study is YAML, and PyYAML is not installed: pip install 'megafp8[studies]'") from None
     try:
         plain = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

@@ -22,7 +22,8 @@ SHIFT = 0.6
 def point(parameters: int, recipe: str = "bf16", seed: int = 1, loss: float = 1.0, **fields) -> Point:
     tokens = fields.pop("tokens", 10 * parameters)
     return Point(**{
-        "label": f"{parameters}-{recipe}-{seed}", "choice": {"size": str(parameters), "recipe": recipe, "seed": str(seed)},
+        "label": f"{parameters}-{recipe}-{seed}",
+        "choice": {"size": str(parameters), "recipe": recipe, "seed": str(seed)},
         "recipe": recipe, "device": "AMD EPYC (cpu)", "layout": {"data": 1}, "world_size": 1, "seed": seed,
         "parameters": parameters, "tokens": tokens, "flops": 6.0 * parameters * tokens, "loss": loss,
         "validation_tokens": 1000, "tokens_per_second": 100.0, "model_tflops_per_device": None, "mfu_fraction": None,
@@ -135,7 +136,8 @@ def test_of_a_sweep_the_best_stands_for_its_size() -> None:
 
 def test_speed_takes_the_fastest_layout_and_compares() -> None:
     def run(recipe: str, world_size: int, speed: float, **layout: int) -> Point:
-        return point(50_000, recipe, world_size=world_size, layout=layout, tokens_per_second=speed, settings=str(layout))
+        fields = {"world_size": world_size, "layout": layout, "tokens_per_second": speed, "settings": f"{layout}"}
+        return point(50_000, recipe, **fields)
 
     points = (
         run("bf16", 1, 100.0, tensor=1), run("bf16", 4, 300.0, tensor=4), run("bf16", 4, 360.0, tensor=1, data=4),

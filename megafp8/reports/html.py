@@ -1,16 +1,29 @@
-"""Pictures as SVG for a page that has colours of its own, in light and in dark."""
+"""What the HTML pages of reports share: one file that needs nothing else, with colours for light and for dark."""
 
 from __future__ import annotations
 
 import io
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+TEMPLATES = Path(__file__).parent
 # Colours that no curve has, which the page replaces.
 INK, GRID = "#0a0b0c", "#0c0b0a"
+
+
+def render(template: str, **content: Any) -> str:
+    """A page from a template beside this file; texts are escaped, a name that it lacks is an error."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    return environment.get_template(template).render(**content)
 
 
 def to_svg(figure: Figure, name: str) -> str:
@@ -28,5 +41,6 @@ def to_svg(figure: Figure, name: str) -> str:
     svg = stream.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'\bid="((?:figure|axes|patch|line2d|text|matplotlib)[\w.]*)"', "", svg)
     svg = svg.replace(INK, "var(--ink)").replace(GRID, "var(--grid)")
     return svg.replace("<svg ", f'<svg role="img" aria-label="{name}" ', 1)
