@@ -5,9 +5,9 @@
 One process a mode, in turns, since clocks and caches drift: ratios are taken within a round. Per process the median of
 its last steps, from records.jsonl; of these the median over the rounds. Shape A: llama-1b, 1.439e9 parameters, 8
 sequences of 2048 tokens. Shape B: 8 layers of llama3-8b with a vocabulary of 50,304, 2.157e9 parameters, 2 sequences
-of 4096. TFLOP/s counts the model's FLOPs (6 N + 6 L h s a token), not those of the hardware. Weights are saved at the
-end of each process, because the records come with `--save`, and deleted. The `emulated-` modes run the same recipes on
-the emulated layers, on any GPU.
+of 4096. Shapes C and D: llama-1b at half its width, 1 and 8 sequences of 2048. TFLOP/s counts the model's FLOPs
+(6 N + 6 L h s a token), not those of the hardware. Weights are saved at the end of each process, because the records
+come with `--save`, and deleted. The `emulated-` modes run the same recipes on the emulated layers, on any GPU.
 
 `--tiny` runs the tiny preset, so that the benchmark itself can be tried on any machine. With `--minutes` it starts no
 process that would not end in time. The JSON is written after every process.
@@ -47,6 +47,10 @@ SHAPES = {
     f"--global-batch-size 8 {ON_GPU}",
     "B": "--model-preset llama3-8b --num-layers 8 --seq-length 4096 --max-position-embeddings 4096 "
     f"--micro-batch-size 2 --global-batch-size 2 {ON_GPU}",
+    "C": "--model-preset llama-1b --hidden-size 1024 --ffn-hidden-size 2816 --seq-length 2048 --micro-batch-size 1 "
+    f"--max-position-embeddings 2048 --global-batch-size 1 {ON_GPU}",
+    "D": "--model-preset llama-1b --hidden-size 1024 --ffn-hidden-size 2816 --seq-length 2048 --micro-batch-size 8 "
+    f"--max-position-embeddings 2048 --global-batch-size 8 {ON_GPU}",
     "tiny": "--model-preset tiny --seq-length 64 --micro-batch-size 2 --global-batch-size 2 --vocab-size 511 "
     "--num-workers 0 --num-threads 1",
 }

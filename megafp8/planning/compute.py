@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from megafp8.config import derived, gemms
 from megafp8.config.rules.precision import rotates_in_one_kernel
 from megafp8.planning.job import Job
+from megafp8.planning.products import Product, layer_products, output_products
 
 TILE = 128
 BF16_BYTES = 2
@@ -65,6 +66,16 @@ def gemm_s(job: Job, recipe: str, rows: int, columns: int, summed: int) -> float
     return max(2.0 * rows * columns * summed / rate, job.memory_s(operand_bytes))
 
 
+def product_s(job: Job, recipe: str, product: Product) -> float:
+    """Seconds of one of a model's products."""
+    return gemm_s(job, recipe, product.rows, product.columns, product.summed)
+
+
+def products_s(job: Job, recipe: str, gemm: str) -> float:
+    """Seconds of one layer's fprop, dgrad or wgrad."""
+    return sum(product_s(job, recipe, product) for product in layer_products(job) if product.gemm == gemm)
+
+
 def gemm_flops(job: Job, recipe: str) -> float:
     """FLOP/s of a large GEMM."""
     flops, calibration = job.gpu.peak.flops, job.calibration
@@ -84,7 +95,7 @@ def forward_pass(job: Job, recipe: str) -> Pass:
     is_fused = _fuses_activation(job, recipe)
     gate_and_up = 2 if job.config.model.swiglu else 1
     return Pass(
-        fprop=sum(gemm_s(job, recipe, job.tokens, linear.out_features, linear.in_features) for linear in linears),
+        fprop=products_s(job, recipe, "fprop"),
         attention=attention_s(job) * ATTENTION_FORWARD_SHARE,
         # Two norms (read, write) and two additions (read, read, write).
         norms=job.memory_s(BF16_BYTES * stream * (2 * 2 + 2 * 3)),
@@ -105,8 +116,8 @@ def backward_pass(job: Job, recipe: str) -> Pass:
     # Without the kernel that splits and rotates, the gradients of queries, keys and values are concatenated after it.
     rotary_passes = 2 if rotates_in_one_kernel(job.config) else 4
     return Pass(
-        dgrad=sum(gemm_s(job, recipe, job.tokens, linear.in_features, linear.out_features) for linear in linears),
-        wgrad=sum(gemm_s(job, of_wgrad, linear.out_features, linear.in_features, job.tokens) for linear in linears),
+        dgrad=products_s(job, recipe, "dgrad"),
+        wgrad=products_s(job, of_wgrad, "wgrad"),
         attention=attention_s(job) * (1 - ATTENTION_FORWARD_SHARE),
         # Two norms (read input and gradient, write) and two sums of gradients.
         norms=job.memory_s(BF16_BYTES * stream * (2 * 3 + 2 * 3)),
@@ -155,14 +166,11 @@ def attention_s(job: Job) -> float:
 
 def logits_s(job: Job) -> tuple[float, float, float]:
     """Seconds of (output layer forward, backward, loss) for one microbatch on the last stage."""
-    vocab = job.padded_vocab // job.tensor
-    forward = gemm_s(job, "bf16", job.tokens, vocab, job.hidden_size)
-    dgrad = gemm_s(job, "bf16", job.tokens, job.hidden_size, vocab)
-    wgrad = gemm_s(job, "bf16", vocab, job.hidden_size, job.tokens)
+    forward, dgrad, wgrad = (product_s(job, "bf16", product) for product in output_products(job))
     precision = job.config.precision
     # Transformer Engine's loss reads and writes logits once each way; the others keep an FP32 softmax as well.
     in_place = precision.cross_entropy_loss_fusion and precision.cross_entropy_fusion_impl == "te"
-    return forward, dgrad + wgrad, job.memory_s((8 if in_place else 26) * job.tokens * vocab)
+    return forward, dgrad + wgrad, job.memory_s((8 if in_place else 26) * job.tokens * job.padded_vocab // job.tensor)
 
 
 def _channels(job: Job) -> tuple[int, int, int]:

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Optional
 
 from megafp8.device.capability import Target
 from megafp8.device.peaks import DevicePeak, find_peak
@@ -83,3 +84,9 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
     }
 )  # fmt: skip
 """GPUs by name. Of an NVL72's 72 GPUs 64 are planned with, since layouts are powers of two."""
+
+
+def find_gpu(device_name: str) -> Optional[Gpu]:
+    """The GPU that CUDA calls so, or that the name itself means; None if the planner does not know it."""
+    by_length = sorted(GPUS.values(), key=lambda gpu: -len(gpu.device_name))  # a GB200 is no B200
+    return GPUS.get(device_name) or next((gpu for gpu in by_length if gpu.device_name in device_name), None)

@@ -11,6 +11,9 @@ from megafp8.device.capability import Target
 from megafp8.mcore_config import build_ddp_config, build_optimizer_config, build_transformer_config
 from megafp8.model.precision_map import format_precision_map, resolve_precision_map
 from megafp8.parallel.topology import layout_of
+from megafp8.planning.fp8_gain import fp8_warnings
+from megafp8.planning.hardware import find_gpu
+from megafp8.planning.job import Job
 from megafp8.planning.memory import estimate_ends
 from megafp8.training.check import Checked
 
@@ -38,6 +41,7 @@ def describe_run(checked: Checked) -> str:
         layout_text(config, checked.target, implementation, world_size),
         size_text(config, vocab_size, world_size),
         memory_text(config, vocab_size, world_size, implementation),
+        *fp8_text(config, checked.target, implementation, vocab_size, world_size),
         "precision\n" + indented(format_precision_map(resolve_precision_map(config))),
     ]
     return "\n\n".join(sections)
@@ -100,6 +104,17 @@ def memory_text(config: RunConfig, vocab_size: int, world_size: int, implementat
         parts = ", ".join(f"{part} {value / GIB:.2f}" for part, value in estimate.parts().items())
         lines.append(f"{name}: {estimate.total_bytes / GIB:.2f} GiB ({parts})")
     return "memory of one rank, estimated\n" + indented("\n".join(lines))
+
+
+def fp8_text(
+    config: RunConfig, target: Target, implementation: str, vocab_size: int, world_size: int
+) -> list[str]:
+    """A warning where quantized linears will not be faster than BF16's, for a GPU that the planner knows."""
+    gpu, recipe = find_gpu(target.name), derived.quantization_recipe(config.precision)
+    if gpu is None or recipe is None or implementation != "transformer_engine":
+        return []
+    warnings = fp8_warnings(Job(config=config, gpu=gpu, world_size=world_size, padded_vocab=vocab_size))
+    return ["warning: " + "\n".join(warnings)] if warnings else []
 
 
 def indented(text: str) -> str:

@@ -1,0 +1,98 @@
+"""Where FP8 pays: each linear's GEMMs in BF16 against those in FP8 with all that quantizes for them, and the step.
+
+The times are those of the plan (`compute`, `step_time`). A linear casts its input and its output's gradient once a
+microbatch, each to both orientations, and its weight once a step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from megafp8.config import derived, gemms
+from megafp8.config.settings import with_values
+from megafp8.planning.compute import cast_s, product_s
+from megafp8.planning.job import Job
+from megafp8.planning.products import layer_products
+from megafp8.planning.step_time import step_time
+
+PAYS = 1.05
+"""A step below this speed of BF16's is not worth its rounding."""
+HIGH_PRECISION = {"precision.fp8_format": None, "precision.fp4_format": None, "precision.fp8_param_gather": False}
+
+
+@dataclass(frozen=True)
+class LinearGain:
+    """One linear of a layer on one rank, a microbatch.
+
+    Attributes:
+        bf16_s: seconds of its three GEMMs in BF16.
+        quantized_s: the same under the recipe.
+        casts_s: of quantizing for them.
+    """
+
+    linear: gemms.GemmDimensions
+    bf16_s: float
+    quantized_s: float
+    casts_s: float
+
+    @property
+    def speed(self) -> float:
+        """To BF16."""
+        return self.bf16_s / (self.quantized_s + self.casts_s)
+
+
+def linear_gains(job: Job) -> list[LinearGain]:
+    """The linears of a layer, in the order of the forward pass."""
+    found = []
+    for linear in gemms.gemm_dimensions(job.config):
+        products = [product for product in layer_products(job) if product.linear == linear.name]
+        of_wgrad = job.recipe if job.config.precision.fp8_wgrad else "bf16"
+        quantized_s = sum(product_s(job, of_wgrad if p.gemm == "wgrad" else job.recipe, p) for p in products)
+        bf16_s = sum(product_s(job, "bf16", product) for product in products)
+        found.append(LinearGain(linear, bf16_s, quantized_s, cast_s(job, job.recipe, cast_numbers(job, linear))))
+    return found
+
+
+def cast_numbers(job: Job, linear: gemms.GemmDimensions) -> float:
+    """Numbers that a linear quantizes for a microbatch, its share of the weight included."""
+    weight = linear.in_features * linear.out_features / derived.num_microbatches(job.config, job.world_size)
+    return linear.rows * linear.in_features + gradient_rows(job, linear) * linear.out_features + weight
+
+
+def gradient_rows(job: Job, linear: gemms.GemmDimensions) -> int:
+    """Rows of the output's gradient: a part of them behind linear_proj and linear_fc2, whose output is scattered."""
+    return job.sharded_tokens if linear.rows == job.tokens else job.tokens
+
+
+def in_high_precision(job: Job) -> Job:
+    """The same run in BF16."""
+    return dataclasses.replace(job, config=with_values(job.config, HIGH_PRECISION))
+
+
+def fp8_warnings(job: Job) -> list[str]:
+    """That a quantized step is hardly faster than one in BF16, or slower, and why; nothing where it pays."""
+    quantized, plain = step_time(job), step_time(in_high_precision(job))
+    speed = plain.seconds / quantized.seconds
+    if speed >= PAYS:
+        return []
+    lines = [
+        f"{derived.recipe_flag(job.config.precision)} is not expected to pay on {job.gpu.name}: {speed:.2f} of BF16's "
+        f"speed, {1e3 * quantized.seconds:.1f} ms a step against {1e3 * plain.seconds:.1f}"
+    ]
+    host_share = quantized.parts.get("host", 0.0) / quantized.seconds
+    if host_share > 1 - 1 / PAYS:
+        lines.append(
+            f"kernels are so short that the GPU waits {host_share:.0%} of the step for the host, which starts more of "
+            "them in FP8: use a larger --micro-batch-size or --seq-length"
+        )
+    small = [gain for gain in linear_gains(job) if gain.speed < PAYS]
+    if small:
+        lines.append("too small for FP8, quantizing included: " + ", ".join(map(told, small)))
+    return lines
+
+
+def told(gain: LinearGain) -> str:
+    """A linear in words."""
+    linear = gain.linear
+    return f"{linear.name} ({linear.in_features} to {linear.out_features} channels, {gain.speed:.2f} of BF16's speed)"

@@ -1,0 +1,74 @@
+"""Where FP8 is said not to pay."""
+
+from __future__ import annotations
+
+import pytest
+from plans import FP8, TENSOR, config_of, job_of
+
+from megafp8.device.capability import TARGETS
+from megafp8.planning import compute
+from megafp8.planning.fp8_gain import cast_numbers, fp8_warnings, in_high_precision, linear_gains
+from megafp8.planning.hardware import GPUS, find_gpu
+from megafp8.planning.step_time import step_time
+from megafp8.training.dry_run import fp8_text
+
+NARROW = FP8 | {
+    "model.num_layers": 4, "model.hidden_size": 256, "model.ffn_hidden_size": 704, "model.num_attention_heads": 4,
+    "model.num_query_groups": 2, "data.seq_length": 256, "model.vocab_size": 4096,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("gpu", ["h100", "h200"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+def test_a_large_model_is_not_warned_of(gpu: str, recipe: str) -> None:
+    assert fp8_warnings(job_of(FP8 | {"precision.fp8_recipe": recipe}, gpu=gpu)) == []
+
+
+def test_a_narrow_one_is_with_the_ratio_that_the_plan_gives() -> None:
+    job = job_of(NARROW, gpus=1)
+    speed = step_time(in_high_precision(job)).seconds / step_time(job).seconds
+    first, *others = fp8_warnings(job)
+    assert "--fp8-recipe tensorwise" in first and f"{speed:.2f} of BF16's speed" in first and speed < 0.9
+    assert any("for the host" in line and "--micro-batch-size" in line for line in others)
+
+
+def test_linears_whose_casts_take_what_their_gemms_save_are_named() -> None:
+    """Few channels and many tokens: what is quantized is large, and multiplied by little."""
+    job = job_of(NARROW | {"data.seq_length": 65_536})
+    small = [gain.linear.name for gain in linear_gains(job) if gain.speed < 1]
+    assert small == ["linear_fc1"]
+    (line,) = [line for line in fp8_warnings(job) if line.startswith("too small")]
+    assert "linear_fc1 (256 to 1408 channels, 0." in line and "linear_qkv" not in line
+
+
+def test_gains_add_up_to_the_layer() -> None:
+    job = job_of(FP8 | TENSOR)
+    gains = linear_gains(job)
+    forward, backward = (side(job, "tensorwise") for side in (compute.forward_pass, compute.backward_pass))
+    assert sum(gain.quantized_s for gain in gains) == pytest.approx(forward.gemms + backward.gemms)
+    weights = sum(gain.linear.in_features * gain.linear.out_features for gain in gains)
+    # 8 GPUs in fours: 2 data-parallel ranks share 64 sequences.
+    numbers = sum(cast_numbers(job, gain.linear) for gain in gains) - weights / 32
+    assert compute.cast_s(job, "tensorwise", numbers) == pytest.approx(forward.casts + backward.casts)
+
+
+def test_high_precision_is_the_same_run() -> None:
+    job = in_high_precision(job_of(FP8 | {"precision.fp8_param_gather": True}))
+    assert job.recipe == "bf16" and job.config.model == job_of().config.model
+    assert not job.config.precision.fp8_param_gather
+
+
+@pytest.mark.parametrize(
+    ("target", "implementation", "is_warned"),
+    [("h200", "transformer_engine", True), ("h200", "emulated", False), ("cpu", "transformer_engine", False)],
+)
+def test_a_dry_run_says_so_where_it_can_know(target: str, implementation: str, is_warned: bool) -> None:
+    text = fp8_text(config_of(NARROW), TARGETS[target], implementation, 4096, 1)
+    assert [line.startswith("warning: --fp8-recipe tensorwise") for line in text] == [True] * is_warned
+    assert fp8_text(config_of(), TARGETS[target], implementation, 4096, 1) == []
+
+
+@pytest.mark.parametrize(("name", "gpu"), [("NVIDIA H200", "h200"), ("h100", "h100"), ("NVIDIA GB200", "gb200")])
+def test_gpus_are_found_by_both_names(name: str, gpu: str) -> None:
+    assert find_gpu(name) is GPUS[gpu]
+    assert find_gpu("NVIDIA A100-SXM4-80GB") is None
