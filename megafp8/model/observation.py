@@ -25,7 +25,7 @@ from megafp8.config.schema import RunConfig
 from megafp8.fp8.fp4 import unpack
 from megafp8.fp8.hadamard import transform_columns
 from megafp8.fp8.parameter import QuantizedParameter
-from megafp8.fp8.quantize import Quantized, as_blocks, quantize
+from megafp8.fp8.quantize import Quantized, as_blocks, has_kernels, quantize
 from megafp8.fp8.recipes import Gemm, Operand, OperandRule, Recipe, build_recipe
 from megafp8.fp8.scaling import ScaleRule, block_amax
 from megafp8.model.high_precision import is_high_precision
@@ -34,7 +34,7 @@ from megafp8.telemetry.quantization import ROUNDING
 from megafp8.telemetry.records import TensorStats
 from megafp8.telemetry.tensor_sums import TensorTable, compare, exponent_counts, outlier_key
 
-CHUNK_VALUES, CHUNK_VALUES_GPU = 1 << 18, 1 << 24
+CHUNK_VALUES = 1 << 18
 CAN_SATURATE = (ScaleRule.DELAYED, ScaleRule.TWO_LEVEL)  # other scales are made from the amax at hand
 
 
@@ -253,11 +253,24 @@ def _num_saturated(rows: Tensor, quantized: Quantized, dequant: Tensor) -> Tenso
 
 
 def _compared(rows: Tensor, quantized: Quantized, largest: Tensor) -> dict[str, Tensor]:
-    """Signal and noise, some whole rows at a time."""
+    """Signal and noise."""
     is_short = quantized.rule.is_bf16_exact
     decoded = quantized.operand(torch.bfloat16 if is_short else torch.float32).reshape(rows.shape)
-    factor = quantized.factor
-    step = max(1, (CHUNK_VALUES_GPU if rows.is_cuda else CHUNK_VALUES) // rows.shape[1])
+    if has_kernels(rows):
+        from megafp8.telemetry.triton_sums import compare_whole  # needs Triton
+
+        totals = compare_whole(rows, decoded, quantized.factor, largest)
+    else:
+        totals = _compared_by_chunks(rows, decoded, quantized.factor, largest)
+    square = largest.double().square()
+    return totals | {"signal": totals["signal"] * square, "noise": totals["noise"] * square}
+
+
+def _compared_by_chunks(
+    rows: Tensor, decoded: Tensor, factor: Optional[Tensor], largest: Tensor
+) -> dict[str, Tensor]:
+    """The same in units of the amax squared, some whole rows at a time."""
+    step = max(1, CHUNK_VALUES // rows.shape[1])
     totals: dict[str, Tensor] = {}
     for start in range(0, len(rows), step):
         values, others = rows[start : start + step].float(), decoded[start : start + step].float()
@@ -267,8 +280,7 @@ def _compared(rows: Tensor, quantized: Quantized, largest: Tensor) -> dict[str, 
             values, others = values.where(is_finite, 0.0), others.where(is_finite, 0.0)
         for name, value in compare(values, others, largest).items():
             totals[name] = totals[name] + value if name in totals else value
-    square = largest.double().square()
-    return totals | {"signal": totals["signal"] * square, "noise": totals["noise"] * square}
+    return totals
 
 
 # --- what linears show ------------------------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ class TensorTable:
         self.rows = {name: index for index, name in enumerate(names)}
         self.sums = torch.zeros(len(names), NUM_SUMS, dtype=torch.float64, device=device)
         self.largest = torch.full((len(names), len(LARGEST)), -math.inf, dtype=torch.float64, device=device)
+        self._places: dict[tuple[str, ...], Tensor] = {}
 
     def add(
         self,
@@ -54,12 +55,17 @@ class TensorTable:
     ) -> None:
         """Enter what this rank found of a tensor: scalars on the device by field, and counts by exponent."""
         row = self.rows[name]
-        fields = torch.tensor([SUMS[field] for field in sums], device=self.sums.device)
-        self.sums[row].index_add_(0, fields, torch.stack([value.double() for value in sums.values()]))
+        self.sums[row].index_add_(0, self.places(SUMS, tuple(sums)), stacked(sums))
         if exponents is not None:
             self.sums[row, len(SUMS) : len(SUMS) + len(exponents)] += exponents
-        for field, value in (largest or {}).items():
-            self.largest[row, LARGEST[field]] = torch.maximum(self.largest[row, LARGEST[field]], value.double())
+        if largest:
+            self.largest[row].scatter_reduce_(0, self.places(LARGEST, tuple(largest)), stacked(largest), "amax")
+
+    def places(self, columns: dict[str, int], fields: tuple[str, ...]) -> Tensor:
+        """Numbers of some columns, on the device; copied there once, since such a copy waits for the device."""
+        if fields not in self._places:
+            self._places[fields] = torch.tensor([columns[field] for field in fields], device=self.sums.device)
+        return self._places[fields]
 
     def reduce(self) -> None:
         """Bring all ranks' parts to rank 0; all ranks call it."""
@@ -111,6 +117,11 @@ class TensorTable:
             "update_to_weight": math.sqrt(update / weight) if weight else None,
             "codes_changed_fraction": changed / codes if codes else None,
         }
+
+
+def stacked(values: dict[str, Tensor]) -> Tensor:
+    """Scalars of any types as one FP64 vector."""
+    return torch.stack([value.double() for value in values.values()])
 
 
 def outlier_key(channel_amax: Tensor, first_channel: int = 0) -> Tensor:
