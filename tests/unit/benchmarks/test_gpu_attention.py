@@ -1,0 +1,49 @@
+"""What the table of attention is about, without a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from benchmarks import gpu_attention  # noqa: E402
+from benchmarks.gpu_attention import Inputs, Shape, row_of, shape_of  # noqa: E402
+from benchmarks.gpu_gemm import model_of  # noqa: E402
+from megafp8.planning.hardware import GPUS  # noqa: E402
+
+SMALL = Shape("small", 16, 2, 4, 2, 8)
+
+
+def test_a_rank_has_its_part_of_the_heads() -> None:
+    text = "--model-preset llama3-8b --seq-length 4096 --micro-batch-size 2 --tensor-model-parallel-size 4"
+    assert shape_of(model_of("8b", text.split(), GPUS["h200"])) == Shape("8b", 4096, 2, 8, 2, 128)
+
+
+def test_the_models_flops_are_counted() -> None:
+    shape = Shape("B", 4096, 2, 32, 8, 128)
+    row = row_of(shape, "fused", "fused", [(1.0, 3.0), (2.0, 4.0), (9.0, 8.0)], 2**21, 0.0)
+    assert (row.forward_ms, row.backward_ms, row.peak_mib) == (2.0, 4.0, 2.0)
+    # 6 h s a token for forward and backward, a third of it forward.
+    assert row.forward_tflops == row.backward_tflops == pytest.approx(2 * 4096 * 4096 * 8192 / 2e-3 / 1e12)
+
+
+def test_torchs_attention_is_causal_and_grouped() -> None:
+    inputs = Inputs(SMALL, torch.device("cpu"))
+    whole = gpu_attention.sdpa(inputs.query, inputs.key, inputs.value)
+    assert whole.shape == inputs.gradient.shape
+    half = gpu_attention.sdpa(*(x[:8] for x in (inputs.query, inputs.key, inputs.value)))
+    torch.testing.assert_close(whole[:8], half)
+    assert gpu_attention.relative_error(whole[:, :1].detach(), inputs.expected()) < 1e-2
+    assert gpu_attention.relative_error(whole[:, 1:].detach(), inputs.expected()) > 0.1
+
+
+def test_a_backend_without_its_library_is_named() -> None:
+    if importlib.util.find_spec("transformer_engine") is not None:
+        pytest.skip("for machines without Transformer Engine")
+    with pytest.raises(gpu_attention.NotHere, match="needs Transformer Engine"):
+        gpu_attention.attention_of(SMALL, "fused")
