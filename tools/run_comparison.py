@@ -44,7 +44,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--variant", action="append", default=[], metavar="NAME='FLAGS'",
-        help="one more, from flags of its own, such as edges=\"--fp8-format hybrid --first-last-layers-bf16\"",
+        help="one more, from flags of its own: edges='--fp8-format hybrid --fp8-recipe tensorwise "
+        "--first-last-layers-bf16'",
     )
     parser.add_argument(
         "--seeds", type=int, default=1, metavar="N", help="seeds: that of --seed and those after it (default 1)"

@@ -129,9 +129,10 @@ class _Running:
         """How it ended; its process has."""
         state, status = judge(self.job.folder), self.process.returncode
         done, reason, tail = False, "", ""
+        # The state is the judge: torchrun's status is 1 whatever its ranks say.
         if state is None or state.is_of(self.before):
             reason = f"its command ended with status {status} before the run began"
-        elif state.state == "done" and status == 0:
+        elif state.state == "done":
             done = True
         else:
             reason = f"{state.state} at step {state.step}, status {status}" + (state.reason and f": {state.reason}")

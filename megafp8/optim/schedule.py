@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Optional
+
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 
@@ -36,3 +41,46 @@ def current_learning_rate(optimizer: MegatronOptimizer) -> float:
     """The learning rate of the parameters without a rate of their own."""
     rate = get_canonical_lr_for_logging(optimizer.param_groups)
     return float("nan") if rate is None else float(rate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduledStep:
+    """What the schedule gives one step.
+
+    Attributes:
+        step: 1 for the first one.
+        decoupled_learning_rate: of embedding and output layer; None where they have no rate of their own.
+    """
+
+    step: int
+    learning_rate: float
+    decoupled_learning_rate: Optional[float]
+    weight_decay: float
+
+
+def preview_schedule(config: RunConfig, world_size: int, steps: Sequence[int]) -> list[ScheduledStep]:
+    """What some steps of a run will get, from the schedule that the run itself is built with, without any model.
+
+    Args:
+        steps: in rising order, 1 or more.
+    """
+    settings = config.optimizer
+    groups: list[dict[str, Any]] = [{"default_config": True}, {}]
+    if settings.decoupled_lr is not None:
+        groups[1] = {"max_lr": settings.decoupled_lr}
+        if settings.decoupled_min_lr is not None:
+            groups[1]["min_lr"] = settings.decoupled_min_lr
+    optimizer: Any = SimpleNamespace(param_groups=groups)
+    schedule = build_schedule(config, optimizer, world_size)
+    batch, found = derived.global_batch_size(config, world_size), []
+    for step in steps:
+        schedule.step(increment=(step - 1) * batch - schedule.num_steps)
+        found.append(
+            ScheduledStep(
+                step=step,
+                learning_rate=current_learning_rate(optimizer),
+                decoupled_learning_rate=None if settings.decoupled_lr is None else groups[1]["lr"],
+                weight_decay=groups[0]["weight_decay"],
+            )
+        )
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from megafp8.telemetry.records import (
     StepRecord,
 )
 from megafp8.telemetry.sinks.jsonl import current_records, read_records
+
+SEED_FOLDER = re.compile(r"seed-?\d+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +97,8 @@ def load_run(folder: Union[str, Path], *, name: Optional[str] = None) -> Run:
 
 
 def load_runs(folders: Iterable[Union[str, Path]]) -> list[Run]:
-    """Read several runs. Folders of the same name are told apart by as many of their parents as that takes.
+    """Read several runs. Folders of the same name are told apart by as many of their parents as that takes, and those
+    that are called after a seed have at least one.
 
     Raises:
         DataError: as `load_run`, and when a folder is given twice.
@@ -104,7 +108,7 @@ def load_runs(folders: Iterable[Union[str, Path]]) -> list[Run]:
     for index, own in enumerate(parts):
         if own in parts[:index]:
             raise DataError(f"{paths[index]} is given twice; every run must be another one")
-    num_parts = 1
+    num_parts = 2 if any(SEED_FOLDER.fullmatch(own[-1]) for own in parts) else 1
     while len({own[-num_parts:] for own in parts}) < len(parts):
         num_parts += 1
     return [load_run(path, name="/".join(own[-num_parts:])) for path, own in zip(paths, parts, strict=True)]

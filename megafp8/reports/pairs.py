@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megafp8.config.variants import NEUTRAL_SETTINGS
-from megafp8.reports.load import Run
+from megafp8.reports.load import SEED_FOLDER, Run
 
 SEED = "training.seed"
-SEED_FOLDER = re.compile(r"seed-?\d+")
 
 
 @dataclass(frozen=True, kw_only=True)

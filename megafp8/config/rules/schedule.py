@@ -81,6 +81,21 @@ def warmup_ends_within_the_schedule(config: RunConfig, world_size: int) -> Itera
         )
 
 
+def warmup_ends_within_the_run(config: RunConfig, world_size: int) -> Iterator[str]:
+    """A run that is shorter than its schedule reaches the peak all the same."""
+    schedule = _schedule_samples(config, world_size)
+    if schedule is None:
+        return
+    length, batch = derived.train_samples(config, world_size), derived.global_batch_size(config, world_size)
+    warmup = derived.lr_warmup_samples(config, world_size)
+    if length <= warmup < schedule:
+        yield (
+            f"the warm-up of {warmup:g} samples ({warmup / batch:g} steps) is not shorter than the run of {length} "
+            f"samples ({length / batch:g} steps), though than its schedule of {schedule}: lower --lr-warmup-iters, "
+            "--lr-warmup-samples or --lr-warmup-fraction, or train longer"
+        )
+
+
 def wsd_has_its_decay(config: RunConfig, world_size: int) -> Iterator[str]:
     """Warm-up, stable, decay: the length of the decay has no default, and fits the schedule."""
     optimizer, default = config.optimizer, OptimizerConfig()
@@ -189,6 +204,7 @@ RULES: tuple[Rule, ...] = (
     schedule_is_counted_like_the_run,
     warmup_is_given_once,
     warmup_ends_within_the_schedule,
+    warmup_ends_within_the_run,
     wsd_has_its_decay,
     weight_decay_has_its_ends,
     fixed_loss_scale_has_a_scaler,

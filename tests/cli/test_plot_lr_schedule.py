@@ -1,0 +1,89 @@
+"""The command line of tools/plot_lr_schedule.py: what it shows is what a run would do."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from megafp8.config import flags, rules
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "plot_lr_schedule.py"
+FLAGS = "--train-iters 100 --micro-batch-size 4 --global-batch-size 8 --seq-length 32 --lr 1e-3 --min-lr 1e-4"
+RUN = FLAGS.split()
+STYLES = {
+    "constant": "--lr-decay-style constant",
+    "linear": "--lr-decay-style linear",
+    "cosine": "--lr-decay-style cosine --lr-decay-iters 80",
+    "inverse-square-root": "--lr-decay-style inverse-square-root",
+    "WSD": "--lr-decay-style WSD --lr-wsd-decay-iters 20 --lr-wsd-decay-style linear",
+}
+
+
+@pytest.fixture(scope="module")
+def tool():
+    """The tool as a module."""
+    spec = importlib.util.spec_from_file_location("plot_lr_schedule", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["plot_lr_schedule"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def rates(tool, capsys: pytest.CaptureFixture[str], *words: str) -> dict[int, float]:
+    assert tool.main(["--json", *RUN, *words]) == 0
+    return {each["step"]: each["learning_rate"] for each in json.loads(capsys.readouterr().out)}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_every_style_has_a_table_and_a_picture(tool, style: str, tmp_path: Path, capsys) -> None:
+    picture = tmp_path / "new" / "schedule.png"
+    words = [*RUN, *STYLES[style].split(), "--lr-warmup-iters", "10", "--output", str(picture)]
+    assert tool.main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert " ".join(lines[0].split()) == "step samples before tokens before learning rate weight decay"
+    assert lines[1].split() == ["1", "0", "0", "0", "0.01"]
+    marked = [line for line in lines if "warm-up ends" in line]
+    assert len(marked) == 1 and marked[0].split()[:4] == ["11", "80", "2,560", "0.001"]
+    assert picture.read_bytes()[:4] == b"\x89PNG" and picture.stat().st_size > 5000
+
+
+def test_wsd_by_hand(tool, capsys) -> None:
+    """Up over ten steps, flat until twenty before the end, then down in a line; step n sees n - 1 steps' samples."""
+    found = rates(tool, capsys, *STYLES["WSD"].split(), "--lr-warmup-iters", "10")
+    assert found[1] == 0.0
+    assert found[11] == found[81] == pytest.approx(1e-3)
+    assert found[100] == pytest.approx(1e-4 + 9e-4 * (1 - 19 / 20))
+
+
+def test_embedding_and_output_have_their_own_column(tool, capsys) -> None:
+    assert tool.main([*RUN, "--decoupled-lr", "5e-3", "--lr-decay-style", "constant"]) == 0
+    header, first, *_ = capsys.readouterr().out.splitlines()
+    assert "embedding and output" in header and first.split()[4] == "0.005"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--lr-warmup-iters 100", "not shorter than the schedule"),
+        ("--lr-warmup-iters 100 --lr-decay-iters 200", "not shorter than the run of 800 samples (100 steps)"),
+        ("--lr-warmup-fraction 0.6 --lr-decay-iters 200", "lower --lr-warmup-iters, --lr-warmup-samples or"),
+        ("--lr-decay-style WSD", "--lr-wsd-decay-iters"),
+        ("--lr-warmup-iters -1", "--lr-warmup-iters -1 must be"),
+        ("--no-such-flag", "--no-such-flag"),
+    ],
+)
+def test_what_a_run_refuses_is_refused(tool, capsys, words: str, said: str) -> None:
+    assert tool.main([*RUN, *words.split()]) == 64
+    captured = capsys.readouterr()
+    assert said in captured.err and captured.out == ""
+    invocation, problems = flags.read([*RUN, *words.split()])
+    assert any(said in text for text in problems + rules.setting_problems(invocation.config, 1))
+
+
+def test_a_short_run_of_a_long_schedule_may_warm_up(tool, capsys) -> None:
+    found = rates(tool, capsys, "--lr-warmup-iters", "99", "--lr-decay-iters", "200")
+    assert found[100] == pytest.approx(1e-3)

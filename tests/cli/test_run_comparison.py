@@ -1,0 +1,123 @@
+"""The command line of tools/run_comparison.py: real runs of a few steps, in two recipes at once, and the report."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from small_run import COMMON, STYLES
+
+from megafp8.errors import ConfigError
+from megafp8.launch.run_state import RUN_STATE_FILE
+from megafp8.optim.schedule import preview_schedule
+from megafp8.reports.load import load_run
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "run_comparison.py"
+FLAGS = [*COMMON.split(), *STYLES["llama"].split(), "--train-iters", "4", "--no-save-optim", "--seed", "7"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess]:
+    """Two recipes, both at once, by the command."""
+    folder = tmp_path_factory.mktemp("comparison")
+    command = [sys.executable, str(TOOL), "--output-dir", str(folder), "--recipes", "bf16,mxfp8", "--parallel", "2"]
+    return folder, subprocess.run([*command, "--", *FLAGS], capture_output=True, text=True, timeout=240)
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    """The tool as a module."""
+    spec = importlib.util.spec_from_file_location("run_comparison", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def compare(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs the tool's main here, which spares its imports; exit status, standard output and error."""
+
+    def run(folder: Path, *words: str, flags: Sequence[str] = FLAGS) -> tuple[int, str, str]:
+        status = tool.main(["--output-dir", str(folder), *words, "--", *flags])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.slow
+def test_runs_are_pairs_and_the_report_has_them(finished: tuple[Path, subprocess.CompletedProcess]) -> None:
+    folder, ended = finished
+    assert ended.returncode == 0, ended.stderr
+    runs = [load_run(folder / name / "seed7") for name in ("bf16", "mxfp8")]
+    for run in runs:
+        assert len(run.steps) == 4 and run.info.config["training"]["seed"] == 7
+        assert (folder / run.folder.parent.name / "seed7" / "output.log").stat().st_size > 100
+    # The same weights and the same samples: before any update only rounding lies between the losses.
+    assert runs[0].steps[0].loss == pytest.approx(runs[1].steps[0].loss, rel=1e-2)
+    assert runs[0].steps[0].loss != runs[1].steps[0].loss
+    content = json.loads((folder / "report" / "comparison.json").read_text())
+    assert [(row["name"], row["verdict"]) for row in content["recipes"]] == [("bf16", ""), ("mxfp8", "not decided")]
+    assert "fp8 e4m3 mxfp8, emulated, on bf16" in ended.stdout
+    assert 'data-recipe="mxfp8"' in (folder / "report" / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_the_preview_of_the_schedule_is_what_the_run_recorded(finished) -> None:
+    from megafp8.config import flags
+
+    run = load_run(finished[0] / "bf16" / "seed7")
+    previewed = preview_schedule(flags.parse(FLAGS).config, 1, [1, 2, 3, 4])
+    assert [step.learning_rate for step in previewed] == pytest.approx([record.learning_rate for record in run.steps])
+
+
+@pytest.mark.slow
+def test_what_is_done_is_not_made_again_and_other_settings_are_refused(finished, compare) -> None:
+    folder, _ = finished
+    before = (folder / "bf16" / "seed7" / RUN_STATE_FILE).read_bytes()
+    shared = ("--recipes", "bf16,mxfp8")
+    status, said, told = compare(folder, *shared, "--bound", "20", flags=[*FLAGS, "--log-interval", "3"])
+    assert status == 0 and "2 of 2 runs are done already" in told
+    assert "bound 20%" in said
+    status, _, told = compare(folder, *shared, flags=[*FLAGS, "--lr", "5e-4"])
+    assert status == 64 and "holds a run with other settings (optimizer.lr: 0.001 -> 0.0005)" in told
+    assert (folder / "bf16" / "seed7" / RUN_STATE_FILE).read_bytes() == before
+
+
+def test_wrong_flags_are_told_before_anything_starts(compare, tmp_path: Path) -> None:
+    status, _, told = compare(tmp_path / "out", "--recipes", "bf16,mxfp8,fp6", "--seeds", "2")
+    assert status == 64 and "recipe fp6: known are bf16" in told
+    narrow = [*FLAGS, "--hidden-size", "48", "--num-attention-heads", "4"]
+    status, _, told = compare(tmp_path / "out", "--recipes", "bf16,mxfp8", flags=narrow)
+    assert status == 64 and "mxfp8: " in told and "bf16: " not in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_shows_every_command(compare, tmp_path: Path) -> None:
+    edges = "edges=--fp8-format e4m3 --fp8-recipe tensorwise --first-last-layers-bf16"
+    words = ("--recipes", "bf16,bf16-control", "--variant", edges, "--seeds", "2", "--nproc-per-node", "2")
+    status, said, told = compare(tmp_path, *words, "--dry-run")
+    assert status == 0, told
+    lines = dict(line.split(": ", 1) for line in said.splitlines())
+    assert list(lines) == [f"{name}/seed{seed}" for seed in (7, 8) for name in ("bf16", "bf16-control", "edges")]
+    assert "torch.distributed.run --standalone --nproc-per-node 2" in lines["bf16/seed7"]
+    assert "--seed 8" in lines["edges/seed8"] and "--first-last-layers-bf16" in lines["edges/seed8"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_get_gpus_of_their_own_or_a_share_of_the_cores(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    share = tool.share_devices
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    slots, flags = share(2, 2, 4)
+    assert (slots, flags) == ([{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}], [])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7,GPU-ab")
+    assert share(3, 1, 3)[0][2] == {"CUDA_VISIBLE_DEVICES": "GPU-ab"}
+    with pytest.raises(ConfigError, match="takes 4 GPUs; there are 3"):
+        share(2, 2, 3)
+    slots, flags = share(2, 1, 0)
+    assert slots == [{}, {}] and flags[0] == "--num-threads" and int(flags[1]) >= 1

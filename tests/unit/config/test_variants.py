@@ -1,0 +1,68 @@
+"""Recipe names become flags, and runs of a comparison differ in what their names say."""
+
+from __future__ import annotations
+
+import pytest
+
+from megafp8.config import flags, rules
+from megafp8.config.variants import NAMES, build_variant, differences, other_micro_batch, read_shared
+from megafp8.errors import ConfigError
+
+FLAGS = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 255 --micro-batch-size 4 --global-batch-size 8 --train-iters 10 "
+    "--lr 1e-3"
+)
+SHARED = FLAGS.split()
+
+
+def config_of(words: list[str]):
+    config = flags.parse([*SHARED, *words]).config
+    assert rules.setting_problems(config, 1) == []
+    return config
+
+
+@pytest.mark.parametrize("name", [*NAMES, "delayed-e4m3", "mxfp8-e5m2"])
+def test_every_name_is_a_run_that_breaks_no_rule(name: str) -> None:
+    config = config_of(list(build_variant(name, config_of([]), 1).flags))
+    assert config.precision.bf16
+    recipe = name.split("-")[0]
+    if recipe == "nvfp4":
+        assert config.precision.fp4_format == "e2m1"
+    elif recipe != "bf16":
+        assert config.precision.fp8_recipe == recipe
+    assert name != "delayed-e4m3" or config.precision.fp8_format == "e4m3"
+
+
+def test_the_control_is_the_baseline_in_other_microbatches() -> None:
+    shared = config_of([])
+    bf16, control = (config_of(list(build_variant(name, shared, 1).flags)) for name in ("bf16", "bf16-control"))
+    assert differences(bf16, control) == ["training.micro_batch_size: 4 -> 2"]
+    odd = flags.parse([*SHARED, "--micro-batch-size", "1", "--global-batch-size", "2"]).config
+    assert other_micro_batch(odd, 1) == 2
+    with pytest.raises(ConfigError, match="no other way to cut"):
+        other_micro_batch(odd, 2)
+
+
+def test_a_global_batch_that_was_not_given_stays_what_it_was() -> None:
+    shared = flags.parse(["--micro-batch-size", "4"]).config
+    words = build_variant("bf16-control", shared, 2).flags
+    assert words[words.index("--global-batch-size") + 1] == "8"
+
+
+@pytest.mark.parametrize("name", ["fp8", "bf16-e4m3", "delayed-e2m1", "nvfp4-e4m3", ""])
+def test_unknown_names_are_told_with_those_that_are_known(name: str) -> None:
+    with pytest.raises(ConfigError, match="known are bf16, bf16-control, tensorwise"):
+        build_variant(name, config_of([]), 1)
+
+
+def test_flags_that_the_comparison_gives_are_refused() -> None:
+    config, problems = read_shared([*SHARED, "--fp8-format", "hybrid", "--save", "here"], "runs/all")
+    assert [text.split()[0] for text in problems] == ["--save", "--fp8-format"]
+    assert config.checkpoint.save == config.checkpoint.load == "runs/all"
+
+
+def test_where_a_run_writes_makes_no_difference() -> None:
+    words = ["--save", "a", "--num-threads", "3", "--log-interval", "7"]
+    assert differences(config_of([]), config_of(words)) == []
+    assert differences(config_of([]), config_of(["--seed", "3"])) == ["training.seed: 1234 -> 3"]
