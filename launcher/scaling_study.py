@@ -5,16 +5,18 @@
     python launcher/scaling_study.py examples/studies/stdlib_cpu.yaml --local --parallel 2
     python launcher/scaling_study.py examples/studies/stdlib_cpu.yaml --status
 
-Every run has a folder of its own with a name that stays when the grid grows. The same command again passes over runs
-that are done or running and starts the others, which go on from their checkpoints. Nothing starts when the flags of one
-run are wrong. docs/scaling_studies.md describes the file. Exit status: 0 all done, 64 wrong study, 75 stopped by a
-signal, else that of the first run that failed.
+Where there is Slurm, the runs become job arrays; elsewhere, and with --local, processes of this machine. Every run has
+a folder of its own with a name that stays when the grid grows. The same command again passes over runs that are done,
+running or queued and starts the others, which go on from their checkpoints. Nothing starts when the flags of one run
+are wrong. docs/scaling_studies.md describes the file. Exit status: 0 all done or submitted, 64 wrong study, 75 stopped
+by a signal, else that of the first run that failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -25,7 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 
 from megafp8.config import rules
 from megafp8.errors import ConfigError, Megafp8Error
+from megafp8.launch import slurm
 from megafp8.planning.hardware import GPUS
+from megafp8.studies.array import build_jobs, queued_ids, submit
 from megafp8.studies.local import LocalRunner, command_of, visible_gpus
 from megafp8.studies.progress import (
     Progress,
@@ -51,7 +55,12 @@ def build_parser() -> argparse.ArgumentParser:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--status", action="store_true", help="print the state of every run and stop")
     what.add_argument("--dry-run", action="store_true", help="print every command, its tokens, FLOPs and time and stop")
-    what.add_argument("--local", action="store_true", help="run on this machine")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--local", action="store_true", help="run on this machine (default where there is no sbatch)")
+    where.add_argument(
+        "--slurm", action="store_true", help="submit job arrays (default where there is sbatch); with --dry-run: print "
+        "their scripts",
+    )
     parser.add_argument(
         "--parallel", type=int, metavar="N",
         help="runs at a time on this machine (default: as many as its GPUs hold, without GPUs 1)",
@@ -70,24 +79,36 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError(f"--parallel {arguments.parallel}: must be at least 1")
         study = read_study(arguments.study, arguments.folder)
         runs = expand(study)
-        every = [progress_of(run) for run in runs if fnmatchcase(run.label, arguments.only)]
+        queued = queued_ids(study.folder)
+        every = [progress_of(run, queued) for run in runs if fnmatchcase(run.label, arguments.only)]
         if not every:
             raise ConfigError(f"--only {arguments.only}: matches none of the {len(runs)} runs, such as {runs[0].label}")
         if arguments.status:
             print(status_text(every))
             return 0
-        if arguments.dry_run:
-            print(plan_text(every, arguments.gpu))
-            return 0
-        check_paths([one.run for one in every])
         due = [one.run for one in every if is_due(one)]
-        runner = LocalRunner(due, SCRIPT, arguments.parallel, visible_gpus(), lambda text: print(text, flush=True))
+        if arguments.dry_run:
+            scripts = [slurm.script(job) for job in build_jobs(study, due)] if arguments.slurm else []
+            print("\n".join(scripts) if arguments.slurm else plan_text(every, arguments.gpu))
+            return 0
+        is_local = arguments.local or not (arguments.slurm or shutil.which("sbatch"))
+        if is_local:
+            check_paths([one.run for one in every])
+            runner = LocalRunner(due, SCRIPT, arguments.parallel, visible_gpus(), tell)
         write_study_file(study, runs)
-        print(f"{study.name}: {len(every)} runs, {len(due)} to start; folder {study.folder}", flush=True)
-        return runner.run()
+        tell(f"{study.name}: {len(every)} runs, {len(due)} to start; folder {study.folder}")
+        if is_local:
+            return runner.run()
+        print("\n".join(submit(study, due)))
+        return 0
     except Megafp8Error as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_status
+
+
+def tell(text: str) -> None:
+    """Show a line at once."""
+    print(text, flush=True)
 
 
 def check_paths(runs: Sequence[StudyRun]) -> None:

@@ -3,8 +3,8 @@
     L = E + sum over k of A_k (x_k / r_k)^-alpha_k
 
 One term for compute or size alone, two for parameters and tokens (Hoffmann et al. 2022, arXiv:2203.15556, section 3.3).
-E, A and alpha are kept above 0 by fitting their logarithms; r is the geometric mean of the points, where A is the loss
-above the floor.
+E is at least 0; A and alpha are kept above 0 by fitting their logarithms; r is the geometric mean of the points, where
+A is the loss above the floor.
 
 What is fitted are the means of cells (one size and length), so the noise is that of seeds. The bootstrap draws seeds
 with replacement within each cell. Recipes that have the same seeds get the same draws, so a difference of two laws has
@@ -14,6 +14,7 @@ badly: deviations are multiplied by sqrt(n / (n - 1)) and by the ratio of Studen
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Optional
@@ -25,7 +26,10 @@ CONFIDENCE = 0.95
 REPLICATES = 400
 # Of the smallest loss, where the search for the floor begins.
 FLOOR_STARTS = (0.05, 0.5, 0.9)
-SMALLEST = 1e-12
+# How far the search goes: A in nats and its inverse, exponents, factors between recipes.
+SMALLEST = 1e-9
+EXPONENTS = (1e-3, 5.0)
+FACTORS = (1e-3, 1e3)
 
 
 @dataclass(frozen=True)
@@ -77,29 +81,34 @@ def fit_law(
     references = np.exp(np.log(x).mean(0))
     roots, log_losses = np.sqrt(weights), np.log(losses)
 
-    def law_of(logs: np.ndarray) -> Law:
-        values = np.exp(np.clip(logs, -60, 60))
-        factors = np.concatenate([[1.0], values[1 + 2 * terms :]])
-        return Law(values[0], values[1 : 1 + terms], values[1 + terms : 1 + 2 * terms], references, factors)
+    def law_of(unknowns: np.ndarray) -> Law:
+        values = np.exp(unknowns[1:])
+        factors = np.concatenate([[1.0], values[2 * terms :]])
+        return Law(float(unknowns[0]), values[:terms], values[terms : 2 * terms], references, factors)
 
-    def residuals(logs: np.ndarray) -> np.ndarray:
-        law = law_of(logs)
+    def residuals(unknowns: np.ndarray) -> np.ndarray:
+        law = law_of(unknowns)
         scaled = x * law.factors[groups][:, None] / references
         predicted = law.floor + (law.coefficients * scaled**-law.exponents).sum(-1)
-        return roots * (np.log(np.maximum(predicted, SMALLEST)) - log_losses)
+        return roots * (np.log(predicted) - log_losses)
 
-    def search(logs: np.ndarray) -> optimize.OptimizeResult:
-        return optimize.least_squares(residuals, logs, x_scale="jac", max_nfev=400)
+    def search(floor: float, above_0: Sequence[float]) -> optimize.OptimizeResult:
+        begin = np.concatenate([[floor], np.clip(np.log(above_0), bounds[0][1:] + 1e-3, bounds[1][1:] - 1e-3)])
+        return optimize.least_squares(residuals, begin, bounds=bounds, x_scale="jac", max_nfev=400)
 
-    if start is not None:
-        begin = [start.floor, *start.coefficients, *start.exponents, *start.factors[1:]]
-        return law_of(search(np.log(np.maximum(begin, SMALLEST))).x)
     smallest, typical = losses.min(), float(np.median(losses))
-    begins = [
-        [share * smallest, *[(typical - share * smallest) / terms] * terms, *[0.3] * terms, *[1.0] * others]
+    low = [0.0, *[math.log(SMALLEST)] * terms, *[math.log(EXPONENTS[0])] * terms, *[math.log(FACTORS[0])] * others]
+    high = [np.inf, *[math.log(1 / SMALLEST)] * terms, *[math.log(EXPONENTS[1])] * terms,
+            *[math.log(FACTORS[1])] * others]  # fmt: skip
+    bounds = np.array(low), np.array(high)
+    if start is not None:
+        floor = max(start.floor, FLOOR_STARTS[0] * smallest)
+        return law_of(search(floor, [*start.coefficients, *start.exponents, *start.factors[1:]]).x)
+    found = [
+        search(share * smallest, [*[(typical - share * smallest) / terms] * terms, *[0.3] * terms, *[1.0] * others])
         for share in FLOOR_STARTS
     ]  # fmt: skip
-    return law_of(min((search(np.log(begin)) for begin in begins), key=lambda found: found.cost).x)
+    return law_of(min(found, key=lambda one: one.cost).x)
 
 
 @dataclass(frozen=True)

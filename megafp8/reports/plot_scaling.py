@@ -31,6 +31,7 @@ def plot_laws(report: ScalingReport) -> Figure:
         draw_losses(grid[0, column], report, name)
         if has_gaps:
             draw_gaps(grid[1, column], report, name)
+        grid[-1, column].set_xlabel(LABELS[name])
     return figure
 
 
@@ -126,7 +127,6 @@ def style(axes: Axes, name: str, title: str) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.set_xscale("log")
-    axes.set_xlabel(LABELS[name])
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: count_text(value)))
     axes.xaxis.set_minor_formatter(NullFormatter())

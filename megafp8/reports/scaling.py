@@ -159,12 +159,15 @@ class ScalingReport:
     """Everything that the page shows.
 
     Attributes:
+        recipes: the baseline first.
+        arithmetic: of each recipe, as records have it.
         notes: what could not be said and why.
     """
 
     name: str
     baseline: str
     recipes: tuple[str, ...]
+    arithmetic: tuple[str, ...]
     num_runs: int
     cells: tuple[CellRow, ...]
     gaps: tuple[GapRow, ...]
@@ -209,6 +212,7 @@ def analyse(
     axes = [fit_axis(name, best, recipes, notes, replicates, seed) for name in (COMPUTE, PARAMETERS, BOTH)]
     return ScalingReport(
         name=study.name, baseline=baseline, recipes=tuple(recipes), num_runs=len(study.points), cells=tuple(cells),
+        arithmetic=tuple(next(one.arithmetic for one in study.points if one.recipe == recipe) for recipe in recipes),
         gaps=tuple(gap_rows(best, recipes)), axes=tuple(axis for axis in axes if axis is not None),
         speeds=tuple(speed_rows(study.points, baseline)), missing=study.missing, notes=tuple(notes),
     )  # fmt: skip

@@ -9,7 +9,7 @@ from megafp8.reports.html import render, to_svg
 from megafp8.reports.laws import REPLICATES
 from megafp8.reports.plot_scaling import plot_laws, plot_speed
 from megafp8.reports.scaling import ScalingReport, analyse
-from megafp8.reports.scaling_text import headline, method, remarks, tables, to_markdown
+from megafp8.reports.scaling_text import conditions, headline, method, remarks, tables, to_markdown
 from megafp8.reports.study_points import POINTS_FILE, load_points
 
 
@@ -43,7 +43,8 @@ def render_page(report: ScalingReport) -> str:
     speed = plot_speed(report)
     return render(
         "scaling.html.jinja",
-        title=f"Scaling study {report.name}", report=report, headline=headline(report), remarks=remarks(report),
+        title=f"Scaling study {report.name}", headline=headline(report), conditions=conditions(report),
+        remarks=remarks(report),
         laws=to_svg(plot_laws(report), "loss over compute and parameters"),
         speed="" if speed is None else to_svg(speed, "speed over devices"), tables=tables(report), method=method(),
     )  # fmt: skip

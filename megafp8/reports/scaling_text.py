@@ -10,7 +10,7 @@ from megafp8.reports.tables import aligned, markdown
 
 MIB = 2**20
 LETTERS = (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
-PERCENT = "{:+.2%}"
+PERCENT, NATS = "{:+.2%}", "{:.3f}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,15 @@ def headline(report: ScalingReport) -> str:
         if factor is not None:
             sentences.append(f"Its compute is worth {factor.text('{:.2f}')} of {report.baseline}'s: {verdict(factor)}.")
     return " ".join(sentences)
+
+
+def conditions(report: ScalingReport) -> str:
+    """How much was trained, and in which arithmetic."""
+    named = [
+        recipe if recipe == arithmetic else f"{recipe}: {arithmetic}"
+        for recipe, arithmetic in zip(report.recipes, report.arithmetic, strict=True)
+    ]
+    return f"{report.num_runs} runs. " + "; ".join(named)
 
 
 def verdict(factor: Estimate) -> str:
@@ -92,16 +101,16 @@ def law_table(axis: Axis) -> Table:
         header += [f"A of {symbol}", f"exponent of {symbol}"]
     rows = []
     for law in axis.laws:
-        cells = [law.recipe, law.floor.text()]
+        cells = [law.recipe, law.floor.text(NATS)]
         for coefficient, exponent in zip(law.coefficients, law.exponents, strict=True):
-            cells += [coefficient.text(), exponent.text()]
+            cells += [coefficient.text(NATS), exponent.text(NATS)]
         rows.append((*cells, f"{law.worst_residual:.2%}", str(law.num_cells)))
     formula = " + ".join(
         f"A ({symbol} / {count_text(reference)})^-exponent"
         for symbol, reference in zip(symbols, axis.laws[0].references, strict=True)
     )
     differences = [
-        f"{recipe} minus {axis.recipes[0]}: E {floor.text('{:+.3g}')}, exponent {exponent.text('{:+.3g}')}."
+        f"{recipe} minus {axis.recipes[0]}: E {floor.text('{:+.3f}')}, exponent {exponent.text('{:+.3f}')}."
         for recipe, floor, exponent in axis.differences
     ]
     return Table(
@@ -173,10 +182,10 @@ def cell_table(report: ScalingReport) -> Table:
 def remarks(report: ScalingReport) -> list[str]:
     """What the numbers do not say."""
     found = list(report.notes)
-    if any("cpu" in row.device.lower() for row in report.speeds) and len(report.recipes) > 1:
+    if any("emulated" in text for text in report.arithmetic):
         found.append(
-            "On a CPU FP8 is emulated: the losses are those of the format, the speeds are not those of hardware that "
-            "has it."
+            "Recipes were emulated: the losses are those of the format, speed and memory are not those of hardware "
+            "that has it."
         )
     if report.missing:
         found.append(f"{len(report.missing)} runs are not done: {', '.join(report.missing)}")
@@ -194,7 +203,7 @@ def method() -> str:
 
 def to_markdown(report: ScalingReport) -> str:
     """The report as Markdown."""
-    parts = [f"# Scaling study {report.name}", f"{report.num_runs} runs. {headline(report)}"]
+    parts = [f"# Scaling study {report.name}", headline(report), conditions(report)]
     parts += [f"- {text}" for text in remarks(report)]
     for table in tables(report):
         parts += [f"## {table.title}", markdown(table.header, table.rows, table.num_texts), table.note]
@@ -203,6 +212,6 @@ def to_markdown(report: ScalingReport) -> str:
 
 def to_text(report: ScalingReport) -> str:
     """For a terminal: the headline, and tables with columns in line."""
-    parts = [f"{report.name}: {report.num_runs} runs. {headline(report)}", *remarks(report)]
+    parts = [f"{report.name}: {headline(report)}", conditions(report), *remarks(report)]
     parts += [f"{one.title}\n{aligned(one.header, one.rows, one.num_texts)}" for one in tables(report)]
     return "\n\n".join(parts)

@@ -31,7 +31,8 @@ class Point:
 
     Attributes:
         choice: name of the option on each axis of the study's grid.
-        recipe: option on the axis `recipe` where there is one, else as the run's records call it.
+        recipe: option on the axis `recipe` where there is one, else the arithmetic.
+        arithmetic: of the linears, as the run's records have it.
         device: its name.
         parameters: all of them.
         tokens: trained on before the last validation.
@@ -45,6 +46,7 @@ class Point:
     label: str
     choice: Mapping[str, str]
     recipe: str
+    arithmetic: str
     device: str
     layout: Mapping[str, int]
     world_size: int
@@ -119,6 +121,7 @@ def point_of(run: Run, choice: Mapping[str, str]) -> Point:
         label=run.name,
         choice=dict(choice),
         recipe=choice.get(RECIPE_AXIS, info.recipe),
+        arithmetic=info.recipe,
         device=info.device_name,
         layout=info.layout,
         world_size=info.world_size,

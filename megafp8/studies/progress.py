@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -18,7 +18,7 @@ from megafp8.studies.runs import StudyRun
 from megafp8.studies.study import Study
 
 STUDY_FILE = "study.json"
-WAITING, RUNNING, DONE = "waiting", "running", "done"
+WAITING, QUEUED, RUNNING, DONE = "waiting", "queued", "running", "done"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Progress:
     """One run now.
 
     Attributes:
-        state: as in `run_state.py`; `waiting` for a run that never began.
+        state: as in `run_state.py`; `waiting` for a run that never began, `queued` for one that Slurm will start.
         step: last step done.
     """
 
@@ -49,18 +49,25 @@ class Progress:
         return self.found.updated_at - self.found.started_at
 
 
-def progress_of(run: StudyRun) -> Progress:
-    """Look at a run's folder."""
+def progress_of(run: StudyRun, queued: Collection[str] = ()) -> Progress:
+    """Look at a run's folder.
+
+    Args:
+        queued: ids of runs that Slurm has.
+    """
     found = judge(run.folder)
+    state = WAITING if found is None else found.state
+    if run.id in queued and state not in (DONE, RUNNING):
+        state = QUEUED
     if found is None:
-        return Progress(run=run, state=WAITING, step=0)
-    step = found.step if found.state == DONE else max(found.step, last_recorded_step(run.folder))
-    return Progress(run=run, state=found.state, step=step, reason=found.reason, found=found)
+        return Progress(run=run, state=state, step=0)
+    step = found.step if state == DONE else max(found.step, last_recorded_step(run.folder))
+    return Progress(run=run, state=state, step=step, reason=found.reason, found=found)
 
 
 def is_due(progress: Progress) -> bool:
-    """Whether a run is to be started: neither done nor running."""
-    return progress.state not in (DONE, RUNNING)
+    """Whether a run is to be started: neither done, nor running, nor about to be."""
+    return progress.state not in (DONE, RUNNING, QUEUED)
 
 
 def predicted_seconds(run: StudyRun, finished: Sequence[Progress], gpu: Optional[Gpu]) -> Optional[float]:

@@ -14,6 +14,7 @@
         fp8: --fp8-format hybrid --fp8-recipe tensorwise
       lr: [1e-3, 3e-3]                   # a list's axis is a flag (--lr), or gpus, tokens, tokens_per_parameter
       seed: [1, 2, 3]
+    slurm: {time: 4:00:00, partition: gpu}  # of the jobs, as in a job file of launcher/slurm.py
 
 `grid` may be a list of such grids. A run is one option of every axis of a grid; where options say the same thing, the
 axis further down wins.
@@ -60,7 +61,7 @@ class Study:
     Attributes:
         path: of the file.
         folder: of the study; runs have theirs in it.
-        slurm: settings of the jobs, as the file has them.
+        slurm: fields of the jobs (`launch/job.py`), texts as the file has them.
     """
 
     path: Path
@@ -81,7 +82,8 @@ def read_study(path: Path, folder: Optional[Path] = None) -> Study:
         ConfigError: the file cannot be read, or is no study; all problems of it.
     """
     try:
-        plain = yaml.safe_load(path.read_text(encoding="utf-8"))
+        # Every value as it is written: to YAML's usual reader 24:00:00 is 86400, and 1e-3 a text beside the number 0.1.
+        plain = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except yaml.YAMLError as error:
@@ -125,15 +127,12 @@ def read_axis(axis: str, plain: Any, problems: list[str]) -> tuple[Option, ...]:
 
 def read_value(axis: str, value: Any, problems: list[str]) -> Option:
     """A value of an axis that is a list."""
-    if isinstance(value, (bool, list, dict)) or value is None:
-        problems.append(
-            f"grid: {axis}: {value!r} is no value for --{axis.replace('_', '-')}; an axis with flags of its own is a "
-            'mapping, such as {on: --swiglu, off: ""}'
-        )
+    if not isinstance(value, str):
+        problems.append(f"grid: {axis}: {value!r} is no value of a flag; options that are more are named ones")
         return Option()
     if axis in SIZES:
         return read_option(f"{axis}{value}", {axis: value}, f"grid: {axis}", problems)
-    return Option(name=f"{axis}{value}", flags=(f"--{axis.replace('_', '-')}", str(value)))
+    return Option(name=f"{axis}{value}", flags=(f"--{axis.replace('_', '-')}", value))
 
 
 def read_option(name: str, plain: Any, where: str, problems: list[str]) -> Option:
@@ -157,12 +156,12 @@ def read_option(name: str, plain: Any, where: str, problems: list[str]) -> Optio
 
 
 def read_number(value: Any, where: str, problems: list[str]) -> float:
-    """A number above 0; YAML takes 2e9 for a text."""
+    """A number above 0."""
     try:
         number = float(value)
     except (TypeError, ValueError):
         number = 0.0
-    if isinstance(value, bool) or not 0 < number < float("inf"):
+    if not 0 < number < float("inf"):
         problems.append(f"{where}: {value!r} is not a number above 0")
         return 1.0
     return number

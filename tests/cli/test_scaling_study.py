@@ -72,7 +72,8 @@ def test_a_report_is_made_of_it_and_made_again(finished, tmp_path: Path) -> None
     _, folder, _ = finished
     first = run("tools/scaling_report.py", folder, "--output-dir", tmp_path)
     assert first.returncode == 0, first.stderr
-    assert "tiny: 4 runs. fp8 ends " in first.stdout and "no law over compute: it needs 4 cells" in first.stdout
+    assert "tiny: fp8 ends " in first.stdout and "no law over compute: it needs 4 cells" in first.stdout
+    assert "4 runs. bf16; fp8: fp8 hybrid tensorwise, emulated, on bf16" in first.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"report.html", "report.md", "report.json", "points.json"}
     again = run("tools/scaling_report.py", tmp_path / "points.json", "--json")
     assert json.loads(again.stdout) == json.loads((tmp_path / "report.json").read_text())
@@ -113,4 +114,4 @@ def test_wrong_flags_of_its_own(tmp_path: Path, arguments: tuple[str, ...], told
 
 def test_the_committed_study_is_sound() -> None:
     result = run("launcher/scaling_study.py", "examples/studies/stdlib_cpu.yaml", "--dry-run")
-    assert result.returncode == 0 and "30 runs" in result.stdout.splitlines()[-1], result.stderr
+    assert result.returncode == 0 and int(result.stdout.splitlines()[-1].split()[0]) >= 30, result.stderr

@@ -24,7 +24,9 @@ def point(parameters: int, recipe: str = "bf16", seed: int = 1, loss: float = 1.
     return Point(**{
         "label": f"{parameters}-{recipe}-{seed}",
         "choice": {"size": str(parameters), "recipe": recipe, "seed": str(seed)},
-        "recipe": recipe, "device": "AMD EPYC (cpu)", "layout": {"data": 1}, "world_size": 1, "seed": seed,
+        "recipe": recipe,
+        "arithmetic": "bf16" if recipe == "bf16" else f"{recipe}, emulated", "device": "EPYC",
+        "layout": {"data": 1}, "world_size": 1, "seed": seed,
         "parameters": parameters, "tokens": tokens, "flops": 6.0 * parameters * tokens, "loss": loss,
         "validation_tokens": 1000, "tokens_per_second": 100.0, "model_tflops_per_device": None, "mfu_fraction": None,
         "memory_peak_bytes": None, "settings": f"{parameters}-{tokens}-{recipe}",

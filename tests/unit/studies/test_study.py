@@ -35,7 +35,6 @@ def test_axes_are_named_options_or_values_of_a_flag(tmp_path: Path) -> None:
     small, large = grid["size"]
     assert small.flags == ("--num-layers", "2", "--override", "transformer.x=a b") and not small.sizes
     assert large.flags == ("--num-layers", "4") and large.sizes == {"gpus": 8, "tokens": 2e9}
-    # YAML has 0.1 for a number and 1e-3 for a text.
     assert [option.flags for option in grid["weight_decay"]] == [("--weight-decay", "0.1"), ("--weight-decay", "1e-3")]
     assert [dict(option.sizes) for option in grid["tokens_per_parameter"]] == [
         {"tokens_per_parameter": 10}, {"tokens_per_parameter": 20},
@@ -54,15 +53,15 @@ def test_there_may_be_several_grids(tmp_path: Path) -> None:
         ("[1, 2]", "not a mapping with the keys"),
         ("a: [", "not YAML"),
         ("seeds: [1]\ngrid: {seed: [1]}", "unknown key 'seeds'"),
-        ("grid: 3", "3 is not a mapping of axes"),
-        ("grid: {seed: 3}", "seed: 3 is neither a list of values nor a mapping"),
+        ("grid: 3", "'3' is not a mapping of axes"),
+        ("grid: {seed: 3}", "seed: '3' is neither a list of values nor a mapping"),
         ("grid: {seed: []}", "neither a list of values nor a mapping"),
-        ("grid: {swiglu: [true]}", "True is no value for --swiglu"),
+        ("grid: {lr: [{a: b}]}", "lr: {'a': 'b'} is no value of a flag"),
         ("grid: {size: {a: {flag: --bf16}}}", "size: a: unknown key 'flag'"),
-        ("grid: {size: {a: 3}}", "size: a: 3 is not a text of flags"),
+        ("grid: {size: {a: [x]}}", "size: a: ['x'] is not a text of flags"),
         ("grid: {size: {a: --x 'b}}", "No closing quotation"),
         ("grid: {tokens: [many]}", "tokens: 'many' is not a number above 0"),
-        ("gpus: -1\ngrid: {seed: [1]}", "gpus: -1 is not a number above 0"),
+        ("gpus: -1\ngrid: {seed: [1]}", "gpus: '-1' is not a number above 0"),
         ("slurm: fast\ngrid: {seed: [1]}", "slurm: 'fast' is not a mapping"),
     ],
 )
@@ -74,7 +73,7 @@ def test_what_is_wrong_is_told(tmp_path: Path, text: str, told: str) -> None:
 
 def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
-        read(tmp_path, "tokens: x\ngrid: {seed: 3, size: {a: 3}}")
+        read(tmp_path, "tokens: x\ngrid: {seed: 3, size: {a: [3]}}")
     assert len(refused.value.problems) == 3
 
 
