@@ -36,6 +36,7 @@ setup(
         "scipy",  # intervals of comparisons, fits of scaling laws
         "jinja2",
         "tqdm",
+        "pyyaml",
     ],
     extras_require={
         "te": ["transformer-engine[pytorch]>=2.9"],

@@ -75,7 +75,7 @@ def small_config(style: str, extra: str = "", world_size: int = 1) -> RunConfig:
 def build_run(config: RunConfig) -> Run:
     """The run of this rank, on samples of Python source; torch.distributed runs already."""
     here = platform.detect_platform()
-    implementation = capability.resolve_implementation(config.precision, capability.detect_target())
+    implementation = capability.resolve_implementation(config, capability.detect_target())
     run = assemble(config, here, implementation)
     samples = SourceSamples(config.data.seq_length)
     return dataclasses.replace(run, datasets=(samples, samples, None))

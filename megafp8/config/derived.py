@@ -10,6 +10,7 @@ import math
 import re
 from typing import Optional
 
+from megafp8.config import precision_map
 from megafp8.config.schema import (
     DataConfig,
     LoggingConfig,
@@ -230,14 +231,16 @@ def gemm_alignment(precision: PrecisionConfig) -> int:
 
     Source: Transformer Engine's `get_align_size_for_quantization`, megatron-core's `get_fp8_align_size`.
     """
-    recipe = quantization_recipe(precision)
-    if recipe is None:
-        return 1
+    return max((alignment_of(recipe) for recipe in precision_map.used_recipes(precision)), default=1)
+
+
+def alignment_of(recipe: str) -> int:
+    """The same for one recipe."""
     return 32 if recipe == "mxfp8" else 16
 
 
 def quantization_recipe(precision: PrecisionConfig) -> Optional[str]:
-    """Name of the FP8 or FP4 recipe of the linears; None in high precision."""
+    """Name of the FP8 or FP4 recipe of the layers' linears but for a precision map; None in high precision."""
     if precision.fp8_format is not None:
         return precision.fp8_recipe
     return None if precision.fp4_format is None else precision.fp4_recipe

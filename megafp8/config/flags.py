@@ -4,7 +4,7 @@ argparse stops at its first error. So that a user sees every problem at once, th
 options (`--flag` and the words after it), and argparse is given one option at a time. What it makes of them is laid
 over the other sources of a value, later ones winning:
 
-    default  <  preset  <  --config file  <  flag
+    default  <  preset  <  --config file  <  --precision-map file  <  flag
 
 A preset named on the command line together with --config replaces the file's whole model section: a mixture of two
 shapes is never what was meant.
@@ -22,13 +22,16 @@ from typing import Any, NoReturn, Optional
 
 from megafp8 import __version__
 from megafp8.config import derived, megatron_flags, serialize, size
+from megafp8.config.precision_map_file import read_map
 from megafp8.config.presets import PRESETS
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import Setting, all_settings, section_titles, value_of, with_values
 from megafp8.errors import ConfigError
 
 TARGETS = ("cpu", "h100", "h200", "b200")
-_INVOCATION_OPTIONS = ("config", "dry_run", "world_size", "target")
+_INVOCATION_OPTIONS = ("config", "precision_map_file", "dry_run", "world_size", "target")
+_ADDED_UP = ("overrides", "precision.precision_map")
+"""Lists to which every spelling adds, where else the last one wins."""
 _NEGATIVE_NUMBER = re.compile(r"-\.?\d")
 
 
@@ -77,7 +80,7 @@ def read(argv: Sequence[str]) -> tuple[Invocation, list[str]]:
         _read_option(parser, option, values, notices, problems)
     extras = {name: values.pop(name) for name in _INVOCATION_OPTIONS if name in values}
     given = frozenset(values)
-    config = _layered(values, extras.get("config"), notices, problems)
+    config = _layered(values, extras.get("config"), extras.get("precision_map_file"), notices, problems)
     if extras.get("world_size") is not None and extras["world_size"] < 1:
         problems.append(f"--world-size {extras['world_size']}: must be at least 1")
     invocation = Invocation(
@@ -121,6 +124,10 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_invocation_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("invocation", "What to do with the settings.")
     group.add_argument("--config", metavar="FILE", help="start from the settings in this JSON file (flags win)")
+    group.add_argument(
+        "--precision-map", dest="precision_map_file", metavar="FILE",
+        help="YAML with recipes by linear and GEMM, before those of --precision (see docs/precision.md)",
+    )
     group.add_argument("--dry-run", action="store_true", help="check everything, print the plan of the run and stop")
     group.add_argument("--world-size", type=_whole_number, metavar="N", help="ranks to plan for, with --dry-run")
     group.add_argument("--target", choices=TARGETS, help="machine to plan for, with --dry-run")
@@ -149,7 +156,7 @@ def add_setting(group: Any, setting: Setting) -> None:
         options["metavar"] = setting.metavar or {int: "N", float: "X", str: "TEXT"}[setting.type]
     if setting.many:
         # Megatron's last spelling of a list wins; overrides name different fields, so they add up.
-        options.update(nargs="+", action="store" if setting.section else "extend")
+        options.update(nargs="+", action="extend" if setting.name in _ADDED_UP else "store")
     group.add_argument(*setting.flags, **options)
 
 
@@ -252,7 +259,7 @@ def _read_option(
         problems.append(f"{flag}: does not take {' '.join(map(repr, left_over))}")
     for name, value in vars(namespace).items():
         if isinstance(value, list):
-            earlier = values.get(name, ()) if name == "overrides" else ()
+            earlier = values.get(name, ()) if name in _ADDED_UP else ()
             value = (*earlier, *value)
         values[name] = value
 
@@ -277,8 +284,10 @@ def _nearest(parser: argparse.ArgumentParser, flag: str) -> str:
 # ---- sources of a value -------------------------------------------------------------------------------------------
 
 
-def _layered(values: dict[str, Any], path: Optional[str], notices: list[str], problems: list[str]) -> RunConfig:
-    """Defaults, then preset, then file, then flags."""
+def _layered(
+    values: dict[str, Any], path: Optional[str], map_path: Optional[str], notices: list[str], problems: list[str]
+) -> RunConfig:
+    """Defaults, then preset, then files, then flags."""
     from_file = _read_config(path, problems) if path is not None else {}
     named = values.get("model.model_preset")
     if named is not None and any(name.startswith("model.") for name in from_file):
@@ -290,9 +299,21 @@ def _layered(values: dict[str, Any], path: Optional[str], notices: list[str], pr
         preset = None
     config = with_values(RunConfig(), PRESETS[preset]) if preset is not None else RunConfig()
     config = with_values(config, from_file)
-    if "overrides" in values:
-        values["overrides"] = (*config.overrides, *values["overrides"])
+    if map_path is not None:
+        values["precision.precision_map"] = (
+            *_read_precision_map(map_path, problems), *values.get("precision.precision_map", ())
+        )
+    for name in set(_ADDED_UP) & set(values):
+        values[name] = (*value_of(config, name), *values[name])
     return with_values(config, values)
+
+
+def _read_precision_map(path: str, problems: list[str]) -> tuple[str, ...]:
+    try:
+        return read_map(path)
+    except ConfigError as error:
+        problems.extend(error.problems)
+        return ()
 
 
 def _read_config(path: str, problems: list[str]) -> dict[str, Any]:

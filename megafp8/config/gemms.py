@@ -11,11 +11,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megafp8.config import derived
+from megafp8.config import derived, precision_map
+from megafp8.config.precision_map import LINEARS, OUTPUT_LAYER
 from megafp8.config.schema import RunConfig
-
-LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-"""Those of a layer, in the order of the forward pass."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,8 @@ def rows_per_rank(config: RunConfig) -> int:
 def gemm_dimensions(config: RunConfig) -> list[GemmDimensions]:
     """The four linears of a transformer layer after tensor-parallel splitting, in the order of the forward pass.
 
-    Embedding and output layer are not among them: they stay in high precision.
+    The output layer, which only a precision map quantizes, is not among them: its inputs and rows are those of
+    linear_qkv, and the vocabulary is padded to what it needs.
     """
     model, ranks = config.model, config.parallel.tensor_model_parallel_size
     assert model.hidden_size is not None
@@ -62,8 +61,7 @@ def misfits(config: RunConfig) -> Iterator[str]:
 
     Expects a shape that is otherwise complete and divisible.
     """
-    align = derived.gemm_alignment(config.precision)
-    rule = f"{derived.recipe_flag(config.precision)} needs multiples of {align}"
+    align, rule = _need(config, (*LINEARS, OUTPUT_LAYER))
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     assert model.hidden_size is not None and model.num_attention_heads is not None
     qkv, proj, _, fc2 = gemm_dimensions(config)
@@ -73,20 +71,36 @@ def misfits(config: RunConfig) -> Iterator[str]:
             f"hidden size {model.hidden_size} is a dimension of every linear: {rule}; "
             f"use --hidden-size {padded}"
         )
+    align, rule = _need(config, LINEARS[:2])
     if qkv.out_features % align or proj.in_features % align:
         yield (
             f"linear_qkv gives {qkv.out_features} and linear_proj takes {proj.in_features} channels per rank "
             f"(heads of {derived.kv_channels(model)}, tensor-parallel size {tp}): {rule}; "
             f"use --kv-channels {_round_up(derived.kv_channels(model), align)}"
         )
+    align, rule = _need(config, LINEARS[2:])
     if fc2.in_features % align:
         ffn = derived.ffn_hidden_size(model)
         yield (
             f"linear_fc2 takes {ffn} / {tp} = {fc2.in_features} channels per rank: {rule}; "
             f"use --ffn-hidden-size {_round_up(ffn, align * tp)}"
         )
+    align, rule = _need(config, (*LINEARS, OUTPUT_LAYER))
     if qkv.rows % align:
         yield _rows_misfit(config, align, rule)
+
+
+def _need(config: RunConfig, linears: tuple[str, ...]) -> tuple[int, str]:
+    """What dimensions of these linears, in whichever layers, must be a multiple of; and who says so."""
+    chosen = precision_map.resolve(config.model, config.precision)
+    recipes = dict.fromkeys(
+        recipe for name, choice in chosen.items() if name.rpartition(".")[2] in linears for recipe in choice.recipes
+    )
+    if not recipes:
+        return 1, ""
+    strictest = max(recipes, key=derived.alignment_of)
+    align = derived.alignment_of(strictest)
+    return align, f"{precision_map.asked_by(config.precision, strictest)} needs multiples of {align}"
 
 
 def _rows_misfit(config: RunConfig, align: int, rule: str) -> str:

@@ -197,6 +197,15 @@ class PrecisionConfig:
     first_last_layers_bf16: bool = setting(False, "keep the first and last layers in high precision")
     num_layers_at_start_in_bf16: int = setting(1, "layers at the start, with --first-last-layers-bf16")
     num_layers_at_end_in_bf16: int = setting(1, "layers at the end, with --first-last-layers-bf16")
+    precision_map: tuple[str, ...] = setting(
+        (), "recipes by linear and GEMM: PATTERN[:GEMMS]=RECIPE[/FORMAT], for example '*.linear_fc2=blockwise' "
+        "'layers.20-23.*:dgrad,wgrad=bf16' output_layer=mxfp8; adds up, later entries win (see docs/precision.md)",
+        flags=("--precision",), many=True, metavar="ENTRY",
+    )
+    fp8_schedule: Optional[str] = setting(
+        None, "steps in FP8 and steps in high precision, each stretch with its last step: bf16:100,fp8:900,bf16",
+        metavar="STRETCHES",
+    )
     transformer_impl: str = setting(
         "auto",
         "layer implementation: transformer_engine (CUDA), emulated (any device; FP8 by emulation), local "

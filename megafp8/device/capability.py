@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
-from megafp8.config import derived
+from megafp8.config import precision_map
+from megafp8.config.precision_map import OUTPUT_LAYER, LinearChoice
 from megafp8.config.schema import LoggingConfig, PrecisionConfig, RunConfig
 
 # Compute capability from which Transformer Engine runs a recipe (its FP8 support checks, release 2.20). From 10.0 on it
@@ -102,27 +103,30 @@ def detect_target() -> Target:
     return Target(torch.cuda.get_device_name(), "cuda", torch.cuda.get_device_capability(), version, problem)
 
 
-def resolve_implementation(precision: PrecisionConfig, target: Target) -> str:
+def resolve_implementation(config: RunConfig, target: Target) -> str:
     """`transformer_engine`, `emulated` or `local`: what `--transformer-impl` means on this target.
 
-    `auto` is Transformer Engine where it is installed and has the recipe; with --no-emulation also where it has not,
-    which then is a problem.
+    `auto` is Transformer Engine where it is installed and has all recipes as the precision map spreads them; with
+    --no-emulation also where it has not, which then is a problem.
     """
+    precision = config.precision
     if precision.transformer_impl != "auto":
         return precision.transformer_impl
     if target.kind != "cuda" or not target.transformer_engine:
         return "emulated"
-    recipe = derived.quantization_recipe(precision)
-    has_recipe = recipe is None or is_native(recipe, target.compute_capability)
-    return "transformer_engine" if has_recipe or not precision.emulation else "emulated"
+    has_recipes = all(is_native(recipe, target.compute_capability) for recipe in precision_map.used_recipes(precision))
+    has_all = has_recipes and not map_problems(config)
+    return "transformer_engine" if has_all or not precision.emulation else "emulated"
 
 
 def problems(config: RunConfig, target: Target) -> list[str]:
     """Everything in the configuration that the target cannot do, each with the mend."""
-    implementation = resolve_implementation(config.precision, target)
+    implementation = resolve_implementation(config, target)
     found = [target.problem] if target.problem else []
     found += implementation_problems(config, target, implementation)
     found += recipe_problems(config.precision, target, implementation)
+    if implementation == "transformer_engine":
+        found += map_problems(config)
     return found
 
 
@@ -182,44 +186,87 @@ def needs_transformer_engine(config: RunConfig, target: Target, implementation: 
 
 
 def recipe_problems(precision: PrecisionConfig, target: Target, implementation: str) -> list[str]:
-    """Why the recipe does not run, if it does not."""
-    recipe = derived.quantization_recipe(precision)
-    if recipe is None:
+    """Why recipes do not run, those that do not."""
+    flags = {recipe: precision_map.asked_by(precision, recipe) for recipe in precision_map.used_recipes(precision)}
+    if not flags or implementation == "local":  # which quantizes nowhere: a rule of the settings alone
         return []
-    flag = derived.recipe_flag(precision)
     if implementation == "emulated":
         found = [] if precision.emulation else [
-            f"--no-emulation: {flag} would be emulated on {target.name}; {mend_for(target, False)}"
+            f"--no-emulation: {', '.join(flags.values())} would be emulated on {target.name}; {mend_for(target, False)}"
         ]
-        if precision.fp8_param_gather and recipe not in RECIPES_WITH_ONE_WEIGHT_COPY:
+        two_copies = [flag for recipe, flag in flags.items() if recipe not in RECIPES_WITH_ONE_WEIGHT_COPY]
+        if precision.fp8_param_gather and two_copies:
             found.append(
-                f"--fp8-param-gather: {flag}, emulated, has two copies of a weight's codes, with blocks along its rows "
-                "and along its columns, which together are no smaller than BF16; leave the flag out, or give "
-                f"--fp8-recipe {', '.join(RECIPES_WITH_ONE_WEIGHT_COPY)}"
+                f"--fp8-param-gather: {', '.join(two_copies)}, emulated, has two copies of a weight's codes, with "
+                "blocks along its rows and along its columns, which together are no smaller than BF16; leave the flag "
+                f"out, or give --fp8-recipe {', '.join(RECIPES_WITH_ONE_WEIGHT_COPY)}"
             )
         return found
-    if implementation == "local":  # quantizes nowhere: a rule of the settings alone
-        return []
     found = emulated_only(precision)
     capability = target.compute_capability
-    if capability is not None and not is_native(recipe, capability):
-        below = f" and below {version_text(NATIVE_BEFORE[recipe])}" if recipe in NATIVE_BEFORE else ""
-        found.append(
-            f"{flag}: needs compute capability {version_text(NATIVE_SINCE[recipe])}{below}, "
-            f"{target.name} has {version_text(capability)}; {mend_for(target, precision.emulation)}"
-        )
+    for recipe, flag in flags.items():
+        if capability is not None and not is_native(recipe, capability):
+            below = f" and below {version_text(NATIVE_BEFORE[recipe])}" if recipe in NATIVE_BEFORE else ""
+            found.append(
+                f"{flag}: needs compute capability {version_text(NATIVE_SINCE[recipe])}{below}, "
+                f"{target.name} has {version_text(capability)}; {mend_for(target, precision.emulation)}"
+            )
     return found
+
+
+def map_problems(config: RunConfig) -> list[str]:
+    """What Transformer Engine cannot do of a precision map, each thing once with the first linear that asks for it.
+
+    It quantizes a linear under the recipe of the context that the linear runs in. That has one recipe for all three
+    GEMMs, or (`backward_override`, in recipes without a memory) leaves both of the backward pass in high precision.
+    """
+    precision = config.precision
+    if config.model.num_layers is None or not precision_map.is_quantized(precision):
+        return []
+    num_layers, found = config.model.num_layers, dict[str, str]()
+    is_delayed = "delayed" in precision_map.used_recipes(precision)
+    if is_delayed and precision.first_last_layers_bf16:
+        found["delayed"] = f"--first-last-layers-bf16 with delayed scaling: {_BY_BLOCK}"
+    for name, chosen in precision_map.resolve(config.model, precision).items():
+        if chosen == precision_map.unmapped_choice(name, num_layers, precision):
+            continue
+        said = f"--precision gives {name} {chosen}"
+        if name == OUTPUT_LAYER:
+            found[OUTPUT_LAYER] = f"{said}: the output layer is megatron-core's own, which Transformer Engine lacks"
+        elif is_delayed:
+            found.setdefault("delayed", f"{said}: {_BY_BLOCK}")
+        elif not has_te_recipe(chosen):
+            found.setdefault("mix", f"{said}: Transformer Engine has one recipe for all three, or high precision for "
+                             "the backward pass")  # fmt: skip
+        if precision.fp8_param_gather:
+            found.setdefault("weights", f"--fp8-param-gather: {said}, and Transformer Engine makes FP8 weights by one "
+                             "recipe only")  # fmt: skip
+        if precision.use_transformer_engine_op_fuser:
+            found.setdefault("fuser", f"--use-transformer-engine-op-fuser: {said}, and fused ones have one recipe")
+    if precision.fp8_schedule is not None and precision.use_transformer_engine_op_fuser:
+        found["schedule"] = (
+            "--use-transformer-engine-op-fuser with --fp8-schedule: fused operations forget their scales in between"
+        )
+    return [f"{text}; change it, or give --transformer-impl emulated" for text in found.values()]
+
+
+_BY_BLOCK = "with it Transformer Engine reduces amaxes for all layers at once, when the last one has run"
+
+
+def has_te_recipe(chosen: LinearChoice) -> bool:
+    """Whether Transformer Engine has a recipe for these three GEMMs."""
+    return chosen.dgrad == chosen.wgrad and (chosen.dgrad == chosen.fprop or chosen.dgrad.recipe is None)
 
 
 def environment_notices(precision: PrecisionConfig, implementation: str) -> list[str]:
     """Where the environment makes Transformer Engine's recipe another than the one that the settings resolve to."""
     if implementation != "transformer_engine":
         return []
-    recipe = derived.quantization_recipe(precision)
+    used = precision_map.used_recipes(precision)
     return [
         f"{variable}=1: Transformer Engine heeds it, so that {effect}, whatever this run says of its recipe"
         for of_recipe, variable, effect in TRANSFORMER_ENGINE_SWITCHES
-        if of_recipe == recipe and os.environ.get(variable) == "1"
+        if of_recipe in used and os.environ.get(variable) == "1"
     ]
 
 
@@ -239,7 +286,8 @@ def emulated_only(precision: PrecisionConfig) -> list[str]:
     by_environment = "Transformer Engine decides by its environment; leave the flag out"
     asked = {
         "--fp8-format e5m2": (
-            precision.fp8_format == "e5m2", "Transformer Engine refuses E5M2 for all tensors; give e4m3 or hybrid"
+            precision.fp8_format == "e5m2" or any(entry.format == "e5m2" for entry in precision_map.entries(precision)),
+            "Transformer Engine refuses E5M2 for all tensors; give e4m3 or hybrid"
         ),
         "--fp8-power-2-scale": (precision.fp8_power_2_scale, by_environment),
         "--fp8-block-scaling-fp32-scales": (precision.fp8_block_scaling_fp32_scales, by_environment),

@@ -33,12 +33,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megafp8 import faults
-from megafp8.fp8.recipes import DelayedOptions, Gemm, Operand, Recipe
-from megafp8.fp8.scaling import FP32_MAX, reduce_amax
+from megafp8.fp8.recipes import DelayedOptions, Operand, Recipe
+from megafp8.fp8.scaling import FP32_MAX, ScaleRule, reduce_amax
 
 OPERANDS = tuple(Operand)
 FORWARD, BACKWARD = slice(0, 2), slice(2, 3)  # of OPERANDS
-FIRST_GEMM = {Operand.INPUT: Gemm.FPROP, Operand.WEIGHT: Gemm.FPROP, Operand.GRAD_OUTPUT: Gemm.DGRAD}
 
 
 class DelayedScale(NamedTuple):
@@ -99,8 +98,7 @@ class DelayedState(nn.Module):
         super().__init__()
         assert recipe.delayed is not None
         self.options = recipe.delayed
-        formats = [recipe.rule(operand, FIRST_GEMM[operand]).format for operand in OPERANDS]
-        self.format_max = tuple(fmt.max for fmt in formats)
+        self.format_max = tuple(_format_max(recipe, operand) for operand in OPERANDS)
         self.register_buffer("amax_history", torch.zeros(self.options.history_len, len(OPERANDS)))
         self.register_buffer("quant_scale", torch.ones(len(OPERANDS)))
         self.kept_scales: deque[Tensor] = deque()
@@ -137,6 +135,15 @@ class DelayedState(nn.Module):
         if not torch.is_grad_enabled():
             self.kept_scales.append(self.quant_scale.clone())
         return self.scales(is_noted=True), True
+
+
+def _format_max(recipe: Recipe, operand: Operand) -> float:
+    """The largest number that an operand's codes stand for; 1 where delayed scaling has no part in it, which then never
+    has an amax either."""
+    rules = {rule for each, _, rule in recipe.rules if each is operand and rule is not None}
+    formats = {rule.format for rule in rules if rule.scale_rule is ScaleRule.DELAYED}
+    assert len(formats) <= 1, "one scale for codes of two formats"
+    return formats.pop().max if formats else 1.0
 
 
 class AmaxExchange:

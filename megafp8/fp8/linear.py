@@ -27,7 +27,8 @@ over other elements than those of wgrad. Both copies come from high precision. S
 
 What is kept for the backward pass is the codes of x and w that it needs: one byte an element instead of two or four.
 The bias gradient is the sum of the unquantized grad_output. A GEMM whose operands a recipe leaves alone runs in the
-parameters' type; for wgrad that means that x itself is kept too.
+parameters' type, as the plain layer's does, and for wgrad that means that x itself is kept too. Each GEMM may have
+rules of another recipe: an operand is then quantized once for each rule.
 
 Tensor parallelism over P ranks (megatron-core's two layers, which do the outer communication themselves):
 
@@ -142,10 +143,11 @@ class LinearPlan:
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight [N, K] for the two GEMMs that read it: the same codes twice, where the rules are the same."""
+    """A weight [N, K] for the two GEMMs that read it: the same codes twice, where the rules are the same. None is for
+    a GEMM in high precision, which reads the weight itself."""
 
-    fprop: Quantized
-    dgrad: Quantized
+    fprop: Optional[Quantized]
+    dgrad: Optional[Quantized]
 
 
 def quantize_weight(weight: Tensor, plan: LinearPlan) -> QuantizedWeight:
@@ -157,8 +159,9 @@ def quantize_weight(weight: Tensor, plan: LinearPlan) -> QuantizedWeight:
         if plan.observer is not None:
             plan.observer(Operand.WEIGHT, weight, {Gemm.FPROP: codes, Gemm.DGRAD: codes})
         return QuantizedWeight(codes, codes)
-    quantized = plan.quantize_for(weight, Operand.WEIGHT, {Gemm.FPROP: None, Gemm.DGRAD: None})
-    return QuantizedWeight(quantized[Gemm.FPROP], quantized[Gemm.DGRAD])
+    wanted = {gemm: None for gemm in (Gemm.FPROP, Gemm.DGRAD) if plan.recipe.is_quantized(gemm)}
+    quantized = plan.quantize_for(weight, Operand.WEIGHT, wanted) if wanted else {}
+    return QuantizedWeight(quantized.get(Gemm.FPROP), quantized.get(Gemm.DGRAD))
 
 
 def emulated_linear(
@@ -198,15 +201,19 @@ class _EmulatedLinear(torch.autograd.Function):
         needs_wgrad: bool,
     ) -> Tensor:
         ctx.plan, ctx.weight, ctx.has_bias, ctx.input_shape = plan, weight, bias is not None, input.shape
-        dtype = plan.gemm_dtype(input, Gemm.FPROP)
-        wanted = {Gemm.FPROP: None if plan.gather_input else dtype}
+        is_quantized = quantized_weight.fprop is not None
+        dtype = plan.gemm_dtype(input, Gemm.FPROP) if is_quantized else input.dtype
+        wanted = {Gemm.FPROP: None if plan.gather_input else dtype} if is_quantized else {}
         if needs_wgrad and _is_kept_as_codes(input, plan):
             wanted[Gemm.WGRAD] = None
-        quantized = plan.quantize_for(input, Operand.INPUT, wanted)
+        quantized = plan.quantize_for(input, Operand.INPUT, wanted) if wanted else {}
         kept = quantized.get(Gemm.WGRAD)
         if needs_wgrad and kept is None:
             kept = input.contiguous()
         _keep(ctx, quantized_weight.dgrad, kept)
+        if not is_quantized:
+            output = torch.matmul(_gather(input, plan)[0], weight.t())
+            return output if bias is None else output + bias
         a, b = quantized[Gemm.FPROP], decode_operand(quantized_weight.fprop, dtype)
         if plan.gather_input:
             a = decode_operand(_gather_quantized(a, plan)[0], dtype)
@@ -225,11 +232,8 @@ class _EmulatedLinear(torch.autograd.Function):
         rows = _rows(grad_output)
         dy = _decoded_grad_output(rows, needs_dgrad, needs_wgrad, plan)
         if needs_dgrad:
-            a = dy.pop(Gemm.DGRAD)
-            b = decode_operand(weight, a.values.dtype)
-            grad_rows = _scaled_gemm(a.values, b.values, _product(a.factor, b.factor), rows.dtype)
+            grad_rows = _dgrad(rows, dy.pop(Gemm.DGRAD, None), ctx.weight if weight is None else weight)
             grad_input, reducing = _start_reduction(grad_rows, ctx.input_shape, plan)  # while wgrad computes
-            del a, b
         if needs_wgrad:
             _wait(gathering)
             grad_weight = _wgrad(rows, dy.get(Gemm.WGRAD), kept_input, ctx.weight, plan)
@@ -324,6 +328,14 @@ def _decoded_grad_output(rows: Tensor, needs_dgrad: bool, needs_wgrad: bool, pla
     needed = [gemm for gemm, is_needed in ((Gemm.DGRAD, needs_dgrad), (Gemm.WGRAD, needs_wgrad)) if is_needed]
     dtypes = {gemm: plan.gemm_dtype(rows, gemm) for gemm in needed if plan.recipe.is_quantized(gemm)}
     return plan.quantize_for(rows, Operand.GRAD_OUTPUT, dtypes) if dtypes else {}
+
+
+def _dgrad(rows: Tensor, dy: Optional[Decoded], weight: Union[Quantized, Tensor]) -> Tensor:
+    """dy . w from grad_output, as it is and for dgrad, and the weight, quantized or not as that is."""
+    if dy is None:
+        return torch.mm(rows, weight)
+    b = decode_operand(weight, dy.values.dtype)
+    return _scaled_gemm(dy.values, b.values, _product(dy.factor, b.factor), rows.dtype)
 
 
 def _wgrad(

@@ -171,7 +171,7 @@ def quantize_parts(
     """Quantize weights of which each rank of a group has a flat part, each rank its part; all ranks call it.
 
     Args:
-        parameters: the same on all ranks, all under one rule.
+        parameters: the same on all ranks.
         parts: FP32 [n], or the weight's own type; None where this rank has none of a weight.
         starts: the first element of the part in the flattened weight.
         group: ranks that together have all parts; None: this rank has them all.
@@ -179,8 +179,19 @@ def quantize_parts(
     Numerics: parts are rounded to the weight's type first. Codes and scales are then those of `quantize` for the whole
     weight. Rounding keeps the order of magnitudes, so that the amax of the rounded part is the rounded amax.
     """
-    if not parameters:
-        return
+    rules = {parameter.codes.rule: None for parameter in parameters}
+    for rule in rules:
+        chosen = [index for index, parameter in enumerate(parameters) if parameter.codes.rule == rule]
+        _quantize_alike(*([items[index] for index in chosen] for items in (parameters, parts, starts)), group)
+
+
+def _quantize_alike(
+    parameters: Sequence[QuantizedParameter],
+    parts: Sequence[Optional[Tensor]],
+    starts: Sequence[Optional[int]],
+    group: Optional[dist.ProcessGroup],
+) -> None:
+    """The same for weights under one rule."""
     weights = [parameter.codes for parameter in parameters]
     sizes = [math.prod(codes.scales_shape) for codes in weights]
     largest = torch.zeros(sum(sizes), device=weights[0].device)
@@ -239,7 +250,6 @@ def _whole_rows(codes: WeightCodes, part: Tensor, start: int) -> tuple[Tensor, i
 def _scales(weights: Sequence[WeightCodes], largest: Tensor) -> Scales:
     """Scales of all weights, one after the other, from their amaxes or from before."""
     rule = weights[0].rule
-    assert all(codes.rule == rule for codes in weights), "weights under several rules"
     if rule.scale_rule is ScaleRule.DELAYED:
         return tensor_scales(torch.stack([codes.delayed.quant_scale[WEIGHT] for codes in weights]))
     if rule.block is None:

@@ -26,10 +26,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Optional
 
+from megafp8.config.precision_map import Choice, LinearChoice, base_choice
 from megafp8.config.schema import PrecisionConfig
 from megafp8.device.capability import EMULATED_RECIPES
 from megafp8.errors import CapabilityError
@@ -123,7 +125,7 @@ class Recipe:
     """All rules of a recipe.
 
     Attributes:
-        name: as `--fp8-recipe` or `--fp4-recipe` spells it.
+        name: as `--fp8-recipe` or `--fp4-recipe` spells it; of several, one a GEMM: `tensorwise/high/high`.
         rules: (operand, GEMM, rule) for all six uses; a rule of None leaves the whole GEMM in high precision.
         delayed: with delayed scaling, its options.
     """
@@ -147,6 +149,12 @@ class Recipe:
     def is_quantized(self, gemm: Gemm) -> bool:
         """Does this GEMM multiply quantized operands?"""
         return all(self.rule(operand, gemm) is not None for operand in dict(OPERANDS_OF)[gemm])
+
+
+HIGH_PRECISION = Recipe(
+    name="high", rules=tuple((operand, gemm, None) for gemm, operands in OPERANDS_OF for operand in operands)
+)
+"""Nothing is quantized."""
 
 
 class DescriptionRow(NamedTuple):
@@ -199,6 +207,38 @@ def build_recipe(precision: PrecisionConfig) -> Optional[Recipe]:
         scale_rule = ScaleRule.POWER_OF_TWO if precision.fp8_power_2_scale else ScaleRule.FP32
         recipe = tensorwise(forward=forward, backward=backward, scale_rule=scale_rule)
     return recipe if precision.fp8_wgrad else without_wgrad(recipe)
+
+
+@functools.lru_cache(maxsize=64)
+def build_linear_recipe(precision: PrecisionConfig, chosen: LinearChoice) -> Optional[Recipe]:
+    """The recipe of one linear, whose GEMMs may each have another; None where all are in high precision.
+
+    Args:
+        precision: has the recipes' options, such as the amax history's length.
+    """
+    if not chosen.is_quantized:
+        return None
+    if chosen == base_choice(precision):
+        return build_recipe(precision)
+    parts = [_build_choice(precision, choice) for choice in chosen]
+    rules = tuple(
+        (operand, gemm, None if part is None else part.rule(operand, gemm))
+        for (gemm, operands), part in zip(OPERANDS_OF, parts, strict=True)
+        for operand in operands
+    )
+    names = [choice.recipe or "high" for choice in chosen]
+    options = next((part.delayed for part in parts if part is not None and part.delayed is not None), None)
+    return Recipe(name="/".join(names) if len(set(names)) > 1 else names[0], rules=rules, delayed=options)
+
+
+def _build_choice(precision: PrecisionConfig, choice: Choice) -> Optional[Recipe]:
+    """One recipe in one format, with the run's options."""
+    if choice.recipe is None:
+        return None
+    changes = {"fp8_format": choice.format, "fp8_recipe": choice.recipe, "fp4_format": None, "fp8_wgrad": True}
+    if choice.recipe == "nvfp4":
+        changes = {"fp8_format": None, "fp4_format": choice.format}
+    return build_recipe(dataclasses.replace(precision, **changes))
 
 
 def tensorwise(*, forward: Format, backward: Format, scale_rule: ScaleRule = ScaleRule.FP32) -> Recipe:

@@ -112,11 +112,11 @@ def quantize_for(
     for index, use in enumerate(uses):
         part = parts.setdefault(use.rule, Part(use.rule))
         _prepare(part, source, use, generators[index] if generators else None)
-    wanted = list(parts.values())
-    if wanted[0].rule.block is None:
-        for part in wanted:
+    for part in parts.values():
+        if part.rule.block is None:
             _quantize_tensor(source, part, group, delayed)
-    elif len(wanted) == 2 and _share_a_read(*wanted):
+    wanted = [part for part in parts.values() if part.rule.block is not None]
+    if len(wanted) == 2 and _share_a_read(*wanted):
         _quantize_blocks(source, *sorted(wanted, key=lambda part: _is_tall(part.rule)), group)
     else:
         for part in wanted:

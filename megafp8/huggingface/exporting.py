@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from megafp8.checkpoint.load import read_config
 from megafp8.checkpoint.manifest import NAME, check_whole
 from megafp8.checkpoint.plain_tensors import PlainTensors
 from megafp8.checkpoint.vocabulary import EMBEDDING
-from megafp8.config import derived
+from megafp8.config import derived, precision_map
 from megafp8.config.schema import RunConfig
 from megafp8.data.tokenizer import Tokenizer
 from megafp8.errors import CheckpointError
@@ -28,7 +29,6 @@ from megafp8.huggingface.family import Family
 from megafp8.huggingface.files import Piece, TheirTensor, write_json, write_pieces
 from megafp8.huggingface.table import Row
 from megafp8.huggingface.tokenizer_files import notes_on_tokenizer, open_tokenizer, write_tokenizer
-from megafp8.model.high_precision import is_high_precision
 from megafp8.overrides import DTYPES
 
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -226,18 +226,16 @@ def quantization(
     Raises:
         CheckpointError: blocks do not divide a weight.
     """
-    precision, num_layers = config.precision, config.model.num_layers
-    assert num_layers is not None
+    precision = config.precision
     rule = fp8_weights.weight_rule(precision, recipe)
-    layers = [f"decoder.layers.{n}." for n in range(num_layers) if not is_high_precision(n, num_layers, precision)]
-    chosen = [row for row in table if row.is_linear and row.ours.startswith(tuple(layers))]
+    chosen = [row for row in table if row.is_linear and may_be_fp8(row.ours, config)]
     notes = []
     if rule.block is not None and (uneven := fp8_weights.ragged(chosen, rule.block)):
         raise CheckpointError(
             f"--fp8-recipe {recipe}: {uneven[0]}, which its blocks do not divide, and others would misread it; "
             "--fp8-recipe tensorwise has no blocks"
         )
-    if precision.fp8_format is not None and precision.fp8_recipe == "delayed":
+    if "delayed" in precision_map.used_recipes(precision):
         notes.append("scales are those of the weights as they are, not of the run's amax history")
     if precision.fp8_format == "e5m2":
         notes.append("weights are E4M3 here; the run had E5M2")
@@ -246,6 +244,15 @@ def quantization(
             "some 128 x 128 blocks of the run's layers hold rows of two matrices there, which have blocks of their own"
         )
     return {row.ours: rule for row in chosen}, notes
+
+
+def may_be_fp8(name: str, config: RunConfig) -> bool:
+    """Whether a tensor is of a layer's linear that the run did not keep in high precision while it quantized others."""
+    found = re.match(r"decoder\.(layers\.\d+)\..*\.(linear_\w+)\.", name)
+    if found is None:
+        return False
+    chosen = precision_map.resolve(config.model, config.precision)[f"{found[1]}.{found[2]}"]
+    return chosen.is_quantized or not precision_map.is_quantized(config.precision)
 
 
 def piece(tensors: PlainTensors, row: Row, dtype: torch.dtype, rule: Optional[OperandRule]) -> Piece:
@@ -280,7 +287,8 @@ def notes_on(
     if stored == torch.float32 and dtype != stored:
         notes.append(f"FP32 weights are rounded to {DTYPE_NAMES[dtype]}")
     notes += notes_on_tokenizer(config.data)
-    recipe = derived.quantization_recipe(config.precision)
-    if recipe is not None and not options.quantizes:
-        notes.append(f"the run computed in {recipe}; there it computes in {DTYPE_NAMES[dtype]} unless told otherwise")
+    recipes = precision_map.used_recipes(config.precision)
+    if recipes and not options.quantizes:
+        there = DTYPE_NAMES[dtype]
+        notes.append(f"the run computed in {', '.join(recipes)}; there it computes in {there} unless told otherwise")
     return notes

@@ -14,16 +14,17 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megafp8.config import derived
+from megafp8.config.precision_map import OUTPUT_LAYER
 from megafp8.config.schema import RunConfig
 from megafp8.fp8.parameter import settle
 from megafp8.mcore_config import build_ddp_config, build_optimizer_config
 from megafp8.model.emulated_layers import (
-    EmulatedColumnParallelLinear,
-    EmulatedRowParallelLinear,
+    EmulatedOutputLayer,
+    emulated_linears,
     keep_weights_as_codes,
 )
 from megafp8.model.initialize import initialize_parameters
-from megafp8.model.layer_specs import build_block_spec
+from megafp8.model.layer_specs import build_block_spec, linear_recipes
 
 
 def build_model(
@@ -80,7 +81,7 @@ def build_chunk(
     model = config.model
     positions = model.max_position_embeddings or config.data.seq_length
     assert positions is not None
-    return GPTModel(
+    chunk = GPTModel(
         config=transformer_config,
         transformer_layer_spec=build_block_spec(config, transformer_config, implementation, vp_stage),
         vocab_size=vocab_size,
@@ -97,6 +98,18 @@ def build_chunk(
         seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
         vp_stage=vp_stage,
     )
+    if implementation == "transformer_engine" and config.precision.precision_map:
+        from megafp8.model import te_precision  # needs Transformer Engine
+
+        te_precision.give_recipes(chunk, config)
+    recipe = linear_recipes(config)[OUTPUT_LAYER] if implementation == "emulated" else None
+    if chunk.post_process and recipe is not None:
+        chunk.output_layer = EmulatedOutputLayer.in_place_of(
+            chunk.output_layer, chunk.shared_embedding_or_output_weight(), recipe,
+            amax_reduction=config.precision.fp8_amax_reduction,
+            noise_name=f"{config.training.seed}|{OUTPUT_LAYER}",
+        )  # fmt: skip
+    return chunk
 
 
 def accumulate_gradients_in_gemm(chunks: list[torch.nn.Module], implementation: str) -> None:
@@ -109,9 +122,11 @@ def accumulate_gradients_in_gemm(chunks: list[torch.nn.Module], implementation: 
             from megafp8.model import te_layers  # needs Transformer Engine
 
             te_layers.accumulate_gradients_in_gemm(chunk)
-        for module in chunk.modules():
-            if isinstance(module, (EmulatedColumnParallelLinear, EmulatedRowParallelLinear)):
-                module.gradient_accumulation_fusion = True
+    for linear in emulated_linears(chunks):
+        # A weight that is the embedding's too has its gradient from autograd.
+        linear.gradient_accumulation_fusion = linear.weight is not None and not hasattr(
+            linear.weight, "shared_embedding"
+        )
 
 
 def add_gradient_buffers(

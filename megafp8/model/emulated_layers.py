@@ -14,6 +14,7 @@ import functools
 from collections.abc import Iterable, Iterator
 from typing import Any, Optional
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -25,7 +26,8 @@ from megafp8.fp8.delayed import AmaxExchange, DelayedState
 from megafp8.fp8.linear import AmaxGroups, LinearPlan, Observer, QuantizedWeight, emulated_linear, quantize_weight
 from megafp8.fp8.noise import RoundingNoise
 from megafp8.fp8.parameter import QuantizedParameter, WeightCodes, quantize_parts
-from megafp8.fp8.recipes import Gemm, Operand, Recipe
+from megafp8.fp8.recipes import HIGH_PRECISION, Gemm, Operand, Recipe
+from megafp8.fp8.scaling import ScaleRule
 
 AMAX_REDUCTIONS = ("te", "all")
 STATE = "quantizer_state"
@@ -45,9 +47,12 @@ class _EmulatedGemm:
 
     With the attribute `gradient_accumulation_fusion` weight gradients are added to `main_grad` inside the layer. That
     needs no extension module here, unlike in the plain layers, which refuse to be built so: set it afterwards.
+
+    While the attribute `is_quantizing` is False all GEMMs are in high precision, and the recipe's memory is left alone.
     """
 
     splits_grad_output: bool
+    is_output = False
 
     def __init__(
         self,
@@ -62,20 +67,25 @@ class _EmulatedGemm:
             raise ValueError(f"amax_reduction is {amax_reduction!r}; it must be one of {', '.join(AMAX_REDUCTIONS)}")
         super().__init__(*args, **kwargs)
         self.recipe = recipe
+        self.is_quantizing = True
         self.amax_reduction = amax_reduction
         self.observer: Optional[Observer] = None
         self.reuses_weight_codes = False
         self._weight_codes: Optional[QuantizedWeight] = None
         self.amax_exchange: Optional[AmaxExchange] = None
-        if recipe is not None and recipe.delayed is not None:
-            self._delay_scaling(recipe, amax_exchange or AmaxExchange())
-        elif recipe is not None and recipe.is_stochastic:
+        if recipe is not None and recipe.is_stochastic:
             linear = kwargs.get("tp_comm_buffer_name") or type(self).__name__  # qkv, proj, fc1, fc2
             self.quantizer_state = RoundingNoise(f"{noise_name}|{linear}|{self._shard_of_grad_output()}")
+        if recipe is not None and recipe.delayed is not None:
+            self._delay_scaling(recipe, amax_exchange or AmaxExchange())
 
     def _delay_scaling(self, recipe: Recipe, exchange: AmaxExchange) -> None:
         """Set up the scales that outlive a step."""
-        self.quantizer_state = DelayedState(recipe).to(self.weight.device)
+        on_cpu = self.config.use_cpu_initialization
+        state = DelayedState(recipe).to(torch.device("cpu") if on_cpu else torch.cuda.current_device())
+        if recipe.is_stochastic:
+            state.noise = self.quantizer_state
+        self.quantizer_state = state
         self.amax_exchange = exchange
         is_tensor_only = not recipe.delayed.is_reduced_over_data
         group = parallel_state.get_amax_reduction_group(with_context_parallel=True, tp_only_amax_red=is_tensor_only)
@@ -121,18 +131,19 @@ class _EmulatedGemm:
                 allreduce_dgrad=allreduce_dgrad, sequence_parallel=sequence_parallel,
                 grad_output_buffer=grad_output_buffer, **plain_options,
             )
-        assert grad_output_buffer is None, "deferred weight gradients belong to the output layer, which is not emulated"
+        assert grad_output_buffer is None, "weight gradients of the output layer are not deferred"
+        recipe = self.recipe if self.is_quantizing else HIGH_PRECISION
         plan = LinearPlan(
-            recipe=self.recipe,
+            recipe=recipe,
             tensor_group=self.tp_group,
             gather_input=sequence_parallel,
             allreduce_dgrad=allreduce_dgrad,
             amax_groups=self.amax_groups(sequence_parallel),
             fuse_wgrad=gradient_accumulation_fusion,
-            noise=self.quantizer_state if self.recipe.is_stochastic else None,
+            noise=self.noise if recipe.is_stochastic else None,
             observer=self.observer,
         )
-        if self.recipe.delayed is not None:
+        if recipe.delayed is not None:
             return self._delayed_forward(input, weight, bias, plan)
         return emulated_linear(input, weight, bias, plan, self._known_weight_codes(weight, plan))
 
@@ -146,6 +157,11 @@ class _EmulatedGemm:
         if is_first_run:
             exchange.forward_ran(state)
         return output
+
+    @property
+    def noise(self) -> RoundingNoise:
+        """The random numbers of stochastic rounding."""
+        return self.quantizer_state if self.recipe.delayed is None else self.quantizer_state.noise
 
     def _known_weight_codes(self, weight: Tensor, plan: LinearPlan) -> Optional[QuantizedWeight]:
         if not self.reuses_weight_codes:
@@ -167,7 +183,7 @@ class _EmulatedGemm:
         assert self.recipe is not None
         plain, rule = self.weight, self.recipe.rule(Operand.WEIGHT, Gemm.FPROP)
         assert rule is not None and rule == self.recipe.rule(Operand.WEIGHT, Gemm.DGRAD), "two copies of one weight"
-        delayed = self.quantizer_state if self.recipe.delayed is not None else None
+        delayed = self.quantizer_state if rule.scale_rule is ScaleRule.DELAYED else None
         group = self.amax_groups(self.sequence_parallel).weight
         parameter = nn.Parameter(QuantizedParameter(WeightCodes(plain.detach(), rule, group, delayed)))
         vars(parameter).update(vars(plain))  # megatron-core's marks
@@ -198,6 +214,31 @@ class EmulatedColumnParallelLinear(_EmulatedGemm, ColumnParallelLinear):
         )
 
 
+class EmulatedOutputLayer(EmulatedColumnParallelLinear):
+    """The same for logits, y [..., vocabulary / P]; the weight may be the embedding's, and is given with the input."""
+
+    is_output = True
+    known_weight: tuple[Tensor, ...] = ()  # also one that is the embedding's; not a parameter of this layer
+
+    @classmethod
+    def in_place_of(
+        cls, plain: ColumnParallelLinear, weight: Tensor, recipe: Recipe, **params: Any
+    ) -> EmulatedOutputLayer:
+        """A layer with the weight of megatron-core's own, which `GPTModel` makes without asking.
+
+        Args:
+            weight: the embedding's, for a layer that has none of its own.
+        """
+        layer = cls(
+            plain.input_size, plain.output_size, config=plain.config, init_method=plain.config.init_method, bias=False,
+            gather_output=plain.gather_output, skip_weight_param_allocation=True, tp_group=plain.tp_group,
+            recipe=recipe, **params,
+        )  # fmt: skip
+        layer.weight = plain.weight
+        layer.known_weight = (weight if plain.weight is None else plain.weight,)
+        return layer
+
+
 class EmulatedRowParallelLinear(_EmulatedGemm, RowParallelLinear):
     """y = x w^T, w split along its inputs: weight [N, K/P], input [T, K/P]; grad_output is whole, since megatron-core
     gathers it before it gets here, so that with sequence parallelism its amax is that of all shards without a
@@ -218,13 +259,18 @@ class EmulatedRowParallelLinear(_EmulatedGemm, RowParallelLinear):
 def keep_weights_as_codes(chunks: Iterable[nn.Module]) -> None:
     """Make the weight of every emulated linear a `QuantizedParameter`, which also holds what it was until `settle`.
 
-    For before megatron-core makes buffers of the parameters.
+    For before megatron-core makes buffers of the parameters. Weights that both their GEMMs read in high precision stay
+    as they are, and so does that of the output layer.
     """
     mcore_weights.enter(QuantizedParameter, quantize_parts)
-    for chunk in chunks:
-        for module in chunk.modules():
-            if isinstance(module, _EmulatedGemm) and module.recipe is not None:
-                module.keep_weight_as_codes()
+    for layer in emulated_linears(chunks):
+        if not layer.is_output and layer.recipe is not None and layer.recipe.is_quantized(Gemm.FPROP):
+            layer.keep_weight_as_codes()
+
+
+def emulated_linears(chunks: Iterable[nn.Module]) -> list[_EmulatedGemm]:
+    """All of them in some chunks of the model."""
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, _EmulatedGemm)]
 
 
 @contextlib.contextmanager
@@ -235,7 +281,7 @@ def weights_unchanged(model_chunks: Iterable[nn.Module]) -> Iterator[None]:
     The promise is explicit because a tensor does not tell: the distributed optimizer writes weights through a flat
     buffer, and mixed-precision optimizers through `.data`, neither of which moves a parameter's version counter.
     """
-    layers = [module for chunk in model_chunks for module in chunk.modules() if isinstance(module, _EmulatedGemm)]
+    layers = emulated_linears(model_chunks)
     for layer in layers:
         layer.reuse_weight_codes(True)
     try:

@@ -6,7 +6,8 @@ moves between them.
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from collections.abc import Sequence
+from typing import Any, Optional, Union
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -23,12 +24,13 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
+from megafp8.config import precision_map
+from megafp8.config.precision_map import LINEARS
 from megafp8.config.schema import RunConfig
 from megafp8.fp8.delayed import AmaxExchange
-from megafp8.fp8.recipes import Recipe, build_recipe
+from megafp8.fp8.recipes import Recipe, build_linear_recipe
 from megafp8.model.attention import CausalAttention
 from megafp8.model.emulated_layers import EmulatedColumnParallelLinear, EmulatedRowParallelLinear
-from megafp8.model.high_precision import is_high_precision
 from megafp8.model.norm import Norm
 
 # The norm before a linear is stored under that linear's key, as Transformer Engine's fused layer has it.
@@ -52,44 +54,57 @@ def build_block_spec(
 
         layer, norm = te_layers.layer_spec(config), te_layers.norm()
         return TransformerBlockSubmodules([layer] * get_num_layers_to_build(transformer_config, vp_stage), norm)
-    recipe = build_recipe(config.precision) if implementation == "emulated" else None
+    recipes = linear_recipes(config) if implementation == "emulated" else {}
     exchange = AmaxExchange()  # one for all layers of the chunk
     first = get_transformer_layer_offset(transformer_config, vp_stage)
     layers = range(first, first + get_num_layers_to_build(transformer_config, vp_stage))
-    num_layers = config.model.num_layers
-    assert num_layers is not None
-    recipes = [None if is_high_precision(i, num_layers, config.precision) else recipe for i in layers]
     specs = [
-        layer_spec(config, recipe_of_layer, exchange, f"{config.training.seed}|layer {i}")
-        for i, recipe_of_layer in zip(layers, recipes, strict=True)
-    ]
+        layer_spec(
+            config, [recipes.get(f"layers.{layer}.{linear}") for linear in LINEARS], exchange,
+            f"{config.training.seed}|layer {layer}",
+        )
+        for layer in layers
+    ]  # fmt: skip
     return TransformerBlockSubmodules(specs, Norm)
 
 
-def layer_spec(config: RunConfig, recipe: Optional[Recipe], exchange: AmaxExchange, noise_name: str) -> ModuleSpec:
+def linear_recipes(config: RunConfig) -> dict[str, Optional[Recipe]]:
+    """The recipe of every linear of the model, by name; None in high precision."""
+    chosen = precision_map.resolve(config.model, config.precision)
+    return {name: build_linear_recipe(config.precision, choice) for name, choice in chosen.items()}
+
+
+def layer_spec(
+    config: RunConfig, recipes: Sequence[Optional[Recipe]], exchange: AmaxExchange, noise_name: str
+) -> ModuleSpec:
     """One layer without Transformer Engine: quantizing linears with a recipe, megatron-core's own without.
 
     Args:
+        recipes: of the layer's linears, in the order of LINEARS.
         exchange: what the linears update their scales by, under delayed scaling.
         noise_name: whose random numbers the linears round by, under stochastic rounding.
     """
-    column, row = ColumnParallelLinear, RowParallelLinear
-    if recipe is not None:
+
+    def linear(plain: type, emulated: type, recipe: Optional[Recipe]) -> Union[type, ModuleSpec]:
+        if recipe is None:
+            return plain
         params: dict[str, Any] = {"recipe": recipe, "amax_reduction": config.precision.fp8_amax_reduction}
         if recipe.delayed is not None:
             params["amax_exchange"] = exchange
         if recipe.is_stochastic:
             params["noise_name"] = noise_name
-        column = ModuleSpec(EmulatedColumnParallelLinear, params)
-        row = ModuleSpec(EmulatedRowParallelLinear, params)
+        return ModuleSpec(emulated, params)
+
+    column, row = (ColumnParallelLinear, EmulatedColumnParallelLinear), (RowParallelLinear, EmulatedRowParallelLinear)
+    qkv, proj, fc1, fc2 = (linear(*kind, recipe) for kind, recipe in zip((column, row) * 2, recipes, strict=True))
     query_key_norm = Norm if config.model.qk_layernorm else IdentityOp
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=column,
+            linear_qkv=qkv,
             core_attention=CausalAttention,
-            linear_proj=row,
+            linear_proj=proj,
             q_layernorm=query_key_norm,
             k_layernorm=query_key_norm,
         ),
@@ -101,7 +116,7 @@ def layer_spec(config: RunConfig, recipe: Optional[Recipe], exchange: AmaxExchan
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=Norm,
-            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
+            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2)),
             mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map=CHECKPOINT_KEYS,
         ),

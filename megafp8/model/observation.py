@@ -19,16 +19,16 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from megafp8.config import derived, gemms
+from megafp8.config import derived, precision_map
+from megafp8.config.precision_map import OUTPUT_LAYER
 from megafp8.config.rules.telemetry import with_recipe
 from megafp8.config.schema import RunConfig
 from megafp8.fp8.fp4 import unpack
 from megafp8.fp8.hadamard import transform_columns
 from megafp8.fp8.parameter import QuantizedParameter
 from megafp8.fp8.quantize import Quantized, as_blocks, has_kernels, quantize
-from megafp8.fp8.recipes import Gemm, Operand, OperandRule, Recipe, build_recipe
+from megafp8.fp8.recipes import Gemm, Operand, OperandRule, Recipe, build_linear_recipe, build_recipe
 from megafp8.fp8.scaling import ScaleRule, block_amax
-from megafp8.model.high_precision import is_high_precision
 from megafp8.model.quantization_report import GEMMS
 from megafp8.telemetry.quantization import ROUNDING
 from megafp8.telemetry.records import TensorStats
@@ -77,16 +77,22 @@ class Plan:
     Attributes:
         linears: names of the linears.
         watched: their tensors, by linear and operand.
-        recipe: the run's; None in high precision.
+        recipe: of the layers' linears without a precision map; None in high precision.
+        recipes: of each of the linears.
     """
 
     linears: tuple[str, ...]
     watched: Mapping[tuple[str, Operand], tuple[Watched, ...]]
     recipe: Optional[Recipe]
+    recipes: Mapping[str, Optional[Recipe]]
 
     def rows(self) -> list[str]:
         """Rows of the table: the weights of all linears, and every tensor under every rule."""
         return [*self.linears, *(each.row for each in self.all())]
+
+    def other_recipes(self) -> dict[str, str]:
+        """Names of those recipes that are not the run's, by linear."""
+        return {name: each.name for name, each in self.recipes.items() if each not in (None, self.recipe)}
 
     def all(self) -> Iterator[Watched]:
         """Every tensor under every rule."""
@@ -96,31 +102,28 @@ class Plan:
 
 def plan_observation(config: RunConfig) -> Plan:
     """What `--fp8-log-layers` and `--fp8-what-if` ask for."""
-    recipe = build_recipe(config.precision)
     tried = [what_if_recipe(name) for name in derived.what_if_recipes(config.logging)]
-    linears = watched_linears(config)
+    linears, chosen = watched_linears(config), precision_map.resolve(config.model, config.precision)
+    recipes = {linear: build_linear_recipe(config.precision, chosen[linear]) for linear in linears}
     watched = {
         (linear, operand): tuple(
             entry
-            for is_tried, each in [*([(False, recipe)] if recipe else []), *((True, other) for other in tried)]
+            for is_tried, each in [(False, recipes[linear]), *((True, other) for other in tried)]
+            if each is not None
             for entry in entries_of(linear, operand, each, is_tried)
         )
         for linear in linears
         for operand in Operand
     }
-    return Plan(linears, watched, recipe)
+    return Plan(linears, watched, build_recipe(config.precision), recipes)
 
 
 def watched_linears(config: RunConfig) -> tuple[str, ...]:
-    """Names of the linears of quantized layers (of all layers in high precision) that the patterns name."""
-    num_layers, precision = config.model.num_layers, config.precision
-    assert num_layers is not None
-    is_quantized = derived.quantization_recipe(precision) is not None
+    """Names of the quantized linears (of all layers' in high precision) that the patterns name."""
+    chosen = precision_map.resolve(config.model, config.precision)
+    is_quantized = precision_map.is_quantized(config.precision)
     names = [
-        f"layers.{layer}.{linear}"
-        for layer in range(num_layers)
-        if not (is_quantized and is_high_precision(layer, num_layers, precision))
-        for linear in gemms.LINEARS
+        name for name, choice in chosen.items() if choice.is_quantized or not (is_quantized or name == OUTPUT_LAYER)
     ]
     patterns = derived.log_layer_patterns(config.logging)
     return tuple(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
@@ -296,7 +299,8 @@ class TensorObserver:
 
     def __init__(self, plan: Plan, table: TensorTable, linear: str, first_channel: int = 0):
         self.plan, self.table, self.linear, self.first_channel = plan, table, linear, first_channel
-        self.margin = plan.recipe.delayed.margin if plan.recipe is not None and plan.recipe.delayed is not None else 0
+        recipe = plan.recipes[linear]
+        self.margin = recipe.delayed.margin if recipe is not None and recipe.delayed is not None else 0
         self.seen: set[str] = set()
 
     def __call__(self, operand: Operand, tensor: Tensor, quantized: Mapping[Gemm, Quantized]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 import torch
@@ -10,13 +10,18 @@ import torch.distributed as dist
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
+from megafp8.config.precision_map import OUTPUT_LAYER
 from megafp8.fp8.delayed import OPERANDS, DelayedScale
 from megafp8.fp8.linear import Observer
 from megafp8.fp8.parameter import QuantizedParameter
 from megafp8.fp8.quantize import Quantized, quantize
 from megafp8.fp8.recipes import Gemm, Operand, OperandRule, Recipe
 from megafp8.fp8.scaling import ScaleRule
-from megafp8.model.emulated_layers import EmulatedColumnParallelLinear, EmulatedRowParallelLinear
+from megafp8.model.emulated_layers import (
+    EmulatedColumnParallelLinear,
+    EmulatedOutputLayer,
+    EmulatedRowParallelLinear,
+)
 from megafp8.model.observation import is_kept_as_codes
 from megafp8.model.quantization_report import GEMMS
 
@@ -27,7 +32,7 @@ class WatchedLinear:
     Args:
         name: `layers.3.linear_fc1`.
         module: a column- or row-parallel linear.
-        recipe: the run's.
+        recipe: its own.
     """
 
     def __init__(self, name: str, module: nn.Module, recipe: Optional[Recipe]):
@@ -36,7 +41,7 @@ class WatchedLinear:
     @property
     def weight(self) -> Tensor:
         """[N, K], this rank's shard."""
-        return self.module.weight
+        return self.module.known_weight[0] if isinstance(self.module, EmulatedOutputLayer) else self.module.weight
 
     @property
     def first_channel(self) -> int:
@@ -158,14 +163,13 @@ def normed(module: nn.Module, tensor: Tensor) -> Tensor:
     return nn.functional.layer_norm(values, shape, weight.float(), bias, module.eps).to(tensor.dtype)
 
 
-def find_linears(chunks: Sequence[nn.Module], names: Sequence[str], recipe: Optional[Recipe]) -> list[WatchedLinear]:
-    """The linears of this rank that are named."""
-    wanted = set(names)
+def find_linears(chunks: Sequence[nn.Module], recipes: Mapping[str, Optional[Recipe]]) -> list[WatchedLinear]:
+    """The linears of this rank that are named, with their recipes."""
     return [
-        (WatchedLinear if is_emulated(module) else HookedLinear)(name, module, recipe)
+        (WatchedLinear if is_emulated(module) else HookedLinear)(name, module, recipes[name])
         for chunk in chunks
         for name, module in linears_of(chunk)
-        if name in wanted
+        if name in recipes
     ]
 
 
@@ -175,7 +179,7 @@ def is_emulated(module: nn.Module) -> bool:
 
 
 def linears_of(chunk: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The linears of a chunk's layers; layers are counted from 0 over the whole model."""
+    """The linears of a chunk's layers, counted from 0 over the whole model, and the output layer where it quantizes."""
     for layer in (module for module in chunk.modules() if isinstance(module, TransformerLayer)):
         prefix = f"layers.{layer.layer_number - 1}."
         attention, mlp = layer.self_attention, layer.mlp
@@ -183,3 +187,4 @@ def linears_of(chunk: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield prefix + "linear_proj", attention.linear_proj
         yield prefix + "linear_fc1", mlp.linear_fc1
         yield prefix + "linear_fc2", mlp.linear_fc2
+    yield from ((OUTPUT_LAYER, module) for module in chunk.modules() if isinstance(module, EmulatedOutputLayer))

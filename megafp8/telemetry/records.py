@@ -52,6 +52,8 @@ class RunRecord:
     recipe: str
     """The arithmetic of the linears in a few words, for tables and legends: "bf16", "fp8 hybrid tensorwise (TE)"."""
     device_name: str
+    precision_map: dict[str, str] = field(default_factory=dict)
+    """Under a precision map, the resolved recipes by linear and layers; empty where all have one."""
     peak_flops: Optional[dict[str, float]] = None
     """Dense peak FLOP/s of one device by dtype; None for a device that is not in the table."""
     peak_source: Optional[str] = None
@@ -189,6 +191,8 @@ class QuantizationRecord:
     step: int
     recipe: str
     """Of the run's linears; empty in high precision, where only `what_if` has entries."""
+    recipes: dict[str, str] = field(default_factory=dict)
+    """Under a precision map, of the linears that have another one: `tensorwise/high/high` is one a GEMM."""
     tensors: dict[str, TensorStats]
     what_if: dict[str, dict[str, TensorStats]] = field(default_factory=dict)
     """The same tensors under other recipes, by recipe."""

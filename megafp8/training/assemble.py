@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megafp8.checkpoint.state import Trainee
-from megafp8.config import derived
+from megafp8.config import derived, precision_map
 from megafp8.config.schema import RunConfig
 from megafp8.data.datasets import build_datasets
 from megafp8.data.sample_chain import SampleChain
@@ -183,7 +183,7 @@ def build_spikes(config: RunConfig) -> Optional[SpikeDetector]:
 
 def build_delayed_memory(config: RunConfig, trainee: Trainee, implementation: str) -> Optional[DelayedMemory]:
     """What takes amax histories and scales back with a step; None where there are none, or no step is left out."""
-    is_delayed = derived.quantization_recipe(config.precision) == "delayed"
+    is_delayed = "delayed" in precision_map.used_recipes(config.precision)
     if not is_delayed or not config.training.max_skipped_steps:
         return None
     return DelayedMemory(trainee.chunks, implementation)

@@ -9,10 +9,10 @@ from typing import Optional
 import torch
 
 import megafp8
-from megafp8.config import derived, serialize, size
+from megafp8.config import derived, precision_map, serialize, size
 from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.device.peaks import find_peak
-from megafp8.model.precision_map import resolve_precision_map
+from megafp8.model.precision_map import format_recipes, resolve_precision_map
 from megafp8.optim import one_pass
 from megafp8.telemetry.records import RunRecord
 from megafp8.training.assemble import Run
@@ -23,28 +23,47 @@ LIBRARIES = ("torch", "megatron-core", "transformer-engine", "numpy", "sentencep
 def describe_arithmetic(precision: PrecisionConfig, implementation: str) -> str:
     """The linears' arithmetic in a few words, for tables and legends: `fp8 hybrid tensorwise, emulated, on bf16`."""
     dtype, recipe = derived.params_dtype(precision), derived.quantization_recipe(precision)
-    if recipe is None:
+    if not precision_map.is_quantized(precision):
         return dtype
     formats = f"fp4 {precision.fp4_format}" if precision.fp8_format is None else f"fp8 {precision.fp8_format}"
     how = "TE" if implementation == "transformer_engine" else "emulated"
-    return f"{formats} {recipe}, {how}, on {dtype}"
+    base = dtype if recipe is None else f"{formats} {recipe}"
+    mapped = f" but for {', '.join(precision.precision_map)}" if precision.precision_map else ""
+    steps = f", steps {precision.fp8_schedule}" if precision.fp8_schedule is not None else ""
+    return f"{base}{mapped}{steps}, {how}, on {dtype}"
 
 
 def recipe_lines(config: RunConfig, implementation: str) -> list[str]:
-    """The resolved recipe for the start of a run, a line for each GEMM of a linear; none in high precision."""
+    """The resolved recipe for the start of a run, a line for each GEMM of a linear, or the table of a precision map;
+    none in high precision."""
     precision = config.precision
-    if derived.quantization_recipe(precision) is None:
+    if not precision_map.is_quantized(precision):
         return []
-    row = resolve_precision_map(config)[0]
-    gemms = [f"  {gemm}  {getattr(row, gemm)}" for gemm in ("fprop", "dgrad", "wgrad")]
+    rows, arithmetic = resolve_precision_map(config), describe_arithmetic(precision, implementation)
     weights = ["  weights are kept and gathered as codes and scales"] if precision.fp8_param_gather else []
-    return [f"recipe of layers {row.layers}: {describe_arithmetic(precision, implementation)}", *gemms, *weights]
+    if precision.precision_map:
+        table = [f"  {line}" for line in format_recipes(rows, precision).splitlines()]
+        return [f"recipes: {arithmetic}", *table, *weights]
+    row = next((row for row in rows if row.chosen.is_quantized), rows[0])
+    gemms = [f"  {gemm}  {getattr(row, gemm)}" for gemm in precision_map.GEMMS]
+    return [f"recipe of layers {row.layers}: {arithmetic}", *gemms, *weights]
+
+
+def mapped_recipes(config: RunConfig) -> dict[str, str]:
+    """The recipes of the linears under a precision map, for the record: `linear_fc2 of layers 0-3`, in words."""
+    if not config.precision.precision_map:
+        return {}
+    return {
+        row.linear if row.layers == "-" else f"{row.linear} of layers {row.layers}": str(row.chosen)
+        for row in resolve_precision_map(config)
+    }
 
 
 def matmul_dtype(precision: PrecisionConfig, implementation: str) -> str:
     """The dtype whose peak the linears could reach: FP8 and FP4 only where such units do the work."""
-    if derived.quantization_recipe(precision) is not None and implementation == "transformer_engine":
-        return "fp4" if precision.fp8_format is None else "fp8"
+    used = precision_map.used_recipes(precision)
+    if used and implementation == "transformer_engine":
+        return "fp4" if "nvfp4" in used else "fp8"
     return derived.params_dtype(precision)
 
 
@@ -111,6 +130,7 @@ def run_record(run: Run, resumed_from_step: Optional[int]) -> RunRecord:
         world_size=run.place.world_size,
         layout=layout_sizes(run),
         recipe=describe_arithmetic(precision, run.implementation),
+        precision_map=mapped_recipes(run.config),
         device_name=run.platform.name,
         peak_flops=dict(peak.flops) if peak else None,
         peak_source=peak.source if peak else None,

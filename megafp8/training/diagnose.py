@@ -6,6 +6,7 @@ from megafp8.checkpoint.state import Progress
 from megafp8.telemetry.records import Record
 from megafp8.training.assemble import Run
 from megafp8.training.evaluate import build_batches
+from megafp8.training.precision_at import precision_at
 from megafp8.training.step import clear_gradients, forward_backward
 
 
@@ -23,7 +24,7 @@ def diagnose(run: Run, progress: Progress) -> list[Record]:
     if not run.probe.is_looking:
         samples = progress.consumed_samples
         batches = build_batches(run, run.datasets[0], samples, samples + run.global_batch_size, num_workers=0)
-        with run.probe.looking():
+        with run.probe.looking(), precision_at(run, progress.step + 1):
             clear_gradients(run)
             forward_backward(run, batches, run.num_microbatches, forward_only=False)
     return run.probe.take_records(progress.step + 1, run.place.rank)

@@ -16,6 +16,7 @@ from megafp8.optim.finite import agree
 from megafp8.telemetry.records import EvalRecord
 from megafp8.training.assemble import Run, to_device_sum
 from megafp8.training.phases import EVALUATION
+from megafp8.training.precision_at import precision_at
 from megafp8.training.step import forward_backward
 from megafp8.training.stopping import is_asked_to_stop
 
@@ -24,6 +25,7 @@ def evaluate(run: Run, split: str, dataset: Any, step: int, consumed_tokens: int
     """Mean loss per token over the first `--eval-iters` global batches of a dataset; all ranks call it.
 
     Every validation of a run, and of every other run on the same data, sees the same samples, so their losses compare.
+    Under --fp8-schedule it computes as the last step did.
 
     Returns:
         None when a signal asked to stop before it was done.
@@ -33,7 +35,7 @@ def evaluate(run: Run, split: str, dataset: Any, step: int, consumed_tokens: int
     # In this process: starting loader processes for so few batches would take longer than reading them.
     batches = build_batches(run, dataset, 0, num_batches * run.global_batch_size, num_workers=0)
     total = torch.zeros(2, dtype=torch.float64, device=device)
-    with inference_mode(run):
+    with inference_mode(run), precision_at(run, step):
         faults.point("evaluation.begin")
         for _ in range(num_batches):
             if is_asked_to_stop(run):

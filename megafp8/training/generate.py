@@ -19,7 +19,8 @@ from torch import Tensor
 from megafp8.checkpoint.folder import find_checkpoint
 from megafp8.checkpoint.load import embedding_rows, load_weights, read_config
 from megafp8.checkpoint.manifest import check_whole
-from megafp8.config import derived
+from megafp8.config import derived, precision_map
+from megafp8.config.fp8_schedule import is_quantized_at
 from megafp8.config.schema import DataConfig, RunConfig
 from megafp8.data.tokenizer import Tokenizer, build_tokenizer
 from megafp8.device import capability
@@ -60,6 +61,7 @@ class LanguageModel:
         recipe = derived.quantization_recipe(precision)
         kind = f"FP4 {precision.fp4_format}" if precision.fp8_format is None else f"FP8 {precision.fp8_format}"
         quantized = "" if recipe is None else f", {kind} {recipe}"
+        quantized += f", {' '.join(precision.precision_map)}" if precision.precision_map else ""
         return f"{self.path}: {self.implementation} layers, {dtype}{quantized}, on {self.device}"
 
     @torch.no_grad()
@@ -104,7 +106,7 @@ def load_language_model(
     Args:
         folder: what the run had as --save.
         step: which checkpoint; default the newest.
-        high_precision: leave FP8 out.
+        high_precision: leave FP8 out, as --fp8-schedule may have done when the checkpoint was made.
         tokenizer_files: fields of the data section (`tokenizer_model`...) to use instead of the checkpoint's.
 
     Raises:
@@ -118,6 +120,7 @@ def load_language_model(
     path = found[1]
     check_whole(path)
     saved = read_config(path)
+    high_precision = high_precision or not is_quantized_at(saved.precision, max(1, found[0]))
     config, implementation = one_rank_config(saved, capability.detect_target(), high_precision)
     config = dataclasses.replace(config, data=dataclasses.replace(saved.data, **(tokenizer_files or {})))
     tokenizer = open_tokenizer(config.data, saved.model.vocab_size)
@@ -156,6 +159,8 @@ def one_rank_config(saved: RunConfig, target: capability.Target, high_precision:
         # Only for training, or other kernels for the same arithmetic.
         attention_backend="auto",
         fp8_param_gather=False,
+        precision_map=() if high_precision else saved.precision.precision_map,
+        fp8_schedule=None,
         gradient_accumulation_fusion=False,
         cross_entropy_loss_fusion=False,
         split_rope_fusion=False,
@@ -169,9 +174,9 @@ def one_rank_config(saved: RunConfig, target: capability.Target, high_precision:
         config = RunConfig(model=saved.model, precision=chosen, data=saved.data, overrides=overrides)
         found = capability.problems(config, target)
         if not found:
-            return config, capability.resolve_implementation(chosen, target)
+            return config, capability.resolve_implementation(config, target)
         problems = problems or found
-    is_quantized = derived.quantization_recipe(precision) is not None
+    is_quantized = precision_map.is_quantized(precision)
     mend = ["--precision high generates without quantization"] if is_quantized else []
     raise CapabilityError(problems + mend)
 

@@ -16,6 +16,7 @@ from megafp8 import faults
 from megafp8.checkpoint.save import sync_parameters
 from megafp8.checkpoint.state import Progress
 from megafp8.config import derived, serialize
+from megafp8.config.fp8_schedule import is_quantized_at
 from megafp8.data.atomic import atomic_write
 from megafp8.data.loader import loader_deaths_explained
 from megafp8.errors import CapabilityError, NumericsError
@@ -27,6 +28,7 @@ from megafp8.training.describe import describe_update, run_record
 from megafp8.training.diagnose import diagnose
 from megafp8.training.evaluate import build_batches, evaluate
 from megafp8.training.phases import BETWEEN, STEP
+from megafp8.training.precision_at import change_before
 from megafp8.training.profiling import profiler
 from megafp8.training.rates import Rates, build_rates
 from megafp8.training.replicas import check_replicas
@@ -90,9 +92,8 @@ def train_steps(
     batches = remaining_batches(run, progress)
     rates, stragglers = build_rates(run), Stragglers(run)
     first_step = progress.step + 1
-    if progress.step < total_steps and needs_calibration(run):
-        run.guard.enter("calibration")
-        sinks.write(calibrate(run, progress))
+    if progress.step < total_steps:
+        calibrate_if_due(run, sinks, progress)
     if progress.step < total_steps and run.guard.is_evaluation_due(progress.step):
         validate(run, sinks, progress)
     reason = stopped_by_signals(run) if run.guard.stop_agreed else None  # or that validation would be left out
@@ -100,6 +101,10 @@ def train_steps(
         gc.disable()
     with profiler(run, folder) as profile_step, loader_deaths_explained(), saving(run, sinks) as saver:
         while progress.step < total_steps and reason is None:
+            change = change_before(run, progress.step + 1)
+            if change is not None:
+                sinks.write(change)
+                calibrate_if_due(run, sinks, progress)
             stragglers.start()
             try:
                 progress = recorded_step(run, sinks, rates, batches, progress)
@@ -133,6 +138,13 @@ def train_steps(
         place = f", {saved}" if folder else ", not saved (no --save)"
         sinks.write(EventRecord(step=progress.step, name="stopped", detail=reason + place))
     return progress
+
+
+def calibrate_if_due(run: Run, sinks: Sinks, progress: Progress) -> None:
+    """Find delayed scaling's first scales before the first step that uses them, in this run or after a checkpoint."""
+    if is_quantized_at(run.config.precision, progress.step + 1) and needs_calibration(run):
+        run.guard.enter("calibration")
+        sinks.write(calibrate(run, progress))
 
 
 def remaining_batches(run: Run, progress: Progress) -> Batches:

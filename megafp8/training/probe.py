@@ -20,6 +20,7 @@ from torch import Tensor
 from megafp8.checkpoint.save import sync_parameters
 from megafp8.checkpoint.state import Trainee
 from megafp8.config import derived
+from megafp8.config.fp8_schedule import is_quantized_at
 from megafp8.config.schema import RunConfig
 from megafp8.fp8.linear import Observer
 from megafp8.fp8.recipes import Operand
@@ -47,15 +48,16 @@ class Probe:
         self.num_microbatches = derived.num_microbatches(config, world_size)
         self.global_batch_size = derived.global_batch_size(config, world_size)
         self.plan = plan_observation(config)
-        self.linears = find_linears(unwrap_model(trainee.chunks), self.plan.linears, self.plan.recipe)
+        self.linears = find_linears(unwrap_model(trainee.chunks), self.plan.recipes)
         self.health = HealthWatch(derived.lr_warmup_samples(config, world_size) / self.global_batch_size)
         self.look: Optional[Look] = None
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around one step: look at it if its turn has come."""
+        """Around one step: look at it if its turn has come, and it is not in high precision by the schedule."""
         self.look = None
-        with self.looking() if number % self.interval == 0 else nullcontext():
+        is_due = number % self.interval == 0 and is_quantized_at(self.config.precision, number)
+        with self.looking() if is_due else nullcontext():
             yield
 
     @property
@@ -188,6 +190,7 @@ class Look:
         return QuantizationRecord(
             step=step,
             recipe="" if self.plan.recipe is None else self.plan.recipe.name,
+            recipes=self.plan.other_recipes(),
             tensors=tensors,
             what_if=what_if,
             **self.gradient_noise(),

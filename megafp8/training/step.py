@@ -26,6 +26,7 @@ from megafp8.optim.loss_scale import can_fall, current_loss_scale
 from megafp8.optim.one_pass import OnePassOptimizer
 from megafp8.optim.schedule import current_learning_rate
 from megafp8.training.assemble import Run, to_device_sum
+from megafp8.training.precision_at import precision_at
 from megafp8.training.skipping import Finding, SpikeJudge, check_may_skip, not_finite, samples_of_rank
 
 Batches = Optional[Iterator[dict[str, Tensor]]]
@@ -77,7 +78,7 @@ def train_step(run: Run, batches: Batches, progress: Progress) -> StepResult:
     if run.delayed is not None:
         run.delayed.remember()
     in_one_pass = isinstance(trainee.optimizer, OnePassOptimizer)
-    with run.timer.span("forward-backward"):
+    with run.timer.span("forward-backward"), precision_at(run, progress.step + 1):
         reports = forward_backward(run, batches, run.num_microbatches, forward_only=False)
         squared_norm = trainee.optimizer.squared_norm() if in_one_pass else None
         faults.point("step.after_backward")

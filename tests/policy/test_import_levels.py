@@ -31,9 +31,8 @@ LEVELS = {
 PARTS_WITHOUT_TORCH = {"errors", "faults", "config", "launch", "planning", "doctor", "reports", "studies"}
 PARTS_WITH_MEGATRON = {"data", "parallel", "mcore_config", "model", "optim", "checkpoint", "training"}
 FILES_WITH_TRANSFORMER_ENGINE = {
-    "fp8/te_recipes.py", "model/te_layers.py", "model/te_operations.py", "model/te_output.py",
-    "model/te_overlap.py",
-    "model/te_patches.py",
+    "model/te_layers.py", "model/te_operations.py", "model/te_output.py", "model/te_overlap.py",
+    "model/te_patches.py", "model/te_precision.py",
 }  # fmt: skip
 PATCH_FILE = "device/mcore_cpu.py"
 PATCHED_BY = {"megatron": PATCH_FILE, "torch": PATCH_FILE, "transformer_engine": "model/te_patches.py"}

@@ -129,6 +129,23 @@ EXAMPLES = {
     "determinism_excludes_its_opposites": (
         {"precision.deterministic_mode": True, "precision.cross_entropy_loss_fusion": True}, 1, "not deterministic"
     ),
+    "entries_can_be_read": ({"precision.precision_map": ("*.linear_fc2=fp7",)}, 1, "'fp7' is no recipe"),
+    "entries_name_linears": ({"precision.precision_map": ("*.fc2=mxfp8",)}, 1, "names no linear"),
+    "high_precision_is_that_of_the_weights": ({"precision.precision_map": ("*=fp32",)}, 1, "give bf16"),
+    "delayed_scales_have_one_format": (
+        {"precision.precision_map": ("*:fprop=delayed/e4m3", "*:wgrad=delayed/hybrid")}, 1, "e4m3 and hybrid"
+    ),
+    "schedule_can_be_read": ({"precision.fp8_schedule": "bf16:100"}, 1, "every stretch but the last"),
+    "schedule_ends_within_the_run": (
+        {"precision.fp8_schedule": "bf16:10000000,fp8"}, 1, "nothing comes after bf16:10000000"
+    ),
+    "weights_in_fp8_have_one_form": (
+        {
+            "precision.fp8_param_gather": True, "parallel.use_distributed_optimizer": True,
+            "precision.precision_map": ("*.linear_fc1:dgrad=bf16",),
+        },
+        1, "one recipe for fprop and another for dgrad",
+    ),
     "gemm_dimensions_suit_the_recipe": ({"model.ffn_hidden_size": 388}, 1, "use --ffn-hidden-size 400"),
     "layout_free_scales_need_whole_blocks": (
         {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megafp8.config import derived, gemms
+from megafp8.config import derived, gemms, precision_map
 from megafp8.config.rules.rule import Rule, has_shape, positive, without
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import settings_by_name, value_of
@@ -39,20 +39,23 @@ def one_low_format(config: RunConfig, world_size: int) -> Iterator[str]:
 def low_formats_are_not_with_fp16(config: RunConfig, world_size: int) -> Iterator[str]:
     """The scales of recipes are for BF16 or FP32 weights; FP16's loss scale would be a second one."""
     precision = config.precision
-    if precision.fp16 and derived.quantization_recipe(precision) is not None:
-        yield f"{derived.quantization_flag(precision)} with --fp16: use --bf16 instead of --fp16"
+    if precision.fp16 and (recipes := precision_map.used_recipes(precision)):
+        yield f"{precision_map.asked_by(precision, recipes[0])} with --fp16: use --bf16 instead of --fp16"
 
 
 def low_format_settings_need_a_format(config: RunConfig, world_size: int) -> Iterator[str]:
     """Settings of FP8 and FP4 without their format would leave the run in high precision unnoticed."""
     fp8, fp4 = config.precision.fp8_format, config.precision.fp4_format
+    used = precision_map.used_recipes(config.precision)
     if fp8 is None:
-        for name in (*FP8_SETTINGS, *(name for names in SETTINGS_OF_RECIPE.values() for name in names)):
+        for name in FP8_SETTINGS:
             yield from (without(flag, "--fp8-format") for flag in given_flags(config, name))
-    if fp4 is None:
+        for name in (name for recipe, names in SETTINGS_OF_RECIPE.items() if recipe not in used for name in names):
+            yield from (without(flag, "--fp8-format") for flag in given_flags(config, name))
+    if fp4 is None and "nvfp4" not in used:
         for name in FP4_SETTINGS:
             yield from (without(flag, "--fp4-format") for flag in given_flags(config, name))
-    if fp8 is None and fp4 is None:
+    if not used:
         for name in QUANTIZED_SETTINGS:
             yield from (without(flag, "--fp8-format") for flag in given_flags(config, name))
 
@@ -62,8 +65,9 @@ def recipe_settings_need_their_recipe(config: RunConfig, world_size: int) -> Ite
     chosen = config.precision.fp8_recipe
     if config.precision.fp8_format is None:
         return
+    used = precision_map.used_recipes(config.precision)
     for recipe, names in SETTINGS_OF_RECIPE.items():
-        for flag in (flag for name in names for flag in given_flags(config, name) if recipe != chosen):
+        for flag in (flag for name in names for flag in given_flags(config, name) if recipe not in used):
             yield f"{flag} belongs to --fp8-recipe {recipe}, not {chosen}: remove it, or change the recipe"
 
 
@@ -91,10 +95,10 @@ def fp8_weights_need_masters(config: RunConfig, world_size: int) -> Iterator[str
 def low_formats_need_quantizing_layers(config: RunConfig, world_size: int) -> Iterator[str]:
     """megatron-core's own layers know no FP8 and no FP4."""
     precision = config.precision
-    if precision.transformer_impl == "local" and derived.quantization_recipe(precision) is not None:
+    if precision.transformer_impl == "local" and (recipes := precision_map.used_recipes(precision)):
         yield (
-            f"{derived.quantization_flag(precision)} with --transformer-impl local: megatron-core's own layers do not "
-            "quantize; use --transformer-impl auto"
+            f"{precision_map.asked_by(precision, recipes[0])} with --transformer-impl local: megatron-core's own "
+            "layers do not quantize; use --transformer-impl auto"
         )
 
 
@@ -110,8 +114,6 @@ def high_precision_layers_fit_a_stage(config: RunConfig, world_size: int) -> Ite
             if count != 1:
                 yield without(f"{flag} {count}", "--first-last-layers-bf16")
         return
-    if precision.fp8_format is not None and precision.fp8_recipe == "delayed":
-        yield "--first-last-layers-bf16 does not go with --fp8-recipe delayed: use tensorwise, or remove it"
     if not positive(config.model.num_layers, pp):
         return
     per_stage = derived.layers_per_pipeline_rank(config)
@@ -190,16 +192,18 @@ def determinism_excludes_its_opposites(config: RunConfig, world_size: int) -> It
 
 def gemm_dimensions_suit_the_recipe(config: RunConfig, world_size: int) -> Iterator[str]:
     """Every dimension of every quantized GEMM is a multiple of what the recipe needs."""
-    if derived.quantization_recipe(config.precision) is not None and has_gemms(config):
+    if precision_map.is_quantized(config.precision) and has_gemms(config):
         yield from gemms.misfits(config)
 
 
 def layout_free_scales_need_whole_blocks(config: RunConfig, world_size: int) -> Iterator[str]:
     """Where a rank's part ends within a block, the block's scale depends on the layout."""
     precision, parallel = config.precision, config.parallel
-    length = BLOCK_LENGTH.get(derived.quantization_recipe(precision) or "")
-    if length is None or precision.fp8_amax_reduction == "te" or not has_gemms(config):
+    blocks = [recipe for recipe in precision_map.used_recipes(precision) if recipe in BLOCK_LENGTH]
+    if not blocks or precision.fp8_amax_reduction == "te" or not has_gemms(config):
         return
+    recipe = max(blocks, key=lambda name: BLOCK_LENGTH[name])
+    length, asked = BLOCK_LENGTH[recipe], precision_map.asked_by(precision, recipe)
     parts = {}
     if parallel.tensor_model_parallel_size > 1:
         parts = {
@@ -214,8 +218,8 @@ def layout_free_scales_need_whole_blocks(config: RunConfig, world_size: int) -> 
     for what, size in parts.items():
         if size % length:
             yield (
-                f"--fp8-amax-reduction all: {derived.recipe_flag(precision)} has blocks of {length}, and {what} are "
-                f"{size:g}, so that scales would depend on the layout; choose multiples, or give "
+                f"--fp8-amax-reduction all: {asked} has blocks of {length}, and {what} are {size:g}, so that scales "
+                "would depend on the layout; choose multiples, or give "
                 "--fp8-amax-reduction te"
             )
 

@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
-from megafp8.config import derived, gemms
+from megafp8.config import derived, gemms, precision_map
 from megafp8.config.rules.precision import has_gemms
 from megafp8.config.rules.rule import Rule, positive, without
 from megafp8.config.schema import LoggingConfig, RunConfig
 
 # Recipes that can be tried on tensors of a run, in the formats that are usual for them. Delayed scaling is not among
 # them: what it does depends on the amaxes of earlier steps.
-WHAT_IF_FORMATS = {"tensorwise": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3", "nvfp4": "e2m1"}
+WHAT_IF_FORMATS = {recipe: fmt for recipe, fmt in precision_map.USUAL_FORMATS.items() if recipe != "delayed"}
 
 
 def looks_have_an_interval(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -29,7 +29,7 @@ def looks_have_an_interval(config: RunConfig, world_size: int) -> Iterator[str]:
 def looks_have_an_object(config: RunConfig, world_size: int) -> Iterator[str]:
     """In high precision nothing is quantized, unless recipes are tried."""
     logging = config.logging
-    is_quantized = derived.quantization_recipe(config.precision) is not None
+    is_quantized = precision_map.is_quantized(config.precision)
     if logging.fp8_log_interval is not None and not is_quantized and not derived.what_if_recipes(logging):
         yield without(
             f"--fp8-log-interval {logging.fp8_log_interval}", "--fp8-format, --fp4-format or recipes for --fp8-what-if"
@@ -43,12 +43,12 @@ def patterns_name_linears(config: RunConfig, world_size: int) -> Iterator[str]:
         yield f"--fp8-log-layers {config.logging.fp8_log_layers!r} names nothing: leave it out to look at all linears"
     if num_layers is None or not positive(num_layers):
         return
-    names = [f"layers.{layer}.{linear}" for layer in range(num_layers) for linear in gemms.LINEARS]
+    names = precision_map.linear_names(num_layers)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             yield (
                 f"--fp8-log-layers {pattern} names no linear: they are layers.0 to layers.{num_layers - 1} with "
-                f"{', '.join(gemms.LINEARS)}, for example layers.0.* or *.linear_fc2"
+                f"{', '.join(precision_map.LINEARS)}, and output_layer, for example layers.0.* or *.linear_fc2"
             )
 
 
@@ -71,7 +71,7 @@ def with_recipe(config: RunConfig, recipe: str) -> RunConfig:
     formats = {"fp8_format": None, "fp4_format": None}
     name = {"fp4_recipe": recipe} if recipe == "nvfp4" else {"fp8_recipe": recipe}
     kind = "fp4_format" if recipe == "nvfp4" else "fp8_format"
-    changes = formats | name | {kind: WHAT_IF_FORMATS[recipe]}
+    changes = formats | name | {kind: WHAT_IF_FORMATS[recipe], "precision_map": (), "first_last_layers_bf16": False}
     return dataclasses.replace(config, precision=dataclasses.replace(config.precision, **changes))
 
 

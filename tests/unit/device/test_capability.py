@@ -46,12 +46,12 @@ def test_a_package_that_is_not_installed_is_said_before_the_run(monkeypatch: pyt
     ("target", "expected"), [(CPU, "emulated"), (H200, "transformer_engine"), (WITHOUT_TE, "emulated")]
 )
 def test_auto_takes_transformer_engine_where_it_runs(target: Target, expected: str) -> None:
-    assert resolve_implementation(PrecisionConfig(), target) == expected
+    assert resolve_implementation(RunConfig(), target) == expected
 
 
 @pytest.mark.parametrize("asked", ["transformer_engine", "emulated", "local"])
 def test_what_is_asked_for_is_taken(asked: str) -> None:
-    assert resolve_implementation(PrecisionConfig(transformer_impl=asked), CPU) == asked
+    assert resolve_implementation(RunConfig(precision=PrecisionConfig(transformer_impl=asked)), CPU) == asked
 
 
 def test_high_precision_runs_everywhere() -> None:
@@ -101,7 +101,7 @@ def test_emulated_recipes_run_on_any_device(recipe: str) -> None:
 
 
 def test_auto_emulates_what_the_gpu_lacks() -> None:
-    implementations = [resolve_implementation(fp8("mxfp8").precision, target) for target in (H200, B200, A100, CPU)]
+    implementations = [resolve_implementation(fp8("mxfp8"), target) for target in (H200, B200, A100, CPU)]
     assert implementations == ["emulated", "transformer_engine", "emulated", "emulated"]
 
 

@@ -1,0 +1,238 @@
+"""Which recipe each GEMM of each linear has: pure arithmetic on `--precision`, `--precision-map` and their kin.
+
+Linears are named as in records: `layers.3.linear_fc2`, counted from 0 over the whole model whatever the layout, and
+`output_layer`. What is said later wins:
+
+    --fp8-format and --fp8-recipe (--fp4-...)   all linears of the layers; the output layer is in high precision
+    --first-last-layers-bf16                    layers at both ends in high precision
+    --precision-map FILE                        its entries, from the first to the last
+    --precision ENTRY...                        on the command line
+
+An entry is PATTERN[:GEMMS]=RECIPE[/FORMAT], for example `layers.20-23.*:dgrad,wgrad=bf16`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import NamedTuple, Optional
+
+from megafp8.config.schema import ModelConfig, PrecisionConfig
+
+LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+"""Those of a layer, in the order of the forward pass."""
+OUTPUT_LAYER = "output_layer"
+GEMMS = ("fprop", "dgrad", "wgrad")
+USUAL_FORMATS = {"tensorwise": "hybrid", "delayed": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3", "nvfp4": "e2m1"}
+"""The format of a recipe where neither its entry nor --fp8-format gives one."""
+FORMATS = ("e4m3", "hybrid", "e5m2")
+HIGH_PRECISION = ("bf16", "fp32")
+
+_ENTRY = re.compile(r"(?P<pattern>[^:=]+)(?::(?P<gemms>[^:=]+))?=(?P<recipe>[^:=/]+)(?:/(?P<format>[^:=/]+))?")
+_RANGE = re.compile(r"layers\.(\d+)-(\d+)\.(.+)")
+
+
+class Choice(NamedTuple):
+    """What a GEMM multiplies: codes by a recipe in a format (`e4m3`, `hybrid`, `e5m2`, `e2m1`), or numbers as they are.
+
+    Attributes:
+        recipe: None is high precision.
+    """
+
+    recipe: Optional[str] = None
+    format: Optional[str] = None
+
+    @property
+    def name(self) -> str:
+        """`tensorwise hybrid`; empty in high precision."""
+        return self.recipe or "" if self.recipe in (None, "nvfp4") else f"{self.recipe} {self.format}"
+
+
+class LinearChoice(NamedTuple):
+    """The choices for the three GEMMs of one linear."""
+
+    fprop: Choice = Choice()
+    dgrad: Choice = Choice()
+    wgrad: Choice = Choice()
+
+    def __str__(self) -> str:
+        shown = [choice.name or "high precision" for choice in self]
+        if len(set(shown)) == 1:
+            return shown[0]
+        return ", ".join(f"{gemm} {name}" for gemm, name in zip(GEMMS, shown, strict=True))
+
+    @property
+    def is_quantized(self) -> bool:
+        """Is any GEMM?"""
+        return any(choice.recipe is not None for choice in self)
+
+    @property
+    def recipes(self) -> tuple[str, ...]:
+        """Those of the quantized GEMMs, each once."""
+        return tuple(dict.fromkeys(choice.recipe for choice in self if choice.recipe is not None))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry of a map.
+
+    Attributes:
+        text: as it was given.
+        recipe: `bf16` and `fp32` stand for high precision.
+        format: None where the entry does not say.
+    """
+
+    text: str
+    pattern: str
+    gemms: tuple[str, ...]
+    recipe: str
+    format: Optional[str]
+
+    def choice(self, precision: PrecisionConfig) -> Choice:
+        """What it chooses in a run."""
+        if self.recipe in HIGH_PRECISION:
+            return Choice()
+        asked = self.format or (None if self.recipe == "nvfp4" else precision.fp8_format)
+        return Choice(self.recipe, asked or USUAL_FORMATS[self.recipe])
+
+    def matches(self, name: str) -> bool:
+        """Is it about this linear?"""
+        layers = _RANGE.fullmatch(self.pattern)
+        if layers is None:
+            return fnmatchcase(name, self.pattern)
+        first, last, rest = int(layers[1]), int(layers[2]), layers[3]
+        return any(fnmatchcase(name, f"layers.{layer}.{rest}") for layer in range(first, last + 1))
+
+
+def parse_entry(text: str) -> Entry:
+    """Read `PATTERN[:GEMMS]=RECIPE[/FORMAT]`.
+
+    Raises:
+        ValueError: it is none; the message says why and what there is.
+    """
+    parts = _ENTRY.fullmatch(text)
+    if parts is None:
+        raise ValueError("give PATTERN=RECIPE or PATTERN:GEMMS=RECIPE, for example *.linear_fc2:dgrad,wgrad=bf16")
+    gemms = tuple(parts["gemms"].split(",")) if parts["gemms"] else GEMMS
+    if unknown := [gemm for gemm in gemms if gemm not in GEMMS]:
+        raise ValueError(f"{unknown[0]!r} is no GEMM: they are {', '.join(GEMMS)}{_nearest(unknown[0], GEMMS)}")
+    recipe, fmt, known = parts["recipe"], parts["format"], (*HIGH_PRECISION, *USUAL_FORMATS)
+    if recipe not in known:
+        raise ValueError(f"{recipe!r} is no recipe: they are {', '.join(known)}{_nearest(recipe, known)}")
+    formats = () if recipe in HIGH_PRECISION else ("e2m1",) if recipe == "nvfp4" else FORMATS
+    if fmt is not None and fmt not in formats:
+        has = f"has {', '.join(formats)}" if formats else "has no format of its own"
+        raise ValueError(f"{fmt!r} is no format of {recipe}, which {has}")
+    return Entry(text, parts["pattern"], gemms, recipe, fmt)
+
+
+def entries(precision: PrecisionConfig) -> tuple[Entry, ...]:
+    """The map's entries, those aside that cannot be read, which are a rule's problem."""
+    return tuple(entry for entry, _ in read_entries(precision.precision_map) if entry is not None)
+
+
+@functools.lru_cache(maxsize=64)
+def read_entries(texts: tuple[str, ...]) -> tuple[tuple[Optional[Entry], str], ...]:
+    """Each text as an entry, or None and what is wrong with it."""
+    found: list[tuple[Optional[Entry], str]] = []
+    for text in texts:
+        try:
+            found.append((parse_entry(text), ""))
+        except ValueError as error:
+            found.append((None, str(error)))
+    return tuple(found)
+
+
+def linear_names(num_layers: int) -> tuple[str, ...]:
+    """All that a map can name, in the order of the forward pass."""
+    layers = (f"layers.{layer}.{linear}" for layer in range(num_layers) for linear in LINEARS)
+    return (*layers, OUTPUT_LAYER)
+
+
+def why_nothing(entry: Entry, num_layers: int) -> str:
+    """Why a pattern names none of the model's linears, or not all that it says; empty if it does."""
+    layers = _RANGE.fullmatch(entry.pattern)
+    if layers is not None and not int(layers[1]) <= int(layers[2]) < num_layers:
+        return f"the layers are 0 to {num_layers - 1}, and a range goes up"
+    names = linear_names(num_layers)
+    if any(entry.matches(name) for name in names):
+        return ""
+    patterns = (*(f"*.{linear}" for linear in LINEARS), OUTPUT_LAYER, *names)
+    return (
+        f"{entry.pattern} names no linear: they are layers.0 to layers.{num_layers - 1} with {', '.join(LINEARS)}, and "
+        f"{OUTPUT_LAYER}{_nearest(entry.pattern, patterns)}"
+    )
+
+
+def _nearest(text: str, known: tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(text, known, n=3)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+# ---- resolved -----------------------------------------------------------------------------------------------------
+
+
+def base_choice(precision: PrecisionConfig) -> LinearChoice:
+    """A layer's linears without a map."""
+    if precision.fp8_format is None and precision.fp4_format is None:
+        return LinearChoice()
+    if precision.fp8_format is not None:
+        choice = Choice(precision.fp8_recipe, precision.fp8_format)
+    else:
+        choice = Choice(precision.fp4_recipe, precision.fp4_format)
+    return LinearChoice(choice, choice, choice if precision.fp8_wgrad else Choice())
+
+
+def unmapped_choice(name: str, num_layers: int, precision: PrecisionConfig) -> LinearChoice:
+    """What a linear has where no entry names it."""
+    if name == OUTPUT_LAYER or is_kept_high(int(name.split(".")[1]), num_layers, precision):
+        return LinearChoice()
+    return base_choice(precision)
+
+
+def is_kept_high(layer: int, num_layers: int, precision: PrecisionConfig) -> bool:
+    """Whether `--first-last-layers-bf16` keeps a layer (counted from 0 over the whole model) out of FP8."""
+    start, end = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
+    return precision.first_last_layers_bf16 and (layer < start or layer >= num_layers - end)
+
+
+def resolve(model: ModelConfig, precision: PrecisionConfig) -> dict[str, LinearChoice]:
+    """The choices for every linear of the model, by name, in the order of the forward pass."""
+    assert model.num_layers is not None
+    return dict(_resolved(model.num_layers, precision))
+
+
+@functools.lru_cache(maxsize=16)
+def _resolved(num_layers: int, precision: PrecisionConfig) -> tuple[tuple[str, LinearChoice], ...]:
+    return tuple(_choices(num_layers, precision))
+
+
+def _choices(num_layers: int, precision: PrecisionConfig) -> Iterator[tuple[str, LinearChoice]]:
+    for name in linear_names(num_layers):
+        chosen = unmapped_choice(name, num_layers, precision)
+        for entry in entries(precision):
+            if entry.matches(name):
+                chosen = chosen._replace(**dict.fromkeys(entry.gemms, entry.choice(precision)))
+        yield name, chosen
+
+
+def used_recipes(precision: PrecisionConfig) -> tuple[str, ...]:
+    """Every recipe that a run names, that of all linears first; none in high precision."""
+    named = (*base_choice(precision), *(entry.choice(precision) for entry in entries(precision)))
+    return tuple(dict.fromkeys(choice.recipe for choice in named if choice.recipe is not None))
+
+
+def is_quantized(precision: PrecisionConfig) -> bool:
+    """Does a run name any recipe?"""
+    return bool(used_recipes(precision))
+
+
+def asked_by(precision: PrecisionConfig, recipe: str) -> str:
+    """How the command line asked for a recipe: `--fp8-recipe mxfp8`, or the first entry of the map that names it."""
+    if recipe in base_choice(precision).recipes:
+        return f"--{'fp4' if precision.fp8_format is None else 'fp8'}-recipe {recipe}"
+    return next(f"--precision {entry.text}" for entry in entries(precision) if entry.recipe == recipe)

@@ -1,0 +1,72 @@
+"""Reads the file of `--precision-map`: YAML in which each key is a pattern.
+
+    "*.linear_fc2": blockwise
+    layers.20-23.*:
+      dgrad: bf16
+      wgrad: bf16
+    output_layer: mxfp8
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megafp8.errors import ConfigError
+
+
+def read_map(path: str) -> tuple[str, ...]:
+    """The entries of a file, as `--precision` spells them, in their order.
+
+    Raises:
+        ConfigError: the file cannot be read, or is another kind of YAML; with the line, where there is one.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--precision-map {path}: cannot be read: {reason}") from error
+    try:
+        return tuple(_entries(text))
+    except ValueError as error:
+        raise ConfigError(f"--precision-map {path}: {error}") from error
+
+
+def _entries(text: str) -> Iterator[str]:
+    import yaml  # only for those who have such a file: keeps --help quick
+
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"not YAML: {error}") from error
+    seen: set[str] = set()
+    for pattern, value in _pairs(root, "the file"):
+        # Parsed YAML would keep the last of two equal keys, and nobody would know.
+        if pattern.value in seen:
+            raise ValueError(f"{_place(pattern)}: {pattern.value} is there twice")
+        seen.add(pattern.value)
+        if isinstance(value, yaml.ScalarNode):
+            yield f"{pattern.value}={value.value}"
+            continue
+        for gemm, recipe in _pairs(value, pattern.value):
+            if not isinstance(recipe, yaml.ScalarNode):
+                raise ValueError(f"{_place(recipe)}: {pattern.value}, {gemm.value}: give a recipe")
+            yield f"{pattern.value}:{gemm.value}={recipe.value}"
+
+
+def _pairs(node: Any, name: str) -> Iterator[tuple[Any, Any]]:
+    """Keys and values of a mapping."""
+    import yaml
+
+    if not isinstance(node, yaml.MappingNode):
+        where = "" if node is None else f"{_place(node)}: "
+        raise ValueError(f"{where}{name} is to give recipes by name, as in '*.linear_fc2: blockwise'")
+    for key, value in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise ValueError(f"{_place(key)}: a name is one word")
+        yield key, value
+
+
+def _place(node: Any) -> str:
+    return f"line {node.start_mark.line + 1}"

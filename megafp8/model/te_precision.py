@@ -1,0 +1,90 @@
+"""Recipes of single linears that Transformer Engine computes: each runs in a context of its own.
+
+megatron-core enters one context around a layer, or around all layers of a chunk under delayed scaling. It can also give
+a linear another recipe (its `TEQuantizationRecipe`), but not one whose backward pass is in high precision, and where
+the layer's context is not quantized it never tells the linear that weights have changed.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Optional
+
+import torch
+import transformer_engine.pytorch as te
+from megatron.core import parallel_state
+from transformer_engine.common import recipe as te_recipe
+
+from megafp8.config import precision_map
+from megafp8.config.precision_map import LinearChoice
+from megafp8.config.schema import RunConfig
+from megafp8.errors import CapabilityError
+from megafp8.model.watched_linears import linears_of
+
+RECIPES = {
+    "tensorwise": te_recipe.Float8CurrentScaling,
+    "blockwise": te_recipe.Float8BlockScaling,
+    "mxfp8": te_recipe.MXFP8BlockScaling,
+    "nvfp4": te_recipe.NVFP4BlockScaling,
+}
+FORMATS = {"e4m3": te_recipe.Format.E4M3, "hybrid": te_recipe.Format.HYBRID}
+
+
+def build_te_recipe(chosen: LinearChoice) -> Optional[te_recipe.Recipe]:
+    """Transformer Engine's recipe for a linear's three GEMMs, which `device.capability.map_problems` has let pass.
+
+    Returns:
+        None in high precision.
+
+    Raises:
+        CapabilityError: this release has no recipe whose backward pass is in high precision.
+    """
+    if not chosen.is_quantized:
+        return None
+    recipe, fmt = chosen.fprop
+    assert recipe is not None
+    options: dict[str, Any] = {} if recipe == "nvfp4" else {"fp8_format": FORMATS[str(fmt)]}
+    override = None if chosen.dgrad == chosen.fprop else "high_precision"
+    if override is not None:
+        options["backward_override"] = override
+    built = RECIPES[recipe](**options)
+    if getattr(built, "backward_override", None) != override:  # recipes pass over options that they do not know
+        raise CapabilityError(
+            f"--precision gives a linear {chosen}, and this release of Transformer Engine has no recipe whose backward "
+            "pass is in high precision: upgrade it, or give --transformer-impl emulated"
+        )
+    return built
+
+
+def give_recipes(chunk: torch.nn.Module, config: RunConfig) -> None:
+    """Let each linear that the map gives another recipe than its layer's run under that."""
+    precision, num_layers = config.precision, config.model.num_layers
+    assert num_layers is not None
+    chosen = precision_map.resolve(config.model, precision)
+    group = parallel_state.get_amax_reduction_group(
+        with_context_parallel=True, tp_only_amax_red=precision.tp_only_amax_red
+    )
+    for name, linear in linears_of(chunk):
+        if chosen[name] != precision_map.unmapped_choice(name, num_layers, precision):
+            run_under(linear, build_te_recipe(chosen[name]), group)
+            # megatron-core says which microbatch is the first only where its own context is quantized; else codes of
+            # the weight would be kept for ever.
+            linear.disable_parameter_transpose_cache |= not precision_map.base_choice(precision).is_quantized
+
+
+def run_under(linear: torch.nn.Module, recipe: Optional[te_recipe.Recipe], group: Any) -> None:
+    """Run a linear's forward pass under a recipe, None being high precision; its backward pass follows it.
+
+    With the attribute `is_quantizing` set to False it runs as the context around it says.
+    """
+    plain = linear.forward
+
+    @functools.wraps(plain)
+    def forward(*args: Any, **options: Any) -> Any:
+        if not linear.is_quantizing:
+            return plain(*args, **options)
+        with te.autocast(enabled=recipe is not None, recipe=recipe, amax_reduction_group=group):
+            return plain(*args, **options)
+
+    linear.is_quantizing = True
+    linear.forward = forward

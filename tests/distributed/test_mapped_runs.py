@@ -1,0 +1,237 @@
+"""A precision map in whole runs: each linear has what the map says, under every layout; and steps by the schedule."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+from megatron.core.utils import unwrap_model
+from ranks import run_ranks
+from small_run import build_run, curve_of, fingerprint, look_of, small_config, train, weights
+from test_checkpoint import PIPELINE, TENSOR, VIRTUAL, load_newest
+from test_quantizer_state import DELAYED, quantizer_states
+
+from megafp8.checkpoint.save import save_checkpoint
+from megafp8.checkpoint.state import Progress
+from megafp8.config import precision_map
+from megafp8.config.schema import RunConfig
+from megafp8.fp8.delayed import DelayedState
+from megafp8.fp8.formats import E4M3, E5M2
+from megafp8.fp8.recipes import OPERANDS_OF, Gemm, Recipe, blockwise, mxfp8, tensorwise
+from megafp8.model.emulated_layers import emulated_linears
+from megafp8.model.watched_linears import linears_of
+from megafp8.training.assemble import Run
+from megafp8.training.calibrate import calibrate, needs_calibration
+from megafp8.training.precision_at import change_before
+
+BF16 = "--bf16 --micro-batch-size 2"
+TENSORWISE = f"{BF16} --fp8-format hybrid --fp8-recipe tensorwise"
+MAP = "--precision *.linear_fc2=blockwise/e4m3 layers.1-2.*:dgrad,wgrad=bf16 layers.3.linear_qkv:dgrad=mxfp8/e4m3"
+MIXED = (
+    f"{DELAYED} --precision layers.0.*=bf16 layers.1.*:dgrad=nvfp4 layers.2.linear_fc1=mxfp8 output_layer=delayed "
+    "layers.3.linear_fc2:wgrad=bf16"
+)
+
+
+def named_linears(run: Run) -> dict[str, object]:
+    return {name: each for chunk in unwrap_model(run.trainee.chunks) for name, each in linears_of(chunk)}
+
+
+# ---- the map ------------------------------------------------------------------------------------------------------
+
+
+def composed(fprop: Recipe, dgrad: Recipe | None, wgrad: Recipe | None) -> Recipe:
+    """By hand."""
+    parts = {Gemm.FPROP: fprop, Gemm.DGRAD: dgrad, Gemm.WGRAD: wgrad}
+    rules = [
+        (operand, gemm, None if parts[gemm] is None else parts[gemm].rule(operand, gemm))
+        for gemm, operands in OPERANDS_OF
+        for operand in operands
+    ]
+    return Recipe(name="by hand", rules=tuple(rules))
+
+
+def by_hand(config: RunConfig, num_steps: int) -> list[float]:
+    """The run without a map, whose linears are given what the map says one by one."""
+    tensor, block = tensorwise(forward=E4M3, backward=E5M2), blockwise(forward=E4M3, backward=E4M3)
+    run = build_run(config)
+    for name, linear in named_linears(run).items():
+        own = block if name.endswith("fc2") else tensor
+        if name.startswith(("layers.1.", "layers.2.")):
+            linear.recipe = composed(own, None, None)
+        elif name == "layers.3.linear_qkv":
+            linear.recipe = composed(tensor, mxfp8(forward=E4M3, backward=E4M3), tensor)
+        else:
+            linear.recipe = own
+    return train(run, num_steps).losses
+
+
+def test_a_run_with_a_map_equals_one_put_together_by_hand() -> None:
+    mapped = run_ranks(1, curve_of, small_config("llama", f"{TENSORWISE} {MAP}"), 3)[0]
+    expected = run_ranks(1, by_hand, small_config("llama", TENSORWISE), 3)[0]
+    plain = run_ranks(1, curve_of, small_config("llama", TENSORWISE), 3)[0]
+    assert mapped.losses == expected
+    assert all(a != b for a, b in zip(mapped.losses, plain.losses, strict=True))
+
+
+def recipes_here(config: RunConfig) -> dict[str, str | None]:
+    found = {name: getattr(linear, "recipe", None) for name, linear in named_linears(build_run(config)).items()}
+    return {name: None if recipe is None else recipe.name for name, recipe in found.items()}
+
+
+@pytest.mark.parametrize("flags", [TENSOR, PIPELINE, VIRTUAL], ids=["tp2-sp", "pp2", "pp2-virtual2"])
+def test_every_layout_has_the_same_map(flags: str) -> None:
+    """Layers are counted over the whole model, on whichever stage and chunk they are."""
+    config = small_config("llama", f"{MIXED} {flags}", 2)
+    chosen = precision_map.resolve(config.model, config.precision)
+    expected = {
+        name: None if not choice.is_quantized
+        else choice.recipes[0] if len(set(choice)) == 1
+        else "/".join(each.recipe or "high" for each in choice)
+        for name, choice in chosen.items()
+    }  # fmt: skip
+    ranks = run_ranks(2, recipes_here, config)
+    assert {name: recipe for rank in ranks for name, recipe in rank.items()} == expected
+    assert sum(map(len, ranks)) == len(expected) * (2 if flags == TENSOR else 1)
+
+
+@pytest.mark.parametrize("style", ["llama", "gpt2"])
+def test_the_output_layer_learns_under_a_recipe(style: str) -> None:
+    """With a weight of its own and with the embedding's, whose gradient has parts of both."""
+    quantized = run_ranks(1, curve_of, small_config(style, f"{BF16} --precision output_layer=tensorwise"), 3)[0]
+    plain = run_ranks(1, curve_of, small_config(style, f"{BF16} --transformer-impl emulated"), 3)[0]
+    for ours, theirs in zip(quantized.losses + quantized.grad_norms, plain.losses + plain.grad_norms, strict=True):
+        assert ours != theirs and ours == pytest.approx(theirs, rel=3e-2)
+
+
+def resumed(config: RunConfig, num_steps: int, first_step: int, folder: Path | None, save: Path | None) -> list:
+    """Losses, weights and quantizers' memory of some steps, from a checkpoint if one is given."""
+    run = build_run(config)
+    if folder is not None:
+        load_newest(run, folder)
+    losses: list[float] = []
+    for step in range(first_step, first_step + num_steps):
+        progress = Progress(step - 1, (step - 1) * run.global_batch_size)
+        if change_before(run, step) is not None and needs_calibration(run):
+            calibrate(run, progress)
+        losses += train(run, 1, first_step=step).losses
+    if save is not None:
+        last = first_step + num_steps - 1
+        save_checkpoint(save, config, run.trainee, Progress(last, last * run.global_batch_size))
+    return [losses, fingerprint(weights(run)), fingerprint(quantizer_states(run))]
+
+
+def test_resume_is_bit_equal(tmp_path: Path) -> None:
+    size = 2
+    config = small_config("gpt2", f"{MIXED} {TENSOR}", size)
+    whole = run_ranks(size, resumed, config, 4, 1, None, None)
+    first = run_ranks(size, resumed, config, 2, 1, None, tmp_path)
+    second = run_ranks(size, resumed, config, 2, 3, tmp_path, None)
+    for straight, before, after in zip(whole, first, second, strict=True):
+        assert [before[0] + after[0], *after[1:]] == straight
+
+
+def test_weights_kept_as_codes_may_have_several_recipes() -> None:
+    flags = (
+        f"{TENSORWISE} --use-distributed-optimizer --precision *.linear_fc2=blockwise layers.0.*=bf16 "
+        "layers.1.*:wgrad=mxfp8 layers.2.linear_fc1=delayed output_layer=mxfp8"
+    )
+    plain = run_ranks(2, curve_of, small_config("llama", flags, 2), 3)
+    assert run_ranks(2, curve_of, small_config("llama", f"{flags} --fp8-param-gather", 2), 3) == plain
+
+
+def look(config: RunConfig) -> tuple[dict[str, str], set[str], dict[str, str]]:
+    found = look_of(build_run(config))
+    assert found is not None
+    formats = {name: stats.format for name, stats in found.tensors.items()}
+    return found.recipes, set(found.tensors), formats
+
+
+@pytest.mark.parametrize("style", ["llama", "gpt2"])
+def test_looks_show_the_recipe_of_each_linear(style: str) -> None:
+    flags = f"{TENSORWISE} {MAP} --fp8-log-interval 1 --precision output_layer=mxfp8/e4m3 layers.0.*=bf16"
+    recipes, tensors, formats = run_ranks(1, look, small_config(style, flags))[0]
+    assert recipes["layers.3.linear_qkv"] == "tensorwise/mxfp8/tensorwise"
+    assert recipes["layers.3.linear_fc2"] == "blockwise" and "layers.3.linear_fc1" not in recipes
+    assert not any(name.startswith("layers.0.") for name in tensors)
+    assert {name for name in tensors if name.startswith("layers.1.linear_qkv.")} == {
+        "layers.1.linear_qkv.input.row", "layers.1.linear_qkv.weight.row"
+    }  # fmt: skip
+    assert formats["layers.3.linear_qkv.grad_output.row"] == "e4m3"
+    assert formats["layers.3.linear_qkv.grad_output.column"] == "e5m2"
+    assert {"output_layer.input.row", "output_layer.weight.column", "output_layer.grad_output.row"} <= tensors
+
+
+# ---- the schedule -------------------------------------------------------------------------------------------------
+
+
+def curves(config: RunConfig, num_steps: int) -> list[float]:
+    return resumed(config, num_steps, 1, None, None)[0]
+
+
+def test_stretches_begin_at_exactly_their_steps() -> None:
+    def curve(flags: str) -> list[float]:
+        return run_ranks(1, curves, small_config("llama", flags), 4)[0]
+
+    high, low = curve(BF16), curve(TENSORWISE)
+    first, second = (curve(f"{TENSORWISE} --fp8-schedule {text}") for text in ("bf16:2,fp8:3,bf16", "fp8:2,bf16"))
+    assert first[:2] == high[:2] and first[2] not in (high[2], low[2])
+    assert second[:2] == low[:2] and second[2] not in (low[2], high[2])
+
+
+@pytest.mark.parametrize("style", ["llama", "gpt2"])
+def test_high_precision_is_that_of_plain_layers_on_two_ranks(style: str) -> None:
+    """Activations are gathered in BF16, biases added after; the third step is quantized."""
+    flags = f"{TENSOR} --precision output_layer=mxfp8 --fp8-schedule bf16:2,fp8"
+    scheduled = run_ranks(2, curves, small_config(style, f"{TENSORWISE} {flags}", 2), 3)[0]
+    plain = run_ranks(2, curves, small_config(style, f"{BF16} {TENSOR}", 2), 3)[0]
+    assert scheduled[:2] == plain[:2] and scheduled[2] != plain[2]
+
+
+def test_high_precision_leaves_the_memory_alone() -> None:
+    def body() -> list[str]:
+        run = build_run(small_config("llama", f"{MIXED} --fp8-schedule fp8:2,bf16:4,fp8"))
+        found = []
+        for step in range(1, 6):
+            train(run, 1, first_step=step)
+            found.append(fingerprint(quantizer_states(run)))
+        return found
+
+    one, two, three, four, five = run_ranks(1, body)[0]
+    assert one != two == three == four != five
+
+
+@functools.cache
+def straight() -> tuple[RunConfig, list]:
+    """Without a stop."""
+    config = small_config("llama", f"{DELAYED} --fp8-schedule bf16:1,fp8:3,bf16:5,fp8")
+    return config, run_ranks(1, resumed, config, 6, 1, None, None)[0]
+
+
+@pytest.mark.parametrize("at", [1, 2, 4])
+def test_resume_within_each_stretch_is_bit_equal(at: int, tmp_path: Path) -> None:
+    config, whole = straight()
+    before = run_ranks(1, resumed, config, at, 1, None, tmp_path)[0]
+    after = run_ranks(1, resumed, config, 6 - at, at + 1, tmp_path, None)[0]
+    assert [before[0] + after[0], *after[1:]] == whole
+
+
+def test_a_stage_without_delayed_scaling_needs_no_calibration() -> None:
+    def body() -> tuple[bool, bool, int]:
+        run = build_run(small_config("llama", f"{BF16} --precision layers.0.*=delayed {PIPELINE}", 2))
+        before = needs_calibration(run)
+        calibrate(run, Progress())
+        num = sum(isinstance(module, DelayedState) for chunk in run.trainee.chunks for module in chunk.modules())
+        return before, needs_calibration(run), num
+
+    assert run_ranks(2, body) == [(True, False, 4), (True, False, 0)]
+
+
+@pytest.mark.parametrize(("entry", "number"), [("*=bf16", 0), ("*=mxfp8", 17)])
+def test_all_linears_or_none_may_be_quantized(entry: str, number: int) -> None:
+    def body() -> int:
+        run = build_run(small_config("llama", f"{TENSORWISE} --precision {entry}"))
+        return len(emulated_linears(run.trainee.chunks))
+
+    assert run_ranks(1, body) == [number]

@@ -1,0 +1,236 @@
+"""Entries of a precision map: read, resolved over all linears, and refused with what is nearest."""
+
+from pathlib import Path
+
+import pytest
+
+from megafp8.config import flags, precision_map, rules
+from megafp8.config.fp8_schedule import Stretch, is_quantized_at, parse_schedule
+from megafp8.config.precision_map import Choice, LinearChoice, parse_entry, resolve
+from megafp8.config.schema import ModelConfig, PrecisionConfig
+from megafp8.config.serialize import from_json, to_json
+from megafp8.errors import ConfigError
+
+TENSORWISE, BLOCKWISE, HIGH = Choice("tensorwise", "hybrid"), Choice("blockwise", "e4m3"), Choice()
+BASE = {"bf16": True, "fp8_format": "hybrid", "fp8_recipe": "tensorwise"}
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "precision_map.yaml"
+RUN = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 4 --lr 1e-3 --bf16 "
+    "--train-iters 1000 --tokenizer-type NullTokenizer --vocab-size 255 --mock-data --position-embedding-type rope"
+)
+
+
+def resolved(*entries: str, num_layers: int = 24, **precision: object) -> dict[str, LinearChoice]:
+    return resolve(ModelConfig(num_layers=num_layers), PrecisionConfig(**(BASE | precision), precision_map=entries))
+
+
+def problems_of(text: str) -> list[str]:
+    config = flags.parse(f"{RUN} {text}".split()).config
+    return rules.setting_problems(config, 1)
+
+
+# ---- entries ------------------------------------------------------------------------------------------------------
+
+
+def test_an_entry_has_pattern_gemms_recipe_and_format() -> None:
+    entry = parse_entry("layers.20-23.*:dgrad,wgrad=blockwise/e4m3")
+    assert (entry.pattern, entry.gemms) == ("layers.20-23.*", ("dgrad", "wgrad"))
+    assert (entry.recipe, entry.format) == ("blockwise", "e4m3")
+    assert parse_entry("*.linear_fc2=nvfp4").gemms == precision_map.GEMMS
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("*.linear_fc2", "give PATTERN=RECIPE"),
+        ("*.linear_fc2:dgard=bf16", "'dgard' is no GEMM: they are fprop, dgrad, wgrad; did you mean dgrad"),
+        ("*.linear_fc2=blokwise", "did you mean blockwise"),
+        ("*.linear_fc2=nvfp4/e4m3", "'e4m3' is no format of nvfp4, which has e2m1"),
+        ("*.linear_fc2=bf16/e4m3", "no format of its own"),
+        ("*.linear_fc2:=bf16", "give PATTERN=RECIPE"),
+    ],
+)
+def test_what_is_no_entry_is_told(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match="^") as caught:
+        parse_entry(text)
+    assert words in str(caught.value)
+    assert any(words in problem for problem in problems_of(f"--precision {text}"))
+
+
+def test_formats_are_the_entrys_the_runs_or_the_usual_ones() -> None:
+    def format_in(entry: str, **precision: object) -> object:
+        return resolved(entry, **precision)["output_layer"].fprop.format
+
+    assert format_in("output_layer=blockwise/e5m2") == "e5m2"
+    assert format_in("output_layer=blockwise") == "hybrid"
+    assert format_in("output_layer=blockwise", fp8_format=None) == "e4m3"
+    assert format_in("output_layer=nvfp4") == "e2m1"
+
+
+# ---- resolved -----------------------------------------------------------------------------------------------------
+
+
+def test_the_map_of_the_documents() -> None:
+    """First and last layers BF16, fc2 blockwise, output layer MXFP8, gradients of layers 20 to 22 in BF16."""
+    chosen = resolved(
+        "*.linear_fc2=blockwise/e4m3", "output_layer=mxfp8/e4m3", "layers.20-22.*:dgrad,wgrad=bf16",
+        "layers.0.*=bf16", "layers.23.*=bf16",
+    )  # fmt: skip
+    assert len(chosen) == 24 * 4 + 1
+    expected = {
+        "layers.0.linear_fc2": (HIGH,) * 3,
+        "layers.1.linear_fc1": (TENSORWISE,) * 3,
+        "layers.1.linear_fc2": (BLOCKWISE,) * 3,
+        "layers.19.linear_qkv": (TENSORWISE,) * 3,
+        "layers.20.linear_qkv": (TENSORWISE, HIGH, HIGH),
+        "layers.22.linear_fc2": (BLOCKWISE, HIGH, HIGH),
+        "layers.23.linear_proj": (HIGH,) * 3,
+        "output_layer": (Choice("mxfp8", "e4m3"),) * 3,
+    }
+    assert {name: tuple(chosen[name]) for name in expected} == expected
+
+
+def test_later_entries_win() -> None:
+    one, other = "*.linear_fc1=blockwise/e4m3", "layers.3.*=tensorwise"
+    assert resolved(one, other)["layers.3.linear_fc1"].fprop == TENSORWISE
+    assert resolved(other, one)["layers.3.linear_fc1"].fprop == BLOCKWISE
+
+
+def test_entries_win_over_first_and_last_layers_and_over_no_wgrad() -> None:
+    chosen = resolved("layers.0.linear_fc1=tensorwise", first_last_layers_bf16=True, fp8_wgrad=False)
+    assert tuple(chosen["layers.0.linear_fc1"]) == (TENSORWISE,) * 3
+    assert tuple(chosen["layers.0.linear_fc2"]) == (HIGH,) * 3
+    assert tuple(chosen["layers.1.linear_fc2"]) == (TENSORWISE, TENSORWISE, HIGH)
+
+
+def test_without_an_fp8_format_the_map_alone_quantizes() -> None:
+    chosen = resolved("*.linear_qkv=mxfp8", fp8_format=None)
+    quantized = {name for name, choice in chosen.items() if choice.is_quantized}
+    assert quantized == {f"layers.{layer}.linear_qkv" for layer in range(24)}
+
+
+def test_used_recipes_are_known_without_a_model() -> None:
+    precision = PrecisionConfig(**BASE, precision_map=("*=bf16", "output_layer=mxfp8", "a=nvfp4", "b=mxfp8"))
+    assert precision_map.used_recipes(precision) == ("tensorwise", "mxfp8", "nvfp4")
+    assert precision_map.asked_by(precision, "tensorwise") == "--fp8-recipe tensorwise"
+    assert precision_map.asked_by(precision, "mxfp8") == "--precision output_layer=mxfp8"
+
+
+# ---- refused ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("--precision *.linear_fc3=mxfp8", "did you mean *.linear_fc"),
+        ("--precision output_layr=mxfp8", "did you mean output_layer"),
+        ("--precision layers.2-7.*=mxfp8", "the layers are 0 to 3"),
+        ("--precision layers.3-2.*=mxfp8", "a range goes up"),
+        ("--precision *=fp32", "the weights of this run are bf16: give bf16"),
+        ("--precision output_layer:fprop=delayed/e4m3 output_layer:wgrad=delayed/hybrid", "e4m3 and hybrid"),
+        ("--precision *.linear_fc1=mxfp8 --ffn-hidden-size 208", "*.linear_fc1=mxfp8 needs multiples of 32"),
+        ("--fp8-margin 1 --precision *=tensorwise", "--fp8-margin 1 has no effect"),
+        ("--fp8-schedule bf16:100,fp8", "fp8 in --fp8-schedule bf16:100,fp8 has no effect without --fp8-format"),
+        ("--fp8-format hybrid --fp8-schedule fp8:1000,bf16", "the run ends at step 1000"),
+        ("--fp8-format hybrid --fp8-schedule fp32:10,fp8", "the weights of this run are bf16"),
+        ("--fp8-format hybrid --fp8-schedule bf16", "never is in FP8"),
+        ("--transformer-impl local --precision *=mxfp8", "do not quantize"),
+    ],
+)
+def test_what_cannot_be_is_refused(text: str, words: str) -> None:
+    found = problems_of(text)
+    assert any(words in problem for problem in found), found
+
+
+def test_settings_of_a_mapped_recipe_are_in_order() -> None:
+    assert problems_of("--fp8-margin 1 --precision *.linear_fc1=delayed") == []
+    tensorwise = "--fp8-format hybrid --fp8-recipe tensorwise"
+    assert problems_of(f"{tensorwise} --fp8-margin 1 --precision *.linear_fc1=delayed") == []
+    assert problems_of("--no-fp4-hadamard --precision *.linear_fc1=nvfp4") == []
+
+
+def test_other_linears_may_have_other_dimensions() -> None:
+    """208 channels are no multiple of 32, and only linear_fc1 and linear_fc2 have them."""
+    assert problems_of("--precision output_layer=mxfp8 *.linear_qkv=mxfp8 --ffn-hidden-size 208") == []
+
+
+# ---- files --------------------------------------------------------------------------------------------------------
+
+
+def parsed(text: str) -> tuple[str, ...]:
+    return flags.parse(text.split()).config.precision.precision_map
+
+
+def test_a_file_is_read_into_the_settings(tmp_path: Path) -> None:
+    """So that the record of the run has what it said, whatever becomes of the file."""
+    path = tmp_path / "map.yaml"
+    path.write_text('"*.linear_fc2": blockwise\nlayers.2-3.*: {dgrad: bf16, wgrad: bf16}\n')
+    entries = ("*.linear_fc2=blockwise", "layers.2-3.*:dgrad=bf16", "layers.2-3.*:wgrad=bf16")
+    assert parsed(f"--precision-map {path}") == entries
+    config = flags.parse(f"--precision output_layer=mxfp8 --precision-map {path} --precision *=nvfp4".split()).config
+    assert config.precision.precision_map == (*entries, "output_layer=mxfp8", "*=nvfp4")
+    assert from_json(to_json(config)) == config
+    assert flags.parse(flags.to_argv(config)).config == config
+    (tmp_path / "run.json").write_text(to_json(config))
+    again = parsed(f"--config {tmp_path / 'run.json'} --precision a=bf16")
+    assert again == (*config.precision.precision_map, "a=bf16")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("- a\n- b\n", "line 1: the file is to give recipes by name"),
+        ("", "the file is to give recipes by name"),
+        ("a: bf16\nb: mxfp8\na: nvfp4\n", "line 3: a is there twice"),
+        ("a: [bf16]\n", "line 1: a is to give recipes by name"),
+        ("a: {dgrad: [bf16]}\n", "line 1: a, dgrad: give a recipe"),
+        ("*.linear_fc2: blockwise\n", "not YAML"),
+    ],
+)
+def test_a_file_that_is_no_map_is_refused(content: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "map.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        parsed(f"--precision-map {path}")
+    assert words in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_a_missing_file_is_told() -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        parsed("--precision-map /nowhere/map.yaml")
+
+
+def test_the_example_is_a_map_for_the_model_that_it_names() -> None:
+    found = problems_of(f"--fp8-format hybrid --fp8-recipe tensorwise --precision-map {EXAMPLE} --num-layers 32")
+    assert found == []
+
+
+# ---- by step ------------------------------------------------------------------------------------------------------
+
+
+def test_a_schedule_has_stretches() -> None:
+    assert parse_schedule("bf16:100,fp8:900,bf16") == (
+        Stretch("bf16", 100), Stretch("fp8", 900), Stretch("bf16", None)
+    )
+    precision = PrecisionConfig(fp8_schedule="bf16:100,fp8:900,bf16")
+    quantized = [step for step in range(1, 2000) if is_quantized_at(precision, step)]
+    assert quantized == list(range(101, 901))
+    assert is_quantized_at(PrecisionConfig(), 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("bf16:100,fp8:900", "every stretch but the last"),
+        ("bf16,fp8", "every stretch but the last"),
+        ("bf16:100,fp8:100,bf16", "rise from 1"),
+        ("bf16:0,fp8", "rise from 1"),
+        ("bf16:10,bf16", "take turns"),
+        ("int8", "'int8' is none of"),
+        ("bf16:ten,fp8", "whole number"),
+    ],
+)
+def test_what_is_no_schedule_is_told(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        parse_schedule(text)
+    assert any(words in problem for problem in problems_of(f"--fp8-format hybrid --fp8-schedule {text}"))
