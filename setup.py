@@ -28,7 +28,7 @@ setup(
         "torch>=2.6",
         "megatron-core==0.16.1",
         "numpy",
-        "PyYAML",  # job files of the launchers
+        "PyYAML",  # job files of the launchers, precision maps
         "psutil",  # megatron-core needs it to save a checkpoint, and does not say so
         "sentencepiece",
         "tensorboard",
@@ -36,7 +36,6 @@ setup(
         "scipy",  # intervals of comparisons, fits of scaling laws
         "jinja2",
         "tqdm",
-        "pyyaml",
     ],
     extras_require={
         "te": ["transformer-engine[pytorch]>=2.9"],

@@ -33,6 +33,7 @@ TRANSFORMER_ENGINE_SWITCHES = (
     ("nvfp4", "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING", "gradients are rounded to nearest"),
     ("nvfp4", "NVTE_NVFP4_DISABLE_2D_QUANTIZATION", "weights have blocks of 1x16"),
 )
+_BY_BLOCK = "with it Transformer Engine reduces amaxes for all layers at once, when the last one has run"
 ATTENTION_BACKENDS = {
     "transformer_engine": ("auto", "flash", "fused", "unfused"),
     "emulated": ("auto", "sdpa"),
@@ -231,10 +232,13 @@ def map_problems(config: RunConfig) -> list[str]:
         if chosen == precision_map.unmapped_choice(name, num_layers, precision):
             continue
         said = f"--precision gives {name} {chosen}"
-        if name == OUTPUT_LAYER:
-            found[OUTPUT_LAYER] = f"{said}: the output layer is megatron-core's own, which Transformer Engine lacks"
-        elif is_delayed:
+        if is_delayed:
             found.setdefault("delayed", f"{said}: {_BY_BLOCK}")
+        elif name == OUTPUT_LAYER and config.model.share_embeddings_and_output_weights:
+            found[OUTPUT_LAYER] = (
+                f"{said}: Transformer Engine's linear has a weight of its own, and the output layer has the "
+                "embedding's without --untie-embeddings-and-output-weights"
+            )
         elif not has_te_recipe(chosen):
             found.setdefault("mix", f"{said}: Transformer Engine has one recipe for all three, or high precision for "
                              "the backward pass")  # fmt: skip
@@ -248,9 +252,6 @@ def map_problems(config: RunConfig) -> list[str]:
             "--use-transformer-engine-op-fuser with --fp8-schedule: fused operations forget their scales in between"
         )
     return [f"{text}; change it, or give --transformer-impl emulated" for text in found.values()]
-
-
-_BY_BLOCK = "with it Transformer Engine reduces amaxes for all layers at once, when the last one has run"
 
 
 def has_te_recipe(chosen: LinearChoice) -> bool:

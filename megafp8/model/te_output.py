@@ -20,6 +20,8 @@ class OutputLayer(TEColumnParallelLinear):
     """Logits [S, B, vocabulary / P] of hidden states [S, B, H], or [S / P, B, H] with sequence parallelism."""
 
     recipe: Recipe
+    is_output = True
+    is_quantizing = True
 
     @classmethod
     def in_place_of(cls, plain: ColumnParallelLinear, recipe: Recipe) -> OutputLayer:
@@ -39,5 +41,5 @@ class OutputLayer(TEColumnParallelLinear):
     ) -> tuple[Tensor, Any]:
         """Logits, and None for the bias that there is not."""
         assert weight is None and not runtime_gather_output, "logits stay split over the vocabulary, for the loss"
-        with te.autocast(enabled=True, recipe=self.recipe):
+        with te.autocast(enabled=self.is_quantizing, recipe=self.recipe):
             return super().forward(input_)

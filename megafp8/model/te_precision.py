@@ -13,12 +13,14 @@ from typing import Any, Optional
 import torch
 import transformer_engine.pytorch as te
 from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 from transformer_engine.common import recipe as te_recipe
 
 from megafp8.config import precision_map
-from megafp8.config.precision_map import LinearChoice
+from megafp8.config.precision_map import OUTPUT_LAYER, LinearChoice
 from megafp8.config.schema import RunConfig
 from megafp8.errors import CapabilityError
+from megafp8.model.te_output import OutputLayer
 from megafp8.model.watched_linears import linears_of
 
 RECIPES = {
@@ -56,20 +58,29 @@ def build_te_recipe(chosen: LinearChoice) -> Optional[te_recipe.Recipe]:
     return built
 
 
-def give_recipes(chunk: torch.nn.Module, config: RunConfig) -> None:
-    """Let each linear that the map gives another recipe than its layer's run under that."""
+def give_recipes(chunk: GPTModel, config: RunConfig) -> None:
+    """Let each linear that the map gives another recipe than its layer's run under that, and the output layer too."""
     precision, num_layers = config.precision, config.model.num_layers
     assert num_layers is not None
     chosen = precision_map.resolve(config.model, precision)
     group = parallel_state.get_amax_reduction_group(
         with_context_parallel=True, tp_only_amax_red=precision.tp_only_amax_red
     )
-    for name, linear in linears_of(chunk):
-        if chosen[name] != precision_map.unmapped_choice(name, num_layers, precision):
-            run_under(linear, build_te_recipe(chosen[name]), group)
-            # megatron-core says which microbatch is the first only where its own context is quantized; else codes of
-            # the weight would be kept for ever.
-            linear.disable_parameter_transpose_cache |= not precision_map.base_choice(precision).is_quantized
+    changed = [
+        (name, linear) for name, linear in linears_of(chunk)
+        if chosen[name] != precision_map.unmapped_choice(name, num_layers, precision)
+    ]  # fmt: skip
+    for name, linear in changed:
+        run_under(linear, build_te_recipe(chosen[name]), group)
+    output_recipe = build_te_recipe(chosen[OUTPUT_LAYER])
+    if chunk.post_process and output_recipe is not None:
+        chunk.output_layer = OutputLayer.in_place_of(chunk.output_layer, output_recipe)
+        changed.append((OUTPUT_LAYER, chunk.output_layer))
+    if not precision_map.base_choice(precision).is_quantized:
+        # megatron-core says which microbatch is the first only where its own context is quantized; without, codes of
+        # the weights would be kept for ever.
+        for _, linear in changed:
+            linear.disable_parameter_transpose_cache = True
 
 
 def run_under(linear: torch.nn.Module, recipe: Optional[te_recipe.Recipe], group: Any) -> None:

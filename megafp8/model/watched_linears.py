@@ -187,4 +187,4 @@ def linears_of(chunk: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield prefix + "linear_proj", attention.linear_proj
         yield prefix + "linear_fc1", mlp.linear_fc1
         yield prefix + "linear_fc2", mlp.linear_fc2
-    yield from ((OUTPUT_LAYER, module) for module in chunk.modules() if isinstance(module, EmulatedOutputLayer))
+    yield from ((OUTPUT_LAYER, module) for module in chunk.modules() if getattr(module, "is_output", False))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megafp8.config.schema import LoggingConfig, PrecisionConfig, RunConfig
+from megafp8.config.schema import LoggingConfig, ModelConfig, PrecisionConfig, RunConfig
 from megafp8.device import capability
 from megafp8.device.capability import TARGETS, Target, problems, resolve_implementation
 from megafp8.fp8.recipes import Gemm, Operand, build_recipe
@@ -240,3 +240,56 @@ def test_an_environment_that_changes_the_recipe_is_said(monkeypatch: pytest.Monk
     assert capability.environment_notices(blockwise, "emulated") == []
     tensorwise = PrecisionConfig(fp8_format="e4m3", fp8_recipe="tensorwise")
     assert capability.environment_notices(tensorwise, "transformer_engine") == []
+
+
+# ---- precision maps -------------------------------------------------------------------------------------------------
+
+
+def mapped(*entries: str, tied: bool = False, **precision: Any) -> RunConfig:
+    base = {"bf16": True, "fp8_format": "hybrid", "fp8_recipe": "tensorwise"}
+    model = ModelConfig(num_layers=4, share_embeddings_and_output_weights=tied)
+    return RunConfig(model=model, precision=PrecisionConfig(**(base | precision), precision_map=entries))
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        ("*.linear_fc2=blockwise/e4m3",),
+        ("layers.2-3.*:dgrad,wgrad=bf16", "layers.0.*=bf16"),
+        ("*.linear_fc2=blockwise/e4m3", "*.linear_fc2:dgrad=bf16", "*.linear_fc2:wgrad=bf16"),
+        ("output_layer=tensorwise",),
+    ],
+)
+def test_transformer_engine_runs_maps_of_its_recipes(entries: tuple[str, ...]) -> None:
+    assert problems(mapped(*entries), H200) == []
+    assert resolve_implementation(mapped(*entries), H200) == "transformer_engine"
+    assert problems(mapped(*entries, fp8_format=None, fp8_recipe="delayed"), H200) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (mapped("*.linear_fc2=mxfp8/e4m3"), "--precision *.linear_fc2=mxfp8/e4m3: needs compute capability 10.0"),
+        (mapped("*.linear_fc2:wgrad=bf16"), "layers.0.linear_fc2 fprop tensorwise hybrid, dgrad tensorwise hybrid, w"),
+        (mapped("*.linear_fc2:dgrad,wgrad=blockwise"), "one recipe for all three, or high precision for the backward"),
+        (mapped("layers.0.*=bf16", fp8_recipe="delayed"), "reduces amaxes for all layers at once"),
+        (mapped(fp8_recipe="delayed", first_last_layers_bf16=True), "--first-last-layers-bf16 with delayed scaling"),
+        (mapped("output_layer=tensorwise", tied=True), "--untie-embeddings-and-output-weights"),
+        (mapped("layers.0.*=bf16", fp8_param_gather=True), "--fp8-param-gather: --precision gives layers.0.linear_qkv"),
+        (mapped("layers.0.*=bf16", use_transformer_engine_op_fuser=True), "fused ones have one recipe"),
+        (mapped(fp8_schedule="bf16:9,fp8", use_transformer_engine_op_fuser=True), "forget their scales in between"),
+        (mapped("*.linear_fc1=tensorwise/e5m2"), "Transformer Engine refuses E5M2"),
+    ],
+)
+def test_what_transformer_engine_lacks_is_refused_and_emulated(config: RunConfig, words: str) -> None:
+    asked = replace(config, precision=replace(config.precision, transformer_impl="transformer_engine"))
+    assert words in only_problem(asked, H200)
+    emulated = replace(config, precision=replace(config.precision, use_transformer_engine_op_fuser=False))
+    # As without a map, a format is never a reason to emulate.
+    assert resolve_implementation(config, H200) == ("transformer_engine" if "E5M2" in words else "emulated")
+    assert problems(replace(emulated, precision=replace(emulated.precision, transformer_impl="emulated")), CPU) == []
+
+
+def test_weights_of_block_recipes_are_not_kept_as_codes() -> None:
+    config = mapped("*.linear_fc2=mxfp8", fp8_param_gather=True, transformer_impl="emulated")
+    assert "--precision *.linear_fc2=mxfp8, emulated, has two copies" in only_problem(config, CPU)

@@ -1,0 +1,162 @@
+"""Precision maps and schedules with Transformer Engine's layers on a GPU."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available(),
+        reason="needs Transformer Engine and a GPU",
+    ),
+]
+if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
+    pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
+
+from gpu_runs import RECIPES, gpu_run  # noqa: E402
+from small_run import Curve, look_of, train, weights  # noqa: E402
+from transformer_engine.common import recipe as te_recipe  # noqa: E402
+
+from megafp8.checkpoint.folder import find_checkpoint  # noqa: E402
+from megafp8.checkpoint.load import load_checkpoint  # noqa: E402
+from megafp8.checkpoint.save import save_checkpoint  # noqa: E402
+from megafp8.checkpoint.state import Progress  # noqa: E402
+from megafp8.config.precision_map import Choice, LinearChoice  # noqa: E402
+from megafp8.model import te_layers  # noqa: E402
+from megafp8.model.te_precision import build_te_recipe  # noqa: E402
+from megafp8.training.calibrate import calibrate, needs_calibration  # noqa: E402
+from megafp8.training.precision_at import change_before  # noqa: E402
+
+TENSORWISE, BLOCKWISE, DELAYED = RECIPES["tensorwise"], RECIPES["blockwise"], RECIPES["delayed"]
+STEPS = 6
+
+
+@functools.cache
+def curve(extra: str, num_steps: int = STEPS) -> Curve:
+    with gpu_run(extra) as run:
+        return train(run, num_steps)
+
+
+def test_recipes_are_transformer_engines() -> None:
+    tensor, block = Choice("tensorwise", "hybrid"), Choice("blockwise", "e4m3")
+    assert build_te_recipe(LinearChoice()) is None
+    plain = build_te_recipe(LinearChoice(block, block, block))
+    assert isinstance(plain, te_recipe.Float8BlockScaling) and plain.fp8_format is te_recipe.Format.E4M3
+    assert plain.backward_override is None
+    forward_only = build_te_recipe(LinearChoice(tensor))
+    assert isinstance(forward_only, te_recipe.Float8CurrentScaling)
+    assert forward_only.backward_override == "high_precision"
+
+
+@pytest.mark.parametrize(
+    ("mapped", "plain"),
+    [
+        ("--precision layers.*=tensorwise/hybrid", TENSORWISE),  # on BF16: codes of weights must not grow old
+        ("--precision layers.*=blockwise/e4m3", BLOCKWISE),
+        (f"{TENSORWISE} --precision layers.*=bf16", ""),
+        (f"{TENSORWISE} --precision layers.*=blockwise/e4m3", BLOCKWISE),
+        (f"{TENSORWISE} --precision layers.0.*=bf16 layers.1.*=bf16", f"{TENSORWISE} --precision *=bf16"),
+    ],
+)
+def test_a_map_of_all_linears_is_the_recipe(mapped: str, plain: str) -> None:
+    assert curve(mapped).losses == curve(plain).losses
+
+
+def test_first_and_last_layers_are_those_of_the_map() -> None:
+    """Four layers, so that some are left."""
+    both = "--num-layers 4"
+    flag = curve(f"{both} {TENSORWISE} --first-last-layers-bf16")
+    mapped = curve(f"{both} {TENSORWISE} --precision layers.0.*=bf16 layers.3.*=bf16")
+    assert flag.losses == mapped.losses
+
+
+MAP = "--precision *.linear_fc2=blockwise/e4m3 layers.1.*:dgrad,wgrad=bf16 output_layer=tensorwise"
+
+
+@pytest.mark.parametrize("entries", [MAP, "--precision *:dgrad,wgrad=bf16", "--precision output_layer=tensorwise"])
+def test_a_map_follows_the_emulated_one(entries: str) -> None:
+    ours = curve(f"{TENSORWISE} {entries}")
+    theirs = curve(f"{TENSORWISE} {entries} --transformer-impl emulated")
+    gap = max(abs(a - b) / b for a, b in zip(ours.losses, theirs.losses, strict=True))
+    print(f"\n{entries}: gap {gap:.2e}, norms {ours.grad_norms[:3]} {theirs.grad_norms[:3]}")
+    assert gap < 5e-3
+    assert ours.grad_norms[0] == pytest.approx(theirs.grad_norms[0], rel=2e-2)
+    assert ours.losses != curve(TENSORWISE).losses
+
+
+def test_the_forward_pass_alone_is_quantized() -> None:
+    """The first loss is FP8's, the first gradient another."""
+    mapped = f"{TENSORWISE} --precision layers.*:dgrad,wgrad=bf16"
+    fprop, fp8, bf16 = (curve(extra) for extra in (mapped, TENSORWISE, ""))
+    assert fprop.losses[0] == fp8.losses[0] != bf16.losses[0]
+    assert fprop.grad_norms[0] != fp8.grad_norms[0]
+
+
+def test_looks_show_each_linears_recipe() -> None:
+    with gpu_run(f"{TENSORWISE} {MAP} --fp8-log-interval 1") as run:
+        found = look_of(run)
+    assert found is not None and found.recipes["layers.0.linear_fc2"] == "blockwise"
+    assert found.recipes["layers.1.linear_fc1"] == "tensorwise/high/high"
+    assert "layers.0.linear_fc2.input.column" in found.tensors and "output_layer.input" in found.tensors
+    assert "layers.1.linear_fc1.grad_output" not in found.tensors
+
+
+# ---- the schedule -------------------------------------------------------------------------------------------------
+
+
+def steps(extra: str, num_steps: int, first: int = 1, load: Path | None = None, save: Path | None = None) -> list:
+    """Losses, and the weights at the end, with calibration where the loop has it."""
+    losses: list[float] = []
+    with gpu_run(extra) as run:
+        if load is not None:
+            load_checkpoint(load, run.config, run.trainee)
+        for step in range(first, first + num_steps):
+            progress = Progress(step - 1, (step - 1) * run.global_batch_size)
+            if change_before(run, step) is not None and needs_calibration(run):
+                calibrate(run, progress)
+            losses += train(run, 1, first_step=step).losses
+        if save is not None:
+            last = first + num_steps - 1
+            save_checkpoint(save, run.config, run.trainee, Progress(last, last * run.global_batch_size))
+        return [losses, {name: tensor.cpu() for name, tensor in weights(run).items()}]
+
+
+@pytest.mark.parametrize("entries", ["", "--precision *.linear_fc2=blockwise/e4m3 output_layer=tensorwise"])
+def test_stretches_begin_at_exactly_their_steps(entries: str) -> None:
+    fp8 = f"{TENSORWISE} {entries}"
+    high, low = curve(""), curve(fp8)
+    first = steps(f"{fp8} --fp8-schedule bf16:2,fp8:4,bf16", STEPS)[0]
+    second = steps(f"{fp8} --fp8-schedule fp8:2,bf16", STEPS)[0]
+    assert first[:2] == high.losses[:2] and first[2] != high.losses[2]
+    assert second[:2] == low.losses[:2] and second[2] != low.losses[2]
+
+
+def test_delayed_scales_survive_high_precision() -> None:
+    with gpu_run(f"{DELAYED} --fp8-schedule fp8:3,bf16:5,fp8") as run:
+        train(run, 3)
+        before = [tensor.clone() for chunk in run.trainee.chunks for tensor in te_layers.delayed_state(chunk)]
+        train(run, 2, first_step=4)
+        after = [tensor for chunk in run.trainee.chunks for tensor in te_layers.delayed_state(chunk)]
+        assert len(before) == len(after) > 0
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        train(run, 1, first_step=6)
+        now = [tensor for chunk in run.trainee.chunks for tensor in te_layers.delayed_state(chunk)]
+        assert not all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("at", [1, 3, 5])
+def test_resume_within_each_stretch_is_bit_equal(at: int, recipe: str, tmp_path: Path) -> None:
+    flags = f"{RECIPES[recipe]} --fp8-schedule bf16:2,fp8:4,bf16:6,fp8"
+    straight = steps(flags, 8)
+    before = steps(flags, at, save=tmp_path)
+    after = steps(flags, 8 - at, first=at + 1, load=find_checkpoint(tmp_path)[1])
+    assert before[0] + after[0] == straight[0]
+    for name, weight in straight[1].items():
+        assert torch.equal(weight, after[1][name]), name
