@@ -261,13 +261,6 @@ def recipe_flag(precision: PrecisionConfig) -> str:
     return f"--{'fp4' if precision.fp8_format is None else 'fp8'}-recipe {quantization_recipe(precision)}"
 
 
-def quantization_flag(precision: PrecisionConfig) -> str:
-    """How the command line asked for quantized linears: `--fp8-format hybrid`. For a run that has them."""
-    if precision.fp8_format is None:
-        return f"--fp4-format {precision.fp4_format}"
-    return f"--fp8-format {precision.fp8_format}"
-
-
 def tokenizer_type(data: DataConfig) -> Optional[str]:
     """The tokenizer; GPT-2's files say which one they are for, and Megatron-LM's GPT scripts leave the type out."""
     if data.tokenizer_type is None and (data.vocab_file is not None or data.merge_file is not None):

@@ -28,7 +28,7 @@ def describe_arithmetic(precision: PrecisionConfig, implementation: str) -> str:
     formats = f"fp4 {precision.fp4_format}" if precision.fp8_format is None else f"fp8 {precision.fp8_format}"
     how = "TE" if implementation == "transformer_engine" else "emulated"
     base = dtype if recipe is None else f"{formats} {recipe}"
-    mapped = f" but for {', '.join(precision.precision_map)}" if precision.precision_map else ""
+    mapped = " with a precision map" if precision.precision_map else ""
     steps = f", steps {precision.fp8_schedule}" if precision.fp8_schedule is not None else ""
     return f"{base}{mapped}{steps}, {how}, on {dtype}"
 

@@ -16,6 +16,9 @@ TENSORWISE, DELAYED = ("--bf16 --fp8-format hybrid --fp8-recipe " + recipe for r
 NVFP4 = "--bf16 --fp4-format e2m1 --first-last-layers-bf16"
 
 
+MAPPED = f"{TENSORWISE} --num-layers 2 --precision *.linear_fc2=mxfp8"
+
+
 def config_of(text: str) -> RunConfig:
     """As it is read; rules are not asked."""
     return flags.parse(text.split()).config
@@ -37,6 +40,15 @@ def checked(before: str, now: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str
         (DELAYED, f"{DELAYED} --fp8-margin 1", "precision.fp8_margin: 0 -> 1"),
         (NVFP4, f"{NVFP4} --no-fp4-stochastic-rounding", "precision.fp4_stochastic_rounding: True -> False"),
         ("", "--bf16", "precision.bf16: False -> True"),
+        (
+            MAPPED, f"{MAPPED} --precision layers.1.*:wgrad=bf16",
+            "precision of layers.1.linear_qkv, layers.1.linear_proj, layers.1.linear_fc1: tensorwise hybrid -> fprop "
+            "tensorwise hybrid, dgrad tensorwise hybrid, wgrad high precision",
+        ),
+        (f"{TENSORWISE} --num-layers 2", MAPPED, "layers.1.linear_fc2: tensorwise hybrid -> mxfp8 hybrid"),
+        (f"{MAPPED} --precision output_layer=delayed", f"{MAPPED} --precision output_layer=delayed --fp8-margin 1",
+         "precision.fp8_margin: 0 -> 1"),
+        (TENSORWISE, f"{TENSORWISE} --fp8-schedule bf16:9,fp8", "precision.fp8_schedule: None -> bf16:9,fp8"),
     ],
 )
 def test_other_formats_are_refused_or_asked_for(
@@ -56,6 +68,7 @@ def test_other_formats_are_refused_or_asked_for(
         ("--bf16", "--bf16 --fp8-recipe tensorwise"),  # without a format there is no recipe
         (TENSORWISE, f"{TENSORWISE} --fp8-margin 1"),  # for delayed scaling
         (TENSORWISE, f"{TENSORWISE} --fp8-param-gather --use-distributed-optimizer"),
+        (MAPPED, f"{TENSORWISE} --num-layers 2 --precision layers.0-1.linear_fc2=bf16 *.linear_fc2=mxfp8"),
         (TENSORWISE, f"{TENSORWISE} --transformer-impl emulated --num-layers-at-start-in-bf16 2"),
     ],
 )

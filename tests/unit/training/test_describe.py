@@ -1,7 +1,7 @@
 """What a run says of itself at its start."""
 
 from megafp8.config.schema import ModelConfig, PrecisionConfig, RunConfig
-from megafp8.training.describe import recipe_lines
+from megafp8.training.describe import mapped_recipes, recipe_lines
 
 
 def lines_of(**precision: object) -> list[str]:
@@ -28,6 +28,32 @@ def test_defaults_and_exceptions_are_in_it() -> None:
 def test_weights_that_are_codes_are_said() -> None:
     usual, codes = (lines_of(fp8_format="hybrid", fp8_param_gather=gather) for gather in (False, True))
     assert codes == [*usual, "  weights are kept and gathered as codes and scales"]
+
+
+def test_a_map_is_a_table() -> None:
+    entries = ("*.linear_fc2=blockwise/e4m3", "layers.2-3.*:dgrad,wgrad=bf16", "output_layer=nvfp4")
+    lines = lines_of(fp8_format="hybrid", fp8_recipe="tensorwise", precision_map=entries, fp8_schedule="bf16:9,fp8")
+    assert lines == [
+        "recipes: fp8 hybrid tensorwise with a precision map, steps bf16:9,fp8, emulated, on bf16",
+        "  GEMM of       layers  fprop              dgrad              wgrad",
+        "  linear_qkv    0-1     tensorwise hybrid  tensorwise hybrid  tensorwise hybrid",
+        "  linear_qkv    2-3     tensorwise hybrid  bf16               bf16",
+        "  linear_proj   0-1     tensorwise hybrid  tensorwise hybrid  tensorwise hybrid",
+        "  linear_proj   2-3     tensorwise hybrid  bf16               bf16",
+        "  linear_fc1    0-1     tensorwise hybrid  tensorwise hybrid  tensorwise hybrid",
+        "  linear_fc1    2-3     tensorwise hybrid  bf16               bf16",
+        "  linear_fc2    0-1     blockwise e4m3     blockwise e4m3     blockwise e4m3",
+        "  linear_fc2    2-3     blockwise e4m3     bf16               bf16",
+        "  output_layer  -       nvfp4              nvfp4              nvfp4",
+    ]
+
+
+def test_the_record_has_the_resolved_map() -> None:
+    precision = PrecisionConfig(bf16=True, precision_map=("layers.1.*:fprop=mxfp8",))
+    found = mapped_recipes(RunConfig(model=ModelConfig(num_layers=2), precision=precision))
+    assert found["linear_fc1 of layers 1"] == "fprop mxfp8 e4m3, dgrad high precision, wgrad high precision"
+    assert found["linear_fc1 of layers 0"] == found["output_layer"] == "high precision"
+    assert mapped_recipes(RunConfig(model=ModelConfig(num_layers=2))) == {}
 
 
 def test_high_precision_has_no_recipe() -> None:
