@@ -99,7 +99,8 @@ def main(argv: Sequence[str]) -> int:
         tell(f"{study.name}: {len(every)} runs, {len(due)} to start; folder {study.folder}")
         if is_local:
             return runner.run()
-        print("\n".join(submit(study, due)))
+        for line in submit(study, due):
+            tell(line)
         return 0
     except Megafp8Error as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

@@ -117,3 +117,35 @@ def test_nodes_are_looked_at_first(cluster: Cluster, tmp_path: Path, cache: Path
     hit = SlurmRun(cluster, tmp_path, cache, "", pause_s=0)
     assert cluster.wait_for_state(hit.job, "COMPLETED", "FAILED") == "COMPLETED"
     assert "nodes: 2 nodes are well" in cluster.output(hit.job)
+
+
+@pytest.mark.long
+def test_a_study_of_four_runs_is_a_job_array(cluster: Cluster, tmp_path: Path) -> None:
+    path, folder = tmp_path / "four.yaml", tmp_path / "runs"
+    path.write_text(
+        f"""
+flags: >
+  --num-layers 1 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 2 --bf16
+  --hidden-size 32 --mock-data --tokenizer-type NullTokenizer --vocab-size 63 --make-vocab-size-divisible-by 16
+  --eval-iters 1 --num-workers 0 --num-threads 1 --no-save-optim --train-iters 3
+grid: {{lr: [1e-3, 2e-3], seed: [1, 2]}}
+slurm:
+  gpus_per_node: 0
+  check_nodes: false
+  time_to_save_s: 20
+  setup: export PATH={Path(sys.executable).parent}:$PATH
+  environment: {{PYTHONPATH: {ROOT}}}
+""",
+        encoding="utf-8",
+    )
+
+    def launch(*options: str) -> list[str]:
+        command = [sys.executable, "launcher/scaling_study.py", str(path), "--folder", str(folder), *options]
+        told = subprocess.run(command, cwd=ROOT, env=cluster.environment, capture_output=True, text=True)
+        assert told.returncode == 0, told.stderr
+        return told.stdout.splitlines()
+
+    assert re.search(r": job \d+, 4 runs$", launch()[-1])
+    assert "4 runs, 0 to start" in launch()[-1]
+    wait_until(lambda: not cluster.ask("squeue", "--noheader"), "the array to end")
+    assert launch("--status")[-1] == "4 done"
