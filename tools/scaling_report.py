@@ -4,8 +4,9 @@
     python tools/scaling_report.py runs/stdlib_cpu --output-dir runs/stdlib_cpu/report
     python tools/scaling_report.py docs/reports/stdlib_cpu/points.json
 
-Prints tables; with --output-dir it writes report.html (one file with its pictures), report.md, report.json and
-points.json, from which the report can be made again. docs/scaling_studies.md says what is fitted and how.
+Prints tables; with --output-dir it writes report.html (one file with its pictures), report.md with laws.svg,
+report.json, and points.json, from which the report can be made again. docs/scaling_studies.md says what is fitted and
+how.
 """
 
 from __future__ import annotations

@@ -44,3 +44,9 @@ def to_svg(figure: Figure, name: str) -> str:
     svg = re.sub(r'\bid="((?:figure|axes|patch|line2d|text|matplotlib)[\w.]*)"', "", svg)
     svg = svg.replace(INK, "var(--ink)").replace(GRID, "var(--grid)")
     return svg.replace("<svg ", f'<svg role="img" aria-label="{name}" ', 1)
+
+
+def alone(svg: str) -> str:
+    """The picture as a file of its own, in light colours, for documents that have no page around it."""
+    colored = svg.replace("var(--ink)", "#212529").replace("var(--grid)", "#dee2e6")
+    return colored.replace("<svg ", '<svg style="background: white" ', 1) + "\n"

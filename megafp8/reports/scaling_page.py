@@ -5,18 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Optional
 
-from megafp8.reports.html import render, to_svg
+from megafp8.reports.html import alone, render, to_svg
 from megafp8.reports.laws import REPLICATES
 from megafp8.reports.plot_scaling import plot_laws, plot_speed
 from megafp8.reports.scaling import ScalingReport, analyse
-from megafp8.reports.scaling_text import conditions, headline, method, remarks, tables, to_markdown
+from megafp8.reports.scaling_text import ALT_TEXT, conditions, headline, method, remarks, tables, to_markdown
 from megafp8.reports.study_points import POINTS_FILE, load_points
+
+PICTURE_FILE = "laws.svg"
 
 
 def publish_study(
     study: Path, output: Optional[Path], *, baseline: Optional[str] = None, replicates: int = REPLICATES
 ) -> tuple[ScalingReport, list[Path]]:
-    """Analyse a study and, with an output folder, write report.html, report.md, report.json and points.json there.
+    """Analyse a study and, with an output folder, write report.html, report.md, laws.svg, report.json and points.json.
 
     Args:
         study: its folder, or the points.json of an earlier report.
@@ -30,7 +32,8 @@ def publish_study(
         return report, []
     output.mkdir(parents=True, exist_ok=True)
     contents = {
-        "report.html": render_page(report), "report.md": to_markdown(report), "report.json": report.to_json(),
+        "report.html": render_page(report), "report.md": to_markdown(report, PICTURE_FILE),
+        PICTURE_FILE: alone(to_svg(plot_laws(report), ALT_TEXT)), "report.json": report.to_json(),
         POINTS_FILE: points.to_json(),
     }  # fmt: skip
     for name, text in contents.items():
@@ -45,6 +48,6 @@ def render_page(report: ScalingReport) -> str:
         "scaling.html.jinja",
         title=f"Scaling study {report.name}", headline=headline(report), conditions=conditions(report),
         remarks=remarks(report),
-        laws=to_svg(plot_laws(report), "loss over compute and parameters"),
+        laws=to_svg(plot_laws(report), ALT_TEXT),
         speed="" if speed is None else to_svg(speed, "speed over devices"), tables=tables(report), method=method(),
     )  # fmt: skip

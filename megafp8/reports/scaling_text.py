@@ -9,6 +9,7 @@ from megafp8.reports.scaling import BOTH, COMPUTE, PARAMETERS, Axis, Estimate, S
 from megafp8.reports.tables import aligned, markdown
 
 MIB = 2**20
+ALT_TEXT = "Loss over compute and over parameters, the laws, and the gaps between recipes"
 LETTERS = (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 PERCENT, NATS = "{:+.2%}", "{:.3f}"
 
@@ -201,10 +202,10 @@ def method() -> str:
     )
 
 
-def to_markdown(report: ScalingReport) -> str:
-    """The report as Markdown."""
+def to_markdown(report: ScalingReport, picture: str) -> str:
+    """The report as Markdown, with the file of its picture."""
     parts = [f"# Scaling study {report.name}", headline(report), conditions(report)]
-    parts += [f"- {text}" for text in remarks(report)]
+    parts += [f"- {text}" for text in remarks(report)] + [f"![{ALT_TEXT}]({picture})"]
     for table in tables(report):
         parts += [f"## {table.title}", markdown(table.header, table.rows, table.num_texts), table.note]
     return "\n\n".join([*filter(None, parts), "## Method", method()]) + "\n"

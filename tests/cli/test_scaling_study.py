@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -74,7 +75,9 @@ def test_a_report_is_made_of_it_and_made_again(finished, tmp_path: Path) -> None
     assert first.returncode == 0, first.stderr
     assert "tiny: fp8 ends " in first.stdout and "no law over compute: it needs 4 cells" in first.stdout
     assert "4 runs. bf16; fp8: fp8 hybrid tensorwise, emulated, on bf16" in first.stdout
-    assert {path.name for path in tmp_path.iterdir()} == {"report.html", "report.md", "report.json", "points.json"}
+    written = {"report.html", "report.md", "laws.svg", "report.json", "points.json"}
+    assert {path.name for path in tmp_path.iterdir()} == written
+    assert ElementTree.parse(tmp_path / "laws.svg").getroot().tag.endswith("svg")
     again = run("tools/scaling_report.py", tmp_path / "points.json", "--json")
     assert json.loads(again.stdout) == json.loads((tmp_path / "report.json").read_text())
     wrong = run("tools/scaling_report.py", folder, "--baseline", "mxfp8")

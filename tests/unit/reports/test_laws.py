@@ -71,7 +71,7 @@ def test_bands_hold_what_was_planted() -> None:
 
 def test_a_shift_is_told_from_none() -> None:
     rng = np.random.default_rng(3)
-    fits = fit_all([planted(rng), planted(rng, factor=0.7), planted(rng)], replicates=60)
+    fits = fit_all([planted(rng), planted(rng, factor=0.7), planted(rng)], replicates=40)
     lost, none = (interval([law.factors[number] for law in fits.common_replicates]) for number in (1, 2))
     assert lost[1] < 0.85 and none[0] < 1 < none[1]
     assert fits.common.factors[0] == 1.0 and fits.common.factors[1] == pytest.approx(0.7, abs=0.07)
@@ -84,7 +84,7 @@ def test_seeds_that_go_together_make_the_difference_sure() -> None:
     strangers = [pair[0], planted(rng, noise=0.001, factor=0.9, shared=shared[:, ::-1])]
     widths = []
     for every in (pair, strangers):
-        low, high = interval([law.factors[1] for law in fit_all(every, replicates=40).common_replicates])
+        low, high = interval([law.factors[1] for law in fit_all(every, replicates=25).common_replicates])
         widths.append(high - low)
     assert widths[0] < widths[1] / 4
 
@@ -92,10 +92,10 @@ def test_seeds_that_go_together_make_the_difference_sure() -> None:
 def test_resampled_means_have_the_spread_of_students_mean() -> None:
     rng = np.random.default_rng(1)
     cells = planted(rng, noise=0.01)
-    drawn = np.log([draw_means([cells], rng)[0] for _ in range(4000)])
+    drawn = np.log([draw_means([cells], rng)[0] for _ in range(2000)])
     widening = stats.t.ppf((1 + CONFIDENCE) / 2, 10) / stats.norm.ppf((1 + CONFIDENCE) / 2)
     expected = [np.log(seeds).std(ddof=1) / np.sqrt(3) * widening for seeds in cells.losses]
-    assert drawn.std(0) == pytest.approx(expected, rel=0.06)
+    assert drawn.std(0) == pytest.approx(expected, rel=0.08)
     assert drawn.mean(0) == pytest.approx(cells.log_means, abs=1e-3)
 
 
