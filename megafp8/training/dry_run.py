@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from megafp8.config import derived, size
 from megafp8.config.flags import Invocation
 from megafp8.config.schema import RunConfig
@@ -24,7 +26,8 @@ MOST_RANK_LINES = 16
 def describe_run(checked: Checked) -> str:
     """The whole text: settings, layout, size, memory, precision.
 
-    Also builds megatron-core's configuration objects, so that what it would refuse is refused here.
+    Also builds megatron-core's configuration objects, so that what it would refuse is refused here. That of the
+    precision-aware optimizer asks Transformer Engine's Adam what it can, and is built where that is installed.
 
     Raises:
         ConfigError: megatron-core refuses the configuration.
@@ -33,7 +36,8 @@ def describe_run(checked: Checked) -> str:
     config, implementation, world_size = checked.invocation.config, checked.implementation, checked.world_size
     build_transformer_config(config, implementation, on_cuda=False)
     build_ddp_config(config)
-    build_optimizer_config(config, implementation)
+    if not config.optimizer.use_precision_aware_optimizer or has_transformer_engine():
+        build_optimizer_config(config, implementation)
     vocab_size = derived.padded_vocab_size(config, vocabulary_size(config))
     sections = [
         *(f"notice: {notice}" for notice in checked.notices),
@@ -45,6 +49,11 @@ def describe_run(checked: Checked) -> str:
         "precision\n" + indented(format_precision_map(resolve_precision_map(config))),
     ]
     return "\n\n".join(sections)
+
+
+def has_transformer_engine() -> bool:
+    """Is it installed here, whatever the target has?"""
+    return importlib.util.find_spec("transformer_engine") is not None
 
 
 def vocabulary_size(config: RunConfig) -> int:

@@ -196,6 +196,13 @@ def test_dry_run_of_70b_on_512_gpus(capsys) -> None:
         assert part in plan, plan
 
 
+def test_dry_run_knows_less_optimizer_state_where_transformer_engine_is_elsewhere(capsys) -> None:
+    flags = f"{TINY} --bf16 --use-distributed-optimizer --transformer-impl transformer_engine"
+    low = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+    text = plan_of(capsys, f"{flags} {low} --world-size 1 --target h200")
+    assert "exp_avg_dtype = bf16" in text
+
+
 def test_dry_run_reads_a_real_tokenizer(capsys, tmp_path) -> None:
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text(json.dumps({"text": Path(__file__).read_text(encoding="utf-8")}) + "\n", encoding="utf-8")
