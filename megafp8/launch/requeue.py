@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Sequence
 
@@ -30,18 +31,23 @@ def requeue(max_requeues: int, tell: Callable[[str], None], exclude: Sequence[st
     if restarts >= max_requeues:
         tell(f"job {job} came out of the queue again {restarts} times already: it ends here (--max-requeues)")
         return False
-    state = slurm("squeue", "--noheader", "--jobs", job, "--format", "%T").stdout.strip()
+    answer = slurm("squeue", "--noheader", "--jobs", job, "--format", "%T %x")
+    state, _, excluded = answer.stdout.strip().partition(" ")
     if state != "RUNNING":
         # A job that was cancelled would come again, too.
         tell(f"job {job} is {state or 'unknown to Slurm'}: it is not put back into the queue")
         return False
-    if exclude:
-        slurm("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(exclude)}")
+    # What comes now ends this job: SIGTERM at once, SIGKILL after Slurm's KillWait. Nodes can be excluded in between.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    tell(f"job {job} goes back into the queue, the {restarts + 1}. time")
     answer = slurm("scontrol", "requeue", job)
     if answer.returncode:
         tell(f"scontrol requeue {job}: {answer.stderr.strip()}")
         return False
-    tell(f"job {job} goes back into the queue, the {restarts + 1}. time")
+    if exclude:
+        nodes = ",".join([*([] if excluded in ("", "(null)") else [excluded]), *exclude])
+        answer = slurm("scontrol", "update", f"JobId={job}", f"ExcNodeList={nodes}")
+        tell(f"without {nodes}" if answer.returncode == 0 else f"ExcNodeList={nodes}: {answer.stderr.strip()}")
     return True
 
 

@@ -3,6 +3,7 @@ Each comes to its end by itself, and to the end of a run that nobody hit, bit fo
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -16,7 +17,9 @@ from faulty_run import STEPS, FaultyRun
 from slurm_cluster import NODES, Cluster, slurm_cluster, wait_until, why_not
 
 from megafp8 import faults
-from megafp8.launch.run_state import judge, last_recorded_step
+from megafp8.launch import slurm
+from megafp8.launch.job import Job
+from megafp8.launch.run_state import judge, last_recorded_step, read_run_state
 from megafp8.launch.supervise import RESTARTS_FILE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -149,3 +152,80 @@ slurm:
     assert "4 runs, 0 to start" in launch()[-1]
     wait_until(lambda: not cluster.ask("squeue", "--noheader"), "the array to end")
     assert launch("--status")[-1] == "4 done"
+
+
+# ---- runs that do not train: what Slurm and the scripts do between them ---------------------------------------------
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A checkout whose training is over at once."""
+    (tmp_path / "launcher").symlink_to(ROOT / "launcher")
+    (tmp_path / "pretrain_gpt.py").symlink_to(ROOT / "tests/standin_training.py")
+    return tmp_path
+
+
+def job_of(project: Path, **fields) -> Job:
+    of_all = {
+        "name": "standin", "training": (), "project": str(project), "gpus_per_node": 0, "exclusive": False,
+        "setup": f"export PATH={Path(sys.executable).parent}:$PATH", "environment": {"PYTHONPATH": str(ROOT)},
+    }  # fmt: skip
+    return Job(**of_all | {"check_nodes": False} | fields)
+
+
+def seen(folder: Path) -> dict:
+    """What rank 0 of a stand-in saw."""
+    return json.loads((folder / "seen0").read_text())
+
+
+def submit_job(cluster: Cluster, job: Job, monkeypatch: pytest.MonkeyPatch) -> int:
+    path = Path(job.project, "job.sbatch")
+    path.write_text(slurm.script(job))
+    monkeypatch.setenv("SLURM_CONF", str(cluster.configuration))
+    return slurm.submit(path)
+
+
+@pytest.mark.slow
+def test_an_array_runs_each_of_its_runs(cluster: Cluster, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four, two at a time, each in the folder and with the flags of its line."""
+    runs = tuple(("--lr", f"{index}e-3", "--save", f"runs/{index}", "--load", f"runs/{index}") for index in range(4))
+    array = submit_job(cluster, job_of(project, runs=runs, array_limit=2, logs="runs/logs"), monkeypatch)
+    wait_until(lambda: cluster.ask("squeue", "-h", "-j", str(array)) == "", "the array to end")
+    for index, run in enumerate(runs):
+        log = (project / f"runs/logs/{array}_{index}.log").read_text()
+        assert seen(project / f"runs/{index}")["words"] == list(run), log
+        assert "done at step 1; nothing is left to do" in log
+    states = {line.split()[1] for line in cluster.ask("squeue", "-h", "-t", "all", "-r", "-o", "%i %T").splitlines()
+              if line.startswith(f"{array}_")}  # fmt: skip
+    assert states == {"COMPLETED"}
+
+
+@pytest.mark.long
+def test_a_job_comes_again_without_a_node_that_is_bad(
+    cluster: Cluster, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the first node nothing can be started."""
+    broken = f'\n[ "$SLURMD_NODENAME" != {NODES[0]} ] || srun() {{ false; }}'
+    job = job_of(
+        project, training=("--save", "run", "--load", "run"), check_nodes=True, sbatch={"nodelist": NODES[0]}
+    )  # fmt: skip
+    number = submit_job(cluster, dataclasses.replace(job, setup=f"{job.setup}{broken}"), monkeypatch)
+    cluster.wait_for_requeue(number)
+    told = cluster.output(number)
+    assert f"nodes: {NODES[0]}: it gave no report in time" in told and f"nodes: without {NODES[0]}" in told
+    cluster.ask("scontrol", "update", f"JobId={number}", "ReqNodeList=")  # so that there is another one
+    assert cluster.wait_for_state(number, "COMPLETED", "FAILED") == "COMPLETED", cluster.output(number)
+    assert seen(project / "run")["node"] == NODES[1]
+
+
+@pytest.mark.slow
+def test_a_cancelled_job_stays_cancelled(cluster: Cluster, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the run a cancellation looks like a preemption."""
+    environment = {"PYTHONPATH": str(ROOT), "STANDIN_WAITS": "1"}
+    job = job_of(project, training=("--save", "run", "--load", "run"), environment=environment)
+    number = submit_job(cluster, job, monkeypatch)
+    wait_until((project / "run/seen0").exists, "the run to begin", lambda: cluster.output(number))
+    cluster.ask("scancel", str(number))
+    wait_until(lambda: cluster.ask("squeue", "-h", "-j", str(number)) == "", "the job to end")
+    assert read_run_state(project / "run").state == "preempted"
+    assert f"job {number} is COMPLETING: it is not put back" in (project / f"run/logs/{number}.log").read_text()
+    assert cluster.job(number)["JobState"] == "CANCELLED"

@@ -13,7 +13,7 @@ import pytest
 
 from megafp8.errors import RunFolderInUse
 from megafp8.launch.process import this_process
-from megafp8.launch.run_lock import LOCK_FILE, STALE_S, holder_of, take_lock
+from megafp8.launch.run_lock import LOCK_FILE, STALE_S, forget_lock_of, holder_of, take_lock
 
 ELSEWHERE = dataclasses.replace(this_process(), host="other", place="another boot", pid=17)
 GONE = dataclasses.replace(this_process(), started=1)
@@ -106,3 +106,17 @@ def test_of_many_at_once_one_wins(tmp_path: Path, is_stale: bool) -> None:
         for process in processes:
             process.join()
         assert sum(answer is not None for answer in answers) == 1
+
+
+def test_a_lock_of_the_same_slurm_job_is_forgotten_and_no_other(tmp_path: Path) -> None:
+    """A node that died holds it; who starts the job's runs knows that the start before has ended."""
+    dead = dataclasses.replace(ELSEWHERE, job="17")
+    leave(tmp_path, dead)
+    assert not forget_lock_of("18", tmp_path)
+    with pytest.raises(RunFolderInUse):
+        take_lock(tmp_path)
+    assert forget_lock_of("17", tmp_path)
+    take_lock(tmp_path).release()
+    assert not forget_lock_of("17", tmp_path)
+    leave(tmp_path, dataclasses.replace(this_process(), job="17"))
+    assert not forget_lock_of("17", tmp_path)  # it is alive, here

@@ -1,0 +1,109 @@
+"""The launchers as a person runs them: every example of a job as a script and as a plan, what is wrong with a job, and
+a run by torchrun.sh. What Slurm makes of the scripts is in tests/faults/test_slurm.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megafp8.config import flags
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted((ROOT / "examples/jobs").glob("*.yaml"))
+RUN = "--model-preset tiny --seq-length 16 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data " \
+    "--tokenizer-type NullTokenizer --vocab-size 63"  # fmt: skip
+
+
+def load_launcher():
+    """launcher/slurm.py as a module."""
+    spec = importlib.util.spec_from_file_location("slurm_launcher", ROOT / "launcher/slurm.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def launcher():
+    return load_launcher()
+
+
+def test_there_is_an_example_of_each_kind() -> None:
+    assert {path.stem for path in EXAMPLES} >= {
+        "llama_1b_one_node", "llama3_8b_multi_node", "learning_rates", "fineweb_edu_h200", "blackwell_mxfp8",
+        "blackwell_nvfp4",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_is_a_sound_script_and_a_plan_that_fits(example: Path, launcher, tmp_path: Path, capsys) -> None:
+    from megafp8.training.check import check
+    from megafp8.training.dry_run import describe_run
+
+    assert launcher.main([str(example), "--partition", "gpu", "--dry-run"]) == 0
+    script = tmp_path / "job.sbatch"
+    script.write_text(capsys.readouterr().out)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", "--exclude=SC1091,SC2016", str(script)], check=True)
+    _, job = launcher.read_arguments([str(example)])
+    for name in ("text.bin", "text.idx", "tokenizer"):
+        (tmp_path / name).touch()
+    target = "b200" if example.stem.startswith("blackwell") else "h200"
+    data = ["--data-path", f"{tmp_path}/text", "--tokenizer-type", "NullTokenizer", "--vocab-size", "50303"]
+    for words in job.commands:
+        planned = [*words, *data, "--dry-run", "--world-size", str(job.world_size), "--target", target]
+        text = describe_run(check(*flags.read(planned)))
+        assert f"layout: {job.world_size} x {target}, transformer_engine layers" in text
+        needed = [float(line.partition("GiB")[0].split()[-1]) for line in text.splitlines() if " stage: " in line]
+        assert needed and max(needed) < 0.8 * (180 if target == "b200" else 141)
+
+
+def test_flags_are_checked_before_anything_is_submitted(launcher, capsys) -> None:
+    words = f"{RUN} --tensor-model-parallel-size 3 --save a --load a --hidden-sise 4".split()
+    assert launcher.main(["--name", "first", "--nodes", "2", "--", *words]) == 64
+    told = capsys.readouterr().err
+    assert "world size 16 is not a multiple" in told and "unknown flag --hidden-sise" in told
+
+
+def test_a_script_is_written_and_submitted(launcher, tmp_path: Path, monkeypatch, capsys) -> None:
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text('#!/bin/sh\ncp "$2" submitted\necho "17;cluster"\n')
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.chdir(tmp_path)
+    words = f"{RUN} --save run --load run".split()
+    own = ["--name", "first", "--project", str(tmp_path), "--environment", "A=b=c", "--sbatch", "qos=high"]
+    assert launcher.main([*own, "--", *words]) == 0
+    path = tmp_path / "run/logs/first.sbatch"
+    assert capsys.readouterr().out == f"{path}: job 17\n"
+    text = (tmp_path / "submitted").read_text()
+    assert text == path.read_text()
+    assert "export A=b=c" in text and "#SBATCH --qos=high" in text
+
+
+@pytest.mark.parametrize("arguments", [["nowhere.yaml"], ["--name", "a b"], []])
+def test_what_is_wrong_is_told_without_a_traceback(arguments: list[str], launcher, capsys) -> None:
+    assert launcher.main(arguments) == 64
+    assert capsys.readouterr().err.startswith("ConfigError: ")
+
+
+@pytest.mark.slow
+def test_torchrun_sh_runs_each_rank_with_a_log_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "launcher").symlink_to(ROOT / "launcher")
+    (tmp_path / "pretrain_gpt.py").symlink_to(ROOT / "tests/standin_training.py")
+    options = ["--name", "first", "--project", str(tmp_path), "--gpus-per-node", "0", "--ranks-per-node", "2"]
+    setup = ["--setup", f"export PATH={Path(sys.executable).parent}:$PATH", "--environment", f"PYTHONPATH={ROOT}"]
+    words = f"{RUN} --save run --load run".split()
+    ended = subprocess.run(
+        ["bash", "launcher/torchrun.sh", *options, *setup, "--", *words], cwd=ROOT, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "rank 0 of 2" in ended.stdout and "nothing is left to do" in ended.stderr
+    logs = sorted((tmp_path / "run/logs/ranks" / socket.gethostname()).rglob("stdout.log"))
+    assert [path.read_text() for path in logs] == ["rank 0 of 2\n", "rank 1 of 2\n"]

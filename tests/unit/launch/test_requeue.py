@@ -1,0 +1,114 @@
+"""In a Slurm job: what the supervisor leaves to the queue, and when a job may go back into it. Slurm's commands are
+stand-ins here; `tests/faults/test_slurm.py` has the real ones."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_supervise import command
+
+STANDIN = """#!/usr/bin/env bash
+echo "$(basename "$0") $*" >> "{folder}/said"
+case $(basename "$0") in squeue) echo "{state} {excluded}" ;; *) exit {status} ;; esac
+"""
+
+
+class Job:
+    """A job of Slurm as its batch script sees it."""
+
+    def __init__(
+        self, folder: Path, state: str = "RUNNING", restarts: int = 0, status: int = 0, excluded: str = "(null)"
+    ):
+        self.folder = folder
+        for name in ("squeue", "scontrol"):
+            path = folder / "bin" / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(STANDIN.format(folder=folder, state=state, status=status, excluded=excluded))
+            path.chmod(0o755)
+        self.environment = os.environ | {
+            "PATH": f"{folder}/bin{os.pathsep}{os.environ['PATH']}",
+            "SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": str(restarts),
+        }  # fmt: skip
+
+    def supervise(self, ends: str, *options: str) -> tuple[int, str]:
+        """Exit status and what was told."""
+        words = command(self.folder / "run", ends, "--requeue", *options)
+        ended = subprocess.run(words, capture_output=True, text=True, timeout=60, env=self.environment)
+        assert "Traceback" not in ended.stderr, ended.stderr
+        return ended.returncode, ended.stderr
+
+    @property
+    def requeued(self) -> bool:
+        said = self.folder / "said"
+        return said.exists() and "scontrol requeue 17\n" in said.read_text()
+
+
+def test_a_run_that_slurm_ended_goes_back_and_is_not_started_again(tmp_path: Path) -> None:
+    job = Job(tmp_path, restarts=2)
+    status, told = job.supervise("preempted:40:40 done:60:60")
+    assert status == 75 and job.requeued
+    assert (tmp_path / "run/starts").read_text() == "1"
+    assert "job 17 goes back into the queue, the 3. time" in told
+
+
+def test_crashes_are_mended_here_before_other_nodes_are_tried(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    status, _ = job.supervise("70:40:40 71:40:40 died:40:40", "--max-restarts", "2")
+    assert (tmp_path / "run/starts").read_text() == "3"
+    assert status == 70 and job.requeued
+
+
+@pytest.mark.parametrize(("ends", "status"), [("done:60:60", 0), ("64:0:0", 64), ("65:40:40", 65), ("nothing", 3)])
+def test_what_the_queue_would_not_mend_stays_out_of_it(tmp_path: Path, ends: str, status: int) -> None:
+    job = Job(tmp_path)
+    assert job.supervise(ends)[0] == status
+    assert not job.requeued
+
+
+def test_a_cancelled_job_does_not_come_again(tmp_path: Path) -> None:
+    job = Job(tmp_path, state="COMPLETING")
+    status, told = job.supervise("preempted:40:40")
+    assert status == 75 and not job.requeued
+    assert "job 17 is COMPLETING: it is not put back" in told
+
+
+def test_there_is_a_limit(tmp_path: Path) -> None:
+    job = Job(tmp_path, restarts=5)
+    _, told = job.supervise("preempted:40:40", "--max-requeues", "5")
+    assert not job.requeued and "5 times already" in told
+    assert Job(tmp_path, restarts=4).supervise("preempted:40:40", "--max-requeues", "5")[0] == 75
+    assert job.requeued
+
+
+def test_what_slurm_refuses_is_told(tmp_path: Path) -> None:
+    _, told = Job(tmp_path, status=1).supervise("preempted:40:40")
+    assert "scontrol requeue 17: " in told
+
+
+def judge_nodes(job: Job, *nodes: str) -> subprocess.CompletedProcess:
+    script = Path(__file__).resolve().parents[3] / "launcher/check_nodes.py"
+    words = [sys.executable, str(script), "judge", str(job.folder), "--requeue", "--nodes", *nodes]
+    return subprocess.run(words, capture_output=True, text=True, timeout=60, env=job.environment)
+
+
+@pytest.mark.parametrize(("before", "after"), [("(null)", "n2"), ("n[7-9]", "n[7-9],n2")])
+def test_a_job_goes_back_without_its_bad_nodes(tmp_path: Path, before: str, after: str) -> None:
+    job = Job(tmp_path, excluded=before)
+    (tmp_path / "n1.json").write_text(
+        '{"node": "n1", "problems": [], "software": "", "gpus": [], "clock_s": 0, "groups": []}'
+    )
+    ended = judge_nodes(job, "n1", "n2")
+    assert ended.returncode == 70 and job.requeued, ended.stderr
+    assert "nodes: n2: it gave no report in time" in ended.stderr and "n1:" not in ended.stderr
+    assert f"scontrol update JobId=17 ExcNodeList={after}\n" in (tmp_path / "said").read_text()
+
+
+def test_what_is_wrong_with_every_node_is_not_mended_by_others(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    ended = judge_nodes(job, "n1", "n2")
+    assert ended.returncode == 70 and not job.requeued
+    assert "wrong with every node" in ended.stderr
