@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -52,6 +53,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.what == "measure":
         from megafp8.doctor.node import measure_node
 
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the warning of the time limit is for the run
         folder.mkdir(parents=True, exist_ok=True)
         node = os.environ.get(NODE, socket.gethostname())
         report = measure_node(

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 
 from megafp8.config import flags
 from megafp8.errors import HUNG, INTERNAL, PREEMPTED, ConfigError
-from megafp8.launch.requeue import requeue
+from megafp8.launch.requeue import requeue, time_left_s
 from megafp8.launch.supervise import Limits, Supervisor
 
 SCRIPTS = ("pretrain_gpt.py", "pretrain-gpt")
@@ -62,6 +62,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-requeues", type=int, default=100, metavar="N", help="how often, in all (default %(default)s)"
     )
+    parser.add_argument(
+        "--least-time-s", type=float, default=0.0, metavar="S",
+        help="with --requeue: start nothing in the last S seconds of the job, whose warning has come already",
+    )
     parser.add_argument("--run-folder", type=Path, metavar="DIR", help="the run's --save, if the command hides it")
     parser.add_argument("command", nargs="+", metavar="COMMAND", help="after --: the whole training command")
     return parser
@@ -100,9 +104,10 @@ def main(argv: Sequence[str]) -> int:
     limits = Limits(
         max_restarts=arguments.max_restarts, min_progress_steps=arguments.min_progress_steps,
         retry_bad_numbers=arguments.retry_bad_numbers, backoff_s=arguments.backoff_s, grace_s=arguments.grace_s,
-        ends_when_preempted=arguments.requeue,
+        ends_when_preempted=arguments.requeue, least_time_s=arguments.least_time_s,
     )  # fmt: skip
-    status = Supervisor(arguments.command, folder, limits, tell).run()
+    left = {"time_left_s": time_left_s} if arguments.requeue else {}
+    status = Supervisor(arguments.command, folder, limits, tell, **left).run()
     if arguments.requeue and status in MENDED_BY_A_NEW_START:
         requeue(arguments.max_requeues, tell)
     return status

@@ -12,6 +12,9 @@ from typing import Any, Optional
 
 from megafp8.errors import ConfigError
 
+# Between a run's time to save and the end: srun and the supervisor have to end, too.
+SIGNAL_MARGIN_S = 60
+SLURM_EARLY_S = 60  # man sbatch, --signal
 # Of a job's name, which becomes a folder's and a label's.
 NAME = re.compile(r"[\w.+-]+")
 VARIABLE = re.compile(r"[A-Za-z_]\w*")
@@ -106,6 +109,22 @@ class Job:
         return self.logs or f"{self.run_folder or 'runs'}/logs"
 
 
+def warning_s(job: Job) -> int:
+    """Seconds before the end of its time at which a job is told."""
+    return job.time_to_save_s + SIGNAL_MARGIN_S
+
+
+def seconds_of(time: str) -> int:
+    """Slurm's minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS in seconds."""
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:
+        hours, minutes, seconds = (parts + [0, 0])[:3]
+    else:
+        hours, minutes, seconds = {1: [0, *parts, 0], 2: [0, *parts], 3: parts}[len(parts)]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
 def value_after(flag: str, words: tuple[str, ...]) -> Optional[str]:
     """The last value of a flag; None when it is not there."""
     places = [place for place, word in enumerate(words[:-1]) if word == flag]
@@ -129,6 +148,11 @@ def check_job(job: Job) -> None:
         problems.append(f"name: {job.name!r}: letters, digits and . _ + - only")
     if job.time is not None and not TIME.fullmatch(job.time):
         problems.append(f"time: {job.time!r}: minutes, HH:MM:SS or D-HH:MM:SS")
+    elif job.time is not None and seconds_of(job.time) <= warning_s(job) + SLURM_EARLY_S:
+        problems.append(
+            f"time: {job.time} with time_to_save_s {job.time_to_save_s}: the warning comes {warning_s(job)} s before "
+            f"the end, and Slurm may send it {SLURM_EARLY_S} s early: nothing is left to train in"
+        )
     problems += [f"environment: {name!r} is no name of a variable" for name in job.environment if not
                  VARIABLE.fullmatch(name)]  # fmt: skip
     if job.gpus_per_node and job.ranks_per_node not in (None, job.gpus_per_node):

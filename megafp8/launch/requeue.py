@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
+import math
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 
 from megafp8.launch.process import SLURM_JOB
@@ -49,6 +52,15 @@ def requeue(max_requeues: int, tell: Callable[[str], None], exclude: Sequence[st
         answer = slurm("scontrol", "update", f"JobId={job}", f"ExcNodeList={nodes}")
         tell(f"without {nodes}" if answer.returncode == 0 else f"ExcNodeList={nodes}: {answer.stderr.strip()}")
     return True
+
+
+def time_left_s() -> float:
+    """Seconds until this job's time limit; infinite without one."""
+    end = slurm("squeue", "--noheader", "--jobs", os.environ.get(SLURM_JOB, ""), "--format", "%e").stdout.strip()
+    try:
+        return datetime.datetime.fromisoformat(end).timestamp() - time.time()
+    except ValueError:
+        return math.inf  # N/A
 
 
 def slurm(*command: str) -> subprocess.CompletedProcess:

@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Optional
 
 from megafp8.errors import ConfigError
-from megafp8.launch.job import Job
+from megafp8.launch.job import SLURM_EARLY_S, Job, warning_s
 from megafp8.launch.shell import array, environment_lines, quoted, training_lines
 
-# Slurm may send a signal a minute early (man sbatch), and the run has to hear of it.
-SIGNAL_MARGIN_S = 60
 OUTPUT = re.compile(r"^#SBATCH --output=(?:'([^']+)'|(\S+))$", re.MULTILINE)
 
 
@@ -54,7 +52,7 @@ def directives(job: Job) -> list[str]:
         "exclusive": "" if job.exclusive else None,
         "mem": "0" if job.exclusive else None,
         "time": job.time,
-        "signal": f"USR1@{job.time_to_save_s + SIGNAL_MARGIN_S}" if job.time else None,
+        "signal": f"USR1@{warning_s(job)}" if job.time else None,
         "requeue": "",
         "open-mode": "append",
         "output": f"{Path(job.project, job.log_folder)}/{'%A_%a' if job.runs else '%j'}.log",
@@ -68,7 +66,7 @@ def directives(job: Job) -> list[str]:
 
 def each_node_lines(job: Job) -> list[str]:
     """`on_each_node`: the beginning of a command that runs once on each node, in the container if there is one."""
-    patience_s = job.time_to_save_s + SIGNAL_MARGIN_S
+    patience_s = warning_s(job)
     options = ["--cpu-bind=none", "--kill-on-bad-exit=0", f"--wait={patience_s}"]
     if job.cpus_per_node:
         options.append(f"--cpus-per-task={job.cpus_per_node}")
@@ -112,6 +110,7 @@ def start_lines(job: Job) -> list[str]:
         torchrun = [
             '--nnodes "$SLURM_NNODES" --rdzv-backend c10d --rdzv-endpoint "${nodes[0]}:$port" --rdzv-id "$SLURM_JOB_ID"'
         ]
+    least_time = f" --least-time-s {warning_s(job) + SLURM_EARLY_S}" if job.time else ""
     return [
         "# One torchrun a node. What a rank writes goes to files of its own under",
         f"# {job.log_folder}/ranks/NODE, and that of a node's first rank also here.",
@@ -123,7 +122,7 @@ def start_lines(job: Job) -> list[str]:
         "",
         "# Started again after crashes; the run's state says whether the job comes out of the queue again.",
         f"exec python3 launcher/supervise.py --max-restarts {job.max_restarts} --requeue "
-        f"--max-requeues {job.max_requeues} -- \\",
+        f"--max-requeues {job.max_requeues}{least_time} -- \\",
         '  "${on_each_node[@]}" \\',
         f"  bash -c 'PET_LOG_DIR={shlex.quote(job.log_folder)}/ranks/$SLURMD_NODENAME exec \"$@\"' torchrun \\",
         '  "${torchrun[@]}" pretrain_gpt.py "${training[@]}"',

@@ -11,6 +11,7 @@ import ctypes
 import dataclasses
 import functools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -64,6 +65,7 @@ class Limits:
         grace_s: seconds that a run gets to save after a signal.
         ends_when_preempted: do not start again after a signal that the run got from elsewhere, which under Slurm says
             that the job is about to end.
+        least_time_s: do not start when less is left: the signal that warns of the end would not come.
     """
 
     max_restarts: int = 10
@@ -72,6 +74,7 @@ class Limits:
     backoff_s: float = 1.0
     grace_s: float = 30.0
     ends_when_preempted: bool = False
+    least_time_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,10 +107,15 @@ class Supervisor:
     Args:
         folder: the run's, which has its state.
         tell: shows a line.
+        time_left_s: seconds that there are for this; asked before each start.
     """
 
-    def __init__(self, command: Sequence[str], folder: Path, limits: Limits, tell: Callable[[str], None]):
+    def __init__(
+        self, command: Sequence[str], folder: Path, limits: Limits, tell: Callable[[str], None],
+        time_left_s: Callable[[], float] = lambda: math.inf,
+    ):  # fmt: skip
         self.command, self.folder, self.limits, self.tell = list(command), folder, limits, tell
+        self.time_left_s = time_left_s
         self.child: Optional[subprocess.Popen] = None
         self.asked: Optional[int] = None
         self.wake = threading.Event()
@@ -120,6 +128,9 @@ class Supervisor:
         signal.signal(signal.SIGALRM, lambda *_: kill_all(psutil.Process().children(recursive=True)))
         fruitless, stillborn, best, last = 0, 0, saved_step(judge(self.folder)), None
         while True:
+            if (left_s := self.time_left_s()) < self.limits.least_time_s:
+                self.tell(f"{left_s:.0f} s are left: too few to start, and to be told before they are over")
+                return PREEMPTED
             last = self.start_once(last)
             saved, least = last.saved_step or 0, self.limits.min_progress_steps
             if least and saved - best >= least:

@@ -108,10 +108,10 @@ def test_a_node_that_dies_takes_no_more_than_the_last_steps(
 def test_a_job_saves_before_its_time_is_over(
     cluster: Cluster, tmp_path: Path, cache: Path, unbroken: dict[str, FaultyRun]
 ) -> None:
-    """One minute, of which it hears 80 s before the end, that is at once; with sixteen steps of five seconds."""
-    hit = SlurmRun(cluster, tmp_path, cache, "--no-check-nodes --time 1", pause_s=5)
+    """Three minutes, of which it hears 80 to 140 s before their end; nine of its steps take ten seconds."""
+    hit = SlurmRun(cluster, tmp_path, cache, "--no-check-nodes --time 3", pause_s=10)
     cluster.wait_for_requeue(hit.job)
-    assert hit.ends() == ["preempted"]
+    assert hit.ends() == ["preempted"] and STEPS > hit.run.newest > 0
     hit.assert_done_like(unbroken["dp2"])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megafp8.errors import ConfigError
-from megafp8.launch.job import Job, build_job, read_job
+from megafp8.launch.job import Job, build_job, read_job, seconds_of
 
 RUN = ("--save", "runs/a", "--load", "runs/a")
 FILE = """
@@ -49,6 +49,14 @@ def test_ranks() -> None:
     assert Job(**of, gpus_per_node=0, ranks_per_node=2).world_size == 6
 
 
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [("90", 5400), ("1:30", 90), ("24:00:00", 86400), ("2-12", 216000), ("1-00:30", 88200), ("1-00:00:30", 86430)],
+)
+def test_time_limits_are_slurm_s(time: str, seconds: int) -> None:
+    assert seconds_of(time) == seconds
+
+
 def test_runs_of_an_array_are_lines() -> None:
     plain = {"name": "a", "training": "--lr 1", "logs": "l", "runs": "--save a --load a\n--save b --load b"}
     assert build_job(plain).commands == [
@@ -74,6 +82,7 @@ def test_runs_of_an_array_are_lines() -> None:
         ({"training": "--save a"}, "--save a and --load None"),
         ({"training": [["a"]]}, "words are expected"),
         ({"gpus_per_node": "8", "ranks_per_node": "4"}, "a rank has one GPU"),
+        ({"time": "00:07:00"}, "nothing is left to train in"),
         ({"endpoint": "first"}, "HOST:PORT"),
         ({"array_limit": "2"}, "there are no `runs`"),
         ({"mounts": "data"}, "there is no container"),

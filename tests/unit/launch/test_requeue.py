@@ -6,14 +6,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from datetime import datetime
 from pathlib import Path
+from typing import Optional
 
 import pytest
 from test_supervise import command
 
 STANDIN = """#!/usr/bin/env bash
 echo "$(basename "$0") $*" >> "{folder}/said"
-case $(basename "$0") in squeue) echo "{state} {excluded}" ;; *) exit {status} ;; esac
+case "$(basename "$0") $*" in
+  squeue*%e) echo "{end}" ;;
+  squeue*) echo "{state} {excluded}" ;;
+  *) exit {status} ;;
+esac
 """
 
 
@@ -21,13 +28,15 @@ class Job:
     """A job of Slurm as its batch script sees it."""
 
     def __init__(
-        self, folder: Path, state: str = "RUNNING", restarts: int = 0, status: int = 0, excluded: str = "(null)"
-    ):
+        self, folder: Path, state: str = "RUNNING", restarts: int = 0, status: int = 0, excluded: str = "(null)",
+        left_s: Optional[float] = None,
+    ):  # fmt: skip
+        end = "N/A" if left_s is None else datetime.fromtimestamp(time.time() + left_s).isoformat(timespec="seconds")
         self.folder = folder
         for name in ("squeue", "scontrol"):
             path = folder / "bin" / name
             path.parent.mkdir(exist_ok=True)
-            path.write_text(STANDIN.format(folder=folder, state=state, status=status, excluded=excluded))
+            path.write_text(STANDIN.format(folder=folder, state=state, status=status, excluded=excluded, end=end))
             path.chmod(0o755)
         self.environment = os.environ | {
             "PATH": f"{folder}/bin{os.pathsep}{os.environ['PATH']}",
@@ -74,6 +83,19 @@ def test_a_cancelled_job_does_not_come_again(tmp_path: Path) -> None:
     status, told = job.supervise("preempted:40:40")
     assert status == 75 and not job.requeued
     assert "job 17 is COMPLETING: it is not put back" in told
+
+
+def test_nothing_is_started_after_the_warning_of_the_end(tmp_path: Path) -> None:
+    """It comes once: a run that began afterwards would be killed with what it had not saved."""
+    job = Job(tmp_path, left_s=100)
+    status, told = job.supervise("70:40:40", "--least-time-s", "360")
+    assert status == 75 and job.requeued and not (tmp_path / "run/starts").exists()
+    assert " s are left: too few to start" in told
+
+
+@pytest.mark.parametrize("left_s", [1000, None])
+def test_with_time_left_it_starts(tmp_path: Path, left_s: Optional[float]) -> None:
+    assert Job(tmp_path, left_s=left_s).supervise("done:60:60", "--least-time-s", "360")[0] == 0
 
 
 def test_there_is_a_limit(tmp_path: Path) -> None:
