@@ -31,7 +31,8 @@ TORCHRUN_FLAGS = {
     "--standalone", "--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port",
     "--shutdown-timeout",
 }  # fmt: skip
-TEST_FLAGS = {"--long", "--collect-only", "--steps", "--faults", "--fork"}  # of pytest and the chaos soak
+# Of pytest and the chaos soak.
+TEST_FLAGS = {"--long", "--write-snapshots", "--collect-only", "--steps", "--faults", "--fork"}
 # Made by a run, not shipped.
 RUN_FILES = {"records.jsonl", "config.json", "tensorboard/", "iter_0000200/", "latest_checkpointed_iteration.txt",
              "run_state.json", "restarts.jsonl", "report.md", "logs/watchdog/"}
