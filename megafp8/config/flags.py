@@ -24,7 +24,7 @@ from megafp8 import __version__
 from megafp8.config import derived, megatron_flags, serialize, size
 from megafp8.config.precision_map_file import read_map
 from megafp8.config.presets import PRESETS
-from megafp8.config.schema import RunConfig
+from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import Setting, all_settings, section_titles, value_of, with_values
 from megafp8.errors import ConfigError
 
@@ -170,10 +170,18 @@ def _help_of(setting: Setting) -> str:
 
 def _converter(setting: Setting) -> Any:
     convert = {float: _number, int: _whole_number, str: str}[setting.type]
-    if not setting.optional:
-        return convert
-    # So that a flag can take back what a --config file or a preset gives.
-    return lambda text: None if text == "none" else convert(text)
+    # `none`, so that a flag can take back what a --config file or a preset gives.
+    words = ({"none": None} if setting.optional else {}) | ({"auto": AUTO} if setting.auto else {})
+
+    def read(text: str) -> Any:
+        if text in words:
+            return words[text]
+        value = convert(text)
+        if setting.auto and value == AUTO:
+            raise argparse.ArgumentTypeError(f"{text} must be at least 1, or auto")
+        return value
+
+    return read
 
 
 def _number(text: str) -> float:
@@ -350,5 +358,5 @@ def to_argv(config: RunConfig) -> list[str]:
         elif setting.many:
             words.extend([setting.flags[0], *map(str, value)])
         else:
-            words.extend([setting.flags[0], str(value)])
+            words.extend([setting.flags[0], str(setting.written(value))])
     return words

@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
+AUTO = 0
+"""What the word `auto` is read as, in settings that take it."""
+
 
 def setting(
     default: Any,
@@ -19,6 +22,7 @@ def setting(
     off: tuple[str, ...] = (),
     choices: tuple[Any, ...] = (),
     many: bool = False,
+    auto: bool = False,
     metavar: Optional[str] = None,
 ) -> Any:
     """Declare one field of a section.
@@ -31,8 +35,11 @@ def setting(
         off: spellings that set a boolean field to False (for example `--disable-bias-linear`).
         choices: the values allowed.
         many: the flag takes one or more values and the field is a tuple.
+        auto: a count that may also be the word `auto`, kept as `AUTO`.
     """
-    metadata = {"help": help, "flags": flags, "off": off, "choices": choices, "many": many, "metavar": metavar}
+    metadata = {
+        "help": help, "flags": flags, "off": off, "choices": choices, "many": many, "auto": auto, "metavar": metavar
+    }  # fmt: skip
     return field(default=default, metadata=metadata)
 
 
@@ -345,7 +352,14 @@ class DataConfig:
 class TrainingConfig:
     """Length, batch, evaluation, recomputation, when to stop."""
 
-    micro_batch_size: Optional[int] = setting(None, "sequences in one forward pass of one data-parallel rank")
+    micro_batch_size: Optional[int] = setting(
+        None, "sequences in one forward pass of one data-parallel rank; auto: the fastest size that fits, found by "
+        "trying before the first step", auto=True, metavar="N|auto",
+    )
+    micro_batch_size_memory_limit: Optional[float] = setting(
+        None, "GiB that a rank may take with --micro-batch-size auto; default 95% of its GPU, or of the free memory "
+        "shared by the ranks here", metavar="GIB",
+    )
     global_batch_size: Optional[int] = setting(
         None, "sequences in one optimizer step; default micro batch x data-parallel size"
     )

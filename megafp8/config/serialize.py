@@ -7,7 +7,7 @@ import json
 import math
 from typing import Any
 
-from megafp8.config.schema import RunConfig
+from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import Setting, all_settings, settings_by_name, value_of, with_values
 from megafp8.errors import ConfigError
 
@@ -66,7 +66,7 @@ def diff(before: RunConfig, after: RunConfig) -> list[str]:
     for setting in all_settings():
         old, new = value_of(before, setting.name), value_of(after, setting.name)
         if old != new:
-            lines.append(f"{setting.name}: {_shown(old)} -> {_shown(new)}")
+            lines.append(f"{setting.name}: {_shown(setting.written(old))} -> {_shown(setting.written(new))}")
     return lines
 
 
@@ -79,7 +79,7 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
         if setting.type is float and value is not None:
             value = float(value)
         holder = tree.setdefault(setting.section, {}) if setting.section else tree
-        holder[setting.field] = list(value) if setting.many else value
+        holder[setting.field] = list(value) if setting.many else setting.written(value)
     return tree
 
 
@@ -97,6 +97,10 @@ def _flat(tree: dict[str, Any]) -> dict[str, Any]:
 def _typed(setting: Setting, value: Any) -> Any:
     if value is None and setting.optional:
         return None
+    if setting.auto and value in ("auto", AUTO):
+        if value == AUTO:
+            raise ValueError(f"{value!r} must be at least 1, or \"auto\"")
+        return AUTO
     if setting.many:
         if not isinstance(value, list):
             raise ValueError(f"{value!r} is not a list")

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Union
 
-from megafp8.config.schema import RunConfig
+from megafp8.config.schema import AUTO, RunConfig
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class Setting:
     off: tuple[str, ...]
     """Spellings that set a boolean to False."""
     choices: tuple[Any, ...]
+    auto: bool
+    """The word `auto` is a value, too."""
     metavar: "str | None"
 
     @property
@@ -45,6 +47,10 @@ class Setting:
     @property
     def field(self) -> str:
         return self.name.rpartition(".")[2]
+
+    def written(self, value: Any) -> Any:
+        """A value as people and JSON write it."""
+        return "auto" if self.auto and value == AUTO and value is not None else value
 
 
 @functools.lru_cache(maxsize=1)
@@ -112,7 +118,7 @@ def _setting(name: str, declared: dataclasses.Field, hint: Any) -> Setting:
         flags = ("--" + declared.name.replace("_", "-"),)
     return Setting(
         name, hint, optional, many, declared.default, metadata["help"], flags, metadata["off"],
-        metadata["choices"], metadata["metavar"],
+        metadata["choices"], metadata["auto"], metadata["metavar"],
     )
 
 

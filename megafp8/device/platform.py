@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import datetime
+import gc
 import os
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -37,12 +40,47 @@ class Platform:
         """Most bytes held at once: allocated on a GPU, resident for a CPU process."""
         if self.kind == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        return psutil.Process().memory_info().rss
+        return peak_resident_bytes()
+
+    def forget_peak_memory(self) -> None:
+        """Give back what is cached, and begin the peak anew (where the system lets a CPU process do that)."""
+        gc.collect()
+        if self.kind == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return
+        ctypes.CDLL(None).malloc_trim(0)
+        with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w", encoding="utf-8") as control:
+            control.write("5")  # proc(5)
+
+    def total_memory_bytes(self) -> int:
+        """Memory of the GPU, or of the machine."""
+        if self.kind == "cuda":
+            return torch.cuda.get_device_properties(self.device).total_memory
+        return psutil.virtual_memory().total
+
+    def free_memory_bytes(self) -> int:
+        """What a rank may count on: its GPU, or its share of the memory that the machine has free."""
+        if self.kind == "cuda":
+            return self.total_memory_bytes()
+        return psutil.virtual_memory().available // local_world_size()
 
     def free_cache(self) -> None:
         """Give cached device memory back to the driver."""
         if self.kind == "cuda":
             torch.cuda.empty_cache()
+
+
+def resident_bytes() -> int:
+    """Memory that this process has now."""
+    return psutil.Process().memory_info().rss
+
+
+def peak_resident_bytes() -> int:
+    """Most memory that this process had at once. Not getrusage's, which counts what a process was before its exec."""
+    with open("/proc/self/status", encoding="utf-8") as lines:
+        (peak,) = (line.split()[1] for line in lines if line.startswith("VmHWM:"))
+    return int(peak) * 1024
 
 
 def cpu_name() -> str:
@@ -109,10 +147,13 @@ def compute_deterministically() -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def join_ranks(platform: Platform, timeout_minutes: int) -> None:
+def join_ranks(platform: Platform, timeout_minutes: int, store: Optional[dist.Store] = None) -> None:
     """Start torch.distributed, with the launcher's rendezvous or alone in one process. Does nothing if it runs.
 
     A lone process needs no network and no port: its store is in memory.
+
+    Args:
+        store: where the ranks meet instead.
     """
     if platform.kind == "cuda":
         torch.cuda.set_device(platform.device)
@@ -121,7 +162,9 @@ def join_ranks(platform: Platform, timeout_minutes: int) -> None:
     options: dict[str, Any] = {"timeout": datetime.timedelta(minutes=timeout_minutes)}
     if platform.backend == "nccl":
         options["device_id"] = platform.device
-    if world_size() == 1:
+    if store is not None:
+        options |= {"store": store, "rank": rank(), "world_size": world_size()}
+    elif world_size() == 1:
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(platform.backend, **options)
 

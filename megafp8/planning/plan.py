@@ -9,11 +9,12 @@ from typing import Any, Optional
 
 from megafp8.config import derived
 from megafp8.config.flags import Invocation
+from megafp8.config.micro_batch import is_auto
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import value_of, with_values
 from megafp8.errors import ConfigError
 from megafp8.planning.hardware import Gpu
-from megafp8.planning.layouts import Found, Layout, find_layouts, machine_problems
+from megafp8.planning.layouts import MICRO, Found, Layout, find_layouts, machine_problems
 from megafp8.planning.step_time import StepTime
 
 TOKENS_PER_STEP = 4 * 2**20
@@ -61,8 +62,10 @@ def make_plan(
     def padded_vocab(candidate: RunConfig) -> int:
         return derived.padded_vocab_size(candidate, vocabulary_size(candidate) or 0)
 
+    given = invocation.given - {MICRO} if is_auto(config) else invocation.given
+
     def search(num_gpus: int) -> Found:
-        return find_layouts(config, gpu, num_gpus, padded_vocab, invocation.given)
+        return find_layouts(config, gpu, num_gpus, padded_vocab, given)
 
     found = search(world_size)
     if not found.num_legal:

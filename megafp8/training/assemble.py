@@ -94,17 +94,21 @@ class Run:
         return SampleChain(dataset, config.data.seq_length, config.training.seed)
 
 
-def assemble(config: RunConfig, platform: Platform, implementation: str) -> Run:
+def assemble(config: RunConfig, platform: Platform, implementation: str, has_data: bool = True) -> Run:
     """Build a run; all ranks call it.
 
     The data comes before the model: wrong data should not have to wait for a large model.
+
+    Args:
+        has_data: False leaves the datasets out.
     """
     use_threads(config.training.num_threads)
     join_ranks(platform, config.parallel.distributed_timeout_minutes)
     place = build_groups(config)
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
     vocab_size = derived.padded_vocab_size(config, derived.vocabulary_size(config, tokenizer.vocab_size))
-    datasets = build_datasets(config, tokenizer, derived.dataset_samples(config, place.world_size), on_progress=tell)
+    num_samples = derived.dataset_samples(config, place.world_size)
+    datasets = build_datasets(config, tokenizer, num_samples, on_progress=tell) if has_data else (None, None, None)
     transformer_config = build_transformer_config(config, implementation, platform.kind == "cuda")
     trainee = build_trainee(config, transformer_config, implementation, vocab_size, place.world_size, platform)
     return Run(

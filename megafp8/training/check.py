@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from megafp8.config import rules
+from megafp8.config import micro_batch, rules
 from megafp8.config.flags import Invocation
 from megafp8.device import capability, mcore_cpu
 from megafp8.device.capability import Target
@@ -45,7 +45,7 @@ def check(invocation: Invocation, problems: list[str]) -> Checked:
     if config.precision.deterministic_mode:
         compute_deterministically()
     target = capability.TARGETS[invocation.target] if invocation.target else capability.detect_target()
-    found = rules.setting_problems(config, ranks)
+    found = micro_batch.setting_problems(config, ranks)
     found += capability.problems(config, target)
     local_problems = rules.path_problems(config, ranks) + capability.package_problems(config.logging)
     notices = list(invocation.notices)

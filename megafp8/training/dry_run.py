@@ -6,17 +6,21 @@ import importlib.util
 
 from megafp8.config import derived, size
 from megafp8.config.flags import Invocation
+from megafp8.config.micro_batch import is_auto, possible_sizes, with_size
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import all_settings, value_of
 from megafp8.data.tokenizer import build_tokenizer
 from megafp8.device.capability import Target
+from megafp8.device.platform import detect_platform
 from megafp8.mcore_config import build_ddp_config, build_optimizer_config, build_transformer_config
 from megafp8.model.precision_map import format_precision_map, resolve_precision_map
 from megafp8.parallel.topology import layout_of
 from megafp8.planning.fp8_gain import fp8_warnings
 from megafp8.planning.hardware import find_gpu
 from megafp8.planning.job import Job
-from megafp8.planning.memory import estimate_ends
+from megafp8.planning.layouts import MARGIN_FRACTION
+from megafp8.planning.memory import estimate_ends, outside_bytes
+from megafp8.planning.micro_batch import NOT_TRIED, Trial, first_size, hopeful_sizes, predicted_bytes, table
 from megafp8.training.check import Checked
 
 GIB = 2**30
@@ -39,10 +43,15 @@ def describe_run(checked: Checked) -> str:
     if not config.optimizer.use_precision_aware_optimizer or has_transformer_engine():
         build_optimizer_config(config, implementation)
     vocab_size = derived.padded_vocab_size(config, vocabulary_size(config))
+    automatic = []
+    if is_auto(config):
+        first, text = automatic_text(config, vocab_size, world_size, checked)
+        config, automatic = with_size(config, first), [text]
     sections = [
         *(f"notice: {notice}" for notice in checked.notices),
         settings_text(checked.invocation),
         layout_text(config, checked.target, implementation, world_size),
+        *automatic,
         size_text(config, vocab_size, world_size),
         memory_text(config, vocab_size, world_size, implementation),
         *fp8_text(config, checked.target, implementation, vocab_size, world_size),
@@ -67,7 +76,7 @@ def settings_text(invocation: Invocation) -> str:
     """Every setting with its value; `*` marks those that the command line named."""
     lines = []
     for setting in all_settings():
-        value = value_of(invocation.config, setting.name)
+        value = setting.written(value_of(invocation.config, setting.name))
         mark = "*" if setting.name in invocation.given else " "
         lines.append(f"{mark} {setting.name} = {value}")
     return "settings (* given on the command line)\n" + indented("\n".join(lines))
@@ -103,6 +112,30 @@ def size_text(config: RunConfig, vocab_size: int, world_size: int) -> str:
         "TFLOP a step",
     )
     return "size\n" + indented("\n".join(lines))
+
+
+def automatic_text(config: RunConfig, vocab_size: int, world_size: int, checked: Checked) -> tuple[int, str]:
+    """The size that `--micro-batch-size auto` would begin with, and what it would try."""
+    target, implementation = checked.target, checked.implementation
+    predicted = {
+        size: predicted_bytes(config, size, world_size, vocab_size, implementation)
+        for size in possible_sizes(config, world_size)
+    }
+    memory_bytes, asked = memory_of(target), config.training.micro_batch_size_memory_limit
+    limit_bytes = int((1 - MARGIN_FRACTION) * memory_bytes) if asked is None else int(asked * GIB)
+    outside = outside_bytes(config, world_size) if target.kind == "cuda" else 0
+    needed = {size: each + outside for size, each in predicted.items()}
+    hopeful, first = hopeful_sizes(needed, limit_bytes), first_size(needed, limit_bytes)
+    notes = dict.fromkeys(predicted, NOT_TRIED) | dict.fromkeys(hopeful, "") | {first: "first"}
+    trials = [Trial(size=size, predicted_bytes=each, note=notes[size]) for size, each in predicted.items()]
+    head = f"micro-batch size: auto, to be tried below {limit_bytes / GIB:.2f} GiB a rank; what follows is for {first}"
+    return first, head + "\n" + indented(table(trials))
+
+
+def memory_of(target: Target) -> int:
+    """Memory of a device of the target; of this machine where it is that."""
+    gpu = find_gpu(target.name)
+    return detect_platform().free_memory_bytes() if gpu is None else gpu.memory_bytes
 
 
 def memory_text(config: RunConfig, vocab_size: int, world_size: int, implementation: str) -> str:

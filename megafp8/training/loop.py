@@ -41,8 +41,11 @@ from megafp8.training.stopping import is_asked_to_stop, reason_to_stop, stopped_
 from megafp8.training.stragglers import Stragglers
 
 
-def train(run: Run) -> Progress:
+def train(run: Run, told: Optional[dict[str, str]] = None) -> Progress:
     """Train to the end of the run, or to the first reason to stop; all ranks call it.
+
+    Args:
+        told: what was decided before, for the record: details by name.
 
     Returns:
         How far the run came.
@@ -63,7 +66,7 @@ def train(run: Run) -> Progress:
         sinks.write(run_record(run, progress.step or None))
         for note in notes:
             sinks.write(EventRecord(step=progress.step, name="checkpoint", detail=note))
-        for name, detail in describe_update(run).items():
+        for name, detail in ((told or {}) | describe_update(run)).items():
             sinks.write(EventRecord(step=progress.step, name=name, detail=detail))
         if not run.config.training.skip_train:
             progress = train_steps(run, sinks, progress, total_steps, folder, started)

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from megafp8.config.micro_batch import is_auto
 from megafp8.config.schema import RunConfig
 from megafp8.device.platform import detect_platform, join_ranks, leave_ranks, rank
 from megafp8.errors import INTERNAL, Megafp8Error, PeerLost
@@ -18,6 +19,7 @@ from megafp8.training.check import Checked
 from megafp8.training.describe import recipe_lines
 from megafp8.training.guard import Guard
 from megafp8.training.loop import train
+from megafp8.training.micro_batch import choose_micro_batch
 
 # After a communication error, for the system to say that a process is gone.
 LOOK_S = 2.0
@@ -44,8 +46,11 @@ def run_training(checked: Checked) -> int:
     with guarded(config) as guard:
         join_ranks(platform, config.parallel.distributed_timeout_minutes)
         begin(config, guard)
+        told = {}
+        if is_auto(config):
+            config, told["micro-batch size"] = choose_micro_batch(config, platform, checked.implementation)
         run = dataclasses.replace(assemble(config, platform, checked.implementation), guard=guard)
-        train(run)
+        train(run, told)
         guard.finish()
     faulthandler.dump_traceback_later(LEAVE_S, exit=True)
     leave_ranks()

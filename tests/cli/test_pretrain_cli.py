@@ -181,6 +181,18 @@ def test_dry_run_tells_settings_layout_size_memory_and_precision(capsys) -> None
         assert part in plan, plan
 
 
+def test_dry_run_tells_what_an_automatic_size_would_try(capsys) -> None:
+    flags = f"{TINY} --micro-batch-size auto --global-batch-size 24 --world-size 2"
+    plan = plan_of(capsys, f"{flags} --target h200")
+    assert "* training.micro_batch_size = auto" in plan
+    assert "micro-batch size: auto, to be tried below 133.38 GiB a rank; what follows is for 12" in plan
+    rows = [line.split() for line in plan.partition("ms/sample\n")[2].partition("\n\n")[0].splitlines()]
+    assert [row[0] for row in rows] == ["1", "2", "3", "4", "6", "12"] and rows[-1][-1] == "first"
+    assert "1 microbatches x 12 sequences x 2 data-parallel ranks" in plan
+    small = plan_of(capsys, f"{flags} --target cpu --micro-batch-size-memory-limit 0.01")
+    assert "below 0.01 GiB a rank" in small and "not tried: predicted far above the limit" in small
+
+
 def test_dry_run_of_70b_on_512_gpus(capsys) -> None:
     plan = plan_of(
         capsys,

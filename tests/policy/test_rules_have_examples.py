@@ -91,6 +91,9 @@ EXAMPLES = {
     ),
     "batch_is_given": ({"training.micro_batch_size": None}, 1, "--micro-batch-size is missing"),
     "global_batch_divides": ({"training.global_batch_size": 10}, 4, "use --global-batch-size 16"),
+    "automatic_size_divides_a_given_batch": (
+        {"training.micro_batch_size_memory_limit": 8.0}, 1, "without --micro-batch-size auto"
+    ),
     "length_is_given_once": ({"training.train_samples": 1000}, 1, "keep one"),
     "samples_fill_a_batch": ({"training.train_iters": None, "training.train_samples": 8}, 1, "at least 16"),
     "garbage_interval_needs_manual_collection": ({"training.manual_gc_interval": 5}, 1, "--manual-gc"),

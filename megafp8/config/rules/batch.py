@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megafp8.config import derived
-from megafp8.config.rules.rule import Rule, batch_size, positive, round_up
-from megafp8.config.schema import RunConfig
+from megafp8.config.rules.rule import Rule, batch_size, positive, round_up, without
+from megafp8.config.schema import AUTO, RunConfig
 from megafp8.errors import ConfigError
 
 
 def batch_is_given(config: RunConfig, world_size: int) -> Iterator[str]:
     """Micro batch and sequence length have no default."""
     if config.training.micro_batch_size is None:
-        yield "--micro-batch-size is missing: sequences in one forward pass of one rank; 1 always fits best"
+        yield (
+            "--micro-batch-size is missing: sequences in one forward pass of one rank; 1 always fits best, auto finds "
+            "the fastest that fits"
+        )
     if config.data.seq_length is None:
         yield "--seq-length is missing: tokens in one training sequence"
 
@@ -33,6 +36,20 @@ def global_batch_divides(config: RunConfig, world_size: int) -> Iterator[str]:
             f"{ranks} = {micro * ranks} ({batch} / {micro * ranks} = {batch / (micro * ranks):.4g}): "
             f"use --global-batch-size {round_up(batch, micro * ranks)}"
         )
+
+
+def automatic_size_divides_a_given_batch(config: RunConfig, world_size: int) -> Iterator[str]:
+    """--micro-batch-size auto accumulates up to a batch that does not depend on memory, and is for training."""
+    training = config.training
+    if training.micro_batch_size != AUTO:
+        if training.micro_batch_size_memory_limit is not None:
+            effect = f"--micro-batch-size-memory-limit {training.micro_batch_size_memory_limit:g}"
+            yield without(effect, "--micro-batch-size auto")
+        return
+    if training.global_batch_size is None:
+        yield "--micro-batch-size auto keeps to --global-batch-size, which is missing: sequences in one optimizer step"
+    if training.skip_train:
+        yield "--micro-batch-size auto tries training steps, and --skip-train makes none: give a number"
 
 
 def length_is_given_once(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -60,6 +77,7 @@ def garbage_interval_needs_manual_collection(config: RunConfig, world_size: int)
 RULES: tuple[Rule, ...] = (
     batch_is_given,
     global_batch_divides,
+    automatic_size_divides_a_given_batch,
     length_is_given_once,
     samples_fill_a_batch,
     garbage_interval_needs_manual_collection,

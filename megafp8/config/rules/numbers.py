@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Optional
 
 from megafp8.config.rules.rule import Rule
-from megafp8.config.schema import RunConfig
+from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import settings_by_name, value_of
 
 
@@ -74,7 +74,7 @@ _SETTINGS_OF_RANGE: tuple[tuple[_Range, str], ...] = (
         _ABOVE_0,
         "model.norm_epsilon model.rope_scaling_factor optimizer.lr optimizer.decoupled_lr optimizer.adam_eps "
         "optimizer.loss_scale optimizer.initial_loss_scale optimizer.min_loss_scale optimizer.loss_scale_window "
-        "training.exit_signal_grace_s training.spike_sigma",
+        "training.exit_signal_grace_s training.spike_sigma training.micro_batch_size_memory_limit",
     ),
     (
         _SHARE,
@@ -95,9 +95,9 @@ RANGES: Mapping[str, _Range] = MappingProxyType(
 def numbers_are_in_range(config: RunConfig, world_size: int) -> Iterator[str]:
     """Every count is at least 1, every probability below 1, and so on."""
     for name, allowed in RANGES.items():
-        value = value_of(config, name)
-        if value is not None and not allowed.holds(value):
-            yield f"{settings_by_name()[name].flags[0]} {value} must be {allowed}"
+        setting, value = settings_by_name()[name], value_of(config, name)
+        if value is not None and not allowed.holds(value) and not (setting.auto and value == AUTO):
+            yield f"{setting.flags[0]} {value} must be {allowed}"
 
 
 def profiled_ranks_exist(config: RunConfig, world_size: int) -> Iterator[str]:

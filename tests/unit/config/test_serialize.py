@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megafp8.config import serialize
-from megafp8.config.flags import parse
+from megafp8.config.flags import parse, to_argv
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import all_settings, with_values
 from megafp8.errors import ConfigError
@@ -89,3 +89,18 @@ def test_what_is_no_json_object_is_refused(text):
 def test_a_number_that_is_not_finite_is_refused():
     with pytest.raises(ConfigError, match="optimizer.lr"):
         serialize.from_json('{"optimizer": {"lr": NaN}}')
+
+
+def test_the_word_auto_is_kept() -> None:
+    config = parse(["--micro-batch-size", "auto"]).config
+    tree = json.loads(serialize.to_json(config))
+    assert tree["training"]["micro_batch_size"] == "auto"
+    assert serialize.from_json(json.dumps(tree)) == config
+    assert parse(to_argv(config)).config == config
+    number = with_values(config, {"training.micro_batch_size": 4})
+    assert serialize.diff(config, number) == ['training.micro_batch_size: "auto" -> 4']
+    for wrong in ("0", '"big"', "false"):
+        with pytest.raises(ConfigError, match="micro_batch_size"):
+            serialize.from_json(f'{{"training": {{"micro_batch_size": {wrong}}}}}')
+    with pytest.raises(ConfigError, match="--micro-batch-size: 0 must be at least 1, or auto"):
+        parse(["--micro-batch-size", "0"])

@@ -175,3 +175,9 @@ def test_a_slower_network_costs_speed_between_nodes_only():
 
     assert speed(50, 8) == speed(None, 8)
     assert speed(50, 64) < speed(None, 64)
+
+
+def test_an_automatic_micro_batch_is_searched() -> None:
+    plain = invoked("--model-preset llama3-8b", gpus=8, scaling=())
+    auto = invoked("--model-preset llama3-8b --micro-batch-size auto", gpus=8, scaling=())
+    assert [layout.name for layout in auto.found.layouts] == [layout.name for layout in plain.found.layouts]

@@ -1,0 +1,355 @@
+"""`--micro-batch-size auto`: sizes are tried before the run is built, and the fastest that fits is the run's.
+
+Each rank has a process of its own to try sizes in, and these processes form groups of their own. Within the ranks it
+would not be safe: a rank that runs out of memory in the middle of a step leaves the others in a collective that never
+ends, and a communicator that was broken off cannot be used again. A process can be killed, whatever its communicators
+wait for, and with it goes all that a trial leaves behind: cached and fragmented device memory, optimizer state, random
+state, scales. What a rank itself holds meanwhile, a CUDA context and a communicator, is missing in the trials and there
+for the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+import torch.distributed as dist
+
+from megafp8.checkpoint.together import on_rank_0, together
+from megafp8.config import derived
+from megafp8.config.micro_batch import possible_sizes, with_size
+from megafp8.config.schema import RunConfig
+from megafp8.config.settings import all_settings, value_of
+from megafp8.data.atomic import atomic_write_json
+from megafp8.data.tokenizer import build_tokenizer
+from megafp8.device.platform import Platform, rank, resident_bytes, world_size
+from megafp8.errors import ConfigError, DataError
+from megafp8.planning.layouts import MARGIN_FRACTION
+from megafp8.planning.memory import outside_bytes
+from megafp8.planning.micro_batch import (
+    HEADING,
+    NOT_TRIED,
+    Trial,
+    best_size,
+    first_size,
+    gib,
+    hopeful_sizes,
+    next_size,
+    predicted_bytes,
+    row,
+)
+from megafp8.training import trial
+from megafp8.training.assemble import run_folder, tell
+from megafp8.training.trial_messages import EXCEEDED, Answer, Failed, Job, Measured, TooLarge
+
+CHOICE_FILE = "micro_batch_size.json"
+POLL_S = 0.1
+CALLED_OFF = "called off"
+GIB = 2**30
+# What memory and time of a step follow from.
+SECTIONS_THAT_MATTER = ("model", "parallel", "precision", "overrides")
+SETTINGS_THAT_MATTER = (
+    "data.seq_length", "training.global_batch_size", "training.recompute_activations",
+    "training.recompute_granularity", "training.recompute_method", "training.recompute_num_layers",
+    "training.recompute_modules", "training.distribute_saved_activations", "optimizer.optimizer",
+    "optimizer.use_precision_aware_optimizer", "optimizer.main_grads_dtype", "optimizer.main_params_dtype",
+    "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The size of a run, and how it was found; in the run's folder.
+
+    Attributes:
+        settings: those that it follows from, by name.
+        device, memory_bytes: that it was found on, of one rank.
+        limit_bytes: that trials had to stay below.
+    """
+
+    micro_batch_size: int
+    world_size: int
+    implementation: str
+    settings: dict[str, Any]
+    device: str
+    memory_bytes: int
+    limit_bytes: int
+    trials: tuple[Trial, ...]
+
+    def describe(self) -> str:
+        """The choice in a line, with what it was chosen from."""
+        tried = ", ".join(
+            f"{each.size}: {each.note}" if each.ms_per_sample is None or each.peak_bytes is None
+            else f"{each.size}: {gib(each.peak_bytes)} GiB {each.ms_per_sample:.4g} ms/sample"
+            for each in sorted(self.trials, key=lambda each: each.size)
+        )  # fmt: skip
+        return f"{self.micro_batch_size}, from trials on {self.device} below {gib(self.limit_bytes)} GiB ({tried})"
+
+
+def choose_micro_batch(config: RunConfig, platform: Platform, implementation: str) -> tuple[RunConfig, str]:
+    """The run with a size, and words on it for the record; all ranks call it, before anything is built.
+
+    A start that goes on with a run, or begins it again, takes the size that was found before.
+
+    Raises:
+        ConfigError: on all ranks: no size fits.
+    """
+    known, note = on_rank_0(lambda: known_choice(config, platform, implementation))
+    if known is not None:
+        if rank() == 0:
+            tell(f"micro-batch size: {note}")
+        return with_size(config, known), note
+    if rank() == 0 and note:
+        tell(f"micro-batch size: {note}")
+    choice = find_choice(config, platform, implementation)
+    folder = run_folder(config)
+    if folder is not None:
+        on_rank_0(lambda: atomic_write_json(folder / CHOICE_FILE, dataclasses.asdict(choice)))
+    return with_size(config, choice.micro_batch_size), choice.describe()
+
+
+# ---- what was found before ----------------------------------------------------------------------------------------
+
+
+def settings_that_matter(config: RunConfig) -> dict[str, Any]:
+    """What the choice follows from, as JSON has it."""
+    names = [
+        setting.name for setting in all_settings()
+        if (setting.section or setting.name) in SECTIONS_THAT_MATTER or setting.name in SETTINGS_THAT_MATTER
+    ]  # fmt: skip
+    values = {name: value_of(config, name) for name in names}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def known_choice(config: RunConfig, platform: Platform, implementation: str) -> tuple[Optional[int], str]:
+    """The size that the run's folder, or the one that it loads from, has for such a run; and words on that.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    folders = [folder for folder in (run_folder(config), config.checkpoint.load) if folder]
+    paths = [path for folder in folders if (path := Path(folder) / CHOICE_FILE).is_file()]
+    if not paths:
+        return None, ""
+    choice = read_choice(paths[0])
+    was = {"world_size": choice.world_size, "layers": choice.implementation} | choice.settings
+    now = {"world_size": world_size(), "layers": implementation} | settings_that_matter(config)
+    changed = [f"{name} {was.get(name)} -> {value}" for name, value in now.items() if was.get(name) != value]
+    if changed:
+        return None, f"{paths[0]} is of another run ({'; '.join(changed)}): sizes are tried anew"
+    note = f"{choice.micro_batch_size}, as {paths[0]} has it"
+    memory_bytes = platform.total_memory_bytes()
+    if (choice.device, choice.memory_bytes) != (platform.name, memory_bytes):
+        note += (
+            f"; found on {choice.device} with {gib(choice.memory_bytes)} GiB, here is {platform.name} with "
+            f"{gib(memory_bytes)} GiB: kept, so that the run goes on as it was; delete the file to try anew"
+        )
+    return choice.micro_batch_size, note
+
+
+def read_choice(path: Path) -> Choice:
+    """The choice in a file.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    try:
+        content = json.loads(path.read_text())
+        trials = tuple(Trial(**each) for each in content.pop("trials"))
+        return Choice(**content, trials=trials)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DataError(f"{path} is damaged ({error}): delete it to try sizes anew") from error
+
+
+# ---- trying -------------------------------------------------------------------------------------------------------
+
+
+def find_choice(config: RunConfig, platform: Platform, implementation: str) -> Choice:
+    """Try sizes until the fastest that fits is known; all ranks call it, and say the same.
+
+    Raises:
+        ConfigError: none fits.
+    """
+    limit_bytes = min(together(lambda: memory_limit(config, platform)))
+    sizes, ranks = possible_sizes(config, world_size()), world_size()
+    vocab_size = build_tokenizer(config.data, config.model.vocab_size).vocab_size
+    padded_vocab = derived.padded_vocab_size(config, derived.vocabulary_size(config, vocab_size))
+    predicted = {size: predicted_bytes(config, size, ranks, padded_vocab, implementation) for size in sizes}
+    outside = outside_bytes(config, ranks) if platform.kind == "cuda" else max(together(resident_bytes))
+    needed = {size: each + outside for size, each in predicted.items()}
+    hopeful, first = hopeful_sizes(needed, limit_bytes), first_size(needed, limit_bytes)
+    say: Callable[[str], None] = tell if rank() == 0 else lambda text: None
+    hopeless = [
+        Trial(size=size, predicted_bytes=predicted[size], note=NOT_TRIED) for size in sizes if size not in hopeful
+    ]
+    say(introduction(config, sizes, limit_bytes, first))
+    say("\n".join([HEADING, *map(row, hopeless)]))
+    trials: dict[int, Trial] = {}
+    process = TrialProcess(Job(config=config, implementation=implementation, limit_bytes=limit_bytes))
+    try:
+        while (size := next_size(hopeful, times_of(trials), first)) is not None:
+            trials[size] = as_trial(size, predicted[size], process.measure(size))
+            say(row(trials[size]))
+    finally:
+        process.close()
+    size = best_size(times_of(trials))
+    if size is None:
+        raise ConfigError(
+            f"--micro-batch-size auto: not even {min(trials)} fits below {gib(limit_bytes)} GiB a rank "
+            f"({trials[min(trials)].note}). Give --recompute-granularity, --use-distributed-optimizer or more ranks to "
+            "share the model, or a higher --micro-batch-size-memory-limit; tools/plan.py finds layouts"
+        )
+    choice = Choice(
+        micro_batch_size=size, world_size=ranks, implementation=implementation, settings=settings_that_matter(config),
+        device=platform.name, memory_bytes=platform.total_memory_bytes(), limit_bytes=limit_bytes,
+        trials=(*trials.values(), *hopeless),
+    )  # fmt: skip
+    say(f"micro-batch size: {size}, {derived.num_microbatches(with_size(config, size), ranks)} microbatches a step")
+    return choice
+
+
+def memory_limit(config: RunConfig, platform: Platform) -> int:
+    """What this rank may take, in bytes."""
+    asked = config.training.micro_batch_size_memory_limit
+    share = int((1 - MARGIN_FRACTION) * platform.free_memory_bytes())
+    return share if asked is None else min(int(asked * GIB), platform.total_memory_bytes())
+
+
+def introduction(config: RunConfig, sizes: list[int], limit_bytes: int, first: int) -> str:
+    """What is going to be tried, in a line."""
+    return (
+        f"micro-batch size: auto tries divisors of the {max(sizes)} sequences that each data-parallel rank has of "
+        f"--global-batch-size {config.training.global_batch_size} ({', '.join(map(str, sizes))}) below "
+        f"{gib(limit_bytes)} GiB a rank, from {first} on"
+    )
+
+
+def times_of(trials: dict[int, Trial]) -> dict[int, Optional[float]]:
+    """Milliseconds per sample of the sizes that were tried; None where one did not fit."""
+    return {size: each.ms_per_sample for size, each in trials.items()}
+
+
+def as_trial(size: int, predicted: int, answer: Answer) -> Trial:
+    """What became of a size.
+
+    Raises:
+        RuntimeError: neither did it fit nor was it too large.
+    """
+    if isinstance(answer, Failed):
+        raise RuntimeError(f"the trial of --micro-batch-size {size} failed: {answer.reason}")
+    if isinstance(answer, TooLarge):
+        return Trial(size=size, predicted_bytes=predicted, note=f"does not fit: {answer.reason}")
+    return Trial(
+        size=size, predicted_bytes=predicted, peak_bytes=answer.peak_bytes, ms_per_sample=answer.ms_per_sample
+    )
+
+
+class TrialProcess:
+    """The processes in which sizes are tried, one a rank; all ranks have this and call it alike.
+
+    New ones are started after a size that did not fit.
+
+    Args:
+        serve: what such a process does.
+        timeout_s: of silence, after which a trial has failed; default the run's of collectives.
+    """
+
+    def __init__(
+        self, job: Job, serve: Callable[..., Any] = trial.serve, timeout_s: Optional[float] = None
+    ):
+        self.job, self.serve = job, serve
+        self.timeout_s = timeout_s or 60.0 * job.config.parallel.distributed_timeout_minutes
+        self.num_started = 0
+        self.process: Any = None
+        self.pipe: Any = None
+        self.store: Any = None
+        self.meeting: Optional[tuple[str, int]] = None
+        if world_size() > 1:
+            self.meet()
+
+    def meet(self) -> None:
+        """Open the store at which trials meet: on rank 0, at the address that the launcher has for it."""
+        host = os.environ.get("MASTER_ADDR", "localhost")
+        own = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if rank() == 0 else None
+        self.meeting = on_rank_0(lambda: (host, own.port))  # type: ignore[union-attr]
+        self.store = own or dist.TCPStore(*self.meeting)
+
+    def measure(self, size: int) -> Answer:
+        """Try a size on all ranks: the worst answer, the same on all."""
+        if self.process is None:
+            self.start()
+        answer = self.ask(size)
+        if not isinstance(answer, Measured):
+            self.call_off()
+        answers = together(lambda: answer)
+        for kind in (Failed, TooLarge):
+            bad = [each for each in answers if isinstance(each, kind)]
+            if bad:
+                self.close()
+                return max(bad, key=lambda each: each.reason != CALLED_OFF)
+        return Measured(
+            max(each.peak_bytes for each in answers), max(each.ms_per_sample for each in answers)
+        )
+
+    def start(self) -> None:
+        """Start this rank's process."""
+        together(lambda: None)  # a device has room again only when the others' old processes are gone, too
+        self.num_started += 1
+        job = dataclasses.replace(self.job, meeting=self.meeting, name=f"trials{self.num_started}")
+        context = multiprocessing.get_context("spawn")  # a forked one could not use CUDA, nor forget torch.distributed
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=self.serve, args=(job, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def ask(self, size: int) -> Answer:
+        """This rank's answer, or why there is none."""
+        deadline = time.monotonic() + self.timeout_s
+        try:
+            self.pipe.send(size)
+            while not self.pipe.poll(POLL_S):
+                if self.is_called_off():
+                    return TooLarge(CALLED_OFF)
+                if time.monotonic() > deadline:
+                    return Failed(f"no answer in {self.timeout_s:g} s")
+            return self.pipe.recv()
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            return self.death()
+        except Exception:
+            return Failed(traceback.format_exc())
+
+    def death(self) -> Answer:
+        """What the end of a process that gave no answer means."""
+        self.process.join()
+        status = self.process.exitcode
+        if status == EXCEEDED:
+            return TooLarge("the process grew beyond the limit")
+        if status == -signal.SIGKILL:
+            return TooLarge("the process was killed, as the system does when memory is short")
+        return Failed(f"the process ended with status {status}")
+
+    def call_off(self) -> None:
+        """Tell the ranks whose trials wait for this one's."""
+        if self.store is not None:
+            self.store.set(f"called off {self.num_started}", "1")
+
+    def is_called_off(self) -> bool:
+        """Whether another rank's trial did not go well."""
+        return self.store is not None and self.store.check([f"called off {self.num_started}"])
+
+    def close(self) -> None:
+        """End the process, whatever it waits for."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.join()
+            self.pipe.close()
+            self.process = None

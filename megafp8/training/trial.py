@@ -1,0 +1,173 @@
+"""The process that tries micro-batch sizes for one rank: it builds the run and trains a few steps of made-up tokens.
+
+Nothing of it is left when it has ended: the rank that started it builds its own run afterwards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import signal
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import NoReturn, Optional
+
+import torch
+import torch.distributed as dist
+
+from megafp8.config.micro_batch import with_size
+from megafp8.config.schema import RunConfig
+from megafp8.config.settings import with_values
+from megafp8.device import mcore_cpu
+from megafp8.device.platform import (
+    Platform,
+    compute_deterministically,
+    detect_platform,
+    join_ranks,
+    order_kernels,
+    resident_bytes,
+)
+from megafp8.launch.process import end_with_parent
+from megafp8.training.trial_messages import EXCEEDED, Answer, Failed, Job, Measured, TooLarge
+
+# The first step makes optimizer state and compiles kernels.
+WARM_UP_STEPS = 2
+REPEATS = 3
+LOOK_S = 0.02
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def serve(job: Job, pipe: Connection) -> NoReturn:
+    """Answer each size that comes through the pipe, until None does; the first that does not fit is the last."""
+    end_with_parent(signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run's own processes say what becomes of it
+    answer: Optional[Answer] = None
+    try:
+        trial_run: Optional[TrialRun] = None
+        while not isinstance(answer, (TooLarge, Failed)) and (size := pipe.recv()) is not None:
+            trial_run = trial_run or TrialRun(job, size)
+            answer = trial_run.measure(size)
+            pipe.send(answer)
+    except EOFError:
+        pass  # the rank is gone
+    except BaseException as error:
+        text = f"{type(error).__name__}: {error}"
+        pipe.send(TooLarge(brief(text)) if is_out_of_memory(error) else Failed(traceback.format_exc()))
+    os._exit(0)  # communicators whose other ends are gone may never close
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a smaller size could have gone well."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
+        words in str(error) for words in OUT_OF_MEMORY
+    )
+
+
+def brief(text: str) -> str:
+    """The first sentence of an error."""
+    return text.splitlines()[0].split(". ")[0]
+
+
+class TrialRun:
+    """The run of one rank, in the sizes that are asked for.
+
+    Args:
+        size: the first of them.
+    """
+
+    def __init__(self, job: Job, size: int):
+        config = trial_config(job.config, size)
+        order_kernels(config.parallel.tensor_model_parallel_size)
+        if config.precision.deterministic_mode:
+            compute_deterministically()
+        mcore_cpu.install()
+        from megafp8.training.assemble import assemble  # imports megatron-core, which has been made ready only now
+
+        self.job = job
+        self.platform = detect_platform(config.parallel.distributed_backend)
+        limit_memory(self.platform, job.limit_bytes)
+        store = None if job.meeting is None else dist.PrefixStore(job.name, dist.TCPStore(*job.meeting))
+        join_ranks(self.platform, config.parallel.distributed_timeout_minutes, store)
+        self.run = assemble(config, self.platform, job.implementation, has_data=False)
+
+    def measure(self, size: int) -> Answer:
+        """Peak memory of a step, and its time per sequence of the global batch."""
+        place, pipeline = self.run.place, self.run.config.parallel.pipeline_model_parallel_size
+        batch = self.job.config.training.global_batch_size
+        assert batch is not None
+        num_microbatches = batch // (size * place.data_size)
+        few, many = pipeline, 2 * pipeline
+        counts = (num_microbatches,) if num_microbatches <= many else (few, many)
+        self.platform.forget_peak_memory()
+        for _ in range(WARM_UP_STEPS):
+            self.step(size, counts[-1], looks=True)
+        seconds = {count: min(self.step(size, count) for _ in range(REPEATS)) for count in counts}
+        peak_bytes = self.platform.peak_memory_bytes()
+        if peak_bytes > self.job.limit_bytes:
+            return TooLarge(f"took {peak_bytes / 2**30:.2f} GiB")
+        step_s = seconds[counts[-1]]
+        if num_microbatches > many:  # what one more takes is the same for all
+            step_s += (num_microbatches - many) * (seconds[many] - seconds[few]) / (many - few)
+        return Measured(peak_bytes, 1000 * step_s / batch)
+
+    def step(self, size: int, num_microbatches: int, looks: bool = False) -> float:
+        """Train one step of a batch of so many microbatches, and its seconds.
+
+        Args:
+            looks: at what quantization does, where the run does that at times: it takes memory.
+        """
+        from megafp8.checkpoint.state import Progress
+        from megafp8.training.step import train_step
+
+        run, batch = self.run, size * num_microbatches * self.run.place.data_size
+        config = with_values(with_size(run.config, size), {"training.global_batch_size": batch})
+        run = dataclasses.replace(run, config=config)
+        batches = itertools.repeat(made_up_batch(run.vocab_size, config)) if run.place.needs_batches else None
+        self.platform.synchronize()
+        began = time.perf_counter()
+        if looks and run.probe is not None:
+            with run.probe.step(run.probe.interval):
+                train_step(run, batches, Progress())
+            run.probe.take_records(run.probe.interval, run.place.rank)
+        else:
+            train_step(run, batches, Progress())
+        self.platform.synchronize()
+        return time.perf_counter() - began
+
+
+def trial_config(config: RunConfig, size: int) -> RunConfig:
+    """The run's settings for trials: a dynamic loss scale would begin with steps that make no update."""
+    fixed = {"optimizer.loss_scale": 1.0} if config.precision.fp16 and config.optimizer.loss_scale is None else {}
+    return with_values(with_size(config, size), fixed)
+
+
+def made_up_batch(vocab_size: int, config: RunConfig) -> dict[str, torch.Tensor]:
+    """A microbatch as the loader makes them, of random tokens."""
+    size, length = config.training.micro_batch_size, config.data.seq_length
+    assert size is not None and length is not None
+    tokens = torch.randint(vocab_size, (size, length + 1), generator=torch.Generator().manual_seed(0))
+    return {
+        "tokens": tokens[:, :-1].contiguous(),
+        "labels": tokens[:, 1:].contiguous(),
+        "loss_mask": torch.ones(size, length),
+        "position_ids": torch.arange(length).expand(size, length).contiguous(),
+    }
+
+
+def limit_memory(platform: Platform, limit_bytes: int) -> None:
+    """Let nothing beyond the limit be allocated: a GPU's allocator then raises, a process on a CPU is ended."""
+    if platform.kind == "cuda":
+        total_bytes = platform.total_memory_bytes()
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes), platform.device)
+    else:
+        threading.Thread(target=end_beyond, args=(limit_bytes,), daemon=True).start()
+
+
+def end_beyond(limit_bytes: int) -> NoReturn:
+    """End this process, as the system does when memory is short, once it takes more."""
+    while resident_bytes() <= limit_bytes:
+        time.sleep(LOOK_S)
+    os._exit(EXCEEDED)

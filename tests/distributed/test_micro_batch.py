@@ -1,0 +1,252 @@
+"""`--micro-batch-size auto`: what a trial measures, how a choice is found, kept and used again, and whole runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from forked_runs import prepare, run_forked
+from ranks import run_ranks
+from small_run import COMMON, FP8, STYLES
+
+from megafp8.config import flags
+from megafp8.config.schema import RunConfig
+from megafp8.device.platform import Platform, detect_platform, peak_resident_bytes, resident_bytes
+from megafp8.errors import CheckpointError, ConfigError, DataError
+from megafp8.reports.load import load_run
+from megafp8.training import micro_batch
+from megafp8.training.micro_batch import CHOICE_FILE, choose_micro_batch, read_choice
+from megafp8.training.trial import TrialRun, brief, is_out_of_memory, limit_memory, trial_config
+from megafp8.training.trial_messages import EXCEEDED, Answer, Failed, Job, Measured, TooLarge
+
+MIB, GIB = 2**20, 2**30
+CPU = Platform("cpu", torch.device("cpu"), "a CPU", "gloo")
+
+
+def auto_config(extra: str = "") -> RunConfig:
+    return flags.parse(f"{COMMON} {STYLES['llama']} --micro-batch-size auto {extra}".split()).config
+
+
+# ---- one trial ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("world_size", "extra"),
+    [
+        (1, f"--bf16 {FP8} --fp8-log-interval 50"),
+        (1, "--fp16"),
+        (2, "--bf16 --pipeline-model-parallel-size 2 --global-batch-size 16"),
+        (2, "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+    ],
+)
+def test_a_trial_measures_steps_of_the_run(world_size: int, extra: str) -> None:
+    """In sizes up and down, in one process, with updates."""
+    job = Job(config=auto_config(extra), implementation="emulated", limit_bytes=1 << 50)
+
+    def measure() -> tuple[list[Answer], bool]:
+        run = TrialRun(job, 2)
+        before = [parameter.detach().clone() for parameter in run.run.trainee.chunks[0].parameters()]
+        answers = [run.measure(size) for size in (2, 4, 1)]
+        after = run.run.trainee.chunks[0].parameters()
+        return answers, all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+    for answers, is_unchanged in run_ranks(world_size, measure):
+        assert all(isinstance(answer, Measured) for answer in answers)
+        assert all(answer.ms_per_sample > 0 and answer.peak_bytes > 50 * MIB for answer in answers)
+        assert not is_unchanged
+
+
+@pytest.mark.parametrize(("size", "expected"), [(1, 2 + 3 * 16), (2, 2 + 3 * 8), (16, 2 + 3 * 1)])
+def test_long_steps_are_extrapolated(size: int, expected: float) -> None:
+    """A step takes 2 s and 3 s a microbatch: two counts of microbatches tell both, for a batch of 16 on one rank."""
+    counts: list[int] = []
+
+    def step(_: int, num_microbatches: int, looks: bool = False) -> float:
+        counts.append(num_microbatches)
+        return 2.0 + 3.0 * num_microbatches
+
+    parallel = SimpleNamespace(pipeline_model_parallel_size=1)
+    run = SimpleNamespace(place=SimpleNamespace(data_size=1), config=SimpleNamespace(parallel=parallel))
+    job = Job(config=auto_config("--global-batch-size 16"), implementation="emulated", limit_bytes=1 << 50)
+    trial = SimpleNamespace(run=run, job=job, platform=CPU, step=step)
+    answer = TrialRun.measure(trial, size)
+    assert isinstance(answer, Measured)
+    assert answer.ms_per_sample == pytest.approx(1000 * expected / 16)
+    assert max(counts) <= 2
+
+
+def test_trials_have_no_loss_scale_to_find() -> None:
+    config = trial_config(auto_config("--fp16"), 2)
+    assert (config.optimizer.loss_scale, config.training.micro_batch_size) == (1.0, 2)
+    assert trial_config(auto_config("--bf16"), 2).optimizer.loss_scale is None
+
+
+def test_a_process_that_grows_beyond_the_limit_ends() -> None:
+    def grow(by_bytes: int) -> None:
+        limit_memory(CPU, resident_bytes() + 200 * MIB)
+        kept = torch.ones(by_bytes // 4)
+        time.sleep(1.0)
+        raise SystemExit(int(kept[0]) - 1)
+
+    def status(by_bytes: int) -> Any:
+        process = multiprocessing.get_context("fork").Process(target=grow, args=(by_bytes,))
+        process.start()
+        process.join()
+        return process.exitcode
+
+    assert (status(400 * MIB), status(100 * MIB)) == (EXCEEDED, 0)
+
+
+def test_the_peak_of_memory_can_be_forgotten() -> None:
+    much = torch.ones(100 * MIB)
+    high = peak_resident_bytes()
+    del much
+    assert peak_resident_bytes() > high - 50 * MIB, "though it is given back"
+    CPU.forget_peak_memory()
+    assert peak_resident_bytes() < high - 300 * MIB
+    assert CPU.peak_memory_bytes() == peak_resident_bytes()
+
+
+def test_out_of_memory_is_told_from_other_errors() -> None:
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
+    assert is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"))
+    assert is_out_of_memory(RuntimeError("NCCL error: ... Cuda failure 2 'out of memory'"))
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert brief("OutOfMemoryError: CUDA out of memory. Tried\nmore") == "OutOfMemoryError: CUDA out of memory"
+
+
+# ---- the choice ---------------------------------------------------------------------------------------------------
+
+
+class FakeProcess:
+    """Answers as a machine with room for two sequences, on which one is faster than two by `one_ms` to 5 ms."""
+
+    def __init__(self, one_ms: float):
+        self.one_ms, self.asked = one_ms, []
+
+    def measure(self, size: int) -> Answer:
+        self.asked.append(size)
+        return TooLarge("no room") if size > 2 else Measured(size * GIB, {1: self.one_ms, 2: 5.0}[size])
+
+    def close(self) -> None:
+        self.asked.append(0)
+
+
+def choose(
+    config: RunConfig, one_ms: float = 8.0, answer: Callable[[int], Answer] | None = None
+) -> tuple[int, str, list[int]]:
+    """The size, what is told of it, and the sizes that were asked for; on one rank."""
+    process = FakeProcess(one_ms)
+    if answer is not None:
+        process.measure = answer
+    micro_batch.TrialProcess = lambda job: process
+    config, told = choose_micro_batch(config, detect_platform(), "emulated")
+    return config.training.micro_batch_size, told, process.asked
+
+
+def test_the_fastest_that_fits_is_chosen_and_kept(tmp_path: Path) -> None:
+    config = auto_config(f"--save {tmp_path} --micro-batch-size-memory-limit 2")
+    assert run_ranks(1, choose, config)[0][0] == 2
+    size, told, asked = run_ranks(1, choose, config)[0]
+    assert (size, told, asked) == (2, f"2, as {tmp_path / CHOICE_FILE} has it", []), "found before: nothing is tried"
+    choice = read_choice(tmp_path / CHOICE_FILE)
+    assert {each.size for each in choice.trials} == {1, 2, 4, 8}
+    assert choice.limit_bytes == 2 * GIB
+    (tmp_path / CHOICE_FILE).unlink()
+    size, told, asked = run_ranks(1, choose, config, 3.0)[0]
+    assert size == 1 and asked[-1] == 0 and {1, 2} < set(asked)
+    assert "(1: 1.00 GiB 3 ms/sample, 2: 2.00 GiB 5 ms/sample, 4: does not fit: no room" in told
+
+
+def test_a_choice_of_another_run_is_none(tmp_path: Path) -> None:
+    run_ranks(1, choose, auto_config(f"--save {tmp_path}"))
+    other = auto_config(f"--save {tmp_path} --global-batch-size 4 --lr 1e-4")
+    assert run_ranks(1, choose, other)[0][2], "another batch: tried anew"
+    assert not run_ranks(1, choose, auto_config(f"--save {tmp_path} --global-batch-size 4 --lr 1e-5"))[0][2]
+
+
+def test_a_choice_of_another_machine_is_kept_and_said(tmp_path: Path) -> None:
+    config = auto_config(f"--save {tmp_path / 'new'} --load {tmp_path}")
+    run_ranks(1, choose, auto_config(f"--save {tmp_path}"))
+    path = tmp_path / CHOICE_FILE
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"memory_bytes": 80 * GIB, "device": "NVIDIA H100"}))
+    size, told, asked = run_ranks(1, choose, config)[0]
+    assert (size, asked) == (2, [])
+    assert "found on NVIDIA H100 with 80.00 GiB, here is" in told and "kept, so that the run goes on as it was" in told
+    path.write_text('{"micro_batch_size": 2}')
+    with pytest.raises(DataError, match="is damaged .* delete it to try sizes anew"):
+        read_choice(path)
+    with pytest.raises(AssertionError) as failed:
+        run_ranks(1, choose, config)
+    assert isinstance(failed.value.__cause__, CheckpointError)
+
+
+def test_a_model_that_fits_in_no_size_is_an_error() -> None:
+    with pytest.raises(AssertionError) as failed:
+        run_ranks(1, choose, auto_config(), 1.0, lambda size: TooLarge("no room"))
+    assert isinstance(failed.value.__cause__, ConfigError)
+    assert "not even 1 fits" in str(failed.value.__cause__) and "no room" in str(failed.value.__cause__)
+    with pytest.raises(AssertionError, match="the trial of --micro-batch-size 8 failed: ValueError: no"):
+        run_ranks(1, choose, auto_config(), 1.0, lambda size: Failed("ValueError: no"))
+
+
+# ---- whole runs ---------------------------------------------------------------------------------------------------
+
+# Logits of 1,024 tokens x 8,192 ids in FP32, so that sequences count.
+WHOLE = (
+    "--model-preset tiny --seq-length 256 --vocab-size 8000 --mock-data --tokenizer-type NullTokenizer --num-workers 0 "
+    "--global-batch-size 8 --train-iters 2 --lr 1e-3 --lr-decay-style constant --attention-dropout 0.1 "
+    "--hidden-dropout 0.1 --fp8-format hybrid --fp8-recipe delayed --bf16 --num-threads 1 --eval-iters 0 "
+    "--no-progress-bar"
+)
+
+
+def losses(folder: Path) -> list[tuple[float, float | None]]:
+    return [(step.loss, step.grad_norm) for step in load_run(folder).steps]
+
+
+@pytest.mark.slow
+def test_a_run_is_to_the_bit_the_one_with_that_size(tmp_path: Path) -> None:
+    """Trials leave nothing in weights, scales, random state and order of samples; a later start takes the size."""
+    prepare()
+    auto, given = tmp_path / "auto", tmp_path / "given"
+    limit = resident_bytes() / GIB + 0.2
+    found = f"{WHOLE} --micro-batch-size auto --micro-batch-size-memory-limit {limit:.2f} --save {auto} --load {auto}"
+    ended = run_forked(1, found, timeout_s=300)
+    assert ended.statuses == (0,), ended.told()
+    choice = read_choice(auto / CHOICE_FILE)
+    size = choice.micro_batch_size
+    fitting = [trial for trial in choice.trials if trial.ms_per_sample is not None]
+    assert 1 <= len(fitting) < 4 and size in {trial.size for trial in fitting}, "there is a limit"
+    assert all(trial.peak_bytes <= choice.limit_bytes for trial in fitting)
+    (event,) = (event for event in load_run(auto).events if event.name == "micro-batch size")
+    assert event.detail == choice.describe() and choice.describe() in ended.output[0]
+    assert run_forked(1, f"{WHOLE} --micro-batch-size {size} --save {given}", timeout_s=300).statuses == (0,)
+    assert losses(auto) == losses(given)
+    tensors = sorted(path.name for path in (given / "iter_0000002").glob("*.distcp"))
+    assert tensors
+    for name in tensors:
+        assert (auto / "iter_0000002" / name).read_bytes() == (given / "iter_0000002" / name).read_bytes()
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (auto, given)]
+    assert configs[0]["training"] == configs[1]["training"]
+    (auto / CHOICE_FILE).write_text(json.dumps(dataclasses.asdict(choice) | {"memory_bytes": 1}))
+    again = run_forked(1, found, timeout_s=300)
+    assert again.statuses == (0,) and f"micro-batch size: {size}, as {auto / CHOICE_FILE} has it; " in again.output[0]
+
+
+@pytest.mark.long
+def test_ranks_of_a_run_agree_on_a_size(tmp_path: Path) -> None:
+    prepare()
+    run = f"{WHOLE} --micro-batch-size auto --save {tmp_path}"
+    ended = run_forked(2, run + " --pipeline-model-parallel-size 2", timeout_s=500)
+    assert ended.statuses == (0, 0), ended.told()
+    assert read_choice(tmp_path / CHOICE_FILE).world_size == 2

@@ -1,0 +1,59 @@
+"""Ranks that try micro-batch sizes agree, whatever becomes of one rank's trial."""
+
+from __future__ import annotations
+
+import time
+
+import fake_trials
+import pytest
+import torch.distributed as dist
+from ranks import run_ranks
+from small_run import small_config
+
+from megafp8.training.micro_batch import TrialProcess
+from megafp8.training.trial_messages import Answer, Failed, Job, Measured, TooLarge
+
+
+def answers(sizes: list[int], end: str, timeout_s: float = 30.0) -> list[Answer]:
+    """What this rank hears of the sizes."""
+    job = Job(config=small_config("llama", world_size=2), implementation=end, limit_bytes=0)
+    process = TrialProcess(job, fake_trials.serve, timeout_s)
+    try:
+        return [process.measure(size) for size in sizes]
+    finally:
+        process.close()
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        ("raises", "CUDA out of memory"),
+        ("killed", "the process was killed, as the system does when memory is short"),
+        ("grows", "the process grew beyond the limit"),
+    ],
+)
+def test_one_rank_out_of_memory_makes_a_size_too_large_for_all(end: str, reason: str) -> None:
+    """The other rank's process, which waits for it, is ended; new ones try the next size. The worst rank counts."""
+    began = time.monotonic()
+    heard = run_ranks(2, answers, [4, 16, 8], end)
+    assert heard[0] == heard[1] == [Measured(4001, 3.5), TooLarge(reason), Measured(8001, 2.25)]
+    assert time.monotonic() - began < 30, "nobody waits for a trial that is over"
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [("crashes", "the process ended with status 3"), ("errs", "ValueError: no"), ("hangs", "no answer in 2 s")],
+)
+def test_another_failure_is_told_on_all_ranks(end: str, reason: str) -> None:
+    heard = run_ranks(2, answers, [16], end, 2.0 if end == "hangs" else 30.0)
+    assert heard == [[Failed(reason)]] * 2
+
+
+def test_a_lone_rank_needs_no_meeting() -> None:
+    def one() -> tuple[list[Answer], bool]:
+        job = Job(config=small_config("llama"), implementation="raises", limit_bytes=0)
+        process = TrialProcess(job, fake_trials.serve, 30.0)
+        heard = [process.measure(4), process.measure(16)]
+        return heard, process.process is None and process.store is None and dist.is_initialized()
+
+    assert run_ranks(1, one) == [([Measured(4000, 2.5), TooLarge("CUDA out of memory")], True)]

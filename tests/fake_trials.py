@@ -1,0 +1,36 @@
+"""Stand-ins for the processes that try micro-batch sizes: they import no torch, and do what a test asks for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from multiprocessing.connection import Connection
+
+from megafp8.training.trial_messages import EXCEEDED, Failed, Job, Measured, TooLarge
+
+FITS = 8
+"""The largest size that a rank has room for, times its number plus 1."""
+
+
+def serve(job: Job, pipe: Connection) -> None:
+    """Measured up to `FITS` x (rank + 1) sequences; beyond, rank 0 ends in one of several ways, others wait for it."""
+    rank = int(os.environ["RANK"])
+    while (size := pipe.recv()) is not None:
+        if size <= FITS:
+            pipe.send(Measured(1000 * size + rank, 10.0 / size + rank))
+        elif rank > 0:
+            time.sleep(60)  # in a collective that rank 0 never comes to
+        elif job.implementation == "raises":
+            pipe.send(TooLarge("CUDA out of memory"))
+            os._exit(0)
+        elif job.implementation == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif job.implementation == "grows":
+            os._exit(EXCEEDED)
+        elif job.implementation == "crashes":
+            os._exit(3)
+        elif job.implementation == "errs":
+            pipe.send(Failed("ValueError: no"))
+        else:
+            time.sleep(60)
