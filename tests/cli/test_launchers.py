@@ -3,7 +3,11 @@ a run by torchrun.sh. What Slurm makes of the scripts is in tests/faults/test_sl
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import json
+import os
+import re
 import shutil
 import socket
 import subprocess
@@ -11,8 +15,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from slurm_cluster import free_ports
 
 from megafp8.config import flags
+from megafp8.launch.job import Job
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples/jobs").glob("*.yaml"))
@@ -63,6 +69,15 @@ def test_an_example_is_a_sound_script_and_a_plan_that_fits(example: Path, launch
         assert needed and max(needed) < 0.8 * (180 if target == "b200" else 141)
 
 
+def test_every_field_of_a_job_is_an_option_and_in_the_document(launcher) -> None:
+    fields = {field.name for field in dataclasses.fields(Job)}
+    options = {action.dest for action in launcher.build_parser()._actions}
+    assert fields - options == {"training", "runs"}
+    document = (ROOT / "docs/launching.md").read_text()
+    rows = document[document.index("| field | meaning |") :].split("\n\n")[0].splitlines()[2:]
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])} == fields
+
+
 def test_flags_are_checked_before_anything_is_submitted(launcher, capsys) -> None:
     words = f"{RUN} --tensor-model-parallel-size 3 --save a --load a --hidden-sise 4".split()
     assert launcher.main(["--name", "first", "--nodes", "2", "--", *words]) == 64
@@ -92,18 +107,41 @@ def test_what_is_wrong_is_told_without_a_traceback(arguments: list[str], launche
     assert capsys.readouterr().err.startswith("ConfigError: ")
 
 
-@pytest.mark.slow
-def test_torchrun_sh_runs_each_rank_with_a_log_of_its_own(tmp_path: Path) -> None:
-    (tmp_path / "launcher").symlink_to(ROOT / "launcher")
-    (tmp_path / "pretrain_gpt.py").symlink_to(ROOT / "tests/standin_training.py")
-    options = ["--name", "first", "--project", str(tmp_path), "--gpus-per-node", "0", "--ranks-per-node", "2"]
+def start_torchrun_sh(project: Path, *options: str) -> subprocess.Popen:
+    """Two ranks of a stand-in for training, in a checkout of its own."""
+    for name, target in (("launcher", "launcher"), ("pretrain_gpt.py", "tests/standin_training.py")):
+        if not (project / name).exists():
+            (project / name).symlink_to(ROOT / target)
+    own = ["--name", "first", "--project", str(project), "--gpus-per-node", "0", "--ranks-per-node", "2", *options]
     setup = ["--setup", f"export PATH={Path(sys.executable).parent}:$PATH", "--environment", f"PYTHONPATH={ROOT}"]
     words = f"{RUN} --save run --load run".split()
-    ended = subprocess.run(
-        ["bash", "launcher/torchrun.sh", *options, *setup, "--", *words], cwd=ROOT, capture_output=True, text=True,
-        timeout=120,
+    return subprocess.Popen(
+        ["bash", "launcher/torchrun.sh", *own, *setup, "--", *words], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, env={name: value for name, value in os.environ.items() if name != "PYTHON"},
     )  # fmt: skip
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "rank 0 of 2" in ended.stdout and "nothing is left to do" in ended.stderr
+
+
+def seen(project: Path) -> list[dict]:
+    """What each rank of it saw."""
+    return [json.loads(path.read_text()) for path in sorted((project / "run").glob("seen*"))]
+
+
+@pytest.mark.long
+def test_torchrun_sh_on_two_machines(tmp_path: Path) -> None:
+    """Here both are this one; they meet at the endpoint."""
+    options = ["--nodes", "2", "--endpoint", f"localhost:{free_ports(1)[0]}"]
+    both = [start_torchrun_sh(tmp_path, *options) for _ in range(2)]
+    told = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], told
+    assert sorted(words["words"][-1] for words in seen(tmp_path)) == ["run"] * 4
+
+
+@pytest.mark.slow
+def test_torchrun_sh_runs_each_rank_with_a_log_of_its_own(tmp_path: Path) -> None:
+    process = start_torchrun_sh(tmp_path)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, output + errors
+    assert "rank 0 of 2" in output and "nothing is left to do" in errors
+    assert len(seen(tmp_path)) == 2
     logs = sorted((tmp_path / "run/logs/ranks" / socket.gethostname()).rglob("stdout.log"))
     assert [path.read_text() for path in logs] == ["rank 0 of 2\n", "rank 1 of 2\n"]
