@@ -18,7 +18,8 @@ from megafp8.planning.step_time import step_time
 
 PAYS = 1.05
 """A step below this speed of BF16's is not worth its rounding."""
-HIGH_PRECISION = {"precision.fp8_format": None, "precision.fp4_format": None, "precision.fp8_param_gather": False}
+HIGH_PRECISION = {"precision.fp8_format": None, "precision.fp4_format": None, "precision.fp8_param_gather": False,
+                  "precision.precision_map": (), "precision.fp8_schedule": None}  # fmt: skip
 
 
 @dataclass(frozen=True)

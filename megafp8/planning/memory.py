@@ -29,8 +29,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megafp8.config import derived, size
+from megafp8.config import derived, precision_map, size
 from megafp8.config.schema import PrecisionConfig, RunConfig
+from megafp8.planning.recipe_shares import FORWARD, HIGH, layer_shares
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 MASK_BYTES = 1
@@ -150,8 +151,10 @@ def parameters_on_stage(config: RunConfig, padded_vocab: int, stage: int) -> tup
 
 
 def quantized_fraction(config: RunConfig, stage: int) -> float:
-    """Of the layers of a stage, those that are not kept in high precision."""
+    """Of the layers of a stage, by their linears' weights, those that fprop quantizes."""
     precision, layers = config.precision, derived.layers_per_pipeline_rank(config)
+    if precision.precision_map:
+        return 1 - layer_shares(config, stage, FORWARD).get(HIGH, 0.0) / layers
     kept = precision.num_layers_at_start_in_bf16 if stage == 0 else 0
     kept += precision.num_layers_at_end_in_bf16 if _is_last(config, stage) else 0
     return 1 - kept / layers if precision.first_last_layers_bf16 else 1.0
@@ -162,7 +165,7 @@ def _weight_bytes(config: RunConfig, quantized: int, other: int, implementation:
     precision = config.precision
     each = BYTES[derived.params_dtype(precision)]
     # One copy for both GEMMs that read a weight, where its codes are the same and need not be transposed for them.
-    has_two = implementation == "transformer_engine" or derived.quantization_recipe(precision) == "mxfp8"
+    has_two = implementation == "transformer_engine" or "mxfp8" in precision_map.used_recipes(precision)
     copies = int(quantized * _code_bytes(precision) * (2 if has_two else 1))
     if precision.fp8_param_gather:
         return copies + other * each, 0
@@ -170,10 +173,8 @@ def _weight_bytes(config: RunConfig, quantized: int, other: int, implementation:
 
 
 def _code_bytes(precision: PrecisionConfig) -> float:
-    """Bytes of a quantized number; 0 in high precision."""
-    if precision.fp8_format is not None:
-        return 1
-    return 0 if precision.fp4_format is None else 0.5
+    """Bytes of a quantized number, the largest of a run; 0 in high precision."""
+    return max((0.5 if recipe == "nvfp4" else 1 for recipe in precision_map.used_recipes(precision)), default=0)
 
 
 def _optimizer_bytes(config: RunConfig, world_size: int, parameters: int) -> int:
@@ -240,9 +241,12 @@ def layer_activations(config: RunConfig, *, implementation: str = "transformer_e
     tp = parallel.tensor_model_parallel_size
     shards = tp if parallel.sequence_parallel else 1
     each = BYTES[derived.params_dtype(precision)]
-    # A quantized linear saves its input as codes; with --no-fp8-wgrad it needs the input itself.
+    # A quantized linear saves its input as codes; where wgrad is in high precision it needs the input itself.
     keeps_codes = _code_bytes(precision) and precision.fp8_wgrad and implementation != "local"
-    linear_input = _code_bytes(precision) if keeps_codes else each
+    linear_input = _code_bytes(precision) if keeps_codes and precision.fp8_schedule is None else each
+    if precision.precision_map and linear_input != each:
+        high = sum(layer_shares(config, stage, ("wgrad",)).get(HIGH, 0.0) for stage in range(_num_stages(config)))
+        linear_input += (each - linear_input) * high / model.num_layers
 
     stream = tokens * model.hidden_size // shards
     query = tokens * derived.query_projection_size(model) // tp
@@ -339,5 +343,9 @@ def _tokens(config: RunConfig) -> int:
     return config.data.seq_length // config.parallel.context_parallel_size * config.training.micro_batch_size
 
 
+def _num_stages(config: RunConfig) -> int:
+    return config.parallel.pipeline_model_parallel_size
+
+
 def _is_last(config: RunConfig, stage: int) -> bool:
-    return stage == config.parallel.pipeline_model_parallel_size - 1
+    return stage == _num_stages(config) - 1

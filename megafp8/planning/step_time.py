@@ -21,10 +21,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Optional
 
-from megafp8.config import derived, size
+from megafp8.config import derived, precision_map, size
 from megafp8.planning import communication, compute
 from megafp8.planning.job import Job
 from megafp8.planning.memory import parameters_on_stage, quantized_fraction
+from megafp8.planning.recipe_shares import BACKWARD, FORWARD, layer_shares
 
 MATHEMATICS = ("linears", "attention", "output layer")
 WAITS = ("tensor parallel", "context parallel", "host")
@@ -124,11 +125,11 @@ def stage_time(job: Job, stage: int, layers_of: Optional[Layers] = None) -> Stag
         layers_of: what `all_layers` gives, where it is known already: it is the same for all stages.
     """
     result, layers_of = Stage(), layers_of or all_layers(job)
-    layers = derived.layers_per_pipeline_rank(job.config)
-    quantized = layers * quantized_fraction(job.config, stage) if job.recipe != "bf16" else 0.0
-    for recipe, count in ((job.recipe, quantized), ("bf16", layers - quantized)):
-        for name, (forward, backward) in layers_of[recipe].items() if count else ():
-            result.add(name, count * forward, count * backward)
+    counts = [layer_counts(job, stage, products) for products in (FORWARD, BACKWARD)]
+    for recipe, parts in layers_of.items():
+        in_forward, in_backward = (count.get(recipe, 0.0) for count in counts)
+        for name, (forward, backward) in parts.items() if in_forward or in_backward else ():
+            result.add(name, in_forward * forward, in_backward * backward)
     if stage == 0:
         add_embedding(job, result)
     if stage == job.pipeline - 1:
@@ -140,10 +141,24 @@ def stage_time(job: Job, stage: int, layers_of: Optional[Layers] = None) -> Stag
     return result
 
 
+def layer_counts(job: Job, stage: int, products: tuple[str, ...]) -> dict[str, float]:
+    """Layers of a stage by recipe."""
+    if job.config.precision.precision_map:
+        return layer_shares(job.config, stage, products)
+    layers = derived.layers_per_pipeline_rank(job.config)
+    if job.recipe == "bf16":
+        return {"bf16": layers}
+    quantized = layers * quantized_fraction(job.config, stage)
+    return {"bf16": layers - quantized, job.recipe: quantized}
+
+
 def all_layers(job: Job) -> Layers:
     """One layer under each precision that the model has."""
-    has_both = job.recipe == "bf16" or job.config.precision.first_last_layers_bf16
-    return {recipe: layer_time(job, recipe) for recipe in ({job.recipe, "bf16"} if has_both else {job.recipe})}
+    precision = job.config.precision
+    recipes = {job.recipe, *precision_map.used_recipes(precision)}
+    if precision.first_last_layers_bf16 or precision.precision_map:
+        recipes.add("bf16")
+    return {recipe: layer_time(job, recipe) for recipe in recipes}
 
 
 def layer_time(job: Job, recipe: str) -> dict[str, tuple[float, float]]:
@@ -246,9 +261,11 @@ def optimizer_s(job: Job, number: int) -> float:
 def weight_casts_s(job: Job, number: int) -> float:
     """Casts of the linears' weights, kept over the microbatches of a step."""
     quantizable, _ = parameters_on_stage(job.config, job.padded_vocab, number)
-    numbers = quantizable * quantized_fraction(job.config, number)
     # Of FP8 weights the transposed codes only: the codes are made of the optimizer's shard.
-    return compute.cast_s(job, job.recipe, numbers / (2 if job.config.precision.fp8_param_gather else 1))
+    numbers = quantizable / (2 if job.config.precision.fp8_param_gather else 1)
+    numbers /= derived.layers_per_pipeline_rank(job.config)
+    counts = layer_counts(job, number, FORWARD)
+    return sum(compute.cast_s(job, recipe, numbers * count) for recipe, count in counts.items())
 
 
 def passes_over_parameters(job: Job) -> tuple[int, int]:
