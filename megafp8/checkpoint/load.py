@@ -38,6 +38,7 @@ from megafp8.config.schema import RunConfig
 from megafp8.data.sample_chain import SampleChain, SampleMark
 from megafp8.errors import CheckpointError, PeerLost
 from megafp8.fp8.parameter import settle
+from megafp8.parallel.gather import gather_weights
 
 # Settings of the model section that change no parameter, and may differ between a checkpoint and its next run.
 FREE_MODEL_SETTINGS = ("model.model_preset", "model.attention_dropout", "model.hidden_dropout", "model.init_method_std")
@@ -146,8 +147,7 @@ def requantize_weights(trainee: Trainee) -> None:
         return
     for part in parts_of(trainee.optimizer):
         part._copy_main_params_to_model_params()
-    for chunk in trainee.chunks:
-        chunk.start_param_sync(force_sync=True)
+    gather_weights(trainee.chunks)
 
 
 def load_weights(path: Path, chunks: list[Any]) -> None:

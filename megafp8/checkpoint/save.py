@@ -48,6 +48,7 @@ from megafp8.config.serialize import to_json
 from megafp8.data.atomic import file_sha256, sync_file
 from megafp8.data.sample_chain import SampleMark
 from megafp8.errors import CheckpointError, PeerLost
+from megafp8.parallel.gather import gather_weights
 from megafp8.telemetry.records import utc_now
 
 BACKEND = CheckpointingConfig("torch_dist", 1)
@@ -275,8 +276,7 @@ def failure_explained(folder: Path, step: int) -> Iterator[None]:
 def sync_parameters(config: RunConfig, trainee: Trainee) -> None:
     """With overlapped gathers, weights right after an update are still on their way: wait for them."""
     if config.parallel.overlap_param_gather:
-        for chunk in trainee.chunks:
-            chunk.start_param_sync(force_sync=True)
+        gather_weights(trainee.chunks)
 
 
 def sync_and_hash(path: Path) -> FileEntry:

@@ -20,6 +20,7 @@ from megatron.core.utils import unwrap_model
 
 from megafp8.checkpoint import optimizer_parts
 from megafp8.checkpoint.skipped import History
+from megafp8.parallel.gather import gather_weights
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,7 @@ def load_optimizer_state(trainee: Trainee, state: dict[str, Any]) -> None:
     trainee.optimizer.load_state_dict(state)
     if getattr(parts[0].config, "use_precision_aware_optimizer", False):
         # A weight that is rounded from its master stood half a step off in the checkpoint where that was a tie.
-        for chunk in trainee.chunks:
-            chunk.start_param_sync(force_sync=True)
+        gather_weights(trainee.chunks)
 
 
 def start_state(part: Any) -> None:

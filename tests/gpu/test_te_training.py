@@ -23,12 +23,13 @@ from gpu_runs import FP8_RECIPES, RECIPES, gpu_run  # noqa: E402
 from small_run import Curve, train, weights  # noqa: E402
 
 from megafp8.checkpoint.load import load_checkpoint  # noqa: E402
-from megafp8.checkpoint.save import save_checkpoint  # noqa: E402
+from megafp8.checkpoint.save import save_checkpoint, sync_parameters  # noqa: E402
 from megafp8.checkpoint.state import Progress  # noqa: E402
 
 PLAIN = "--no-one-pass-optimizer --no-gradient-overwrite --no-split-rope-fusion"
 FUSER = "--use-transformer-engine-op-fuser"
 LOW_PRECISION = "--use-precision-aware-optimizer"
+OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 STEPS = 12
 COMPARED = 6  # losses; later ones drift apart
 
@@ -149,6 +150,8 @@ def test_row_wise_cast_of_shards_changes_no_weight(recipe: str) -> None:
         ("delayed", f"{FUSER} --fp8-param-gather"),
         ("tensorwise", "--fp8-param-gather"),
         ("blockwise", "--fp8-param-gather"),
+        ("delayed", f"{OVERLAP} --fp8-param-gather"),
+        ("blockwise", f"{OVERLAP} --fp8-param-gather"),
         ("delayed", f"{LOW_PRECISION} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"),
         ("delayed", f"{LOW_PRECISION} --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16"),
         ("tensorwise", f"{LOW_PRECISION} --main-params-dtype fp16"),
@@ -164,6 +167,19 @@ def test_resuming_is_going_on(recipe: str, extra: str, tmp_path: Path) -> None:
         load_checkpoint(path, run.config, run.trainee)
         resumed = train(run, 3, first_step=4)
     assert resumed.losses == straight.losses
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_weights_gathered_early_have_their_transposes(recipe: str) -> None:
+    """As before a checkpoint or an evaluation: the next backward pass reads the transposes."""
+    with gpu_run(f"{RECIPES[recipe]} {OVERLAP} --fp8-param-gather") as run:
+        train(run, 2)
+        sync_parameters(run.config, run.trainee)
+        weights_in_fp8 = [weight for weight in run.trainee.chunks[0].parameters() if hasattr(weight, "_quantizer")]
+        assert weights_in_fp8
+        for weight in weights_in_fp8:
+            assert not weight._transpose_invalid
+            assert torch.equal(weight._transpose, weight._data.t())
 
 
 @pytest.mark.parametrize("states", ["bf16 bf16", "fp8 fp16", "fp32 fp32"])
