@@ -30,7 +30,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import recipe_quality, timing  # noqa: E402
+from benchmarks import stdlib_text, timing  # noqa: E402
 from benchmarks.in_process import add_run, end_runs, start_run  # noqa: E402
 from megafp8.checkpoint.state import Progress  # noqa: E402
 from megafp8.training.assemble import Run  # noqa: E402
@@ -81,7 +81,7 @@ def starts_of(seed: int, depth: int, steps: int, data: Path, model: str) -> dict
 def data_flags(data: Path) -> str:
     """The flags that name shards and tokenizer."""
     shards = f"--data-path {data / 'stdlib_text_document'} --split 90,10,0 --data-cache-path {data / 'cache'}"
-    return f"{shards} {' '.join(recipe_quality.tokenizer_flags(data))}"
+    return f"{shards} {' '.join(stdlib_text.tokenizer_flags(data))}"
 
 
 def first_steps(run: Run, steps: int) -> Start:
@@ -173,15 +173,15 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
     parser.add_argument("--steps", type=int, default=40, help="steps of the loss curves (default 40)")
     parser.add_argument("--depths", nargs="+", type=int, default=[2, 8, 16],
                         help="layers for the first gradient; loss curves: the second (default 2 8 16)")  # fmt: skip
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "recipe_quality",
-                        help="data, shared with recipe_quality.py (default runs/recipe_quality)")  # fmt: skip
-    parser.add_argument("--model", default=recipe_quality.MODEL, help="flags of the model")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "delayed_start",
+                        help="text and tokenizer (default runs/delayed_start)")  # fmt: skip
+    parser.add_argument("--model", default=stdlib_text.MODEL, help="flags of the model")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("--plot", type=Path, help="also draw them into this file")
     options = parser.parse_args(argv)
 
     data = options.folder.resolve() / "data"
-    recipe_quality.prepare_data(data)
+    stdlib_text.prepare_data(data)
     shown = options.depths[min(1, len(options.depths) - 1)]
     by_depth = {
         depth: [starts_of(seed, depth, options.steps if depth == shown else 1, data, options.model)

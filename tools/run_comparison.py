@@ -19,6 +19,7 @@ import argparse
 import os
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -62,8 +63,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def plan_jobs(options: argparse.Namespace, device_flags: Sequence[str]) -> tuple[list[Job], int]:
-    """The runs that are asked for, seed by seed, and the steps of each.
+def plan_jobs(options: argparse.Namespace, device_flags: Sequence[str]) -> tuple[list[Job], RunConfig]:
+    """The runs that are asked for, seed by seed, and the settings that they share.
 
     Args:
         device_flags: what this machine adds to every run.
@@ -87,7 +88,7 @@ def plan_jobs(options: argparse.Namespace, device_flags: Sequence[str]) -> tuple
             jobs.append(Job(name=f"{variant.name}/seed{seed}", command=command_of(words, ranks), folder=folder))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    return jobs, derived.train_iters(shared, ranks)
+    return jobs, shared
 
 
 def variants_of(options: argparse.Namespace, shared: RunConfig) -> list[Variant]:
@@ -189,12 +190,15 @@ class Display:
         self._bar.close()
 
 
-def train(jobs: Sequence[Job], slots: Sequence[Mapping[str, str]], steps_of_run: int) -> int:
+def train(jobs: Sequence[Job], slots: Sequence[Mapping[str, str]], shared: RunConfig, ranks: int) -> int:
     """Run what is not done yet; the exit status that stands for all."""
     waiting = [job for job in jobs if not is_done(job.folder)]
     if len(waiting) < len(jobs):
         print(f"{len(jobs) - len(waiting)} of {len(jobs)} runs are done already", file=sys.stderr)
-    display = Display(len(waiting), steps_of_run)
+    if shared.checkpoint.no_save_optim or shared.checkpoint.no_save_rng:
+        for job in waiting:
+            discard_what_cannot_resume(job)
+    display = Display(len(waiting), derived.train_iters(shared, ranks))
     batch = Batch(slots, tell_start=display.started, tell_end=display.ended, tell_steps=display.stepped)
     try:
         outcomes = batch.run(waiting)
@@ -207,6 +211,18 @@ def train(jobs: Sequence[Job], slots: Sequence[Mapping[str, str]], steps_of_run:
     if failed:
         print(f"run_comparison: {len(failed)} of {len(jobs)} runs are not done: {', '.join(failed)}", file=sys.stderr)
     return INTERNAL if failed else 0
+
+
+def discard_what_cannot_resume(job: Job) -> None:
+    """Remove the checkpoints of a run that was interrupted, which have only a part of its state: it begins anew."""
+    from megafp8.checkpoint.folder import POINTER
+
+    checkpoints = list(job.folder.glob("iter_*"))
+    for checkpoint in checkpoints:
+        shutil.rmtree(checkpoint)
+    if checkpoints:
+        (job.folder / POINTER).unlink(missing_ok=True)
+        print(f"{job.name} begins anew: what it saved lacks the state to go on (--no-save-optim)", file=sys.stderr)
 
 
 def report(jobs: Sequence[Job], options: argparse.Namespace) -> None:
@@ -234,11 +250,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         import torch
 
         slots, device_flags = share_devices(options.parallel, options.nproc_per_node, torch.cuda.device_count())
-        jobs, steps_of_run = plan_jobs(options, device_flags)
+        jobs, shared = plan_jobs(options, device_flags)
         if options.dry_run:
             print("\n".join(f"{job.name}: {shlex.join(job.command)}" for job in jobs))
             return 0
-        status = train(jobs, slots, steps_of_run)
+        status = train(jobs, slots, shared, options.nproc_per_node)
         if status != PREEMPTED and not options.no_report:
             report(jobs, options)
         return status

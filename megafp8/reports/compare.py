@@ -123,6 +123,11 @@ def compare_runs(
             warnings.append(f"{', '.join(left_out)}: the baseline {base.name} has no run of that seed, so left out")
         if not pairs:
             continue
+        if len(pairs) < len(base.runs):
+            warnings.append(
+                f"{recipe.name} has {len(pairs)} of the {len(base.runs)} seeds of {base.name}: its gap is one of "
+                "pairs, but its mean losses are of other seeds than the baseline's"
+            )
         of_recipe = [_row(pair, warmup_steps) for pair in pairs]
         rows += of_recipe
         recipe_rows.append(_recipe_row(recipe, pairs, of_recipe, recipe is base, bound_fraction, confidence))

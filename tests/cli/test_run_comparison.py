@@ -14,6 +14,7 @@ import pytest
 from small_run import COMMON, STYLES
 
 from megafp8.errors import ConfigError
+from megafp8.launch.batch import Job
 from megafp8.launch.run_state import RUN_STATE_FILE
 from megafp8.optim.schedule import preview_schedule
 from megafp8.reports.load import load_run
@@ -108,6 +109,16 @@ def test_a_dry_run_shows_every_command(compare, tmp_path: Path) -> None:
     assert "torch.distributed.run --standalone --nproc-per-node 2" in lines["bf16/seed7"]
     assert "--seed 8" in lines["edges/seed8"] and "--first-last-layers-bf16" in lines["edges/seed8"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_without_all_its_state_is_not_resumed_from(tool: ModuleType, tmp_path: Path, capsys) -> None:
+    for name in ("iter_0000003", "iter_0000004.unfinished", "tensorboard"):
+        (tmp_path / name).mkdir()
+    for name in ("latest_checkpointed_iteration.txt", "records.jsonl"):
+        (tmp_path / name).touch()
+    tool.discard_what_cannot_resume(Job(name="bf16/seed7", command=(), folder=tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["records.jsonl", "tensorboard"]
+    assert capsys.readouterr().err.startswith("bf16/seed7 begins anew")
 
 
 def test_runs_get_gpus_of_their_own_or_a_share_of_the_cores(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ TORCHRUN_FLAGS = {
 TEST_FLAGS = {"--long", "--write-snapshots", "--collect-only", "--steps", "--faults", "--fork"}
 # Made by a run, not shipped.
 RUN_FILES = {"records.jsonl", "config.json", "tensorboard/", "iter_0000200/", "latest_checkpointed_iteration.txt",
-             "run_state.json", "restarts.jsonl", "report.md", "logs/watchdog/"}
+             "run_state.json", "restarts.jsonl", "report.md", "comparison.md", "logs/watchdog/"}
 WORLD_SIZE = 1
 
 each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

@@ -11,7 +11,7 @@ from test_benchmarks_run import result_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from benchmarks import delayed_start, recipe_quality  # noqa: E402
+from benchmarks import delayed_start, stdlib_text  # noqa: E402
 from benchmarks.delayed_start import BASELINE, CALIBRATED, STARTS, TE, Start  # noqa: E402
 
 SMALL = (
@@ -43,7 +43,7 @@ def test_measures() -> None:
 
 
 def test_two_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(recipe_quality, "prepare_data", lambda data: None)
+    monkeypatch.setattr(stdlib_text, "prepare_data", lambda data: None)
     monkeypatch.setattr(delayed_start, "data_flags", lambda data: MADE_UP)
     picture = tmp_path / "starts.png"
 

@@ -69,7 +69,9 @@ def test_a_seed_that_the_baseline_lacks_is_left_out_and_told(write_seeds) -> Non
     comparison = compare_runs(runs)
     assert comparison.recipes[1].seeds == (2,)
     assert comparison.recipes[1].gaps_fraction == pytest.approx((0.05,))
-    assert comparison.warnings == ("fp8/seed3: the baseline bf16 has no run of that seed, so left out",)
+    assert comparison.warnings[0] == "fp8/seed3: the baseline bf16 has no run of that seed, so left out"
+    assert comparison.warnings[1].startswith("fp8 has 1 of the 2 seeds of bf16: its gap is one of pairs")
+    assert len(comparison.warnings) == 2
 
 
 def test_two_single_runs_of_other_seeds_are_compared_with_a_warning(write_seeds) -> None:
