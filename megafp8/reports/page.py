@@ -32,7 +32,6 @@ def render_page(comparison: Comparison, runs: Sequence[Run], *, title: str) -> s
         runs: those that were compared.
     """
     recipes = drawn_recipes(comparison, runs)
-    colors = {recipe.name: recipe.color for recipe in recipes}
     run_header, run_rows = tables.run_cells(comparison)
     return render(
         "report.html.jinja",
@@ -41,7 +40,10 @@ def render_page(comparison: Comparison, runs: Sequence[Run], *, title: str) -> s
         conditions=conditions(recipes[0].runs[0], comparison),
         confidence=f"{comparison.confidence:.0%}",
         baseline=comparison.baseline,
-        recipes=[_table_row(row, comparison, colors[row.name]) for row in comparison.recipes],
+        recipes=[
+            _table_row(row, comparison, color)
+            for row, color in zip(comparison.recipes, table_colors(comparison, recipes), strict=True)
+        ],
         notes=[text for text in (tables.verdict_note(comparison), control_note(comparison)) if text],
         warnings=[*comparison.warnings, *cautions(runs)],
         figures=[figure for figure in figures(comparison, recipes) if figure["svg"]],
@@ -65,6 +67,12 @@ def drawn_recipes(comparison: Comparison, runs: Sequence[Run]) -> list[Drawn]:
         index += recipe is not base and not recipe.name.endswith("-control")
         drawn.append(Drawn(name=recipe.name, pairs=tuple(pairs_of(base, recipe)), color=color))
     return drawn
+
+
+def table_colors(comparison: Comparison, recipes: Sequence[Drawn]) -> list[str]:
+    """The colours of the rows of the table."""
+    colors = {recipe.name: recipe.color for recipe in recipes}
+    return [colors[row.name] for row in comparison.recipes]
 
 
 def headline(comparison: Comparison) -> str:
@@ -141,20 +149,18 @@ def facts(run: Run) -> list[tuple[str, str]]:
 
 def figures(comparison: Comparison, recipes: Sequence[Drawn]) -> list[dict[str, str]]:
     """Title, picture and caption of every figure; the picture is empty where there is nothing to draw."""
-    colors = [recipe.color for recipe in recipes]
-    by_name = {recipe.name: recipe.color for recipe in recipes}
-    table_colors = [by_name[row.name] for row in comparison.recipes]
+    colors = table_colors(comparison, recipes)
     several = max(len(recipe.pairs) for recipe in recipes) > 1
     mean = "Lines are means over the seeds, bands what the seeds span." if several else ""
     bound, baseline = tables.percent(comparison.bound_fraction), comparison.baseline
     drawn = [
         (
-            "Gap to " + baseline, plot_gaps(comparison, table_colors) if len(recipes) > 1 else None,
+            "Gap to " + baseline, plot_gaps(comparison, colors) if len(recipes) > 1 else None,
             f"A dot is a seed, the upright their mean, the pale bar its {comparison.confidence:.0%} interval, the "
             f"dashed line the bound of {bound}. Left of zero is better than {baseline}.",
         ),
         (
-            "Validation against tokens", plot_validation(recipes, confidence=comparison.confidence) if colors else None,
+            "Validation against tokens", plot_validation(recipes, confidence=comparison.confidence),
             f"{mean} Below: the gap to {baseline} of the same seed, with the interval of its mean.",
         ),
         (
@@ -164,7 +170,7 @@ def figures(comparison: Comparison, recipes: Sequence[Drawn]) -> list[dict[str, 
         ("Training loss", plot_training(recipes), f"Running means over a twenty-fifth of the run. {mean}"),
         ("Gradient norm", plot_grad_norms(recipes), f"Before clipping, running means. {mean}"),
         (
-            "Speed and memory", plot_speed_and_memory(comparison, table_colors),
+            "Speed and memory", plot_speed_and_memory(comparison, colors),
             f"Median over the steps after the first {comparison.warmup_steps}; the largest memory of any step.",
         ),
     ]  # fmt: skip

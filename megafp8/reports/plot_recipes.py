@@ -91,14 +91,15 @@ def plot_gaps(comparison: Comparison, colors: Sequence[str]) -> Figure:
 
 def plot_validation(recipes: Sequence[Drawn], *, confidence: float) -> Figure:
     """Validation loss over tokens; below, the gap to the baseline with the interval of its mean."""
-    figure, (above, below) = _figure(4.6, rows=2)
+    figure, above, below = _figure_with_gaps(recipes)
     for index, recipe in enumerate(recipes):
         _draw(above, over_seeds([validation_losses(run) for run in recipe.runs]), recipe, index, marker="o")
         if index:
             gap = over_seeds([validation_gap(p.base, p.run) for p in recipe.pairs], interval_band(confidence))
             _draw(below, _percent(gap), recipe, index, marker="o")
     _limit_losses(above)
-    _finish_gaps(below, f"gap (%), {confidence:.0%} interval")
+    if below is not above:
+        _finish_gaps(below, f"gap (%), {confidence:.0%} interval")
     above.set_ylabel("validation loss (nats)")
     _add_perplexity(above)
     _token_axis(below)
@@ -120,13 +121,14 @@ def plot_time(recipes: Sequence[Drawn]) -> Figure:
 
 def plot_training(recipes: Sequence[Drawn]) -> Figure:
     """Training loss over tokens; below, the smoothed gap to the baseline with what the seeds span."""
-    figure, (above, below) = _figure(4.6, rows=2)
+    figure, above, below = _figure_with_gaps(recipes)
     for index, recipe in enumerate(recipes):
         _draw(above, over_seeds([smoothed_field(run, "loss") for run in recipe.runs]), recipe, index)
         if index:
             _draw(below, _percent(over_seeds([smoothed_gap(pair) for pair in recipe.pairs])), recipe, index)
     _limit_losses(above)
-    _finish_gaps(below, "gap (%), smoothed")
+    if below is not above:
+        _finish_gaps(below, "gap (%), smoothed")
     above.set_ylabel("training loss (nats)")
     _token_axis(below)
     _legend(above)
@@ -168,6 +170,15 @@ def _figure(height: float, *, rows: int = 1, columns: int = 1) -> tuple[Figure, 
     for each in np.atleast_1d(axes):
         _style(each)
     return figure, axes
+
+
+def _figure_with_gaps(recipes: Sequence[Drawn]) -> tuple[Figure, Axes, Axes]:
+    """Two panels, the lower one for gaps; where there are none, one panel that is both."""
+    if len(recipes) == 1:
+        figure, axes = _figure(3.1)
+        return figure, axes, axes
+    figure, (above, below) = _figure(4.6, rows=2)
+    return figure, above, below
 
 
 def _style(axes: Axes) -> None:

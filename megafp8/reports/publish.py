@@ -24,7 +24,8 @@ def publish_comparison(
     confidence: float = CONFIDENCE,
     title: str = TITLE,
 ) -> tuple[Comparison, list[Path]]:
-    """Compare runs and, with an output folder, write report.html, comparison.md, comparison.json and pictures into it.
+    """Compare runs and, with an output folder, write report.html, comparison.md, comparison.json, gaps.svg
+    and loss_curves.png into it.
 
     Args:
         folders: what each run had as --save.
@@ -46,18 +47,24 @@ def publish_comparison(
     if output_folder is None:
         return comparison, []
     # Drawing needs matplotlib, a table does not.
-    from megafp8.reports.page import drawn_recipes, render_page
+    from megafp8.reports.html import alone, to_svg
+    from megafp8.reports.page import drawn_recipes, render_page, table_colors
     from megafp8.reports.plot import plot_loss_curves
+    from megafp8.reports.plot_recipes import plot_gaps
 
     folder = Path(output_folder)
     folder.mkdir(parents=True, exist_ok=True)
-    first_seed = [recipe.runs[0] for recipe in drawn_recipes(comparison, runs)]
+    recipes = drawn_recipes(comparison, runs)
+    first_seed = [recipe.runs[0] for recipe in recipes]
     picture = plot_loss_curves(first_seed, folder / "loss_curves.png", title=title)
     written = {
         folder / "report.html": render_page(comparison, runs, title=title),
         folder / "comparison.md": tables.to_markdown(comparison),
         folder / "comparison.json": tables.to_json(comparison),
     }
+    if len(recipes) > 1:
+        gaps = to_svg(plot_gaps(comparison, table_colors(comparison, recipes)), "gaps of the validation loss")
+        written[folder / "gaps.svg"] = alone(gaps)
     for path, text in written.items():
         path.write_text(text, encoding="utf-8")
     return comparison, [*written, picture]

@@ -49,6 +49,7 @@ def test_the_table_and_the_files(folders, tmp_path) -> None:
         "comparison.json",
         "loss_curves.png",
         "report.html",
+        "gaps.svg",
     }
 
 
