@@ -35,6 +35,7 @@ training=(
 )
 
 "$PYTHON" tools/run_comparison.py --output-dir "$out" --seeds "${SEEDS:-3}" --parallel "${PARALLEL:-1}" --bound 0.5 \
+  --title "What each recipe costs in loss" \
   --recipes "${RECIPES:-bf16,bf16-control,tensorwise,delayed,blockwise,mxfp8,nvfp4}" -- \
   "${model[@]}" "${training[@]}" "${tokenizer[@]}" \
   --data-path "$data/stdlib_text_document" --split 90,10,0 --data-cache-path "$data/cache"

@@ -9,7 +9,7 @@
 # In the environment: STEPS, SEEDS (default 3), RECIPES, PARALLEL (default: one run for each GPU), NO_REPORT=1 to train
 # only. The report is made again, on any machine, from the records:
 #
-#   python tools/compare_runs.py FOLDER/*/seed* --output-dir FOLDER/report
+#   python tools/compare_runs.py FOLDER/*/seed* --baseline bf16 --output-dir FOLDER/report
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . tools/setup_venv.sh
@@ -45,7 +45,7 @@ gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 1)')
 
 # exec: a signal to this script is one to the comparison, which has its runs save.
 exec "$PYTHON" tools/run_comparison.py --output-dir "$out" --seeds "${SEEDS:-3}" --parallel "${PARALLEL:-$gpus}" \
-  --bound 0.5 ${NO_REPORT:+--no-report} \
+  --bound 0.5 --title "What Hopper's recipes cost in loss" ${NO_REPORT:+--no-report} \
   --recipes "${RECIPES:-bf16,delayed,tensorwise,blockwise,bf16-control}" -- \
   "${model[@]}" "${training[@]}" "${tokenizer[@]}" \
   --data-path "$data/packages_text_document" --split 97,3,0 --data-cache-path "$data/cache"

@@ -57,6 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--bound", type=float, default=0.5, metavar="PERCENT",
                         help="validation loss above the baseline's that is accepted (default %(default)g)")  # fmt: skip
+    parser.add_argument("--title", default="Comparison of recipes", help="title of the report")
     parser.add_argument("--no-report", action="store_true", help="train only")
     parser.add_argument("--dry-run", action="store_true", help="check everything, show the commands and stop")
     parser.add_argument("flags", nargs="*", metavar="FLAGS", help="after --: the flags that all runs share")
@@ -236,7 +237,7 @@ def report(jobs: Sequence[Job], options: argparse.Namespace) -> None:
 
     folders = [job.folder for job in jobs if is_done(job.folder)]
     comparison, written = publish_comparison(
-        folders, output_folder=options.output_dir / "report", bound_fraction=options.bound / 100
+        folders, output_folder=options.output_dir / "report", bound_fraction=options.bound / 100, title=options.title
     )
     print(tables.to_text(comparison))
     for path in written:

@@ -143,6 +143,8 @@ def plot_grad_norms(recipes: Sequence[Drawn]) -> Optional[Figure]:
     for index, recipe in enumerate(recipes):
         _draw(axes, over_seeds([smoothed_field(run, "grad_norm") for run in recipe.runs]), recipe, index)
     axes.set_yscale("log")
+    for axis_part in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        axis_part(lambda value, _: f"{value:g}")
     axes.set_ylabel("gradient norm")
     _token_axis(axes)
     _legend(axes)
@@ -266,8 +268,9 @@ def _bars(
     places, known = range(len(rows)), [value or 0.0 for value in values]
     axes.barh(places, known, color=colors, alpha=0.75, height=0.6)
     for place, value in zip(places, values, strict=True):
-        axes.text(value or 0.0, place, f" {'not measured' if value is None else shown(value)}", va="center",
-                  fontsize=9, color=INK)  # fmt: skip
+        text = "not measured" if value is None else shown(value)
+        axes.annotate(text, (value or 0.0, place), (4, 0), textcoords="offset points", va="center", fontsize=9,
+                      color=INK)  # fmt: skip
     axes.set_yticks(places, [row.name for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, 1.28 * max([*known, 1e-9]))

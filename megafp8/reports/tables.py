@@ -64,7 +64,7 @@ def run_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
         "recipe": [row.recipe for row in rows],
         "seed": [f"{row.seed}" for row in rows],
         "validation loss": [f"{row.validation_loss:.4f}" for row in rows],
-        "gap": [f"{row.relative_gap_fraction:+.2%}" for row in rows],
+        "gap": [signed(row.relative_gap_fraction) for row in rows],
     }
     return _shown(columns | _common_columns(rows))
 
@@ -90,16 +90,21 @@ def percent(fraction: float) -> str:
     return f"{100 * fraction:g}%"
 
 
+def signed(fraction: float) -> str:
+    """0.00512 -> +0.51%; what rounds to zero has no minus."""
+    return f"{round(fraction, 4) + 0.0:+.2%}"
+
+
 def shown_gap(row: RecipeRow, baseline: str) -> str:
     """+0.50%; the baseline says that it is one."""
-    return "baseline" if row.name == baseline else f"{row.gap.mean:+.2%}"
+    return "baseline" if row.name == baseline else signed(row.gap.mean)
 
 
 def shown_interval(row: RecipeRow, baseline: str) -> str:
     """-0.10% to +0.30%; - where there is none."""
     if row.name == baseline or row.gap.low is None or row.gap.high is None:
         return "-"
-    return f"{row.gap.low:+.2%} to {row.gap.high:+.2%}"
+    return f"{signed(row.gap.low)} to {signed(row.gap.high)}"
 
 
 def _common_columns(rows: Sequence[Row]) -> dict[str, list[str]]:

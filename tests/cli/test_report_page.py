@@ -138,6 +138,16 @@ def test_a_narrow_screen_scrolls_the_table_and_not_the_page(browser: Any, report
     seen.page.close()
 
 
+@pytest.mark.slow
+def test_paper_cuts_nothing_off(browser: Any, report: Path) -> None:
+    """In print, on A4 with margins, every table fits; the colours are those for paper on a dark screen, too."""
+    seen = open_page(browser, report, "dark", width=680)
+    seen.page.emulate_media(media="print")
+    assert seen.page.evaluate("document.documentElement.scrollWidth") <= 680
+    assert "rgb(255, 255, 255)" in seen.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    seen.page.close()
+
+
 def test_verdicts_and_notes_are_in_the_text(report: Path) -> None:
     """Without a browser, too: what the page says about six recipes."""
     text = report.read_text(encoding="utf-8")

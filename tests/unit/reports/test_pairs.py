@@ -105,3 +105,7 @@ def test_tables_have_recipes_and_runs(three_recipes) -> None:
 def test_unknown_baselines_are_told(three_recipes) -> None:
     with pytest.raises(DataError, match="none of the runs; they are fp4, fp8, bf16"):
         compare_runs(three_recipes, baseline="fp16")
+
+
+def test_what_rounds_to_zero_has_no_minus() -> None:
+    assert (tables.signed(-0.00004), tables.signed(-0.0001), tables.signed(0.0051)) == ("+0.00%", "-0.01%", "+0.51%")
