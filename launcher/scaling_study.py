@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
             return 0
         is_local = arguments.local or not (arguments.slurm or shutil.which("sbatch"))
         if is_local:
-            check_paths([one.run for one in every])
+            check_machine([one.run for one in every])
             runner = LocalRunner(due, SCRIPT, arguments.parallel, visible_gpus(), tell)
         write_study_file(study, runs)
         tell(f"{study.name}: {len(every)} runs, {len(due)} to start; folder {study.folder}")
@@ -112,14 +112,18 @@ def tell(text: str) -> None:
     print(text, flush=True)
 
 
-def check_paths(runs: Sequence[StudyRun]) -> None:
+def check_machine(runs: Sequence[StudyRun]) -> None:
     """
     Raises:
-        ConfigError: files and folders that are missing here; a dry run may do without them.
+        ConfigError: files that are missing here, recipes that this machine cannot do; a dry run does not ask.
     """
+    from megafp8.device import capability  # imports torch
+
+    target = capability.detect_target()
     problems: dict[str, list[str]] = {}
     for run in runs:
-        for problem in rules.path_problems(run.config, run.world_size):
+        found = rules.path_problems(run.config, run.world_size) + capability.problems(run.config, target)
+        for problem in found:
             problems.setdefault(problem, []).append(run.label)
     if problems:
         raise ConfigError([f"{labels_text(labels)}: {problem}" for problem, labels in problems.items()])
@@ -165,7 +169,8 @@ def time_text(seconds: Optional[float]) -> str:
         return "time unknown"
     if seconds < 120:
         return f"{seconds:.0f} s"
-    return f"{seconds // 3600:.0f} h {seconds % 3600 / 60:02.0f} min"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60:02} min"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Pictures of a scaling study: loss over compute and over size with laws and bands, gaps, speed over devices."""
+"""Pictures of a study: loss over compute and size with laws and bands, gaps, speed over devices, swept flags."""
 
 from __future__ import annotations
 
@@ -115,6 +115,56 @@ def plot_speed(report: ScalingReport) -> Optional[Figure]:
     right.set_ylim(bottom=0)
     left.legend(frameon=False, labelcolor=INK, fontsize=9)
     return figure
+
+
+def plot_sweeps(report: ScalingReport) -> Optional[Figure]:
+    """Mean loss over the values of each swept flag, a line for each recipe and size; None without a sweep."""
+    sweeps = {axis: lines for axis in swept_axes(report) if (lines := sweep_lines(report, axis))}
+    if not sweeps:
+        return None
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter
+
+    figure = Figure(figsize=(12, 4.5 * len(sweeps)), layout="constrained")
+    for axes, (axis, lines) in zip(figure.subplots(len(sweeps), 1, squeeze=False)[:, 0], sweeps.items(), strict=True):
+        for (recipe, name), points in lines.items():
+            values, losses, spreads = zip(*sorted(points), strict=True)
+            color = COLORS[report.recipes.index(recipe) % len(COLORS)]
+            label = ", ".join(filter(None, (recipe, name)))
+            axes.errorbar(values, losses, spreads, marker="o", color=color, capsize=3, linewidth=1, label=label)
+        every = sorted({value for points in lines.values() for value, *_ in points})
+        if every[0] > 0:
+            axes.set_xscale("log")
+        axes.set_xticks(every, [f"{value:g}" for value in every])
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.legend(frameon=False, labelcolor=INK, fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
+        axes.set_xlabel(axis)
+        axes.set_ylabel("validation loss, nats a token")
+        decorate(axes, f"loss over {axis}, with the spread of seeds")
+    return figure
+
+
+def swept_axes(report: ScalingReport) -> list[str]:
+    """Axes on which runs of one recipe, size and length differ, apart from their seeds."""
+    seen: dict[tuple, dict[str, set[str]]] = {}
+    for cell in report.cells:
+        options = seen.setdefault((cell.recipe, cell.parameters, cell.tokens), {})
+        for axis, option in cell.options.items():
+            options.setdefault(axis, set()).add(option)
+    return list(dict.fromkeys(axis for group in seen.values() for axis, some in group.items() if len(some) > 1))
+
+
+def sweep_lines(report: ScalingReport, axis: str) -> dict[tuple[str, str], list[tuple[float, float, float]]]:
+    """Value, mean loss and spread of the cells, by recipe and all other options; empty when options are no numbers."""
+    lines: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
+    for cell in report.cells:
+        try:
+            value = float(cell.options[axis].removeprefix(axis))
+        except (KeyError, ValueError):
+            continue
+        others = ", ".join(option for name, option in cell.options.items() if name != axis)
+        lines.setdefault((cell.recipe, others), []).append((value, cell.mean, cell.spread or 0.0))
+    return {line: points for line, points in lines.items() if len(points) > 1}
 
 
 def spaced(x: "list[float] | np.ndarray") -> np.ndarray:

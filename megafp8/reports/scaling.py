@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -47,13 +47,13 @@ class CellRow:
     """Runs that differ in their seeds only.
 
     Attributes:
-        others: options on axes besides recipe and seed, for people.
+        options: on the study's axes besides the recipe's, where all seeds share them.
         spread: standard deviation of the losses over seeds; None for one.
         is_best: whether it stands for its recipe at this size and length.
     """
 
     recipe: str
-    others: str
+    options: Mapping[str, str]
     parameters: int
     tokens: int
     flops: float
@@ -237,7 +237,7 @@ def cell_rows(points: Sequence[Point]) -> list[CellRow]:
         losses = tuple(point.loss for point in group)
         rows.append(
             CellRow(
-                recipe=group[0].recipe, others=others_of(group), parameters=group[0].parameters,
+                recipe=group[0].recipe, options=options_of(group), parameters=group[0].parameters,
                 tokens=group[0].tokens, flops=group[0].flops, losses=losses,
                 seeds=tuple(point.seed for point in group), mean=means[key],
                 spread=float(np.std(losses, ddof=1)) if len(losses) > 1 else None, is_best=best[key[:3]] == key,
@@ -246,11 +246,13 @@ def cell_rows(points: Sequence[Point]) -> list[CellRow]:
     return rows
 
 
-def others_of(group: Sequence[Point]) -> str:
-    """The options that the runs of a group share, besides the recipe."""
-    axes = [axis for axis in group[0].choice if axis != RECIPE_AXIS]
-    shared = [group[0].choice[axis] for axis in axes if len({point.choice.get(axis) for point in group}) == 1]
-    return ", ".join(shared)
+def options_of(group: Sequence[Point]) -> dict[str, str]:
+    """The options that the runs of a group share, by axis, besides the recipe."""
+    first, *rest = (point.choice for point in group)
+    return {
+        axis: option for axis, option in first.items()
+        if axis != RECIPE_AXIS and all(choice.get(axis) == option for choice in rest)
+    }  # fmt: skip
 
 
 def gap_rows(best: Sequence[CellRow], recipes: Sequence[str]) -> list[GapRow]:

@@ -7,7 +7,7 @@ from typing import Optional
 
 from megafp8.reports.html import alone, render, to_svg
 from megafp8.reports.laws import REPLICATES
-from megafp8.reports.plot_scaling import plot_laws, plot_speed
+from megafp8.reports.plot_scaling import plot_laws, plot_speed, plot_sweeps
 from megafp8.reports.scaling import ScalingReport, analyse
 from megafp8.reports.scaling_text import ALT_TEXT, conditions, headline, method, remarks, tables, to_markdown
 from megafp8.reports.study_points import POINTS_FILE, load_points
@@ -43,11 +43,12 @@ def publish_study(
 
 def render_page(report: ScalingReport) -> str:
     """The page."""
-    speed = plot_speed(report)
+    pictures = {"Speed over devices": plot_speed(report), "Swept flags": plot_sweeps(report)}
     return render(
         "scaling.html.jinja",
         title=f"Scaling study {report.name}", headline=headline(report), conditions=conditions(report),
         remarks=remarks(report),
         laws=to_svg(plot_laws(report), ALT_TEXT),
-        speed="" if speed is None else to_svg(speed, "speed over devices"), tables=tables(report), method=method(),
+        pictures={name: to_svg(figure, name) for name, figure in pictures.items() if figure is not None},
+        tables=tables(report), method=method(),
     )  # fmt: skip

@@ -164,7 +164,7 @@ def cell_table(report: ScalingReport) -> Table:
     """Every configuration."""
     rows = tuple(
         (
-            cell.recipe, cell.others, "yes" if cell.is_best else "", count_text(cell.parameters),
+            cell.recipe, ", ".join(cell.options.values()), "yes" if cell.is_best else "", count_text(cell.parameters),
             count_text(cell.tokens), count_text(cell.flops), f"{cell.mean:.4f}",
             "-" if cell.spread is None else f"{cell.spread:.4f}", str(len(cell.losses)),
         )

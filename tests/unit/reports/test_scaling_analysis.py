@@ -10,6 +10,7 @@ import pytest
 from scipy import stats
 
 from megafp8.errors import DataError
+from megafp8.reports.plot_scaling import sweep_lines, swept_axes
 from megafp8.reports.scaling import BOTH, COMPUTE, PARAMETERS, analyse
 from megafp8.reports.scaling_page import render_page
 from megafp8.reports.scaling_text import headline, remarks, tables, to_markdown, to_text
@@ -131,9 +132,18 @@ def test_of_a_sweep_the_best_stands_for_its_size() -> None:
         point(50_000, seed=seed, loss=loss + 0.01 * seed, settings=lr, choice={"lr": f"lr{lr}", "seed": str(seed)})
         for lr, loss in (("1e-3", 2.1), ("3e-3", 2.0), ("9e-3", 2.2)) for seed in (1, 2)
     ]  # fmt: skip
-    cells = analyse(StudyPoints(name="sweep", points=tuple(points))).cells
-    assert [(cell.others, cell.is_best) for cell in cells] == [("lr3e-3", True), ("lr1e-3", False), ("lr9e-3", False)]
+    report = analyse(StudyPoints(name="sweep", points=tuple(points)))
+    cells = report.cells
+    assert [(dict(cell.options), cell.is_best) for cell in cells] == [
+        ({"lr": "lr3e-3"}, True), ({"lr": "lr1e-3"}, False), ({"lr": "lr9e-3"}, False),
+    ]  # fmt: skip
     assert cells[0].mean == pytest.approx(2.015) and cells[0].spread == pytest.approx(np.std([2.01, 2.02], ddof=1))
+    assert swept_axes(report) == ["lr"]
+    (line,) = sweep_lines(report, "lr").values()
+    values, means, spreads = zip(*sorted(line), strict=True)
+    assert values == (1e-3, 3e-3, 9e-3) and means == pytest.approx([2.115, 2.015, 2.215])
+    assert spreads == pytest.approx([cells[0].spread] * 3)
+    assert "<h2>Swept flags</h2>" in render_page(report)
 
 
 def test_speed_takes_the_fastest_layout_and_compares() -> None:
@@ -164,7 +174,7 @@ def test_an_unknown_baseline() -> None:
 
 def test_the_page_needs_nothing_else(report) -> None:
     page = render_page(report)
-    assert page.count("<svg") == 1 and page.rstrip().endswith("</html>")
+    assert page.count("<svg") == 1 and "Swept flags" not in page and page.rstrip().endswith("</html>")
     assert all(word not in page for word in ("<script", "<img", "src=", "@import", "url(http"))
     for table in tables(report):
         assert f"<h2>{table.title}</h2>" in page
