@@ -152,6 +152,7 @@ def figures(comparison: Comparison, recipes: Sequence[Drawn]) -> list[dict[str, 
     colors = table_colors(comparison, recipes)
     several = max(len(recipe.pairs) for recipe in recipes) > 1
     mean = "Lines are means over the seeds, bands what the seeds span." if several else ""
+    interval = ", with the interval of its mean" if several else ""
     bound, baseline = tables.percent(comparison.bound_fraction), comparison.baseline
     drawn = [
         (
@@ -161,7 +162,7 @@ def figures(comparison: Comparison, recipes: Sequence[Drawn]) -> list[dict[str, 
         ),
         (
             "Validation against tokens", plot_validation(recipes, confidence=comparison.confidence),
-            f"{mean} Below: the gap to {baseline} of the same seed, with the interval of its mean.",
+            f"{mean} Below: the gap to {baseline} of the same seed{interval}.",
         ),
         (
             "Validation against time", plot_time(recipes),
