@@ -217,7 +217,11 @@ def test_one_read_or_two() -> None:
     x = plain((64, 256)).bfloat16().to(DEVICE)
     rows, columns = pair(E4M3, 32, ScaleRule.E8M0)
     other = square(E4M3, 128, ScaleRule.POWER_OF_TWO)[0]
+    whole, larger = OperandRule(format=E4M3), OperandRule(format=E5M2, scale_rule=ScaleRule.POWER_OF_TWO)
     for uses in (
+        [Use(rows), Use(whole, torch.bfloat16)],
+        [Use(whole), Use(columns, torch.bfloat16), Use(rows)],
+        [Use(whole, torch.bfloat16), Use(larger)],
         [Use(columns), Use(rows, torch.bfloat16)],
         [Use(rows, torch.bfloat16), Use(columns)],
         [Use(rows), Use(other, torch.bfloat16)],

@@ -9,7 +9,10 @@ import pytest
 from megatron.core.utils import unwrap_model
 from ranks import run_ranks
 from small_run import build_run, curve_of, fingerprint, look_of, small_config, train, weights
+from test_calibrate import calibrations
 from test_checkpoint import PIPELINE, TENSOR, VIRTUAL, load_newest
+from test_loop import curves as curves_of_records
+from test_loop import run_loop
 from test_quantizer_state import DELAYED, quantizer_states
 
 from megafp8.checkpoint.save import save_checkpoint
@@ -21,8 +24,10 @@ from megafp8.fp8.formats import E4M3, E5M2
 from megafp8.fp8.recipes import OPERANDS_OF, Gemm, Recipe, blockwise, mxfp8, tensorwise
 from megafp8.model.emulated_layers import emulated_linears
 from megafp8.model.watched_linears import linears_of
+from megafp8.reports.load import load_run
 from megafp8.training.assemble import Run
 from megafp8.training.calibrate import calibrate, needs_calibration
+from megafp8.training.evaluate import evaluate
 from megafp8.training.precision_at import change_before
 
 BF16 = "--bf16 --micro-batch-size 2"
@@ -235,3 +240,27 @@ def test_all_linears_or_none_may_be_quantized(entry: str, number: int) -> None:
         return len(emulated_linears(run.trainee.chunks))
 
     assert run_ranks(1, body) == [number]
+
+
+def test_the_loop_calibrates_when_the_first_quantized_stretch_begins(tmp_path: Path) -> None:
+    """And says when stretches begin; a run in two parts has the same records."""
+    flags = f"{DELAYED} --fp8-schedule bf16:2,fp8:4,bf16"
+    run_loop(tmp_path / "straight", flags, 1)
+    run_loop(tmp_path / "parts", f"{flags} --exit-interval 2", 1)
+    run_loop(tmp_path / "parts", flags, 1)
+    straight, parts = (load_run(tmp_path / name) for name in ("straight", "parts"))
+    assert curves_of_records(straight) == curves_of_records(parts)
+    events = [(event.step, event.detail) for event in straight.events if event.name == "precision"]
+    assert events == [(2, "quantized from step 3 on"), (4, "high from step 5 on")]
+    assert calibrations(tmp_path / "straight") == calibrations(tmp_path / "parts") == [2]
+
+
+def test_validation_computes_as_the_last_step() -> None:
+    def losses(flags: str) -> list[float]:
+        run = build_run(small_config("llama", f"{flags} --eval-iters 1"))
+        return [evaluate(run, "valid", run.datasets[1], step, 0).loss for step in (0, 2, 3)]
+
+    scheduled, high, low = (
+        run_ranks(1, losses, flags)[0] for flags in (f"{TENSORWISE} --fp8-schedule bf16:2,fp8", BF16, TENSORWISE)
+    )
+    assert scheduled == [high[0], high[1], low[2]] and high[2] != low[2]

@@ -85,6 +85,14 @@ def test_high_precision_leaves_fp8_out(llama) -> None:
     assert 1e-3 < relative < 0.2
 
 
+def test_a_model_that_ended_in_high_precision_generates_in_it(tmp_path) -> None:
+    """Step 7 is saved."""
+    for schedule, name in (("fp8:6,bf16", None), ("bf16:6,fp8", "hybrid")):
+        run = configure(f"--model-preset tiny --vocab-size 300 --bf16 {FP8} --fp8-schedule {schedule} --no-save-optim")
+        folder = save_initial(tmp_path / schedule, run)
+        assert with_model(lambda model: model.config.precision.fp8_format, folder) == name
+
+
 def test_equal_seeds_give_equal_text_and_others_do_not(llama) -> None:
     def texts(model):
         return [generate_text(model, "5 3", Sampling(), 12, seed, shown.append).text for seed in (1, 1, 2)]
