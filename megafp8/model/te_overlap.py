@@ -53,8 +53,9 @@ def is_fp8(config: RunConfig) -> bool:
 
 
 def has_high_precision_layers(config: RunConfig) -> bool:
-    """Whether any layer does not."""
-    return not is_fp8(config) or config.precision.first_last_layers_bf16
+    """Whether any layer does not, or not in all steps."""
+    precision = config.precision
+    return not is_fp8(config) or precision.first_last_layers_bf16 or precision.fp8_schedule is not None
 
 
 def read_settings(path: Optional[str]) -> Optional[dict[str, Any]]:

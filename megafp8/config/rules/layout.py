@@ -170,6 +170,8 @@ def tensor_overlap_has_its_parts(config: RunConfig, world_size: int) -> Iterator
             "--tp-comm-overlap with --use-transformer-engine-op-fuser: communication is overlapped by Transformer "
             "Engine's layers, not by its fused operations; remove one"
         )
+    if precision.precision_map:
+        yield "--tp-comm-overlap with --precision: its buffers are made for one recipe; leave the overlap out"
     recipe = derived.quantization_recipe(precision)
     if recipe in ("blockwise", "nvfp4"):
         yield (

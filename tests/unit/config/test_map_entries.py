@@ -135,6 +135,7 @@ def test_used_recipes_are_known_without_a_model() -> None:
         ("--fp8-format hybrid --fp8-schedule fp32:10,fp8", "the weights of this run are bf16"),
         ("--fp8-format hybrid --fp8-schedule bf16", "never is in FP8"),
         ("--transformer-impl local --precision *=mxfp8", "do not quantize"),
+        ("--tp-comm-overlap --precision *=mxfp8", "buffers are made for one recipe"),
     ],
 )
 def test_what_cannot_be_is_refused(text: str, words: str) -> None:
