@@ -36,6 +36,8 @@ from megafp8.training.trial_messages import EXCEEDED, Answer, Failed, Job, Measu
 # The first step makes optimizer state and compiles kernels.
 WARM_UP_STEPS = 2
 REPEATS = 3
+# Of a step that is timed; a longer one is put together from two that are no longer than needed.
+TIMED_S = 1.0
 LOOK_S = 0.02
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
@@ -95,23 +97,39 @@ class TrialRun:
 
     def measure(self, size: int) -> Answer:
         """Peak memory of a step, and its time per sequence of the global batch."""
-        place, pipeline = self.run.place, self.run.config.parallel.pipeline_model_parallel_size
         batch = self.job.config.training.global_batch_size
         assert batch is not None
-        num_microbatches = batch // (size * place.data_size)
-        few, many = pipeline, 2 * pipeline
-        counts = (num_microbatches,) if num_microbatches <= many else (few, many)
+        num_microbatches = batch // (size * self.run.place.data_size)
+        least = min(num_microbatches, 2 * self.run.config.parallel.pipeline_model_parallel_size)
         self.platform.forget_peak_memory()
         for _ in range(WARM_UP_STEPS):
-            self.step(size, counts[-1], looks=True)
+            self.step(size, least, looks=True)
+        counts = self.timed_counts(num_microbatches, self.slowest_s(self.step(size, least)))
         seconds = {count: min(self.step(size, count) for _ in range(REPEATS)) for count in counts}
         peak_bytes = self.platform.peak_memory_bytes()
         if peak_bytes > self.job.limit_bytes:
             return TooLarge(f"took {peak_bytes / 2**30:.2f} GiB")
-        step_s = seconds[counts[-1]]
-        if num_microbatches > many:  # what one more takes is the same for all
-            step_s += (num_microbatches - many) * (seconds[many] - seconds[few]) / (many - few)
+        few, many = counts[0], counts[-1]
+        step_s = seconds[many]
+        if many < num_microbatches:  # each microbatch more takes as long as those did
+            step_s += (num_microbatches - many) * max(0.0, seconds[many] - seconds[few]) / (many - few)
         return Measured(peak_bytes, 1000 * step_s / batch)
+
+    def timed_counts(self, num_microbatches: int, least_s: float) -> tuple[int, ...]:
+        """Microbatches of the steps that are timed: those of the run where that is short, else of two shorter steps.
+
+        Args:
+            least_s: time of a step of as many as fill a pipeline twice, or of the run's where that has fewer.
+        """
+        stages = self.run.config.parallel.pipeline_model_parallel_size
+        many = stages * max(2, int(2 * TIMED_S / least_s))
+        return (num_microbatches,) if many >= num_microbatches else (stages * (many // stages // 2), many)
+
+    def slowest_s(self, seconds: float) -> float:
+        """The longest time of all ranks, which they go by together."""
+        longest = torch.tensor(seconds, dtype=torch.float64, device=self.platform.device)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+        return float(longest)
 
     def step(self, size: int, num_microbatches: int, looks: bool = False) -> float:
         """Train one step of a batch of so many microbatches, and its seconds.
