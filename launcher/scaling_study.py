@@ -19,7 +19,9 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from fnmatch import fnmatchcase
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Optional
 
@@ -117,16 +119,23 @@ def check_machine(runs: Sequence[StudyRun]) -> None:
     Raises:
         ConfigError: files that are missing here, recipes that this machine cannot do; a dry run does not ask.
     """
+    # In a process that ends: asking CUDA takes memory of a GPU for as long as the process lives.
+    with ProcessPoolExecutor(1, get_context("fork")) as process:
+        problems = process.submit(machine_problems, runs).result()
+    if problems:
+        raise ConfigError([f"{labels_text(labels)}: {problem}" for problem, labels in problems.items()])
+
+
+def machine_problems(runs: Sequence[StudyRun]) -> dict[str, list[str]]:
+    """What is wrong with the runs on this machine, and the labels of those that have it."""
     from megafp8.device import capability  # imports torch
 
     target = capability.detect_target()
     problems: dict[str, list[str]] = {}
     for run in runs:
-        found = rules.path_problems(run.config, run.world_size) + capability.problems(run.config, target)
-        for problem in found:
+        for problem in rules.path_problems(run.config, run.world_size) + capability.problems(run.config, target):
             problems.setdefault(problem, []).append(run.label)
-    if problems:
-        raise ConfigError([f"{labels_text(labels)}: {problem}" for problem, labels in problems.items()])
+    return problems
 
 
 def plan_text(every: Sequence[Progress], gpu: Optional[str]) -> str:
