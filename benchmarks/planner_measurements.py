@@ -45,7 +45,9 @@ RECIPES = {
     "mxfp8": "--fp8-format e4m3 --fp8-recipe mxfp8",
     "nvfp4": "--fp4-format e2m1",
 }
-OLD_PASSES = "--no-one-pass-optimizer --no-split-rope-fusion --no-gradient-overwrite"
+OLD_PASSES = (
+    "--no-one-pass-optimizer --no-split-rope-fusion --no-gradient-overwrite --no-use-transformer-engine-op-fuser"
+)
 """Before megafp8 cut its passes over memory; what a bare loop of megatron-core does."""
 BARE_LOOP = {"training.calculate_per_token_loss": False}
 F = "--use-transformer-engine-op-fuser"

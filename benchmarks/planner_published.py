@@ -30,6 +30,7 @@ MODELS = {"8B": "--model-preset llama3-8b", "70B": "--model-preset llama3-70b", 
 TP4_PP8_VPP5 = (
     "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 8 --num-virtual-stages-per-pipeline-rank 5"
 )
+LAYERS = "--no-use-transformer-engine-op-fuser"  # which the others have not either
 WITH_TP = "--tensor-model-parallel-size 8"
 TWO_SEQUENCES = "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --context-parallel-size 1"
 
@@ -51,7 +52,7 @@ class Published:
         """As flags."""
         model = MODELS[self.model]
         batch = "" if "--global-batch-size" in self.layout else f"--global-batch-size {2 * self.num_gpus}"
-        invocation, problems = flags.read(shlex.split(f"{model} {RECIPES[self.recipe]} {self.layout} {batch}"))
+        invocation, problems = flags.read(shlex.split(f"{model} {LAYERS} {RECIPES[self.recipe]} {self.layout} {batch}"))
         assert not problems, problems
         return invocation
 

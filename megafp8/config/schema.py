@@ -244,10 +244,14 @@ class PrecisionConfig:
         None, "one kernel splits queries, keys and values and rotates them; default where Transformer Engine's layers "
         "rotate whole heads", flags=("--split-rope-fusion",), off=("--no-split-rope-fusion",),
     )
-    swiglu_quantize_fusion: bool = setting(
-        False, "SwiGLU writes both FP8 copies of its result in one pass (delayed, --use-transformer-engine-op-fuser)"
+    swiglu_quantize_fusion: Optional[bool] = setting(
+        None, "SwiGLU writes both FP8 copies of its result in one pass (delayed, and forward with blockwise); default "
+        "with fused operations", flags=("--swiglu-quantize-fusion",), off=("--no-swiglu-quantize-fusion",),
     )
-    use_transformer_engine_op_fuser: bool = setting(False, "Transformer Engine's fused operations for the MLP")
+    use_transformer_engine_op_fuser: Optional[bool] = setting(
+        None, "Transformer Engine's fused operations for the MLP; default where they are known to train as its layers",
+        flags=("--use-transformer-engine-op-fuser",), off=("--no-use-transformer-engine-op-fuser",),
+    )
     accumulate_allreduce_grads_in_fp32: bool = setting(
         False, "FP32 gradient buffers and reduction; with --bf16 they are FP32 unless --grad-reduce-in-bf16"
     )

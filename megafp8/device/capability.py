@@ -172,6 +172,8 @@ def needs_transformer_engine(config: RunConfig, target: Target, implementation: 
     precision, asked = config.precision, []
     if precision.use_transformer_engine_op_fuser:
         asked.append("--use-transformer-engine-op-fuser")
+    if precision.swiglu_quantize_fusion:
+        asked.append("--swiglu-quantize-fusion")
     if precision.split_rope_fusion:
         asked.append("--split-rope-fusion")
     has_its_loss = target.kind == "cuda" and target.transformer_engine is not None

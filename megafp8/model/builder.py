@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megafp8.config import derived
 from megafp8.config.precision_map import OUTPUT_LAYER
+from megafp8.config.rules.precision import fuses_operations
 from megafp8.config.schema import RunConfig
 from megafp8.fp8.parameter import settle
 from megafp8.mcore_config import build_ddp_config, build_optimizer_config
@@ -45,7 +46,7 @@ def build_model(
     chunks = [build_chunk(config, transformer_config, implementation, vocab_size, stage) for stage in stages]
     with writable_weights(config, chunks, implementation):
         initialize_parameters(chunks, transformer_config, config.training.seed)
-    if config.precision.use_transformer_engine_op_fuser:
+    if implementation == "transformer_engine" and fuses_operations(config):
         from megafp8.model import te_layers  # needs Transformer Engine
 
         for chunk in chunks:

@@ -15,19 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megafp8.fp8.triton_cast import TO_E4M3, TO_E5M2
+
 # Of one program; measured with benchmarks/gpu_swiglu.py.
 TOKENS = 128
 WIDTH = 64
 NUM_WARPS = 8
-
-# Four FP32 to four FP8 in one register. Triton's own cast makes pairs; where one is stored twice, once through shared
-# memory, ptxas before 13.0 stores what another register holds (seen with 12.8 and 12.9; triton-lang/triton 11111).
-FOUR_CASTS = (
-    "{{ .reg .b16 low, high; cvt.rn.satfinite.{0}.f32 low, $2, $1; cvt.rn.satfinite.{0}.f32 high, $4, $3;"
-    " mov.b32 $0, {{low, high}}; }}"
-)
-TO_E4M3 = tl.constexpr(FOUR_CASTS.format("e4m3x2"))
-TO_E5M2 = tl.constexpr(FOUR_CASTS.format("e5m2x2"))
 
 
 @triton.jit

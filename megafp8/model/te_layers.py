@@ -19,7 +19,7 @@ from transformer_engine.pytorch.cpp_extensions import general_gemm
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
-from megafp8.config.rules.precision import rotates_in_one_kernel
+from megafp8.config.rules.precision import fuses_operations, quantizes_in_swiglu, rotates_in_one_kernel
 from megafp8.config.schema import RunConfig
 from megafp8.device import mcore_wgrad
 from megafp8.model import te_patches
@@ -32,11 +32,11 @@ def layer_spec(config: RunConfig) -> ModuleSpec:
     te_patches.install()
     spec = get_gpt_layer_with_transformer_engine_spec(
         qk_layernorm=config.model.qk_layernorm,
-        use_te_op_fuser=config.precision.use_transformer_engine_op_fuser,
+        use_te_op_fuser=fuses_operations(config),
     )
     if rotates_in_one_kernel(config):
         spec.submodules.self_attention.module = RotarySelfAttention
-    if config.precision.swiglu_quantize_fusion:
+    if quantizes_in_swiglu(config):
         spec.submodules.mlp.module = FusedMLP
     return spec
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megafp8.config import derived, gemms
-from megafp8.config.rules.precision import rotates_in_one_kernel
+from megafp8.config.rules.precision import fuses_operations, rotates_in_one_kernel
 from megafp8.planning.job import Job
 from megafp8.planning.products import Product, layer_products, output_products
 
@@ -196,4 +196,4 @@ def _gradient_numbers(job: Job, linears: list[gemms.GemmDimensions]) -> int:
 
 def _fuses_activation(job: Job, recipe: str) -> bool:
     """Whether activation and cast are one kernel."""
-    return recipe != "bf16" and job.config.precision.use_transformer_engine_op_fuser
+    return recipe != "bf16" and fuses_operations(job.config)

@@ -8,8 +8,9 @@ On a machine without a GPU: `pip install triton 'numpy<2.3'`, then
 import importlib.util
 import os
 from collections.abc import Iterator
-from typing import Any, Optional
+from typing import Optional
 
+import interpreter
 import pytest
 import torch
 from torch import Tensor
@@ -38,32 +39,8 @@ DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 
 
 @pytest.fixture(autouse=IS_INTERPRETED)
-def exact_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter cuts FP32 off where a GPU rounds it to BF16, loses BF16's subnormals, and takes BF16 for
-    integers in products."""
-    import numpy
-    from triton.language import bfloat16 as bf16
-    from triton.language import float32 as fp32
-    from triton.runtime import interpreter
-
-    plain_convert = interpreter._convert_float
-
-    def convert(values: Any, source: Any, target: Any, rounding: Any) -> Any:
-        if (source.name, target.name) == ("bf16", "fp32"):
-            return (values.view(numpy.uint16).astype(numpy.uint32) << 16).reshape(values.shape)
-        if (source.name, target.name) == ("fp32", "bf16"):
-            rounded = torch.from_numpy(numpy.ascontiguousarray(values)).bfloat16().view(torch.int16)
-            return rounded.numpy().view(numpy.uint16)
-        return plain_convert(values, source, target, rounding)
-
-    plain_dot = interpreter.InterpreterBuilder.create_dot
-
-    def dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
-        wide = [interpreter.TensorHandle(convert(x.data, bf16, fp32, None).view(numpy.float32), fp32) for x in (a, b)]
-        return plain_dot(self, *wide, *others)
-
-    monkeypatch.setattr(interpreter, "_convert_float", convert)
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpreter.exact_bf16(monkeypatch)
 
 
 TENSOR_RULES = [

@@ -32,7 +32,7 @@ PARTS_WITHOUT_TORCH = {"errors", "faults", "config", "launch", "planning", "doct
 PARTS_WITH_MEGATRON = {"data", "parallel", "mcore_config", "model", "optim", "checkpoint", "training"}
 FILES_WITH_TRANSFORMER_ENGINE = {
     "model/te_layers.py", "model/te_operations.py", "model/te_output.py", "model/te_overlap.py",
-    "model/te_patches.py", "model/te_precision.py",
+    "model/te_patches.py", "model/te_precision.py", "model/te_quantize.py",
 }  # fmt: skip
 PATCH_FILE = "device/mcore_cpu.py"
 PATCHED_BY = {"megatron": PATCH_FILE, "torch": PATCH_FILE, "transformer_engine": "model/te_patches.py"}

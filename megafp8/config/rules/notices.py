@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megafp8.config import derived
+from megafp8.config.rules.precision import fuses_operations, quantizes_in_swiglu
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import settings_by_name, value_of
 
@@ -23,7 +25,23 @@ def notices(config: RunConfig, implementation: str) -> list[str]:
     Args:
         implementation: the layers: `transformer_engine`, `emulated` or `local`.
     """
-    return [*_idle_settings(config, implementation), *_surprises(config)]
+    return [*_idle_settings(config, implementation), *_surprises(config), *_fused(config, implementation)]
+
+
+def _fused(config: RunConfig, implementation: str) -> Iterator[str]:
+    if implementation != "transformer_engine" or config.precision.use_transformer_engine_op_fuser is not None:
+        return
+    if fuses_operations(config):
+        swiglu = ", SwiGLU writing FP8 in one pass" if quantizes_in_swiglu(config) else ""
+        yield (
+            f"the MLP runs in Transformer Engine's fused operations{swiglu}; "
+            "--no-use-transformer-engine-op-fuser: in its layers"
+        )
+    elif derived.quantization_recipe(config.precision) == "delayed":
+        yield (
+            "--use-transformer-engine-op-fuser makes steps of delayed scaling faster; a checkpoint made without it "
+            "begins with new scales in the MLP, and one made with it elsewhere"
+        )
 
 
 def _surprises(config: RunConfig) -> Iterator[str]:

@@ -20,6 +20,7 @@ SETTINGS_OF_RECIPE = {
     "tensorwise": ("fp8_power_2_scale",),
     "blockwise": ("fp8_block_scaling_fp32_scales",),
 }
+RECIPES_OF_SWIGLU_FUSION = ("delayed", "blockwise")
 BLOCK_LENGTH = {"blockwise": 128, "mxfp8": 32, "nvfp4": 16}
 
 
@@ -171,16 +172,44 @@ def split_rope_obstacles(config: RunConfig) -> Iterator[str]:
 
 
 def swiglu_fusion_has_what_it_fuses(config: RunConfig, world_size: int) -> Iterator[str]:
-    """It is part of Transformer Engine's fused operations, and writes with delayed scaling's scales."""
+    """It is part of Transformer Engine's fused operations, and knows the scales of some recipes."""
     precision, flag = config.precision, "--swiglu-quantize-fusion"
     if not precision.swiglu_quantize_fusion:
         return
-    if not precision.use_transformer_engine_op_fuser:
+    if not fuses_operations(config):
         yield without(flag, "--use-transformer-engine-op-fuser")
     if not config.model.swiglu:
         yield without(flag, "--swiglu")
-    if derived.quantization_recipe(precision) != "delayed":
-        yield without(flag, "--fp8-recipe delayed")
+    if derived.quantization_recipe(precision) not in RECIPES_OF_SWIGLU_FUSION:
+        yield without(flag, f"--fp8-recipe {' or '.join(RECIPES_OF_SWIGLU_FUSION)}")
+
+
+def fuses_operations(config: RunConfig) -> bool:
+    """Whether Transformer Engine's layers have fused operations for the MLP: as asked, or else where that was seen to
+    train as without, and looks, maps, schedules and checkpoints work as without.
+
+    Delayed scaling is not among that: the scales of fused operations are kept apart from those of the linears, so that
+    a checkpoint of one would begin anew with the other.
+    """
+    asked = config.precision.use_transformer_engine_op_fuser
+    if asked is not None:
+        return asked
+    model, precision = config.model, config.precision
+    is_plain = model.swiglu and not model.add_bias_linear and precision.bf16 and not precision.fp8_param_gather
+    is_known = derived.quantization_recipe(precision) in (None, "tensorwise", "blockwise")
+    is_split = derived.model_parallel_size(config) > 1
+    is_apart = (
+        precision.precision_map or precision.fp8_schedule is not None or precision.first_last_layers_bf16
+        or config.logging.fp8_log_interval is not None or derived.recompute_granularity(config.training) is not None
+    )  # fmt: skip
+    return bool(is_plain and is_known and not is_split and not is_apart)
+
+
+def quantizes_in_swiglu(config: RunConfig) -> bool:
+    """Whether fused operations have our SwiGLU: as asked, or else where it is faster."""
+    asked = config.precision.swiglu_quantize_fusion
+    can = config.model.swiglu and derived.quantization_recipe(config.precision) in RECIPES_OF_SWIGLU_FUSION
+    return asked if asked is not None else can and fuses_operations(config)
 
 
 def determinism_excludes_its_opposites(config: RunConfig, world_size: int) -> Iterator[str]:

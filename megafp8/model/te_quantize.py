@@ -1,0 +1,52 @@
+"""Transformer Engine's FP8 tensors, as our kernels write them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Optional
+
+from torch import Tensor
+from transformer_engine.pytorch.tensor import Quantizer
+from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+
+from megafp8.fp8.formats import E4M3, E5M2
+from megafp8.fp8.triton_rounding import grid_of
+from megafp8.model import block_kernels
+from megafp8.model.block_kernels import Blocks
+
+# Transformer Engine counts FP8 formats on its own.
+FORMATS = {"kFloat8E4M3": E4M3, "kFloat8E5M2": E5M2}
+
+
+def takes_blocks(quantizer: Optional[Quantizer], shape: Sequence[int]) -> bool:
+    """Whether the kernel can write what this quantizer makes of a tensor of this shape: whole blocks of rows."""
+    return (
+        isinstance(quantizer, Float8BlockQuantizer)
+        and quantizer.block_scaling_dim == 1
+        and block_kernels.has_whole_blocks(math.prod(shape[:-1]), shape[-1])
+    )
+
+
+def blocks_of(result: Any, quantizer: Float8BlockQuantizer) -> Blocks:
+    """The parts of a blockwise tensor."""
+    return Blocks(
+        row_codes=result._rowwise_data,
+        row_scales=result._rowwise_scale_inv,
+        column_codes=result._columnwise_data,
+        column_scales=result._columnwise_scale_inv,
+        grid=grid_of(FORMATS[quantizer.dtype.name]),
+        is_power_of_two=quantizer.force_pow_2_scales,
+    )
+
+
+def parts_of(result: Any, quantizer: Float8Quantizer) -> tuple[Tensor, Optional[Tensor], Tensor, Tensor, Tensor]:
+    """What the kernels write of an FP8 tensor, and its scale: rows [T, W], columns [W, T], scale, amax, 1 / scale."""
+    dtype = FORMATS[quantizer.dtype.name].dtype
+    rows = result._data.view(dtype).flatten(0, -2)
+    columns = None
+    if result._transpose is not None:
+        columns = result._transpose.view(dtype).flatten(1)
+        result._transpose_invalid = False
+    return rows, columns, quantizer.scale, quantizer.amax, result._scale_inv

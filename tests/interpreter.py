@@ -1,0 +1,36 @@
+"""Triton's interpreter, mended: where there is no GPU, kernels run in it with TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+
+def exact_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter cuts FP32 off where a GPU rounds it to BF16, loses BF16's subnormals, and takes BF16 for integers
+    in products."""
+    import numpy
+    from triton.language import bfloat16 as bf16
+    from triton.language import float32 as fp32
+    from triton.runtime import interpreter
+
+    plain_convert = interpreter._convert_float
+
+    def convert(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if (source.name, target.name) == ("bf16", "fp32"):
+            return (values.view(numpy.uint16).astype(numpy.uint32) << 16).reshape(values.shape)
+        if (source.name, target.name) == ("fp32", "bf16"):
+            rounded = torch.from_numpy(numpy.ascontiguousarray(values)).bfloat16().view(torch.int16)
+            return rounded.numpy().view(numpy.uint16)
+        return plain_convert(values, source, target, rounding)
+
+    plain_dot = interpreter.InterpreterBuilder.create_dot
+
+    def dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
+        wide = [interpreter.TensorHandle(convert(x.data, bf16, fp32, None).view(numpy.float32), fp32) for x in (a, b)]
+        return plain_dot(self, *wide, *others)
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)

@@ -1,0 +1,63 @@
+"""Where the MLP runs in fused operations, and SwiGLU quantizes in one pass, unless a flag says otherwise."""
+
+from typing import Any
+
+import pytest
+
+from megafp8.config.rules import notices
+from megafp8.config.rules.precision import fuses_operations, quantizes_in_swiglu
+from megafp8.config.schema import RunConfig
+from megafp8.config.settings import with_values
+
+LLAMA = {"model.swiglu": True, "model.add_bias_linear": False, "precision.bf16": True}
+BLOCKWISE = LLAMA | {"precision.fp8_format": "e4m3", "precision.fp8_recipe": "blockwise"}
+TENSORWISE = LLAMA | {"precision.fp8_format": "hybrid", "precision.fp8_recipe": "tensorwise"}
+DELAYED = LLAMA | {"precision.fp8_format": "hybrid", "precision.fp8_recipe": "delayed"}
+FUSED = {"precision.use_transformer_engine_op_fuser": True}
+LAYERS = {"precision.use_transformer_engine_op_fuser": False}
+
+
+@pytest.mark.parametrize(
+    ("values", "fused", "in_swiglu"),
+    [
+        ({}, False, False),
+        (LLAMA, True, False),
+        (TENSORWISE, True, False),
+        (BLOCKWISE, True, True),
+        (DELAYED, False, False),  # its scales would not go with those of a checkpoint of layers
+        (DELAYED | FUSED, True, True),
+        (BLOCKWISE | LAYERS, False, False),
+        (BLOCKWISE | {"precision.swiglu_quantize_fusion": False}, True, False),
+        (LLAMA | {"model.add_bias_linear": True}, False, False),
+        (LLAMA | {"precision.bf16": False, "precision.fp16": True}, False, False),
+        (BLOCKWISE | {"precision.fp8_param_gather": True}, False, False),
+        (BLOCKWISE | {"precision.first_last_layers_bf16": True}, False, False),
+        (BLOCKWISE | {"precision.precision_map": ("layers.0.*=bf16",)}, False, False),
+        (BLOCKWISE | {"precision.fp8_schedule": "bf16:9,fp8"}, False, False),
+        (BLOCKWISE | {"logging.fp8_log_interval": 10}, False, False),
+        (BLOCKWISE | {"training.recompute_activations": True}, False, False),
+        (BLOCKWISE | {"parallel.tensor_model_parallel_size": 2}, False, False),
+        (BLOCKWISE | {"parallel.pipeline_model_parallel_size": 2}, False, False),
+        (BLOCKWISE | {"parallel.tensor_model_parallel_size": 2} | FUSED, True, True),
+    ],
+)
+def test_unless_asked_it_is_where_it_is_known(values: dict[str, Any], fused: bool, in_swiglu: bool) -> None:
+    config = with_values(RunConfig(), values)
+    assert (fuses_operations(config), quantizes_in_swiglu(config)) == (fused, in_swiglu)
+
+
+@pytest.mark.parametrize(
+    ("values", "implementation", "said"),
+    [
+        (BLOCKWISE, "transformer_engine", "fused operations, SwiGLU writing FP8 in one pass"),
+        (LLAMA, "transformer_engine", "fused operations; "),
+        (DELAYED, "transformer_engine", "makes steps of delayed scaling faster"),
+        (DELAYED | FUSED, "transformer_engine", None),
+        (LLAMA | LAYERS, "transformer_engine", None),
+        (BLOCKWISE, "emulated", None),
+    ],
+)
+def test_a_run_says_what_was_chosen_for_it(values: dict[str, Any], implementation: str, said: str | None) -> None:
+    found = [notice for notice in notices(with_values(RunConfig(), values), implementation) if "fuser" in notice]
+    assert len(found) == (said is not None)
+    assert said is None or said in found[0]

@@ -1,0 +1,118 @@
+"""SwiGLU into blockwise FP8 in one pass, against torch operations: every code and every scale.
+
+On a machine without a GPU: `pip install triton`, then `TRITON_INTERPRET=1 python -m pytest tests/unit/model`.
+"""
+
+from __future__ import annotations
+
+import os
+
+import interpreter
+import pytest
+import torch
+from torch import Tensor
+
+IS_INTERPRETED = not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") == "1"
+if not torch.cuda.is_available() and not IS_INTERPRETED:
+    pytest.skip("needs a CUDA device, or Triton and TRITON_INTERPRET=1", allow_module_level=True)
+pytest.importorskip("triton")
+
+from megafp8.fp8.formats import E4M3, E5M2, Format  # noqa: E402
+from megafp8.fp8.quantize import quantize_by_torch  # noqa: E402
+from megafp8.fp8.recipes import OperandRule  # noqa: E402
+from megafp8.fp8.scaling import ScaleRule  # noqa: E402
+from megafp8.fp8.triton_rounding import grid_of  # noqa: E402
+from megafp8.model import block_kernels  # noqa: E402
+from megafp8.model.block_kernels import Blocks  # noqa: E402
+
+DEVICE = "cpu" if IS_INTERPRETED else "cuda"
+TOKENS, WIDTH = 256, 384
+FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+SCALES = pytest.mark.parametrize("is_power_of_two", [True, False], ids=["pow2", "fp32"])
+
+
+@pytest.fixture(autouse=IS_INTERPRETED)
+def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpreter.exact_bf16(monkeypatch)
+
+
+def drawn(tokens: int, width: int, seed: int) -> Tensor:
+    """Numbers of many sizes, with a block of zeros, an infinity and NaN, and a row so small that scales overflow."""
+    x = torch.randn(tokens, width, generator=torch.Generator().manual_seed(seed)) * torch.logspace(-5, 4, width)
+    x[:128, 128:256] = 0
+    x[130, 7], x[140, 300], x[200] = float("inf"), float("nan"), x[200] * 1e-37
+    return x.bfloat16().to(DEVICE)
+
+
+def empty_blocks(tokens: int, width: int, fmt: Format, is_power_of_two: bool) -> Blocks:
+    return Blocks(
+        row_codes=torch.zeros(tokens, width, dtype=torch.uint8, device=DEVICE),
+        row_scales=torch.zeros(width // 128, tokens, device=DEVICE),
+        column_codes=torch.zeros(width, tokens, dtype=torch.uint8, device=DEVICE),
+        column_scales=torch.zeros(tokens // 128, width, device=DEVICE),
+        grid=grid_of(fmt),
+        is_power_of_two=is_power_of_two,
+    )
+
+
+def check_blocks(blocks: Blocks, values: Tensor, fmt: Format) -> None:
+    rule = ScaleRule.POWER_OF_TWO if blocks.is_power_of_two else ScaleRule.FP32
+    rows = quantize_by_torch(values, OperandRule(format=fmt, block=(1, 128), scale_rule=rule))
+    columns = quantize_by_torch(values, OperandRule(format=fmt, block=(128, 1), scale_rule=rule))
+    assert torch.equal(blocks.row_codes, rows.codes.view(torch.uint8))
+    assert torch.equal(blocks.row_scales.t(), rows.dequant_scale)
+    assert torch.equal(blocks.column_codes.t(), columns.codes.view(torch.uint8))
+    assert torch.equal(blocks.column_scales, columns.dequant_scale)
+
+
+@FORMATS
+@SCALES
+def test_swiglu_where_its_sigmoid_is_exact(fmt: Format, is_power_of_two: bool) -> None:
+    """At 0 the sigmoid is 1/2, and 1 from 64 on, so that torch's products are the kernel's to the bit."""
+    gates = torch.randint(0, 3, (TOKENS, WIDTH), generator=torch.Generator().manual_seed(2)) * 64.0
+    inputs = torch.cat([gates.bfloat16().to(DEVICE), drawn(TOKENS, WIDTH, 3)], dim=1)
+    a, b = (x.float() for x in inputs.chunk(2, dim=1))
+    blocks = empty_blocks(TOKENS, WIDTH, fmt, is_power_of_two)
+    block_kernels.swiglu(inputs, blocks)
+    check_blocks(blocks, (a * torch.sigmoid(a) * b).bfloat16(), fmt)
+
+
+def values_of(blocks: Blocks, fmt: Format) -> tuple[Tensor, Tensor]:
+    """Of rows and of columns."""
+    rows, columns = (codes.view(fmt.dtype).float() for codes in (blocks.row_codes, blocks.column_codes))
+    return (
+        rows * blocks.row_scales.t().repeat_interleave(128, dim=1),
+        columns.t() * blocks.column_scales.repeat_interleave(128, dim=0),
+    )
+
+
+def test_swiglu_against_the_formula() -> None:
+    """Within a step of E4M3, of BF16, and what an FP8 number below the smallest normal one loses."""
+    inputs = torch.randn(TOKENS, 2 * WIDTH, generator=torch.Generator().manual_seed(5)).bfloat16().to(DEVICE)
+    a, b = inputs.double().chunk(2, dim=1)
+    expected = torch.nn.functional.silu(a) * b
+    blocks = empty_blocks(TOKENS, WIDTH, E4M3, True)
+    block_kernels.swiglu(inputs, blocks)
+    for values in values_of(blocks, E4M3):
+        error = (values.double() - expected).abs()
+        assert (error <= expected.abs() * (2**-4 + 2**-8) + 16 * 2**-9 / 448 + 1e-5).all()
+
+
+def test_rows_or_columns_alone() -> None:
+    inputs = drawn(TOKENS, 2 * WIDTH, 1)
+    whole = empty_blocks(TOKENS, WIDTH, E4M3, True)
+    block_kernels.swiglu(inputs, whole)
+    parts = {"row_codes": None, "row_scales": None, "column_codes": None, "column_scales": None}
+    for side in ("row", "column"):
+        own = empty_blocks(TOKENS, WIDTH, E4M3, True)
+        names = [name for name in parts if name.startswith(side)]
+        given = parts | {name: getattr(own, name) for name in names}
+        block_kernels.swiglu(inputs, Blocks(**given, grid=own.grid, is_power_of_two=True))
+        assert all(torch.equal(getattr(own, name), getattr(whole, name)) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "fits"), [(128, 256, True), (0, 128, False), (192, 128, False), (128, 64, False)]
+)
+def test_only_whole_blocks(tokens: int, width: int, fits: bool) -> None:
+    assert block_kernels.has_whole_blocks(tokens, width) is fits
