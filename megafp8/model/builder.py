@@ -46,7 +46,8 @@ def build_model(
     chunks = [build_chunk(config, transformer_config, implementation, vocab_size, stage) for stage in stages]
     with writable_weights(config, chunks, implementation):
         initialize_parameters(chunks, transformer_config, config.training.seed)
-    if implementation == "transformer_engine" and fuses_operations(config):
+    is_delayed = derived.quantization_recipe(config.precision) == "delayed"
+    if implementation == "transformer_engine" and is_delayed and fuses_operations(config):
         from megafp8.model import te_layers  # needs Transformer Engine
 
         for chunk in chunks:
