@@ -46,6 +46,7 @@ LAYOUTS = {
     "TP 2 PP 2": (4, f"{TP2} --pipeline-model-parallel-size 2"),
 }
 FITTING = {name: layout for name, layout in LAYOUTS.items() if layout[0] <= NUM_GPUS}
+FUSED = ("bf16", "tensorwise", "blockwise")  # where operations are fused unless a flag says otherwise
 FP8_WEIGHTS = [name for name in ("DP 2", "TP 2", "DP 4") if name in FITTING]
 # Relative, of any of six losses. BF16 has eight bits, and ranks sum in another order; six steps at 1e-3 carry that on.
 # A code more or less, 6% to 12% apart in FP8, moves a loss as `tests/tolerances.py` says; with tensor parallelism so do
@@ -71,6 +72,9 @@ def launches(folder: Path) -> list[Launch]:
         for recipe in FP8_RECIPES:
             flags = f"{RUN} {RECIPES[recipe]} {layout} {W}"
             found.append(Launch(name=f"{name} {recipe} FP8 weights", num_ranks=num_ranks, flags=flags))
+    for recipe in FUSED:
+        flags = f"{RUN} {RECIPES[recipe]} {OVERLAPS} --use-transformer-engine-op-fuser"
+        found.append(Launch(name=f"DP 2 {recipe} fused", num_ranks=2, flags=flags))
     begun = run_folder(folder, "whole")
     return [
         Launch(name="whole", num_ranks=2, flags=EXACT),
@@ -114,6 +118,11 @@ def assert_follows(runs: Runs, name: str, recipe: str) -> None:
 @pytest.mark.parametrize("layout", FITTING)
 def test_ranks_follow_one_rank(runs: Runs, layout: str, recipe: str) -> None:
     assert_follows(runs, f"{layout} {recipe}", recipe)
+
+
+@pytest.mark.parametrize("recipe", FUSED)
+def test_ranks_with_fused_operations_follow_one_rank_without(runs: Runs, recipe: str) -> None:
+    assert_follows(runs, f"DP 2 {recipe} fused", recipe)
 
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
