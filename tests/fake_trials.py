@@ -19,6 +19,8 @@ def serve(job: Job, pipe: Connection) -> None:
     while (size := pipe.recv()) is not None:
         if size <= FITS:
             pipe.send(Measured(1000 * size + rank, 10.0 / size + rank))
+        elif rank > 0 and job.implementation == "breaks":
+            pipe.send(Failed("RuntimeError: Connection closed by peer"))
         elif rank > 0:
             time.sleep(60)  # in a collective that rank 0 never comes to
         elif job.implementation == "raises":
@@ -26,7 +28,8 @@ def serve(job: Job, pipe: Connection) -> None:
             os._exit(0)
         elif job.implementation == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        elif job.implementation == "grows":
+        elif job.implementation in ("grows", "breaks"):
+            time.sleep(0.3 if job.implementation == "breaks" else 0)
             os._exit(EXCEEDED)
         elif job.implementation == "crashes":
             os._exit(3)

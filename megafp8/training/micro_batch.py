@@ -17,7 +17,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -53,6 +53,8 @@ from megafp8.training.trial_messages import EXCEEDED, Answer, Failed, Job, Measu
 
 CHOICE_FILE = "micro_batch_size.json"
 POLL_S = 0.1
+# For a process that ends by itself when the others' trial is called off.
+LAST_WORDS_S = 1.0
 CALLED_OFF = "called off"
 GIB = 2**30
 # What memory and time of a step follow from.
@@ -253,6 +255,17 @@ def as_trial(size: int, predicted: int, answer: Answer) -> Trial:
     )
 
 
+def worst(answers: Sequence[Answer]) -> Answer:
+    """The answer that explains the others, where not all went well.
+
+    Lack of memory on one rank shows as a broken connection on others. An error that is one will be there in the next
+    size, too.
+    """
+    too_large = [each for each in answers if isinstance(each, TooLarge)]
+    causes = [each for each in too_large if each.reason != CALLED_OFF]
+    return next(iter(causes or [each for each in answers if isinstance(each, Failed)] or too_large))
+
+
 class TrialProcess:
     """The processes in which sizes are tried, one a rank; all ranks have this and call it alike.
 
@@ -291,14 +304,10 @@ class TrialProcess:
         if not isinstance(answer, Measured):
             self.call_off()
         answers = together(lambda: answer)
-        for kind in (Failed, TooLarge):
-            bad = [each for each in answers if isinstance(each, kind)]
-            if bad:
-                self.close()
-                return max(bad, key=lambda each: each.reason != CALLED_OFF)
-        return Measured(
-            max(each.peak_bytes for each in answers), max(each.ms_per_sample for each in answers)
-        )
+        if all(isinstance(each, Measured) for each in answers):
+            return Measured(max(each.peak_bytes for each in answers), max(each.ms_per_sample for each in answers))
+        self.close()
+        return worst(answers)
 
     def start(self) -> None:
         """Start this rank's process."""
@@ -317,7 +326,7 @@ class TrialProcess:
         try:
             self.pipe.send(size)
             while not self.pipe.poll(POLL_S):
-                if self.is_called_off():
+                if self.is_called_off() and not self.pipe.poll(LAST_WORDS_S):
                     return TooLarge(CALLED_OFF)
                 if time.monotonic() > deadline:
                     return Failed(f"no answer in {self.timeout_s:g} s")
