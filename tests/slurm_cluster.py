@@ -45,7 +45,10 @@ SlurmdTimeout=5
 KillWait=5
 NodeName={first} NodeHostname={host} Port={port1} CPUs=4 RealMemory=1000
 NodeName={second} NodeHostname={host} Port={port2} CPUs=4 RealMemory=1000
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE GraceTime=60
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE PriorityTier=10
 """
 
 
@@ -143,11 +146,18 @@ class Cluster:
         """All that belong to the cluster, or those of one node: its daemon and what it started."""
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                environment, words = process.environ(), process.cmdline()
-                if environment.get("SLURM_CONF") != str(self.configuration):
-                    continue
-                if node is None or environment.get("SLURMD_NODENAME") == node or node in words:
+                if self.owns(process, node):
                     yield process
+
+    def owns(self, process: psutil.Process, node: Optional[str]) -> bool:
+        """Whether a process is one of the cluster's, and of this node if one is named."""
+        if process.name() == "slurmstepd":  # it has written its title over its environment, but has a log open
+            logs = {Path(file.path) for file in process.open_files()}
+            return bool(logs & {self.folder / f"slurmd-{name}.log" for name in ([node] if node else NODES)})
+        environment = process.environ()
+        if environment.get("SLURM_CONF") != str(self.configuration):
+            return False
+        return node is None or environment.get("SLURMD_NODENAME") == node or node in process.cmdline()
 
     def cut_power(self, node: str) -> None:
         """Kill a node's daemon and everything that it started, all at once."""

@@ -127,9 +127,13 @@ def seconds_of(time: str) -> int:
 
 def value_after(flag: str, words: tuple[str, ...]) -> Optional[str]:
     """The last value of a flag; None when it is not there."""
-    places = [place for place, word in enumerate(words[:-1]) if word == flag]
-    joined = [word.partition("=")[2] for word in words if word.startswith(f"{flag}=")]
-    return words[places[-1] + 1] if places else joined[-1] if joined else None
+    value = None
+    for word, following in zip(words, (*words[1:], None), strict=True):
+        if word == flag:
+            value = following
+        elif word.startswith(f"{flag}="):
+            value = word.partition("=")[2]
+    return value
 
 
 def check_job(job: Job) -> None:

@@ -52,7 +52,7 @@ def directives(job: Job) -> list[str]:
         "exclusive": "" if job.exclusive else None,
         "mem": "0" if job.exclusive else None,
         "time": job.time,
-        "signal": f"USR1@{warning_s(job)}" if job.time else None,
+        "signal": f"USR1@{warning_s(job)}",
         "requeue": "",
         "open-mode": "append",
         "output": f"{Path(job.project, job.log_folder)}/{'%A_%a' if job.runs else '%j'}.log",
@@ -110,7 +110,7 @@ def start_lines(job: Job) -> list[str]:
         torchrun = [
             '--nnodes "$SLURM_NNODES" --rdzv-backend c10d --rdzv-endpoint "${nodes[0]}:$port" --rdzv-id "$SLURM_JOB_ID"'
         ]
-    least_time = f" --least-time-s {warning_s(job) + SLURM_EARLY_S}" if job.time else ""
+    on_each = f'PET_LOG_DIR={shlex.quote(job.log_folder)}/ranks/$SLURMD_NODENAME exec "$@"'
     return [
         "# One torchrun a node. What a rank writes goes to files of its own under",
         f"# {job.log_folder}/ranks/NODE, and that of a node's first rank also here.",
@@ -122,9 +122,9 @@ def start_lines(job: Job) -> list[str]:
         "",
         "# Started again after crashes; the run's state says whether the job comes out of the queue again.",
         f"exec python3 launcher/supervise.py --max-restarts {job.max_restarts} --requeue "
-        f"--max-requeues {job.max_requeues}{least_time} -- \\",
+        f"--max-requeues {job.max_requeues} --least-time-s {warning_s(job) + SLURM_EARLY_S} -- \\",
         '  "${on_each_node[@]}" \\',
-        f"  bash -c 'PET_LOG_DIR={shlex.quote(job.log_folder)}/ranks/$SLURMD_NODENAME exec \"$@\"' torchrun \\",
+        f"  bash -c {shlex.quote(on_each)} torchrun \\",
         '  "${torchrun[@]}" pretrain_gpt.py "${training[@]}"',
     ]
 

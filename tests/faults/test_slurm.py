@@ -30,6 +30,7 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def cluster() -> Iterator[Cluster]:
     with tempfile.TemporaryDirectory(prefix="slurm_") as name, slurm_cluster(Path(name)) as cluster:
         yield cluster
+    assert list(cluster.processes()) == []
 
 
 def submit(cluster: Cluster, options: str, words: list[str], **variables: str) -> int:
@@ -215,6 +216,25 @@ def test_a_job_comes_again_without_a_node_that_is_bad(
     cluster.ask("scontrol", "update", f"JobId={number}", "ReqNodeList=")  # so that there is another one
     assert cluster.wait_for_state(number, "COMPLETED", "FAILED") == "COMPLETED", cluster.output(number)
     assert seen(project / "run")["node"] == NODES[1]
+
+
+@pytest.mark.long
+def test_a_more_urgent_partition_takes_the_nodes_and_gives_them_back(
+    cluster: Cluster, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = {"PYTHONPATH": str(ROOT), "STANDIN_WAITS": "1"}
+    fields = {"training": ("--save", "run", "--load", "run"), "exclusive": True, "environment": environment}
+    number = submit_job(cluster, job_of(project, **fields), monkeypatch)
+    wait_until((project / "run/seen0").exists, "the run to begin", lambda: cluster.output(number))
+    options = ["--partition=urgent", "--nodes=2", "--exclusive", f"--output={project}/urgent", "--wrap=true"]
+    urgent = cluster.ask("sbatch", "--parsable", *options)
+    cluster.wait_for_state(int(urgent), "COMPLETED")
+    assert read_run_state(project / "run").state == "preempted"
+    assert cluster.job(number)["Restarts"] == "1"
+    cluster.wait_for_requeue(number)
+    (project / "run/seen0").unlink()
+    wait_until((project / "run/seen0").exists, "the run to go on", lambda: cluster.output(number))
+    cluster.ask("scancel", str(number))
 
 
 @pytest.mark.slow
