@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -128,7 +129,7 @@ def seconds_of(time: str) -> int:
 def value_after(flag: str, words: tuple[str, ...]) -> Optional[str]:
     """The last value of a flag; None when it is not there."""
     value = None
-    for word, following in zip(words, (*words[1:], None), strict=True):
+    for word, following in itertools.zip_longest(words, words[1:]):
         if word == flag:
             value = following
         elif word.startswith(f"{flag}="):
