@@ -11,7 +11,7 @@ from megafp8.reports.tables import aligned, markdown
 MIB = 2**20
 ALT_TEXT = "Loss over compute and over parameters, the laws, and the gaps between recipes"
 LETTERS = (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
-PERCENT, NATS = "{:+.2%}", "{:.3f}"
+PERCENT, PLAIN = "{:+.2%}", "{:.3f}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ def headline(report: ScalingReport) -> str:
             )
         factor = dict(axis.factors).get(recipe) if axis else None
         if factor is not None:
-            sentences.append(f"Its compute is worth {factor.text('{:.2f}')} of {report.baseline}'s: {verdict(factor)}.")
+            sentences.append(f"Its compute is worth {factor.text(PLAIN)} of {report.baseline}'s: {verdict(factor)}.")
     return " ".join(sentences)
 
 
@@ -102,9 +102,9 @@ def law_table(axis: Axis) -> Table:
         header += [f"A of {symbol}", f"exponent of {symbol}"]
     rows = []
     for law in axis.laws:
-        cells = [law.recipe, law.floor.text(NATS)]
+        cells = [law.recipe, law.floor.text(PLAIN)]
         for coefficient, exponent in zip(law.coefficients, law.exponents, strict=True):
-            cells += [coefficient.text(NATS), exponent.text(NATS)]
+            cells += [coefficient.text(PLAIN), exponent.text(PLAIN)]
         rows.append((*cells, f"{law.worst_residual:.2%}", str(law.num_cells)))
     formula = " + ".join(
         f"A ({symbol} / {count_text(reference)})^-exponent"
@@ -125,9 +125,9 @@ def law_table(axis: Axis) -> Table:
 def shift_table(axis: Axis, baseline: str) -> Table:
     """The laws beside each other, and what x is worth."""
     rows = [
-        (row.recipe, count_text(row.x), row.gap.text(PERCENT), row.effective.text("{:.2f}")) for row in axis.shifts
+        (row.recipe, count_text(row.x), row.gap.text(PERCENT), row.effective.text(PLAIN)) for row in axis.shifts
     ]
-    rows += [(recipe, "common law", "", factor.text("{:.2f}")) for recipe, factor in axis.factors]
+    rows += [(recipe, "common law", "", factor.text(PLAIN)) for recipe, factor in axis.factors]
     what = "FLOPs" if axis.name == COMPUTE else "parameters"
     return Table(
         title=f"Is the law over {axis.name} shifted?",

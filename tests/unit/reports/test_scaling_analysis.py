@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from megafp8.reports.plot_scaling import sweep_lines, swept_axes
 from megafp8.reports.scaling import BOTH, COMPUTE, PARAMETERS, analyse
 from megafp8.reports.scaling_page import render_page
 from megafp8.reports.scaling_text import headline, remarks, tables, to_markdown, to_text
-from megafp8.reports.study_points import Point, StudyPoints
+from megafp8.reports.study_points import Point, StudyPoints, load_points
 
 SIZES = (50_000, 100_000, 200_000, 400_000, 800_000)
 SHIFT = 0.6
@@ -208,3 +209,21 @@ def test_emulation_and_missing_runs_are_told(report) -> None:
     assert any("emulated" in text for text in remarks(report))
     partial = dataclasses.replace(study_of(SIZES[:2]), missing=("x (failed)",))
     assert "1 runs are not done: x (failed)" in remarks(analyse(partial))
+
+
+# ---- the committed study ------------------------------------------------------------------------------------------
+
+
+def test_the_committed_report_is_of_its_points() -> None:
+    folder = Path(__file__).resolve().parents[3] / "docs/reports/stdlib_cpu"
+    study, published = load_points(folder / "points.json"), json.loads((folder / "report.json").read_text())
+    report = analyse(study, replicates=0)
+    assert study.missing == () and len(study.points) == published["num_runs"]
+    assert len({point.parameters for point in study.points}) >= 5 and len(report.recipes) == 2
+    assert all(len(cell.seeds) >= 3 for cell in report.cells)
+    assert json.loads(report.to_json())["cells"] == published["cells"]
+    for axis, written in zip(report.axes, published["axes"], strict=True):
+        for law, row in zip(axis.laws, written["laws"], strict=True):
+            assert law.exponents[0].value == pytest.approx(row["exponents"][0]["value"], rel=0.01)
+            assert law.worst_residual == pytest.approx(row["worst_residual"], rel=0.01)
+        assert axis.factors[0][1].value == pytest.approx(written["factors"][0][1]["value"], rel=0.01)
