@@ -88,6 +88,17 @@ def test_long_steps_are_put_together_from_short_ones(stages: int, second: float,
     assert max(counts) in (num_microbatches, 2 * stages) or second * (0.5 + 0.25 * max(counts)) < 1.5 * TIMED_S
 
 
+def test_a_peak_beyond_the_limit_does_not_fit() -> None:
+    """Also one so short that nobody saw the process above it."""
+    parallel = SimpleNamespace(pipeline_model_parallel_size=1)
+    run = SimpleNamespace(place=SimpleNamespace(data_size=1), config=SimpleNamespace(parallel=parallel))
+    job = Job(config=auto_config(), implementation="emulated", limit_bytes=MIB)
+    trial = SimpleNamespace(run=run, job=job, platform=CPU, step=lambda *_, **__: 1.0, slowest_s=float)
+    trial.timed_counts = partial(TrialRun.timed_counts, trial)
+    answer = TrialRun.measure(trial, 4)
+    assert isinstance(answer, TooLarge) and answer.reason.startswith("took ")
+
+
 def test_trials_have_no_loss_scale_to_find() -> None:
     config = trial_config(auto_config("--fp16"), 2)
     assert (config.optimizer.loss_scale, config.training.micro_batch_size) == (1.0, 2)
