@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megafp8.config import derived
 from megafp8.config.rules.rule import Rule, has_shape, microbatches, positive, round_up
-from megafp8.config.schema import RunConfig
+from megafp8.config.schema import AUTO, RunConfig
 
 
 def world_size_divides(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -172,6 +172,8 @@ def tensor_overlap_has_its_parts(config: RunConfig, world_size: int) -> Iterator
         )
     if precision.precision_map:
         yield "--tp-comm-overlap with --precision: its buffers are made for one recipe; leave the overlap out"
+    if config.training.micro_batch_size == AUTO:
+        yield "--tp-comm-overlap has buffers of one size: give a number to --micro-batch-size, not auto"
     recipe = derived.quantization_recipe(precision)
     if recipe in ("blockwise", "nvfp4"):
         yield (
