@@ -3,8 +3,8 @@
     python benchmarks/gpu_layouts.py --shape B --json FILE
     python benchmarks/gpu_layouts.py --layouts "TP 4" --modes bf16 delayed --extra="--use-transformer-engine-op-fuser"
 
-A mode is RECIPE FLAGS, with a recipe of `gpu_train.py`. The ranks of a layout are forked from a process that has
-imported everything but not touched the GPU, and train all modes one after the other in one process group; layouts that
+A mode is RECIPE FLAGS, with a recipe of `gpu_train.py`. The ranks of each mode are forked from a process that has
+imported everything but not touched the GPU, so that no mode has the memory or the garbage of another; layouts that
 need fewer GPUs than there are run side by side. Timed are `--steps` steps together, from one synchronization of all
 ranks to the other; the peak is that of the rank with the highest. Gathered bytes are what a rank gets of updated
 weights in a step. Every number of a layout is of one machine and of the same minute; ratios are to its BF16.
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import json
 import multiprocessing
 import os
@@ -42,8 +41,7 @@ from benchmarks.planner_measurements import TP2, TP4  # noqa: E402
 import torch  # noqa: E402  # isort: skip
 import torch.distributed as dist  # noqa: E402  # isort: skip
 
-from megafp8.device.platform import Platform, detect_platform, join_ranks  # noqa: E402
-from megafp8.parallel.groups import leave_groups  # noqa: E402
+from megafp8.device.platform import Platform, detect_platform, join_ranks, leave_ranks  # noqa: E402
 from megafp8.training.check import Checked  # noqa: E402
 
 W = "--fp8-param-gather"
@@ -78,6 +76,22 @@ LAYOUTS = {
 }
 
 
+@dataclass(frozen=True)
+class Task:
+    """A mode under a layout: what one set of ranks does."""
+
+    name: str
+    mode: str
+
+    @property
+    def layout(self) -> Layout:
+        """By its name."""
+        return LAYOUTS[self.name]
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.mode}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One measurement; the names are those of `planner_measurements.py`.
@@ -104,10 +118,10 @@ class Row:
 
 
 def be_rank(
-    sender: Connection, options: argparse.Namespace, name: str, rank: int, first_gpu: int, address: tuple[str, int]
+    sender: Connection, options: argparse.Namespace, task: Task, rank: int, first_gpu: int, address: tuple[str, int]
 ) -> None:
-    """The life of a rank: every mode in turn; rank 0 sends a row for each, every rank the errors that it meets."""
-    layout = LAYOUTS[name]
+    """The life of a rank: rank 0 sends a row, every rank the error that it meets."""
+    layout = task.layout
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(layout.num_gpus), "LOCAL_RANK": str(first_gpu + rank),
         "LOCAL_WORLD_SIZE": str(options.gpus), "MASTER_ADDR": address[0], "MASTER_PORT": str(address[1]),
@@ -115,15 +129,13 @@ def be_rank(
     os.environ.setdefault("UB_SKIPMC", "1")  # user buffers without NVLink multicast, which not every host allows
     try:
         # Checked before CUDA is used: tensor parallelism sets how it starts kernels.
-        modes = {mode: gpu_steps.check_mode(options, mode_text(layout, mode)) for mode in options.modes}
+        checked = gpu_steps.check_mode(options, mode_text(layout, task.mode))
         platform = detect_platform()
         join_ranks(platform, JOIN_MINUTES)
-        for mode, checked in modes.items():
-            row = measure(options, name, mode, checked, platform)
-            if rank == 0:
-                sender.send(row)
-        sender.send(None)
-    except Exception:  # noqa: BLE001 - the other layouts are still of interest
+        row = measure(options, task, checked, platform)
+        sender.send(row if rank == 0 else None)
+        leave_ranks()
+    except Exception:  # noqa: BLE001 - the other modes are still of interest
         sender.send(f"rank {rank}: {traceback.format_exc()}")
 
 
@@ -132,10 +144,8 @@ def mode_text(layout: Layout, mode: str) -> str:
     return f"{mode} {layout.flags} --global-batch-size {layout.global_batch}"
 
 
-def measure(options: argparse.Namespace, name: str, mode: str, checked: Checked, platform: Platform) -> Row:
+def measure(options: argparse.Namespace, task: Task, checked: Checked, platform: Platform) -> Row:
     """Build a mode on all ranks and train."""
-    if platform.kind == "cuda":
-        torch.cuda.reset_peak_memory_stats()
     train = gpu_steps.trainer(checked)
     results = [train(step) for step in range(1, options.warm_up + 1)]
     meet(platform)
@@ -145,13 +155,11 @@ def measure(options: argparse.Namespace, name: str, mode: str, checked: Checked,
     step_ms = (time.perf_counter() - started) * 1e3 / options.steps
     peak = torch.tensor([platform.peak_memory_bytes()], dtype=torch.float64, device=platform.device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
-    recipe, _, flags = mode.partition(" ")
+    recipe, _, flags = task.mode.partition(" ")
     gathered = results[-1].param_gather_bytes
-    del train
-    clean_up(platform)
     return Row(
-        shape=options.shape, recipe=recipe, extra=" ".join(f"{flags} {LAYOUTS[name].flags} {options.extra}".split()),
-        label=" ".join(filter(None, (name, flags and "FP8 weights"))), num_gpus=LAYOUTS[name].num_gpus,
+        shape=options.shape, recipe=recipe, extra=" ".join(f"{flags} {task.layout.flags} {options.extra}".split()),
+        label=" ".join(filter(None, (task.name, flags and "FP8 weights"))), num_gpus=task.layout.num_gpus,
         step_ms=step_ms, peak_gib=peak.item() / 2**30,
         gathered_mb=None if gathered is None else gathered / 1e6,
         losses=[result.loss for result in results], device=platform.name,
@@ -164,52 +172,37 @@ def meet(platform: Platform) -> None:
     dist.barrier()
 
 
-def clean_up(platform: Platform) -> None:
-    """Leave nothing of a mode to the next one."""
-    leave_groups()
-    if platform.kind == "cuda":
-        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-        FP8GlobalStateManager.reset()
-    gc.collect()
-    platform.free_cache()
-
-
 # ---- around the ranks ---------------------------------------------------------------------------------------------
 
 
 class Running:
-    """The ranks of a layout."""
+    """The ranks of a mode under a layout."""
 
-    def __init__(self, options: argparse.Namespace, name: str, first_gpu: int):
-        self.name, self.gpus = name, range(first_gpu, first_gpu + LAYOUTS[name].num_gpus)
-        self.deadline = time.monotonic() + options.layout_s
+    def __init__(self, options: argparse.Namespace, task: Task, first_gpu: int):
+        self.task, self.gpus = task, range(first_gpu, first_gpu + task.layout.num_gpus)
+        self.deadline = time.monotonic() + options.mode_s
         context, address = multiprocessing.get_context(options.method), ("127.0.0.1", free_port())
         self.processes: list[BaseProcess] = []
         self.pipes: dict[Connection, int] = {}
         for rank in range(len(self.gpus)):
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=be_rank, args=(sender, options, name, rank, first_gpu, address))
+            process = context.Process(target=be_rank, args=(sender, options, task, rank, first_gpu, address))
             process.start()
             sender.close()
             self.processes.append(process)
             self.pipes[receiver] = rank
 
     def receive(self, pipe: Connection) -> Any:
-        """A row, or an error as text; None where a rank has ended well. A rank that says nothing more is forgotten."""
+        """What a rank says, once: a row, an error as text, or None where it has neither."""
+        rank = self.pipes.pop(pipe)
         try:
-            said = pipe.recv()
+            return pipe.recv()
         except EOFError:
-            rank = self.pipes.pop(pipe)
             self.processes[rank].join()
-            status = self.processes[rank].exitcode
-            return f"rank {rank} ended with {status}" if status else None
-        if said is None:
-            self.pipes.pop(pipe)
-        return said
+            return f"rank {rank} ended with {self.processes[rank].exitcode}"
 
     def end(self) -> None:
-        """Nobody outlives the layout."""
+        """Nobody outlives the mode."""
         for process in self.processes:
             if not self.pipes:
                 process.join(10)
@@ -224,20 +217,20 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def place(waiting: list[str], running: list[Running], num_gpus: int) -> Optional[tuple[str, int]]:
-    """The first waiting layout that the free GPUs hold side by side, and the first of them; None if none does."""
+def place(waiting: list[Task], running: list[Running], num_gpus: int) -> Optional[tuple[Task, int]]:
+    """The first waiting task whose ranks the free GPUs hold side by side, and the first GPU; None if there is none."""
     taken = {gpu for run in running for gpu in run.gpus}
-    for name in waiting:
-        size = LAYOUTS[name].num_gpus
+    for task in waiting:
+        size = task.layout.num_gpus
         for first in range(0, num_gpus - size + 1, size):
             if taken.isdisjoint(range(first, first + size)):
-                return name, first
+                return task, first
     return None
 
 
 def measure_all(options: argparse.Namespace) -> tuple[list[Row], dict[str, str]]:
-    """Every layout, and what failed."""
-    waiting, running = list(options.layouts), list[Running]()
+    """Every mode under every layout, and what failed."""
+    waiting, running = [Task(name, mode) for name in options.layouts for mode in options.modes], list[Running]()
     rows, failures = list[Row](), dict[str, str]()
     try:
         while waiting or running:
@@ -248,7 +241,7 @@ def measure_all(options: argparse.Namespace) -> tuple[list[Row], dict[str, str]]
             for pipe in wait(list(by_pipe), timeout=1.0):
                 run, said = by_pipe[pipe], by_pipe[pipe].receive(pipe)
                 if isinstance(said, str):
-                    failures.setdefault(run.name, said)
+                    failures.setdefault(str(run.task), said)
                 elif said is not None:
                     rows.append(said)
                     tell(said, options.json)
@@ -262,10 +255,10 @@ def measure_all(options: argparse.Namespace) -> tuple[list[Row], dict[str, str]]
 
 
 def is_over(run: Running, failures: dict[str, str]) -> bool:
-    """Whether a layout has ended: all ranks have, or one failed and the others wait for it, or its time is up."""
-    if run.pipes and run.name not in failures and time.monotonic() > run.deadline:
-        failures[run.name] = "no end in --layout-s"
-    return not run.pipes or run.name in failures
+    """Whether a mode has ended: all ranks have, or one failed and the others wait for it, or its time is up."""
+    if run.pipes and str(run.task) not in failures and time.monotonic() > run.deadline:
+        failures[str(run.task)] = "no end in --mode-s"
+    return not run.pipes or str(run.task) in failures
 
 
 def tell(row: Row, path: Optional[Path]) -> None:
@@ -306,7 +299,7 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 2, help="of this machine")
     parser.add_argument("--warm-up", type=int, default=4, help="steps before the timed ones")
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
-    parser.add_argument("--layout-s", type=float, default=150.0, help="seconds after which a layout is given up")
+    parser.add_argument("--mode-s", type=float, default=60.0, help="seconds after which a mode is given up")
     parser.add_argument("--extra", default="", help='more flags for every mode: --extra="--flag value"')
     parser.add_argument("--json", type=Path, help="write a line for each measurement to this file")
     options = parser.parse_args(argv)
@@ -315,7 +308,7 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Exit status 1 if a layout failed."""
+    """Exit status 1 if a mode failed."""
     options = parse(argv)
     with contextlib.suppress(ImportError):  # without Transformer Engine
         gpu_steps.import_everything()

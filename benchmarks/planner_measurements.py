@@ -1,6 +1,6 @@
 """What the planner is calibrated with and held against: measured steps, and figures that others published.
 
-Measured: one or four H200s (141 GB, 700 W), 2026-11-20, torch 2.11, Transformer Engine 2.20.2, megatron-core 0.16.1.
+Measured: up to four H200s (141 GB, 700 W), 2026-11-20, torch 2.11, Transformer Engine 2.20.2, megatron-core 0.16.1.
 `mcore` is a bare loop of megatron-core, `megafp8` this project; both have the distributed optimizer, overlapped
 reductions, Transformer Engine's loss. Shape A: llama-1b, 8 sequences of 2048 tokens. Shape B: 8 layers of llama3-8b
 with a vocabulary of 50,304, 2 sequences of 4096.
@@ -122,6 +122,7 @@ def _ours(*args: Any, **others: Any) -> Measurement:
 
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 TP4 = "--tensor-model-parallel-size 4 --sequence-parallel"
+PP2 = "--pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 8"
 PP4 = "--pipeline-model-parallel-size 4 --micro-batch-size 1 --global-batch-size 16"
 
 MEASUREMENTS: tuple[Measurement, ...] = (
@@ -208,6 +209,13 @@ MEASUREMENTS: tuple[Measurement, ...] = (
     _ours("B", "delayed", HELD_OUT, f"{F} {Q}", "F R Q", step_ms=138.3, peak_gib=48.0),
     _ours("B", "delayed", HELD_OUT, f"{F} {Q} {W}", "F R Q W", step_ms=138.9, peak_gib=46.1),
     _ours("B", "bf16", HELD_OUT, F, "F R, other machine", step_ms=191.4, peak_gib=47.2),
+    # Several GPUs, `gpu_layouts.py`: the first mode of each layout. (Those after it had the memory of those before.)
+    _ours("B", "bf16", HELD_OUT, "", "DP 2", num_gpus=2, step_ms=198.0, peak_gib=35.2),
+    _ours("B", "bf16", HELD_OUT, TP2, "TP 2", num_gpus=2, step_ms=113.1, peak_gib=23.7),
+    _ours("B", "bf16", HELD_OUT, PP2, "PP 2", num_gpus=2, step_ms=447.8, peak_gib=23.0),
+    _ours("B", "bf16", HELD_OUT, "", "DP 4", num_gpus=4, step_ms=198.0, peak_gib=29.1),
+    _ours("B", "bf16", HELD_OUT, TP2, "TP 2, DP 2", num_gpus=4, step_ms=126.5, peak_gib=17.7),
+    _ours("B", "bf16", HELD_OUT, TP4, "TP 4", num_gpus=4, step_ms=83.1, peak_gib=12.0),
     # Emulated layers: their memory only, the planner does not time them.
     *(
         _ours("A", recipe, HELD_OUT, "--transformer-impl emulated", "emulated", peak_gib=peak,

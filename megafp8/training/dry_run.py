@@ -153,7 +153,9 @@ def fp8_text(
 ) -> list[str]:
     """A warning where quantized linears will not be faster than BF16's, for a GPU that the planner knows."""
     gpu, recipe = find_gpu(target.name), derived.quantization_recipe(config.precision)
-    if gpu is None or recipe is None or implementation != "transformer_engine":
+    precision = config.precision
+    is_mixed = bool(precision.precision_map or precision.fp8_schedule)  # which no plan knows
+    if gpu is None or recipe is None or is_mixed or implementation != "transformer_engine":
         return []
     warnings = fp8_warnings(Job(config=config, gpu=gpu, world_size=world_size, padded_vocab=vocab_size))
     return ["warning: " + "\n".join(warnings)] if warnings else []

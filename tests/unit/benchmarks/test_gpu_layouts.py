@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from benchmarks import gpu_layouts  # noqa: E402
-from benchmarks.gpu_layouts import LAYOUTS, Row, mode_text, place, table  # noqa: E402
+from benchmarks.gpu_layouts import LAYOUTS, Row, Task, mode_text, place, table  # noqa: E402
 from benchmarks.gpu_train import MODES, SHAPES  # noqa: E402
 from megafp8.config import flags, rules  # noqa: E402
 
@@ -25,10 +25,11 @@ class Taken:
 
 
 def test_small_layouts_run_side_by_side() -> None:
-    assert place(["DP 4", "DP 2"], [], 4) == ("DP 4", 0)
-    assert place(["DP 4", "DP 2"], [Taken(0, 1)], 4) == ("DP 2", 2)
-    assert place(["DP 4", "DP 2"], [Taken(0, 1), Taken(2, 3)], 4) is None
-    assert place(["DP 4"], [], 2) is None
+    four, two = Task("DP 4", "bf16"), Task("DP 2", "bf16")
+    assert place([four, two], [], 4) == (four, 0)
+    assert place([four, two], [Taken(0, 1)], 4) == (two, 2)
+    assert place([four, two], [Taken(0, 1), Taken(2, 3)], 4) is None
+    assert place([four], [], 2) is None
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -49,6 +50,20 @@ def test_speed_is_compared_under_one_layout() -> None:
     rows = [row("DP 4", "bf16", 200.0), row("TP 4", "bf16", 90.0), row("DP 4 FP8 weights", "delayed", 160.0)]
     lines = table([*rows, row("TP 4", "delayed", 60.0)]).splitlines()
     assert [line.split("|")[4].strip() for line in lines[2:]] == ["1.00", "1.00", "1.25", "1.50"]
+
+
+def test_a_mode_that_fails_costs_no_other(capfd: pytest.CaptureFixture[str]) -> None:
+    argv = ["--shape", "tiny", "--gpus", "2", "--warm-up", "1", "--steps", "1", "--layouts", "DP 2", "--modes"]
+    child = multiprocessing.get_context("fork").Process(
+        target=lambda: sys.exit(gpu_layouts.main([*argv, "bf16 --fp8-param-gather", "bf16"]))
+    )
+    child.start()
+    child.join(60)
+    child.kill()
+    said = capfd.readouterr().out
+    assert child.exitcode == 1
+    assert "DP 2 bf16 --fp8-param-gather failed:" in said and "ConfigError" in said
+    assert "DP 2 bf16: " in said
 
 
 def test_a_run_on_cpu_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
