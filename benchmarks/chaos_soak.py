@@ -44,8 +44,9 @@ import conftest  # noqa: E402, F401
 import forked_runs  # noqa: E402
 
 from megafp8 import faults  # noqa: E402
+from megafp8.launch.process import end_with_parent  # noqa: E402
 from megafp8.launch.run_state import read_run_state  # noqa: E402
-from megafp8.launch.supervise import FORWARDED, RESTARTS_FILE, Limits, Supervisor, end_with_parent  # noqa: E402
+from megafp8.launch.supervise import FORWARDED, RESTARTS_FILE, Limits, Supervisor  # noqa: E402
 
 WORLD_SIZE = 2
 SAVE_INTERVAL, EVAL_INTERVAL = 5, 10
@@ -138,7 +139,7 @@ class ForkedStart:
     @staticmethod
     def _launch(flags: str, environment: dict[str, str], outputs: Path) -> None:
         os.setsid()
-        end_with_parent()
+        end_with_parent(signal.SIGTERM)
         for number in (*FORWARDED, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL)
         os.environ |= environment
