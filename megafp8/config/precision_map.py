@@ -120,6 +120,8 @@ def parse_entry(text: str) -> Entry:
     gemms = tuple(parts["gemms"].split(",")) if parts["gemms"] else GEMMS
     if unknown := [gemm for gemm in gemms if gemm not in GEMMS]:
         raise ValueError(f"{unknown[0]!r} is no GEMM: they are {', '.join(GEMMS)}{_nearest(unknown[0], GEMMS)}")
+    if twice := [gemm for gemm in GEMMS if gemms.count(gemm) > 1]:
+        raise ValueError(f"{twice[0]} is there twice")
     recipe, fmt, known = parts["recipe"], parts["format"], (*HIGH_PRECISION, *USUAL_FORMATS)
     if recipe not in known:
         raise ValueError(f"{recipe!r} is no recipe: they are {', '.join(known)}{_nearest(recipe, known)}")

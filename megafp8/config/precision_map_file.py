@@ -40,12 +40,7 @@ def _entries(text: str) -> Iterator[str]:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         raise ValueError(f"not YAML: {error}") from error
-    seen: set[str] = set()
     for pattern, value in _pairs(root, "the file"):
-        # Parsed YAML would keep the last of two equal keys, and nobody would know.
-        if pattern.value in seen:
-            raise ValueError(f"{_place(pattern)}: {pattern.value} is there twice")
-        seen.add(pattern.value)
         if isinstance(value, yaml.ScalarNode):
             yield f"{pattern.value}={value.value}"
             continue
@@ -56,15 +51,22 @@ def _entries(text: str) -> Iterator[str]:
 
 
 def _pairs(node: Any, name: str) -> Iterator[tuple[Any, Any]]:
-    """Keys and values of a mapping."""
+    """Keys and values of a mapping, which has some, and each key once."""
     import yaml
 
     if not isinstance(node, yaml.MappingNode):
         where = "" if node is None else f"{_place(node)}: "
         raise ValueError(f"{where}{name} is to give recipes by name, as in '*.linear_fc2: blockwise'")
+    if not node.value:
+        raise ValueError(f"{_place(node)}: {name} gives no recipe")
+    seen: set[str] = set()
     for key, value in node.value:
         if not isinstance(key, yaml.ScalarNode):
             raise ValueError(f"{_place(key)}: a name is one word")
+        # Parsed YAML would keep the last of two equal keys, and nobody would know.
+        if key.value in seen:
+            raise ValueError(f"{_place(key)}: {key.value} is there twice")
+        seen.add(key.value)
         yield key, value
 
 

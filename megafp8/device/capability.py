@@ -115,9 +115,19 @@ def resolve_implementation(config: RunConfig, target: Target) -> str:
         return precision.transformer_impl
     if target.kind != "cuda" or not target.transformer_engine:
         return "emulated"
-    has_recipes = all(is_native(recipe, target.compute_capability) for recipe in precision_map.used_recipes(precision))
-    has_all = has_recipes and not map_problems(config)
+    has_all = not recipe_obstacles(precision, target) and not map_obstacles(config)
     return "transformer_engine" if has_all or not precision.emulation else "emulated"
+
+
+def emulation_notices(config: RunConfig, target: Target) -> list[str]:
+    """Why `auto` emulates layers on a GPU that has Transformer Engine; nothing where it does not, or was told to."""
+    is_choice = config.precision.transformer_impl == "auto" and target.transformer_engine is not None
+    if not is_choice or target.kind != "cuda" or resolve_implementation(config, target) != "emulated":
+        return []
+    return [
+        f"all layers are emulated because of {text}; --no-emulation refuses instead"
+        for text in recipe_obstacles(config.precision, target) + map_obstacles(config)
+    ]
 
 
 def problems(config: RunConfig, target: Target) -> list[str]:
@@ -205,19 +215,29 @@ def recipe_problems(precision: PrecisionConfig, target: Target, implementation: 
                 f"out, or give --fp8-recipe {', '.join(RECIPES_WITH_ONE_WEIGHT_COPY)}"
             )
         return found
-    found = emulated_only(precision)
-    capability = target.compute_capability
-    for recipe, flag in flags.items():
+    mend = mend_for(target, precision.emulation)
+    return emulated_only(precision) + [f"{text}; {mend}" for text in recipe_obstacles(precision, target)]
+
+
+def recipe_obstacles(precision: PrecisionConfig, target: Target) -> list[str]:
+    """The recipes that Transformer Engine does not run on a GPU of this compute capability; none without a GPU."""
+    capability, found = target.compute_capability, []
+    for recipe in precision_map.used_recipes(precision):
         if capability is not None and not is_native(recipe, capability):
             below = f" and below {version_text(NATIVE_BEFORE[recipe])}" if recipe in NATIVE_BEFORE else ""
             found.append(
-                f"{flag}: needs compute capability {version_text(NATIVE_SINCE[recipe])}{below}, "
-                f"{target.name} has {version_text(capability)}; {mend_for(target, precision.emulation)}"
+                f"{precision_map.asked_by(precision, recipe)}: needs compute capability "
+                f"{version_text(NATIVE_SINCE[recipe])}{below}, {target.name} has {version_text(capability)}"
             )
     return found
 
 
 def map_problems(config: RunConfig) -> list[str]:
+    """What Transformer Engine cannot do of a precision map, with the mend."""
+    return [f"{text}; change it, or give --transformer-impl emulated" for text in map_obstacles(config)]
+
+
+def map_obstacles(config: RunConfig) -> list[str]:
     """What Transformer Engine cannot do of a precision map, each thing once with the first linear that asks for it.
 
     It quantizes a linear under the recipe of the context that the linear runs in. That has one recipe for all three
@@ -253,7 +273,7 @@ def map_problems(config: RunConfig) -> list[str]:
         found["schedule"] = (
             "--use-transformer-engine-op-fuser with --fp8-schedule: fused operations forget their scales in between"
         )
-    return [f"{text}; change it, or give --transformer-impl emulated" for text in found.values()]
+    return list(found.values())
 
 
 def has_te_recipe(chosen: LinearChoice) -> bool:

@@ -47,6 +47,7 @@ def test_an_entry_has_pattern_gemms_recipe_and_format() -> None:
         ("*.linear_fc2=blokwise", "did you mean blockwise"),
         ("*.linear_fc2=nvfp4/e4m3", "'e4m3' is no format of nvfp4, which has e2m1"),
         ("*.linear_fc2=bf16/e4m3", "no format of its own"),
+        ("*:dgrad,dgrad=bf16", "dgrad is there twice"),
         ("*.linear_fc2:=bf16", "give PATTERN=RECIPE"),
     ],
 )
@@ -183,6 +184,9 @@ def test_a_file_is_read_into_the_settings(tmp_path: Path) -> None:
         ("- a\n- b\n", "line 1: the file is to give recipes by name"),
         ("", "the file is to give recipes by name"),
         ("a: bf16\nb: mxfp8\na: nvfp4\n", "line 3: a is there twice"),
+        ("a: {dgrad: bf16, wgrad: bf16, dgrad: mxfp8}\n", "line 1: dgrad is there twice"),
+        ("a: bf16\nb: {}\n", "line 2: b gives no recipe"),
+        ("{}\n", "line 1: the file gives no recipe"),
         ("a: [bf16]\n", "line 1: a is to give recipes by name"),
         ("a: {dgrad: [bf16]}\n", "line 1: a, dgrad: give a recipe"),
         ("*.linear_fc2: blockwise\n", "not YAML"),

@@ -291,6 +291,28 @@ def test_what_transformer_engine_lacks_is_refused_and_emulated(config: RunConfig
     assert problems(replace(emulated, precision=replace(emulated.precision, transformer_impl="emulated")), CPU) == []
 
 
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (mapped("output_layer=tensorwise", tied=True), "--precision gives output_layer tensorwise hybrid"),
+        (mapped(fp8_recipe="delayed", first_last_layers_bf16=True), "--first-last-layers-bf16 with delayed scaling"),
+        (mapped(fp8_recipe="mxfp8"), "--fp8-recipe mxfp8: needs compute capability 10.0"),
+    ],
+)
+def test_layers_that_auto_emulates_on_a_gpu_say_why(config: RunConfig, words: str) -> None:
+    (notice,) = capability.emulation_notices(config, H200)
+    assert notice.startswith(f"all layers are emulated because of {words}")
+    assert notice.endswith("; --no-emulation refuses instead")
+    told = replace(config, precision=replace(config.precision, transformer_impl="emulated"))
+    strict = replace(config, precision=replace(config.precision, emulation=False))
+    silent = [(told, H200), (strict, H200), (config, CPU), (config, replace(H200, transformer_engine=None))]
+    assert [capability.emulation_notices(*each) for each in silent] == [[]] * 4
+
+
+def test_layers_of_transformer_engine_need_no_notice() -> None:
+    assert capability.emulation_notices(mapped("*.linear_fc2=blockwise/e4m3"), H200) == []
+
+
 def test_weights_of_block_recipes_are_not_kept_as_codes() -> None:
     config = mapped("*.linear_fc2=mxfp8", fp8_param_gather=True, transformer_impl="emulated")
     assert "--precision *.linear_fc2=mxfp8, emulated, has two copies" in only_problem(config, CPU)
