@@ -7,8 +7,10 @@ test's. Nodes are called 127.0.0.1 and 127.0.0.2, which are addresses of every m
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -17,6 +19,8 @@ from pathlib import Path
 from typing import Optional
 
 import psutil
+
+from megafp8.launch.process import end_with_parent
 
 NODES = ("127.0.0.1", "127.0.0.2")
 # For what this Slurm is asked; it starts in a second, but on a busy machine not at once.
@@ -114,7 +118,10 @@ class Cluster:
     def launch(self, *command: str) -> None:
         """Start a daemon in the foreground, which the end of this process ends too."""
         with open(self.folder / "daemons.log", "a") as log:
-            subprocess.Popen(command, env=self.environment, stdout=log, stderr=log, start_new_session=True)
+            subprocess.Popen(
+                command, env=self.environment, stdout=log, stderr=log, start_new_session=True,
+                preexec_fn=functools.partial(end_with_parent, signal.SIGTERM),
+            )  # fmt: skip
 
     def ask(self, *command: str) -> str:
         """What one of Slurm's commands prints."""

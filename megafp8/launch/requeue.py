@@ -9,10 +9,22 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from typing import Optional
 
 from megafp8.launch.process import SLURM_JOB
 
 RESTARTS = "SLURM_RESTART_COUNT"
+ARRAY, TASK = "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"
+# For a controller that is away a moment, which is restarted or busy.
+PATIENCE_S, PAUSE_S = 30.0, 2.0
+
+
+def this_job() -> Optional[str]:
+    """As Slurm's commands take it; None outside of Slurm. A task of an array is ARRAY_TASK: the number of its last task
+    is also that of the whole array, so that a command with it would mean all tasks."""
+    if ARRAY in os.environ and TASK in os.environ:
+        return f"{os.environ[ARRAY]}_{os.environ[TASK]}"
+    return os.environ.get(SLURM_JOB)
 
 
 def requeue(max_requeues: int, tell: Callable[[str], None], exclude: Sequence[str] = ()) -> bool:
@@ -27,7 +39,7 @@ def requeue(max_requeues: int, tell: Callable[[str], None], exclude: Sequence[st
     Returns:
         Whether it was.
     """
-    job, restarts = os.environ.get(SLURM_JOB), int(os.environ.get(RESTARTS, "0"))
+    job, restarts = this_job(), int(os.environ.get(RESTARTS, "0"))
     if job is None:
         tell("this is no Slurm job: nothing to put back into the queue")
         return False
@@ -56,7 +68,7 @@ def requeue(max_requeues: int, tell: Callable[[str], None], exclude: Sequence[st
 
 def time_left_s() -> float:
     """Seconds until this job's time limit; infinite without one."""
-    end = slurm("squeue", "--noheader", "--jobs", os.environ.get(SLURM_JOB, ""), "--format", "%e").stdout.strip()
+    end = slurm("squeue", "--noheader", "--jobs", this_job() or "", "--format", "%e").stdout.strip()
     try:
         return datetime.datetime.fromisoformat(end).timestamp() - time.time()
     except ValueError:
@@ -64,5 +76,10 @@ def time_left_s() -> float:
 
 
 def slurm(*command: str) -> subprocess.CompletedProcess:
-    """One of Slurm's commands."""
-    return subprocess.run(command, capture_output=True, text=True)
+    """One of Slurm's commands; one that fails is said again for `PATIENCE_S`."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        answer = subprocess.run(command, capture_output=True, text=True)
+        if answer.returncode == 0 or time.monotonic() + PAUSE_S > deadline:
+            return answer
+        time.sleep(PAUSE_S)

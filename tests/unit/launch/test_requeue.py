@@ -14,11 +14,15 @@ from typing import Optional
 import pytest
 from test_supervise import command
 
+from megafp8.launch import requeue
+
 STANDIN = """#!/usr/bin/env bash
 echo "$(basename "$0") $*" >> "{folder}/said"
 case "$(basename "$0") $*" in
-  squeue*%e) echo "{end}" ;;
-  squeue*) echo "{state} {excluded}" ;;
+  squeue*"--jobs 17 "*%e) printf '%s\n' {others} "{end}" ;;
+  squeue*"--jobs 17 "*) printf '%s\n' {others} "{state} {excluded}" ;;
+  squeue*"--jobs 17_3 "*%e) echo "{end}" ;;
+  squeue*"--jobs 17_3 "*) echo "{state} {excluded}" ;;
   *) exit {status} ;;
 esac
 """
@@ -29,19 +33,26 @@ class Job:
 
     def __init__(
         self, folder: Path, state: str = "RUNNING", restarts: int = 0, status: int = 0, excluded: str = "(null)",
-        left_s: Optional[float] = None,
+        left_s: Optional[float] = None, is_task: bool = False,
     ):  # fmt: skip
         end = "N/A" if left_s is None else datetime.fromtimestamp(time.time() + left_s).isoformat(timespec="seconds")
         self.folder = folder
         for name in ("squeue", "scontrol"):
             path = folder / "bin" / name
             path.parent.mkdir(exist_ok=True)
-            path.write_text(STANDIN.format(folder=folder, state=state, status=status, excluded=excluded, end=end))
+            others = "'PENDING (null)' 'RUNNING (null)'" if is_task else ""  # of its array
+            path.write_text(
+                STANDIN.format(
+                    folder=folder, state=state, status=status, excluded=excluded, end=end, others=others
+                )
+            )
             path.chmod(0o755)
         self.environment = os.environ | {
             "PATH": f"{folder}/bin{os.pathsep}{os.environ['PATH']}",
             "SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": str(restarts),
         }  # fmt: skip
+        if is_task:  # the last one, which has the array's number
+            self.environment |= {"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "3"}
 
     def supervise(self, ends: str, *options: str) -> tuple[int, str]:
         """Exit status and what was told."""
@@ -106,9 +117,37 @@ def test_there_is_a_limit(tmp_path: Path) -> None:
     assert job.requeued
 
 
-def test_what_slurm_refuses_is_told(tmp_path: Path) -> None:
-    _, told = Job(tmp_path, status=1).supervise("preempted:40:40")
-    assert "scontrol requeue 17: " in told
+def test_the_last_task_of_an_array_is_not_taken_for_the_whole(tmp_path: Path) -> None:
+    status, told = Job(tmp_path, left_s=100, is_task=True).supervise("70:40:40", "--least-time-s", "360")
+    assert status == 75 and not (tmp_path / "run/starts").exists(), told
+    said = (tmp_path / "said").read_text()
+    assert "scontrol requeue 17_3\n" in said and "17 " not in said and "17\n" not in said
+
+
+def put_back(job: Job, monkeypatch: pytest.MonkeyPatch, patience_s: float) -> tuple[bool, list[str]]:
+    """Whether it was, and what was told; in this process, so that patience is short."""
+    for name, value in job.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(requeue, "PATIENCE_S", patience_s)
+    monkeypatch.setattr(requeue, "PAUSE_S", 0.01)
+    monkeypatch.setattr(requeue.signal, "signal", lambda *_: None)
+    told: list[str] = []
+    return requeue.requeue(5, told.append), told
+
+
+def test_what_slurm_refuses_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_back, told = put_back(Job(tmp_path, status=1), monkeypatch, 0.1)
+    assert not is_back and told[-1].startswith("scontrol requeue 17: ")
+    assert (tmp_path / "said").read_text().count("scontrol requeue") > 1
+
+
+def test_a_controller_that_is_away_a_moment_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(tmp_path)
+    for name in ("squeue", "scontrol"):
+        path = tmp_path / "bin" / name
+        away = f'[ -e "{tmp_path}/{name}-was-away" ] || {{ touch "{tmp_path}/{name}-was-away"; exit 1; }}\n'
+        path.write_text(path.read_text().replace("bash\n", f"bash\n{away}", 1))
+    assert put_back(job, monkeypatch, 10.0)[0] and job.requeued
 
 
 def judge_nodes(job: Job, *nodes: str) -> subprocess.CompletedProcess:
