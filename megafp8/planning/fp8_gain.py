@@ -77,8 +77,10 @@ def fp8_warnings(job: Job) -> list[str]:
     speed = plain.seconds / quantized.seconds
     if speed >= PAYS:
         return []
+    has_map = bool(job.config.precision.precision_map)
+    asked = "the precision map" if has_map else derived.recipe_flag(job.config.precision)
     lines = [
-        f"{derived.recipe_flag(job.config.precision)} is not expected to pay on {job.gpu.name}: {speed:.2f} of BF16's "
+        f"{asked} is not expected to pay on {job.gpu.name}: {speed:.2f} of BF16's "
         f"speed, {1e3 * quantized.seconds:.1f} ms a step against {1e3 * plain.seconds:.1f}"
     ]
     host_share = quantized.parts.get("host", 0.0) / quantized.seconds
@@ -88,7 +90,7 @@ def fp8_warnings(job: Job) -> list[str]:
             "them in FP8: use a larger --micro-batch-size or --seq-length"
         )
     small = [gain for gain in linear_gains(job) if gain.speed < PAYS]
-    if small:
+    if small and not has_map:  # gains are those of one recipe for all
         lines.append("too small for FP8, quantizing included: " + ", ".join(map(told, small)))
     return lines
 

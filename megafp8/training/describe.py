@@ -10,9 +10,10 @@ import torch
 
 import megafp8
 from megafp8.config import derived, precision_map, serialize, size
+from megafp8.config.precision_map import OUTPUT_LAYER
 from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.device.peaks import find_peak
-from megafp8.model.precision_map import format_recipes, resolve_precision_map
+from megafp8.model.precision_map import GemmPrecision, format_recipes, resolve_precision_map
 from megafp8.optim import one_pass
 from megafp8.telemetry.records import RunRecord
 from megafp8.training.assemble import Run
@@ -34,28 +35,34 @@ def describe_arithmetic(precision: PrecisionConfig, implementation: str) -> str:
 
 
 def recipe_lines(config: RunConfig, implementation: str) -> list[str]:
-    """The resolved recipe for the start of a run, a line for each GEMM of a linear, or the table of a precision map;
+    """The resolved recipe for the start of a run, a line for each GEMM of a linear, or a table where linears differ;
     none in high precision."""
     precision = config.precision
     if not precision_map.is_quantized(precision):
         return []
     rows, arithmetic = resolve_precision_map(config), describe_arithmetic(precision, implementation)
     weights = ["  weights are kept and gathered as codes and scales"] if precision.fp8_param_gather else []
-    if precision.precision_map:
+    if are_mixed(rows, precision):
         table = [f"  {line}" for line in format_recipes(rows, precision).splitlines()]
         return [f"recipes: {arithmetic}", *table, *weights]
-    row = next((row for row in rows if row.chosen.is_quantized), rows[0])
+    row = rows[0]
     gemms = [f"  {gemm}  {getattr(row, gemm)}" for gemm in precision_map.GEMMS]
     return [f"recipe of layers {row.layers}: {arithmetic}", *gemms, *weights]
 
 
+def are_mixed(rows: list[GemmPrecision], precision: PrecisionConfig) -> bool:
+    """Is there a map, or do the layers' linears differ without one, as with --first-last-layers-bf16?"""
+    return bool(precision.precision_map) or len({row.chosen for row in rows if row.linear != OUTPUT_LAYER}) > 1
+
+
 def mapped_recipes(config: RunConfig) -> dict[str, str]:
-    """The recipes of the linears under a precision map, for the record: `linear_fc2 of layers 0-3`, in words."""
-    if not config.precision.precision_map:
+    """The recipes of the linears where they differ, for the record: `linear_fc2 of layers 0-3`, in words."""
+    rows = resolve_precision_map(config)
+    if not are_mixed(rows, config.precision):
         return {}
     return {
         row.linear if row.layers == "-" else f"{row.linear} of layers {row.layers}": str(row.chosen)
-        for row in resolve_precision_map(config)
+        for row in rows
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from megafp8.config import derived, size
+from megafp8.config import derived, precision_map, size
 from megafp8.config.flags import Invocation
 from megafp8.config.micro_batch import is_auto, possible_sizes, with_size
 from megafp8.config.schema import RunConfig
@@ -152,10 +152,9 @@ def fp8_text(
     config: RunConfig, target: Target, implementation: str, vocab_size: int, world_size: int
 ) -> list[str]:
     """A warning where quantized linears will not be faster than BF16's, for a GPU that the planner knows."""
-    gpu, recipe = find_gpu(target.name), derived.quantization_recipe(config.precision)
-    precision = config.precision
-    is_mixed = bool(precision.precision_map or precision.fp8_schedule)  # which no plan knows
-    if gpu is None or recipe is None or is_mixed or implementation != "transformer_engine":
+    gpu, precision = find_gpu(target.name), config.precision
+    is_planned = precision_map.is_quantized(precision) and precision.fp8_schedule is None  # which no plan knows
+    if gpu is None or not is_planned or implementation != "transformer_engine":
         return []
     warnings = fp8_warnings(Job(config=config, gpu=gpu, world_size=world_size, padded_vocab=vocab_size))
     return ["warning: " + "\n".join(warnings)] if warnings else []

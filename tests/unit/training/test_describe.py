@@ -20,9 +20,20 @@ def test_the_resolved_recipe_has_a_line_for_each_gemm() -> None:
 
 def test_defaults_and_exceptions_are_in_it() -> None:
     assert all("delayed (most_recent of 1, margin 0)" in line for line in lines_of(fp8_format="hybrid")[1:])
-    kept = lines_of(fp8_format="e4m3", fp8_recipe="tensorwise", first_last_layers_bf16=True, fp8_wgrad=False)
-    assert kept[0].startswith("recipe of layers 1-2:")
+    kept = lines_of(fp8_format="e4m3", fp8_recipe="tensorwise", fp8_wgrad=False)
+    assert kept[0].startswith("recipe of layers 0-3:")
     assert kept[3] == "  wgrad  bf16 x bf16"
+
+
+def test_layers_kept_high_are_in_the_table_and_the_record() -> None:
+    asked = {"fp8_format": "e4m3", "fp8_recipe": "tensorwise", "first_last_layers_bf16": True}
+    lines = lines_of(**asked)
+    assert lines[0] == "recipes: fp8 e4m3 tensorwise, emulated, on bf16"
+    assert lines[2].split() == ["linear_qkv", "0,", "3", "bf16", "bf16", "bf16"]
+    assert lines[3].split() == ["linear_qkv", "1-2", *["tensorwise", "e4m3"] * 3]
+    found = mapped_recipes(RunConfig(model=ModelConfig(num_layers=4), precision=PrecisionConfig(bf16=True, **asked)))
+    assert found["linear_fc2 of layers 0, 3"] == "high precision"
+    assert found["linear_fc2 of layers 1-2"] == "tensorwise e4m3"
 
 
 def test_weights_that_are_codes_are_said() -> None:
