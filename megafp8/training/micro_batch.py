@@ -64,7 +64,7 @@ SETTINGS_THAT_MATTER = (
     "training.recompute_granularity", "training.recompute_method", "training.recompute_num_layers",
     "training.recompute_modules", "training.distribute_saved_activations", "optimizer.optimizer",
     "optimizer.use_precision_aware_optimizer", "optimizer.main_grads_dtype", "optimizer.main_params_dtype",
-    "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype",
+    "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype", "logging.fp8_log_interval", "logging.fp8_what_if",
 )  # fmt: skip
 
 
@@ -148,7 +148,16 @@ def known_choice(config: RunConfig, platform: Platform, implementation: str) -> 
     changed = [f"{name} {was.get(name)} -> {value}" for name, value in now.items() if was.get(name) != value]
     if changed:
         return None, f"{paths[0]} is of another run ({'; '.join(changed)}): sizes are tried anew"
+    asked = config.training.micro_batch_size_memory_limit
+    peak_bytes = next((each.peak_bytes for each in choice.trials if each.size == choice.micro_batch_size), None)
+    if asked is not None and (peak_bytes or 0) > asked * GIB:
+        return None, (
+            f"{paths[0]} has {choice.micro_batch_size}, which took {gib(peak_bytes)} GiB, and "
+            f"--micro-batch-size-memory-limit is {asked:g}: sizes are tried anew"
+        )
     note = f"{choice.micro_batch_size}, as {paths[0]} has it"
+    if asked is not None and int(asked * GIB) != choice.limit_bytes:
+        note += f"; found below {gib(choice.limit_bytes)} GiB, and also below --micro-batch-size-memory-limit {asked:g}"
     memory_bytes = platform.total_memory_bytes()
     if (choice.device, choice.memory_bytes) != (platform.name, memory_bytes):
         note += (
@@ -292,9 +301,16 @@ class TrialProcess:
     def meet(self) -> None:
         """Open the store at which trials meet: on rank 0, at the address that the launcher has for it."""
         host = os.environ.get("MASTER_ADDR", "localhost")
-        own = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if rank() == 0 else None
-        self.meeting = on_rank_0(lambda: (host, own.port))  # type: ignore[union-attr]
-        self.store = own or dist.TCPStore(*self.meeting)
+
+        def open_store() -> tuple[str, int]:
+            self.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            return host, self.store.port
+
+        def join_store() -> None:
+            self.store = self.store or dist.TCPStore(*self.meeting)
+
+        self.meeting = on_rank_0(open_store)
+        together(join_store)  # an error on one rank is one on all
 
     def measure(self, size: int) -> Answer:
         """Try a size on all ranks: the worst answer, the same on all."""
@@ -317,7 +333,7 @@ class TrialProcess:
         context = multiprocessing.get_context("spawn")  # a forked one could not use CUDA, nor forget torch.distributed
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=self.serve, args=(job, theirs), daemon=True)
-        self.process.start()
+        together(self.process.start)
         theirs.close()
 
     def ask(self, size: int) -> Answer:

@@ -12,12 +12,14 @@ import signal
 import threading
 import time
 import traceback
+from collections import Counter
 from multiprocessing.connection import Connection
 from typing import NoReturn, Optional
 
 import torch
 import torch.distributed as dist
 
+from megafp8.config.fp8_schedule import parse_schedule
 from megafp8.config.micro_batch import with_size
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
@@ -45,7 +47,8 @@ OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_
 def serve(job: Job, pipe: Connection) -> NoReturn:
     """Answer each size that comes through the pipe, until None does; the first that does not fit is the last."""
     end_with_parent(signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run's own processes say what becomes of it
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # the run's own processes say what becomes of it
     answer: Optional[Answer] = None
     try:
         trial_run: Optional[TrialRun] = None
@@ -94,18 +97,20 @@ class TrialRun:
         store = None if job.meeting is None else dist.PrefixStore(job.name, dist.TCPStore(*job.meeting))
         join_ranks(self.platform, config.parallel.distributed_timeout_minutes, store)
         self.run = assemble(config, self.platform, job.implementation, has_data=False)
+        self.kinds = kinds_of_steps(config)
 
     def measure(self, size: int) -> Answer:
-        """Peak memory of a step, and its time per sequence of the global batch."""
+        """Peak memory of steps of any kind, and time per sequence of the kind that most steps are of."""
         batch = self.job.config.training.global_batch_size
         assert batch is not None
         num_microbatches = batch // (size * self.run.place.data_size)
         least = min(num_microbatches, 2 * self.run.config.parallel.pipeline_model_parallel_size)
         self.platform.forget_peak_memory()
-        for _ in range(WARM_UP_STEPS):
-            self.step(size, least, looks=True)
-        counts = self.timed_counts(num_microbatches, self.slowest_s(self.step(size, least)))
-        seconds = {count: min(self.step(size, count) for _ in range(REPEATS)) for count in counts}
+        for number in reversed(self.kinds):
+            for _ in range(WARM_UP_STEPS):
+                self.step(size, least, number, looks=True)
+        counts = self.timed_counts(num_microbatches, self.slowest_s(self.step(size, least, self.kinds[0])))
+        seconds = {count: min(self.step(size, count, self.kinds[0]) for _ in range(REPEATS)) for count in counts}
         peak_bytes = self.platform.peak_memory_bytes()
         if peak_bytes > self.job.limit_bytes:
             return TooLarge(f"took {peak_bytes / 2**30:.2f} GiB")
@@ -131,10 +136,11 @@ class TrialRun:
         dist.all_reduce(longest, op=dist.ReduceOp.MAX)
         return float(longest)
 
-    def step(self, size: int, num_microbatches: int, looks: bool = False) -> float:
+    def step(self, size: int, num_microbatches: int, number: int, looks: bool = False) -> float:
         """Train one step of a batch of so many microbatches, and its seconds.
 
         Args:
+            number: of the step, whose precision the schedule knows.
             looks: at what quantization does, where the run does that at times: it takes memory.
         """
         from megafp8.checkpoint.state import Progress
@@ -148,10 +154,10 @@ class TrialRun:
         began = time.perf_counter()
         if looks and run.probe is not None:
             with run.probe.step(run.probe.interval):
-                train_step(run, batches, Progress())
+                train_step(run, batches, Progress(number - 1))
             run.probe.take_records(run.probe.interval, run.place.rank)
         else:
-            train_step(run, batches, Progress())
+            train_step(run, batches, Progress(number - 1))
         self.platform.synchronize()
         return time.perf_counter() - began
 
@@ -160,6 +166,22 @@ def trial_config(config: RunConfig, size: int) -> RunConfig:
     """The run's settings for trials: a dynamic loss scale would begin with steps that make no update."""
     fixed = {"optimizer.loss_scale": 1.0} if config.precision.fp16 and config.optimizer.loss_scale is None else {}
     return with_values(with_size(config, size), fixed)
+
+
+def kinds_of_steps(config: RunConfig) -> list[int]:
+    """A step of each precision that `--fp8-schedule` has, that of most steps first; step 1 without one."""
+    if config.precision.fp8_schedule is None:
+        return [1]
+    first_of: dict[bool, int] = {}
+    lengths: Counter[bool] = Counter()
+    training, first = config.training, 1
+    steps = training.train_iters or (training.train_samples or 0) // (training.global_batch_size or 1)
+    for stretch in parse_schedule(config.precision.fp8_schedule):
+        last = stretch.last_step or max(first, steps)
+        first_of.setdefault(stretch.is_quantized, first)
+        lengths[stretch.is_quantized] += last - first + 1
+        first = last + 1
+    return [first_of[is_quantized] for is_quantized, _ in lengths.most_common()]
 
 
 def made_up_batch(vocab_size: int, config: RunConfig) -> dict[str, torch.Tensor]:

@@ -25,7 +25,15 @@ from megafp8.errors import CheckpointError, ConfigError, DataError
 from megafp8.reports.load import load_run
 from megafp8.training import micro_batch
 from megafp8.training.micro_batch import CHOICE_FILE, choose_micro_batch, read_choice
-from megafp8.training.trial import TIMED_S, TrialRun, brief, is_out_of_memory, limit_memory, trial_config
+from megafp8.training.trial import (
+    TIMED_S,
+    TrialRun,
+    brief,
+    is_out_of_memory,
+    kinds_of_steps,
+    limit_memory,
+    trial_config,
+)
 from megafp8.training.trial_messages import EXCEEDED, Answer, Failed, Job, Measured, TooLarge
 
 MIB, GIB = 2**20, 2**30
@@ -42,7 +50,7 @@ def auto_config(extra: str = "") -> RunConfig:
 @pytest.mark.parametrize(
     ("world_size", "extra"),
     [
-        (1, f"--bf16 {FP8} --fp8-log-interval 50"),
+        (1, f"--bf16 {FP8} --fp8-log-interval 50 --fp8-schedule bf16:2,fp8"),
         (1, "--fp16"),
         (2, "--bf16 --pipeline-model-parallel-size 2 --global-batch-size 16"),
         (2, "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
@@ -72,14 +80,14 @@ def test_long_steps_are_put_together_from_short_ones(stages: int, second: float,
     """A step takes half a second (or so) and a quarter a microbatch, of a batch of 32: two counts tell both parts."""
     counts: list[int] = []
 
-    def step(_: int, num_microbatches: int, looks: bool = False) -> float:
+    def step(_: int, num_microbatches: int, number: int, looks: bool = False) -> float:
         counts.append(num_microbatches)
         return second * (0.5 + 0.25 * num_microbatches)
 
     parallel = SimpleNamespace(pipeline_model_parallel_size=stages)
     run = SimpleNamespace(place=SimpleNamespace(data_size=1), config=SimpleNamespace(parallel=parallel))
     job = Job(config=auto_config("--global-batch-size 32"), implementation="emulated", limit_bytes=1 << 50)
-    trial = SimpleNamespace(run=run, job=job, platform=CPU, step=step, slowest_s=float)
+    trial = SimpleNamespace(run=run, job=job, platform=CPU, step=step, slowest_s=float, kinds=[1])
     trial.timed_counts = partial(TrialRun.timed_counts, trial)
     answer, num_microbatches = TrialRun.measure(trial, size), 32 // size
     assert isinstance(answer, Measured)
@@ -88,12 +96,35 @@ def test_long_steps_are_put_together_from_short_ones(stages: int, second: float,
     assert max(counts) in (num_microbatches, 2 * stages) or second * (0.5 + 0.25 * max(counts)) < 1.5 * TIMED_S
 
 
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [("", [1]), ("--fp8-schedule bf16:2,fp8", [3, 1]), ("--fp8-schedule fp8:2,bf16:1000,fp8", [3, 1])],
+)
+def test_every_precision_of_a_schedule_is_tried(schedule: str, expected: list[int]) -> None:
+    """That of most of a thousand steps first, which is timed."""
+    config = auto_config(f"--bf16 {FP8} {schedule} --train-iters 1000")
+    assert kinds_of_steps(config) == expected
+    seen: list[int] = []
+
+    def step(_: int, num_microbatches: int, number: int, looks: bool = False) -> float:
+        seen.append(number)
+        return 1.0
+
+    parallel = SimpleNamespace(pipeline_model_parallel_size=1)
+    run = SimpleNamespace(place=SimpleNamespace(data_size=1), config=SimpleNamespace(parallel=parallel))
+    job = Job(config=config, implementation="emulated", limit_bytes=1 << 50)
+    trial = SimpleNamespace(run=run, job=job, platform=CPU, step=step, slowest_s=float, kinds=expected)
+    trial.timed_counts = partial(TrialRun.timed_counts, trial)
+    TrialRun.measure(trial, 1)
+    assert set(seen) == set(expected) and seen[-1] == expected[0]
+
+
 def test_a_peak_beyond_the_limit_does_not_fit() -> None:
     """Also one so short that nobody saw the process above it."""
     parallel = SimpleNamespace(pipeline_model_parallel_size=1)
     run = SimpleNamespace(place=SimpleNamespace(data_size=1), config=SimpleNamespace(parallel=parallel))
     job = Job(config=auto_config(), implementation="emulated", limit_bytes=MIB)
-    trial = SimpleNamespace(run=run, job=job, platform=CPU, step=lambda *_, **__: 1.0, slowest_s=float)
+    trial = SimpleNamespace(run=run, job=job, platform=CPU, step=lambda *_, **__: 1.0, slowest_s=float, kinds=[1])
     trial.timed_counts = partial(TrialRun.timed_counts, trial)
     answer = TrialRun.measure(trial, 4)
     assert isinstance(answer, TooLarge) and answer.reason.startswith("took ")
@@ -180,6 +211,13 @@ def test_the_fastest_that_fits_is_chosen_and_kept(tmp_path: Path) -> None:
     size, told, asked = run_ranks(1, choose, config, 3.0)[0]
     assert size == 1 and asked[-1] == 0 and {1, 2} < set(asked)
     assert "(1: 1.00 GiB 3 ms/sample, 2: 2.00 GiB 5 ms/sample, 4: does not fit: no room" in told
+
+
+def test_a_choice_beyond_another_limit_is_made_again(tmp_path: Path) -> None:
+    run_ranks(1, choose, auto_config(f"--save {tmp_path} --micro-batch-size-memory-limit 2"))
+    told, asked = run_ranks(1, choose, auto_config(f"--save {tmp_path} --micro-batch-size-memory-limit 3"))[0][1:]
+    assert not asked and "found below 2.00 GiB, and also below --micro-batch-size-memory-limit 3" in told
+    assert run_ranks(1, choose, auto_config(f"--save {tmp_path} --micro-batch-size-memory-limit 1.5"))[0][2]
 
 
 def test_a_choice_of_another_run_is_none(tmp_path: Path) -> None:
