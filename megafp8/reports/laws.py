@@ -7,8 +7,9 @@ E is at least 0; A and alpha are kept above 0 by fitting their logarithms; r is 
 A is the loss above the floor.
 
 What is fitted are the means of cells (one size and length), so the noise is that of seeds. The bootstrap draws seeds
-with replacement within each cell. Recipes that have the same seeds get the same draws, so a difference of two laws has
-the narrower band of a paired comparison. A resample of n seeds has (n - 1) / n of their variance, and few seeds know it
+with replacement within each cell. Each draw takes the seed with the lowest of random priorities that all recipes share,
+so recipes that have the same seeds get the same draws, and a difference of two laws has the narrower band of a paired
+comparison. A resample of n seeds has (n - 1) / n of their variance, and few seeds know it
 badly: deviations are multiplied by sqrt(n / (n - 1)) and by the ratio of Student's quantile to the normal one.
 """
 
@@ -117,11 +118,13 @@ class Cells:
 
     Attributes:
         x: [cells, terms].
-        losses: the seeds of each cell, in the order of their numbers.
+        losses: of each cell, one a seed.
+        seeds: their numbers, in the same order.
     """
 
     x: np.ndarray
     losses: tuple[np.ndarray, ...]
+    seeds: tuple[Sequence[int], ...]
 
     @property
     def weights(self) -> np.ndarray:
@@ -145,17 +148,24 @@ class Cells:
 
 
 def draw_means(every: Sequence[Cells], rng: np.random.Generator) -> list[np.ndarray]:
-    """One resample of the means of all recipes' cells; [cells] each. Equal cells of equal seeds get equal draws."""
-    uniform: dict[tuple[float, ...], np.ndarray] = {}
+    """One resample of the means of all recipes' cells; [cells] each. Recipes are paired by the numbers of seeds.
+
+    Every draw gives each seed of a place a random priority, and a cell takes that of its seeds with the lowest: any of
+    them as likely as another, and the same one in two cells that both have the lowest of all.
+    """
+    most = int(max(cells.weights.max() for cells in every))
+    priorities: dict[tuple[tuple[float, ...], int], np.ndarray] = {}
     drawn = []
     for cells in every:
         freedom = (cells.weights - 1).sum()
         widening = stats.t.ppf((1 + CONFIDENCE) / 2, freedom) / stats.norm.ppf((1 + CONFIDENCE) / 2)
         means = []
-        for place, seeds, center in zip(map(tuple, cells.x), cells.losses, cells.log_means, strict=True):
-            shared = uniform.setdefault(place, rng.random(64))
-            count = len(seeds)
-            resampled = np.log(seeds)[(np.resize(shared, count) * count).astype(int)].mean()
+        for place, losses, seeds, center in zip(
+            map(tuple, cells.x), cells.losses, cells.seeds, cells.log_means, strict=True
+        ):
+            count = len(losses)
+            own = [priorities.setdefault((place, seed), rng.random(most))[:count] for seed in seeds]
+            resampled = np.log(losses)[np.argmin(own, axis=0)].mean()
             means.append(center + (resampled - center) * widening * np.sqrt(count / (count - 1)))
         drawn.append(np.exp(means))
     return drawn

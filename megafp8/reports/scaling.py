@@ -1,14 +1,15 @@
 """What a study says: loss over compute and size, the law behind it for each recipe, whether a recipe shifts it, speed.
 
-Where a size and length was trained under several settings (a sweep), the one with the lowest mean loss over seeds
-stands for it; the table of cells has them all. The law over compute is fitted to the cells on the frontier: those that
-no cheaper cell of the baseline beats.
+Where a size and length was trained under several settings (a sweep), the one with the lowest mean loss stands for it,
+among those with the most seeds; the table of cells has them all. The law over compute is fitted to the cells on the
+frontier: those that no cheaper cell of the baseline beats.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -161,7 +162,8 @@ class ScalingReport:
     Attributes:
         recipes: the baseline first.
         arithmetic: of each recipe, as records have it.
-        notes: what could not be said and why.
+        replicates: resamples behind the intervals of the laws; 0 without intervals.
+        notes: what could not be said and why, and what was passed over.
     """
 
     name: str
@@ -169,6 +171,7 @@ class ScalingReport:
     recipes: tuple[str, ...]
     arithmetic: tuple[str, ...]
     num_runs: int
+    replicates: int
     cells: tuple[CellRow, ...]
     gaps: tuple[GapRow, ...]
     axes: tuple[Axis, ...]
@@ -181,11 +184,20 @@ class ScalingReport:
         return next((axis for axis in self.axes if axis.name == name), None)
 
     def to_json(self) -> str:
-        """All fields but the replicates."""
+        """All fields but the replicates' laws; null for what is infinite (effective compute, say) or no number."""
         plain = dataclasses.asdict(self)
         for axis in plain["axes"]:
             del axis["fits"]
-        return json.dumps(plain, indent=1) + "\n"
+        return json.dumps(finite_or_null(plain), indent=1, allow_nan=False) + "\n"
+
+
+def finite_or_null(value: Any) -> Any:
+    """A copy of plain data in which numbers that JSON does not have are None."""
+    if isinstance(value, dict):
+        return {key: finite_or_null(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite_or_null(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def analyse(
@@ -208,10 +220,12 @@ def analyse(
     recipes.sort(key=lambda recipe: recipe != baseline)
     cells = cell_rows(study.points)
     best = [cell for cell in cells if cell.is_best]
-    notes: list[str] = []
+    notes = passed_over(cells)
     axes = [fit_axis(name, best, recipes, notes, replicates, seed) for name in (COMPUTE, PARAMETERS, BOTH)]
+    drawn = max((len(axis.fits.replicates[0]) for axis in axes if axis is not None), default=0)
     return ScalingReport(
-        name=study.name, baseline=baseline, recipes=tuple(recipes), num_runs=len(study.points), cells=tuple(cells),
+        name=study.name, baseline=baseline, recipes=tuple(recipes), num_runs=len(study.points),
+        replicates=drawn, cells=tuple(cells),
         arithmetic=tuple(next(one.arithmetic for one in study.points if one.recipe == recipe) for recipe in recipes),
         gaps=tuple(gap_rows(best, recipes)), axes=tuple(axis for axis in axes if axis is not None),
         speeds=tuple(speed_rows(study.points, baseline)), missing=study.missing, notes=tuple(notes),
@@ -229,7 +243,8 @@ def cell_rows(points: Sequence[Point]) -> list[CellRow]:
         groups.setdefault(key, []).append(point)
     means = {key: float(np.mean([point.loss for point in group])) for key, group in groups.items()}
     best: dict[tuple, tuple] = {}
-    for key in sorted(groups, key=means.__getitem__):
+    # The lowest of a few noisy means is low by luck, and one seed has no interval: the most seeds come first.
+    for key in sorted(groups, key=lambda key: (-len(groups[key]), means[key])):
         best.setdefault(key[:3], key)
     rows = []
     for key in sorted(groups, key=lambda key: (key[:2], [point.recipe for point in points].index(key[2]), means[key])):
@@ -244,6 +259,22 @@ def cell_rows(points: Sequence[Point]) -> list[CellRow]:
             )  # fmt: skip
         )
     return rows
+
+
+def passed_over(cells: Sequence[CellRow]) -> list[str]:
+    """A note on configurations with a lower mean than the one that stands for their size, and fewer seeds."""
+    best = {(cell.recipe, cell.parameters, cell.tokens): cell for cell in cells if cell.is_best}
+    found = []
+    for cell in cells:
+        other = best[cell.recipe, cell.parameters, cell.tokens]
+        if cell.mean < other.mean:
+            found.append(
+                f"{', '.join([cell.recipe, *cell.options.values()])}, {cell.parameters:,} parameters, {cell.tokens:,} "
+                f"tokens ({cell.mean:.4f} with {len(cell.seeds)} of {len(other.seeds)} seeds, not {other.mean:.4f})"
+            )
+    if not found:
+        return []
+    return [f"passed over, as they have fewer seeds than what stands for their size and length: {'; '.join(found)}"]
 
 
 def options_of(group: Sequence[Point]) -> dict[str, str]:
@@ -305,7 +336,10 @@ def fit_axis(
         notes.append(reason)
         return None
     every = [
-        Cells(np.array([x_of(cell) for cell in rows], dtype=float), tuple(np.array(cell.losses) for cell in rows))
+        Cells(
+            x=np.array([x_of(cell) for cell in rows], dtype=float),
+            losses=tuple(np.array(cell.losses) for cell in rows), seeds=tuple(cell.seeds for cell in rows),
+        )
         for rows in of_recipe.values()
     ]
     fits = fit_all(every, replicates=replicates, seed=seed)

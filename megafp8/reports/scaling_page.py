@@ -50,5 +50,5 @@ def render_page(report: ScalingReport) -> str:
         remarks=remarks(report),
         laws=to_svg(plot_laws(report), ALT_TEXT),
         pictures={name: to_svg(figure, name) for name, figure in pictures.items() if figure is not None},
-        tables=tables(report), method=method(),
+        tables=tables(report), method=method(report),
     )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megafp8.reports.laws import CONFIDENCE, REPLICATES
+from megafp8.reports.laws import CONFIDENCE
 from megafp8.reports.scaling import BOTH, COMPUTE, PARAMETERS, Axis, Estimate, ScalingReport
 from megafp8.reports.tables import aligned, markdown
 
@@ -193,12 +193,14 @@ def remarks(report: ScalingReport) -> list[str]:
     return found
 
 
-def method() -> str:
+def method(report: ScalingReport) -> str:
     """How intervals were made."""
+    if not report.replicates:
+        return "The laws have no intervals, as nothing was resampled."
     return (
-        f"{REPLICATES} resamples of the seeds within each size and length; deviations are widened for the few seeds "
-        "(megafp8/reports/laws.py). An interval covers the noise of seeds, not whether a law of this form holds, nor "
-        "anything beyond the range that was trained."
+        f"{report.replicates} resamples of the seeds within each size and length; deviations are widened for the few "
+        "seeds (megafp8/reports/laws.py). An interval covers the noise of seeds, not whether a law of this form holds, "
+        "nor anything beyond the range that was trained."
     )
 
 
@@ -208,7 +210,7 @@ def to_markdown(report: ScalingReport, picture: str) -> str:
     parts += [f"- {text}" for text in remarks(report)] + [f"![{ALT_TEXT}]({picture})"]
     for table in tables(report):
         parts += [f"## {table.title}", markdown(table.header, table.rows, table.num_texts), table.note]
-    return "\n\n".join([*filter(None, parts), "## Method", method()]) + "\n"
+    return "\n\n".join([*filter(None, parts), "## Method", method(report)]) + "\n"
 
 
 def to_text(report: ScalingReport) -> str:

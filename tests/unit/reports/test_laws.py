@@ -17,7 +17,7 @@ def planted(
     """L = 1.2 + 0.8 (factor C / 1e12)^-0.25, each seed's loss off by a factor of exp(noise)."""
     exact = 1.2 + 0.8 * (factor * COMPUTE / 1e12) ** -0.25
     off = noise * rng.standard_normal((len(COMPUTE), seeds)) + shared
-    return Cells(COMPUTE[:, None], tuple(exact[:, None] * np.exp(off)))
+    return Cells(COMPUTE[:, None], tuple(exact[:, None] * np.exp(off)), (range(seeds),) * len(COMPUTE))
 
 
 def test_an_exact_law_is_found() -> None:
@@ -97,6 +97,27 @@ def test_resampled_means_have_the_spread_of_students_mean() -> None:
     expected = [np.log(seeds).std(ddof=1) / np.sqrt(3) * widening for seeds in cells.losses]
     assert drawn.std(0) == pytest.approx(expected, rel=0.08)
     assert drawn.mean(0) == pytest.approx(cells.log_means, abs=1e-3)
+
+
+def test_draws_are_paired_by_the_numbers_of_seeds() -> None:
+    rng = np.random.default_rng(1)
+    one = planted(rng, noise=0.01)
+    turned = Cells(one.x, tuple(losses[::-1] for losses in one.losses), ((2, 1, 0),) * 5)
+    drawn = draw_means([one, turned], rng)
+    assert drawn[0] == pytest.approx(drawn[1], rel=1e-12)
+
+    noise = dict(enumerate(0.01 * rng.standard_normal(5)))
+
+    def of_seeds(*seeds: int) -> Cells:
+        return Cells(COMPUTE[:1, None], (np.exp([noise[seed] for seed in seeds]),), (seeds,))
+
+    def together(left: Cells, right: Cells) -> float:
+        means = np.log([draw_means([left, right], rng) for _ in range(2000)])[:, :, 0]
+        return float(np.corrcoef(means.T)[0, 1])
+
+    assert together(of_seeds(0, 1, 2), of_seeds(2, 1, 0)) == pytest.approx(1)
+    assert together(of_seeds(0, 1, 2), of_seeds(0, 1, 2, 3)) > 0.5
+    assert abs(together(of_seeds(0, 1), of_seeds(2, 3, 4))) < 0.1
 
 
 def test_one_seed_has_no_replicates() -> None:

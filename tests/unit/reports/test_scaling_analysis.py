@@ -12,9 +12,9 @@ from scipy import stats
 
 from megafp8.errors import DataError
 from megafp8.reports.plot_scaling import sweep_lines, swept_axes
-from megafp8.reports.scaling import BOTH, COMPUTE, PARAMETERS, analyse
+from megafp8.reports.scaling import BOTH, COMPUTE, PARAMETERS, Estimate, analyse
 from megafp8.reports.scaling_page import render_page
-from megafp8.reports.scaling_text import headline, remarks, tables, to_markdown, to_text
+from megafp8.reports.scaling_text import headline, method, remarks, tables, to_markdown, to_text
 from megafp8.reports.study_points import Point, StudyPoints, load_points
 
 SIZES = (50_000, 100_000, 200_000, 400_000, 800_000)
@@ -145,6 +145,32 @@ def test_of_a_sweep_the_best_stands_for_its_size() -> None:
     assert values == (1e-3, 3e-3, 9e-3) and means == pytest.approx([2.115, 2.015, 2.215])
     assert spreads == pytest.approx([cells[0].spread] * 3)
     assert "<h2>Swept flags</h2>" in render_page(report)
+
+
+def test_one_lucky_seed_of_a_sweep_stands_for_nothing() -> None:
+    study = study_of()
+    lucky = point(SIZES[1], "fp8", loss=0.1, settings="lucky", choice={"lr": "9e-3"})
+    report = analyse(dataclasses.replace(study, points=(*study.points, lucky)), replicates=3)
+    best = [cell for cell in report.cells if cell.is_best]
+    assert len(best) == 10 and all(len(cell.seeds) == 3 for cell in best)
+    assert report.axis(COMPUTE).laws[1].floor.low is not None
+    (note,) = [note for note in report.notes if note.startswith("passed over")]
+    assert "fp8, 9e-3, 100,000 parameters, 1,000,000 tokens (0.1000 with 1 of 3 seeds, not " in note
+    assert note in remarks(report)
+
+
+def test_the_page_says_how_many_resamples_there_were(report) -> None:
+    assert method(report).startswith("50 resamples of the seeds") and "50 resamples of" in render_page(report)
+    assert "no intervals" in method(analyse(study_of(seeds=(1,)), replicates=50))
+
+
+def test_json_has_no_infinity(report) -> None:
+    axis = report.axes[0]
+    endless = dataclasses.replace(axis.shifts[0], effective=Estimate(float("inf"), 0.5, float("nan")))
+    text = dataclasses.replace(report, axes=(dataclasses.replace(axis, shifts=(endless,)),)).to_json()
+    (shift,) = json.loads(text)["axes"][0]["shifts"]
+    assert "Infinity" not in text and "NaN" not in text
+    assert shift["effective"] == {"value": None, "low": 0.5, "high": None}
 
 
 def test_speed_takes_the_fastest_layout_and_compares() -> None:
