@@ -77,8 +77,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     arguments = build_parser().parse_args(argv)
     try:
-        if arguments.parallel is not None and arguments.parallel < 1:
-            raise ConfigError(f"--parallel {arguments.parallel}: must be at least 1")
+        is_local = arguments.local or not (arguments.slurm or shutil.which("sbatch"))
+        check_flags(arguments, is_local)
         study = read_study(arguments.study, arguments.folder)
         runs = expand(study)
         queued = queued_ids(study.folder)
@@ -93,7 +93,6 @@ def main(argv: Sequence[str]) -> int:
             scripts = [slurm.script(job) for job in build_jobs(study, due)] if arguments.slurm else []
             print("\n".join(scripts) if arguments.slurm else plan_text(every, arguments.gpu))
             return 0
-        is_local = arguments.local or not (arguments.slurm or shutil.which("sbatch"))
         if is_local:
             check_machine([one.run for one in every])
             runner = LocalRunner(due, SCRIPT, arguments.parallel, visible_gpus(), tell)
@@ -107,6 +106,29 @@ def main(argv: Sequence[str]) -> int:
     except Megafp8Error as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_status
+
+
+def check_flags(arguments: argparse.Namespace, is_local: bool) -> None:
+    """
+    Raises:
+        ConfigError: flags that are wrong, or would have no effect beside the others.
+    """
+    problems = []
+    if arguments.gpu and (not arguments.dry_run or arguments.slurm):
+        problems.append(f"--gpu {arguments.gpu}: is for the times of a --dry-run without --slurm; remove it")
+    if arguments.parallel is not None:
+        if arguments.parallel < 1:
+            problems.append(f"--parallel {arguments.parallel}: must be at least 1")
+        if arguments.status or arguments.dry_run:
+            asked = "--status" if arguments.status else "--dry-run"
+            problems.append(f"--parallel {arguments.parallel}: {asked} runs nothing; remove one of them")
+        elif not is_local:
+            problems.append(
+                f"--parallel {arguments.parallel}: is for runs on this machine, and these go to Slurm; give --local, "
+                "or `array_limit` in the study's slurm"
+            )
+    if problems:
+        raise ConfigError(problems)
 
 
 def tell(text: str) -> None:

@@ -21,7 +21,8 @@ def build_jobs(study: Study, runs: Sequence[StudyRun]) -> list[Job]:
     """The job arrays of these runs. The study's `slurm` has the fields of a job; `gpus_per_node` is the size of a node.
 
     Raises:
-        ConfigError: fields that a job does not have or that a study gives, or GPUs that do not fill nodes.
+        ConfigError: fields that a job does not have or that a study gives, GPUs that do not fill nodes, or runs that
+            share a node and do not say how many of its cores they need.
     """
     if own := [name for name in ("name", "training", "runs", "nodes", "ranks_per_node") if name in study.slurm]:
         raise ConfigError(f"slurm: {', '.join(own)}: follow from the study; remove them")
@@ -34,6 +35,7 @@ def build_jobs(study: Study, runs: Sequence[StudyRun]) -> list[Job]:
             "runs": [list(run.flags[len(study.common.flags) :]) for run in runs if run.world_size == size],
         }  # fmt: skip
         jobs.append(build_job(fields, study.common.flags))
+        check_share(jobs[-1])
     return jobs
 
 
@@ -55,6 +57,19 @@ def shape_of(study: Study, world_size: int) -> dict[str, str]:
     if world_size % per_node:
         raise ConfigError(f"gpus: {world_size} are no multiple of a node's {per_node} (slurm: gpus_per_node)")
     return {"gpus_per_node": str(per_node), "nodes": str(world_size // per_node)}
+
+
+def check_share(job: Job) -> None:
+    """
+    Raises:
+        ConfigError: a job that shares its node, and would get one core of it.
+    """
+    if not job.exclusive and not job.cpus_per_node:
+        raise ConfigError(
+            f"slurm: runs of {job.world_size} GPUs or ranks share a node, and Slurm gives one core unless it is asked: "
+            "give cpus_per_node for one run, and its memory if the cluster's default for these is too little (sbatch: "
+            "{mem: 64G}); or exclusive: true"
+        )
 
 
 def submit(study: Study, runs: Sequence[StudyRun]) -> list[str]:

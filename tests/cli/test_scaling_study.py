@@ -113,7 +113,13 @@ def test_one_wrong_run_refuses_the_study(tmp_path: Path, before: str, after: str
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
-    [(("--only", "nothing*"), "matches none of the 4 runs"), (("--parallel", "0"), "--parallel 0: must be at least 1")],
+    [
+        (("--only", "nothing*"), "matches none of the 4 runs"),
+        (("--local", "--parallel", "0"), "--parallel 0: must be at least 1"),
+        (("--gpu", "h200", "--status"), "--gpu h200: is for the times of a --dry-run"),
+        (("--parallel", "2", "--status"), "--parallel 2: --status runs nothing"),
+        (("--parallel", "2", "--slurm"), "--parallel 2: is for runs on this machine"),
+    ],
 )
 def test_wrong_flags_of_its_own(tmp_path: Path, arguments: tuple[str, ...], told: str) -> None:
     path = tmp_path / "tiny.yaml"

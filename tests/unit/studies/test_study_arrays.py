@@ -16,6 +16,7 @@ from megafp8.studies.progress import is_due, progress_of
 from megafp8.studies.runs import expand
 
 GRID = "grid: {lr: [1e-3, 2e-3], hidden_size: [32], train_iters: [3], gpus: [%s]}"
+SHARED = "\nslurm: {cpus_per_node: 8}"
 
 
 def jobs_of(study):
@@ -24,7 +25,8 @@ def jobs_of(study):
 
 def test_all_runs_of_as_many_gpus_are_one_array(write_study) -> None:
     study = write_study(
-        GRID % "1, 16" + "\nslurm: {time: 4:00:00, partition: gpu, gpus_per_node: 8, array_limit: 2}",
+        GRID % "1, 16" + "\nslurm: {time: 4:00:00, partition: gpu, gpus_per_node: 8, array_limit: 2, "
+        "cpus_per_node: 8, sbatch: {mem: 64G}}",
     )
     runs = expand(study)
     small, large = jobs_of(study)
@@ -34,7 +36,8 @@ def test_all_runs_of_as_many_gpus_are_one_array(write_study) -> None:
     for job in (small, large):
         mine = [run for run in runs if run.world_size == job.world_size]
         assert [flags.read(words)[0].config for words in job.commands] == [run.config for run in mine]
-    assert "#SBATCH --array=0-1%2" in slurm.script(small).splitlines()
+    lines = slurm.script(small).splitlines()
+    assert {"#SBATCH --array=0-1%2", "#SBATCH --cpus-per-task=8", "#SBATCH --mem=64G"} <= {*lines}
 
 
 def test_ranks_on_cpus(write_study) -> None:
@@ -48,6 +51,7 @@ def test_ranks_on_cpus(write_study) -> None:
         ("12", "gpus_per_node: 8", "gpus: 12 are no multiple of a node's 8"),
         ("1", "nodes: 2", "slurm: nodes: follow from the study"),
         ("1", "gpus_per_node: eight", "gpus_per_node: 'eight' is no whole number"),
+        ("1", "time: 1:00:00", "runs of 1 GPUs or ranks share a node, and Slurm gives one core"),
         ("1", "partitoin: gpu", "partitoin: no such field"),
     ],
 )
@@ -72,7 +76,7 @@ def cluster(tmp_path: Path, monkeypatch) -> Path:
 
 def test_queued_runs_are_not_due(write_study, cluster: Path, monkeypatch) -> None:
     monkeypatch.chdir(PROJECT)
-    study = write_study(GRID % "1")
+    study = write_study(GRID % "1" + SHARED)
     runs = expand(study)
     assert queued_ids(study.folder) == set()
     (told,) = submit(study, runs)
@@ -88,7 +92,7 @@ def test_queued_runs_are_not_due(write_study, cluster: Path, monkeypatch) -> Non
 
 def test_a_failing_squeue_is_told(write_study, cluster: Path, monkeypatch) -> None:
     monkeypatch.chdir(PROJECT)
-    study = write_study(GRID % "1")
+    study = write_study(GRID % "1" + SHARED)
     submit(study, expand(study))
     with pytest.raises(ConfigError, match="squeue: cat: "):
         queued_ids(study.folder)
@@ -96,7 +100,7 @@ def test_a_failing_squeue_is_told(write_study, cluster: Path, monkeypatch) -> No
 
 def test_submitting_from_elsewhere_is_refused(write_study, cluster: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    study = write_study(GRID % "1")
+    study = write_study(GRID % "1" + SHARED)
     with pytest.raises(ConfigError, match="start this from there"):
         submit(study, expand(study))
     assert not (cluster / "script").exists()
