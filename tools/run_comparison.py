@@ -23,15 +23,19 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
 from megafp8.config import derived, flags, rules, serialize
 from megafp8.config.schema import RunConfig
 from megafp8.config.variants import BASELINE, NAMES, Variant, build_variant, differences, read_shared
-from megafp8.errors import INTERNAL, PREEMPTED, ConfigError, Megafp8Error
+from megafp8.errors import INTERNAL, PREEMPTED, ConfigError, DataError, Megafp8Error, NumericsError
 from megafp8.launch.batch import OUTPUT_FILE, Batch, Job, Outcome, is_done
+from megafp8.launch.run_state import judge
+
+if TYPE_CHECKING:
+    from megafp8.reports.compare import Unfinished
 
 TRAINER = Path(__file__).resolve().parents[1] / "pretrain_gpt.py"
 
@@ -76,6 +80,7 @@ def plan_jobs(options: argparse.Namespace, device_flags: Sequence[str]) -> tuple
     counts = {"--seeds": options.seeds, "--parallel": options.parallel, "--nproc-per-node": options.nproc_per_node}
     ranks, (shared, problems) = options.nproc_per_node, read_shared(options.flags, str(options.output_dir))
     problems += [f"{flag} {value} must be at least 1" for flag, value in counts.items() if value < 1]
+    problems += [] if 0 <= options.bound < 100 else [f"--bound {options.bound} must be from 0 to below 100 percent"]
     problems += [] if problems else rules.problems(shared, ranks)
     if problems:
         raise ConfigError(problems)
@@ -226,19 +231,40 @@ def discard_what_cannot_resume(job: Job) -> None:
         print(f"{job.name} begins anew: what it saved lacks the state to go on (--no-save-optim)", file=sys.stderr)
 
 
+def recipe_of(job: Job) -> str:
+    """The variant that a run is of: the folder above its own."""
+    return job.folder.parent.name
+
+
+def unfinished(job: Job) -> Unfinished:
+    """What is known of a run that is not done."""
+    from megafp8.reports.compare import Unfinished
+
+    state = judge(job.folder)
+    reason = "it never began" if state is None else state.reason or f"{state.state} at step {state.step}"
+    is_diverged = state is not None and state.exit_status == NumericsError.exit_status
+    return Unfinished(recipe=recipe_of(job), name=job.folder.name, reason=reason, is_diverged=is_diverged)
+
+
 def report(jobs: Sequence[Job], options: argparse.Namespace) -> None:
     """Compare the runs that are done.
 
     Raises:
-        DataError: there is nothing to compare.
+        DataError: no run of the baseline is done.
     """
     from megafp8.reports import tables
     from megafp8.reports.publish import publish_comparison
 
-    folders = [job.folder for job in jobs if is_done(job.folder)]
+    done = [job for job in jobs if is_done(job.folder)]
+    baseline = recipe_of(jobs[0])
+    if not any(recipe_of(job) == baseline for job in done):
+        reason = unfinished(jobs[0]).reason
+        raise DataError(f"no run of {baseline}, which the others are held against, is done: {reason}")
     comparison, written = publish_comparison(
-        folders, output_folder=options.output_dir / "report", bound_fraction=options.bound / 100, title=options.title
-    )
+        [job.folder for job in done], baseline=baseline, output_folder=options.output_dir / "report",
+        bound_fraction=options.bound / 100, title=options.title,
+        unfinished=[unfinished(job) for job in jobs if job not in done],
+    )  # fmt: skip
     print(tables.to_text(comparison))
     for path in written:
         print(f"wrote {path}", file=sys.stderr)

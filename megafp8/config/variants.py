@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megafp8.config import derived, flags, serialize
-from megafp8.config.schema import RunConfig
+from megafp8.config import derived, flags, precision_map, serialize
+from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import with_values
 from megafp8.errors import ConfigError
 
@@ -90,4 +90,13 @@ def read_shared(words: Sequence[str], folder: str) -> tuple[RunConfig, list[str]
         for name, flag in own.items()
         if name in invocation.given
     ]
+    config = invocation.config
+    precision = config.precision
+    if precision_map.is_quantized(precision) or precision.fp8_schedule is not None or precision.first_last_layers_bf16:
+        problems.append(
+            "the settings of all runs quantize, or have a precision map or schedule: the baseline would, too; give "
+            "them to a variant of their own, --variant NAME='FLAGS'"
+        )
+    if config.training.micro_batch_size == AUTO:
+        problems.append("--micro-batch-size auto among the flags of all runs: each would find another size; give one")
     return with_values(invocation.config, {"checkpoint.save": folder, "checkpoint.load": folder}), problems

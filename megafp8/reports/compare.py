@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Optional
 
 import numpy as np
 
 from megafp8.errors import DataError
-from megafp8.reports.intervals import CONFIDENCE, Interval, judge, mean_interval
+from megafp8.reports.intervals import BEYOND, CONFIDENCE, UNDECIDED, Interval, judge, mean_interval
 from megafp8.reports.load import Run
 from megafp8.reports.pairs import Pair, Recipe, flatten, group_runs, pairs_of, seed_of
 
@@ -46,6 +46,21 @@ class ComparisonRow:
     grad_norm: Optional[float] = None
     """Median over the steps after warm-up, before clipping."""
     skipped_steps: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unfinished:
+    """A run of a recipe that did not come to its end.
+
+    Attributes:
+        name: of the run in its recipe: `seed3`.
+        is_diverged: it ended with numbers that are not finite, or spiked.
+    """
+
+    recipe: str
+    name: str
+    reason: str
+    is_diverged: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +114,7 @@ def compare_runs(
     warmup_steps: int = WARMUP_STEPS,
     bound_fraction: float = BOUND_FRACTION,
     confidence: float = CONFIDENCE,
+    unfinished: Sequence[Unfinished] = (),
 ) -> Comparison:
     """Compare runs by their last validation and their speed.
 
@@ -107,6 +123,7 @@ def compare_runs(
         warmup_steps: step records at the start that do not count for the speed (at most half of a run's).
         bound_fraction: relative gap of the validation loss that is accepted.
         confidence: of the intervals over the seeds.
+        unfinished: runs that belong to the recipes and are not done.
 
     Raises:
         DataError: no runs, an unknown baseline, a run without validation, or no pair of one seed.
@@ -115,7 +132,8 @@ def compare_runs(
         raise DataError("nothing to compare: give at least one run folder")
     recipes = group_runs(runs)
     base = find_baseline(recipes, baseline)
-    rows, recipe_rows, warnings = [], [], []
+    rows, recipe_rows = [], []
+    warnings = [f"{each.recipe}/{each.name} is not done and not in the figures: {each.reason}" for each in unfinished]
     for recipe in recipes:
         pairs = pairs_of(base, recipe)
         left_out = [run.name for run in recipe.runs if run not in [pair.run for pair in pairs]]
@@ -130,7 +148,9 @@ def compare_runs(
             )
         of_recipe = [_row(pair, warmup_steps) for pair in pairs]
         rows += of_recipe
-        recipe_rows.append(_recipe_row(recipe, pairs, of_recipe, recipe is base, bound_fraction, confidence))
+        missing = [each for each in unfinished if each.recipe == recipe.name]
+        row = _recipe_row(recipe, pairs, of_recipe, recipe is base, bound_fraction, confidence)
+        recipe_rows.append(row if recipe is base or not missing else replace(row, verdict=verdict_without(missing)))
         warnings += [text for pair in pairs if pair.run is not pair.base for text in _warnings(pair)]
     return Comparison(
         baseline=base.name,
@@ -142,6 +162,11 @@ def compare_runs(
         differences=tuple(text for recipe in recipes if recipe is not base for text in _differences(base, recipe)),
         warnings=tuple(warnings),
     )
+
+
+def verdict_without(missing: Sequence[Unfinished]) -> str:
+    """Of a recipe of which runs are missing: those that are there say nothing of one that diverged."""
+    return BEYOND if any(each.is_diverged for each in missing) else UNDECIDED
 
 
 def find_baseline(recipes: Sequence[Recipe], baseline: Optional[str]) -> Recipe:
@@ -198,7 +223,7 @@ def _recipe_row(
         gaps_fraction=gaps,
         gap=gap,
         training_gap=mean_interval(ends, confidence) if len(ends) == len(pairs) else None,
-        verdict="" if is_base else judge(gap, bound_fraction),
+        verdict="" if is_base else verdict_of(gap, pairs, bound_fraction),
         validation_loss=loss,
         perplexity=float(np.exp(loss)),
         tokens_per_second=_mean([row.tokens_per_second for row in rows]),
@@ -209,6 +234,14 @@ def _recipe_row(
         steps=min(row.steps for row in rows),
         consumed_tokens=min(row.consumed_tokens for row in rows),
     )
+
+
+def verdict_of(gap: Interval, pairs: Sequence[Pair], bound_fraction: float) -> str:
+    """Whether a gap stays within the bound; not decided where runs were last validated after other steps."""
+    is_even = all(
+        pair.run.final_validation.consumed_tokens == pair.base.final_validation.consumed_tokens for pair in pairs
+    )
+    return judge(gap, bound_fraction) if is_even or not math.isfinite(gap.mean) else UNDECIDED
 
 
 def last_training_gap(pair: Pair) -> Optional[float]:

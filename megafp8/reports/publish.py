@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Optional, Union
 
 from megafp8.reports import tables
-from megafp8.reports.compare import BOUND_FRACTION, WARMUP_STEPS, Comparison, compare_runs
+from megafp8.reports.compare import BOUND_FRACTION, WARMUP_STEPS, Comparison, Unfinished, compare_runs
 from megafp8.reports.intervals import CONFIDENCE
 from megafp8.reports.load import Run, load_runs
 
@@ -23,6 +23,7 @@ def publish_comparison(
     bound_fraction: float = BOUND_FRACTION,
     confidence: float = CONFIDENCE,
     title: str = TITLE,
+    unfinished: Sequence[Unfinished] = (),
 ) -> tuple[Comparison, list[Path]]:
     """Compare runs and, with an output folder, write report.html, comparison.md, comparison.json, gaps.svg
     and loss_curves.png into it.
@@ -31,6 +32,7 @@ def publish_comparison(
         folders: what each run had as --save.
         baseline: folder or name of a run, or name of a recipe, to compare with; default the first.
         bound_fraction, confidence: what the verdicts go by.
+        unfinished: runs of the recipes that are not among the folders.
 
     Returns:
         The comparison and the files written.
@@ -42,8 +44,9 @@ def publish_comparison(
     if baseline is not None:
         baseline = _name_of(baseline, runs)
     comparison = compare_runs(
-        runs, baseline=baseline, warmup_steps=warmup_steps, bound_fraction=bound_fraction, confidence=confidence
-    )
+        runs, baseline=baseline, warmup_steps=warmup_steps, bound_fraction=bound_fraction, confidence=confidence,
+        unfinished=unfinished,
+    )  # fmt: skip
     if output_folder is None:
         return comparison, []
     # Drawing needs matplotlib, a table does not.

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 from small_run import COMMON, STYLES
 
-from megafp8.errors import ConfigError
+from megafp8.errors import ConfigError, DataError
 from megafp8.launch.batch import Job
 from megafp8.launch.run_state import RUN_STATE_FILE
 from megafp8.optim.schedule import preview_schedule
@@ -96,7 +96,18 @@ def test_wrong_flags_are_told_before_anything_starts(compare, tmp_path: Path) ->
     narrow = [*FLAGS, "--hidden-size", "48", "--num-attention-heads", "4"]
     status, _, told = compare(tmp_path / "out", "--recipes", "bf16,mxfp8", flags=narrow)
     assert status == 64 and "mxfp8: " in told and "bf16: " not in told
+    for extra in ("--precision *.linear_fc2=blockwise", "--first-last-layers-bf16", "--fp8-schedule bf16:2,fp8"):
+        status, _, told = compare(tmp_path / "out", "--recipes", "bf16", flags=[*FLAGS, *extra.split()])
+        assert status == 64 and "the baseline would, too" in told, extra
+    assert compare(tmp_path / "out", "--recipes", "bf16", flags=[*FLAGS, "--micro-batch-size", "auto"])[0] == 64
+    assert compare(tmp_path / "out", "--recipes", "bf16", "--bound", "nan")[0] == 64
     assert not (tmp_path / "out").exists()
+
+
+def test_a_baseline_that_failed_is_no_baseline(tool: ModuleType, tmp_path: Path) -> None:
+    jobs = [tool.Job(name=name, command=(), folder=tmp_path / name / "seed1") for name in ("bf16", "mxfp8")]
+    with pytest.raises(DataError, match="no run of bf16.* is done: it never began"):
+        tool.report(jobs, tool.build_parser().parse_args(["--output-dir", str(tmp_path)]))
 
 
 def test_a_dry_run_shows_every_command(compare, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import pytest
 
 from megafp8.errors import DataError
 from megafp8.reports import tables
-from megafp8.reports.compare import compare_runs
+from megafp8.reports.compare import Unfinished, compare_runs
 from megafp8.reports.load import load_run, load_runs
 
 
@@ -40,6 +40,30 @@ def test_gap_speed_and_memory(pair) -> None:
     assert fp8.perplexity == pytest.approx(math.exp(2.01))
     assert (fp8.tokens_per_second, fp8.speed_ratio) == (150.0, 1.5)
     assert fp8.model_tflops_per_device is None
+
+
+@pytest.mark.parametrize(("is_diverged", "verdict"), [(True, "beyond"), (False, "not decided")])
+def test_seeds_that_are_there_say_nothing_of_one_that_failed(write_run, is_diverged: bool, verdict: str) -> None:
+    seeds = {seed: {"seed": seed} for seed in (1, 2)}
+    folders = [
+        write_run(f"{name}/seed{seed}", [4.0] * 8, validations={8: 2.0}, recipe=name, config={"training": seeds[seed]})
+        for name in ("bf16", "fp8") for seed in (1, 2)
+    ]  # fmt: skip
+    runs = load_runs(folders)
+    assert [row.verdict for row in compare_runs(runs, baseline="bf16").recipes] == ["", "within"]
+    failed = Unfinished(recipe="fp8", name="seed3", reason="step 7: loss is not finite", is_diverged=is_diverged)
+    comparison = compare_runs(runs, baseline="bf16", unfinished=[failed])
+    assert [row.verdict for row in comparison.recipes] == ["", verdict]
+    assert comparison.warnings == ("fp8/seed3 is not done and not in the figures: step 7: loss is not finite",)
+
+
+def test_runs_that_ended_elsewhere_decide_nothing(write_run) -> None:
+    seeds = {seed: {"seed": seed} for seed in (1, 2)}
+    folders = [
+        write_run(f"{name}/seed{seed}", [4.0] * 8, validations={at: 2.0}, recipe=name, config={"training": seeds[seed]})
+        for name, at in (("bf16", 8), ("fp8", 4)) for seed in (1, 2)
+    ]  # fmt: skip
+    assert [row.verdict for row in compare_runs(load_runs(folders)).recipes] == ["", "not decided"]
 
 
 def test_another_baseline_turns_the_signs(pair) -> None:
