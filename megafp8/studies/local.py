@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
 import shutil
@@ -18,7 +19,8 @@ from typing import Optional
 
 from megafp8.errors import INTERNAL, PREEMPTED, ConfigError, RunFolderInUse
 from megafp8.launch.process import end_with_parent
-from megafp8.studies.progress import DONE, is_due, progress_of
+from megafp8.launch.run_state import RunState
+from megafp8.studies.progress import DONE, STOPPED, is_due, progress_of
 from megafp8.studies.runs import StudyRun, labels_text
 
 OUTPUT_FILE = "output.log"
@@ -36,7 +38,8 @@ def command_of(run: StudyRun, script: Path) -> list[str]:
 def visible_gpus() -> tuple[str, ...]:
     """What CUDA_VISIBLE_DEVICES may name on this machine; empty without GPUs."""
     if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return tuple(part.strip() for part in chosen.split(",") if part.strip())
+        parts = [part.strip() for part in chosen.split(",") if part.strip()]
+        return tuple(itertools.takewhile(lambda part: not part.startswith("-"), parts))  # as CUDA: -1 ends the list
     if shutil.which("nvidia-smi") is None:
         return ()
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
@@ -45,9 +48,10 @@ def visible_gpus() -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Active:
-    """A run that runs."""
+    """A run that runs. `before` is the state of its start before this one."""
 
     run: StudyRun
+    before: Optional[RunState]
     process: subprocess.Popen
     gpus: tuple[str, ...]
 
@@ -73,7 +77,7 @@ class LocalRunner:
         self.free, self.has_gpus = list(gpus), bool(gpus)
         self.active: list[Active] = []
         self.statuses: list[int] = []
-        self.asked = False
+        self.asked = self.has_signal = False
         if large := [run.label for run in runs if gpus and run.world_size > len(gpus)]:
             raise ConfigError(f"{labels_text(large)}: more GPUs (gpus) than the {len(gpus)} of this machine")
 
@@ -85,9 +89,10 @@ class LocalRunner:
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.stop)
-        while self.active or self.waiting:
-            while self.waiting and self.start_next():
+        while self.active or (self.waiting and not self.asked):
+            while self.waiting and not self.asked and self.start_next():
                 pass
+            self.pass_on()
             time.sleep(LOOK_S if self.active else 0)
             for one in [one for one in self.active if one.process.poll() is not None]:
                 self.finish(one)
@@ -117,7 +122,7 @@ class LocalRunner:
                 command_of(run, self.script), stdout=output, stderr=output, env=environment, start_new_session=True,
                 preexec_fn=end,
             )  # fmt: skip
-        self.active.append(Active(run=run, process=process, gpus=gpus))
+        self.active.append(Active(run=run, before=before.found, process=process, gpus=gpus))
         self.tell(f"{'starts':<10} {run.label}" + (f" on GPU {environment['CUDA_VISIBLE_DEVICES']}" if gpus else ""))
         return True
 
@@ -126,23 +131,29 @@ class LocalRunner:
         self.active.remove(one)
         self.free += one.gpus
         after = progress_of(one.run)
-        if after.state == DONE:
+        # One that ended before its run began, with wrong flags say, has left no state, or that of the start before.
+        own = None if after.found is None or after.found.is_of(one.before) else after.found
+        if own is not None and after.state in (DONE, STOPPED):
             took = f" in {after.seconds:.0f} s" if after.seconds is not None else ""
             self.tell(f"{after.state:<10} {one.run.label}{took}")
             return
-        # One that ended before its run began, with wrong flags say, has left no state.
-        status = after.found.exit_status if after.found is not None else None
-        status = status or one.process.returncode
+        status = (None if own is None else own.exit_status) or one.process.returncode
         if status == RunFolderInUse.exit_status:
             self.tell(f"{'running':<10} {one.run.label}, started by someone else")
             return
         self.statuses.append(status if status > 0 else INTERNAL)
-        reason = after.reason.splitlines()[0] if after.reason else f"status {status}"
-        self.tell(f"{after.state:<10} {one.run.label}: {reason}; see {one.run.folder / OUTPUT_FILE}")
+        state, reason = "failed", f"status {status}, before its run began"
+        if own is not None:
+            state, reason = after.state, after.reason.splitlines()[0] if after.reason else f"status {status}"
+        self.tell(f"{state:<10} {one.run.label}: {reason}; see {one.run.folder / OUTPUT_FILE}")
 
     def stop(self, number: int, frame: Optional[FrameType]) -> None:
-        """Start nothing more; what runs saves and ends."""
-        self.asked = True
-        self.waiting.clear()
-        for one in self.active:
-            one.process.terminate()
+        """Start nothing more; what runs saves and ends. The loop does it: a signal comes amid anything."""
+        self.asked = self.has_signal = True
+
+    def pass_on(self) -> None:
+        """Hand a signal that came to all that runs."""
+        if self.has_signal:
+            self.has_signal = False
+            for one in self.active:
+                one.process.terminate()

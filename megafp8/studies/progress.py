@@ -18,7 +18,7 @@ from megafp8.studies.runs import StudyRun
 from megafp8.studies.study import Study
 
 STUDY_FILE = "study.json"
-WAITING, QUEUED, RUNNING, DONE = "waiting", "queued", "running", "done"
+WAITING, QUEUED, RUNNING, DONE, STOPPED = "waiting", "queued", "running", "done", "stopped"
 
 
 @dataclass(frozen=True, kw_only=True)

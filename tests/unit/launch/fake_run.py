@@ -38,7 +38,7 @@ def main(folder: Path, ends: list[str]) -> int:
         (folder / "waits").touch()
         signal.sigwait([signal.SIGTERM])
         state = "preempted"
-    status = {"done": 0, "preempted": 75}.get(state, int(state) if state.isdigit() else None)
+    status = {"done": 0, "stopped": 0, "preempted": 75}.get(state, int(state) if state.isdigit() else None)
     now = time.time()
     with open(folder / RECORDS_FILE, "a") as stream:
         stream.write(json.dumps({"kind": "step", "step": int(step)}) + "\n")

@@ -112,6 +112,38 @@ def test_a_signal_lets_runs_save_and_starts_no_more(study_of) -> None:
     assert start(runs)[0] == 0
 
 
+def test_a_start_that_never_began_is_not_told_as_the_one_before(study_of) -> None:
+    runs = study_of({"1": ["66:0:3", "nothing"]})
+    assert start(runs)[0] == 66
+    status, told = start(runs)
+    assert status == 3 and told[-1].startswith("failed") and "status 3, before its run began" in told[-1]
+
+
+def test_a_run_that_its_flags_stopped_has_not_failed(study_of) -> None:
+    status, told = start(study_of({"1": ["stopped:20:20"]}))
+    assert status == 0 and told[-1].startswith("stopped")
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_signal_around_a_start_is_passed_on(study_of, monkeypatch, when: str) -> None:
+    """It comes while the process is made, before the runner has it in its list."""
+    runs = study_of({"1": ["wait:7:7"], "2": ["done:60:60"]})
+    made = []
+
+    class Interrupted(subprocess.Popen):
+        def __init__(self, *arguments, **options):
+            made.append(self)
+            if when == "before":
+                os.kill(os.getpid(), signal.SIGTERM)
+            super().__init__(*arguments, **options)
+            if when == "after":
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    assert start(runs)[0] == PREEMPTED
+    assert len(made) == 1 and made[0].returncode is not None
+
+
 def test_ranks_are_torchruns(study_of) -> None:
     single, wide = study_of({"1": ["done"]}, ", gpus: [1, 2]")
     assert command_of(single, SCRIPT)[:2] == [sys.executable, str(SCRIPT)]
@@ -122,6 +154,9 @@ def test_ranks_are_torchruns(study_of) -> None:
 def test_visible_gpus(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-aa")
     assert visible_gpus() == ("3", "GPU-aa")
+    for hidden, shown in (("-1", ()), ("2,-1,3", ("2",))):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert visible_gpus() == shown
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert visible_gpus() == ()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
