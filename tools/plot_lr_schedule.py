@@ -23,11 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 from megafp8.config import derived, flags, rules
 from megafp8.config.rules import batch, numbers, schedule
 from megafp8.config.schema import RunConfig
-from megafp8.errors import ConfigError, Megafp8Error
+from megafp8.errors import ConfigError, DataError, Megafp8Error
 
 if TYPE_CHECKING:
     from megafp8.optim.schedule import ScheduledStep
 
+PICTURES = (".png", ".svg", ".pdf")
 NUM_DRAWN = 2000
 NUM_ROWS = 10
 
@@ -106,6 +107,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run and return the exit status."""
     options, words = build_parser().parse_known_args(argv)
     try:
+        if options.output is not None and options.output.suffix not in PICTURES:
+            raise ConfigError(f"--output {options.output}: a picture ends with {', '.join(PICTURES)}")
         config, ranks = read_config(words)
         from megafp8.device import mcore_cpu
 
@@ -125,6 +128,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             drawn = preview_schedule(config, ranks, sorted({*range(1, last + 1, stride), *corners, last}))
             draw(drawn, marks, config, options.output)
             print(f"wrote {options.output}", file=sys.stderr)
+    except OSError as error:
+        print(f"plot_lr_schedule: --output {options.output}: {error.strerror}", file=sys.stderr)
+        return DataError.exit_status
     except Megafp8Error as error:
         print(f"plot_lr_schedule: {error}", file=sys.stderr)
         return error.exit_status

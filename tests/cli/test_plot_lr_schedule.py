@@ -87,3 +87,11 @@ def test_what_a_run_refuses_is_refused(tool, capsys, words: str, said: str) -> N
 def test_a_short_run_of_a_long_schedule_may_warm_up(tool, capsys) -> None:
     found = rates(tool, capsys, "--lr-warmup-iters", "99", "--lr-decay-iters", "200")
     assert found[100] == pytest.approx(1e-3)
+
+
+def test_a_picture_that_cannot_be_written_is_told(tool, tmp_path: Path, capsys) -> None:
+    assert tool.main([*RUN, "--output", str(tmp_path / "x.xyz")]) == 64
+    (tmp_path / "file").touch()
+    assert tool.main([*RUN, "--output", str(tmp_path / "file" / "x.png")]) == 66
+    told = capsys.readouterr().err
+    assert "a picture ends with .png, .svg, .pdf" in told and "Traceback" not in told
