@@ -8,13 +8,16 @@ known; who started this bounds its time.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Optional
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -25,15 +28,20 @@ GPU_BYTES, CPU_BYTES = 256 << 20, 1 << 20
 REPEATS = 5
 
 
-def try_group(place: Place, meeting: str, rank: int, size: int) -> float:
+def try_group(place: Place, meeting: str, rank: int, size: int, timeout_s: float) -> float:
     """All-reduce among some ranks; seconds of one.
 
     Raises:
         RuntimeError: they did not meet in time, or sums are wrong.
     """
     device = torch.device("cuda", place.rank) if place.is_gpu else torch.device("cpu")
-    timeout = timedelta(seconds=place.timeout_s)
+    timeout = timedelta(seconds=timeout_s)
     backend = "nccl" if place.is_gpu else "gloo"
+    address = urlsplit(meeting)
+    if rank and address.port:
+        wait_for_listener(str(address.hostname), address.port, timeout_s)
+    # Groups meet under their count, which one that did not come about leaves as it was then: other ranks have another.
+    dist.distributed_c10d._world.group_count = 0
     dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=size, timeout=timeout)
     try:
         values = torch.empty((GPU_BYTES if place.is_gpu else CPU_BYTES) // 4, device=device)
@@ -53,6 +61,20 @@ def try_group(place: Place, meeting: str, rank: int, size: int) -> float:
         dist.destroy_process_group()
 
 
+def wait_for_listener(host: str, port: int, timeout_s: float) -> None:
+    """Until somebody listens there; torch's own way of meeting waits up to three times as long as it is told.
+
+    Raises:
+        RuntimeError: nobody did in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while (left_s := deadline - time.monotonic()) > 0:
+        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=left_s):
+            return
+        time.sleep(0.1)
+    raise RuntimeError(f"nobody listened on {host}:{port} within {timeout_s:.0f} s")
+
+
 def tell(members: Sequence[int], num_bytes: int, seconds: Optional[float], error: Optional[str]) -> None:
     """One result, for who started this."""
     line = {"members": list(members), "bytes": num_bytes, "seconds": seconds, "error": error}
@@ -63,8 +85,6 @@ def tell(members: Sequence[int], num_bytes: int, seconds: Optional[float], error
 def main(text: str) -> None:
     place = Place(**json.loads(text))
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # an all-reduce that never ends becomes an error
-    if place.is_gpu:
-        torch.cuda.set_device(place.rank)
     size, num_nodes = place.ranks_per_node, len(place.nodes)
     groups = [([place.node], f"file://{place.store}", place.rank, size)]
     for link in links_of(place.node, num_nodes):
@@ -72,9 +92,14 @@ def main(text: str) -> None:
         meeting = f"tcp://{place.nodes[link]}:{place.port + link % PORTS}"
         groups.append((members, meeting, members.index(place.node) * size + place.rank, 2 * size))
     num_bytes = GPU_BYTES if place.is_gpu else CPU_BYTES
-    for members, meeting, rank, group_size in groups:
+    began = time.monotonic()
+    for number, (members, meeting, rank, group_size) in enumerate(groups):
+        # The other ranks may have waited in vain for all groups before this one.
+        timeout_s = max(place.timeout_s, (number + 1) * place.timeout_s - (time.monotonic() - began))
         try:
-            tell(members, num_bytes, try_group(place, meeting, rank, group_size), None)
+            if place.is_gpu:
+                torch.cuda.set_device(place.rank)
+            tell(members, num_bytes, try_group(place, meeting, rank, group_size, timeout_s), None)
         except (RuntimeError, ValueError) as error:
             tell(members, num_bytes, None, str(error).splitlines()[0])
 

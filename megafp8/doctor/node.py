@@ -90,21 +90,30 @@ def results(place: Place, scratch: Path, ranks: Sequence[subprocess.Popen]) -> t
     expected = [(place.node,), *(members_of(link, num_nodes) for link in links_of(place.node, num_nodes))]
     deadline_s = START_S + 2 * place.timeout_s * len(expected)
     told: list[dict[tuple[int, ...], dict]] = []
+    silences: list[str] = []
     for rank, process in enumerate(ranks):
         try:
             process.wait(deadline_s)
+            silences.append(f"ended with status {process.returncode}{last_words(scratch / f'errors{rank}')}")
         except subprocess.TimeoutExpired:
             deadline_s = 0.0
             process.kill()
             process.wait()
+            silences.append("no answer in time")
         lines = map(json.loads, (scratch / f"rank{rank}").read_text().splitlines())
         told.append({tuple(line["members"]): line for line in lines})
-    return tuple(combined(members, [lines.get(members) for lines in told]) for members in expected)
+    return tuple(combined(members, [lines.get(members) for lines in told], silences) for members in expected)
 
 
-def combined(members: tuple[int, ...], lines: Sequence[dict | None]) -> GroupResult:
-    """One result of those of all ranks of this node."""
-    errors = [f"rank {rank}: {'no answer in time' if line is None else line['error']}"
+def last_words(path: Path) -> str:
+    """The last line of what a rank wrote to standard error, after a colon; empty without one."""
+    lines = path.read_text(errors="replace").split("\n") if path.exists() else []
+    return next((f": {line.strip()}" for line in reversed(lines) if line.strip()), "")
+
+
+def combined(members: tuple[int, ...], lines: Sequence[dict | None], silences: Sequence[str]) -> GroupResult:
+    """One result of those of all ranks of this node; `silences` say why a rank has none."""
+    errors = [f"rank {rank}: {silences[rank] if line is None else line['error']}"
               for rank, line in enumerate(lines) if line is None or line["error"]]  # fmt: skip
     if errors:
         return GroupResult(members=members, bytes_per_s=None, error=errors[0])

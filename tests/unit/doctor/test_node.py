@@ -57,9 +57,18 @@ def test_the_slowest_rank_counts_and_an_error_of_one_is_the_groups(tmp_path: Pat
 
 
 def test_a_rank_that_hangs_is_killed_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node, "START_S", 0.1)
+    monkeypatch.setattr(node, "START_S", 2.0)
     leave(tmp_path, 1, said([0], 1.0)).wait()
-    ranks = [leave(tmp_path, 0, said([0], 1.0)), subprocess.Popen(["sleep", "60"])]
+    ranks = [leave(tmp_path, 0, said([0], 1.0), said([0, 1], 1.0)), subprocess.Popen(["sleep", "60"])]
     (own, link) = node.results(place(("a", "b")), tmp_path, ranks)
-    assert own.error is None and link.error == "rank 0: no answer in time"
+    assert own.error is None and link.error == "rank 1: no answer in time"
     assert all(process.poll() is not None for process in ranks)
+
+
+def test_a_rank_that_died_has_its_last_words_told(tmp_path: Path) -> None:
+    process = leave(tmp_path, 0, said([0], 1.0))
+    dead = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
+    (tmp_path / "rank1").touch()
+    (tmp_path / "errors1").write_text("Traceback\nImportError: no torch\n\n")
+    (own,) = node.results(place(timeout_s=30.0), tmp_path, [process, dead])
+    assert own.error == "rank 1: ended with status 7: ImportError: no torch"

@@ -42,9 +42,7 @@ class Job:
             path.parent.mkdir(exist_ok=True)
             others = "'PENDING (null)' 'RUNNING (null)'" if is_task else ""  # of its array
             path.write_text(
-                STANDIN.format(
-                    folder=folder, state=state, status=status, excluded=excluded, end=end, others=others
-                )
+                STANDIN.format(folder=folder, state=state, status=status, excluded=excluded, end=end, others=others)
             )
             path.chmod(0o755)
         self.environment = os.environ | {

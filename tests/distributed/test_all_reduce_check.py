@@ -1,0 +1,67 @@
+"""All-reduces among nodes, one of which is not there: processes on this machine are the nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import multiprocessing
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from megafp8.device import all_reduce_check
+from megafp8.launch.nodes import GroupResult, NodeReport, Place, judge_nodes
+from megafp8.launch.process import end_with_parent
+
+NUM_NODES, ABSENT = 4, 2
+
+
+def be_node(place: Place, told: Path) -> None:
+    """The life of a node's only rank."""
+    end_with_parent(signal.SIGKILL)
+    with open(told, "w") as stream, contextlib.redirect_stdout(stream):
+        all_reduce_check.main(json.dumps(dataclasses.asdict(place)))
+
+
+def free_ports() -> int:
+    """The first of as many ports in a row as there are nodes."""
+    for first in range(20100, 30000, 100):
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + NUM_NODES):
+                stack.enter_context(socket.socket()).bind(("", port))
+            return first
+    raise RuntimeError("no ports are free")
+
+
+def report(node: int, told: Path) -> NodeReport:
+    lines = [json.loads(line) for line in told.read_text().splitlines()]
+    groups = tuple(
+        GroupResult(members=tuple(line["members"]), bytes_per_s=1.0, error=line["error"]) for line in lines
+    )
+    return NodeReport(node=f"n{node}", problems=(), software="", gpus=(), clock_s=0.0, groups=groups)
+
+
+def test_a_node_that_is_not_there_is_blamed_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its neighbours wait for it in vain, and must meet their other neighbours afterwards."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    port = free_ports()
+    nodes = [node for node in range(NUM_NODES) if node != ABSENT]
+    processes = []
+    for node in nodes:
+        place = Place(
+            nodes=("127.0.0.1",) * NUM_NODES, node=node, rank=0, ranks_per_node=1, port=port,
+            store=str(tmp_path / f"store{node}"), timeout_s=2.0, is_gpu=False,
+        )  # fmt: skip
+        process = multiprocessing.get_context("fork").Process(target=be_node, args=(place, tmp_path / f"told{node}"))
+        process.start()
+        processes.append(process)
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    reports = [report(node, tmp_path / f"told{node}") if node in nodes else None for node in range(NUM_NODES)]
+    failed = {group.members for one in reports if one for group in one.groups if group.error}
+    assert failed == {(1, 2), (2, 3)}
+    assert list(judge_nodes([f"n{node}" for node in range(NUM_NODES)], reports)) == [f"n{ABSENT}"]
