@@ -2,7 +2,7 @@
 """Submit training to Slurm: from a job file, from flags or from both, to a batch script that you can read and edit.
 
     python launcher/slurm.py --name first --nodes 4 --time 24:00:00 --partition gpu --dry-run -- FLAGS
-    python launcher/slurm.py examples/slurm/llama3_8b.yaml --account mine
+    python launcher/slurm.py examples/jobs/llama3_8b_multi_node.yaml --account mine
 
 FLAGS are those of pretrain_gpt.py, with --save and --load on one folder. They come after the job file's, and the last
 one wins. Everything is checked before anything is submitted. The script looks at every node, starts one torchrun on
@@ -92,6 +92,9 @@ def read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, Job]:
         name: value for name, value in vars(arguments).items()
         if name not in ("job_file", "output", "dry_run", "torchrun")
     }  # fmt: skip
+    wrong = [f"--environment {pair}: NAME=VALUE" for pair in given.get("environment", ()) if "=" not in pair]
+    if wrong:
+        raise ConfigError(wrong)
     for name in ("environment", "sbatch"):
         if name in given:
             given[name] = dict(pair.partition("=")[::2] for pair in given[name])
@@ -116,6 +119,8 @@ def check_training(job: Job) -> None:
     for words in job.commands:
         invocation, wrong = flags.read(words)
         wrong += rules.setting_problems(invocation.config, job.world_size)
+        if "--dry-run" in words:
+            wrong = [*wrong, "--dry-run among the flags of training: the job would not train; give it before --"]
         problems += [text for text in wrong if text not in problems]
     if problems:
         raise ConfigError(problems)

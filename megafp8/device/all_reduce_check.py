@@ -40,8 +40,6 @@ def try_group(place: Place, meeting: str, rank: int, size: int, timeout_s: float
     address = urlsplit(meeting)
     if rank and address.port:
         wait_for_listener(str(address.hostname), address.port, timeout_s)
-    # Groups meet under their count, which one that did not come about leaves as it was then: other ranks have another.
-    dist.distributed_c10d._world.group_count = 0
     dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=size, timeout=timeout)
     try:
         values = torch.empty((GPU_BYTES if place.is_gpu else CPU_BYTES) // 4, device=device)

@@ -21,6 +21,9 @@ NAME = re.compile(r"[\w.+-]+")
 VARIABLE = re.compile(r"[A-Za-z_]\w*")
 ENDPOINT = re.compile(r"[\w.-]+:\d+")
 TIME = re.compile(r"(?:\d+-)?\d+(?::\d+){0,2}")
+# Options of sbatch that a job's own fields give, or that restarts rest on.
+TAKEN = ("job-name", "nodes", "time", "array", "signal", "requeue", "no-requeue", "gpus-per-node", "partition",
+         "account", "output", "ntasks-per-node", "cpus-per-task", "open-mode")  # fmt: skip
 PROJECT = str(Path(__file__).resolve().parents[2])
 
 
@@ -160,6 +163,8 @@ def check_job(job: Job) -> None:
         )
     problems += [f"environment: {name!r} is no name of a variable" for name in job.environment if not
                  VARIABLE.fullmatch(name)]  # fmt: skip
+    problems += [f"sbatch: {name}: a job's fields or the launcher itself give it" for name in job.sbatch
+                 if name in TAKEN]  # fmt: skip
     if job.gpus_per_node and job.ranks_per_node not in (None, job.gpus_per_node):
         problems.append(f"ranks_per_node: {job.ranks_per_node}, gpus_per_node: {job.gpus_per_node}: a rank has one GPU")
     if job.endpoint is not None and not ENDPOINT.fullmatch(job.endpoint):

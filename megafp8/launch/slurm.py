@@ -15,7 +15,7 @@ import subprocess
 from pathlib import Path
 from typing import Optional
 
-from megafp8.errors import ConfigError
+from megafp8.errors import INTERNAL, ConfigError
 from megafp8.launch.job import SLURM_EARLY_S, Job, warning_s
 from megafp8.launch.shell import array, environment_lines, quoted, training_lines
 
@@ -26,7 +26,8 @@ def script(job: Job) -> str:
     """The batch script of a job, or of a job array when it has `runs`."""
     parts = [
         ["#!/usr/bin/env bash", *directives(job)],
-        ["# Written by launcher/slurm.py; edit it as you like.", "set -euo pipefail", *environment_lines(job)],
+        ["# Written by launcher/slurm.py; edit it as you like.", "set -euo pipefail", *limit_lines(job),
+         *environment_lines(job)],
         training_lines(job),
         each_node_lines(job),
         check_lines(job) if job.check_nodes else [],
@@ -62,6 +63,14 @@ def directives(job: Job) -> list[str]:
         f"#SBATCH --{name}={shlex.quote(value)}" if value else f"#SBATCH --{name}"
         for name, value in options.items() if value is not None
     ]  # fmt: skip
+
+
+def limit_lines(job: Job) -> list[str]:
+    """The end of a job that Slurm itself, after nodes that died, has put back too often."""
+    return [
+        f'[ "${{SLURM_RESTART_COUNT:-0}}" -le {job.max_requeues} ] || '
+        f'{{ echo "the job came out of the queue again more than {job.max_requeues} times" >&2; exit {INTERNAL}; }}'
+    ]
 
 
 def each_node_lines(job: Job) -> list[str]:
@@ -110,10 +119,11 @@ def start_lines(job: Job) -> list[str]:
         torchrun = [
             '--nnodes "$SLURM_NNODES" --rdzv-backend c10d --rdzv-endpoint "${nodes[0]}:$port" --rdzv-id "$SLURM_JOB_ID"'
         ]
-    on_each = f'PET_LOG_DIR={shlex.quote(job.log_folder)}/ranks/$SLURMD_NODENAME exec "$@"'
+    task, shown = ("${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID/", "ARRAY_TASK/") if job.runs else ("", "")
+    on_each = f'PET_LOG_DIR={shlex.quote(job.log_folder)}/ranks/{task}$SLURMD_NODENAME exec "$@"'
     return [
         "# One torchrun a node. What a rank writes goes to files of its own under",
-        f"# {job.log_folder}/ranks/NODE, and that of a node's first rank also here.",
+        f"# {job.log_folder}/ranks/{shown}NODE, and that of a node's first rank also here.",
         *meeting,
         *array(
             "torchrun",

@@ -159,7 +159,9 @@ class Supervisor:
         if last.state == "preempted" and self.limits.ends_when_preempted:
             return PREEMPTED, "start this again to go on"
         if stillborn >= STILLBORN:
-            return last.exit_status or INTERNAL, f"{stillborn} starts in a row; the output above says why"
+            # The same command has trained before: it is sound, and another time or node may be better.
+            status = INTERNAL if last.saved_step else last.exit_status or INTERNAL
+            return status, f"{stillborn} starts in a row; the output above says why"
         if fruitless >= self.limits.max_restarts:
             return last.exit_status or INTERNAL, (
                 f"gives up after {fruitless} restarts without {self.limits.min_progress_steps} more saved steps "

@@ -145,3 +145,16 @@ def test_torchrun_sh_runs_each_rank_with_a_log_of_its_own(tmp_path: Path) -> Non
     assert len(seen(tmp_path)) == 2
     logs = sorted((tmp_path / "run/logs/ranks" / socket.gethostname()).rglob("stdout.log"))
     assert [path.read_text() for path in logs] == ["rank 0 of 2\n", "rank 1 of 2\n"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--environment", "FOO", "--"], "--environment FOO: NAME=VALUE"),
+        (["--", "--dry-run"], "--dry-run among the flags of training"),
+    ],
+)
+def test_what_would_do_something_else_than_it_says_is_refused(words: list[str], told: str, launcher, capsys) -> None:
+    training = [*RUN.split(), "--global-batch-size", "8", "--save", "runs/a", "--load", "runs/a"]
+    assert launcher.main(["--name", "a", "--dry-run", *words, *training]) == 64
+    assert told in capsys.readouterr().err

@@ -87,6 +87,7 @@ def test_runs_of_an_array_are_lines() -> None:
         ({"array_limit": "2"}, "there are no `runs`"),
         ({"mounts": "data"}, "there is no container"),
         ({"runs": "--lr 1\n--lr 2", "logs": "l"}, "--save runs/a: 2 runs have it"),
+        ({"sbatch": {"nodes": "2"}}, "sbatch: nodes: a job's fields"),
         ({"runs": "--lr 1"}, "an array needs a folder"),
     ],
 )

@@ -141,6 +141,14 @@ def test_what_is_awkward_to_say_in_shell_arrives(nodes: int, tmp_path: Path) -> 
     assert checked.count(f"{folder}/logs/nodes/41-0") == 2 and checked.count("10042") == 2
 
 
+def test_a_job_that_slurm_put_back_too_often_ends(tmp_path: Path) -> None:
+    text = slurm.script(dataclasses.replace(ONE, project=str(tmp_path), max_requeues=2))
+    head = text[: text.index("cd ")] + "exit 0\n"
+    for restarts, status in ((2, 0), (3, 70)):
+        ended = subprocess.run(["bash", "-c", head], env={"SLURM_RESTART_COUNT": str(restarts)}, capture_output=True)
+        assert ended.returncode == status
+
+
 def test_a_job_s_own_variables_and_options_win() -> None:
     job = dataclasses.replace(ONE, environment={"NCCL_DEBUG": "INFO"}, sbatch={"mem": "100G"})
     text = slurm.script(job)

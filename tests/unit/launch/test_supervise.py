@@ -86,6 +86,11 @@ def test_a_command_that_never_begins_its_run(tmp_path: Path) -> None:
     assert "the command ended with status 3 before its run began" in told[0]
 
 
+def test_a_run_that_has_made_progress_may_begin_again_elsewhere(tmp_path: Path) -> None:
+    status, _, log = supervise(tmp_path, "70:40:47 nothing")
+    assert (status, log[-1]["state"]) == (70, "stillborn")
+
+
 def test_a_signal_is_passed_on_and_no_restart_follows(tmp_path: Path) -> None:
     process = subprocess.Popen(command(tmp_path, "wait:8:8 done:60:60"), stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 30
