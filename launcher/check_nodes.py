@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
 from megafp8.errors import INTERNAL
-from megafp8.launch.nodes import judge_nodes, read_report, summary, write_report
+from megafp8.launch.nodes import gpu_problems, judge_nodes, read_report, summary, write_report
 from megafp8.launch.requeue import requeue
 
 NODE = "SLURMD_NODENAME"
@@ -69,7 +69,9 @@ def main(argv: Sequence[str]) -> int:
     if not wrong:
         tell(summary(arguments.nodes, reports))
         return 0
-    if len(wrong) == len(arguments.nodes) > 1:
+    if len(reports) == 1 and not (reports[0] and gpu_problems(reports[0])):
+        tell("this may be wrong with every node: only for its GPUs would a single node be exchanged")
+    elif len(wrong) == len(arguments.nodes) > 1:
         tell("this is wrong with every node, so that others would hardly be better")
     elif arguments.requeue:
         requeue(arguments.max_requeues, tell, exclude=list(wrong))

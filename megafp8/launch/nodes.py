@@ -171,7 +171,16 @@ def judge_nodes(nodes: Sequence[str], reports: Sequence[Optional[NodeReport]]) -
 
 def own_problems(report: NodeReport) -> list[str]:
     """What a node's report says against it."""
-    problems = list(report.problems)
+    own = [group for group in report.groups if len(group.members) == 1]
+    return [
+        *report.problems, *gpu_problems(report),
+        *(f"all-reduce within the node: {group.error}" for group in own if group.error),
+    ]  # fmt: skip
+
+
+def gpu_problems(report: NodeReport) -> list[str]:
+    """What belongs to this node and no other: its GPUs. The rest may be wrong with every node, as files are shared."""
+    problems: list[str] = []
     for gpu in report.gpus:
         if gpu.used_bytes > IDLE_MEMORY_FRACTION * gpu.total_bytes:
             problems.append(
@@ -181,8 +190,6 @@ def own_problems(report: NodeReport) -> list[str]:
             problems.append(f"GPU {gpu.index}: {gpu.uncorrected_errors} uncorrected errors of its memory")
         if gpu.is_slowed:
             problems.append(f"GPU {gpu.index}: its clock is held down by the hardware")
-    own = [group for group in report.groups if len(group.members) == 1]
-    problems += [f"all-reduce within the node: {group.error}" for group in own if group.error]
     return problems
 
 

@@ -204,15 +204,20 @@ def test_an_array_runs_each_of_its_runs(cluster: Cluster, project: Path, monkeyp
 def test_a_job_comes_again_without_a_node_that_is_bad(
     cluster: Cluster, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the first node nothing can be started."""
-    broken = f'\n[ "$SLURMD_NODENAME" != {NODES[0]} ] || srun() {{ false; }}'
+    """The first node's GPU has errors of its memory."""
+    tool = project / "bad/nvidia-smi"
+    tool.parent.mkdir()
+    errors = "case $1 in --query-gpu=index,*) echo '0, H200, 9, 0, 2, Not Active' ;; *) exit 1 ;; esac"
+    tool.write_text(f"#!/bin/sh\n{errors}\n")
+    tool.chmod(0o755)
+    broken = f'\n[ "$SLURMD_NODENAME" != {NODES[0]} ] || export PATH={tool.parent}:$PATH'
     job = job_of(
         project, training=("--save", "run", "--load", "run"), check_nodes=True, sbatch={"nodelist": NODES[0]}
     )  # fmt: skip
     number = submit_job(cluster, dataclasses.replace(job, setup=f"{job.setup}{broken}"), monkeypatch)
     cluster.wait_for_requeue(number)
     told = cluster.output(number)
-    assert f"nodes: {NODES[0]}: it gave no report in time" in told and f"nodes: without {NODES[0]}" in told
+    assert f"nodes: {NODES[0]}: GPU 0: 2 uncorrected errors" in told and f"nodes: without {NODES[0]}" in told
     cluster.ask("scontrol", "update", f"JobId={number}", "ReqNodeList=")  # so that there is another one
     assert cluster.wait_for_state(number, "COMPLETED", "FAILED") == "COMPLETED", cluster.output(number)
     assert seen(project / "run")["node"] == NODES[1]

@@ -171,3 +171,17 @@ def test_what_is_wrong_with_every_node_is_not_mended_by_others(tmp_path: Path) -
     ended = judge_nodes(job, "n1", "n2")
     assert ended.returncode == 70 and not job.requeued
     assert "wrong with every node" in ended.stderr
+
+
+@pytest.mark.parametrize("num_errors", [0, 2])
+def test_a_single_node_is_exchanged_for_its_gpus_alone(tmp_path: Path, num_errors: int) -> None:
+    gpu = (
+        '{"index": 0, "name": "H200", "total_bytes": 9, "used_bytes": 0, "is_slowed": false, '
+        f'"uncorrected_errors": {num_errors}}}'
+    )
+    (tmp_path / "n1.json").write_text(
+        f'{{"node": "n1", "problems": ["torch: is not installed"], "software": "", "gpus": [{gpu}], "clock_s": 0, '
+        '"groups": []}'
+    )
+    job = Job(tmp_path)
+    assert judge_nodes(job, "n1").returncode == 70 and job.requeued == bool(num_errors)
