@@ -99,7 +99,7 @@ def train_steps(
         calibrate_if_due(run, sinks, progress)
     if progress.step < total_steps and run.guard.is_evaluation_due(progress.step):
         validate(run, sinks, progress)
-    reason = stopped_by_signals(run) if run.guard.stop_agreed else None  # or that validation would be left out
+    reason = stopped_by_signals(run.guard) if run.guard.stop_agreed else None  # or that validation would be left out
     if training.manual_gc:
         gc.disable()
     with profiler(run, folder) as profile_step, loader_deaths_explained(), saving(run, sinks) as saver:
@@ -130,7 +130,7 @@ def train_steps(
             reason = reason_to_stop(run, step, started) if step < total_steps else None
             is_last = reason is not None or step == total_steps
             if saver.save(progress, is_last) and not is_last and is_asked_to_stop(run):
-                reason = stopped_by_signals(run)  # while it saved: what is saved need not be saved again
+                reason = stopped_by_signals(run.guard)  # while it saved: what is saved need not be saved again
             collect_garbage(run, step)
     if training.manual_gc:
         gc.enable()
@@ -260,7 +260,7 @@ def evaluate_at_end(run: Run, sinks: Sinks, progress: Progress, total_steps: int
     if not (
         validate(run, sinks, progress) and record_evaluation(run, sinks, progress, "test", run.datasets[2])
     ):
-        stopped_by_signals(run)
+        stopped_by_signals(run.guard)
 
 
 def record_evaluation(run: Run, sinks: Sinks, progress: Progress, split: str, dataset: Any) -> bool:

@@ -48,9 +48,12 @@ def run_training(checked: Checked) -> int:
         begin(config, guard)
         told = {}
         if is_auto(config):
-            config, told["micro-batch size"] = choose_micro_batch(config, platform, checked.implementation)
-        run = dataclasses.replace(assemble(config, platform, checked.implementation), guard=guard)
-        train(run, told)
+            config, told["micro-batch size"] = choose_micro_batch(
+                config, platform, checked.implementation, guard
+            )
+        if not guard.stop_agreed:  # a signal may have ended the search for a size
+            run = dataclasses.replace(assemble(config, platform, checked.implementation), guard=guard)
+            train(run, told)
         guard.finish()
     faulthandler.dump_traceback_later(LEAVE_S, exit=True)
     leave_ranks()

@@ -49,6 +49,8 @@ from megafp8.planning.micro_batch import (
 )
 from megafp8.training import trial
 from megafp8.training.assemble import run_folder, tell
+from megafp8.training.guard import Guard
+from megafp8.training.stopping import stopped_by_signals
 from megafp8.training.trial_messages import EXCEEDED, Answer, Failed, Job, Measured, TooLarge
 
 CHOICE_FILE = "micro_batch_size.json"
@@ -97,10 +99,13 @@ class Choice:
         return f"{self.micro_batch_size}, from trials on {self.device} below {gib(self.limit_bytes)} GiB ({tried})"
 
 
-def choose_micro_batch(config: RunConfig, platform: Platform, implementation: str) -> tuple[RunConfig, str]:
+def choose_micro_batch(
+    config: RunConfig, platform: Platform, implementation: str, guard: Guard
+) -> tuple[RunConfig, str]:
     """The run with a size, and words on it for the record; all ranks call it, before anything is built.
 
-    A start that goes on with a run, or begins it again, takes the size that was found before.
+    A start that goes on with a run, or begins it again, takes the size that was found before. Where a
+    signal ends the search, `guard.stop_agreed` says so on all ranks, and the run comes back without a size.
 
     Raises:
         ConfigError: on all ranks: no size fits.
@@ -112,7 +117,9 @@ def choose_micro_batch(config: RunConfig, platform: Platform, implementation: st
         return with_size(config, known), note
     if rank() == 0 and note:
         tell(f"micro-batch size: {note}")
-    choice = find_choice(config, platform, implementation)
+    choice = find_choice(config, platform, implementation, guard)
+    if choice is None:
+        return config, guard.reason
     folder = run_folder(config)
     if folder is not None:
         on_rank_0(lambda: atomic_write_json(folder / CHOICE_FILE, dataclasses.asdict(choice)))
@@ -184,8 +191,8 @@ def read_choice(path: Path) -> Choice:
 # ---- trying -------------------------------------------------------------------------------------------------------
 
 
-def find_choice(config: RunConfig, platform: Platform, implementation: str) -> Choice:
-    """Try sizes until the fastest that fits is known; all ranks call it, and say the same.
+def find_choice(config: RunConfig, platform: Platform, implementation: str, guard: Guard) -> Optional[Choice]:
+    """Try sizes until the fastest that fits is known; None where a signal ended that. All ranks say the same.
 
     Raises:
         ConfigError: none fits.
@@ -208,6 +215,8 @@ def find_choice(config: RunConfig, platform: Platform, implementation: str) -> C
     process = TrialProcess(Job(config=config, implementation=implementation, limit_bytes=limit_bytes))
     try:
         while (size := next_size(hopeful, times_of(trials), first)) is not None:
+            if is_stopped(guard):
+                return None
             trials[size] = as_trial(size, predicted[size], process.measure(size))
             say(row(trials[size]))
     finally:
@@ -226,6 +235,14 @@ def find_choice(config: RunConfig, platform: Platform, implementation: str) -> C
     )  # fmt: skip
     say(f"micro-batch size: {size}, {derived.num_microbatches(with_size(config, size), ranks)} microbatches a step")
     return choice
+
+
+def is_stopped(guard: Guard) -> bool:
+    """Whether a signal asked any rank to stop, which is noted then; all ranks call it."""
+    guard.agree(sum(map(bool, together(lambda: guard.asked))))
+    if guard.stop_agreed:
+        stopped_by_signals(guard)
+    return guard.stop_agreed
 
 
 def memory_limit(config: RunConfig, platform: Platform) -> int:
@@ -374,7 +391,8 @@ class TrialProcess:
     def close(self) -> None:
         """End the process, whatever it waits for."""
         if self.process is not None:
-            self.process.kill()
-            self.process.join()
+            if self.process.pid is not None:  # else it could not be started
+                self.process.kill()
+                self.process.join()
             self.pipe.close()
             self.process = None

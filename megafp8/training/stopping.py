@@ -12,13 +12,14 @@ import torch.distributed as dist
 
 from megafp8.checkpoint.together import together
 from megafp8.training.assemble import Run
+from megafp8.training.guard import Guard
 
 
 def reason_to_stop(run: Run, step: int, started: float) -> Optional[str]:
     """Why the run should save and stop after this step, the same on all ranks; None to go on."""
     training, guard = run.config.training, run.guard
     if guard.stop_agreed:
-        return stopped_by_signals(run)
+        return stopped_by_signals(guard)
     reason = None
     if training.exit_interval and step % training.exit_interval == 0:
         reason = f"--exit-interval {training.exit_interval}"
@@ -47,13 +48,13 @@ def any_rank(run: Run, mine: bool) -> bool:
     return bool(flag > 0)
 
 
-def stopped_by_signals(run: Run) -> str:
+def stopped_by_signals(guard: Guard) -> str:
     """Note that signals end the run; which came to which ranks, in words. All ranks call it."""
-    asked = together(lambda: run.guard.asked)
+    asked = together(lambda: guard.asked)
     counts = Counter(number for number in asked if number)
     reason = ", ".join(
         f"{signal.Signals(number).name} to " + (f"rank {asked.index(number)}" if count == 1 else f"{count} ranks")
         for number, count in counts.items()
     )
-    run.guard.outcome, run.guard.reason = "preempted", reason
+    guard.outcome, guard.reason = "preempted", reason
     return reason

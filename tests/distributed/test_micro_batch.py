@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import multiprocessing
+import signal
 import time
 from collections.abc import Callable
 from functools import partial
@@ -14,16 +15,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from forked_runs import prepare, run_forked
 from ranks import run_ranks
 from small_run import COMMON, FP8, STYLES
 
 from megafp8.config import flags
+from megafp8.config.micro_batch import is_auto
 from megafp8.config.schema import RunConfig
 from megafp8.device.platform import Platform, detect_platform, peak_resident_bytes, resident_bytes
-from megafp8.errors import CheckpointError, ConfigError, DataError
+from megafp8.errors import PREEMPTED, CheckpointError, ConfigError, DataError
 from megafp8.reports.load import load_run
 from megafp8.training import micro_batch
+from megafp8.training.guard import Guard
 from megafp8.training.micro_batch import CHOICE_FILE, choose_micro_batch, read_choice
 from megafp8.training.trial import (
     TIMED_S,
@@ -195,7 +199,7 @@ def choose(
     if answer is not None:
         process.measure = answer
     micro_batch.TrialProcess = lambda job: process
-    config, told = choose_micro_batch(config, detect_platform(), "emulated")
+    config, told = choose_micro_batch(config, detect_platform(), "emulated", Guard())
     return config.training.micro_batch_size, told, process.asked
 
 
@@ -211,6 +215,26 @@ def test_the_fastest_that_fits_is_chosen_and_kept(tmp_path: Path) -> None:
     size, told, asked = run_ranks(1, choose, config, 3.0)[0]
     assert size == 1 and asked[-1] == 0 and {1, 2} < set(asked)
     assert "(1: 1.00 GiB 3 ms/sample, 2: 2.00 GiB 5 ms/sample, 4: does not fit: no room" in told
+
+
+def test_a_signal_to_one_rank_ends_the_search_on_all(tmp_path: Path) -> None:
+    config = auto_config(f"--save {tmp_path}")
+
+    def search() -> tuple[Any, ...]:
+        guard, process = Guard(), FakeProcess(8.0)
+
+        def measure(size: int) -> Answer:
+            if dist.get_rank() == 1:
+                guard.take(signal.SIGTERM, None)
+            return FakeProcess.measure(process, size)
+
+        process.measure = measure
+        micro_batch.TrialProcess = lambda job: process
+        found, _ = choose_micro_batch(config, detect_platform(), "emulated", guard)
+        return is_auto(found), len(process.asked), process.asked[-1], guard.exit_status, guard.reason
+
+    assert run_ranks(2, search) == [(True, 2, 0, PREEMPTED, "SIGTERM to rank 1")] * 2, "one size, then closed"
+    assert not (tmp_path / CHOICE_FILE).exists()
 
 
 def test_a_choice_beyond_another_limit_is_made_again(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from small_run import small_config
 
+from megafp8.errors import CheckpointError
 from megafp8.training.micro_batch import TrialProcess
 from megafp8.training.trial_messages import Answer, Failed, Job, Measured, TooLarge
 
@@ -48,6 +49,24 @@ def test_one_rank_out_of_memory_makes_a_size_too_large_for_all(end: str, reason:
 def test_another_failure_is_told_on_all_ranks(end: str, reason: str) -> None:
     heard = run_ranks(2, answers, [16], end, 2.0 if end == "hangs" else 30.0)
     assert heard == [[Failed(reason)]] * 2
+
+
+def test_a_process_that_cannot_be_started_is_told_on_all_ranks() -> None:
+    """One rank's cannot be pickled; neither waits, and both can close what they have."""
+
+    def start() -> str:
+        job = Job(config=small_config("llama", world_size=2), implementation="raises", limit_bytes=0)
+        process = TrialProcess(job, fake_trials.serve if dist.get_rank() else lambda job, pipe: None, 30.0)
+        try:
+            process.measure(4)
+        except CheckpointError as error:
+            return str(error)
+        finally:
+            process.close()
+        return "started"
+
+    told = run_ranks(2, start)
+    assert told[0] == told[1] and told[0].startswith("rank 0: ") and "pickle" in told[0]
 
 
 def test_a_lone_rank_needs_no_meeting() -> None:
