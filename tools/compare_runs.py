@@ -46,7 +46,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     from megafp8.reports.publish import publish_comparison
 
     try:
-        if not 0 < arguments.confidence < 100 or arguments.bound < 0:
+        if not 0 < arguments.confidence < 100 or not 0 <= arguments.bound < 100:
             raise ConfigError("--confidence is between 0 and 100, and --bound not below 0; both are percentages")
         comparison, written = publish_comparison(
             arguments.runs,

@@ -148,9 +148,11 @@ def compare_runs(
             )
         of_recipe = [_row(pair, warmup_steps) for pair in pairs]
         rows += of_recipe
-        missing = [each for each in unfinished if each.recipe == recipe.name]
+        missing = [each for each in unfinished if each.recipe in (recipe.name, base.name)]
         row = _recipe_row(recipe, pairs, of_recipe, recipe is base, bound_fraction, confidence)
-        recipe_rows.append(row if recipe is base or not missing else replace(row, verdict=verdict_without(missing)))
+        if missing and recipe is not base:
+            row = replace(row, verdict=verdict_without(missing, base.name))
+        recipe_rows.append(row)
         warnings += [text for pair in pairs if pair.run is not pair.base for text in _warnings(pair)]
     return Comparison(
         baseline=base.name,
@@ -164,9 +166,9 @@ def compare_runs(
     )
 
 
-def verdict_without(missing: Sequence[Unfinished]) -> str:
-    """Of a recipe of which runs are missing: those that are there say nothing of one that diverged."""
-    return BEYOND if any(each.is_diverged for each in missing) else UNDECIDED
+def verdict_without(missing: Sequence[Unfinished], baseline: str) -> str:
+    """Of a recipe of which runs are missing, or the baseline's: those that are there say nothing of one that failed."""
+    return BEYOND if any(each.is_diverged and each.recipe != baseline for each in missing) else UNDECIDED
 
 
 def find_baseline(recipes: Sequence[Recipe], baseline: Optional[str]) -> Recipe:

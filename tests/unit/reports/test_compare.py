@@ -42,8 +42,13 @@ def test_gap_speed_and_memory(pair) -> None:
     assert fp8.model_tflops_per_device is None
 
 
-@pytest.mark.parametrize(("is_diverged", "verdict"), [(True, "beyond"), (False, "not decided")])
-def test_seeds_that_are_there_say_nothing_of_one_that_failed(write_run, is_diverged: bool, verdict: str) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "is_diverged", "verdict"),
+    [("fp8", True, "beyond"), ("fp8", False, "not decided"), ("bf16", True, "not decided")],
+)
+def test_seeds_that_are_there_say_nothing_of_one_that_failed(
+    write_run, recipe: str, is_diverged: bool, verdict: str
+) -> None:
     seeds = {seed: {"seed": seed} for seed in (1, 2)}
     folders = [
         write_run(f"{name}/seed{seed}", [4.0] * 8, validations={8: 2.0}, recipe=name, config={"training": seeds[seed]})
@@ -51,10 +56,10 @@ def test_seeds_that_are_there_say_nothing_of_one_that_failed(write_run, is_diver
     ]  # fmt: skip
     runs = load_runs(folders)
     assert [row.verdict for row in compare_runs(runs, baseline="bf16").recipes] == ["", "within"]
-    failed = Unfinished(recipe="fp8", name="seed3", reason="step 7: loss is not finite", is_diverged=is_diverged)
+    failed = Unfinished(recipe=recipe, name="seed3", reason="step 7: loss is not finite", is_diverged=is_diverged)
     comparison = compare_runs(runs, baseline="bf16", unfinished=[failed])
     assert [row.verdict for row in comparison.recipes] == ["", verdict]
-    assert comparison.warnings == ("fp8/seed3 is not done and not in the figures: step 7: loss is not finite",)
+    assert comparison.warnings == (f"{recipe}/seed3 is not done and not in the figures: step 7: loss is not finite",)
 
 
 def test_runs_that_ended_elsewhere_decide_nothing(write_run) -> None:
