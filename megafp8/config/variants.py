@@ -92,7 +92,9 @@ def read_shared(words: Sequence[str], folder: str) -> tuple[RunConfig, list[str]
     ]
     config = invocation.config
     precision = config.precision
-    if precision_map.is_quantized(precision) or precision.fp8_schedule is not None or precision.first_last_layers_bf16:
+    is_told = not invocation.given.isdisjoint(own)
+    is_apart = precision.fp8_schedule is not None or precision.first_last_layers_bf16
+    if is_apart or (precision_map.is_quantized(precision) and not is_told):
         problems.append(
             "the settings of all runs quantize, or have a precision map or schedule: the baseline would, too; give "
             "them to a variant of their own, --variant NAME='FLAGS'"
