@@ -11,10 +11,8 @@ from megafp8.config.settings import with_values
 from megafp8.errors import ConfigError
 
 BASELINE, CONTROL = "bf16", "bf16-control"
-# The format that is usual for a recipe; `RECIPE-FORMAT` names another one.
-USUAL_FORMATS = {"tensorwise": "hybrid", "delayed": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}
-FP8_FORMATS = ("e4m3", "hybrid", "e5m2")
-NAMES = (BASELINE, CONTROL, *USUAL_FORMATS, "nvfp4")
+FP8_RECIPES = tuple(recipe for recipe in precision_map.USUAL_FORMATS if recipe != "nvfp4")
+NAMES = (BASELINE, CONTROL, *FP8_RECIPES, "nvfp4")
 # Two runs that differ in these alone learn the same, but for the order of sums.
 NEUTRAL_SETTINGS = ("checkpoint.", "logging.", "training.num_threads", "data.num_workers", "data.data_cache_path")
 
@@ -49,11 +47,11 @@ def build_variant(name: str, shared: RunConfig, world_size: int) -> Variant:
     if name == "nvfp4":
         return Variant(name=name, flags=("--bf16", "--fp4-format", "e2m1", "--fp4-recipe", name))
     recipe, _, number_format = name.partition("-")
-    number_format = number_format or USUAL_FORMATS.get(recipe, "")
-    if recipe not in USUAL_FORMATS or number_format not in FP8_FORMATS:
+    number_format = number_format or precision_map.USUAL_FORMATS.get(recipe, "")
+    if recipe not in FP8_RECIPES or number_format not in precision_map.FORMATS:
         raise ConfigError(
             f"recipe {name}: known are {', '.join(NAMES)}, and FP8 recipes with one of the formats "
-            f"{', '.join(FP8_FORMATS)}, such as delayed-e4m3; for anything else give --variant NAME='FLAGS'"
+            f"{', '.join(precision_map.FORMATS)}, such as delayed-e4m3; for anything else give --variant NAME='FLAGS'"
         )
     return Variant(name=name, flags=("--bf16", "--fp8-format", number_format, "--fp8-recipe", recipe))
 
