@@ -46,6 +46,25 @@ class Outcome:
     seconds: float
 
 
+def start_run(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> subprocess.Popen:
+    """Start a run in a session of its own, its output behind what the folder has; it ends with this process.
+
+    Args:
+        environment: all of it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / OUTPUT_FILE, "ab") as output:
+        return subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a Ctrl-C comes once, from here
+            preexec_fn=functools.partial(end_with_parent, signal.SIGTERM),  # a killed starter tells nobody
+        )
+
+
 def is_done(folder: Path) -> bool:
     """Whether the run of a folder has made its last step and saved."""
     state = judge(folder)
@@ -111,19 +130,9 @@ class _Running:
 
     def __init__(self, job: Job, environment: Mapping[str, str]):
         self.job, self.began = job, time.monotonic()
-        job.folder.mkdir(parents=True, exist_ok=True)
-        self.before = judge(job.folder)
-        with open(job.folder / OUTPUT_FILE, "ab") as output:
-            self.offset = output.tell()
-            self.process = subprocess.Popen(
-                job.command,
-                env={**os.environ, **environment},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # a Ctrl-C comes once, from here
-                preexec_fn=functools.partial(end_with_parent, signal.SIGTERM),
-            )
+        self.before, output = judge(job.folder), job.folder / OUTPUT_FILE
+        self.offset = output.stat().st_size if output.exists() else 0
+        self.process = start_run(job.command, job.folder, {**os.environ, **environment})
 
     def outcome(self) -> Outcome:
         """How it ended; its process has."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import re
@@ -18,12 +17,11 @@ from types import FrameType
 from typing import Optional
 
 from megafp8.errors import INTERNAL, PREEMPTED, ConfigError, RunFolderInUse
-from megafp8.launch.process import end_with_parent
+from megafp8.launch.batch import OUTPUT_FILE, start_run
 from megafp8.launch.run_state import RunState
 from megafp8.studies.progress import DONE, STOPPED, is_due, progress_of
 from megafp8.studies.runs import StudyRun, labels_text
 
-OUTPUT_FILE = "output.log"
 LOOK_S = 0.2
 
 
@@ -115,13 +113,7 @@ class LocalRunner:
         if self.has_gpus:
             self.free = self.free[needed:]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        run.folder.mkdir(parents=True, exist_ok=True)
-        end = functools.partial(end_with_parent, signal.SIGTERM)  # a runner that is killed tells nobody
-        with open(run.folder / OUTPUT_FILE, "ab") as output:
-            process = subprocess.Popen(
-                command_of(run, self.script), stdout=output, stderr=output, env=environment, start_new_session=True,
-                preexec_fn=end,
-            )  # fmt: skip
+        process = start_run(command_of(run, self.script), run.folder, environment)
         self.active.append(Active(run=run, before=before.found, process=process, gpus=gpus))
         self.tell(f"{'starts':<10} {run.label}" + (f" on GPU {environment['CUDA_VISIBLE_DEVICES']}" if gpus else ""))
         return True
