@@ -207,7 +207,8 @@ def loader_rows(
     rows = []
     for name, side in times.items():
         batch_ms, cpu_ms = side.median_wall_ms / num_batches, side.median_cpu_ms / num_batches
-        of_workers = tokens / worker_cpu_ms[name] if name in worker_cpu_ms else None
+        worker_ms = worker_cpu_ms.get(name)  # none without workers; 0 where so few batches take less than a clock tick
+        of_workers = tokens / worker_ms if worker_ms else None
         rows.append((name, 1e3 / batch_ms, tokens / batch_ms, tokens / cpu_ms, of_workers))
     return rows
 
