@@ -1,0 +1,59 @@
+"""Settings: the shape of the GPT."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+from megafp8.config.schema.setting import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The shape of the GPT."""
+
+    model_preset: Optional[str] = setting(
+        None, "named model shape whose values apply where a flag does not say otherwise (see --list-presets)"
+    )
+    num_layers: Optional[int] = setting(None, "number of transformer layers")
+    hidden_size: Optional[int] = setting(None, "width of the residual stream")
+    ffn_hidden_size: Optional[int] = setting(
+        None, "width of the MLP; default 4 x hidden size, with --swiglu 4 x hidden x 2/3 rounded to 64"
+    )
+    num_attention_heads: Optional[int] = setting(None, "number of query heads")
+    kv_channels: Optional[int] = setting(None, "width of one head; default hidden size / heads")
+    group_query_attention: bool = setting(False, "share key and value heads (grouped-query attention)")
+    num_query_groups: int = setting(1, "number of key/value heads, with --group-query-attention")
+    max_position_embeddings: Optional[int] = setting(
+        None, "longest sequence that the position embeddings allow; must be at least the sequence length"
+    )
+    position_embedding_type: str = setting(
+        "learned_absolute", "position embeddings", choices=("learned_absolute", "rope", "none")
+    )
+    rotary_base: int = setting(10000, "base of the rotary frequencies")
+    rotary_percent: float = setting(1.0, "fraction of a head's channels that rotate")
+    rotary_interleaved: bool = setting(False, "rotate neighbouring channels instead of halves")
+    rotary_seq_len_interpolation_factor: Optional[int] = setting(
+        None, "linear interpolation factor of rotary positions"
+    )
+    use_rope_scaling: bool = setting(False, "scale rotary frequencies as Llama 3.1 does")
+    rope_scaling_factor: float = setting(8.0, "factor for --use-rope-scaling")
+    normalization: str = setting("LayerNorm", "normalization of every layer", choices=("LayerNorm", "RMSNorm"))
+    norm_epsilon: float = setting(1e-5, "epsilon of the normalization")
+    apply_layernorm_1p: bool = setting(False, "norm weights are stored as weight - 1")
+    swiglu: bool = setting(False, "gated SiLU instead of GELU in the MLP")
+    squared_relu: bool = setting(False, "squared ReLU instead of GELU in the MLP")
+    add_bias_linear: bool = setting(True, "biases in the linears", off=("--disable-bias-linear",))
+    add_qkv_bias: bool = setting(False, "bias in the QKV projection only")
+    qk_layernorm: bool = setting(False, "normalize queries and keys")
+    share_embeddings_and_output_weights: bool = setting(
+        True, "one matrix for embedding and output layer", off=("--untie-embeddings-and-output-weights",)
+    )
+    vocab_size: Optional[int] = setting(None, "tokens in the vocabulary before padding; default the tokenizer's")
+    make_vocab_size_divisible_by: int = setting(128, "vocabulary is padded to a multiple of this x tensor-parallel")
+    attention_dropout: float = setting(0.1, "dropout of the attention probabilities")
+    hidden_dropout: float = setting(0.1, "dropout of the hidden state")
+    init_method_std: float = setting(0.02, "standard deviation of the initial weights")
+    attention_softmax_in_fp32: bool = setting(True, "attention softmax in FP32", flags=("--attention-softmax-in-fp32",))
+    apply_query_key_layer_scaling: bool = setting(False, "scale Q*K by 1 / layer number (implies FP32 softmax)")
+    window_size: Optional[int] = setting(None, "sliding attention window in tokens; default full causal attention")
