@@ -36,7 +36,7 @@ from megafp8.errors import ConfigError  # noqa: E402
 from megafp8.planning import compute, plan  # noqa: E402
 from megafp8.planning.fp8_gain import cast_numbers, gradient_rows  # noqa: E402
 from megafp8.planning.hardware import GPUS, Gpu, find_gpu  # noqa: E402
-from megafp8.planning.job import Job  # noqa: E402
+from megafp8.planning.planned_run import PlannedRun  # noqa: E402
 from megafp8.planning.products import GEMMS, OUTPUT_LAYER, Product, layer_products, output_products  # noqa: E402
 
 NATIVE = ("bf16", "tensorwise", "delayed", "blockwise")
@@ -75,24 +75,24 @@ class Model:
     """
 
     name: str
-    job: Job
+    run: PlannedRun
     layers: int
     microbatches: int
 
     @property
     def linears(self) -> list[gemms.GemmDimensions]:
         """Of a layer."""
-        return gemms.gemm_dimensions(self.job.config)
+        return gemms.gemm_dimensions(self.run.config)
 
     def products(self, linear: str) -> list[Product]:
         """Fprop, dgrad, wgrad."""
-        return [p for p in (*layer_products(self.job), *output_products(self.job)) if p.linear == linear]
+        return [p for p in (*layer_products(self.run), *output_products(self.run)) if p.linear == linear]
 
     def casts(self, linear: gemms.GemmDimensions) -> dict[str, Cast]:
         """What a linear quantizes."""
         return {
             "input": Cast("input", linear.rows, linear.in_features),
-            "grad_output": Cast("grad_output", gradient_rows(self.job, linear), linear.out_features),
+            "grad_output": Cast("grad_output", gradient_rows(self.run, linear), linear.out_features),
             "weight": Cast("weight", linear.out_features, linear.in_features),
         }
 
@@ -125,8 +125,8 @@ def model_of(name: str, text: Sequence[str], gpu: Gpu) -> Model:
         raise ConfigError(problems)
     config = invocation.config
     padded = derived.padded_vocab_size(config, vocabulary or 0)
-    job = Job(config=config, gpu=gpu, world_size=world_size, padded_vocab=padded)
-    return Model(name, job, derived.layers_per_pipeline_rank(config), derived.num_microbatches(config, world_size))
+    run = PlannedRun(config=config, gpu=gpu, world_size=world_size, padded_vocab=padded)
+    return Model(name, run, derived.layers_per_pipeline_rank(config), derived.num_microbatches(config, world_size))
 
 
 # ---- what the times come to ---------------------------------------------------------------------------------------
@@ -177,9 +177,9 @@ def linear_row(model: Model, times: Times, recipe: str, linear: gemms.GemmDimens
         casts_us = sum(share * times[recipe, model.casts(linear)[name]] for name, share in shares.items())
     return LinearRow(
         model=model.name, linear=linear.name, recipe=recipe,
-        sizes=f"{model.job.tokens} x {linear.in_features} to {linear.out_features}",
+        sizes=f"{model.run.tokens} x {linear.in_features} to {linear.out_features}",
         gemm_us=of_recipe, tflops={p.gemm: p.flops / of_recipe[p.gemm] / 1e6 for p in products},
-        floor_us=sum(floor_us(model.job.gpu, recipe, product) for product in products), casts_us=casts_us,
+        floor_us=sum(floor_us(model.run.gpu, recipe, product) for product in products), casts_us=casts_us,
         gemm_speed=bf16_us / gemm_us, speed=bf16_us / (gemm_us + casts_us),
         planned_speed=planned(model, recipe, linear),
     )  # fmt: skip
@@ -187,9 +187,9 @@ def linear_row(model: Model, times: Times, recipe: str, linear: gemms.GemmDimens
 
 def planned(model: Model, recipe: str, linear: gemms.GemmDimensions) -> float:
     """The planner's speed of a linear to BF16."""
-    job, products = model.job, model.products(linear.name)
-    bf16_s, fp8_s = (sum(compute.product_s(job, name, product) for product in products) for name in ("bf16", recipe))
-    return bf16_s / (fp8_s + compute.cast_s(job, recipe, cast_numbers(job, linear)))
+    run, products = model.run, model.products(linear.name)
+    bf16_s, fp8_s = (sum(compute.product_s(run, name, product) for product in products) for name in ("bf16", recipe))
+    return bf16_s / (fp8_s + compute.cast_s(run, recipe, cast_numbers(run, linear)))
 
 
 def rows_of(model: Model, times: Times, recipes: Iterable[str]) -> list[LinearRow]:
@@ -348,7 +348,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         model = model_of(name, text, gpu)
         times = device.measure(model.candidates(options.recipes), options.rounds)
         text, result = report(model, times, options.recipes)
-        print(f"\n{name}: {model.layers} layers of {model.job.tokens} tokens, {model.microbatches} microbatches, "
+        print(f"\n{name}: {model.layers} layers of {model.run.tokens} tokens, {model.microbatches} microbatches, "
               f"{device.torch.cuda.get_device_name()}\n{text}", flush=True)
         results.append(result)
         measured += [{"recipe": recipe, **vars(work), "us": us} for (recipe, work), us in times.items()]

@@ -57,9 +57,9 @@ class Compared:
 
 def compare(row: Measurement) -> Compared:
     """Predict what was measured."""
-    job = row.job()
-    step_ms = step_time(job).seconds * 1e3 if row.step_ms is not None else None
-    estimates = estimate_ends(job.config, job.world_size, job.padded_vocab, implementation=row.implementation)
+    run = row.run()
+    step_ms = step_time(run).seconds * 1e3 if row.step_ms is not None else None
+    estimates = estimate_ends(run.config, run.world_size, run.padded_vocab, implementation=row.implementation)
     return Compared(row, step_ms, max(estimate.total_bytes for estimate in estimates) / GIB)
 
 

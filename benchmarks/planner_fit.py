@@ -10,7 +10,7 @@ from benchmarks.planner_measurements import FIT, GROUPS, MEASUREMENTS, Measureme
 from megafp8.config import derived
 from megafp8.planning import compute, step_time
 from megafp8.planning.calibration import Calibration
-from megafp8.planning.job import Job
+from megafp8.planning.planned_run import PlannedRun
 
 DIGITS = 3
 
@@ -48,8 +48,8 @@ def rows(shape: str, recipe: str) -> Measurement:
 
 def compute_ms(calibration: Calibration, shape: str, recipe: str, group: str) -> float:
     """Predicted milliseconds of a group of kernels in a step."""
-    job = rows(shape, recipe).job(calibration)
-    parts = step_time.step_time(job).parts
+    run = rows(shape, recipe).run(calibration)
+    parts = step_time.step_time(run).parts
     if group != "passes":
         return 1e3 * parts[group]
     names = ("norms, activation, rotary", "loss")
@@ -65,23 +65,23 @@ def attention_constants(calibration: Calibration) -> dict[str, float]:
     """Two constants from attention at two lengths: 1 / fraction is linear in 1 / length."""
     inverse = {}
     for shape in ("A", "B"):
-        job = rows(shape, "bf16").job(calibration)
-        layers = derived.layers_per_pipeline_rank(job.config)
-        model_flops = layers * attention_flops(job)
-        length = job.config.data.seq_length
+        run = rows(shape, "bf16").run(calibration)
+        layers = derived.layers_per_pipeline_rank(run.config)
+        model_flops = layers * attention_flops(run)
+        length = run.config.data.seq_length
         assert length is not None
         rate = model_flops / (GROUPS[shape, "bf16"]["attention"] * 1e-3)
-        inverse[length] = job.gpu.peak.flops["bf16"] / rate
+        inverse[length] = run.gpu.peak.flops["bf16"] / rate
     (short, at_short), (long, at_long) = sorted(inverse.items())
     slope = (at_short - at_long) / (1 / short - 1 / long)
     at_infinity = at_long - slope / long
     return {"attention_fraction": 1 / at_infinity, "attention_half_tokens": slope / at_infinity}
 
 
-def attention_flops(job: Job) -> float:
+def attention_flops(run: PlannedRun) -> float:
     """Of one layer, as the time model counts them."""
-    plain = dataclasses.replace(job.calibration, attention_fraction=1.0, attention_half_tokens=0.0)
-    return compute.attention_s(dataclasses.replace(job, calibration=plain)) * job.gpu.peak.flops["bf16"]
+    plain = dataclasses.replace(run.calibration, attention_fraction=1.0, attention_half_tokens=0.0)
+    return compute.attention_s(dataclasses.replace(run, calibration=plain)) * run.gpu.peak.flops["bf16"]
 
 
 def busy_fraction() -> float:
@@ -108,7 +108,7 @@ def nvlink_fraction(calibration: Calibration) -> float:
     low, high = 0.05, 1.0
     for _ in range(40):
         middle = (low + high) / 2
-        predicted = step_time.step_time(row.job(dataclasses.replace(calibration, nvlink_fraction=middle)))
+        predicted = step_time.step_time(row.run(dataclasses.replace(calibration, nvlink_fraction=middle)))
         low, high = (middle, high) if predicted.seconds * 1e3 > row.step_ms else (low, middle)
     return middle
 

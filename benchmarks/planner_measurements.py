@@ -23,7 +23,7 @@ from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 from megafp8.planning.calibration import CALIBRATION, Calibration
 from megafp8.planning.hardware import GPUS
-from megafp8.planning.job import Job
+from megafp8.planning.planned_run import PlannedRun
 
 COMMON = (
     "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --cross-entropy-loss-fusion "
@@ -87,16 +87,16 @@ class Measurement:
         assert not problems, problems
         return with_values(invocation.config, dict(self.settings))
 
-    def job(self, calibration: Calibration = CALIBRATION) -> Job:
+    def run(self, calibration: Calibration = CALIBRATION) -> PlannedRun:
         """What the planner takes."""
-        return job_of(self.config, "h200", self.num_gpus, calibration)
+        return run_of(self.config, "h200", self.num_gpus, calibration)
 
 
-def job_of(config: RunConfig, gpu: str, num_gpus: int, calibration: Calibration = CALIBRATION) -> Job:
-    """A job for a configuration whose vocabulary is given."""
+def run_of(config: RunConfig, gpu: str, num_gpus: int, calibration: Calibration = CALIBRATION) -> PlannedRun:
+    """A run for a configuration whose vocabulary is given."""
     assert config.model.vocab_size is not None
     padded = derived.padded_vocab_size(config, config.model.vocab_size)
-    return Job(config=config, gpu=GPUS[gpu], world_size=num_gpus, padded_vocab=padded, calibration=calibration)
+    return PlannedRun(config=config, gpu=GPUS[gpu], world_size=num_gpus, padded_vocab=padded, calibration=calibration)
 
 
 def _row(software: str, shape: str, recipe: str, role: str, extra: str = "", label: str = "", **others: Any):

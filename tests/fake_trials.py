@@ -7,33 +7,33 @@ import signal
 import time
 from multiprocessing.connection import Connection
 
-from megafp8.training.trial_messages import EXCEEDED, Failed, Job, Measured, TooLarge
+from megafp8.training.trial_messages import EXCEEDED, Failed, Measured, TooLarge, TrialSetup
 
 FITS = 8
 """The largest size that a rank has room for, times its number plus 1."""
 
 
-def serve(job: Job, pipe: Connection) -> None:
+def serve(setup: TrialSetup, pipe: Connection) -> None:
     """Measured up to `FITS` x (rank + 1) sequences; beyond, rank 0 ends in one of several ways, others wait for it."""
     rank = int(os.environ["RANK"])
     while (size := pipe.recv()) is not None:
         if size <= FITS:
             pipe.send(Measured(1000 * size + rank, 10.0 / size + rank))
-        elif rank > 0 and job.implementation == "breaks":
+        elif rank > 0 and setup.implementation == "breaks":
             pipe.send(Failed("RuntimeError: Connection closed by peer"))
         elif rank > 0:
             time.sleep(60)  # in a collective that rank 0 never comes to
-        elif job.implementation == "raises":
+        elif setup.implementation == "raises":
             pipe.send(TooLarge("CUDA out of memory"))
             os._exit(0)
-        elif job.implementation == "killed":
+        elif setup.implementation == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        elif job.implementation in ("grows", "breaks"):
-            time.sleep(0.3 if job.implementation == "breaks" else 0)
+        elif setup.implementation in ("grows", "breaks"):
+            time.sleep(0.3 if setup.implementation == "breaks" else 0)
             os._exit(EXCEEDED)
-        elif job.implementation == "crashes":
+        elif setup.implementation == "crashes":
             os._exit(3)
-        elif job.implementation == "errs":
+        elif setup.implementation == "errs":
             pipe.send(Failed("ValueError: no"))
         else:
             time.sleep(60)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from megafp8.config import derived, gemms
 from megafp8.config.rules.precision import fuses_operations, rotates_in_one_kernel
-from megafp8.planning.job import Job
+from megafp8.planning.planned_run import PlannedRun
 from megafp8.planning.products import Product, layer_products, output_products
 
 TILE = 128
@@ -58,142 +58,142 @@ class Pass:
         return self.gemms + self.attention + self.passes + self.casts
 
 
-def gemm_s(job: Job, recipe: str, rows: int, columns: int, summed: int) -> float:
+def gemm_s(run: PlannedRun, recipe: str, rows: int, columns: int, summed: int) -> float:
     """Seconds of a product of rows x summed and summed x columns numbers."""
-    waves = (rows / TILE) * (columns / TILE) / job.gpu.num_sms
-    rate = gemm_flops(job, recipe) * waves / (waves + 0.5)
+    waves = (rows / TILE) * (columns / TILE) / run.gpu.num_sms
+    rate = gemm_flops(run, recipe) * waves / (waves + 0.5)
     operand_bytes = CODE_BYTES[recipe] * summed * (rows + columns) + BF16_BYTES * rows * columns
-    return max(2.0 * rows * columns * summed / rate, job.memory_s(operand_bytes))
+    return max(2.0 * rows * columns * summed / rate, run.memory_s(operand_bytes))
 
 
-def product_s(job: Job, recipe: str, product: Product) -> float:
+def product_s(run: PlannedRun, recipe: str, product: Product) -> float:
     """Seconds of one of a model's products."""
-    return gemm_s(job, recipe, product.rows, product.columns, product.summed)
+    return gemm_s(run, recipe, product.rows, product.columns, product.summed)
 
 
-def products_s(job: Job, recipe: str, gemm: str) -> float:
+def products_s(run: PlannedRun, recipe: str, gemm: str) -> float:
     """Seconds of one layer's fprop, dgrad or wgrad."""
-    return sum(product_s(job, recipe, product) for product in layer_products(job) if product.gemm == gemm)
+    return sum(product_s(run, recipe, product) for product in layer_products(run) if product.gemm == gemm)
 
 
-def gemm_flops(job: Job, recipe: str) -> float:
+def gemm_flops(run: PlannedRun, recipe: str) -> float:
     """FLOP/s of a large GEMM."""
-    flops, calibration = job.gpu.peak.flops, job.calibration
+    flops, calibration = run.gpu.peak.flops, run.calibration
     if recipe == "bf16":
         return flops["bf16"] * calibration.bf16_gemm_fraction
     if recipe == "nvfp4":
         return flops["fp4"] * calibration.fp8_gemm_fraction
     # From Blackwell on, blocks are multiplied by the units for MXFP8.
-    is_slow = recipe == "blockwise" and job.gpu.compute_capability < (10, 0)
+    is_slow = recipe == "blockwise" and run.gpu.compute_capability < (10, 0)
     return flops["fp8"] * (calibration.blockwise_gemm_fraction if is_slow else calibration.fp8_gemm_fraction)
 
 
-def forward_pass(job: Job, recipe: str) -> Pass:
+def forward_pass(run: PlannedRun, recipe: str) -> Pass:
     """One layer forward, with linears under `recipe` (`bf16` for a layer kept in high precision)."""
-    linears = gemms.gemm_dimensions(job.config)
-    stream, heads, ffn = _channels(job)
-    is_fused = _fuses_activation(job, recipe)
-    gate_and_up = 2 if job.config.model.swiglu else 1
+    linears = gemms.gemm_dimensions(run.config)
+    stream, heads, ffn = _channels(run)
+    is_fused = _fuses_activation(run, recipe)
+    gate_and_up = 2 if run.config.model.swiglu else 1
     return Pass(
-        fprop=products_s(job, recipe, "fprop"),
-        attention=attention_s(job) * ATTENTION_FORWARD_SHARE,
+        fprop=products_s(run, recipe, "fprop"),
+        attention=attention_s(run) * ATTENTION_FORWARD_SHARE,
         # Two norms (read, write) and two additions (read, read, write).
-        norms=job.memory_s(BF16_BYTES * stream * (2 * 2 + 2 * 3)),
-        rotary=job.memory_s(BF16_BYTES * 2 * heads),
+        norms=run.memory_s(BF16_BYTES * stream * (2 * 2 + 2 * 3)),
+        rotary=run.memory_s(BF16_BYTES * 2 * heads),
         # In one kernel with the cast behind it, its result is neither written nor read.
-        activation=job.memory_s(BF16_BYTES * ffn * (gate_and_up + 1 - 2 * is_fused)),
-        casts=cast_s(job, recipe, sum(linear.rows * linear.in_features for linear in linears)),
+        activation=run.memory_s(BF16_BYTES * ffn * (gate_and_up + 1 - 2 * is_fused)),
+        casts=cast_s(run, recipe, sum(linear.rows * linear.in_features for linear in linears)),
     )
 
 
-def backward_pass(job: Job, recipe: str) -> Pass:
+def backward_pass(run: PlannedRun, recipe: str) -> Pass:
     """One layer backward, without what is computed again."""
-    linears = gemms.gemm_dimensions(job.config)
-    stream, heads, ffn = _channels(job)
-    is_fused = _fuses_activation(job, recipe)
-    gate_and_up = 2 if job.config.model.swiglu else 1
-    of_wgrad = recipe if job.config.precision.fp8_wgrad else "bf16"
+    linears = gemms.gemm_dimensions(run.config)
+    stream, heads, ffn = _channels(run)
+    is_fused = _fuses_activation(run, recipe)
+    gate_and_up = 2 if run.config.model.swiglu else 1
+    of_wgrad = recipe if run.config.precision.fp8_wgrad else "bf16"
     # Without the kernel that splits and rotates, the gradients of queries, keys and values are concatenated after it.
-    rotary_passes = 2 if rotates_in_one_kernel(job.config) else 4
+    rotary_passes = 2 if rotates_in_one_kernel(run.config) else 4
     return Pass(
-        dgrad=products_s(job, recipe, "dgrad"),
-        wgrad=products_s(job, of_wgrad, "wgrad"),
-        attention=attention_s(job) * (1 - ATTENTION_FORWARD_SHARE),
+        dgrad=products_s(run, recipe, "dgrad"),
+        wgrad=products_s(run, of_wgrad, "wgrad"),
+        attention=attention_s(run) * (1 - ATTENTION_FORWARD_SHARE),
         # Two norms (read input and gradient, write) and two sums of gradients.
-        norms=job.memory_s(BF16_BYTES * stream * (2 * 3 + 2 * 3)),
-        rotary=job.memory_s(BF16_BYTES * rotary_passes * heads),
-        activation=job.memory_s(BF16_BYTES * ffn * (1 + 2 * gate_and_up - 2 * gate_and_up * is_fused)),
-        casts=cast_s(job, recipe, _gradient_numbers(job, linears)),
+        norms=run.memory_s(BF16_BYTES * stream * (2 * 3 + 2 * 3)),
+        rotary=run.memory_s(BF16_BYTES * rotary_passes * heads),
+        activation=run.memory_s(BF16_BYTES * ffn * (1 + 2 * gate_and_up - 2 * gate_and_up * is_fused)),
+        casts=cast_s(run, recipe, _gradient_numbers(run, linears)),
     )
 
 
-def cast_s(job: Job, recipe: str, numbers: float) -> float:
+def cast_s(run: PlannedRun, recipe: str, numbers: float) -> float:
     """Seconds of quantizing so many numbers, to codes and transposed codes."""
-    calibration = job.calibration
+    calibration = run.calibration
     fraction = calibration.blockwise_cast_fraction if recipe == "blockwise" else calibration.cast_fraction
-    return CAST_BYTES[recipe] * numbers / (job.gpu.hbm_bytes_per_s * fraction)
+    return CAST_BYTES[recipe] * numbers / (run.gpu.hbm_bytes_per_s * fraction)
 
 
-def recomputed(job: Job, forward: Pass) -> float:
+def recomputed(run: PlannedRun, forward: Pass) -> float:
     """Seconds of the forward pass that run again in the backward pass."""
-    training = job.config.training
+    training = run.config.training
     if derived.recompute_granularity(training) == "full":
         assert training.recompute_num_layers is not None
-        layers = derived.layers_per_pipeline_rank(job.config)
+        layers = derived.layers_per_pipeline_rank(run.config)
         share = 1.0 if training.recompute_method == "uniform" else training.recompute_num_layers / layers
         return share * forward.total
     modules = derived.recompute_modules(training)
     again = forward.attention if "core_attn" in modules else 0.0
     again += forward.norms / 2 if "layernorm" in modules else 0.0
     if "mlp" in modules:
-        weights = [linear.out_features * linear.in_features for linear in gemms.gemm_dimensions(job.config)]
+        weights = [linear.out_features * linear.in_features for linear in gemms.gemm_dimensions(run.config)]
         share = sum(weights[2:]) / sum(weights)
         again += share * (forward.fprop + forward.casts) + forward.activation
     return again
 
 
-def attention_s(job: Job) -> float:
+def attention_s(run: PlannedRun) -> float:
     """Seconds of attention, forward and backward, with the causal half (or the window) counted only."""
-    model, calibration, seq = job.config.model, job.calibration, job.config.data.seq_length
+    model, calibration, seq = run.config.model, run.calibration, run.config.data.seq_length
     assert seq is not None
     window = min(model.window_size or seq, seq)
     mean_keys = window - window * window / (2 * seq)
-    channels = derived.query_projection_size(model) // job.tensor
-    flops = 3 * 2 * 2 * channels * mean_keys * job.tokens
+    channels = derived.query_projection_size(model) // run.tensor
+    flops = 3 * 2 * 2 * channels * mean_keys * run.tokens
     fraction = calibration.attention_fraction * window / (window + calibration.attention_half_tokens)
-    return flops / (job.gpu.peak.flops["bf16"] * fraction)
+    return flops / (run.gpu.peak.flops["bf16"] * fraction)
 
 
-def logits_s(job: Job) -> tuple[float, float, float]:
+def logits_s(run: PlannedRun) -> tuple[float, float, float]:
     """Seconds of (output layer forward, backward, loss) for one microbatch on the last stage."""
-    forward, dgrad, wgrad = (product_s(job, "bf16", product) for product in output_products(job))
-    precision = job.config.precision
+    forward, dgrad, wgrad = (product_s(run, "bf16", product) for product in output_products(run))
+    precision = run.config.precision
     # Transformer Engine's loss reads and writes logits once each way; the others keep an FP32 softmax as well.
     in_place = precision.cross_entropy_loss_fusion and precision.cross_entropy_fusion_impl == "te"
-    return forward, dgrad + wgrad, job.memory_s((8 if in_place else 26) * job.tokens * job.padded_vocab // job.tensor)
+    return forward, dgrad + wgrad, run.memory_s((8 if in_place else 26) * run.tokens * run.padded_vocab // run.tensor)
 
 
-def _channels(job: Job) -> tuple[int, int, int]:
+def _channels(run: PlannedRun) -> tuple[int, int, int]:
     """Numbers of one microbatch on one rank: in the residual stream, in queries, keys and values, in the MLP."""
-    model = job.config.model
+    model = run.config.model
     heads = derived.query_projection_size(model) + 2 * derived.kv_projection_size(model)
-    tokens, tp = job.tokens, job.tensor
+    tokens, tp = run.tokens, run.tensor
     is_rotary = model.position_embedding_type == "rope"
     return (
-        job.sharded_tokens * job.hidden_size,
+        run.sharded_tokens * run.hidden_size,
         tokens * heads // tp if is_rotary else 0,
         tokens * derived.ffn_hidden_size(model) // tp,
     )
 
 
-def _gradient_numbers(job: Job, linears: list[gemms.GemmDimensions]) -> int:
+def _gradient_numbers(run: PlannedRun, linears: list[gemms.GemmDimensions]) -> int:
     """Numbers in the gradients of the linears' outputs as a rank quantizes them: before any gather."""
     qkv, proj, fc1, fc2 = linears
-    return job.tokens * (qkv.out_features + fc1.out_features) + job.sharded_tokens * (
+    return run.tokens * (qkv.out_features + fc1.out_features) + run.sharded_tokens * (
         proj.out_features + fc2.out_features
     )
 
 
-def _fuses_activation(job: Job, recipe: str) -> bool:
+def _fuses_activation(run: PlannedRun, recipe: str) -> bool:
     """Whether activation and cast are one kernel."""
-    return recipe != "bf16" and fuses_operations(job.config)
+    return recipe != "bf16" and fuses_operations(run.config)

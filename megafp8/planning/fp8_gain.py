@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from megafp8.config import derived, gemms
 from megafp8.config.settings import with_values
 from megafp8.planning.compute import cast_s, product_s
-from megafp8.planning.job import Job
+from megafp8.planning.planned_run import PlannedRun
 from megafp8.planning.products import layer_products
 from megafp8.planning.step_time import step_time
 
@@ -43,44 +43,44 @@ class LinearGain:
         return self.bf16_s / (self.quantized_s + self.casts_s)
 
 
-def linear_gains(job: Job) -> list[LinearGain]:
+def linear_gains(run: PlannedRun) -> list[LinearGain]:
     """The linears of a layer, in the order of the forward pass."""
     found = []
-    for linear in gemms.gemm_dimensions(job.config):
-        products = [product for product in layer_products(job) if product.linear == linear.name]
-        of_wgrad = job.recipe if job.config.precision.fp8_wgrad else "bf16"
-        quantized_s = sum(product_s(job, of_wgrad if p.gemm == "wgrad" else job.recipe, p) for p in products)
-        bf16_s = sum(product_s(job, "bf16", product) for product in products)
-        found.append(LinearGain(linear, bf16_s, quantized_s, cast_s(job, job.recipe, cast_numbers(job, linear))))
+    for linear in gemms.gemm_dimensions(run.config):
+        products = [product for product in layer_products(run) if product.linear == linear.name]
+        of_wgrad = run.recipe if run.config.precision.fp8_wgrad else "bf16"
+        quantized_s = sum(product_s(run, of_wgrad if p.gemm == "wgrad" else run.recipe, p) for p in products)
+        bf16_s = sum(product_s(run, "bf16", product) for product in products)
+        found.append(LinearGain(linear, bf16_s, quantized_s, cast_s(run, run.recipe, cast_numbers(run, linear))))
     return found
 
 
-def cast_numbers(job: Job, linear: gemms.GemmDimensions) -> float:
+def cast_numbers(run: PlannedRun, linear: gemms.GemmDimensions) -> float:
     """Numbers that a linear quantizes for a microbatch, its share of the weight included."""
-    weight = linear.in_features * linear.out_features / derived.num_microbatches(job.config, job.world_size)
-    return linear.rows * linear.in_features + gradient_rows(job, linear) * linear.out_features + weight
+    weight = linear.in_features * linear.out_features / derived.num_microbatches(run.config, run.world_size)
+    return linear.rows * linear.in_features + gradient_rows(run, linear) * linear.out_features + weight
 
 
-def gradient_rows(job: Job, linear: gemms.GemmDimensions) -> int:
+def gradient_rows(run: PlannedRun, linear: gemms.GemmDimensions) -> int:
     """Rows of the output's gradient: a part of them behind linear_proj and linear_fc2, whose output is scattered."""
-    return job.sharded_tokens if linear.rows == job.tokens else job.tokens
+    return run.sharded_tokens if linear.rows == run.tokens else run.tokens
 
 
-def in_high_precision(job: Job) -> Job:
+def in_high_precision(run: PlannedRun) -> PlannedRun:
     """The same run in BF16."""
-    return dataclasses.replace(job, config=with_values(job.config, HIGH_PRECISION))
+    return dataclasses.replace(run, config=with_values(run.config, HIGH_PRECISION))
 
 
-def fp8_warnings(job: Job) -> list[str]:
+def fp8_warnings(run: PlannedRun) -> list[str]:
     """That a quantized step is hardly faster than one in BF16, or slower, and why; nothing where it pays."""
-    quantized, plain = step_time(job), step_time(in_high_precision(job))
+    quantized, plain = step_time(run), step_time(in_high_precision(run))
     speed = plain.seconds / quantized.seconds
     if speed >= PAYS:
         return []
-    has_map = bool(job.config.precision.precision_map)
-    asked = "the precision map" if has_map else derived.recipe_flag(job.config.precision)
+    has_map = bool(run.config.precision.precision_map)
+    asked = "the precision map" if has_map else derived.recipe_flag(run.config.precision)
     lines = [
-        f"{asked} is not expected to pay on {job.gpu.name}: {speed:.2f} of BF16's "
+        f"{asked} is not expected to pay on {run.gpu.name}: {speed:.2f} of BF16's "
         f"speed, {1e3 * quantized.seconds:.1f} ms a step against {1e3 * plain.seconds:.1f}"
     ]
     host_share = quantized.parts.get("host", 0.0) / quantized.seconds
@@ -89,7 +89,7 @@ def fp8_warnings(job: Job) -> list[str]:
             f"kernels are so short that the GPU waits {host_share:.0%} of the step for the host, which starts more of "
             "them in FP8: use a larger --micro-batch-size or --seq-length"
         )
-    small = [gain for gain in linear_gains(job) if gain.speed < PAYS]
+    small = [gain for gain in linear_gains(run) if gain.speed < PAYS]
     if small and not has_map:  # gains are those of one recipe for all
         lines.append("too small for FP8, quantizing included: " + ", ".join(map(told, small)))
     return lines

@@ -13,8 +13,8 @@ from megafp8.config.schema import RunConfig
 from megafp8.config.settings import value_of, with_values
 from megafp8.device import capability
 from megafp8.planning.hardware import Gpu
-from megafp8.planning.job import Job
 from megafp8.planning.memory import MemoryEstimate, estimate_ends, outside_bytes
+from megafp8.planning.planned_run import PlannedRun
 from megafp8.planning.step_time import StepTime, step_time
 
 TENSOR, PIPELINE = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
@@ -44,7 +44,7 @@ MARGIN_FRACTION = 0.05
 class Layout:
     """One legal layout: its settings, its memory, and the time of a step where it fits."""
 
-    job: Job
+    run: PlannedRun
     memory: MemoryEstimate
     """Of the stage that needs the most."""
     outside_bytes: int
@@ -58,8 +58,8 @@ class Layout:
     @property
     def name(self) -> str:
         """`TP 8 PP 4 VPP 5 CP 1 DP 16, micro batch 1, full recompute`."""
-        job, training = self.job, self.job.config.training
-        sizes = {"TP": job.tensor, "PP": job.pipeline, "VPP": job.chunks, "CP": job.context, "DP": job.data}
+        run, training = self.run, self.run.config.training
+        sizes = {"TP": run.tensor, "PP": run.pipeline, "VPP": run.chunks, "CP": run.context, "DP": run.data}
         text = " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one GPU"
         text += f", micro batch {training.micro_batch_size}"
         granularity = derived.recompute_granularity(training)
@@ -105,13 +105,13 @@ def find_layouts(
         if found:
             problems.update(found)
             continue
-        job = Job(config=candidate, gpu=gpu, world_size=world_size, padded_vocab=padded_vocab(candidate))
-        estimates = estimate_ends(candidate, world_size, job.padded_vocab)
+        run = PlannedRun(config=candidate, gpu=gpu, world_size=world_size, padded_vocab=padded_vocab(candidate))
+        estimates = estimate_ends(candidate, world_size, run.padded_vocab)
         memory = max(estimates, key=lambda estimate: estimate.total_bytes)
         outside = outside_bytes(candidate, world_size)
         sizes.append(memory.total_bytes + outside)
         if sizes[-1] <= gpu.memory_bytes * (1 - MARGIN_FRACTION):
-            layouts.append(Layout(job=job, memory=memory, outside_bytes=outside, step=step_time(job)))
+            layouts.append(Layout(run=run, memory=memory, outside_bytes=outside, step=step_time(run)))
     # Of equally fast layouts the one that needs less memory.
     layouts.sort(key=lambda layout: (layout.step.seconds / layout.step.tokens, layout.memory_bytes))
     return Found(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megafp8.config import gemms
-from megafp8.planning.job import Job
+from megafp8.planning.planned_run import PlannedRun
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 OUTPUT_LAYER = "output_layer"
@@ -36,15 +36,15 @@ def products_of(linear: str, tokens: int, out_features: int, in_features: int) -
     )
 
 
-def layer_products(job: Job) -> list[Product]:
+def layer_products(run: PlannedRun) -> list[Product]:
     """Those of one transformer layer, in the order of the forward pass."""
     return [
         product
-        for linear in gemms.gemm_dimensions(job.config)
-        for product in products_of(linear.name, job.tokens, linear.out_features, linear.in_features)
+        for linear in gemms.gemm_dimensions(run.config)
+        for product in products_of(linear.name, run.tokens, linear.out_features, linear.in_features)
     ]
 
 
-def output_products(job: Job) -> tuple[Product, Product, Product]:
+def output_products(run: PlannedRun) -> tuple[Product, Product, Product]:
     """Those of the output layer, on the last pipeline stage."""
-    return products_of(OUTPUT_LAYER, job.tokens, job.padded_vocab // job.tensor, job.hidden_size)
+    return products_of(OUTPUT_LAYER, run.tokens, run.padded_vocab // run.tensor, run.hidden_size)

@@ -76,7 +76,7 @@ def step_text(layout: Layout) -> str:
 
 def traffic_text(layout: Layout) -> str:
     """Bytes by group."""
-    groups = bytes_by_group(layout.job)
+    groups = bytes_by_group(layout.run)
     return "  " + (", ".join(f"{name} {size / 1e9:.2f}" for name, size in groups.items()) or "nothing")
 
 
@@ -133,7 +133,7 @@ def command_text(layout: Layout) -> str:
 def command_lines(layout: Layout) -> list[str]:
     """Each flag with its values."""
     lines: list[list[str]] = []
-    for word in flags.to_argv(layout.job.config):
+    for word in flags.to_argv(layout.run.config):
         if word.startswith("--"):
             lines.append([])
         lines[-1].append(word)
@@ -168,17 +168,17 @@ def plan_data(plan: Plan, top: int) -> dict[str, Any]:
 
 def layout_data(layout: Layout) -> dict[str, Any]:
     """One layout."""
-    job, step = layout.job, layout.step
+    run, step = layout.run, layout.step
     return {
         "name": layout.name,
-        "tensor": job.tensor, "pipeline": job.pipeline, "chunks": job.chunks, "context": job.context,
-        "data": job.data, "micro_batch_size": job.config.training.micro_batch_size,
+        "tensor": run.tensor, "pipeline": run.pipeline, "chunks": run.chunks, "context": run.context,
+        "data": run.data, "micro_batch_size": run.config.training.micro_batch_size,
         "tokens_per_s_per_gpu": step.tokens_per_s_per_gpu,
         "mfu_fraction": step.mfu_fraction,
         "step_s": step.seconds,
         "step_parts_s": step.parts,
         "memory_bytes": layout.memory_bytes,
         "memory_parts_bytes": memory_parts(layout),
-        "sent_bytes": bytes_by_group(job),
-        "argv": flags.to_argv(job.config),
+        "sent_bytes": bytes_by_group(run),
+        "argv": flags.to_argv(run.config),
     }  # fmt: skip

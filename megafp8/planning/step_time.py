@@ -23,8 +23,8 @@ from typing import Optional
 
 from megafp8.config import derived, precision_map, size
 from megafp8.planning import communication, compute
-from megafp8.planning.job import Job
 from megafp8.planning.memory import parameters_on_stage, quantized_fraction
+from megafp8.planning.planned_run import PlannedRun
 from megafp8.planning.recipe_shares import BACKWARD, FORWARD, layer_shares
 
 MATHEMATICS = ("linears", "attention", "output layer")
@@ -88,25 +88,25 @@ class Stage:
         return self.forward + self.backward
 
 
-def step_time(job: Job) -> StepTime:
+def step_time(run: PlannedRun) -> StepTime:
     """Predict a step."""
-    layers = all_layers(job)
-    stages = [stage_time(job, stage, layers) for stage in sorted({0, min(1, job.pipeline - 1), job.pipeline - 1})]
+    layers = all_layers(run)
+    stages = [stage_time(run, stage, layers) for stage in sorted({0, min(1, run.pipeline - 1), run.pipeline - 1})]
     slowest = max(range(len(stages)), key=lambda index: stages[index].seconds)
-    stage, number = stages[slowest], [0, 1, job.pipeline - 1][slowest] if job.pipeline > 2 else slowest
-    microbatches = derived.num_microbatches(job.config, job.world_size)
+    stage, number = stages[slowest], [0, 1, run.pipeline - 1][slowest] if run.pipeline > 2 else slowest
+    microbatches = derived.num_microbatches(run.config, run.world_size)
     parts = {name: microbatches * seconds for name, seconds in stage.parts.items()}
-    parts |= pipeline_parts(job, stages, stage.seconds, microbatches)
-    parts["data parallel"] = exposed_data_s(job, stage, number)
-    parts["optimizer"] = optimizer_s(job, number)
-    parts["casts"] += weight_casts_s(job, number)
-    assert job.config.data.seq_length is not None
+    parts |= pipeline_parts(run, stages, stage.seconds, microbatches)
+    parts["data parallel"] = exposed_data_s(run, stage, number)
+    parts["optimizer"] = optimizer_s(run, number)
+    parts["casts"] += weight_casts_s(run, number)
+    assert run.config.data.seq_length is not None
     return StepTime(
         parts={name: seconds for name, seconds in parts.items() if seconds > 0},
-        tokens=derived.tokens_per_step(job.config, job.world_size),
-        num_gpus=job.world_size,
-        flops_per_token=size.flops_per_token(job.config.model, job.padded_vocab, job.config.data.seq_length),
-        peak_flops=job.gpu.peak.flops[peak_dtype(job.recipe)],
+        tokens=derived.tokens_per_step(run.config, run.world_size),
+        num_gpus=run.world_size,
+        flops_per_token=size.flops_per_token(run.config.model, run.padded_vocab, run.config.data.seq_length),
+        peak_flops=run.gpu.peak.flops[peak_dtype(run.recipe)],
     )
 
 
@@ -118,56 +118,56 @@ def peak_dtype(recipe: str) -> str:
 # ---- one microbatch -----------------------------------------------------------------------------------------------
 
 
-def stage_time(job: Job, stage: int, layers_of: Optional[Layers] = None) -> Stage:
+def stage_time(run: PlannedRun, stage: int, layers_of: Optional[Layers] = None) -> Stage:
     """One microbatch, forward and backward, on a stage.
 
     Args:
         layers_of: what `all_layers` gives, where it is known already: it is the same for all stages.
     """
-    result, layers_of = Stage(), layers_of or all_layers(job)
-    counts = [layer_counts(job, stage, products) for products in (FORWARD, BACKWARD)]
+    result, layers_of = Stage(), layers_of or all_layers(run)
+    counts = [layer_counts(run, stage, products) for products in (FORWARD, BACKWARD)]
     for recipe, parts in layers_of.items():
         in_forward, in_backward = (count.get(recipe, 0.0) for count in counts)
         for name, (forward, backward) in parts.items() if in_forward or in_backward else ():
             result.add(name, in_forward * forward, in_backward * backward)
     if stage == 0:
-        add_embedding(job, result)
-    if stage == job.pipeline - 1:
-        add_output_layer(job, result)
+        add_embedding(run, result)
+    if stage == run.pipeline - 1:
+        add_output_layer(run, result)
     busy_s = sum(seconds for name, seconds in result.parts.items() if name not in WAITS)
-    gaps_s = over(busy_s / job.calibration.busy_fraction - busy_s, result.parts.get("host", 0.0))
+    gaps_s = over(busy_s / run.calibration.busy_fraction - busy_s, result.parts.get("host", 0.0))
     share = result.forward / result.seconds
     result.add("gaps between kernels", gaps_s * share, gaps_s * (1 - share))
     return result
 
 
-def layer_counts(job: Job, stage: int, products: tuple[str, ...]) -> dict[str, float]:
+def layer_counts(run: PlannedRun, stage: int, products: tuple[str, ...]) -> dict[str, float]:
     """Layers of a stage by recipe."""
-    if job.config.precision.precision_map:
-        return layer_shares(job.config, stage, products)
-    layers = derived.layers_per_pipeline_rank(job.config)
-    if job.recipe == "bf16":
+    if run.config.precision.precision_map:
+        return layer_shares(run.config, stage, products)
+    layers = derived.layers_per_pipeline_rank(run.config)
+    if run.recipe == "bf16":
         return {"bf16": layers}
-    quantized = layers * quantized_fraction(job.config, stage)
-    return {"bf16": layers - quantized, job.recipe: quantized}
+    quantized = layers * quantized_fraction(run.config, stage)
+    return {"bf16": layers - quantized, run.recipe: quantized}
 
 
-def all_layers(job: Job) -> Layers:
+def all_layers(run: PlannedRun) -> Layers:
     """One layer under each precision that the model has."""
-    precision = job.config.precision
-    recipes = {job.recipe, *precision_map.used_recipes(precision)}
+    precision = run.config.precision
+    recipes = {run.recipe, *precision_map.used_recipes(precision)}
     if precision.first_last_layers_bf16 or precision.precision_map:
         recipes.add("bf16")
-    return {recipe: layer_time(job, recipe) for recipe in recipes}
+    return {recipe: layer_time(run, recipe) for recipe in recipes}
 
 
-def layer_time(job: Job, recipe: str) -> dict[str, tuple[float, float]]:
+def layer_time(run: PlannedRun, recipe: str) -> dict[str, tuple[float, float]]:
     """Seconds of one layer by part, (forward, backward)."""
-    forward, backward = compute.forward_pass(job, recipe), compute.backward_pass(job, recipe)
-    traffic = communication.tensor_traffic(job, recipe)
-    ring_forward, ring_backward, _ = communication.context_traffic(job)
-    hides_ring = job.config.parallel.cp_comm_type == "p2p"
-    again = compute.recomputed(job, forward)
+    forward, backward = compute.forward_pass(run, recipe), compute.backward_pass(run, recipe)
+    traffic = communication.tensor_traffic(run, recipe)
+    ring_forward, ring_backward, _ = communication.context_traffic(run)
+    hides_ring = run.config.parallel.cp_comm_type == "p2p"
+    again = compute.recomputed(run, forward)
     parts = {
         "linears": (forward.gemms, backward.gemms),
         "attention": (forward.attention, backward.attention),
@@ -186,28 +186,28 @@ def layer_time(job: Job, recipe: str) -> dict[str, tuple[float, float]]:
         ),
     }  # fmt: skip
     gpu_s = sum(map(sum, parts.values()))
-    calibration = job.calibration
+    calibration = run.calibration
     host_s = calibration.bf16_host_layer_s if recipe == "bf16" else calibration.fp8_host_layer_s
     waits = over(host_s * (1 + again / (forward.total + backward.total)), gpu_s)
     return parts | {"host": (waits / 3, waits * 2 / 3)}
 
 
-def add_embedding(job: Job, stage: Stage) -> None:
+def add_embedding(run: PlannedRun, stage: Stage) -> None:
     """Lookup and its gradient, with the sum over the parts of the vocabulary."""
-    numbers = job.tokens * job.hidden_size
-    summed_s = communication.ring_s(job, communication.tensor_group(job), compute.BF16_BYTES * numbers)
-    stage.add("norms, activation, rotary", *2 * (job.memory_s(2 * compute.BF16_BYTES * numbers),))
+    numbers = run.tokens * run.hidden_size
+    summed_s = communication.ring_s(run, communication.tensor_group(run), compute.BF16_BYTES * numbers)
+    stage.add("norms, activation, rotary", *2 * (run.memory_s(2 * compute.BF16_BYTES * numbers),))
     stage.add("tensor parallel", summed_s, summed_s)
 
 
-def add_output_layer(job: Job, stage: Stage) -> None:
+def add_output_layer(run: PlannedRun, stage: Stage) -> None:
     """Final norm is not counted; logits, loss, their gradients."""
-    forward_s, backward_s, loss_s = compute.logits_s(job)
+    forward_s, backward_s, loss_s = compute.logits_s(run)
     stage.add("output layer", forward_s, backward_s)
     stage.add("loss", loss_s / 2, loss_s / 2)
     # Its input is gathered forward; backward that gather runs beside dgrad, and the reduction beside wgrad.
     gather_s = communication.ring_s(
-        job, communication.tensor_group(job), compute.BF16_BYTES * job.tokens * job.hidden_size
+        run, communication.tensor_group(run), compute.BF16_BYTES * run.tokens * run.hidden_size
     )
     stage.add("tensor parallel", gather_s, 2 * over(gather_s, backward_s / 2))
 
@@ -220,26 +220,26 @@ def over(seconds: float, beside_s: float) -> float:
 # ---- once a step --------------------------------------------------------------------------------------------------
 
 
-def pipeline_parts(job: Job, stages: list[Stage], slowest_s: float, microbatches: int) -> dict[str, float]:
+def pipeline_parts(run: PlannedRun, stages: list[Stage], slowest_s: float, microbatches: int) -> dict[str, float]:
     """Bubble, and sends that nothing hides.
 
     Args:
         stages: the first, one of the inner ones, the last.
     """
-    if job.pipeline == 1:
+    if run.pipeline == 1:
         return {}
-    inner = stages[1].seconds if job.pipeline > 2 else 0.0
-    others_s = stages[0].seconds + stages[-1].seconds + (job.pipeline - 2) * inner - slowest_s
-    send_s = communication.send_s(job, communication.pipeline_group(job), communication.boundary_bytes(job))
-    is_hidden = job.chunks > 1 and job.config.parallel.overlap_p2p_comm
+    inner = stages[1].seconds if run.pipeline > 2 else 0.0
+    others_s = stages[0].seconds + stages[-1].seconds + (run.pipeline - 2) * inner - slowest_s
+    send_s = communication.send_s(run, communication.pipeline_group(run), communication.boundary_bytes(run))
+    is_hidden = run.chunks > 1 and run.config.parallel.overlap_p2p_comm
     # One each way for a microbatch and chunk; hidden ones are seen while the pipeline fills and drains.
-    sends = 2 * (job.pipeline - 1) + (0 if is_hidden else 2 * microbatches * job.chunks)
-    return {"bubble": others_s / job.chunks, "pipeline sends": sends * send_s}
+    sends = 2 * (run.pipeline - 1) + (0 if is_hidden else 2 * microbatches * run.chunks)
+    return {"bubble": others_s / run.chunks, "pipeline sends": sends * send_s}
 
 
-def exposed_data_s(job: Job, stage: Stage, number: int) -> float:
+def exposed_data_s(run: PlannedRun, stage: Stage, number: int) -> float:
     """Reductions of gradients and gathers of parameters that no computation hides."""
-    traffic, parallel = communication.data_traffic(job, number), job.config.parallel
+    traffic, parallel = communication.data_traffic(run, number), run.config.parallel
     last_s, first_s = traffic.reduce_s / traffic.num_buckets, traffic.gather_s / traffic.num_buckets
     reduce_s, gather_s = traffic.reduce_s, traffic.gather_s
     if parallel.overlap_grad_reduce:
@@ -249,56 +249,56 @@ def exposed_data_s(job: Job, stage: Stage, number: int) -> float:
     return reduce_s + gather_s
 
 
-def optimizer_s(job: Job, number: int) -> float:
+def optimizer_s(run: PlannedRun, number: int) -> float:
     """Passes over gradients, master weights and moments."""
-    parameters = sum(parameters_on_stage(job.config, job.padded_vocab, number))
-    shards = communication.data_group(job).size if job.config.parallel.use_distributed_optimizer else 1
-    whole, shard = passes_over_parameters(job)
+    parameters = sum(parameters_on_stage(run.config, run.padded_vocab, number))
+    shards = communication.data_group(run).size if run.config.parallel.use_distributed_optimizer else 1
+    whole, shard = passes_over_parameters(run)
     moved_bytes = whole * parameters + shard * parameters / shards
-    return moved_bytes / (job.gpu.hbm_bytes_per_s * job.calibration.optimizer_fraction)
+    return moved_bytes / (run.gpu.hbm_bytes_per_s * run.calibration.optimizer_fraction)
 
 
-def weight_casts_s(job: Job, number: int) -> float:
+def weight_casts_s(run: PlannedRun, number: int) -> float:
     """Casts of the linears' weights, kept over the microbatches of a step."""
-    quantizable, _ = parameters_on_stage(job.config, job.padded_vocab, number)
+    quantizable, _ = parameters_on_stage(run.config, run.padded_vocab, number)
     # Of FP8 weights the transposed codes only: the codes are made of the optimizer's shard.
-    numbers = quantizable / (2 if job.config.precision.fp8_param_gather else 1)
-    numbers /= derived.layers_per_pipeline_rank(job.config)
-    counts = layer_counts(job, number, FORWARD)
-    return sum(compute.cast_s(job, recipe, numbers * count) for recipe, count in counts.items())
+    numbers = quantizable / (2 if run.config.precision.fp8_param_gather else 1)
+    numbers /= derived.layers_per_pipeline_rank(run.config)
+    counts = layer_counts(run, number, FORWARD)
+    return sum(compute.cast_s(run, recipe, numbers * count) for recipe, count in counts.items())
 
 
-def passes_over_parameters(job: Job) -> tuple[int, int]:
+def passes_over_parameters(run: PlannedRun) -> tuple[int, int]:
     """Bytes a parameter moved (over all of a rank's, over its shard).
 
     In one kernel: norm 4, read gradient, master weight and moments 16, write them 12, and the BF16 weight 2. In
     megatron-core's passes: norm 4, clip 8, Adam 28, copy to BF16 6, and division by the tokens 8 of the whole buffer.
     Buffers are set to zero (4) where gradients are added to them.
     """
-    optimizer, training, precision = job.config.optimizer, job.config.training, job.config.precision
+    optimizer, training, precision = run.config.optimizer, run.config.training, run.config.precision
     state = {"fp32": 8, "fp16": 4, "bf16": 4, "fp8": 2}
     lean = 0
     if optimizer.use_precision_aware_optimizer:  # moments read and written, master weights as 16 bits beside BF16
         lean = 8 - state[optimizer.exp_avg_dtype] + 8 - state[optimizer.exp_avg_sq_dtype] + 4
-    overwrites = precision.gradient_overwrite and job.pipeline == 1
+    overwrites = precision.gradient_overwrite and run.pipeline == 1
     zeros = 0 if overwrites else 4
-    has_one_pass = optimizer.one_pass_optimizer and job.config.parallel.use_distributed_optimizer
+    has_one_pass = optimizer.one_pass_optimizer and run.config.parallel.use_distributed_optimizer
     if has_one_pass:
         return zeros, 34 - lean
     return zeros + (8 if training.calculate_per_token_loss else 0), 46 - lean
 
 
-def bytes_by_group(job: Job) -> dict[str, float]:
+def bytes_by_group(run: PlannedRun) -> dict[str, float]:
     """Bytes that a rank of the busiest stage sends in one step, by process group."""
-    layers = derived.layers_per_pipeline_rank(job.config)
-    microbatches = derived.num_microbatches(job.config, job.world_size)
-    traffic = communication.tensor_traffic(job, job.recipe)
-    _, _, ring_bytes = communication.context_traffic(job)
-    data = communication.data_traffic(job, 0)
+    layers = derived.layers_per_pipeline_rank(run.config)
+    microbatches = derived.num_microbatches(run.config, run.world_size)
+    traffic = communication.tensor_traffic(run, run.recipe)
+    _, _, ring_bytes = communication.context_traffic(run)
+    data = communication.data_traffic(run, 0)
     found = {
         "tensor parallel": layers * microbatches * traffic.bytes,
         "context parallel": layers * microbatches * ring_bytes,
-        "pipeline": 2 * microbatches * job.chunks * communication.boundary_bytes(job) if job.pipeline > 1 else 0.0,
+        "pipeline": 2 * microbatches * run.chunks * communication.boundary_bytes(run) if run.pipeline > 1 else 0.0,
         "data parallel, gradients": data.reduce_bytes,
         "data parallel, parameters": data.gather_bytes,
     }

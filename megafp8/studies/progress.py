@@ -12,7 +12,7 @@ from typing import Any, Optional
 from megafp8.config import derived
 from megafp8.launch.run_state import RunState, judge, last_recorded_step
 from megafp8.planning.hardware import Gpu
-from megafp8.planning.job import Job
+from megafp8.planning.planned_run import PlannedRun
 from megafp8.planning.step_time import step_time
 from megafp8.studies.runs import StudyRun
 from megafp8.studies.study import Study
@@ -79,8 +79,8 @@ def predicted_seconds(run: StudyRun, finished: Sequence[Progress], gpu: Optional
     if run.flops is None or run.padded_vocab is None:
         return None
     if gpu is not None:
-        job = Job(config=run.config, gpu=gpu, world_size=run.world_size, padded_vocab=run.padded_vocab)
-        return step_time(job).seconds * derived.train_iters(run.config, run.world_size)
+        planned = PlannedRun(config=run.config, gpu=gpu, world_size=run.world_size, padded_vocab=run.padded_vocab)
+        return step_time(planned).seconds * derived.train_iters(run.config, run.world_size)
     alike = [
         (one.run.flops, one.seconds) for one in finished
         if one.run.flops and one.seconds and (one.run.recipe, one.run.world_size) == (run.recipe, run.world_size)

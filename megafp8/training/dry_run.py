@@ -17,10 +17,10 @@ from megafp8.model.precision_map import format_precision_map, resolve_precision_
 from megafp8.parallel.topology import layout_of
 from megafp8.planning.fp8_gain import fp8_warnings
 from megafp8.planning.hardware import find_gpu
-from megafp8.planning.job import Job
 from megafp8.planning.layouts import MARGIN_FRACTION
 from megafp8.planning.memory import estimate_ends, outside_bytes
 from megafp8.planning.micro_batch import NOT_TRIED, Trial, first_size, hopeful_sizes, predicted_bytes, table
+from megafp8.planning.planned_run import PlannedRun
 from megafp8.training.check import Checked
 
 GIB = 2**30
@@ -156,7 +156,7 @@ def fp8_text(
     is_planned = precision_map.is_quantized(precision) and precision.fp8_schedule is None  # which no plan knows
     if gpu is None or not is_planned or implementation != "transformer_engine":
         return []
-    warnings = fp8_warnings(Job(config=config, gpu=gpu, world_size=world_size, padded_vocab=vocab_size))
+    warnings = fp8_warnings(PlannedRun(config=config, gpu=gpu, world_size=world_size, padded_vocab=vocab_size))
     return ["warning: " + "\n".join(warnings)] if warnings else []
 
 

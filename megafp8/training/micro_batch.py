@@ -51,7 +51,7 @@ from megafp8.training import trial
 from megafp8.training.assemble import run_folder, tell
 from megafp8.training.guard import Guard
 from megafp8.training.stopping import stopped_by_signals
-from megafp8.training.trial_messages import EXCEEDED, Answer, Failed, Job, Measured, TooLarge
+from megafp8.training.trial_messages import EXCEEDED, Answer, Failed, Measured, TooLarge, TrialSetup
 
 CHOICE_FILE = "micro_batch_size.json"
 POLL_S = 0.1
@@ -212,7 +212,7 @@ def find_choice(config: RunConfig, platform: Platform, implementation: str, guar
     say(introduction(config, sizes, limit_bytes, first))
     say("\n".join([HEADING, *map(row, hopeless)]))
     trials: dict[int, Trial] = {}
-    process = TrialProcess(Job(config=config, implementation=implementation, limit_bytes=limit_bytes))
+    process = TrialProcess(TrialSetup(config=config, implementation=implementation, limit_bytes=limit_bytes))
     try:
         while (size := next_size(hopeful, times_of(trials), first)) is not None:
             if is_stopped(guard):
@@ -303,10 +303,10 @@ class TrialProcess:
     """
 
     def __init__(
-        self, job: Job, serve: Callable[..., Any] = trial.serve, timeout_s: Optional[float] = None
+        self, setup: TrialSetup, serve: Callable[..., Any] = trial.serve, timeout_s: Optional[float] = None
     ):
-        self.job, self.serve = job, serve
-        self.timeout_s = timeout_s or 60.0 * job.config.parallel.distributed_timeout_minutes
+        self.setup, self.serve = setup, serve
+        self.timeout_s = timeout_s or 60.0 * setup.config.parallel.distributed_timeout_minutes
         self.num_started = 0
         self.process: Any = None
         self.pipe: Any = None
@@ -346,10 +346,10 @@ class TrialProcess:
         """Start this rank's process."""
         together(lambda: None)  # a device has room again only when the others' old processes are gone, too
         self.num_started += 1
-        job = dataclasses.replace(self.job, meeting=self.meeting, name=f"trials{self.num_started}")
+        setup = dataclasses.replace(self.setup, meeting=self.meeting, name=f"trials{self.num_started}")
         context = multiprocessing.get_context("spawn")  # a forked one could not use CUDA, nor forget torch.distributed
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=self.serve, args=(job, theirs), daemon=True)
+        self.process = context.Process(target=self.serve, args=(setup, theirs), daemon=True)
         together(self.process.start)
         theirs.close()
 

@@ -33,7 +33,7 @@ from megafp8.device.platform import (
     resident_bytes,
 )
 from megafp8.launch.process import end_with_parent
-from megafp8.training.trial_messages import EXCEEDED, Answer, Failed, Job, Measured, TooLarge
+from megafp8.training.trial_messages import EXCEEDED, Answer, Failed, Measured, TooLarge, TrialSetup
 
 # The first step makes optimizer state and compiles kernels.
 WARM_UP_STEPS = 2
@@ -44,7 +44,7 @@ LOOK_S = 0.02
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
-def serve(job: Job, pipe: Connection) -> NoReturn:
+def serve(setup: TrialSetup, pipe: Connection) -> NoReturn:
     """Answer each size that comes through the pipe, until None does; the first that does not fit is the last."""
     end_with_parent(signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -53,7 +53,7 @@ def serve(job: Job, pipe: Connection) -> NoReturn:
     try:
         trial_run: Optional[TrialRun] = None
         while not isinstance(answer, (TooLarge, Failed)) and (size := pipe.recv()) is not None:
-            trial_run = trial_run or TrialRun(job, size)
+            trial_run = trial_run or TrialRun(setup, size)
             answer = trial_run.measure(size)
             pipe.send(answer)
     except EOFError:
@@ -83,25 +83,25 @@ class TrialRun:
         size: the first of them.
     """
 
-    def __init__(self, job: Job, size: int):
-        config = trial_config(job.config, size)
+    def __init__(self, setup: TrialSetup, size: int):
+        config = trial_config(setup.config, size)
         order_kernels(config.parallel.tensor_model_parallel_size)
         if config.precision.deterministic_mode:
             compute_deterministically()
         mcore_cpu.install()
         from megafp8.training.assemble import assemble  # imports megatron-core, which has been made ready only now
 
-        self.job = job
+        self.setup = setup
         self.platform = detect_platform(config.parallel.distributed_backend)
-        limit_memory(self.platform, job.limit_bytes)
-        store = None if job.meeting is None else dist.PrefixStore(job.name, dist.TCPStore(*job.meeting))
+        limit_memory(self.platform, setup.limit_bytes)
+        store = None if setup.meeting is None else dist.PrefixStore(setup.name, dist.TCPStore(*setup.meeting))
         join_ranks(self.platform, config.parallel.distributed_timeout_minutes, store)
-        self.run = assemble(config, self.platform, job.implementation, has_data=False)
+        self.run = assemble(config, self.platform, setup.implementation, has_data=False)
         self.kinds = kinds_of_steps(config)
 
     def measure(self, size: int) -> Answer:
         """Peak memory of steps of any kind, and time per sequence of the kind that most steps are of."""
-        batch = self.job.config.training.global_batch_size
+        batch = self.setup.config.training.global_batch_size
         assert batch is not None
         num_microbatches = batch // (size * self.run.place.data_size)
         least = min(num_microbatches, 2 * self.run.config.parallel.pipeline_model_parallel_size)
@@ -112,7 +112,7 @@ class TrialRun:
         counts = self.timed_counts(num_microbatches, self.slowest_s(self.step(size, least, self.kinds[0])))
         seconds = {count: min(self.step(size, count, self.kinds[0]) for _ in range(REPEATS)) for count in counts}
         peak_bytes = self.platform.peak_memory_bytes()
-        if peak_bytes > self.job.limit_bytes:
+        if peak_bytes > self.setup.limit_bytes:
             return TooLarge(f"took {peak_bytes / 2**30:.2f} GiB")
         few, many = counts[0], counts[-1]
         step_s = seconds[many]

@@ -12,7 +12,7 @@ EXCEEDED = 99
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class TrialSetup:
     """What all trials have in common.
 
     Attributes:

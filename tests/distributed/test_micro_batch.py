@@ -38,7 +38,7 @@ from megafp8.training.trial import (
     limit_memory,
     trial_config,
 )
-from megafp8.training.trial_messages import EXCEEDED, Answer, Failed, Job, Measured, TooLarge
+from megafp8.training.trial_messages import EXCEEDED, Answer, Failed, Measured, TooLarge, TrialSetup
 
 MIB, GIB = 2**20, 2**30
 CPU = Platform("cpu", torch.device("cpu"), "a CPU", "gloo")
@@ -62,10 +62,10 @@ def auto_config(extra: str = "") -> RunConfig:
 )
 def test_a_trial_measures_steps_of_the_run(world_size: int, extra: str) -> None:
     """In sizes up and down, in one process, with updates."""
-    job = Job(config=auto_config(extra), implementation="emulated", limit_bytes=1 << 50)
+    setup = TrialSetup(config=auto_config(extra), implementation="emulated", limit_bytes=1 << 50)
 
     def measure() -> tuple[list[Answer], bool]:
-        run = TrialRun(job, 2)
+        run = TrialRun(setup, 2)
         before = [parameter.detach().clone() for parameter in run.run.trainee.chunks[0].parameters()]
         answers = [run.measure(size) for size in (2, 4, 1)]
         after = run.run.trainee.chunks[0].parameters()
@@ -90,8 +90,8 @@ def test_long_steps_are_put_together_from_short_ones(stages: int, second: float,
 
     parallel = SimpleNamespace(pipeline_model_parallel_size=stages)
     run = SimpleNamespace(place=SimpleNamespace(data_size=1), config=SimpleNamespace(parallel=parallel))
-    job = Job(config=auto_config("--global-batch-size 32"), implementation="emulated", limit_bytes=1 << 50)
-    trial = SimpleNamespace(run=run, job=job, platform=CPU, step=step, slowest_s=float, kinds=[1])
+    setup = TrialSetup(config=auto_config("--global-batch-size 32"), implementation="emulated", limit_bytes=1 << 50)
+    trial = SimpleNamespace(run=run, setup=setup, platform=CPU, step=step, slowest_s=float, kinds=[1])
     trial.timed_counts = partial(TrialRun.timed_counts, trial)
     answer, num_microbatches = TrialRun.measure(trial, size), 32 // size
     assert isinstance(answer, Measured)
@@ -116,8 +116,8 @@ def test_every_precision_of_a_schedule_is_tried(schedule: str, expected: list[in
 
     parallel = SimpleNamespace(pipeline_model_parallel_size=1)
     run = SimpleNamespace(place=SimpleNamespace(data_size=1), config=SimpleNamespace(parallel=parallel))
-    job = Job(config=config, implementation="emulated", limit_bytes=1 << 50)
-    trial = SimpleNamespace(run=run, job=job, platform=CPU, step=step, slowest_s=float, kinds=expected)
+    setup = TrialSetup(config=config, implementation="emulated", limit_bytes=1 << 50)
+    trial = SimpleNamespace(run=run, setup=setup, platform=CPU, step=step, slowest_s=float, kinds=expected)
     trial.timed_counts = partial(TrialRun.timed_counts, trial)
     TrialRun.measure(trial, 1)
     assert set(seen) == set(expected) and seen[-1] == expected[0]
@@ -127,8 +127,8 @@ def test_a_peak_beyond_the_limit_does_not_fit() -> None:
     """Also one so short that nobody saw the process above it."""
     parallel = SimpleNamespace(pipeline_model_parallel_size=1)
     run = SimpleNamespace(place=SimpleNamespace(data_size=1), config=SimpleNamespace(parallel=parallel))
-    job = Job(config=auto_config(), implementation="emulated", limit_bytes=MIB)
-    trial = SimpleNamespace(run=run, job=job, platform=CPU, step=lambda *_, **__: 1.0, slowest_s=float, kinds=[1])
+    setup = TrialSetup(config=auto_config(), implementation="emulated", limit_bytes=MIB)
+    trial = SimpleNamespace(run=run, setup=setup, platform=CPU, step=lambda *_, **__: 1.0, slowest_s=float, kinds=[1])
     trial.timed_counts = partial(TrialRun.timed_counts, trial)
     answer = TrialRun.measure(trial, 4)
     assert isinstance(answer, TooLarge) and answer.reason.startswith("took ")
@@ -198,7 +198,7 @@ def choose(
     process = FakeProcess(one_ms)
     if answer is not None:
         process.measure = answer
-    micro_batch.TrialProcess = lambda job: process
+    micro_batch.TrialProcess = lambda setup: process
     config, told = choose_micro_batch(config, detect_platform(), "emulated", Guard())
     return config.training.micro_batch_size, told, process.asked
 
@@ -229,7 +229,7 @@ def test_a_signal_to_one_rank_ends_the_search_on_all(tmp_path: Path) -> None:
             return FakeProcess.measure(process, size)
 
         process.measure = measure
-        micro_batch.TrialProcess = lambda job: process
+        micro_batch.TrialProcess = lambda setup: process
         found, _ = choose_micro_batch(config, detect_platform(), "emulated", guard)
         return is_auto(found), len(process.asked), process.asked[-1], guard.exit_status, guard.reason
 

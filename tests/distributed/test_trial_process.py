@@ -12,13 +12,13 @@ from small_run import small_config
 
 from megafp8.errors import CheckpointError
 from megafp8.training.micro_batch import TrialProcess
-from megafp8.training.trial_messages import Answer, Failed, Job, Measured, TooLarge
+from megafp8.training.trial_messages import Answer, Failed, Measured, TooLarge, TrialSetup
 
 
 def answers(sizes: list[int], end: str, timeout_s: float = 30.0) -> list[Answer]:
     """What this rank hears of the sizes."""
-    job = Job(config=small_config("llama", world_size=2), implementation=end, limit_bytes=0)
-    process = TrialProcess(job, fake_trials.serve, timeout_s)
+    setup = TrialSetup(config=small_config("llama", world_size=2), implementation=end, limit_bytes=0)
+    process = TrialProcess(setup, fake_trials.serve, timeout_s)
     try:
         return [process.measure(size) for size in sizes]
     finally:
@@ -55,8 +55,8 @@ def test_a_process_that_cannot_be_started_is_told_on_all_ranks() -> None:
     """One rank's cannot be pickled; neither waits, and both can close what they have."""
 
     def start() -> str:
-        job = Job(config=small_config("llama", world_size=2), implementation="raises", limit_bytes=0)
-        process = TrialProcess(job, fake_trials.serve if dist.get_rank() else lambda job, pipe: None, 30.0)
+        setup = TrialSetup(config=small_config("llama", world_size=2), implementation="raises", limit_bytes=0)
+        process = TrialProcess(setup, fake_trials.serve if dist.get_rank() else lambda setup, pipe: None, 30.0)
         try:
             process.measure(4)
         except CheckpointError as error:
@@ -71,8 +71,8 @@ def test_a_process_that_cannot_be_started_is_told_on_all_ranks() -> None:
 
 def test_a_lone_rank_needs_no_meeting() -> None:
     def one() -> tuple[list[Answer], bool]:
-        job = Job(config=small_config("llama"), implementation="raises", limit_bytes=0)
-        process = TrialProcess(job, fake_trials.serve, 30.0)
+        setup = TrialSetup(config=small_config("llama"), implementation="raises", limit_bytes=0)
+        process = TrialProcess(setup, fake_trials.serve, 30.0)
         heard = [process.measure(4), process.measure(16)]
         return heard, process.process is None and process.store is None and dist.is_initialized()
 

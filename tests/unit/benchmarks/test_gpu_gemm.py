@@ -87,7 +87,7 @@ def test_the_tables_name_every_linear() -> None:
 def test_every_shape_is_a_model(shape: str) -> None:
     model = model_of(shape, gpu_gemm.SHAPES[shape].split(), H200)
     assert len(model.candidates(gpu_gemm.NATIVE)) > 3 * 4 * 3
-    assert model.job.padded_vocab == 50_304
+    assert model.run.padded_vocab == 50_304
 
 
 def test_what_is_missing_is_told() -> None:

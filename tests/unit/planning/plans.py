@@ -9,7 +9,7 @@ from megafp8.config.presets import PRESETS
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 from megafp8.planning.hardware import GPUS
-from megafp8.planning.job import Job
+from megafp8.planning.planned_run import PlannedRun
 
 SETTINGS = {
     **PRESETS["llama3-8b"],
@@ -37,8 +37,8 @@ def config_of(changes: "dict[str, Any] | None" = None) -> RunConfig:
     return with_values(RunConfig(), SETTINGS | (changes or {}))
 
 
-def job_of(changes: "dict[str, Any] | None" = None, *, gpus: int = 8, gpu: str = "h200") -> Job:
+def run_of(changes: "dict[str, Any] | None" = None, *, gpus: int = 8, gpu: str = "h200") -> PlannedRun:
     """The same on so many GPUs."""
     config = config_of(changes)
     padded = derived.padded_vocab_size(config, config.model.vocab_size or 0)
-    return Job(config=config, gpu=GPUS[gpu], world_size=gpus, padded_vocab=padded)
+    return PlannedRun(config=config, gpu=GPUS[gpu], world_size=gpus, padded_vocab=padded)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from plans import FP8, TENSOR, config_of, job_of
+from plans import FP8, TENSOR, config_of, run_of
 
 from megafp8.device.capability import TARGETS
 from megafp8.planning import compute
@@ -21,41 +21,41 @@ NARROW = FP8 | {
 @pytest.mark.parametrize("gpu", ["h100", "h200"])
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
 def test_a_large_model_is_not_warned_of(gpu: str, recipe: str) -> None:
-    assert fp8_warnings(job_of(FP8 | {"precision.fp8_recipe": recipe}, gpu=gpu)) == []
+    assert fp8_warnings(run_of(FP8 | {"precision.fp8_recipe": recipe}, gpu=gpu)) == []
 
 
 def test_a_narrow_one_is_with_the_ratio_that_the_plan_gives() -> None:
-    job = job_of(NARROW, gpus=1)
-    speed = step_time(in_high_precision(job)).seconds / step_time(job).seconds
-    first, *others = fp8_warnings(job)
+    run = run_of(NARROW, gpus=1)
+    speed = step_time(in_high_precision(run)).seconds / step_time(run).seconds
+    first, *others = fp8_warnings(run)
     assert "--fp8-recipe tensorwise" in first and f"{speed:.2f} of BF16's speed" in first and speed < 0.9
     assert any("for the host" in line and "--micro-batch-size" in line for line in others)
 
 
 def test_linears_whose_casts_take_what_their_gemms_save_are_named() -> None:
     """Few channels and many tokens: what is quantized is large, and multiplied by little."""
-    job = job_of(NARROW | {"data.seq_length": 65_536})
-    small = [gain.linear.name for gain in linear_gains(job) if gain.speed < 1]
+    run = run_of(NARROW | {"data.seq_length": 65_536})
+    small = [gain.linear.name for gain in linear_gains(run) if gain.speed < 1]
     assert small == ["linear_fc1"]
-    (line,) = [line for line in fp8_warnings(job) if line.startswith("too small")]
+    (line,) = [line for line in fp8_warnings(run) if line.startswith("too small")]
     assert "linear_fc1 (256 to 1408 channels, 0." in line and "linear_qkv" not in line
 
 
 def test_gains_add_up_to_the_layer() -> None:
-    job = job_of(FP8 | TENSOR)
-    gains = linear_gains(job)
-    forward, backward = (side(job, "tensorwise") for side in (compute.forward_pass, compute.backward_pass))
+    run = run_of(FP8 | TENSOR)
+    gains = linear_gains(run)
+    forward, backward = (side(run, "tensorwise") for side in (compute.forward_pass, compute.backward_pass))
     assert sum(gain.quantized_s for gain in gains) == pytest.approx(forward.gemms + backward.gemms)
     weights = sum(gain.linear.in_features * gain.linear.out_features for gain in gains)
     # 8 GPUs in fours: 2 data-parallel ranks share 64 sequences.
-    numbers = sum(cast_numbers(job, gain.linear) for gain in gains) - weights / 32
-    assert compute.cast_s(job, "tensorwise", numbers) == pytest.approx(forward.casts + backward.casts)
+    numbers = sum(cast_numbers(run, gain.linear) for gain in gains) - weights / 32
+    assert compute.cast_s(run, "tensorwise", numbers) == pytest.approx(forward.casts + backward.casts)
 
 
 def test_high_precision_is_the_same_run() -> None:
-    job = in_high_precision(job_of(FP8 | {"precision.fp8_param_gather": True}))
-    assert job.recipe == "bf16" and job.config.model == job_of().config.model
-    assert not job.config.precision.fp8_param_gather
+    run = in_high_precision(run_of(FP8 | {"precision.fp8_param_gather": True}))
+    assert run.recipe == "bf16" and run.config.model == run_of().config.model
+    assert not run.config.precision.fp8_param_gather
 
 
 @pytest.mark.parametrize(

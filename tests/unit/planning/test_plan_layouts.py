@@ -28,10 +28,10 @@ def eight():
 def test_every_layout_breaks_no_rule_and_uses_every_gpu(eight):
     assert len(eight.layouts) > 20
     for layout in eight.layouts:
-        job = layout.job
-        assert rules.setting_problems(job.config, 8) == []
-        assert job.tensor * job.context * job.pipeline * job.data == 8
-        assert job.config.parallel.sequence_parallel == (job.tensor > 1)
+        run = layout.run
+        assert rules.setting_problems(run.config, 8) == []
+        assert run.tensor * run.context * run.pipeline * run.data == 8
+        assert run.config.parallel.sequence_parallel == (run.tensor > 1)
 
 
 def test_the_fastest_comes_first_and_fits(eight):
@@ -43,21 +43,21 @@ def test_the_fastest_comes_first_and_fits(eight):
 
 
 def test_every_kind_of_splitting_is_tried(eight):
-    jobs = [layout.job for layout in eight.layouts]
-    assert {job.tensor for job in jobs} == {1, 2, 4, 8}
-    assert {job.pipeline for job in jobs} == {1, 2, 4, 8}
-    assert {job.chunks for job in jobs if job.pipeline == 4} == {1, 2, 4, 8}
-    assert {job.context for job in jobs} == {1, 2, 4, 8}
-    assert {job.config.training.recompute_granularity for job in jobs} == {None, "selective", "full"}
-    assert {1, 2, 4} <= {job.config.training.micro_batch_size for job in jobs}
+    runs = [layout.run for layout in eight.layouts]
+    assert {run.tensor for run in runs} == {1, 2, 4, 8}
+    assert {run.pipeline for run in runs} == {1, 2, 4, 8}
+    assert {run.chunks for run in runs if run.pipeline == 4} == {1, 2, 4, 8}
+    assert {run.context for run in runs} == {1, 2, 4, 8}
+    assert {run.config.training.recompute_granularity for run in runs} == {None, "selective", "full"}
+    assert {1, 2, 4} <= {run.config.training.micro_batch_size for run in runs}
 
 
 def test_what_is_given_stays():
     given = (layouts.TENSOR, layouts.MICRO, layouts.GRANULARITY)
     found = search({layouts.TENSOR: 2, layouts.MICRO: 2}, given=given)
     for layout in found.layouts:
-        assert (layout.job.tensor, layout.job.config.training.micro_batch_size) == (2, 2)
-        assert layout.job.config.training.recompute_granularity is None
+        assert (layout.run.tensor, layout.run.config.training.micro_batch_size) == (2, 2)
+        assert layout.run.config.training.recompute_granularity is None
 
 
 def test_a_smaller_gpu_has_fewer_layouts(eight):
@@ -96,7 +96,7 @@ def test_what_is_not_given_is_taken_and_told(planned):
 def test_what_is_given_is_not_assumed():
     given = "--fp8-format e4m3 --seq-length 4096 --global-batch-size 32 --lr 1e-4 --train-iters 5 --bf16"
     found = invoked(f"--model-preset llama3-8b --fp8-recipe tensorwise {given}", scaling=()).found
-    config = found.layouts[0].job.config
+    config = found.layouts[0].run.config
     assert (config.precision.fp8_format, config.data.seq_length) == ("e4m3", 4096)
     assert (config.training.global_batch_size, config.optimizer.lr, config.training.train_iters) == (32, 1e-4, 5)
 
@@ -111,7 +111,7 @@ def test_any_number_of_gpus_is_planned():
 
 
 def test_null_tokenizer_does_not_change_the_vocabulary(planned):
-    assert planned.found.layouts[0].job.padded_vocab == 128_256
+    assert planned.found.layouts[0].run.padded_vocab == 128_256
 
 
 def test_the_text_has_every_section(planned):
@@ -128,7 +128,7 @@ def test_flags_of_a_layout_are_read_back_as_it(planned):
     for layout in plan_data(planned, 5)["layouts"]:
         assert rules.setting_problems(flags.parse(layout["argv"]).config, 8) == []
     best = planned.found.layouts[0]
-    assert flags.parse(plan_data(planned, 1)["layouts"][0]["argv"]).config == best.job.config
+    assert flags.parse(plan_data(planned, 1)["layouts"][0]["argv"]).config == best.run.config
 
 
 def test_limits_are_where_the_speed_falls(planned):

@@ -1,7 +1,7 @@
 """Plans of runs with a precision map: what each recipe computes, and what that takes."""
 
 import pytest
-from plans import FP8, job_of
+from plans import FP8, run_of
 
 from megafp8.planning.memory import estimate_memory, layer_activations, parameters_on_stage
 from megafp8.planning.recipe_shares import BACKWARD, FORWARD, layer_shares, layers_of_stage
@@ -13,21 +13,21 @@ LAYERS = {"precision.use_transformer_engine_op_fuser": False}
 
 def mapped(*entries, **settings):
     names = {name.replace("__", "."): value for name, value in settings.items()}
-    return job_of(FP8 | {"precision.precision_map": entries} | names, gpus=2)
+    return run_of(FP8 | {"precision.precision_map": entries} | names, gpus=2)
 
 
 def test_layers_of_a_stage_are_those_of_its_chunks():
-    job = job_of({"parallel.pipeline_model_parallel_size": 2}, gpus=2)
-    assert layers_of_stage(job.config, 1) == list(range(16, 32))
+    run = run_of({"parallel.pipeline_model_parallel_size": 2}, gpus=2)
+    assert layers_of_stage(run.config, 1) == list(range(16, 32))
     virtual = {"parallel.pipeline_model_parallel_size": 2, "parallel.num_virtual_stages_per_pipeline_rank": 4}
-    found = [layers_of_stage(job_of(virtual, gpus=2).config, stage) for stage in (0, 1)]
+    found = [layers_of_stage(run_of(virtual, gpus=2).config, stage) for stage in (0, 1)]
     assert found[0] == [*range(4), *range(8, 12), *range(16, 20), *range(24, 28)]
     assert sorted(found[0] + found[1]) == list(range(32))
 
 
 def test_a_map_of_all_layers_is_planned_as_the_recipe():
     """And one that takes half of them back as half of each."""
-    plain, high = job_of(FP8 | LAYERS, gpus=2), job_of(LAYERS, gpus=2)
+    plain, high = run_of(FP8 | LAYERS, gpus=2), run_of(LAYERS, gpus=2)
     for mapped_job, expected in (
         (mapped("layers.*=tensorwise"), plain),
         (mapped("layers.*=bf16"), high),
@@ -35,26 +35,26 @@ def test_a_map_of_all_layers_is_planned_as_the_recipe():
     ):
         assert stage_time(mapped_job, 0).parts == pytest.approx(stage_time(expected, 0).parts)
         assert weight_casts_s(mapped_job, 0) == pytest.approx(weight_casts_s(expected, 0))
-        memory = [estimate_memory(job.config, 2, 128256).total_bytes for job in (mapped_job, expected)]
+        memory = [estimate_memory(run.config, 2, 128256).total_bytes for run in (mapped_job, expected)]
         assert memory[0] == pytest.approx(memory[1])
     half = stage_time(mapped("layers.16-31.*=bf16"), 0).parts["linears"]
     assert half == pytest.approx((stage_time(plain, 0).parts["linears"] + stage_time(high, 0).parts["linears"]) / 2)
 
 
 def test_gradients_in_high_precision_cost_the_backward_pass_alone():
-    plain, high, mixed = job_of(FP8 | LAYERS, gpus=2), job_of(LAYERS, gpus=2), mapped("layers.*:dgrad,wgrad=bf16")
+    plain, high, mixed = run_of(FP8 | LAYERS, gpus=2), run_of(LAYERS, gpus=2), mapped("layers.*:dgrad,wgrad=bf16")
     assert stage_time(mixed, 0).forward == pytest.approx(stage_time(plain, 0).forward, rel=0.02)
     assert stage_time(mixed, 0).backward == pytest.approx(stage_time(high, 0).backward, rel=0.02)
     assert layer_activations(mixed.config) == layer_activations(high.config)
 
 
 def test_linears_count_by_their_size():
-    job = mapped("*.linear_fc2=blockwise", "layers.0.*:wgrad=bf16", parallel__pipeline_model_parallel_size=2)
-    shares = layer_shares(job.config, 0, FORWARD)
+    run = mapped("*.linear_fc2=blockwise", "layers.0.*:wgrad=bf16", parallel__pipeline_model_parallel_size=2)
+    shares = layer_shares(run.config, 0, FORWARD)
     fc2 = 4096 * 14336 / (4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336))
     assert shares == {"tensorwise": pytest.approx(16 * (1 - fc2)), "blockwise": pytest.approx(16 * fc2)}
-    assert layer_shares(job.config, 0, BACKWARD)["bf16"] == pytest.approx(0.5)
-    assert "bf16" not in layer_shares(job.config, 1, BACKWARD)
+    assert layer_shares(run.config, 0, BACKWARD)["bf16"] == pytest.approx(0.5)
+    assert "bf16" not in layer_shares(run.config, 1, BACKWARD)
     one = mapped("layers.*=bf16", "*.linear_fc2=blockwise")
     quantizable, _ = parameters_on_stage(one.config, 128256, 0)
     copies = estimate_memory(one.config, 2, 128256, implementation="emulated").fp8_copies_bytes

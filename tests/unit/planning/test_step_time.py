@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from plans import FP8, TENSOR, job_of
+from plans import FP8, TENSOR, run_of
 
 from megafp8.config import derived
 from megafp8.planning import communication, compute
@@ -30,61 +30,61 @@ def test_every_gpu_has_its_peaks():
 
 
 def test_a_large_gemm_runs_at_its_fraction_and_a_small_one_below():
-    job = job_of()
-    flops = 989.4e12 * job.calibration.bf16_gemm_fraction
-    assert compute.gemm_s(job, "bf16", 2**16, 2**14, 2**14) == pytest.approx(2 * 2**44 / flops, rel=0.02)
+    run = run_of()
+    flops = 989.4e12 * run.calibration.bf16_gemm_fraction
+    assert compute.gemm_s(run, "bf16", 2**16, 2**14, 2**14) == pytest.approx(2 * 2**44 / flops, rel=0.02)
     waves = 8 * 8 / 132
     small = 2 * 1024**2 * 2**14 / (flops * waves / (waves + 0.5))
-    assert compute.gemm_s(job, "bf16", 1024, 1024, 2**14) == pytest.approx(small)
+    assert compute.gemm_s(run, "bf16", 1024, 1024, 2**14) == pytest.approx(small)
 
 
 def test_a_thin_gemm_is_bound_by_memory():
-    job = job_of()
+    run = run_of()
     num_bytes = 2 * 16 * (2**14 + 2**14) + 2 * 2**28
-    assert compute.gemm_s(job, "bf16", 2**14, 2**14, 16) == pytest.approx(job.memory_s(num_bytes))
+    assert compute.gemm_s(run, "bf16", 2**14, 2**14, 16) == pytest.approx(run.memory_s(num_bytes))
 
 
 def test_attention_is_the_models_flops():
-    job = job_of()
+    run = run_of()
     flops = 6 * 4096 * 8192 * 8192  # one layer, one sequence of 8192: 6 h s a token, the causal half
-    fraction = job.calibration.attention_fraction * 8192 / (8192 + job.calibration.attention_half_tokens)
-    assert compute.attention_s(job) == pytest.approx(flops / (989.4e12 * fraction))
+    fraction = run.calibration.attention_fraction * 8192 / (8192 + run.calibration.attention_half_tokens)
+    assert compute.attention_s(run) == pytest.approx(flops / (989.4e12 * fraction))
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "mxfp8"])
 def test_fp8_halves_the_linears_of_a_large_model(recipe):
-    job = job_of()
-    ratio = compute.forward_pass(job, "bf16").fprop / compute.forward_pass(job, recipe).fprop
-    calibration = job.calibration
+    run = run_of()
+    ratio = compute.forward_pass(run, "bf16").fprop / compute.forward_pass(run, recipe).fprop
+    calibration = run.calibration
     assert ratio == pytest.approx(2 * calibration.fp8_gemm_fraction / calibration.bf16_gemm_fraction, rel=0.01)
 
 
 def test_blockwise_gemms_are_slow_on_hopper_only():
-    on = {gpu: job_of(gpu=gpu) for gpu in ("h200", "b200")}
+    on = {gpu: run_of(gpu=gpu) for gpu in ("h200", "b200")}
     recipes = ("tensorwise", "blockwise")
-    flops = {gpu: [compute.gemm_flops(job, recipe) for recipe in recipes] for gpu, job in on.items()}
+    flops = {gpu: [compute.gemm_flops(run, recipe) for recipe in recipes] for gpu, run in on.items()}
     assert flops["b200"][0] == flops["b200"][1] and flops["h200"][0] > flops["h200"][1]
 
 
 def test_casts_are_counted_in_bytes_of_inputs_and_gradients():
-    job = job_of(FP8)
+    run = run_of(FP8)
     tokens, inputs, outputs = 8192, 4096 + 4096 + 4096 + 14336, 6144 + 4096 + 2 * 14336 + 4096
-    speed = job.gpu.hbm_bytes_per_s * job.calibration.cast_fraction
-    assert compute.forward_pass(job, "tensorwise").casts == pytest.approx(6 * tokens * inputs / speed)
-    assert compute.backward_pass(job, "tensorwise").casts == pytest.approx(6 * tokens * outputs / speed)
+    speed = run.gpu.hbm_bytes_per_s * run.calibration.cast_fraction
+    assert compute.forward_pass(run, "tensorwise").casts == pytest.approx(6 * tokens * inputs / speed)
+    assert compute.backward_pass(run, "tensorwise").casts == pytest.approx(6 * tokens * outputs / speed)
 
 
 def test_with_sequence_parallelism_a_rank_casts_its_part():
-    job = job_of(FP8 | TENSOR)
-    speed = job.gpu.hbm_bytes_per_s * job.calibration.cast_fraction
+    run = run_of(FP8 | TENSOR)
+    speed = run.gpu.hbm_bytes_per_s * run.calibration.cast_fraction
     inputs = (4096 + 4096 + 4096 + 14336) / 4
     outputs = (6144 + 2 * 14336) / 4 + (4096 + 4096) / 4
-    assert compute.forward_pass(job, "tensorwise").casts == pytest.approx(6 * 8192 * inputs / speed)
-    assert compute.backward_pass(job, "tensorwise").casts == pytest.approx(6 * 8192 * outputs / speed)
+    assert compute.forward_pass(run, "tensorwise").casts == pytest.approx(6 * 8192 * inputs / speed)
+    assert compute.backward_pass(run, "tensorwise").casts == pytest.approx(6 * 8192 * outputs / speed)
 
 
 def test_fp8_weights_cast_their_transposes_only():
-    plain, gathered = (job_of(FP8 | {"precision.fp8_param_gather": value}) for value in (False, True))
+    plain, gathered = (run_of(FP8 | {"precision.fp8_param_gather": value}) for value in (False, True))
     quantized = 32 * 4096 * (6144 + 4096 + 3 * 14336)
     expected = 6 * quantized / (plain.gpu.hbm_bytes_per_s * plain.calibration.cast_fraction)
     assert weight_casts_s(plain, 0) == pytest.approx(expected)
@@ -93,9 +93,9 @@ def test_fp8_weights_cast_their_transposes_only():
 
 
 def test_fused_operations_and_one_rotation_move_fewer_bytes():
-    fused = job_of(FP8 | {"precision.use_transformer_engine_op_fuser": True})
-    apart = job_of(FP8 | {"precision.split_rope_fusion": False})
-    plain = job_of(FP8 | {"precision.use_transformer_engine_op_fuser": False})
+    fused = run_of(FP8 | {"precision.use_transformer_engine_op_fuser": True})
+    apart = run_of(FP8 | {"precision.split_rope_fusion": False})
+    plain = run_of(FP8 | {"precision.use_transformer_engine_op_fuser": False})
     assert compute.backward_pass(fused, "tensorwise").activation < compute.backward_pass(plain, "tensorwise").activation
     assert compute.backward_pass(apart, "tensorwise").rotary == 2 * compute.backward_pass(plain, "tensorwise").rotary
 
@@ -111,67 +111,67 @@ def test_fused_operations_and_one_rotation_move_fewer_bytes():
     ],
 )  # fmt: skip
 def test_full_recompute_runs_the_forward_pass_again(settings, share):
-    job = job_of(settings)
-    forward = compute.forward_pass(job, "bf16")
-    assert compute.recomputed(job, forward) == pytest.approx(share * forward.total)
+    run = run_of(settings)
+    forward = compute.forward_pass(run, "bf16")
+    assert compute.recomputed(run, forward) == pytest.approx(share * forward.total)
 
 
 def test_selective_recompute_runs_its_part_again():
-    job = job_of({"training.recompute_granularity": "selective", "training.recompute_modules": ("mlp", "core_attn")})
-    forward = compute.forward_pass(job, "bf16")
+    run = run_of({"training.recompute_granularity": "selective", "training.recompute_modules": ("mlp", "core_attn")})
+    forward = compute.forward_pass(run, "bf16")
     mlp = 3 * 14336 / (3 * 14336 + 6144 + 4096)
     again = forward.attention + mlp * forward.fprop + forward.activation
-    assert compute.recomputed(job, forward) == pytest.approx(again)
+    assert compute.recomputed(run, forward) == pytest.approx(again)
 
 
 # ---- communication ------------------------------------------------------------------------------------------------
 
 
 def test_a_ring_moves_all_but_one_part():
-    job = job_of()
-    speed = 450e9 * job.calibration.nvlink_fraction
+    run = run_of()
+    speed = 450e9 * run.calibration.nvlink_fraction
     expected = 1e9 * 7 / 8 / speed + START_S + 7 * communication.NVLINK_STEP_S
-    assert ring_s(job, Group(8, 1), 1e9) == pytest.approx(expected)
-    assert ring_s(job, Group(1, 1), 1e9) == 0
+    assert ring_s(run, Group(8, 1), 1e9) == pytest.approx(expected)
+    assert ring_s(run, Group(1, 1), 1e9) == 0
 
 
 def test_between_nodes_each_rank_of_a_node_brings_an_adapter():
-    job = job_of(gpus=64)
+    run = run_of(gpus=64)
     large = 1e12
     adapter = 50e9 * communication.NETWORK_FRACTION
-    assert ring_s(job, Group(8, 8), large) == pytest.approx(large * 7 / 8 / adapter, rel=1e-3)
-    assert ring_s(job, Group(16, 4), large) == pytest.approx(large * 15 / 16 / (2 * adapter), rel=1e-3)
+    assert ring_s(run, Group(8, 8), large) == pytest.approx(large * 7 / 8 / adapter, rel=1e-3)
+    assert ring_s(run, Group(16, 4), large) == pytest.approx(large * 15 / 16 / (2 * adapter), rel=1e-3)
     # All of a node together are bound by NVLink.
-    assert ring_s(job, Group(64, 1), large) == pytest.approx(
-        large * 63 / 64 / (450e9 * job.calibration.nvlink_fraction), rel=1e-3
+    assert ring_s(run, Group(64, 1), large) == pytest.approx(
+        large * 63 / 64 / (450e9 * run.calibration.nvlink_fraction), rel=1e-3
     )
 
 
 def test_codes_are_gathered_and_sums_are_bf16():
     numbers = 8192 * 4096 * 3 / 4
-    assert communication.tensor_traffic(job_of(TENSOR), "bf16").bytes == 10 * 2 * numbers
-    assert communication.tensor_traffic(job_of(TENSOR), "tensorwise").bytes == (6 * 1 + 4 * 2) * numbers
-    whole = job_of(TENSOR | {"parallel.sequence_parallel": False})
+    assert communication.tensor_traffic(run_of(TENSOR), "bf16").bytes == 10 * 2 * numbers
+    assert communication.tensor_traffic(run_of(TENSOR), "tensorwise").bytes == (6 * 1 + 4 * 2) * numbers
+    whole = run_of(TENSOR | {"parallel.sequence_parallel": False})
     assert communication.tensor_traffic(whole, "bf16").bytes == 4 * 2 * 2 * numbers
 
 
 @pytest.mark.parametrize("network_share", [1.0, 0.01])
 def test_what_runs_beside_a_gemm_is_seen_where_it_takes_longer(network_share):
     """One layer, one stage without embedding and output layer; then with NVLink at a hundredth."""
-    job = job_of(TENSOR | PIPELINE, gpus=16)
-    slow = dataclasses.replace(job.calibration, nvlink_fraction=job.calibration.nvlink_fraction * network_share)
-    job = dataclasses.replace(job, calibration=slow)
-    traffic, backward = communication.tensor_traffic(job, "bf16"), compute.backward_pass(job, "bf16")
+    run = run_of(TENSOR | PIPELINE, gpus=16)
+    slow = dataclasses.replace(run.calibration, nvlink_fraction=run.calibration.nvlink_fraction * network_share)
+    run = dataclasses.replace(run, calibration=slow)
+    traffic, backward = communication.tensor_traffic(run, "bf16"), compute.backward_pass(run, "bf16")
     seen = traffic.forward_s + traffic.backward_s
     seen += max(0, traffic.beside_dgrad_s - backward.dgrad) + max(0, traffic.beside_wgrad_s - backward.wgrad)
-    assert stage_time(job, 1).parts["tensor parallel"] == pytest.approx(8 * seen)
+    assert stage_time(run, 1).parts["tensor parallel"] == pytest.approx(8 * seen)
     assert (seen == traffic.forward_s + traffic.backward_s) == (network_share == 1.0)
 
 
 def test_data_parallel_bytes_are_gradients_and_weights():
-    job, fp8_weights = job_of(FP8), job_of(FP8 | {"precision.fp8_param_gather": True})
+    run, fp8_weights = run_of(FP8), run_of(FP8 | {"precision.fp8_param_gather": True})
     parameters = 8_030_261_248
-    sent = bytes_by_group(job)
+    sent = bytes_by_group(run)
     assert sent["data parallel, gradients"] == pytest.approx(4 * parameters * 7 / 8)
     assert sent["data parallel, parameters"] == pytest.approx(2 * parameters * 7 / 8)
     quantized = 32 * 4096 * (6144 + 4096 + 3 * 14336)
@@ -182,20 +182,20 @@ def test_data_parallel_bytes_are_gradients_and_weights():
 @pytest.mark.parametrize(("kind", "forward", "backward"), [("p2p", 1, 2), ("allgather", 1, 2), ("a2a", 5, 5)])
 def test_context_parallel_bytes(kind, forward, backward):
     """In units of what keys and values of a rank's tokens take. a2a: (q + k + v + o) = 10 kv, of 2 kv; half is sent."""
-    job = job_of({"parallel.context_parallel_size": 2, "parallel.cp_comm_type": kind})
-    _, _, num_bytes = communication.context_traffic(job)
+    run = run_of({"parallel.context_parallel_size": 2, "parallel.cp_comm_type": kind})
+    _, _, num_bytes = communication.context_traffic(run)
     keys_and_values = 4096 * 2 * 1024 * 2
     assert num_bytes == (forward + backward) * keys_and_values / (2 if kind == "a2a" else 1)
 
 
 def test_reductions_hide_behind_the_backward_pass():
     def exposed(**changes):
-        job = job_of({name.replace("__", "."): value for name, value in changes.items()})
-        return step_time(job).parts["data parallel"]
+        run = run_of({name.replace("__", "."): value for name, value in changes.items()})
+        return step_time(run).parts["data parallel"]
 
     hidden = exposed()
     seen = exposed(parallel__overlap_grad_reduce=False, parallel__overlap_param_gather=False)
-    traffic = communication.data_traffic(job_of(), 0)
+    traffic = communication.data_traffic(run_of(), 0)
     assert seen == pytest.approx(traffic.reduce_s + traffic.gather_s)
     assert (traffic.reduce_s + traffic.gather_s) / traffic.num_buckets <= hidden < 0.3 * seen
 
@@ -204,7 +204,7 @@ def test_reductions_hide_behind_the_backward_pass():
 
 
 def test_one_gpu_waits_for_nobody():
-    step = step_time(job_of(gpus=1))
+    step = step_time(run_of(gpus=1))
     assert not {"bubble", "pipeline sends", "data parallel", "tensor parallel", "host"} & set(step.parts)
     assert step.seconds == pytest.approx(sum(step.parts.values()))
     assert step.tokens == 64 * 8192
@@ -215,11 +215,11 @@ def test_one_gpu_waits_for_nobody():
 
 def test_the_bubble_is_the_other_stages_once():
     """Stages of equal length t: (p - 1) t, and divided by the chunks."""
-    job = job_of(PIPELINE)
-    stage = stage_time(job, 1)
-    parts = pipeline_parts(job, [stage, stage, stage], stage.seconds, 32)
+    run = run_of(PIPELINE)
+    stage = stage_time(run, 1)
+    parts = pipeline_parts(run, [stage, stage, stage], stage.seconds, 32)
     assert parts["bubble"] == pytest.approx(3 * stage.seconds)
-    interleaved = job_of(PIPELINE | {"parallel.num_virtual_stages_per_pipeline_rank": 4})
+    interleaved = run_of(PIPELINE | {"parallel.num_virtual_stages_per_pipeline_rank": 4})
     parts = pipeline_parts(interleaved, [stage, stage, stage], stage.seconds, 32)
     assert parts["bubble"] == pytest.approx(3 * stage.seconds / 4)
 
@@ -227,60 +227,60 @@ def test_the_bubble_is_the_other_stages_once():
 @pytest.mark.parametrize(("chunks", "overlap", "sends"), [(None, True, 6 + 64), (4, True, 6), (4, False, 6 + 4 * 64)])
 def test_sends_are_hidden_in_the_interleaved_schedule(chunks, overlap, sends):
     settings = {"parallel.num_virtual_stages_per_pipeline_rank": chunks, "parallel.overlap_p2p_comm": overlap}
-    job = job_of(PIPELINE | settings)
-    stage = stage_time(job, 1)
-    send_s = communication.send_s(job, communication.pipeline_group(job), 2 * 8192 * 4096)
-    parts = pipeline_parts(job, [stage, stage, stage], stage.seconds, 32)
+    run = run_of(PIPELINE | settings)
+    stage = stage_time(run, 1)
+    send_s = communication.send_s(run, communication.pipeline_group(run), 2 * 8192 * 4096)
+    parts = pipeline_parts(run, [stage, stage, stage], stage.seconds, 32)
     assert parts["pipeline sends"] == pytest.approx(sends * send_s)
 
 
 def test_the_loss_reads_and_writes_logits_twice():
-    job = job_of(gpus=1)
-    assert stage_time(job, 0).parts["loss"] == pytest.approx(job.memory_s(8 * 8192 * 128_256))
+    run = run_of(gpus=1)
+    assert stage_time(run, 0).parts["loss"] == pytest.approx(run.memory_s(8 * 8192 * 128_256))
 
 
 def test_the_stage_with_the_output_layer_is_waited_for():
-    parts = step_time(job_of(PIPELINE)).parts
-    microbatches = derived.num_microbatches(job_of(PIPELINE).config, 8)
-    output = sum(compute.logits_s(job_of(PIPELINE))[:2])
+    parts = step_time(run_of(PIPELINE)).parts
+    microbatches = derived.num_microbatches(run_of(PIPELINE).config, 8)
+    output = sum(compute.logits_s(run_of(PIPELINE))[:2])
     assert parts["output layer"] == pytest.approx(microbatches * output)
 
 
 def test_a_layer_takes_the_hosts_time_where_that_is_longer():
     small = {"model.hidden_size": 256, "model.ffn_hidden_size": 704, "data.seq_length": 256}
-    job = job_of(FP8 | small, gpus=1)
-    stage = stage_time(job, 0)
-    layers = 32 * job.calibration.fp8_host_layer_s
+    run = run_of(FP8 | small, gpus=1)
+    stage = stage_time(run, 0)
+    layers = 32 * run.calibration.fp8_host_layer_s
     outside = stage.parts["output layer"] + stage.parts["loss"]
     assert layers < stage.seconds < layers + 2 * outside + 1e-3
 
 
 def test_one_pass_reads_and_writes_less_than_many():
-    one, many = job_of(gpus=1), job_of({"optimizer.one_pass_optimizer": False}, gpus=1)
+    one, many = run_of(gpus=1), run_of({"optimizer.one_pass_optimizer": False}, gpus=1)
     parameters = 8_030_261_248
     speed = one.gpu.hbm_bytes_per_s * one.calibration.optimizer_fraction
     assert optimizer_s(one, 0) == pytest.approx(34 * parameters / speed)
     assert optimizer_s(many, 0) == pytest.approx((46 + 8) * parameters / speed)
-    assert optimizer_s(job_of(gpus=8), 0) == pytest.approx(34 * parameters / 8 / speed)
+    assert optimizer_s(run_of(gpus=8), 0) == pytest.approx(34 * parameters / 8 / speed)
 
 
 def test_layers_in_high_precision_take_bf16s_time():
     kept = FP8 | {"precision.first_last_layers_bf16": True, "precision.num_layers_at_end_in_bf16": 15}
     times = [
-        stage_time(job_of(settings, gpus=1), 0).parts["linears"] for settings in (FP8, kept, {})
+        stage_time(run_of(settings, gpus=1), 0).parts["linears"] for settings in (FP8, kept, {})
     ]  # fmt: skip
     assert times[1] == pytest.approx((times[0] + times[2]) / 2)
 
 
 @pytest.mark.parametrize("constant", ["bf16_gemm_fraction", "attention_fraction", "memory_fraction", "busy_fraction"])
 def test_a_faster_part_makes_a_shorter_step(constant):
-    job = job_of()
-    faster = dataclasses.replace(job.calibration, **{constant: 1.0})
-    assert step_time(dataclasses.replace(job, calibration=faster)).seconds < step_time(job).seconds
+    run = run_of()
+    faster = dataclasses.replace(run.calibration, **{constant: 1.0})
+    assert step_time(dataclasses.replace(run, calibration=faster)).seconds < step_time(run).seconds
 
 
 def test_the_limit_is_no_product_of_the_model():
-    step = step_time(job_of({"training.global_batch_size": 8} | PIPELINE | {"parallel.context_parallel_size": 2}))
+    step = step_time(run_of({"training.global_batch_size": 8} | PIPELINE | {"parallel.context_parallel_size": 2}))
     assert step.limit == max(
         (name for name in step.parts if name not in ("linears", "attention", "output layer")), key=step.parts.get
     )

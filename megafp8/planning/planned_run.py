@@ -11,7 +11,7 @@ from megafp8.planning.hardware import Gpu
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class PlannedRun:
     """A run on a cluster.
 
     Attributes:
