@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -33,8 +32,7 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from benchmarks import timing  # noqa: E402
-from benchmarks.gpu_gemm import FLUSHED_BYTES, Model, model_of  # noqa: E402
-from benchmarks.gpu_train import SHAPES  # noqa: E402
+from benchmarks.gpu_gemm import FLUSHED_BYTES, Model, model_of, parse_models  # noqa: E402
 from megafp8.config import derived  # noqa: E402
 from megafp8.planning.hardware import GPUS, find_gpu  # noqa: E402
 
@@ -250,26 +248,16 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=[], help="models and batches of gpu_train.py")
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS), help="default: all")
-    parser.add_argument("--rounds", type=int, default=15, help="times that each is timed")
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
-    parser.add_argument("flags", nargs="*", metavar="-- FLAG", help="of pretrain_gpt.py: model, microbatch, layout")
-    options = parser.parse_args(argv)
-    if not options.shapes and not options.flags:
-        parser.error("give --shapes, or flags of pretrain_gpt.py after --")
-    return options
+    return parse_models(parser, argv)
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Exit status 1 where nothing ran."""
     options = parse(argv)
     gpu = find_gpu(torch.cuda.get_device_name()) or GPUS["h200"]
-    texts = {shape: shlex.split(SHAPES[shape]) for shape in options.shapes}
-    if options.flags:
-        texts[" ".join(options.flags)] = options.flags
     everything, missing = [], {}
-    for name, text in texts.items():
+    for name, text in options.models.items():
         shape = shape_of(model_of(name, text, gpu))
         inputs, rows = Inputs(shape, torch.device("cuda")), []
         for backend in options.backends:

@@ -320,17 +320,26 @@ class OnGpu:
         return Float8Quantizer(scale, amax, kind)
 
 
-def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parse_models(parser: argparse.ArgumentParser, argv: Optional[Sequence[str]]) -> argparse.Namespace:
+    """Read a command line that names models, beside what the parser takes already; `models` has their flags by name."""
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=[], help="models and batches of gpu_train.py")
-    parser.add_argument("--recipes", nargs="+", choices=NATIVE, default=list(NATIVE), help="beside BF16")
     parser.add_argument("--rounds", type=int, default=15, help="times that each candidate is timed")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("flags", nargs="*", metavar="-- FLAG", help="of pretrain_gpt.py: model, microbatch, layout")
     options = parser.parse_args(argv)
-    if not options.shapes and not options.flags:
+    options.models = {shape: shlex.split(SHAPES[shape]) for shape in options.shapes}
+    if options.flags:
+        options.models[" ".join(options.flags)] = options.flags
+    if not options.models:
         parser.error("give --shapes, or flags of pretrain_gpt.py after --")
+    return options
+
+
+def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--recipes", nargs="+", choices=NATIVE, default=list(NATIVE), help="beside BF16")
+    options = parse_models(parser, argv)
     options.recipes = ["bf16", *(recipe for recipe in options.recipes if recipe != "bf16")]
     return options
 
@@ -340,11 +349,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     options = parse(argv)
     device = OnGpu()
     gpu = device.gpu()
-    texts = {shape: shlex.split(SHAPES[shape]) for shape in options.shapes}
-    if options.flags:
-        texts[" ".join(options.flags)] = options.flags
     results, measured = [], []
-    for name, text in texts.items():
+    for name, text in options.models.items():
         model = model_of(name, text, gpu)
         times = device.measure(model.candidates(options.recipes), options.rounds)
         text, result = report(model, times, options.recipes)

@@ -11,7 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from benchmarks import gpu_attention  # noqa: E402
+from benchmarks import gpu_attention, gpu_gemm  # noqa: E402
 from benchmarks.gpu_attention import Inputs, Shape, row_of, shape_of  # noqa: E402
 from benchmarks.gpu_gemm import model_of  # noqa: E402
 from megafp8.planning.hardware import GPUS  # noqa: E402
@@ -47,3 +47,12 @@ def test_a_backend_without_its_library_is_named() -> None:
         pytest.skip("for machines without Transformer Engine")
     with pytest.raises(gpu_attention.NotHere, match="needs Transformer Engine"):
         gpu_attention.attention_of(SMALL, "fused")
+
+
+@pytest.mark.parametrize("parse", [gpu_gemm.parse, gpu_attention.parse])
+def test_models_are_shapes_and_flags(parse) -> None:
+    options = parse(["--rounds", "3", "--shapes", "A", "B", "--", "--model-preset", "llama3-8b"])
+    assert options.rounds == 3 and list(options.models) == ["A", "B", "--model-preset llama3-8b"]
+    assert model_of("A", options.models["A"], GPUS["h200"]).run.config.model.hidden_size
+    with pytest.raises(SystemExit):
+        parse([])
