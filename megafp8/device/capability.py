@@ -269,10 +269,6 @@ def map_obstacles(config: RunConfig) -> list[str]:
                              "recipe only")  # fmt: skip
         if precision.use_transformer_engine_op_fuser:
             found.setdefault("fuser", f"--use-transformer-engine-op-fuser: {said}, and fused ones have one recipe")
-    if precision.fp8_schedule is not None and precision.use_transformer_engine_op_fuser:
-        found["schedule"] = (
-            "--use-transformer-engine-op-fuser with --fp8-schedule: fused operations forget their scales in between"
-        )
     return list(found.values())
 
 

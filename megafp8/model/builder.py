@@ -15,7 +15,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megafp8.config import derived
 from megafp8.config.precision_map import OUTPUT_LAYER
-from megafp8.config.rules.precision import fuses_operations
 from megafp8.config.schema import RunConfig
 from megafp8.fp8.parameter import settle
 from megafp8.mcore_config import build_ddp_config, build_optimizer_config
@@ -46,12 +45,6 @@ def build_model(
     chunks = [build_chunk(config, transformer_config, implementation, vocab_size, stage) for stage in stages]
     with writable_weights(config, chunks, implementation):
         initialize_parameters(chunks, transformer_config, config.training.seed)
-    is_delayed = derived.quantization_recipe(config.precision) == "delayed"
-    if implementation == "transformer_engine" and is_delayed and fuses_operations(config):
-        from megafp8.model import te_layers  # needs Transformer Engine
-
-        for chunk in chunks:
-            te_layers.keep_fused_state(chunk)
     if config.precision.gradient_accumulation_fusion:
         accumulate_gradients_in_gemm(chunks, implementation)
     if config.precision.bf16 or config.precision.fp16:

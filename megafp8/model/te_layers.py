@@ -8,11 +8,9 @@ from typing import Optional
 
 import torch
 import transformer_engine.pytorch as te
-from megatron.core.extensions.transformer_engine import TEFusedMLP, TENorm
-from megatron.core.fp8_utils import get_fp8_recipe
+from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from transformer_engine.common.recipe import DelayedScaling
 from transformer_engine.pytorch.cpp_extensions import general_gemm
@@ -24,7 +22,7 @@ from megafp8.config.schema import RunConfig
 from megafp8.device import mcore_wgrad
 from megafp8.model import te_patches
 from megafp8.model.rotary_attention import RotarySelfAttention
-from megafp8.model.te_operations import FusedMLP
+from megafp8.model.te_operations import FusedMLP, SwiGLUFusedMLP
 
 
 def layer_spec(config: RunConfig) -> ModuleSpec:
@@ -36,8 +34,8 @@ def layer_spec(config: RunConfig) -> ModuleSpec:
     )
     if rotates_in_one_kernel(config):
         spec.submodules.self_attention.module = RotarySelfAttention
-    if quantizes_in_swiglu(config):
-        spec.submodules.mlp.module = FusedMLP
+    if fuses_operations(config):
+        spec.submodules.mlp.module = SwiGLUFusedMLP if quantizes_in_swiglu(config) else FusedMLP
     return spec
 
 
@@ -86,10 +84,7 @@ def delayed_scales(model: torch.nn.Module) -> list[torch.Tensor]:
     """
     modules = [m for m in model.modules() if isinstance(m, te.module.base.TransformerEngineBaseModule)]
     states = [m.fp8_meta.get(direction) for m in modules for direction in ("scaling_fwd", "scaling_bwd")]
-    fused = [mlp._fused_impl[0] for mlp in fused_mlps(model) if mlp._fused_impl]
-    return [state.scale for state in states if hasattr(state, "amax_history")] + [
-        tensor for mlp in fused for name, tensor in operation_tensors(mlp) if ".scale_" in name
-    ]
+    return [state.scale for state in states if hasattr(state, "amax_history")]
 
 
 def delayed_scale(linear: torch.nn.Module, operand: str) -> Optional[torch.Tensor]:
@@ -104,10 +99,7 @@ def delayed_state(model: torch.nn.Module) -> list[torch.Tensor]:
     """All that delayed scaling remembers, histories too: the tensors themselves. None before the first forward pass."""
     modules = [m for m in model.modules() if isinstance(m, te.module.base.TransformerEngineBaseModule)]
     metas = [m.fp8_meta for m in modules if isinstance(m.fp8_meta.get("recipe"), DelayedScaling)]
-    fused = [mlp._fused_impl[0] for mlp in fused_mlps(model) if mlp._fused_impl]
-    return [tensor for meta in metas for tensor in te_patches.delayed_tensors(meta).values()] + [
-        tensor for mlp in fused for _, tensor in operation_tensors(mlp)
-    ]
+    return [tensor for meta in metas for tensor in te_patches.delayed_tensors(meta).values()]
 
 
 def fusing_linears(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -121,56 +113,6 @@ def weights_with_fused_gradients(chunks: list[torch.nn.Module]) -> list[torch.nn
     linears = [linear for chunk in chunks for linear in fusing_linears(chunk) if linear.fuse_wgrad_accumulation]
     outputs = [layer for chunk in chunks for layer in output_layers(chunk) if layer.gradient_accumulation_fusion]
     return [linear.weight for linear in [*linears, *outputs]]
-
-
-class FusedState(MegatronModule):
-    """In a checkpoint, what delayed scaling remembers of an MLP whose operations are fused; nothing without it.
-
-    The fused operations are no part of the model for megatron-core, and quantize with scales of their own.
-    """
-
-    def __init__(self, mlp: TEFusedMLP):
-        super().__init__(mlp.config)
-        self.mlp = (mlp,)  # not as a submodule
-
-    def get_extra_state(self) -> torch.Tensor:
-        """Amax histories and scales of all operations, packed."""
-        fused = self.mlp[0]._fused_impl
-        return te_patches.packed(dict(operation_tensors(fused[0]))) if fused else torch.empty(0, dtype=torch.uint8)
-
-    def set_extra_state(self, state: torch.Tensor) -> None:
-        """Take them over, where this run has delayed scaling too."""
-        tensors, mlp = te_patches.unpacked(state), self.mlp[0]
-        recipe = get_fp8_recipe(mlp.config) if mlp.config.fp8 else None
-        if not tensors or not isinstance(recipe, DelayedScaling):
-            return
-        if mlp._fused_impl is None:
-            mlp._fused_impl = (mlp._make_fused_impl(),)
-        with te.autocast(enabled=True, recipe=recipe):
-            for operation in mlp._fused_impl[0]:
-                operation.reset_recipe_state(recipe=recipe)
-        for name, current in operation_tensors(mlp._fused_impl[0]):
-            current.copy_(tensors[name])
-
-
-def operation_tensors(fused: te.ops.Sequential) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the operations of a fused MLP remember under delayed scaling, by number, direction and name."""
-    for index, operation in enumerate(fused):
-        for direction, meta in (getattr(operation, "_fp8_metas", None) or {}).items():
-            if meta is not None and isinstance(meta["recipe"], DelayedScaling):
-                for name, tensor in te_patches.delayed_tensors(meta).items():
-                    yield f"{index}.{direction}.{name}", tensor
-
-
-def fused_mlps(model: torch.nn.Module) -> list[TEFusedMLP]:
-    """The MLPs whose operations are fused."""
-    return [module for module in model.modules() if isinstance(module, TEFusedMLP)]
-
-
-def keep_fused_state(model: torch.nn.Module) -> None:
-    """Have the state of fused MLPs saved and loaded with the model."""
-    for mlp in fused_mlps(model):
-        mlp.fused_state = FusedState(mlp)
 
 
 @contextmanager

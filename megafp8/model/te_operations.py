@@ -1,4 +1,4 @@
-"""Transformer Engine's fused MLP with SwiGLU's own kernels where they save a pass."""
+"""Transformer Engine's fused MLP: its scales are its linears', and SwiGLU has kernels that save a pass."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from typing import Any, Optional
 import transformer_engine.pytorch as te
 from megatron.core.extensions.transformer_engine import TEFusedMLP
 from torch import Tensor
+from transformer_engine.common.recipe import DelayedScaling, Recipe
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.tensor import Quantizer
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
 from megafp8.model import block_kernels
 from megafp8.model.swiglu_kernel import swiglu, swiglu_backward
 from megafp8.model.te_quantize import blocks_of, parts_of, takes_blocks
+
+# An operation's passes, and what Transformer Engine calls their scales.
+MODES = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 
 
 class QuantizingSwiGLU(te.ops.SwiGLU):
@@ -40,7 +45,44 @@ class QuantizingSwiGLU(te.ops.SwiGLU):
 
 
 class FusedMLP(TEFusedMLP):
-    """megatron-core's, with that SwiGLU."""
+    """megatron-core's; what delayed scaling remembers is its linears', as without fused operations.
+
+    A checkpoint, a look at scales or a step that is taken back find it there, and a run can go on with or without.
+    """
+
+    def _make_fused_impl(self) -> te.ops.Sequential:
+        fused = super()._make_fused_impl()
+        operations = [operation for operation in fused if isinstance(operation, te.ops.BasicLinear)]
+        for operation, linear in zip(operations, (self.linear_fc1, self.linear_fc2), strict=True):
+            remember_in(linear, operation)
+        return fused
+
+
+def remember_in(linear: TransformerEngineBaseModule, operation: te.ops.BasicLinear) -> None:
+    """Let an operation use the scales and amax histories of the linear that it stands for.
+
+    A linear has those of input, weight and output, and of the gradients of output and input; an operation uses the
+    first two and the first. The fuser forgets an operation's state when quantization is off for a while: what is
+    remembered here comes back, and stands once in Transformer Engine's list of what a step updates.
+    """
+    reset, metas = operation.reset_recipe_state, {}
+
+    def reset_recipe_state(*, recipe: Optional[Recipe]) -> None:
+        if isinstance(recipe, DelayedScaling):
+            linear.fp8_meta["recipe"] = recipe
+            linear.fp8_meta.setdefault("num_gemms", 1)  # a linear that has not run yet does not know how many it has
+            linear.init_fp8_meta_tensors(recipe)
+            for mode, key in MODES.items():
+                if metas.get(mode, {}).get(key) is not linear.fp8_meta[key]:
+                    metas[mode] = {key: linear.fp8_meta[key]}
+            operation._fp8_metas, operation._quantizers = metas, {mode: [] for mode in MODES}
+        reset(recipe=recipe)
+
+    operation.reset_recipe_state = reset_recipe_state
+
+
+class SwiGLUFusedMLP(FusedMLP):
+    """With that SwiGLU."""
 
     def _make_activation_op(self, *args: Any, **options: Any) -> te.ops.FusibleOperation:
         operation = super()._make_activation_op(*args, **options)

@@ -138,8 +138,9 @@ def test_stretches_begin_at_exactly_their_steps(entries: str) -> None:
     assert second[:2] == low.losses[:2] and second[2] != low.losses[2]
 
 
-def test_delayed_scales_survive_high_precision() -> None:
-    with gpu_run(f"{DELAYED} {LAYERS} --fp8-schedule fp8:3,bf16:5,fp8") as run:
+@pytest.mark.parametrize("layers", [LAYERS, "--use-transformer-engine-op-fuser"])
+def test_delayed_scales_survive_high_precision(layers: str) -> None:
+    with gpu_run(f"{DELAYED} {layers} --fp8-schedule fp8:3,bf16:5,fp8") as run:
         train(run, 3)
         before = [tensor.clone() for chunk in run.trainee.chunks for tensor in te_layers.delayed_state(chunk)]
         train(run, 2, first_step=4)

@@ -25,6 +25,7 @@ from small_run import Curve, train, weights  # noqa: E402
 from megafp8.checkpoint.load import load_checkpoint  # noqa: E402
 from megafp8.checkpoint.save import save_checkpoint, sync_parameters  # noqa: E402
 from megafp8.checkpoint.state import Progress  # noqa: E402
+from megafp8.model import te_layers  # noqa: E402
 
 PLAIN = "--no-one-pass-optimizer --no-gradient-overwrite --no-split-rope-fusion"
 FUSER = "--use-transformer-engine-op-fuser"
@@ -169,6 +170,25 @@ def test_resuming_is_going_on(recipe: str, extra: str, tmp_path: Path) -> None:
         load_checkpoint(path, run.config, run.trainee)
         resumed = train(run, 3, first_step=4)
     assert resumed.losses == straight.losses
+
+
+@pytest.mark.parametrize(("before", "after"), [("", FUSER), (FUSER, "")])
+def test_fused_operations_go_on_with_the_scales_of_linears_and_back(before: str, after: str, tmp_path: Path) -> None:
+    with gpu_run(f"{RECIPES['delayed']} {before}") as run:
+        train(run, 3)
+        path = save_checkpoint(tmp_path, run.config, run.trainee, Progress(3, 3 * run.global_batch_size))
+        saved = [tensor.clone() for tensor in te_layers.delayed_state(run.trainee.chunks[0])]
+        straight = train(run, 1, first_step=4)
+    with gpu_run(f"{RECIPES['delayed']} {after}") as run:
+        load_checkpoint(path, run.config, run.trainee)
+        loaded = [tensor.clone() for tensor in te_layers.delayed_state(run.trainee.chunks[0])]
+        resumed = train(run, 1, first_step=4)
+        now = te_layers.delayed_state(run.trainee.chunks[0])
+    assert len(saved) == len(loaded) == len(now) > 0
+    assert all(torch.equal(a, b) for a, b in zip(saved, loaded, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(loaded, now, strict=True))
+    # With scales of 1 it would be off by more: this is how far fused operations are from linears.
+    assert resumed.losses[0] == pytest.approx(straight.losses[0], rel=2e-4)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megafp8.config import derived
 from megafp8.config.rules.precision import fuses_operations, quantizes_in_swiglu
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import settings_by_name, value_of
@@ -36,11 +35,6 @@ def _fused(config: RunConfig, implementation: str) -> Iterator[str]:
         yield (
             f"the MLP runs in Transformer Engine's fused operations{swiglu}; "
             "--no-use-transformer-engine-op-fuser: in its layers"
-        )
-    elif derived.quantization_recipe(config.precision) == "delayed":
-        yield (
-            "--use-transformer-engine-op-fuser makes steps of delayed scaling faster; a checkpoint made without it "
-            "begins with new scales in the MLP, and one made with it elsewhere"
         )
 
 

@@ -186,17 +186,13 @@ def swiglu_fusion_has_what_it_fuses(config: RunConfig, world_size: int) -> Itera
 
 def fuses_operations(config: RunConfig) -> bool:
     """Whether Transformer Engine's layers have fused operations for the MLP: as asked, or else where that was seen to
-    train as without, and looks, maps, schedules and checkpoints work as without.
-
-    Delayed scaling is not among that: the scales of fused operations are kept apart from those of the linears, so that
-    a checkpoint of one would begin anew with the other.
-    """
+    train as without, and looks, maps and schedules work as without."""
     asked = config.precision.use_transformer_engine_op_fuser
     if asked is not None:
         return asked
     model, precision = config.model, config.precision
     is_plain = model.swiglu and not model.add_bias_linear and precision.bf16 and not precision.fp8_param_gather
-    is_known = derived.quantization_recipe(precision) in (None, "tensorwise", "blockwise")
+    is_known = derived.quantization_recipe(precision) in (None, "tensorwise", "delayed", "blockwise")
     is_split = derived.model_parallel_size(config) > 1
     is_apart = (
         precision.precision_map or precision.fp8_schedule is not None or precision.first_last_layers_bf16

@@ -24,8 +24,8 @@ LAYERS = {"precision.use_transformer_engine_op_fuser": False}
         (LLAMA, True, False),
         (TENSORWISE, True, False),
         (BLOCKWISE, True, True),
-        (DELAYED, False, False),  # its scales would not go with those of a checkpoint of layers
-        (DELAYED | FUSED, True, True),
+        (DELAYED, True, True),
+        (DELAYED | LAYERS, False, False),
         (BLOCKWISE | LAYERS, False, False),
         (BLOCKWISE | {"precision.swiglu_quantize_fusion": False}, True, False),
         (LLAMA | {"model.add_bias_linear": True}, False, False),
@@ -51,7 +51,7 @@ def test_unless_asked_it_is_where_it_is_known(values: dict[str, Any], fused: boo
     [
         (BLOCKWISE, "transformer_engine", "fused operations, SwiGLU writing FP8 in one pass"),
         (LLAMA, "transformer_engine", "fused operations; "),
-        (DELAYED, "transformer_engine", "makes steps of delayed scaling faster"),
+        (DELAYED, "transformer_engine", "fused operations, SwiGLU writing FP8 in one pass"),
         (DELAYED | FUSED, "transformer_engine", None),
         (LLAMA | LAYERS, "transformer_engine", None),
         (BLOCKWISE, "emulated", None),
