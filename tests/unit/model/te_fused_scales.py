@@ -1,0 +1,96 @@
+"""A program that `test_te_fused_scales.py` runs: a fused MLP under delayed scaling keeps its scales in its linears."""
+
+from types import SimpleNamespace
+
+import te_without_cuda  # noqa: F401  (first)
+import torch
+import torch.nn.functional as F
+import transformer_engine.pytorch as te
+from megatron.core import parallel_state
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+from megafp8.model import te_layers, te_operations, te_patches
+
+RECIPE = DelayedScaling(amax_history_len=4, fp8_format=Format.HYBRID)
+te_patches.install()
+te_patches.get_fp8_recipe = lambda config: RECIPE
+parallel_state.set_tensor_model_parallel_world_size(1)
+
+
+def small_mlp() -> te_operations.SwiGLUFusedMLP:
+    """Its two linears, 32 to twice 48 to 32, without a model around them."""
+    mlp = te_operations.SwiGLUFusedMLP.__new__(te_operations.SwiGLUFusedMLP)
+    torch.nn.Module.__init__(mlp)
+    mlp.linear_fc1 = te.LayerNormLinear(32, 96, bias=False, normalization="RMSNorm", device="cpu")
+    mlp.linear_fc2 = te.Linear(48, 32, bias=False, device="cpu")
+    mlp.config = mlp.linear_fc1.config = mlp.linear_fc2.config = SimpleNamespace(
+        tp_comm_overlap=False, gated_linear_unit=True, activation_func_fp8_input_store=False, fp8="hybrid"
+    )
+    mlp.activation_func, mlp._fused_impl, mlp.linear_fc2.te_return_bias = F.silu, None, False
+    return mlp
+
+
+def fused_linears(mlp: te_operations.SwiGLUFusedMLP) -> list[te.ops.BasicLinear]:
+    """The operations that stand for its linears, as the first forward pass makes them."""
+    mlp._fused_impl = (mlp._make_fused_impl(),)
+    return [operation for operation in mlp._fused_impl[0] if isinstance(operation, te.ops.BasicLinear)]
+
+
+def num_updated() -> int:
+    """Sets of scales that Transformer Engine updates after a step."""
+    return sum(len(scales) for scales in FP8GlobalStateManager.quantization_state.global_scale_buffer.values())
+
+
+FP8GlobalStateManager.autocast_enter(enabled=True, fp8_recipe=RECIPE)
+mlp = small_mlp()
+assert not te_layers.delayed_state(mlp)
+operations = fused_linears(mlp)
+assert [type(operation) for operation in mlp._fused_impl[0]][2] is te_operations.QuantizingSwiGLU
+for linear, operation in zip((mlp.linear_fc1, mlp.linear_fc2), operations, strict=True):
+    operation.reset_recipe_state(recipe=RECIPE)
+    for number, (mode, index, operand) in enumerate(
+        [("forward", 0, "input"), ("forward", 1, "weight"), ("backward", 0, "grad_output")]
+    ):
+        quantizer = operation.get_quantizer(mode, index)
+        quantizer.scale.fill_(2.0 ** (number + 1))
+        quantizer.amax.fill_(7.0 + number)
+        assert te_layers.delayed_scale(linear, operand).item() == 2.0 ** (number + 1), operand
+assert len(te_layers.delayed_state(mlp)) == 8 and num_updated() == 4
+
+# High precision for a while: the fuser forgets, the linears do not, and nothing is updated twice.
+for operation in operations:
+    operation.reset_recipe_state(recipe=None)
+    assert operation.get_quantizer("forward", 0) is None
+    operation.reset_recipe_state(recipe=RECIPE)
+    assert operation.get_quantizer("forward", 1).scale.item() == 4.0
+assert num_updated() == 4
+
+# A longer history: what a step updates is what the linears have.
+longer = DelayedScaling(amax_history_len=8, fp8_format=Format.HYBRID)
+for linear, operation in zip((mlp.linear_fc1, mlp.linear_fc2), operations, strict=True):
+    operation.reset_recipe_state(recipe=longer)
+    history = linear.fp8_meta["scaling_fwd"].amax_history
+    assert history.shape == (8, 3) and history[0].tolist() == [7.0, 8.0, 0.0]
+    updated = FP8GlobalStateManager.quantization_state.global_amax_history_buffer.values()
+    assert any(tensor is history for tensors in updated for tensor in tensors)
+    operation.reset_recipe_state(recipe=RECIPE)
+
+# A checkpoint of it is one of linears, and the other way round.
+state = mlp.linear_fc2.get_extra_state()
+loaded = small_mlp()
+loaded.linear_fc2.set_extra_state(state)
+fresh, restored = fused_linears(loaded)
+for operation in (fresh, restored):
+    operation.reset_recipe_state(recipe=RECIPE)
+assert fresh.get_quantizer("forward", 1).scale.item() == 1.0
+assert restored.get_quantizer("forward", 1).scale.item() == 4.0
+assert restored.get_quantizer("backward", 0).amax.item() == 9.0
+assert torch.equal(loaded.linear_fc2.get_extra_state(), state)
+
+# Other recipes remember nothing.
+plain = small_mlp()
+for operation in fused_linears(plain):
+    operation.reset_recipe_state(recipe=Float8CurrentScaling())
+    assert operation.get_quantizer("forward", 0) is not None
+assert not te_layers.delayed_state(plain)
