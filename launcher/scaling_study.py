@@ -32,7 +32,7 @@ from megafp8.errors import ConfigError, Megafp8Error
 from megafp8.launch import slurm
 from megafp8.planning.hardware import GPUS
 from megafp8.studies.array import build_jobs, queued_ids, submit
-from megafp8.studies.local import LocalRunner, command_of, visible_gpus
+from megafp8.studies.local import check_gpus, command_of, run_here, visible_gpus
 from megafp8.studies.progress import (
     Progress,
     is_due,
@@ -95,11 +95,11 @@ def main(argv: Sequence[str]) -> int:
             return 0
         if is_local:
             check_machine([one.run for one in every])
-            runner = LocalRunner(due, SCRIPT, arguments.parallel, visible_gpus(), tell)
+            check_gpus(due, visible_gpus())
         write_study_file(study, runs)
         tell(f"{study.name}: {len(every)} runs, {len(due)} to start; folder {study.folder}")
         if is_local:
-            return runner.run()
+            return run_here(due, SCRIPT, arguments.parallel, visible_gpus(), tell)
         for line in submit(study, due):
             tell(line)
         return 0

@@ -31,7 +31,7 @@ from megafp8.config import derived, flags, rules, serialize
 from megafp8.config.schema import RunConfig
 from megafp8.config.variants import BASELINE, NAMES, Variant, build_variant, differences, read_shared
 from megafp8.errors import INTERNAL, PREEMPTED, ConfigError, DataError, Megafp8Error, NumericsError
-from megafp8.launch.batch import OUTPUT_FILE, Batch, Job, Outcome, is_done
+from megafp8.launch.batch import OUTPUT_FILE, Batch, BatchRun, Outcome, is_done
 from megafp8.launch.run_state import judge
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def plan_jobs(options: argparse.Namespace, device_flags: Sequence[str]) -> tuple[list[Job], RunConfig]:
+def plan_runs(options: argparse.Namespace, device_flags: Sequence[str]) -> tuple[list[BatchRun], RunConfig]:
     """The runs that are asked for, seed by seed, and the settings that they share.
 
     Args:
@@ -84,17 +84,18 @@ def plan_jobs(options: argparse.Namespace, device_flags: Sequence[str]) -> tuple
     problems += [] if problems else rules.problems(shared, ranks)
     if problems:
         raise ConfigError(problems)
-    variants, jobs = variants_of(options, shared), []
+    variants, runs = variants_of(options, shared), []
     for seed in range(shared.training.seed, shared.training.seed + options.seeds):
         for variant in variants:
             folder = options.output_dir / variant.name / f"seed{seed}"
             own = (*variant.flags, "--seed", str(seed), "--save", str(folder), "--load", str(folder))
             words = [*device_flags, *options.flags, *own]
             problems += [f"{variant.name}: {text}" for text in problems_of(words, folder, ranks)]
-            jobs.append(Job(name=f"{variant.name}/seed{seed}", command=command_of(words, ranks), folder=folder))
+            name, command = f"{variant.name}/seed{seed}", command_of(words, ranks)
+            runs.append(BatchRun(name=name, command=command, folder=folder, gpus=ranks))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    return jobs, shared
+    return runs, shared
 
 
 def variants_of(options: argparse.Namespace, shared: RunConfig) -> list[Variant]:
@@ -138,24 +139,22 @@ def command_of(words: Sequence[str], ranks: int) -> tuple[str, ...]:
     return (sys.executable, *launcher, str(TRAINER), *words)
 
 
-def share_devices(parallel: int, ranks: int, num_gpus: int) -> tuple[list[dict[str, str]], list[str]]:
-    """For each run at a time its environment, and the flags that every run gets: GPUs of its own, or a share of cores.
+def share_devices(parallel: int, ranks: int, num_gpus: int) -> tuple[list[str], list[str]]:
+    """The GPUs for all runs at a time, and the flags that every run gets: without GPUs a share of the cores.
 
     Raises:
         ConfigError: there are fewer GPUs than ranks.
     """
     if not num_gpus:
         threads = max(1, len(os.sched_getaffinity(0)) // (parallel * ranks))
-        return [{} for _ in range(parallel)], ["--num-threads", str(threads)]
+        return [], ["--num-threads", str(threads)]
     if parallel * ranks > num_gpus:
         raise ConfigError(
             f"--parallel {parallel} with --nproc-per-node {ranks} takes {parallel * ranks} GPUs; there are {num_gpus}"
         )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = visible.split(",") if visible else [str(index) for index in range(num_gpus)]
-    return [
-        {"CUDA_VISIBLE_DEVICES": ",".join(devices[slot * ranks : (slot + 1) * ranks])} for slot in range(parallel)
-    ], []
+    return devices[: parallel * ranks], []
 
 
 class Display:
@@ -170,19 +169,19 @@ class Display:
             bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps [{elapsed}<{remaining}{postfix}]",
         )  # fmt: skip
 
-    def started(self, job: Job) -> None:
+    def started(self, run: BatchRun, gpus: Sequence[str]) -> None:
         """A run begins."""
-        self._bar.write(f"started  {job.name}", file=sys.stderr)
+        self._bar.write(f"started  {run.name}", file=sys.stderr)
 
     def ended(self, outcome: Outcome) -> None:
         """A run ended."""
         self._ended += 1
-        head, count = outcome.job.name, f"({self._ended} of {self._num_runs})"
+        head, count = outcome.run.name, f"({self._ended} of {self._num_runs})"
         if outcome.is_done:
             self._bar.write(f"done     {head} in {outcome.seconds:.0f} s {count}", file=sys.stderr)
             return
         text = "\n".join(f"    {line}" for line in outcome.tail.splitlines())
-        log = outcome.job.folder / OUTPUT_FILE
+        log = outcome.run.folder / OUTPUT_FILE
         self._bar.write(f"FAILED   {head} {count}: {outcome.reason}\n{text}\n    all of it: {log}", file=sys.stderr)
 
     def stepped(self, steps: Mapping[str, int]) -> None:
@@ -196,57 +195,57 @@ class Display:
         self._bar.close()
 
 
-def train(jobs: Sequence[Job], slots: Sequence[Mapping[str, str]], shared: RunConfig, ranks: int) -> int:
+def train(runs: Sequence[BatchRun], parallel: int, gpus: Sequence[str], shared: RunConfig, ranks: int) -> int:
     """Run what is not done yet; the exit status that stands for all."""
-    waiting = [job for job in jobs if not is_done(job.folder)]
-    if len(waiting) < len(jobs):
-        print(f"{len(jobs) - len(waiting)} of {len(jobs)} runs are done already", file=sys.stderr)
+    waiting = [run for run in runs if not is_done(run.folder)]
+    if len(waiting) < len(runs):
+        print(f"{len(runs) - len(waiting)} of {len(runs)} runs are done already", file=sys.stderr)
     if shared.checkpoint.no_save_optim or shared.checkpoint.no_save_rng:
-        for job in waiting:
-            discard_what_cannot_resume(job)
+        for run in waiting:
+            discard_what_cannot_resume(run)
     display = Display(len(waiting), derived.train_iters(shared, ranks))
-    batch = Batch(slots, tell_start=display.started, tell_end=display.ended, tell_steps=display.stepped)
+    batch = Batch(parallel, gpus, tell_start=display.started, tell_end=display.ended, tell_steps=display.stepped)
     try:
         outcomes = batch.run(waiting)
     finally:
         display.close()
-    if batch.asked is not None:
+    if batch.is_asked_to_stop:
         print("run_comparison: stopped by a signal; the same command goes on", file=sys.stderr)
         return PREEMPTED
-    failed = [outcome.job.name for outcome in outcomes if not outcome.is_done]
+    failed = [outcome.run.name for outcome in outcomes if not outcome.is_done]
     if failed:
-        print(f"run_comparison: {len(failed)} of {len(jobs)} runs are not done: {', '.join(failed)}", file=sys.stderr)
+        print(f"run_comparison: {len(failed)} of {len(runs)} runs are not done: {', '.join(failed)}", file=sys.stderr)
     return INTERNAL if failed else 0
 
 
-def discard_what_cannot_resume(job: Job) -> None:
+def discard_what_cannot_resume(run: BatchRun) -> None:
     """Remove the checkpoints of a run that was interrupted, which have only a part of its state: it begins anew."""
     from megafp8.checkpoint.folder import POINTER
 
-    checkpoints = list(job.folder.glob("iter_*"))
+    checkpoints = list(run.folder.glob("iter_*"))
     for checkpoint in checkpoints:
         shutil.rmtree(checkpoint)
     if checkpoints:
-        (job.folder / POINTER).unlink(missing_ok=True)
-        print(f"{job.name} begins anew: what it saved lacks the state to go on (--no-save-optim)", file=sys.stderr)
+        (run.folder / POINTER).unlink(missing_ok=True)
+        print(f"{run.name} begins anew: what it saved lacks the state to go on (--no-save-optim)", file=sys.stderr)
 
 
-def recipe_of(job: Job) -> str:
+def recipe_of(run: BatchRun) -> str:
     """The variant that a run is of: the folder above its own."""
-    return job.folder.parent.name
+    return run.folder.parent.name
 
 
-def unfinished(job: Job) -> Unfinished:
+def unfinished(run: BatchRun) -> Unfinished:
     """What is known of a run that is not done."""
     from megafp8.reports.compare import Unfinished
 
-    state = judge(job.folder)
+    state = judge(run.folder)
     reason = "it never began" if state is None else state.reason or f"{state.state} at step {state.step}"
     is_diverged = state is not None and state.exit_status == NumericsError.exit_status
-    return Unfinished(recipe=recipe_of(job), name=job.folder.name, reason=reason, is_diverged=is_diverged)
+    return Unfinished(recipe=recipe_of(run), name=run.folder.name, reason=reason, is_diverged=is_diverged)
 
 
-def report(jobs: Sequence[Job], options: argparse.Namespace) -> None:
+def report(runs: Sequence[BatchRun], options: argparse.Namespace) -> None:
     """Compare the runs that are done.
 
     Raises:
@@ -255,15 +254,15 @@ def report(jobs: Sequence[Job], options: argparse.Namespace) -> None:
     from megafp8.reports import tables
     from megafp8.reports.publish import publish_comparison
 
-    done = [job for job in jobs if is_done(job.folder)]
-    baseline = recipe_of(jobs[0])
-    if not any(recipe_of(job) == baseline for job in done):
-        reason = unfinished(jobs[0]).reason
+    done = [run for run in runs if is_done(run.folder)]
+    baseline = recipe_of(runs[0])
+    if not any(recipe_of(run) == baseline for run in done):
+        reason = unfinished(runs[0]).reason
         raise DataError(f"no run of {baseline}, which the others are held against, is done: {reason}")
     comparison, written = publish_comparison(
-        [job.folder for job in done], baseline=baseline, output_folder=options.output_dir / "report",
+        [run.folder for run in done], baseline=baseline, output_folder=options.output_dir / "report",
         bound_fraction=options.bound / 100, title=options.title,
-        unfinished=[unfinished(job) for job in jobs if job not in done],
+        unfinished=[unfinished(run) for run in runs if run not in done],
     )  # fmt: skip
     print(tables.to_text(comparison))
     for path in written:
@@ -276,14 +275,14 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     try:
         import torch
 
-        slots, device_flags = share_devices(options.parallel, options.nproc_per_node, torch.cuda.device_count())
-        jobs, shared = plan_jobs(options, device_flags)
+        gpus, device_flags = share_devices(options.parallel, options.nproc_per_node, torch.cuda.device_count())
+        runs, shared = plan_runs(options, device_flags)
         if options.dry_run:
-            print("\n".join(f"{job.name}: {shlex.join(job.command)}" for job in jobs))
+            print("\n".join(f"{run.name}: {shlex.join(run.command)}" for run in runs))
             return 0
-        status = train(jobs, slots, shared, options.nproc_per_node)
+        status = train(runs, options.parallel, gpus, shared, options.nproc_per_node)
         if status != PREEMPTED and not options.no_report:
-            report(jobs, options)
+            report(runs, options)
         return status
     except Megafp8Error as error:
         print(f"run_comparison: {error}", file=sys.stderr)

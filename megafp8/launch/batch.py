@@ -1,4 +1,4 @@
-"""Many runs, some at a time: each on its own devices, its output in its folder, its end read from its state.
+"""Many runs, some at a time: each on GPUs of its own, its output in its folder, its end read from its state.
 
 One run that fails takes no other with it. A signal to the process that runs the batch is passed on, so that every run
 can save; no new one starts after it.
@@ -11,14 +11,16 @@ import os
 import signal
 import subprocess
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Optional
 
+from megafp8.errors import INTERNAL
 from megafp8.launch.process import end_with_parent
-from megafp8.launch.run_state import judge, last_recorded_step
+from megafp8.launch.run_state import RunState, judge, last_recorded_step
 
 OUTPUT_FILE = "output.log"
 POLL_S = 0.3
@@ -27,23 +29,72 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """One run: the whole command, and the folder that is its --save."""
+class BatchRun:
+    """One run.
+
+    Attributes:
+        name: for people.
+        command: the whole of it.
+        folder: its --save.
+        gpus: that it takes where the batch has GPUs.
+    """
 
     name: str
     command: tuple[str, ...]
     folder: Path
+    gpus: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a run ended. `reason` is empty when it is done; `tail` is the end of its output when it is not."""
+    """How a run ended.
 
-    job: Job
-    is_done: bool
-    reason: str
-    tail: str
+    Attributes:
+        state: what this start of it left; None when its process ended before the run began, with wrong flags say.
+        returned: exit status of its process; below 0 the signal that ended it. torchrun's is 1 whatever its ranks say.
+        seconds: that its process took.
+        tail: the end of its output; empty when it is done.
+    """
+
+    run: BatchRun
+    state: Optional[RunState]
+    returned: int
     seconds: float
+    tail: str
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has made its last step and saved."""
+        return self.state is not None and self.state.state == "done"
+
+    @property
+    def exit_status(self) -> int:
+        """That of its ranks, as far as they left one."""
+        status = (self.state is not None and self.state.exit_status) or self.returned
+        return status if status >= 0 else INTERNAL
+
+    @property
+    def reason(self) -> str:
+        """Why it ended; empty when it is done."""
+        if self.state is None:
+            return f"its command ended with status {self.returned} before the run began"
+        if self.is_done:
+            return ""
+        return f"{self.state.state} at step {self.state.step}, status {self.exit_status}" + (
+            self.state.reason and f": {self.state.reason}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Active:
+    """A run whose process goes on; `before` is the state of the start before this one."""
+
+    run: BatchRun
+    gpus: tuple[str, ...]
+    before: Optional[RunState]
+    output_bytes: int
+    began: float
+    process: subprocess.Popen
 
 
 def start_run(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> subprocess.Popen:
@@ -72,83 +123,95 @@ def is_done(folder: Path) -> bool:
 
 
 class Batch:
-    """Runs jobs in their order, each as soon as a slot is free.
+    """Runs what is due, in its order, each as soon as there is room for it; none overtakes another.
 
     Args:
-        slots: for each run that may go on at a time, what its environment has beside this process's own.
-        tell_start, tell_end: called when a run begins and ends.
+        parallel: runs at a time.
+        gpus: what CUDA_VISIBLE_DEVICES may name: at least as many as the largest run takes. Empty: runs have what this
+            process has.
+        tell_start, tell_end: called when a run begins, with its GPUs, and when it ends.
         tell_steps: called several times a second with the last step of every run that goes on, by name.
+        is_due: asked before a start; one that is not due any more is passed over.
     """
 
     def __init__(
         self,
-        slots: Sequence[Mapping[str, str]],
+        parallel: int,
+        gpus: Sequence[str] = (),
         *,
-        tell_start: Callable[[Job], None],
+        tell_start: Callable[[BatchRun, Sequence[str]], None],
         tell_end: Callable[[Outcome], None],
-        tell_steps: Callable[[Mapping[str, int]], None],
+        tell_steps: Callable[[Mapping[str, int]], None] = lambda steps: None,
+        is_due: Callable[[BatchRun], bool] = lambda run: True,
     ):
-        self.slots, self.tell_start, self.tell_end, self.tell_steps = list(slots), tell_start, tell_end, tell_steps
-        self.asked: Optional[int] = None
-        self._running: dict[int, _Running] = {}
+        self.parallel, self.has_gpus, self.free = parallel, bool(gpus), list(gpus)
+        self.tell_start, self.tell_end, self.tell_steps, self.is_due = tell_start, tell_end, tell_steps, is_due
+        self.is_asked_to_stop = self._has_signal = False
+        self._active: list[_Active] = []
 
-    def run(self, jobs: Sequence[Job]) -> list[Outcome]:
-        """Run all jobs and return how each of those that started ended, in the order of their ends."""
-        before = {number: signal.signal(number, self._forward) for number in FORWARDED}
+    def run(self, runs: Sequence[BatchRun]) -> list[Outcome]:
+        """Run all, and return how each of those that started ended, in the order of their ends."""
+        before = {number: signal.signal(number, self._note) for number in FORWARDED}
         try:
-            return self._run(jobs)
+            return self._run(runs)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _run(self, jobs: Sequence[Job]) -> list[Outcome]:
-        waiting, outcomes = list(jobs), []
-        while self._running or (waiting and self.asked is None):
-            for slot in range(len(self.slots)):
-                if slot not in self._running and waiting and self.asked is None:
-                    job = waiting.pop(0)
-                    self.tell_start(job)
-                    self._running[slot] = _Running(job, self.slots[slot])
-            self.tell_steps({run.job.name: last_recorded_step(run.job.folder) for run in self._running.values()})
-            time.sleep(POLL_S)
-            for slot, run in list(self._running.items()):
-                if run.process.poll() is not None:
-                    del self._running[slot]
-                    outcomes.append(run.outcome())
-                    self.tell_end(outcomes[-1])
+    def _run(self, runs: Sequence[BatchRun]) -> list[Outcome]:
+        waiting, outcomes = deque(runs), []
+        while self._active or (waiting and not self.is_asked_to_stop):
+            while waiting and not self.is_asked_to_stop and self._has_room(waiting[0]):
+                run = waiting.popleft()
+                if self.is_due(run):
+                    self._start(run)
+            self._pass_on()
+            self.tell_steps({one.run.name: last_recorded_step(one.run.folder) for one in self._active})
+            time.sleep(POLL_S if self._active else 0)
+            for one in [one for one in self._active if one.process.poll() is not None]:
+                self._active.remove(one)
+                self.free += one.gpus
+                outcomes.append(outcome_of(one))
+                self.tell_end(outcomes[-1])
         return outcomes
 
-    def _forward(self, number: int, frame: Optional[FrameType]) -> None:
-        """Have all runs save and end; those that came since the last signal, too."""
-        self.asked = number
-        for run in list(self._running.values()):
-            run.process.send_signal(signal.SIGTERM)
+    def _has_room(self, run: BatchRun) -> bool:
+        return len(self._active) < self.parallel and (not self.has_gpus or run.gpus <= len(self.free))
+
+    def _start(self, run: BatchRun) -> None:
+        environment, gpus = dict(os.environ), tuple[str, ...]()
+        if self.has_gpus:
+            gpus, self.free = tuple(self.free[: run.gpus]), self.free[run.gpus :]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        self.tell_start(run, gpus)
+        before, output, began = judge(run.folder), run.folder / OUTPUT_FILE, time.monotonic()
+        output_bytes = output.stat().st_size if output.exists() else 0
+        process = start_run(run.command, run.folder, environment)
+        self._active.append(_Active(
+            run=run, gpus=gpus, before=before, output_bytes=output_bytes, began=began, process=process
+        ))  # fmt: skip
+
+    def _note(self, number: int, frame: Optional[FrameType]) -> None:
+        """Start nothing more; what runs saves and ends. The loop does it: a signal comes amid anything, such as the
+        start of a run that is in no list yet."""
+        self.is_asked_to_stop = self._has_signal = True
+
+    def _pass_on(self) -> None:
+        """Hand a signal that came to all that runs."""
+        if self._has_signal:
+            self._has_signal = False
+            for one in self._active:
+                one.process.terminate()
 
 
-class _Running:
-    """A run that goes on."""
-
-    def __init__(self, job: Job, environment: Mapping[str, str]):
-        self.job, self.began = job, time.monotonic()
-        self.before, output = judge(job.folder), job.folder / OUTPUT_FILE
-        self.offset = output.stat().st_size if output.exists() else 0
-        self.process = start_run(job.command, job.folder, {**os.environ, **environment})
-
-    def outcome(self) -> Outcome:
-        """How it ended; its process has."""
-        state, status = judge(self.job.folder), self.process.returncode
-        done, reason, tail = False, "", ""
-        # The state is the judge: torchrun's status is 1 whatever its ranks say.
-        if state is None or state.is_of(self.before):
-            reason = f"its command ended with status {status} before the run began"
-        elif state.state == "done":
-            done = True
-        else:
-            reason = f"{state.state} at step {state.step}, status {status}" + (state.reason and f": {state.reason}")
-        if not done:
-            with open(self.job.folder / OUTPUT_FILE, "rb") as output:
-                output.seek(self.offset)
-                tail = "\n".join(output.read().decode(errors="replace").splitlines()[-TAIL_LINES:])
-        return Outcome(
-            job=self.job, is_done=done, reason=reason, tail=tail, seconds=time.monotonic() - self.began
-        )
+def outcome_of(one: _Active) -> Outcome:
+    """How a run ended whose process has."""
+    found, tail = judge(one.run.folder), ""
+    state = None if found is None or found.is_of(one.before) else found
+    if state is None or state.state != "done":
+        with open(one.run.folder / OUTPUT_FILE, "rb") as output:
+            output.seek(one.output_bytes)
+            tail = "\n".join(output.read().decode(errors="replace").splitlines()[-TAIL_LINES:])
+    return Outcome(
+        run=one.run, state=state, returned=one.process.returncode, seconds=time.monotonic() - one.began, tail=tail
+    )

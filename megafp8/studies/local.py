@@ -6,23 +6,16 @@ import itertools
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Optional
 
 from megafp8.errors import INTERNAL, PREEMPTED, ConfigError, RunFolderInUse
-from megafp8.launch.batch import OUTPUT_FILE, start_run
-from megafp8.launch.run_state import RunState
-from megafp8.studies.progress import DONE, STOPPED, is_due, progress_of
+from megafp8.launch.batch import OUTPUT_FILE, Batch, BatchRun, Outcome
+from megafp8.studies.progress import DONE, RUNNING, STOPPED, is_due, progress_of
 from megafp8.studies.runs import StudyRun, labels_text
-
-LOOK_S = 0.2
 
 
 def command_of(run: StudyRun, script: Path) -> list[str]:
@@ -44,108 +37,73 @@ def visible_gpus() -> tuple[str, ...]:
     return tuple(str(number) for number, _ in enumerate(re.findall(r"^GPU ", listed, re.MULTILINE)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Active:
-    """A run that runs. `before` is the state of its start before this one."""
+def check_gpus(runs: Sequence[StudyRun], gpus: Sequence[str]) -> None:
+    """
+    Raises:
+        ConfigError: a run needs more GPUs than there are.
+    """
+    if large := [run.label for run in runs if gpus and run.world_size > len(gpus)]:
+        raise ConfigError(f"{labels_text(large)}: more GPUs (gpus) than the {len(gpus)} of this machine")
 
-    run: StudyRun
-    before: Optional[RunState]
-    process: subprocess.Popen
-    gpus: tuple[str, ...]
 
-
-class LocalRunner:
-    """Runs what is due.
+def run_here(
+    runs: Sequence[StudyRun], script: Path, parallel: Optional[int], gpus: Sequence[str], tell: Callable[[str], None]
+) -> int:
+    """Run what is due until nothing is left or a signal came.
 
     Args:
         script: pretrain_gpt.py.
         parallel: runs at a time; None: as many as the GPUs hold, and one without GPUs.
+        gpus: of this machine; enough for every run (`check_gpus`).
         tell: shows a line.
 
-    Raises:
-        ConfigError: a run needs more GPUs than there are.
+    Returns:
+        0 when all are done, `PREEMPTED` after a signal, else the first failed run's exit status.
     """
+    statuses: list[int] = []
+    of_folder = {run.folder: run for run in runs}
 
-    def __init__(
-        self, runs: Sequence[StudyRun], script: Path, parallel: Optional[int], gpus: Sequence[str],
-        tell: Callable[[str], None],
-    ):  # fmt: skip
-        self.waiting, self.script, self.tell = list(runs), script, tell
-        self.parallel = parallel or (len(gpus) or 1)
-        self.free, self.has_gpus = list(gpus), bool(gpus)
-        self.active: list[Active] = []
-        self.statuses: list[int] = []
-        self.asked = self.has_signal = False
-        if large := [run.label for run in runs if gpus and run.world_size > len(gpus)]:
-            raise ConfigError(f"{labels_text(large)}: more GPUs (gpus) than the {len(gpus)} of this machine")
+    def is_still_due(run: BatchRun) -> bool:
+        now = progress_of(of_folder[run.folder])
+        if not is_due(now):  # someone else started it meanwhile
+            tell(f"{now.state:<10} {run.name}")
+        return is_due(now)
 
-    def run(self) -> int:
-        """Run until nothing is left or a signal came.
+    def tell_start(run: BatchRun, gpus: Sequence[str]) -> None:
+        tell(f"{'starts':<10} {run.name}" + (f" on GPU {','.join(gpus)}" if gpus else ""))
 
-        Returns:
-            0 when all are done, `PREEMPTED` after a signal, else the first failed run's exit status.
-        """
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self.stop)
-        while self.active or (self.waiting and not self.asked):
-            while self.waiting and not self.asked and self.start_next():
-                pass
-            self.pass_on()
-            time.sleep(LOOK_S if self.active else 0)
-            for one in [one for one in self.active if one.process.poll() is not None]:
-                self.finish(one)
-        if self.asked:
-            return PREEMPTED
-        return next((status for status in self.statuses if status), 0)
+    def tell_end(outcome: Outcome) -> None:
+        statuses.append(status_of(outcome))
+        tell(end_text(outcome))
 
-    def start_next(self) -> bool:
-        """Start the first run that waits; False if it has to wait on. Others do not overtake it."""
-        run = self.waiting[0]
-        needed = run.world_size if self.has_gpus else 0
-        if len(self.active) >= self.parallel or len(self.free) < needed:
-            return False
-        self.waiting.pop(0)
-        before = progress_of(run)
-        if not is_due(before):  # someone else started it meanwhile
-            self.tell(f"{before.state:<10} {run.label}")
-            return True
-        environment, gpus = dict(os.environ), tuple(self.free[:needed])
-        if self.has_gpus:
-            self.free = self.free[needed:]
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        process = start_run(command_of(run, self.script), run.folder, environment)
-        self.active.append(Active(run=run, before=before.found, process=process, gpus=gpus))
-        self.tell(f"{'starts':<10} {run.label}" + (f" on GPU {environment['CUDA_VISIBLE_DEVICES']}" if gpus else ""))
-        return True
+    batch = Batch(parallel or len(gpus) or 1, gpus, tell_start=tell_start, tell_end=tell_end, is_due=is_still_due)
+    batch.run([
+        BatchRun(name=run.label, command=tuple(command_of(run, script)), folder=run.folder, gpus=run.world_size)
+        for run in runs
+    ])  # fmt: skip
+    if batch.is_asked_to_stop:
+        return PREEMPTED
+    return next((status for status in statuses if status), 0)
 
-    def finish(self, one: Active) -> None:
-        """Say what became of a run whose process has ended."""
-        self.active.remove(one)
-        self.free += one.gpus
-        after = progress_of(one.run)
-        # One that ended before its run began, with wrong flags say, has left no state, or that of the start before.
-        own = None if after.found is None or after.found.is_of(one.before) else after.found
-        if own is not None and after.state in (DONE, STOPPED):
-            took = f" in {after.seconds:.0f} s" if after.seconds is not None else ""
-            self.tell(f"{after.state:<10} {one.run.label}{took}")
-            return
-        status = (None if own is None else own.exit_status) or one.process.returncode
-        if status == RunFolderInUse.exit_status:
-            self.tell(f"{'running':<10} {one.run.label}, started by someone else")
-            return
-        self.statuses.append(status if status > 0 else INTERNAL)
-        state, reason = "failed", f"status {status}, before its run began"
-        if own is not None:
-            state, reason = after.state, after.reason.splitlines()[0] if after.reason else f"status {status}"
-        self.tell(f"{state:<10} {one.run.label}: {reason}; see {one.run.folder / OUTPUT_FILE}")
 
-    def stop(self, number: int, frame: Optional[FrameType]) -> None:
-        """Start nothing more; what runs saves and ends. The loop does it: a signal comes amid anything."""
-        self.asked = self.has_signal = True
+def status_of(outcome: Outcome) -> int:
+    """What a run's end means for the study; 0 also for one that its flags stopped, or that someone else has."""
+    ended_well = outcome.state is not None and outcome.state.state in (DONE, STOPPED)
+    return 0 if ended_well or is_elsewhere(outcome) else outcome.exit_status or INTERNAL
 
-    def pass_on(self) -> None:
-        """Hand a signal that came to all that runs."""
-        if self.has_signal:
-            self.has_signal = False
-            for one in self.active:
-                one.process.terminate()
+
+def end_text(outcome: Outcome) -> str:
+    """What became of a run, in a line."""
+    label, state = outcome.run.name, "failed" if outcome.state is None else outcome.state.state
+    if is_elsewhere(outcome):
+        return f"{RUNNING:<10} {label}, started by someone else"
+    if state in (DONE, STOPPED):
+        return f"{state:<10} {label} in {outcome.seconds:.0f} s"
+    reason = outcome.reason.splitlines()[0]
+    return f"{state:<10} {label}: {reason}; see {outcome.run.folder / OUTPUT_FILE}"
+
+
+def is_elsewhere(outcome: Outcome) -> bool:
+    """Whether someone else has the folder: torchrun does not say it, but then the state is of a run that goes on."""
+    is_running = outcome.state is not None and outcome.state.state == RUNNING
+    return is_running or outcome.exit_status == RunFolderInUse.exit_status

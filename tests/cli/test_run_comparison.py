@@ -14,7 +14,7 @@ import pytest
 from small_run import COMMON, STYLES
 
 from megafp8.errors import ConfigError, DataError
-from megafp8.launch.batch import Job
+from megafp8.launch.batch import BatchRun
 from megafp8.launch.run_state import RUN_STATE_FILE
 from megafp8.optim.schedule import preview_schedule
 from megafp8.reports.load import load_run
@@ -105,9 +105,9 @@ def test_wrong_flags_are_told_before_anything_starts(compare, tmp_path: Path) ->
 
 
 def test_a_baseline_that_failed_is_no_baseline(tool: ModuleType, tmp_path: Path) -> None:
-    jobs = [tool.Job(name=name, command=(), folder=tmp_path / name / "seed1") for name in ("bf16", "mxfp8")]
+    runs = [tool.BatchRun(name=name, command=(), folder=tmp_path / name / "seed1") for name in ("bf16", "mxfp8")]
     with pytest.raises(DataError, match="no run of bf16.* is done: it never began"):
-        tool.report(jobs, tool.build_parser().parse_args(["--output-dir", str(tmp_path)]))
+        tool.report(runs, tool.build_parser().parse_args(["--output-dir", str(tmp_path)]))
 
 
 def test_a_dry_run_shows_every_command(compare, tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_checkpoint_without_all_its_state_is_not_resumed_from(tool: ModuleType
         (tmp_path / name).mkdir()
     for name in ("latest_checkpointed_iteration.txt", "records.jsonl"):
         (tmp_path / name).touch()
-    tool.discard_what_cannot_resume(Job(name="bf16/seed7", command=(), folder=tmp_path))
+    tool.discard_what_cannot_resume(BatchRun(name="bf16/seed7", command=(), folder=tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["records.jsonl", "tensorboard"]
     assert capsys.readouterr().err.startswith("bf16/seed7 begins anew")
 
@@ -135,11 +135,10 @@ def test_a_checkpoint_without_all_its_state_is_not_resumed_from(tool: ModuleType
 def test_runs_get_gpus_of_their_own_or_a_share_of_the_cores(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     share = tool.share_devices
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    slots, flags = share(2, 2, 4)
-    assert (slots, flags) == ([{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}], [])
+    assert share(2, 2, 5) == (["0", "1", "2", "3"], [])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7,GPU-ab")
-    assert share(3, 1, 3)[0][2] == {"CUDA_VISIBLE_DEVICES": "GPU-ab"}
+    assert share(3, 1, 3)[0] == ["5", "7", "GPU-ab"]
     with pytest.raises(ConfigError, match="takes 4 GPUs; there are 3"):
         share(2, 2, 3)
-    slots, flags = share(2, 1, 0)
-    assert slots == [{}, {}] and flags[0] == "--num-threads" and int(flags[1]) >= 1
+    gpus, flags = share(2, 1, 0)
+    assert not gpus and flags[0] == "--num-threads" and int(flags[1]) >= 1

@@ -2,37 +2,41 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from megafp8.launch.batch import OUTPUT_FILE, Batch, Job, Outcome, is_done
+import pytest
+
+from megafp8.launch.batch import OUTPUT_FILE, Batch, BatchRun, Outcome, is_done
 
 RUN = Path(__file__).with_name("fake_run.py")
 
 
-def job(folder: Path, ends: str) -> Job:
-    return Job(name=folder.name, command=(sys.executable, str(RUN), str(folder), ends), folder=folder)
+def fake(folder: Path, ends: str) -> BatchRun:
+    return BatchRun(name=folder.name, command=(sys.executable, str(RUN), str(folder), ends), folder=folder)
 
 
-def batch(slots: list[dict[str, str]], told: list[str]) -> Batch:
+def batch(parallel: int, told: list[str], gpus: Sequence[str] = ()) -> Batch:
     return Batch(
-        slots, tell_start=lambda job: told.append(f"start {job.name}"),
-        tell_end=lambda outcome: told.append(f"end {outcome.job.name}"), tell_steps=lambda steps: None,
+        parallel, gpus, tell_start=lambda run, gpus: told.append(f"start {run.name}"),
+        tell_end=lambda outcome: told.append(f"end {outcome.run.name}"),
     )  # fmt: skip
 
 
-def run(slots: list[dict[str, str]], jobs: list[Job]) -> dict[str, Outcome]:
-    return {outcome.job.name: outcome for outcome in batch(slots, []).run(jobs)}
+def run(parallel: int, runs: list[BatchRun], gpus: Sequence[str] = ()) -> dict[str, Outcome]:
+    return {outcome.run.name: outcome for outcome in batch(parallel, [], gpus).run(runs)}
 
 
 def test_one_failed_run_takes_no_other_with_it(tmp_path: Path) -> None:
     ends = {"a": "done:60:60", "b": "65:0:7", "c": "nothing", "d": "done:60:60"}
-    outcomes = run([{}, {}], [job(tmp_path / name, end) for name, end in ends.items()])
+    outcomes = run(2, [fake(tmp_path / name, end) for name, end in ends.items()])
     assert sorted(name for name, outcome in outcomes.items() if outcome.is_done) == ["a", "d"]
     assert "failed at step 0" in outcomes["b"].reason
     assert outcomes["c"].reason == "its command ended with status 3 before the run began"
@@ -41,33 +45,34 @@ def test_one_failed_run_takes_no_other_with_it(tmp_path: Path) -> None:
 
 def test_the_end_of_what_a_failed_run_said_is_told_and_all_is_kept(tmp_path: Path) -> None:
     words = "for line in range(40): print('line', line)\nraise SystemExit(2)"
-    talker = Job(name="t", command=(sys.executable, "-c", words), folder=tmp_path / "t")
+    talker = BatchRun(name="t", command=(sys.executable, "-c", words), folder=tmp_path / "t")
     for _ in range(2):
-        tail = run([{}], [talker])["t"].tail.splitlines()
+        tail = run(1, [talker])["t"].tail.splitlines()
         assert tail[0] == "line 25" and tail[-1] == "line 39"
     assert len((tmp_path / "t" / OUTPUT_FILE).read_text().splitlines()) == 80
 
 
 def test_an_old_state_is_not_taken_for_that_of_a_new_start(tmp_path: Path) -> None:
-    run([{}], [job(tmp_path / "a", "done:60:60")])
+    run(1, [fake(tmp_path / "a", "done:60:60")])
     assert is_done(tmp_path / "a")
-    again = Job(name="a", command=(sys.executable, "-c", "raise SystemExit(64)"), folder=tmp_path / "a")
-    assert "status 64 before the run began" in run([{}], [again])["a"].reason
+    again = BatchRun(name="a", command=(sys.executable, "-c", "raise SystemExit(64)"), folder=tmp_path / "a")
+    assert "status 64 before the run began" in run(1, [again])["a"].reason
 
 
-def test_each_run_has_the_environment_of_its_slot(tmp_path: Path) -> None:
-    words = "import json, os, time, pathlib; time.sleep(0.6); print(json.dumps(os.environ['DEVICES']))"
-    jobs = [
-        Job(name=name, command=(sys.executable, "-c", words), folder=tmp_path / name) for name in ("a", "b", "c", "d")
+def test_each_run_has_gpus_of_its_own(tmp_path: Path) -> None:
+    words = "import os, time; time.sleep(0.6); print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    runs = [
+        BatchRun(name=name, command=(sys.executable, "-c", words), folder=tmp_path / name, gpus=2) for name in "abcd"
     ]
-    outcomes = run([{"DEVICES": "0"}, {"DEVICES": "1"}], jobs)
-    seen = [json.loads(outcomes[name].tail) for name in ("a", "b", "c", "d")]
-    assert sorted(seen) == ["0", "0", "1", "1"] and set(seen[:2]) == {"0", "1"}
+    outcomes = run(3, runs, gpus=("0", "1", "5", "7", "8"))
+    seen = [outcomes[name].tail for name in "abcd"]
+    assert seen[:2] == ["0,1", "5,7"]
+    assert all(len({*line.split(",")} & {"0", "1", "5", "7", "8"}) == 2 for line in seen)
 
 
 def test_a_signal_lets_runs_save_and_starts_no_more(tmp_path: Path) -> None:
     told: list[str] = []
-    waits = [job(tmp_path / name, "wait:5:5") for name in ("a", "b", "c")]
+    waits = [fake(tmp_path / name, "wait:5:5") for name in ("a", "b", "c")]
 
     def interrupt() -> None:
         deadline = time.monotonic() + 30
@@ -77,11 +82,33 @@ def test_a_signal_lets_runs_save_and_starts_no_more(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    both = batch([{}, {}], told)
+    both = batch(2, told)
     outcomes = both.run(waits)
     thread.join()
-    assert both.asked == signal.SIGINT
-    assert sorted(outcome.job.name for outcome in outcomes) == ["a", "b"]
+    assert both.is_asked_to_stop
+    assert sorted(outcome.run.name for outcome in outcomes) == ["a", "b"]
     assert all(outcome.reason.startswith("preempted at step 5") for outcome in outcomes)
     assert "start c" not in told
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_signal_between_two_starts_reaches_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """It comes while the second process is made, before it is in any list."""
+    runs, made = [fake(tmp_path / name, "wait:5:5") for name in "abc"], []
+
+    class Interrupted(subprocess.Popen):
+        def __init__(self, *arguments: Any, **options: Any):
+            made.append(self)
+            if len(made) == 2 and when == "before":
+                os.kill(os.getpid(), signal.SIGTERM)
+            super().__init__(*arguments, **options)
+            while not (tmp_path / "ab"[len(made) - 1] / "waits").exists():
+                time.sleep(0.02)
+            if len(made) == 2 and when == "after":
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    outcomes = run(2, runs)
+    assert [outcomes[name].reason for name in sorted(outcomes)] == ["preempted at step 5, status 75"] * 2
+    assert len(made) == 2

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megafp8.errors import PREEMPTED, ConfigError
-from megafp8.studies.local import LocalRunner, command_of, visible_gpus
+from megafp8.studies.local import check_gpus, command_of, run_here, visible_gpus
 from megafp8.studies.progress import is_due, progress_of
 from megafp8.studies.runs import StudyRun, expand
 
@@ -38,7 +38,7 @@ def study_of(write_study):
 def start(runs: list[StudyRun], parallel=None, gpus=()) -> tuple[int, list[str]]:
     told: list[str] = []
     due = [run for run in runs if is_due(progress_of(run))]
-    return LocalRunner(due, SCRIPT, parallel, gpus, told.append).run(), told
+    return run_here(due, SCRIPT, parallel, gpus, told.append), told
 
 
 def log(runs: list[StudyRun]) -> list[dict]:
@@ -48,14 +48,6 @@ def log(runs: list[StudyRun]) -> list[dict]:
 def at_once(told: list[str]) -> int:
     """Most runs that were started and had not ended."""
     return max(itertools.accumulate(1 if line.startswith("starts") else -1 for line in told))
-
-
-@pytest.fixture(autouse=True)
-def keep_signals():
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def test_done_runs_are_passed_over_and_failed_ones_run_again(study_of) -> None:
@@ -90,7 +82,7 @@ def test_every_run_has_gpus_of_its_own(study_of) -> None:
 def test_too_many_gpus_are_refused_before_anything_starts(study_of) -> None:
     runs = study_of({"1": ["done"]}, ", gpus: [1, 4]")
     with pytest.raises(ConfigError, match="gpus4: more GPUs .gpus. than the 2"):
-        LocalRunner(runs, SCRIPT, None, ("0", "1"), print)
+        check_gpus(runs, ("0", "1"))
 
 
 def test_a_signal_lets_runs_save_and_starts_no_more(study_of) -> None:
@@ -116,32 +108,12 @@ def test_a_start_that_never_began_is_not_told_as_the_one_before(study_of) -> Non
     runs = study_of({"1": ["66:0:3", "nothing"]})
     assert start(runs)[0] == 66
     status, told = start(runs)
-    assert status == 3 and told[-1].startswith("failed") and "status 3, before its run began" in told[-1]
+    assert status == 3 and told[-1].startswith("failed") and "status 3 before the run began" in told[-1]
 
 
 def test_a_run_that_its_flags_stopped_has_not_failed(study_of) -> None:
     status, told = start(study_of({"1": ["stopped:20:20"]}))
     assert status == 0 and told[-1].startswith("stopped")
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_signal_around_a_start_is_passed_on(study_of, monkeypatch, when: str) -> None:
-    """It comes while the process is made, before the runner has it in its list."""
-    runs = study_of({"1": ["wait:7:7"], "2": ["done:60:60"]})
-    made = []
-
-    class Interrupted(subprocess.Popen):
-        def __init__(self, *arguments, **options):
-            made.append(self)
-            if when == "before":
-                os.kill(os.getpid(), signal.SIGTERM)
-            super().__init__(*arguments, **options)
-            if when == "after":
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(subprocess, "Popen", Interrupted)
-    assert start(runs)[0] == PREEMPTED
-    assert len(made) == 1 and made[0].returncode is not None
 
 
 def test_ranks_are_torchruns(study_of) -> None:
