@@ -44,10 +44,18 @@ def _entries(text: str) -> Iterator[str]:
         if isinstance(value, yaml.ScalarNode):
             yield f"{pattern.value}={value.value}"
             continue
-        for gemm, recipe in _pairs(value, pattern.value):
+        given: dict[str, str] = {}
+        for gemms, recipe in _pairs(value, pattern.value):
             if not isinstance(recipe, yaml.ScalarNode):
-                raise ValueError(f"{_place(recipe)}: {pattern.value}, {gemm.value}: give a recipe")
-            yield f"{pattern.value}:{gemm.value}={recipe.value}"
+                raise ValueError(f"{_place(recipe)}: {pattern.value}, {gemms.value}: give a recipe")
+            # A mapping has no order to win by: `dgrad` beside `dgrad,wgrad` says two things of one GEMM.
+            for gemm in gemms.value.split(","):
+                if (before := given.setdefault(gemm, gemms.value)) != gemms.value:
+                    raise ValueError(
+                        f"{_place(gemms)}: {pattern.value}: {before!r} and {gemms.value!r} both say what {gemm} is; "
+                        "give each GEMM once"
+                    )
+            yield f"{pattern.value}:{gemms.value}={recipe.value}"
 
 
 def _pairs(node: Any, name: str) -> Iterator[tuple[Any, Any]]:

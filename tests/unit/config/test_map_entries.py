@@ -185,6 +185,8 @@ def test_a_file_is_read_into_the_settings(tmp_path: Path) -> None:
         ("", "the file is to give recipes by name"),
         ("a: bf16\nb: mxfp8\na: nvfp4\n", "line 3: a is there twice"),
         ("a: {dgrad: bf16, wgrad: bf16, dgrad: mxfp8}\n", "line 1: dgrad is there twice"),
+        ("a:\n  dgrad: bf16\n  dgrad,wgrad: mxfp8\n", "line 3: a: 'dgrad' and 'dgrad,wgrad' both say what dgrad is"),
+        ("a: {'fprop,wgrad': bf16, 'dgrad,wgrad': mxfp8}\n", "'fprop,wgrad' and 'dgrad,wgrad' both say what wgrad is"),
         ("a: bf16\nb: {}\n", "line 2: b gives no recipe"),
         ("{}\n", "line 1: the file gives no recipe"),
         ("a: [bf16]\n", "line 1: a is to give recipes by name"),
