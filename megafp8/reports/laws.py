@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from typing import Optional
 
 import numpy as np
-from scipy import optimize, stats
+from scipy import optimize
 
-CONFIDENCE = 0.95
+from megafp8.reports.intervals import CONFIDENCE, student_quantile
+
 REPLICATES = 400
 # Of the smallest loss, where the search for the floor begins.
 FLOOR_STARTS = (0.05, 0.5, 0.9)
@@ -158,7 +159,7 @@ def draw_means(every: Sequence[Cells], rng: np.random.Generator) -> list[np.ndar
     drawn = []
     for cells in every:
         freedom = (cells.weights - 1).sum()
-        widening = stats.t.ppf((1 + CONFIDENCE) / 2, freedom) / stats.norm.ppf((1 + CONFIDENCE) / 2)
+        widening = student_quantile(CONFIDENCE, freedom) / student_quantile(CONFIDENCE, math.inf)
         means = []
         for place, losses, seeds, center in zip(
             map(tuple, cells.x), cells.losses, cells.seeds, cells.log_means, strict=True
@@ -208,10 +209,10 @@ def fit_all(every: Sequence[Cells], *, replicates: int = REPLICATES, seed: int =
     return Fits(laws, common, tuple(map(tuple, alone)), tuple(joint))
 
 
-def interval(values: Sequence[float]) -> Optional[tuple[float, float]]:
-    """The middle 95% of replicates; None without any."""
-    if not len(values):
+def interval(replicates: Sequence[float] | Sequence[np.ndarray]) -> Optional[tuple[np.ndarray, np.ndarray]]:
+    """The ends of the middle 95% of replicates, numbers or curves of shape [points]; None without any."""
+    if not len(replicates):
         return None
     tail = 100 * (1 - CONFIDENCE) / 2
-    low, high = np.percentile(np.asarray(values, dtype=float), [tail, 100 - tail])
-    return float(low), float(high)
+    low, high = np.percentile(np.asarray(replicates, dtype=float), [tail, 100 - tail], axis=0)
+    return low, high

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Optional
 import numpy as np
 
 from megafp8.reports.html import GRID, INK
+from megafp8.reports.laws import interval
 from megafp8.reports.plot_recipes import COLORS as OTHERS
-from megafp8.reports.scaling import BAND_POINTS, COMPUTE, PARAMETERS, X_OF, ScalingReport, band
+from megafp8.reports.scaling import ScalingReport
+from megafp8.reports.scaling_laws import COMPUTE, PARAMETERS, X_OF
 from megafp8.reports.scaling_text import count_text
 
 if TYPE_CHECKING:
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLORS = (INK, *OTHERS)
+BAND_POINTS = 80
 LABELS = {COMPUTE: "training compute, FLOPs", PARAMETERS: "parameters"}
 
 
@@ -48,7 +51,7 @@ def draw_losses(axes: Axes, report: ScalingReport, name: str) -> None:
         if fitted is not None:
             points = spaced(x)
             axes.plot(points, fitted.fits.laws[number].loss(points[:, None]), color=color, linewidth=1.5)
-            if edges := band(fitted.fits.replicates[number], points[:, None]):
+            if edges := interval([law.loss(points[:, None]) for law in fitted.fits.replicates[number]]):
                 axes.fill_between(points, *edges, color=color, alpha=0.15, linewidth=0)
     axes.set_yscale("log")
     style(axes, name, f"loss over {name}")
@@ -78,8 +81,7 @@ def draw_gaps(axes: Axes, report: ScalingReport, name: str) -> None:
             axes.plot(points, 100 * (laws.loss(points[:, None]) / base.loss(points[:, None]) - 1), color=color)
             pairs = zip(fitted.fits.replicates[number], fitted.fits.replicates[0], strict=True)
             gaps = [100 * (one.loss(points[:, None]) / other.loss(points[:, None]) - 1) for one, other in pairs]
-            if gaps:
-                edges = np.percentile(gaps, [2.5, 97.5], axis=0)
+            if edges := interval(gaps):
                 axes.fill_between(points, *edges, color=color, alpha=0.15, linewidth=0)
     style(axes, name, f"gap to {report.baseline}, seed by seed")
     axes.set_ylabel("gap, %")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megafp8.reports.laws import CONFIDENCE
-from megafp8.reports.scaling import BOTH, COMPUTE, PARAMETERS, Axis, Estimate, ScalingReport
+from megafp8.reports.estimate import Estimate
+from megafp8.reports.intervals import CONFIDENCE
+from megafp8.reports.scaling import ScalingReport
+from megafp8.reports.scaling_laws import BOTH, COMPUTE, PARAMETERS, Axis
 from megafp8.reports.tables import aligned, markdown
 
 MIB = 2**20

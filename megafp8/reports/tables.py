@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 from collections.abc import Sequence
-from typing import Any, Optional, Union
+from typing import Optional, Union
 
 from megafp8.reports.compare import Comparison, ComparisonRow, RecipeRow
+from megafp8.reports.strict_json import to_strict_json
 
 MIB = 2**20
 
@@ -37,7 +36,7 @@ def to_markdown(comparison: Comparison) -> str:
 
 def to_json(comparison: Comparison) -> str:
     """All fields; numbers that are not finite become null."""
-    return json.dumps(_without_non_finite(dataclasses.asdict(comparison)), indent=2, allow_nan=False) + "\n"
+    return to_strict_json(dataclasses.asdict(comparison))
 
 
 def recipe_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
@@ -150,13 +149,3 @@ def markdown(header: Sequence[str], cells: Sequence[Sequence[str]], num_texts: i
     """The same in Markdown."""
     rule = ["---" if column < num_texts else "---:" for column in range(len(header))]
     return "\n".join(f"| {' | '.join(row)} |" for row in [header, rule, *cells])
-
-
-def _without_non_finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _without_non_finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_non_finite(item) for item in value]
-    return value

@@ -11,8 +11,10 @@ import pytest
 from scipy import stats
 
 from megafp8.errors import DataError
+from megafp8.reports.estimate import Estimate
 from megafp8.reports.plot_scaling import sweep_lines, swept_axes
-from megafp8.reports.scaling import BOTH, COMPUTE, PARAMETERS, Estimate, analyse
+from megafp8.reports.scaling import analyse
+from megafp8.reports.scaling_laws import BOTH, COMPUTE, PARAMETERS
 from megafp8.reports.scaling_page import render_page
 from megafp8.reports.scaling_text import headline, method, remarks, tables, to_markdown, to_text
 from megafp8.reports.study_points import Point, StudyPoints, load_points
