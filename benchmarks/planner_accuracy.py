@@ -24,6 +24,7 @@ from benchmarks.planner_measurements import HELD_OUT, MEASUREMENTS, Measurement 
 from benchmarks.planner_published import LEFT_OUT, PUBLISHED, Published  # noqa: E402
 from megafp8.planning.memory import estimate_ends  # noqa: E402
 from megafp8.planning.step_time import step_time  # noqa: E402
+from megafp8.text_table import markdown  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/RESULTS.md"
 BEGIN, END = "<!-- planner accuracy: begin -->\n", "<!-- planner accuracy: end -->\n"
@@ -63,12 +64,11 @@ def compare(row: Measurement) -> Compared:
     return Compared(row, step_ms, max(estimate.total_bytes for estimate in estimates) / GIB)
 
 
-def measured_lines(compared: Sequence[Compared]) -> list[str]:
+def measured_table(compared: Sequence[Compared]) -> str:
     """The table of measured rows."""
-    lines = [
-        "| measured on H200 | GPUs | time | step ms | predicted | error | memory | peak GiB | predicted | error |",
-        "|---|---:|---|---:|---:|---:|---|---:|---:|---:|",
-    ]
+    header = ("measured on H200", "GPUs", "time", "step ms", "predicted", "error", "memory", "peak GiB", "predicted",
+              "error")  # fmt: skip
+    rows = []
     for entry in compared:
         row = entry.row
         name = f"{row.name} ({row.note})" if row.note else row.name
@@ -81,8 +81,8 @@ def measured_lines(compared: Sequence[Compared]) -> list[str]:
              told(entry.memory_error, MEMORY_BAR, entry.memory_role))
             if row.peak_gib is not None else ("",) * 4
         )  # fmt: skip
-        lines.append("| " + " | ".join((name, str(row.num_gpus), *of_time, *of_memory)) + " |")
-    return lines
+        rows.append((name, str(row.num_gpus), *of_time, *of_memory))
+    return markdown(header, rows, "lrlrrrl")
 
 
 def told(error: Optional[float], bar: float, role: str) -> str:
@@ -92,11 +92,11 @@ def told(error: Optional[float], bar: float, role: str) -> str:
     return f"**{text}**" if role == HELD_OUT and abs(error) > bar else text
 
 
-def summary_lines(compared: Sequence[Compared]) -> list[str]:
+def summary_table(compared: Sequence[Compared]) -> str:
     """What the table comes to."""
     held_out = [entry for entry in compared if entry.row.role == HELD_OUT and entry.row.step_ms]
     of_memory = [entry for entry in compared if entry.memory_role == HELD_OUT and entry.row.peak_gib]
-    lines = ["| held out | rows | median error | largest | bar | outside |", "|---|---:|---:|---:|---:|---:|"]
+    rows = []
     for name, bar, errors in (
         ("step time, 1 GPU", TIME_BAR, [entry.time_error for entry in held_out if entry.row.num_gpus == 1]),
         ("step time, 2 and 4 GPUs", TIME_BAR, [entry.time_error for entry in held_out if entry.row.num_gpus > 1]),
@@ -105,16 +105,13 @@ def summary_lines(compared: Sequence[Compared]) -> list[str]:
     ):
         sizes = [abs(error) for error in errors if error is not None]
         cells = (str(len(sizes)), f"{statistics.median(sizes):.1%}", f"{max(sizes):.1%}", f"{bar:.0%}")
-        lines.append("| " + " | ".join((name, *cells, str(sum(size > bar for size in sizes)))) + " |")
-    return lines
+        rows.append((name, *cells, str(sum(size > bar for size in sizes))))
+    return markdown(("held out", "rows", "median error", "largest", "bar", "outside"), rows)
 
 
-def published_lines(rows: Sequence[Published]) -> list[str]:
+def published_table(rows: Sequence[Published]) -> str:
     """The table of published rows."""
-    lines = [
-        "| published | GPUs | model | recipe | tokens/s/GPU | predicted | error | layout taken |",
-        "|---|---|---|---|---:|---:|---:|---|",
-    ]
+    lines = []
     for row in rows:
         found = row.search()
         cells = [row.source, f"{row.num_gpus} x {row.gpu}", row.model, row.recipe, f"{row.tokens_per_s:,.0f}"]
@@ -124,15 +121,16 @@ def published_lines(rows: Sequence[Published]) -> list[str]:
             cells += [f"{speed:,.0f}", f"{speed / row.tokens_per_s - 1:+.0%}", best.name]
         else:
             cells += ["nothing fits", "", ""]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+        lines.append(cells)
+    header = ("published", "GPUs", "model", "recipe", "tokens/s/GPU", "predicted", "error", "layout taken")
+    return markdown(header, lines, "llllrrrl")
 
 
 def report() -> str:
     """All of it, in Markdown."""
     compared = [compare(row) for row in MEASUREMENTS]
     return "\n".join([
-        *summary_lines(compared), "", *measured_lines(compared), "", *published_lines(PUBLISHED), "", LEFT_OUT, "",
+        summary_table(compared), "", measured_table(compared), "", published_table(PUBLISHED), "", LEFT_OUT, "",
     ])  # fmt: skip
 
 

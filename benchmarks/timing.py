@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megafp8.text_table import markdown
+
 QUIET_FRACTION = 0.05
 
 
@@ -132,14 +134,7 @@ def describe_quiet(times: Mapping[str, Times]) -> str:
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """A Markdown table, aligned: first column to the left, the others to the right. Floats get three digits."""
-    cells = [[format_cell(cell) for cell in row] for row in (header, *rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-    rule = [f"-{'-' * widths[0]}-", *(f"-{'-' * width}:" for width in widths[1:])]
-    lines = []
-    for first, *others in cells:
-        aligned = [first.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(others, widths[1:], strict=True))]
-        lines.append("| " + " | ".join(aligned) + " |")
-    return "\n".join([lines[0], "|" + "|".join(rule) + "|", *lines[1:]])
+    return markdown(header, [[format_cell(cell) for cell in row] for row in rows])
 
 
 def format_cell(cell: Any) -> str:

@@ -29,6 +29,8 @@ from typing import TYPE_CHECKING, Any, Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
+from megafp8.text_table import aligned
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -41,7 +43,7 @@ OPERANDS = ("input", "weight", "grad_output")
 WEIGHTS_OF_LINEARS = "decoder.layers.*.linear_*.weight"  # from the start: the optimizer has namesakes
 HEADER = ("recipe", "format", "along", "block", "scale min", "scale max", "octaves", "underflow", "saturated",
           "SQNR dB", "local dB", "max error")  # fmt: skip
-LEFT_COLUMNS = 4
+WORDS = "llll"
 PICTURE, TABLE = "quantization.png", "quantization.json"
 
 
@@ -170,19 +172,6 @@ def share(fraction: float) -> str:
     return f"{fraction:.3%}" if fraction >= 1e-4 else f"{fraction * 1e6:.2g} ppm"
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], left_columns: int) -> str:
-    """Columns in line: the first ones to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-    lines = [header, ["-" * width for width in widths], *rows]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column < left_columns else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
-
-
 def summary(findings: Sequence[Finding]) -> str:
     """One line for each recipe, format and direction, over all tensors."""
     groups: dict[tuple[str, ...], list[Finding]] = {}
@@ -202,7 +191,7 @@ def summary(findings: Sequence[Finding]) -> str:
         ])  # fmt: skip
     header = ("recipe", "format", "along", "block", "tensors", "median dB", "lowest dB", "most underflow",
               "most saturated", "lowest in")  # fmt: skip
-    return table(header, rows, LEFT_COLUMNS)
+    return aligned(header, rows, WORDS)
 
 
 def draw(folder: Path, panels: Sequence[tuple[str, Sequence[Finding]]]) -> Path:
@@ -256,7 +245,7 @@ def run(arguments: argparse.Namespace) -> None:
         title = title_of(name, tensor, findings)
         panels.append((title, findings))
         if not arguments.json:
-            print(f"{title}\n{table(HEADER, [cells_of(each) for each in findings], LEFT_COLUMNS)}\n", flush=True)
+            print(f"{title}\n{aligned(HEADER, [cells_of(each) for each in findings], WORDS)}\n", flush=True)
     everything = [each for _, findings in panels for each in findings]
     if arguments.json:
         print(as_json(everything), end="")

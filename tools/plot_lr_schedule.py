@@ -24,6 +24,7 @@ from megafp8.config import derived, flags, rules
 from megafp8.config.rules import batch, numbers, schedule
 from megafp8.config.schema import RunConfig
 from megafp8.errors import ConfigError, DataError, Megafp8Error
+from megafp8.text_table import aligned
 
 if TYPE_CHECKING:
     from megafp8.optim.schedule import ScheduledStep
@@ -96,11 +97,8 @@ def table(found: Sequence[ScheduledStep], marks: dict[str, float], config: RunCo
             ]
         )  # fmt: skip
     shown = [column for column in zip(*lines, strict=True) if any(column[1:])]
-    widths = [max(map(len, column)) for column in shown]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in zip(*shown, strict=True)
-    )
+    header, *rows = zip(*shown, strict=True)
+    return aligned(header, rows, "r")
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megafp8.config import derived, precision_map
@@ -10,8 +10,10 @@ from megafp8.config.precision_map import GEMMS, LINEARS, OUTPUT_LAYER, LinearCho
 from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.fp8.recipes import build_linear_recipe, describe
 from megafp8.parallel.topology import as_ranges
+from megafp8.text_table import aligned
 
 HEADER = ("GEMM of", "layers", *GEMMS)
+WORDS = "l" * len(HEADER)
 
 
 @dataclass(frozen=True)
@@ -55,18 +57,12 @@ def row_of(linear: str, layers: str, chosen: LinearChoice, precision: PrecisionC
 
 def format_precision_map(rows: Iterable[GemmPrecision]) -> str:
     """The table as aligned text, with formats and scales."""
-    return aligned([HEADER, *((row.linear, row.layers, row.fprop, row.dgrad, row.wgrad) for row in rows)])
+    cells = [(row.linear, row.layers, row.fprop, row.dgrad, row.wgrad) for row in rows]
+    return aligned(HEADER, cells, WORDS)
 
 
 def format_recipes(rows: Iterable[GemmPrecision], precision: PrecisionConfig) -> str:
     """The table with the names of recipes alone."""
     high = derived.params_dtype(precision)
-    names = ((row.linear, row.layers, *(choice.name or high for choice in row.chosen)) for row in rows)
-    return aligned([HEADER, *names])
-
-
-def aligned(cells: Sequence[Sequence[str]]) -> str:
-    """Lines of cells as columns."""
-    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-    padded = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in cells]
-    return "\n".join("  ".join(line).rstrip() for line in padded)
+    names = [(row.linear, row.layers, *(choice.name or high for choice in row.chosen)) for row in rows]
+    return aligned(HEADER, names, WORDS)

@@ -12,6 +12,7 @@ from megafp8.planning.communication import NETWORK_FRACTION
 from megafp8.planning.layouts import MARGIN_FRACTION, Layout
 from megafp8.planning.plan import Plan, scaling_limits
 from megafp8.planning.step_time import bytes_by_group
+from megafp8.text_table import aligned
 
 GIB = 2**30
 PARTS_BELOW_FRACTION = 0.005
@@ -32,9 +33,10 @@ def plan_text(plan: Plan, top: int) -> str:
     best = found.layouts[0]
     sections = [
         head,
-        table(
+        aligned(
             ("", "layout", "tokens/s/GPU", "MFU", "step s", "GiB"),
             [(str(number), *layout_cells(layout)) for number, layout in enumerate(found.layouts[:top], start=1)],
+            "rl",
         ),
         "memory of layout 1, GiB on its fullest GPU\n" + memory_text(best),
         "a step of layout 1\n" + step_text(best),
@@ -99,7 +101,7 @@ def scaling_sections(plan: Plan) -> list[str]:
         f"below {limit.share:.0%} of the best speed a GPU at {limit.world_size:,} GPUs: {limit.part} grew the most"
         for limit in scaling_limits(plan.scaling)
     ] or ["no number of GPUs loses a tenth of the best speed"]
-    return ["the same batch on more GPUs\n" + table(header, rows), "\n".join(lines)]
+    return ["the same batch on more GPUs\n" + aligned(header, rows, "rrrrll"), "\n".join(lines)]
 
 
 def assumptions_text(plan: Plan) -> str:
@@ -138,18 +140,6 @@ def command_lines(layout: Layout) -> list[str]:
             lines.append([])
         lines[-1].append(word)
     return [shlex.join(words) for words in lines]
-
-
-def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """Aligned columns; text to the left, numbers to the right."""
-    widths = [max(len(row[place]) for row in [header, *rows]) for place in range(len(header))]
-    is_text = [not any(row[place][:1].isdigit() for row in rows) for place in range(len(header))]
-    lines = [
-        "  ".join(cell.ljust(width) if text else cell.rjust(width)
-                  for cell, width, text in zip(row, widths, is_text, strict=True))
-        for row in [header, *rows]
-    ]  # fmt: skip
-    return "\n".join(f"  {line.rstrip()}" for line in lines)
 
 
 def plan_data(plan: Plan, top: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from megafp8.reports.estimate import Estimate
 from megafp8.reports.intervals import CONFIDENCE
 from megafp8.reports.scaling import ScalingReport
 from megafp8.reports.scaling_laws import BOTH, COMPUTE, PARAMETERS, Axis
-from megafp8.reports.tables import aligned, markdown
+from megafp8.text_table import aligned, markdown
 
 MIB = 2**20
 ALT_TEXT = "Loss over compute and over parameters, the laws, and the gaps between recipes"
@@ -18,13 +18,13 @@ PERCENT, PLAIN = "{:+.2%}", "{:.3f}"
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table with its title and what has to be said about it. The first `num_texts` columns are words."""
+    """A table with its title and what has to be said about it. `sides` is that of `text_table`."""
 
     title: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
-    num_texts: int = 1
+    sides: str = "l"
 
 
 def count_text(number: float) -> str:
@@ -156,7 +156,7 @@ def speed_table(report: ScalingReport) -> Table:
         title="Speed",
         header=("recipe", "device", "layout", "parameters", "devices", "tokens/s", "efficiency",
                 f"against {report.baseline}", "TFLOP/s a device", "MFU", "peak MiB"),
-        rows=rows, num_texts=3,
+        rows=rows, sides="lll",
         note="Medians over steps after warm-up and over seeds, with the fastest layout. Efficiency is tokens/s of a "
         "device over that with the fewest devices in the study.",
     )  # fmt: skip
@@ -176,7 +176,7 @@ def cell_table(report: ScalingReport) -> Table:
         title="Runs",
         header=("recipe", "options", "stands for its size", "parameters", "tokens", "FLOPs", "mean loss",
                 "spread over seeds", "seeds"),
-        rows=rows, num_texts=3,
+        rows=rows, sides="lll",
         note="Parameters with embeddings; FLOPs of the model, forward and backward; loss of the last validation in "
         "nats a token.",
     )  # fmt: skip
@@ -211,12 +211,12 @@ def to_markdown(report: ScalingReport, picture: str) -> str:
     parts = [f"# Scaling study {report.name}", headline(report), conditions(report)]
     parts += [f"- {text}" for text in remarks(report)] + [f"![{ALT_TEXT}]({picture})"]
     for table in tables(report):
-        parts += [f"## {table.title}", markdown(table.header, table.rows, table.num_texts), table.note]
+        parts += [f"## {table.title}", markdown(table.header, table.rows, table.sides), table.note]
     return "\n\n".join([*filter(None, parts), "## Method", method(report)]) + "\n"
 
 
 def to_text(report: ScalingReport) -> str:
     """For a terminal: the headline, and tables with columns in line."""
     parts = [f"{report.name}: {headline(report)}", conditions(report), *remarks(report)]
-    parts += [f"{one.title}\n{aligned(one.header, one.rows, one.num_texts)}" for one in tables(report)]
+    parts += [f"{one.title}\n{aligned(one.header, one.rows, one.sides)}" for one in tables(report)]
     return "\n\n".join(parts)

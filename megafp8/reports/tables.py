@@ -8,26 +8,28 @@ from typing import Optional, Union
 
 from megafp8.reports.compare import Comparison, ComparisonRow, RecipeRow
 from megafp8.reports.strict_json import to_strict_json
+from megafp8.text_table import aligned, markdown
 
 MIB = 2**20
+WORDS = "ll"  # the first two columns of both tables
 
 Row = Union[RecipeRow, ComparisonRow]
 
 
 def to_text(comparison: Comparison) -> str:
     """For a terminal: columns in line, then what the verdict means, differences and warnings."""
-    parts = [aligned(*recipe_cells(comparison))]
+    parts = [aligned(*recipe_cells(comparison), WORDS)]
     if len(comparison.rows) > len(comparison.recipes):
-        parts.append(aligned(*run_cells(comparison)))
+        parts.append(aligned(*run_cells(comparison), WORDS))
     remarks = [verdict_note(comparison), *comparison.differences, *_warnings(comparison)]
     return "\n\n".join([*parts, "\n".join(filter(None, remarks))]).rstrip()
 
 
 def to_markdown(comparison: Comparison) -> str:
     """The same as Markdown tables and a list."""
-    parts = [markdown(*recipe_cells(comparison))]
+    parts = [markdown(*recipe_cells(comparison), WORDS)]
     if len(comparison.rows) > len(comparison.recipes):
-        parts.append(markdown(*run_cells(comparison)))
+        parts.append(markdown(*run_cells(comparison), WORDS))
     if note := verdict_note(comparison):
         parts.append(note)
     remarks = [f"- {text}" for text in (*comparison.differences, *_warnings(comparison))]
@@ -130,22 +132,3 @@ def _warnings(comparison: Comparison) -> list[str]:
 def _shown(columns: dict[str, list[str]]) -> tuple[list[str], list[list[str]]]:
     shown = {name: cells for name, cells in columns.items() if any(cell != "-" for cell in cells)}
     return list(shown), [list(row) for row in zip(*shown.values(), strict=True)]
-
-
-def aligned(header: Sequence[str], cells: Sequence[Sequence[str]], num_texts: int = 2) -> str:
-    """A table for a terminal; the first `num_texts` columns are words, the others numbers."""
-    widths = [max(len(row[column]) for row in [header, *cells]) for column in range(len(header))]
-    rule = ["-" * width for width in widths]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column < num_texts else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in (header, rule, *cells)
-    )
-
-
-def markdown(header: Sequence[str], cells: Sequence[Sequence[str]], num_texts: int = 2) -> str:
-    """The same in Markdown."""
-    rule = ["---" if column < num_texts else "---:" for column in range(len(header))]
-    return "\n".join(f"| {' | '.join(row)} |" for row in [header, rule, *cells])

@@ -45,7 +45,7 @@ def test_every_style_has_a_table_and_a_picture(tool, style: str, tmp_path: Path,
     assert tool.main(words) == 0
     lines = capsys.readouterr().out.splitlines()
     assert " ".join(lines[0].split()) == "step samples before tokens before learning rate weight decay"
-    assert lines[1].split() == ["1", "0", "0", "0", "0.01"]
+    assert lines[2].split() == ["1", "0", "0", "0", "0.01"]
     marked = [line for line in lines if "warm-up ends" in line]
     assert len(marked) == 1 and marked[0].split()[:4] == ["11", "80", "2,560", "0.001"]
     assert picture.read_bytes()[:4] == b"\x89PNG" and picture.stat().st_size > 5000
@@ -61,7 +61,7 @@ def test_wsd_by_hand(tool, capsys) -> None:
 
 def test_embedding_and_output_have_their_own_column(tool, capsys) -> None:
     assert tool.main([*RUN, "--decoupled-lr", "5e-3", "--lr-decay-style", "constant"]) == 0
-    header, first, *_ = capsys.readouterr().out.splitlines()
+    header, _, first, *_ = capsys.readouterr().out.splitlines()
     assert "embedding and output" in header and first.split()[4] == "0.005"
 
 

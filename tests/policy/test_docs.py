@@ -131,6 +131,6 @@ def test_the_architecture_lists_levels_and_patches() -> None:
     rows = table_rows(text, "level")
     listed = {row[1].strip("`").rstrip("/").removesuffix(".py"): int(row[0]) for row in rows[:-1]}
     assert listed == {part: level for part, level in LEVELS.items() if (ROOT / "megafp8" / part).is_dir()} | {
-        part: LEVELS[part] for part in ("errors", "faults", "mcore_config")
+        part: LEVELS[part] for part in ("errors", "text_table", "faults", "mcore_config")
     }
     assert [row[0] for row in table_rows(text, "patch")] == [patch.name for patch in PATCHES]

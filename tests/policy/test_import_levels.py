@@ -20,7 +20,7 @@ PACKAGE = ROOT / "megafp8"
 # A part (a folder, or a module beside them) imports parts of lower levels only. Reports are one level above
 # telemetry, whose records they read.
 LEVELS = {
-    "errors": 0,
+    "errors": 0, "text_table": 0,
     "config": 1, "launch": 1, "faults": 1,
     "device": 2,
     "fp8": 3, "telemetry": 3, "planning": 3, "doctor": 3, "overrides": 3,
@@ -28,7 +28,9 @@ LEVELS = {
     "model": 5, "optim": 5, "checkpoint": 5,
     "training": 6, "huggingface": 6,
 }  # fmt: skip
-PARTS_WITHOUT_TORCH = {"errors", "faults", "config", "launch", "planning", "doctor", "reports", "studies"}
+PARTS_WITHOUT_TORCH = {
+    "errors", "text_table", "faults", "config", "launch", "planning", "doctor", "reports", "studies",
+}  # fmt: skip
 PARTS_WITH_MEGATRON = {"data", "parallel", "mcore_config", "model", "optim", "checkpoint", "training"}
 FILES_WITH_TRANSFORMER_ENGINE = {
     "model/te_layers.py", "model/te_operations.py", "model/te_output.py", "model/te_overlap.py",

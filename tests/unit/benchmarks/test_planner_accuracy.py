@@ -29,7 +29,7 @@ def test_the_table_in_results_is_the_codes() -> None:
 
 def test_the_documents_summary_is_the_codes(compared) -> None:
     text = (planner_accuracy.ROOT / "docs/planning.md").read_text(encoding="utf-8")
-    assert "\n".join(planner_accuracy.summary_lines(list(compared.values()))) in text
+    assert planner_accuracy.summary_table(list(compared.values())) in text
 
 
 def test_the_constants_are_the_fits() -> None:

@@ -29,8 +29,8 @@ def test_layers_kept_high_are_in_the_table_and_the_record() -> None:
     asked = {"fp8_format": "e4m3", "fp8_recipe": "tensorwise", "first_last_layers_bf16": True}
     lines = lines_of(**asked)
     assert lines[0] == "recipes: fp8 e4m3 tensorwise, emulated, on bf16"
-    assert lines[2].split() == ["linear_qkv", "0,", "3", "bf16", "bf16", "bf16"]
-    assert lines[3].split() == ["linear_qkv", "1-2", *["tensorwise", "e4m3"] * 3]
+    assert lines[3].split() == ["linear_qkv", "0,", "3", "bf16", "bf16", "bf16"]
+    assert lines[4].split() == ["linear_qkv", "1-2", *["tensorwise", "e4m3"] * 3]
     found = mapped_recipes(RunConfig(model=ModelConfig(num_layers=4), precision=PrecisionConfig(bf16=True, **asked)))
     assert found["linear_fc2 of layers 0, 3"] == "high precision"
     assert found["linear_fc2 of layers 1-2"] == "tensorwise e4m3"
@@ -47,6 +47,7 @@ def test_a_map_is_a_table() -> None:
     assert lines == [
         "recipes: fp8 hybrid tensorwise with a precision map, steps bf16:9,fp8, emulated, on bf16",
         "  GEMM of       layers  fprop              dgrad              wgrad",
+        "  ------------  ------  -----------------  -----------------  -----------------",
         "  linear_qkv    0-1     tensorwise hybrid  tensorwise hybrid  tensorwise hybrid",
         "  linear_qkv    2-3     tensorwise hybrid  bf16               bf16",
         "  linear_proj   0-1     tensorwise hybrid  tensorwise hybrid  tensorwise hybrid",
