@@ -43,3 +43,9 @@ class OutputLayer(TEColumnParallelLinear):
         assert weight is None and not runtime_gather_output, "logits stay split over the vocabulary, for the loss"
         with te.autocast(enabled=self.is_quantizing, recipe=self.recipe):
             return super().forward(input_)
+
+    def get_extra_state(self) -> None:
+        """None: megatron-core asks for its truth, which Transformer Engine's tensor without elements does not have."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """There is none."""

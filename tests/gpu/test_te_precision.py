@@ -131,7 +131,9 @@ def steps(extra: str, num_steps: int, first: int = 1, load: Path | None = None, 
 @pytest.mark.parametrize("entries", ["", "--precision *.linear_fc2=blockwise/e4m3 output_layer=tensorwise"])
 def test_stretches_begin_at_exactly_their_steps(entries: str) -> None:
     fp8 = f"{TENSORWISE} {entries}"
-    high, low = curve(""), curve(fp8)
+    # In high precision the output layer of a map is Transformer Engine's linear, whose GEMMs may round other sums.
+    high, low = curve(f"{fp8} --fp8-schedule bf16:99,fp8" if entries else ""), curve(fp8)
+    assert high.losses == pytest.approx(curve("").losses, rel=1e-4)
     first = steps(f"{fp8} --fp8-schedule bf16:2,fp8:4,bf16", STEPS)[0]
     second = steps(f"{fp8} --fp8-schedule fp8:2,bf16", STEPS)[0]
     assert first[:2] == high.losses[:2] and first[2] != high.losses[2]
