@@ -22,12 +22,20 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from benchmarks import timing  # noqa: E402
+from megafp8.fp8.moments import FORMAT_MAX  # noqa: E402
 from megafp8.optim import adam_kernel  # noqa: E402
 from megafp8.optim.adam_kernel import AdamStep, TensorTable, squared_sum, update_rows  # noqa: E402
+from megafp8.optim.moment_scales import MomentScales  # noqa: E402
+from megafp8.optim.rows import Row, Scale  # noqa: E402
 
 LAYER = (2048 * 3 * 2048, 2048 * 2048, 2048 * 2 * 5632, 5632 * 2048, 2048, 2048)
 AHEAD = 2_000_000  # cycles, about 1 ms: the host has queued a call by then
 NUMBERS = AdamStep(learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=10, clip=0.9)
+STATES = (
+    ("FP32", (torch.float32, torch.float32), False),
+    ("BF16, remainders", (torch.bfloat16, torch.bfloat16), True),
+    ("FP8 and FP16, remainders", (torch.uint8, torch.float16), True),
+)
 SWEEP = tuple(itertools.product((512, 1024, 2048, 4096), (4, 8)))
 
 
@@ -53,37 +61,57 @@ def copy_bandwidth() -> float:
     return 2 * source.nbytes / seconds(lambda: target.copy_(source)) / 1e12
 
 
-def rows_of(num_parameters: float, moments: torch.dtype, remainders: bool) -> list[list[Optional[Tensor]]]:
+def scale_of(moments: torch.dtype) -> Optional[Scale]:
+    """The scale of one moment of a type, if it has one."""
+    if moments not in FORMAT_MAX:
+        return None
+    noted, dequant, quant = torch.ones(3, 1, device="cuda")
+    return Scale(noted, dequant, quant) if moments == torch.uint8 else Scale(noted, noted, None)
+
+
+def rows_of(num_parameters: float, moments: Sequence[torch.dtype], remainders: bool) -> list[Row]:
     """Layers until there are so many parameters; a row for each weight."""
-    rows: list[list[Optional[Tensor]]] = []
+    rows: list[Row] = []
     for size in itertools.cycle(LAYER):
-        if sum(row[0].numel() for row in rows) >= num_parameters:
+        if sum(row.grad.numel() for row in rows) >= num_parameters:
             return rows
         grad = torch.randn(size, device="cuda")
         master = torch.zeros(size, device="cuda", dtype=torch.int16 if remainders else torch.float32)
-        states = [torch.zeros(size, device="cuda", dtype=moments) for _ in range(2)]
-        rows.append([grad, master, *states, torch.randn(size, device="cuda").bfloat16()])
+        states = [torch.zeros(size, device="cuda", dtype=dtype) for dtype in moments]
+        exp_avg_scale, exp_avg_sq_scale = map(scale_of, moments)
+        model = torch.randn(size, device="cuda").bfloat16()
+        rows.append(Row(grad, master, *states, model, (exp_avg_scale, exp_avg_sq_scale)))
     return rows
 
 
-def bytes_of(rows: Sequence[Sequence[Optional[Tensor]]]) -> int:
+def bytes_of(rows: Sequence[Row]) -> int:
     """What an update reads and writes: all once each, except gradients that are only read, and BF16 weights that are
-    only written where the master weight is whole."""
+    only written where the master weight is whole. For scales, gradients and the moments that have them once more."""
     total = 0
-    for grad, master, exp_avg, exp_avg_sq, model in rows:
-        total += grad.nbytes + 2 * (master.nbytes + exp_avg.nbytes + exp_avg_sq.nbytes)
-        total += model.nbytes * (2 if master.dtype == torch.int16 else 1)
+    for row in rows:
+        moments = (row.exp_avg, row.exp_avg_sq)
+        total += row.grad.nbytes + 2 * (row.master.nbytes + sum(moment.nbytes for moment in moments))
+        total += row.model.nbytes * (2 if row.master.dtype == torch.int16 else 1)
+        scaled = [moment.nbytes for moment in moments if moment.dtype in FORMAT_MAX]
+        total += row.grad.nbytes + sum(scaled) if scaled else 0
     return total
 
 
-def megatron_passes(rows: Sequence[Sequence[Optional[Tensor]]]) -> dict[str, float]:
+def update(table: TensorTable, scales: Optional[MomentScales], factor: Tensor) -> None:
+    """One update, after the scales of its moments."""
+    update_rows(table, factor, NUMBERS, None if scales is None else scales.renew(factor, NUMBERS))
+
+
+def megatron_passes(rows: Sequence[Row]) -> dict[str, float]:
     """Seconds of each of megatron-core's passes with Transformer Engine's kernels."""
     import transformer_engine.pytorch  # noqa: F401 - loads the extension module that comes next
     import transformer_engine_torch as tex
     from transformer_engine.pytorch.optimizers import multi_tensor_applier
 
     overflow = torch.zeros(1, dtype=torch.int, device="cuda")
-    grads, masters, exp_avgs, exp_avg_sqs, models = (list(column) for column in zip(*rows, strict=True))
+    grads, masters, exp_avgs, exp_avg_sqs, models = (
+        list(column) for column in zip(*(row.tensors for row in rows), strict=True)
+    )
     scale = (tex.multi_tensor_scale, overflow, [grads, grads], 0.999)
     states = [grads, masters, exp_avgs, exp_avg_sqs]
     adam = (tex.multi_tensor_adam, overflow, states, 1e-4, 0.9, 0.95, 1e-8, 10, 1, 1, 0.1)
@@ -105,23 +133,24 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     options = parser.parse_args(argv)
     factor = torch.ones(1, device="cuda")
     cells: list[tuple[Any, ...]] = [("copy of 1 GiB", "", "", copy_bandwidth())]
-    for name, moments, remainders in (("FP32", torch.float32, False), ("BF16, remainders", torch.bfloat16, True)):
+    for name, moments, remainders in STATES:
         rows = rows_of(options.parameters, moments, remainders)
+        scales = MomentScales(rows) if any(rows[0].scales) else None
         sizes = SWEEP if options.sweep and not remainders else ()
         default = (adam_kernel.BLOCK, adam_kernel.NUM_WARPS)
         for shape in (default, *sizes):
             adam_kernel.BLOCK, adam_kernel.NUM_WARPS = shape
-            table = TensorTable(rows, shape[0])
-            time_s = seconds(lambda table=table: update_rows(table, factor, NUMBERS))
+            table = TensorTable([row.tensors for row in rows], shape[0])
+            time_s = seconds(lambda table=table, scales=scales: update(table, scales, factor))
             cells.append((f"one pass, {name}", "x".join(map(str, shape)), time_s * 1e3, bytes_of(rows) / time_s / 1e12))
         adam_kernel.BLOCK, adam_kernel.NUM_WARPS = default
         if not remainders:
-            grads = TensorTable([(row[0],) for row in rows], adam_kernel.SUM_CHUNK)
+            grads = TensorTable([(row.grad,) for row in rows], adam_kernel.SUM_CHUNK)
             time_s = seconds(lambda grads=grads: squared_sum(grads, factor))
-            cells.append(("squared sum", "", time_s * 1e3, sum(row[0].nbytes for row in rows) / time_s / 1e12))
+            cells.append(("squared sum", "", time_s * 1e3, sum(row.grad.nbytes for row in rows) / time_s / 1e12))
             passes = megatron_passes(rows)
             cells += [(f"megatron-core: {name}", "", time_s * 1e3, "") for name, time_s in passes.items()]
-        del rows, table
+        del rows, table, scales
         torch.cuda.empty_cache()
     print(torch.cuda.get_device_name())
     print(timing.format_table(("what", "block x warps", "ms", "TB/s"), cells))

@@ -22,10 +22,8 @@ from transformer_engine.pytorch.optimizers.fused_adam import FusedAdam
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer, Float8Tensor
 
 from megafp8.device.mcore_cpu import Patch
+from megafp8.fp8.moments import FORMAT_MAX, dequant_scale_of
 
-E4M3_MAX = 448.0
-# Below it the reciprocal of a scale overflows.
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 DELAYED_TENSORS = ("scale", "amax_history")
 DIRECTIONS = ("fwd", "bwd")
 
@@ -52,27 +50,42 @@ def cast_flat_shards_by_rows() -> None:
     Float8Quantizer.update_quantized = update_quantized
 
 
-def moment_scale(values: Tensor) -> Tensor:
-    """What FP8 codes of a moment are multiplied with to give its values, FP32; never zero, nor so small that its
-    reciprocal is infinite."""
-    smallest, largest = torch.aminmax(values)
-    return torch.maximum(-smallest, largest).div(E4M3_MAX).clamp(min=SMALLEST_SCALE)
-
-
-def guard_empty_moments() -> None:
-    """An FP8 moment that is all zero gets the scale 0, whose reciprocal makes NaN of every element."""
+def scale_moments_to_stay() -> None:
+    """An FP8 moment that is all zero gets the scale 0, whose reciprocal makes NaN of every element; and one that is
+    read in FP32 and stored again may get the scale beside its own, so that resuming is not going on to the bit."""
     plain = FusedAdam._apply_scale
 
     @functools.wraps(plain)
     def apply_scale(self: FusedAdam, name: str, values: Tensor, stored: Tensor, scale: Tensor) -> None:
-        if not isinstance(stored, Float8Tensor):
+        is_fp8 = isinstance(stored, Float8Tensor)
+        if name == "master_param" or not (is_fp8 or stored.dtype == torch.float16):
             plain(self, name, values, stored, scale)
             return
-        scale.copy_(moment_scale(values))
-        stored._quantizer.scale.copy_(1 / scale)
-        stored.copy_(values)
+        smallest, largest = torch.aminmax(values)
+        format_max = FORMAT_MAX[torch.uint8 if is_fp8 else torch.float16]
+        scale.copy_(dequant_scale_of(torch.maximum(-smallest, largest), format_max))
+        if is_fp8:
+            stored._quantizer.scale.copy_(1 / scale)
+            stored.copy_(values)
+        else:
+            stored.copy_(values.to(scale.device) * (1 / scale))
 
     FusedAdam._apply_scale = apply_scale
+
+
+def keep_moments_by_rows() -> None:
+    """No GEMM reads a moment: its transpose, where the GPU's GEMMs want one, is a second copy and a slow cast."""
+    plain = FusedAdam._initialize_state
+
+    @functools.wraps(plain)
+    def initialize_state(self: FusedAdam, parameter: Tensor, name: str, *options: Any, **named: Any) -> None:
+        plain(self, parameter, name, *options, **named)
+        stored = self.state[parameter][name]
+        if isinstance(stored, Float8Tensor):
+            stored._quantizer.set_usage(columnwise=False)
+            stored.update_usage(columnwise_usage=False)
+
+    FusedAdam._initialize_state = initialize_state
 
 
 def save_delayed_state_as_tensors() -> None:
@@ -157,10 +170,22 @@ PATCHES = (
         cast_flat_shards_by_rows,
     ),
     Patch(
-        "empty FP8 moments",
-        "a moment in FP8 that is all zero becomes NaN",
-        (("pytorch/optimizers/fused_adam.py", "scaled_state._quantizer.scale.copy_(1 / scale)"),),
-        guard_empty_moments,
+        "scales of moments",
+        "a moment in FP8 that is all zero becomes NaN; one in FP8 or FP16 that is read and stored again changes",
+        (
+            ("pytorch/optimizers/fused_adam.py", "scaled_state._quantizer.scale.copy_(1 / scale)"),
+            ("pytorch/optimizers/fused_adam.py", "torch.div(absmax, max_range, out=scale)"),
+        ),
+        scale_moments_to_stay,
+    ),
+    Patch(
+        "transposed FP8 moments",
+        "moments in FP8 take two bytes a number on GPUs whose GEMMs want transposed codes, and a slow cast",
+        (
+            ("pytorch/optimizers/fused_adam.py", "self.state[param][state_name] = quantizer.make_empty(data.shape)"),
+            ("pytorch/tensor/float8_tensor.py", "columnwise: bool = True,"),
+        ),
+        keep_moments_by_rows,
     ),
     Patch(
         "overwritten gradients",

@@ -9,6 +9,9 @@ In FP32, in the order of Transformer Engine's kernel, from which it differs by r
 clipping and the copy to passes of their own. Elementwise it is bound by memory: 30 bytes an element
 with FP32 state, 20 with BF16 moments and 16-bit remainders.
 
+Moments in FP16 and FP8 (E4M3) lie in memory divided by a scale of their tensor. The scale that they will have must be
+known before the first of them is stored: `moment_scales` finds it in a pass of its own.
+
 The tensors are given as a table of addresses, cut into chunks of equal length, a program each.
 """
 
@@ -23,6 +26,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megafp8.fp8.formats import E4M3
+from megafp8.fp8.moments import FORMAT_MAX
+from megafp8.fp8.triton_cast import cast_to_code
+from megafp8.fp8.triton_rounding import grid_of
+
 # Elements of a program, measured with benchmarks/gpu_adam.py. The sum makes a number of each program: fewer are better.
 BLOCK = 1024
 NUM_WARPS = 4
@@ -31,12 +39,12 @@ SUM_BLOCKS = 8
 SUM_CHUNK = SUM_BLOCK * SUM_BLOCKS
 SUM_WARPS = 8
 ALIGNMENT = 16  # bytes; what the widest loads need
-COLUMNS = ("grad", "master", "exp_avg", "exp_avg_sq", "model")
 TRITON_TYPES = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
     torch.int16: tl.int16,
+    torch.uint8: tl.uint8,
 }
 
 
@@ -56,35 +64,6 @@ class AdamStep:
     weight_decay: float
     step: int
     clip: float
-
-
-@dataclass(frozen=True)
-class Row:
-    """One parameter, or the part of it that this rank updates; all tensors have as many elements.
-
-    Attributes:
-        grad: FP32 or BF16.
-        master: FP32 weight; or, in 16 bits, what the BF16 `model` lacks of it (rounded to nearest, ties away).
-        exp_avg: first moment, FP32 or BF16.
-        exp_avg_sq: second moment, FP32 or BF16.
-        model: the weight that the model computes with; None where `master` is that, or where another kernel writes it.
-    """
-
-    grad: Tensor
-    master: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    model: Optional[Tensor]
-
-    @property
-    def dtypes(self) -> tuple[Optional[torch.dtype], ...]:
-        """One for each of `COLUMNS`."""
-        return tuple(None if tensor is None else tensor.dtype for tensor in self.tensors)
-
-    @property
-    def tensors(self) -> tuple[Optional[Tensor], ...]:
-        """In the order of `COLUMNS`."""
-        return self.grad, self.master, self.exp_avg, self.exp_avg_sq, self.model
 
 
 class TensorTable:
@@ -136,33 +115,69 @@ def restored_master(model, remainder):
 
 
 @triton.jit
+def is_scaled(dtype: tl.constexpr) -> tl.constexpr:
+    """Whether a moment of this type has a scale."""
+    return dtype == tl.float16 or dtype == tl.uint8
+
+
+@triton.jit
+def loaded(pointers, offsets, mask):
+    """A block of numbers; zeros where it is masked."""
+    if mask is None:
+        values = tl.load(pointers + offsets)
+    else:
+        values = tl.load(pointers + offsets, mask=mask, other=0)
+    return values
+
+
+@triton.jit
+def loaded_moment(pointers, offsets, mask, scales):
+    """A block of a moment in FP32. Where it has a scale, the first of `scales` is multiplied with what is stored."""
+    stored = loaded(pointers, offsets, mask)
+    if stored.dtype == tl.uint8:
+        moment = stored.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        moment = stored.to(tl.float32)
+    if is_scaled(stored.dtype):
+        moment *= tl.load(scales)
+    return moment
+
+
+@triton.jit
+def store_moment(pointers, offsets, mask, moment, scales, GRID: tl.constexpr):
+    """Round a block of a moment to its type and store it; where it has a scale, times the second of `scales`."""
+    dtype: tl.constexpr = pointers.dtype.element_ty
+    if is_scaled(dtype):
+        moment *= tl.load(scales + 1)
+    if dtype == tl.uint8:
+        tl.store(pointers + offsets, cast_to_code(moment, GRID), mask=mask)
+    else:
+        tl.store(pointers + offsets, moment.to(dtype), mask=mask)
+
+
+@triton.jit
+def first_moment(m, g, beta1):
+    return tl.fma(m, beta1, (1.0 - beta1) * g)
+
+
+@triton.jit
+def second_moment(v, g, beta2):
+    return tl.fma(v, beta2, ((1.0 - beta2) * g) * g)
+
+
+@triton.jit
 def update_block(
-    grads, masters, exp_avgs, exp_avg_sqs, models, offsets, mask, grad_factor, clip, learning_rate, beta1, beta2, eps,
-    weight_decay, correction1, correction2, MASKED: tl.constexpr, HAS_MODEL: tl.constexpr, REMAINDER: tl.constexpr,
+    grads, masters, exp_avgs, exp_avg_sqs, models, scales, offsets, mask, grad_factor, clip, learning_rate, beta1,
+    beta2, eps, weight_decay, correction1, correction2, HAS_MODEL: tl.constexpr, REMAINDER: tl.constexpr,
+    GRID: tl.constexpr,
 ):  # fmt: skip
     """One block of one parameter."""
-    if MASKED:
-        grad = tl.load(grads + offsets, mask=mask, other=0.0).to(tl.float32)
-        stored = tl.load(masters + offsets, mask=mask, other=0)
-        m = tl.load(exp_avgs + offsets, mask=mask, other=0.0).to(tl.float32)
-        v = tl.load(exp_avg_sqs + offsets, mask=mask, other=0.0).to(tl.float32)
-        if REMAINDER:
-            p = restored_master(tl.load(models + offsets, mask=mask, other=0.0), stored)
-        else:
-            p = stored
-    else:
-        grad = tl.load(grads + offsets).to(tl.float32)
-        stored = tl.load(masters + offsets)
-        m = tl.load(exp_avgs + offsets).to(tl.float32)
-        v = tl.load(exp_avg_sqs + offsets).to(tl.float32)
-        if REMAINDER:
-            p = restored_master(tl.load(models + offsets), stored)
-        else:
-            p = stored
-
-    g = (grad * grad_factor) * clip
-    m = tl.fma(m, beta1, (1.0 - beta1) * g)
-    v = tl.fma(v, beta2, ((1.0 - beta2) * g) * g)
+    g = (loaded(grads, offsets, mask).to(tl.float32) * grad_factor) * clip
+    p = loaded(masters, offsets, mask)
+    if REMAINDER:
+        p = restored_master(loaded(models, offsets, mask), p)
+    m = first_moment(loaded_moment(exp_avgs, offsets, mask, scales), g, beta1)
+    v = second_moment(loaded_moment(exp_avg_sqs, offsets, mask, scales + 2), g, beta2)
     root = tl.sqrt_rn(tl.div_rn(v, correction2)) + eps
     update = tl.fma(p, weight_decay, tl.div_rn(tl.div_rn(m, correction1), root))
     p = tl.fma(update, -learning_rate, p)
@@ -174,26 +189,19 @@ def update_block(
         kept = bits.to(tl.int16)
         # Rounded up in magnitude where the low half is 2^15 or more, ties included, so that it can be undone.
         rounded = ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    if MASKED:
-        tl.store(masters + offsets, kept, mask=mask)
-        tl.store(exp_avgs + offsets, m.to(exp_avgs.dtype.element_ty), mask=mask)
-        tl.store(exp_avg_sqs + offsets, v.to(exp_avg_sqs.dtype.element_ty), mask=mask)
-        if HAS_MODEL:
-            tl.store(models + offsets, rounded, mask=mask)
-    else:
-        tl.store(masters + offsets, kept)
-        tl.store(exp_avgs + offsets, m.to(exp_avgs.dtype.element_ty))
-        tl.store(exp_avg_sqs + offsets, v.to(exp_avg_sqs.dtype.element_ty))
-        if HAS_MODEL:
-            tl.store(models + offsets, rounded)
+    tl.store(masters + offsets, kept, mask=mask)
+    store_moment(exp_avgs, offsets, mask, m, scales, GRID)
+    store_moment(exp_avg_sqs, offsets, mask, v, scales + 2, GRID)
+    if HAS_MODEL:
+        tl.store(models + offsets, rounded, mask=mask)
 
 
 @triton.jit
 def adam_kernel(
-    table, lengths, row_of_chunk, place_of_chunk, grad_factors, clip, learning_rate, beta1, beta2, eps, weight_decay,
-    correction1, correction2, GRAD: tl.constexpr, MASTER: tl.constexpr, EXP_AVG: tl.constexpr,
+    table, lengths, row_of_chunk, place_of_chunk, all_scales, grad_factors, clip, learning_rate, beta1, beta2, eps,
+    weight_decay, correction1, correction2, GRAD: tl.constexpr, MASTER: tl.constexpr, EXP_AVG: tl.constexpr,
     EXP_AVG_SQ: tl.constexpr, HAS_MODEL: tl.constexpr, REMAINDER: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, GRID: tl.constexpr,
 ):  # fmt: skip
     """One block of one parameter."""
     chunk = tl.program_id(0)
@@ -206,16 +214,17 @@ def adam_kernel(
     exp_avgs = address(table, row, 2, 5, EXP_AVG, ALIGNED) + start
     exp_avg_sqs = address(table, row, 3, 5, EXP_AVG_SQ, ALIGNED) + start
     models = address(table, row, 4, 5, tl.bfloat16, ALIGNED) + start
+    scales = all_scales + 4 * row
     offsets = tl.arange(0, BLOCK)
     if left >= BLOCK:
         update_block(
-            grads, masters, exp_avgs, exp_avg_sqs, models, offsets, None, grad_factor, clip, learning_rate, beta1,
-            beta2, eps, weight_decay, correction1, correction2, False, HAS_MODEL, REMAINDER,
+            grads, masters, exp_avgs, exp_avg_sqs, models, scales, offsets, None, grad_factor, clip, learning_rate,
+            beta1, beta2, eps, weight_decay, correction1, correction2, HAS_MODEL, REMAINDER, GRID,
         )  # fmt: skip
     else:
         update_block(
-            grads, masters, exp_avgs, exp_avg_sqs, models, offsets, offsets < left, grad_factor, clip, learning_rate,
-            beta1, beta2, eps, weight_decay, correction1, correction2, True, HAS_MODEL, REMAINDER,
+            grads, masters, exp_avgs, exp_avg_sqs, models, scales, offsets, offsets < left, grad_factor, clip,
+            learning_rate, beta1, beta2, eps, weight_decay, correction1, correction2, HAS_MODEL, REMAINDER, GRID,
         )  # fmt: skip
 
 
@@ -243,20 +252,23 @@ def squared_sum_kernel(
     tl.store(sums + chunk, tl.sum(total))
 
 
-def update_rows(table: TensorTable, grad_factor: Tensor, numbers: AdamStep) -> None:
-    """One AdamW update of all rows of a table, in place. Its columns are `COLUMNS`, its rows' dtypes alike.
+def update_rows(table: TensorTable, grad_factor: Tensor, numbers: AdamStep, scales: Optional[Tensor] = None) -> None:
+    """One AdamW update of all rows of a table, in place. They are `Row.tensors` and have the same dtypes.
 
     Args:
         grad_factor: one FP32 number on the device, multiplied to the gradients before they are clipped.
+        scales: `MomentScales.renew`'s, for moments in FP16 or FP8.
     """
     grad, master, exp_avg, exp_avg_sq, model = (None if t is None else t.dtype for t in table.rows[0])
     assert model in (None, torch.bfloat16) and (master != torch.int16 or model is not None)
+    assert scales is not None or not {exp_avg, exp_avg_sq} & FORMAT_MAX.keys()
     beta1, beta2 = (float(torch.tensor(beta, dtype=torch.float32)) for beta in (numbers.beta1, numbers.beta2))
     adam_kernel[(table.num_chunks,)](
         table.addresses,
         table.lengths,
         table.row_of_chunk,
         table.place_of_chunk,
+        grad_factor if scales is None else scales,  # where no moment has a scale nothing is read there
         grad_factor,
         numbers.clip,
         numbers.learning_rate,
@@ -274,6 +286,7 @@ def update_rows(table: TensorTable, grad_factor: Tensor, numbers: AdamStep) -> N
         REMAINDER=master == torch.int16,
         ALIGNED=table.is_aligned,
         BLOCK=BLOCK,
+        GRID=grid_of(E4M3),
         num_warps=NUM_WARPS,
     )
 

@@ -12,7 +12,6 @@ up to roundings, see `adam_kernel`; the norm's sum is taken in another order.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any, Optional
 
 import torch
@@ -26,8 +25,9 @@ from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
 from megafp8.config.schema import RunConfig
+from megafp8.optim.rows import Row, row_of
 
-MOMENT_DTYPES = ("fp32", "bf16")
+CASTS_TO_FP8_SINCE = (8, 9)  # compute capability
 CLIP_EPSILON = 1e-6  # megatron-core's
 
 
@@ -41,8 +41,10 @@ def obstacle(config: RunConfig, on_cuda: bool) -> Optional[str]:
         (settings.optimizer != "adam", f"--optimizer {settings.optimizer}"),
         (not config.parallel.use_distributed_optimizer, "no --use-distributed-optimizer"),
         (precision.fp16 or settings.loss_scale is not None, "a loss scale"),
-        (settings.exp_avg_dtype not in MOMENT_DTYPES, f"--exp-avg-dtype {settings.exp_avg_dtype}"),
-        (settings.exp_avg_sq_dtype not in MOMENT_DTYPES, f"--exp-avg-sq-dtype {settings.exp_avg_sq_dtype}"),
+        (
+            "fp8" in (settings.exp_avg_dtype, settings.exp_avg_sq_dtype) and on_cuda and not has_fp8_casts(),
+            "FP8 moments on a GPU that has no casts to FP8",
+        ),
         (settings.main_params_dtype != "fp32", f"--main-params-dtype {settings.main_params_dtype}"),
         (
             low_precision and precision.fp8_param_gather and precision.fp8_recipe == "delayed",
@@ -58,6 +60,11 @@ def has_fused_adam() -> bool:
     from megatron.core.optimizer import distrib_optimizer
 
     return distrib_optimizer.USING_TE_OPTIMIZER
+
+
+def has_fp8_casts() -> bool:
+    """Whether this process's GPU has instructions that cast to FP8."""
+    return torch.cuda.get_device_capability() >= CASTS_TO_FP8_SINCE
 
 
 class OnePassOptimizer(ChainedOptimizer):
@@ -138,8 +145,9 @@ class OnePassOptimizer(ChainedOptimizer):
                     step=group["step"],
                     clip=clip,
                 )
-                for table in tables.update.get((index, group_index), ()):
-                    update_rows(table, self.grad_factor, numbers)
+                for table, scales in tables.update.get((index, group_index), ()):
+                    renewed = None if scales is None else scales.renew(self.grad_factor, numbers)
+                    update_rows(table, self.grad_factor, numbers, renewed)
             if tables.has_fp8_weights:
                 quantize_param_shard(*part._get_fp8_params_and_shard_fp32_from_fp8(), part.data_parallel_group)
             if not part.ddp_config.overlap_param_gather:
@@ -160,14 +168,15 @@ class Tables:
     """The tensors of all parameters, grouped by what one launch of a kernel takes.
 
     Attributes:
-        update: by number of the optimizer and of its parameter group.
+        update: by number of the optimizer and of its parameter group; with the scales of moments that have them.
         norm: gradients that count in the norm, each once over all ranks.
     """
 
     def __init__(self, parts: list[DistributedOptimizer]):
-        from megafp8.optim.adam_kernel import BLOCK, SUM_CHUNK, Row, TensorTable  # needs Triton
+        from megafp8.optim.adam_kernel import BLOCK, SUM_CHUNK, TensorTable  # needs Triton
+        from megafp8.optim.moment_scales import MomentScales
 
-        self.update: dict[tuple[int, int], list[TensorTable]] = {}
+        self.update: dict[tuple[int, int], list[tuple[TensorTable, Optional[MomentScales]]]] = {}
         self.has_fp8_weights = False
         counted: dict[torch.dtype, list[tuple[Tensor]]] = {}
         for index, part in enumerate(parts):
@@ -175,45 +184,17 @@ class Tables:
                 rows: dict[Any, list[Row]] = {}
                 models = [*part.model_fp32_groups[group_index], *part.model_float16_groups[group_index]]
                 for model, shard in zip(models, group["params"], strict=True):
-                    row = Row(*tensors_of(part, model, shard))
+                    row = row_of(part, model, shard)
                     rows.setdefault(row.dtypes, []).append(row)
                     self.has_fp8_weights |= is_float8tensor(model)
                     if param_is_not_shared(shard) and tensor_parallel.param_is_not_tensor_parallel_duplicate(shard):
                         counted.setdefault(row.grad.dtype, []).append((row.grad,))
                 if rows:
                     self.update[index, group_index] = [
-                        TensorTable([row.tensors for row in alike], BLOCK) for alike in rows.values()
+                        (
+                            TensorTable([row.tensors for row in alike], BLOCK),
+                            MomentScales(alike) if any(alike[0].scales) else None,
+                        )
+                        for alike in rows.values()
                     ]
         self.norm = [TensorTable(grads, SUM_CHUNK) for grads in counted.values()]
-
-
-def tensors_of(
-    part: DistributedOptimizer, model: torch.nn.Parameter, shard: Tensor
-) -> Iterator[Optional[Tensor]]:
-    """What one parameter's update reads and writes on this rank: the columns of the kernel's table."""
-    place = part._get_model_param_range_map(model)
-    yield model.main_grad.view(-1)[place["param"].start : place["param"].end]
-    state = state_of(part.optimizer, shard)
-    yield state.get("master_param", shard)
-    yield state["exp_avg"]
-    yield state["exp_avg_sq"]
-    if shard.dtype == torch.bfloat16:  # the optimizer keeps the master weight beside the model's own
-        yield shard.detach()
-    elif model.dtype == torch.bfloat16 and not is_float8tensor(model):
-        buffer_index, _, bucket_index = part.model_param_gbuf_map[model]
-        bucket = part.buffers[buffer_index].buckets[bucket_index]
-        world = place["gbuf_world_in_bucket"]
-        yield bucket.param_data.view(-1)[world.start : world.end]
-    else:
-        yield None
-
-
-def state_of(optimizer: torch.optim.Optimizer, shard: Tensor) -> dict[str, Tensor]:
-    """The moments of a parameter, and its master weight where the optimizer keeps it; zeros at first."""
-    state = optimizer.state[shard]
-    if not state and hasattr(optimizer, "initialize_state"):
-        optimizer.initialize_state(shard, optimizer.store_param_remainders and shard.dtype == torch.bfloat16)
-        state = optimizer.state[shard]
-    elif not state:
-        state |= {name: torch.zeros_like(shard) for name in ("exp_avg", "exp_avg_sq")}
-    return state

@@ -29,6 +29,7 @@ from megafp8.planning.recipe_shares import BACKWARD, FORWARD, layer_shares
 
 MATHEMATICS = ("linears", "attention", "output layer")
 WAITS = ("tensor parallel", "context parallel", "host")
+SCALED_MOMENTS = ("fp16", "fp8")
 
 
 @dataclass(frozen=True)
@@ -273,10 +274,14 @@ def passes_over_parameters(run: PlannedRun) -> tuple[int, int]:
 
     In one kernel: norm 4, read gradient, master weight and moments 16, write them 12, and the BF16 weight 2. In
     megatron-core's passes: norm 4, clip 8, Adam 28, copy to BF16 6, and division by the tokens 8 of the whole buffer.
-    Buffers are set to zero (4) where gradients are added to them.
+    Buffers are set to zero (4) where gradients are added to them. For the scales of moments in FP16 and FP8 the kernel
+    reads those and the gradient (4) once more.
     """
     optimizer, training, precision = run.config.optimizer, run.config.training, run.config.precision
     state = {"fp32": 8, "fp16": 4, "bf16": 4, "fp8": 2}
+    moments = (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)
+    scaled = [state[dtype] // 2 for dtype in moments if dtype in SCALED_MOMENTS]
+    for_scales = 4 + sum(scaled) if scaled else 0
     lean = 0
     if optimizer.use_precision_aware_optimizer:  # moments read and written, master weights as 16 bits beside BF16
         lean = 8 - state[optimizer.exp_avg_dtype] + 8 - state[optimizer.exp_avg_sq_dtype] + 4
@@ -284,7 +289,7 @@ def passes_over_parameters(run: PlannedRun) -> tuple[int, int]:
     zeros = 0 if overwrites else 4
     has_one_pass = optimizer.one_pass_optimizer and run.config.parallel.use_distributed_optimizer
     if has_one_pass:
-        return zeros, 34 - lean
+        return zeros, 34 - lean + for_scales
     return zeros + (8 if training.calculate_per_token_loss else 0), 46 - lean
 
 

@@ -47,6 +47,26 @@ def test_moments_that_are_zero_stay_numbers(zeros: str) -> None:
     assert torch.isfinite(optimizer.get_unscaled_state(weight, "exp_avg")).all()
 
 
+def test_moments_are_stored_as_they_were_read() -> None:
+    """In FP8 and FP16, after a step; and FP8 codes are kept once."""
+    weights = [torch.nn.Parameter(torch.randn(1000, device="cuda", dtype=torch.bfloat16)) for _ in range(50)]
+    optimizer = FusedAdam(
+        weights, lr=1e-3, master_weights=True, use_decoupled_grad=True,
+        exp_avg_dtype=torch.uint8, exp_avg_sq_dtype=torch.float16,
+    )  # fmt: skip
+    for weight in weights:
+        weight.decoupled_grad = torch.randn(1000, device="cuda")
+    optimizer.step()
+    for weight in weights:
+        codes, halves = optimizer.state[weight]["exp_avg"], optimizer.state[weight]["exp_avg_sq"]
+        assert codes._transpose is None
+        before = [codes._data.clone(), codes._scale_inv.clone(), halves.clone()]
+        for name in ("exp_avg", "exp_avg_sq"):
+            optimizer.set_scaled_state(weight, name, optimizer.get_unscaled_state(weight, name).clone())
+        assert all(map(torch.equal, before, (codes._data, codes._scale_inv, halves)))
+        assert codes._transpose is None
+
+
 def test_tensors_survive_being_packed() -> None:
     tensors = {"scale_fwd": torch.rand(3, device="cuda"), "amax_history_fwd": torch.rand(16, 3, device="cuda")}
     unpacked = te_patches.unpacked(te_patches.packed(tensors))

@@ -54,7 +54,7 @@ class OptimizerConfig:
     )
     one_pass_optimizer: bool = setting(
         True, "one kernel for scaling and clipping gradients, Adam and the copy to the model's weights (CUDA, adam, "
-        "distributed optimizer, moments in fp32 or bf16)", off=("--no-one-pass-optimizer",),
+        "distributed optimizer)", off=("--no-one-pass-optimizer",),
     )
     main_grads_dtype: str = setting("fp32", "gradients that the optimizer reads", choices=("fp32", "bf16"))
     main_params_dtype: str = setting("fp32", "master weights", choices=("fp32", "fp16"))

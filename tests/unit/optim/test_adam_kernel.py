@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 import os
+from types import SimpleNamespace
+from typing import Optional
 
 import pytest
 import torch
@@ -19,8 +21,12 @@ pytest.importorskip("triton")
 
 from small_run import curve_of, small_config  # noqa: E402
 
+from megafp8.device import mcore_cpu  # noqa: E402
+from megafp8.fp8.moments import FORMAT_MAX, dequant_scale_of  # noqa: E402
 from megafp8.optim import one_pass  # noqa: E402
 from megafp8.optim.adam_kernel import BLOCK, SUM_CHUNK, AdamStep, TensorTable, squared_sum, update_rows  # noqa: E402
+from megafp8.optim.moment_scales import MomentScales  # noqa: E402
+from megafp8.optim.rows import Row, Scale  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUMBERS = AdamStep(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3, clip=0.7)
@@ -113,6 +119,143 @@ def test_squared_sum_shows_bad_numbers(bad: float) -> None:
     assert not torch.isfinite(squared_sum(TensorTable([(tensor,)], SUM_CHUNK), factor()))
 
 
+# ---- moments with a scale ------------------------------------------------------------------------------------------
+
+# A code is half a step off: 2^-4 of a normal number, and half of the smallest subnormal one.
+HALF_STEP = {
+    torch.uint8: (2**-4, 2**-10 / 448),
+    torch.float16: (2**-11, 2**-25 / 32752),
+    torch.bfloat16: (BF16_RELATIVE, 0.0),
+    torch.float32: (0.0, 0.0),
+}
+MOMENTS = [
+    (torch.uint8, torch.float16),
+    (torch.float16, torch.float16),
+    (torch.uint8, torch.uint8),
+    (torch.uint8, torch.bfloat16),
+    (torch.float32, torch.float16),
+]
+
+
+def stored(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Optional[Scale]]:
+    """A moment as Transformer Engine's Adam keeps it."""
+    if dtype not in FORMAT_MAX:
+        return values.to(dtype), None
+    noted = dequant_scale_of(values.abs().max().view(1), FORMAT_MAX[dtype])
+    quant = 1 / noted
+    if dtype == torch.float16:
+        return (values * quant).half(), Scale(noted, noted, None)
+    return (values * quant).to(torch.float8_e4m3fn).view(torch.uint8), Scale(noted, 1 / quant, quant)
+
+
+def read(moment: Tensor, scale: Optional[Scale]) -> Tensor:
+    """A moment in FP32, as its `get_unscaled_state` has it."""
+    values = moment.view(torch.float8_e4m3fn) if moment.dtype == torch.uint8 else moment
+    return values.float() if scale is None else values.float() * scale.dequant
+
+
+def row_of(grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, dtypes: tuple[torch.dtype, torch.dtype]) -> Row:
+    moments, scales = zip(*(stored(*each) for each in zip((exp_avg, exp_avg_sq), dtypes, strict=True)), strict=True)
+    master = drawn(len(grad), seed=9)
+    return Row(grad, master, *moments, torch.empty_like(master, dtype=torch.bfloat16), scales)
+
+
+def update(rows: list[Row]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Update rows in place, and what the formula makes of them, in FP64."""
+    expected = [updated(row.grad, row.master, *moments_of(row)) for row in rows]
+    scales = MomentScales(rows).renew(factor(), NUMBERS)
+    update_rows(TensorTable([row.tensors for row in rows], BLOCK), factor(), NUMBERS, scales)
+    return expected
+
+
+def moments_of(row: Row) -> tuple[Tensor, Tensor]:
+    return read(row.exp_avg, row.scales[0]), read(row.exp_avg_sq, row.scales[1])
+
+
+def drawn_rows(dtypes: tuple[torch.dtype, torch.dtype], grads: torch.dtype = torch.float32) -> list[Row]:
+    """Sizes that end within a block, with second moments over twelve powers of ten: FP16's subnormals, too. First
+    moments have their gradients' signs, so that no digits cancel."""
+    rows = []
+    for size in SIZES:
+        spread = 10 ** (-6 * torch.rand(size, generator=torch.Generator().manual_seed(4)).to(DEVICE))
+        grad, exp_avg_sq = drawn(size) * spread, (drawn(size, seed=3) * spread * 0.1).square()
+        exp_avg = drawn(size, seed=2).abs() * spread * grad.sign() * 0.1
+        rows.append(row_of(grad.to(grads), exp_avg, exp_avg_sq, dtypes))
+    return rows
+
+
+@pytest.mark.parametrize("dtypes", MOMENTS, ids=str)
+def test_scaled_moments_are_the_formulas(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """Weights as exact as with any moments, moments as exact as their format."""
+    rows = drawn_rows(dtypes, torch.bfloat16 if dtypes[1] == torch.bfloat16 else torch.float32)
+    for row, (p, *moments) in zip(rows, update(rows), strict=True):
+        # A second moment that is zero in FP8 leaves a small divisor: a long step with a larger error.
+        atol = FP32_ABSOLUTE * (10 if dtypes[1] == torch.uint8 else 1)
+        torch.testing.assert_close(row.master.double(), p, rtol=FP32_RELATIVE, atol=atol)
+        for moment, found, dtype in zip(moments, moments_of(row), dtypes, strict=True):
+            relative, of_largest = HALF_STEP[dtype]
+            atol = of_largest * moment.abs().max().item() * 1.001 + 1e-30
+            torch.testing.assert_close(found.double(), moment, rtol=relative + 2**-18, atol=atol)
+
+
+@pytest.mark.parametrize("dtypes", MOMENTS, ids=str)
+def test_scaled_moments_are_transformer_engines(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """Unscaled, updated in FP32 and scaled by the new largest magnitude: codes but for ties, scales to 20 bits."""
+    rows = drawn_rows(dtypes)
+    for row, (_, *moments) in zip(rows, update(rows), strict=True):
+        found = zip((row.exp_avg, row.exp_avg_sq), row.scales, moments, dtypes, strict=True)
+        for codes, scale, moment, dtype in found:
+            if scale is None:
+                continue
+            exact = moment.float().abs().max() / FORMAT_MAX[dtype]
+            torch.testing.assert_close(scale.noted[0], exact, rtol=2**-19, atol=0)
+            quotients = moment.float() / exact
+            rounded = quotients.half() if dtype == torch.float16 else quotients.to(torch.float8_e4m3fn)
+            bits = torch.int16 if dtype == torch.float16 else torch.uint8
+            apart = (codes.view(bits).int() - rounded.view(bits).int()).abs()
+            assert apart.max() <= 1 and apart.sum() <= 1 + len(codes) / 500
+
+
+@pytest.mark.parametrize("dtypes", MOMENTS, ids=str)
+def test_moments_that_are_read_and_stored_are_the_same(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """A checkpoint has them in FP32; a run that goes on from it has every code and scale."""
+    rows = drawn_rows(dtypes)
+    update(rows)
+    for row in rows:
+        again = row_of(row.grad, *moments_of(row), dtypes)
+        assert torch.equal(again.exp_avg, row.exp_avg) and torch.equal(again.exp_avg_sq, row.exp_avg_sq)
+        for scale, new in zip(row.scales, again.scales, strict=True):
+            if scale is not None:
+                assert torch.equal(new.noted, scale.noted) and torch.equal(new.dequant, scale.dequant)
+                assert scale.quant is None or torch.equal(new.quant, scale.quant)
+
+
+@pytest.mark.parametrize("dtypes", MOMENTS[:3], ids=str)
+@pytest.mark.parametrize("size", [0.0, 1e-42, 1e-30, 1e18])
+def test_extreme_moments_stay_numbers(dtypes: tuple[torch.dtype, torch.dtype], size: float) -> None:
+    """Gradients that are all zero, subnormal, without squares, and as large as FP32 can square: also beside others."""
+    zeros = torch.zeros(3000, device=DEVICE)
+    grad = torch.full_like(zeros, size)
+    grad[::7] = 0
+    rows = [row_of(grad, zeros, zeros, dtypes), row_of(drawn(500), drawn(500), drawn(500).square(), dtypes)]
+    for row, (_, *moments) in zip(rows, update(rows), strict=True):
+        assert all(torch.isfinite(each).all() for each in (row.master, *moments_of(row)))
+        for moment, found in zip(moments, moments_of(row), strict=True):
+            torch.testing.assert_close(found.max().double(), moment.max(), rtol=2**-18, atol=1e-41)
+
+
+def test_largest_moment_may_be_anywhere() -> None:
+    """In a tensor of several chunks, in the last element too; and it need not have been the largest before."""
+    size = SUM_CHUNK + 3
+    for place in (SUM_CHUNK - 1, size - 1):
+        grad = drawn(size).clamp(-1, 1)
+        grad[place] = -100.0
+        row = row_of(grad, drawn(size, seed=1).clamp(-1, 1), drawn(size, seed=2).clamp(0, 1), MOMENTS[0])
+        ((_, m, v),) = update([row])
+        for moment, found in zip((m, v), moments_of(row), strict=True):
+            torch.testing.assert_close(found[place].double(), moment[place], rtol=2**-18, atol=0)
+
+
 # ---- in megatron-core's optimizer -----------------------------------------------------------------------------------
 
 SHARDED = "--use-distributed-optimizer --clip-grad 0.5"
@@ -145,3 +288,29 @@ def test_one_pass_follows_megatron_core(extra: str, world_size: int) -> None:
         # BF16 weights may differ by a rounding where the interpreter cuts bits off.
         torch.testing.assert_close(losses, expected[0].losses, rtol=1e-3 if "bf16" in extra else 1e-6, atol=0)
         torch.testing.assert_close(norms, expected[0].grad_norms, rtol=2e-2 if "bf16" in extra else 1e-5, atol=0)
+
+
+def keep_scaled_moments(self: torch.optim.Optimizer, shard: Tensor, has_remainders: bool) -> None:
+    """Give an optimizer the state that Transformer Engine's Adam has with FP8 and FP16 moments."""
+    one = torch.ones(1)
+    self._scales[shard] = {"exp_avg": one.clone(), "exp_avg_sq": one.clone()}
+    codes = torch.zeros_like(shard, dtype=torch.uint8)
+    fp8 = SimpleNamespace(_data=codes, _scale_inv=one.clone(), _quantizer=SimpleNamespace(scale=one.clone()))
+    self.state[shard] = {"exp_avg": fp8, "exp_avg_sq": torch.zeros_like(shard, dtype=torch.float16)}
+
+
+def scaled_curve(extra: str, world_size: int) -> tuple[list[float], list[float]]:
+    """`one_pass_curve` with FP8 and FP16 moments."""
+    adam = mcore_cpu.Adam
+    adam.initialize_state, adam._scales, adam.store_param_remainders = keep_scaled_moments, {}, False
+    return one_pass_curve(extra, world_size)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="Transformer Engine's Adam keeps its own")
+def test_scaled_moments_follow_fp32_ones() -> None:
+    """In megatron-core's optimizer, which keeps them."""
+    extra = f"{SHARDED} --bf16"
+    (expected,) = run_ranks(1, curve_of, small_config("llama", extra, 1), 4, True)
+    ((losses, _),) = run_ranks(1, scaled_curve, extra, 1)
+    assert losses != expected.losses
+    torch.testing.assert_close(losses, expected.losses, rtol=2e-3, atol=0)

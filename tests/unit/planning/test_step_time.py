@@ -14,6 +14,7 @@ from megafp8.planning.hardware import GPUS
 from megafp8.planning.step_time import (
     bytes_by_group,
     optimizer_s,
+    passes_over_parameters,
     pipeline_parts,
     stage_time,
     step_time,
@@ -262,6 +263,16 @@ def test_one_pass_reads_and_writes_less_than_many():
     assert optimizer_s(one, 0) == pytest.approx(34 * parameters / speed)
     assert optimizer_s(many, 0) == pytest.approx((46 + 8) * parameters / speed)
     assert optimizer_s(run_of(gpus=8), 0) == pytest.approx(34 * parameters / 8 / speed)
+
+
+def test_scaled_moments_are_read_twice():
+    def bytes_of(exp_avg, exp_avg_sq):
+        state = {"exp_avg_dtype": exp_avg, "exp_avg_sq_dtype": exp_avg_sq, "use_precision_aware_optimizer": True}
+        return passes_over_parameters(run_of({f"optimizer.{name}": value for name, value in state.items()}))[1]
+
+    assert bytes_of("fp16", "fp16") == bytes_of("bf16", "bf16") + 4 + 2 + 2
+    assert bytes_of("fp8", "fp16") == bytes_of("bf16", "bf16") - 2 + 4 + 1 + 2
+    assert bytes_of("fp8", "bf16") == bytes_of("bf16", "bf16") - 2 + 4 + 1
 
 
 def test_layers_in_high_precision_take_bf16s_time():

@@ -1,0 +1,149 @@
+"""Scales of Adam's moments in FP16 and FP8, found before the update that stores the moments by them.
+
+A scale follows from the largest magnitude of the updated moment. A bound of it would cost no pass, but lie above it by
+a factor that changes with the gradients, and FP8 would lose that much at its lower end. So gradient and moments are
+read twice: here they make the updated moments, of which the largest is kept, then the update makes them once more.
+Nothing is written but two numbers a parameter's tensor.
+
+Bytes an element with FP8 and FP16 moments, FP32 gradients and 16-bit remainders: 7 here (gradient 4, moments 1 and 2)
+and 18 in the update; with BF16 moments 20 in all. Transformer Engine moves 74: it copies moments to FP32 (19),
+updates those (28) and scales them again (27).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megafp8.fp8.moments import FORMAT_MAX, dequant_scale_of
+from megafp8.optim.adam_kernel import (
+    SUM_BLOCK,
+    SUM_BLOCKS,
+    SUM_CHUNK,
+    SUM_WARPS,
+    TRITON_TYPES,
+    AdamStep,
+    TensorTable,
+    address,
+    first_moment,
+    is_scaled,
+    loaded,
+    loaded_moment,
+    second_moment,
+)
+from megafp8.optim.rows import Row
+
+
+@triton.jit
+def largest_of_block(
+    top_m, top_v, grads, exp_avgs, exp_avg_sqs, scales, offsets, mask, grad_factor, clip, beta1, beta2
+):  # fmt: skip
+    """The larger ones of what was found and of a block's updated moments."""
+    g = (loaded(grads, offsets, mask).to(tl.float32) * grad_factor) * clip
+    if is_scaled(exp_avgs.dtype.element_ty):
+        m = first_moment(loaded_moment(exp_avgs, offsets, mask, scales), g, beta1)
+        top_m = tl.maximum(top_m, tl.abs(m))
+    if is_scaled(exp_avg_sqs.dtype.element_ty):
+        v = second_moment(loaded_moment(exp_avg_sqs, offsets, mask, scales + 2), g, beta2)
+        top_v = tl.maximum(top_v, v)
+    return top_m, top_v
+
+
+@triton.jit
+def largest_kernel(
+    table, lengths, row_of_chunk, place_of_chunk, all_scales, grad_factors, clip, beta1, beta2, largest,
+    GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """The largest magnitudes of the updated moments of one chunk of one parameter."""
+    chunk = tl.program_id(0)
+    row = tl.load(row_of_chunk + chunk)
+    start = tl.load(place_of_chunk + chunk).to(tl.int64) * (BLOCK * BLOCKS)
+    left = tl.load(lengths + row) - start
+    grad_factor = tl.load(grad_factors)
+    grads = address(table, row, 0, 3, GRAD, ALIGNED) + start
+    exp_avgs = address(table, row, 1, 3, EXP_AVG, ALIGNED) + start
+    exp_avg_sqs = address(table, row, 2, 3, EXP_AVG_SQ, ALIGNED) + start
+    scales = all_scales + 4 * row
+    top_m = tl.zeros((BLOCK,), tl.float32)
+    top_v = tl.zeros((BLOCK,), tl.float32)
+    for block in range(BLOCKS):
+        offsets = block * BLOCK + tl.arange(0, BLOCK)
+        if (block + 1) * BLOCK <= left:
+            top_m, top_v = largest_of_block(
+                top_m, top_v, grads, exp_avgs, exp_avg_sqs, scales, offsets, None, grad_factor, clip, beta1, beta2
+            )  # fmt: skip
+        elif block * BLOCK < left:
+            top_m, top_v = largest_of_block(
+                top_m, top_v, grads, exp_avgs, exp_avg_sqs, scales, offsets, offsets < left, grad_factor, clip, beta1,
+                beta2,
+            )  # fmt: skip
+    if is_scaled(EXP_AVG):
+        tl.atomic_max(largest + 2 * row, tl.max(top_m))
+    if is_scaled(EXP_AVG_SQ):
+        tl.atomic_max(largest + 2 * row + 1, tl.max(top_v))
+
+
+class MomentScales:
+    """The scales of the moments of rows of equal dtypes, one or both of which are FP16 or FP8."""
+
+    def __init__(self, rows: Sequence[Row]):
+        self.table = TensorTable([(row.grad, row.exp_avg, row.exp_avg_sq) for row in rows], SUM_CHUNK)
+        maxima = [FORMAT_MAX.get(moment.dtype, 1.0) for moment in (rows[0].exp_avg, rows[0].exp_avg_sq)]
+        self.format_max = torch.tensor(maxima, device=self.table.device)
+        none = torch.ones(1, device=self.table.device)
+        self.dequant = [none if scale is None else scale.dequant for row in rows for scale in row.scales]
+        # Noted scales, their inverses, and the inverses of those.
+        self.renewed = torch.empty(3, len(self.dequant), 1, device=self.table.device)
+        self.places: list[Tensor] = []
+        self.sources: list[Tensor] = []
+        for index, scale in enumerate(scale for row in rows for scale in row.scales):
+            if scale is not None:
+                places = (scale.noted,) if scale.quant is None else (scale.noted, scale.quant, scale.dequant)
+                self.places += places
+                self.sources += [self.renewed[kind, index] for kind in range(len(places))]
+
+    def renew(self, grad_factor: Tensor, numbers: AdamStep) -> Tensor:
+        """Give the optimizer the scales that the moments have after the update, which must come next.
+
+        Args:
+            grad_factor, numbers: those of the update.
+
+        Returns:
+            FP32 [rows, 2, 2], by moment: dequant scale of what is stored, and quant scale of what will be.
+        """
+        table = self.table
+        dequant = torch.cat(self.dequant).view(-1, 2)
+        scales = torch.stack((dequant, dequant), dim=-1)
+        largest = torch.zeros_like(dequant)
+        grad, exp_avg, exp_avg_sq = (TRITON_TYPES[tensor.dtype] for tensor in table.rows[0])
+        largest_kernel[(table.num_chunks,)](
+            table.addresses,
+            table.lengths,
+            table.row_of_chunk,
+            table.place_of_chunk,
+            scales,
+            grad_factor,
+            numbers.clip,
+            numbers.beta1,
+            numbers.beta2,
+            largest,
+            GRAD=grad,
+            EXP_AVG=exp_avg,
+            EXP_AVG_SQ=exp_avg_sq,
+            ALIGNED=table.is_aligned,
+            BLOCK=SUM_BLOCK,
+            BLOCKS=SUM_BLOCKS,
+            num_warps=SUM_WARPS,
+        )
+        noted, quant, inverse = self.renewed.view(3, -1, 2)
+        noted.copy_(dequant_scale_of(largest, self.format_max))
+        torch.reciprocal(noted, out=quant)
+        torch.reciprocal(quant, out=inverse)
+        scales[..., 1] = quant
+        torch._foreach_copy_(self.places, self.sources)
+        return scales
