@@ -19,6 +19,10 @@ FOUR_CASTS = (
 )
 TO_E4M3 = tl.constexpr(FOUR_CASTS.format("e4m3x2"))
 TO_E5M2 = tl.constexpr(FOUR_CASTS.format("e5m2x2"))
+FROM_BF16 = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
+TO_BF16 = tl.constexpr(
+    "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000; }"
+)
 # Triton's interpreter knows no instructions of a GPU.
 IS_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
@@ -33,3 +37,36 @@ def cast_to_code(y, GRID: tl.constexpr):
     else:
         codes = tl.inline_asm_elementwise(TO_E5M2, "=r,r,r,r,r", [y], dtype=tl.uint8, is_pure=True, pack=4)
     return codes
+
+
+@triton.jit
+def cast_to_words(a, b, c, d, GRID: tl.constexpr):
+    """As `cast_to_code`, codes of four numbers in one int32, that of `a` in the lowest byte."""
+    if IS_INTERPRETED:
+        low = round_to_code(a, None, GRID) | (round_to_code(b, None, GRID) << 8)
+        words = low | (round_to_code(c, None, GRID) << 16) | (round_to_code(d, None, GRID) << 24)
+    elif GRID.mantissa_bits == 3:
+        words = tl.inline_asm_elementwise(TO_E4M3, "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        words = tl.inline_asm_elementwise(TO_E5M2, "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
+    return words
+
+
+@triton.jit
+def widen(x):
+    """BF16, FP16 or FP32 as FP32; BF16 two at a time."""
+    if x.dtype.is_bf16() and not IS_INTERPRETED:
+        x = tl.inline_asm_elementwise(FROM_BF16, "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2)
+    else:
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def round_to_type(y, TYPE: tl.constexpr):
+    """FP32 rounded to BF16, FP16 or FP32, as FP32; BF16 two at a time."""
+    if TYPE.is_bf16() and not IS_INTERPRETED:
+        y = tl.inline_asm_elementwise(TO_BF16, "=r,=r,r,r", [y], dtype=tl.float32, is_pure=True, pack=2)
+    else:
+        y = y.to(TYPE).to(tl.float32)
+    return y

@@ -163,6 +163,16 @@ def e8m0_value(byte):
 
 
 @triton.jit
+def power_of_two_scales(largest, GRID: tl.constexpr):
+    """`quant_scale_of` with powers of two, and its inverse: additions of exponents, where bits stay in place."""
+    bits = largest.to(tl.uint32, bitcast=True)
+    power = (bits + (0x7FFFFF - GRID.max_mantissa)) & 0xFF800000
+    scale = tl.minimum(((254 + GRID.max_exponent) << 23) - power, 254 << 23)
+    scale = tl.where(bits - 1 < 0x7F7FFFFF, scale, 127 << 23).to(tl.int32)  # 0, infinity and NaN give 1
+    return float_of(scale), float_of(tl.maximum((254 << 23) - scale, SMALLEST_POWER))
+
+
+@triton.jit
 def e8m0_scales(largest, GRID: tl.constexpr):
     """`scaling.e8m0_scales`: multiplier, its inverse, and the byte."""
     byte = tl.maximum(power_of_two_exponent(largest, GRID), 0)

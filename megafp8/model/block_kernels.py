@@ -1,12 +1,11 @@
-"""SwiGLU that writes its result in blockwise FP8, by rows and transposed, in one pass.
+"""Kernels that write blockwise FP8 by rows and transposed in one pass: a cast, SwiGLU, and SwiGLU's gradients.
 
 Of a tensor [T, W] a GEMM of the forward pass reads rows in blocks of 1 x 128, and one of the backward pass the
 transpose in blocks of 128 tokens, quantized on its own. Both come from one reading of a tile of 128 x 128:
 
     row codes [T, W], row scales [W / 128, T], column codes [W, T], column scales [T / 128, W]
 
-The result is rounded to the input's type before it is quantized, as if it had been written and read again. The way
-back is Transformer Engine's: a kernel like this one is slower there (see `notes/LOG.md`).
+Results of SwiGLU are rounded to the input's type before they are quantized, as if they had been written and read again.
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megafp8.fp8.triton_cast import cast_to_code
-from megafp8.fp8.triton_rounding import Grid, quant_scale_of, without_nan
-
-SIDE = 128
-NUM_WARPS = 8  # of a program; measured with benchmarks/gpu_swiglu.py
+from megafp8.fp8.triton_cast import cast_to_code, cast_to_words
+from megafp8.fp8.triton_rounding import Grid, power_of_two_scales, quant_scale_of
+from megafp8.model.swiglu_formula import gate_gradient, swiglu_tile
+from megafp8.model.triton_tiles import NUM_WARPS, SIDE, corner, load_tile, part_of, store_words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,17 +46,47 @@ class Blocks:
 
 
 @triton.jit
-def tile_of_program(width, SIDE: tl.constexpr):
-    """Row (int64) and column of this program's tile among the tiles; neighbours in a row run after each other."""
-    across = width // SIDE
-    return (tl.program_id(0) // across).to(tl.int64), tl.program_id(0) % across
+def scales_of(largest, on_overflow, POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr):
+    """Multipliers of blocks and their inverses."""
+    if POWER_OF_TWO:
+        scale, inverse = power_of_two_scales(largest, GRID)
+    else:
+        scale = quant_scale_of(largest, on_overflow, False, GRID)
+        inverse = tl.div_rn(1.0, scale)
+    return scale, inverse
 
 
 @triton.jit
-def place_in(width, tile_row, tile_column, SIDE: tl.constexpr):
-    """Offsets of a tile's elements in a matrix of this width."""
-    at = tl.arange(0, SIDE)
-    return (tile_row * SIDE + at)[:, None] * width + (tile_column * SIDE + at)[None, :]
+def store_rows(
+    y, tile_row, tile_column, num_tokens, width, on_overflow, codes, scales, POWER_OF_TWO: tl.constexpr,
+    GRID: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """A tile's blocks of rows."""
+    scale0, inverse0 = scales_of(tl.max(tl.abs(y[0]), axis=1), on_overflow, POWER_OF_TWO, GRID)
+    scale1, inverse1 = scales_of(tl.max(tl.abs(y[1]), axis=1), on_overflow, POWER_OF_TWO, GRID)
+    scale2, inverse2 = scales_of(tl.max(tl.abs(y[2]), axis=1), on_overflow, POWER_OF_TWO, GRID)
+    scale3, inverse3 = scales_of(tl.max(tl.abs(y[3]), axis=1), on_overflow, POWER_OF_TWO, GRID)
+    inverse = tl.reshape(tl.join(tl.join(inverse0, inverse2), tl.join(inverse1, inverse3)), [SIDE])
+    tl.store(scales + tile_column.to(tl.int64) * num_tokens + tile_row * SIDE + tl.arange(0, SIDE), inverse)
+    codes += corner(tile_row, tile_column, width, SIDE)
+    tl.store(part_of(codes, width, 0, SIDE), cast_to_code(y[0] * scale0[:, None], GRID))
+    tl.store(part_of(codes, width, 1, SIDE), cast_to_code(y[1] * scale1[:, None], GRID))
+    tl.store(part_of(codes, width, 2, SIDE), cast_to_code(y[2] * scale2[:, None], GRID))
+    tl.store(part_of(codes, width, 3, SIDE), cast_to_code(y[3] * scale3[:, None], GRID))
+
+
+@triton.jit
+def store_columns(
+    y, tile_row, tile_column, num_tokens, width, on_overflow, codes, scales, POWER_OF_TWO: tl.constexpr,
+    GRID: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """A tile's blocks of columns."""
+    largest = tl.maximum(tl.maximum(tl.abs(y[0]), tl.abs(y[1])), tl.maximum(tl.abs(y[2]), tl.abs(y[3])))
+    scale, inverse = scales_of(tl.max(largest, axis=0), on_overflow, POWER_OF_TWO, GRID)
+    tl.store(scales + tile_row.to(tl.int64) * width + tile_column * SIDE + tl.arange(0, SIDE), inverse)
+    scale = scale[None, :]
+    words = cast_to_words(y[0] * scale, y[1] * scale, y[2] * scale, y[3] * scale, GRID)
+    store_words(words, codes, tile_row, tile_column, num_tokens, SIDE)
 
 
 @triton.jit
@@ -66,18 +94,29 @@ def store_tile(
     y, tile_row, tile_column, num_tokens, width, on_overflow, row_codes, row_scales, column_codes, column_scales,
     POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile of FP32 numbers by rows and by columns, and store it."""
-    magnitude, at = tl.abs(y), tl.arange(0, SIDE)
+    """Quantize a tile, given as its four parts, by rows and by columns."""
     if row_codes is not None:
-        scale = quant_scale_of(without_nan(tl.max(magnitude, axis=1)), on_overflow, POWER_OF_TWO, GRID)
-        tl.store(row_scales + tile_column.to(tl.int64) * num_tokens + tile_row * SIDE + at, tl.div_rn(1.0, scale))
-        codes = cast_to_code(y * scale[:, None], GRID)
-        tl.store(row_codes + place_in(width, tile_row, tile_column, SIDE), codes)
+        store_rows(
+            y, tile_row, tile_column, num_tokens, width, on_overflow, row_codes, row_scales, POWER_OF_TWO, GRID, SIDE
+        )
     if column_codes is not None:
-        scale = quant_scale_of(without_nan(tl.max(magnitude, axis=0)), on_overflow, POWER_OF_TWO, GRID)
-        tl.store(column_scales + tile_row * width + tile_column * SIDE + at, tl.div_rn(1.0, scale))
-        codes = cast_to_code(y * scale[None, :], GRID)
-        tl.store(column_codes + place_in(num_tokens, tile_column.to(tl.int64), tile_row, SIDE), tl.trans(codes))
+        store_columns(
+            y, tile_row, tile_column, num_tokens, width, on_overflow, column_codes, column_scales, POWER_OF_TWO, GRID,
+            SIDE,
+        )  # fmt: skip
+
+
+@triton.jit
+def cast_kernel(
+    inputs, num_tokens, width, on_overflow, row_codes, row_scales, column_codes, column_scales,
+    POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """inputs [T, W] to their blocks."""
+    tile_column, tile_row = tl.program_id(0), tl.program_id(1)
+    store_tile(
+        load_tile(inputs + corner(tile_row, tile_column, width, SIDE), width, SIDE), tile_row, tile_column,
+        num_tokens, width, on_overflow, row_codes, row_scales, column_codes, column_scales, POWER_OF_TWO, GRID, SIDE,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -86,26 +125,63 @@ def swiglu_kernel(
     POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """inputs [T, 2 W] to the blocks of silu(a) b [T, W]."""
-    tile_row, tile_column = tile_of_program(width, SIDE)
-    place = inputs + place_in(2 * width, tile_row, tile_column, SIDE)
-    a = tl.load(place).to(tl.float32)
-    b = tl.load(place + width).to(tl.float32)
-    y = a * (1.0 / (1.0 + tl.exp(-a))) * b
+    tile_column, tile_row = tl.program_id(0), tl.program_id(1)
+    inputs += corner(tile_row, tile_column, 2 * width, SIDE)
+    a, b = load_tile(inputs, 2 * width, SIDE), load_tile(inputs + width, 2 * width, SIDE)
     store_tile(
-        y.to(inputs.dtype.element_ty).to(tl.float32), tile_row, tile_column, num_tokens, width, on_overflow,
-        row_codes, row_scales, column_codes, column_scales, POWER_OF_TWO, GRID, SIDE,
+        swiglu_tile(a, b, inputs.dtype.element_ty), tile_row, tile_column, num_tokens, width, on_overflow, row_codes,
+        row_scales, column_codes, column_scales, POWER_OF_TWO, GRID, SIDE,
     )  # fmt: skip
 
 
-def has_whole_blocks(tokens: int, width: int) -> bool:
-    """Whether the kernels take a tensor of this size."""
-    return tokens > 0 and width > 0 and tokens % SIDE == 0 and width % SIDE == 0
+@triton.jit
+def swiglu_backward_kernel(
+    gradients, inputs, num_tokens, width, on_overflow, row_codes, row_scales, column_codes, column_scales,
+    POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """gradients [T, W] and inputs [T, 2 W] to the blocks of the inputs' gradients [T, 2 W].
+
+    A tile of da is done before one of db is begun, for which a and dy are read again, from the cache: registers hold
+    one tile of results.
+    """
+    TYPE: tl.constexpr = inputs.dtype.element_ty
+    tile_column, tile_row = tl.program_id(0), tl.program_id(1)
+    inputs += corner(tile_row, tile_column, 2 * width, SIDE)
+    gradients += corner(tile_row, tile_column, width, SIDE)
+    a, b = load_tile(inputs, 2 * width, SIDE), load_tile(inputs + width, 2 * width, SIDE)
+    dy = load_tile(gradients, width, SIDE)
+    y0, y1 = gate_gradient(a[0], b[0], dy[0], TYPE), gate_gradient(a[1], b[1], dy[1], TYPE)
+    y2, y3 = gate_gradient(a[2], b[2], dy[2], TYPE), gate_gradient(a[3], b[3], dy[3], TYPE)
+    store_tile(
+        (y0, y1, y2, y3), tile_row, tile_column, num_tokens, 2 * width, on_overflow, row_codes, row_scales,
+        column_codes, column_scales, POWER_OF_TWO, GRID, SIDE,
+    )  # fmt: skip
+    a, dy = load_tile(inputs, 2 * width, SIDE), load_tile(gradients, width, SIDE)
+    store_tile(
+        swiglu_tile(a, dy, TYPE), tile_row, tile_column + width // SIDE, num_tokens, 2 * width, on_overflow, row_codes,
+        row_scales, column_codes, column_scales, POWER_OF_TWO, GRID, SIDE,
+    )  # fmt: skip
+
+
+def _launch(kernel: triton.JITFunction, tensors: tuple[Tensor, ...], width: int, to: Blocks) -> None:
+    """A program for each tile of the last of `tensors`, or of its first `width` columns."""
+    tokens, largest = tensors[-1].shape[0], torch.finfo(tensors[-1].dtype).max
+    kernel[(width // SIDE, tokens // SIDE)](
+        *tensors, tokens, width, largest, to.row_codes, to.row_scales, to.column_codes, to.column_scales,
+        POWER_OF_TWO=to.is_power_of_two, GRID=to.grid, SIDE=SIDE, num_warps=NUM_WARPS, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+def cast(inputs: Tensor, to: Blocks) -> None:
+    """Write the blocks of inputs [T, W]; contiguous; BF16, FP16, FP32."""
+    _launch(cast_kernel, (inputs,), inputs.shape[1], to)
 
 
 def swiglu(inputs: Tensor, to: Blocks) -> None:
     """Write the blocks of silu(a) b [T, W]; a and b are the halves of inputs [T, 2 W], contiguous; BF16, FP16, FP32."""
-    tokens, width = inputs.shape[0], inputs.shape[1] // 2
-    swiglu_kernel[(tokens // SIDE * (width // SIDE),)](
-        inputs, tokens, width, torch.finfo(inputs.dtype).max, to.row_codes, to.row_scales, to.column_codes,
-        to.column_scales, POWER_OF_TWO=to.is_power_of_two, GRID=to.grid, SIDE=SIDE, num_warps=NUM_WARPS,
-    )  # fmt: skip
+    _launch(swiglu_kernel, (inputs,), inputs.shape[1] // 2, to)
+
+
+def swiglu_backward(gradients: Tensor, inputs: Tensor, to: Blocks) -> None:
+    """Write the blocks of the gradients [T, 2 W] of inputs, given those of the result [T, W]; as `swiglu`."""
+    _launch(swiglu_backward_kernel, (gradients, inputs), inputs.shape[1] // 2, to)

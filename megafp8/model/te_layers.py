@@ -22,12 +22,14 @@ from megafp8.config.schema import RunConfig
 from megafp8.device import mcore_wgrad
 from megafp8.model import te_patches
 from megafp8.model.rotary_attention import RotarySelfAttention
-from megafp8.model.te_operations import FusedMLP, SwiGLUFusedMLP
+from megafp8.model.te_operations import FusedMLP, SwiGLUFusedMLP, TritonFusedMLP
 
 
 def layer_spec(config: RunConfig) -> ModuleSpec:
     """One transformer layer on Transformer Engine; megatron-core enters the FP8 context around it."""
     te_patches.install()
+    is_ours = config.precision.quantize_kernels == "triton"
+    te_patches.cast_by_kernels(is_ours)
     spec = get_gpt_layer_with_transformer_engine_spec(
         qk_layernorm=config.model.qk_layernorm,
         use_te_op_fuser=fuses_operations(config),
@@ -35,7 +37,8 @@ def layer_spec(config: RunConfig) -> ModuleSpec:
     if rotates_in_one_kernel(config):
         spec.submodules.self_attention.module = RotarySelfAttention
     if fuses_operations(config):
-        spec.submodules.mlp.module = SwiGLUFusedMLP if quantizes_in_swiglu(config) else FusedMLP
+        swiglu_mlp = TritonFusedMLP if is_ours else SwiGLUFusedMLP
+        spec.submodules.mlp.module = swiglu_mlp if quantizes_in_swiglu(config) else FusedMLP
     return spec
 
 

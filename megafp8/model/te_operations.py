@@ -12,9 +12,9 @@ from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.tensor import Quantizer
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
-from megafp8.model import block_kernels
+from megafp8.model import block_swiglu
 from megafp8.model.swiglu_kernel import swiglu, swiglu_backward
-from megafp8.model.te_quantize import blocks_of, parts_of, takes_blocks
+from megafp8.model.te_quantize import blocks_of, empty_result, kernels_for, parts_of, takes_blocks
 
 # An operation's passes, and what Transformer Engine calls their scales.
 MODES = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
@@ -31,7 +31,7 @@ class QuantizingSwiGLU(te.ops.SwiGLU):
             swiglu(input_, *parts_of(result, quantizer))
         elif takes_blocks(quantizer, shape):
             result = quantizer.make_empty(shape, dtype=input_.dtype)
-            block_kernels.swiglu(input_.flatten(0, -2), blocks_of(result, quantizer))
+            block_swiglu.swiglu(input_.flatten(0, -2), blocks_of(result, quantizer))
         else:
             result = super()._tex_swiglu_forward(input_, quantizer)
         return result
@@ -41,6 +41,28 @@ class QuantizingSwiGLU(te.ops.SwiGLU):
             return super()._tex_swiglu_backward(grad_output, input_, quantizer)
         result = quantizer.make_empty(input_.shape, dtype=input_.dtype)
         swiglu_backward(grad_output.flatten(0, -2), input_, *parts_of(result, quantizer))
+        return result
+
+
+class TritonSwiGLU(QuantizingSwiGLU):
+    """The same with `--quantize-kernels triton`: in blocks and with a tensor's own amax each way."""
+
+    def _tex_swiglu_forward(self, input_: Tensor, quantizer: Optional[Quantizer]) -> Tensor:
+        shape = [*input_.shape[:-1], input_.shape[-1] // 2]
+        kernels = kernels_for(quantizer, shape)
+        if kernels is None:
+            return super()._tex_swiglu_forward(input_, quantizer)
+        result, parts = empty_result(quantizer, shape, input_.dtype)
+        kernels.swiglu(input_.flatten(0, -2), parts)
+        return result
+
+    def _tex_swiglu_backward(self, grad_output: Tensor, input_: Tensor, quantizer: Optional[Quantizer]) -> Tensor:
+        # The kernels go through tiles of the result's gradient.
+        kernels = kernels_for(quantizer, grad_output.shape)
+        if kernels is None:
+            return super()._tex_swiglu_backward(grad_output, input_, quantizer)
+        result, parts = empty_result(quantizer, input_.shape, input_.dtype)
+        kernels.swiglu_backward(grad_output.flatten(0, -2), input_.flatten(0, -2), parts)
         return result
 
 
@@ -82,8 +104,16 @@ def remember_in(linear: TransformerEngineBaseModule, operation: te.ops.BasicLine
 
 
 class SwiGLUFusedMLP(FusedMLP):
-    """With that SwiGLU."""
+    """With SwiGLU of our own."""
+
+    swiglu: type[te.ops.SwiGLU] = QuantizingSwiGLU
 
     def _make_activation_op(self, *args: Any, **options: Any) -> te.ops.FusibleOperation:
         operation = super()._make_activation_op(*args, **options)
-        return QuantizingSwiGLU() if type(operation) is te.ops.SwiGLU else operation
+        return self.swiglu() if type(operation) is te.ops.SwiGLU else operation
+
+
+class TritonFusedMLP(SwiGLUFusedMLP):
+    """The same with `--quantize-kernels triton`."""
+
+    swiglu = TritonSwiGLU

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import io
 import pickle
+from collections.abc import Callable
 from typing import Any, Optional
 
 import torch
@@ -19,10 +20,13 @@ from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.ops._common import get_dummy_wgrads_for_params
 from transformer_engine.pytorch.ops.basic import BasicLinear
 from transformer_engine.pytorch.optimizers.fused_adam import FusedAdam
-from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer, Float8Tensor
+from transformer_engine.pytorch.tensor import Quantizer
+from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor
 
 from megafp8.device.mcore_cpu import Patch
 from megafp8.fp8.moments import FORMAT_MAX, dequant_scale_of
+from megafp8.model import te_quantize
 
 DELAYED_TENSORS = ("scale", "amax_history")
 DIRECTIONS = ("fwd", "bwd")
@@ -213,3 +217,22 @@ def install() -> None:
     """Patch Transformer Engine; a second call does nothing."""
     for patch in PATCHES:
         patch.apply()
+
+
+def cast_by_kernels(is_ours: bool) -> None:
+    """From now on activations and gradients are cast by our kernels, where they take a tensor, or all by Transformer
+    Engine's. What a normalization or another fused kernel quantizes itself stays Transformer Engine's."""
+    for quantizer in (Float8BlockQuantizer, Float8CurrentScalingQuantizer):
+        plain = getattr(quantizer.quantize_impl, "__wrapped__", quantizer.quantize_impl)
+        quantizer.quantize_impl = _with_kernels(plain) if is_ours else plain
+
+
+def _with_kernels(plain: Callable[[Quantizer, Tensor], Any]) -> Callable[[Quantizer, Tensor], Any]:
+    """A quantizer's method that asks our kernels first."""
+
+    @functools.wraps(plain)
+    def quantize_impl(self: Quantizer, tensor: Tensor) -> Any:
+        kernels = te_quantize.kernels_for(self, tensor.shape)
+        return plain(self, tensor) if kernels is None else te_quantize.cast(tensor, self, kernels)
+
+    return quantize_impl

@@ -4,29 +4,65 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Optional
+from types import ModuleType
+from typing import Any, Optional, Union
 
+import torch
 from torch import Tensor
 from transformer_engine.pytorch.tensor import Quantizer
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
-from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 
 from megafp8.fp8.formats import E4M3, E5M2
 from megafp8.fp8.triton_rounding import grid_of
-from megafp8.model import block_kernels
+from megafp8.model import block_kernels, tensor_kernels
 from megafp8.model.block_kernels import Blocks
+from megafp8.model.tensor_kernels import Codes
+from megafp8.model.triton_tiles import has_whole_tiles
 
 # Transformer Engine counts FP8 formats on its own.
 FORMATS = {"kFloat8E4M3": E4M3, "kFloat8E5M2": E5M2}
 
 
 def takes_blocks(quantizer: Optional[Quantizer], shape: Sequence[int]) -> bool:
-    """Whether the kernel can write what this quantizer makes of a tensor of this shape: whole blocks of rows."""
+    """Whether the kernels can write what this quantizer makes of a tensor of this shape: whole blocks of rows."""
     return (
         isinstance(quantizer, Float8BlockQuantizer)
         and quantizer.block_scaling_dim == 1
-        and block_kernels.has_whole_blocks(math.prod(shape[:-1]), shape[-1])
+        and has_whole_tiles(math.prod(shape[:-1]), shape[-1])
     )
+
+
+def takes_tensor(quantizer: Optional[Quantizer], shape: Sequence[int]) -> bool:
+    """Whether the kernels can write a tensor of this shape scaled by its own amax, that of one rank."""
+    return (
+        isinstance(quantizer, Float8CurrentScalingQuantizer)
+        and not quantizer.with_amax_reduction
+        and has_whole_tiles(math.prod(shape[:-1]), shape[-1])
+    )
+
+
+def kernels_for(quantizer: Optional[Quantizer], shape: Sequence[int]) -> Optional[ModuleType]:
+    """The kernels that write what this quantizer makes of a tensor of this shape; None where only its own do."""
+    if takes_blocks(quantizer, shape):
+        return block_kernels
+    return tensor_kernels if takes_tensor(quantizer, shape) else None
+
+
+def empty_result(
+    quantizer: Union[Float8BlockQuantizer, Float8CurrentScalingQuantizer], shape: Sequence[int], dtype: torch.dtype
+) -> tuple[Any, Union[Blocks, Codes]]:
+    """A quantized tensor without its data, and the parts of it that the kernels of `kernels_for` write."""
+    result = quantizer.make_empty(shape, dtype=dtype)
+    is_blockwise = isinstance(quantizer, Float8BlockQuantizer)
+    return result, blocks_of(result, quantizer) if is_blockwise else codes_of(result, quantizer)
+
+
+def cast(tensor: Tensor, quantizer: Quantizer, kernels: ModuleType) -> Any:
+    """A tensor quantized by the kernels of `kernels_for`."""
+    result, parts = empty_result(quantizer, tensor.shape, tensor.dtype)
+    kernels.cast(tensor.contiguous().flatten(0, -2), parts)
+    return result
 
 
 def blocks_of(result: Any, quantizer: Float8BlockQuantizer) -> Blocks:
@@ -36,6 +72,19 @@ def blocks_of(result: Any, quantizer: Float8BlockQuantizer) -> Blocks:
         row_scales=result._rowwise_scale_inv,
         column_codes=result._columnwise_data,
         column_scales=result._columnwise_scale_inv,
+        grid=grid_of(FORMATS[quantizer.dtype.name]),
+        is_power_of_two=quantizer.force_pow_2_scales,
+    )
+
+
+def codes_of(result: Any, quantizer: Float8CurrentScalingQuantizer) -> Codes:
+    """The parts of a tensor with one scale."""
+    if result._transpose is not None:
+        result._transpose_invalid = False
+    return Codes(
+        rows=result._data,
+        columns=result._transpose,
+        scale_inv=result._scale_inv,
         grid=grid_of(FORMATS[quantizer.dtype.name]),
         is_power_of_two=quantizer.force_pow_2_scales,
     )

@@ -165,6 +165,7 @@ def one_rank_config(saved: RunConfig, target: capability.Target, high_precision:
         cross_entropy_loss_fusion=False,
         split_rope_fusion=False,
         swiglu_quantize_fusion=False,
+        quantize_kernels="te",
         use_transformer_engine_op_fuser=False,
     )
     overrides = tuple(entry for entry in saved.overrides if entry.startswith("transformer."))

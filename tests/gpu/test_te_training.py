@@ -83,6 +83,22 @@ def test_swiglu_in_one_pass_follows_fused_operations(recipe: str) -> None:
     assert gap(fast, plain) < 5e-3
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_our_casts_train_as_transformer_engine(recipe: str) -> None:
+    """Layers without fused operations have casts only: the same bytes, and so the same losses to the bit."""
+    assert curve(f"{RECIPES[recipe]} --quantize-kernels triton") == curve(RECIPES[recipe])
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_our_swiglu_follows_fused_operations(recipe: str) -> None:
+    fused = f"{RECIPES[recipe]} {FUSER}"
+    plain, ours = curve(f"{fused} --no-swiglu-quantize-fusion"), curve(f"{fused} --quantize-kernels triton")
+    print(f"\n{recipe}: gap {gap(ours, plain):.2e}, norms {plain.grad_norms[:3]} {ours.grad_norms[:3]}")
+    assert ours.losses[0] == pytest.approx(plain.losses[0], rel=1e-5)
+    assert ours.grad_norms[0] == pytest.approx(plain.grad_norms[0], rel=1e-3)
+    assert gap(ours, plain) < 5e-3
+
+
 def test_one_pass_updates_as_transformer_engine() -> None:
     """Without clipping the norm has no part in the update; FP32 roundings rarely change how a weight rounds to BF16."""
     found = []

@@ -127,7 +127,11 @@ EXAMPLES = {
         {"precision.split_rope_fusion": True, "model.rotary_percent": 0.5}, 1, "rotated whole",
     ),
     "swiglu_fusion_has_what_it_fuses": (
-        {"precision.swiglu_quantize_fusion": True}, 1, "without --fp8-recipe delayed or blockwise",
+        {"precision.swiglu_quantize_fusion": True}, 1, "without --quantize-kernels triton",
+    ),
+    "quantize_kernels_have_what_they_quantize": (
+        {"precision.quantize_kernels": "triton", "precision.fp8_recipe": "mxfp8"}, 1,
+        "without --fp8-recipe tensorwise or blockwise",
     ),
     "determinism_excludes_its_opposites": (
         {"precision.deterministic_mode": True, "precision.cross_entropy_loss_fusion": True}, 1, "not deterministic"

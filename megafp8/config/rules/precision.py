@@ -21,6 +21,7 @@ SETTINGS_OF_RECIPE = {
     "blockwise": ("fp8_block_scaling_fp32_scales",),
 }
 RECIPES_OF_SWIGLU_FUSION = ("delayed", "blockwise")
+RECIPES_OF_KERNELS = ("tensorwise", "blockwise")
 BLOCK_LENGTH = {"blockwise": 128, "mxfp8": 32, "nvfp4": 16}
 
 
@@ -180,8 +181,24 @@ def swiglu_fusion_has_what_it_fuses(config: RunConfig, world_size: int) -> Itera
         yield without(flag, "--use-transformer-engine-op-fuser")
     if not config.model.swiglu:
         yield without(flag, "--swiglu")
-    if derived.quantization_recipe(precision) not in RECIPES_OF_SWIGLU_FUSION:
+    recipe = derived.quantization_recipe(precision)
+    if recipe == "tensorwise" and not has_quantizing_swiglu(config):
+        yield without(f"{flag} with --fp8-recipe tensorwise", "--quantize-kernels triton")
+    elif not has_quantizing_swiglu(config):
         yield without(flag, f"--fp8-recipe {' or '.join(RECIPES_OF_SWIGLU_FUSION)}")
+
+
+def has_quantizing_swiglu(config: RunConfig) -> bool:
+    """Whether there is a SwiGLU that quantizes by the recipe's rule."""
+    recipe, kernels = derived.quantization_recipe(config.precision), config.precision.quantize_kernels
+    return recipe in RECIPES_OF_SWIGLU_FUSION or (kernels == "triton" and recipe in RECIPES_OF_KERNELS)
+
+
+def quantize_kernels_have_what_they_quantize(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Only tensorwise and blockwise have kernels to choose between."""
+    kernels, recipes = config.precision.quantize_kernels, precision_map.used_recipes(config.precision)
+    if kernels == "triton" and not any(recipe in RECIPES_OF_KERNELS for recipe in recipes):
+        yield without("--quantize-kernels triton", f"--fp8-recipe {' or '.join(RECIPES_OF_KERNELS)}")
 
 
 def fuses_operations(config: RunConfig) -> bool:
@@ -204,7 +221,7 @@ def fuses_operations(config: RunConfig) -> bool:
 def quantizes_in_swiglu(config: RunConfig) -> bool:
     """Whether fused operations have our SwiGLU: as asked, or else where it is faster."""
     asked = config.precision.swiglu_quantize_fusion
-    can = config.model.swiglu and derived.quantization_recipe(config.precision) in RECIPES_OF_SWIGLU_FUSION
+    can = config.model.swiglu and has_quantizing_swiglu(config)
     return asked if asked is not None else can and fuses_operations(config)
 
 
@@ -274,6 +291,7 @@ RULES: tuple[Rule, ...] = (
     loss_fusion_is_on_for_its_implementation,
     split_rope_needs_whole_rotations,
     swiglu_fusion_has_what_it_fuses,
+    quantize_kernels_have_what_they_quantize,
     determinism_excludes_its_opposites,
     gemm_dimensions_suit_the_recipe,
     layout_free_scales_need_whole_blocks,

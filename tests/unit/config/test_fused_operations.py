@@ -14,6 +14,7 @@ BLOCKWISE = LLAMA | {"precision.fp8_format": "e4m3", "precision.fp8_recipe": "bl
 TENSORWISE = LLAMA | {"precision.fp8_format": "hybrid", "precision.fp8_recipe": "tensorwise"}
 DELAYED = LLAMA | {"precision.fp8_format": "hybrid", "precision.fp8_recipe": "delayed"}
 FUSED = {"precision.use_transformer_engine_op_fuser": True}
+TRITON = {"precision.quantize_kernels": "triton"}
 LAYERS = {"precision.use_transformer_engine_op_fuser": False}
 
 
@@ -28,6 +29,9 @@ LAYERS = {"precision.use_transformer_engine_op_fuser": False}
         (DELAYED | LAYERS, False, False),
         (BLOCKWISE | LAYERS, False, False),
         (BLOCKWISE | {"precision.swiglu_quantize_fusion": False}, True, False),
+        (TENSORWISE | TRITON, True, True),
+        (BLOCKWISE | TRITON, True, True),
+        (TENSORWISE | LAYERS | TRITON, False, False),
         (LLAMA | {"model.add_bias_linear": True}, False, False),
         (LLAMA | {"precision.bf16": False, "precision.fp16": True}, False, False),
         (BLOCKWISE | {"precision.fp8_param_gather": True}, False, False),

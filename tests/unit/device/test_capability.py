@@ -155,6 +155,7 @@ def test_settings_of_the_emulation_only(settings: dict[str, Any], flag: str) -> 
         ("precision", {"use_transformer_engine_op_fuser": True}, "--use-transformer-engine-op-fuser"),
         ("precision", {"split_rope_fusion": True}, "--split-rope-fusion"),
         ("precision", {"swiglu_quantize_fusion": True}, "--swiglu-quantize-fusion"),
+        ("precision", {"quantize_kernels": "triton"}, "--quantize-kernels triton"),
         ("precision", {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}, "fusion-impl te"),
         ("optimizer", {"use_precision_aware_optimizer": True}, "--use-precision-aware-optimizer"),
         ("model", {"window_size": 128}, "--window-size"),

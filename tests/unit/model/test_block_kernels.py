@@ -1,4 +1,4 @@
-"""SwiGLU into blockwise FP8 in one pass, against torch operations: every code and every scale.
+"""Casts and SwiGLU into blockwise FP8 in one pass, against torch operations: every code and every scale.
 
 On a machine without a GPU: `pip install triton`, then `TRITON_INTERPRET=1 python -m pytest tests/unit/model`.
 """
@@ -6,6 +6,7 @@ On a machine without a GPU: `pip install triton`, then `TRITON_INTERPRET=1 pytho
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import interpreter
 import pytest
@@ -22,12 +23,14 @@ from megafp8.fp8.quantize import quantize_by_torch  # noqa: E402
 from megafp8.fp8.recipes import OperandRule  # noqa: E402
 from megafp8.fp8.scaling import ScaleRule  # noqa: E402
 from megafp8.fp8.triton_rounding import grid_of  # noqa: E402
-from megafp8.model import block_kernels  # noqa: E402
+from megafp8.model import block_kernels, block_swiglu  # noqa: E402
 from megafp8.model.block_kernels import Blocks  # noqa: E402
+from megafp8.model.triton_tiles import has_whole_tiles  # noqa: E402
 
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 TOKENS, WIDTH = 256, 384
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+SWIGLU = pytest.mark.parametrize("swiglu", [block_kernels.swiglu, block_swiglu.swiglu], ids=["new", "measured"])
 SCALES = pytest.mark.parametrize("is_power_of_two", [True, False], ids=["pow2", "fp32"])
 
 
@@ -67,14 +70,52 @@ def check_blocks(blocks: Blocks, values: Tensor, fmt: Format) -> None:
 
 @FORMATS
 @SCALES
-def test_swiglu_where_its_sigmoid_is_exact(fmt: Format, is_power_of_two: bool) -> None:
-    """At 0 the sigmoid is 1/2, and 1 from 64 on, so that torch's products are the kernel's to the bit."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_cast(dtype: torch.dtype, fmt: Format, is_power_of_two: bool) -> None:
+    inputs, blocks = drawn(TOKENS, WIDTH, 1).to(dtype), empty_blocks(TOKENS, WIDTH, fmt, is_power_of_two)
+    block_kernels.cast(inputs, blocks)
+    check_blocks(blocks, inputs, fmt)
+
+
+def where_sigmoid_is_exact() -> Tensor:
+    """Inputs [T, 2 W] with gates at which the sigmoid is 1/2, or 1, so that torch's products are the kernels' to the
+    bit."""
     gates = torch.randint(0, 3, (TOKENS, WIDTH), generator=torch.Generator().manual_seed(2)) * 64.0
-    inputs = torch.cat([gates.bfloat16().to(DEVICE), drawn(TOKENS, WIDTH, 3)], dim=1)
+    return torch.cat([gates.bfloat16().to(DEVICE), drawn(TOKENS, WIDTH, 3)], dim=1)
+
+
+@SWIGLU
+@FORMATS
+@SCALES
+def test_swiglu_where_its_sigmoid_is_exact(
+    fmt: Format, is_power_of_two: bool, swiglu: Callable[[Tensor, Blocks], None]
+) -> None:
+    inputs, blocks = where_sigmoid_is_exact(), empty_blocks(TOKENS, WIDTH, fmt, is_power_of_two)
     a, b = (x.float() for x in inputs.chunk(2, dim=1))
-    blocks = empty_blocks(TOKENS, WIDTH, fmt, is_power_of_two)
-    block_kernels.swiglu(inputs, blocks)
+    swiglu(inputs, blocks)
     check_blocks(blocks, (a * torch.sigmoid(a) * b).bfloat16(), fmt)
+
+
+def test_swiglu_is_the_measured_one_to_the_bit() -> None:
+    """Another sigmoid, with the same bits: also where it, or the exponential in it, is subnormal, zero or infinite."""
+    gates = torch.linspace(-110, 110, TOKENS * WIDTH).view(TOKENS, WIDTH)
+    inputs = torch.cat([gates.bfloat16().to(DEVICE), drawn(TOKENS, WIDTH, 3)], dim=1)
+    ours, measured = (empty_blocks(TOKENS, WIDTH, E4M3, True) for _ in range(2))
+    block_kernels.swiglu(inputs, ours)
+    block_swiglu.swiglu(inputs, measured)
+    for name in ("row_codes", "row_scales", "column_codes", "column_scales"):
+        assert torch.equal(getattr(ours, name), getattr(measured, name)), name
+
+
+@FORMATS
+@SCALES
+def test_gradients_where_the_sigmoid_is_exact(fmt: Format, is_power_of_two: bool) -> None:
+    inputs, blocks = where_sigmoid_is_exact(), empty_blocks(TOKENS, 2 * WIDTH, fmt, is_power_of_two)
+    gradients = drawn(TOKENS, WIDTH, 4)
+    a, b = (x.float() for x in inputs.chunk(2, dim=1))
+    s, dy = torch.sigmoid(a), gradients.float()
+    block_kernels.swiglu_backward(gradients, inputs, blocks)
+    check_blocks(blocks, torch.cat([(a * (s * (1 - s)) + s) * dy * b, a * s * dy], dim=1).bfloat16(), fmt)
 
 
 def values_of(blocks: Blocks, fmt: Format) -> tuple[Tensor, Tensor]:
@@ -86,33 +127,52 @@ def values_of(blocks: Blocks, fmt: Format) -> tuple[Tensor, Tensor]:
     )
 
 
-def test_swiglu_against_the_formula() -> None:
+def check_values(blocks: Blocks, expected: Tensor) -> None:
     """Within a step of E4M3, of BF16, and what an FP8 number below the smallest normal one loses."""
-    inputs = torch.randn(TOKENS, 2 * WIDTH, generator=torch.Generator().manual_seed(5)).bfloat16().to(DEVICE)
-    a, b = inputs.double().chunk(2, dim=1)
-    expected = torch.nn.functional.silu(a) * b
-    blocks = empty_blocks(TOKENS, WIDTH, E4M3, True)
-    block_kernels.swiglu(inputs, blocks)
     for values in values_of(blocks, E4M3):
         error = (values.double() - expected).abs()
         assert (error <= expected.abs() * (2**-4 + 2**-8) + 16 * 2**-9 / 448 + 1e-5).all()
 
 
-def test_rows_or_columns_alone() -> None:
-    inputs = drawn(TOKENS, 2 * WIDTH, 1)
+@SWIGLU
+def test_swiglu_against_the_formula(swiglu: Callable[[Tensor, Blocks], None]) -> None:
+    inputs = torch.randn(TOKENS, 2 * WIDTH, generator=torch.Generator().manual_seed(5)).bfloat16().to(DEVICE)
+    a, b = inputs.double().chunk(2, dim=1)
+    blocks = empty_blocks(TOKENS, WIDTH, E4M3, True)
+    swiglu(inputs, blocks)
+    check_values(blocks, torch.nn.functional.silu(a) * b)
+
+
+def test_gradients_against_the_formula() -> None:
+    inputs, gradients = (
+        torch.randn(TOKENS, width, generator=torch.Generator().manual_seed(6)).bfloat16().to(DEVICE)
+        for width in (2 * WIDTH, WIDTH)
+    )
+    slow = inputs.double().requires_grad_()
+    a, b = slow.chunk(2, dim=1)
+    (torch.nn.functional.silu(a) * b).backward(gradients.double())
+    blocks = empty_blocks(TOKENS, 2 * WIDTH, E4M3, True)
+    block_kernels.swiglu_backward(gradients, inputs, blocks)
+    check_values(blocks, slow.grad)
+
+
+@pytest.mark.parametrize("kernel", [block_kernels.cast, block_kernels.swiglu, block_swiglu.swiglu])
+def test_rows_or_columns_alone(kernel: Callable[[Tensor, Blocks], None]) -> None:
+    width = WIDTH if kernel is block_kernels.cast else 2 * WIDTH
+    inputs = drawn(TOKENS, width, 1)
     whole = empty_blocks(TOKENS, WIDTH, E4M3, True)
-    block_kernels.swiglu(inputs, whole)
+    kernel(inputs, whole)
     parts = {"row_codes": None, "row_scales": None, "column_codes": None, "column_scales": None}
     for side in ("row", "column"):
         own = empty_blocks(TOKENS, WIDTH, E4M3, True)
         names = [name for name in parts if name.startswith(side)]
         given = parts | {name: getattr(own, name) for name in names}
-        block_kernels.swiglu(inputs, Blocks(**given, grid=own.grid, is_power_of_two=True))
+        kernel(inputs, Blocks(**given, grid=own.grid, is_power_of_two=True))
         assert all(torch.equal(getattr(own, name), getattr(whole, name)) for name in names)
 
 
 @pytest.mark.parametrize(
     ("tokens", "width", "fits"), [(128, 256, True), (0, 128, False), (192, 128, False), (128, 64, False)]
 )
-def test_only_whole_blocks(tokens: int, width: int, fits: bool) -> None:
-    assert block_kernels.has_whole_blocks(tokens, width) is fits
+def test_only_whole_tiles(tokens: int, width: int, fits: bool) -> None:
+    assert has_whole_tiles(tokens, width) is fits

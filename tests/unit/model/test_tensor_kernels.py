@@ -1,0 +1,130 @@
+"""FP8 by a tensor's own amax in two launches, against torch operations: every code and the scale.
+
+On a machine without a GPU: `pip install triton`, then `TRITON_INTERPRET=1 python -m pytest tests/unit/model`.
+"""
+
+from __future__ import annotations
+
+import os
+
+import interpreter
+import pytest
+import torch
+from torch import Tensor
+
+IS_INTERPRETED = not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") == "1"
+if not torch.cuda.is_available() and not IS_INTERPRETED:
+    pytest.skip("needs a CUDA device, or Triton and TRITON_INTERPRET=1", allow_module_level=True)
+pytest.importorskip("triton")
+
+from megafp8.fp8.formats import E4M3, E5M2, Format  # noqa: E402
+from megafp8.fp8.quantize import quantize_by_torch  # noqa: E402
+from megafp8.fp8.recipes import OperandRule  # noqa: E402
+from megafp8.fp8.scaling import ScaleRule  # noqa: E402
+from megafp8.fp8.triton_rounding import grid_of  # noqa: E402
+from megafp8.model import tensor_kernels  # noqa: E402
+from megafp8.model.tensor_kernels import Codes  # noqa: E402
+
+DEVICE = "cpu" if IS_INTERPRETED else "cuda"
+TOKENS, WIDTH = 128, 256
+FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+KINDS = {
+    "many sizes": lambda x: x * torch.logspace(-5, 4, x.shape[1]),
+    "one size": lambda x: x,
+    "zeros": torch.zeros_like,
+    "NaN": lambda x: x.index_fill(0, torch.tensor(7), torch.nan),
+    "infinity": lambda x: x.index_fill(0, torch.tensor(100), -torch.inf),
+    "scales overflow": lambda x: x * 1e-37,
+}
+
+
+@pytest.fixture(autouse=True)
+def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So few that each has several tiles."""
+    monkeypatch.setattr(tensor_kernels, "PROGRAMS", 4)
+
+
+@pytest.fixture(autouse=IS_INTERPRETED)
+def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpreter.exact_bf16(monkeypatch)
+
+
+def drawn(tokens: int, width: int, seed: int = 0, kind: str = "many sizes") -> Tensor:
+    x = torch.randn(tokens, width, generator=torch.Generator().manual_seed(seed))
+    return KINDS[kind](x).bfloat16().to(DEVICE)
+
+
+def empty_codes(tokens: int, width: int, fmt: Format, is_power_of_two: bool = False) -> Codes:
+    return Codes(
+        rows=torch.zeros(tokens, width, dtype=torch.uint8, device=DEVICE),
+        columns=torch.zeros(width, tokens, dtype=torch.uint8, device=DEVICE),
+        scale_inv=torch.zeros(1, device=DEVICE),
+        grid=grid_of(fmt),
+        is_power_of_two=is_power_of_two,
+    )
+
+
+def check_codes(codes: Codes, values: Tensor, fmt: Format) -> None:
+    rule = ScaleRule.POWER_OF_TWO if codes.is_power_of_two else ScaleRule.FP32
+    expected = quantize_by_torch(values, OperandRule(format=fmt, scale_rule=rule))
+    assert torch.equal(codes.scale_inv, expected.factor.reshape(1))
+    assert torch.equal(codes.rows, expected.codes.view(torch.uint8))
+    assert torch.equal(codes.columns, codes.rows.t())
+
+
+@FORMATS
+@pytest.mark.parametrize("is_power_of_two", [True, False], ids=["pow2", "fp32"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_cast(kind: str, fmt: Format, is_power_of_two: bool) -> None:
+    inputs, codes = drawn(TOKENS, WIDTH, kind=kind), empty_codes(TOKENS, WIDTH, fmt, is_power_of_two)
+    tensor_kernels.cast(inputs, codes)
+    check_codes(codes, inputs, fmt)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_other_types_and_programs_without_a_tile(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_kernels, "PROGRAMS", 32)
+    inputs, codes = drawn(TOKENS, WIDTH).to(dtype), empty_codes(TOKENS, WIDTH, E4M3)
+    tensor_kernels.cast(inputs, codes)
+    check_codes(codes, inputs, E4M3)
+
+
+@FORMATS
+def test_swiglu_both_ways_where_its_sigmoid_is_exact(fmt: Format) -> None:
+    """At 0 the sigmoid is 1/2, and 1 from 64 on, so that torch's products are the kernels' to the bit."""
+    gates = torch.randint(0, 3, (TOKENS, WIDTH), generator=torch.Generator().manual_seed(2)) * 64.0
+    inputs = torch.cat([gates.bfloat16().to(DEVICE), drawn(TOKENS, WIDTH, 3)], dim=1)
+    gradients = drawn(TOKENS, WIDTH, 4)
+    a, b = (x.float() for x in inputs.chunk(2, dim=1))
+    s, dy = torch.sigmoid(a), gradients.float()
+    forward, backward = empty_codes(TOKENS, WIDTH, fmt), empty_codes(TOKENS, 2 * WIDTH, fmt)
+    tensor_kernels.swiglu(inputs, forward)
+    check_codes(forward, (a * s * b).bfloat16(), fmt)
+    tensor_kernels.swiglu_backward(gradients, inputs, backward)
+    check_codes(backward, torch.cat([(a * (s * (1 - s)) + s) * dy * b, a * s * dy], dim=1).bfloat16(), fmt)
+
+
+def test_swiglu_both_ways_against_the_formula() -> None:
+    """Within a step of E4M3, of BF16, and what an FP8 number below the smallest normal one loses."""
+    inputs, gradients = drawn(TOKENS, 2 * WIDTH, 5, "one size"), drawn(TOKENS, WIDTH, 6, "one size")
+    slow = inputs.double().requires_grad_()
+    a, b = slow.chunk(2, dim=1)
+    expected = torch.nn.functional.silu(a) * b
+    expected.backward(gradients.double())
+    forward, backward = empty_codes(TOKENS, WIDTH, E4M3), empty_codes(TOKENS, 2 * WIDTH, E4M3)
+    tensor_kernels.swiglu(inputs, forward)
+    tensor_kernels.swiglu_backward(gradients, inputs, backward)
+    for codes, values in ((forward, expected.detach()), (backward, slow.grad)):
+        error = (codes.rows.view(E4M3.dtype).double() * codes.scale_inv.double() - values).abs()
+        smallest = codes.scale_inv.double() * 2**-10
+        assert (error <= values.abs() * (2**-4 + 2**-8) + smallest * 1.01 + 1e-5).all()
+
+
+@pytest.mark.parametrize("side", ["rows", "columns"])
+def test_rows_or_columns_alone(side: str) -> None:
+    inputs = drawn(TOKENS, WIDTH)
+    whole, own = empty_codes(TOKENS, WIDTH, E4M3), empty_codes(TOKENS, WIDTH, E4M3)
+    tensor_kernels.cast(inputs, whole)
+    given = {"rows": None, "columns": None} | {side: getattr(own, side)}
+    tensor_kernels.cast(inputs, Codes(**given, scale_inv=own.scale_inv, grid=own.grid, is_power_of_two=False))
+    assert torch.equal(getattr(own, side), getattr(whole, side)) and torch.equal(own.scale_inv, whole.scale_inv)
