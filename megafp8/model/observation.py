@@ -23,20 +23,13 @@ from megafp8.config import derived, precision_map
 from megafp8.config.precision_map import OUTPUT_LAYER
 from megafp8.config.rules.telemetry import with_recipe
 from megafp8.config.schema import RunConfig
-from megafp8.fp8.fp4 import unpack
 from megafp8.fp8.hadamard import transform_columns
 from megafp8.fp8.parameter import QuantizedParameter
-from megafp8.fp8.quantize import Quantized, as_blocks, has_kernels, quantize
+from megafp8.fp8.quantize import Quantized, has_kernels, quantize
 from megafp8.fp8.recipes import Gemm, Operand, OperandRule, Recipe, build_linear_recipe, build_recipe
-from megafp8.fp8.scaling import ScaleRule, block_amax
 from megafp8.model.quantization_report import GEMMS
-from megafp8.telemetry.quantization import ROUNDING
 from megafp8.telemetry.records import TensorStats
-from megafp8.telemetry.tensor_sums import TensorTable, compare, exponent_counts, outlier_key
-
-CHUNK_VALUES = 1 << 18
-CAN_SATURATE = (ScaleRule.DELAYED, ScaleRule.TWO_LEVEL)  # other scales are made from the amax at hand
-
+from megafp8.telemetry.tensor_sums import TensorTable
 
 # --- names ------------------------------------------------------------------------------------------------------------
 
@@ -158,132 +151,26 @@ def enter(
     quantized: Quantized,
     *,
     margin: int = 0,
-    first_channel: int = 0,
+    first_channel: Optional[int] = None,
 ) -> None:
     """Enter what quantization did to a tensor into the table.
 
     Args:
         tensor: FP32, BF16 or FP16 [..., columns]; a weight that is kept as codes has no other values to compare with.
         margin: of delayed scaling.
-        first_channel: number of the first column, where the tensor is a part of the columns.
+        first_channel: number of the first column, where the tensor is a part of the columns; None leaves outliers out.
 
-    Numerics: counts are exact; differences and squares in FP32, in units of the amax, sums of them in FP64.
+    Numerics: counts are exact; differences in FP32, sums of their squares in FP64.
     """
     rule, is_known = quantized.rule, not is_kept_as_codes(tensor)
     values = tensor.detach() if is_known else tensor.dequantize()
     rows = values.reshape(-1, values.shape[-1])
     rows = transform_columns(rows) if rule.is_transformed else rows
-    channel_amax, num_nonzero, num_bad = _magnitudes(rows)
-    largest = channel_amax.amax()
-    counts = _code_counts(quantized)
-    dequant = _block_scales(quantized)
-    sums = {"values": largest.new_tensor(rows.numel()), "non_finite": num_bad}
-    if is_known:
-        sums |= {
-            "compared": largest.new_tensor(rows.numel()),
-            "nonzero": num_nonzero,
-            "underflow": _num_zeros(quantized, counts) - (rows.numel() - num_nonzero - num_bad),
-            "saturated": _num_saturated(rows, quantized, dequant),
-        }
-        sums |= _compared(rows, quantized, largest)
-    used = dequant if rule.block is None else dequant[_used_blocks(quantized) & (dequant > 0)]
-    tops = {"amax": largest, "outlier": outlier_key(channel_amax, first_channel)}
-    if used.numel() and bool(largest > 0):
-        tops |= {"quant_scale": used.amin().double().reciprocal(), "dequant_scale": used.amax()}
-        if rule.scale_rule is ScaleRule.DELAYED:
-            tops["staleness"] = largest.double() / (used.double() * rule.format.max * 2.0**-margin)
-    special = rule.format.first_special_code
-    table.add(row, sums, tops, exponent_counts(counts, rule.format.mantissa_bits, special))
-
-
-def _magnitudes(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Largest finite magnitude of each column in FP32, values that are neither zero nor not finite, and those that are
-    not finite. Magnitudes of one sign are ordered as their bits are, and integers are counted faster."""
-    integer = torch.int16 if rows.dtype.itemsize == 2 else torch.int32
-    bits = rows.contiguous().view(integer).bitwise_and(torch.iinfo(integer).max)
-    infinity = torch.tensor(torch.inf, dtype=rows.dtype).view(integer).item()
-    num_bad = torch.zeros((), dtype=torch.int64, device=rows.device)
-    columns = bits.amax(0)
-    if bool(columns.amax() >= infinity):
-        is_bad = bits >= infinity
-        num_bad = is_bad.sum()
-        columns = bits.masked_fill_(is_bad, 0).amax(0)
-    return columns.view(rows.dtype).float(), torch.count_nonzero(bits), num_bad
-
-
-def _code_counts(quantized: Quantized) -> Tensor:
-    """How often each code occurs: 256 of FP8, 16 of FP4."""
-    counts = torch.bincount(quantized.codes.view(torch.uint8).flatten(), minlength=256)
-    if quantized.rule.format.codes_per_byte == 2:
-        pairs = counts.view(16, 16)
-        return pairs.sum(0) + pairs.sum(1)
-    return counts
-
-
-def _num_zeros(quantized: Quantized, counts: Tensor) -> Tensor:
-    """Codes that stand for zero: of two-level scales one may be zero itself, and then all of its block is."""
-    if quantized.rule.scale_rule is not ScaleRule.TWO_LEVEL:
-        return counts[0] + counts[len(counts) // 2]
-    values = quantized.operand(torch.bfloat16)
-    return values.numel() - torch.count_nonzero(values)
-
-
-def _block_scales(quantized: Quantized) -> Tensor:
-    """Dequantization scales in FP32, that of the tensor included: scalar or [blocks of rows, blocks of columns]."""
-    scales = quantized.dequant_scale.float()
-    return scales if quantized.tensor_scale is None else scales * quantized.tensor_scale
-
-
-def _used_blocks(quantized: Quantized) -> Tensor:
-    """Which blocks have a code that is not zero."""
-    codes = quantized.codes
-    raw = unpack(codes) if quantized.rule.format.codes_per_byte == 2 else codes.view(torch.uint8)
-    magnitudes = raw.view(-1, raw.shape[-1]).bitwise_and(0x7F).to(torch.bfloat16)  # whole numbers below 2^8: exact
-    return block_amax(as_blocks(magnitudes, quantized.rule.block)) > 0
-
-
-def _num_saturated(rows: Tensor, quantized: Quantized, dequant: Tensor) -> Tensor:
-    """Finite values beyond the largest number that their scale expresses."""
-    rule = quantized.rule
-    if rule.scale_rule not in CAN_SATURATE:
-        return torch.zeros((), dtype=torch.int64, device=rows.device)
-    limit = dequant * (rule.format.max * (1 + ROUNDING))
-    if rule.block is None:
-        magnitudes = rows.abs()
-        return torch.count_nonzero((magnitudes > limit) & (magnitudes < torch.inf))
-    magnitudes = as_blocks(rows, rule.block).abs()
-    return torch.count_nonzero((magnitudes > limit[:, None, :, None]) & (magnitudes < torch.inf))
-
-
-def _compared(rows: Tensor, quantized: Quantized, largest: Tensor) -> dict[str, Tensor]:
-    """Signal and noise."""
-    is_short = quantized.rule.is_bf16_exact
-    decoded = quantized.operand(torch.bfloat16 if is_short else torch.float32).reshape(rows.shape)
     if has_kernels(rows):
-        from megafp8.telemetry.triton_sums import compare_whole  # needs Triton
-
-        totals = compare_whole(rows, decoded, quantized.factor, largest)
+        from megafp8.model.triton_tally import tally  # needs Triton
     else:
-        totals = _compared_by_chunks(rows, decoded, quantized.factor, largest)
-    square = largest.double().square()
-    return totals | {"signal": totals["signal"] * square, "noise": totals["noise"] * square}
-
-
-def _compared_by_chunks(
-    rows: Tensor, decoded: Tensor, factor: Optional[Tensor], largest: Tensor
-) -> dict[str, Tensor]:
-    """The same in units of the amax squared, some whole rows at a time."""
-    step = max(1, CHUNK_VALUES // rows.shape[1])
-    totals: dict[str, Tensor] = {}
-    for start in range(0, len(rows), step):
-        values, others = rows[start : start + step].float(), decoded[start : start + step].float()
-        others = others if factor is None else others * factor
-        if not bool(torch.isfinite(values.sum())):
-            is_finite = values.isfinite()
-            values, others = values.where(is_finite, 0.0), others.where(is_finite, 0.0)
-        for name, value in compare(values, others, largest).items():
-            totals[name] = totals[name] + value if name in totals else value
-    return totals
+        from megafp8.model.torch_tally import tally
+    table.add(row, tally(rows, quantized, is_known, margin), first_channel)
 
 
 # --- what linears show ------------------------------------------------------------------------------------------------
@@ -309,7 +196,14 @@ class TensorObserver:
             if codes is not None:
                 self.seen.add(each.row)
                 first_channel = self.first_channel if operand is Operand.INPUT else 0
-                enter(self.table, each.row, tensor, codes, margin=self.margin, first_channel=first_channel)
+                enter(
+                    self.table,
+                    each.row,
+                    tensor,
+                    codes,
+                    margin=self.margin,
+                    first_channel=None if each.is_tried else first_channel,
+                )
 
     def _codes(self, each: Watched, tensor: Tensor, quantized: Mapping[Gemm, Quantized]) -> Optional[Quantized]:
         """Those at hand, or of a recipe that is tried; None if there are none or they were seen before."""
@@ -344,8 +238,7 @@ def collect(plan: Plan, table: TensorTable) -> tuple[dict[str, TensorStats], dic
         if stats is None:
             continue
         if each.is_tried:
-            stats = dataclasses.replace(stats, exponent_counts=(), outlier_octaves=None, outlier_channel=None)
-            tried.setdefault(each.recipe, {})[each.tensor] = stats
+            tried.setdefault(each.recipe, {})[each.tensor] = dataclasses.replace(stats, exponent_counts=())
             continue
         if each.operand is Operand.WEIGHT:
             stats = dataclasses.replace(stats, **table.update_stats([each.linear]))

@@ -95,9 +95,11 @@ class HookedLinear(WatchedLinear):
         super().__init__(name, module, recipe)
         self.handles: list[Any] = []
         self.observer: Optional[Observer] = None
+        self.shown: set[Operand] = set()
 
     def attach(self, observer: Observer) -> None:
-        self.observer = observer
+        """Show input and weight until they had codes once, and every gradient, with codes the first time."""
+        self.observer, self.shown = observer, set()
         self.handles = [
             self.module.register_forward_pre_hook(self._before_forward),
             self.module.register_forward_hook(self._after_forward),
@@ -122,8 +124,10 @@ class HookedLinear(WatchedLinear):
         return module.tp_group if getattr(module, "sequence_parallel", False) and operand is gathered else None
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self._show(Operand.INPUT, normed(module, args[0].detach()))
-        self._show(Operand.WEIGHT, module.weight)
+        if Operand.INPUT not in self.shown:
+            self._show(Operand.INPUT, normed(module, args[0].detach()))
+        if Operand.WEIGHT not in self.shown:
+            self._show(Operand.WEIGHT, module.weight)
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         first = output[0] if isinstance(output, tuple) else output
@@ -131,7 +135,11 @@ class HookedLinear(WatchedLinear):
             first.register_hook(self._on_gradient)
 
     def _on_gradient(self, gradient: Tensor) -> None:
-        if self.observer is not None:
+        if self.observer is None:
+            return
+        if Operand.GRAD_OUTPUT in self.shown:
+            self.observer(Operand.GRAD_OUTPUT, gradient, {})
+        else:
             self._show(Operand.GRAD_OUTPUT, gradient)
 
     @torch.no_grad()
@@ -147,6 +155,8 @@ class HookedLinear(WatchedLinear):
             quantized = self.codes_of(rows, operand, rule) if rule is not None and known is None else known
             if quantized is not None:
                 codes[gemm] = quantized
+        if codes or self.recipe is None:  # delayed scaling has no scale before the first pass
+            self.shown.add(operand)
         self.observer(operand, tensor if is_kept else rows, codes)
 
 

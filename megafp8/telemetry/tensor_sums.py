@@ -7,8 +7,8 @@ step bring all of them to rank 0, whatever the layout: sums of counts and square
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Optional
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Optional, Union
 
 import torch
 import torch.distributed as dist
@@ -20,21 +20,49 @@ from megafp8.telemetry.records import TensorStats
 LOCAL_DB_LIMIT = 60.0
 MAX_EXPONENTS = 33  # E5M2's 32 exponent fields, and the zeros
 
+# Of weights: squared norms of weight and update, codes, and gradients of few sequences and of the whole batch.
+OF_WEIGHTS = ("weight", "update", "codes", "changed", "few_gradient", "all_gradient")
 # Of quantization. `compared` counts what the next five are of: without high precision there is nothing to compare.
 OF_VALUES = ("values", "non_finite", "compared", "nonzero", "underflow", "saturated", "signal", "noise", "local_db",
              "local_runs")  # fmt: skip
-# Of weights: squared norms of weight and update, codes, and gradients of few sequences and of the whole batch.
-OF_WEIGHTS = ("weight", "update", "codes", "changed", "few_gradient", "all_gradient")
-SUMS = {name: index for index, name in enumerate((*OF_VALUES, *OF_WEIGHTS))}
+SUMS = {name: index for index, name in enumerate((*OF_WEIGHTS, *OF_VALUES))}
 NUM_SUMS = len(SUMS) + MAX_EXPONENTS
-LARGEST = {name: index for index, name in enumerate(("amax", "quant_scale", "dequant_scale", "staleness", "outlier"))}
+OF_MAXIMA = ("amax", "quant_scale", "dequant_scale", "staleness")
+LARGEST = {name: index for index, name in enumerate((*OF_MAXIMA, "outlier"))}
 
 # The largest of these keys is the largest outlier's: octaves in units of 2^-10 above the channel's number, exact.
 OCTAVE_UNITS, CHANNELS = 1 << 10, 1 << 24
 
 
+class Tally(NamedTuple):
+    """What a rank found of one tensor, on its device.
+
+    Attributes:
+        sums: FP64, those of OF_VALUES, then codes by exponent, at most MAX_EXPONENTS.
+        largest: FP64, those of OF_MAXIMA; -inf where there is none.
+        channel_amax: FP32 [columns].
+    """
+
+    sums: Tensor
+    largest: Tensor
+    channel_amax: Tensor
+
+
+def tally_of(
+    sums: Mapping[str, Union[Tensor, float]],
+    largest: Mapping[str, Union[Tensor, float]],
+    exponents: Tensor,
+    channel_amax: Tensor,
+) -> Tally:
+    """A tally from numbers by field; what is not there is 0, or -inf among the largest. Waits for the numbers."""
+    numbers = [float(sums.get(field, 0.0)) for field in OF_VALUES]
+    maxima = [float(largest.get(field, -math.inf)) for field in OF_MAXIMA]
+    sums_of_values, maxima_of_values = (exponents.new_tensor(each, dtype=torch.float64) for each in (numbers, maxima))
+    return Tally(torch.cat([sums_of_values, exponents.double()]), maxima_of_values, channel_amax)
+
+
 class TensorTable:
-    """Rows of sums and maxima, FP64 on the device.
+    """Rows of sums and maxima, FP64 on the device until they are all copied to the host at once.
 
     Args:
         names: of the rows, the same on all ranks.
@@ -44,33 +72,44 @@ class TensorTable:
         self.rows = {name: index for index, name in enumerate(names)}
         self.sums = torch.zeros(len(names), NUM_SUMS, dtype=torch.float64, device=device)
         self.largest = torch.full((len(names), len(LARGEST)), -math.inf, dtype=torch.float64, device=device)
-        self._places: dict[tuple[str, ...], Tensor] = {}
+        self.channels: dict[tuple[int, int], dict[str, Tensor]] = {}
 
-    def add(
-        self,
-        name: str,
-        sums: dict[str, Tensor],
-        largest: Optional[dict[str, Tensor]] = None,
-        exponents: Optional[Tensor] = None,
-    ) -> None:
-        """Enter what this rank found of a tensor: scalars on the device by field, and counts by exponent."""
-        row = self.rows[name]
-        self.sums[row].index_add_(0, self.places(SUMS, tuple(sums)), stacked(sums))
-        if exponents is not None:
-            self.sums[row, len(SUMS) : len(SUMS) + len(exponents)] += exponents
-        if largest:
-            self.largest[row].scatter_reduce_(0, self.places(LARGEST, tuple(largest)), stacked(largest), "amax")
+    def add(self, name: str, tally: Tally, first_channel: Optional[int] = None) -> None:
+        """Enter what this rank found of a tensor.
 
-    def places(self, columns: dict[str, int], fields: tuple[str, ...]) -> Tensor:
-        """Numbers of some columns, on the device; copied there once, since such a copy waits for the device."""
-        if fields not in self._places:
-            self._places[fields] = torch.tensor([columns[field] for field in fields], device=self.sums.device)
-        return self._places[fields]
+        Args:
+            first_channel: number of the first column, where the tensor is a part of the columns; None leaves outliers
+                out.
+        """
+        row, start = self.rows[name], len(OF_WEIGHTS)
+        self.sums[row, start : start + len(tally.sums)].add_(tally.sums)
+        maxima = self.largest[row, : len(OF_MAXIMA)]
+        torch.maximum(maxima, tally.largest, out=maxima)
+        if first_channel is not None:
+            self.channels.setdefault((len(tally.channel_amax), first_channel), {})[name] = tally.channel_amax
+
+    def add_of_weights(self, field: str, names: Sequence[str], values: Union[Tensor, Sequence[float]]) -> None:
+        """Enter one field of some rows at once: FP64 [rows] on the device, or numbers."""
+        if names:
+            torch._foreach_add_([self.sums[self.rows[name], SUMS[field]] for name in names], list(values))
+
+    def enter_outliers(self) -> None:
+        """Find the outliers among the channels of all tensors, those of one width together."""
+        for (_, first_channel), by_name in self.channels.items():
+            keys = outlier_keys(torch.stack(list(by_name.values())), first_channel)
+            entries = [self.largest[self.rows[name], LARGEST["outlier"]] for name in by_name]
+            torch._foreach_maximum_(entries, list(keys))
+        self.channels = {}
 
     def reduce(self) -> None:
         """Bring all ranks' parts to rank 0; all ranks call it."""
+        self.enter_outliers()
         dist.reduce(self.sums, dst=0, op=dist.ReduceOp.SUM)
         dist.reduce(self.largest, dst=0, op=dist.ReduceOp.MAX)
+
+    def to_host(self) -> None:
+        """Copy everything to the host, which waits for the device once."""
+        self.sums, self.largest = torch.cat([self.sums, self.largest], dim=1).cpu().tensor_split([NUM_SUMS], dim=1)
 
     def total(self, names: Sequence[str], field: str) -> float:
         """Sum of a field over some rows."""
@@ -119,22 +158,20 @@ class TensorTable:
         }
 
 
-def stacked(values: dict[str, Tensor]) -> Tensor:
-    """Scalars of any types as one FP64 vector."""
-    return torch.stack([value.double() for value in values.values()])
-
-
-def outlier_key(channel_amax: Tensor, first_channel: int = 0) -> Tensor:
+def outlier_keys(channel_amax: Tensor, first_channel: int = 0) -> Tensor:
     """The largest channel and how far it is above the median channel, as one FP64 number; -1 where the median is 0.
 
     Args:
-        channel_amax: FP32 [channels].
+        channel_amax: FP32 [tensors, channels].
         first_channel: number of the first one, where a rank has a part of the channels.
+
+    Returns:
+        [tensors].
     """
-    median = channel_amax.median()
-    octaves = torch.log2(channel_amax.amax().double() / median.double())
-    key = (octaves * OCTAVE_UNITS).floor() * CHANNELS + first_channel + channel_amax.argmax()
-    return torch.where(torch.isfinite(key), key, -1.0)
+    largest, median = channel_amax.max(dim=1), channel_amax.median(dim=1).values
+    octaves = torch.log2(largest.values.double() / median.double())
+    keys = (octaves * OCTAVE_UNITS).floor() * CHANNELS + first_channel + largest.indices
+    return torch.where(torch.isfinite(keys), keys, -1.0)
 
 
 def compare(values: Tensor, dequantized: Tensor, amax: Tensor) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ from megafp8.fp8.recipes import Operand
 from megafp8.model.observation import TensorObserver, collect, plan_observation
 from megafp8.model.watched_linears import WatchedLinear, find_linears
 from megafp8.optim.one_pass import OnePassOptimizer
-from megafp8.optim.updates import before_reduction, reduced_gradient, signal_and_noise, squared_norm, trained_values
+from megafp8.optim.updates import before_reduction, norms, reduced_gradient, signal_and_noise, squared, trained_values
 from megafp8.telemetry.health import HealthWatch
 from megafp8.telemetry.records import QuantizationRecord, Record
 from megafp8.telemetry.tensor_sums import TensorTable
@@ -95,6 +95,7 @@ class Probe:
         look.table.reduce()
         if rank != 0:
             return []
+        look.table.to_host()
         record = look.record(step)
         return [record, *self.health.look(record)]
 
@@ -108,7 +109,8 @@ class Look:
         self.has_masters = not probe.config.optimizer.use_precision_aware_optimizer
         self.names = {id(linear.weight): linear.name for linear in probe.linears}
         self.few: dict[str, Tensor] = {}
-        self.before: dict[str, tuple[Optional[Tensor], Optional[Tensor]]] = {}
+        self.before: dict[str, Tensor] = {}
+        self.codes_before: dict[str, Tensor] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -141,10 +143,10 @@ class Look:
         return observe
 
     def note_gradient(self, weight: Tensor) -> None:
-        """Remember the squared norm of the gradient so far, a sum over the tokens of one microbatch."""
+        """Remember the norm of the gradient so far, a sum over the tokens of one microbatch."""
         name = self.names.get(id(weight))
         if name is not None and parallel_state.get_context_parallel_world_size() == 1:
-            self.few[name] = squared_norm(weight.main_grad)
+            self.few[name] = torch.linalg.vector_norm(weight.main_grad, dtype=torch.float32)
 
     # --- the update ---------------------------------------------------------------------------------------------------
 
@@ -153,34 +155,38 @@ class Look:
         probe = self.probe
         optimizer, data_size = probe.trainee.optimizer, parallel_state.get_data_parallel_world_size()
         tokens_of_few = num_tokens * probe.config.training.micro_batch_size / probe.global_batch_size
-        factor = optimizer.grad_factor if isinstance(optimizer, OnePassOptimizer) else None
+        few = squared(list(self.few.values())) / ((tokens_of_few * loss_scale) ** 2 * data_size)
+        self.table.add_of_weights("few_gradient", list(self.few), few)
+        noted = [linear for linear in probe.linears if linear.name in self.few]
+        of_rank = ((linear.name, reduced_gradient(optimizer, linear.weight)) for linear in noted)
+        reduced = {name: gradient for name, gradient in of_rank if gradient is not None}
+        all = squared(norms(list(reduced.values()))) / loss_scale**2
+        if isinstance(optimizer, OnePassOptimizer):
+            all = all * optimizer.grad_factor.double().square()
+        self.table.add_of_weights("all_gradient", list(reduced), all)
         for linear in probe.linears:
-            if linear.name in self.few:
-                few = self.few[linear.name] / ((tokens_of_few * loss_scale) ** 2 * data_size)
-                self.table.add(linear.name, {"few_gradient": few})
-                reduced = reduced_gradient(optimizer, linear.weight)
-                if reduced is not None:
-                    gradient = reduced if factor is None else reduced * factor
-                    self.table.add(linear.name, {"all_gradient": squared_norm(gradient) / loss_scale**2})
             values = trained_values(linear.weight, self.has_masters)
-            self.before[linear.name] = (None if values is None else values.float().clone(), linear.weight_codes())
+            if values is not None:
+                self.before[linear.name] = values.to(torch.float32, copy=True)
+            codes = linear.weight_codes()
+            if codes is not None:
+                self.codes_before[linear.name] = codes
 
     @torch.no_grad()
     def after_update(self) -> None:
         """Enter what the update changed."""
         sync_parameters(self.probe.config, self.probe.trainee)
-        for linear in self.probe.linears:
-            values, codes = self.before.pop(linear.name, (None, None))
-            after = trained_values(linear.weight, self.has_masters)
-            sums: dict[str, Tensor] = {}
-            if values is not None and after is not None:
-                sums = {"weight": squared_norm(values), "update": squared_norm(after.float() - values)}
-            now = linear.weight_codes()
-            if codes is not None and now is not None:
-                sums |= {"codes": codes.new_tensor(codes.numel(), dtype=torch.int64)}
-                sums |= {"changed": torch.count_nonzero(codes != now)}
-            if sums:
-                self.table.add(linear.name, sums)
+        before, codes_before = self.before, self.codes_before
+        linears = {linear.name: linear for linear in self.probe.linears}
+        values = list(before.values())
+        self.table.add_of_weights("weight", list(before), squared(norms(values)))
+        if values:
+            torch._foreach_sub_(values, [trained_values(linears[name].weight, self.has_masters) for name in before])
+        self.table.add_of_weights("update", list(before), squared(norms(values)))
+        changed = [torch.count_nonzero(codes != linears[name].weight_codes()) for name, codes in codes_before.items()]
+        if changed:
+            self.table.add_of_weights("changed", list(codes_before), torch.stack(changed).double())
+        self.table.add_of_weights("codes", list(codes_before), [codes.numel() for codes in codes_before.values()])
 
     # --- rank 0 -------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from megafp8.checkpoint.state import Progress
 from megafp8.errors import NumericsError
 from megafp8.fp8.linear import LinearPlan
 from megafp8.model.watched_linears import HookedLinear
-from megafp8.optim.updates import signal_and_noise, squared_norm
+from megafp8.optim.updates import signal_and_noise
 from megafp8.reports.load import load_run
 from megafp8.telemetry.records import QuantizationRecord
 from megafp8.training.assemble import Run
@@ -236,14 +236,14 @@ def test_updates_are_those_of_the_master_weights() -> None:
         codes = [linear.weight_codes() for linear in run.probe.linears]
         look = look_of(run)
         after = [weight.main_param for weight in linear_weights(run)]
-        update = sum(squared_norm(new - old) for new, old in zip(after, before, strict=True))
-        size = sum(squared_norm(old) for old in before)
+        update = sum((new - old).double().square().sum() for new, old in zip(after, before, strict=True))
+        size = sum(old.double().square().sum() for old in before)
         now = [linear.weight_codes() for linear in run.probe.linears]
         changed = sum((old != new).sum().item() for old, new in zip(codes, now, strict=True))
         return look, math.sqrt(update / size), changed / sum(each.numel() for each in codes)
 
     ((look, ratio, changed),) = run_ranks(1, both)
-    assert look.update_to_weight == pytest.approx(ratio, rel=1e-6)
+    assert look.update_to_weight == pytest.approx(ratio, rel=1e-5)
     assert look.codes_changed_fraction == changed
     assert 0 < changed < 1
 

@@ -1,9 +1,16 @@
-"""Fast statistics from codes against the slow ones of telemetry/quantization.py, for every rule of every recipe."""
+"""Fast statistics from codes against the slow ones of telemetry/quantization.py, for every rule of every recipe.
+
+By torch operations, and by the kernel where there is a GPU or, on a machine without one, `pip install triton
+'numpy<2.3'` and TRITON_INTERPRET=1.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import os
 
+import interpreter
 import pytest
 import torch
 from torch import Tensor
@@ -18,7 +25,7 @@ from megafp8.fp8.delayed import DelayedScale  # noqa: E402
 from megafp8.fp8.formats import E4M3, E5M2  # noqa: E402
 from megafp8.fp8.hadamard import transform_columns  # noqa: E402
 from megafp8.fp8.parameter import QuantizedParameter, WeightCodes, settle  # noqa: E402
-from megafp8.fp8.quantize import dequantize, quantize  # noqa: E402
+from megafp8.fp8.quantize import Quantized, dequantize, quantize  # noqa: E402
 from megafp8.fp8.recipes import (  # noqa: E402
     DelayedOptions,
     Gemm,
@@ -31,7 +38,7 @@ from megafp8.fp8.recipes import (  # noqa: E402
     nvfp4,
     tensorwise,
 )
-from megafp8.model import observation  # noqa: E402
+from megafp8.model import observation, torch_tally  # noqa: E402
 from megafp8.model.observation import TensorObserver, collect, enter, plan_observation, try_rule  # noqa: E402
 from megafp8.model.quantization_report import element_scales  # noqa: E402
 from megafp8.model.tensor_sources import sample_distribution  # noqa: E402
@@ -51,7 +58,25 @@ RULES = [
     for recipe in RECIPES
     for operand, gemm, rule in recipe.rules
 ]
+IS_INTERPRETED = not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") == "1"
+HAS_TRITON = importlib.util.find_spec("triton") is not None and (torch.cuda.is_available() or IS_INTERPRETED)
+NEEDS_TRITON = pytest.mark.skipif(not HAS_TRITON, reason="needs a CUDA device, or Triton and TRITON_INTERPRET=1")
+DEVICES = ["torch", pytest.param("kernel", marks=[NEEDS_TRITON, *([] if IS_INTERPRETED else [pytest.mark.gpu])])]
 FP8 = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-log-interval 1"
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where tensors are looked at: by torch operations on a CPU, or by the kernel."""
+    if request.param == "torch":
+        return "cpu"
+    from megafp8.model import triton_tally
+
+    monkeypatch.setattr(triton_tally, "PROGRAMS", 5)  # so that each has many rows
+    if IS_INTERPRETED:
+        interpreter.exact_bf16(monkeypatch)
+        monkeypatch.setattr(observation, "has_kernels", lambda tensor: True)
+    return "cpu" if IS_INTERPRETED else "cuda"
 
 
 def wide(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -69,15 +94,22 @@ def scale_of(rule: OperandRule) -> DelayedScale | None:
     return DelayedScale(torch.tensor(7.0), None) if rule.scale_rule.name == "DELAYED" else None
 
 
-def quantized_by(values: Tensor, rule: OperandRule):  # noqa: ANN201
+def quantized_by(values: Tensor, rule: OperandRule) -> Quantized:
     generator = torch.Generator().manual_seed(0) if rule.is_stochastic else None
     return quantize(values, rule, delayed=scale_of(rule), generator=generator)
 
 
-def table_of(*pairs: tuple[Tensor, object]) -> TensorTable:
-    table = TensorTable(["x"], torch.device("cpu"))
+def on(device: str, quantized: Quantized) -> Quantized:
+    """The same elsewhere."""
+    codes, scale, of_tensor = (None if each is None else each.to(device) for each in quantized.tensors)
+    return Quantized(codes, scale, of_tensor, quantized.rule)
+
+
+def table_of(*pairs: tuple[Tensor, Quantized], device: str = "cpu") -> TensorTable:
+    table = TensorTable(["x"], torch.device(device))
     for values, quantized in pairs:
-        enter(table, "x", values, quantized, margin=1)
+        enter(table, "x", values.to(device), on(device, quantized), margin=1, first_channel=0)
+    table.enter_outliers()
     return table
 
 
@@ -102,14 +134,16 @@ def mean_local(values: Tensor, dequantized: Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("rule", RULES)
-def test_equal_to_the_slow_statistics(rule: OperandRule, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(observation, "CHUNK_VALUES", 3000)
+def test_equal_to_the_slow_statistics(
+    rule: OperandRule, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_tally, "CHUNK_VALUES", 3000)
     values = wide(48, 198, dtype)
     quantized = quantized_by(values, rule)
     rows = transform_columns(values) if rule.is_transformed else values
     decoded = dequantize(quantized)
     slow = quantization_stats(rows, decoded, element_scales(quantized), rule.format.max)
-    found = stats_of(table_of((values, quantized)), rule)
+    found = stats_of(table_of((values, quantized), device=device), rule)
     assert (found.num_values, found.num_non_finite, found.amax) == (slow.num_values, 0, slow.amax)
     assert found.underflow_fraction == slow.underflow_fraction
     assert found.saturated_fraction == slow.saturated_fraction
@@ -125,10 +159,10 @@ def test_equal_to_the_slow_statistics(rule: OperandRule, dtype: torch.dtype, mon
     assert (found.staleness_octaves is not None) == (rule.scale_rule.name == "DELAYED")
 
 
-def test_the_examples_show_every_kind_of_loss() -> None:
+def test_the_examples_show_every_kind_of_loss(device: str) -> None:
     rule = RECIPES[1].rule(Operand.INPUT, Gemm.FPROP)
     values = wide(48, 198)
-    found = stats_of(table_of((values, quantized_by(values, rule))), rule)
+    found = stats_of(table_of((values, quantized_by(values, rule)), device=device), rule)
     assert found.underflow_fraction > 0.1
     assert found.saturated_fraction > 0
     assert found.staleness_octaves == pytest.approx(math.log2(300 * 7 / (448 / 2)), rel=1e-6)
@@ -153,31 +187,32 @@ def test_shards_add_up_to_the_whole(rule: OperandRule) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES[:4], ids=lambda recipe: recipe.name)
-def test_values_that_are_not_finite_are_counted_and_left_out(recipe: Recipe) -> None:
+def test_values_that_are_not_finite_are_counted_and_left_out(recipe: Recipe, device: str) -> None:
     rule = recipe.rule(Operand.INPUT, Gemm.FPROP)
     values = wide(32, 64)
     values[0, 0], values[1, 1], values[2, 2] = math.nan, math.inf, -math.inf
     quantized = quantized_by(values, rule)
-    found = stats_of(table_of((values, quantized)), rule)
+    found = stats_of(table_of((values, quantized), device=device), rule)
     slow = quantization_stats(values, dequantize(quantized), element_scales(quantized), rule.format.max)
     assert (found.num_non_finite, found.amax) == (3, slow.amax)
     assert found.underflow_fraction == slow.underflow_fraction
     assert found.sqnr_db == pytest.approx(slow.sqnr_db, abs=1e-4)
 
 
-def test_an_infinity_that_spoils_all_scales_does_not_stop_the_look() -> None:
+def test_an_infinity_that_spoils_all_scales_does_not_stop_the_look(device: str) -> None:
     """NVFP4's scales are relative to the tensor's amax."""
     rule = RECIPES[4].rule(Operand.INPUT, Gemm.FPROP)
     values = wide(32, 64)
     values[1, 1] = math.inf
-    assert stats_of(table_of((values, quantized_by(values, rule))), rule).num_non_finite == 1
+    table = table_of((values, quantized_by(values, rule)), device=device)
+    assert stats_of(table, rule).num_non_finite == 1
 
 
-def test_zeros_have_neither_scale_nor_noise() -> None:
+def test_zeros_have_neither_scale_nor_noise(device: str) -> None:
     for recipe in RECIPES:
         rule = recipe.rule(Operand.INPUT, Gemm.FPROP)
         values = torch.zeros(32, 32, dtype=torch.bfloat16)
-        found = stats_of(table_of((values, quantized_by(values, rule))), rule)
+        found = stats_of(table_of((values, quantized_by(values, rule)), device=device), rule)
         assert (found.amax, found.underflow_fraction, found.saturated_fraction) == (0, 0, 0)
         assert (found.sqnr_db, found.mean_local_sqnr_db, found.quant_scale_min, found.outlier_octaves) == (None,) * 4
 
@@ -219,6 +254,7 @@ def test_each_operand_is_taken_once() -> None:
         values = torch.full((16, 16), 0.5).bfloat16()
         values[0, 3] = amax * 16
         observer(Operand.INPUT, values, {Gemm.FPROP: try_rule(values, rule)})
+    table.enter_outliers()
     tensors, what_if = collect(plan, table)
     assert list(tensors) == ["layers.0.linear_qkv.input"] and not what_if
     assert (tensors["layers.0.linear_qkv.input"].amax, tensors["layers.0.linear_qkv.input"].outlier_channel) == (16, 67)

@@ -89,3 +89,20 @@ def test_what_is_seen_from_outside_is_what_an_emulated_linear_multiplies(recipe:
     late.backward(gradient)
     module(values)[0].backward(gradient)
     assert seen and not shown["outside"] and not module._forward_pre_hooks and not module._forward_hooks
+
+
+def test_codes_are_made_once_and_every_gradient_is_told_of() -> None:
+    """Of the second microbatch nothing is quantized; its gradient says that the first one's backward pass is over."""
+    module, calls = Linear(), []
+    watched = HookedLinear("layers.0.linear_fc1", module, tensorwise(forward=E4M3, backward=E5M2))
+    watched.attach(lambda operand, tensor, quantized: calls.append((operand, bool(quantized))))
+    values = torch.ones(64, 64).bfloat16().requires_grad_()
+    for _ in range(3):
+        module(values)[0].sum().backward()
+    first = [(Operand.INPUT, True), (Operand.WEIGHT, True), (Operand.GRAD_OUTPUT, True)]
+    assert calls == first + 2 * [(Operand.GRAD_OUTPUT, False)]
+    watched.detach()
+    watched.attach(lambda operand, tensor, quantized: calls.append((operand, bool(quantized))))
+    calls.clear()
+    module(values)[0].sum().backward()
+    assert calls == first, "the next look sees all again"

@@ -8,11 +8,15 @@ import pytest
 import torch
 
 from megafp8.telemetry.records import from_json, to_json
-from megafp8.telemetry.tensor_sums import CHANNELS, NUM_SUMS, TensorTable, compare, exponent_counts, outlier_key
-
-
-def number(value: float) -> torch.Tensor:
-    return torch.tensor(value, dtype=torch.float64)
+from megafp8.telemetry.tensor_sums import (
+    CHANNELS,
+    NUM_SUMS,
+    TensorTable,
+    compare,
+    exponent_counts,
+    outlier_keys,
+    tally_of,
+)
 
 
 def entries(*tables: TensorTable) -> TensorTable:
@@ -30,10 +34,13 @@ def test_parts_of_ranks_become_one_tensor() -> None:
         quant_max, dequant_max = scales
         table.add(
             "b",
-            {"values": number(values), "compared": number(values), "nonzero": number(values), "underflow": number(1),
-             "saturated": number(2), "signal": number(100.0), "noise": number(1.0)},
-            {"amax": number(amax), "quant_scale": number(quant_max), "dequant_scale": number(dequant_max)},
-            torch.tensor([1, 2, 3]),
+            tally_of(
+                {"values": values, "compared": values, "nonzero": values, "underflow": 1, "saturated": 2,
+                 "signal": 100.0, "noise": 1.0},
+                {"amax": amax, "quant_scale": quant_max, "dequant_scale": dequant_max},
+                torch.tensor([1, 2, 3]),
+                torch.ones(4),
+            ),
         )  # fmt: skip
         parts.append(table)
     stats = entries(*parts).stats("b", "e4m3", 3)
@@ -48,8 +55,10 @@ def test_parts_of_ranks_become_one_tensor() -> None:
 
 def test_weights_are_compared_over_all_rows_or_one() -> None:
     table = TensorTable(["a", "b"], torch.device("cpu"))
-    table.add("a", {"weight": number(4.0), "update": number(0.04), "codes": number(10), "changed": number(1)})
-    table.add("b", {"weight": number(12.0), "update": number(0.12), "codes": number(10), "changed": number(3)})
+    table.add_of_weights("weight", ["a", "b"], torch.tensor([4.0, 12.0], dtype=torch.float64))
+    table.add_of_weights("update", ["a", "b"], [0.04, 0.12])
+    table.add_of_weights("codes", ["a", "b"], [10, 10])
+    table.add_of_weights("changed", ["b", "a"], [3, 1])
     assert table.update_stats(["a"]) == pytest.approx({"update_to_weight": 0.1, "codes_changed_fraction": 0.1})
     assert table.update_stats(["a", "b"]) == pytest.approx({"update_to_weight": 0.1, "codes_changed_fraction": 0.2})
     assert table.update_stats([]) == {"update_to_weight": None, "codes_changed_fraction": None}
@@ -83,14 +92,17 @@ def test_the_largest_outlier_keeps_its_channel() -> None:
     calm = torch.ones(8)
     loud = torch.ones(8)
     loud[5] = 2.0**10
-    assert outlier_key(calm) == 0
-    assert outlier_key(loud, first_channel=16).item() % CHANNELS == 21
-    assert max(outlier_key(calm), outlier_key(loud, 16)) == outlier_key(loud, 16)
-    assert outlier_key(torch.tensor([0.0, 0.0, 5.0])) == -1, "no median to compare with"
-    table = TensorTable(["a"], torch.device("cpu"))
-    table.add("a", {"values": number(8)}, {"amax": number(1024.0), "outlier": outlier_key(loud, 16)})
-    stats = table.stats("a", "e4m3", 0)
-    assert (stats.outlier_octaves, stats.outlier_channel) == (10.0, 21)
+    still, moved = outlier_keys(torch.stack([calm, loud]), first_channel=16)
+    assert still == 16 and moved.item() % CHANNELS == 21 and moved > still
+    assert outlier_keys(torch.tensor([[0.0, 0.0, 5.0]])).tolist() == [-1], "no median to compare with"
+    table = TensorTable(["a", "b", "c"], torch.device("cpu"))
+    for name, channels, first in (("a", loud, 16), ("b", calm, None), ("c", loud[4:], 4)):
+        table.add(name, tally_of({"values": 8}, {"amax": 1024.0}, torch.zeros(1), channels), first)
+    table.enter_outliers()
+    table.to_host()
+    stats = [table.stats(name, "e4m3", 0) for name in "abc"]
+    assert [each.outlier_channel for each in stats] == [21, None, 5]
+    assert [each.outlier_octaves for each in stats] == [10.0, None, 10.0]
 
 
 def test_every_field_of_a_row_has_a_place() -> None:

@@ -1,0 +1,130 @@
+"""Sums and maxima of a quantized tensor in torch operations: of a CPU, whose caches its parts fit, and whose numbers
+may be looked at between two of them. On a GPU `triton_tally.py` does it in one pass."""
+
+from __future__ import annotations
+
+from typing import Union
+
+import torch
+from torch import Tensor
+
+from megafp8.fp8.fp4 import unpack
+from megafp8.fp8.quantize import Quantized, as_blocks
+from megafp8.fp8.scaling import ScaleRule, block_amax
+from megafp8.telemetry.quantization import ROUNDING
+from megafp8.telemetry.tensor_sums import Tally, compare, exponent_counts, tally_of
+
+CHUNK_VALUES = 1 << 18
+CAN_SATURATE = (ScaleRule.DELAYED, ScaleRule.TWO_LEVEL)  # other scales are made from the amax at hand
+
+
+def tally(rows: Tensor, quantized: Quantized, is_known: bool, margin: int = 0) -> Tally:
+    """Sums and maxima of a tensor.
+
+    Args:
+        rows: FP32, BF16 or FP16 [rows, columns], after the Hadamard transform where the rule has one.
+        quantized: codes and scales of `rows`.
+        is_known: whether `rows` are what was quantized; else they are what the codes stand for, and not compared.
+        margin: of delayed scaling.
+
+    Numerics: differences and squares in FP32, in units of the amax.
+    """
+    rule = quantized.rule
+    channel_amax, num_nonzero, num_bad = _magnitudes(rows)
+    largest = channel_amax.amax()
+    counts = _code_counts(quantized)
+    dequant = _block_scales(quantized)
+    sums: dict[str, Union[Tensor, int]] = {"values": rows.numel(), "non_finite": num_bad}
+    if is_known:
+        sums |= {
+            "compared": rows.numel(),
+            "nonzero": num_nonzero,
+            "underflow": _num_zeros(quantized, counts) - (rows.numel() - num_nonzero - num_bad),
+            "saturated": _num_saturated(rows, quantized, dequant),
+        }
+        sums |= _compared(rows, quantized, largest)
+    used = dequant if rule.block is None else dequant[_used_blocks(quantized) & (dequant > 0)]
+    maxima = {"amax": largest}
+    if used.numel() and bool(largest > 0):
+        maxima |= {"quant_scale": used.amin().double().reciprocal(), "dequant_scale": used.amax()}
+        if rule.scale_rule is ScaleRule.DELAYED:
+            maxima["staleness"] = largest.double() / (used.double() * rule.format.max * 2.0**-margin)
+    exponents = exponent_counts(counts, rule.format.mantissa_bits, rule.format.first_special_code)
+    return tally_of(sums, maxima, exponents, channel_amax)
+
+
+def _magnitudes(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Largest finite magnitude of each column in FP32, values that are neither zero nor not finite, and those that are
+    not finite. Magnitudes of one sign are ordered as their bits are, and integers are counted faster."""
+    integer = torch.int16 if rows.dtype.itemsize == 2 else torch.int32
+    bits = rows.contiguous().view(integer).bitwise_and(torch.iinfo(integer).max)
+    infinity = torch.tensor(torch.inf, dtype=rows.dtype).view(integer).item()
+    num_bad = torch.zeros((), dtype=torch.int64, device=rows.device)
+    columns = bits.amax(0)
+    if bool(columns.amax() >= infinity):
+        is_bad = bits >= infinity
+        num_bad = is_bad.sum()
+        columns = bits.masked_fill_(is_bad, 0).amax(0)
+    return columns.view(rows.dtype).float(), torch.count_nonzero(bits), num_bad
+
+
+def _code_counts(quantized: Quantized) -> Tensor:
+    """How often each code occurs: 256 of FP8, 16 of FP4."""
+    counts = torch.bincount(quantized.codes.view(torch.uint8).flatten(), minlength=256)
+    if quantized.rule.format.codes_per_byte == 2:
+        pairs = counts.view(16, 16)
+        return pairs.sum(0) + pairs.sum(1)
+    return counts
+
+
+def _num_zeros(quantized: Quantized, counts: Tensor) -> Tensor:
+    """Codes that stand for zero: of two-level scales one may be zero itself, and then all of its block is."""
+    if quantized.rule.scale_rule is not ScaleRule.TWO_LEVEL:
+        return counts[0] + counts[len(counts) // 2]
+    values = quantized.operand(torch.bfloat16)
+    return values.numel() - torch.count_nonzero(values)
+
+
+def _block_scales(quantized: Quantized) -> Tensor:
+    """Dequantization scales in FP32, that of the tensor included: scalar or [blocks of rows, blocks of columns]."""
+    scales = quantized.dequant_scale.float()
+    return scales if quantized.tensor_scale is None else scales * quantized.tensor_scale
+
+
+def _used_blocks(quantized: Quantized) -> Tensor:
+    """Which blocks have a code that is not zero."""
+    codes = quantized.codes
+    raw = unpack(codes) if quantized.rule.format.codes_per_byte == 2 else codes.view(torch.uint8)
+    magnitudes = raw.view(-1, raw.shape[-1]).bitwise_and(0x7F).to(torch.bfloat16)  # whole numbers below 2^8: exact
+    return block_amax(as_blocks(magnitudes, quantized.rule.block)) > 0
+
+
+def _num_saturated(rows: Tensor, quantized: Quantized, dequant: Tensor) -> Tensor:
+    """Finite values beyond the largest number that their scale expresses."""
+    rule = quantized.rule
+    if rule.scale_rule not in CAN_SATURATE:
+        return torch.zeros((), dtype=torch.int64, device=rows.device)
+    limit = dequant * (rule.format.max * (1 + ROUNDING))
+    if rule.block is None:
+        magnitudes = rows.abs()
+        return torch.count_nonzero((magnitudes > limit) & (magnitudes < torch.inf))
+    magnitudes = as_blocks(rows, rule.block).abs()
+    return torch.count_nonzero((magnitudes > limit[:, None, :, None]) & (magnitudes < torch.inf))
+
+
+def _compared(rows: Tensor, quantized: Quantized, largest: Tensor) -> dict[str, Tensor]:
+    """Signal and noise, some whole rows at a time."""
+    is_short = quantized.rule.is_bf16_exact
+    decoded = quantized.operand(torch.bfloat16 if is_short else torch.float32).reshape(rows.shape)
+    factor, step = quantized.factor, max(1, CHUNK_VALUES // rows.shape[1])
+    totals: dict[str, Tensor] = {}
+    for start in range(0, len(rows), step):
+        values, others = rows[start : start + step].float(), decoded[start : start + step].float()
+        others = others if factor is None else others * factor
+        if not bool(torch.isfinite(values.sum())):
+            is_finite = values.isfinite()
+            values, others = values.where(is_finite, 0.0), others.where(is_finite, 0.0)
+        for name, value in compare(values, others, largest).items():
+            totals[name] = totals[name] + value if name in totals else value
+    square = largest.double().square()
+    return totals | {"signal": totals["signal"] * square, "noise": totals["noise"] * square}

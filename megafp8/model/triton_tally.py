@@ -1,0 +1,163 @@
+"""Sums and maxima of a quantized tensor in one pass over a GPU's memory: what `torch_tally.py` finds.
+
+Values, codes and scales are read once and nothing is looked at on the way, so that the host need not wait. A program
+goes down a strip of columns, RUNS runs of neighbours wide, ROWS rows at a time. Its sums are its own, FP64, and are
+added up afterwards in a fixed order; the largest of each column is kept by an atomic maximum, which has no order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megafp8.fp8.formats import E4M3
+from megafp8.fp8.quantize import Quantized
+from megafp8.fp8.scaling import ScaleRule
+from megafp8.fp8.triton_quantize import RULE_NAMES
+from megafp8.fp8.triton_rounding import bits_of, e8m0_value, grid_of, value_of_code
+from megafp8.model.torch_tally import CAN_SATURATE
+from megafp8.telemetry.quantization import ROUNDING, RUN_VALUES
+from megafp8.telemetry.tensor_sums import LOCAL_DB_LIMIT, MAX_EXPONENTS, OF_MAXIMA, OF_VALUES, Tally
+
+ROWS, RUNS = 4, 4  # of more, the registers of a program do not hold the sums
+PROGRAMS = 1024  # about; few enough for their sums to be added at no cost
+BINS = tl.constexpr(64)  # a power of two above MAX_EXPONENTS
+UNCOUNTED = tl.constexpr(63)
+DB_OF_OCTAVE = tl.constexpr(3.010299956639812)
+
+
+@triton.jit
+def tally_kernel(
+    values_ptr, codes_ptr, scales_ptr, factor_ptr, channel_bits_ptr, sums_ptr, maxima_ptr, num_rows, num_columns,
+    saturates_above, staleness_unit,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, RULE: tl.constexpr, IS_KNOWN: tl.constexpr,
+    CAN_SATURATE: tl.constexpr, IS_DELAYED: tl.constexpr, GRID: tl.constexpr, SCALE_GRID: tl.constexpr,
+    MAX_EXPONENTS: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr, RUNS: tl.constexpr, RUN_VALUES: tl.constexpr,
+):  # fmt: skip
+    """Sums (OF_VALUES, then codes by exponent) and maxima (OF_MAXIMA) of each program, and the columns' maxima.
+
+    BLOCK_ROWS 0 is one scale for all, at `factor_ptr`. Of a tensor that is not IS_KNOWN nothing is compared.
+    """
+    column = (tl.program_id(0) * RUNS + tl.arange(0, RUNS))[None, :, None] * RUN_VALUES
+    column += tl.arange(0, RUN_VALUES)[None, None, :]
+    factor = 1.0
+    if factor_ptr is not None:
+        factor = tl.load(factor_ptr)
+    signals, noises = tl.zeros([ROWS, RUNS], tl.float64), tl.zeros([ROWS, RUNS], tl.float64)
+    decibels, runs = tl.zeros([ROWS, RUNS], tl.float32), tl.zeros([ROWS, RUNS], tl.int32)
+    num_values, num_bad = tl.zeros([ROWS, RUNS], tl.int32), tl.zeros([ROWS, RUNS], tl.int32)
+    nonzero, underflow = tl.zeros([ROWS, RUNS], tl.int32), tl.zeros([ROWS, RUNS], tl.int32)
+    saturated = tl.zeros([ROWS, RUNS], tl.int32)
+    exponents = tl.zeros([BINS], tl.int32)
+    channels = tl.zeros([RUNS, RUN_VALUES], tl.float32)
+    scale_min = tl.full([ROWS, RUNS], float("inf"), tl.float32)
+    scale_max = tl.zeros([ROWS, RUNS], tl.float32)
+    for first_row in range(tl.program_id(1) * ROWS, num_rows, tl.num_programs(1) * ROWS):
+        row = (first_row + tl.arange(0, ROWS)).to(tl.int64)[:, None, None]
+        inside = (row < num_rows) & (column < num_columns)
+        x = tl.load(values_ptr + row * num_columns + column, mask=inside, other=0.0).to(tl.float32)
+        is_finite = tl.abs(x) < float("inf")  # false for NaN
+        is_bad = inside & (is_finite == 0)
+        x = tl.where(is_finite, x, 0.0)
+        is_nonzero = x != 0
+        if GRID.code_bits == 8:
+            code = tl.load(codes_ptr + row * num_columns + column, mask=inside, other=0).to(tl.int32)
+        else:  # the even element in the low half of a byte
+            pair = tl.load(codes_ptr + row * (num_columns // 2) + column // 2, mask=inside, other=0).to(tl.int32)
+            code = (pair >> (column % 2 * 4)) & 0xF
+        magnitude = code & ((1 << (GRID.code_bits - 1)) - 1)
+        scale = 1.0
+        is_used = is_nonzero
+        is_zero = magnitude == 0
+        if BLOCK_ROWS > 0:
+            across = tl.cdiv(num_columns, BLOCK_COLUMNS)
+            scale_at = row // BLOCK_ROWS * across + column // BLOCK_COLUMNS
+            scale = tl.load(scales_ptr + scale_at, mask=inside, other=0)
+            if RULE == "two_level":
+                scale = value_of_code(scale.to(tl.int32), SCALE_GRID)
+            elif RULE == "e8m0":
+                scale = e8m0_value(scale.to(tl.int32))
+            is_zero = is_zero | (scale == 0)
+            is_used = (is_zero == 0) & is_nonzero
+        dequant = tl.broadcast_to(scale * factor, [ROWS, RUNS, RUN_VALUES])
+
+        num_values += tl.sum(inside.to(tl.int32), 2)
+        num_bad += tl.sum(is_bad.to(tl.int32), 2)
+        channels = tl.maximum(channels, tl.max(tl.abs(x), 0))
+        scale_min = tl.minimum(scale_min, tl.min(tl.where(is_used, dequant, float("inf")), 2))
+        scale_max = tl.maximum(scale_max, tl.max(tl.where(is_used, dequant, 0.0), 2))
+        field = tl.where(magnitude == 0, 0, 1 + (magnitude >> GRID.mantissa_bits))
+        field = tl.where(inside & (magnitude < GRID.special), field, UNCOUNTED)
+        exponents += tl.histogram(tl.reshape(field, [ROWS * RUNS * RUN_VALUES]), BINS)
+        if IS_KNOWN:
+            nonzero += tl.sum(is_nonzero.to(tl.int32), 2)
+            underflow += tl.sum((is_nonzero & is_zero).to(tl.int32), 2)
+            if CAN_SATURATE:
+                saturated += tl.sum((tl.abs(x) > dequant * saturates_above).to(tl.int32), 2)
+            error = value_of_code(code, GRID) * scale * factor - x
+            error = tl.where(is_finite, error, 0.0).to(tl.float64)
+            wide = x.to(tl.float64)
+            signal, noise = tl.sum(wide * wide, 2), tl.sum(error * error, 2)
+            has_signal = signal > 0
+            ratio = tl.where(has_signal, signal, 1.0) / tl.where(noise > 0, noise, 1.0)
+            db = tl.minimum(tl.maximum(tl.log2(ratio.to(tl.float32)) * DB_OF_OCTAVE, 0.0), LIMIT)
+            signals += signal
+            noises += noise
+            decibels += tl.where(has_signal, tl.where(noise > 0, db, LIMIT), 0.0)
+            runs += has_signal.to(tl.int32)
+
+    tl.atomic_max(channel_bits_ptr + tl.reshape(column, [RUNS, RUN_VALUES]), bits_of(channels),
+                  mask=tl.reshape(column, [RUNS, RUN_VALUES]) < num_columns)  # fmt: skip
+    program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    own = sums_ptr + program * (10 + MAX_EXPONENTS)
+    tl.store(own, tl.sum(num_values))
+    tl.store(own + 1, tl.sum(num_bad))
+    tl.store(own + 2, tl.sum(num_values) * IS_KNOWN)
+    tl.store(own + 3, tl.sum(nonzero))
+    tl.store(own + 4, tl.sum(underflow))
+    tl.store(own + 5, tl.sum(saturated))
+    tl.store(own + 6, tl.sum(signals))
+    tl.store(own + 7, tl.sum(noises))
+    tl.store(own + 8, tl.sum(decibels))
+    tl.store(own + 9, tl.sum(runs))
+    bins = tl.arange(0, BINS)
+    tl.store(own + 10 + bins, exponents, mask=bins < MAX_EXPONENTS)
+    largest, smallest_scale, largest_scale = tl.max(channels), tl.min(scale_min), tl.max(scale_max)
+    has_scale = largest_scale > 0
+    own = maxima_ptr + program * 4
+    tl.store(own, largest)
+    tl.store(own + 1, tl.where(has_scale, 1.0 / smallest_scale.to(tl.float64), float("-inf")))
+    tl.store(own + 2, tl.where(has_scale, largest_scale, float("-inf")))
+    tl.store(own + 3, float("-inf"))
+    if IS_DELAYED:
+        expressed = factor.to(tl.float64) * staleness_unit
+        tl.store(own + 3, tl.where(has_scale, largest.to(tl.float64) / expressed, float("-inf")))
+
+
+def tally(rows: Tensor, quantized: Quantized, is_known: bool, margin: int = 0) -> Tally:
+    """Sums and maxima of a tensor, as `torch_tally.tally`, on a GPU; five operations, and no wait.
+
+    Numerics: differences in FP32, their squares in FP64.
+    """
+    rule, (num_rows, num_columns) = quantized.rule, rows.shape
+    strips = triton.cdiv(num_columns, RUNS * RUN_VALUES)
+    parts = min(triton.cdiv(num_rows, ROWS), triton.cdiv(PROGRAMS, strips))
+    sums, maxima = (
+        torch.empty(strips * parts, width, dtype=torch.float64, device=rows.device)
+        for width in (len(OF_VALUES) + MAX_EXPONENTS, len(OF_MAXIMA))
+    )
+    channel_amax = torch.zeros(num_columns, device=rows.device)
+    scales, block = quantized.dequant_scale, rule.block or (0, 0)
+    scales = scales.view(torch.uint8) if scales.itemsize == 1 else scales
+    tally_kernel[(strips, parts)](
+        rows.contiguous(), quantized.codes.contiguous().view(torch.uint8), scales.contiguous(), quantized.factor,
+        channel_amax.view(torch.int32), sums, maxima, num_rows, num_columns,
+        rule.format.max * (1 + ROUNDING), rule.format.max * 2.0**-margin,
+        BLOCK_ROWS=block[0], BLOCK_COLUMNS=block[1], RULE=RULE_NAMES.get(rule.scale_rule, "fp32"), IS_KNOWN=is_known,
+        CAN_SATURATE=rule.scale_rule in CAN_SATURATE, IS_DELAYED=rule.scale_rule is ScaleRule.DELAYED,
+        GRID=grid_of(rule.format), SCALE_GRID=grid_of(E4M3), MAX_EXPONENTS=MAX_EXPONENTS, LIMIT=LOCAL_DB_LIMIT,
+        ROWS=ROWS, RUNS=RUNS, RUN_VALUES=RUN_VALUES, enable_fp_fusion=False,
+    )  # fmt: skip
+    return Tally(sums.sum(0), maxima.amax(0), channel_amax)
