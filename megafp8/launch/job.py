@@ -140,6 +140,11 @@ def value_after(flag: str, words: tuple[str, ...]) -> Optional[str]:
     return value
 
 
+def name_problems(name: str) -> list[str]:
+    """What keeps a name from being a job's."""
+    return [] if NAME.fullmatch(name) else [f"name: {name!r}: letters, digits and . _ + - only"]
+
+
 def check_job(job: Job) -> None:
     """Refuse a job that no script can be made of.
 
@@ -152,8 +157,7 @@ def check_job(job: Job) -> None:
                             ("time_to_save_s", 1), ("max_restarts", 0), ("max_requeues", 0), ("array_limit", 1))
         if (value := getattr(job, name)) is not None and value < least
     ]  # fmt: skip
-    if not NAME.fullmatch(job.name):
-        problems.append(f"name: {job.name!r}: letters, digits and . _ + - only")
+    problems += name_problems(job.name)
     if job.time is not None and not TIME.fullmatch(job.time):
         problems.append(f"time: {job.time!r}: minutes, HH:MM:SS or D-HH:MM:SS")
     elif job.time is not None and seconds_of(job.time) <= warning_s(job) + SLURM_EARLY_S:

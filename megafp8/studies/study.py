@@ -31,6 +31,7 @@ from typing import Any, Optional
 import yaml
 
 from megafp8.errors import ConfigError
+from megafp8.launch.job import name_problems
 
 SIZES = ("tokens", "tokens_per_parameter", "gpus")
 """Numbers of a run that no flag of its own gives."""
@@ -98,9 +99,10 @@ def read_study(path: Path, folder: Optional[Path] = None) -> Study:
     slurm = plain.get("slurm") or {}
     if not isinstance(slurm, dict):
         problems.append(f"slurm: {slurm!r} is not a mapping of settings")
+    name = str(plain.get("name") or path.stem)
+    problems += name_problems(name)  # of folders, and of jobs where there is Slurm
     if problems:
         raise ConfigError([f"{path}: {problem}" for problem in problems])
-    name = str(plain.get("name") or path.stem)
     return Study(
         path=path, name=name, folder=folder or Path(plain.get("folder") or f"runs/{name}"), common=common, grids=grids,
         slurm=slurm,

@@ -62,6 +62,7 @@ def test_there_may_be_several_grids(tmp_path: Path) -> None:
         ("grid: {size: {a: --x 'b}}", "No closing quotation"),
         ("grid: {tokens: [many]}", "tokens: 'many' is not a number above 0"),
         ("gpus: -1\ngrid: {seed: [1]}", "gpus: '-1' is not a number above 0"),
+        ("name: two words\ngrid: {seed: [1]}", "name: 'two words': letters, digits and . _ + - only"),
         ("slurm: fast\ngrid: {seed: [1]}", "slurm: 'fast' is not a mapping"),
     ],
 )
