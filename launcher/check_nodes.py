@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
 from megafp8.errors import INTERNAL
-from megafp8.launch.nodes import gpu_problems, judge_nodes, read_report, summary, write_report
+from megafp8.launch.nodes import TIMEOUT_S, gpu_problems, judge_nodes, read_report, summary, write_report
 from megafp8.launch.requeue import requeue
 
 NODE = "SLURMD_NODENAME"
@@ -38,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpus", type=int, default=0, metavar="N", help="GPUs that each must have (default: none)")
     parser.add_argument("--port", type=int, default=29600, metavar="N", help="the first of 100 that may be used")
     parser.add_argument(
-        "--timeout-s", type=float, default=60.0, metavar="S", help="for each all-reduce (default %(default)g)"
+        "--timeout-s", type=float, default=TIMEOUT_S, metavar="S", help="for each all-reduce (default %(default)g)"
     )
     parser.add_argument(
         "--requeue", action="store_true", help="where nodes are bad, put the job back into the queue without them"

@@ -13,13 +13,20 @@ from pathlib import Path
 from megafp8.doctor.checks import ERROR, examine
 from megafp8.doctor.machine import Machine
 from megafp8.doctor.probes import find_machine, output_of
-from megafp8.launch.nodes import GpuState, GroupResult, NodeReport, Place, clock_ahead_s, links_of, members_of
+from megafp8.launch.nodes import (
+    START_S,
+    GpuState,
+    GroupResult,
+    NodeReport,
+    Place,
+    clock_ahead_s,
+    links_of,
+    members_of,
+)
 
 QUERY = "index,name,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,clocks_throttle_reasons.hw_slowdown"
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "triton")
 MIB = 1 << 20
-# For the ranks to start: they import torch, all from one file system.
-START_S = 120.0
 
 
 def measure_node(

@@ -23,6 +23,14 @@ CLOCK_S = 5.0
 IDLE_MEMORY_FRACTION = 0.05
 # Of the links' meeting points. Neighbours on one machine, as in tests, must not have the same one.
 PORTS = 100
+# For the ranks to start: they import torch, all from one file system.
+START_S = 120.0
+# For each meeting and each all-reduce.
+TIMEOUT_S = 60.0
+# A node's ranks are in a group of their own and in two links.
+MOST_GROUPS = 3
+# Between the first node that has looked at itself and the last: the doctor there takes its time, too.
+PATIENCE_S = round(START_S + 2 * TIMEOUT_S * MOST_GROUPS + 120)
 
 
 @dataclass(frozen=True, kw_only=True)

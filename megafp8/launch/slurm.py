@@ -17,9 +17,13 @@ from typing import Optional
 
 from megafp8.errors import INTERNAL, ConfigError
 from megafp8.launch.job import SLURM_EARLY_S, Job, warning_s
+from megafp8.launch.nodes import PATIENCE_S, PORTS
 from megafp8.launch.shell import array, environment_lines, quoted, training_lines
 
 OUTPUT = re.compile(r"^#SBATCH --output=(?:'([^']+)'|(\S+))$", re.MULTILINE)
+# Below the ports that the kernel gives to connections: each job meets on one of so many, and its check has `PORTS` of
+# as many others to itself, so that neither meets a job of one of the next numbers on a node that they share.
+MEETING_PORT, CHECK_PORT, NUM_PORTS = 10000, 20000, 10000
 
 
 def script(job: Job) -> str:
@@ -75,8 +79,7 @@ def limit_lines(job: Job) -> list[str]:
 
 def each_node_lines(job: Job) -> list[str]:
     """`on_each_node`: the beginning of a command that runs once on each node, in the container if there is one."""
-    patience_s = warning_s(job)
-    options = ["--cpu-bind=none", "--kill-on-bad-exit=0", f"--wait={patience_s}"]
+    options = ["--cpu-bind=none", "--kill-on-bad-exit=0"]
     if job.cpus_per_node:
         options.append(f"--cpus-per-task={job.cpus_per_node}")
     lines = [shlex.join(["srun", *options])]
@@ -88,13 +91,9 @@ def each_node_lines(job: Job) -> list[str]:
         mounts = ",".join(f"{folder}:{folder}" for folder in folders)
         options = [f"--container-image={job.container}", f"--container-workdir={job.project}"]
         lines += [shlex.join(options), quoted(f"--container-mounts={mounts}")]
-    names = [
-        'mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
-        # Below the ports that the kernel gives to connections, and another one for each job of a node.
-        "port=$((10000 + SLURM_JOB_ID % 20000))",
-    ]
+    names = ['mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")']
     return [
-        f"# Once on every node. When it has ended on one of them, the others have {patience_s} s.",
+        "# Once on every node. When it has ended on one of them, the others have SLURM_WAIT seconds.",
         *array("on_each_node", lines),
         *(names if job.nodes > 1 or job.check_nodes else ()),
     ]
@@ -103,10 +102,12 @@ def each_node_lines(job: Job) -> list[str]:
 def check_lines(job: Job) -> list[str]:
     """Every node is looked at, and a bad one named and left out."""
     reports = f'{shlex.quote(job.log_folder)}/nodes/"$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}"'
+    port = f"$(({CHECK_PORT} + SLURM_JOB_ID % {NUM_PORTS // PORTS} * {PORTS}))"
     return [
         "# Look at the nodes. If one is bad, it is named, and the job goes back into the queue without it.",
-        *array("check", [f'{reports} --gpus {job.gpus_per_node} --port "$((port + 1))" --nodes "${{nodes[@]}}"']),
-        '"${on_each_node[@]}" python3 launcher/check_nodes.py measure "${check[@]}" || true',
+        *array("check", [f'{reports} --gpus {job.gpus_per_node}', f'--port "{port}" --nodes "${{nodes[@]}}"']),
+        f'SLURM_WAIT={PATIENCE_S} \\',
+        '  "${on_each_node[@]}" python3 launcher/check_nodes.py measure "${check[@]}" || true',
         f'python3 launcher/check_nodes.py judge "${{check[@]}}" --requeue --max-requeues {job.max_requeues}',
     ]
 
@@ -115,9 +116,10 @@ def start_lines(job: Job) -> list[str]:
     """One torchrun on each node, under the supervisor."""
     torchrun, meeting = ["--standalone"], list[str]()
     if job.nodes > 1:
-        meeting = ["# They meet at the first node."]
+        meeting = ["# They meet at the first node, on a port of the job's own."]
         torchrun = [
-            '--nnodes "$SLURM_NNODES" --rdzv-backend c10d --rdzv-endpoint "${nodes[0]}:$port" --rdzv-id "$SLURM_JOB_ID"'
+            '--nnodes "$SLURM_NNODES" --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID"',
+            f'--rdzv-endpoint "${{nodes[0]}}:$(({MEETING_PORT} + SLURM_JOB_ID % {NUM_PORTS}))"',
         ]
     task, shown = ("${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID/", "ARRAY_TASK/") if job.runs else ("", "")
     on_each = f'PET_LOG_DIR={shlex.quote(job.log_folder)}/ranks/{task}$SLURMD_NODENAME exec "$@"'
@@ -131,6 +133,7 @@ def start_lines(job: Job) -> list[str]:
         ),
         "",
         "# Started again after crashes; the run's state says whether the job comes out of the queue again.",
+        f"export SLURM_WAIT={warning_s(job)}",
         f"exec python3 launcher/supervise.py --max-restarts {job.max_restarts} --requeue "
         f"--max-requeues {job.max_requeues} --least-time-s {warning_s(job) + SLURM_EARLY_S} -- \\",
         '  "${on_each_node[@]}" \\',

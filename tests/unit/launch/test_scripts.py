@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from megafp8.errors import ConfigError
 from megafp8.launch import slurm, torchrun
 from megafp8.launch.job import Job, words_of
+from megafp8.launch.nodes import PORTS
 
 SNAPSHOTS = Path(__file__).with_name("snapshots")
 ROOT = Path(__file__).resolve().parents[3]
@@ -91,6 +93,20 @@ def test_the_warning_comes_before_the_time_limit_with_time_to_save() -> None:
     assert "--least-time-s 1020" in text  # a minute more, as Slurm may send it early
 
 
+def test_how_long_nodes_are_looked_at_does_not_follow_from_the_time_to_save() -> None:
+    for time_to_save_s in (10, 3600):
+        text = slurm.script(dataclasses.replace(ONE, time_to_save_s=time_to_save_s))
+        assert "SLURM_WAIT=600 " in text and f"export SLURM_WAIT={time_to_save_s + 60}\n" in text
+
+
+def test_jobs_of_neighbouring_numbers_meet_on_ports_of_their_own() -> None:
+    check, meeting = re.findall(r"\$\(\((.+?)\)\)", script("four_nodes.sbatch"))
+    jobs = [{"SLURM_JOB_ID": number} for number in range(4_199_950, 4_200_050)]
+    ports = [eval(meeting, job) for job in jobs]  # the shell's arithmetic is Python's here
+    ports += [eval(check, job) + port for job in jobs for port in range(PORTS)]
+    assert len({*ports}) == len(ports) and min(ports) >= 10_000 and max(ports) < 32_768
+
+
 def test_words_survive_the_shell(tmp_path: Path) -> None:
     """Flags of an array's task, with a space in them, come out of bash as they went in."""
     text = script("array.sbatch")
@@ -138,7 +154,7 @@ def test_what_is_awkward_to_say_in_shell_arrives(nodes: int, tmp_path: Path) -> 
     assert tuple(words[words.index("pretrain_gpt.py") + 1 :]) == training
     assert ("n7:10041" in words) == (nodes > 1)
     checked = (project / "checked").read_text().splitlines()
-    assert checked.count(f"{folder}/logs/nodes/41-0") == 2 and checked.count("10042") == 2
+    assert checked.count(f"{folder}/logs/nodes/41-0") == 2 and checked.count("24100") == 2
 
 
 def test_a_job_that_slurm_put_back_too_often_ends(tmp_path: Path) -> None:
