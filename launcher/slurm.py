@@ -41,7 +41,8 @@ TEXTS = (
     ("--setup", "SHELL", "said before all else, such as 'module load cuda'"),
     ("--venv", "DIR", "virtual environment to activate"),
     ("--container", "IMAGE", "for the ranks: a .sif file is Apptainer's, another image Pyxis's"),
-    ("--max-restarts", "N", "in an allocation, in a row, without progress (default 3)"),
+    ("--max-restarts", "N", "in an allocation, in a row, without progress (default 3; none on several machines "
+     "without Slurm, which have no supervisor)"),
     ("--max-requeues", "N", "how often the job comes out of the queue again (default 100)"),
     ("--array-limit", "N", "of an array, runs at a time"),
     ("--logs", "DIR", "for output of the job and its ranks (default: logs/ in --save)"),

@@ -16,6 +16,7 @@ from megafp8.errors import ConfigError
 # Between a run's time to save and the end: srun and the supervisor have to end, too.
 SIGNAL_MARGIN_S = 60
 SLURM_EARLY_S = 60  # man sbatch, --signal
+DEFAULT_RESTARTS = 3
 # Of a job's name, which becomes a folder's and a label's.
 NAME = re.compile(r"[\w.+-]+")
 VARIABLE = re.compile(r"[A-Za-z_]\w*")
@@ -52,7 +53,7 @@ class Job:
             a python3 with psutil, that of `venv` if given.
         mounts: folders that the container sees under the same name, besides the project.
         environment: variables for all ranks; they win over those that a job sets by itself.
-        max_restarts: starts again in an allocation, in a row, without progress.
+        max_restarts: starts again in an allocation, in a row, without progress (`restarts`: None is 3).
         max_requeues: how often the job is put back into the queue.
         check_nodes: look at every node before training.
         runs: flags that differ: one run of an array for each; empty is a single run.
@@ -79,7 +80,7 @@ class Job:
     container: Optional[str] = None
     mounts: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    max_restarts: int = 3
+    max_restarts: Optional[int] = None
     max_requeues: int = 100
     check_nodes: bool = True
     runs: tuple[tuple[str, ...], ...] = ()
@@ -96,6 +97,11 @@ class Job:
     def world_size(self) -> int:
         """Ranks in all."""
         return self.nodes * self.ranks
+
+    @property
+    def restarts(self) -> int:
+        """How often the supervisor starts a run again."""
+        return DEFAULT_RESTARTS if self.max_restarts is None else self.max_restarts
 
     @property
     def commands(self) -> list[tuple[str, ...]]:

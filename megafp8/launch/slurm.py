@@ -134,7 +134,7 @@ def start_lines(job: Job) -> list[str]:
         "",
         "# Started again after crashes; the run's state says whether the job comes out of the queue again.",
         f"export SLURM_WAIT={warning_s(job)}",
-        f"exec python3 launcher/supervise.py --max-restarts {job.max_restarts} --requeue "
+        f"exec python3 launcher/supervise.py --max-restarts {job.restarts} --requeue "
         f"--max-requeues {job.max_requeues} --least-time-s {warning_s(job) + SLURM_EARLY_S} -- \\",
         '  "${on_each_node[@]}" \\',
         f"  bash -c {shlex.quote(on_each)} torchrun \\",

@@ -12,10 +12,11 @@ from megafp8.launch.shell import array, environment_lines, training_lines
 def script(job: Job) -> str:
     """The script that is run on each of the machines.
 
-    On one machine the run is supervised. Supervisors on several would judge each other's starts.
+    On one machine the run is supervised. Supervisors on several would judge each other's starts, and torchrun's own
+    restarts do not ask why a run ended.
 
     Raises:
-        ConfigError: the job is an array or in a container, or has several machines and no endpoint.
+        ConfigError: the job is an array or in a container, or has several machines and no endpoint, or restarts.
     """
     problems = []
     if job.runs:
@@ -24,6 +25,11 @@ def script(job: Job) -> str:
         problems.append(f"container: {job.container}: start this inside of it")
     if job.nodes > 1 and not job.endpoint:
         problems.append(f"nodes: {job.nodes}: they meet at an endpoint, HOST:PORT of the first one: none is given")
+    if job.nodes > 1 and job.max_restarts:
+        problems.append(
+            f"max_restarts: {job.max_restarts}: no supervisor starts a run again on {job.nodes} machines without "
+            "Slurm; give --max-restarts 0, and the same command on all of them when it has ended"
+        )
     if problems:
         raise ConfigError(problems)
     parts = [
@@ -37,7 +43,7 @@ def script(job: Job) -> str:
 
 def start_lines(job: Job) -> list[str]:
     """torchrun, under the supervisor where that can be."""
-    meeting, start = "--standalone", f"exec python3 launcher/supervise.py --max-restarts {job.max_restarts} -- \\\n  "
+    meeting, start = "--standalone", f"exec python3 launcher/supervise.py --max-restarts {job.restarts} -- \\\n  "
     if job.nodes > 1:
         meeting = f"--nnodes {job.nodes} --rdzv-backend c10d --rdzv-endpoint {job.endpoint} --rdzv-id {job.name}"
         start = "exec "

@@ -178,6 +178,7 @@ def test_a_job_s_own_variables_and_options_win() -> None:
         ({"runs": (("--save", "a", "--load", "a"),), "logs": "logs"}, "an array is Slurm's"),
         ({"container": "image.sif"}, "start this inside of it"),
         ({"nodes": 2}, "none is given"),
+        ({"nodes": 2, "endpoint": "first:29500", "max_restarts": 2}, "max_restarts: 2: no supervisor"),
     ],
 )
 def test_what_torchrun_alone_cannot_do_is_refused(change: dict, words: str) -> None:
