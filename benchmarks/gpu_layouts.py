@@ -299,7 +299,7 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 2, help="of this machine")
     parser.add_argument("--warm-up", type=int, default=4, help="steps before the timed ones")
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
-    parser.add_argument("--mode-s", type=float, default=60.0, help="seconds after which a mode is given up")
+    parser.add_argument("--mode-s", type=float, default=120.0, help="seconds after which a mode is given up")
     parser.add_argument("--extra", default="", help='more flags for every mode: --extra="--flag value"')
     parser.add_argument("--json", type=Path, help="write a line for each measurement to this file")
     options = parser.parse_args(argv)

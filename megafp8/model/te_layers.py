@@ -85,8 +85,11 @@ def delayed_scales(model: torch.nn.Module) -> list[torch.Tensor]:
     There are none before the first forward pass, unless a checkpoint or FP8 weights brought some. Scales that nothing
     has used, such as those of outputs, stay 1.
     """
-    modules = [m for m in model.modules() if isinstance(m, te.module.base.TransformerEngineBaseModule)]
-    states = [m.fp8_meta.get(direction) for m in modules for direction in ("scaling_fwd", "scaling_bwd")]
+    states = [
+        linear.fp8_meta.get(direction)
+        for linear in fusing_linears(model)
+        for direction in ("scaling_fwd", "scaling_bwd")
+    ]
     return [state.scale for state in states if hasattr(state, "amax_history")]
 
 
@@ -99,9 +102,11 @@ def delayed_scale(linear: torch.nn.Module, operand: str) -> Optional[torch.Tenso
 
 
 def delayed_state(model: torch.nn.Module) -> list[torch.Tensor]:
-    """All that delayed scaling remembers, histories too: the tensors themselves. None before the first forward pass."""
-    modules = [m for m in model.modules() if isinstance(m, te.module.base.TransformerEngineBaseModule)]
-    metas = [m.fp8_meta for m in modules if isinstance(m.fp8_meta.get("recipe"), DelayedScaling)]
+    """All that delayed scaling remembers, histories too: the tensors themselves. None before the first forward pass.
+
+    Attention has scales as well once it has run, which nothing uses and no checkpoint has: they are left out.
+    """
+    metas = [m.fp8_meta for m in fusing_linears(model) if isinstance(m.fp8_meta.get("recipe"), DelayedScaling)]
     return [tensor for meta in metas for tensor in te_patches.delayed_tensors(meta).values()]
 
 
