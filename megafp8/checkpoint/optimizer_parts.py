@@ -22,7 +22,8 @@ from torch import Tensor
 
 from megafp8.checkpoint import remainders
 
-NAMES = ("param", "exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+NAMES = ("param", *MOMENTS)
 # What megatron-core calls the form in which it takes the state back: flat, this rank's part only.
 FLAT = "fully_sharded_model_space"
 
@@ -87,8 +88,11 @@ def own_values(part: DistributedOptimizer, parameter: Tensor) -> dict[str, Tenso
     found = part._get_main_param_and_optimizer_states(parameter)
     if has_remainder(part, parameter):
         found["param"] = remainders.joined(own_shard(part, parameter).detach(), found["param"])
-    is_converted = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+    if gives_stored_numbers(part):
+        shard = own_shard(part, parameter)
+        found |= {name: part.optimizer.get_unscaled_state(shard, name) for name in MOMENTS}
     values = {name: found[name].detach().float() for name in NAMES}
+    is_converted = part.config.use_precision_aware_optimizer
     return {name: value.cpu() for name, value in values.items()} if is_converted else values
 
 
@@ -102,6 +106,13 @@ def has_remainder(part: DistributedOptimizer, parameter: Tensor) -> bool:
     """Whether the high half of a master weight is the model's own weight."""
     master = part.optimizer.state[own_shard(part, parameter)].get("master_param")
     return master is not None and master.dtype == torch.int16
+
+
+def gives_stored_numbers(part: DistributedOptimizer) -> bool:
+    """Whether megatron-core takes what a low-precision moment is stored as for the moment, without its scale: where it
+    keeps the FP32 master weights of FP8 weights itself."""
+    config = part.config
+    return config.use_precision_aware_optimizer and not config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
 
 
 def own_runs(part: DistributedOptimizer) -> Iterator[tuple[Tensor, range]]:
@@ -177,3 +188,13 @@ def join_pieces(part: DistributedOptimizer, state: dict[str, Any]) -> dict[str, 
             rounded, values["param"] = remainders.split(values["param"])
             own_shard(part, parameter).data.copy_(rounded)
     return state | {"param_state": flat, "param_state_sharding_type": FLAT}
+
+
+def store_moments(part: DistributedOptimizer, state: dict[str, Any]) -> None:
+    """Store the moments that were loaded, of `join_pieces`, by their scales where megatron-core's load has no regard to
+    them."""
+    if gives_stored_numbers(part):
+        for (parameter, _), values in zip(own_runs(part), state["param_state"].values(), strict=True):
+            shard = own_shard(part, parameter)
+            for name in MOMENTS:
+                part.optimizer.set_scaled_state(shard, name, values[name].to(shard.device))

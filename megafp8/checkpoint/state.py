@@ -107,11 +107,15 @@ def load_optimizer_state(trainee: Trainee, state: dict[str, Any]) -> None:
         state = optimizer_parts.join_pieces(parts[0], state) if one else {
             index: optimizer_parts.join_pieces(parts[index], each) for index, each in state.items()
         }  # fmt: skip
-    for part, of_part in zip(parts, [state] if len(parts) == 1 else list(state.values()), strict=True):
+    states = [state] if len(parts) == 1 else list(state.values())
+    for part, of_part in zip(parts, states, strict=True):
         # A fixed loss scale leaves nothing; a dynamic one that comes after it begins anew.
         if "grad_scaler" in of_part and not of_part["grad_scaler"]:
             of_part["grad_scaler"] = part.grad_scaler.state_dict()
     trainee.optimizer.load_state_dict(state)
+    if isinstance(parts[0], DistributedOptimizer):
+        for part, of_part in zip(parts, states, strict=True):
+            optimizer_parts.store_moments(part, of_part)
     if getattr(parts[0].config, "use_precision_aware_optimizer", False):
         # A weight that is rounded from its master stood half a step off in the checkpoint where that was a tie.
         gather_weights(trainee.chunks)

@@ -94,6 +94,35 @@ def test_what_megatron_core_saved_is_read_in_parts(tmp_path: Path) -> None:
     assert min(run_ranks(2, save_and_read)) > 0
 
 
+def test_moments_are_saved_without_their_scales(tmp_path: Path) -> None:
+    """As Transformer Engine's Adam has them in FP8 and FP16; megatron-core gives them as stored beside FP8 weights."""
+    config = small_config("llama", ONE_BUCKET, 2)
+    scale = 4.0
+
+    def save_and_read() -> int:
+        run = build_run(config)
+        train(run, 2)
+        (part,) = parts_of(run.trainee.optimizer)
+        state = part.optimizer.state
+        part.optimizer.get_unscaled_state = lambda shard, name: state[shard][name] * scale
+        part.optimizer.set_scaled_state = lambda shard, name, values: state[shard][name].copy_(values / scale)
+        part.config.use_precision_aware_optimizer = True
+        path = save_checkpoint(tmp_path, config, run.trainee, Progress(2, 16))
+        before = own_state(run)
+        for is_scaled in (True, False):
+            part.config.use_precision_aware_optimizer = is_scaled
+            forget(run)
+            model = model_state(run.trainee.chunks)
+            wanted = model | {"optimizer": optimizer_state(run.trainee, model, is_loading=True)}
+            load_optimizer_state(run.trainee, read_tensors(path, wanted, run.trainee.chunks, ["model"])["optimizer"])
+            for index, (old, new) in enumerate(zip(before, own_state(run), strict=True)):
+                is_moment = NAMES[index % 3] != "param"
+                assert torch.equal(new, old * scale if is_moment and not is_scaled else old)
+        return len(before)
+
+    assert min(run_ranks(2, save_and_read)) > 0
+
+
 @pytest.mark.parametrize("flags", ["--bf16 --use-distributed-optimizer", "--bf16", ""])
 def test_a_run_can_save_before_its_first_step(flags: str, tmp_path: Path) -> None:
     """A run that is stopped while it takes its first step; the one that goes on from there is the one that was not."""

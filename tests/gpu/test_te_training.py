@@ -175,6 +175,7 @@ def test_row_wise_cast_of_shards_changes_no_weight(recipe: str) -> None:
         ("delayed", f"{LOW_PRECISION} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"),
         ("delayed", f"{LOW_PRECISION} --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16"),
         ("delayed", f"{LOW_PRECISION} --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16 --no-one-pass-optimizer"),
+        ("tensorwise", f"{LOW_PRECISION} --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16 --fp8-param-gather"),
         ("tensorwise", f"{LOW_PRECISION} --main-params-dtype fp16"),
     ],
 )
