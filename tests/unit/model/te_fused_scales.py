@@ -1,4 +1,4 @@
-"""A program that `test_te_fused_scales.py` runs: a fused MLP under delayed scaling keeps its scales in its linears."""
+"""A program that `test_te_without_cuda.py` runs: a fused MLP under delayed scaling keeps its scales in its linears."""
 
 from types import SimpleNamespace
 

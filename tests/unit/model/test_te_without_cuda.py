@@ -1,4 +1,4 @@
-"""The scales of Transformer Engine's fused operations, with its own Python and nothing compiled."""
+"""Programs that try Transformer Engine's own Python with nothing compiled, each in a process of its own."""
 
 import os
 import subprocess
@@ -12,9 +12,10 @@ ORACLES = Path(os.environ.get("MEGAFP8_ORACLES", TESTS.parent / ".venv" / "oracl
 
 
 @pytest.mark.skipif(not list(ORACLES.glob("transformer_engine-*.whl")), reason=f"no Transformer Engine in {ORACLES}")
-def test_scales_of_a_fused_mlp_are_its_linears() -> None:
+@pytest.mark.parametrize("name", ["te_fused_scales.py", "te_moments.py"])
+def test_program_finishes(name: str) -> None:
     path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path, "MEGAFP8_ORACLES": str(ORACLES)}
-    program = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("te_fused_scales.py"))]
+    program = [sys.executable, "-W", "ignore", str(Path(__file__).with_name(name))]
     finished = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=120)
     assert finished.returncode == 0, finished.stderr
