@@ -5,7 +5,8 @@
 One run, in which every second step is looked at (`--fp8-log-interval 2`), from the batch to the record in all sinks;
 each such step is compared with the one before it. A run that looks every 100 steps pays a hundredth of the difference:
 its other steps are those of a run that never looks. Bar: 2% of the step time at an interval of 100. On a CPU rank and
-one thread; on a GPU where there is one, with the layers that run there, and then wall time counts.
+one thread; on a GPU where there is one, with the layers that run there, and then wall time counts. Beside the times
+stand the operations that a step launches, and how often the host waits (`operations.py`), of one more step each.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import timing  # noqa: E402
 from benchmarks.engine_overhead import EngineLoop  # noqa: E402
 from benchmarks.in_process import add_size_options, checked_flags, command_line, end_runs  # noqa: E402
+from benchmarks.operations import Operations, count_operations  # noqa: E402
 from megafp8.device.platform import detect_platform  # noqa: E402
 from megafp8.telemetry.sinks import build_sinks  # noqa: E402
 from megafp8.training.assemble import assemble  # noqa: E402
@@ -52,9 +54,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def measure(options: argparse.Namespace, folder: Path) -> dict[str, timing.Times]:
-    """Times of steps that are looked at and of those before them, round by round."""
-    steps = 2 * (options.rounds + WARMUP)
+def measure(options: argparse.Namespace, folder: Path) -> tuple[dict[str, timing.Times], dict[str, Operations]]:
+    """Times of steps that are looked at and of those before them, round by round, and operations of one each."""
+    steps = 2 * (options.rounds + WARMUP + 1)
     what_if = f" --fp8-what-if {options.fp8_what_if}" if options.fp8_what_if else ""
     text = command_line(options, steps, f"--bf16 {RECIPES[options.recipe]} --fp8-log-interval 2{what_if}")
     checked = checked_flags(text)
@@ -67,25 +69,29 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, timing.Times
             loop.step()
             run.platform.synchronize()
 
-        for number in range(steps):
+        for number in range(steps - 2):
             wall_ms, cpu_ms = timing.own_times_ms(step)
             if number >= 2 * WARMUP:
                 side = times[LOOKING if number % 2 else PLAIN]
                 side.wall_ms.append(wall_ms)
                 side.cpu_ms.append(cpu_ms)
+        operations = {side: count_operations(step) for side in times}
     end_runs()
-    return times
+    return times, operations
 
 
 def main(argv: Optional[Sequence[str]] = None) -> None:
     """Measure and print."""
     options = build_parser().parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        times = measure(options, Path(folder))
+        times, operations = measure(options, Path(folder))
     clock = "wall" if torch.cuda.is_available() else timing.clock_to_trust(times)
     ratio = timing.ratios_to(PLAIN, times)[LOOKING][clock]
-    rows = [[name, side.median_wall_ms, side.median_cpu_ms] for name, side in times.items()]
-    print(timing.format_table(["step", "wall ms", "CPU ms"], rows))
+    rows = [
+        [name, side.median_wall_ms, side.median_cpu_ms, operations[name].launched, operations[name].waits]
+        for name, side in times.items()
+    ]
+    print(timing.format_table(["step", "wall ms", "CPU ms", "operations", "waits"], rows))
     share = (ratio.median - 1) / INTERVAL
     verdict = "within" if share <= BAR else "ABOVE"
     print(
@@ -94,7 +100,8 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
         f"{BAR:.0%})\n{timing.describe_quiet(times)}"
     )
     if options.json:
-        timing.write_json(options.json, {"times": times, "ratio": ratio, "clock": clock, "share": share})
+        result = {"times": times, "operations": operations, "ratio": ratio, "clock": clock, "share": share}
+        timing.write_json(options.json, result)
 
 
 if __name__ == "__main__":

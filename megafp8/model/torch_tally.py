@@ -107,7 +107,8 @@ def _num_saturated(rows: Tensor, quantized: Quantized, dequant: Tensor) -> Tenso
     limit = dequant * (rule.format.max * (1 + ROUNDING))
     if rule.block is None:
         magnitudes = rows.abs()
-        return torch.count_nonzero((magnitudes > limit) & (magnitudes < torch.inf))
+        is_beyond = magnitudes > limit[None, None]  # beside a scalar torch would compare in the type of `rows`
+        return torch.count_nonzero(is_beyond & (magnitudes < torch.inf))
     magnitudes = as_blocks(rows, rule.block).abs()
     return torch.count_nonzero((magnitudes > limit[:, None, :, None]) & (magnitudes < torch.inf))
 

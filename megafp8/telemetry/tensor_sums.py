@@ -168,7 +168,8 @@ def outlier_keys(channel_amax: Tensor, first_channel: int = 0) -> Tensor:
     Returns:
         [tensors].
     """
-    largest, median = channel_amax.max(dim=1), channel_amax.median(dim=1).values
+    largest = channel_amax.max(dim=1)
+    median = channel_amax.sort(dim=1).values[:, (channel_amax.shape[1] - 1) // 2]  # torch.median is not deterministic
     octaves = torch.log2(largest.values.double() / median.double())
     keys = (octaves * OCTAVE_UNITS).floor() * CHANNELS + first_channel + largest.indices
     return torch.where(torch.isfinite(keys), keys, -1.0)

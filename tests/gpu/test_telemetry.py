@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,11 +22,16 @@ if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_a
 from gpu_runs import FP8_RECIPES, RECIPES, gpu_run  # noqa: E402
 from small_run import look_of, train  # noqa: E402
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.operations import count_operations  # noqa: E402
 from megafp8.fp8.recipes import Gemm, Operand  # noqa: E402
 from megafp8.model.watched_linears import HookedLinear  # noqa: E402
 from megafp8.telemetry.records import QuantizationRecord  # noqa: E402
 
 LOOK = "--fp8-log-interval 1 --fp8-what-if mxfp8,nvfp4"
+# More than in tests/distributed/test_cost_of_looks.py: a sum may be two kernels, and norms are taken before.
+OPERATIONS_A_TENSOR, OPERATIONS_A_LOOK, WAITS = 20, 200, 3
 
 
 def look(extra: str, step: int = 1) -> QuantizationRecord:
@@ -91,3 +98,16 @@ def test_weights_kept_in_fp8_have_no_error() -> None:
     for name, stats in found.tensors.items():
         assert (stats.sqnr_db is None) == name.endswith("weight"), name
         assert stats.num_values > 0
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_a_look_launches_few_operations_and_hardly_waits(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # which users do not have
+    with gpu_run(f"{RECIPES[recipe]} --fp8-log-interval 2") as run:
+        for step in (1, 2):  # kernels are compiled
+            look_of(run, step)
+        plain, looked = [count_operations(lambda step=step: look_of(run, step)) for step in (3, 4)]
+        num_tensors = len(list(run.probe.plan.all()))
+    cost = looked - plain
+    assert cost.waits <= WAITS, cost
+    assert num_tensors < cost.launched < OPERATIONS_A_TENSOR * num_tensors + OPERATIONS_A_LOOK, cost

@@ -23,6 +23,7 @@ from benchmarks import (  # noqa: E402
     param_gather,
     quantize_cpu,
     startup,
+    telemetry_overhead,
 )
 
 SIZES = (
@@ -99,6 +100,15 @@ def test_param_gather(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
     assert set(result["gathered_bytes"].values()) == {0}
     assert result["weight_bytes"]["blockwise fp8"] < result["weight_bytes"]["blockwise bf16"]
     assert "losses equal bit by bit" in capfd.readouterr().out
+
+
+def test_telemetry_overhead(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    result = result_of(telemetry_overhead.main, f"{SIZES} --rounds 1", tmp_path)
+    counts = result["operations"]
+    assert counts["looking"]["launched"] > counts["not looking"]["launched"] > 0
+    assert counts["looking"]["waits"] > counts["not looking"]["waits"]
+    assert all(math.isfinite(number) for number in numbers([result["times"], counts, result["share"]]))
+    assert "| operations | waits |" in capfd.readouterr().out
 
 
 def test_quantize(tmp_path: Path) -> None:

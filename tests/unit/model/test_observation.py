@@ -169,6 +169,15 @@ def test_the_examples_show_every_kind_of_loss(device: str) -> None:
     assert (found.outlier_channel, found.outlier_octaves) == (197, pytest.approx(math.log2(300 / 0.0122), abs=3))
 
 
+def test_a_bound_between_two_values_of_the_type_saturates_the_upper_one(device: str) -> None:
+    """BF16 has 298 and 300; the largest number that the scale expresses is 299.5, which BF16 would round to 300."""
+    rule = RECIPES[1].rule(Operand.INPUT, Gemm.FPROP)
+    values = wide(48, 198)
+    quantized = quantize(values, rule, delayed=DelayedScale(torch.tensor(448 / 299.5), None))
+    found = stats_of(table_of((values, quantized), device=device), rule)
+    assert found.saturated_fraction == 1 / values.numel()
+
+
 @pytest.mark.parametrize("rule", RULES[: -len(RECIPES[-1].rules)])
 def test_shards_add_up_to_the_whole(rule: OperandRule) -> None:
     """Halves on two ranks, whose tensors share their scale: what the whole tensor gives on one. (Scales of NVFP4's

@@ -1,0 +1,107 @@
+"""What a look launches on a GPU, and how often it waits, counted without one.
+
+Linears of a small run are watched from outside, as Transformer Engine's are, and take the path of a GPU. Triton is not
+there: a stand-in counts its kernels and computes nothing. So numbers are arbitrary, and any that the host would read
+before the end, and act on, is a wait that is counted. On a GPU: tests/gpu/test_telemetry.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+from ranks import run_ranks
+from small_run import build_run, look_of, small_config
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.operations import OperationCount, Operations  # noqa: E402
+from megafp8.fp8 import quantize  # noqa: E402
+from megafp8.model import observation  # noqa: E402
+from megafp8.model.watched_linears import HookedLinear, WatchedLinear  # noqa: E402
+from megafp8.telemetry.tensor_sums import TensorTable  # noqa: E402
+
+FLAGS = "--bf16 --lr-warmup-iters 0 --num-layers 2 --hidden-size 128 --fp8-log-interval 2"
+RECIPES = {
+    "tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",
+    "delayed": "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 16",
+    "mxfp8": "--fp8-format e4m3 --fp8-recipe mxfp8",
+    "others tried": "--fp8-format hybrid --fp8-recipe tensorwise --fp8-what-if blockwise,mxfp8,nvfp4",
+}
+OPERATIONS_A_TENSOR = 15
+OPERATIONS_A_LOOK = 100  # whatever the number of tensors: outliers by widths, norms, the table
+
+
+def stand_in_for_triton(count: OperationCount) -> ModuleType:
+    """A module whose kernels do nothing but count."""
+
+    class Kernel:
+        def __init__(self, function: Callable[..., Any]):
+            self.function = function
+
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            def launch(*args: Any, **kwargs: Any) -> None:
+                count.launched += 1
+
+            return launch
+
+    module: Any = ModuleType("triton")
+    module.jit, module.language, module.cdiv = Kernel, MagicMock(), lambda size, length: -(-size // length)
+    return module
+
+
+def cost_of_look(flags: str) -> tuple[Operations, int]:
+    """What a step that is looked at takes more than one that is not, and the number of tensors seen."""
+    count = OperationCount()
+    run = build_run(small_config("llama", f"{FLAGS} {flags}"))
+    run.probe.linears = [HookedLinear(each.name, each.module, each.recipe) for each in run.probe.linears]
+    is_watching = False
+
+    def on_gpu(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def method(*args: Any) -> Any:
+            nonlocal is_watching
+            is_watching = True
+            try:
+                return plain(*args)
+            finally:
+                is_watching = False
+
+        return method
+
+    def to_host(table: TensorTable) -> None:
+        """The one wait; what comes after is on the host."""
+        marks.append(Operations(count.launched, count.waits + 1))
+        table.sums.zero_()
+
+    marks: list[Operations] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HookedLinear, "delayed_scale", WatchedLinear.delayed_scale)
+        look_of(run, 1)
+        triton = stand_in_for_triton(count)
+        patch.setitem(sys.modules, "triton", triton)
+        patch.setitem(sys.modules, "triton.language", triton.language)
+        for name in [name for name in sys.modules if name.startswith("megafp8.") and "triton" in name]:
+            patch.delitem(sys.modules, name)
+        for module in (quantize, observation):
+            patch.setattr(module, "has_kernels", lambda tensor: is_watching)
+        patch.setattr(HookedLinear, "_show", on_gpu(HookedLinear._show))
+        patch.setattr(WatchedLinear, "weight_codes", on_gpu(WatchedLinear.weight_codes))
+        patch.setattr(TensorTable, "to_host", to_host)
+        for step in (2, 3, 4):
+            marks.append(Operations(count.launched, count.waits))
+            with count:
+                look_of(run, step)
+    _, _, start, between, end = marks
+    return (end - between) - (between - start), len(list(run.probe.plan.all()))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_look_launches_few_operations_and_waits_once(recipe: str) -> None:
+    ((cost, num_tensors),) = run_ranks(1, cost_of_look, RECIPES[recipe])
+    assert cost.waits == 1
+    assert num_tensors < cost.launched < OPERATIONS_A_TENSOR * num_tensors + OPERATIONS_A_LOOK, cost
