@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -29,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 
 from megafp8.config import derived, flags, rules, serialize
 from megafp8.config.schema import RunConfig
-from megafp8.config.variants import BASELINE, NAMES, Variant, build_variant, differences, read_shared
+from megafp8.config.variants import BASELINE, NAMES, Variant, build_variant, differences, parse_variant, read_shared
 from megafp8.errors import INTERNAL, PREEMPTED, ConfigError, DataError, Megafp8Error, NumericsError
 from megafp8.launch.batch import OUTPUT_FILE, Batch, BatchRun, Outcome, is_done
 from megafp8.launch.run_state import judge
@@ -102,15 +101,11 @@ def variants_of(options: argparse.Namespace, shared: RunConfig) -> list[Variant]
     """Those of --recipes, then those of --variant.
 
     Raises:
-        ConfigError: a name that is unknown, given twice, or no name for a folder.
+        ConfigError: a name that is unknown or given twice, or a variant that is none.
     """
     names = [name.strip() for name in options.recipes.split(",") if name.strip()]
     variants = [build_variant(name, shared, options.nproc_per_node) for name in names]
-    for text in options.variant:
-        name, _, words = text.partition("=")
-        if not words or not re.fullmatch(r"[\w.-]+", name):
-            raise ConfigError(f"--variant {text}: give it as NAME='FLAGS', the name of letters, digits, - and _")
-        variants.append(Variant(name=name, flags=("--bf16", *shlex.split(words))))
+    variants += [parse_variant(text) for text in options.variant]
     names = [variant.name for variant in variants]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"--recipes and --variant name {', '.join(sorted(twice))} twice")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +17,10 @@ FP8_RECIPES = tuple(recipe for recipe in precision_map.USUAL_FORMATS if recipe !
 NAMES = (BASELINE, CONTROL, *FP8_RECIPES, "nvfp4")
 # Two runs that differ in these alone learn the same, but for the order of sums.
 NEUTRAL_SETTINGS = ("checkpoint.", "logging.", "training.num_threads", "data.num_workers", "data.data_cache_path")
+# Flags that a comparison gives to its runs itself.
+FOLDER_FLAGS = {"checkpoint.save": "--save", "checkpoint.load": "--load"}
+RECIPE_FLAGS = {"precision.fp8_format": "--fp8-format", "precision.fp8_recipe": "--fp8-recipe",
+                "precision.fp4_format": "--fp4-format", "precision.fp4_recipe": "--fp4-recipe"}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +62,53 @@ def build_variant(name: str, shared: RunConfig, world_size: int) -> Variant:
     return Variant(name=name, flags=("--bf16", "--fp8-format", number_format, "--fp8-recipe", recipe))
 
 
+def parse_variant(text: str) -> Variant:
+    """The variant of NAME='FLAGS'.
+
+    Raises:
+        ConfigError: it is none, or its flags say two things, or what the comparison says itself, or what each run would
+            find out for itself.
+    """
+    name, _, words = text.partition("=")
+    if not words or not re.fullmatch(r"[\w.-]+", name):
+        raise ConfigError(f"--variant {text}: give it as NAME='FLAGS', the name of letters, digits, - and _")
+    try:
+        variant = Variant(name=name, flags=("--bf16", *shlex.split(words)))
+    except ValueError as error:
+        raise ConfigError(f"--variant {text}: {error}") from error
+    if problems := variant_problems(variant.flags):
+        raise ConfigError([f"--variant {name}: {problem}" for problem in problems])
+    return variant
+
+
+def variant_problems(words: Sequence[str]) -> list[str]:
+    """What only a variant's flags can have wrong; that they are flags and go together is checked with those of all."""
+    invocation, _ = flags.read(words)
+    problems = [
+        f"{flag}: the comparison gives it, from --output-dir and from --seeds and the --seed of all runs; remove it"
+        for name, flag in (*FOLDER_FLAGS.items(), ("training.seed", "--seed"))
+        if name in invocation.given
+    ]
+    names = [word.partition("=")[0] for word in words]
+    problems += [
+        f"{flag} is given twice, and a run would take the last alone: give one"
+        for flag in RECIPE_FLAGS.values()
+        if names.count(flag) > 1
+    ]
+    # The rule of all runs passes over a recipe that is the default.
+    for kind in ("fp8", "fp4"):
+        if f"precision.{kind}_recipe" in invocation.given and f"precision.{kind}_format" not in invocation.given:
+            problems.append(f"--{kind}-recipe has no effect without --{kind}-format: give both, or remove it")
+    return problems + auto_problems(invocation.config)
+
+
+def auto_problems(config: RunConfig) -> list[str]:
+    """That runs would not have one size of micro-batches."""
+    if config.training.micro_batch_size != AUTO:
+        return []
+    return ["--micro-batch-size auto: each run would find another size; give one"]
+
+
 def other_micro_batch(config: RunConfig, world_size: int) -> int:
     """Half the micro-batch, or the double where it is odd.
 
@@ -81,8 +134,7 @@ def differences(before: RunConfig, after: RunConfig) -> list[str]:
 def read_shared(words: Sequence[str], folder: str) -> tuple[RunConfig, list[str]]:
     """The settings that all runs share, as if one of them ran in `folder`, and which flags are the comparison's own."""
     invocation, problems = flags.read(words)
-    own = {"checkpoint.save": "--save", "checkpoint.load": "--load", "precision.fp8_format": "--fp8-format",
-           "precision.fp8_recipe": "--fp8-recipe", "precision.fp4_format": "--fp4-format"}  # fmt: skip
+    own = FOLDER_FLAGS | RECIPE_FLAGS
     problems += [
         f"{flag} among the flags of all runs: the comparison gives it, from --output-dir and --recipes"
         for name, flag in own.items()
@@ -97,6 +149,5 @@ def read_shared(words: Sequence[str], folder: str) -> tuple[RunConfig, list[str]
             "the settings of all runs quantize, or have a precision map or schedule: the baseline would, too; give "
             "them to a variant of their own, --variant NAME='FLAGS'"
         )
-    if config.training.micro_batch_size == AUTO:
-        problems.append("--micro-batch-size auto among the flags of all runs: each would find another size; give one")
+    problems += auto_problems(config)
     return with_values(invocation.config, {"checkpoint.save": folder, "checkpoint.load": folder}), problems

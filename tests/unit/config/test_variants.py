@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megafp8.config import flags, rules
-from megafp8.config.variants import NAMES, build_variant, differences, other_micro_batch, read_shared
+from megafp8.config.variants import NAMES, build_variant, differences, other_micro_batch, parse_variant, read_shared
 from megafp8.errors import ConfigError
 
 FLAGS = (
@@ -60,6 +60,30 @@ def test_flags_that_the_comparison_gives_are_refused() -> None:
     config, problems = read_shared([*SHARED, "--fp8-format", "hybrid", "--save", "here"], "runs/all")
     assert [text.split()[0] for text in problems] == ["--save", "--fp8-format"]
     assert config.checkpoint.save == config.checkpoint.load == "runs/all"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("x=--fp8-format hybrid --fp8-format=e4m3", "--variant x: --fp8-format is given twice"),
+        ("x=--fp8-recipe delayed", "--fp8-recipe has no effect without --fp8-format"),
+        ("x=--fp8-format hybrid --micro-batch-size auto", "auto: each run would find another size"),
+        ("x=--seed 3", "--seed: the comparison gives it"),
+        ("x=--precision '*=bf16", "No closing quotation"),
+        ("a/b=--fp8-format hybrid", "give it as NAME='FLAGS'"),
+    ],
+)
+def test_a_variant_that_contradicts_itself_is_refused(text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_variant(text)
+    assert words in str(caught.value)
+
+
+def test_a_variant_has_the_flags_that_it_is_given() -> None:
+    variant = parse_variant("edges=--fp8-format hybrid --precision 'layers.0.*=bf16'")
+    assert (variant.name, variant.flags) == (
+        "edges", ("--bf16", "--fp8-format", "hybrid", "--precision", "layers.0.*=bf16")
+    )  # fmt: skip
 
 
 def test_where_a_run_writes_makes_no_difference() -> None:
