@@ -6,6 +6,7 @@
 
 Runs that differ in their seed alone are one recipe, and each is held against the baseline's run of the same seed. Over
 two seeds or more there is a verdict: whether the interval of the gap lies within the bound. It needs the records only.
+A run whose run_state.json says that it is not done is named, and has no figures (--include-unfinished).
 """
 
 from __future__ import annotations
@@ -31,7 +32,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--confidence", type=float, default=95.0, metavar="PERCENT", help="of the intervals (default %(default)g)"
     )
     parser.add_argument(
-        "--output-dir", type=Path, help="write report.html, comparison.md, comparison.json and loss_curves.png here"
+        "--output-dir", type=Path,
+        help="write report.html, comparison.md, comparison.json, gaps.svg and loss_curves.png here",
+    )
+    parser.add_argument(
+        "--include-unfinished", action="store_true",
+        help="compare runs that are not done, too, by what they have so far; decides nothing about their recipes",
     )
     parser.add_argument("--warmup-steps", type=int, default=10, help="first steps that do not count for the speed")
     parser.add_argument("--title", default="Comparison of recipes", help="title of the page and the picture")
@@ -56,6 +62,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             bound_fraction=arguments.bound / 100,
             confidence=arguments.confidence / 100,
             title=arguments.title,
+            include_unfinished=arguments.include_unfinished,
         )
     except Megafp8Error as error:
         print(f"compare_runs: {error}", file=sys.stderr)

@@ -22,19 +22,16 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Optional
+from typing import Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
 from megafp8.config import derived, flags, rules, serialize
 from megafp8.config.schema import RunConfig
 from megafp8.config.variants import BASELINE, NAMES, Variant, build_variant, differences, parse_variant, read_shared
-from megafp8.errors import INTERNAL, PREEMPTED, ConfigError, DataError, Megafp8Error, NumericsError
+from megafp8.errors import INTERNAL, PREEMPTED, ConfigError, Megafp8Error
 from megafp8.launch.batch import OUTPUT_FILE, Batch, BatchRun, Outcome, is_done
 from megafp8.launch.run_state import judge
-
-if TYPE_CHECKING:
-    from megafp8.reports.compare import Unfinished
 
 TRAINER = Path(__file__).resolve().parents[1] / "pretrain_gpt.py"
 
@@ -230,34 +227,20 @@ def recipe_of(run: BatchRun) -> str:
     return run.folder.parent.name
 
 
-def unfinished(run: BatchRun) -> Unfinished:
-    """What is known of a run that is not done."""
-    from megafp8.reports.compare import Unfinished
-
-    state = judge(run.folder)
-    reason = "it never began" if state is None else state.reason or f"{state.state} at step {state.step}"
-    is_diverged = state is not None and state.exit_status == NumericsError.exit_status
-    return Unfinished(recipe=recipe_of(run), name=run.folder.name, reason=reason, is_diverged=is_diverged)
-
-
 def report(runs: Sequence[BatchRun], options: argparse.Namespace) -> None:
-    """Compare the runs that are done.
+    """Compare the runs that are done, and tell of the others.
 
     Raises:
         DataError: no run of the baseline is done.
     """
     from megafp8.reports import tables
     from megafp8.reports.publish import publish_comparison
+    from megafp8.reports.unfinished import describe_unfinished
 
-    done = [run for run in runs if is_done(run.folder)]
-    baseline = recipe_of(runs[0])
-    if not any(recipe_of(run) == baseline for run in done):
-        reason = unfinished(runs[0]).reason
-        raise DataError(f"no run of {baseline}, which the others are held against, is done: {reason}")
     comparison, written = publish_comparison(
-        [run.folder for run in done], baseline=baseline, output_folder=options.output_dir / "report",
-        bound_fraction=options.bound / 100, title=options.title,
-        unfinished=[unfinished(run) for run in runs if run not in done],
+        [run.folder for run in runs if judge(run.folder) is not None], baseline=recipe_of(runs[0]),
+        output_folder=options.output_dir / "report", bound_fraction=options.bound / 100, title=options.title,
+        unfinished=[describe_unfinished(run.folder) for run in runs if judge(run.folder) is None],
     )  # fmt: skip
     print(tables.to_text(comparison))
     for path in written:
@@ -266,7 +249,7 @@ def report(runs: Sequence[BatchRun], options: argparse.Namespace) -> None:
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run and return the exit status."""
-    options = build_parser().parse_args(argv)
+    options, status = build_parser().parse_args(argv), 0
     try:
         import torch
 
@@ -281,7 +264,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         return status
     except Megafp8Error as error:
         print(f"run_comparison: {error}", file=sys.stderr)
-        return error.exit_status
+        return status or error.exit_status  # the first problem is the run that failed, not the report
 
 
 if __name__ == "__main__":

@@ -15,9 +15,10 @@ from typing import Optional
 import numpy as np
 
 from megafp8.errors import DataError
-from megafp8.reports.intervals import BEYOND, CONFIDENCE, UNDECIDED, Interval, judge, mean_interval
+from megafp8.reports.intervals import BEYOND, CONFIDENCE, CONTROL, UNDECIDED, Interval, judge, mean_interval
 from megafp8.reports.load import Run
-from megafp8.reports.pairs import Pair, Recipe, flatten, group_runs, pairs_of, seed_of
+from megafp8.reports.pairs import Pair, Recipe, flatten, group_runs, is_control, pairs_of, seed_of
+from megafp8.reports.unfinished import Unfinished
 
 WARMUP_STEPS = 10
 BOUND_FRACTION = 0.005
@@ -49,46 +50,33 @@ class ComparisonRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unfinished:
-    """A run of a recipe that did not come to its end.
-
-    Attributes:
-        name: of the run in its recipe: `seed3`.
-        is_diverged: it ended with numbers that are not finite, or spiked.
-    """
-
-    recipe: str
-    name: str
-    reason: str
-    is_diverged: bool
-
-
-@dataclass(frozen=True, kw_only=True)
 class RecipeRow:
-    """One recipe over the seeds that it shares with the baseline."""
+    """One recipe over the seeds that it shares with the baseline; without any, there are no figures (None)."""
 
     name: str
-    recipe: str
-    seeds: tuple[int, ...]
-    gaps_fraction: tuple[float, ...]
+    recipe: str = "-"
+    seeds: tuple[int, ...] = ()
+    num_missing: int = 0
+    """Seeds that are not done, or that the baseline lacks."""
+    gaps_fraction: tuple[float, ...] = ()
     """Of the final validation loss, one a seed."""
-    gap: Interval
-    training_gap: Optional[Interval]
-    """Of the training loss over the last tenth of the steps; None without common steps."""
-    verdict: str
-    """`within`, `beyond` or `not decided`; empty for the baseline."""
-    validation_loss: float
+    gap: Optional[Interval] = None
+    training_gap: Optional[Interval] = None
+    """Of the training loss over the last tenth of the steps; None also without common steps."""
+    verdict: str = ""
+    """`within`, `beyond`, `not decided` or `control`; empty for the baseline."""
+    validation_loss: Optional[float] = None
     """Mean over the seeds, as all that follows."""
-    perplexity: float
+    perplexity: Optional[float] = None
     """exp of that loss."""
-    tokens_per_second: Optional[float]
-    speed_ratio: Optional[float]
-    model_tflops_per_device: Optional[float]
-    memory_peak_bytes: Optional[int]
+    tokens_per_second: Optional[float] = None
+    speed_ratio: Optional[float] = None
+    model_tflops_per_device: Optional[float] = None
+    memory_peak_bytes: Optional[int] = None
     """The largest of any seed."""
-    grad_norm: Optional[float]
-    steps: int
-    consumed_tokens: int
+    grad_norm: Optional[float] = None
+    steps: Optional[int] = None
+    consumed_tokens: Optional[int] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +91,14 @@ class Comparison:
     rows: tuple[ComparisonRow, ...]
     differences: tuple[str, ...]
     """Settings in which a recipe differs from the baseline, as "name: section.setting: baseline's -> its own"."""
+    unfinished: tuple[Unfinished, ...]
     warnings: tuple[str, ...]
-    """Why the numbers may not be comparable."""
+    """Which runs are not done, and why the numbers may not be comparable."""
+
+    @property
+    def drawn(self) -> tuple[RecipeRow, ...]:
+        """The recipes that have figures."""
+        return tuple(row for row in self.recipes if row.seeds)
 
 
 def compare_runs(
@@ -123,66 +117,74 @@ def compare_runs(
         warmup_steps: step records at the start that do not count for the speed (at most half of a run's).
         bound_fraction: relative gap of the validation loss that is accepted.
         confidence: of the intervals over the seeds.
-        unfinished: runs that belong to the recipes and are not done.
+        unfinished: runs that belong to the recipes and are not done; those with figures are among the runs.
 
     Raises:
-        DataError: no runs, an unknown baseline, a run without validation, or no pair of one seed.
+        DataError: no runs, an unknown baseline or one of which no run is done, a run without validation, or no pair of
+            one seed.
     """
     if not runs:
-        raise DataError("nothing to compare: give at least one run folder")
-    recipes = group_runs(runs)
-    base = find_baseline(recipes, baseline)
-    rows, recipe_rows = [], []
-    warnings = [f"{each.recipe}/{each.name} is not done and not in the figures: {each.reason}" for each in unfinished]
-    for recipe in recipes:
-        pairs = pairs_of(base, recipe)
-        left_out = [run.name for run in recipe.runs if run not in [pair.run for pair in pairs]]
-        if left_out:
-            warnings.append(f"{', '.join(left_out)}: the baseline {base.name} has no run of that seed, so left out")
-        if not pairs:
-            continue
-        if len(pairs) < len(base.runs):
-            warnings.append(
-                f"{recipe.name} has {len(pairs)} of the {len(base.runs)} seeds of {base.name}: its gap is one of "
-                "pairs, but its mean losses are of other seeds than the baseline's"
-            )
-        of_recipe = [_row(pair, warmup_steps) for pair in pairs]
-        rows += of_recipe
-        missing = [each for each in unfinished if each.recipe in (recipe.name, base.name)]
-        row = _recipe_row(recipe, pairs, of_recipe, recipe is base, bound_fraction, confidence)
-        if missing and recipe is not base:
-            row = replace(row, verdict=verdict_without(missing, base.name))
-        recipe_rows.append(row)
-        warnings += [text for pair in pairs if pair.run is not pair.base for text in _warnings(pair)]
+        raise DataError(f"nothing to compare: {'; '.join(map(str, unfinished)) or 'give at least one run folder'}")
+    groups = group_runs(runs)
+    base = find_baseline(groups, baseline, unfinished)
+    missing_of_base = _of_recipe(base, unfinished)
+    recipes: list[RecipeRow] = []
+    rows: list[ComparisonRow] = []
+    warnings = [str(each) for each in unfinished]
+    for group in groups:
+        pairs, missing = pairs_of(base, group), _of_recipe(group, unfinished)
+        of_group = [_row(pair, warmup_steps) for pair in pairs]
+        recipe = _recipe_row(group, pairs, of_group, confidence)
+        verdict = "" if group is base else verdict_of(recipe, pairs, bound_fraction, missing, missing_of_base)
+        left_out = len(group.runs) - len(pairs) + sum(not each.has_figures for each in missing)
+        recipes.append(replace(recipe, verdict=verdict, num_missing=left_out))
+        rows += of_group
+        warnings += _warnings_of_seeds(base, group, pairs)
+        warnings += [text for pair in pairs for text in _warnings(pair)]
+        warnings += [
+            f"{row.name} left its weights as they were in {row.skipped_steps} of its steps"
+            for row in of_group
+            if row.skipped_steps
+        ]
+    known = {each for group in groups for each in _of_recipe(group, unfinished)}
+    for name in dict.fromkeys(each.recipe for each in unfinished if each not in known):
+        missing = [each for each in unfinished if each.recipe == name]
+        recipe = RecipeRow(name=name, num_missing=len(missing))
+        recipes.append(replace(recipe, verdict=verdict_of(recipe, (), bound_fraction, missing, missing_of_base)))
     return Comparison(
         baseline=base.name,
         bound_fraction=bound_fraction,
         confidence=confidence,
         warmup_steps=warmup_steps,
-        recipes=tuple(recipe_rows),
+        recipes=tuple(recipes),
         rows=tuple(rows),
-        differences=tuple(text for recipe in recipes if recipe is not base for text in _differences(base, recipe)),
+        differences=tuple(text for group in groups if group is not base for text in _differences(base, group)),
+        unfinished=tuple(unfinished),
         warnings=tuple(warnings),
     )
 
 
-def verdict_without(missing: Sequence[Unfinished], baseline: str) -> str:
-    """Of a recipe of which runs are missing, or the baseline's: those that are there say nothing of one that failed."""
-    return BEYOND if any(each.is_diverged and each.recipe != baseline for each in missing) else UNDECIDED
-
-
-def find_baseline(recipes: Sequence[Recipe], baseline: Optional[str]) -> Recipe:
+def find_baseline(
+    recipes: Sequence[Recipe], baseline: Optional[str], unfinished: Sequence[Unfinished] = ()
+) -> Recipe:
     """The recipe of that name, or with the run of that name; the first without a name.
 
     Raises:
-        DataError: there is none.
+        DataError: there is none, or none that is done.
     """
     if baseline is None:
         return recipes[0]
     for recipe in recipes:
         if baseline == recipe.name or baseline in [run.name for run in recipe.runs]:
             return recipe
+    if reasons := [each.reason for each in unfinished if baseline in (each.recipe, each.name)]:
+        raise DataError(f"no run of {baseline}, which the others are held against, is done: {reasons[0]}")
     raise DataError(f"baseline {baseline!r} is none of the runs; they are {', '.join(r.name for r in recipes)}")
+
+
+def _of_recipe(recipe: Recipe, unfinished: Sequence[Unfinished]) -> list[Unfinished]:
+    names = {run.name for run in recipe.runs}
+    return [each for each in unfinished if each.recipe == recipe.name or each.name in names]
 
 
 def _row(pair: Pair, warmup_steps: int) -> ComparisonRow:
@@ -207,15 +209,11 @@ def _row(pair: Pair, warmup_steps: int) -> ComparisonRow:
 
 
 def _recipe_row(
-    recipe: Recipe,
-    pairs: Sequence[Pair],
-    rows: Sequence[ComparisonRow],
-    is_base: bool,
-    bound_fraction: float,
-    confidence: float,
+    recipe: Recipe, pairs: Sequence[Pair], rows: Sequence[ComparisonRow], confidence: float
 ) -> RecipeRow:
+    if not pairs:
+        return RecipeRow(name=recipe.name, recipe=recipe.text)
     gaps = tuple(row.relative_gap_fraction for row in rows)
-    gap = mean_interval(gaps, confidence)
     loss = float(np.mean([row.validation_loss for row in rows]))
     ends = [value for value in map(last_training_gap, pairs) if value is not None]
     return RecipeRow(
@@ -223,9 +221,8 @@ def _recipe_row(
         recipe=recipe.text,
         seeds=tuple(row.seed for row in rows),
         gaps_fraction=gaps,
-        gap=gap,
+        gap=mean_interval(gaps, confidence),
         training_gap=mean_interval(ends, confidence) if len(ends) == len(pairs) else None,
-        verdict="" if is_base else verdict_of(gap, pairs, bound_fraction),
         validation_loss=loss,
         perplexity=float(np.exp(loss)),
         tokens_per_second=_mean([row.tokens_per_second for row in rows]),
@@ -238,12 +235,28 @@ def _recipe_row(
     )
 
 
-def verdict_of(gap: Interval, pairs: Sequence[Pair], bound_fraction: float) -> str:
-    """Whether a gap stays within the bound; not decided where runs were last validated after other steps."""
+def verdict_of(
+    row: RecipeRow,
+    pairs: Sequence[Pair],
+    bound_fraction: float,
+    missing: Sequence[Unfinished],
+    missing_of_base: Sequence[Unfinished],
+) -> str:
+    """Whether a recipe's gap stays within the bound.
+
+    Where runs are missing, those that are there say nothing of one that failed; one that diverged is beyond any bound.
+    Nothing is decided either where runs were last validated after other steps than the baseline's.
+    """
+    if is_control(row.name):
+        return CONTROL
+    if missing or missing_of_base:
+        return BEYOND if any(each.is_diverged for each in missing) else UNDECIDED
     is_even = all(
         pair.run.final_validation.consumed_tokens == pair.base.final_validation.consumed_tokens for pair in pairs
     )
-    return judge(gap, bound_fraction) if is_even or not math.isfinite(gap.mean) else UNDECIDED
+    if row.gap is None or (not is_even and math.isfinite(row.gap.mean)):
+        return UNDECIDED
+    return judge(row.gap, bound_fraction)
 
 
 def last_training_gap(pair: Pair) -> Optional[float]:
@@ -279,6 +292,18 @@ def _differences(base: Recipe, recipe: Recipe) -> list[str]:
         texts.append(
             f"{recipe.name}: devices: {theirs.world_size} x {theirs.device_name} -> "
             f"{ours.world_size} x {ours.device_name}"
+        )
+    return texts
+
+
+def _warnings_of_seeds(base: Recipe, recipe: Recipe, pairs: Sequence[Pair]) -> list[str]:
+    texts, paired = [], [pair.run for pair in pairs]
+    if left_out := [run.name for run in recipe.runs if run not in paired]:
+        texts.append(f"{', '.join(left_out)}: the baseline {base.name} has no run of that seed, so left out")
+    if 0 < len(pairs) < len(base.runs):
+        texts.append(
+            f"{recipe.name} has {len(pairs)} of the {len(base.runs)} seeds of {base.name}: its gap is one of "
+            "pairs, but its mean losses are of other seeds than the baseline's"
         )
     return texts
 

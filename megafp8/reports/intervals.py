@@ -11,6 +11,8 @@ import numpy as np
 
 CONFIDENCE = 0.95
 WITHIN, BEYOND, UNDECIDED = "within", "beyond", "not decided"
+CONTROL = "control"
+"""In the place of a verdict: what lies between a control and the baseline is noise, and held to no bound."""
 
 
 @dataclass(frozen=True, kw_only=True)

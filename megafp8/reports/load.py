@@ -68,6 +68,11 @@ class Run:
         return validations[-1]
 
 
+def folder_of(path: Union[str, Path]) -> Path:
+    """The folder of a run that is given by it, or by its records file."""
+    return Path(path).parent if Path(path).is_file() else Path(path)
+
+
 def load_run(folder: Union[str, Path], *, name: Optional[str] = None) -> Run:
     """Read the records of one run.
 
@@ -104,7 +109,7 @@ def load_runs(folders: Iterable[Union[str, Path]]) -> list[Run]:
         DataError: as `load_run`, and when a folder is given twice.
     """
     paths = [Path(folder) for folder in folders]
-    parts = [(path.parent if path.is_file() else path).resolve().parts for path in paths]
+    parts = [folder_of(path).resolve().parts for path in paths]
     for index, own in enumerate(parts):
         if own in parts[:index]:
             raise DataError(f"{paths[index]} is given twice; every run must be another one")

@@ -8,9 +8,9 @@ from typing import Any
 from megafp8.reports import tables
 from megafp8.reports.compare import Comparison, RecipeRow, find_baseline
 from megafp8.reports.html import render, to_svg
-from megafp8.reports.intervals import BEYOND, UNDECIDED, WITHIN
+from megafp8.reports.intervals import BEYOND, CONTROL, UNDECIDED, WITHIN
 from megafp8.reports.load import Run
-from megafp8.reports.pairs import group_runs, pairs_of
+from megafp8.reports.pairs import group_runs, is_control, pairs_of
 from megafp8.reports.plot_recipes import (
     Drawn,
     color_of,
@@ -44,7 +44,7 @@ def render_page(comparison: Comparison, runs: Sequence[Run], *, title: str) -> s
             _table_row(row, comparison, color)
             for row, color in zip(comparison.recipes, table_colors(comparison, recipes), strict=True)
         ],
-        notes=[text for text in (tables.verdict_note(comparison), control_note(comparison)) if text],
+        notes=tables.notes(comparison),
         warnings=[*comparison.warnings, *cautions(runs)],
         figures=[figure for figure in figures(comparison, recipes) if figure["svg"]],
         facts=facts(recipes[0].runs[0]),
@@ -58,26 +58,26 @@ def drawn_recipes(comparison: Comparison, runs: Sequence[Run]) -> list[Drawn]:
     """The recipes in the order of the table, the baseline first."""
     groups = group_runs(runs)
     base = find_baseline(groups, comparison.baseline)
-    compared = {row.name for row in comparison.recipes}
+    compared = {row.name for row in comparison.drawn}
     ordered = [base, *(recipe for recipe in groups if recipe is not base and recipe.name in compared)]
     drawn: list[Drawn] = []
     index = 0
     for recipe in ordered:
         color = color_of(recipe.name, index, is_baseline=recipe is base)
-        index += recipe is not base and not recipe.name.endswith("-control")
+        index += recipe is not base and not is_control(recipe.name)
         drawn.append(Drawn(name=recipe.name, pairs=tuple(pairs_of(base, recipe)), color=color))
     return drawn
 
 
 def table_colors(comparison: Comparison, recipes: Sequence[Drawn]) -> list[str]:
-    """The colours of the rows of the table."""
+    """The colours of the rows of the table; none for a recipe that is not drawn."""
     colors = {recipe.name: recipe.color for recipe in recipes}
-    return [colors[row.name] for row in comparison.recipes]
+    return [colors.get(row.name, "none") for row in comparison.recipes]
 
 
 def headline(comparison: Comparison) -> str:
     """The result in a sentence or three."""
-    rows = [row for row in comparison.recipes if row.verdict and not row.name.endswith("-control")]
+    rows = [row for row in comparison.recipes if row.verdict not in ("", CONTROL)]
     bound = tables.percent(comparison.bound_fraction)
     said = {
         WITHIN: f"stay within {bound} of {comparison.baseline}'s validation loss",
@@ -93,24 +93,12 @@ def headline(comparison: Comparison) -> str:
     return " ".join(parts) or "One recipe alone: there is nothing to compare it with."
 
 
-def control_note(comparison: Comparison) -> str:
-    """What the control says about noise; empty without one."""
-    row = next((row for row in comparison.recipes if row.name.endswith("-control")), None)
-    if row is None or not row.verdict:
-        return ""
-    reach = max(map(abs, row.gaps_fraction))
-    return (
-        f"{row.name} is {comparison.baseline} with its gradients summed in another order: up to {reach:.2%} lies "
-        "between the two in a seed. A gap of that size is what any change of rounding does to a run, and no finding."
-    )
-
-
 def conditions(run: Run, comparison: Comparison) -> str:
     """Model, length and machine in a line."""
     info, seeds = run.info, max(len(row.seeds) for row in comparison.recipes)
     model = f"{info.num_parameters / 1e6:,.3g}M parameters, " if info.num_parameters else ""
     return (
-        f"{model}{comparison.recipes[0].consumed_tokens:,} training tokens, {seeds} "
+        f"{model}{comparison.drawn[0].consumed_tokens:,} training tokens, {seeds} "
         f"{'seed' if seeds == 1 else 'seeds'}, {info.world_size} x {info.device_name}"
     )
 
@@ -168,7 +156,10 @@ def figures(comparison: Comparison, recipes: Sequence[Drawn]) -> list[dict[str, 
             "Validation against time", plot_time(recipes),
             f"{mean} Time is the sum of step times; start, validations and checkpoints are left out.",
         ),
-        ("Training loss", plot_training(recipes), f"Running means over a twenty-fifth of the run. {mean}"),
+        (
+            "Training loss", plot_training(recipes),
+            " ".join(filter(None, ("Running means over a twenty-fifth of the run.", mean, last_gaps(comparison)))),
+        ),
         ("Gradient norm", plot_grad_norms(recipes), f"Before clipping, running means. {mean}"),
         (
             "Speed and memory", plot_speed_and_memory(comparison, colors),
@@ -181,22 +172,29 @@ def figures(comparison: Comparison, recipes: Sequence[Drawn]) -> list[dict[str, 
     ]
 
 
+def last_gaps(comparison: Comparison) -> str:
+    """How far training losses lie apart at the end; empty where nothing is compared."""
+    gaps = {
+        row.name: tables.shown_training_gap(row, comparison.baseline) for row in comparison.drawn if row.verdict
+    }
+    found = ", ".join(f"{name} {gap}" for name, gap in gaps.items() if gap != "-")
+    return f"Gap over the last tenth of the steps: {found}." if found else ""
+
+
 def _table_row(row: RecipeRow, comparison: Comparison, color: str) -> dict[str, str]:
     is_baseline = row.name == comparison.baseline
     bound = tables.percent(comparison.bound_fraction)
     verdict = {WITHIN: f"within {bound}", BEYOND: f"beyond {bound}"}.get(row.verdict, row.verdict)
-    if row.name.endswith("-control"):
-        verdict = "control"
     return {
         "name": row.name,
         "color": "var(--ink)" if is_baseline else color,
         "verdict": "baseline" if is_baseline else verdict,
-        "verdict_class": "" if verdict == "control" else row.verdict.replace(" ", "-"),
+        "verdict_class": row.verdict.replace(" ", "-"),
         "gap": "" if is_baseline else tables.shown_gap(row, comparison.baseline),
         "interval": "" if is_baseline else tables.shown_interval(row, comparison.baseline),
-        "seeds": f"{len(row.seeds)}",
-        "loss": f"{row.validation_loss:.4f}",
-        "perplexity": f"{row.perplexity:.2f}",
+        "seeds": tables.shown_seeds(row),
+        "loss": tables.optional(row.validation_loss, "{:.4f}"),
+        "perplexity": tables.optional(row.perplexity, "{:.2f}"),
         "speed": tables.optional(row.tokens_per_second, "{:,.0f}"),
         "ratio": tables.optional(row.speed_ratio, "{:.2f}x"),
         "memory": tables.optional(row.memory_peak_bytes and row.memory_peak_bytes / GIB, "{:.3g} GiB"),

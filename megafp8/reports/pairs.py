@@ -34,6 +34,11 @@ class Pair:
     run: Run
 
 
+def is_control(name: str) -> bool:
+    """Whether a recipe is the baseline in another order of sums, which shows what mere rounding does."""
+    return name.endswith("-control")
+
+
 def flatten(config: dict[str, Any]) -> dict[str, Any]:
     """The settings of a run record that decide what is learned, as `section.setting`."""
     flat = {}

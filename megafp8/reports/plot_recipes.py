@@ -26,7 +26,7 @@ from megafp8.reports.curves import (
 )
 from megafp8.reports.html import GRID, INK
 from megafp8.reports.load import Run
-from megafp8.reports.pairs import Pair
+from megafp8.reports.pairs import Pair, is_control
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,27 +59,28 @@ def color_of(name: str, index: int, *, is_baseline: bool) -> str:
     """The colour of the recipe that is the index-th of those which are neither baseline nor control."""
     if is_baseline:
         return INK
-    return CONTROL_COLOR if name.endswith("-control") else COLORS[index % len(COLORS)]
+    return CONTROL_COLOR if is_control(name) else COLORS[index % len(COLORS)]
 
 
 def plot_gaps(comparison: Comparison, colors: Sequence[str]) -> Figure:
     """Every recipe's gap: dots for seeds, a bar for the interval of the mean, the bound as a dashed line."""
-    shown = [(row, color) for row, color in zip(comparison.recipes, colors, strict=True) if row.verdict]
+    every = zip(comparison.recipes, colors, strict=True)
+    shown = [(row, row.gap, color) for row, color in every if row.verdict and row.gap is not None]
     figure, axes = _figure(0.9 + 0.42 * max(1, len(shown)))
-    values = [gap for row, _ in shown for gap in (*row.gaps_fraction, row.gap.low, row.gap.high) if gap is not None]
+    values = [one for row, gap, _ in shown for one in (*row.gaps_fraction, gap.low, gap.high) if one is not None]
     finite = [abs(value) for value in values if math.isfinite(value)]
     reach = 100 * 1.1 * max([*finite, 1.2 * comparison.bound_fraction, MIN_REACH_FRACTION])
     bound = 100 * comparison.bound_fraction
     axes.axvspan(bound, reach, color="#e03131", alpha=0.08, linewidth=0)
     axes.axvline(bound, color="#e03131", linewidth=1.2, linestyle=(0, (4, 3)))
     axes.axvline(0, color=INK, linewidth=1)
-    for place, (row, color) in enumerate(shown):
-        if row.gap.low is not None and row.gap.high is not None:
-            axes.plot([100 * row.gap.low, 100 * row.gap.high], [place, place], color=color, linewidth=7, alpha=0.3,
+    for place, (row, gap, color) in enumerate(shown):
+        if gap.low is not None and gap.high is not None:
+            axes.plot([100 * gap.low, 100 * gap.high], [place, place], color=color, linewidth=7, alpha=0.3,
                       solid_capstyle="butt")  # fmt: skip
         axes.plot(100 * np.array(row.gaps_fraction), [place] * len(row.seeds), "o", color=color, markersize=4.5)
-        axes.plot(100 * row.gap.mean, place, "|", color=color, markersize=17, markeredgewidth=2.4)
-    axes.set_yticks(range(len(shown)), [row.name for row, _ in shown], fontsize=10)
+        axes.plot(100 * gap.mean, place, "|", color=color, markersize=17, markeredgewidth=2.4)
+    axes.set_yticks(range(len(shown)), [row.name for row, *_ in shown], fontsize=10)
     axes.set_ylim(len(shown) - 0.5, -0.5)
     axes.set_xlim(-reach, reach)
     axes.set_xlabel(f"gap of the final validation loss to {comparison.baseline} of the same seed (%)")
@@ -153,7 +154,8 @@ def plot_grad_norms(recipes: Sequence[Drawn]) -> Optional[Figure]:
 
 def plot_speed_and_memory(comparison: Comparison, colors: Sequence[str]) -> Figure:
     """Tokens a second and peak memory, a bar a recipe."""
-    rows = comparison.recipes
+    rows = comparison.drawn
+    colors = [color for row, color in zip(comparison.recipes, colors, strict=True) if row in rows]
     figure, (left, right) = _figure(0.8 + 0.34 * len(rows), columns=2)
     _bars(left, rows, colors, [row.tokens_per_second for row in rows], "tokens/s", lambda value: f"{value:,.0f}")
     memory = [row.memory_peak_bytes and row.memory_peak_bytes / GIB for row in rows]

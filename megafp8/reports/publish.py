@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Optional, Union
 
 from megafp8.reports import tables
-from megafp8.reports.compare import BOUND_FRACTION, WARMUP_STEPS, Comparison, Unfinished, compare_runs
+from megafp8.reports.compare import BOUND_FRACTION, WARMUP_STEPS, Comparison, compare_runs
 from megafp8.reports.intervals import CONFIDENCE
-from megafp8.reports.load import Run, load_runs
+from megafp8.reports.load import Run, folder_of, load_runs
+from megafp8.reports.unfinished import Unfinished, describe_unfinished, is_unfinished
 
 TITLE = "Comparison of recipes"
 
@@ -24,25 +25,28 @@ def publish_comparison(
     confidence: float = CONFIDENCE,
     title: str = TITLE,
     unfinished: Sequence[Unfinished] = (),
+    include_unfinished: bool = False,
 ) -> tuple[Comparison, list[Path]]:
-    """Compare runs and, with an output folder, write report.html, comparison.md, comparison.json, gaps.svg
-    and loss_curves.png into it.
+    """Compare runs that are done and, with an output folder, write report.html, comparison.md, comparison.json,
+    gaps.svg (of two recipes or more) and loss_curves.png into it.
 
     Args:
-        folders: what each run had as --save.
+        folders: what each run had as --save. Those whose state says that they are not done have no figures.
         baseline: folder or name of a run, or name of a recipe, to compare with; default the first.
         bound_fraction, confidence: what the verdicts go by.
-        unfinished: runs of the recipes that are not among the folders.
+        unfinished: further runs of the recipes.
+        include_unfinished: compare runs that are not done by what they have so far; nothing is decided then.
 
     Returns:
         The comparison and the files written.
 
     Raises:
-        DataError: a folder without run, a run without validation or steps, an unknown baseline.
+        DataError: a folder without run, a run without validation or steps, an unknown baseline or one that is not done.
     """
-    runs = load_runs(folders)
-    if baseline is not None:
-        baseline = _name_of(baseline, runs)
+    left = [folder for folder in map(folder_of, folders) if is_unfinished(folder)]
+    unfinished = [*unfinished, *(describe_unfinished(folder, has_figures=include_unfinished) for folder in left)]
+    runs = load_runs(folder for folder in folders if include_unfinished or folder_of(folder) not in left)
+    baseline = _name_of(folders[0] if baseline is None and folders else baseline, runs)
     comparison = compare_runs(
         runs, baseline=baseline, warmup_steps=warmup_steps, bound_fraction=bound_fraction, confidence=confidence,
         unfinished=unfinished,
@@ -73,6 +77,12 @@ def publish_comparison(
     return comparison, [*written, picture]
 
 
-def _name_of(baseline: str, runs: Sequence[Run]) -> str:
-    """A folder's run name; anything else is taken for a name already."""
-    return next((run.name for run in runs if run.folder.resolve() == Path(baseline).resolve()), baseline)
+def _name_of(baseline: Union[str, Path, None], runs: Sequence[Run]) -> Optional[str]:
+    """A folder's run name, or the recipe of one that is not done; anything else is taken for a name already."""
+    if baseline is None:
+        return None
+    folder = folder_of(baseline)
+    for run in runs:
+        if run.folder.resolve() == folder.resolve():
+            return run.name
+    return describe_unfinished(folder).recipe if is_unfinished(folder) else str(baseline)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Optional, Union
 
 from megafp8.reports.compare import Comparison, ComparisonRow, RecipeRow
+from megafp8.reports.intervals import CONTROL
 from megafp8.reports.strict_json import to_strict_json
 from megafp8.text_table import aligned, markdown
 
@@ -19,19 +20,18 @@ Row = Union[RecipeRow, ComparisonRow]
 def to_text(comparison: Comparison) -> str:
     """For a terminal: columns in line, then what the verdict means, differences and warnings."""
     parts = [aligned(*recipe_cells(comparison), WORDS)]
-    if len(comparison.rows) > len(comparison.recipes):
+    if len(comparison.rows) > len(comparison.drawn):
         parts.append(aligned(*run_cells(comparison), WORDS))
-    remarks = [verdict_note(comparison), *comparison.differences, *_warnings(comparison)]
-    return "\n\n".join([*parts, "\n".join(filter(None, remarks))]).rstrip()
+    remarks = [*notes(comparison), *comparison.differences, *_warnings(comparison)]
+    return "\n\n".join([*parts, "\n".join(remarks)]).rstrip()
 
 
 def to_markdown(comparison: Comparison) -> str:
     """The same as Markdown tables and a list."""
     parts = [markdown(*recipe_cells(comparison), WORDS)]
-    if len(comparison.rows) > len(comparison.recipes):
+    if len(comparison.rows) > len(comparison.drawn):
         parts.append(markdown(*run_cells(comparison), WORDS))
-    if note := verdict_note(comparison):
-        parts.append(note)
+    parts += notes(comparison)
     remarks = [f"- {text}" for text in (*comparison.differences, *_warnings(comparison))]
     return "\n\n".join([*parts, "\n".join(remarks)]).rstrip() + "\n"
 
@@ -44,15 +44,16 @@ def to_json(comparison: Comparison) -> str:
 def recipe_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """Header and rows of the table of recipes; columns that no recipe has are left out."""
     rows = comparison.recipes
-    several = any(len(row.seeds) > 1 for row in rows)
+    several = any(len(row.seeds) > 1 or row.num_missing for row in rows)
     columns = {
         "run": [row.name for row in rows],
         "recipe": [row.recipe for row in rows],
-        "seeds": [f"{len(row.seeds)}" if several else "-" for row in rows],
-        "validation loss": [f"{row.validation_loss:.4f}" for row in rows],
+        "seeds": [shown_seeds(row) if several else "-" for row in rows],
+        "validation loss": [optional(row.validation_loss, "{:.4f}") for row in rows],
         "gap": [shown_gap(row, comparison.baseline) for row in rows],
         f"{comparison.confidence:.0%} interval": [shown_interval(row, comparison.baseline) for row in rows],
         f"bound {percent(comparison.bound_fraction)}": [row.verdict or "-" for row in rows],
+        "training gap": [shown_training_gap(row, comparison.baseline) for row in rows],
     }
     return _shown(columns | _common_columns(rows))
 
@@ -70,6 +71,11 @@ def run_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     return _shown(columns | _common_columns(rows))
 
 
+def notes(comparison: Comparison) -> list[str]:
+    """What the verdicts mean, and how large noise is."""
+    return [text for text in (verdict_note(comparison), control_note(comparison)) if text]
+
+
 def verdict_note(comparison: Comparison) -> str:
     """What the verdicts mean; empty where nothing is compared."""
     if len(comparison.recipes) < 2:
@@ -80,9 +86,22 @@ def verdict_note(comparison: Comparison) -> str:
             f"One seed has no spread, so whether a gap stays within {bound} is not decided: train more seeds "
             "(tools/run_comparison.py --seeds 3)"
         )
+    missing = ", or runs are missing" if any(row.num_missing for row in comparison.recipes) else ""
     return (
         f"within: the whole {confidence} interval of the gap lies below {bound}; beyond: above it; not decided: the "
-        "seeds scatter too widely for either. Gaps are taken between runs of one seed."
+        f"seeds scatter too widely for either{missing}. Gaps are taken between runs of one seed."
+    )
+
+
+def control_note(comparison: Comparison) -> str:
+    """What the control says about noise; empty without one."""
+    row = next((row for row in comparison.drawn if row.verdict == CONTROL), None)
+    if row is None:
+        return ""
+    reach = max(map(abs, row.gaps_fraction))
+    return (
+        f"{row.name} is {comparison.baseline} with its gradients summed in another order: up to {reach:.2%} lies "
+        "between the two in a seed. A gap of that size is what any change of rounding does to a run, and no finding."
     )
 
 
@@ -96,27 +115,40 @@ def signed(fraction: float) -> str:
     return f"{round(fraction, 4) + 0.0:+.2%}"
 
 
+def shown_seeds(row: RecipeRow) -> str:
+    """3, or 2/3 where one is missing."""
+    there = len(row.seeds)
+    return f"{there}/{there + row.num_missing}" if row.num_missing else f"{there}"
+
+
 def shown_gap(row: RecipeRow, baseline: str) -> str:
-    """+0.50%; the baseline says that it is one."""
-    return "baseline" if row.name == baseline else signed(row.gap.mean)
+    """+0.50%; the baseline says that it is one; - where there is none."""
+    if row.name == baseline:
+        return "baseline"
+    return "-" if row.gap is None else signed(row.gap.mean)
+
+
+def shown_training_gap(row: RecipeRow, baseline: str) -> str:
+    """+0.50%; - for the baseline, and where there is none."""
+    return "-" if row.name == baseline or row.training_gap is None else signed(row.training_gap.mean)
 
 
 def shown_interval(row: RecipeRow, baseline: str) -> str:
     """-0.10% to +0.30%; - where there is none."""
-    if row.name == baseline or row.gap.low is None or row.gap.high is None:
+    if row.name == baseline or row.gap is None or row.gap.low is None or row.gap.high is None:
         return "-"
     return f"{signed(row.gap.low)} to {signed(row.gap.high)}"
 
 
 def _common_columns(rows: Sequence[Row]) -> dict[str, list[str]]:
     return {
-        "perplexity": [f"{row.perplexity:.2f}" for row in rows],
+        "perplexity": [optional(row.perplexity, "{:.2f}") for row in rows],
         "tokens/s": [optional(row.tokens_per_second, "{:,.0f}") for row in rows],
         "speed": [optional(row.speed_ratio, "{:.2f}x") for row in rows],
         "TFLOP/s per device": [optional(row.model_tflops_per_device, "{:.3g}") for row in rows],
         "peak MiB": [optional(row.memory_peak_bytes and row.memory_peak_bytes / MIB, "{:,.0f}") for row in rows],
-        "steps": [f"{row.steps}" for row in rows],
-        "tokens": [f"{row.consumed_tokens:,}" for row in rows],
+        "steps": [optional(row.steps, "{}") for row in rows],
+        "tokens": [optional(row.consumed_tokens, "{:,}") for row in rows],
     }
 
 

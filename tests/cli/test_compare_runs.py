@@ -13,6 +13,8 @@ from megafp8.telemetry.records import EvalRecord, RunRecord, StepRecord
 from megafp8.telemetry.sinks.jsonl import JsonlSink
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "compare_runs.py"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "comparing.md"
+OUTPUTS = {"comparison.md", "comparison.json", "loss_curves.png", "report.html", "gaps.svg"}
 
 
 def compare(*arguments: object) -> subprocess.CompletedProcess:
@@ -44,13 +46,7 @@ def test_the_table_and_the_files(folders, tmp_path) -> None:
     assert result.returncode == 0, result.stderr
     assert "fp8 arithmetic" in result.stdout
     assert "+10.00%" in result.stdout
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "comparison.md",
-        "comparison.json",
-        "loss_curves.png",
-        "report.html",
-        "gaps.svg",
-    }
+    assert {path.name for path in (tmp_path / "out").iterdir()} == OUTPUTS
 
 
 def test_json_and_baseline(folders) -> None:
@@ -73,5 +69,8 @@ def test_help_is_instant_and_names_every_flag() -> None:
     result = compare("--help")
     assert time.monotonic() - started < 0.5
     assert result.returncode == 0
-    for flag in ("--baseline", "--output-dir", "--warmup-steps", "--title", "--json", "--bound"):
+    flags = ("--baseline", "--output-dir", "--warmup-steps", "--title", "--json", "--bound", "--include-unfinished")
+    for flag in flags:
         assert flag in result.stdout
+    for name in OUTPUTS:
+        assert name in result.stdout and name in DOCUMENT.read_text(encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -153,6 +154,7 @@ def test_verdicts_and_notes_are_in_the_text(report: Path) -> None:
     text = report.read_text(encoding="utf-8")
     assert "tensorwise, mxfp8 and &lt;odd &amp; name&gt; stay within 0.5% of bf16&#39;s validation loss." in text
     assert "nvfp4 lies beyond 0.5%." in text
+    assert re.search(r'<td class="left verdict control">control</td>', text)
     assert "bf16-control is bf16 with its gradients summed in another order" in text
     assert "Recipes were emulated" in text and "<odd" not in text
     assert "http://" not in text.replace("http://www.w3.org", "") and "https://" not in text

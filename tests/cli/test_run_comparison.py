@@ -101,13 +101,23 @@ def test_wrong_flags_are_told_before_anything_starts(compare, tmp_path: Path) ->
         assert status == 64 and "the baseline would, too" in told, extra
     assert compare(tmp_path / "out", "--recipes", "bf16", flags=[*FLAGS, "--micro-batch-size", "auto"])[0] == 64
     assert compare(tmp_path / "out", "--recipes", "bf16", "--bound", "nan")[0] == 64
+    status, _, told = compare(tmp_path / "out", "--recipes", "bf16", "--variant", "x=--micro-batch-size auto")
+    assert status == 64 and "--variant x: --micro-batch-size auto" in told
     assert not (tmp_path / "out").exists()
 
 
 def test_a_baseline_that_failed_is_no_baseline(tool: ModuleType, tmp_path: Path) -> None:
     runs = [tool.BatchRun(name=name, command=(), folder=tmp_path / name / "seed1") for name in ("bf16", "mxfp8")]
-    with pytest.raises(DataError, match="no run of bf16.* is done: it never began"):
+    with pytest.raises(DataError, match="nothing to compare: bf16/seed1 is not done .*: it never began; mxfp8/seed1"):
         tool.report(runs, tool.build_parser().parse_args(["--output-dir", str(tmp_path)]))
+
+
+def test_a_run_that_failed_decides_the_status_also_without_a_report(
+    tool: ModuleType, compare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tool, "train", lambda *_: tool.INTERNAL)
+    status, _, told = compare(tmp_path, "--recipes", "bf16,tensorwise")
+    assert status == 70 and "bf16/seed7 is not done and not in the figures: it never began" in told
 
 
 def test_a_dry_run_shows_every_command(compare, tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ import pytest
 
 from megafp8.errors import DataError
 from megafp8.reports import tables
-from megafp8.reports.compare import Unfinished, compare_runs
+from megafp8.reports.compare import compare_runs
 from megafp8.reports.load import load_run, load_runs
+from megafp8.reports.unfinished import Unfinished
 
 
 @pytest.fixture
@@ -57,10 +58,48 @@ def test_seeds_that_are_there_say_nothing_of_one_that_failed(
     ]  # fmt: skip
     runs = load_runs(folders)
     assert [row.verdict for row in compare_runs(runs, baseline="bf16").recipes] == ["", "within"]
-    failed = Unfinished(recipe=recipe, name="seed3", reason="step 7: loss is not finite", is_diverged=is_diverged)
+    reason = "step 7: loss is not finite"
+    failed = Unfinished(recipe=recipe, name=f"{recipe}/seed3", reason=reason, is_diverged=is_diverged)
     comparison = compare_runs(runs, baseline="bf16", unfinished=[failed])
     assert [row.verdict for row in comparison.recipes] == ["", verdict]
     assert comparison.warnings == (f"{recipe}/seed3 is not done and not in the figures: step 7: loss is not finite",)
+
+
+def test_a_recipe_without_a_finished_run_has_a_row(pair) -> None:
+    reasons = {"mxfp8/seed1": "died at step 3", "mxfp8/seed2": "it never began"}
+    waiting = [Unfinished(recipe="mxfp8", name=name, reason=reason) for name, reason in reasons.items()]
+    gone = Unfinished(recipe="nvfp4", name="nvfp4", reason="step 7: loss is not finite", is_diverged=True)
+    comparison = compare_runs(pair, unfinished=[*waiting, gone])
+    assert {row.name: row.verdict for row in comparison.recipes[2:]} == {"mxfp8": "not decided", "nvfp4": "beyond"}
+    text = tables.to_text(comparison)
+    cells = {line.split()[0]: line.split() for line in text.splitlines()[2:6]}
+    assert cells["mxfp8"][1:] == ["-", "0/2", "-", "-", "not", "decided", *"--------"]
+    assert cells["nvfp4"][2] == "0/1" and "beyond" in cells["nvfp4"]
+    content = json.loads(tables.to_json(comparison))
+    assert content["recipes"][2]["validation_loss"] is None and content["recipes"][2]["num_missing"] == 2
+    assert [each["name"] for each in content["unfinished"]] == ["mxfp8/seed1", "mxfp8/seed2", "nvfp4"]
+    for output in (text, tables.to_markdown(comparison)):
+        assert "mxfp8/seed2 is not done and not in the figures: it never began" in output
+
+
+def test_a_control_is_called_so_whatever_its_gap(write_run) -> None:
+    names = ("bf16", "bf16-control")
+    folders = [
+        write_run(f"{name}/seed{seed}", [4.0] * 8, validations={8: 2.0 + 0.001 * (name == names[1]) * seed},
+                  config={"training": {"seed": seed, "micro_batch_size": names.index(name)}})
+        for name in names for seed in (1, 2)
+    ]  # fmt: skip
+    comparison = compare_runs(load_runs(folders))
+    assert [row.verdict for row in comparison.recipes] == ["", "control"]
+    for output in (tables.to_text(comparison), tables.to_markdown(comparison)):
+        assert " control " in output and " within " not in output.split("\n\n")[0]
+        assert "up to 0.10% lies between the two in a seed" in output
+
+
+def test_steps_that_left_the_weights_are_told(write_run) -> None:
+    skipping = write_run("a", [1.0] * 4, validations={4: 1.0}, step_fields={"is_skipped": True})
+    comparison = compare_runs(load_runs([skipping, write_run("b", [1.0] * 4, validations={4: 1.0})]))
+    assert comparison.warnings == ("a left its weights as they were in 4 of its steps",)
 
 
 def test_runs_that_ended_elsewhere_decide_nothing(write_run) -> None:
@@ -116,7 +155,8 @@ def test_text_has_its_columns_in_line(pair) -> None:
     lines = tables.to_text(compare_runs(pair, warmup_steps=2)).splitlines()
     header, rule, base, fp8 = lines[:4]
     assert " ".join(header.split()) == (
-        "run recipe validation loss gap bound 0.5% perplexity tokens/s speed TFLOP/s per device peak MiB steps tokens"
+        "run recipe validation loss gap bound 0.5% training gap perplexity tokens/s speed TFLOP/s per device peak MiB "
+        "steps tokens"
     )
     assert base.index("baseline") + len("baseline") == fp8.index("+0.50%") + len("+0.50%")
     assert len(rule) == len(header) == len(base) == len(fp8)

@@ -1,8 +1,11 @@
+import dataclasses
 import json
 
 import pytest
 
 from megafp8.errors import DataError
+from megafp8.launch.process import Process
+from megafp8.launch.run_state import RUN_STATE_FILE, RunState
 from megafp8.reports.publish import publish_comparison
 
 
@@ -28,6 +31,50 @@ def test_the_baseline_is_a_name_or_a_folder(folders) -> None:
         assert written == []
     with pytest.raises(DataError, match="none of the runs"):
         publish_comparison(folders, baseline="mxfp8")
+
+
+def set_state(folder, **fields) -> None:
+    process = Process(host="elsewhere", place="elsewhere", pid=1, started=0)
+    state = RunState(state="failed", world_size=1, process=process, started_at=0.0, updated_at=0.0)
+    (folder / RUN_STATE_FILE).write_text(json.dumps(dataclasses.replace(state, **fields).to_plain()))
+
+
+def test_runs_that_are_not_done_are_told_in_every_output(folders, tmp_path, write_run) -> None:
+    broken = write_run("mxfp8", [4.0])  # it was never validated
+    set_state(folders[0], state="done")
+    set_state(broken, step=1, reason="out of memory:\n  2 GiB")
+    comparison, _ = publish_comparison([*folders, broken], output_folder=tmp_path / "out")
+    said = "mxfp8 is not done and not in the figures: out of memory: 2 GiB"
+    assert comparison.warnings == (said,)
+    for name in ("report.html", "comparison.md", "comparison.json"):
+        text = (tmp_path / "out" / name).read_text()
+        assert said in text and "not decided" in text
+    assert 'data-recipe="mxfp8"' in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_a_recipe_without_a_seed_of_the_baseline_has_a_row(write_run, tmp_path) -> None:
+    folders = [
+        write_run(f"{name}/seed{seed}", [4.0, 3.0], validations={2: 3.0}, recipe=name,
+                  config={"training": {"seed": seed}})
+        for name, seeds in (("fp8", [3]), ("bf16", [1, 2])) for seed in seeds
+    ]  # fmt: skip
+    comparison, _ = publish_comparison(folders, baseline="bf16", output_folder=tmp_path / "out")
+    row = comparison.recipes[0]
+    assert (row.name, row.seeds, row.num_missing, row.verdict) == ("fp8", (), 1, "not decided")
+    assert 'data-recipe="fp8"' in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_a_baseline_that_is_not_done_is_none(folders) -> None:
+    set_state(folders[0], step=5, state="stopped")
+    for baseline in (None, "bf16", str(folders[0])):
+        with pytest.raises(DataError, match="no run of bf16, .* is done: stopped at step 5"):
+            publish_comparison(folders, baseline=baseline)
+    comparison, _ = publish_comparison(folders, include_unfinished=True)
+    assert comparison.baseline == "bf16" and comparison.recipes[1].verdict == "not decided"
+    assert comparison.warnings[0] == "bf16 is not done and in the figures with what it has so far: stopped at step 5"
+    set_state(folders[1], step=5, state="stopped")
+    with pytest.raises(DataError, match="nothing to compare: bf16 is not done .*; fp8 is not done"):
+        publish_comparison(folders)
 
 
 def test_one_run_alone_has_a_page_without_gaps(folders, tmp_path) -> None:
