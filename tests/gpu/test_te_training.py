@@ -124,12 +124,12 @@ def test_overwriting_gradients_is_adding_them_to_zero(fuser: str) -> None:
     assert not [name for name, gradient in plain.items() if not torch.equal(gradient, overwritten[name])]
 
 
-FUSED_FP8_WEIGHTS = pytest.param(
-    "delayed", FUSER, marks=pytest.mark.xfail(reason="its first loss is 3.5e-4 off, nobody knows why yet")
-)
+# Fused operations quantize BF16 weights anew in every microbatch, by scales that the one before has moved; FP8 weights
+# keep their codes. So each step has one microbatch.
+FUSED = f"{FUSER} --global-batch-size 4"
 
 
-@pytest.mark.parametrize(("recipe", "fuser"), [*((recipe, "") for recipe in FP8_RECIPES), FUSED_FP8_WEIGHTS])
+@pytest.mark.parametrize(("recipe", "fuser"), [*((recipe, "") for recipe in FP8_RECIPES), ("delayed", FUSED)])
 def test_fp8_weights_follow_bf16_weights(recipe: str, fuser: str) -> None:
     extra = f"{RECIPES[recipe]} {fuser}".strip()
     plain = curve(extra)
