@@ -22,6 +22,10 @@ from megafp8.checkpoint import optimizer_parts
 from megafp8.checkpoint.skipped import History
 from megafp8.parallel.gather import gather_weights
 
+# Settings of a group of parameters that come from flags, and those of them that belong to the schedule.
+GROUP_SETTINGS = ("betas", "eps", "momentum")
+GROUP_RATES = ("max_lr", "min_lr")
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -100,8 +104,12 @@ def optimizer_state(trainee: Trainee, model: dict[str, Any], is_loading: bool) -
 
 
 def load_optimizer_state(trainee: Trainee, state: dict[str, Any]) -> None:
-    """Give the optimizer what was read for its `optimizer_state`."""
+    """Give the optimizer what was read for its `optimizer_state`; settings of its groups stay those of the flags.
+
+    The rates of the schedule are the saved run's with --use-checkpoint-opt_param-scheduler.
+    """
     parts = parts_of(trainee.optimizer)
+    own = [group_settings(part, trainee.schedule) for part in parts]
     if isinstance(parts[0], DistributedOptimizer):
         one = len(parts) == 1
         state = optimizer_parts.join_pieces(parts[0], state) if one else {
@@ -116,9 +124,18 @@ def load_optimizer_state(trainee: Trainee, state: dict[str, Any]) -> None:
     if isinstance(parts[0], DistributedOptimizer):
         for part, of_part in zip(parts, states, strict=True):
             optimizer_parts.store_moments(part, of_part)
+    for part, settings in zip(parts, own, strict=True):
+        for group, values in zip(part.optimizer.param_groups, settings, strict=True):
+            group.update(values)
     if getattr(parts[0].config, "use_precision_aware_optimizer", False):
         # A weight that is rounded from its master stood half a step off in the checkpoint where that was a tie.
         gather_weights(trainee.chunks)
+
+
+def group_settings(part: Any, schedule: OptimizerParamScheduler) -> list[dict[str, Any]]:
+    """What a load should leave as it is in each group of parameters: megatron-core would take the saved run's."""
+    names = GROUP_SETTINGS + (() if schedule.use_checkpoint_opt_param_scheduler else GROUP_RATES)
+    return [{name: group[name] for name in names if name in group} for group in part.optimizer.param_groups]
 
 
 def start_state(part: Any) -> None:

@@ -185,6 +185,26 @@ def test_weights_only(saved: tuple[Path, RunConfig, Leg]) -> None:
     assert run_ranks(1, finetune) == [(leg.weights, Progress(), 0, 0)]
 
 
+@pytest.mark.parametrize("distributed", ["", DISTRIBUTED], ids=["replicated", "distributed"])
+@pytest.mark.parametrize(
+    ("flag", "expected"),
+    [("--override-opt_param-scheduler", 2e-4), ("--use-checkpoint-opt_param-scheduler", 1e-3)],
+    ids=["override", "use-checkpoint"],
+)
+def test_optimizer_settings_are_the_flags(distributed: str, flag: str, expected: float, tmp_path: Path) -> None:
+    """A state dictionary brings the settings of the run that was saved, too."""
+    shape = f"{PLAIN} {distributed} --lr-decay-style constant --lr-warmup-iters 0"
+    run_ranks(1, run_leg, small_config("llama", f"{shape} --lr 1e-3"), 1, None, tmp_path)
+    flags = f"{shape} --lr 2e-4 --adam-beta1 0.5 --adam-beta2 0.25 --adam-eps 1e-3 --load {tmp_path} {flag}"
+
+    def load() -> list[tuple[float, tuple[float, float], float]]:
+        run = build_run(small_config("llama", flags))
+        load_newest(run, tmp_path)
+        return [(group["lr"], group["betas"], group["eps"]) for group in run.trainee.optimizer.param_groups]
+
+    assert set(run_ranks(1, load)[0]) == {(expected, (0.5, 0.25), 1e-3)}
+
+
 def optimizer_moments(run: Run) -> list[torch.Tensor]:
     """Adam's moments that are not zero."""
     states = run.trainee.optimizer.optimizer.state.values()
