@@ -45,6 +45,18 @@ FREE_MODEL_SETTINGS = ("model.model_preset", "model.attention_dropout", "model.h
 
 # Parts of the keys of what only some layers keep besides weights: Transformer Engine's, and the emulated ones'.
 LAYER_STATE = ("_extra_state", ".quantizer_state.")
+# What the schedule of a run is made of, as megatron-core names it, and the flags that say it. It counts samples.
+SCHEDULE = {
+    "max_lr": "--lr",
+    "min_lr": "--min-lr",
+    "lr_warmup_steps": "samples of the warm-up (--lr-warmup-iters, -samples or -fraction)",
+    "lr_decay_steps": "samples of the schedule (--lr-decay-iters or -samples, else --train-iters or -samples)",
+    "lr_decay_style": "--lr-decay-style",
+    "start_wd": "weight decay at the start (--weight-decay or --start-weight-decay)",
+    "end_wd": "weight decay at the end (--weight-decay or --end-weight-decay)",
+    "wd_incr_steps": "samples of the run (--train-iters or --train-samples)",
+    "wd_incr_style": "--weight-decay-incr-style",
+}
 # What megatron-core and torch raise on a file that is missing, cut off or of another model.
 UNREADABLE = (
     CheckpointingException, CheckpointException, OSError, RuntimeError, AttributeError, EOFError, KeyError,
@@ -205,26 +217,41 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def restore_schedule(path: Path, trainee: Trainee, saved: dict[str, Any]) -> None:
-    """Continue the learning-rate schedule; megatron-core refuses one that differs, by an assertion."""
-    trainee.schedule.num_steps = 0  # megatron-core adds what it loads, and a run that goes back has taken steps
-    try:
-        trainee.schedule.load_state_dict(saved)
-    except AssertionError as error:
-        raise CheckpointError(
-            f"{path} has another learning-rate schedule ({error}); give the checkpoint's, "
-            "--override-opt_param-scheduler for this run's, or --use-checkpoint-opt_param-scheduler for the saved one"
-        ) from error
+    """Continue the learning-rate schedule; one that differs is refused, unless flags say which of the two holds.
+
+    Raises:
+        CheckpointError: the checkpoint's is another one.
+    """
+    schedule = trainee.schedule
+    if not (schedule.override_opt_param_scheduler or schedule.use_checkpoint_opt_param_scheduler):
+        now = schedule.state_dict()
+        different = [name for name in SCHEDULE if saved[name] != now[name]]
+        if different:
+            lines = "\n".join(f"  {SCHEDULE[name]}: {saved[name]} -> {now[name]}" for name in different)
+            raise CheckpointError(
+                f"{path} has another learning-rate schedule (checkpoint -> this run):\n{lines}\nmend: "
+                "give the checkpoint's, --override-opt_param-scheduler for this run's, or "
+                "--use-checkpoint-opt_param-scheduler for the saved one"
+            )
+    schedule.num_steps = 0  # megatron-core adds what it loads, and a run that goes back has taken steps
+    schedule.load_state_dict(saved)
+    schedule.step(increment=0)  # megatron-core gives groups their weight decay before it takes the saved one
 
 
 def check_same_model(path: Path, saved: RunConfig, config: RunConfig) -> None:
-    """Refuse a checkpoint of another model, with the differences."""
+    """Refuse a checkpoint of another model, with the differences.
+
+    Where one of the two takes its vocabulary from the tokenizer, `check_same_vocabulary` compares them.
+    """
+    from_tokenizer = None in (saved.model.vocab_size, config.model.vocab_size)
+    free = (*FREE_MODEL_SETTINGS, "model.vocab_size") if from_tokenizer else FREE_MODEL_SETTINGS
     lines = [line for line in serialize.diff(saved, config) if line.startswith("model.")]
-    lines = [line for line in lines if not line.startswith(FREE_MODEL_SETTINGS)]
+    lines = [line for line in lines if not line.startswith(free)]
     if lines:
         raise CheckpointError(
             f"{path} is of another model (checkpoint -> this run):\n"
             + "\n".join(f"  {line}" for line in lines)
-            + "\nmend: give the checkpoint's values, or train into another --save folder"
+            + "\nmend: give the checkpoint's values, or start from another checkpoint"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
@@ -13,7 +14,7 @@ from small_run import FP8, PLAIN, Curve, build_run, curve_of, fingerprint, small
 from tolerances import LAYOUT_GRAD_NORM, LAYOUT_LOSS
 
 from megafp8.checkpoint.folder import COMPLETE, find_checkpoint
-from megafp8.checkpoint.load import load_checkpoint, read_config
+from megafp8.checkpoint.load import check_same_model, check_same_vocabulary, load_checkpoint, read_config
 from megafp8.checkpoint.save import save_checkpoint
 from megafp8.checkpoint.state import Progress
 from megafp8.config.schema import RunConfig
@@ -269,6 +270,22 @@ def test_another_vocabulary_is_refused(saved: tuple[Path, RunConfig, Leg]) -> No
     assert "model.vocab_size" in refusal(saved[0], small_config("llama", f"{PLAIN} --vocab-size 300"))
 
 
+def test_a_vocabulary_of_the_tokenizer_is_compared_by_its_size(saved: tuple[Path, RunConfig, Leg]) -> None:
+    """A converted checkpoint says --vocab-size, and a run that takes the tokenizer's says none."""
+    folder, config, _ = saved
+    unsaid = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=None))
+    check_same_model(folder, config, unsaid)
+    check_same_model(folder, unsaid, config)
+
+    def compare() -> None:
+        path = find_checkpoint(folder)[1]
+        check_same_vocabulary(path, unsaid, 256)
+        with pytest.raises(CheckpointError, match="an embedding of 256 rows and this run one of 320"):
+            check_same_vocabulary(path, unsaid, 320)
+
+    run_ranks(1, compare)
+
+
 def test_the_other_kind_of_optimizer_is_refused(saved: tuple[Path, RunConfig, Leg]) -> None:
     text = refusal(saved[0], small_config("llama", f"{PLAIN} {DISTRIBUTED}"))
     assert "without --use-distributed-optimizer, this run is with it" in text
@@ -282,8 +299,10 @@ def test_state_of_another_optimizer_is_refused(saved: tuple[Path, RunConfig, Leg
 
 
 def test_another_schedule_is_refused(saved: tuple[Path, RunConfig, Leg]) -> None:
-    text = refusal(saved[0], small_config("llama", f"{PLAIN} --lr 2e-3"))
+    """All of what differs is named by its flag."""
+    text = refusal(saved[0], small_config("llama", f"{PLAIN} --lr 2e-3 --lr-decay-iters 17 --lr-decay-style constant"))
     assert "another learning-rate schedule" in text and "--override-opt_param-scheduler" in text
+    assert "--lr: 0.001 -> 0.002" in text and "--lr-decay-iters" in text and "-> constant" in text
 
 
 def test_a_checkpoint_without_optimizer_state(tmp_path: Path) -> None:
