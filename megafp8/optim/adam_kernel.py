@@ -172,12 +172,16 @@ def update_block(
     GRID: tl.constexpr,
 ):  # fmt: skip
     """One block of one parameter."""
-    g = (loaded(grads, offsets, mask).to(tl.float32) * grad_factor) * clip
+    grad = loaded(grads, offsets, mask).to(tl.float32)
     p = loaded(masters, offsets, mask)
+    m = loaded_moment(exp_avgs, offsets, mask, scales)
+    v = loaded_moment(exp_avg_sqs, offsets, mask, scales + 2)
     if REMAINDER:
         p = restored_master(loaded(models, offsets, mask), p)
-    m = first_moment(loaded_moment(exp_avgs, offsets, mask, scales), g, beta1)
-    v = second_moment(loaded_moment(exp_avg_sqs, offsets, mask, scales + 2), g, beta2)
+
+    g = (grad * grad_factor) * clip
+    m = first_moment(m, g, beta1)
+    v = second_moment(v, g, beta2)
     root = tl.sqrt_rn(tl.div_rn(v, correction2)) + eps
     update = tl.fma(p, weight_decay, tl.div_rn(tl.div_rn(m, correction1), root))
     p = tl.fma(update, -learning_rate, p)

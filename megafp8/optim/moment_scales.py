@@ -7,7 +7,8 @@ Nothing is written but two numbers a parameter's tensor.
 
 Bytes an element with FP8 and FP16 moments, FP32 gradients and 16-bit remainders: 7 here (gradient 4, moments 1 and 2)
 and 18 in the update; with BF16 moments 20 in all. Transformer Engine moves 74: it copies moments to FP32 (19),
-updates those (28) and scales them again (27).
+updates those (28) and scales them again (27). At 4.1 TB/s and 1.4e9 elements that is 8.5 ms at best (BF16 moments 6.8)
+beside 25.
 """
 
 from __future__ import annotations
