@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,3 +35,18 @@ def exact_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(interpreter, "_convert_float", convert)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+
+
+def constants_before_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`constant - tensor` is a tensor, as it is to the compiler; the interpreter of Triton 3.9 makes a constant of it,
+    which its functions then refuse."""
+    from triton.language import constexpr, tensor
+
+    for name in ("__add__", "__sub__", "__mul__"):
+        plain = getattr(constexpr, name)
+
+        def combine(self: constexpr, other: Any, plain: Callable[[constexpr, Any], constexpr] = plain) -> Any:
+            result = plain(self, other)
+            return result.value if isinstance(result.value, tensor) else result
+
+        monkeypatch.setattr(constexpr, name, combine)
