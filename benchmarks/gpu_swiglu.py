@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_swiglu.py [--sweep]
 
-Forward to E4M3 and backward to E5M2 by a given scale, and forward to E4M3 in blocks, at the shapes of `gpu_train.py`,
-one layer.
+Forward to E4M3 and backward to E5M2 by a given scale, at the shapes of `gpu_train.py`, one layer. `gpu_kernels.py` has
+those by scales of the tensor itself and of its blocks.
 """
 
 from __future__ import annotations
@@ -47,24 +47,6 @@ def measured(tokens: int, width: int) -> dict[str, tuple[float, float]]:
     }
 
 
-def in_blocks(tokens: int, width: int) -> dict[str, tuple[float, float]]:
-    """Milliseconds and TB/s of the forward pass into blocks, ours and in Transformer Engine's two passes."""
-    import transformer_engine.pytorch as te
-    import transformer_engine_torch as tex
-
-    from megafp8.model import te_operations
-
-    inputs = torch.randn(tokens, 2 * width, device="cuda").bfloat16()
-    quantizer = te.Float8BlockQuantizer(tex.DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=1)
-    operation = te_operations.QuantizingSwiGLU()
-    times_s = {
-        "ours": seconds(lambda: operation._tex_swiglu_forward(inputs, quantizer)),
-        "Transformer Engine": seconds(lambda: tex.quantize(tex.swiglu(inputs, None), quantizer)),
-    }
-    moved = inputs.nbytes + inputs.nbytes // 2
-    return {whose: (time_s * 1e3, moved / time_s / 1e12) for whose, time_s in times_s.items()}
-
-
 def transformer_engine(tokens: int, width: int) -> dict[str, float]:
     """Milliseconds of its kernels for the same: SwiGLU into FP8, and the transpose."""
     import transformer_engine.pytorch as te
@@ -95,7 +77,6 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     cells = [("copy of 1 GiB", "", "", copy_bandwidth())]
     for name, shape in SHAPES.items():
         cells += [(f"{name} {way}, Transformer Engine", "", ms, "") for way, ms in transformer_engine(*shape).items()]
-        cells += [(f"{name} forward in blocks, {whose}", "", *row) for whose, row in in_blocks(*shape).items()]
     for block in blocks:
         swiglu_kernel.TOKENS, swiglu_kernel.WIDTH, swiglu_kernel.NUM_WARPS = block
         for name, shape in SHAPES.items():

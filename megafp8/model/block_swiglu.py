@@ -15,7 +15,7 @@ from megafp8.fp8.triton_rounding import quant_scale_of, without_nan
 from megafp8.model.block_kernels import Blocks
 from megafp8.model.triton_tiles import SIDE
 
-NUM_WARPS = 8  # of a program; measured with benchmarks/gpu_swiglu.py
+NUM_WARPS = 8  # of a program; measured with benchmarks/gpu_kernels.py
 
 
 @triton.jit

@@ -1,0 +1,138 @@
+"""Casts and SwiGLU into FP8, tensorwise and blockwise, by our kernels and by Transformer Engine's.
+
+    python benchmarks/gpu_kernels.py [--shape A B]
+
+At the shapes of `gpu_swiglu.py`, one layer; ours are those of `--quantize-kernels triton`. Formats are E4M3, and E5M2
+for tensorwise's gradients. What ours write is first compared with what Transformer Engine writes: casts are equal, and
+of SwiGLU at most 1 byte in 1,000 differs, where the last bit of an exponential decides. Bytes are those that have to be
+moved: what is given and what results, once each. Tensorwise, whose scale is known only after all of its tensor, reads
+it once more, and SwiGLU has to write it before. "Measured" is the kernel that is SwiGLU's default forward in blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from benchmarks import timing  # noqa: E402
+from benchmarks.gpu_adam import copy_bandwidth, seconds  # noqa: E402
+from benchmarks.gpu_swiglu import SHAPES  # noqa: E402
+
+PARTS = {
+    "blockwise": ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv"),
+    "tensorwise": ("_data", "_transpose", "_scale_inv"),
+}
+LARGEST_SHARE = 1e-3  # of bytes that may differ in SwiGLU
+CALLS = 16  # whose launches are timed on the host together
+AHEAD = 200_000_000  # cycles, about 0.1 s: the GPU is busy for as long as that takes
+
+
+class Work(NamedTuple):
+    """The same work by several kernels.
+
+    Attributes:
+        name: for the table.
+        recipe: whose parts the results have.
+        calls: by whom; Transformer Engine's first.
+        moved: bytes.
+        share: of bytes or scales that may differ from the first's.
+    """
+
+    name: str
+    recipe: str
+    calls: dict[str, Callable[[], Any]]
+    moved: int
+    share: float
+
+
+def works(tokens: int, width: int) -> Iterator[Work]:
+    """What is timed at one shape."""
+    import transformer_engine.pytorch as te
+    import transformer_engine_torch as tex
+
+    from megafp8.model import te_quantize
+    from megafp8.model.te_operations import QuantizingSwiGLU, TritonSwiGLU
+
+    inputs = torch.randn(tokens, 2 * width, device="cuda").bfloat16()
+    gradients = torch.randn(tokens, width, device="cuda").bfloat16()
+    e4m3, e5m2 = tex.DType.kFloat8E4M3, tex.DType.kFloat8E5M2
+    blocks = te.Float8BlockQuantizer(e4m3, rowwise=True, columnwise=True, block_scaling_dim=1)
+    whole, whole_gradients = (te.Float8CurrentScalingQuantizer(kind, torch.device("cuda")) for kind in (e4m3, e5m2))
+    ours, measured = TritonSwiGLU(), QuantizingSwiGLU()
+    for recipe, how, how_gradients in (("blockwise", blocks, blocks), ("tensorwise", whole, whole_gradients)):
+        is_twice = recipe == "tensorwise"
+        kernels = te_quantize.kernels_for(how, inputs.shape)
+        calls = {
+            "Transformer Engine": lambda how=how: tex.quantize(inputs, how),
+            "ours": lambda how=how, kernels=kernels: te_quantize.cast(inputs, how, kernels),
+        }
+        yield Work("cast", recipe, calls, inputs.nbytes * (2 + is_twice), 0.0)
+        calls = {
+            "Transformer Engine": lambda how=how: tex.swiglu(inputs, how),
+            "ours": lambda how=how: ours._tex_swiglu_forward(inputs, how),
+        }
+        if recipe == "blockwise":
+            calls["measured"] = lambda how=how: measured._tex_swiglu_forward(inputs, how)
+        result_bytes = gradients.nbytes
+        yield Work("SwiGLU", recipe, calls, inputs.nbytes + result_bytes * (1 + 2 * is_twice), LARGEST_SHARE)
+        calls = {
+            "Transformer Engine": lambda how=how_gradients: tex.dswiglu(gradients, inputs, how),
+            "ours": lambda how=how_gradients: ours._tex_swiglu_backward(gradients, inputs, how),
+        }
+        moved = gradients.nbytes + inputs.nbytes * (2 + 2 * is_twice)
+        yield Work("SwiGLU backward", recipe, calls, moved, LARGEST_SHARE)
+
+
+def check(work: Work) -> None:
+    """Stop where results are not Transformer Engine's."""
+    theirs, *others = (call() for call in work.calls.values())
+    for result in others:
+        for name in PARTS[work.recipe]:
+            one, other = (getattr(each, name).view(torch.uint8) for each in (result, theirs))
+            share = (one != other).float().mean().item()
+            if share > work.share:
+                raise SystemExit(f"{work.recipe} {work.name}: {share:.2%} of {name} differ from Transformer Engine's")
+
+
+def host_seconds(call: Callable[[], Any]) -> float:
+    """Of the host for a call, while the GPU is busy with other things."""
+    torch.cuda.synchronize()
+    torch.cuda._sleep(AHEAD)
+    start = time.perf_counter()
+    for _ in range(CALLS):
+        call()
+    found = (time.perf_counter() - start) / CALLS
+    torch.cuda.synchronize()
+    return found
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
+    shapes = parser.parse_args(argv).shape
+    cells = [("copy of 1 GiB", "", "", copy_bandwidth(), "")]
+    for shape in shapes:
+        for work in works(*SHAPES[shape]):
+            check(work)
+            for whose, call in work.calls.items():
+                time_s = seconds(call)
+                cells.append((
+                    f"{shape} {work.recipe} {work.name}", whose, time_s * 1e3, work.moved / time_s / 1e12,
+                    host_seconds(call) * 1e6,
+                ))  # fmt: skip
+    print(timing.format_table(("what", "whose", "ms", "TB/s", "host us"), cells))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
