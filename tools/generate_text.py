@@ -53,7 +53,8 @@ def build_parser() -> argparse.ArgumentParser:
         default="checkpoint",
         help="checkpoint (default): the one that it was trained in; high: the same without FP8",
     )
-    group = parser.add_argument_group("tokenizer", "where its files are now; default where they were in training")
+    group = parser.add_argument_group("tokenizer", "what it is and where its files are now; default as in training")
+    group.add_argument("--tokenizer-type", metavar="TYPE", help="of a converted checkpoint that came without one")
     for name in TOKENIZER_FILES:
         group.add_argument("--" + name.replace("_", "-"), metavar="F")
     return parser
@@ -111,8 +112,9 @@ def run(arguments: argparse.Namespace) -> None:
     mcore_cpu.install()
     from megafp8.training.generate import generate_text, load_language_model
 
-    files = {name: value for name in TOKENIZER_FILES if (value := getattr(arguments, name)) is not None}
-    model = load_language_model(arguments.load, arguments.ckpt_step, arguments.precision == "high", files)
+    names = ("tokenizer_type", *TOKENIZER_FILES)
+    tokenizer = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    model = load_language_model(arguments.load, arguments.ckpt_step, arguments.precision == "high", tokenizer)
     say(str(model))
     samples = []
     for index in range(arguments.num_samples):

@@ -78,6 +78,13 @@ def test_a_tokenizer_of_another_size_is_refused(folder, tmp_path) -> None:
     assert "384 rows" in result.stderr
 
 
+def test_the_type_of_the_tokenizer_may_be_given(folder) -> None:
+    """A converted checkpoint may have come without any."""
+    result = generate("--load", folder / "run", "--tokenizer-type", "ByteLevelTokenizer")
+    assert result.returncode == 66
+    assert "has 512 tokens and the embedding" in result.stderr
+
+
 def test_a_folder_without_a_checkpoint_is_status_74(tmp_path) -> None:
     result = generate("--load", tmp_path / "absent")
     assert result.returncode == 74
