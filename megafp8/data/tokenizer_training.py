@@ -29,6 +29,7 @@ from megafp8.errors import DataError
 SPACE_MARK = "\u2581"
 NUM_FIXED_PIECES = 3 + 2 + 256  # unknown, begin, end; newline, tab; bytes
 MAX_LINE_BYTES = 100_000
+MAX_LINE_CHARACTERS = MAX_LINE_BYTES // 4  # UTF-8 has 4 bytes a character at most
 NUM_VERIFIED_DOCUMENTS = 200
 SENTENCEPIECE_MODEL_TYPES = ("bpe", "unigram")
 BYTE_BPE = "byte-bpe"
@@ -202,7 +203,7 @@ def _train(texts: Iterator[str], vocab_size: int, model_type: str, num_threads: 
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=(line for text in texts for line in text.split("\n") if line),
+            sentence_iterator=_lines(texts),
             model_writer=model,
             vocab_size=vocab_size,
             model_type=model_type,
@@ -228,6 +229,14 @@ def _train(texts: Iterator[str], vocab_size: int, model_type: str, num_threads: 
             "Give it more text or another --vocab-size."
         ) from error
     return model.getvalue()
+
+
+def _lines(texts: Iterator[str]) -> Iterator[str]:
+    """The lines of texts; long ones in parts, for the trainer passes over lines above its limit without a word."""
+    for text in texts:
+        for line in text.split("\n"):
+            for start in range(0, len(line), MAX_LINE_CHARACTERS):
+                yield line[start : start + MAX_LINE_CHARACTERS]
 
 
 def _settings(

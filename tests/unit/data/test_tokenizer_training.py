@@ -37,6 +37,14 @@ def test_digits_stand_alone(tmp_path):
     assert len(build_tokenizer(data).tokenize("1849")) == 4
 
 
+def test_a_document_of_one_long_line_is_learned_from(tmp_path):
+    """SentencePiece passes over lines above its limit without a word."""
+    (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog " * 3000)
+    train_sentencepiece([str(tmp_path / "a.txt")], str(tmp_path / "t"), vocab_size=300)
+    data = DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(tmp_path / "t.model"))
+    assert len(build_tokenizer(data).tokenize("the quick brown")) < 6
+
+
 def test_training_again_does_nothing_and_other_settings_are_refused(tmp_path, corpus_file):
     prefix = str(tmp_path / "t")
     assert train_sentencepiece([str(corpus_file)], prefix, vocab_size=320).trained
