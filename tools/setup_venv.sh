@@ -24,7 +24,9 @@ megafp8_is_ready() {
   python3 - 2>/dev/null <<'PYTHON'
 import importlib.util, sys
 import torch
-names = ("transformer_engine", "megatron.core", "sentencepiece", "tensorboard", "psutil", "matplotlib", "tqdm")
+names = (
+    "transformer_engine", "megatron.core", "yaml", "psutil", "sentencepiece", "tensorboard", "matplotlib", "scipy", "jinja2", "tqdm"
+)
 sys.exit(not (torch.cuda.is_available() and all(importlib.util.find_spec(name) for name in names)))
 PYTHON
 }

@@ -15,7 +15,9 @@ from megafp8.doctor.machine import Machine
 OK, WARNING, ERROR = "ok", "warning", "error"
 """Error: training cannot run here, or not as the machine is meant to. Warning: it runs slower, or untried."""
 
-LIBRARIES = ("numpy", "psutil", "sentencepiece", "tensorboard", "matplotlib", "tqdm")
+LIBRARIES = (
+    "numpy", "psutil", "pyyaml", "sentencepiece", "tensorboard", "matplotlib", "scipy", "jinja2", "tqdm",
+)  # fmt: skip
 LEAST_SHARED_MEMORY_BYTES = 2**30
 LEAST_OPEN_FILES = 4096
 LEAST_FREE_BYTES = 20 * 2**30

@@ -219,7 +219,8 @@ def test_the_tested_cpu_set_is_the_one_in_constraints() -> None:
     setup = (ROOT / "setup.py").read_text(encoding="utf-8")
     assert f"megatron-core=={tested.MEGATRON_CORE}" in setup
     assert f"torch>={'.'.join(map(str, tested.TORCH_FROM))}" in setup
-    assert all(f'"{name}"' in setup for name in LIBRARIES)
+    required = setup.partition("install_requires")[2].partition("extras_require")[0].lower()
+    assert {*re.findall(r'"([\w-]+)', required)} == {*LIBRARIES, "torch", "megatron-core"}
     lowest, highest = (".".join(map(str, version)) for version in (tested.PYTHON_FROM, tested.PYTHON_BELOW))
     assert f'python_requires=">={lowest},<{highest}"' in setup
 
