@@ -107,7 +107,7 @@ def load_language_model(
         folder: what the run had as --save.
         step: which checkpoint; default the newest.
         high_precision: leave FP8 out, as --fp8-schedule may have done when the checkpoint was made.
-        tokenizer_files: fields of the data section (`tokenizer_type`, `tokenizer_model`...) instead of the checkpoint's.
+        tokenizer_files: fields of the data section (`tokenizer_type`, `tokenizer_model`...) in place of the saved ones.
 
     Raises:
         CheckpointError: there is none, or it cannot be read.
