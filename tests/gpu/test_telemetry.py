@@ -67,7 +67,10 @@ def test_transformer_engine_and_emulation_show_the_same(recipe: str) -> None:
         assert other.amax == pytest.approx(stats.amax, rel=0.25), name
         if stats.sqnr_db is not None and recipe != "delayed":
             assert other.sqnr_db == pytest.approx(stats.sqnr_db, abs=1.0), name
-    assert engine.gradient_noise == pytest.approx(emulated.gradient_noise, rel=0.1)
+    # Signal and noise are differences of two squares that are several times as large: of a microbatch and of the batch.
+    for batch in (4, 8):
+        squares = [record.gradient_signal + record.gradient_noise / batch for record in (engine, emulated)]
+        assert squares[0] == pytest.approx(squares[1], rel=1e-2)
     assert engine.update_to_weight == pytest.approx(emulated.update_to_weight, rel=0.05)
 
 
