@@ -18,6 +18,7 @@ from megafp8.config import derived, gemms
 from megafp8.config.rules.precision import fuses_operations, rotates_in_one_kernel
 from megafp8.planning.planned_run import PlannedRun
 from megafp8.planning.products import Product, layer_products, output_products
+from megafp8.planning.recipe_shares import output_recipes
 
 TILE = 128
 BF16_BYTES = 2
@@ -166,11 +167,21 @@ def attention_s(run: PlannedRun) -> float:
 
 def logits_s(run: PlannedRun) -> tuple[float, float, float]:
     """Seconds of (output layer forward, backward, loss) for one microbatch on the last stage."""
-    forward, dgrad, wgrad = (product_s(run, "bf16", product) for product in output_products(run))
+    recipes = output_recipes(run.config)
+    forward, dgrad, wgrad = (product_s(run, recipes[product.gemm], product) for product in output_products(run))
     precision = run.config.precision
     # Transformer Engine's loss reads and writes logits once each way; the others keep an FP32 softmax as well.
     in_place = precision.cross_entropy_loss_fusion and precision.cross_entropy_fusion_impl == "te"
     return forward, dgrad + wgrad, run.memory_s((8 if in_place else 26) * run.tokens * run.padded_vocab // run.tensor)
+
+
+def output_casts_s(run: PlannedRun) -> tuple[float, float]:
+    """Seconds of quantizing the output layer's (input, logits' gradient) for one microbatch."""
+    recipes = output_recipes(run.config)
+    gradients = run.tokens * run.padded_vocab // run.tensor
+    # Each of the two GEMMs that read the gradient has its own orientation of it, counted as half a cast to both.
+    backward_s = sum(cast_s(run, recipes[gemm], gradients / 2) for gemm in ("dgrad", "wgrad"))
+    return cast_s(run, recipes["fprop"], run.sharded_tokens * run.hidden_size), backward_s
 
 
 def _channels(run: PlannedRun) -> tuple[int, int, int]:

@@ -9,8 +9,9 @@
     logits        tokens x vocabulary / tensor ranks x (format + 4 + format), on the last stage
     buffers       gradients of the layer that runs backward, where the logits are not there at that time
 
-P: parameters on this rank. Q: of those, the weights of the linears in quantized layers. Gradients of a tied embedding
-are reduced between the first and the last stage, so both hold a copy.
+P: parameters on this rank. Q: of those, the weights of the linears in quantized layers, and the output layer's where a
+precision map quantizes it (whose copies --fp8-param-gather leaves beside it). Gradients of a tied embedding are reduced
+between the first and the last stage, so both hold a copy.
 
 Activations follow Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer Models"), counted
 tensor by tensor so that grouped queries, gated MLPs and FP8 are covered; for its GPT with dropout the sum is the
@@ -31,7 +32,7 @@ from dataclasses import dataclass
 
 from megafp8.config import derived, precision_map, size
 from megafp8.config.schema import PrecisionConfig, RunConfig
-from megafp8.planning.recipe_shares import FORWARD, HIGH, layer_shares
+from megafp8.planning.recipe_shares import FORWARD, HIGH, layer_shares, output_recipes
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 MASK_BYTES = 1
@@ -89,6 +90,8 @@ def estimate_memory(
     parameters = quantizable + other
     quantized = int(quantizable * quantized_fraction(config, stage))
     weights_bytes, fp8_copies_bytes = _weight_bytes(config, quantized, parameters - quantized, implementation)
+    if _is_last(config, stage):
+        fp8_copies_bytes += _output_copy_bytes(config, padded_vocab, implementation)
     logits_bytes = _logit_bytes(config, padded_vocab) if _is_last(config, stage) else 0
     return MemoryEstimate(
         stage=stage,
@@ -160,6 +163,17 @@ def quantized_fraction(config: RunConfig, stage: int) -> float:
     return 1 - kept / layers if precision.first_last_layers_bf16 else 1.0
 
 
+def _output_copy_bytes(config: RunConfig, padded_vocab: int, implementation: str) -> int:
+    """Quantized copies of the output layer's weight, which --fp8-param-gather leaves as it is."""
+    recipe = output_recipes(config)["fprop"]
+    if recipe == HIGH:
+        return 0
+    assert config.model.hidden_size is not None
+    num_copies = 2 if implementation == "transformer_engine" or recipe == "mxfp8" else 1
+    matrix = padded_vocab // config.parallel.tensor_model_parallel_size * config.model.hidden_size
+    return int(matrix * code_bytes_of(recipe) * num_copies)
+
+
 def _weight_bytes(config: RunConfig, quantized: int, other: int, implementation: str) -> tuple[int, int]:
     """(bytes of the weights, bytes of quantized copies beside them)."""
     precision = config.precision
@@ -174,7 +188,12 @@ def _weight_bytes(config: RunConfig, quantized: int, other: int, implementation:
 
 def _code_bytes(precision: PrecisionConfig) -> float:
     """Bytes of a quantized number, the largest of a run; 0 in high precision."""
-    return max((0.5 if recipe == "nvfp4" else 1 for recipe in precision_map.used_recipes(precision)), default=0)
+    return max(map(code_bytes_of, precision_map.used_recipes(precision)), default=0)
+
+
+def code_bytes_of(recipe: str) -> float:
+    """Bytes of a number by a recipe of FP8 or FP4."""
+    return 0.5 if recipe == "nvfp4" else 1
 
 
 def _optimizer_bytes(config: RunConfig, world_size: int, parameters: int) -> int:
@@ -325,7 +344,11 @@ def _logit_bytes(config: RunConfig, padded_vocab: int) -> int:
     assert config.model.hidden_size is not None
     each, tp = BYTES[derived.params_dtype(config.precision)], config.parallel.tensor_model_parallel_size
     shards = tp if config.parallel.sequence_parallel else 1
-    hidden_bytes = 2 * each * _tokens(config) * config.model.hidden_size // shards
+    of_wgrad = output_recipes(config)["wgrad"]
+    keeps_codes = of_wgrad != HIGH and config.precision.fp8_schedule is None
+    saved_input = code_bytes_of(of_wgrad) if keeps_codes else each
+    hidden_bytes = int((each + saved_input) * _tokens(config) * config.model.hidden_size // shards)
+    # Codes of the logits' gradient are made once the loss's own copies are gone, and take no more room than those.
     # TE's fused loss writes the gradient over the logits; the others make an FP32 copy and a gradient.
     per_logit = 2 * each if has_fused_loss(config.precision) else each + BYTES["fp32"] + each
     matrix_bytes = BYTES["fp32"] * (padded_vocab // tp) * config.model.hidden_size

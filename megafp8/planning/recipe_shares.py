@@ -1,4 +1,4 @@
-"""How much of a pipeline stage's linears computes by which recipe."""
+"""How much of a pipeline stage's linears computes by which recipe, and by which ones the output layer does."""
 
 from __future__ import annotations
 
@@ -27,6 +27,12 @@ def layer_shares(config: RunConfig, stage: int, products: tuple[str, ...]) -> di
                 counted[recipe] = counted.get(recipe, 0) + size
     of_layer = len(products) * sum(sizes.values())
     return {recipe: size / of_layer for recipe, size in counted.items()}
+
+
+def output_recipes(config: RunConfig) -> dict[str, str]:
+    """The recipe of each GEMM of the output layer, `bf16` for high precision, which it has unless a map names it."""
+    chosen = precision_map.resolve(config.model, config.precision)[precision_map.OUTPUT_LAYER]
+    return {gemm: getattr(chosen, gemm).recipe or HIGH for gemm in precision_map.GEMMS}
 
 
 def layers_of_stage(config: RunConfig, stage: int) -> list[int]:

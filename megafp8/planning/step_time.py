@@ -25,7 +25,7 @@ from megafp8.config import derived, precision_map, size
 from megafp8.planning import communication, compute
 from megafp8.planning.memory import parameters_on_stage, quantized_fraction
 from megafp8.planning.planned_run import PlannedRun
-from megafp8.planning.recipe_shares import BACKWARD, FORWARD, layer_shares
+from megafp8.planning.recipe_shares import BACKWARD, FORWARD, layer_shares, output_recipes
 
 MATHEMATICS = ("linears", "attention", "output layer")
 WAITS = ("tensor parallel", "context parallel", "host")
@@ -205,12 +205,15 @@ def add_output_layer(run: PlannedRun, stage: Stage) -> None:
     """Final norm is not counted; logits, loss, their gradients."""
     forward_s, backward_s, loss_s = compute.logits_s(run)
     stage.add("output layer", forward_s, backward_s)
+    stage.add("casts", *compute.output_casts_s(run))
     stage.add("loss", loss_s / 2, loss_s / 2)
-    # Its input is gathered forward; backward that gather runs beside dgrad, and the reduction beside wgrad.
-    gather_s = communication.ring_s(
-        run, communication.tensor_group(run), compute.BF16_BYTES * run.tokens * run.hidden_size
-    )
-    stage.add("tensor parallel", gather_s, 2 * over(gather_s, backward_s / 2))
+    # Its input is gathered forward, as codes where it is quantized; backward that gather runs beside dgrad, and the
+    # reduction beside wgrad.
+    group, numbers = communication.tensor_group(run), run.tokens * run.hidden_size
+    code_bytes = compute.CODE_BYTES[output_recipes(run.config)["fprop"]]
+    gather_s, reduce_s = (communication.ring_s(run, group, each * numbers) for each in (code_bytes, compute.BF16_BYTES))
+    seen_s = over(gather_s, backward_s / 2) + over(reduce_s, backward_s / 2)
+    stage.add("tensor parallel", gather_s, seen_s)
 
 
 def over(seconds: float, beside_s: float) -> float:
@@ -266,7 +269,11 @@ def weight_casts_s(run: PlannedRun, number: int) -> float:
     numbers = quantizable / (2 if run.config.precision.fp8_param_gather else 1)
     numbers /= derived.layers_per_pipeline_rank(run.config)
     counts = layer_counts(run, number, FORWARD)
-    return sum(compute.cast_s(run, recipe, numbers * count) for recipe, count in counts.items())
+    layers_s = sum(compute.cast_s(run, recipe, numbers * count) for recipe, count in counts.items())
+    if number < run.pipeline - 1:
+        return layers_s
+    matrix = run.padded_vocab // run.tensor * run.hidden_size
+    return layers_s + compute.cast_s(run, output_recipes(run.config)["fprop"], matrix)
 
 
 def passes_over_parameters(run: PlannedRun) -> tuple[int, int]:

@@ -3,7 +3,9 @@
 import pytest
 from plans import FP8, run_of
 
+from megafp8.planning.compute import logits_s, output_casts_s, product_s
 from megafp8.planning.memory import estimate_memory, layer_activations, parameters_on_stage
+from megafp8.planning.products import output_products
 from megafp8.planning.recipe_shares import BACKWARD, FORWARD, layer_shares, layers_of_stage
 from megafp8.planning.step_time import stage_time, weight_casts_s
 
@@ -46,6 +48,49 @@ def test_gradients_in_high_precision_cost_the_backward_pass_alone():
     assert stage_time(mixed, 0).forward == pytest.approx(stage_time(plain, 0).forward, rel=0.02)
     assert stage_time(mixed, 0).backward == pytest.approx(stage_time(high, 0).backward, rel=0.02)
     assert layer_activations(mixed.config) == layer_activations(high.config)
+
+
+OUTPUT = 128256 * 4096
+
+
+@pytest.mark.parametrize(("recipe", "cast_bytes"), [("tensorwise", 6), ("mxfp8", 4)])
+def test_a_quantized_output_layer_counts_by_its_recipe(recipe, cast_bytes):
+    """Its GEMMs at the speed of the recipe, its casts, and two copies of its weight."""
+    high, low = mapped("layers.*=bf16"), mapped("layers.*=bf16", f"output_layer={recipe}")
+    times = [stage_time(run, 0) for run in (high, low)]
+    products = [sum(product_s(high, name, product) for product in output_products(high)) for name in ("bf16", recipe)]
+    assert [time.parts["output layer"] for time in times] == pytest.approx(products)
+    assert products[1] < 0.6 * products[0]
+    speed = low.gpu.hbm_bytes_per_s * low.calibration.cast_fraction
+    assert "casts" not in times[0].parts or times[0].parts["casts"] == 0
+    assert times[1].parts["casts"] == pytest.approx(cast_bytes * 8192 * (4096 + 128256) / speed)
+    assert weight_casts_s(low, 0) == pytest.approx(cast_bytes * OUTPUT / speed)
+    before, after = (estimate_memory(run.config, 2, 128256) for run in (high, low))
+    assert (before.fp8_copies_bytes, after.fp8_copies_bytes) == (0, 2 * OUTPUT)
+    assert before.logits_bytes - after.logits_bytes == 8192 * 4096  # its input is saved as codes
+
+
+def test_an_output_layer_with_gradients_in_high_precision_saves_its_input():
+    run, high = mapped("layers.*=bf16", "output_layer:fprop=mxfp8"), mapped("layers.*=bf16")
+    (forward, backward, _), (_, high_backward, _) = logits_s(run), logits_s(high)
+    assert forward == pytest.approx(product_s(run, "mxfp8", output_products(run)[0])) and backward == high_backward
+    assert output_casts_s(run)[1] == 0
+    memory = [estimate_memory(each.config, 2, 128256).logits_bytes for each in (run, high)]
+    assert memory[0] == memory[1]
+
+
+def test_only_the_last_stage_has_the_output_layers_copies():
+    run = mapped("layers.*=bf16", "output_layer=tensorwise", parallel__pipeline_model_parallel_size=2)
+    copies = [estimate_memory(run.config, 2, 128256, stage=stage).fp8_copies_bytes for stage in (0, 1)]
+    assert copies == [0, 2 * OUTPUT]
+    assert weight_casts_s(run, 0) == 0 < weight_casts_s(run, 1)
+
+
+def test_the_output_layers_input_is_gathered_as_codes():
+    tensor = {"parallel__tensor_model_parallel_size": 2, "parallel__sequence_parallel": True}
+    low, high = (mapped("layers.*=bf16", *entry, **tensor) for entry in (["output_layer=tensorwise"], []))
+    saved_s = stage_time(high, 0).parts["tensor parallel"] - stage_time(low, 0).parts["tensor parallel"]
+    assert saved_s == pytest.approx(8192 * 4096 / 2 / (450e9 * high.calibration.nvlink_fraction))
 
 
 def test_linears_count_by_their_size():
