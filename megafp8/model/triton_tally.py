@@ -59,7 +59,6 @@ def tally_kernel(
         inside = (row < num_rows) & (column < num_columns)
         x = tl.load(values_ptr + row * num_columns + column, mask=inside, other=0.0).to(tl.float32)
         is_finite = tl.abs(x) < float("inf")  # false for NaN
-        is_bad = inside & (is_finite == 0)
         x = tl.where(is_finite, x, 0.0)
         is_nonzero = x != 0
         if GRID.code_bits == 8:
@@ -84,7 +83,7 @@ def tally_kernel(
         dequant = tl.broadcast_to(scale * factor, [ROWS, RUNS, RUN_VALUES])
 
         num_values += tl.sum(inside.to(tl.int32), 2)
-        num_bad += tl.sum(is_bad.to(tl.int32), 2)
+        num_bad += tl.sum((is_finite == 0).to(tl.int32), 2)
         channels = tl.maximum(channels, tl.max(tl.abs(x), 0))
         scale_min = tl.minimum(scale_min, tl.min(tl.where(is_used, dequant, float("inf")), 2))
         scale_max = tl.maximum(scale_max, tl.max(tl.where(is_used, dequant, 0.0), 2))
