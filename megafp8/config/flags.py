@@ -285,7 +285,7 @@ def _plain(flag: str, text: str) -> str:
 def _nearest(parser: argparse.ArgumentParser, flag: str) -> str:
     import difflib  # only on the way to an error: keeps --help quick
 
-    near = difflib.get_close_matches(flag.replace("_", "-"), parser._option_string_actions, n=1)
+    near = difflib.get_close_matches(flag.replace("_", "-"), parser._option_string_actions, n=1, cutoff=0.75)
     return f"; did you mean {near[0]}?" if near else "; see --help for all flags"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +18,15 @@ def shards_are_there(config: RunConfig, world_size: int) -> Iterator[str]:
         for prefix in _prefixes(words):
             missing = [prefix + suffix for suffix in (".bin", ".idx") if not os.path.isfile(prefix + suffix)]
             if missing:
-                hint = " (give the prefix, without .bin or .idx)" if prefix.endswith((".bin", ".idx")) else ""
-                yield f"{flag} {prefix}: no file {' and no '.join(missing)}{hint}"
+                yield f"{flag} {prefix}: no file {' and no '.join(missing)}{_likely_slip(prefix)}"
+
+
+def _likely_slip(prefix: str) -> str:
+    """What to give instead of a prefix without files: often it is what tools/preprocess_data.py had as its own."""
+    if prefix.endswith((".bin", ".idx")):
+        return " (give the prefix, without .bin or .idx)"
+    shards = [path.removesuffix(".idx") for path in sorted(glob.glob(f"{glob.escape(prefix)}_*_document.idx"))]
+    return f"; there is {' and '.join(shards)}" if shards else ""
 
 
 def tokenizer_files_are_there(config: RunConfig, world_size: int) -> Iterator[str]:

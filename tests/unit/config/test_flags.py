@@ -108,6 +108,10 @@ def test_a_flag_cannot_be_shortened():
     assert problems_of("--num-lay", "3") == ["unknown flag --num-lay; did you mean --num-layers?"]
 
 
+def test_a_flag_like_no_other_gets_no_suggestion():
+    assert problems_of("--learning-rate", "3") == ["unknown flag --learning-rate; see --help for all flags"]
+
+
 def test_flags_win_over_file_over_preset_over_default(tmp_path):
     file = tmp_path / "run.json"
     file.write_text('{"model": {"model_preset": "gpt2-124m", "num_layers": 6}, "optimizer": {"lr": 0.5}}')
