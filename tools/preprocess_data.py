@@ -173,7 +173,7 @@ def main(argv: Optional[list[str]] = None) -> int:
     print_summary(summary, options.output_prefix)
     if shown:
         seconds = time.perf_counter() - start
-        print(f"{seconds:.1f} s: {display.speeds(shown[0], seconds)} of input")
+        print(f"{seconds:.1f} s: {display.speeds(shown[0], seconds)}")
     return 0
 
 

@@ -65,7 +65,7 @@ class ProgressDisplay:
         skipped = f", {progress.num_skipped:,} records skipped" if progress.num_skipped else ""
         return (
             f"{documents:,.0f} documents/s, {tokens:,.0f} tokens/s, {self._bytes(progress) / seconds / 1e6:,.1f} MB/s"
-            f"{skipped}"
+            f" of input{skipped}"
         )
 
     def _seconds(self) -> float:

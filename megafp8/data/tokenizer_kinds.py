@@ -153,7 +153,7 @@ class ByteLevelTokenizer:
         if "\0" in text:
             raise DataError(
                 f"ByteLevelTokenizer takes no text with U+0000 (character {text.index(chr(0))}): the byte 0 ends a "
-                "document."
+                "document"
             )
         return list(text.encode("utf-8"))
 

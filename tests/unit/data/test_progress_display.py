@@ -32,8 +32,8 @@ def test_a_line_every_ten_seconds_and_the_speeds_of_this_run(clock):
     display(progress(0.61, 3001, 150_000, 7))
     display.close()
     assert stream.getvalue().splitlines()[1:] == [
-        " 60.0% of 1,000.0 MB, 3,000 documents, 200 documents/s, 10,000 tokens/s, 10.0 MB/s, 7 records skipped, "
-        "0:00:40 left"
+        " 60.0% of 1,000.0 MB, 3,000 documents, 200 documents/s, 10,000 tokens/s, 10.0 MB/s of input, "
+        "7 records skipped, 0:00:40 left"
     ]
 
 
