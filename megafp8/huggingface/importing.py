@@ -99,6 +99,11 @@ def plan_import(folder: Path, dtype: Optional[str] = None, vocab_multiple: Optio
     Raises:
         CheckpointError: it is no such folder, or not a model that can be expressed here; all problems at once.
     """
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder}: there is no such folder. A model of the Hugging Face hub is fetched first: "
+            f"hf download {folder} --local-dir FOLDER"
+        )
     fields = read_json(folder / "config.json")
     family = family_of_theirs(fields)
     theirs = TheirConfig(fields)

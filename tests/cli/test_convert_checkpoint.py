@@ -301,6 +301,8 @@ def test_flags_that_are_wrong(tool: ModuleType, tmp_path: Path, capsys) -> None:
     assert "--fp8-recipe blockwise has no effect without --fp8" in text and "there exists" in text
     with pytest.raises(SystemExit):
         tool.main(["to-hf", "run", "out", "--max-shard-size", "5 parsecs"])
+    text = refused(tool, capsys, tmp_path, "from-hf", "some/model", tmp_path / "ours")
+    assert "there is no such folder" in text and "hf download some/model" in text
 
 
 def test_nothing_is_left_of_a_conversion_that_fails(tool: ModuleType, tmp_path: Path, monkeypatch, capsys) -> None:
