@@ -38,8 +38,10 @@ def main(argv: Sequence[str]) -> int:
         if os.environ.get("LOCAL_RANK", "0") == "0" or error.exit_status not in (64, 65, 73):
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return error.exit_status
-    except Exception:
+    except Exception as error:
         traceback.print_exc()
+        if isinstance(error, ModuleNotFoundError):
+            print(f"{sys.executable} lacks it: another environment? See python tools/doctor.py", file=sys.stderr)
         return INTERNAL
 
 

@@ -79,6 +79,13 @@ def test_help_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL, timeout=60).returncode == 0
 
 
+def test_a_python_without_torch_is_named() -> None:
+    code = "import sys\nsys.modules['torch'] = None\nimport pretrain_gpt\nsys.exit(pretrain_gpt.main([]))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 70
+    assert result.stderr.splitlines()[-1].startswith(f"{sys.executable} lacks it")
+
+
 def test_presets_are_listed() -> None:
     listed = start("pretrain_gpt.py", "--list-presets").stdout
     assert [line.split()[0] for line in listed.splitlines()[1:]] == list(PRESETS)
