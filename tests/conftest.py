@@ -12,6 +12,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # Before megatron-core is imported, whichever test does it first (see megafp8/device/mcore_cpu.py).
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Optional
 
@@ -67,3 +68,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say last what a green run has not tested: programs and machines may not be there, and nobody looks for an s."""
+    reasons = Counter(skipped.longrepr[2] for skipped in terminalreporter.stats.get("skipped", ()))
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"NOT TESTED ({count}): {reason.removeprefix('Skipped: ')}")
