@@ -112,6 +112,7 @@ class BackgroundSave:
 
     def _result(self) -> Any:
         if not self._work.done():
+            self._save.permit.revoke()  # the thread goes on, when its disk answers
             raise CheckpointError(
                 f"it is not written after {self._timeout_s:g} s; --async-save-timeout gives it more time"
             )

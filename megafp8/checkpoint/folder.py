@@ -15,9 +15,10 @@ it got it. The pointer file is a hint for people and for other programs; the new
 from __future__ import annotations
 
 import shutil
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 from megafp8 import faults
 from megafp8.checkpoint.manifest import MANIFEST, NAME, Manifest, differences, folder_name, write_manifest
@@ -30,6 +31,8 @@ COMPLETE = MANIFEST
 UNFINISHED, REPLACED, CORRUPT, RETIRED = ".unfinished", ".replaced", ".corrupt", ".retired"
 # Beside tensors a checkpoint has its metadata: names, shapes and places.
 SPARE_BYTES, SPARE_SHARE = 1 << 20, 0.01
+# The permit of those who change a folder while everybody waits for them.
+ALWAYS = nullcontext()
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -98,13 +101,16 @@ def probe(folder: Path, num_bytes: int, rank: int = 0) -> None:
         ) from error
 
 
-def finish(folder: Path, step: int, manifest: Manifest) -> Path:
+def finish(folder: Path, step: int, manifest: Manifest, permit: AbstractContextManager[Any] = ALWAYS) -> Path:
     """Give a wholly written checkpoint its manifest and its name, and point to it. One rank calls this.
 
     A checkpoint of the same step that is already there is replaced; at every moment one of the two is whole.
 
+    Args:
+        permit: for each change that others see.
+
     Raises:
-        CheckpointError: a file that some rank wrote is not in this folder.
+        CheckpointError: a file that some rank wrote is not in this folder, or the permit is revoked.
     """
     written, final = unfinished_path(folder, step), checkpoint_path(folder, step)
     if missing := differences(written, manifest):
@@ -115,18 +121,20 @@ def finish(folder: Path, step: int, manifest: Manifest) -> Path:
     write_manifest(written, manifest)
     faults.point("save.before_rename", step=step)
     replaced = final.with_name(final.name + REPLACED)
-    if final.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        final.rename(replaced)
-        faults.point("save.between_renames", step=step)
-    written.rename(final)
+    with permit:
+        if final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            final.rename(replaced)
+            faults.point("save.between_renames", step=step)
+        written.rename(final)
     faults.point("save.after_rename", step=step)
     sync_folder(folder)
     faults.point("save.before_pointer", step=step)
-    with atomic_write(folder / POINTER) as stream:
+    with permit, atomic_write(folder / POINTER) as stream:
         stream.write(f"{step}\n".encode())
     faults.point("save.after_pointer", step=step)
-    shutil.rmtree(replaced, ignore_errors=True)
+    with permit:
+        shutil.rmtree(replaced, ignore_errors=True)
     return final
 
 
@@ -144,18 +152,22 @@ def sweep(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def prune(folder: Path, keep: int, never: Optional[int] = None) -> list[int]:
+def prune(
+    folder: Path, keep: int, never: Optional[int] = None, permit: AbstractContextManager[Any] = ALWAYS
+) -> list[int]:
     """Delete all but the newest `keep` checkpoints, whole by name; what was set aside stays. One rank calls this.
 
     Args:
         never: a step that stays in any case.
+        permit: for each deletion.
 
     Returns:
         The steps that were deleted.
     """
     steps = [step for step in saved_steps(folder)[:-keep] if step != never]
     for step in steps:
-        delete(folder, step)
+        with permit:
+            delete(folder, step)
     return steps
 
 

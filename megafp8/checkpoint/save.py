@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
@@ -31,6 +31,7 @@ from megafp8 import faults
 from megafp8.checkpoint import folder as folders
 from megafp8.checkpoint.hashing_writer import HashingWriter
 from megafp8.checkpoint.manifest import FileEntry, Manifest, relative_files
+from megafp8.checkpoint.permit import Permit
 from megafp8.checkpoint.safe_load import COMMON
 from megafp8.checkpoint.state import (
     Progress,
@@ -86,6 +87,7 @@ class Save:
         keep: newest ones that stay in it; None: all.
         plan: can serve the next save.
         planner: knows where the data is.
+        permit: to change what others see; revoked when the save is given up.
     """
 
     folder: Path
@@ -94,6 +96,7 @@ class Save:
     writer: HashingWriter
     plan: Plan
     planner: MCoreSavePlanner
+    permit: Permit = field(default_factory=Permit)
 
     def write(self, data_of: Callable[[WriteItem], object]) -> Written:
         """Write this rank's files; in any thread.
@@ -119,9 +122,9 @@ class Save:
             step=self.progress.step, consumed_samples=self.progress.consumed_samples, layout=layout(),
             saved_at=utc_now(), files=files,
         )  # fmt: skip
-        path = folders.finish(self.folder, self.progress.step, manifest)
+        path = folders.finish(self.folder, self.progress.step, manifest, self.permit)
         if self.keep is not None:
-            folders.prune(self.folder, self.keep, never=self.progress.step)
+            folders.prune(self.folder, self.keep, never=self.progress.step, permit=self.permit)
         return path
 
 

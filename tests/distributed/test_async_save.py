@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 from unittest import mock
 
 import pytest
@@ -14,10 +14,11 @@ import torch.distributed as dist
 from ranks import run_ranks
 from small_run import FP8, PLAIN, build_run, fingerprint, small_config, train, weights
 
+from megafp8 import faults
 from megafp8.checkpoint import save as saving
 from megafp8.checkpoint.background import BackgroundSaves
 from megafp8.checkpoint.choose import choose_checkpoint
-from megafp8.checkpoint.folder import saved_steps
+from megafp8.checkpoint.folder import POINTER, saved_steps
 from megafp8.checkpoint.host_copies import Copy, HostCopies
 from megafp8.checkpoint.load import load_checkpoint
 from megafp8.checkpoint.manifest import read_manifest
@@ -183,6 +184,39 @@ def test_a_writer_that_hangs_is_a_failed_save(tmp_path: Path) -> None:
     assert failed.startswith("2: step 2 cannot be saved to")
     assert "rank 1: it is not written after 2 s; --async-save-timeout" in failed
     assert "iter_0000002" not in {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize("place", ["save.before_rename", "save.before_pointer", "save.after_pointer"])
+def test_a_save_that_was_given_up_publishes_and_deletes_nothing_later(place: str, tmp_path: Path) -> None:
+    config, point = small_config("llama", PLAIN), faults.point
+    is_there, may_go_on = threading.Event(), threading.Event()
+
+    def held(name: str, step: Optional[int] = None) -> None:
+        point(name, step)
+        if name == place and step == 2:
+            is_there.set()
+            assert may_go_on.wait(60)
+
+    def seen() -> tuple[list[str], str]:
+        return sorted(path.name for path in tmp_path.glob("iter_*")), (tmp_path / POINTER).read_text()
+
+    def save() -> None:
+        run = build_run(config)
+        save_checkpoint(tmp_path, config, run.trainee, Progress(1, 8))
+        saves = BackgroundSaves(config, run.trainee, 60.0, run.platform.device)
+        with mock.patch.object(faults, "point", held):
+            under_way = saves.begin(tmp_path, Progress(2, 16), keep=1)
+            while not is_there.wait(0.05):
+                assert under_way.poll() is None
+            under_way._deadline = time.monotonic()
+            with pytest.raises(CheckpointError, match="not written after 60 s"):
+                under_way.poll()
+            before = seen()
+            may_go_on.set()
+            assert "given up" in str(under_way._work.exception(timeout=60))
+        assert seen() == before and before[0][0] == "iter_0000001"
+
+    run_ranks(1, save)
 
 
 def test_a_copy_that_hangs_is_a_failed_save(tmp_path: Path) -> None:
