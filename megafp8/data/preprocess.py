@@ -126,10 +126,11 @@ def preprocess(
     tokenizer = build_tokenizer(job.tokenizer, job.vocab_size)
     description = _describe_job(job, sources, tokenizer)
     folder = PartFolder(job.output_prefix, len(job.json_keys), token_dtype(tokenizer.vocab_size))
-    if not job.overwrite and (folder.load_job() or {}).get("job") != description:
+    begun = folder.load_job()
+    if not job.overwrite and (begun or {}).get("job") != description:
         finished = _finished_before(job, description)
         if finished is not None:
-            if folder.path.exists() and folder.load_job() is None:  # killed while it deleted its parts
+            if folder.path.exists() and begun is None:  # killed while it deleted its parts
                 with folder.lock():
                     folder.remove()
             return finished
