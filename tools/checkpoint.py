@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 
 from megafp8.checkpoint.folder import (
     CORRUPT,
+    NON_PERSISTENT,
     RETIRED,
     checkpoint_path,
     delete,
@@ -41,8 +42,6 @@ from megafp8.checkpoint.manifest import NAME, damage_seen, read_manifest
 from megafp8.errors import CheckpointError, ConfigError, Megafp8Error
 
 DAMAGED = CheckpointError.exit_status
-# In a run's folder, unless --non-persistent-global-ckpt-dir is another.
-NON_PERSISTENT = "non_persistent"
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -26,6 +26,8 @@ from megafp8.data.atomic import atomic_write, sync_folder
 from megafp8.errors import CheckpointError
 
 POINTER = "latest_checkpointed_iteration.txt"
+# In a run's folder, unless --non-persistent-global-ckpt-dir is another.
+NON_PERSISTENT = "non_persistent"
 # Written after everything else: a folder that has it was whole.
 COMPLETE = MANIFEST
 UNFINISHED, REPLACED, CORRUPT, RETIRED = ".unfinished", ".replaced", ".corrupt", ".retired"

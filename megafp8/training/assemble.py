@@ -12,6 +12,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megafp8.checkpoint.folder import NON_PERSISTENT
 from megafp8.checkpoint.state import Trainee
 from megafp8.config import derived, precision_map
 from megafp8.config.schema import RunConfig
@@ -203,7 +204,7 @@ def non_persistent_folder(config: RunConfig) -> Optional[Path]:
     checkpoint = config.checkpoint
     if checkpoint.save is None or checkpoint.non_persistent_save_interval is None:
         return None
-    return Path(checkpoint.non_persistent_global_ckpt_dir or Path(checkpoint.save) / "non_persistent")
+    return Path(checkpoint.non_persistent_global_ckpt_dir or Path(checkpoint.save) / NON_PERSISTENT)
 
 
 def to_device_sum(reports: list[dict[str, torch.Tensor]]) -> Optional[torch.Tensor]:
