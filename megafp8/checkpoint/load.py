@@ -32,7 +32,7 @@ from megafp8.checkpoint.state import (
     restore_random_state,
 )
 from megafp8.checkpoint.together import raise_peer_lost, reason
-from megafp8.checkpoint.vocabulary import EMBEDDING, fill_new_rows
+from megafp8.checkpoint.vocabulary import EMBEDDING, fill_new_rows, rows_known
 from megafp8.config import derived, serialize
 from megafp8.config.schema import RunConfig
 from megafp8.data.sample_chain import SampleChain, SampleMark
@@ -122,18 +122,20 @@ def load_checkpoint(path: Path, config: RunConfig, trainee: Trainee, weights_onl
     with_random = not (weights_only or config.checkpoint.no_load_rng or saved.checkpoint.no_save_rng) and same_layout
 
     model = model_state(trainee.chunks)
+    num_rows = embedding_rows(path)
+    known = rows_known(model, num_rows)
     state = dict(model)
     if with_optimizer:
         state["optimizer"] = optimizer_state(trainee, model, is_loading=True)
     if with_random:
         state["random_state"] = random_state()
     state = read_tensors(path, state, trainee.chunks, list(model))
+    fill_new_rows(known, num_rows)
     if with_optimizer:
         with torch.no_grad():
-            load_optimizer_state(trainee, state["optimizer"])
+            load_optimizer_state(trainee, state["optimizer"], known)
         restore_schedule(path, trainee, state["schedule"])
     else:
-        fill_new_rows(model, embedding_rows(path))
         # Master weights are copies of the weights: take the loaded ones.
         trainee.optimizer.reload_model_params()
     settle(trainee.chunks)

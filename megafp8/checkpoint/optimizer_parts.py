@@ -177,13 +177,20 @@ def piece(leaf: ShardedTensor, box: Box, data: Tensor | None) -> ShardedTensor:
     )
 
 
-def join_pieces(part: DistributedOptimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """What was loaded for `sharded_state`, as this rank's `DistributedOptimizer.load_state_dict` takes it."""
+def join_pieces(part: DistributedOptimizer, state: dict[str, Any], known_rows: dict[Tensor, int]) -> dict[str, Any]:
+    """What was loaded for `sharded_state`, as this rank's `DistributedOptimizer.load_state_dict` takes it.
+
+    Args:
+        known_rows: from `rows_known`: the master weights of further rows are copies of the weights.
+    """
     flat = {
         number: {name: torch.cat([each.flatten() for _, each in sorted(kind.items())]) for name, kind in kinds.items()}
         for number, kinds in state["param_state"].items()
     }
-    for (parameter, _), values in zip(own_runs(part), flat.values(), strict=True):
+    for (parameter, run), values in zip(own_runs(part), flat.values(), strict=True):
+        if parameter in known_rows:
+            first = max(run.start, parameter[: known_rows[parameter]].numel())
+            values["param"][first - run.start :] = parameter.flatten()[first : run.stop]
         if has_remainder(part, parameter):
             rounded, values["param"] = remainders.split(values["param"])
             own_shard(part, parameter).data.copy_(rounded)

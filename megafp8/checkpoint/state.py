@@ -103,17 +103,20 @@ def optimizer_state(trainee: Trainee, model: dict[str, Any], is_loading: bool) -
     return states[0] if len(parts) == 1 else dict(enumerate(states))
 
 
-def load_optimizer_state(trainee: Trainee, state: dict[str, Any]) -> None:
+def load_optimizer_state(trainee: Trainee, state: dict[str, Any], known_rows: dict[torch.Tensor, int]) -> None:
     """Give the optimizer what was read for its `optimizer_state`; settings of its groups stay those of the flags.
 
     The rates of the schedule are the saved run's with --use-checkpoint-opt_param-scheduler.
+
+    Args:
+        known_rows: from `rows_known`: the master weights of further rows are copies of the weights.
     """
     parts = parts_of(trainee.optimizer)
     own = [group_settings(part, trainee.schedule) for part in parts]
     if isinstance(parts[0], DistributedOptimizer):
         one = len(parts) == 1
-        state = optimizer_parts.join_pieces(parts[0], state) if one else {
-            index: optimizer_parts.join_pieces(parts[index], each) for index, each in state.items()
+        state = optimizer_parts.join_pieces(parts[0], state, known_rows) if one else {
+            index: optimizer_parts.join_pieces(parts[index], each, known_rows) for index, each in state.items()
         }  # fmt: skip
     states = [state] if len(parts) == 1 else list(state.values())
     for part, of_part in zip(parts, states, strict=True):
@@ -124,6 +127,10 @@ def load_optimizer_state(trainee: Trainee, state: dict[str, Any]) -> None:
     if isinstance(parts[0], DistributedOptimizer):
         for part, of_part in zip(parts, states, strict=True):
             optimizer_parts.store_moments(part, of_part)
+    else:
+        for parameter, num_known in known_rows.items():
+            if (master := getattr(parameter, "main_param", None)) is not None:
+                master[num_known:] = parameter[num_known:]
     for part, settings in zip(parts, own, strict=True):
         for group, values in zip(part.optimizer.param_groups, settings, strict=True):
             group.update(values)

@@ -9,14 +9,18 @@ from typing import Optional
 
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from ranks import RankFailed, run_ranks
 from small_run import FP8, PLAIN, Curve, build_run, curve_of, fingerprint, small_config, train, weights
 from tolerances import LAYOUT_GRAD_NORM, LAYOUT_LOSS
 
 from megafp8.checkpoint.folder import COMPLETE, find_checkpoint
 from megafp8.checkpoint.load import check_same_model, check_same_vocabulary, load_checkpoint, read_config
+from megafp8.checkpoint.optimizer_parts import MOMENTS, own_values
 from megafp8.checkpoint.save import save_checkpoint
-from megafp8.checkpoint.state import Progress
+from megafp8.checkpoint.state import Progress, model_state, parts_of
+from megafp8.checkpoint.vocabulary import EMBEDDING, OUTPUT_LAYER
 from megafp8.config.schema import RunConfig
 from megafp8.errors import CheckpointError
 from megafp8.optim.schedule import current_learning_rate
@@ -264,6 +268,54 @@ def test_another_model_is_refused(saved: tuple[Path, RunConfig, Leg], style: str
     text = refusal(saved[0], small_config(style, f"{PLAIN} {flags}"))
     assert "is of another model" in text
     assert field in text
+
+
+@pytest.mark.parametrize(
+    ("style", "flags"),
+    [
+        pytest.param("llama", PLAIN, id="fp32"),
+        pytest.param("gpt2", "--bf16", id="bf16-tied"),
+        pytest.param("llama", f"--bf16 {DISTRIBUTED}", id="bf16-distributed"),
+        pytest.param("gpt2", f"{PLAIN} {DISTRIBUTED}", id="fp32-tied-distributed"),
+    ],
+)
+def test_rows_that_another_layout_pads_with_begin_as_the_mean(style: str, flags: str, tmp_path: Path) -> None:
+    """300 rows become 400, of which the second rank has the last 100: zeros would take part in the softmax as such."""
+    flags += " --make-vocab-size-divisible-by 100"
+    run_ranks(1, run_leg, small_config(style, flags), STEPS, None, tmp_path)
+    config = small_config(style, f"{flags} {TENSOR}", 2)
+
+    def resume() -> None:
+        run = build_run(config)
+        load_newest(run, tmp_path)
+        (model,) = model_state(run.trainee.chunks).values()
+        tables = [leaf.data for leaf in nested_values(model) if getattr(leaf, "key", "") in (EMBEDDING, OUTPUT_LAYER)]
+        assert len({*map(id, tables)}) == (1 if style == "gpt2" else 2)
+        new_row = 100 if dist.get_rank() else 200
+        for table in tables:
+            total = table[:new_row].float().sum(0)
+            dist.all_reduce(total)
+            mean = (total / 300).to(table.dtype).expand(200 - new_row, -1)
+            torch.testing.assert_close(table[new_row:].detach(), mean, rtol=2**-7, atol=1e-6)
+            kept = kept_state(run, table)
+            assert all(not kept[name].view(200, -1)[new_row:].any() for name in MOMENTS)
+            assert torch.equal(kept["param"].view(200, -1)[new_row:], table[new_row:].float())
+        before = [table.detach().float().clone() for table in tables]
+        train(run, 1, STEPS + 1)
+        for table, old in zip(tables, before, strict=True):
+            torch.testing.assert_close(table.detach().float(), old, rtol=2**-7, atol=3e-3)  # steps of at most 1e-3
+
+    run_ranks(2, resume)
+
+
+def kept_state(run: Run, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Master weight and moments."""
+    (part,) = parts_of(run.trainee.optimizer)
+    if run.config.parallel.use_distributed_optimizer:
+        return {name: value.detach() for name, value in own_values(part, parameter).items()}
+    master = getattr(parameter, "main_param", None)
+    master = parameter if master is None else master
+    return {"param": master.detach(), **{name: part.optimizer.state[master][name] for name in MOMENTS}}
 
 
 def test_another_vocabulary_is_refused(saved: tuple[Path, RunConfig, Leg]) -> None:
