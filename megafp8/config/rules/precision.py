@@ -22,6 +22,7 @@ SETTINGS_OF_RECIPE = {
 }
 RECIPES_OF_SWIGLU_FUSION = ("delayed", "blockwise")
 RECIPES_OF_KERNELS = ("tensorwise", "blockwise")
+TILE_LENGTH = 128  # of the kernels' tiles, tokens and channels
 BLOCK_LENGTH = {"blockwise": 128, "mxfp8": 32, "nvfp4": 16}
 
 
@@ -195,10 +196,17 @@ def has_quantizing_swiglu(config: RunConfig) -> bool:
 
 
 def quantize_kernels_have_what_they_quantize(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Only tensorwise and blockwise have kernels to choose between."""
-    kernels, recipes = config.precision.quantize_kernels, precision_map.used_recipes(config.precision)
-    if kernels == "triton" and not any(recipe in RECIPES_OF_KERNELS for recipe in recipes):
-        yield without("--quantize-kernels triton", f"--fp8-recipe {' or '.join(RECIPES_OF_KERNELS)}")
+    """Only tensorwise and blockwise have kernels to choose between; ours take 128 tokens at a time."""
+    flag, recipes = "--quantize-kernels triton", precision_map.used_recipes(config.precision)
+    if config.precision.quantize_kernels != "triton":
+        return
+    if not any(recipe in RECIPES_OF_KERNELS for recipe in recipes):
+        yield without(flag, f"--fp8-recipe {' or '.join(RECIPES_OF_KERNELS)}")
+    elif has_gemms(config) and (tokens := gemms.rows_per_rank(config)) % TILE_LENGTH:
+        yield (
+            f"{flag} takes {TILE_LENGTH} tokens at a time, and a rank quantizes {tokens} of a microbatch: choose "
+            "--seq-length and --micro-batch-size for a multiple, or remove it"
+        )
 
 
 def fuses_operations(config: RunConfig) -> bool:

@@ -4,8 +4,13 @@ from typing import Any
 
 import pytest
 
+from megafp8.config.presets import PRESETS
 from megafp8.config.rules import notices
-from megafp8.config.rules.precision import fuses_operations, quantizes_in_swiglu
+from megafp8.config.rules.precision import (
+    fuses_operations,
+    quantize_kernels_have_what_they_quantize,
+    quantizes_in_swiglu,
+)
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 
@@ -48,6 +53,15 @@ LAYERS = {"precision.use_transformer_engine_op_fuser": False}
 def test_unless_asked_it_is_where_it_is_known(values: dict[str, Any], fused: bool, in_swiglu: bool) -> None:
     config = with_values(RunConfig(), values)
     assert (fuses_operations(config), quantizes_in_swiglu(config)) == (fused, in_swiglu)
+
+
+@pytest.mark.parametrize(("seq_length", "fits"), [(64, True), (72, False)])
+def test_our_kernels_take_128_tokens_at_a_time(seq_length: int, fits: bool) -> None:
+    sizes = PRESETS["tiny"] | {"data.seq_length": seq_length, "training.micro_batch_size": 2}
+    config = with_values(RunConfig(), BLOCKWISE | TRITON | sizes)
+    found = list(quantize_kernels_have_what_they_quantize(config, 1))
+    assert fits or "a rank quantizes 144" in found[0]
+    assert len(found) == (not fits)
 
 
 @pytest.mark.parametrize(
