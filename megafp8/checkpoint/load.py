@@ -229,7 +229,7 @@ def restore_schedule(path: Path, trainee: Trainee, saved: dict[str, Any]) -> Non
         now = schedule.state_dict()
         different = [name for name in SCHEDULE if saved[name] != now[name]]
         if different:
-            lines = "\n".join(f"  {SCHEDULE[name]}: {saved[name]} -> {now[name]}" for name in different)
+            lines = "\n".join(f"  {SCHEDULE[name]}: {short(saved[name])} -> {short(now[name])}" for name in different)
             raise CheckpointError(
                 f"{path} has another learning-rate schedule (checkpoint -> this run):\n{lines}\nmend: "
                 "give the checkpoint's, --override-opt_param-scheduler for this run's, or "
@@ -238,6 +238,11 @@ def restore_schedule(path: Path, trainee: Trainee, saved: dict[str, Any]) -> Non
     schedule.num_steps = 0  # megatron-core adds what it loads, and a run that goes back has taken steps
     schedule.load_state_dict(saved)
     schedule.step(increment=0)  # megatron-core gives groups their weight decay before it takes the saved one
+
+
+def short(value: float | str) -> str:
+    """A value of the schedule for people: numbers of samples may be fractions, and not exact."""
+    return value if isinstance(value, str) else f"{value:.10g}"
 
 
 def check_same_model(path: Path, saved: RunConfig, config: RunConfig) -> None:
@@ -336,6 +341,13 @@ def check_same_optimizer(path: Path, saved: RunConfig, config: RunConfig, with_o
     if names[0] != names[1]:
         raise CheckpointError(
             f"{path} has the state of --optimizer {names[0]}, this run has {names[1]}; use the same, or --no-load-optim"
+        )
+    rates = saved.optimizer.decoupled_lr, config.optimizer.decoupled_lr
+    if None in rates and rates[0] != rates[1]:
+        raise CheckpointError(
+            f"{path} was saved {'without' if rates[0] is None else 'with'} --decoupled-lr, this run is "
+            f"{'without' if rates[1] is None else 'with'} it, and their groups of parameters differ; use the same, or "
+            "--no-load-optim"
         )
     dtypes = derived.params_dtype(saved.precision), derived.params_dtype(config.precision)
     if not now and (dtypes[0] == "fp32") != (dtypes[1] == "fp32"):
