@@ -43,7 +43,7 @@ PARTS = {
     "scale": ("fp8/scaling.py quant_scale_of",),
     "multiply, round to codes": ("fp8/quantize.py scale_and_cast",),
     "decode": ("fp8/rounding.py decode",),
-    "GEMMs": ("fp8/linear.py _scaled_gemm",),
+    "GEMMs": ("fp8/scaled_gemm.py scaled_gemm",),
 }
 WHOLE = ("fp8/linear.py forward", "fp8/linear.py backward", "fp8/linear.py quantize_weight")
 

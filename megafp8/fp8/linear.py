@@ -46,7 +46,6 @@ gather in high precision, which is also what Transformer Engine does.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional, Union
@@ -58,8 +57,9 @@ from torch import Tensor
 from megafp8.fp8.delayed import DelayedScales
 from megafp8.fp8.noise import RoundingNoise
 from megafp8.fp8.parameter import QuantizedParameter
-from megafp8.fp8.quantize import Decoded, Quantized, Use, decode_operand, has_kernels, quantize_for
+from megafp8.fp8.quantize import Decoded, Quantized, Use, decode_operand, quantize_for
 from megafp8.fp8.recipes import OPERANDS_OF, Gemm, Operand, Recipe
+from megafp8.fp8.scaled_gemm import accumulate_on_gpu, product_of, rows_of, scaled_gemm
 
 
 class AmaxGroups(NamedTuple):
@@ -217,7 +217,7 @@ class _EmulatedLinear(torch.autograd.Function):
         a, b = quantized[Gemm.FPROP], decode_operand(quantized_weight.fprop, dtype)
         if plan.gather_input:
             a = decode_operand(_gather_quantized(a, plan)[0], dtype)
-        output = _scaled_gemm(_rows(a.values), b.values.t(), _product(a.factor, b.factor), input.dtype, bias)
+        output = scaled_gemm(rows_of(a.values), b.values.t(), product_of(a.factor, b.factor), input.dtype, bias)
         return output.view(*a.values.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -229,7 +229,7 @@ class _EmulatedLinear(torch.autograd.Function):
         reducing = grad_input = grad_weight = grad_bias = None
         if needs_wgrad:
             kept_input, gathering = _gather_kept(kept_input, plan)  # while dgrad computes
-        rows = _rows(grad_output)
+        rows = rows_of(grad_output)
         dy = _decoded_grad_output(rows, needs_dgrad, needs_wgrad, plan)
         if needs_dgrad:
             grad_rows = _dgrad(rows, dy.pop(Gemm.DGRAD, None), ctx.weight if weight is None else weight)
@@ -278,51 +278,6 @@ def _kept(ctx: Any) -> list[Union[Quantized, Tensor, None]]:
 # --- GEMMs ------------------------------------------------------------------------------------------------------------
 
 
-def _product(a: Optional[Tensor], b: Optional[Tensor]) -> Optional[Tensor]:
-    """The product of two factors, None being 1."""
-    if a is None or b is None:
-        return a if b is None else b
-    return a * b
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """[..., K] as [T, K]."""
-    return tensor.reshape(-1, tensor.shape[-1])
-
-
-def _scaled_gemm(
-    a: Tensor, b: Tensor, factor: Optional[Tensor], dtype: torch.dtype, bias: Optional[Tensor] = None
-) -> Tensor:
-    """factor (a . b) + bias, summed in FP32 and rounded once to `dtype`.
-
-    Args:
-        a, b: [M, K] and [K, N], in `LinearPlan.gemm_dtype`.
-        factor: FP32 scalar on their device; None is 1.
-        bias: [N] or None.
-    """
-    if a.is_cuda:
-        if factor is None and bias is None and a.dtype == dtype:
-            return torch.mm(a, b)
-        product = torch.mm(a, b) if a.dtype == torch.float32 else torch.mm(a, b, out_dtype=torch.float32)
-        return _finish(product, factor, bias, dtype)
-    alpha = 1.0 if factor is None else factor.item()
-    if bias is None:  # beta 0: the first operand is not read
-        return torch.addmm(a.new_empty(1), a, b, beta=0, alpha=alpha).to(dtype)
-    return torch.addmm(bias.to(a.dtype), a, b, alpha=alpha).to(dtype)
-
-
-def _finish(product: Tensor, factor: Optional[Tensor], bias: Optional[Tensor], dtype: torch.dtype) -> Tensor:
-    """factor x product + bias of an FP32 product on a GPU, rounded once to `dtype`."""
-    if factor is None and bias is None:
-        return product.to(dtype)
-    if has_kernels(product):
-        from megafp8.fp8 import triton_quantize  # needs Triton
-
-        return triton_quantize.finish_product(product, factor, bias, dtype)
-    product = product if factor is None else product.mul_(factor)
-    return (product if bias is None else product.add_(bias)).to(dtype)
-
-
 def _decoded_grad_output(rows: Tensor, needs_dgrad: bool, needs_wgrad: bool, plan: LinearPlan) -> dict[Gemm, Decoded]:
     """grad_output as the numbers that the GEMMs of the backward pass multiply, where they are quantized."""
     needed = [gemm for gemm, is_needed in ((Gemm.DGRAD, needs_dgrad), (Gemm.WGRAD, needs_wgrad)) if is_needed]
@@ -335,7 +290,7 @@ def _dgrad(rows: Tensor, dy: Optional[Decoded], weight: Union[Quantized, Tensor]
     if dy is None:
         return torch.mm(rows, weight)
     b = decode_operand(weight, dy.values.dtype)
-    return _scaled_gemm(dy.values, b.values, _product(dy.factor, b.factor), rows.dtype)
+    return scaled_gemm(dy.values, b.values, product_of(dy.factor, b.factor), rows.dtype)
 
 
 def _wgrad(
@@ -343,11 +298,11 @@ def _wgrad(
 ) -> Optional[Tensor]:
     """dy^T . x from grad_output, as it is and for wgrad, and what was kept of the input."""
     if dy is None:
-        return _weight_gradient(rows.t(), _rows(kept_input), None, weight, plan)
+        return _weight_gradient(rows.t(), rows_of(kept_input), None, weight, plan)
     if not isinstance(kept_input, Quantized):
         kept_input = plan.quantize(kept_input, Operand.INPUT, Gemm.WGRAD)
     x = decode_operand(kept_input, dy.values.dtype)
-    return _weight_gradient(dy.values.t(), _rows(x.values), _product(dy.factor, x.factor), weight, plan)
+    return _weight_gradient(dy.values.t(), rows_of(x.values), product_of(dy.factor, x.factor), weight, plan)
 
 
 def _weight_gradient(
@@ -360,39 +315,14 @@ def _weight_gradient(
     """
     main_grad = getattr(weight, "main_grad", None) if plan.fuse_wgrad else None
     if main_grad is None:
-        return _scaled_gemm(grad_rows_t, input_rows, factor, weight.dtype)
+        return scaled_gemm(grad_rows_t, input_rows, factor, weight.dtype)
     if grad_rows_t.is_cuda:
-        _accumulate_on_gpu(main_grad, grad_rows_t, input_rows, factor)
+        accumulate_on_gpu(main_grad, grad_rows_t, input_rows, factor)
     elif grad_rows_t.dtype == main_grad.dtype:
         main_grad.addmm_(grad_rows_t, input_rows, alpha=1.0 if factor is None else factor.item())
     else:
-        main_grad.add_(_scaled_gemm(grad_rows_t, input_rows, factor, grad_rows_t.dtype))
+        main_grad.add_(scaled_gemm(grad_rows_t, input_rows, factor, grad_rows_t.dtype))
     return _main_grad_stand_in(weight)
-
-
-def _accumulate_on_gpu(main_grad: Tensor, a: Tensor, b: Tensor, factor: Optional[Tensor]) -> None:
-    """main_grad += factor (a . b), summed in FP32."""
-    if factor is None and main_grad.dtype == torch.float32 and a.dtype != torch.float32 and _addmm_accumulates():
-        torch.addmm(main_grad, a, b, out_dtype=torch.float32, out=main_grad)
-        return
-    product = _scaled_gemm(a, b, None, torch.float32)
-    if factor is None:
-        main_grad.add_(product)
-    elif main_grad.dtype == torch.float32:
-        main_grad.addcmul_(product, factor)
-    else:
-        main_grad.add_(product.mul_(factor))
-
-
-@functools.lru_cache(maxsize=1)
-def _addmm_accumulates() -> bool:
-    """Does this torch add a product of BF16 to FP32 in one GEMM? Its first versions with `out_dtype` refuse to."""
-    total, ones = torch.zeros(8, 8, device="cuda"), torch.ones(8, 8, dtype=torch.bfloat16, device="cuda")
-    try:
-        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
-    except RuntimeError:
-        return False
-    return True
 
 
 def _main_grad_stand_in(weight: Tensor) -> Optional[Tensor]:
@@ -449,7 +379,7 @@ def _start_reduction(grad_rows: Tensor, input_shape: torch.Size, plan: LinearPla
     """Sum the input gradient over the tensor-parallel ranks: the result's buffer, and the works to wait for."""
     if plan.gather_input:
         shard = grad_rows.new_empty(input_shape)
-        return shard, [dist.reduce_scatter_tensor(_rows(shard), grad_rows, group=plan.tensor_group, async_op=True)]
+        return shard, [dist.reduce_scatter_tensor(rows_of(shard), grad_rows, group=plan.tensor_group, async_op=True)]
     grad_input = grad_rows.view(input_shape)
     if plan.allreduce_dgrad:
         return grad_input, [dist.all_reduce(grad_input, group=plan.tensor_group, async_op=True)]
