@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from megafp8.config.schema import DataConfig
+from megafp8.data import preprocess as preprocess_module
+from megafp8.data import preprocess_plan
 from megafp8.data.preprocess import PreprocessJob, preprocess
 from megafp8.data.tokenizer_training import train_sentencepiece
 
@@ -44,3 +46,22 @@ def shard(tmp_path_factory: pytest.TempPathFactory, corpus_file: Path, tokenizer
         append_eod=True,
     )
     return preprocess(job).shards[0][0]
+
+
+@pytest.fixture
+def job(tmp_path: Path, corpus_file: Path, tokenizer_config: DataConfig) -> PreprocessJob:
+    """The corpus, to be made into a shard of its own."""
+    return PreprocessJob(
+        inputs=(str(corpus_file),),
+        output_prefix=str(tmp_path / "out" / "c"),
+        tokenizer=tokenizer_config,
+        append_eod=True,
+    )
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of about 2 kB, so that a small corpus has many, and an encoder that is asked for is used."""
+    monkeypatch.setattr(preprocess_plan, "SMALLEST_PART_BYTES", 2000)
+    monkeypatch.setattr(preprocess_plan, "MIN_PARTS", 1 << 30)
+    monkeypatch.setattr(preprocess_module, "SMALL_INPUT_BYTES", 0)

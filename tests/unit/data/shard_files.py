@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,10 @@ import numpy as np
 import pytest
 from shard_writer import ShardWriter
 
+from megafp8.config.schema import DataConfig
+from megafp8.data.preprocess import PreprocessJob
+
+NULL = DataConfig(tokenizer_type="NullTokenizer")
 SUFFIXES = (".bin", ".idx", ".manifest.json")
 
 
@@ -54,3 +59,22 @@ def patch(path: Any, offset: int, content: bytes) -> None:
 def content_of(prefix: str) -> tuple[bytes, bytes]:
     """Bytes of .bin and .idx."""
     return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+
+
+def shard_bytes(prefix: Any) -> list[bytes]:
+    """What a shard's tokens and index hold."""
+    return [Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".idx")]
+
+
+def null_job(tmp_path: Path, lines: Sequence[str], **options: Any) -> PreprocessJob:
+    """A job of lines of numbers, each of which is its own token."""
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in lines))
+    return PreprocessJob(
+        inputs=(str(path),), output_prefix=str(tmp_path / "out" / "n"), tokenizer=NULL, vocab_size=1000, **options
+    )
+
+
+def names_in(folder: Any) -> list[str]:
+    """Of its files, in order."""
+    return sorted(path.name for path in Path(folder).iterdir())
