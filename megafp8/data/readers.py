@@ -14,6 +14,7 @@ Memory: a block (4 MiB) at a time, and the longest record.
 from __future__ import annotations
 
 import gzip
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -94,18 +95,27 @@ def find_sources(inputs: Sequence[str], text_separator: Optional[str] = None) ->
         text_separator: what stands between the documents of a text file; None: each file is one document.
 
     Raises:
-        DataError: a name without a file, a kind of file that is not known, an empty separator, or a text of more than
-            1 GiB in one document; all of them at once.
+        DataError: a name without a file, a file that two names stand for, a kind of file that is not known, an empty
+            separator, or a text of more than 1 GiB in one document; all of them at once.
     """
     if text_separator == "":
         raise DataError("--text-separator is empty. Leave it out when each text file is one document.")
     sources: list[Source] = []
+    found: set[str] = set()
     problems: list[str] = []
     for name in inputs:
         matches = _matches(name)
         if not matches:
             kinds = f" of a known kind: {_known_suffixes()}" if Path(name).is_dir() else ""
             problems.append(f"--input {name}: there is no such file{kinds}.")
+        repeated = [path for path in matches if os.path.realpath(path) in found]
+        found.update(map(os.path.realpath, matches))
+        if repeated:
+            more = f" and {len(repeated) - 1} more" if len(repeated) > 1 else ""
+            problems.append(
+                f"--input {name}: {repeated[0]}{more} was named before, and its text would be taken twice. For text "
+                "that is to be seen more often, give a shard of its own a larger weight in --data-path."
+            )
         for path in matches:
             try:
                 source = _source_of(path, text_separator)

@@ -214,9 +214,9 @@ def test_anything_else_under_the_prefix_is_refused(job, tmp_path, corpus_file):
         preprocess(dataclasses.replace(job, append_eod=False))
     with pytest.raises(DataError, match="with the tokenizer SentencePiece.*now asked for is Null"):
         preprocess(dataclasses.replace(job, tokenizer=NULL, vocab_size=5))
-    with pytest.raises(DataError, match="1 input files, now 2"):
-        preprocess(dataclasses.replace(job, inputs=job.inputs * 2))
     (tmp_path / "t.txt").write_text("one|two")
+    with pytest.raises(DataError, match="1 input files, now 2"):
+        preprocess(dataclasses.replace(job, inputs=(*job.inputs, str(tmp_path / "t.txt"))))
     separated = dataclasses.replace(job, inputs=(str(tmp_path / "t.txt"),), output_prefix=str(tmp_path / "t"))
     preprocess(separated)
     with pytest.raises(DataError, match=r"documents separated by '\|'"):

@@ -140,6 +140,14 @@ def test_inputs_are_found_and_all_problems_told(tmp_path):
     assert str(caught.value).count("--input") == len(names)
 
 
+def test_a_file_is_not_taken_twice(tmp_path):
+    for name in ("a.txt", "b.txt", "c.txt"):
+        (tmp_path / name).write_text("x")
+    with pytest.raises(DataError, match=r"b\.txt and 1 more was named before"):
+        find_sources([str(tmp_path / "b.txt"), str(tmp_path / "c.txt"), str(tmp_path)])
+    assert len(find_sources([str(tmp_path / "a.txt"), str(tmp_path / "[bc].txt")])) == 3
+
+
 def test_zstandard_without_its_library(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "backports.zstd", None)
     monkeypatch.setitem(__import__("sys").modules, "backports", None)
