@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional, Union
@@ -101,22 +101,38 @@ def load_run(folder: Union[str, Path], *, name: Optional[str] = None) -> Run:
     )
 
 
-def load_runs(folders: Iterable[Union[str, Path]]) -> list[Run]:
-    """Read several runs. Folders of the same name are told apart by as many of their parents as that takes, and those
-    that are called after a seed have at least one.
+def run_names(folders: Sequence[Union[str, Path]]) -> list[str]:
+    """What runs are called. Folders of the same name are told apart by as many of their parents as that takes, and
+    those that are called after a seed have at least one.
 
     Raises:
-        DataError: as `load_run`, and when a folder is given twice.
+        DataError: a folder is given twice.
     """
-    paths = [Path(folder) for folder in folders]
-    parts = [folder_of(path).resolve().parts for path in paths]
+    parts = [folder_of(folder).resolve().parts for folder in folders]
     for index, own in enumerate(parts):
         if own in parts[:index]:
-            raise DataError(f"{paths[index]} is given twice; every run must be another one")
+            raise DataError(f"{folders[index]} is given twice; every run must be another one")
     num_parts = 2 if any(SEED_FOLDER.fullmatch(own[-1]) for own in parts) else 1
     while len({own[-num_parts:] for own in parts}) < len(parts):
         num_parts += 1
-    return [load_run(path, name="/".join(own[-num_parts:])) for path, own in zip(paths, parts, strict=True)]
+    return ["/".join(own[-num_parts:]) for own in parts]
+
+
+def load_runs(folders: Iterable[Union[str, Path]], *, left_out: Collection[Path] = ()) -> list[Run]:
+    """Read several runs, each with its name of `run_names`.
+
+    Args:
+        left_out: folders, resolved, of runs that are named with the others and not read.
+
+    Raises:
+        DataError: as `load_run` and `run_names`.
+    """
+    paths = [Path(folder) for folder in folders]
+    return [
+        load_run(path, name=name)
+        for path, name in zip(paths, run_names(paths), strict=True)
+        if folder_of(path).resolve() not in left_out
+    ]
 
 
 def _of_type(records: list[Record], cls: type) -> tuple:

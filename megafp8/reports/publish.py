@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Optional, Union
 
 from megafp8.reports import tables
 from megafp8.reports.compare import BOUND_FRACTION, WARMUP_STEPS, Comparison, compare_runs
 from megafp8.reports.intervals import CONFIDENCE
-from megafp8.reports.load import Run, folder_of, load_runs
+from megafp8.reports.load import Run, folder_of, load_runs, run_names
 from megafp8.reports.unfinished import Unfinished, describe_unfinished, is_unfinished
 
 TITLE = "Comparison of recipes"
@@ -43,10 +43,14 @@ def publish_comparison(
     Raises:
         DataError: a folder without run, a run without validation or steps, an unknown baseline or one that is not done.
     """
-    left = [folder for folder in map(folder_of, folders) if is_unfinished(folder)]
-    unfinished = [*unfinished, *(describe_unfinished(folder, has_figures=include_unfinished) for folder in left)]
-    runs = load_runs(folder for folder in folders if include_unfinished or folder_of(folder) not in left)
-    baseline = _name_of(folders[0] if baseline is None and folders else baseline, runs)
+    left = {
+        folder.resolve(): describe_unfinished(folder, name=name, has_figures=include_unfinished)
+        for folder, name in zip(map(folder_of, folders), run_names(folders), strict=True)
+        if is_unfinished(folder)
+    }
+    unfinished = [*unfinished, *left.values()]
+    runs = load_runs(folders, left_out=() if include_unfinished else left.keys())
+    baseline = _name_of(folders[0] if baseline is None and folders else baseline, runs, left)
     comparison = compare_runs(
         runs, baseline=baseline, warmup_steps=warmup_steps, bound_fraction=bound_fraction, confidence=confidence,
         unfinished=unfinished,
@@ -77,12 +81,14 @@ def publish_comparison(
     return comparison, [*written, picture]
 
 
-def _name_of(baseline: Union[str, Path, None], runs: Sequence[Run]) -> Optional[str]:
+def _name_of(
+    baseline: Union[str, Path, None], runs: Sequence[Run], left: Mapping[Path, Unfinished]
+) -> Optional[str]:
     """A folder's run name, or the recipe of one that is not done; anything else is taken for a name already."""
     if baseline is None:
         return None
-    folder = folder_of(baseline)
+    folder = folder_of(baseline).resolve()
     for run in runs:
-        if run.folder.resolve() == folder.resolve():
+        if run.folder.resolve() == folder:
             return run.name
-    return describe_unfinished(folder).recipe if is_unfinished(folder) else str(baseline)
+    return left[folder].recipe if folder in left else str(baseline)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Optional
 
 from megafp8.errors import NumericsError
 from megafp8.launch.run_state import judge
-from megafp8.reports.load import SEED_FOLDER
+from megafp8.reports.load import SEED_FOLDER, run_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,8 +16,8 @@ class Unfinished:
     """A run of a recipe that did not come to its end.
 
     Attributes:
-        name: as `load_runs` has it: `mxfp8/seed3`.
         recipe: that it is of; the folder above for runs that are called after a seed.
+        name: as `load_runs` has it: `mxfp8/seed3`.
         is_diverged: it ended with numbers that are not finite, or spiked.
         has_figures: it is compared all the same, by what it has so far.
     """
@@ -38,14 +39,18 @@ def is_unfinished(folder: Path) -> bool:
     return state is not None and state.state != "done"
 
 
-def describe_unfinished(folder: Path, *, has_figures: bool = False) -> Unfinished:
-    """What is known of a run that is not done, from its folder."""
-    state, own, parent = judge(folder), folder.resolve().name, folder.resolve().parent.name
-    has_seed = SEED_FOLDER.fullmatch(own) is not None
+def describe_unfinished(folder: Path, *, name: Optional[str] = None, has_figures: bool = False) -> Unfinished:
+    """What is known of a run that is not done, from its folder.
+
+    Args:
+        name: of `run_names`; default that of a run alone.
+    """
+    state, name = judge(folder), name or run_names([folder])[0]
+    has_seed = SEED_FOLDER.fullmatch(folder.resolve().name) is not None
     reason = "it never began" if state is None else state.reason or f"{state.state} at step {state.step}"
     return Unfinished(
-        recipe=parent if has_seed else own,
-        name=f"{parent}/{own}" if has_seed else own,
+        recipe=folder.resolve().parent.name if has_seed else name,
+        name=name,
         reason=" ".join(reason.split()),
         is_diverged=state is not None and state.exit_status == NumericsError.exit_status,
         has_figures=has_figures,

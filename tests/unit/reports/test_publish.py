@@ -77,6 +77,17 @@ def test_a_baseline_that_is_not_done_is_none(folders) -> None:
         publish_comparison(folders)
 
 
+def test_runs_of_the_same_folder_name_are_told_apart(write_run) -> None:
+    folders = [write_run(f"{name}/run", [4.0, 3.0], validations={2: 3.0}, recipe=name) for name in ("bf16", "fp8")]
+    set_state(folders[1], state="running", step=2)
+    for include_unfinished in (False, True):
+        comparison, _ = publish_comparison(folders, include_unfinished=include_unfinished)
+        assert [row.name for row in comparison.recipes] == ["bf16/run", "fp8/run"]
+        assert [row.verdict for row in comparison.recipes] == ["", "not decided"]
+        assert [row.num_missing for row in comparison.recipes] == [0, 0 if include_unfinished else 1]
+        assert comparison.warnings[0].startswith("fp8/run is not done")
+
+
 def test_one_run_alone_has_a_page_without_gaps(folders, tmp_path) -> None:
     publish_comparison(folders[:1], output_folder=tmp_path / "out")
     text = (tmp_path / "out" / "report.html").read_text()
