@@ -21,6 +21,7 @@ FORMAT_MAX = {torch.uint8: E4M3.max, torch.float16: torch.finfo(torch.float16).m
 # Below it the inverse of a scale overflows.
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 SPARE_BITS = 4  # of FP32's 24
+INFINITY = 0x7F800000  # in bits
 
 
 def dequant_scale_of(largest: Tensor, format_max: Tensor | float) -> Tensor:
@@ -31,7 +32,8 @@ def dequant_scale_of(largest: Tensor, format_max: Tensor | float) -> Tensor:
         format_max: of `FORMAT_MAX`, alike or one number.
 
     Returns:
-        FP32, at least `SMALLEST_SCALE`, its inverse finite; not finite where `largest` is not.
+        FP32, at least `SMALLEST_SCALE`, its inverse finite; infinity where `largest` is not finite.
     """
-    bits = (largest / format_max).clamp(min=SMALLEST_SCALE).view(torch.int32)
+    # The bits of a GPU's NaN are the largest integer there is: rounded up, they would be those of -0.
+    bits = (largest / format_max).clamp(min=SMALLEST_SCALE).view(torch.int32).clamp(max=INFINITY)
     return ((bits + (1 << (SPARE_BITS - 1))) & -(1 << SPARE_BITS)).view(torch.float32)

@@ -41,3 +41,10 @@ def test_no_scale_is_zero_nor_its_inverse_infinite(dtype: torch.dtype) -> None:
     codes, scale = stored(torch.zeros(1, 8), dtype)
     assert scale.item() == SMALLEST_SCALE and torch.isfinite(1 / scale).all()
     assert not codes.float().any()
+
+
+@pytest.mark.parametrize("bits", [0x7F800000, 0x7FC00000, 0x7FFFFFFF])
+def test_what_is_not_finite_stays_so(bits: int) -> None:
+    """Infinity, NaN as a CPU makes it, and as a GPU does."""
+    largest = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
+    assert dequant_scale_of(largest, FORMAT_MAX[torch.uint8]).item() == torch.inf
