@@ -161,7 +161,7 @@ class Look:
         of_rank = ((linear.name, reduced_gradient(optimizer, linear.weight)) for linear in noted)
         reduced = {name: gradient for name, gradient in of_rank if gradient is not None}
         all = squared(norms(list(reduced.values()))) / loss_scale**2
-        if isinstance(optimizer, OnePassOptimizer):
+        if reduced and isinstance(optimizer, OnePassOptimizer):  # where nothing is, it is not on the factor's device
             all = all * optimizer.grad_factor.double().square()
         self.table.add_of_weights("all_gradient", list(reduced), all)
         for linear in probe.linears:

@@ -16,6 +16,7 @@ from megafp8.checkpoint.state import Progress
 from megafp8.errors import NumericsError
 from megafp8.fp8.linear import LinearPlan
 from megafp8.model.watched_linears import HookedLinear
+from megafp8.optim.one_pass import OnePassOptimizer
 from megafp8.optim.updates import signal_and_noise
 from megafp8.reports.load import load_run
 from megafp8.telemetry.records import QuantizationRecord
@@ -109,6 +110,22 @@ def test_steps_between_looks_know_nothing_of_them(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(LinearPlan, "quantize_for", counted)
     (found,) = run_ranks(1, steps)
     assert set(found) == {3}
+
+
+def test_a_rank_may_have_no_gradient_of_what_is_watched() -> None:
+    """One pass has a factor of gradients, on the GPU; its stand-in here is a device that no number gets to unseen."""
+    config = small_config("llama", f"{LENGTH} {TENSORWISE} {LOOK}")
+
+    def look() -> list[float]:
+        run = build_run(config)
+        optimizer = OnePassOptimizer.__new__(OnePassOptimizer)
+        optimizer.grad_factor = torch.ones(1, device="meta")
+        run.probe.trainee = dataclasses.replace(run.trainee, optimizer=optimizer)
+        with run.probe.step(1):
+            run.probe.before_update(16.0)
+        return [run.probe.look.table.total(run.probe.plan.linears, field) for field in ("few_gradient", "all_gradient")]
+
+    assert run_ranks(1, look) == [[0.0, 0.0]]
 
 
 # --- the same from every layout ---------------------------------------------------------------------------------------
