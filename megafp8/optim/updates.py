@@ -22,6 +22,7 @@ from typing import Any, Optional
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
@@ -74,9 +75,10 @@ def trained_values(weight: Tensor, has_masters: bool) -> Optional[Tensor]:
         has_masters: whether FP32 master weights stand beside weights of fewer bits; else the weight itself is looked
             at, and updates that its type rounds away are not seen.
     """
-    if not has_masters or not hasattr(weight, "main_param"):
-        return weight.detach()
-    return weight.main_param
+    if has_masters and hasattr(weight, "main_param"):
+        return weight.main_param
+    values = weight.detach()
+    return values.float() if is_float8tensor(values) else values  # which torch would round to the weight's BF16 first
 
 
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -1,4 +1,5 @@
-"""A program that `test_te_without_cuda.py` runs: FP8 and FP16 moments of Transformer Engine's Adam, read and stored."""
+"""A program that `test_te_without_cuda.py` runs: FP8 and FP16 moments of Transformer Engine's Adam, read and stored,
+and FP8 weights as looks see them."""
 
 import te_without_cuda  # noqa: F401  (first)
 import torch
@@ -9,6 +10,7 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer, Flo
 
 from megafp8.model import te_patches
 from megafp8.optim.rows import moment_of
+from megafp8.optim.updates import trained_values
 
 NAMES = {"exp_avg": torch.uint8, "exp_avg_sq": torch.float16}
 
@@ -58,3 +60,11 @@ for number, shard in enumerate(adam.param_groups[0]["params"]):
         adam.set_scaled_state(shard, name, values[name])
     assert all(torch.equal(place, old) for place, old in zip(places, before, strict=True))
     assert moment_of(adam, shard, "exp_avg")[0] is codes and moment_of(adam, shard, "exp_avg")[1] == fp8_scale
+
+# Weights that stand for BF16 have products of codes and an FP32 scale, which have more bits.
+quantizer = adam.state[shard]["exp_avg"]._quantizer
+quantizer.scale.fill_(3.0)
+weight = torch.nn.Parameter(quantizer.make_empty([300], dtype=torch.bfloat16))
+weight.data._data.copy_(codes)
+found = trained_values(weight, has_masters=False)
+assert torch.equal(found, codes.view(torch.float8_e4m3fn).float() * weight._scale_inv) and not found.requires_grad
