@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterable
 
 from benchmarks.planner_measurements import FIT, GROUPS, MEASUREMENTS, Measurement
 from megafp8.config import derived
@@ -111,8 +110,3 @@ def nvlink_fraction(calibration: Calibration) -> float:
         predicted = step_time.step_time(row.run(dataclasses.replace(calibration, nvlink_fraction=middle)))
         low, high = (middle, high) if predicted.seconds * 1e3 > row.step_ms else (low, middle)
     return middle
-
-
-def fitted_rows() -> Iterable[str]:
-    """Names of the rows that the fit reads."""
-    return [row.name for row in MEASUREMENTS if FIT in (row.role, row.memory_role)]
