@@ -104,6 +104,7 @@ def test_a_signal_between_two_starts_reaches_all(tmp_path: Path, monkeypatch: py
                 os.kill(os.getpid(), signal.SIGTERM)
             super().__init__(*arguments, **options)
             while not (tmp_path / "ab"[len(made) - 1] / "waits").exists():
+                assert self.poll() is None
                 time.sleep(0.02)
             if len(made) == 2 and when == "after":
                 os.kill(os.getpid(), signal.SIGTERM)
