@@ -92,10 +92,7 @@ def misfits(config: RunConfig) -> Iterator[str]:
 
 def _need(config: RunConfig, linears: tuple[str, ...]) -> tuple[int, str]:
     """What dimensions of these linears, in whichever layers, must be a multiple of; and who says so."""
-    chosen = precision_map.resolve(config.model, config.precision)
-    recipes = dict.fromkeys(
-        recipe for name, choice in chosen.items() if name.rpartition(".")[2] in linears for recipe in choice.recipes
-    )
+    recipes = precision_map.recipes_of(config.model, config.precision, linears)
     if not recipes:
         return 1, ""
     strictest = max(recipes, key=derived.alignment_of)

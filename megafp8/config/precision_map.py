@@ -213,6 +213,19 @@ def _resolved(num_layers: int, precision: PrecisionConfig) -> tuple[tuple[str, L
     return tuple(_choices(num_layers, precision))
 
 
+def recipes_of(model: ModelConfig, precision: PrecisionConfig, linears: tuple[str, ...]) -> tuple[str, ...]:
+    """The recipes of linears of these kinds (`linear_qkv`...) in whichever layers, each once."""
+    assert model.num_layers is not None
+    return _recipes_of(model.num_layers, precision, linears)
+
+
+# A search over layouts asks for the same ones thousands of times.
+@functools.lru_cache(maxsize=64)
+def _recipes_of(num_layers: int, precision: PrecisionConfig, linears: tuple[str, ...]) -> tuple[str, ...]:
+    chosen = (choice for name, choice in _resolved(num_layers, precision) if name.rpartition(".")[2] in linears)
+    return tuple(dict.fromkeys(recipe for choice in chosen for recipe in choice.recipes))
+
+
 def _choices(num_layers: int, precision: PrecisionConfig) -> Iterator[tuple[str, LinearChoice]]:
     for name in linear_names(num_layers):
         chosen = unmapped_choice(name, num_layers, precision)

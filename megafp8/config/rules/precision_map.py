@@ -43,8 +43,8 @@ def high_precision_is_that_of_the_weights(config: RunConfig, world_size: int) ->
 
 
 def delayed_scales_have_one_format(config: RunConfig, world_size: int) -> Iterator[str]:
-    """A linear remembers one scale for each operand, which is for one format."""
-    if not positive(config.model.num_layers):
+    """A linear remembers one scale for each operand, which is for one format; without a map there is but one."""
+    if not config.precision.precision_map or not positive(config.model.num_layers):
         return
     for name, chosen in precision_map.resolve(config.model, config.precision).items():
         formats = sorted({str(choice.format) for choice in chosen if choice.recipe == "delayed"})
