@@ -108,7 +108,8 @@ def assumptions_text(plan: Plan) -> str:
     """What the figures rest on."""
     gpu, measured = plan.gpu, CALIBRATION
     peaks = ", ".join(f"{name} {plan.gpu.peak.flops[name] / 1e12:,.0f}" for name in ("bf16", "fp8"))
-    filled = [f"{settings_by_name()[name].flags[0]} {value}" for name, value in plan.assumed.items()]
+    flag_of = {name: settings_by_name()[name].flags[0] for name in plan.assumed}
+    filled = [flag_of[name] if value is True else f"{flag_of[name]} {value}" for name, value in plan.assumed.items()]
     lines = [
         f"{gpu.name}: dense peaks {peaks} TFLOP/s, HBM {gpu.hbm_bytes_per_s / 1e12:.2f} TB/s, NVLink "
         f"{gpu.nvlink_bytes_per_s / 1e9:.0f} GB/s and network {gpu.network_bytes_per_s / 1e9:.1f} GB/s each way, "
