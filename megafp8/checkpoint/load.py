@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.fp8_utils import is_float8tensor
@@ -235,9 +236,17 @@ def restore_schedule(path: Path, trainee: Trainee, saved: dict[str, Any]) -> Non
                 "give the checkpoint's, --override-opt_param-scheduler for this run's, or "
                 "--use-checkpoint-opt_param-scheduler for the saved one"
             )
+    planned = schedule.lr_decay_steps
     schedule.num_steps = 0  # megatron-core adds what it loads, and a run that goes back has taken steps
     schedule.load_state_dict(saved)
     schedule.step(increment=0)  # megatron-core gives groups their weight decay before it takes the saved one
+    if schedule.lr_decay_steps < planned and schedule.lr_decay_style != "constant" and dist.get_rank() == 0:
+        print(
+            f"notice: the schedule of {path}, taken by --use-checkpoint-opt_param-scheduler, ends after "
+            f"{short(schedule.lr_decay_steps)} samples and this run's own after {short(planned)}: from there on the "
+            f"learning rate stays {schedule.min_lr}; --override-opt_param-scheduler takes this run's",
+            flush=True,
+        )
 
 
 def short(value: float | str) -> str:

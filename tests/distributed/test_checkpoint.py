@@ -210,6 +210,19 @@ def test_optimizer_settings_are_the_flags(distributed: str, flag: str, expected:
     assert set(run_ranks(1, load)[0]) == {(expected, (0.5, 0.25), 1e-3)}
 
 
+def test_a_saved_schedule_that_ends_before_the_run_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_ranks(1, run_leg, small_config("llama", f"{PLAIN} --lr-decay-iters 4 --min-lr 1e-5"), 1, None, tmp_path)
+    flag = f"{PLAIN} --min-lr 1e-5 --load {tmp_path} --use-checkpoint-opt_param-scheduler"
+
+    def load(extra: str) -> None:
+        load_newest(build_run(small_config("llama", f"{flag} {extra}")), tmp_path)
+
+    run_ranks(1, load, "--lr-decay-iters 4")
+    assert "notice" not in capfd.readouterr().out
+    run_ranks(1, load, "--lr-decay-iters 9")
+    assert "from there on the learning rate stays 1e-05" in capfd.readouterr().out
+
+
 def optimizer_moments(run: Run) -> list[torch.Tensor]:
     """Adam's moments that are not zero."""
     states = run.trainee.optimizer.optimizer.state.values()
