@@ -139,10 +139,13 @@ class Cluster:
         return self.job(number)["JobState"]
 
     def wait_for_requeue(self, number: int, restarts: int = 1) -> None:
-        """Until a job is in the queue again; then the two minutes are over that Slurm lets it wait there."""
+        """Until a job is in the queue again; then the two minutes are over that Slurm lets it wait there.
+
+        A start within the second of the requeue would be refused: to a node the job is one that was killed.
+        """
         wait_until(lambda: (job := self.job(number)).get("JobState") == "PENDING" and job["Restarts"] == str(restarts),
                    f"job {number} to be requeued", lambda: f"{self.job(number)}\n{self.output(number)}")  # fmt: skip
-        self.ask("scontrol", "update", f"JobId={number}", "StartTime=now")
+        self.ask("scontrol", "update", f"JobId={number}", "StartTime=now+2")
 
     def output(self, number: int) -> str:
         """What a job has printed."""
