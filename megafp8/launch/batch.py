@@ -130,7 +130,8 @@ class Batch:
         gpus: what CUDA_VISIBLE_DEVICES may name: at least as many as the largest run takes. Empty: runs have what this
             process has.
         tell_start, tell_end: called when a run begins, with its GPUs, and when it ends.
-        tell_steps: called several times a second with the last step of every run that goes on, by name.
+        tell_steps: called several times a second with the last step of every run that goes on, by name; without it no
+            records are read.
         is_due: asked before a start; one that is not due any more is passed over.
     """
 
@@ -141,7 +142,7 @@ class Batch:
         *,
         tell_start: Callable[[BatchRun, Sequence[str]], None],
         tell_end: Callable[[Outcome], None],
-        tell_steps: Callable[[Mapping[str, int]], None] = lambda steps: None,
+        tell_steps: Optional[Callable[[Mapping[str, int]], None]] = None,
         is_due: Callable[[BatchRun], bool] = lambda run: True,
     ):
         self.parallel, self.has_gpus, self.free = parallel, bool(gpus), list(gpus)
@@ -166,7 +167,8 @@ class Batch:
                 if self.is_due(run):
                     self._start(run)
             self._pass_on()
-            self.tell_steps({one.run.name: last_recorded_step(one.run.folder) for one in self._active})
+            if self.tell_steps is not None:
+                self.tell_steps({one.run.name: last_recorded_step(one.run.folder) for one in self._active})
             time.sleep(POLL_S if self._active else 0)
             for one in [one for one in self._active if one.process.poll() is not None]:
                 self._active.remove(one)
