@@ -30,13 +30,14 @@ def layer_spec(config: RunConfig) -> ModuleSpec:
     te_patches.install()
     is_ours = config.precision.quantize_kernels == "triton"
     te_patches.cast_by_kernels(is_ours)
+    is_fused = fuses_operations(config)
     spec = get_gpt_layer_with_transformer_engine_spec(
         qk_layernorm=config.model.qk_layernorm,
-        use_te_op_fuser=fuses_operations(config),
+        use_te_op_fuser=is_fused,
     )
     if rotates_in_one_kernel(config):
         spec.submodules.self_attention.module = RotarySelfAttention
-    if fuses_operations(config):
+    if is_fused:
         swiglu_mlp = TritonFusedMLP if is_ours else SwiGLUFusedMLP
         spec.submodules.mlp.module = swiglu_mlp if quantizes_in_swiglu(config) else FusedMLP
     return spec

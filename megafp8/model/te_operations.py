@@ -14,7 +14,7 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
 from megafp8.model import block_swiglu
 from megafp8.model.swiglu_kernel import swiglu, swiglu_backward
-from megafp8.model.te_quantize import blocks_of, empty_result, kernels_for, parts_of, takes_blocks
+from megafp8.model.te_quantize import empty_result, kernels_for, parts_of, takes_blocks
 
 # An operation's passes, and what Transformer Engine calls their scales.
 MODES = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
@@ -30,8 +30,8 @@ class QuantizingSwiGLU(te.ops.SwiGLU):
             result = quantizer.make_empty(shape, dtype=input_.dtype)
             swiglu(input_, *parts_of(result, quantizer))
         elif takes_blocks(quantizer, shape):
-            result = quantizer.make_empty(shape, dtype=input_.dtype)
-            block_swiglu.swiglu(input_.flatten(0, -2), blocks_of(result, quantizer))
+            result, blocks = empty_result(quantizer, shape, input_.dtype)
+            block_swiglu.swiglu(input_.flatten(0, -2), blocks)
         else:
             result = super()._tex_swiglu_forward(input_, quantizer)
         return result
