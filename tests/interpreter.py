@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+
+IS_INTERPRETED = not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") == "1"
+HAS_KERNELS = importlib.util.find_spec("triton") is not None and (torch.cuda.is_available() or IS_INTERPRETED)
+NO_KERNELS = "needs a CUDA device, or Triton and TRITON_INTERPRET=1"
+DEVICE = "cpu" if IS_INTERPRETED else "cuda"
+"""Of tensors that kernels take."""
+
+
+def skip_without_kernels() -> None:
+    """Skip the module that calls this as it is imported, where no kernel can run: before it imports Triton."""
+    if not HAS_KERNELS:
+        pytest.skip(NO_KERNELS, allow_module_level=True)
 
 
 def exact_bf16(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,14 +5,13 @@ On a machine without a GPU: `pip install triton 'numpy<2.3'`, then
     TRITON_INTERPRET=1 python -m pytest tests/conformance/test_triton.py
 """
 
-import importlib.util
-import os
 from collections.abc import Iterator
 from typing import Optional
 
 import interpreter
 import pytest
 import torch
+from interpreter import DEVICE, IS_INTERPRETED
 from torch import Tensor
 
 from megafp8.fp8 import quantize as quantize_module
@@ -25,15 +24,12 @@ from megafp8.fp8.quantize import Quantized, Use, quantize_by_torch
 from megafp8.fp8.recipes import OperandRule, Recipe, blockwise, mxfp8, nvfp4, tensorwise
 from megafp8.fp8.scaling import ScaleRule
 
-IS_INTERPRETED = not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") == "1"
-if importlib.util.find_spec("triton") is None or not (torch.cuda.is_available() or IS_INTERPRETED):
-    pytest.skip("needs a CUDA device, or Triton and TRITON_INTERPRET=1", allow_module_level=True)
+interpreter.skip_without_kernels()
 
 from megafp8.fp8 import triton_quantize  # noqa: E402
 
 pytestmark = [] if IS_INTERPRETED else [pytest.mark.gpu]
 
-DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 SHAPES = [(130, 162)] if IS_INTERPRETED else [(256, 512), (257, 130), (2, 65, 162)]
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 

@@ -5,18 +5,15 @@ On a machine without a GPU: `pip install triton`, then `TRITON_INTERPRET=1 pytho
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import interpreter
 import pytest
 import torch
+from interpreter import DEVICE, IS_INTERPRETED
 from torch import Tensor
 
-IS_INTERPRETED = not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") == "1"
-if not torch.cuda.is_available() and not IS_INTERPRETED:
-    pytest.skip("needs a CUDA device, or Triton and TRITON_INTERPRET=1", allow_module_level=True)
-pytest.importorskip("triton")
+interpreter.skip_without_kernels()
 
 from megafp8.fp8.formats import E4M3, E5M2, Format  # noqa: E402
 from megafp8.fp8.quantize import quantize_by_torch  # noqa: E402
@@ -27,7 +24,6 @@ from megafp8.model import block_kernels, block_swiglu  # noqa: E402
 from megafp8.model.block_kernels import Blocks  # noqa: E402
 from megafp8.model.triton_tiles import has_whole_tiles  # noqa: E402
 
-DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 TOKENS, WIDTH = 256, 384
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 SWIGLU = pytest.mark.parametrize("swiglu", [block_kernels.swiglu, block_swiglu.swiglu], ids=["new", "measured"])

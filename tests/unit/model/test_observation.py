@@ -6,13 +6,12 @@ By torch operations, and by the kernel where there is a GPU or, on a machine wit
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
 
 import interpreter
 import pytest
 import torch
+from interpreter import DEVICE, HAS_KERNELS, IS_INTERPRETED, NO_KERNELS
 from torch import Tensor
 
 from megafp8.device import mcore_cpu
@@ -58,9 +57,7 @@ RULES = [
     for recipe in RECIPES
     for operand, gemm, rule in recipe.rules
 ]
-IS_INTERPRETED = not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") == "1"
-HAS_TRITON = importlib.util.find_spec("triton") is not None and (torch.cuda.is_available() or IS_INTERPRETED)
-NEEDS_TRITON = pytest.mark.skipif(not HAS_TRITON, reason="needs a CUDA device, or Triton and TRITON_INTERPRET=1")
+NEEDS_TRITON = pytest.mark.skipif(not HAS_KERNELS, reason=NO_KERNELS)
 DEVICES = ["torch", pytest.param("kernel", marks=[NEEDS_TRITON, *([] if IS_INTERPRETED else [pytest.mark.gpu])])]
 FP8 = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-log-interval 1"
 
@@ -76,7 +73,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     if IS_INTERPRETED:
         interpreter.exact_bf16(monkeypatch)
         monkeypatch.setattr(observation, "has_kernels", lambda tensor: True)
-    return "cpu" if IS_INTERPRETED else "cuda"
+    return DEVICE
 
 
 def wide(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

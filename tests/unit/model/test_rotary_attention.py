@@ -5,15 +5,13 @@ On a machine without a GPU: `pip install triton`, then `TRITON_INTERPRET=1 pytho
 
 from __future__ import annotations
 
-import os
-
+import interpreter
 import pytest
 import torch
+from interpreter import DEVICE
 from torch import Tensor
 
-if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs a CUDA device, or Triton and TRITON_INTERPRET=1", allow_module_level=True)
-pytest.importorskip("triton")
+interpreter.skip_without_kernels()
 
 from megafp8.device import mcore_cpu  # noqa: E402
 
@@ -21,7 +19,6 @@ mcore_cpu.install()
 
 from megafp8.model.rotary_attention import split_and_rotate  # noqa: E402
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTH, BATCH = 5, 2
 
 

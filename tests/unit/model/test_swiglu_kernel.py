@@ -5,19 +5,16 @@ On a machine without a GPU: `pip install triton`, then `TRITON_INTERPRET=1 pytho
 
 from __future__ import annotations
 
-import os
-
+import interpreter
 import pytest
 import torch
+from interpreter import DEVICE
 from torch import Tensor
 
-if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs a CUDA device, or Triton and TRITON_INTERPRET=1", allow_module_level=True)
-pytest.importorskip("triton")
+interpreter.skip_without_kernels()
 
 from megafp8.model.swiglu_kernel import swiglu, swiglu_backward  # noqa: E402
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # Triton's interpreter rounds numbers just below a power of two to the power below.
 FORMATS = (torch.float32, *FP8) if DEVICE == "cuda" else (torch.float32,)

@@ -5,17 +5,13 @@ On a machine without a GPU: `pip install triton`, then `TRITON_INTERPRET=1 pytho
 
 from __future__ import annotations
 
-import os
-
 import interpreter
 import pytest
 import torch
+from interpreter import DEVICE, IS_INTERPRETED
 from torch import Tensor
 
-IS_INTERPRETED = not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") == "1"
-if not torch.cuda.is_available() and not IS_INTERPRETED:
-    pytest.skip("needs a CUDA device, or Triton and TRITON_INTERPRET=1", allow_module_level=True)
-pytest.importorskip("triton")
+interpreter.skip_without_kernels()
 
 from megafp8.fp8.formats import E4M3, E5M2, Format  # noqa: E402
 from megafp8.fp8.quantize import quantize_by_torch  # noqa: E402
@@ -25,7 +21,6 @@ from megafp8.fp8.triton_rounding import grid_of  # noqa: E402
 from megafp8.model import tensor_kernels  # noqa: E402
 from megafp8.model.tensor_kernels import Codes  # noqa: E402
 
-DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 TOKENS, WIDTH = 128, 256
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 KINDS = {

@@ -6,18 +6,17 @@ On a machine without a GPU: `pip install triton`, then `TRITON_INTERPRET=1 pytho
 from __future__ import annotations
 
 import math
-import os
 from types import SimpleNamespace
 from typing import Optional
 
+import interpreter
 import pytest
 import torch
+from interpreter import DEVICE
 from ranks import run_ranks
 from torch import Tensor
 
-if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs a CUDA device, or Triton and TRITON_INTERPRET=1", allow_module_level=True)
-pytest.importorskip("triton")
+interpreter.skip_without_kernels()
 
 from small_run import curve_of, small_config  # noqa: E402
 
@@ -28,7 +27,6 @@ from megafp8.optim.adam_kernel import BLOCK, SUM_CHUNK, AdamStep, TensorTable, s
 from megafp8.optim.moment_scales import MomentScales  # noqa: E402
 from megafp8.optim.rows import Row, Scale  # noqa: E402
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUMBERS = AdamStep(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3, clip=0.7)
 FACTOR = 0.5
 SIZES = (1, 5, 2048, 40_000)
