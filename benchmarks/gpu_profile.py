@@ -2,8 +2,9 @@
 
     python benchmarks/gpu_profile.py --shape A --mode "delayed --use-transformer-engine-op-fuser"
 
-The table has the milliseconds and the number of kernels of each group, the idle time between kernels, and the span from
-the first kernel to the last. Kernels are told apart by their names; what no pattern knows is `other`, by name below.
+The table has the milliseconds and the number of kernels of each group, the idle time between kernels and where it lies,
+and the span from the first kernel to the last. Kernels are told apart by their names; what no pattern knows is `other`,
+by name below.
 """
 
 from __future__ import annotations
@@ -82,6 +83,20 @@ class Profile:
             end = max(end, stop)
         return busy / 1e3 / self.steps
 
+    def gaps(self) -> list[tuple[str, str, float, float]]:
+        """(kernel before, kernel after, ms a step, times a step) of the time in which no kernel runs, longest first."""
+        found: dict[tuple[str, str], list[float]] = {}
+        ordered = sorted(self.kernels, key=lambda kernel: kernel.start_us)
+        last = ordered[0]
+        for kernel in ordered[1:]:
+            gap = kernel.start_us - (last.start_us + last.duration_us)
+            if gap > 0:
+                found.setdefault((last.name, kernel.name), []).append(gap)
+            if kernel.start_us + kernel.duration_us > last.start_us + last.duration_us:
+                last = kernel
+        rows = [(*names, sum(t) / 1e3 / self.steps, len(t) / self.steps) for names, t in found.items()]
+        return sorted(rows, key=lambda row: -row[2])
+
     def longest(self) -> list[tuple[str, str, float, float]]:
         """(group, kernel, ms a step, kernels a step) of the kernels that take longest."""
         found: dict[str, list[float]] = {}
@@ -96,7 +111,9 @@ class Profile:
         groups = timing.format_table(("group", "ms", "kernels"), self.rows())
         longest = [(group, name[:100], ms, count) for group, name, ms, count in self.longest()[:SHOWN_KERNELS]]
         kernels = timing.format_table(("group", "kernel", "ms", "calls"), longest)
-        return f"{groups}\nspan {span:.1f} ms, busy {busy:.1f}, idle {span - busy:.1f}\n{kernels}"
+        waits = [(before[:50], after[:50], ms, count) for before, after, ms, count in self.gaps()[:SHOWN_KERNELS]]
+        gaps = timing.format_table(("idle after", "until", "ms", "times"), waits)
+        return f"{groups}\nspan {span:.1f} ms, busy {busy:.1f}, idle {span - busy:.1f}\n{gaps}\n{kernels}"
 
 
 def group_of(name: str) -> str:

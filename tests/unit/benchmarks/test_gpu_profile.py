@@ -44,3 +44,8 @@ def test_overlapping_kernels_are_busy_once() -> None:
     assert profile.span_ms() == 2.5
     assert profile.busy_ms() == 2.25
     assert profile.rows() == [("optimizer", 1.5, 0.5), ("other", 1.0, 1.0)]
+
+
+def test_gaps_lie_between_the_kernels_beside_them() -> None:
+    kernels = [Kernel("a", 0, 1000), Kernel("b", 100, 200), Kernel("c", 1500, 500), Kernel("a", 3000, 500)]
+    assert Profile(kernels, steps=2).gaps() == [("c", "a", 0.5, 0.5), ("a", "c", 0.25, 0.5)]
