@@ -24,6 +24,7 @@ from megafp8.checkpoint.skipped import History
 from megafp8.checkpoint.state import (
     Progress,
     Trainee,
+    is_of_this_kind_of_device,
     layout,
     load_optimizer_state,
     model_state,
@@ -34,7 +35,7 @@ from megafp8.checkpoint.state import (
 )
 from megafp8.checkpoint.together import raise_peer_lost, reason
 from megafp8.checkpoint.vocabulary import EMBEDDING, fill_new_rows, rows_known
-from megafp8.config import derived, serialize
+from megafp8.config import derived, precision_map, serialize
 from megafp8.config.schema import RunConfig
 from megafp8.data.sample_chain import SampleChain, SampleMark
 from megafp8.errors import CheckpointError, PeerLost
@@ -142,9 +143,11 @@ def load_checkpoint(path: Path, config: RunConfig, trainee: Trainee, weights_onl
     settle(trainee.chunks)
     if with_optimizer:
         requantize_weights(trainee)
-    if with_random:
+    same_device = not with_random or is_of_this_kind_of_device(state["random_state"])
+    if with_random and same_device:
         restore_random_state(state["random_state"])
-    notes = notes_on(weights_only, with_optimizer, with_random, same_layout)
+    drawn_anew = "" if same_device else what_draws(config)
+    notes = notes_on(weights_only, with_optimizer, with_random, same_layout, drawn_anew)
     if weights_only:
         return Loaded(Progress(), notes)
     return Loaded(Progress(common["step"], common["consumed_samples"], history_in(common)), notes)
@@ -366,8 +369,21 @@ def check_same_optimizer(path: Path, saved: RunConfig, config: RunConfig, with_o
         )
 
 
-def notes_on(weights_only: bool, with_optimizer: bool, with_random: bool, same_layout: bool) -> tuple[str, ...]:
-    """What a person should know about a load."""
+def what_draws(config: RunConfig) -> str:
+    """What draws random numbers in the steps of a run, in words; empty where nothing does."""
+    has_dropout = config.model.attention_dropout > 0 or config.model.hidden_dropout > 0
+    has_noise = "nvfp4" in precision_map.used_recipes(config.precision) and config.precision.fp4_stochastic_rounding
+    return " and ".join(["dropout"] * has_dropout + ["stochastic rounding"] * has_noise)
+
+
+def notes_on(
+    weights_only: bool, with_optimizer: bool, with_random: bool, same_layout: bool, drawn_anew: str
+) -> tuple[str, ...]:
+    """What a person should know about a load.
+
+    Args:
+        drawn_anew: what draws from generators that are not the saved run's, for they are another device's.
+    """
     if weights_only:
         return ("weights only: optimizer, schedule and data start anew",)
     notes = []
@@ -377,4 +393,9 @@ def notes_on(weights_only: bool, with_optimizer: bool, with_random: bool, same_l
         notes.append("another layout: random state is derived anew, so dropout differs from the run before")
     elif not with_random:
         notes.append("random state starts anew")
+    elif drawn_anew:
+        notes.append(
+            "another kind of device: random state is derived anew, so other numbers are drawn for "
+            f"{drawn_anew} than in the run before"
+        )
     return tuple(notes)

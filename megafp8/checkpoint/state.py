@@ -1,7 +1,7 @@
 """What a checkpoint holds, as megatron-core's sharded state dictionary.
 
 Model and optimizer are sharded by global name, so another layout can load them. Random state belongs to a rank's place
-and is left out when the layout changes. Progress and the configuration are plain values.
+and to a kind of device, and is left out when either changes. Progress and the configuration are plain values.
 """
 
 from __future__ import annotations
@@ -194,8 +194,13 @@ def random_state() -> ShardedObject:
     return ShardedObject("random_state", state, layout(), place)
 
 
+def is_of_this_kind_of_device(state: dict[str, Any]) -> bool:
+    """Whether `random_state` was taken from generators like this machine's: a CPU's states are longer than CUDA's."""
+    return state["device"].numel() == torch.cuda.get_rng_state().numel()
+
+
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Set the generators to a state that `random_state` took."""
+    """Set the generators to a state that `random_state` took on this kind of device."""
     torch.set_rng_state(state["cpu"])
     torch.cuda.set_rng_state(state["device"])
     tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])

@@ -10,6 +10,7 @@ from typing import Optional
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from ranks import RankFailed, run_ranks
 from small_run import FP8, PLAIN, Curve, build_run, curve_of, fingerprint, small_config, train, weights
@@ -19,7 +20,7 @@ from megafp8.checkpoint.folder import COMPLETE, find_checkpoint
 from megafp8.checkpoint.load import check_same_model, check_same_vocabulary, load_checkpoint, read_config
 from megafp8.checkpoint.optimizer_parts import MOMENTS, own_values
 from megafp8.checkpoint.save import save_checkpoint
-from megafp8.checkpoint.state import Progress, model_state, parts_of
+from megafp8.checkpoint.state import Progress, model_state, parts_of, random_state
 from megafp8.checkpoint.vocabulary import EMBEDDING, OUTPUT_LAYER
 from megafp8.config.schema import RunConfig
 from megafp8.errors import CheckpointError
@@ -106,6 +107,51 @@ def test_saving_changes_nothing(tmp_path: Path) -> None:
         return Leg(curve, fingerprint(weights(run)))
 
     assert run_ranks(2, save_between) == run_ranks(2, run_leg, config, 2 * STEPS, None, None)
+
+
+def generators() -> dict[str, torch.Tensor]:
+    state = random_state().data
+    return {"cpu": state["cpu"], "device": state["device"], **state["tracker"]}
+
+
+# Bytes of the state of a CUDA generator, where a CPU's has 5056.
+OF_CUDA = 16
+
+
+@pytest.mark.parametrize(
+    ("flags", "drawn"),
+    [
+        pytest.param(f"{PLAIN} {DROPOUT}", "dropout", id="dropout"),
+        pytest.param("--bf16 --fp4-format e2m1", "stochastic rounding", id="nvfp4"),
+        pytest.param("--bf16 --fp4-format e2m1 --no-fp4-stochastic-rounding", "", id="nothing"),
+    ],
+)
+def test_generators_of_another_kind_of_device_are_left_out(flags: str, drawn: str, tmp_path: Path) -> None:
+    """The run goes on with those that it seeded, and says what draws from them. The CPU's own are taken over."""
+    config = small_config("llama", flags)
+
+    def save(folder: Path, num_bytes: Optional[int] = None) -> Path:
+        run = build_run(config)
+        torch.randn(1)
+        if num_bytes is not None:
+            tracker, state = tensor_parallel.get_cuda_rng_tracker(), torch.zeros(num_bytes, dtype=torch.uint8)
+            tracker.set_states(dict.fromkeys(tracker.get_states(), state))
+            torch.cuda.get_rng_state = lambda: state
+        return save_checkpoint(folder, config, run.trainee, Progress(1, run.global_batch_size))
+
+    def load(path: Path) -> tuple[tuple[str, ...], bool]:
+        run = build_run(config)
+        seeded = fingerprint(generators())
+        notes = load_checkpoint(path, config, run.trainee).notes
+        is_seeded = fingerprint(generators()) == seeded
+        train(run, 1, first_step=2)
+        return notes, is_seeded
+
+    (on_gpu,), (on_cpu,) = run_ranks(1, save, tmp_path / "gpu", OF_CUDA), run_ranks(1, save, tmp_path / "cpu")
+    told = f"another kind of device: random state is derived anew, so other numbers are drawn for {drawn} than in"
+    ((notes, is_seeded),) = run_ranks(1, load, on_gpu)
+    assert is_seeded and len(notes) == bool(drawn) and all(note.startswith(told) for note in notes)
+    assert run_ranks(1, load, on_cpu) == [((), False)]
 
 
 @pytest.mark.parametrize(
