@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.enums import AttnBackend, CudaGraphScope
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megafp8.config import derived
@@ -208,6 +208,9 @@ def kernel_fields(config: RunConfig, implementation: str, on_cuda: bool) -> dict
         "gradient_accumulation_fusion": False,
         "deterministic_mode": precision.deterministic_mode,
     }
+    if config.training.cuda_graph_impl != "none":
+        # Of this, megatron-core's loss leaves out a look at its gradient, which would wait. The graph is ours.
+        fields["cuda_graph_scope"] = [CudaGraphScope.full_iteration]
     if is_gelu and bias_activation and not on_cuda:
         fields["activation_func"] = tanh_gelu
     return fields

@@ -122,7 +122,6 @@ _HARMLESS_VALUES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "--expert-model-parallel-size": ("1",),
         "--expert-tensor-parallel-size": ("1",),
         "--num-experts": ("0",),
-        "--cuda-graph-impl": ("none",),
         "--data-parallel-sharding-strategy": ("no_shard",),
         "--num-distributed-optimizer-instances": ("1",),
         "--rerun-mode": ("disabled",),
@@ -145,7 +144,7 @@ _HARMLESS_VALUES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 _MOE = "dense models only so far; remove the mixture-of-experts flags"
 _FSDP = "no fully sharded data parallelism; --use-distributed-optimizer shards the optimizer state"
-_GRAPHS = "CUDA graphs are not there yet; remove it"
+_GRAPHS = "give --cuda-graph-impl local, which captures a whole step"
 _OTHER_MODEL = "it belongs to another kind of model; megafp8 trains GPTs on text"
 _EVEN_STAGES = "every pipeline stage holds equally many layers; choose --num-layers to divide"
 _LAUNCHER = "it belongs to torchrun: put it before pretrain_gpt.py"
@@ -160,7 +159,6 @@ _REFUSED_PREFIXES: tuple[tuple[str, str], ...] = (
     ("--torch-fsdp2-", _FSDP),
     ("--fsdp-", _FSDP),
     ("--kitchen-", "NVIDIA's internal quantization library is not used; use --fp8-format and --fp8-recipe"),
-    ("--cuda-graph-", _GRAPHS),
     ("--tp-comm-split", "Transformer Engine has no such overlap any more; use --tp-comm-overlap"),
     ("--tp-comm-atomic", "Transformer Engine has no such overlap any more; use --tp-comm-overlap"),
     ("--optimizer-offload-", "the optimizer stays on the device; remove it, or shard with --use-distributed-optimizer"),
@@ -199,7 +197,8 @@ _REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
     ("--use-nccl-ub --disable-symmetric-registration --use-sharp --sharp-enabled-group --symmetric-ar-type "
      "--nccl-communicator-config-path --high-priority-stream-groups --pipeline-model-parallel-comm-backend "
      "--use-ring-exchange-p2p", "NCCL is used as it comes; tune it with NCCL_* environment variables"),
-    ("--enable-cuda-graph --external-cuda-graph --te-rng-tracker", _GRAPHS),
+    ("--enable-cuda-graph --external-cuda-graph", _GRAPHS),
+    ("--te-rng-tracker", "random generators are megatron-core's, and graphs are for runs without dropout; remove it"),
     ("--fp8-quantizer-factory", "quantizers are chosen by --fp8-recipe"),
     ("--fp4-quantizer-factory", "quantizers are chosen by --fp4-recipe"),
     ("--fp4-param-gather", "weights are gathered in high precision and quantized after; remove it"),

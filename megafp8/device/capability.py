@@ -197,6 +197,8 @@ def needs_transformer_engine(config: RunConfig, target: Target, implementation: 
         asked.append("--use-precision-aware-optimizer")
     if config.model.window_size is not None:
         asked.append("--window-size")
+    if config.training.cuda_graph_impl != "none":
+        asked.append(f"--cuda-graph-impl {config.training.cuda_graph_impl}")
     return [f"{flag}: needs --transformer-impl transformer_engine, this run has {implementation}" for flag in asked]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Optional
 
 import torch
@@ -130,10 +131,22 @@ def add_gradient_buffers(
     """Wrap each chunk with megatron-core's gradient buffers and data-parallel reduction."""
     ddp_config = build_ddp_config(config)
     # Later chunks of a rank finish their backward pass first: splitting their buffers would overlap nothing.
-    return [
-        DistributedDataParallel(transformer_config, ddp_config, chunk, disable_bucketing=index > 0)
-        for index, chunk in enumerate(chunks)
-    ]
+    with off_default_stream() if config.training.cuda_graph_impl != "none" else nullcontext():
+        return [
+            DistributedDataParallel(transformer_config, ddp_config, chunk, disable_bucketing=index > 0)
+            for index, chunk in enumerate(chunks)
+        ]
+
+
+@contextmanager
+def off_default_stream() -> Iterator[None]:
+    """Within, hooks on gradients are made on another stream: autograd runs them where they were made, and what is
+    captured as a graph cannot go to the default one."""
+    stream, default = torch.cuda.Stream(), torch.cuda.current_stream()
+    stream.wait_stream(default)
+    with torch.cuda.stream(stream):
+        yield
+    default.wait_stream(stream)
 
 
 def build_optimizer(

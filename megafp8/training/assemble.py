@@ -20,6 +20,7 @@ from megafp8.data.datasets import build_datasets
 from megafp8.data.sample_chain import SampleChain
 from megafp8.data.tokenizer import Tokenizer, build_tokenizer
 from megafp8.device.platform import Platform, join_ranks, use_threads
+from megafp8.errors import ConfigError
 from megafp8.mcore_config import build_transformer_config
 from megafp8.model.builder import add_gradient_buffers, build_model, build_optimizer
 from megafp8.model.loss import build_forward_step
@@ -35,6 +36,7 @@ from megafp8.telemetry.timers import StepTimer
 from megafp8.training.delayed_memory import DelayedMemory
 from megafp8.training.guard import Guard
 from megafp8.training.probe import Probe, build_probe
+from megafp8.training.step_graph import StepGraph
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Run:
         watch: notes gradients that are not finite; None where that check is off, or the optimizer's norm tells it.
         traffic: counts the bytes of parameter gathers; None where every rank updates all weights.
         probe: looks at what quantization does; None where nobody asked for it.
+        graph: launches the passes of a step at once; None where nobody asked for it.
         timer: measures steps; every step waits for the loss, so the device is never ahead by more than one update.
         guard: takes signals and watches the time; one that was not started does neither.
     """
@@ -72,6 +75,7 @@ class Run:
     watch: Optional[GradientWatch]
     traffic: Optional[ParameterTraffic]
     probe: Optional[Probe]
+    graph: Optional[StepGraph]
     timer: StepTimer
     guard: Guard = field(default_factory=Guard)
 
@@ -129,6 +133,7 @@ def assemble(config: RunConfig, platform: Platform, implementation: str, has_dat
         watch=build_watch(config, trainee, platform.device),
         traffic=build_traffic(config, trainee.chunks),
         probe=build_probe(config, trainee, place.world_size, platform.device),
+        graph=build_graph(config, trainee, platform.device),
         timer=StepTimer(),
     )
 
@@ -141,11 +146,21 @@ def build_trainee(
     world_size: int,
     platform: Platform,
 ) -> Trainee:
-    """Model, optimizer and schedule at step 0."""
+    """Model, optimizer and schedule at step 0.
+
+    Raises:
+        ConfigError: steps are to be captured, and the optimizer waits for the device.
+    """
     model = build_model(config, transformer_config, implementation, vocab_size)
     chunks = add_gradient_buffers(config, transformer_config, model)
     optimizer = build_optimizer(config, transformer_config, chunks)
-    if one_pass.obstacle(config, platform.kind == "cuda") is None:
+    obstacle = one_pass.obstacle(config, platform.kind == "cuda")
+    if obstacle is not None and config.training.cuda_graph_impl != "none":
+        raise ConfigError(
+            f"--cuda-graph-impl {config.training.cuda_graph_impl}: needs the one-pass optimizer, which does not go "
+            f"with {obstacle} (megatron-core's waits for the number of tokens, which a graph cannot)"
+        )
+    if obstacle is None:
         optimizer = one_pass.OnePassOptimizer(optimizer, platform.device)
         transformer_config.finalize_model_grads_func = optimizer.finalize
     elif config.training.spike_policy != "off":
@@ -167,6 +182,14 @@ def build_first_gradient(config: RunConfig, trainee: Trainee, implementation: st
     from megafp8.model.te_layers import weights_with_fused_gradients  # needs Transformer Engine
 
     return FirstGradient(trainee.chunks, weights_with_fused_gradients(trainee.chunks))
+
+
+def build_graph(config: RunConfig, trainee: Trainee, device: torch.device) -> Optional[StepGraph]:
+    """What captures the steps' passes; None where they are launched kernel by kernel."""
+    training = config.training
+    if training.cuda_graph_impl == "none":
+        return None
+    return StepGraph(trainee.chunks, training.cuda_graph_warmup_steps, device)
 
 
 def build_watch(config: RunConfig, trainee: Trainee, device: torch.device) -> Optional[GradientWatch]:

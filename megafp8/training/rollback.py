@@ -54,6 +54,8 @@ def roll_back(
         raise NumericsError(
             f"{error}\n--spike-policy rollback: {folders[0]} holds no whole checkpoint yet; lower --save-interval"
         ) from error
+    if run.graph is not None:
+        run.graph.forget()
     loaded = load_checkpoint(chosen.path, loading_all(run.config), run.trainee).progress
     notes = (*chosen.notes, *(note for folder in folders for note in retire_newer(folder, chosen.step)))
     num_batches = min(max(training.spike_skip_batches, step - chosen.step), total_steps - chosen.step)

@@ -79,7 +79,7 @@ def train_step(run: Run, batches: Batches, progress: Progress) -> StepResult:
         run.delayed.remember()
     in_one_pass = isinstance(trainee.optimizer, OnePassOptimizer)
     with run.timer.span("forward-backward"), precision_at(run, progress.step + 1):
-        reports = forward_backward(run, batches, run.num_microbatches, forward_only=False)
+        reports = training_passes(run, batches)
         squared_norm = trainee.optimizer.squared_norm() if in_one_pass else None
         faults.point("step.after_backward")
         totals, finding = check_step(run, to_device_sum(reports), progress, squared_norm)
@@ -138,6 +138,21 @@ def clear_gradients(run: Run) -> None:
         for chunk in run.trainee.chunks:
             chunk.zero_grad_buffer()
     run.trainee.optimizer.zero_grad()
+
+
+def training_passes(run: Run, batches: Batches) -> list[dict[str, Tensor]]:
+    """Forward and backward passes of a step, as a graph where the run has one.
+
+    A step that is looked at has hooks, which a graph would not call.
+    """
+
+    def passes(batches: Batches) -> list[dict[str, Tensor]]:
+        return forward_backward(run, batches, run.num_microbatches, forward_only=False)
+
+    is_looking = run.probe is not None and run.probe.is_looking
+    if run.graph is None or batches is None or is_looking:
+        return passes(batches)
+    return run.graph.run(passes, batches, run.num_microbatches)
 
 
 def forward_backward(run: Run, batches: Batches, num_microbatches: int, forward_only: bool) -> list[dict[str, Tensor]]:

@@ -34,7 +34,8 @@ class Stragglers:
         self.ready: Optional[Moment] = None
         self.waits: list[tuple[Moment, Moment]] = []
         self.total_ms, self.num_steps = 0.0, 0
-        for chunk in run.trainee.chunks:
+        # A graph shows no moment within a step.
+        for chunk in run.trainee.chunks if run.graph is None else ():
             for group in chunk.bucket_groups:
                 on_reduction(group, self.note_ready)
                 group.finish_param_sync = self.waiting(group.finish_param_sync)

@@ -94,6 +94,15 @@ class TrainingConfig:
     empty_unused_memory_level: int = setting(
         0, "empty the CUDA cache: 1 after evaluation, 2 after each step", choices=(0, 1, 2)
     )
+    cuda_graph_impl: str = setting(
+        "none", "local: launch a step's forward and backward passes as one CUDA graph, so that the GPU does not wait "
+        "for the host kernel by kernel; Transformer Engine's layers only",
+        choices=("none", "local"),
+    )
+    cuda_graph_scope: str = setting(
+        "full_iteration", "what a graph holds: all forward and backward passes of a step", choices=("full_iteration",)
+    )
+    cuda_graph_warmup_steps: int = setting(3, "steps without the graph before it is captured")
     num_threads: Optional[int] = setting(
         None, "CPU threads per rank; default the cores shared evenly by the ranks here"
     )

@@ -1,0 +1,68 @@
+"""CUDA graphs: what is captured once has to be the same work on the same memory in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megafp8.config import derived
+from megafp8.config.rules.rule import Rule, positive, without
+from megafp8.config.schema import RunConfig, TrainingConfig
+from megafp8.config.schema.setting import AUTO
+
+
+def is_asked(config: RunConfig) -> bool:
+    """Whether steps are to run as a graph."""
+    return config.training.cuda_graph_impl != "none"
+
+
+def steps_are_alike(config: RunConfig, world_size: int) -> Iterator[str]:
+    """No host decision, no random numbers and no wait of another rank's inside the passes."""
+    if not is_asked(config):
+        return
+    model, parallel, precision, training = config.model, config.parallel, config.precision, config.training
+    sizes = (
+        ("--pipeline-model-parallel-size", parallel.pipeline_model_parallel_size),
+        ("--context-parallel-size", parallel.context_parallel_size),
+    )
+    dropouts = (("--attention-dropout", model.attention_dropout), ("--hidden-dropout", model.hidden_dropout))
+    granularity = derived.recompute_granularity(training)
+    obstacles = (
+        *((rate > 0, f"{flag} {rate}", f"a graph draws no random numbers; give {flag} 0") for flag, rate in dropouts),
+        *((size > 1, f"{flag} {size}", "graphs hold one stage's whole step; give 1") for flag, size in sizes),
+        (
+            granularity is not None, f"--recompute-granularity {granularity}",
+            "recomputing sets the state of random generators; leave it out",
+        ),
+        (
+            precision.fp8_schedule is not None, f"--fp8-schedule {precision.fp8_schedule}",
+            "a graph has one precision; leave it out",
+        ),
+        (
+            precision.fp16 or config.optimizer.loss_scale is not None, "--fp16 or --loss-scale",
+            "a graph has one loss scale for ever; give --bf16 without a loss scale",
+        ),
+        (
+            parallel.tp_comm_overlap, "--tp-comm-overlap",
+            "its buffers signal between ranks outside of graphs; leave it out",
+        ),
+        (
+            training.micro_batch_size == AUTO, "--micro-batch-size auto",
+            "sizes are tried without a graph; find the size first, then give it",
+        ),
+    )
+    for is_there, flag, reason in obstacles:
+        if is_there:
+            yield f"{flag} with --cuda-graph-impl {training.cuda_graph_impl}: {reason}"
+
+
+def warm_up_is_for_graphs(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Steps before the capture: one at least, in which kernels are compiled and delayed scales made."""
+    steps = config.training.cuda_graph_warmup_steps
+    if not is_asked(config):
+        if steps != TrainingConfig().cuda_graph_warmup_steps:
+            yield without(f"--cuda-graph-warmup-steps {steps}", "--cuda-graph-impl local")
+    elif not positive(steps):
+        yield f"--cuda-graph-warmup-steps {steps}: at least one step has to run before the graph; give 1 or more"
+
+
+RULES: tuple[Rule, ...] = (steps_are_alike, warm_up_is_for_graphs)

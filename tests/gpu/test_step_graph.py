@@ -1,0 +1,95 @@
+"""A step captured as a CUDA graph: the losses of its kernels launched one by one, to the bit."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
+    pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
+
+from gpu_runs import FP8_RECIPES, RECIPES, gpu_run  # noqa: E402
+from small_run import SourceSamples, train, weights  # noqa: E402
+
+from megafp8.checkpoint.load import load_checkpoint  # noqa: E402
+from megafp8.checkpoint.save import save_checkpoint  # noqa: E402
+from megafp8.checkpoint.state import Progress  # noqa: E402
+from megafp8.training.assemble import Run  # noqa: E402
+from megafp8.training.evaluate import build_batches, evaluate  # noqa: E402
+from megafp8.training.step import train_step  # noqa: E402
+
+GRAPH = "--cuda-graph-impl local --cuda-graph-warmup-steps 2"
+FUSER = "--use-transformer-engine-op-fuser"
+OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
+MOMENTS = "--use-precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16"
+
+
+def variants() -> Iterator[str]:
+    for recipe, flags in RECIPES.items():
+        yield flags
+        yield f"{flags} {FUSER}"
+        if recipe in FP8_RECIPES:
+            yield f"{flags} --fp8-param-gather"
+    for recipe in ("tensorwise", "blockwise"):
+        yield f"{RECIPES[recipe]} {FUSER} --quantize-kernels triton"
+    yield f"{RECIPES['tensorwise']} --precision output_layer=tensorwise"
+    yield f"{RECIPES['delayed']} {FUSER} --fp8-param-gather"
+    yield f"{RECIPES['delayed']} {MOMENTS}"
+    yield f"{RECIPES['bf16']} --cross-entropy-loss-fusion --cross-entropy-fusion-impl te"
+    yield f"{RECIPES['delayed']} --no-gradient-overwrite --max-skipped-steps 1 {OVERLAP}"
+
+
+@pytest.mark.parametrize("extra", variants())
+def test_a_graph_computes_what_its_kernels_do(extra: str) -> None:
+    found = []
+    for graph in ("", GRAPH):
+        with gpu_run(f"{extra} {graph}") as run:
+            curve = train(run, 7)
+            found.append((curve, weights(run)))
+            assert (run.graph is not None and run.graph.graph is not None) == bool(graph)
+    (plain, plain_weights), (captured, captured_weights) = found
+    assert captured == plain
+    assert not [name for name in plain_weights if not torch.equal(plain_weights[name], captured_weights[name])]
+
+
+def eventful(run: Run) -> list[float]:
+    """Losses of steps between which the model is evaluated, and some of which are looked at."""
+    samples, batch, losses = SourceSamples(run.config.data.seq_length), run.global_batch_size, []
+    batches = build_batches(run, samples, 0, 12 * batch, num_workers=0)
+    for step in range(1, 13):
+        assert run.probe is not None
+        with run.probe.step(step):
+            losses.append(train_step(run, batches, Progress(step - 1, (step - 1) * batch)).loss)
+        run.probe.take_records(step, 0)
+        if step % 3 == 0:
+            record = evaluate(run, "valid", samples, step, 0)
+            assert record is not None
+            losses.append(record.loss)
+    return losses
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_evaluations_and_looks_between_steps_change_nothing(recipe: str) -> None:
+    found = []
+    for graph in ("", GRAPH):
+        with gpu_run(f"{RECIPES[recipe]} --fp8-log-interval 5 --eval-iters 2 {graph}") as run:
+            found.append(eventful(run))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
+def test_resuming_is_going_on(recipe: str, tmp_path: Path) -> None:
+    extra = f"{RECIPES[recipe]} {GRAPH}"
+    with gpu_run(extra) as run:
+        train(run, 4)
+        path = save_checkpoint(tmp_path, run.config, run.trainee, Progress(4, 4 * run.global_batch_size))
+        straight = train(run, 4, first_step=5)
+    with gpu_run(extra) as run:
+        load_checkpoint(path, run.config, run.trainee)
+        resumed = train(run, 4, first_step=5)
+    assert resumed == straight
