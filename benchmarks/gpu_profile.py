@@ -34,7 +34,7 @@ GROUPS: tuple[tuple[str, str], ...] = (
     ("SwiGLU", r"swiglu|silu|gated"),
     # Seen in profiles: cuBLAS's kernels on FP8 operands begin with a q (of FP8 results with an o), on BF16 with a t.
     ("GEMM FP8", r"gemm.*(e4m3|e5m2|fp8)|nvjet_(sm\d+_)?[qo]"),
-    ("quantize", r"transpose|quantize|decode_|finish_product|random_full|transformer_engine.*cast|amax"),
+    ("quantize", r"transpose|quantize|decode_|finish_product|random_full|transformer_engine.*cast|\bcast_kernel|amax"),
     ("quantize", r"block_scal|scale_inv|fp8"),
     ("GEMM BF16", r"gemm|nvjet|cutlass|xmma|splitk|cublas"),
     ("embedding", r"embedding|index_put|indexselect|gather|scatter|sort|radix"),

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megafp8.fp8.triton_cast import cast_to_code, cast_to_words
 from megafp8.fp8.triton_rounding import Grid, power_of_two_scales, quant_scale_of
-from megafp8.model.swiglu_formula import gate_gradient, swiglu_tile
+from megafp8.model.swiglu_formula import gate_gradient_tile, swiglu_tile
 from megafp8.model.triton_tiles import NUM_WARPS, SIDE, corner, load_tile, part_of, store_words
 
 
@@ -150,11 +150,9 @@ def swiglu_backward_kernel(
     gradients += corner(tile_row, tile_column, width, SIDE)
     a, b = load_tile(inputs, 2 * width, SIDE), load_tile(inputs + width, 2 * width, SIDE)
     dy = load_tile(gradients, width, SIDE)
-    y0, y1 = gate_gradient(a[0], b[0], dy[0], TYPE), gate_gradient(a[1], b[1], dy[1], TYPE)
-    y2, y3 = gate_gradient(a[2], b[2], dy[2], TYPE), gate_gradient(a[3], b[3], dy[3], TYPE)
     store_tile(
-        (y0, y1, y2, y3), tile_row, tile_column, num_tokens, 2 * width, on_overflow, row_codes, row_scales,
-        column_codes, column_scales, POWER_OF_TWO, GRID, SIDE,
+        gate_gradient_tile(a, b, dy, TYPE), tile_row, tile_column, num_tokens, 2 * width, on_overflow, row_codes,
+        row_scales, column_codes, column_scales, POWER_OF_TWO, GRID, SIDE,
     )  # fmt: skip
     a, dy = load_tile(inputs, 2 * width, SIDE), load_tile(gradients, width, SIDE)
     store_tile(

@@ -2,7 +2,8 @@
 
 Two launches each. The first computes what is to be quantized, or only reads it, and writes the largest magnitude that
 each of its programs met; the second one's programs all take the maximum of those, so that nothing is filled with zeros
-before, and write codes [T, W] and their transpose [W, T]. Results of SwiGLU are written in the input's type in between.
+before, and write codes [T, W] and their transpose [W, T]. Results of SwiGLU are written in the input's type in between;
+their largest magnitude is that of the FP32 results, as in Transformer Engine, so that the largest may saturate.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from megafp8.fp8.triton_cast import cast_to_code, cast_to_words, widen
 from megafp8.fp8.triton_rounding import FP32_MAX, Grid, quant_scale_of
-from megafp8.model.swiglu_formula import gate_gradient, swiglu_of
+from megafp8.model.swiglu_formula import exact_sigmoid, gate_gradient
 from megafp8.model.triton_tiles import NUM_WARPS, SIDE, corner, load_tile, part_of, store_words
 
 PROGRAMS = 1024  # of the first launch
@@ -70,13 +71,13 @@ def amax_kernel(inputs, amaxes, num_tokens, width, ROWS: tl.constexpr, SIDE: tl.
 @triton.jit
 def swiglu_kernel(inputs, results, amaxes, num_tokens, width, ROWS: tl.constexpr, SIDE: tl.constexpr):
     """inputs [T, 2 W] to results [T, W], silu(a) b, and amaxes [programs]."""
-    TYPE: tl.constexpr = inputs.dtype.element_ty
     largest = tl.zeros([ROWS, SIDE], tl.float32)
     for tile in range(tl.program_id(0), num_tokens // ROWS * (width // SIDE), tl.num_programs(0)):
         row, column = start_of(width, tile, ROWS, SIDE)
         at = inputs + row * (2 * width) + column + offsets(2 * width, ROWS, SIDE)
-        y = swiglu_of(widen(tl.load(at)), widen(tl.load(at + width)), TYPE)
-        tl.store(results + row * width + column + offsets(width, ROWS, SIDE), y.to(TYPE))
+        a, b = widen(tl.load(at)), widen(tl.load(at + width))
+        y = a * exact_sigmoid(a) * b
+        tl.store(results + row * width + column + offsets(width, ROWS, SIDE), y.to(results.dtype.element_ty))
         largest = tl.maximum(largest, tl.abs(y))
     tl.store(amaxes + tl.program_id(0), tl.max(largest))
 
@@ -86,16 +87,16 @@ def swiglu_backward_kernel(
     gradients, inputs, results, amaxes, num_tokens, width, ROWS: tl.constexpr, SIDE: tl.constexpr
 ):
     """gradients [T, W] and inputs [T, 2 W] to results [T, 2 W], the inputs' gradients, and amaxes [programs]."""
-    TYPE: tl.constexpr = inputs.dtype.element_ty
     largest = tl.zeros([ROWS, SIDE], tl.float32)
     for tile in range(tl.program_id(0), num_tokens // ROWS * (width // SIDE), tl.num_programs(0)):
         row, column = start_of(width, tile, ROWS, SIDE)
         at = row * (2 * width) + column + offsets(2 * width, ROWS, SIDE)
         a, b = widen(tl.load(inputs + at)), widen(tl.load(inputs + at + width))
         dy = widen(tl.load(gradients + row * width + column + offsets(width, ROWS, SIDE)))
-        da, db = gate_gradient(a, b, dy, TYPE), swiglu_of(a, dy, TYPE)
-        tl.store(results + at, da.to(TYPE))
-        tl.store(results + at + width, db.to(TYPE))
+        s = exact_sigmoid(a)
+        da, db = gate_gradient(a, s, b, dy), a * s * dy
+        tl.store(results + at, da.to(results.dtype.element_ty))
+        tl.store(results + at + width, db.to(results.dtype.element_ty))
         largest = tl.maximum(largest, tl.maximum(tl.abs(da), tl.abs(db)))
     tl.store(amaxes + tl.program_id(0), tl.max(largest))
 

@@ -27,6 +27,7 @@ from benchmarks.gpu_profile import Kernel, Profile, group_of  # noqa: E402
         ("void transformer_engine::multi_tensor_adam::adam_kernel", "optimizer"),
         ("adam_kernel", "optimizer"),
         ("quantize_blocks_kernel", "quantize"),
+        ("cast_kernel", "quantize"),
         ("decode_tensor_kernel", "quantize"),
         ("finish_product_kernel", "quantize"),
         ("void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl_nocast<...>", "copy, cat, add"),

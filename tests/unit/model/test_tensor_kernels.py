@@ -5,6 +5,8 @@ On a machine without a GPU: `pip install triton`, then `TRITON_INTERPRET=1 pytho
 
 from __future__ import annotations
 
+from typing import Optional
+
 import interpreter
 import pytest
 import torch
@@ -14,9 +16,8 @@ from torch import Tensor
 interpreter.skip_without_kernels()
 
 from megafp8.fp8.formats import E4M3, E5M2, Format  # noqa: E402
-from megafp8.fp8.quantize import quantize_by_torch  # noqa: E402
-from megafp8.fp8.recipes import OperandRule  # noqa: E402
-from megafp8.fp8.scaling import ScaleRule  # noqa: E402
+from megafp8.fp8.rounding import cast  # noqa: E402
+from megafp8.fp8.scaling import ScaleRule, amax, quant_scale_of  # noqa: E402
 from megafp8.fp8.triton_rounding import grid_of  # noqa: E402
 from megafp8.model import tensor_kernels  # noqa: E402
 from megafp8.model.tensor_kernels import Codes  # noqa: E402
@@ -59,11 +60,13 @@ def empty_codes(tokens: int, width: int, fmt: Format, is_power_of_two: bool = Fa
     )
 
 
-def check_codes(codes: Codes, values: Tensor, fmt: Format) -> None:
+def check_codes(codes: Codes, values: Tensor, fmt: Format, rounded: Optional[Tensor] = None) -> None:
+    """The scale is that of `values`, the codes are theirs or those of what they were rounded to."""
     rule = ScaleRule.POWER_OF_TWO if codes.is_power_of_two else ScaleRule.FP32
-    expected = quantize_by_torch(values, OperandRule(format=fmt, scale_rule=rule))
-    assert torch.equal(codes.scale_inv, expected.factor.reshape(1))
-    assert torch.equal(codes.rows, expected.codes.view(torch.uint8))
+    quant_scale = quant_scale_of(amax(values), fmt, rule)
+    written = values if rounded is None else rounded
+    assert torch.equal(codes.scale_inv, (1 / quant_scale).reshape(1))
+    assert torch.equal(codes.rows, cast(written.float() * quant_scale, fmt).view(torch.uint8))
     assert torch.equal(codes.columns, codes.rows.t())
 
 
@@ -86,17 +89,23 @@ def test_other_types_and_programs_without_a_tile(dtype: torch.dtype, monkeypatch
 
 @FORMATS
 def test_swiglu_both_ways_where_its_sigmoid_is_exact(fmt: Format) -> None:
-    """At 0 the sigmoid is 1/2, and 1 from 64 on, so that torch's products are the kernels' to the bit."""
-    gates = torch.randint(0, 3, (TOKENS, WIDTH), generator=torch.Generator().manual_seed(2)) * 64.0
+    """At 0 the sigmoid is 1/2, and 1 from 64 on, so that torch's products are the kernels' to the bit.
+
+    The scale is that of the products before they are rounded, as in Transformer Engine.
+    """
+    gates = torch.randint(0, 128, (TOKENS, WIDTH), generator=torch.Generator().manual_seed(2)).float()
+    gates = gates.where(gates >= 64, 0.0)
     inputs = torch.cat([gates.bfloat16().to(DEVICE), drawn(TOKENS, WIDTH, 3)], dim=1)
     gradients = drawn(TOKENS, WIDTH, 4)
     a, b = (x.float() for x in inputs.chunk(2, dim=1))
     s, dy = torch.sigmoid(a), gradients.float()
     forward, backward = empty_codes(TOKENS, WIDTH, fmt), empty_codes(TOKENS, 2 * WIDTH, fmt)
     tensor_kernels.swiglu(inputs, forward)
-    check_codes(forward, (a * s * b).bfloat16(), fmt)
+    y = a * s * b
+    check_codes(forward, y, fmt, rounded=y.bfloat16())
     tensor_kernels.swiglu_backward(gradients, inputs, backward)
-    check_codes(backward, torch.cat([(a * (s * (1 - s)) + s) * dy * b, a * s * dy], dim=1).bfloat16(), fmt)
+    dx = torch.cat([(a * (s * (1 - s)) + s) * dy * b, a * s * dy], dim=1)
+    check_codes(backward, dx, fmt, rounded=dx.bfloat16())
 
 
 def test_swiglu_both_ways_against_the_formula() -> None:
