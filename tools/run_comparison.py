@@ -30,8 +30,8 @@ from megafp8.config import derived, flags, rules, serialize
 from megafp8.config.schema import RunConfig
 from megafp8.config.variants import BASELINE, NAMES, Variant, build_variant, differences, parse_variant, read_shared
 from megafp8.errors import INTERNAL, PREEMPTED, ConfigError, Megafp8Error
-from megafp8.launch.batch import OUTPUT_FILE, Batch, BatchRun, Outcome, is_done
-from megafp8.launch.run_state import judge
+from megafp8.launch.batch import OUTPUT_FILE, Batch, BatchRun, Outcome
+from megafp8.launch.run_state import is_done, judge
 
 TRAINER = Path(__file__).resolve().parents[1] / "pretrain_gpt.py"
 

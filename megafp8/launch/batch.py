@@ -116,12 +116,6 @@ def start_run(command: Sequence[str], folder: Path, environment: Mapping[str, st
         )
 
 
-def is_done(folder: Path) -> bool:
-    """Whether the run of a folder has made its last step and saved."""
-    state = judge(folder)
-    return state is not None and state.state == "done"
-
-
 class Batch:
     """Runs what is due, in its order, each as soon as there is room for it; none overtakes another.
 

@@ -112,6 +112,12 @@ def judge(folder: Path) -> Optional[RunState]:
     )
 
 
+def is_done(folder: Path) -> bool:
+    """Whether the run of a folder has made its last step and saved."""
+    state = judge(folder)
+    return state is not None and state.state == "done"
+
+
 def last_recorded_step(folder: Path) -> int:
     """The newest step in a run's records, which are newer than its state; 0 without any."""
     try:

@@ -15,7 +15,7 @@ from megafp8.launch.process import Process, this_process
 from megafp8.launch.run_lock import RunLock, take_lock
 from megafp8.training.assemble import run_folder
 from megafp8.training.guard import Guard
-from megafp8.training.journal import Journal, first_state
+from megafp8.training.journal import Journal, finished_state, first_state
 from megafp8.training.phases import Phases
 
 # torchrun's, before it kills; also Slurm's.
@@ -46,9 +46,10 @@ def begin(config: RunConfig, guard: Guard) -> None:
         lock = answer if rank() == 0 else None
         if lock is not None and lock.taken_over:
             print(f"notice: {lock.taken_over}", flush=True)
-        state = on_rank_0(lambda: first_state(folder, world_size(), derived.train_iters(config, world_size())))
-        journal = Journal(folder, state, is_writer=rank() == 0)
-        journal.write()
+        last_step = derived.train_iters(config, world_size())
+        finished, state = on_rank_0(lambda: (finished_state(folder), first_state(folder, world_size(), last_step)))
+        journal = Journal(folder, state, is_writer=rank() == 0, finished=finished)
+        journal.begin()
     guard.attach(journal, lock, peers_here())
     if journal is not None:
         check_crashes(journal, config.training.max_crashes)

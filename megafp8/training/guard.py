@@ -152,6 +152,7 @@ class Guard:
         """The run goes on from a checkpoint, of its own folder or of another; at step 0 from none."""
         if self.journal is not None:
             self.journal.note(step=step, saved_step=step if is_own and step else None)
+            self.journal.finished = None  # what fails from here on is the run
             self.journal.write()
 
     def evaluation_left(self, step: Optional[int]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Optional
 
@@ -22,11 +24,17 @@ class Journal:
     Args:
         state: at the start, the same on all ranks.
         is_writer: this is rank 0.
+        finished: the state of a run that is done, until this start has something to do with it; None of others.
     """
 
-    def __init__(self, folder: Path, state: RunState, is_writer: bool):
-        self.folder, self.state, self.is_writer = folder, state, is_writer
+    def __init__(self, folder: Path, state: RunState, is_writer: bool, finished: Optional[RunState] = None):
+        self.folder, self.state, self.is_writer, self.finished = folder, state, is_writer, finished
         self.lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Rank 0: put the first state of this start in the place of the last one's."""
+        if self.is_writer:
+            self.put(self.state)
 
     def note(self, **changes: Any) -> None:
         """Change fields, to be written with the next `write`."""
@@ -42,22 +50,37 @@ class Journal:
 
     def end(self, state: str, reason: str, exit_status: int) -> None:
         """Any rank: say how it ended. The first one has the last word: what comes after follows from it."""
-        is_ours = self.lock.acquire(timeout=PATIENCE_S)
-        try:
+        with self.held():
             self.note(state=state, reason=reason, exit_status=exit_status)
             if not self.has_ended():
                 known = read_run_state(self.folder) or self.state
                 newest = self.state if self.is_writer or not known.is_of(self.state) else known
                 ended = {"state": state, "reason": reason, "exit_status": exit_status}
                 self.put(dataclasses.replace(newest, **ended, process=this_process(), updated_at=time.time()))
+
+    def take_back(self) -> None:
+        """Any rank: this start came to nothing, and the run is as done as it was before."""
+        assert self.finished is not None
+        with self.held():
+            if not self.has_ended():
+                self.put(self.finished)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Within, nobody else in this process writes, unless that takes too long."""
+        is_ours = self.lock.acquire(timeout=PATIENCE_S)
+        try:
+            yield
         finally:
             if is_ours:
                 self.lock.release()
 
     def has_ended(self) -> bool:
-        """Whether some rank has said how this start ended."""
+        """Whether some rank has said how this start ended, or taken it back."""
         known = read_run_state(self.folder)
-        return known is not None and known.is_of(self.state) and known.state != "running"
+        if known is None:
+            return False
+        return known.is_of(self.finished) or (known.is_of(self.state) and known.state != "running")
 
     def put(self, state: RunState) -> None:
         """Write the file, whole or not at all."""
@@ -65,6 +88,12 @@ class Journal:
             atomic_write_json(self.folder / RUN_STATE_FILE, state.to_plain())
         except OSError as error:
             print(f"megafp8: {self.folder / RUN_STATE_FILE} cannot be written: {error}", flush=True)
+
+
+def finished_state(folder: Path) -> Optional[RunState]:
+    """The state of a run that is done; None of any other."""
+    known = read_run_state(folder)
+    return known if known is not None and known.state == "done" else None
 
 
 def first_state(folder: Path, world_size: int, last_step: Optional[int]) -> RunState:

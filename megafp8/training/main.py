@@ -18,6 +18,7 @@ from megafp8.training.beginning import begin, build_guard
 from megafp8.training.check import Checked
 from megafp8.training.describe import recipe_lines
 from megafp8.training.guard import Guard
+from megafp8.training.journal import Journal
 from megafp8.training.loop import train
 from megafp8.training.micro_batch import choose_micro_batch
 
@@ -71,8 +72,7 @@ def guarded(config: RunConfig) -> Iterator[Guard]:
     except BaseException as raised:
         error = explained(raised, guard)
         if guard.journal is not None:
-            status = error.exit_status if isinstance(error, Megafp8Error) else INTERNAL
-            guard.journal.end("failed", f"rank {guard.rank}: {type(error).__name__}: {error}", status)
+            put_on_record(error, guard.rank, guard.journal)
         let_go(raised)
         if error is raised:
             raise
@@ -81,6 +81,16 @@ def guarded(config: RunConfig) -> Iterator[Guard]:
         guard.close()
         if guard.lock is not None:
             guard.lock.release()
+
+
+def put_on_record(error: BaseException, rank: int, journal: Journal) -> None:
+    """The run failed; but one that was done stays done where this start was refused."""
+    is_refusal = isinstance(error, Megafp8Error) and not isinstance(error, PeerLost)
+    if is_refusal and journal.finished is not None:
+        journal.take_back()
+        return
+    status = error.exit_status if isinstance(error, Megafp8Error) else INTERNAL
+    journal.end("failed", f"rank {rank}: {type(error).__name__}: {error}", status)
 
 
 def let_go(error: BaseException | None) -> None:

@@ -13,6 +13,7 @@ from megafp8.checkpoint.folder import saved_steps
 from megafp8.launch.run_lock import LOCK_FILE
 from megafp8.launch.run_state import judge, read_run_state
 from megafp8.reports.load import load_run
+from megafp8.reports.unfinished import is_unfinished
 
 LAYOUT = "dp2"
 
@@ -47,6 +48,19 @@ def test_the_lock_of_a_killed_run_is_taken_over(tmp_path: Path, cache: Path) -> 
     assert "which is gone, is taken over" in ended.output[0]
     state = judge(run.folder)
     assert state is not None and (state.starts, state.state) == (2, "done")
+
+
+def test_a_run_that_is_done_stays_done_when_another_start_of_it_is_refused(tmp_path: Path, cache: Path) -> None:
+    """Here for want of --load; or a comparison would drop it."""
+    run = FaultyRun(LAYOUT, tmp_path / "run", cache)
+    command = f"{run.text(f'--save {run.folder}')} --train-iters 3 --num-workers 0"
+    first = run_forked(1, command)
+    assert first.statuses == (0,), first.told()
+    before = {path: path.read_bytes() for path in run.folder.glob("*.json*")}
+    second = run_forked(1, command)
+    assert second.statuses == (74,) and "holds a checkpoint of step 3" in second.output[0], second.told()
+    assert {path: path.read_bytes() for path in run.folder.glob("*.json*")} == before
+    assert not is_unfinished(run.folder)
 
 
 def start_alone(run: FaultyRun, plan: str = "", flags: str = "") -> tuple[int, str]:

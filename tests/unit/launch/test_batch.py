@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from megafp8.launch.batch import OUTPUT_FILE, Batch, BatchRun, Outcome, is_done
+from megafp8.launch.batch import OUTPUT_FILE, Batch, BatchRun, Outcome
+from megafp8.launch.run_state import is_done
 
 RUN = Path(__file__).with_name("fake_run.py")
 

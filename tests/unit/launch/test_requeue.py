@@ -87,6 +87,18 @@ def test_what_the_queue_would_not_mend_stays_out_of_it(tmp_path: Path, ends: str
     assert not job.requeued
 
 
+def test_a_refused_start_of_a_run_that_is_done_stays_out_of_the_queue(tmp_path: Path) -> None:
+    """It leaves the state as it was. The command of a run that is not done has trained, and may do so elsewhere."""
+    for before, is_mended in (("done", False), ("preempted", True)):
+        folder = tmp_path / before
+        folder.mkdir()
+        job = Job(folder)
+        job.supervise(f"{before}:60:60 nothing")
+        (folder / "said").unlink(missing_ok=True)
+        assert job.supervise(f"{before}:60:60 nothing")[0] == (70 if is_mended else 3)
+        assert job.requeued == is_mended
+
+
 def test_a_cancelled_job_does_not_come_again(tmp_path: Path) -> None:
     job = Job(tmp_path, state="COMPLETING")
     status, told = job.supervise("preempted:40:40")

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from megafp8.errors import CheckpointError
+from megafp8.errors import CheckpointError, DataError, PeerLost
 from megafp8.launch.run_state import RunState, read_run_state
 from megafp8.training.beginning import check_crashes
-from megafp8.training.journal import Journal, first_state
+from megafp8.training.guard import Guard
+from megafp8.training.journal import Journal, finished_state, first_state
+from megafp8.training.main import put_on_record
 
 
 def begin(folder: Path, is_writer: bool = True, **changes: Any) -> Journal:
@@ -48,6 +50,46 @@ def test_an_end_of_another_start_is_no_last_word(tmp_path: Path) -> None:
     assert (read(tmp_path).state, read(tmp_path).starts) == ("running", 2)
     journal.end("stopped", "--exit-interval 4", 0)
     assert read(tmp_path).reason == "--exit-interval 4"
+
+
+def begin_again(folder: Path) -> list[Journal]:
+    """The next start of two ranks, as `beginning.begin` makes it."""
+    first, finished = first_state(folder, 2, 200), finished_state(folder)
+    journals = [Journal(folder, first, rank == 0, finished) for rank in range(2)]
+    for journal in journals:
+        journal.begin()
+    assert read(folder).state == "running"
+    return journals
+
+
+@pytest.mark.parametrize("refusal", [CheckpointError("another model"), DataError("gone")])
+def test_a_refused_start_leaves_a_run_done(tmp_path: Path, refusal: Exception) -> None:
+    begin(tmp_path, step=100, saved_step=100).end("done", "", 0)
+    done = read(tmp_path)
+    writer, other = begin_again(tmp_path)
+    put_on_record(refusal, 1, other)
+    assert read(tmp_path) == done
+    put_on_record(PeerLost("rank 1 has ended"), 0, writer)
+    writer.write()
+    assert read(tmp_path) == done, "what follows from the refusal is no other word"
+
+
+@pytest.mark.parametrize("error", [PeerLost("killed"), RuntimeError("a mistake")])
+def test_a_start_that_crashes_has_failed(tmp_path: Path, error: Exception) -> None:
+    begin(tmp_path).end("done", "", 0)
+    put_on_record(error, 0, begin_again(tmp_path)[0])
+    assert (read(tmp_path).state, read(tmp_path).exit_status) == ("failed", 70)
+
+
+@pytest.mark.parametrize("before", ["done", "stopped"])
+def test_a_run_that_has_begun_again_or_was_not_done_fails(tmp_path: Path, before: str) -> None:
+    begin(tmp_path).end(before, "", 0)
+    guard, (writer, _) = Guard(), begin_again(tmp_path)
+    guard.attach(writer, None, {})
+    if before == "done":
+        guard.resumed(100, is_own=True)
+    put_on_record(CheckpointError("the disk is full"), 0, writer)
+    assert (read(tmp_path).state, read(tmp_path).exit_status) == ("failed", 74)
 
 
 def test_a_disk_that_fails_stops_no_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
