@@ -85,9 +85,12 @@ def trainer(checked: Checked) -> Callable[[int], StepResult]:
     return lambda step: train_step(run, batches, Progress(step - 1))
 
 
-def megafp8_steps(options: argparse.Namespace, text: str) -> Callable[[int], float]:
-    """A function that trains step i and returns its loss."""
-    train = trainer(check_mode(options, text))
+def megafp8_steps(options: argparse.Namespace, text: str, is_told: bool) -> Callable[[int], float]:
+    """A function that trains step i and returns its loss, and, if told, what a run would say of its settings."""
+    checked = check_mode(options, text)
+    if is_told:
+        print("\n".join(f"{text}: {notice}" for notice in checked.notices), flush=True)
+    train = trainer(checked)
     return lambda step: train(step).loss
 
 
@@ -101,7 +104,7 @@ def peer_steps(options: argparse.Namespace, recipe: str) -> Callable[[int], floa
 def measure(options: argparse.Namespace, name: str, text: str, number: int) -> Timed:
     """Build a mode and train."""
     join_ranks(detect_platform(), 10)
-    step = peer_steps(options, text[1:]) if text.startswith("@") else megafp8_steps(options, text)
+    step = peer_steps(options, text[1:]) if text.startswith("@") else megafp8_steps(options, text, number == 0)
     losses = [step(index) for index in range(1, options.warm_up + 1)]
     torch.cuda.synchronize()
     started = time.perf_counter()

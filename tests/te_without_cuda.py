@@ -84,6 +84,7 @@ def install() -> None:
     torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(major=9, minor=0, multi_processor_count=132)
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     torch.cuda.is_current_stream_capturing = lambda: False
+    torch.cuda.current_device = lambda: 0
     import transformer_engine.debug.pytorch.debug_state as debug
     import transformer_engine.pytorch.quantization as quantization
 

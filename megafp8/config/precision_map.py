@@ -25,6 +25,7 @@ from megafp8.config.schema import ModelConfig, PrecisionConfig
 
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Those of a layer, in the order of the forward pass."""
+MLP_LINEARS = ("linear_fc1", "linear_fc2")
 OUTPUT_LAYER = "output_layer"
 GEMMS = ("fprop", "dgrad", "wgrad")
 USUAL_FORMATS = {"tensorwise": "hybrid", "delayed": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3", "nvfp4": "e2m1"}
@@ -211,6 +212,23 @@ def resolve(model: ModelConfig, precision: PrecisionConfig) -> dict[str, LinearC
 @functools.lru_cache(maxsize=16)
 def _resolved(num_layers: int, precision: PrecisionConfig) -> tuple[tuple[str, LinearChoice], ...]:
     return tuple(_choices(num_layers, precision))
+
+
+def changed_linears(model: ModelConfig, precision: PrecisionConfig) -> tuple[str, ...]:
+    """The linears to which the map gives other choices than they have without one, by name."""
+    assert model.num_layers is not None
+    return _changed(model.num_layers, precision) if precision.precision_map else ()
+
+
+@functools.lru_cache(maxsize=16)
+def _changed(num_layers: int, precision: PrecisionConfig) -> tuple[str, ...]:
+    resolved = _resolved(num_layers, precision)
+    return tuple(name for name, choice in resolved if choice != unmapped_choice(name, num_layers, precision))
+
+
+def changes_mlps(model: ModelConfig, precision: PrecisionConfig) -> bool:
+    """Whether a linear of an MLP is among them."""
+    return any(name.endswith(MLP_LINEARS) for name in changed_linears(model, precision))
 
 
 def recipes_of(model: ModelConfig, precision: PrecisionConfig, linears: tuple[str, ...]) -> tuple[str, ...]:

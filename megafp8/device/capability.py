@@ -34,6 +34,7 @@ TRANSFORMER_ENGINE_SWITCHES = (
     ("nvfp4", "NVTE_NVFP4_DISABLE_2D_QUANTIZATION", "weights have blocks of 1x16"),
 )
 _BY_BLOCK = "with it Transformer Engine reduces amaxes for all layers at once, when the last one has run"
+_NOT_SAVED = "megatron-core takes out of checkpoints what an output layer remembers; tensorwise has no memory"
 ATTENTION_BACKENDS = {
     "transformer_engine": ("auto", "flash", "fused", "unfused"),
     "emulated": ("auto", "sdpa"),
@@ -250,16 +251,18 @@ def map_obstacles(config: RunConfig) -> list[str]:
     precision = config.precision
     if config.model.num_layers is None or not precision_map.is_quantized(precision):
         return []
-    num_layers, found = config.model.num_layers, dict[str, str]()
+    found = dict[str, str]()
     is_delayed = "delayed" in precision_map.used_recipes(precision)
     if is_delayed and precision.first_last_layers_bf16:
         found["delayed"] = f"--first-last-layers-bf16 with delayed scaling: {_BY_BLOCK}"
-    for name, chosen in precision_map.resolve(config.model, precision).items():
-        if chosen == precision_map.unmapped_choice(name, num_layers, precision):
-            continue
+    resolved = precision_map.resolve(config.model, precision)
+    for name in precision_map.changed_linears(config.model, precision):
+        chosen = resolved[name]
         said = f"--precision gives {name} {chosen}"
-        if is_delayed:
+        if is_delayed and name != OUTPUT_LAYER:
             found.setdefault("delayed", f"{said}: {_BY_BLOCK}")
+        elif "delayed" in chosen.recipes:
+            found.setdefault("delayed", f"{said}: {_NOT_SAVED}")
         elif name == OUTPUT_LAYER and config.model.share_embeddings_and_output_weights:
             found[OUTPUT_LAYER] = (
                 f"{said}: Transformer Engine's linear has a weight of its own, and the output layer has the "
@@ -271,7 +274,7 @@ def map_obstacles(config: RunConfig) -> list[str]:
         if precision.fp8_param_gather:
             found.setdefault("weights", f"--fp8-param-gather: {said}, and Transformer Engine makes FP8 weights by one "
                              "recipe only")  # fmt: skip
-        if precision.use_transformer_engine_op_fuser:
+        if precision.use_transformer_engine_op_fuser and name.endswith(precision_map.MLP_LINEARS):
             found.setdefault("fuser", f"--use-transformer-engine-op-fuser: {said}, and fused ones have one recipe")
     return list(found.values())
 

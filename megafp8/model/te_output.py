@@ -1,12 +1,14 @@
 """The output layer as one of Transformer Engine's linears, to compute logits and their gradients in FP8.
 
 megatron-core makes its own, in high precision. A recipe with a memory (delayed scaling) is not for it: megatron-core
-takes what an output layer remembers out of checkpoints.
+takes what an output layer remembers out of checkpoints. Beside layers that have one it leaves theirs alone.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Optional
 
 import transformer_engine.pytorch as te
@@ -14,6 +16,23 @@ from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
 from transformer_engine.common.recipe import Recipe
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+
+@contextmanager
+def after_layers() -> Iterator[None]:
+    """Within, a context counts as one inside another: Transformer Engine updates no scales of delayed scaling for it.
+
+    It updates those of all layers when an outermost context ends, and when the context's first linear has had its
+    backward pass. The layers' own context sees to both. For the output layer it would be once more, each way: amaxes of
+    0 in the histories, and in the backward pass before any layer had its gradients.
+    """
+    state = FP8GlobalStateManager.quantization_state
+    state.autocast_depth += 1
+    try:
+        yield
+    finally:
+        state.autocast_depth -= 1
 
 
 class OutputLayer(TEColumnParallelLinear):
@@ -41,7 +60,7 @@ class OutputLayer(TEColumnParallelLinear):
     ) -> tuple[Tensor, Any]:
         """Logits, and None for the bias that there is not."""
         assert weight is None and not runtime_gather_output, "logits stay split over the vocabulary, for the loss"
-        with te.autocast(enabled=self.is_quantizing, recipe=self.recipe):
+        with after_layers(), te.autocast(enabled=self.is_quantizing, recipe=self.recipe):
             return super().forward(input_)
 
     def get_extra_state(self) -> None:

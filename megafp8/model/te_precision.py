@@ -60,16 +60,13 @@ def build_te_recipe(chosen: LinearChoice) -> Optional[te_recipe.Recipe]:
 
 def give_recipes(chunk: GPTModel, config: RunConfig) -> None:
     """Let each linear that the map gives another recipe than its layer's run under that, and the output layer too."""
-    precision, num_layers = config.precision, config.model.num_layers
-    assert num_layers is not None
+    precision = config.precision
     chosen = precision_map.resolve(config.model, precision)
+    names = precision_map.changed_linears(config.model, precision)
     group = parallel_state.get_amax_reduction_group(
         with_context_parallel=True, tp_only_amax_red=precision.tp_only_amax_red
     )
-    changed = [
-        (name, linear) for name, linear in linears_of(chunk)
-        if chosen[name] != precision_map.unmapped_choice(name, num_layers, precision)
-    ]  # fmt: skip
+    changed = [(name, linear) for name, linear in linears_of(chunk) if name in names]
     for name, linear in changed:
         run_under(linear, build_te_recipe(chosen[name]), group)
     output_recipe = build_te_recipe(chosen[OUTPUT_LAYER])

@@ -34,7 +34,7 @@ from megafp8.training.calibrate import calibrate, needs_calibration  # noqa: E40
 from megafp8.training.precision_at import change_before  # noqa: E402
 
 TENSORWISE, BLOCKWISE, DELAYED = RECIPES["tensorwise"], RECIPES["blockwise"], RECIPES["delayed"]
-LAYERS = "--no-use-transformer-engine-op-fuser"  # which runs with a map or a schedule do without in any case
+LAYERS = "--no-use-transformer-engine-op-fuser"  # which runs with a mapped MLP or a schedule do without in any case
 STEPS = 6
 
 
@@ -89,6 +89,24 @@ def test_a_map_follows_the_emulated_one(entries: str) -> None:
     assert gap < 5e-3
     assert ours.grad_norms[0] == pytest.approx(theirs.grad_norms[0], rel=2e-2)
     assert ours.losses != curve(TENSORWISE).losses
+
+
+@pytest.mark.parametrize("layers", [LAYERS, "--use-transformer-engine-op-fuser"])
+def test_an_output_layer_of_another_recipe_leaves_delayed_scales_alone(layers: str) -> None:
+    """In the first step the layers' forward pass is the same without it, and so are its amaxes, noted once."""
+    histories = []
+    for entries in ("", "--precision output_layer=tensorwise"):
+        with gpu_run(f"{DELAYED} {entries} {layers}") as run:
+            train(run, 1)
+            states = [linear.fp8_meta for chunk in run.trainee.chunks for linear in te_layers.fusing_linears(chunk)]
+            states = [state for state in states if hasattr(state["scaling_fwd"], "amax_history")]
+            histories.append([
+                [state[f"scaling_{way}"].amax_history.clone() for state in states] for way in ("fwd", "bwd")
+            ])
+    (forward, backward), (mapped_forward, mapped_backward) = histories
+    assert len(forward) == len(mapped_forward) > 0
+    assert all(torch.equal(a, b) for a, b in zip(forward, mapped_forward, strict=True))
+    assert all(torch.equal(a > 0, b > 0) for a, b in zip(backward, mapped_backward, strict=True))
 
 
 def test_the_forward_pass_alone_is_quantized() -> None:

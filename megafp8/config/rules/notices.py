@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from megafp8.config.rules.precision import fuses_operations, quantizes_in_swiglu
 from megafp8.config.schema import RunConfig
-from megafp8.config.settings import settings_by_name, value_of
+from megafp8.config.settings import settings_by_name, value_of, with_values
 
 # Megatron-LM's and Transformer Engine's default histories of delayed scaling: length and algorithm.
 MEGATRON_HISTORY, TRANSFORMER_ENGINE_HISTORY = (1, "most_recent"), (1024, "max")
@@ -35,6 +35,11 @@ def _fused(config: RunConfig, implementation: str) -> Iterator[str]:
         yield (
             f"the MLP runs in Transformer Engine's fused operations{swiglu}; "
             "--no-use-transformer-engine-op-fuser: in its layers"
+        )
+    elif fuses_operations(with_values(config, {"precision.precision_map": ()})):
+        yield (
+            "the MLP runs in Transformer Engine's layers, not in its fused operations (the op fuser), which have one "
+            "recipe: --precision gives linears of an MLP another"
         )
 
 

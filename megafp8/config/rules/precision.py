@@ -219,8 +219,10 @@ def fuses_operations(config: RunConfig) -> bool:
     is_plain = model.swiglu and not model.add_bias_linear and precision.bf16 and not precision.fp8_param_gather
     is_known = derived.quantization_recipe(precision) in (None, "tensorwise", "delayed", "blockwise")
     is_split = derived.model_parallel_size(config) > 1
+    has_layers = model.num_layers is not None
+    is_mapped = precision_map.changes_mlps(model, precision) if has_layers else precision.precision_map
     is_apart = (
-        precision.precision_map or precision.fp8_schedule is not None or precision.first_last_layers_bf16
+        is_mapped or precision.fp8_schedule is not None or precision.first_last_layers_bf16
         or config.logging.fp8_log_interval is not None or derived.recompute_granularity(config.training) is not None
     )  # fmt: skip
     return bool(is_plain and is_known and not is_split and not is_apart)

@@ -21,6 +21,9 @@ DELAYED = LLAMA | {"precision.fp8_format": "hybrid", "precision.fp8_recipe": "de
 FUSED = {"precision.use_transformer_engine_op_fuser": True}
 TRITON = {"precision.quantize_kernels": "triton"}
 LAYERS = {"precision.use_transformer_engine_op_fuser": False}
+SMALL = {"model.num_layers": 2}
+FP8_OUTPUT = {"precision.precision_map": ("output_layer=tensorwise",)}
+FC2_MAPPED = SMALL | {"precision.precision_map": ("*.linear_fc2=bf16",)}
 
 
 @pytest.mark.parametrize(
@@ -42,6 +45,9 @@ LAYERS = {"precision.use_transformer_engine_op_fuser": False}
         (BLOCKWISE | {"precision.fp8_param_gather": True}, False, False),
         (BLOCKWISE | {"precision.first_last_layers_bf16": True}, False, False),
         (BLOCKWISE | {"precision.precision_map": ("layers.0.*=bf16",)}, False, False),
+        (BLOCKWISE | SMALL | {"precision.precision_map": ("layers.0.linear_fc2=bf16",)}, False, False),
+        (BLOCKWISE | SMALL | {"precision.precision_map": ("*.linear_qkv=bf16", "*.linear_fc1=blockwise")}, True, True),
+        (DELAYED | SMALL | FP8_OUTPUT, True, True),
         (BLOCKWISE | {"precision.fp8_schedule": "bf16:9,fp8"}, False, False),
         (BLOCKWISE | {"logging.fp8_log_interval": 10}, False, False),
         (BLOCKWISE | {"training.recompute_activations": True}, False, False),
@@ -71,6 +77,9 @@ def test_our_kernels_take_128_tokens_at_a_time(seq_length: int, fits: bool) -> N
         (LLAMA, "transformer_engine", "fused operations; "),
         (DELAYED, "transformer_engine", "fused operations, SwiGLU writing FP8 in one pass"),
         (DELAYED | FUSED, "transformer_engine", None),
+        (DELAYED | SMALL | FP8_OUTPUT, "transformer_engine", "fused operations, SwiGLU writing FP8 in one pass"),
+        (BLOCKWISE | FC2_MAPPED, "transformer_engine", "not in its fused operations"),
+        (BLOCKWISE | FC2_MAPPED | FUSED, "transformer_engine", None),
         (LLAMA | LAYERS, "transformer_engine", None),
         (BLOCKWISE, "emulated", None),
     ],

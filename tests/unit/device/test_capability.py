@@ -260,12 +260,19 @@ def mapped(*entries: str, tied: bool = False, **precision: Any) -> RunConfig:
         ("layers.2-3.*:dgrad,wgrad=bf16", "layers.0.*=bf16"),
         ("*.linear_fc2=blockwise/e4m3", "*.linear_fc2:dgrad=bf16", "*.linear_fc2:wgrad=bf16"),
         ("output_layer=tensorwise",),
+        ("*.linear_qkv=blockwise/e4m3", "output_layer=tensorwise"),
     ],
 )
 def test_transformer_engine_runs_maps_of_its_recipes(entries: tuple[str, ...]) -> None:
     assert problems(mapped(*entries), H200) == []
     assert resolve_implementation(mapped(*entries), H200) == "transformer_engine"
     assert problems(mapped(*entries, fp8_format=None, fp8_recipe="delayed"), H200) == []
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+def test_an_output_layer_without_a_memory_goes_with_every_recipe(recipe: str) -> None:
+    config = mapped("output_layer=tensorwise", fp8_recipe=recipe, use_transformer_engine_op_fuser=True)
+    assert problems(config, H200) == [] and resolve_implementation(config, H200) == "transformer_engine"
 
 
 @pytest.mark.parametrize(
@@ -275,6 +282,9 @@ def test_transformer_engine_runs_maps_of_its_recipes(entries: tuple[str, ...]) -
         (mapped("*.linear_fc2:wgrad=bf16"), "layers.0.linear_fc2 fprop tensorwise hybrid, dgrad tensorwise hybrid, w"),
         (mapped("*.linear_fc2:dgrad,wgrad=blockwise"), "one recipe for all three, or high precision for the backward"),
         (mapped("layers.0.*=bf16", fp8_recipe="delayed"), "reduces amaxes for all layers at once"),
+        (mapped("output_layer=delayed", fp8_recipe="delayed"), "takes out of checkpoints what an output layer remem"),
+        (mapped("output_layer=delayed"), "takes out of checkpoints what an output layer remembers"),
+        (mapped("output_layer=tensorwise", fp8_recipe="delayed", tied=True), "--untie-embeddings-and-output-weights"),
         (mapped(fp8_recipe="delayed", first_last_layers_bf16=True), "--first-last-layers-bf16 with delayed scaling"),
         (mapped("output_layer=tensorwise", tied=True), "--untie-embeddings-and-output-weights"),
         (mapped("layers.0.*=bf16", fp8_param_gather=True), "--fp8-param-gather: --precision gives layers.0.linear_qkv"),

@@ -1,4 +1,5 @@
-"""A program that `test_te_without_cuda.py` runs: a fused MLP under delayed scaling keeps its scales in its linears."""
+"""A program that `test_te_without_cuda.py` runs: a fused MLP under delayed scaling keeps its scales in its linears, and
+an output layer with another recipe leaves their updates as they are without it."""
 
 from types import SimpleNamespace
 
@@ -7,10 +8,12 @@ import torch
 import torch.nn.functional as F
 import transformer_engine.pytorch as te
 from megatron.core import parallel_state
+from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from megafp8.model import te_layers, te_operations, te_patches
+from megafp8.model.te_output import OutputLayer
 
 RECIPE = DelayedScaling(amax_history_len=4, fp8_format=Format.HYBRID)
 te_patches.install()
@@ -94,3 +97,48 @@ for operation in fused_linears(plain):
     operation.reset_recipe_state(recipe=Float8CurrentScaling())
     assert operation.get_quantizer("forward", 0) is not None
 assert not te_layers.delayed_state(plain)
+
+# Beside delayed layers, an output layer of another recipe: scales are updated once each way, after all gradients.
+FP8GlobalStateManager.reset()
+TENSORWISE = Float8CurrentScaling()
+events: list[str] = []
+recipes: list[object] = []
+FP8GlobalStateManager.reduce_and_update_fp8_tensors = classmethod(
+    lambda cls, forward=True: events.append("forward" if forward else "backward")
+)
+
+
+class Linear(torch.autograd.Function):
+    """What Transformer Engine's linears do about contexts: the first one's backward pass ends with an update."""
+
+    @staticmethod
+    def forward(ctx, inputs):
+        is_quantizing = FP8GlobalStateManager.is_fp8_enabled()
+        recipes.append(FP8GlobalStateManager.get_fp8_recipe() if is_quantizing else None)
+        ctx.is_first = is_quantizing and FP8GlobalStateManager.is_first_fp8_module()
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx, gradients):
+        events.append("gradient")
+        if ctx.is_first:
+            FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
+        return gradients
+
+
+TEColumnParallelLinear.forward = lambda self, inputs: (Linear.apply(inputs), None)
+output_layer = OutputLayer.__new__(OutputLayer)
+torch.nn.Module.__init__(output_layer)
+output_layer.recipe = TENSORWISE
+for _microbatch in range(2):
+    events.clear()
+    with te.autocast(recipe=RECIPE):
+        hidden = Linear.apply(Linear.apply(torch.zeros(2, requires_grad=True)))
+    logits, _ = output_layer(hidden)
+    assert events == ["forward"], events
+    logits.sum().backward()
+    assert events == ["forward", *["gradient"] * 3, "backward"], events
+output_layer.is_quantizing = False
+output_layer(hidden)
+assert recipes == [RECIPE, RECIPE, TENSORWISE] * 2 + [None]
+assert FP8GlobalStateManager.quantization_state.autocast_depth == 0
