@@ -88,8 +88,8 @@ def trainer(checked: Checked) -> Callable[[int], StepResult]:
 def megafp8_steps(options: argparse.Namespace, text: str, is_told: bool) -> Callable[[int], float]:
     """A function that trains step i and returns its loss, and, if told, what a run would say of its settings."""
     checked = check_mode(options, text)
-    if is_told:
-        print("\n".join(f"{text}: {notice}" for notice in checked.notices), flush=True)
+    for notice in checked.notices if is_told else ():
+        print(f"{text}: {notice}", flush=True)
     train = trainer(checked)
     return lambda step: train(step).loss
 
