@@ -208,6 +208,11 @@ EXAMPLES = {
     "saved_activations_have_ranks_to_spread_over": (
         {"training.distribute_saved_activations": True}, 1, "--tensor-model-parallel-size 2"
     ),
+    "steps_are_alike": (
+        {"training.cuda_graph_impl": "local", "training.recompute_activations": True}, 1,
+        "--recompute-granularity selective with --cuda-graph-impl local",
+    ),
+    "warm_up_is_for_graphs": ({"training.cuda_graph_warmup_steps": 5}, 1, "without --cuda-graph-impl local"),
     "data_has_one_source": ({"data.data_path": ("a",)}, 1, "keep one"),
     "evaluation_shards_need_training_shards": ({"data.valid_data_path": ("a",)}, 1, "goes with --train-data-path"),
     "split_has_three_parts": ({"data.split": "90;10"}, 1, "969,30,1"),

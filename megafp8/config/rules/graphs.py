@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megafp8.config import derived
-from megafp8.config.rules.rule import Rule, positive, without
+from megafp8.config.rules.rule import Rule, without
 from megafp8.config.schema import RunConfig, TrainingConfig
 from megafp8.config.schema.setting import AUTO
 
@@ -56,13 +56,10 @@ def steps_are_alike(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def warm_up_is_for_graphs(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Steps before the capture: one at least, in which kernels are compiled and delayed scales made."""
+    """Steps before the capture need something to be captured."""
     steps = config.training.cuda_graph_warmup_steps
-    if not is_asked(config):
-        if steps != TrainingConfig().cuda_graph_warmup_steps:
-            yield without(f"--cuda-graph-warmup-steps {steps}", "--cuda-graph-impl local")
-    elif not positive(steps):
-        yield f"--cuda-graph-warmup-steps {steps}: at least one step has to run before the graph; give 1 or more"
+    if not is_asked(config) and steps != TrainingConfig().cuda_graph_warmup_steps:
+        yield without(f"--cuda-graph-warmup-steps {steps}", "--cuda-graph-impl local")
 
 
 RULES: tuple[Rule, ...] = (steps_are_alike, warm_up_is_for_graphs)

@@ -55,7 +55,7 @@ _SETTINGS_OF_RANGE: tuple[tuple[_Range, str], ...] = (
         "training.eval_interval training.exit_interval training.exit_duration_in_mins "
         "training.recompute_num_layers training.num_threads checkpoint.save_interval checkpoint.ckpt_keep "
         "training.spike_rollback_steps training.spike_skip_batches training.max_rollbacks "
-        "training.check_weight_hash_across_dp_replicas_interval "
+        "training.check_weight_hash_across_dp_replicas_interval training.cuda_graph_warmup_steps "
         "checkpoint.ckpt_step checkpoint.async_save_timeout "
         "checkpoint.non_persistent_save_interval "
         "logging.log_interval logging.tensorboard_log_interval logging.fp8_log_interval",

@@ -44,7 +44,6 @@ def test_what_goes_together(text: str) -> None:
         "--loss-scale 2",
         "--tp-comm-overlap",
         "--micro-batch-size auto",
-        "--cuda-graph-warmup-steps 0",
     ],
 )
 def test_what_does_not(text: str) -> None:
