@@ -43,6 +43,7 @@ LAYOUTS = {
     "TP 2": (2, TP2),
     "PP 2": (2, "--pipeline-model-parallel-size 2"),
     "DP 4": (4, OVERLAPS),
+    "TP 4": (4, TP2.replace("2", "4")),
     "TP 2 PP 2": (4, f"{TP2} --pipeline-model-parallel-size 2"),
 }
 FITTING = {name: layout for name, layout in LAYOUTS.items() if layout[0] <= NUM_GPUS}
@@ -55,6 +56,13 @@ EXACTLY = {"": "", " FP8 weights": W}
 # Four H200s had at most 2.0e-4, 2.0e-3, 6.1e-4 and 3.0e-3; pipelines were equal to the bit. Fused operations, which
 # round elsewhere, were not measured.
 TOLERANCES = {"bf16": 1e-3, "tensorwise": 5e-3, "blockwise": 5e-3, "delayed": 1e-2}
+
+GRAPH = "--cuda-graph-impl local --cuda-graph-warmup-steps 2"
+WITH_GRAPH = [
+    (name, flags)
+    for name, flags in (("DP 2", ""), ("TP 2", ""), ("DP 4", ""), ("TP 2", f" {W}"), ("TP 4", ""))
+    if name in FITTING
+]
 
 LAST, HALF = 8, 4
 EXACT = (
@@ -78,7 +86,14 @@ def launches(folder: Path) -> list[Launch]:
     for recipe in FUSED:
         flags = f"{RUN} {RECIPES[recipe]} {OVERLAPS} --use-transformer-engine-op-fuser"
         found.append(Launch(name=f"DP 2 {recipe} fused", num_ranks=2, flags=flags))
-    exact = []
+    flags = f"{RUN} {RECIPES['delayed']} {OVERLAPS} --use-transformer-engine-op-fuser {W}"
+    found.append(Launch(name="DP 2 delayed fused FP8 weights", num_ranks=2, flags=flags))
+    for name, flags in WITH_GRAPH:
+        num_ranks, layout = LAYOUTS[name]
+        for recipe in ("bf16", "delayed") if not flags else ("delayed",):
+            given = f"{RUN} {RECIPES[recipe]} {layout} {GRAPH}{flags}"
+            found.append(Launch(name=f"{name} {recipe}{flags} graph", num_ranks=num_ranks, flags=given))
+    exact = [Launch(name="whole graph", num_ranks=2, flags=f"{EXACT} {GRAPH}")]
     for label, weights in EXACTLY.items():
         whole, begun = f"whole{label}", run_folder(folder, f"whole{label}")
         again = f"{EXACT} {weights} --load {begun} --ckpt-step {HALF}"
@@ -134,10 +149,24 @@ def test_ranks_with_fused_operations_follow_one_rank_without(runs: Runs, recipe:
     assert_follows(runs, f"DP 2 {recipe} fused", recipe)
 
 
+def test_ranks_with_fused_operations_on_fp8_weights_follow_one_rank(runs: Runs) -> None:
+    assert_follows(runs, "DP 2 delayed fused FP8 weights", "delayed")
+
+
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 @pytest.mark.parametrize("layout", FP8_WEIGHTS)
 def test_ranks_that_gather_fp8_weights_follow_one_rank(runs: Runs, layout: str, recipe: str) -> None:
     assert_follows(runs, f"{layout} {recipe} FP8 weights", recipe)
+
+
+@pytest.mark.parametrize(("layout", "flags"), WITH_GRAPH)
+def test_ranks_whose_steps_are_graphs_follow_one_rank_without(runs: Runs, layout: str, flags: str) -> None:
+    for recipe in ("bf16", "delayed") if not flags else ("delayed",):
+        assert_follows(runs, f"{layout} {recipe}{flags} graph", recipe)
+
+
+def test_graphs_of_two_ranks_compute_what_their_kernels_do(runs: Runs) -> None:
+    assert runs.losses("whole graph") == runs.losses("whole")
 
 
 def test_fp8_weights_halve_what_is_gathered(runs: Runs) -> None:

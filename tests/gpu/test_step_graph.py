@@ -35,10 +35,10 @@ def variants() -> Iterator[str]:
         yield f"{flags} {FUSER}"
         if recipe in FP8_RECIPES:
             yield f"{flags} --fp8-param-gather"
+            yield f"{flags} {FUSER} --fp8-param-gather"
     for recipe in ("tensorwise", "blockwise"):
         yield f"{RECIPES[recipe]} {FUSER} --quantize-kernels triton"
     yield f"{RECIPES['tensorwise']} --precision output_layer=tensorwise"
-    yield f"{RECIPES['delayed']} {FUSER} --fp8-param-gather"
     yield f"{RECIPES['delayed']} {MOMENTS}"
     yield f"{RECIPES['bf16']} --cross-entropy-loss-fusion --cross-entropy-fusion-impl te"
     yield f"{RECIPES['delayed']} --no-gradient-overwrite --max-skipped-steps 1 {OVERLAP}"

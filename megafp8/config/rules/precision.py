@@ -216,7 +216,7 @@ def fuses_operations(config: RunConfig) -> bool:
     if asked is not None:
         return asked
     model, precision = config.model, config.precision
-    is_plain = model.swiglu and not model.add_bias_linear and precision.bf16 and not precision.fp8_param_gather
+    is_plain = model.swiglu and not model.add_bias_linear and precision.bf16
     is_known = derived.quantization_recipe(precision) in (None, "tensorwise", "delayed", "blockwise")
     is_split = derived.model_parallel_size(config) > 1
     has_layers = model.num_layers is not None

@@ -42,7 +42,7 @@ FC2_MAPPED = SMALL | {"precision.precision_map": ("*.linear_fc2=bf16",)}
         (TENSORWISE | LAYERS | TRITON, False, False),
         (LLAMA | {"model.add_bias_linear": True}, False, False),
         (LLAMA | {"precision.bf16": False, "precision.fp16": True}, False, False),
-        (BLOCKWISE | {"precision.fp8_param_gather": True}, False, False),
+        (BLOCKWISE | {"precision.fp8_param_gather": True}, True, True),
         (BLOCKWISE | {"precision.first_last_layers_bf16": True}, False, False),
         (BLOCKWISE | {"precision.precision_map": ("layers.0.*=bf16",)}, False, False),
         (BLOCKWISE | SMALL | {"precision.precision_map": ("layers.0.linear_fc2=bf16",)}, False, False),
