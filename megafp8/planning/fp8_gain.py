@@ -87,7 +87,7 @@ def fp8_warnings(run: PlannedRun) -> list[str]:
     if host_share > 1 - 1 / PAYS:
         lines.append(
             f"kernels are so short that the GPU waits {host_share:.0%} of the step for the host, which starts more of "
-            "them in FP8: use a larger --micro-batch-size or --seq-length"
+            "them in FP8: use a larger --micro-batch-size or --seq-length, or --cuda-graph-impl local"
         )
     small = [gain for gain in linear_gains(run) if gain.speed < PAYS]
     if small and not has_map:  # gains are those of one recipe for all

@@ -4,7 +4,7 @@
 
 A stage's microbatch is its layers forward and backward, what is computed again, the communication that its linears and
 its attention wait for, and embedding or output layer at the ends. Where the host takes longer to start a layer's
-kernels than the GPU to run them, the layer takes the host's time.
+kernels than the GPU to run them, the layer takes the host's time, except where steps run as CUDA graphs.
 
 The bubble is the time in which the slowest stage waits for the others: the sum of their microbatches, divided by the
 chunks of the interleaved schedule (Narayanan et al. 2021, section 2.2).
@@ -187,10 +187,15 @@ def layer_time(run: PlannedRun, recipe: str) -> dict[str, tuple[float, float]]:
         ),
     }  # fmt: skip
     gpu_s = sum(map(sum, parts.values()))
-    calibration = run.calibration
-    host_s = calibration.bf16_host_layer_s if recipe == "bf16" else calibration.fp8_host_layer_s
-    waits = over(host_s * (1 + again / (forward.total + backward.total)), gpu_s)
+    waits = over(host_layer_s(run, recipe) * (1 + again / (forward.total + backward.total)), gpu_s)
     return parts | {"host": (waits / 3, waits * 2 / 3)}
+
+
+def host_layer_s(run: PlannedRun, recipe: str) -> float:
+    """Seconds that the host takes to start a layer's kernels, forward and backward; none in a graph."""
+    if run.config.training.cuda_graph_impl != "none":
+        return 0.0
+    return run.calibration.bf16_host_layer_s if recipe == "bf16" else run.calibration.fp8_host_layer_s
 
 
 def add_embedding(run: PlannedRun, stage: Stage) -> None:

@@ -254,6 +254,8 @@ def test_a_layer_takes_the_hosts_time_where_that_is_longer():
     layers = 32 * run.calibration.fp8_host_layer_s
     outside = stage.parts["output layer"] + stage.parts["loss"]
     assert layers < stage.seconds < layers + 2 * outside + 1e-3
+    graph = stage_time(run_of(FP8 | small | {"training.cuda_graph_impl": "local"}, gpus=1), 0)
+    assert not graph.parts["host"] and graph.seconds < 0.2 * stage.seconds
 
 
 def test_one_pass_reads_and_writes_less_than_many():
