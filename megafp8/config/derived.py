@@ -332,6 +332,28 @@ def softmax_in_fp32(model: ModelConfig) -> bool:
     return model.attention_softmax_in_fp32 or model.apply_query_key_layer_scaling
 
 
+# ---- optimizer ----------------------------------------------------------------------------------------------------
+
+
+def one_pass_obstacle(config: RunConfig) -> Optional[str]:
+    """The setting that keeps a run from the one-pass optimizer; None where none does."""
+    settings, precision = config.optimizer, config.precision
+    obstacles = (
+        (not settings.one_pass_optimizer, "--no-one-pass-optimizer"),
+        (settings.optimizer != "adam", f"--optimizer {settings.optimizer}"),
+        (not config.parallel.use_distributed_optimizer, "no --use-distributed-optimizer"),
+        (precision.fp16, "--fp16"),
+        (settings.loss_scale is not None, f"--loss-scale {settings.loss_scale}"),
+        (settings.main_params_dtype != "fp32", f"--main-params-dtype {settings.main_params_dtype}"),
+        (
+            settings.use_precision_aware_optimizer
+            and precision.fp8_param_gather and precision.fp8_recipe == "delayed",
+            "--use-precision-aware-optimizer for FP8 weights of delayed scaling, which then have no FP32 masters",
+        ),
+    )
+    return next((text for is_there, text in obstacles if is_there), None)
+
+
 # ---- recomputation ------------------------------------------------------------------------------------------------
 
 

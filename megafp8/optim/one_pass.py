@@ -24,6 +24,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
+from megafp8.config import derived
 from megafp8.config.schema import RunConfig
 from megafp8.optim.rows import Row, row_of
 
@@ -33,26 +34,14 @@ CLIP_EPSILON = 1e-6  # megatron-core's
 
 def obstacle(config: RunConfig, on_cuda: bool) -> Optional[str]:
     """Why a run's optimizer is not of this kind; None if it is."""
-    settings, precision = config.optimizer, config.precision
-    low_precision = settings.use_precision_aware_optimizer
-    checks = (
-        (not settings.one_pass_optimizer, "--no-one-pass-optimizer"),
+    moments = (config.optimizer.exp_avg_dtype, config.optimizer.exp_avg_sq_dtype)
+    of_machine = (
         (not on_cuda, "no CUDA device"),
-        (settings.optimizer != "adam", f"--optimizer {settings.optimizer}"),
-        (not config.parallel.use_distributed_optimizer, "no --use-distributed-optimizer"),
-        (precision.fp16 or settings.loss_scale is not None, "a loss scale"),
-        (
-            "fp8" in (settings.exp_avg_dtype, settings.exp_avg_sq_dtype) and on_cuda and not has_fp8_casts(),
-            "FP8 moments on a GPU that has no casts to FP8",
-        ),
-        (settings.main_params_dtype != "fp32", f"--main-params-dtype {settings.main_params_dtype}"),
-        (
-            low_precision and precision.fp8_param_gather and precision.fp8_recipe == "delayed",
-            "FP8 weights of delayed scaling without FP32 master weights",
-        ),
+        ("fp8" in moments and on_cuda and not has_fp8_casts(), "FP8 moments on a GPU that has no casts to FP8"),
         (on_cuda and not has_fused_adam(), "no Transformer Engine, whose Adam keeps the state"),
     )
-    return next((reason for is_so, reason in checks if is_so), None)
+    found = derived.one_pass_obstacle(config)
+    return found if found is not None else next((reason for is_so, reason in of_machine if is_so), None)
 
 
 def has_fused_adam() -> bool:

@@ -50,7 +50,7 @@ def check(invocation: Invocation, problems: list[str]) -> Checked:
     local_problems = rules.path_problems(config, ranks) + capability.package_problems(config.logging)
     notices = list(invocation.notices)
     implementation = capability.resolve_implementation(config, target)
-    notices += rules.notices(config, implementation) + capability.emulation_notices(config, target)
+    notices += rules.notices(config, implementation, ranks) + capability.emulation_notices(config, target)
     notices += capability.environment_notices(config.precision, implementation)
     if invocation.world_size is None and invocation.target is None:
         found += local_problems

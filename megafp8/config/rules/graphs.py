@@ -15,10 +15,8 @@ def is_asked(config: RunConfig) -> bool:
     return config.training.cuda_graph_impl != "none"
 
 
-def steps_are_alike(config: RunConfig, world_size: int) -> Iterator[str]:
-    """No host decision, no random numbers and no wait of another rank's inside the passes."""
-    if not is_asked(config):
-        return
+def obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """What keeps the passes of a run from being a graph: each setting, and why with the mend."""
     model, parallel, precision, training = config.model, config.parallel, config.precision, config.training
     sizes = (
         ("--pipeline-model-parallel-size", parallel.pipeline_model_parallel_size),
@@ -26,7 +24,8 @@ def steps_are_alike(config: RunConfig, world_size: int) -> Iterator[str]:
     )
     dropouts = (("--attention-dropout", model.attention_dropout), ("--hidden-dropout", model.hidden_dropout))
     granularity = derived.recompute_granularity(training)
-    obstacles = (
+    optimizer = derived.one_pass_obstacle(config)
+    checks = (
         *((rate > 0, f"{flag} {rate}", f"a graph draws no random numbers; give {flag} 0") for flag, rate in dropouts),
         *((size > 1, f"{flag} {size}", "graphs hold one stage's whole step; give 1") for flag, size in sizes),
         (
@@ -38,8 +37,9 @@ def steps_are_alike(config: RunConfig, world_size: int) -> Iterator[str]:
             "a graph has one precision; leave it out",
         ),
         (
-            precision.fp16 or config.optimizer.loss_scale is not None, "--fp16 or --loss-scale",
-            "a graph has one loss scale for ever; give --bf16 without a loss scale",
+            optimizer is not None, str(optimizer),
+            "needs the one-pass optimizer (--use-distributed-optimizer, Adam, FP32 master weights, no loss scale): "
+            "megatron-core's waits for the number of tokens",
         ),
         (
             parallel.tp_comm_overlap, "--tp-comm-overlap",
@@ -50,9 +50,14 @@ def steps_are_alike(config: RunConfig, world_size: int) -> Iterator[str]:
             "sizes are tried without a graph; find the size first, then give it",
         ),
     )
-    for is_there, flag, reason in obstacles:
-        if is_there:
-            yield f"{flag} with --cuda-graph-impl {training.cuda_graph_impl}: {reason}"
+    yield from ((flag, reason) for is_there, flag, reason in checks if is_there)
+
+
+def steps_are_alike(config: RunConfig, world_size: int) -> Iterator[str]:
+    """No host decision, no random numbers and no wait of another rank's inside the passes."""
+    if is_asked(config):
+        for flag, reason in obstacles(config):
+            yield f"{flag} with --cuda-graph-impl {config.training.cuda_graph_impl}: {reason}"
 
 
 def warm_up_is_for_graphs(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megafp8.config import derived
+from megafp8.config.rules import graphs
 from megafp8.config.rules.precision import fuses_operations, quantizes_in_swiglu
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import settings_by_name, value_of, with_values
@@ -18,13 +20,29 @@ MEGATRON_HISTORY, TRANSFORMER_ENGINE_HISTORY = (1, "most_recent"), (1024, "max")
 DYNAMIC_LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
 
-def notices(config: RunConfig, implementation: str) -> list[str]:
+def notices(config: RunConfig, implementation: str, world_size: int) -> list[str]:
     """Everything of that kind, a line each.
 
     Args:
         implementation: the layers: `transformer_engine`, `emulated` or `local`.
     """
-    return [*_idle_settings(config, implementation), *_surprises(config), *_fused(config, implementation)]
+    return [
+        *_idle_settings(config, implementation),
+        *_surprises(config),
+        *_fused(config, implementation),
+        *_launches(config, implementation, world_size),
+    ]
+
+
+def _launches(config: RunConfig, implementation: str, world_size: int) -> Iterator[str]:
+    if graphs.is_asked(config):
+        if world_size > derived.model_parallel_size(config):
+            yield (
+                f"--cuda-graph-impl {config.training.cuda_graph_impl}: slow ranks are not told apart, since a graph "
+                "shows no moment within a step"
+            )
+    elif implementation == "transformer_engine" and not any(graphs.obstacles(config)):
+        yield "steps are launched kernel by kernel, and small layers wait for the host: --cuda-graph-impl local"
 
 
 def _fused(config: RunConfig, implementation: str) -> Iterator[str]:

@@ -85,6 +85,6 @@ def test_our_kernels_take_128_tokens_at_a_time(seq_length: int, fits: bool) -> N
     ],
 )
 def test_a_run_says_what_was_chosen_for_it(values: dict[str, Any], implementation: str, said: str | None) -> None:
-    found = [notice for notice in notices(with_values(RunConfig(), values), implementation) if "fuser" in notice]
+    found = [notice for notice in notices(with_values(RunConfig(), values), implementation, 1) if "fuser" in notice]
     assert len(found) == (said is not None)
     assert said is None or said in found[0]

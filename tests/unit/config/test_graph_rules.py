@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Optional
+
 import pytest
 
 from megafp8.config import flags
-from megafp8.config.rules import graphs
+from megafp8.config.rules import graphs, notices
 from megafp8.device import capability
 
-ASKED = "--cuda-graph-impl local --attention-dropout 0 --hidden-dropout 0"
+BASE = "--attention-dropout 0 --hidden-dropout 0 --use-distributed-optimizer"
+ASKED = f"--cuda-graph-impl local {BASE}"
 
 
 def problems(text: str) -> list[str]:
@@ -44,11 +47,38 @@ def test_what_goes_together(text: str) -> None:
         "--loss-scale 2",
         "--tp-comm-overlap",
         "--micro-batch-size auto",
+        "--no-one-pass-optimizer",
+        "--optimizer sgd",
+        "--main-params-dtype fp16",
+        "--use-precision-aware-optimizer --fp8-format hybrid --fp8-recipe delayed --fp8-param-gather",
     ],
 )
 def test_what_does_not(text: str) -> None:
     (problem,) = problems(f"{ASKED} {text}")
     assert text.split()[0] in problem
+
+
+def test_the_optimizer_that_a_graph_needs_is_named() -> None:
+    (problem,) = problems("--cuda-graph-impl local --attention-dropout 0 --hidden-dropout 0")
+    assert problem.startswith("no --use-distributed-optimizer with --cuda-graph-impl local: needs the one-pass")
+
+
+@pytest.mark.parametrize(
+    ("text", "implementation", "world_size", "part"),
+    [
+        (BASE, "transformer_engine", 1, "steps are launched kernel by kernel"),
+        (BASE, "emulated", 1, None),
+        (f"{BASE} --hidden-dropout 0.1", "transformer_engine", 1, None),
+        (f"{BASE} --no-one-pass-optimizer", "transformer_engine", 1, None),
+        (ASKED, "transformer_engine", 1, None),
+        (f"{ASKED} --tensor-model-parallel-size 2", "transformer_engine", 2, None),
+        (f"{ASKED} --tensor-model-parallel-size 2", "transformer_engine", 4, "slow ranks are not told apart"),
+    ],
+)
+def test_what_a_run_is_told_of_graphs(text: str, implementation: str, world_size: int, part: Optional[str]) -> None:
+    found = notices(flags.parse(text.split()).config, implementation, world_size)
+    about = [notice for notice in found if "--cuda-graph-impl local" in notice]
+    assert len(about) == (part is not None) and all(part in notice for notice in about)
 
 
 def test_settings_of_graphs_need_one() -> None:

@@ -27,7 +27,7 @@ CASES = (
 
 @pytest.mark.parametrize(("values", "implementation", "flag"), CASES)
 def test_a_setting_without_effect_is_said(values: dict, implementation: str, flag: str) -> None:
-    (notice,) = rules.notices(with_values(RunConfig(), values), implementation)
+    (notice,) = rules.notices(with_values(RunConfig(), values), implementation, 1)
     assert notice.startswith(flag)
 
 
@@ -42,19 +42,19 @@ def test_a_setting_without_effect_is_said(values: dict, implementation: str, fla
     ],
 )
 def test_a_setting_that_works_is_not(values: dict, implementation: str) -> None:
-    assert rules.notices(with_values(RunConfig(), values), implementation) == []
+    assert rules.notices(with_values(RunConfig(), values), implementation, 1) == []
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
 def test_e5m2_gradients_of_a_block_recipe_are_said(recipe: str) -> None:
     values = {"precision.fp8_format": "hybrid", "precision.fp8_recipe": recipe}
-    (notice,) = rules.notices(with_values(RunConfig(), values), "emulated")
+    (notice,) = rules.notices(with_values(RunConfig(), values), "emulated", 1)
     assert notice.startswith(f"--fp8-format hybrid makes gradients E5M2 under --fp8-recipe {recipe}")
 
 
 def test_megatron_s_short_history_is_said() -> None:
     values = {"precision.fp8_format": "hybrid", "precision.fp8_recipe": "delayed"}
-    (notice,) = rules.notices(with_values(RunConfig(), values), "emulated")
+    (notice,) = rules.notices(with_values(RunConfig(), values), "emulated", 1)
     assert "Transformer Engine's is --fp8-amax-history-len 1024 --fp8-amax-compute-algo max" in notice
 
 
@@ -64,7 +64,7 @@ def test_megatron_s_short_history_is_said() -> None:
     {"precision.fp8_format": "hybrid", "precision.fp8_recipe": "delayed", "precision.fp8_amax_history_len": 16},
 ])  # fmt: skip
 def test_a_usual_recipe_needs_no_word(values: dict) -> None:
-    assert rules.notices(with_values(RunConfig(), values), "emulated") == []
+    assert rules.notices(with_values(RunConfig(), values), "emulated", 1) == []
 
 
 def test_none_takes_back_what_a_file_gives(tmp_path) -> None:
