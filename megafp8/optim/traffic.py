@@ -54,8 +54,9 @@ class ParameterTraffic(TorchDispatchMode):
 
 
 def build_traffic(config: RunConfig, chunks: list[Any]) -> Optional[ParameterTraffic]:
-    """The count of a run; None where every rank updates all weights and nothing is gathered."""
-    return ParameterTraffic(chunks) if config.parallel.use_distributed_optimizer else None
+    """The count of a run; None where every rank updates all weights and nothing is gathered, or a graph gathers."""
+    is_in_graph = config.parallel.overlap_param_gather and config.training.cuda_graph_impl != "none"
+    return ParameterTraffic(chunks) if config.parallel.use_distributed_optimizer and not is_in_graph else None
 
 
 def num_bytes(tensors: Any) -> int:

@@ -8,6 +8,17 @@ from typing import Any
 from megatron.core.fp8_utils import is_float8tensor, post_all_gather_processing
 
 
+def gather_in_next_pass(chunks: Iterable[Any]) -> None:
+    """Let the next forward pass gather all weights, where that overlaps, whoever has gathered them before.
+
+    megatron-core notes on the host that weights are gathered, and takes it back when gradients are reduced. A replayed
+    graph does neither: captured after a forced gather it would have none, and a pass after it would find an old note.
+    """
+    for chunk in chunks:
+        for group in chunk.bucket_groups:
+            group.param_gather_dispatched = False
+
+
 def gather_weights(chunks: Iterable[Any]) -> None:
     """Bring the parts of all weights together that the data-parallel ranks have updated; all ranks call it.
 

@@ -98,7 +98,7 @@ class StepRecord:
     """Largest memory held so far by any device of the job."""
     param_gather_bytes: Optional[int] = None
     """What rank 0 got from others of the distributed optimizer's updated weights, with scales and padding. With
-    overlapped gathers these are the weights that the step before updated."""
+    overlapped gathers these are the weights that the step before updated, and with a graph they are not counted."""
     is_skipped: bool = False
     """The weights were left as they were: an event says why, or gradients overflowed at the loss scale."""
     timers_ms: Optional[dict[str, float]] = None

@@ -52,7 +52,7 @@ class Run:
         spikes: looks for loss spikes; None where nobody asked for it.
         delayed: what delayed scaling remembers, to be taken back with a step; None where no step may be left out.
         watch: notes gradients that are not finite; None where that check is off, or the optimizer's norm tells it.
-        traffic: counts the bytes of parameter gathers; None where every rank updates all weights.
+        traffic: counts the bytes of parameter gathers; None where every rank updates all weights, or a graph gathers.
         probe: looks at what quantization does; None where nobody asked for it.
         graph: launches the passes of a step at once; None where nobody asked for it.
         timer: measures steps; every step waits for the loss, so the device is never ahead by more than one update.

@@ -25,6 +25,7 @@ from megafp8.optim.judged import JudgedOptimizer
 from megafp8.optim.loss_scale import can_fall, current_loss_scale
 from megafp8.optim.one_pass import OnePassOptimizer
 from megafp8.optim.schedule import current_learning_rate
+from megafp8.parallel.gather import gather_in_next_pass
 from megafp8.training.assemble import Run, to_device_sum
 from megafp8.training.precision_at import precision_at
 from megafp8.training.skipping import Finding, SpikeJudge, check_may_skip, not_finite, samples_of_rank
@@ -46,7 +47,7 @@ class StepResult:
         finding: why; None where a loss scale that can fall met an overflow, which is no bad number.
         loss_scale: what the loss was multiplied by; None without a loss scale.
         param_gather_bytes: what this rank got from others of updated weights while the step ran; None where nothing is
-            gathered.
+            gathered, or a graph gathers.
     """
 
     loss: float
@@ -147,6 +148,8 @@ def training_passes(run: Run, batches: Batches) -> list[dict[str, Tensor]]:
     """
 
     def passes(batches: Batches) -> list[dict[str, Tensor]]:
+        if run.graph is not None:
+            gather_in_next_pass(run.trainee.chunks)
         return forward_backward(run, batches, run.num_microbatches, forward_only=False)
 
     is_looking = run.probe is not None and run.probe.is_looking

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Optional
+
 import pytest
 from ranks import run_ranks
 from small_run import FP8, PLAIN, SourceSamples, build_run, fingerprint, small_config, train, weights
 from tolerances import LAYOUT_LOSS
+from torch import Tensor
 
+from megafp8.checkpoint.state import Progress
 from megafp8.config.schema import RunConfig
 from megafp8.telemetry.records import EvalRecord
-from megafp8.training.evaluate import evaluate
+from megafp8.training.evaluate import build_batches, evaluate
+from megafp8.training.step import train_step
+from megafp8.training.step_graph import Batch, Passes
 
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
 VIRTUAL = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 2"
@@ -56,6 +64,53 @@ def test_training_goes_on_as_if_nothing_had_been(world_size: int, flags: str) ->
         return losses, fingerprint(weights(run))
 
     assert run_ranks(world_size, steps, True) == run_ranks(world_size, steps, False)
+
+
+class Replays:
+    """What the host sees of a graph: replays gather weights where the captured passes did, and note nothing of it."""
+
+    def __init__(self, chunks: list[Any], warm_up_steps: int):
+        self.groups = [group for chunk in chunks for group in chunk.bucket_groups]
+        self.steps_left = warm_up_steps
+        self.captured: Optional[list[bool]] = None
+
+    def run(self, passes: Passes, batches: Iterator[Batch], num_microbatches: int) -> list[dict[str, Tensor]]:
+        if self.steps_left:
+            self.steps_left -= 1
+            return passes(batches)
+        noted, is_captured = [group.param_gather_dispatched for group in self.groups], self.captured is not None
+        self.captured = self.captured or noted
+        self.note(self.captured)
+        reports = passes(batches)
+        if is_captured:
+            self.note(noted)
+        return reports
+
+    def note(self, are_gathered: list[bool]) -> None:
+        for group, is_gathered in zip(self.groups, are_gathered, strict=True):
+            group.param_gather_dispatched = is_gathered
+
+
+def test_steps_as_a_graph_gather_the_weights_after_validations_and_looks() -> None:
+    """Both gather weights at once, after which megatron-core's next forward pass does not."""
+    validated = (2, 4, 6)  # before the capture, and before a look
+    config = small_config("llama", f"--bf16 {FP8} {OVERLAP} --fp8-log-interval 4", 2)
+
+    def losses(has_graph: bool) -> list[float]:
+        run, found = build_run(config), []
+        if has_graph:
+            run = dataclasses.replace(run, graph=Replays(run.trainee.chunks, warm_up_steps=2))
+        samples, size = SourceSamples(run.config.data.seq_length), run.global_batch_size
+        batches = build_batches(run, samples, 0, 9 * size, num_workers=0)
+        for step in range(1, 10):
+            with run.probe.step(step):
+                found.append(train_step(run, batches, Progress(step - 1, (step - 1) * size)).loss)
+            run.probe.take_records(step, 0)
+            if step in validated:
+                found.append(evaluate(run, "valid", samples, step, 0).loss)
+        return found
+
+    assert run_ranks(2, losses, True) == run_ranks(2, losses, False)
 
 
 def test_dropout_is_off() -> None:

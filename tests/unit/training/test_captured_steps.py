@@ -137,7 +137,8 @@ def test_nothing_exchanges_random_states_within_a_capture(device: Device, monkey
 
 def test_a_step_that_is_looked_at_runs_without_the_graph(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, probe = Trainer(device, graph_of()), SimpleNamespace(is_looking=False)
-    run = SimpleNamespace(graph=trainer.graph, probe=probe, num_microbatches=MICROBATCHES)
+    trainee = SimpleNamespace(chunks=[])
+    run = SimpleNamespace(graph=trainer.graph, probe=probe, trainee=trainee, num_microbatches=MICROBATCHES)
     monkeypatch.setattr(step, "forward_backward", lambda run, batches, *_, **__: trainer.passes(batches))
     losses = []
     for number in range(6):
