@@ -6,11 +6,12 @@
 #
 # The text is the source of the Python packages that this machine has, 80 MB: 1000 steps of 16,384 tokens read it about
 # once. Other packages make another text and other tokens, so that losses of two machines are no pair: take FOLDER/data
-# along to train on the same. Every recipe, BF16 too, has the loss and the optimizer that are fastest on one GPU;
-# without these a run took about three minutes of one H200. Started again, it goes on where it stopped; after a SIGTERM,
+# along to train on the same. Every recipe, BF16 too, has the loss and the optimizer that are fastest on one GPU, and its
+# steps run as CUDA graphs, since layers of this size wait for the host; without these a run took about three minutes of
+# one H200. All recipes of a seed come before the next seed. Started again, it goes on where it stopped; after a SIGTERM,
 # too.
-# In the environment: STEPS, SEEDS (default 3), RECIPES, PARALLEL (default: one run for each GPU), NO_REPORT=1 to train
-# only. The report is made again, on any machine, from the records:
+# In the environment: STEPS, SEEDS (default 3), RECIPES (those that the GPU has: emulated layers have no graph), PARALLEL
+# (default: one run for each GPU), NO_REPORT=1 to train only. The report is made again, on any machine, from the records:
 #
 #   python tools/compare_runs.py FOLDER/*/seed* --baseline bf16 --output-dir FOLDER/report
 set -euo pipefail
@@ -42,7 +43,7 @@ training=(
   --micro-batch-size 16 --global-batch-size 16 --train-iters "${STEPS:-1000}" --seed 1
   --lr 6e-4 --min-lr 6e-5 --lr-decay-style cosine --lr-warmup-fraction 0.1
   --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
-  --use-distributed-optimizer --cross-entropy-loss-fusion --cross-entropy-fusion-impl te
+  --use-distributed-optimizer --cross-entropy-loss-fusion --cross-entropy-fusion-impl te --cuda-graph-impl local
   --eval-interval 100 --eval-iters 20 --log-interval 100
 )
 gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 1)')
