@@ -94,6 +94,10 @@ def build_chunk(
         seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
         vp_stage=vp_stage,
     )
+    if not transformer_config.use_cpu_initialization:
+        for module in chunk.modules():
+            if isinstance(module, torch.nn.Embedding):
+                module.cuda()  # learned positions, which megatron-core makes on the host
     if implementation == "transformer_engine" and config.precision.precision_map:
         from megafp8.model import te_precision  # needs Transformer Engine
 
@@ -141,7 +145,9 @@ def add_gradient_buffers(
 @contextmanager
 def off_default_stream() -> Iterator[None]:
     """Within, hooks on gradients are made on another stream: autograd runs them where they were made, and what is
-    captured as a graph cannot go to the default one."""
+    captured as a graph cannot go to the default one. torch would warn of that in every process."""
+    if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):  # torch 2.11
+        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
     stream, default = torch.cuda.Stream(), torch.cuda.current_stream()
     stream.wait_stream(default)
     with torch.cuda.stream(stream):

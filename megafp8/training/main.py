@@ -55,6 +55,8 @@ def run_training(checked: Checked) -> int:
         if not guard.stop_agreed:  # a signal may have ended the search for a size
             run = dataclasses.replace(assemble(config, platform, checked.implementation), guard=guard)
             train(run, told)
+            if run.graph is not None:
+                run.graph.forget()  # NCCL ends a communicator only when no graph is left that uses it
         guard.finish()
     faulthandler.dump_traceback_later(LEAVE_S, exit=True)
     leave_ranks()

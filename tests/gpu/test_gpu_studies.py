@@ -32,9 +32,10 @@ def test_every_gpu_gets_runs(tmp_path: Path) -> None:
     assert len(gpus) == torch.cuda.device_count()
     path = tmp_path / "small.yaml"
     path.write_text(f"{STUDY}  seed: {list(range(len(gpus)))}\n", encoding="utf-8")
+    paths = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
     result = subprocess.run(
         [sys.executable, "launcher/scaling_study.py", str(path), "--folder", str(tmp_path / "runs"), "--local"],
-        cwd=ROOT, capture_output=True, text=True, timeout=500, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd=ROOT, capture_output=True, text=True, timeout=500, env=os.environ | {"PYTHONPATH": paths},
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
     assert set(re.findall(r"on GPU (\S+)", result.stdout)) == set(gpus)
