@@ -1,13 +1,13 @@
-"""Casts and SwiGLU into FP8, tensorwise and blockwise, by our kernels and by Transformer Engine's.
+"""Casts and SwiGLU into FP8, delayed, tensorwise and blockwise, by our kernels and by Transformer Engine's.
 
     python benchmarks/gpu_kernels.py [--shape A B]
 
-At the shapes of `gpu_swiglu.py`, one layer; ours are those of `--quantize-kernels triton`. Formats are E4M3, and E5M2
-for tensorwise's gradients. What ours write is first compared with what Transformer Engine writes: casts and tensorwise
-SwiGLU are equal, and of blockwise SwiGLU at most 1 byte in 1,000 differs, where the last bit of an exponential decides.
-More is told of in a table of its own, and with status 1 after all times were taken. Bytes are those that have to be
-moved: what is given and what results, once each. Tensorwise, whose scale is known only after all of its tensor, reads
-it once more, and SwiGLU has to write it before. "Measured" is the kernel that is SwiGLU's default forward in blocks.
+At the shapes of `gpu_train.py`, one layer. Formats are E4M3, and E5M2 for gradients but in blocks. Delayed scaling has
+SwiGLU alone. What ours write is first compared with what Transformer Engine writes: casts and tensorwise SwiGLU are
+equal, and of other SwiGLU at most 1 byte in 1,000 differs, where the last bit of an exponential decides. More is told
+of in a table of its own, and with status 1 after all times were taken. Bytes are those that have to be moved: what is
+given and what results, once each. Tensorwise, whose scale is known only after all of its tensor, reads it once more,
+and SwiGLU has to write it before.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ import torch  # noqa: E402
 
 from benchmarks import timing  # noqa: E402
 from benchmarks.gpu_adam import copy_bandwidth, seconds  # noqa: E402
-from benchmarks.gpu_swiglu import SHAPES  # noqa: E402
 
+SHAPES = {"A": (16_384, 5632), "B": (8192, 14_336)}  # tokens, and half of SwiGLU's input
 PARTS = {
+    "delayed": ("_data", "_transpose", "_scale_inv"),
     "blockwise": ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv"),
     "tensorwise": ("_data", "_transpose", "_scale_inv"),
 }
-LARGEST_SHARE = {"blockwise": 1e-3, "tensorwise": 0.0}  # of bytes that may differ in SwiGLU
+LARGEST_SHARE = {"delayed": 1e-3, "blockwise": 1e-3, "tensorwise": 0.0}  # of bytes that may differ in SwiGLU
 CALLS = 16  # whose launches are timed on the host together
 AHEAD = 200_000_000  # cycles, about 0.1 s: the GPU is busy for as long as that takes
 
@@ -61,36 +62,46 @@ def works(tokens: int, width: int) -> Iterator[Work]:
     import transformer_engine_torch as tex
 
     from megafp8.model import te_quantize
-    from megafp8.model.te_operations import QuantizingSwiGLU, TritonSwiGLU
+    from megafp8.model.te_operations import QuantizingSwiGLU
 
     inputs = torch.randn(tokens, 2 * width, device="cuda").bfloat16()
     gradients = torch.randn(tokens, width, device="cuda").bfloat16()
     e4m3, e5m2 = tex.DType.kFloat8E4M3, tex.DType.kFloat8E5M2
     blocks = te.Float8BlockQuantizer(e4m3, rowwise=True, columnwise=True, block_scaling_dim=1)
     whole, whole_gradients = (te.Float8CurrentScalingQuantizer(kind, torch.device("cuda")) for kind in (e4m3, e5m2))
-    ours, measured = TritonSwiGLU(), QuantizingSwiGLU()
-    for recipe, how, how_gradients in (("blockwise", blocks, blocks), ("tensorwise", whole, whole_gradients)):
+    scaled, scaled_gradients = (
+        te.Float8Quantizer(*torch.tensor([[16.0], [0.0]], device="cuda"), kind) for kind in (e4m3, e5m2)
+    )
+    ours = QuantizingSwiGLU()
+    for recipe, how, how_gradients in (
+        ("delayed", scaled, scaled_gradients), ("blockwise", blocks, blocks), ("tensorwise", whole, whole_gradients),
+    ):  # fmt: skip
         is_twice = recipe == "tensorwise"
-        kernels = te_quantize.kernels_for(how, inputs.shape)
+        if recipe != "delayed":
+            kernels = te_quantize.kernels_for(how, inputs.shape)
+            calls = {
+                "Transformer Engine": lambda how=how: tex.quantize(inputs, how),
+                "ours": lambda how=how, kernels=kernels: te_quantize.cast(inputs, how, kernels),
+            }
+            yield Work("cast", recipe, calls, inputs.nbytes * (2 + is_twice), 0.0)
         calls = {
-            "Transformer Engine": lambda how=how: tex.quantize(inputs, how),
-            "ours": lambda how=how, kernels=kernels: te_quantize.cast(inputs, how, kernels),
-        }
-        yield Work("cast", recipe, calls, inputs.nbytes * (2 + is_twice), 0.0)
-        calls = {
-            "Transformer Engine": lambda how=how: tex.swiglu(inputs, how),
+            "Transformer Engine": lambda how=how: with_columns(tex.swiglu(inputs, how)),
             "ours": lambda how=how: ours._tex_swiglu_forward(inputs, how),
         }
-        if recipe == "blockwise":
-            calls["measured"] = lambda how=how: measured._tex_swiglu_forward(inputs, how)
         result_bytes = gradients.nbytes
         yield Work("SwiGLU", recipe, calls, inputs.nbytes + result_bytes * (1 + 2 * is_twice), LARGEST_SHARE[recipe])
         calls = {
-            "Transformer Engine": lambda how=how_gradients: tex.dswiglu(gradients, inputs, how),
+            "Transformer Engine": lambda how=how_gradients: with_columns(tex.dswiglu(gradients, inputs, how)),
             "ours": lambda how=how_gradients: ours._tex_swiglu_backward(gradients, inputs, how),
         }
         moved = gradients.nbytes + inputs.nbytes * (2 + 2 * is_twice)
         yield Work("SwiGLU backward", recipe, calls, moved, LARGEST_SHARE[recipe])
+
+
+def with_columns(result: Any) -> Any:
+    """The result with its transpose, which Transformer Engine's SwiGLU leaves out under delayed scaling."""
+    result.update_usage(columnwise_usage=True)
+    return result
 
 
 def differences(work: Work) -> Iterator[tuple[str, str, str, float]]:

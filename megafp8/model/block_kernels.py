@@ -161,18 +161,20 @@ def swiglu_backward_kernel(
     )  # fmt: skip
 
 
-def _launch(kernel: triton.JITFunction, tensors: tuple[Tensor, ...], width: int, to: Blocks) -> None:
+def _launch(
+    kernel: triton.JITFunction, tensors: tuple[Tensor, ...], width: int, to: Blocks, num_warps: int = NUM_WARPS
+) -> None:
     """A program for each tile of the last of `tensors`, or of its first `width` columns."""
     tokens, largest = tensors[-1].shape[0], torch.finfo(tensors[-1].dtype).max
     kernel[(width // SIDE, tokens // SIDE)](
         *tensors, tokens, width, largest, to.row_codes, to.row_scales, to.column_codes, to.column_scales,
-        POWER_OF_TWO=to.is_power_of_two, GRID=to.grid, SIDE=SIDE, num_warps=NUM_WARPS, enable_fp_fusion=True,
+        POWER_OF_TWO=to.is_power_of_two, GRID=to.grid, SIDE=SIDE, num_warps=num_warps, enable_fp_fusion=True,
     )  # fmt: skip
 
 
 def cast(inputs: Tensor, to: Blocks) -> None:
     """Write the blocks of inputs [T, W]; contiguous; BF16, FP16, FP32."""
-    _launch(cast_kernel, (inputs,), inputs.shape[1], to)
+    _launch(cast_kernel, (inputs,), inputs.shape[1], to, num_warps=4)
 
 
 def swiglu(inputs: Tensor, to: Blocks) -> None:

@@ -17,19 +17,23 @@ from transformer_engine.pytorch.cpp_extensions import general_gemm
 from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
-from megafp8.config.rules.precision import fuses_operations, quantizes_in_swiglu, rotates_in_one_kernel
+from megafp8.config.rules.precision import (
+    fuses_operations,
+    quantizes_in_swiglu,
+    recipes_of_our_kernels,
+    rotates_in_one_kernel,
+)
 from megafp8.config.schema import RunConfig
 from megafp8.device import mcore_wgrad
 from megafp8.model import te_patches
 from megafp8.model.rotary_attention import RotarySelfAttention
-from megafp8.model.te_operations import FusedMLP, SwiGLUFusedMLP, TritonFusedMLP
+from megafp8.model.te_operations import FusedMLP, SwiGLUFusedMLP
 
 
 def layer_spec(config: RunConfig) -> ModuleSpec:
     """One transformer layer on Transformer Engine; megatron-core enters the FP8 context around it."""
     te_patches.install()
-    is_ours = config.precision.quantize_kernels == "triton"
-    te_patches.cast_by_kernels(is_ours)
+    te_patches.cast_by_kernels(recipes_of_our_kernels(config))
     is_fused = fuses_operations(config)
     spec = get_gpt_layer_with_transformer_engine_spec(
         qk_layernorm=config.model.qk_layernorm,
@@ -38,8 +42,7 @@ def layer_spec(config: RunConfig) -> ModuleSpec:
     if rotates_in_one_kernel(config):
         spec.submodules.self_attention.module = RotarySelfAttention
     if is_fused:
-        swiglu_mlp = TritonFusedMLP if is_ours else SwiGLUFusedMLP
-        spec.submodules.mlp.module = swiglu_mlp if quantizes_in_swiglu(config) else FusedMLP
+        spec.submodules.mlp.module = SwiGLUFusedMLP if quantizes_in_swiglu(config) else FusedMLP
     return spec
 
 

@@ -10,42 +10,16 @@ from torch import Tensor
 from transformer_engine.common.recipe import DelayedScaling, Recipe
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.tensor import Quantizer
-from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
-from megafp8.model import block_swiglu
-from megafp8.model.swiglu_kernel import swiglu, swiglu_backward
-from megafp8.model.te_quantize import empty_result, kernels_for, parts_of, takes_blocks
+from megafp8.model.te_quantize import empty_result, kernels_for
 
 # An operation's passes, and what Transformer Engine calls their scales.
 MODES = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 
 
 class QuantizingSwiGLU(te.ops.SwiGLU):
-    """SwiGLU that makes both FP8 copies of its result at once: each way under delayed scaling, forward in blocks; else
-    Transformer Engine's."""
-
-    def _tex_swiglu_forward(self, input_: Tensor, quantizer: Optional[Quantizer]) -> Tensor:
-        shape = [*input_.shape[:-1], input_.shape[-1] // 2]
-        if isinstance(quantizer, Float8Quantizer):
-            result = quantizer.make_empty(shape, dtype=input_.dtype)
-            swiglu(input_, *parts_of(result, quantizer))
-        elif takes_blocks(quantizer, shape):
-            result, blocks = empty_result(quantizer, shape, input_.dtype)
-            block_swiglu.swiglu(input_.flatten(0, -2), blocks)
-        else:
-            result = super()._tex_swiglu_forward(input_, quantizer)
-        return result
-
-    def _tex_swiglu_backward(self, grad_output: Tensor, input_: Tensor, quantizer: Optional[Quantizer]) -> Tensor:
-        if not isinstance(quantizer, Float8Quantizer):
-            return super()._tex_swiglu_backward(grad_output, input_, quantizer)
-        result = quantizer.make_empty(input_.shape, dtype=input_.dtype)
-        swiglu_backward(grad_output.flatten(0, -2), input_, *parts_of(result, quantizer))
-        return result
-
-
-class TritonSwiGLU(QuantizingSwiGLU):
-    """The same with `--quantize-kernels triton`: in blocks and with a tensor's own amax each way."""
+    """SwiGLU that makes both FP8 copies of its result at once, each way, where there are kernels for the quantizer and
+    the tensor; else Transformer Engine's."""
 
     def _tex_swiglu_forward(self, input_: Tensor, quantizer: Optional[Quantizer]) -> Tensor:
         shape = [*input_.shape[:-1], input_.shape[-1] // 2]
@@ -106,14 +80,6 @@ def remember_in(linear: TransformerEngineBaseModule, operation: te.ops.BasicLine
 class SwiGLUFusedMLP(FusedMLP):
     """With SwiGLU of our own."""
 
-    swiglu: type[te.ops.SwiGLU] = QuantizingSwiGLU
-
     def _make_activation_op(self, *args: Any, **options: Any) -> te.ops.FusibleOperation:
         operation = super()._make_activation_op(*args, **options)
-        return self.swiglu() if type(operation) is te.ops.SwiGLU else operation
-
-
-class TritonFusedMLP(SwiGLUFusedMLP):
-    """The same with `--quantize-kernels triton`."""
-
-    swiglu = TritonSwiGLU
+        return QuantizingSwiGLU() if type(operation) is te.ops.SwiGLU else operation

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Optional
 
 import torch
@@ -30,6 +30,8 @@ from megafp8.model import te_quantize
 
 DELAYED_TENSORS = ("scale", "amax_history")
 DIRECTIONS = ("fwd", "bwd")
+QUANTIZERS = {"blockwise": Float8BlockQuantizer, "tensorwise": Float8CurrentScalingQuantizer}
+"""Those that our kernels can stand in for, by recipe."""
 
 
 def is_flat(tensor: Tensor) -> bool:
@@ -219,12 +221,17 @@ def install() -> None:
         patch.apply()
 
 
-def cast_by_kernels(is_ours: bool) -> None:
-    """From now on activations and gradients are cast by our kernels, where they take a tensor, or all by Transformer
-    Engine's. What a normalization or another fused kernel quantizes itself stays Transformer Engine's."""
-    for quantizer in (Float8BlockQuantizer, Float8CurrentScalingQuantizer):
+def cast_by_kernels(recipes: Collection[str]) -> None:
+    """From now on activations and gradients of these recipes are cast by our kernels, where they take a tensor, and the
+    others' by Transformer Engine's. What a normalization or another fused kernel quantizes itself stays Transformer
+    Engine's.
+
+    Args:
+        recipes: of `blockwise` and `tensorwise`.
+    """
+    for recipe, quantizer in QUANTIZERS.items():
         plain = getattr(quantizer.quantize_impl, "__wrapped__", quantizer.quantize_impl)
-        quantizer.quantize_impl = _with_kernels(plain) if is_ours else plain
+        quantizer.quantize_impl = _with_kernels(plain) if recipe in recipes else plain
 
 
 def _with_kernels(plain: Callable[[Quantizer, Tensor], Any]) -> Callable[[Quantizer, Tensor], Any]:

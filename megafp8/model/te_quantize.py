@@ -15,47 +15,43 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScaling
 
 from megafp8.fp8.formats import E4M3, E5M2
 from megafp8.fp8.triton_rounding import grid_of
-from megafp8.model import block_kernels, tensor_kernels
+from megafp8.model import block_kernels, delayed_kernels, tensor_kernels
 from megafp8.model.block_kernels import Blocks
+from megafp8.model.delayed_kernels import ScaledCodes
 from megafp8.model.tensor_kernels import Codes
 from megafp8.model.triton_tiles import has_whole_tiles
 
+Parts = Union[Blocks, Codes, ScaledCodes]
 # Transformer Engine counts FP8 formats on its own.
 FORMATS = {"kFloat8E4M3": E4M3, "kFloat8E5M2": E5M2}
 
 
-def takes_blocks(quantizer: Optional[Quantizer], shape: Sequence[int]) -> bool:
-    """Whether the kernels can write what this quantizer makes of a tensor of this shape: whole blocks of rows."""
-    return (
-        isinstance(quantizer, Float8BlockQuantizer)
-        and quantizer.block_scaling_dim == 1
-        and has_whole_tiles(math.prod(shape[:-1]), shape[-1])
-    )
-
-
-def takes_tensor(quantizer: Optional[Quantizer], shape: Sequence[int]) -> bool:
-    """Whether the kernels can write a tensor of this shape scaled by its own amax, that of one rank."""
-    return (
-        isinstance(quantizer, Float8CurrentScalingQuantizer)
-        and not quantizer.with_amax_reduction
-        and has_whole_tiles(math.prod(shape[:-1]), shape[-1])
-    )
-
-
 def kernels_for(quantizer: Optional[Quantizer], shape: Sequence[int]) -> Optional[ModuleType]:
-    """The kernels that write what this quantizer makes of a tensor of this shape; None where only its own do."""
-    if takes_blocks(quantizer, shape):
-        return block_kernels
-    return tensor_kernels if takes_tensor(quantizer, shape) else None
+    """The kernels that write what this quantizer makes of a tensor of this shape; None where only its own do.
+
+    Those of delayed scaling are SwiGLU's alone, without a cast.
+    """
+    kernels = None
+    if not has_whole_tiles(math.prod(shape[:-1]), shape[-1]):
+        return kernels
+    if isinstance(quantizer, Float8Quantizer):
+        kernels = delayed_kernels
+    elif isinstance(quantizer, Float8BlockQuantizer) and quantizer.block_scaling_dim == 1:
+        kernels = block_kernels
+    elif isinstance(quantizer, Float8CurrentScalingQuantizer) and not quantizer.with_amax_reduction:
+        kernels = tensor_kernels
+    return kernels
 
 
-def empty_result(
-    quantizer: Union[Float8BlockQuantizer, Float8CurrentScalingQuantizer], shape: Sequence[int], dtype: torch.dtype
-) -> tuple[Any, Union[Blocks, Codes]]:
+def empty_result(quantizer: Quantizer, shape: Sequence[int], dtype: torch.dtype) -> tuple[Any, Parts]:
     """A quantized tensor without its data, and the parts of it that the kernels of `kernels_for` write."""
     result = quantizer.make_empty(shape, dtype=dtype)
-    is_blockwise = isinstance(quantizer, Float8BlockQuantizer)
-    return result, blocks_of(result, quantizer) if is_blockwise else codes_of(result, quantizer)
+    if isinstance(quantizer, Float8BlockQuantizer):
+        return result, blocks_of(result, quantizer)
+    if result._transpose is not None:
+        result._transpose_invalid = False
+    is_delayed = isinstance(quantizer, Float8Quantizer)
+    return result, scaled_codes_of(result, quantizer) if is_delayed else codes_of(result, quantizer)
 
 
 def cast(tensor: Tensor, quantizer: Quantizer, kernels: ModuleType) -> Any:
@@ -79,8 +75,6 @@ def blocks_of(result: Any, quantizer: Float8BlockQuantizer) -> Blocks:
 
 def codes_of(result: Any, quantizer: Float8CurrentScalingQuantizer) -> Codes:
     """The parts of a tensor with one scale."""
-    if result._transpose is not None:
-        result._transpose_invalid = False
     return Codes(
         rows=result._data,
         columns=result._transpose,
@@ -90,12 +84,13 @@ def codes_of(result: Any, quantizer: Float8CurrentScalingQuantizer) -> Codes:
     )
 
 
-def parts_of(result: Any, quantizer: Float8Quantizer) -> tuple[Tensor, Optional[Tensor], Tensor, Tensor, Tensor]:
-    """What the kernels write of an FP8 tensor, and its scale: rows [T, W], columns [W, T], scale, amax, 1 / scale."""
-    dtype = FORMATS[quantizer.dtype.name].dtype
-    rows = result._data.view(dtype).flatten(0, -2)
-    columns = None
-    if result._transpose is not None:
-        columns = result._transpose.view(dtype).flatten(1)
-        result._transpose_invalid = False
-    return rows, columns, quantizer.scale, quantizer.amax, result._scale_inv
+def scaled_codes_of(result: Any, quantizer: Float8Quantizer) -> ScaledCodes:
+    """The parts of a tensor whose scale is given, and that scale and amax."""
+    return ScaledCodes(
+        rows=result._data,
+        columns=result._transpose,
+        scale=quantizer.scale,
+        amax=quantizer.amax,
+        scale_inv=result._scale_inv,
+        grid=grid_of(FORMATS[quantizer.dtype.name]),
+    )

@@ -16,13 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megafp8.fp8.triton_cast import cast_to_code, cast_to_words, widen
+from megafp8.fp8.triton_cast import widen
 from megafp8.fp8.triton_rounding import FP32_MAX, Grid, quant_scale_of
 from megafp8.model.swiglu_formula import exact_sigmoid, gate_gradient
-from megafp8.model.triton_tiles import NUM_WARPS, SIDE, corner, load_tile, part_of, store_words
+from megafp8.model.triton_tiles import NUM_WARPS, SIDE, corner, load_tile, store_codes
 
 PROGRAMS = 1024  # of the first launch
-ROWS = 16  # that one of them has at a time, of SIDE columns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,26 +107,22 @@ def quantize_kernel(
 ):  # fmt: skip
     """inputs [T, W] with amaxes [PROGRAMS] to codes and to their transpose."""
     tile_column, tile_row = tl.program_id(0), tl.program_id(1)
-    at = corner(tile_row, tile_column, width, SIDE)
-    y = load_tile(inputs + at, width, SIDE)
+    y = load_tile(inputs + corner(tile_row, tile_column, width, SIDE), width, SIDE)
     largest = tl.max(tl.load(amaxes + tl.arange(0, PROGRAMS)))
     scale = quant_scale_of(largest, FP32_MAX, POWER_OF_TWO, GRID)
     if (tile_row == 0) & (tile_column == 0):
         tl.store(scale_inv, tl.div_rn(1.0, scale))
-    y0, y1, y2, y3 = y[0] * scale, y[1] * scale, y[2] * scale, y[3] * scale
-    if rows is not None:
-        tl.store(part_of(rows + at, width, 0, SIDE), cast_to_code(y0, GRID))
-        tl.store(part_of(rows + at, width, 1, SIDE), cast_to_code(y1, GRID))
-        tl.store(part_of(rows + at, width, 2, SIDE), cast_to_code(y2, GRID))
-        tl.store(part_of(rows + at, width, 3, SIDE), cast_to_code(y3, GRID))
-    if columns is not None:
-        store_words(cast_to_words(y0, y1, y2, y3, GRID), columns, tile_row, tile_column, num_tokens, SIDE)
+    store_codes(y, scale, tile_row, tile_column, num_tokens, width, rows, columns, GRID, SIDE)
 
 
-def _amaxes(kernel: triton.JITFunction, tensors: tuple[Tensor, ...], tokens: int, width: int) -> Tensor:
-    """The first launch: FP32 [PROGRAMS]."""
+def _amaxes(
+    kernel: triton.JITFunction, tensors: tuple[Tensor, ...], tokens: int, width: int, *, rows: int, num_warps: int
+) -> Tensor:
+    """The first launch, whose programs have this many rows of SIDE columns at a time: FP32 [PROGRAMS]."""
     amaxes = torch.empty(PROGRAMS, dtype=torch.float32, device=tensors[0].device)
-    kernel[(PROGRAMS,)](*tensors, amaxes, tokens, width, ROWS=ROWS, SIDE=SIDE, enable_fp_fusion=True)
+    kernel[(PROGRAMS,)](
+        *tensors, amaxes, tokens, width, ROWS=rows, SIDE=SIDE, num_warps=num_warps, enable_fp_fusion=True
+    )
     return amaxes
 
 
@@ -142,17 +137,19 @@ def _quantize(inputs: Tensor, amaxes: Tensor, to: Codes) -> None:
 
 def cast(inputs: Tensor, to: Codes) -> None:
     """Write the codes of inputs [T, W]; contiguous; BF16, FP16, FP32."""
-    _quantize(inputs, _amaxes(amax_kernel, (inputs,), *inputs.shape), to)
+    _quantize(inputs, _amaxes(amax_kernel, (inputs,), *inputs.shape, rows=32, num_warps=4), to)
 
 
 def swiglu(inputs: Tensor, to: Codes) -> None:
     """Write the codes of silu(a) b [T, W]; a and b are the halves of inputs [T, 2 W], contiguous; BF16, FP16, FP32."""
     tokens, width = inputs.shape[0], inputs.shape[1] // 2
     results = inputs.new_empty(tokens, width)
-    _quantize(results, _amaxes(swiglu_kernel, (inputs, results), tokens, width), to)
+    amaxes = _amaxes(swiglu_kernel, (inputs, results), tokens, width, rows=16, num_warps=8)
+    _quantize(results, amaxes, to)
 
 
 def swiglu_backward(gradients: Tensor, inputs: Tensor, to: Codes) -> None:
     """Write the codes of the gradients [T, 2 W] of inputs, given those of the result [T, W]; as `swiglu`."""
     results = torch.empty_like(inputs)
-    _quantize(results, _amaxes(swiglu_backward_kernel, (gradients, inputs, results), *gradients.shape), to)
+    tensors = (gradients, inputs, results)
+    _quantize(results, _amaxes(swiglu_backward_kernel, tensors, *gradients.shape, rows=32, num_warps=8), to)

@@ -1,4 +1,4 @@
-"""Tiles of 128 x 128 inside Triton kernels that write FP8 by rows and transposed.
+"""Square tiles inside Triton kernels that write FP8 by rows and transposed.
 
 A program reads its tile as four parts, each of every fourth row. Codes of four tokens of a column then lie at the same
 place of the four parts, and make one word: words are transposed, not bytes.
@@ -9,10 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megafp8.fp8.triton_cast import widen
+from megafp8.fp8.triton_cast import cast_to_code, cast_to_words, widen
 
 SIDE = 128
-NUM_WARPS = 8  # of a program that has a tile: with fewer it would not fit into the registers
+NUM_WARPS = 8  # of a program that has a tile of this side, but for the cast to blocks
 
 
 def has_whole_tiles(tokens: int, width: int) -> bool:
@@ -50,3 +50,19 @@ def store_words(words, codes, tile_row, tile_column, num_tokens, SIDE: tl.conste
     place = tl.arange(0, SIDE)[:, None] * (num_tokens // 4) + tl.arange(0, SIDE // 4)[None, :]
     codes = (codes + corner(tile_column, tile_row, num_tokens, SIDE)).to(tl.pointer_type(tl.int32))
     tl.store(codes + place, tl.trans(words))
+
+
+@triton.jit
+def store_codes(
+    y, scale, tile_row, tile_column, num_tokens, width, rows, columns, GRID: tl.constexpr, SIDE: tl.constexpr
+):
+    """A tile, given as its four parts in FP32, times one scale: codes [T, W] and their transpose [W, T]."""
+    y0, y1, y2, y3 = y[0] * scale, y[1] * scale, y[2] * scale, y[3] * scale
+    if rows is not None:
+        rows += corner(tile_row, tile_column, width, SIDE)
+        tl.store(part_of(rows, width, 0, SIDE), cast_to_code(y0, GRID))
+        tl.store(part_of(rows, width, 1, SIDE), cast_to_code(y1, GRID))
+        tl.store(part_of(rows, width, 2, SIDE), cast_to_code(y2, GRID))
+        tl.store(part_of(rows, width, 3, SIDE), cast_to_code(y3, GRID))
+    if columns is not None:
+        store_words(cast_to_words(y0, y1, y2, y3, GRID), columns, tile_row, tile_column, num_tokens, SIDE)

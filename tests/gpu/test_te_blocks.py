@@ -16,13 +16,13 @@ import transformer_engine.pytorch as te  # noqa: E402
 import transformer_engine_torch as tex  # noqa: E402
 
 from megafp8.model import te_quantize  # noqa: E402
-from megafp8.model.te_operations import QuantizingSwiGLU, TritonSwiGLU  # noqa: E402
+from megafp8.model.te_operations import QuantizingSwiGLU  # noqa: E402
 from megafp8.model.te_patches import cast_by_kernels  # noqa: E402
-from megafp8.model.te_quantize import takes_blocks, takes_tensor  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 KINDS = {"e4m3": tex.DType.kFloat8E4M3, "e5m2": tex.DType.kFloat8E5M2}
 PARTS = {
+    "delayed": ("_data", "_transpose", "_scale_inv"),
     "blockwise": ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv"),
     "tensorwise": ("_data", "_transpose", "_scale_inv"),
 }
@@ -30,7 +30,7 @@ EVERY_KIND = (
     pytest.mark.parametrize("is_power_of_two", [True, False]),
     pytest.mark.parametrize("kind", KINDS),
     pytest.mark.parametrize("columnwise", [True, False]),
-    pytest.mark.parametrize("recipe", PARTS),
+    pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"]),
 )
 
 
@@ -80,33 +80,48 @@ def test_swiglu_differs_in_last_bits_of_the_exponential(
     inputs = torch.randn(2, 128, 2 * 384, device="cuda").bfloat16()
     gradients = torch.randn(2, 128, 384, device="cuda").bfloat16()
     theirs = tex.quantize(tex.swiglu(inputs, None), how)
-    check(TritonSwiGLU()._tex_swiglu_forward(inputs, how), theirs, recipe, share)
-    if recipe == "blockwise":
-        check(QuantizingSwiGLU()._tex_swiglu_forward(inputs, how), theirs, recipe, share)
+    check(QuantizingSwiGLU()._tex_swiglu_forward(inputs, how), theirs, recipe, share)
     theirs = tex.quantize(tex.dswiglu(gradients, inputs, None), how)
-    check(TritonSwiGLU()._tex_swiglu_backward(gradients, inputs, how), theirs, recipe, share)
+    check(QuantizingSwiGLU()._tex_swiglu_backward(gradients, inputs, how), theirs, recipe, share)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_delayed_swiglu_differs_in_last_bits_of_the_exponential(kind: str) -> None:
+    (scale, *amaxes), share = torch.tensor([[16.0], [0.0], [0.0]], device="cuda"), 1e-3
+    how, their_how = (te.Float8Quantizer(scale, amax, KINDS[kind]) for amax in amaxes)
+    inputs = torch.randn(2, 128, 2 * 384, device="cuda").bfloat16()
+    gradients = torch.randn(2, 128, 384, device="cuda").bfloat16()
+    for ours, theirs in (
+        (QuantizingSwiGLU()._tex_swiglu_forward(inputs, how), tex.swiglu(inputs, their_how)),
+        (QuantizingSwiGLU()._tex_swiglu_backward(gradients, inputs, how), tex.dswiglu(gradients, inputs, their_how)),
+    ):
+        theirs.update_usage(columnwise_usage=True)
+        check(ours, theirs, "delayed", share)
+        torch.testing.assert_close(*amaxes, rtol=1e-6, atol=0)
 
 
 def test_layers_cast_by_the_kernels_that_were_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    how, inputs = quantizer_of("blockwise", "e4m3", True, True), torch.randn(128, 256, device="cuda").bfloat16()
+    quantizers = {recipe: quantizer_of(recipe, "e4m3", True, True) for recipe in ("blockwise", "tensorwise")}
+    inputs = torch.randn(128, 256, device="cuda").bfloat16()
     calls, plain = [], te_quantize.cast
     monkeypatch.setattr(te_quantize, "cast", lambda *args: calls.append(args) or plain(*args))
-    for is_ours in (True, False, True, False):
-        cast_by_kernels(is_ours)
-        calls.clear()
-        how(inputs)
-        assert len(calls) == is_ours
+    for recipes in (("tensorwise", "blockwise"), ("blockwise",), (), ("blockwise",), ()):
+        cast_by_kernels(recipes)
+        for recipe, how in quantizers.items():
+            calls.clear()
+            how(inputs)
+            assert len(calls) == (recipe in recipes)
 
 
 def test_what_has_no_whole_tiles_goes_the_usual_way() -> None:
-    how = te.Float8BlockQuantizer(KINDS["e4m3"], rowwise=True, columnwise=True, block_scaling_dim=1)
-    assert not takes_blocks(how, (128, 144)) and not takes_blocks(how, (16, 128)) and not takes_blocks(None, (128, 128))
+    blocks, whole = (quantizer_of(recipe, "e4m3", True, True) for recipe in ("blockwise", "tensorwise"))
+    scaled = te.Float8Quantizer(*torch.tensor([[1.0], [0.0]], device="cuda"), KINDS["e4m3"])
     weights = te.Float8BlockQuantizer(KINDS["e4m3"], rowwise=True, columnwise=True, block_scaling_dim=2)
-    assert not takes_blocks(weights, (128, 128))
-    whole = te.Float8CurrentScalingQuantizer(KINDS["e4m3"], torch.device("cuda"))
-    assert takes_tensor(whole, (128, 128)) and not takes_tensor(whole, (128, 144))
-    whole.with_amax_reduction = True
-    assert not takes_tensor(whole, (128, 128))
-    for operation in (QuantizingSwiGLU(), TritonSwiGLU()):
-        result = operation._tex_swiglu_forward(torch.randn(128, 288, device="cuda").bfloat16(), how)
+    for how in (blocks, whole, scaled):
+        assert te_quantize.kernels_for(how, (128, 128)) is not None
+        assert te_quantize.kernels_for(how, (128, 144)) is None and te_quantize.kernels_for(how, (16, 128)) is None
+        result = QuantizingSwiGLU()._tex_swiglu_forward(torch.randn(128, 288, device="cuda").bfloat16(), how)
         assert result.shape == (128, 144)
+    whole.with_amax_reduction = True
+    for how in (None, weights, whole):
+        assert te_quantize.kernels_for(how, (128, 128)) is None

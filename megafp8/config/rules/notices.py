@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megafp8.config import derived
+from megafp8.config import derived, precision_map
 from megafp8.config.rules import graphs
-from megafp8.config.rules.precision import fuses_operations, quantizes_in_swiglu
+from megafp8.config.rules.precision import fuses_operations, quantizes_in_swiglu, recipes_of_our_kernels
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import settings_by_name, value_of, with_values
 
@@ -30,6 +30,7 @@ def notices(config: RunConfig, implementation: str, world_size: int) -> list[str
         *_idle_settings(config, implementation),
         *_surprises(config),
         *_fused(config, implementation),
+        *_kernels(config, implementation),
         *_launches(config, implementation, world_size),
     ]
 
@@ -58,6 +59,16 @@ def _fused(config: RunConfig, implementation: str) -> Iterator[str]:
         yield (
             "the MLP runs in Transformer Engine's layers, not in its fused operations (the op fuser), which have one "
             "recipe: --precision gives linears of an MLP another"
+        )
+
+
+def _kernels(config: RunConfig, implementation: str) -> Iterator[str]:
+    if implementation != "transformer_engine" or config.precision.quantize_kernels is not None:
+        return
+    for recipe in set(recipes_of_our_kernels(config)) & set(precision_map.used_recipes(config.precision)):
+        yield (
+            f"{recipe} activations and gradients are cast by Triton kernels to Transformer Engine's bytes; "
+            "--quantize-kernels te: by its own"
         )
 
 

@@ -22,6 +22,7 @@ SETTINGS_OF_RECIPE = {
 }
 RECIPES_OF_SWIGLU_FUSION = ("delayed", "blockwise")
 RECIPES_OF_KERNELS = ("tensorwise", "blockwise")
+FASTER_WITH_KERNELS = ("blockwise",)  # tensorwise is as fast, and its launches take more of the host's time
 TILE_LENGTH = 128  # of the kernels' tiles, tokens and channels
 BLOCK_LENGTH = {"blockwise": 128, "mxfp8": 32, "nvfp4": 16}
 
@@ -191,8 +192,7 @@ def swiglu_fusion_has_what_it_fuses(config: RunConfig, world_size: int) -> Itera
 
 def has_quantizing_swiglu(config: RunConfig) -> bool:
     """Whether there is a SwiGLU that quantizes by the recipe's rule."""
-    recipe, kernels = derived.quantization_recipe(config.precision), config.precision.quantize_kernels
-    return recipe in RECIPES_OF_SWIGLU_FUSION or (kernels == "triton" and recipe in RECIPES_OF_KERNELS)
+    return derived.quantization_recipe(config.precision) in (*RECIPES_OF_SWIGLU_FUSION, *recipes_of_our_kernels(config))
 
 
 def quantize_kernels_have_what_they_quantize(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -207,6 +207,15 @@ def quantize_kernels_have_what_they_quantize(config: RunConfig, world_size: int)
             f"{flag} takes {TILE_LENGTH} tokens at a time, and a rank quantizes {tokens} of a microbatch: choose "
             "--seq-length and --micro-batch-size for a multiple, or remove it"
         )
+
+
+def recipes_of_our_kernels(config: RunConfig) -> tuple[str, ...]:
+    """Recipes whose activations and gradients our kernels quantize: as asked, or else where that is faster."""
+    asked = config.precision.quantize_kernels
+    if asked is not None:
+        return RECIPES_OF_KERNELS if asked == "triton" else ()
+    has_tiles = not has_gemms(config) or gemms.rows_per_rank(config) % TILE_LENGTH == 0
+    return FASTER_WITH_KERNELS if has_tiles else ()
 
 
 def fuses_operations(config: RunConfig) -> bool:

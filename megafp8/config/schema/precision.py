@@ -107,13 +107,14 @@ class PrecisionConfig:
         "rotate whole heads", flags=("--split-rope-fusion",), off=("--no-split-rope-fusion",),
     )
     swiglu_quantize_fusion: Optional[bool] = setting(
-        None, "SwiGLU writes both FP8 copies of its result in one pass (delayed, forward with blockwise, and what "
-        "--quantize-kernels triton adds); default with fused operations",
+        None, "SwiGLU writes both FP8 copies of its result in one pass (delayed, blockwise, and tensorwise with "
+        "--quantize-kernels triton); default with fused operations",
         flags=("--swiglu-quantize-fusion",), off=("--no-swiglu-quantize-fusion",),
     )
-    quantize_kernels: str = setting(
-        "te", "who quantizes activations and gradients in Transformer Engine's layers, tensorwise and blockwise: its "
-        "kernels, or ours in fewer passes, which have not run on a GPU yet", choices=("te", "triton"),
+    quantize_kernels: Optional[str] = setting(
+        None, "who quantizes activations and gradients in Transformer Engine's layers, tensorwise and blockwise: its "
+        "kernels (te), or ours in fewer passes to the same bytes; default triton for blockwise, te for tensorwise",
+        choices=("te", "triton"),
     )
     use_transformer_engine_op_fuser: Optional[bool] = setting(
         None, "Transformer Engine's fused operations for the MLP; default where they are known to train as its layers",

@@ -10,6 +10,7 @@ from megafp8.config.rules.precision import (
     fuses_operations,
     quantize_kernels_have_what_they_quantize,
     quantizes_in_swiglu,
+    recipes_of_our_kernels,
 )
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
@@ -19,7 +20,7 @@ BLOCKWISE = LLAMA | {"precision.fp8_format": "e4m3", "precision.fp8_recipe": "bl
 TENSORWISE = LLAMA | {"precision.fp8_format": "hybrid", "precision.fp8_recipe": "tensorwise"}
 DELAYED = LLAMA | {"precision.fp8_format": "hybrid", "precision.fp8_recipe": "delayed"}
 FUSED = {"precision.use_transformer_engine_op_fuser": True}
-TRITON = {"precision.quantize_kernels": "triton"}
+TRITON, TE = ({"precision.quantize_kernels": kernels} for kernels in ("triton", "te"))
 LAYERS = {"precision.use_transformer_engine_op_fuser": False}
 SMALL = {"model.num_layers": 2}
 FP8_OUTPUT = {"precision.precision_map": ("output_layer=tensorwise",)}
@@ -39,6 +40,7 @@ FC2_MAPPED = SMALL | {"precision.precision_map": ("*.linear_fc2=bf16",)}
         (BLOCKWISE | {"precision.swiglu_quantize_fusion": False}, True, False),
         (TENSORWISE | TRITON, True, True),
         (BLOCKWISE | TRITON, True, True),
+        (BLOCKWISE | TE, True, True),
         (TENSORWISE | LAYERS | TRITON, False, False),
         (LLAMA | {"model.add_bias_linear": True}, False, False),
         (LLAMA | {"precision.bf16": False, "precision.fp16": True}, False, False),
@@ -68,6 +70,40 @@ def test_our_kernels_take_128_tokens_at_a_time(seq_length: int, fits: bool) -> N
     found = list(quantize_kernels_have_what_they_quantize(config, 1))
     assert fits or "a rank quantizes 144" in found[0]
     assert len(found) == (not fits)
+
+
+@pytest.mark.parametrize(
+    ("values", "recipes"),
+    [
+        ({}, ("blockwise",)),
+        (TE, ()),
+        (TRITON, ("tensorwise", "blockwise")),
+        (PRESETS["tiny"] | {"data.seq_length": 64, "training.micro_batch_size": 2}, ("blockwise",)),
+        (PRESETS["tiny"] | {"data.seq_length": 72, "training.micro_batch_size": 2}, ()),
+    ],
+)
+def test_our_kernels_are_chosen_for_the_recipes_that_are_faster_with_them(
+    values: dict[str, Any], recipes: tuple[str, ...]
+) -> None:
+    assert recipes_of_our_kernels(with_values(RunConfig(), values)) == recipes
+
+
+@pytest.mark.parametrize(
+    ("values", "implementation", "said"),
+    [
+        (BLOCKWISE, "transformer_engine", True),
+        (BLOCKWISE | LAYERS, "transformer_engine", True),
+        (TENSORWISE, "transformer_engine", False),
+        (TENSORWISE | {"precision.precision_map": ("*.linear_qkv=blockwise",)}, "transformer_engine", True),
+        (BLOCKWISE | TE, "transformer_engine", False),
+        (BLOCKWISE | TRITON, "transformer_engine", False),
+        (BLOCKWISE, "emulated", False),
+    ],
+)
+def test_a_run_says_whose_kernels_were_chosen(values: dict[str, Any], implementation: str, said: bool) -> None:
+    found = [notice for notice in notices(with_values(RunConfig(), values), implementation, 1) if "Triton" in notice]
+    assert len(found) == said
+    assert not said or found[0].startswith("blockwise ") and "--quantize-kernels te" in found[0]
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,12 @@ from megafp8.fp8.quantize import quantize_by_torch  # noqa: E402
 from megafp8.fp8.recipes import OperandRule  # noqa: E402
 from megafp8.fp8.scaling import ScaleRule  # noqa: E402
 from megafp8.fp8.triton_rounding import grid_of  # noqa: E402
-from megafp8.model import block_kernels, block_swiglu  # noqa: E402
+from megafp8.model import block_kernels  # noqa: E402
 from megafp8.model.block_kernels import Blocks  # noqa: E402
 from megafp8.model.triton_tiles import has_whole_tiles  # noqa: E402
 
 TOKENS, WIDTH = 256, 384
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
-SWIGLU = pytest.mark.parametrize("swiglu", [block_kernels.swiglu, block_swiglu.swiglu], ids=["new", "measured"])
 SCALES = pytest.mark.parametrize("is_power_of_two", [True, False], ids=["pow2", "fp32"])
 
 
@@ -80,27 +79,13 @@ def where_sigmoid_is_exact() -> Tensor:
     return torch.cat([gates.bfloat16().to(DEVICE), drawn(TOKENS, WIDTH, 3)], dim=1)
 
 
-@SWIGLU
 @FORMATS
 @SCALES
-def test_swiglu_where_its_sigmoid_is_exact(
-    fmt: Format, is_power_of_two: bool, swiglu: Callable[[Tensor, Blocks], None]
-) -> None:
+def test_swiglu_where_its_sigmoid_is_exact(fmt: Format, is_power_of_two: bool) -> None:
     inputs, blocks = where_sigmoid_is_exact(), empty_blocks(TOKENS, WIDTH, fmt, is_power_of_two)
     a, b = (x.float() for x in inputs.chunk(2, dim=1))
-    swiglu(inputs, blocks)
+    block_kernels.swiglu(inputs, blocks)
     check_blocks(blocks, (a * torch.sigmoid(a) * b).bfloat16(), fmt)
-
-
-def test_swiglu_is_the_measured_one_to_the_bit() -> None:
-    """Another sigmoid, with the same bits: also where it, or the exponential in it, is subnormal, zero or infinite."""
-    gates = torch.linspace(-110, 110, TOKENS * WIDTH).view(TOKENS, WIDTH)
-    inputs = torch.cat([gates.bfloat16().to(DEVICE), drawn(TOKENS, WIDTH, 3)], dim=1)
-    ours, measured = (empty_blocks(TOKENS, WIDTH, E4M3, True) for _ in range(2))
-    block_kernels.swiglu(inputs, ours)
-    block_swiglu.swiglu(inputs, measured)
-    for name in ("row_codes", "row_scales", "column_codes", "column_scales"):
-        assert torch.equal(getattr(ours, name), getattr(measured, name)), name
 
 
 @FORMATS
@@ -130,12 +115,11 @@ def check_values(blocks: Blocks, expected: Tensor) -> None:
         assert (error <= expected.abs() * (2**-4 + 2**-8) + 16 * 2**-9 / 448 + 1e-5).all()
 
 
-@SWIGLU
-def test_swiglu_against_the_formula(swiglu: Callable[[Tensor, Blocks], None]) -> None:
+def test_swiglu_against_the_formula() -> None:
     inputs = torch.randn(TOKENS, 2 * WIDTH, generator=torch.Generator().manual_seed(5)).bfloat16().to(DEVICE)
     a, b = inputs.double().chunk(2, dim=1)
     blocks = empty_blocks(TOKENS, WIDTH, E4M3, True)
-    swiglu(inputs, blocks)
+    block_kernels.swiglu(inputs, blocks)
     check_values(blocks, torch.nn.functional.silu(a) * b)
 
 
@@ -152,7 +136,7 @@ def test_gradients_against_the_formula() -> None:
     check_values(blocks, slow.grad)
 
 
-@pytest.mark.parametrize("kernel", [block_kernels.cast, block_kernels.swiglu, block_swiglu.swiglu])
+@pytest.mark.parametrize("kernel", [block_kernels.cast, block_kernels.swiglu])
 def test_rows_or_columns_alone(kernel: Callable[[Tensor, Blocks], None]) -> None:
     width = WIDTH if kernel is block_kernels.cast else 2 * WIDTH
     inputs = drawn(TOKENS, width, 1)
