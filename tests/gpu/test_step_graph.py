@@ -36,8 +36,8 @@ def variants() -> Iterator[str]:
         if recipe in FP8_RECIPES:
             yield f"{flags} --fp8-param-gather"
             yield f"{flags} {FUSER} --fp8-param-gather"
-    for recipe in ("tensorwise", "blockwise"):
-        yield f"{RECIPES[recipe]} {FUSER} --quantize-kernels triton"
+    for recipe, kernels in (("tensorwise", "triton"), ("blockwise", "te")):  # not the default
+        yield f"{RECIPES[recipe]} {FUSER} --quantize-kernels {kernels}"
     yield f"{RECIPES['tensorwise']} --precision output_layer=tensorwise"
     yield f"{RECIPES['delayed']} {MOMENTS}"
     yield f"{RECIPES['bf16']} --cross-entropy-loss-fusion --cross-entropy-fusion-impl te"
