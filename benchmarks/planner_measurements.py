@@ -51,6 +51,7 @@ OLD_PASSES = f"--no-one-pass-optimizer --no-split-rope-fusion --no-gradient-over
 BARE_LOOP = {"training.calculate_per_token_loss": False}
 F = "--use-transformer-engine-op-fuser"
 W = "--fp8-param-gather"
+G = "--cuda-graph-impl local"
 Q, NO_Q = "--swiglu-quantize-fusion", "--no-swiglu-quantize-fusion"
 BF16_MOMENTS = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 
@@ -215,6 +216,22 @@ MEASUREMENTS: tuple[Measurement, ...] = (
     _ours("B", "bf16", HELD_OUT, "", "DP 4", num_gpus=4, step_ms=198.0, peak_gib=29.1),
     _ours("B", "bf16", HELD_OUT, TP2, "TP 2, DP 2", num_gpus=4, step_ms=126.5, peak_gib=17.7),
     _ours("B", "bf16", HELD_OUT, TP4, "TP 4", num_gpus=4, step_ms=83.1, peak_gib=12.0),
+    # Steps as CUDA graphs, 2026-11-22, on two more machines of one GPU and one of four.
+    _ours("A", "bf16", HELD_OUT, G, "graph", step_ms=268.1, peak_gib=52.2),
+    _ours("A", "delayed", HELD_OUT, G, "graph", step_ms=199.2, peak_gib=50.9),
+    _ours("A", "tensorwise", HELD_OUT, G, "graph", step_ms=210.2, peak_gib=50.1),
+    _ours("A", "blockwise", HELD_OUT, G, "graph", step_ms=228.2, peak_gib=50.2),
+    _ours("B", "bf16", HELD_OUT, G, "graph", step_ms=187.3, peak_gib=47.3),
+    _ours("B", "delayed", HELD_OUT, G, "graph", step_ms=135.4, peak_gib=48.1),
+    _ours("B", "delayed", HELD_OUT, f"{LAYERS} {W} {G}", "W, graph", step_ms=140.1, peak_gib=46.1),
+    _ours("B", "bf16", HELD_OUT, f"{TP4} {G}", "TP 4, graph", num_gpus=4, step_ms=60.8, peak_gib=12.0),
+    _ours("B", "delayed", HELD_OUT, f"{TP4} {G}", "TP 4, graph", num_gpus=4, step_ms=45.9, peak_gib=12.5),
+    _ours("B", "tensorwise", HELD_OUT, f"{TP4} {G}", "TP 4, graph", num_gpus=4, step_ms=47.0, peak_gib=12.5),
+    _ours("B", "delayed", HELD_OUT, f"{TP4} {W} {G}", "TP 4, W, graph", num_gpus=4, step_ms=48.5, peak_gib=11.7),
+    _ours("B", "bf16", HELD_OUT, G, "DP 4, graph", num_gpus=4, step_ms=196.6, peak_gib=29.2),
+    _ours("B", "delayed", HELD_OUT, G, "DP 4, graph", num_gpus=4, step_ms=141.2, peak_gib=30.0),
+    _ours("B", "tensorwise", HELD_OUT, G, "DP 4, graph", num_gpus=4, step_ms=145.1, peak_gib=29.7),
+    _ours("B", "delayed", HELD_OUT, f"{W} {G}", "DP 4, W, graph", num_gpus=4, step_ms=142.1, peak_gib=28.0),
     # Emulated layers: their memory only, the planner does not time them.
     *(
         _ours("A", recipe, HELD_OUT, "--transformer-impl emulated", "emulated", peak_gib=peak,
