@@ -31,9 +31,9 @@ def kernels_for(quantizer: Optional[Quantizer], shape: Sequence[int]) -> Optiona
 
     Those of delayed scaling are SwiGLU's alone, without a cast.
     """
-    kernels = None
     if not has_whole_tiles(math.prod(shape[:-1]), shape[-1]):
-        return kernels
+        return None
+    kernels = None
     if isinstance(quantizer, Float8Quantizer):
         kernels = delayed_kernels
     elif isinstance(quantizer, Float8BlockQuantizer) and quantizer.block_scaling_dim == 1:
