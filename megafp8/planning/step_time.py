@@ -299,8 +299,7 @@ def passes_over_parameters(run: PlannedRun) -> tuple[int, int]:
         lean = 8 - state[optimizer.exp_avg_dtype] + 8 - state[optimizer.exp_avg_sq_dtype] + 4
     overwrites = precision.gradient_overwrite and run.pipeline == 1
     zeros = 0 if overwrites else 4
-    has_one_pass = optimizer.one_pass_optimizer and run.config.parallel.use_distributed_optimizer
-    if has_one_pass:
+    if derived.one_pass_obstacle(run.config) is None:
         return zeros, 34 - lean + for_scales
     return zeros + (8 if training.calculate_per_token_loss else 0), 46 - lean
 

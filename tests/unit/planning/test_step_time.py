@@ -267,6 +267,14 @@ def test_one_pass_reads_and_writes_less_than_many():
     assert optimizer_s(run_of(gpus=8), 0) == pytest.approx(34 * parameters / 8 / speed)
 
 
+@pytest.mark.parametrize(
+    "obstacle", [{"optimizer.loss_scale": 128.0}, {"precision.bf16": False, "precision.fp16": True}], ids=str
+)
+def test_a_run_that_cannot_have_one_pass_has_many(obstacle):
+    many = run_of({"optimizer.one_pass_optimizer": False})
+    assert passes_over_parameters(run_of(obstacle)) == passes_over_parameters(many)
+
+
 def test_scaled_moments_are_read_twice():
     def bytes_of(exp_avg, exp_avg_sq):
         state = {"exp_avg_dtype": exp_avg, "exp_avg_sq_dtype": exp_avg_sq, "use_precision_aware_optimizer": True}
