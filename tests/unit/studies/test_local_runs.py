@@ -14,8 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.errors import PREEMPTED, ConfigError
-from megafp8.studies.local import check_gpus, command_of, run_here, visible_gpus
+from megafp8.errors import PREEMPTED, ConfigError, RunFolderInUse
+from megafp8.launch.batch import BatchRun, Outcome
+from megafp8.launch.process import this_process
+from megafp8.launch.run_state import RunState
+from megafp8.studies.local import check_gpus, command_of, end_text, run_here, status_of, visible_gpus
 from megafp8.studies.progress import is_due, progress_of
 from megafp8.studies.runs import StudyRun, expand
 
@@ -114,6 +117,28 @@ def test_a_start_that_never_began_is_not_told_as_the_one_before(study_of) -> Non
 def test_a_run_that_its_flags_stopped_has_not_failed(study_of) -> None:
     status, told = start(study_of({"1": ["stopped:20:20"]}))
     assert status == 0 and told[-1].startswith("stopped")
+
+
+@pytest.mark.parametrize(
+    ("state", "returned", "status", "words"),
+    [
+        ("running", 1, 0, "running    a, started by someone else"),
+        (None, RunFolderInUse.exit_status, 0, "running    a, started by someone else"),
+        ("died", 1, 1, "died       a: died at step 0"),
+        (None, 1, 1, "failed     a: its command ended with status 1"),
+    ],
+    ids=["torchrun's 1 and a run that goes on", "folder in use", "died", "never began"],
+)
+def test_a_run_that_someone_else_started_meanwhile_has_not_failed(
+    state: str | None, returned: int, status: int, words: str, tmp_path: Path
+) -> None:
+    left = None if state is None else RunState(
+        state=state, world_size=2, process=this_process(), started_at=0.0, updated_at=0.0
+    )  # fmt: skip
+    run = BatchRun(name="a", command=(), folder=tmp_path)
+    outcome = Outcome(run=run, state=left, returned=returned, seconds=1.0, tail="")
+    assert status_of(outcome) == status
+    assert end_text(outcome).startswith(words)
 
 
 def test_ranks_are_torchruns(study_of) -> None:
