@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
@@ -54,6 +54,9 @@ SCHEDULE = {
     "lr_warmup_steps": "samples of the warm-up (--lr-warmup-iters, -samples or -fraction)",
     "lr_decay_steps": "samples of the schedule (--lr-decay-iters or -samples, else --train-iters or -samples)",
     "lr_decay_style": "--lr-decay-style",
+    "init_lr": "--lr-warmup-init",
+    "wsd_decay_steps": "samples of WSD's final decay (--lr-wsd-decay-iters or -samples)",
+    "lr_wsd_decay_style": "--lr-wsd-decay-style",
     "start_wd": "weight decay at the start (--weight-decay or --start-weight-decay)",
     "end_wd": "weight decay at the end (--weight-decay or --end-weight-decay)",
     "wd_incr_steps": "samples of the run (--train-iters or --train-samples)",
@@ -229,8 +232,9 @@ def restore_schedule(path: Path, trainee: Trainee, saved: dict[str, Any]) -> Non
         CheckpointError: the checkpoint's is another one.
     """
     schedule = trainee.schedule
+    now = schedule.state_dict()
+    saved = now | saved  # older checkpoints lack --lr-warmup-init and what WSD has of its own
     if not (schedule.override_opt_param_scheduler or schedule.use_checkpoint_opt_param_scheduler):
-        now = schedule.state_dict()
         different = [name for name in SCHEDULE if saved[name] != now[name]]
         if different:
             lines = "\n".join(f"  {SCHEDULE[name]}: {short(saved[name])} -> {short(now[name])}" for name in different)
@@ -252,9 +256,9 @@ def restore_schedule(path: Path, trainee: Trainee, saved: dict[str, Any]) -> Non
         )
 
 
-def short(value: float | str) -> str:
+def short(value: Optional[float | str]) -> str:
     """A value of the schedule for people: numbers of samples may be fractions, and not exact."""
-    return value if isinstance(value, str) else f"{value:.10g}"
+    return f"{value:.10g}" if isinstance(value, (int, float)) else str(value or "none")
 
 
 def check_same_model(path: Path, saved: RunConfig, config: RunConfig) -> None:

@@ -14,11 +14,27 @@ from megafp8.config import derived
 from megafp8.config.schema import RunConfig
 
 
-def build_schedule(config: RunConfig, optimizer: MegatronOptimizer, world_size: int) -> OptimizerParamScheduler:
+class Schedule(OptimizerParamScheduler):
+    """megatron-core's, which also saves and restores what megatron-core leaves out of a learning rate's making."""
+
+    LEFT_OUT = ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")
+
+    def state_dict(self) -> dict[str, Any]:
+        """megatron-core's, with what it leaves out."""
+        return super().state_dict() | {name: getattr(self, name) for name in self.LEFT_OUT}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As megatron-core: the saved values, or with `override_opt_param_scheduler` this schedule's own."""
+        for name in self.LEFT_OUT:  # first: with the rest megatron-core also computes the rate
+            setattr(self, name, self._check_and_set(getattr(self, name), state_dict[name], name))
+        super().load_state_dict(state_dict)
+
+
+def build_schedule(config: RunConfig, optimizer: MegatronOptimizer, world_size: int) -> Schedule:
     """Linear warm-up, then the decay of `--lr-decay-style`. Advance it with `step(increment=samples)`."""
     settings = config.optimizer
     start_weight_decay, end_weight_decay = derived.weight_decay_range(settings)
-    return OptimizerParamScheduler(
+    return Schedule(
         optimizer,
         init_lr=settings.lr_warmup_init,
         max_lr=settings.lr,
