@@ -10,6 +10,7 @@ from typing import Any, Optional
 from megafp8.config import derived
 from megafp8.config.flags import Invocation
 from megafp8.config.micro_batch import is_auto
+from megafp8.config.rules.model import shape_is_given
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import value_of, with_values
 from megafp8.errors import ConfigError
@@ -51,10 +52,12 @@ def make_plan(
     Raises:
         ConfigError: the flags break a rule under every layout, or the GPU does not have the recipe.
     """
+    if shapeless := list(shape_is_given(invocation.config, world_size)):
+        raise ConfigError(shapeless)  # alone: micro batch, positions and vocabulary come with most shapes
     assumed = assumptions(invocation, world_size)
     config = with_values(invocation.config, assumed)
     problems = machine_problems(config, gpu)
-    if config.model.num_layers is not None and vocabulary_size(config) is None:
+    if vocabulary_size(config) is None:
         problems.append("the vocabulary is the tokenizer's, which a plan does not read: give --vocab-size")
     if problems:
         raise ConfigError(problems)

@@ -62,6 +62,13 @@ def test_wrong_flags_are_status_64_with_the_reason(arguments, reason) -> None:
     assert reason in result.stderr
 
 
+def test_without_a_model_only_the_model_is_asked_for() -> None:
+    result = run("tools/plan.py", "--gpus", "8")
+    assert result.returncode == 64
+    problem = result.stderr.splitlines()[1:]
+    assert len(problem) == 1 and problem[0].endswith("give them, or a shape by name with --model-preset")
+
+
 def test_what_does_not_fit_is_status_64_and_says_what_it_needs() -> None:
     result = run("tools/plan.py", "--gpus", "8", "--model-preset", "llama3-70b", "--scaling")
     assert result.returncode == 64
