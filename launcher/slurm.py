@@ -131,6 +131,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         arguments, job = read_arguments(argv)
         text = (torchrun if "torchrun" in arguments else slurm).script(job)
+        if "torchrun" in arguments and (unused := torchrun.unused_fields(job)):
+            print(f"notice: not used without Slurm: {', '.join(unused)}", file=sys.stderr, flush=True)
         if "dry_run" in arguments:
             print(text, end="")
             return 0

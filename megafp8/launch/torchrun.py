@@ -8,6 +8,14 @@ from megafp8.errors import ConfigError
 from megafp8.launch.job import Job
 from megafp8.launch.shell import array, environment_lines, training_lines
 
+SLURM_FIELDS = ("cpus_per_node", "exclusive", "time", "partition", "account", "sbatch", "max_requeues", "check_nodes")
+
+
+def unused_fields(job: Job) -> tuple[str, ...]:
+    """Names of fields that the job has given and that only Slurm knows what to do with."""
+    plain = Job(name=job.name, training=())
+    return tuple(name for name in SLURM_FIELDS if getattr(job, name) != getattr(plain, name))
+
 
 def script(job: Job) -> str:
     """The script that is run on each of the machines.

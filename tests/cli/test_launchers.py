@@ -147,6 +147,19 @@ def test_torchrun_sh_runs_each_rank_with_a_log_of_its_own(tmp_path: Path) -> Non
     assert [path.read_text() for path in logs] == ["rank 0 of 2\n", "rank 1 of 2\n"]
 
 
+def test_torchrun_says_which_fields_only_slurm_has(launcher, capsys) -> None:
+    own = ["--name", "a", "--gpus-per-node", "0", "--dry-run"]
+    slurms = ["--time", "1:00:00", "--partition", "gpu", "--sbatch", "qos=high", "--shared-nodes"]
+    training = ["--", *RUN.split(), "--save", "runs/a", "--load", "runs/a"]
+    assert launcher.main([*own, *slurms, "--torchrun", *training]) == 0
+    told = capsys.readouterr()
+    assert told.err == "notice: not used without Slurm: exclusive, time, partition, sbatch\n"
+    assert told.out.startswith("#!/usr/bin/env bash")
+    for words in ([*own, *slurms], [*own, "--torchrun"]):
+        assert launcher.main([*words, *training]) == 0
+        assert not capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
