@@ -185,8 +185,8 @@ def needs_transformer_engine(config: RunConfig, target: Target, implementation: 
         asked.append("--use-transformer-engine-op-fuser")
     if precision.swiglu_quantize_fusion:
         asked.append("--swiglu-quantize-fusion")
-    if precision.quantize_kernels == "triton":
-        asked.append("--quantize-kernels triton")
+    if precision.quantize_kernels is not None:
+        asked.append(f"--quantize-kernels {precision.quantize_kernels}")
     if precision.split_rope_fusion:
         asked.append("--split-rope-fusion")
     has_its_loss = target.kind == "cuda" and target.transformer_engine is not None

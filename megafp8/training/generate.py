@@ -22,6 +22,7 @@ from megafp8.checkpoint.manifest import check_whole
 from megafp8.config import derived, precision_map
 from megafp8.config.fp8_schedule import is_quantized_at
 from megafp8.config.schema import DataConfig, RunConfig
+from megafp8.config.settings import with_values
 from megafp8.data.tokenizer import Tokenizer, build_tokenizer
 from megafp8.device import capability
 from megafp8.device.platform import Platform, detect_platform, join_ranks, use_threads
@@ -165,7 +166,7 @@ def one_rank_config(saved: RunConfig, target: capability.Target, high_precision:
         cross_entropy_loss_fusion=False,
         split_rope_fusion=False,
         swiglu_quantize_fusion=False,
-        quantize_kernels="te",
+        quantize_kernels=None,
         use_transformer_engine_op_fuser=False,
     )
     overrides = tuple(entry for entry in saved.overrides if entry.startswith("transformer."))
@@ -173,9 +174,12 @@ def one_rank_config(saved: RunConfig, target: capability.Target, high_precision:
     for layers in (precision.transformer_impl, "auto", "emulated"):
         chosen = dataclasses.replace(precision, transformer_impl=layers)
         config = RunConfig(model=saved.model, precision=chosen, data=saved.data, overrides=overrides)
+        implementation = capability.resolve_implementation(config, target)
+        if implementation == "transformer_engine":
+            config = with_values(config, {"precision.quantize_kernels": "te"})
         found = capability.problems(config, target)
         if not found:
-            return config, capability.resolve_implementation(config, target)
+            return config, implementation
         problems = problems or found
     is_quantized = precision_map.is_quantized(precision)
     mend = ["--precision high generates without quantization"] if is_quantized else []

@@ -156,6 +156,7 @@ def test_settings_of_the_emulation_only(settings: dict[str, Any], flag: str) -> 
         ("precision", {"split_rope_fusion": True}, "--split-rope-fusion"),
         ("precision", {"swiglu_quantize_fusion": True}, "--swiglu-quantize-fusion"),
         ("precision", {"quantize_kernels": "triton"}, "--quantize-kernels triton"),
+        ("precision", {"quantize_kernels": "te"}, "--quantize-kernels te"),
         ("precision", {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}, "fusion-impl te"),
         ("optimizer", {"use_precision_aware_optimizer": True}, "--use-precision-aware-optimizer"),
         ("model", {"window_size": 128}, "--window-size"),

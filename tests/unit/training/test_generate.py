@@ -254,7 +254,9 @@ def test_a_run_of_a_gpu_cluster_generates_on_a_cpu() -> None:
     assert implementation == "emulated"
     assert config.precision.fp8_recipe == "tensorwise"
     assert config.parallel.tensor_model_parallel_size == 1
-    assert one_rank_config(there, TARGETS["h200"], high_precision=False)[1] == "transformer_engine"
+    assert config.precision.quantize_kernels is None
+    config, implementation = one_rank_config(there, TARGETS["h200"], high_precision=False)
+    assert (implementation, config.precision.quantize_kernels) == ("transformer_engine", "te")
 
 
 def test_the_layers_of_the_run_are_kept_where_they_run() -> None:
