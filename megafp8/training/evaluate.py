@@ -11,6 +11,7 @@ from typing import Any, Optional
 import torch
 
 from megafp8 import faults
+from megafp8.checkpoint.save import sync_parameters
 from megafp8.data.loader import build_loader
 from megafp8.optim.finite import agree
 from megafp8.telemetry.records import EvalRecord
@@ -62,10 +63,11 @@ def inference_mode(run: Run) -> Iterator[None]:
     """No dropout and no gradients; with overlapped gathers, parameters whole before and gathers on again after."""
     chunks = run.trainee.chunks
     hooked = run.config.parallel.overlap_param_gather
+    sync_parameters(run.config, run.trainee)  # megatron-core's leaves old transposes of FP8 weights
     for chunk in chunks:
         chunk.eval()
         if hooked:
-            chunk.disable_forward_pre_hook(param_sync=True)
+            chunk.disable_forward_pre_hook(param_sync=False)
     # The interleaved schedule would start gathers of its own.
     gather, run.transformer_config.param_sync_func = run.transformer_config.param_sync_func, None
     try:

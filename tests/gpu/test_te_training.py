@@ -27,6 +27,7 @@ from megafp8.checkpoint.save import save_checkpoint, sync_parameters  # noqa: E4
 from megafp8.checkpoint.state import Progress, parts_of  # noqa: E402
 from megafp8.model import te_layers  # noqa: E402
 from megafp8.optim.one_pass import OnePassOptimizer  # noqa: E402
+from megafp8.training.evaluate import inference_mode  # noqa: E402
 
 PLAIN = "--no-one-pass-optimizer --no-gradient-overwrite --no-split-rope-fusion"
 FUSER = "--use-transformer-engine-op-fuser"
@@ -212,12 +213,17 @@ def test_fused_operations_go_on_with_the_scales_of_linears_and_back(before: str,
     assert resumed.losses[0] == pytest.approx(straight.losses[0], rel=2e-4)
 
 
+@pytest.mark.parametrize("is_evaluated", [False, True])
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_weights_gathered_early_have_their_transposes(recipe: str) -> None:
-    """As before a checkpoint or an evaluation: the next backward pass reads the transposes."""
+def test_weights_gathered_early_have_their_transposes(recipe: str, is_evaluated: bool) -> None:
+    """As before a checkpoint or in an evaluation: the next backward pass reads the transposes."""
     with gpu_run(f"{RECIPES[recipe]} {OVERLAP} --fp8-param-gather") as run:
         train(run, 2)
-        sync_parameters(run.config, run.trainee)
+        if is_evaluated:
+            with inference_mode(run):
+                pass
+        else:
+            sync_parameters(run.config, run.trainee)
         weights_in_fp8 = [weight for weight in run.trainee.chunks[0].parameters() if hasattr(weight, "_quantizer")]
         assert weights_in_fp8
         for weight in weights_in_fp8:

@@ -12,32 +12,55 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
 from megafp8.parallel import gather
+from megafp8.training.evaluate import inference_mode
 
 
-class Chunk:
+class Chunk(torch.nn.Module):
     """One whose only weight counts as kept in FP8."""
 
     def __init__(self, is_overlapped: bool, done: list[str]):
+        super().__init__()
         self.ddp_config = SimpleNamespace(overlap_param_gather=is_overlapped)
-        self.weight, self.done = torch.nn.Parameter(torch.zeros(2)), done
-
-    def parameters(self) -> list[torch.nn.Parameter]:
-        return [self.weight]
+        self.weight = torch.nn.Parameter(torch.zeros(2))
+        self.weight.done = self.done = done
 
     def start_param_sync(self, **options: Any) -> None:
         assert options == {"force_sync": True}
         self.done.append("gather")
 
+    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
+        if param_sync:
+            self.start_param_sync(force_sync=True)
+
+    def enable_forward_pre_hook(self) -> None:
+        self.done.append("hook")
+
+
+@pytest.fixture(autouse=True)
+def _weights_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "is_float8tensor", lambda weight: True)
+    monkeypatch.setattr(gather, "post_all_gather_processing", lambda weights: weights[0].done.append("transpose"))
+
 
 @pytest.mark.parametrize(("is_overlapped", "expected"), [(True, ["gather", "transpose"]), (False, ["gather"])])
-def test_second_copies_are_made_after_the_gather(
-    is_overlapped: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_copies_are_made_after_the_gather(is_overlapped: bool, expected: list[str]) -> None:
     """Without overlap megatron-core makes them itself."""
     done: list[str] = []
-    monkeypatch.setattr(gather, "is_float8tensor", lambda weight: True)
-    monkeypatch.setattr(gather, "post_all_gather_processing", lambda weights: done.append("transpose"))
     gather.gather_weights([Chunk(is_overlapped, done)])
+    assert done == expected
+
+
+@pytest.mark.parametrize(("is_overlapped", "expected"), [(True, ["gather", "transpose", "hook"]), (False, [])])
+def test_an_evaluation_gathers_in_that_way(is_overlapped: bool, expected: list[str]) -> None:
+    """The next step gathers nothing, and its backward pass reads the second copies."""
+    done: list[str] = []
+    run: Any = SimpleNamespace(
+        config=SimpleNamespace(parallel=SimpleNamespace(overlap_param_gather=is_overlapped)),
+        trainee=SimpleNamespace(chunks=[Chunk(is_overlapped, done)]),
+        transformer_config=SimpleNamespace(param_sync_func=None),
+    )
+    with inference_mode(run):
+        assert done == expected[:2]
     assert done == expected
 
 
