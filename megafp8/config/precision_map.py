@@ -77,17 +77,25 @@ class LinearChoice(NamedTuple):
         return tuple(dict.fromkeys(choice.recipe for choice in self if choice.recipe is not None))
 
 
+class FileEntry(str):
+    """The text of an entry that stands in a file.
+
+    Attributes:
+        place: where, as an error says it: `--precision-map map.yaml: line 3`.
+    """
+
+    place: str
+
+
 @dataclass(frozen=True)
 class Entry:
     """One entry of a map.
 
     Attributes:
-        text: as it was given.
         recipe: `bf16` and `fp32` stand for high precision.
         format: None where the entry does not say.
     """
 
-    text: str
     pattern: str
     gemms: tuple[str, ...]
     recipe: str
@@ -130,12 +138,24 @@ def parse_entry(text: str) -> Entry:
     if fmt is not None and fmt not in formats:
         has = f"has {', '.join(formats)}" if formats else "has no format of its own"
         raise ValueError(f"{fmt!r} is no format of {recipe}, which {has}")
-    return Entry(text, parts["pattern"], gemms, recipe, fmt)
+    return Entry(parts["pattern"], gemms, recipe, fmt)
 
 
 def entries(precision: PrecisionConfig) -> tuple[Entry, ...]:
     """The map's entries, those aside that cannot be read, which are a rule's problem."""
     return tuple(entry for entry, _ in read_entries(precision.precision_map) if entry is not None)
+
+
+def said_entries(precision: PrecisionConfig) -> Iterator[tuple[str, Entry]]:
+    """The same entries, each after the words that it was given by."""
+    for text, (entry, _) in zip(precision.precision_map, read_entries(precision.precision_map), strict=True):
+        if entry is not None:
+            yield said(text), entry
+
+
+def said(text: str) -> str:
+    """How an entry was given: `--precision ENTRY`, or the place in a file and the entry."""
+    return f"{text.place}: {text}" if isinstance(text, FileEntry) else f"--precision {text}"
 
 
 @functools.lru_cache(maxsize=64)
@@ -265,7 +285,7 @@ def is_quantized(precision: PrecisionConfig) -> bool:
 
 
 def asked_by(precision: PrecisionConfig, recipe: str) -> str:
-    """How the command line asked for a recipe: `--fp8-recipe mxfp8`, or the first entry of the map that names it."""
+    """What asked for a recipe: `--fp8-recipe mxfp8`, or the first entry of the map that names it."""
     if recipe in base_choice(precision).recipes:
         return f"--{'fp4' if precision.fp8_format is None else 'fp8'}-recipe {recipe}"
-    return next(f"--precision {entry.text}" for entry in entries(precision) if entry.recipe == recipe)
+    return next(words for words, entry in said_entries(precision) if entry.recipe == recipe)

@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from megafp8.config.precision_map import FileEntry
 from megafp8.errors import ConfigError
 
 
-def read_map(path: str) -> tuple[str, ...]:
+def read_map(path: str) -> tuple[FileEntry, ...]:
     """The entries of a file, as `--precision` spells them, in their order.
 
     Raises:
@@ -28,12 +29,19 @@ def read_map(path: str) -> tuple[str, ...]:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"--precision-map {path}: cannot be read: {reason}") from error
     try:
-        return tuple(_entries(text))
+        return tuple(_file_entry(path, line, entry) for line, entry in _entries(text))
     except ValueError as error:
         raise ConfigError(f"--precision-map {path}: {error}") from error
 
 
-def _entries(text: str) -> Iterator[str]:
+def _file_entry(path: str, line: str, text: str) -> FileEntry:
+    entry = FileEntry(text)
+    entry.place = f"--precision-map {path}: {line}"
+    return entry
+
+
+def _entries(text: str) -> Iterator[tuple[str, str]]:
+    """Where each stands in the file, and its text."""
     import yaml  # only for those who have such a file: keeps --help quick
 
     try:
@@ -42,7 +50,7 @@ def _entries(text: str) -> Iterator[str]:
         raise ValueError(f"not YAML: {error}") from error
     for pattern, value in _pairs(root, "the file"):
         if isinstance(value, yaml.ScalarNode):
-            yield f"{pattern.value}={value.value}"
+            yield _place(pattern), f"{pattern.value}={value.value}"
             continue
         given: dict[str, str] = {}
         for gemms, recipe in _pairs(value, pattern.value):
@@ -55,7 +63,7 @@ def _entries(text: str) -> Iterator[str]:
                         f"{_place(gemms)}: {pattern.value}: {before!r} and {gemms.value!r} both say what {gemm} is; "
                         "give each GEMM once"
                     )
-            yield f"{pattern.value}:{gemms.value}={recipe.value}"
+            yield _place(gemms), f"{pattern.value}:{gemms.value}={recipe.value}"
 
 
 def _pairs(node: Any, name: str) -> Iterator[tuple[Any, Any]]:

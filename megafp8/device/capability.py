@@ -258,7 +258,7 @@ def map_obstacles(config: RunConfig) -> list[str]:
     resolved = precision_map.resolve(config.model, precision)
     for name in precision_map.changed_linears(config.model, precision):
         chosen = resolved[name]
-        said = f"--precision gives {name} {chosen}"
+        said = f"the precision map gives {name} {chosen}"
         if is_delayed and name != OUTPUT_LAYER:
             found.setdefault("delayed", f"{said}: {_BY_BLOCK}")
         elif "delayed" in chosen.recipes:

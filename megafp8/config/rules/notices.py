@@ -58,7 +58,7 @@ def _fused(config: RunConfig, implementation: str) -> Iterator[str]:
     elif fuses_operations(with_values(config, {"precision.precision_map": ()})):
         yield (
             "the MLP runs in Transformer Engine's layers, not in its fused operations (the op fuser), which have one "
-            "recipe: --precision gives linears of an MLP another"
+            "recipe: the precision map gives linears of an MLP another"
         )
 
 

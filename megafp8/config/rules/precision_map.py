@@ -14,7 +14,7 @@ def entries_can_be_read(config: RunConfig, world_size: int) -> Iterator[str]:
     texts = config.precision.precision_map
     for text, (entry, fault) in zip(texts, precision_map.read_entries(texts), strict=True):
         if entry is None:
-            yield f"--precision {text}: {fault}"
+            yield f"{precision_map.said(text)}: {fault}"
 
 
 def entries_name_linears(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -22,18 +22,18 @@ def entries_name_linears(config: RunConfig, world_size: int) -> Iterator[str]:
     num_layers = config.model.num_layers
     if num_layers is None or not positive(num_layers):
         return
-    for entry in precision_map.entries(config.precision):
+    for said, entry in precision_map.said_entries(config.precision):
         if fault := precision_map.why_nothing(entry, num_layers):
-            yield f"--precision {entry.text}: {fault}"
+            yield f"{said}: {fault}"
 
 
 def high_precision_is_that_of_the_weights(config: RunConfig, world_size: int) -> Iterator[str]:
     """GEMMs that are not quantized multiply in the type of the weights."""
     dtype = derived.params_dtype(config.precision)
     mend = {"bf16": "give bf16", "fp32": "give fp32, or --bf16 for the run", "fp16": "remove it, or give --bf16"}[dtype]
-    for entry in precision_map.entries(config.precision):
+    for said, entry in precision_map.said_entries(config.precision):
         if entry.recipe in precision_map.HIGH_PRECISION and entry.recipe != dtype:
-            yield f"--precision {entry.text}: the weights of this run are {dtype}: {mend}"
+            yield f"{said}: the weights of this run are {dtype}: {mend}"
     for stretch in schedule_of(config):
         if stretch.precision in fp8_schedule.HIGH and stretch.precision != dtype:
             yield (
@@ -50,8 +50,8 @@ def delayed_scales_have_one_format(config: RunConfig, world_size: int) -> Iterat
         formats = sorted({str(choice.format) for choice in chosen if choice.recipe == "delayed"})
         if len(formats) > 1:
             yield (
-                f"--precision gives {name} delayed scaling in {' and '.join(formats)}: an operand has one scale for "
-                "both; give its GEMMs one format"
+                f"the precision map gives {name} delayed scaling in {' and '.join(formats)}: an operand has one scale "
+                "for both; give its GEMMs one format"
             )
 
 
@@ -113,8 +113,8 @@ def weights_in_fp8_have_one_form(config: RunConfig, world_size: int) -> Iterator
     for name, chosen in precision_map.resolve(config.model, precision).items():
         if name != precision_map.OUTPUT_LAYER and chosen.fprop != chosen.dgrad:
             yield (
-                f"--fp8-param-gather: --precision gives {name} one recipe for fprop and another for dgrad, and its "
-                "weight has codes of one; give both the same, or remove the flag"
+                f"--fp8-param-gather: the precision map gives {name} one recipe for fprop and another for dgrad, and "
+                "its weight has codes of one; give both the same, or remove the flag"
             )
 
 

@@ -1,5 +1,7 @@
 """Entries of a precision map: read, resolved over all linears, and refused with what is nearest."""
 
+import copy
+import pickle
 from pathlib import Path
 
 import pytest
@@ -200,6 +202,36 @@ def test_a_file_that_is_no_map_is_refused(content: str, words: str, tmp_path: Pa
     with pytest.raises(ConfigError) as caught:
         parsed(f"--precision-map {path}")
     assert words in str(caught.value) and str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "run", "words"),
+    [
+        ('"*.linear_fc1": bf16\n"*.linear_fc2": fp7\n', "", "line 2: *.linear_fc2=fp7: 'fp7' is no recipe"),
+        ("layers.0.*:\n  dgrad: bf16\n  wgrdd: bf16\n", "", "line 3: layers.0.*:wgrdd=bf16: 'wgrdd' is no GEMM"),
+        ('"*.fc2": mxfp8\n', "", "line 1: *.fc2=mxfp8: *.fc2 names no linear"),
+        ("output_layer: fp32\n", "", "line 1: output_layer=fp32: the weights of this run are bf16"),
+        ("output_layer: mxfp8\n", "--transformer-impl local", "line 1: output_layer=mxfp8 with --transformer-impl"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_told_by_its_line(content: str, run: str, words: str, tmp_path: Path) -> None:
+    """Though the same text on the command line, before, was told by `--precision`."""
+    path = tmp_path / "map.yaml"
+    path.write_text(content)
+    texts = parsed(f"--precision-map {path}")
+    assert any("--precision " in problem for problem in problems_of(f"{run} --precision {' '.join(texts)}"))
+    found = problems_of(f"{run} --precision-map {path}")
+    assert any(problem.startswith(f"--precision-map {path}: {words}") for problem in found), found
+    assert not any("--precision " in problem for problem in found)
+
+
+def test_an_entry_of_a_file_travels_to_other_processes(tmp_path: Path) -> None:
+    path = tmp_path / "map.yaml"
+    path.write_text("output_layer: mxfp8\n")
+    config = flags.parse(["--precision-map", str(path)]).config
+    for copied in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
+        said = precision_map.asked_by(copied.precision, "mxfp8")
+        assert said == f"--precision-map {path}: line 1: output_layer=mxfp8"
 
 
 def test_a_missing_file_is_told() -> None:

@@ -288,7 +288,7 @@ def test_an_output_layer_without_a_memory_goes_with_every_recipe(recipe: str) ->
         (mapped("output_layer=tensorwise", fp8_recipe="delayed", tied=True), "--untie-embeddings-and-output-weights"),
         (mapped(fp8_recipe="delayed", first_last_layers_bf16=True), "--first-last-layers-bf16 with delayed scaling"),
         (mapped("output_layer=tensorwise", tied=True), "--untie-embeddings-and-output-weights"),
-        (mapped("layers.0.*=bf16", fp8_param_gather=True), "--fp8-param-gather: --precision gives layers.0.linear_qkv"),
+        (mapped("layers.0.*=bf16", fp8_param_gather=True), "the precision map gives layers.0.linear_qkv"),
         (mapped("layers.0.*=bf16", use_transformer_engine_op_fuser=True), "fused ones have one recipe"),
         (mapped("*.linear_fc1=tensorwise/e5m2"), "Transformer Engine refuses E5M2"),
     ],
@@ -305,7 +305,7 @@ def test_what_transformer_engine_lacks_is_refused_and_emulated(config: RunConfig
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (mapped("output_layer=tensorwise", tied=True), "--precision gives output_layer tensorwise hybrid"),
+        (mapped("output_layer=tensorwise", tied=True), "the precision map gives output_layer tensorwise hybrid"),
         (mapped(fp8_recipe="delayed", first_last_layers_bf16=True), "--first-last-layers-bf16 with delayed scaling"),
         (mapped(fp8_recipe="mxfp8"), "--fp8-recipe mxfp8: needs compute capability 10.0"),
     ],
