@@ -188,11 +188,26 @@ def swiglu_fusion_has_what_it_fuses(config: RunConfig, world_size: int) -> Itera
         yield without(f"{flag} with --fp8-recipe tensorwise", "--quantize-kernels triton")
     elif not has_quantizing_swiglu(config):
         yield without(flag, f"--fp8-recipe {' or '.join(RECIPES_OF_SWIGLU_FUSION)}")
+    if config.model.swiglu and not swiglu_has_tiles(config):
+        fc2 = gemms.gemm_dimensions(config)[-1]
+        yield (
+            f"{flag} takes {TILE_LENGTH} tokens and channels at a time, and a rank's SwiGLU makes {fc2.rows} x "
+            f"{fc2.in_features}: choose --seq-length, --micro-batch-size and --ffn-hidden-size for multiples, or "
+            "remove it"
+        )
 
 
 def has_quantizing_swiglu(config: RunConfig) -> bool:
     """Whether there is a SwiGLU that quantizes by the recipe's rule."""
     return derived.quantization_recipe(config.precision) in (*RECIPES_OF_SWIGLU_FUSION, *recipes_of_our_kernels(config))
+
+
+def swiglu_has_tiles(config: RunConfig) -> bool:
+    """Whether the kernels take what a rank's SwiGLU makes, linear_fc2's input: they know whole tiles only."""
+    if not has_gemms(config):
+        return True
+    fc2 = gemms.gemm_dimensions(config)[-1]
+    return fc2.rows % TILE_LENGTH == fc2.in_features % TILE_LENGTH == 0
 
 
 def quantize_kernels_have_what_they_quantize(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -240,7 +255,7 @@ def fuses_operations(config: RunConfig) -> bool:
 def quantizes_in_swiglu(config: RunConfig) -> bool:
     """Whether fused operations have our SwiGLU: as asked, or else where it is faster."""
     asked = config.precision.swiglu_quantize_fusion
-    can = config.model.swiglu and has_quantizing_swiglu(config)
+    can = config.model.swiglu and has_quantizing_swiglu(config) and swiglu_has_tiles(config)
     return asked if asked is not None else can and fuses_operations(config)
 
 

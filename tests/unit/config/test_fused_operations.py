@@ -11,6 +11,7 @@ from megafp8.config.rules.precision import (
     quantize_kernels_have_what_they_quantize,
     quantizes_in_swiglu,
     recipes_of_our_kernels,
+    swiglu_fusion_has_what_it_fuses,
 )
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
@@ -70,6 +71,28 @@ def test_our_kernels_take_128_tokens_at_a_time(seq_length: int, fits: bool) -> N
     found = list(quantize_kernels_have_what_they_quantize(config, 1))
     assert fits or "a rank quantizes 144" in found[0]
     assert len(found) == (not fits)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "made"),
+    [
+        ({"data.seq_length": 64}, None),
+        ({"data.seq_length": 72}, "144 x 384"),
+        ({"data.seq_length": 64, "model.ffn_hidden_size": 320}, "128 x 320"),
+    ],
+)
+@pytest.mark.parametrize("recipe", [DELAYED, BLOCKWISE])
+def test_swiglu_takes_128_tokens_and_channels_at_a_time(
+    recipe: dict[str, Any], sizes: dict[str, Any], made: str | None
+) -> None:
+    """Elsewhere it is Transformer Engine's, which is not what was asked for."""
+    tiny = PRESETS["tiny"] | {"model.ffn_hidden_size": 384, "training.micro_batch_size": 2} | sizes
+    config = with_values(RunConfig(), recipe | tiny)
+    assert quantizes_in_swiglu(config) == (made is None)
+    found = list(
+        swiglu_fusion_has_what_it_fuses(with_values(config, {"precision.swiglu_quantize_fusion": True}), 1)
+    )
+    assert len(found) == (made is not None) and all(f"a rank's SwiGLU makes {made}" in problem for problem in found)
 
 
 @pytest.mark.parametrize(
