@@ -46,6 +46,10 @@ def obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
             "its buffers signal between ranks outside of graphs; leave it out",
         ),
         (
+            parallel.distributed_backend == "gloo", "--distributed-backend gloo",
+            "its collectives pass through the host; leave it out",
+        ),
+        (
             training.micro_batch_size == AUTO, "--micro-batch-size auto",
             "sizes are tried without a graph; find the size first, then give it",
         ),

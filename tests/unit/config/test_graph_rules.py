@@ -46,6 +46,7 @@ def test_what_goes_together(text: str) -> None:
         "--fp16",
         "--loss-scale 2",
         "--tp-comm-overlap",
+        "--distributed-backend gloo",
         "--micro-batch-size auto",
         "--no-one-pass-optimizer",
         "--optimizer sgd",
