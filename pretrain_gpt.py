@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 
 from megafp8.config import flags
-from megafp8.errors import INTERNAL, Megafp8Error
+from megafp8.errors import INTERNAL, CheckpointError, Megafp8Error
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,9 +33,7 @@ def main(argv: Sequence[str]) -> int:
             return run_training(checked)
         return 0
     except Megafp8Error as error:
-        # The ranks of a machine see wrong flags and paths, bad numbers and a folder in use alike: one of them says so.
-        # Another machine may lack a path that this one has, and otherwise a rank may fail alone.
-        if os.environ.get("LOCAL_RANK", "0") == "0" or error.exit_status not in (64, 65, 73):
+        if not is_said_elsewhere(error):
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return error.exit_status
     except Exception as error:
@@ -43,6 +41,19 @@ def main(argv: Sequence[str]) -> int:
         if isinstance(error, ModuleNotFoundError):
             print(f"{sys.executable} lacks it: another environment? See python tools/doctor.py", file=sys.stderr)
         return INTERNAL
+
+
+def is_said_elsewhere(error: Megafp8Error) -> bool:
+    """The ranks of a machine see wrong flags and paths, bad numbers and a folder in use alike: its first one says so.
+
+    Another machine may lack a path that this one has. A checkpoint may fail on all ranks or on one, and otherwise a
+    rank may fail alone.
+    """
+    if isinstance(error, CheckpointError):
+        from megafp8.device.platform import is_said_by_first_rank
+
+        return is_said_by_first_rank(str(error))
+    return os.environ.get("LOCAL_RANK", "0") != "0" and error.exit_status in (64, 65, 73)
 
 
 def entry_point() -> None:

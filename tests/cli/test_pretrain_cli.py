@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -9,11 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from ranks import run_ranks
 
 import pretrain_gpt
 from megafp8.config import flags, serialize
 from megafp8.config.presets import PRESETS
 from megafp8.data.tokenizer_training import train_sentencepiece
+from megafp8.errors import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = sorted(f"{folder}/{path.name}" for folder in ("tools", "launcher") for path in (ROOT / folder).glob("*.py"))
@@ -116,6 +121,37 @@ def test_one_rank_of_every_machine_says_what_is_wrong(capsys, monkeypatch, local
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     assert pretrain_gpt.main(["--num-layres", "2"]) == 64
     assert ("--num-layres" in capsys.readouterr().err) == is_said
+
+
+@pytest.mark.parametrize(
+    ("ends", "saying"),
+    [
+        (("of another model", "of another model"), [True, False]),
+        (("no such file", "stale file handle"), [True, True]),
+        ((None, "stale file handle"), [False, True]),
+    ],
+    ids=["the same on both", "each its own", "one alone"],
+)
+def test_what_is_wrong_with_a_checkpoint_is_said_once(ends: tuple[str | None, ...], saying: list[bool]) -> None:
+    import megafp8.training.main  # noqa: F401  once, before ranks are forked
+
+    def start() -> tuple[int, bool]:
+        end = ends[dist.get_rank()]
+
+        def run_training(checked: object) -> int:
+            if end is None:
+                return 0
+            raise CheckpointError(end)
+
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as errors:
+            patch.setattr("megafp8.training.main.run_training", run_training)
+            patch.setattr("megafp8.device.platform.LAST_WORDS_S", 0.5 if None in ends else 60)
+            status = pretrain_gpt.main(TINY.split())
+        dist.barrier()
+        assert not errors.getvalue() or errors.getvalue() == f"CheckpointError: {end}\n"
+        return status, bool(errors.getvalue())
+
+    assert run_ranks(2, start) == [(74 if end else 0, is_saying) for end, is_saying in zip(ends, saying, strict=True)]
 
 
 def test_problems_of_every_kind_are_told_at_once(capsys, monkeypatch) -> None:
