@@ -10,6 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from megafp8.config import derived, gemms
+from megafp8.config.rules import graphs
 from megafp8.config.settings import with_values
 from megafp8.planning.compute import cast_s, product_s
 from megafp8.planning.planned_run import PlannedRun
@@ -85,9 +86,10 @@ def fp8_warnings(run: PlannedRun) -> list[str]:
     ]
     host_share = quantized.parts.get("host", 0.0) / quantized.seconds
     if host_share > 1 - 1 / PAYS:
+        or_graph = "" if any(graphs.obstacles(run.config)) else ", or --cuda-graph-impl local"
         lines.append(
             f"kernels are so short that the GPU waits {host_share:.0%} of the step for the host, which starts more of "
-            "them in FP8: use a larger --micro-batch-size or --seq-length, or --cuda-graph-impl local"
+            f"them in FP8: use a larger --micro-batch-size or --seq-length{or_graph}"
         )
     small = [gain for gain in linear_gains(run) if gain.speed < PAYS]
     if small and not has_map:  # gains are those of one recipe for all

@@ -32,6 +32,15 @@ def test_a_narrow_one_is_with_the_ratio_that_the_plan_gives() -> None:
     assert any("for the host" in line and "--micro-batch-size" in line for line in others)
 
 
+@pytest.mark.parametrize(("dropout", "is_advised"), [(0.0, True), (0.1, False)])
+def test_a_graph_is_advised_where_the_run_can_have_one(dropout: float, is_advised: bool) -> None:
+    settings = {
+        "parallel.use_distributed_optimizer": True, "model.attention_dropout": 0.0, "model.hidden_dropout": dropout,
+    }  # fmt: skip
+    (line,) = [line for line in fp8_warnings(run_of(NARROW | settings, gpus=1)) if "for the host" in line]
+    assert ("--cuda-graph-impl local" in line) == is_advised
+
+
 def test_linears_whose_casts_take_what_their_gemms_save_are_named() -> None:
     """Few channels and many tokens: what is quantized is large, and multiplied by little."""
     run = run_of(NARROW | {"data.seq_length": 65_536})
