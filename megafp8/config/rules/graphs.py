@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megafp8.config import derived
+from megafp8.config import derived, precision_map
 from megafp8.config.rules.rule import Rule, without
 from megafp8.config.schema import RunConfig, TrainingConfig
 from megafp8.config.schema.setting import AUTO
@@ -28,6 +28,11 @@ def obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
     checks = (
         *((rate > 0, f"{flag} {rate}", f"a graph draws no random numbers; give {flag} 0") for flag, rate in dropouts),
         *((size > 1, f"{flag} {size}", "graphs hold one stage's whole step; give 1") for flag, size in sizes),
+        (
+            precision.fp4_stochastic_rounding and "nvfp4" in precision_map.used_recipes(precision),
+            "--fp4-recipe nvfp4",
+            "its gradients are rounded at random, and a graph draws no random numbers; launch kernel by kernel",
+        ),
         (
             granularity is not None, f"--recompute-granularity {granularity}",
             "recomputing sets the state of random generators; leave it out",

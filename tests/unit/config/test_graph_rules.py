@@ -41,6 +41,7 @@ def test_what_goes_together(text: str) -> None:
         "--hidden-dropout 0.1",
         "--pipeline-model-parallel-size 2",
         "--context-parallel-size 2",
+        "--fp4-recipe nvfp4 --fp4-format e2m1",
         "--recompute-granularity full",
         "--fp8-schedule 1:bf16,10:fp8",
         "--fp16",
