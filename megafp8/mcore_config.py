@@ -208,7 +208,7 @@ def kernel_fields(config: RunConfig, implementation: str, on_cuda: bool) -> dict
         "gradient_accumulation_fusion": False,
         "deterministic_mode": precision.deterministic_mode,
     }
-    if config.training.cuda_graph_impl != "none":
+    if derived.has_step_graph(config):
         # Of this, megatron-core's loss leaves out a look at its gradient, which would wait. The graph is ours.
         fields["cuda_graph_scope"] = [CudaGraphScope.full_iteration]
     if is_gelu and bias_activation and not on_cuda:

@@ -354,6 +354,14 @@ def one_pass_obstacle(config: RunConfig) -> Optional[str]:
     return next((text for is_there, text in obstacles if is_there), None)
 
 
+# ---- graphs -------------------------------------------------------------------------------------------------------
+
+
+def has_step_graph(config: RunConfig) -> bool:
+    """Whether a step's passes are launched as a CUDA graph."""
+    return config.training.cuda_graph_impl != "none"
+
+
 # ---- recomputation ------------------------------------------------------------------------------------------------
 
 

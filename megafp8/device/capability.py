@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
-from megafp8.config import precision_map
+from megafp8.config import derived, precision_map
 from megafp8.config.precision_map import OUTPUT_LAYER, LinearChoice
 from megafp8.config.schema import LoggingConfig, PrecisionConfig, RunConfig
 
@@ -198,7 +198,7 @@ def needs_transformer_engine(config: RunConfig, target: Target, implementation: 
         asked.append("--use-precision-aware-optimizer")
     if config.model.window_size is not None:
         asked.append("--window-size")
-    if config.training.cuda_graph_impl != "none":
+    if derived.has_step_graph(config):
         asked.append(f"--cuda-graph-impl {config.training.cuda_graph_impl}")
     return [f"{flag}: needs --transformer-impl transformer_engine, this run has {implementation}" for flag in asked]
 

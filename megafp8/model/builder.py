@@ -135,7 +135,7 @@ def add_gradient_buffers(
     """Wrap each chunk with megatron-core's gradient buffers and data-parallel reduction."""
     ddp_config = build_ddp_config(config)
     # Later chunks of a rank finish their backward pass first: splitting their buffers would overlap nothing.
-    with off_default_stream() if config.training.cuda_graph_impl != "none" else nullcontext():
+    with off_default_stream() if derived.has_step_graph(config) else nullcontext():
         return [
             DistributedDataParallel(transformer_config, ddp_config, chunk, disable_bucketing=index > 0)
             for index, chunk in enumerate(chunks)

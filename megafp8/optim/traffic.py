@@ -8,6 +8,7 @@ from typing import Any, Optional
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megafp8.config import derived
 from megafp8.config.schema import RunConfig
 from megafp8.fp8.parameter import quantized_parameters
 
@@ -55,7 +56,7 @@ class ParameterTraffic(TorchDispatchMode):
 
 def build_traffic(config: RunConfig, chunks: list[Any]) -> Optional[ParameterTraffic]:
     """The count of a run; None where every rank updates all weights and nothing is gathered, or a graph gathers."""
-    is_in_graph = config.parallel.overlap_param_gather and config.training.cuda_graph_impl != "none"
+    is_in_graph = config.parallel.overlap_param_gather and derived.has_step_graph(config)
     return ParameterTraffic(chunks) if config.parallel.use_distributed_optimizer and not is_in_graph else None
 
 

@@ -193,7 +193,7 @@ def layer_time(run: PlannedRun, recipe: str) -> dict[str, tuple[float, float]]:
 
 def host_layer_s(run: PlannedRun, recipe: str) -> float:
     """Seconds that the host takes to start a layer's kernels, forward and backward; none in a graph."""
-    if run.config.training.cuda_graph_impl != "none":
+    if derived.has_step_graph(run.config):
         return 0.0
     return run.calibration.bf16_host_layer_s if recipe == "bf16" else run.calibration.fp8_host_layer_s
 

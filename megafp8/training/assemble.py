@@ -155,7 +155,7 @@ def build_trainee(
     chunks = add_gradient_buffers(config, transformer_config, model)
     optimizer = build_optimizer(config, transformer_config, chunks)
     obstacle = one_pass.obstacle(config, platform.kind == "cuda")
-    if obstacle is not None and config.training.cuda_graph_impl != "none":
+    if obstacle is not None and derived.has_step_graph(config):
         raise ConfigError(
             f"--cuda-graph-impl {config.training.cuda_graph_impl}: needs the one-pass optimizer, which does not go "
             f"with {obstacle} (megatron-core's waits for the number of tokens, which a graph cannot)"
@@ -186,10 +186,9 @@ def build_first_gradient(config: RunConfig, trainee: Trainee, implementation: st
 
 def build_graph(config: RunConfig, trainee: Trainee, device: torch.device) -> Optional[StepGraph]:
     """What captures the steps' passes; None where they are launched kernel by kernel."""
-    training = config.training
-    if training.cuda_graph_impl == "none":
+    if not derived.has_step_graph(config):
         return None
-    return StepGraph(trainee.chunks, training.cuda_graph_warmup_steps, device)
+    return StepGraph(trainee.chunks, config.training.cuda_graph_warmup_steps, device)
 
 
 def build_watch(config: RunConfig, trainee: Trainee, device: torch.device) -> Optional[GradientWatch]:

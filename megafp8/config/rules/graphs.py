@@ -10,11 +10,6 @@ from megafp8.config.schema import RunConfig, TrainingConfig
 from megafp8.config.schema.setting import AUTO
 
 
-def is_asked(config: RunConfig) -> bool:
-    """Whether steps are to run as a graph."""
-    return config.training.cuda_graph_impl != "none"
-
-
 def obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
     """What keeps the passes of a run from being a graph: each setting, and why with the mend."""
     model, parallel, precision, training = config.model, config.parallel, config.precision, config.training
@@ -64,7 +59,7 @@ def obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def steps_are_alike(config: RunConfig, world_size: int) -> Iterator[str]:
     """No host decision, no random numbers and no wait of another rank's inside the passes."""
-    if is_asked(config):
+    if derived.has_step_graph(config):
         for flag, reason in obstacles(config):
             yield f"{flag} with --cuda-graph-impl {config.training.cuda_graph_impl}: {reason}"
 
@@ -72,7 +67,7 @@ def steps_are_alike(config: RunConfig, world_size: int) -> Iterator[str]:
 def warm_up_is_for_graphs(config: RunConfig, world_size: int) -> Iterator[str]:
     """Steps before the capture need something to be captured."""
     steps = config.training.cuda_graph_warmup_steps
-    if not is_asked(config) and steps != TrainingConfig().cuda_graph_warmup_steps:
+    if not derived.has_step_graph(config) and steps != TrainingConfig().cuda_graph_warmup_steps:
         yield without(f"--cuda-graph-warmup-steps {steps}", "--cuda-graph-impl local")
 
 

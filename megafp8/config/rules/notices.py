@@ -36,7 +36,7 @@ def notices(config: RunConfig, implementation: str, world_size: int) -> list[str
 
 
 def _launches(config: RunConfig, implementation: str, world_size: int) -> Iterator[str]:
-    if graphs.is_asked(config):
+    if derived.has_step_graph(config):
         if world_size > derived.model_parallel_size(config):
             yield (
                 f"--cuda-graph-impl {config.training.cuda_graph_impl}: slow ranks are not told apart, since a graph "
