@@ -76,12 +76,7 @@ class Profile:
 
     def busy_ms(self) -> float:
         """Time in which any kernel runs, a step."""
-        busy, end = 0.0, float("-inf")
-        for kernel in sorted(self.kernels, key=lambda kernel: kernel.start_us):
-            stop = kernel.start_us + kernel.duration_us
-            busy += max(0.0, stop - max(end, kernel.start_us))
-            end = max(end, stop)
-        return busy / 1e3 / self.steps
+        return self.span_ms() - sum(ms for _, _, ms, _ in self.gaps())
 
     def gaps(self) -> list[tuple[str, str, float, float]]:
         """(kernel before, kernel after, ms a step, times a step) of the time in which no kernel runs, longest first."""
