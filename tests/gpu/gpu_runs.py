@@ -5,19 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from gpu_sizes import FP8_RECIPES, RECIPES, SIZES
-from small_run import build_run
+from small_run import Curve, build_run, train
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from megafp8.config import flags, rules
 from megafp8.device import capability, mcore_cpu, platform
 
-__all__ = ["FP8_RECIPES", "RECIPES", "SIZES", "gpu_run"]
+__all__ = ["FP8_RECIPES", "RECIPES", "SIZES", "gpu_run", "straight_and_resumed"]
 mcore_cpu.install()
 platform.compute_deterministically()  # equal runs give equal bits
 
+from megafp8.checkpoint.load import load_checkpoint  # noqa: E402
+from megafp8.checkpoint.save import save_checkpoint  # noqa: E402
+from megafp8.checkpoint.state import Progress  # noqa: E402
 from megafp8.parallel.groups import leave_groups  # noqa: E402
 from megafp8.training.assemble import Run  # noqa: E402
 
@@ -39,3 +43,14 @@ def gpu_run(extra: str, precision: str = "--bf16") -> Iterator[Run]:
         leave_groups()
         FP8GlobalStateManager.reset()
         torch.cuda.empty_cache()
+
+
+def straight_and_resumed(extra: str, steps: int, folder: Path) -> tuple[Curve, Curve]:
+    """The second half of a run of twice so many steps, and of one that went on from a checkpoint of its middle."""
+    with gpu_run(extra) as run:
+        train(run, steps)
+        path = save_checkpoint(folder, run.config, run.trainee, Progress(steps, steps * run.global_batch_size))
+        straight = train(run, steps, first_step=steps + 1)
+    with gpu_run(extra) as run:
+        load_checkpoint(path, run.config, run.trainee)
+        return straight, train(run, steps, first_step=steps + 1)

@@ -13,11 +13,9 @@ pytestmark = pytest.mark.gpu
 if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
     pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
 
-from gpu_runs import FP8_RECIPES, RECIPES, gpu_run  # noqa: E402
+from gpu_runs import FP8_RECIPES, RECIPES, gpu_run, straight_and_resumed  # noqa: E402
 from small_run import SourceSamples, train, weights  # noqa: E402
 
-from megafp8.checkpoint.load import load_checkpoint  # noqa: E402
-from megafp8.checkpoint.save import save_checkpoint  # noqa: E402
 from megafp8.checkpoint.state import Progress  # noqa: E402
 from megafp8.training.assemble import Run  # noqa: E402
 from megafp8.training.evaluate import build_batches, evaluate  # noqa: E402
@@ -84,12 +82,5 @@ def test_evaluations_and_looks_between_steps_change_nothing(recipe: str) -> None
 
 @pytest.mark.parametrize("recipe", ["bf16", "delayed"])
 def test_resuming_is_going_on(recipe: str, tmp_path: Path) -> None:
-    extra = f"{RECIPES[recipe]} {GRAPH}"
-    with gpu_run(extra) as run:
-        train(run, 4)
-        path = save_checkpoint(tmp_path, run.config, run.trainee, Progress(4, 4 * run.global_batch_size))
-        straight = train(run, 4, first_step=5)
-    with gpu_run(extra) as run:
-        load_checkpoint(path, run.config, run.trainee)
-        resumed = train(run, 4, first_step=5)
+    straight, resumed = straight_and_resumed(f"{RECIPES[recipe]} {GRAPH}", 4, tmp_path)
     assert resumed == straight

@@ -19,7 +19,7 @@ pytestmark = [
 if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
     pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
 
-from gpu_runs import FP8_RECIPES, RECIPES, gpu_run  # noqa: E402
+from gpu_runs import FP8_RECIPES, RECIPES, gpu_run, straight_and_resumed  # noqa: E402
 from small_run import Curve, train, weights  # noqa: E402
 
 from megafp8.checkpoint.load import load_checkpoint  # noqa: E402
@@ -183,14 +183,7 @@ def test_row_wise_cast_of_shards_changes_no_weight(recipe: str) -> None:
     ],
 )
 def test_resuming_is_going_on(recipe: str, extra: str, tmp_path: Path) -> None:
-    extra = f"{RECIPES[recipe]} {extra}"
-    with gpu_run(extra) as run:
-        train(run, 3)
-        path = save_checkpoint(tmp_path, run.config, run.trainee, Progress(3, 3 * run.global_batch_size))
-        straight = train(run, 3, first_step=4)
-    with gpu_run(extra) as run:
-        load_checkpoint(path, run.config, run.trainee)
-        resumed = train(run, 3, first_step=4)
+    straight, resumed = straight_and_resumed(f"{RECIPES[recipe]} {extra}", 3, tmp_path)
     assert resumed.losses == straight.losses
 
 
