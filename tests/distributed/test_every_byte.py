@@ -81,8 +81,10 @@ def apply(path: Path, mutation: Mutation) -> bytes:
 
 def silent(folder: Path) -> tuple[int, list[str]]:
     """How many mutations there were, and those after which the changed checkpoint would be loaded or is not named."""
-    newer, missed, count = checkpoint_path(folder, NEWER), [], 0
-    for mutation in list(mutations(newer, checkpoint_path(folder, OLDER))):
+    newer, missed = checkpoint_path(folder, NEWER), []
+    planned = list(mutations(newer, checkpoint_path(folder, OLDER)))
+    dist.barrier()  # no rank plans from a file that the writer already changes
+    for mutation in planned:
         is_writer = dist.get_rank() == 0
         before = apply(newer, mutation) if is_writer else b""
         dist.barrier()
@@ -92,8 +94,7 @@ def silent(folder: Path) -> tuple[int, list[str]]:
         if is_writer:
             (newer / mutation.name).write_bytes(before)
         dist.barrier()
-        count += 1
-    return count, missed
+    return len(planned), missed
 
 
 def test_every_byte_counts(folder: Path) -> None:
