@@ -4,6 +4,9 @@ Two launches each. The first computes what is to be quantized, or only reads it,
 each of its programs met; the second one's programs all take the maximum of those, so that nothing is filled with zeros
 before, and write codes [T, W] and their transpose [W, T]. Results of SwiGLU are written in the input's type in between;
 their largest magnitude is that of the FP32 results, as in Transformer Engine, so that the largest may saturate.
+
+The first launch goes through its tensor from the end, the second one from the start: the end is what the L2 cache still
+has of the kernel that wrote the tensor, and the start is what it then has of the first launch.
 """
 
 from __future__ import annotations
@@ -44,9 +47,10 @@ class Codes:
 
 
 @triton.jit
-def start_of(width, tile, ROWS: tl.constexpr, SIDE: tl.constexpr):
-    """Row (int64) and column of the first element of a tile, counted row by row, of a matrix of this width."""
+def start_of(num_tokens, width, index, ROWS: tl.constexpr, SIDE: tl.constexpr):
+    """Row (int64) and column of the first element of a tile, counted back from the last one, of a matrix [T, W]."""
     across = width // SIDE
+    tile = num_tokens // ROWS * across - 1 - index
     return (tile // across).to(tl.int64) * ROWS, tile % across * SIDE
 
 
@@ -60,8 +64,8 @@ def offsets(width, ROWS: tl.constexpr, SIDE: tl.constexpr):
 def amax_kernel(inputs, amaxes, num_tokens, width, ROWS: tl.constexpr, SIDE: tl.constexpr):
     """amaxes [programs] of inputs [T, W]."""
     largest = tl.zeros([ROWS, SIDE], tl.float32)
-    for tile in range(tl.program_id(0), num_tokens // ROWS * (width // SIDE), tl.num_programs(0)):
-        row, column = start_of(width, tile, ROWS, SIDE)
+    for index in range(tl.program_id(0), num_tokens // ROWS * (width // SIDE), tl.num_programs(0)):
+        row, column = start_of(num_tokens, width, index, ROWS, SIDE)
         x = widen(tl.load(inputs + row * width + column + offsets(width, ROWS, SIDE)))
         largest = tl.maximum(largest, tl.abs(x))
     tl.store(amaxes + tl.program_id(0), tl.max(largest))
@@ -71,8 +75,8 @@ def amax_kernel(inputs, amaxes, num_tokens, width, ROWS: tl.constexpr, SIDE: tl.
 def swiglu_kernel(inputs, results, amaxes, num_tokens, width, ROWS: tl.constexpr, SIDE: tl.constexpr):
     """inputs [T, 2 W] to results [T, W], silu(a) b, and amaxes [programs]."""
     largest = tl.zeros([ROWS, SIDE], tl.float32)
-    for tile in range(tl.program_id(0), num_tokens // ROWS * (width // SIDE), tl.num_programs(0)):
-        row, column = start_of(width, tile, ROWS, SIDE)
+    for index in range(tl.program_id(0), num_tokens // ROWS * (width // SIDE), tl.num_programs(0)):
+        row, column = start_of(num_tokens, width, index, ROWS, SIDE)
         at = inputs + row * (2 * width) + column + offsets(2 * width, ROWS, SIDE)
         a, b = widen(tl.load(at)), widen(tl.load(at + width))
         y = a * exact_sigmoid(a) * b
@@ -87,8 +91,8 @@ def swiglu_backward_kernel(
 ):
     """gradients [T, W] and inputs [T, 2 W] to results [T, 2 W], the inputs' gradients, and amaxes [programs]."""
     largest = tl.zeros([ROWS, SIDE], tl.float32)
-    for tile in range(tl.program_id(0), num_tokens // ROWS * (width // SIDE), tl.num_programs(0)):
-        row, column = start_of(width, tile, ROWS, SIDE)
+    for index in range(tl.program_id(0), num_tokens // ROWS * (width // SIDE), tl.num_programs(0)):
+        row, column = start_of(num_tokens, width, index, ROWS, SIDE)
         at = row * (2 * width) + column + offsets(2 * width, ROWS, SIDE)
         a, b = widen(tl.load(inputs + at)), widen(tl.load(inputs + at + width))
         dy = widen(tl.load(gradients + row * width + column + offsets(width, ROWS, SIDE)))
