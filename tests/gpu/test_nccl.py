@@ -69,6 +69,7 @@ EXACT = (
     f"{SIZES} --bf16 {RECIPES['delayed']} {OVERLAPS} --train-iters {LAST} --save-interval {HALF} --eval-iters 0 "
     "--log-interval 1 --deterministic-mode"
 )
+LOOKS = f"{W} --eval-iters 2 --eval-interval 3 --fp8-log-interval 4"
 KILLED_SOON_S = 15.0
 
 
@@ -93,7 +94,11 @@ def launches(folder: Path) -> list[Launch]:
         for recipe in ("bf16", "delayed") if not flags else ("delayed",):
             given = f"{RUN} {RECIPES[recipe]} {layout} {GRAPH}{flags}"
             found.append(Launch(name=f"{name} {recipe}{flags} graph", num_ranks=num_ranks, flags=given))
-    exact = [Launch(name="whole graph", num_ranks=2, flags=f"{EXACT} {GRAPH}")]
+    exact = [
+        Launch(name="whole graph", num_ranks=2, flags=f"{EXACT} {GRAPH}"),
+        Launch(name="looks", num_ranks=2, flags=f"{EXACT} {LOOKS}"),
+        Launch(name="looks graph", num_ranks=2, flags=f"{EXACT} {LOOKS} {GRAPH}"),
+    ]
     for label, weights in EXACTLY.items():
         whole, begun = f"whole{label}", run_folder(folder, f"whole{label}")
         again = f"{EXACT} {weights} --load {begun} --ckpt-step {HALF}"
@@ -167,6 +172,12 @@ def test_ranks_whose_steps_are_graphs_follow_one_rank_without(runs: Runs, layout
 
 def test_graphs_of_two_ranks_compute_what_their_kernels_do(runs: Runs) -> None:
     assert runs.losses("whole graph") == runs.losses("whole")
+
+
+@pytest.mark.parametrize("graph", ["", " graph"])
+def test_evaluations_and_looks_of_two_ranks_change_nothing(runs: Runs, graph: str) -> None:
+    """Both gather the FP8 weights of all layers at once, and a graph that is captured later gathers as before."""
+    assert runs.losses(f"looks{graph}") == runs.losses("whole FP8 weights")
 
 
 def test_fp8_weights_halve_what_is_gathered(runs: Runs) -> None:
