@@ -52,8 +52,8 @@ def build_te_recipe(chosen: LinearChoice) -> Optional[te_recipe.Recipe]:
     built = RECIPES[recipe](**options)
     if getattr(built, "backward_override", None) != override:  # recipes pass over options that they do not know
         raise CapabilityError(
-            f"--precision gives a linear {chosen}, and this release of Transformer Engine has no recipe whose backward "
-            "pass is in high precision: upgrade it, or give --transformer-impl emulated"
+            f"the precision map gives a linear {chosen}, and this release of Transformer Engine has no recipe whose "
+            "backward pass is in high precision: upgrade it, or give --transformer-impl emulated"
         )
     return built
 
