@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Optional
 
 import torch
@@ -135,24 +134,10 @@ def add_gradient_buffers(
     """Wrap each chunk with megatron-core's gradient buffers and data-parallel reduction."""
     ddp_config = build_ddp_config(config)
     # Later chunks of a rank finish their backward pass first: splitting their buffers would overlap nothing.
-    with off_default_stream() if derived.has_step_graph(config) else nullcontext():
-        return [
-            DistributedDataParallel(transformer_config, ddp_config, chunk, disable_bucketing=index > 0)
-            for index, chunk in enumerate(chunks)
-        ]
-
-
-@contextmanager
-def off_default_stream() -> Iterator[None]:
-    """Within, hooks on gradients are made on another stream: autograd runs them where they were made, and what is
-    captured as a graph cannot go to the default one. torch would warn of that in every process."""
-    if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):  # torch 2.11
-        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
-    stream, default = torch.cuda.Stream(), torch.cuda.current_stream()
-    stream.wait_stream(default)
-    with torch.cuda.stream(stream):
-        yield
-    default.wait_stream(stream)
+    return [
+        DistributedDataParallel(transformer_config, ddp_config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
 
 
 def build_optimizer(

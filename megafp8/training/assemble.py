@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -36,7 +37,7 @@ from megafp8.telemetry.timers import StepTimer
 from megafp8.training.delayed_memory import DelayedMemory
 from megafp8.training.guard import Guard
 from megafp8.training.probe import Probe, build_probe
-from megafp8.training.step_graph import StepGraph
+from megafp8.training.step_graph import StepGraph, off_default_stream
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,8 @@ def build_trainee(
         ConfigError: steps are to be captured, and the optimizer waits for the device.
     """
     model = build_model(config, transformer_config, implementation, vocab_size)
-    chunks = add_gradient_buffers(config, transformer_config, model)
+    with off_default_stream() if derived.has_step_graph(config) else nullcontext():
+        chunks = add_gradient_buffers(config, transformer_config, model)
     optimizer = build_optimizer(config, transformer_config, chunks)
     obstacle = one_pass.obstacle(config, platform.kind == "cuda")
     if obstacle is not None and derived.has_step_graph(config):

@@ -85,6 +85,19 @@ class StepGraph:
         self.graph = graph
 
 
+@contextmanager
+def off_default_stream() -> Iterator[None]:
+    """Within, hooks on gradients are made on another stream: autograd runs them where they were made, and what is
+    captured as a graph cannot go to the default one. torch would warn of that in every process."""
+    if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):  # torch 2.11
+        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+    stream, default = torch.cuda.Stream(), torch.cuda.current_stream()
+    stream.wait_stream(default)
+    with torch.cuda.stream(stream):
+        yield
+    default.wait_stream(stream)
+
+
 def forget_kept_weights(chunks: list[Any]) -> None:
     """Let Transformer Engine's layers allocate the codes of their weights, which they keep between passes, anew.
 
