@@ -31,7 +31,7 @@ from megafp8.config.schema import RunConfig
 from megafp8.config.variants import BASELINE, NAMES, Variant, build_variant, differences, parse_variant, read_shared
 from megafp8.errors import INTERNAL, PREEMPTED, ConfigError, Megafp8Error
 from megafp8.launch.batch import OUTPUT_FILE, Batch, BatchRun, Outcome
-from megafp8.launch.run_state import is_done, judge
+from megafp8.launch.run_state import finished_state, judge
 
 TRAINER = Path(__file__).resolve().parents[1] / "pretrain_gpt.py"
 
@@ -189,7 +189,7 @@ class Display:
 
 def train(runs: Sequence[BatchRun], parallel: int, gpus: Sequence[str], shared: RunConfig, ranks: int) -> int:
     """Run what is not done yet; the exit status that stands for all."""
-    waiting = [run for run in runs if not is_done(run.folder)]
+    waiting = [run for run in runs if finished_state(run.folder) is None]
     if len(waiting) < len(runs):
         print(f"{len(runs) - len(waiting)} of {len(runs)} runs are done already", file=sys.stderr)
     if shared.checkpoint.no_save_optim or shared.checkpoint.no_save_rng:

@@ -112,10 +112,10 @@ def judge(folder: Path) -> Optional[RunState]:
     )
 
 
-def is_done(folder: Path) -> bool:
-    """Whether the run of a folder has made its last step and saved."""
-    state = judge(folder)
-    return state is not None and state.state == "done"
+def finished_state(folder: Path) -> Optional[RunState]:
+    """The state of a run that has made its last step and saved; None of any other."""
+    known = read_run_state(folder)
+    return known if known is not None and known.state == "done" else None
 
 
 def last_recorded_step(folder: Path) -> int:

@@ -36,7 +36,7 @@ from megafp8.errors import (
 )
 from megafp8.launch.process import SLURM_JOB, end_with_parent
 from megafp8.launch.run_lock import forget_lock_of
-from megafp8.launch.run_state import RunState, is_done, judge, last_recorded_step, read_run_state
+from megafp8.launch.run_state import RunState, finished_state, judge, last_recorded_step, read_run_state
 
 RESTARTS_FILE = "restarts.jsonl"
 # The same command would end in the same way.
@@ -161,7 +161,7 @@ class Supervisor:
         if stillborn >= STILLBORN:
             # A command that has trained before is sound, and another time or node may be better. But another start of
             # a run that is done may be refused, and leaves no state.
-            has_trained = last.saved_step and not is_done(self.folder)
+            has_trained = last.saved_step and finished_state(self.folder) is None
             status = INTERNAL if has_trained else last.exit_status or INTERNAL
             return status, f"{stillborn} starts in a row; the output above says why"
         if fruitless >= self.limits.max_restarts:

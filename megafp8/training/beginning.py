@@ -13,9 +13,10 @@ from megafp8.device.platform import rank, world_size
 from megafp8.errors import CheckpointError, RunFolderInUse
 from megafp8.launch.process import Process, this_process
 from megafp8.launch.run_lock import RunLock, take_lock
+from megafp8.launch.run_state import finished_state
 from megafp8.training.assemble import run_folder
 from megafp8.training.guard import Guard
-from megafp8.training.journal import Journal, finished_state, first_state
+from megafp8.training.journal import Journal, first_state
 from megafp8.training.phases import Phases
 
 # torchrun's, before it kills; also Slurm's.

@@ -90,12 +90,6 @@ class Journal:
             print(f"megafp8: {self.folder / RUN_STATE_FILE} cannot be written: {error}", flush=True)
 
 
-def finished_state(folder: Path) -> Optional[RunState]:
-    """The state of a run that is done; None of any other."""
-    known = read_run_state(folder)
-    return known if known is not None and known.state == "done" else None
-
-
 def first_state(folder: Path, world_size: int, last_step: Optional[int]) -> RunState:
     """The state with which a start begins, the one before in mind. Rank 0 calls this, and tells the others."""
     before, now = judge(folder), time.time()

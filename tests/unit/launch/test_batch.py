@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megafp8.launch.batch import OUTPUT_FILE, Batch, BatchRun, Outcome
-from megafp8.launch.run_state import is_done
+from megafp8.launch.run_state import finished_state
 
 RUN = Path(__file__).with_name("fake_run.py")
 
@@ -41,7 +41,7 @@ def test_one_failed_run_takes_no_other_with_it(tmp_path: Path) -> None:
     assert sorted(name for name, outcome in outcomes.items() if outcome.is_done) == ["a", "d"]
     assert "failed at step 0" in outcomes["b"].reason
     assert outcomes["c"].reason == "its command ended with status 3 before the run began"
-    assert is_done(tmp_path / "d") and not is_done(tmp_path / "c")
+    assert finished_state(tmp_path / "d") is not None and finished_state(tmp_path / "c") is None
 
 
 def test_the_end_of_what_a_failed_run_said_is_told_and_all_is_kept(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_the_end_of_what_a_failed_run_said_is_told_and_all_is_kept(tmp_path: Pat
 
 def test_an_old_state_is_not_taken_for_that_of_a_new_start(tmp_path: Path) -> None:
     run(1, [fake(tmp_path / "a", "done:60:60")])
-    assert is_done(tmp_path / "a")
+    assert finished_state(tmp_path / "a") is not None
     again = BatchRun(name="a", command=(sys.executable, "-c", "raise SystemExit(64)"), folder=tmp_path / "a")
     assert "status 64 before the run began" in run(1, [again])["a"].reason
 

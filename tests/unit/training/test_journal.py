@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from megafp8.errors import CheckpointError, DataError, PeerLost
-from megafp8.launch.run_state import RunState, read_run_state
+from megafp8.launch.run_state import RunState, finished_state, read_run_state
 from megafp8.training.beginning import check_crashes
 from megafp8.training.guard import Guard
-from megafp8.training.journal import Journal, finished_state, first_state
+from megafp8.training.journal import Journal, first_state
 from megafp8.training.main import put_on_record
 
 
