@@ -49,7 +49,14 @@ class Journal:
                 self.put(dataclasses.replace(self.state, updated_at=time.time()))
 
     def end(self, state: str, reason: str, exit_status: int) -> None:
-        """Any rank: say how it ended. The first one has the last word: what comes after follows from it."""
+        """Any rank: say how it ended. The first one has the last word: what comes after follows from it.
+
+        A signal leaves a run done that has no step left: it may come before this start finds that out, as in a search
+        for a micro batch size.
+        """
+        if state == "preempted" and self.has_no_step_left():
+            self.take_back()
+            return
         with self.held():
             self.note(state=state, reason=reason, exit_status=exit_status)
             if not self.has_ended():
@@ -64,6 +71,11 @@ class Journal:
         with self.held():
             if not self.has_ended():
                 self.put(self.finished)
+
+    def has_no_step_left(self) -> bool:
+        """Whether this start, which has not resumed anything yet, has nothing to do."""
+        last_step = self.state.last_step
+        return self.finished is not None and last_step is not None and self.finished.step >= last_step
 
     @contextmanager
     def held(self) -> Iterator[None]:

@@ -52,9 +52,9 @@ def test_an_end_of_another_start_is_no_last_word(tmp_path: Path) -> None:
     assert read(tmp_path).reason == "--exit-interval 4"
 
 
-def begin_again(folder: Path) -> list[Journal]:
+def begin_again(folder: Path, last_step: int = 200) -> list[Journal]:
     """The next start of two ranks, as `beginning.begin` makes it."""
-    first, finished = first_state(folder, 2, 200), finished_state(folder)
+    first, finished = first_state(folder, 2, last_step), finished_state(folder)
     journals = [Journal(folder, first, rank == 0, finished) for rank in range(2)]
     for journal in journals:
         journal.begin()
@@ -72,6 +72,21 @@ def test_a_refused_start_leaves_a_run_done(tmp_path: Path, refusal: Exception) -
     put_on_record(PeerLost("rank 1 has ended"), 0, writer)
     writer.write()
     assert read(tmp_path) == done, "what follows from the refusal is no other word"
+
+
+@pytest.mark.parametrize(("last_step", "state"), [(100, "done"), (200, "preempted")])
+def test_a_signal_leaves_a_run_done_that_has_no_step_left(tmp_path: Path, last_step: int, state: str) -> None:
+    """While a micro batch size was searched, say. One that was to go on waits for its next start."""
+    begin(tmp_path, step=100, saved_step=100).end("done", "", 0)
+    done = read(tmp_path)
+    writer, other = begin_again(tmp_path, last_step)
+    other.end("preempted", "rank 1: 30 s after a signal still in the beginning", 75)
+    guard = Guard()
+    guard.attach(writer, None, {})
+    guard.outcome, guard.reason = "preempted", "SIGTERM to 2 ranks"
+    guard.finish()
+    assert (read(tmp_path) == done) == (state == "done")
+    assert read(tmp_path).state == state
 
 
 @pytest.mark.parametrize("error", [PeerLost("killed"), RuntimeError("a mistake")])
