@@ -21,16 +21,28 @@ def with_size(config: RunConfig, size: int) -> RunConfig:
 
 def possible_sizes(config: RunConfig, world_size: int) -> list[int]:
     """Sizes that fill the global batch by accumulation and break no rule, ascending; empty where none does."""
+    return [size for size, found in _problems_by_size(config, world_size).items() if not found]
+
+
+def refused_sizes(config: RunConfig, world_size: int) -> list[str]:
+    """The other sizes that fill the global batch, ascending, each with the rules that it breaks: a line for people."""
+    return [
+        f"{size} is left out: {'; '.join(found)}"
+        for size, found in _problems_by_size(config, world_size).items() if found
+    ]  # fmt: skip
+
+
+def _problems_by_size(config: RunConfig, world_size: int) -> dict[int, list[str]]:
     batch = config.training.global_batch_size
     try:
         ranks = derived.data_parallel_size(config, world_size)
     except ConfigError:
-        return []
+        return {}
     if batch is None or batch < 1 or batch % ranks:
-        return []
+        return {}
     of_rank = batch // ranks
     divisors = (size for size in range(1, of_rank + 1) if of_rank % size == 0)
-    return [size for size in divisors if not rules.setting_problems(with_size(config, size), world_size)]
+    return {size: rules.setting_problems(with_size(config, size), world_size) for size in divisors}
 
 
 def setting_problems(config: RunConfig, world_size: int) -> list[str]:

@@ -6,7 +6,7 @@ import importlib.util
 
 from megafp8.config import derived, precision_map, size
 from megafp8.config.flags import Invocation
-from megafp8.config.micro_batch import is_auto, possible_sizes, with_size
+from megafp8.config.micro_batch import is_auto, possible_sizes, refused_sizes, with_size
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import all_settings, value_of
 from megafp8.data.tokenizer import build_tokenizer
@@ -129,7 +129,7 @@ def automatic_text(config: RunConfig, vocab_size: int, world_size: int, checked:
     notes = dict.fromkeys(predicted, NOT_TRIED) | dict.fromkeys(hopeful, "") | {first: "first"}
     trials = [Trial(size=size, predicted_bytes=each, note=notes[size]) for size, each in predicted.items()]
     head = f"micro-batch size: auto, to be tried below {limit_bytes / GIB:.2f} GiB a rank; what follows is for {first}"
-    return first, head + "\n" + indented(table(trials))
+    return first, head + "\n" + indented("\n".join([*refused_sizes(config, world_size), table(trials)]))
 
 
 def memory_of(target: Target) -> int:

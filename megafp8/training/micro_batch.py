@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from megafp8.checkpoint.together import on_rank_0, together
 from megafp8.config import derived
-from megafp8.config.micro_batch import possible_sizes, with_size
+from megafp8.config.micro_batch import possible_sizes, refused_sizes, with_size
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import all_settings, value_of
 from megafp8.data.atomic import atomic_write_json
@@ -253,12 +253,15 @@ def memory_limit(config: RunConfig, platform: Platform) -> int:
 
 
 def introduction(config: RunConfig, sizes: list[int], limit_bytes: int, first: int) -> str:
-    """What is going to be tried, in a line."""
-    return (
-        f"micro-batch size: auto tries divisors of the {max(sizes)} sequences that each data-parallel rank has of "
-        f"--global-batch-size {config.training.global_batch_size} ({', '.join(map(str, sizes))}) below "
+    """What is going to be tried in a line, and another for each divisor that is not."""
+    batch, ranks = config.training.global_batch_size, world_size()
+    assert batch is not None
+    tried = (
+        f"micro-batch size: auto tries divisors of the {batch // derived.data_parallel_size(config, ranks)} sequences "
+        f"that each data-parallel rank has of --global-batch-size {batch} ({', '.join(map(str, sizes))}) below "
         f"{gib(limit_bytes)} GiB a rank, from {first} on"
     )
+    return "\n".join([tried, *(f"micro-batch size: {line}" for line in refused_sizes(config, ranks))])
 
 
 def times_of(trials: dict[int, Trial]) -> dict[int, Optional[float]]:

@@ -234,6 +234,8 @@ def test_dry_run_tells_what_an_automatic_size_would_try(capsys) -> None:
     assert "1 microbatches x 12 sequences x 2 data-parallel ranks" in plan
     small = plan_of(capsys, f"{flags} --target cpu --micro-batch-size-memory-limit 0.01")
     assert "below 0.01 GiB a rank" in small and "not tried: predicted far above the limit" in small
+    fp8 = plan_of(capsys, f"{flags} --target cpu --fp8-format e4m3 --fp8-recipe mxfp8 --seq-length 16")
+    assert "\n  1 is left out: a microbatch gives each rank" in fp8
 
 
 def test_dry_run_of_70b_on_512_gpus(capsys) -> None:

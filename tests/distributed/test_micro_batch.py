@@ -28,7 +28,7 @@ from megafp8.errors import PREEMPTED, CheckpointError, ConfigError, DataError
 from megafp8.reports.load import load_run
 from megafp8.training import micro_batch
 from megafp8.training.guard import Guard
-from megafp8.training.micro_batch import CHOICE_FILE, choose_micro_batch, read_choice
+from megafp8.training.micro_batch import CHOICE_FILE, choose_micro_batch, introduction, read_choice
 from megafp8.training.trial import (
     TIMED_S,
     TrialRun,
@@ -215,6 +215,14 @@ def test_the_fastest_that_fits_is_chosen_and_kept(tmp_path: Path) -> None:
     size, told, asked = run_ranks(1, choose, config, 3.0)[0]
     assert size == 1 and asked[-1] == 0 and {1, 2} < set(asked)
     assert "(1: 1.00 GiB 3 ms/sample, 2: 2.00 GiB 5 ms/sample, 4: does not fit: no room" in told
+
+
+def test_the_search_begins_with_what_it_leaves_out() -> None:
+    config = auto_config("--bf16 --fp8-format e4m3 --fp8-recipe mxfp8 --seq-length 8")
+    lines = introduction(config, [4], 2 * GIB, 4).splitlines()
+    assert "divisors of the 8 sequences" in lines[0] and "(4) below 2.00 GiB" in lines[0]
+    assert [line.split(":")[1] for line in lines[1:]] == [" 1 is left out", " 2 is left out"]
+    assert "--fp8-recipe mxfp8 needs multiples of 32" in lines[1]
 
 
 def test_a_signal_to_one_rank_ends_the_search_on_all(tmp_path: Path) -> None:

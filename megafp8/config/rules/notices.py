@@ -11,8 +11,13 @@ from collections.abc import Iterator
 
 from megafp8.config import derived, precision_map
 from megafp8.config.rules import graphs
-from megafp8.config.rules.precision import fuses_operations, quantizes_in_swiglu, recipes_of_our_kernels
-from megafp8.config.schema import RunConfig
+from megafp8.config.rules.precision import (
+    TILE_LENGTH,
+    fuses_operations,
+    quantizes_in_swiglu,
+    recipes_of_our_kernels,
+)
+from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import settings_by_name, value_of, with_values
 
 # Megatron-LM's and Transformer Engine's default histories of delayed scaling: length and algorithm.
@@ -50,7 +55,7 @@ def _fused(config: RunConfig, implementation: str) -> Iterator[str]:
     if implementation != "transformer_engine" or config.precision.use_transformer_engine_op_fuser is not None:
         return
     if fuses_operations(config):
-        swiglu = ", SwiGLU writing FP8 in one pass" if quantizes_in_swiglu(config) else ""
+        swiglu = f", SwiGLU writing FP8 in one pass{_with_tiles(config)}" if quantizes_in_swiglu(config) else ""
         yield (
             f"the MLP runs in Transformer Engine's fused operations{swiglu}; "
             "--no-use-transformer-engine-op-fuser: in its layers"
@@ -67,9 +72,15 @@ def _kernels(config: RunConfig, implementation: str) -> Iterator[str]:
         return
     for recipe in set(recipes_of_our_kernels(config)) & set(precision_map.used_recipes(config.precision)):
         yield (
-            f"{recipe} activations and gradients are cast by Triton kernels to Transformer Engine's bytes; "
-            "--quantize-kernels te: by its own"
+            f"{recipe} activations and gradients are cast by Triton kernels to Transformer Engine's "
+            f"bytes{_with_tiles(config)}; --quantize-kernels te: by its own"
         )
+
+
+def _with_tiles(config: RunConfig) -> str:
+    """For kernels of whole tiles: what they hang on while the micro batch size is yet to be found."""
+    is_open = config.training.micro_batch_size == AUTO
+    return f" if the micro batch that is found makes multiples of {TILE_LENGTH} tokens and channels" if is_open else ""
 
 
 def _surprises(config: RunConfig) -> Iterator[str]:

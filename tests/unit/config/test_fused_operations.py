@@ -13,7 +13,7 @@ from megafp8.config.rules.precision import (
     recipes_of_our_kernels,
     swiglu_fusion_has_what_it_fuses,
 )
-from megafp8.config.schema import RunConfig
+from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import with_values
 
 LLAMA = {"model.swiglu": True, "model.add_bias_linear": False, "precision.bf16": True}
@@ -127,6 +127,15 @@ def test_a_run_says_whose_kernels_were_chosen(values: dict[str, Any], implementa
     found = [notice for notice in notices(with_values(RunConfig(), values), implementation, 1) if "Triton" in notice]
     assert len(found) == said
     assert not said or found[0].startswith("blockwise ") and "--quantize-kernels te" in found[0]
+
+
+@pytest.mark.parametrize(("size", "is_open"), [(AUTO, True), (2, False)])
+def test_a_size_that_is_yet_to_be_found_may_leave_no_whole_tiles(size: int, is_open: bool) -> None:
+    tiny = PRESETS["tiny"] | {"data.seq_length": 64, "model.ffn_hidden_size": 384, "training.micro_batch_size": size}
+    fused, kernels = notices(with_values(RunConfig(), tiny | BLOCKWISE), "transformer_engine", 1)[:2]
+    condition = " if the micro batch that is found makes multiples of 128 tokens and channels;"
+    assert (f"FP8 in one pass{condition}" in fused, f"bytes{condition}" in kernels) == (is_open, is_open)
+    assert "SwiGLU" in fused and "Triton" in kernels
 
 
 @pytest.mark.parametrize(

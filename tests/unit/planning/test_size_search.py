@@ -8,7 +8,7 @@ from typing import Optional
 import pytest
 
 from megafp8.config import flags
-from megafp8.config.micro_batch import is_auto, possible_sizes, setting_problems, with_size
+from megafp8.config.micro_batch import is_auto, possible_sizes, refused_sizes, setting_problems, with_size
 from megafp8.planning.micro_batch import (
     HEADING,
     Trial,
@@ -100,6 +100,17 @@ def test_sizes_divide_the_batch_of_a_rank_and_break_no_rule() -> None:
     fp8 = "--fp8-format hybrid --fp8-recipe tensorwise --seq-length 8"
     assert sizes(f"--global-batch-size 8 {fp8}", 1) == [2, 4, 8], "a GEMM's rows are multiples of 16"
     assert sizes("--global-batch-size 9", 2) == []
+
+
+def test_sizes_that_break_a_rule_are_told() -> None:
+    """Else what was asked for would narrow the search unsaid."""
+    fp8 = "--bf16 --fp8-format e4m3 --fp8-recipe blockwise --swiglu --disable-bias-linear --ffn-hidden-size 256"
+    asked = f"{SHAPE} --global-batch-size 4 --micro-batch-size auto --seq-length 64 {fp8}"
+    config = flags.parse(f"{asked} --swiglu-quantize-fusion".split()).config
+    assert possible_sizes(config, 1) == [2, 4] and possible_sizes(flags.parse(asked.split()).config, 1) == [1, 2, 4]
+    (line,) = refused_sizes(config, 1)
+    assert line.startswith("1 is left out: --swiglu-quantize-fusion takes 128 tokens and channels at a time")
+    assert refused_sizes(flags.parse(asked.split()).config, 1) == []
 
 
 def test_problems_of_every_size_are_told() -> None:
