@@ -21,7 +21,7 @@ from torch import Tensor
 from megafp8.fp8.triton_cast import cast_to_code, cast_to_words
 from megafp8.fp8.triton_rounding import Grid, power_of_two_scales, quant_scale_of
 from megafp8.model.swiglu_formula import gate_gradient_tile, swiglu_tile
-from megafp8.model.triton_tiles import NUM_WARPS, SIDE, corner, load_tile, part_of, store_words
+from megafp8.model.triton_tiles import NUM_WARPS, SIDE, corner, load_tile, part_of, store_words, tile_from_the_end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ def cast_kernel(
     POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """inputs [T, W] to their blocks."""
-    tile_column, tile_row = tl.program_id(0), tl.program_id(1)
+    tile_row, tile_column = tile_from_the_end()
     store_tile(
         load_tile(inputs + corner(tile_row, tile_column, width, SIDE), width, SIDE), tile_row, tile_column,
         num_tokens, width, on_overflow, row_codes, row_scales, column_codes, column_scales, POWER_OF_TWO, GRID, SIDE,
@@ -125,7 +125,7 @@ def swiglu_kernel(
     POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """inputs [T, 2 W] to the blocks of silu(a) b [T, W]."""
-    tile_column, tile_row = tl.program_id(0), tl.program_id(1)
+    tile_row, tile_column = tile_from_the_end()
     inputs += corner(tile_row, tile_column, 2 * width, SIDE)
     a, b = load_tile(inputs, 2 * width, SIDE), load_tile(inputs + width, 2 * width, SIDE)
     store_tile(
@@ -145,7 +145,7 @@ def swiglu_backward_kernel(
     one tile of results.
     """
     TYPE: tl.constexpr = inputs.dtype.element_ty
-    tile_column, tile_row = tl.program_id(0), tl.program_id(1)
+    tile_row, tile_column = tile_from_the_end()
     inputs += corner(tile_row, tile_column, 2 * width, SIDE)
     gradients += corner(tile_row, tile_column, width, SIDE)
     a, b = load_tile(inputs, 2 * width, SIDE), load_tile(inputs + width, 2 * width, SIDE)

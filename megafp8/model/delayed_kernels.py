@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megafp8.fp8.triton_rounding import Grid
 from megafp8.model.swiglu_formula import gate_gradient_tile, swiglu_tile
-from megafp8.model.triton_tiles import corner, load_tile, store_codes
+from megafp8.model.triton_tiles import corner, load_tile, store_codes, tile_from_the_end
 
 SIDE = 64  # of a tile
 
@@ -60,7 +60,7 @@ def swiglu_kernel(
     inputs, rows, columns, scale, amax, scale_inv, num_tokens, width, GRID: tl.constexpr, SIDE: tl.constexpr
 ):
     """inputs [T, 2 W] to the codes of silu(a) b [T, W]."""
-    tile_column, tile_row = tl.program_id(0), tl.program_id(1)
+    tile_row, tile_column = tile_from_the_end()
     inputs += corner(tile_row, tile_column, 2 * width, SIDE)
     a, b = load_tile(inputs, 2 * width, SIDE), load_tile(inputs + width, 2 * width, SIDE)
     factor = tl.load(scale)
@@ -76,7 +76,7 @@ def swiglu_backward_kernel(
     SIDE: tl.constexpr,
 ):  # fmt: skip
     """gradients [T, W] and inputs [T, 2 W] to the codes of the inputs' gradients [T, 2 W]."""
-    tile_column, tile_row = tl.program_id(0), tl.program_id(1)
+    tile_row, tile_column = tile_from_the_end()
     inputs += corner(tile_row, tile_column, 2 * width, SIDE)
     a, b = load_tile(inputs, 2 * width, SIDE), load_tile(inputs + width, 2 * width, SIDE)
     dy = load_tile(gradients + corner(tile_row, tile_column, width, SIDE), width, SIDE)

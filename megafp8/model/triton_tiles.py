@@ -21,6 +21,14 @@ def has_whole_tiles(tokens: int, width: int) -> bool:
 
 
 @triton.jit
+def tile_from_the_end():
+    """Row and column of this program's tile. The first programs have the last tiles: of a tensor that a kernel has just
+    written, these are what the L2 cache still has, and they leave it the first ones, where the next kernel begins.
+    """
+    return tl.num_programs(1) - 1 - tl.program_id(1), tl.num_programs(0) - 1 - tl.program_id(0)
+
+
+@triton.jit
 def corner(tile_row, tile_column, width, SIDE: tl.constexpr):
     """Offset (int64) of a tile's first element in a matrix of this width."""
     return tile_row.to(tl.int64) * SIDE * width + tile_column * SIDE
