@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megafp8.checkpoint.load import common_state, history_in, readable
 from megafp8.checkpoint.manifest import MANIFEST, NAME, FileEntry, Manifest, relative_files, write_manifest
+from megafp8.checkpoint.reading import common_state, history_in, readable
 from megafp8.checkpoint.safe_load import SafeReader
 from megafp8.checkpoint.skipped import History
 from megafp8.data.atomic import file_sha256

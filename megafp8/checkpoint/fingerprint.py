@@ -19,7 +19,8 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megafp8.checkpoint.contents import OPTIMIZER_PREFIX
-from megafp8.checkpoint.load import LAYER_STATE, common_state, readable
+from megafp8.checkpoint.load import LAYER_STATE
+from megafp8.checkpoint.reading import common_state, readable
 from megafp8.checkpoint.safe_load import SafePlanner, SafeReader
 
 # Of the plain values: what says how the run was started, or how it was divided.

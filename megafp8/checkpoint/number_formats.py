@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megafp8.checkpoint.load import read_config
+from megafp8.checkpoint.reading import read_config
 from megafp8.config import precision_map
 from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.errors import CheckpointError

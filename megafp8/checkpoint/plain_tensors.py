@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megafp8.checkpoint.load import readable
 from megafp8.checkpoint.manifest import check_whole
+from megafp8.checkpoint.reading import readable
 from megafp8.checkpoint.safe_load import SafeReader
 from megafp8.errors import CheckpointError
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from megafp8.checkpoint.folder import find_checkpoint
 from megafp8.checkpoint.hashing_writer import on_cpu
-from megafp8.checkpoint.load import read_config
 from megafp8.checkpoint.manifest import NAME, check_whole
 from megafp8.checkpoint.plain_tensors import PlainTensors
+from megafp8.checkpoint.reading import read_config
 from megafp8.checkpoint.vocabulary import EMBEDDING
 from megafp8.config import derived, precision_map
 from megafp8.config.schema import RunConfig

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from megafp8.checkpoint.folder import find_checkpoint
-from megafp8.checkpoint.load import embedding_rows, load_weights, read_config
+from megafp8.checkpoint.load import load_weights
 from megafp8.checkpoint.manifest import check_whole
+from megafp8.checkpoint.reading import embedding_rows, read_config
 from megafp8.config import derived, precision_map
 from megafp8.config.fp8_schedule import is_quantized_at
 from megafp8.config.schema import DataConfig, RunConfig

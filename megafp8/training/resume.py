@@ -10,8 +10,9 @@ import torch.distributed as dist
 from megafp8 import faults
 from megafp8.checkpoint.choose import Choice, choose_checkpoint, retire_newer
 from megafp8.checkpoint.folder import CORRUPT, named_steps, set_aside, sweep
-from megafp8.checkpoint.load import check_same_samples, check_same_vocabulary, load_checkpoint
+from megafp8.checkpoint.load import load_checkpoint
 from megafp8.checkpoint.number_formats import check_same_formats
+from megafp8.checkpoint.same_run import check_same_samples, check_same_vocabulary
 from megafp8.checkpoint.state import Progress
 from megafp8.checkpoint.together import on_rank_0
 from megafp8.config.schema import RunConfig

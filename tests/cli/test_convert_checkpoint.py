@@ -26,9 +26,10 @@ from their_folders import (
     write_their_folder,
 )
 
-from megafp8.checkpoint.load import load_checkpoint, read_config
+from megafp8.checkpoint.load import load_checkpoint
 from megafp8.checkpoint.manifest import damage_seen
 from megafp8.checkpoint.plain_tensors import PlainTensors
+from megafp8.checkpoint.reading import read_config
 from megafp8.checkpoint.save import save_checkpoint
 from megafp8.checkpoint.state import Progress
 from megafp8.config import flags

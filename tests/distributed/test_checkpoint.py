@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
@@ -17,8 +16,9 @@ from small_run import FP8, PLAIN, Curve, build_run, curve_of, fingerprint, small
 from tolerances import LAYOUT_GRAD_NORM, LAYOUT_LOSS
 
 from megafp8.checkpoint.folder import COMPLETE, find_checkpoint
-from megafp8.checkpoint.load import check_same_model, check_same_vocabulary, load_checkpoint, read_config
+from megafp8.checkpoint.load import load_checkpoint
 from megafp8.checkpoint.optimizer_parts import MOMENTS, own_values
+from megafp8.checkpoint.reading import read_config
 from megafp8.checkpoint.save import save_checkpoint
 from megafp8.checkpoint.state import Progress, model_state, parts_of, random_state
 from megafp8.checkpoint.vocabulary import EMBEDDING, OUTPUT_LAYER
@@ -295,38 +295,7 @@ def test_master_weights_follow_when_only_weights_are_loaded(flags: str, tmp_path
     assert run_ranks(1, finetune)[0] <= 2.0**-7
 
 
-# ---- refusals -------------------------------------------------------------------------------------------------------
-
-
-def refusal(folder: Path, config: RunConfig, world_size: int = 1) -> str:
-    """What loading says on every rank."""
-
-    def load() -> str:
-        run = build_run(config)
-        with pytest.raises(CheckpointError) as caught:
-            load_newest(run, folder)
-        return str(caught.value)
-
-    texts = run_ranks(world_size, load)
-    assert len(set(texts)) == 1, texts
-    return texts[0]
-
-
-@pytest.mark.parametrize(
-    ("style", "flags", "field"),
-    [
-        ("llama", "--num-layers 2", "model.num_layers"),
-        ("llama", "--hidden-size 128", "model.hidden_size"),
-        ("llama", "--rotary-base 500000", "model.rotary_base"),
-        ("llama", "--num-query-groups 4", "model.num_query_groups"),
-        ("gpt2", "", "model.normalization"),
-    ],
-)
-def test_another_model_is_refused(saved: tuple[Path, RunConfig, Leg], style: str, flags: str, field: str) -> None:
-    """Also where every tensor would fit: another rotary base is another model."""
-    text = refusal(saved[0], small_config(style, f"{PLAIN} {flags}"))
-    assert "is of another model" in text
-    assert field in text
+# ---- a vocabulary with other padding, and damage --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -375,55 +344,6 @@ def kept_state(run: Run, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     master = getattr(parameter, "main_param", None)
     master = parameter if master is None else master
     return {"param": master.detach(), **{name: part.optimizer.state[master][name] for name in MOMENTS}}
-
-
-def test_another_vocabulary_is_refused(saved: tuple[Path, RunConfig, Leg]) -> None:
-    assert "model.vocab_size" in refusal(saved[0], small_config("llama", f"{PLAIN} --vocab-size 300"))
-
-
-def test_a_vocabulary_of_the_tokenizer_is_compared_by_its_size(saved: tuple[Path, RunConfig, Leg]) -> None:
-    """A converted checkpoint says --vocab-size, and a run that takes the tokenizer's says none."""
-    folder, config, _ = saved
-    unsaid = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=None))
-    check_same_model(folder, config, unsaid)
-    check_same_model(folder, unsaid, config)
-
-    def compare() -> None:
-        path = find_checkpoint(folder)[1]
-        check_same_vocabulary(path, unsaid, 256)
-        with pytest.raises(CheckpointError, match="an embedding of 256 rows and this run one of 320"):
-            check_same_vocabulary(path, unsaid, 320)
-
-    run_ranks(1, compare)
-
-
-def test_the_other_kind_of_optimizer_is_refused(saved: tuple[Path, RunConfig, Leg]) -> None:
-    text = refusal(saved[0], small_config("llama", f"{PLAIN} {DISTRIBUTED}"))
-    assert "without --use-distributed-optimizer, this run is with it" in text
-    assert "--no-load-optim" in text
-
-
-@pytest.mark.parametrize("flags", ["--optimizer sgd", "--bf16", "--decoupled-lr 1e-4"])
-def test_state_of_another_optimizer_is_refused(saved: tuple[Path, RunConfig, Leg], flags: str) -> None:
-    precision = "--transformer-impl emulated" if "bf16" in flags else PLAIN
-    text = refusal(saved[0], small_config("llama", f"{precision} {flags}"))
-    assert "--no-load-optim" in text and "cannot be read" not in text
-
-
-def test_another_schedule_is_refused(saved: tuple[Path, RunConfig, Leg]) -> None:
-    """All of what differs is named by its flag."""
-    text = refusal(saved[0], small_config("llama", f"{PLAIN} --lr 2e-3 --lr-decay-iters 17 --lr-decay-style constant"))
-    assert "another learning-rate schedule" in text and "--override-opt_param-scheduler" in text
-    assert "--lr: 0.001 -> 0.002\n" in text and "--lr-decay-iters" in text and "-> constant" in text
-
-
-def test_a_checkpoint_without_optimizer_state(tmp_path: Path) -> None:
-    config = small_config("llama", f"{PLAIN} --no-save-optim --save {tmp_path}")
-    leg = run_ranks(1, run_leg, config, 1, None, tmp_path)[0]
-    assert "--no-load-optim" in refusal(tmp_path, config)
-    without = small_config("llama", f"{PLAIN} --no-load-optim --load {tmp_path}")
-    loaded = run_ranks(1, run_leg, without, 0, tmp_path, None)[0]
-    assert loaded.weights == leg.weights
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing", "config"])

@@ -13,7 +13,7 @@ from shard_writer import ShardWriter
 from small_run import PLAIN, small_config
 
 from megafp8.checkpoint.folder import checkpoint_path
-from megafp8.checkpoint.load import common_state
+from megafp8.checkpoint.reading import common_state
 from megafp8.checkpoint.state import Progress
 from megafp8.data.sample_chain import SampleMark
 from megafp8.device import platform

@@ -30,7 +30,8 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megafp8.checkpoint.folder import find_checkpoint
-from megafp8.checkpoint.load import load_weights, read_config
+from megafp8.checkpoint.load import load_weights
+from megafp8.checkpoint.reading import read_config
 from megafp8.checkpoint.safe_load import (
     COMMON,
     FORMAT,

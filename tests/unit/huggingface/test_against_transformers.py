@@ -25,7 +25,8 @@ from tolerances import TRANSFORMERS_LOGITS
 from torch import Tensor
 
 from megafp8.checkpoint.folder import find_checkpoint
-from megafp8.checkpoint.load import embedding_rows, load_weights, read_config
+from megafp8.checkpoint.load import load_weights
+from megafp8.checkpoint.reading import embedding_rows, read_config
 from megafp8.config.schema import DataConfig
 from megafp8.data.tokenizer import build_tokenizer
 from megafp8.data.tokenizer_training import train_byte_bpe, train_sentencepiece

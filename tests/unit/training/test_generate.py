@@ -8,7 +8,8 @@ from ranks import run_ranks
 from saved_run import STEP, build_initial, configure, save_initial
 
 from megafp8.checkpoint.folder import find_checkpoint
-from megafp8.checkpoint.load import load_weights, read_config
+from megafp8.checkpoint.load import load_weights
+from megafp8.checkpoint.reading import read_config
 from megafp8.config.schema import RunConfig
 from megafp8.device.capability import TARGETS
 from megafp8.errors import CapabilityError, CheckpointError, DataError
