@@ -2,7 +2,8 @@
 
     python benchmarks/gpu_rope.py [--sweep]
 
-Forward and backward at the shapes of `gpu_train.py`, one layer; every number is read once and written once.
+Forward and backward at the shapes of `gpu_train.py`, one layer; every number is read once and written once. Backward
+also with the amax of what it writes, and the zero that this starts from.
 """
 
 from __future__ import annotations
@@ -33,15 +34,22 @@ BLOCKS = ((16, 4, 4), (16, 1, 4), (16, 2, 4), (16, 8, 4), (8, 4, 4), (8, 8, 4), 
 
 
 def measured(shape: tuple[int, int, int, int, int]) -> dict[str, tuple[float, float]]:
-    """Milliseconds and TB/s of both ways."""
+    """Milliseconds and TB/s of each way."""
     length, batch, heads, groups, dim = shape
     joined = torch.randn(length, batch, (heads + 2 * groups) * dim, device="cuda").bfloat16()
     angles = torch.rand(length, 1, 1, dim, device="cuda")
     parts = rotary_attention.split_and_rotate(joined, angles, heads, groups)
     found = {}
-    for way in ("split_and_rotate", "rotate_back_and_join"):
-        kernel = getattr(rotary_attention, f"{way}_kernel")
-        time_s = seconds(lambda kernel=kernel: rotary_attention.launch(kernel, joined, angles, *parts))
+    forward, backward = rotary_attention.split_and_rotate_kernel, rotary_attention.rotate_back_and_join_kernel
+    calls = {
+        "split_and_rotate": lambda: rotary_attention.launch(forward, joined, angles, *parts),
+        "rotate_back_and_join": lambda: rotary_attention.launch(backward, joined, angles, *parts, None),
+        "rotate_back_and_join, amax": lambda: rotary_attention.launch(
+            backward, joined, angles, *parts, torch.zeros(1, device="cuda")
+        ),
+    }
+    for way, call in calls.items():
+        time_s = seconds(call)
         found[way] = (time_s * 1e3, 2 * joined.nbytes / time_s / 1e12)
     return found
 

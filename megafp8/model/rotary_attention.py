@@ -7,7 +7,8 @@ the other way and writes the joined gradient.
 
     (y1, y2) = (x1 cos - x2 sin, x2 cos + x1 sin)      x1, x2: first and second half of a head
 
-In FP32, rounded once, with the fused multiply-adds of Transformer Engine's kernel, whose bits it gives.
+In FP32, rounded once, with the fused multiply-adds of Transformer Engine's kernel, whose bits it gives. Where the
+joined gradient is cast by its own amax, the kernel that writes it notes that.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import triton.language as tl
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
+from megafp8.model.noted_amax import note_amax
+
 # Of one program; measured with benchmarks/gpu_rope.py. A thread has 8 neighbours of a half head, its widest load.
 TOKENS = 16
 GROUPS = 4
@@ -33,6 +36,12 @@ def angles_of(angles, token, is_there, batch, HALF: tl.constexpr):
     d = tl.arange(0, HALF)
     angle = tl.load(angles + (token // batch)[:, None] * (2 * HALF) + d[None, :], mask=is_there, other=0.0)
     return tl.cos(angle), tl.sin(angle)
+
+
+@triton.jit
+def larger(largest, x1, x2):
+    """Magnitudes so far or these, NaN being none."""
+    return tl.maximum(largest, tl.maximum(tl.abs(x1), tl.abs(x2)))
 
 
 @triton.jit
@@ -70,14 +79,18 @@ def split_and_rotate_kernel(
 
 @triton.jit
 def rotate_back_and_join_kernel(
-    joined, angles, queries, keys, values, tokens, batch, groups, per_group, HALF: tl.constexpr, TOKENS: tl.constexpr,
-    GROUPS: tl.constexpr,
+    joined, angles, queries, keys, values, amax, tokens, batch, groups, per_group, HALF: tl.constexpr,
+    TOKENS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient's way: queries, keys and values to joined, rotated by the opposite angles."""
+    """The gradient's way: queries, keys and values to joined, rotated by the opposite angles.
+
+    `amax`, 0 before, becomes the largest magnitude in joined, where NaN counts as nothing; None leaves it out.
+    """
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     is_there = (token < tokens)[:, None]
     cos, sin = angles_of(angles, token, is_there, batch, HALF)
     d = tl.arange(0, HALF)[None, :]
+    largest = tl.zeros([TOKENS, HALF], tl.float32)
     for index in range(GROUPS):
         group = token.to(tl.int64) * groups + (tl.program_id(1) * GROUPS + index)
         target = joined + (group * (per_group + 2) * (2 * HALF))[:, None] + d
@@ -90,70 +103,90 @@ def rotate_back_and_join_kernel(
         for _ in range(per_group):
             y1 = tl.load(query, mask=is_there).to(tl.float32)
             y2 = tl.load(query + HALF, mask=is_there).to(tl.float32)
-            tl.store(target, tl.fma(y1, cos, y2 * sin), mask=is_there)
-            tl.store(target + HALF, tl.fma(y2, cos, y1 * (-sin)), mask=is_there)
+            x1, x2 = tl.fma(y1, cos, y2 * sin), tl.fma(y2, cos, y1 * (-sin))
+            tl.store(target, x1, mask=is_there)
+            tl.store(target + HALF, x2, mask=is_there)
+            largest = larger(largest, x1, x2)
             target += 2 * HALF
             query += 2 * HALF
-        tl.store(target, tl.fma(k1, cos, k2 * sin), mask=is_there)
-        tl.store(target + HALF, tl.fma(k2, cos, k1 * (-sin)), mask=is_there)
+        x1, x2 = tl.fma(k1, cos, k2 * sin), tl.fma(k2, cos, k1 * (-sin))
+        tl.store(target, x1, mask=is_there)
+        tl.store(target + HALF, x2, mask=is_there)
         tl.store(target + 2 * HALF, v1, mask=is_there)
         tl.store(target + 3 * HALF, v2, mask=is_there)
+        largest = larger(larger(largest, x1, x2), v1.to(tl.float32), v2.to(tl.float32))
+    if amax is not None:
+        # Rounding keeps the order: the largest, rounded, is the largest of the rounded. Its reader is a later kernel.
+        largest = tl.max(tl.where(is_there, largest, 0.0)).to(joined.dtype.element_ty).to(tl.float32)
+        tl.atomic_max(amax, largest, sem="relaxed")
 
 
 class SplitAndRotate(torch.autograd.Function):
     """The two kernels as one differentiable function."""
 
     @staticmethod
-    def forward(ctx: Any, joined: Tensor, angles: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, joined: Tensor, angles: Tensor, heads: int, groups: int, notes_amax: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
         length, batch, width = joined.shape
         dim = width // (heads + 2 * groups)
         ctx.save_for_backward(angles)
-        ctx.sizes = (heads, groups)
+        ctx.sizes, ctx.notes_amax = (heads, groups), notes_amax
         queries, keys, values = (joined.new_empty(length, batch, count, dim) for count in (heads, groups, groups))
         launch(split_and_rotate_kernel, joined.contiguous(), angles, queries, keys, values)
         return queries, keys, values
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         (angles,) = ctx.saved_tensors
         heads, groups = ctx.sizes
         queries, keys, values = (gradient.contiguous() for gradient in gradients)
         length, batch, _, dim = queries.shape
         joined = queries.new_empty(length, batch, (heads + 2 * groups) * dim)
-        launch(rotate_back_and_join_kernel, joined, angles, queries, keys, values)
-        return joined, None, None, None
+        amax = joined.new_zeros(1, dtype=torch.float32) if ctx.notes_amax else None
+        launch(rotate_back_and_join_kernel, joined, angles, queries, keys, values, amax)
+        if amax is not None:
+            note_amax(joined, amax)
+        return joined, None, None, None, None
 
 
-def launch(kernel: Any, joined: Tensor, angles: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Start one of the kernels on all tokens."""
+def launch(
+    kernel: Any, joined: Tensor, angles: Tensor, queries: Tensor, keys: Tensor, values: Tensor,
+    *amax: Optional[Tensor],
+) -> None:  # fmt: skip
+    """Start one of the kernels on all tokens; the one backward takes an amax, too, FP32 [1], or None."""
     length, batch, heads, dim = queries.shape
     groups = keys.shape[2]
     groups_of_program = math.gcd(groups, GROUPS)
     grid = (triton.cdiv(length * batch, TOKENS), groups // groups_of_program)
     kernel[grid](
-        joined, angles, queries, keys, values, length * batch, batch, groups, heads // groups,
+        joined, angles, queries, keys, values, *amax, length * batch, batch, groups, heads // groups,
         HALF=dim // 2, TOKENS=TOKENS, GROUPS=groups_of_program, num_warps=NUM_WARPS,
     )  # fmt: skip
 
 
-def split_and_rotate(joined: Tensor, angles: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+def split_and_rotate(
+    joined: Tensor, angles: Tensor, heads: int, groups: int, notes_amax: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of all tokens, contiguous, queries and keys rotated.
 
     Args:
         joined: [S, B, (heads + 2 groups) D], BF16, FP16 or FP32: in each group its queries, then a key and a value.
         angles: FP32 [S, ..., D] of S D numbers, whose second half repeats the first.
         heads: queries of a token; a multiple of `groups`.
+        notes_amax: of the gradient of `joined` (`noted_amax.py`).
 
     Returns:
         [S, B, heads, D], [S, B, groups, D] and [S, B, groups, D] in the dtype of `joined`.
     """
-    return SplitAndRotate.apply(joined, angles, heads, groups)
+    return SplitAndRotate.apply(joined, angles, heads, groups, notes_amax)
 
 
 class RotarySelfAttention(SelfAttention):
     """megatron-core's self-attention with these kernels; for heads whose D is a power of two, rotated whole."""
 
     angles: Optional[Tensor] = None
+    notes_amax = False  # of the gradient that `linear_qkv` is given
 
     def forward(
         self, hidden_states: Tensor, *args: Any, rotary_pos_emb: Optional[Tensor] = None, **options: Any
@@ -169,8 +202,14 @@ class RotarySelfAttention(SelfAttention):
         assert self.angles is not None and self.angles.shape[0] == hidden_states.shape[0] * self.gathered_ranks()
         joined, _ = self.linear_qkv(hidden_states)
         heads, groups = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
-        return split_and_rotate(joined, self.angles, heads, groups)
+        return split_and_rotate(joined, self.angles, heads, groups, self.notes_amax)
 
     def gathered_ranks(self) -> int:
         """Ranks whose tokens the linear gathers."""
         return self.world_size if self.config.sequence_parallel else 1
+
+
+class AmaxRotarySelfAttention(RotarySelfAttention):
+    """Before it, a linear whose gradient our kernels cast by its amax."""
+
+    notes_amax = True

@@ -18,6 +18,7 @@ from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
 from megafp8.config.rules.precision import (
+    casts_by_amax,
     fuses_operations,
     quantizes_in_swiglu,
     recipes_of_our_kernels,
@@ -26,7 +27,7 @@ from megafp8.config.rules.precision import (
 from megafp8.config.schema import RunConfig
 from megafp8.device import mcore_wgrad
 from megafp8.model import te_patches
-from megafp8.model.rotary_attention import RotarySelfAttention
+from megafp8.model.rotary_attention import AmaxRotarySelfAttention, RotarySelfAttention
 from megafp8.model.te_operations import FusedMLP, SwiGLUFusedMLP
 
 
@@ -40,7 +41,8 @@ def layer_spec(config: RunConfig) -> ModuleSpec:
         use_te_op_fuser=is_fused,
     )
     if rotates_in_one_kernel(config):
-        spec.submodules.self_attention.module = RotarySelfAttention
+        attention = AmaxRotarySelfAttention if casts_by_amax(config) else RotarySelfAttention
+        spec.submodules.self_attention.module = attention
     if is_fused:
         spec.submodules.mlp.module = SwiGLUFusedMLP if quantizes_in_swiglu(config) else FusedMLP
     return spec

@@ -6,7 +6,8 @@ before, and write codes [T, W] and their transpose [W, T]. Results of SwiGLU are
 their largest magnitude is that of the FP32 results, as in Transformer Engine, so that the largest may saturate.
 
 The first launch goes through its tensor from the end, the second one from the start: the end is what the L2 cache still
-has of the kernel that wrote the tensor, and the start is what it then has of the first launch.
+has of the kernel that wrote the tensor, and the start is what it then has of the first launch. A cast has the second
+launch alone, from the end, where the kernel that wrote its input noted the amax.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from torch import Tensor
 
 from megafp8.fp8.triton_cast import widen
 from megafp8.fp8.triton_rounding import FP32_MAX, Grid, quant_scale_of
+from megafp8.model.noted_amax import noted_amax
 from megafp8.model.swiglu_formula import exact_sigmoid, gate_gradient
-from megafp8.model.triton_tiles import NUM_WARPS, SIDE, corner, load_tile, store_codes
+from megafp8.model.triton_tiles import NUM_WARPS, SIDE, corner, load_tile, store_codes, tile_from_the_end
 
 PROGRAMS = 1024  # of the first launch
 
@@ -107,12 +109,14 @@ def swiglu_backward_kernel(
 @triton.jit
 def quantize_kernel(
     inputs, amaxes, rows, columns, scale_inv, num_tokens, width, POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr,
-    PROGRAMS: tl.constexpr, SIDE: tl.constexpr,
+    NUM_AMAXES: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """inputs [T, W] with amaxes [PROGRAMS] to codes and to their transpose."""
+    """inputs [T, W] with amaxes [NUM_AMAXES] to codes and to their transpose."""
     tile_column, tile_row = tl.program_id(0), tl.program_id(1)
+    if NUM_AMAXES == 1:  # noted: nothing has read the inputs before
+        tile_row, tile_column = tile_from_the_end()
     y = load_tile(inputs + corner(tile_row, tile_column, width, SIDE), width, SIDE)
-    largest = tl.max(tl.load(amaxes + tl.arange(0, PROGRAMS)))
+    largest = tl.max(tl.load(amaxes + tl.arange(0, NUM_AMAXES)))
     scale = quant_scale_of(largest, FP32_MAX, POWER_OF_TWO, GRID)
     if (tile_row == 0) & (tile_column == 0):
         tl.store(scale_inv, tl.div_rn(1.0, scale))
@@ -135,13 +139,16 @@ def _quantize(inputs: Tensor, amaxes: Tensor, to: Codes) -> None:
     tokens, width = inputs.shape
     quantize_kernel[(width // SIDE, tokens // SIDE)](
         inputs, amaxes, to.rows, to.columns, to.scale_inv, tokens, width, POWER_OF_TWO=to.is_power_of_two,
-        GRID=to.grid, PROGRAMS=PROGRAMS, SIDE=SIDE, num_warps=NUM_WARPS,
+        GRID=to.grid, NUM_AMAXES=amaxes.numel(), SIDE=SIDE, num_warps=NUM_WARPS,
     )  # fmt: skip
 
 
 def cast(inputs: Tensor, to: Codes) -> None:
     """Write the codes of inputs [T, W]; contiguous; BF16, FP16, FP32."""
-    _quantize(inputs, _amaxes(amax_kernel, (inputs,), *inputs.shape, rows=32, num_warps=4), to)
+    amaxes = noted_amax(inputs)
+    if amaxes is None:
+        amaxes = _amaxes(amax_kernel, (inputs,), *inputs.shape, rows=32, num_warps=4)
+    _quantize(inputs, amaxes, to)
 
 
 def swiglu(inputs: Tensor, to: Codes) -> None:

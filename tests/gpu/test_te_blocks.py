@@ -14,8 +14,10 @@ if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_a
 
 import transformer_engine.pytorch as te  # noqa: E402
 import transformer_engine_torch as tex  # noqa: E402
+from transformer_engine.common.recipe import Float8CurrentScaling  # noqa: E402
 
-from megafp8.model import te_quantize  # noqa: E402
+from megafp8.model import te_quantize, tensor_kernels  # noqa: E402
+from megafp8.model.rotary_attention import split_and_rotate  # noqa: E402
 from megafp8.model.te_operations import QuantizingSwiGLU  # noqa: E402
 from megafp8.model.te_patches import cast_by_kernels  # noqa: E402
 
@@ -111,6 +113,28 @@ def test_layers_cast_by_the_kernels_that_were_chosen(monkeypatch: pytest.MonkeyP
             calls.clear()
             how(inputs)
             assert len(calls) == (recipe in recipes)
+
+
+def test_a_joined_gradient_with_its_amax_noted_gives_the_bytes_without_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the backward pass of the linear before."""
+    heads, groups, dim, sizes = 6, 3, 32, (64, 4)
+    linear = te.LayerNormLinear(256, (heads + 2 * groups) * dim, bias=False, params_dtype=torch.bfloat16)
+    inputs = torch.randn(*sizes, 256, device="cuda").bfloat16().requires_grad_()
+    angles = torch.rand(sizes[0], 1, 1, dim, device="cuda")
+    gradients = [torch.randn(*sizes, count, dim, device="cuda").bfloat16() for count in (heads, groups, groups)]
+    passes, plain = [], tensor_kernels._amaxes
+    monkeypatch.setattr(tensor_kernels, "_amaxes", lambda *a, **b: passes.append(a) or plain(*a, **b))
+    found = []
+    cast_by_kernels(("tensorwise",))
+    for notes_amax in (False, True):
+        with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
+            joined = linear(inputs)
+        parts = split_and_rotate(joined, angles, heads, groups, notes_amax)
+        passes.clear()
+        found.append(torch.autograd.grad(parts, (inputs, linear.weight), gradients))
+        assert len(passes) == (not notes_amax)
+    cast_by_kernels(())
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_what_has_no_whole_tiles_goes_the_usual_way() -> None:

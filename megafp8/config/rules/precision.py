@@ -233,6 +233,12 @@ def recipes_of_our_kernels(config: RunConfig) -> tuple[str, ...]:
     return FASTER_WITH_KERNELS if has_tiles else ()
 
 
+def casts_by_amax(config: RunConfig) -> bool:
+    """Whether our kernels quantize anything tensorwise."""
+    used = precision_map.used_recipes(config.precision)
+    return "tensorwise" in used and "tensorwise" in recipes_of_our_kernels(config)
+
+
 def fuses_operations(config: RunConfig) -> bool:
     """Whether Transformer Engine's layers have fused operations for the MLP: as asked, or else where that was seen to
     train as without, and looks, maps and schedules work as without."""

@@ -7,6 +7,7 @@ import pytest
 from megafp8.config.presets import PRESETS
 from megafp8.config.rules import notices
 from megafp8.config.rules.precision import (
+    casts_by_amax,
     fuses_operations,
     quantize_kernels_have_what_they_quantize,
     quantizes_in_swiglu,
@@ -109,6 +110,21 @@ def test_our_kernels_are_chosen_for_the_recipes_that_are_faster_with_them(
     values: dict[str, Any], recipes: tuple[str, ...]
 ) -> None:
     assert recipes_of_our_kernels(with_values(RunConfig(), values)) == recipes
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (TENSORWISE | TRITON, True),
+        (TENSORWISE, False),
+        (TENSORWISE | TE, False),
+        (BLOCKWISE | TRITON, False),
+        (BLOCKWISE | TRITON | SMALL | {"precision.precision_map": ("*.linear_qkv=tensorwise",)}, True),
+        (LLAMA, False),
+    ],
+)
+def test_an_amax_is_noted_where_our_kernels_need_it(values: dict[str, Any], expected: bool) -> None:
+    assert casts_by_amax(with_values(RunConfig(), values)) == expected
 
 
 @pytest.mark.parametrize(

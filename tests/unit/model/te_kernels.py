@@ -5,10 +5,12 @@ from types import SimpleNamespace
 import te_without_cuda  # noqa: F401  (first)
 import torch
 from transformer_engine.pytorch.constants import DType
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 
 from megafp8.model import block_kernels, delayed_kernels, te_operations, te_patches, te_quantize, tensor_kernels
+from megafp8.model.rotary_attention import split_and_rotate
 
 E4M3 = DType.kFloat8E4M3
 blocks, weights = (
@@ -27,6 +29,7 @@ for quantizer in (weights, reduced, None):
 
 # Casts: recipe by recipe, and again when they change.
 found: list[object] = []
+plain_cast = te_quantize.cast
 te_quantize.cast = lambda tensor, quantizer, kernels: found.append(kernels)
 for recipes in (("blockwise", "tensorwise"), ("blockwise",), (), ("tensorwise",), ()):
     te_patches.cast_by_kernels(recipes)
@@ -54,3 +57,32 @@ for result, width, (*_, parts) in ((y, 256, launched[0]), (dx, 512, launched[1])
     assert parts.scale is scaled.scale and parts.amax is scaled.amax and parts.grid.mantissa_bits == 3
 swiglu._tex_swiglu_forward(torch.zeros(2, 64, 288), scaled)
 assert len(launched) == 2
+
+# What the rotation notes of the gradient that it joins reaches the cast that Transformer Engine asks for.
+te_quantize.cast = plain_cast
+te_patches.cast_by_kernels(["tensorwise"])
+Float8CurrentScalingQuantizer.make_empty = Float8Quantizer.make_empty
+tensor_kernels._amaxes = lambda *given, **options: "a pass"
+tensor_kernels._quantize = lambda inputs, amaxes, to: found.append(amaxes)
+
+
+class Linear(torch.autograd.Function):
+    """The start of a linear's backward pass."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.fp8, ctx.backward_override, ctx.debug, ctx.use_bias, ctx.sequence_parallel = True, None, False, False, True
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        TransformerEngineBaseModule.grad_output_preprocess(ctx, gradient, False, whole)
+        return gradient
+
+
+inputs, angles = torch.zeros(64, 2, 384, requires_grad=True), torch.zeros(64, 1, 1, 128)
+for notes_amax in (True, False):
+    found.clear()
+    torch.cat(split_and_rotate(Linear.apply(inputs), angles, 1, 1, notes_amax)).sum().backward()
+    (amaxes,) = found
+    assert amaxes.dtype == torch.float32 and amaxes.shape == (1,) if notes_amax else amaxes == "a pass"

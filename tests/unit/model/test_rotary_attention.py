@@ -8,7 +8,7 @@ from __future__ import annotations
 import interpreter
 import pytest
 import torch
-from interpreter import DEVICE
+from interpreter import DEVICE, IS_INTERPRETED
 from torch import Tensor
 
 interpreter.skip_without_kernels()
@@ -17,9 +17,15 @@ from megafp8.device import mcore_cpu  # noqa: E402
 
 mcore_cpu.install()
 
+from megafp8.fp8.formats import E5M2  # noqa: E402
+from megafp8.fp8.triton_rounding import grid_of  # noqa: E402
+from megafp8.model import tensor_kernels  # noqa: E402
+from megafp8.model.noted_amax import noted_amax  # noqa: E402
 from megafp8.model.rotary_attention import split_and_rotate  # noqa: E402
+from megafp8.model.tensor_kernels import Codes  # noqa: E402
 
 LENGTH, BATCH = 5, 2
+HEADS, GROUPS, DIM = 8, 4, 32
 
 
 def angles_of(length: int, dim: int) -> Tensor:
@@ -69,3 +75,68 @@ def test_bf16_is_rounded_once() -> None:
         differs = one != other.bfloat16()
         assert differs.float().mean() < 1e-3  # ties, and cancellation in FP32
         torch.testing.assert_close(one.double(), other, rtol=2**-8, atol=1e-6)
+
+
+def joined_gradient(gradients: list[Tensor], notes_amax: bool) -> Tensor:
+    """As the linear before is given it."""
+    length = len(gradients[0])
+    joined = torch.zeros(length, BATCH, (HEADS + 2 * GROUPS) * DIM, device=DEVICE).bfloat16().requires_grad_()
+    parts = split_and_rotate(joined, angles_of(length, DIM), HEADS, GROUPS, notes_amax)
+    return torch.autograd.grad(parts, joined, gradients)[0]
+
+
+def both_gradients(length: int, part: int, kind: str) -> tuple[Tensor, Tensor]:
+    """The joined gradient without a note and with one; that of one part is the largest."""
+    generator = torch.Generator().manual_seed(part)
+    gradients = [torch.randn(length, BATCH, count, DIM, generator=generator) for count in (HEADS, GROUPS, GROUPS)]
+    gradients[part] *= 8
+    if kind == "zeros":
+        gradients = [torch.zeros_like(gradient) for gradient in gradients]
+    elif kind != "numbers":
+        gradients[part][-1, 0, :2, 3] = torch.tensor([100.0, float(kind)])  # numbers that a thread meets in turn
+    given = [gradient.bfloat16().to(DEVICE) for gradient in gradients]
+    return joined_gradient(given, False), joined_gradient(given, True)
+
+
+KINDS = pytest.mark.parametrize("kind", ["numbers", "zeros", "nan", "inf"])
+
+
+@pytest.fixture
+def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    if IS_INTERPRETED:
+        interpreter.exact_bf16(monkeypatch)
+
+
+@KINDS
+@pytest.mark.parametrize("part", range(3), ids=["queries", "keys", "values"])
+@pytest.mark.parametrize("length", [5, 8, 19])
+@pytest.mark.usefixtures("_exact")
+def test_the_gradient_has_its_amax_noted(length: int, part: int, kind: str) -> None:
+    """Of the numbers as they were rounded, of which NaN is none; and they are those without it."""
+    plain, noting = both_gradients(length, part, kind)
+    assert torch.equal(plain.view(torch.int16), noting.view(torch.int16))
+    amax = noted_amax(noting)
+    assert amax is not None and torch.equal(amax, noting.float().abs().nan_to_num(0, torch.inf).amax().reshape(1))
+    assert noted_amax(plain) is None
+
+
+@KINDS
+@pytest.mark.usefixtures("_exact")
+def test_the_noted_amax_gives_the_codes_of_a_pass_of_its_own(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes, plain_amaxes = [], tensor_kernels._amaxes
+    monkeypatch.setattr(tensor_kernels, "PROGRAMS", 4)
+    monkeypatch.setattr(tensor_kernels, "_amaxes", lambda *a, **b: passes.append(a) or plain_amaxes(*a, **b))
+    found = []
+    for gradient in both_gradients(64, 0, kind):
+        rows = gradient.flatten(0, -2)
+        codes = Codes(
+            rows=rows.new_zeros(rows.shape, dtype=torch.uint8),
+            columns=rows.new_zeros(rows.shape[::-1], dtype=torch.uint8),
+            scale_inv=rows.new_zeros(1, dtype=torch.float32),
+            grid=grid_of(E5M2),
+            is_power_of_two=False,
+        )
+        tensor_kernels.cast(rows, codes)
+        found.append((codes.rows, codes.columns, codes.scale_inv))
+    assert len(passes) == 1
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
