@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import random
 import shutil
 import signal
 import socket
@@ -197,9 +198,11 @@ def wait_until(is_true: Callable[[], bool], what: str, told: Callable[[], str] =
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+    """Ports in a row that nobody listens on, below those that the system hands out to whoever asks for any."""
+    for first in random.sample(range(10_000, 32_768 - count), 100):
+        ports = list(range(first, first + count))
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in ports:
+                stack.enter_context(socket.socket()).bind(("", port))
+            return ports
+    raise RuntimeError("no ports are free")

@@ -7,10 +7,10 @@ import dataclasses
 import json
 import multiprocessing
 import signal
-import socket
 from pathlib import Path
 
 import pytest
+from slurm_cluster import free_ports
 
 from megafp8.device import all_reduce_check
 from megafp8.launch.nodes import GroupResult, NodeReport, Place, judge_nodes
@@ -26,16 +26,6 @@ def be_node(place: Place, told: Path) -> None:
         all_reduce_check.main(json.dumps(dataclasses.asdict(place)))
 
 
-def free_ports() -> int:
-    """The first of as many ports in a row as there are nodes."""
-    for first in range(20100, 30000, 100):
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            for port in range(first, first + NUM_NODES):
-                stack.enter_context(socket.socket()).bind(("", port))
-            return first
-    raise RuntimeError("no ports are free")
-
-
 def report(node: int, told: Path) -> NodeReport:
     lines = [json.loads(line) for line in told.read_text().splitlines()]
     groups = tuple(
@@ -47,7 +37,7 @@ def report(node: int, told: Path) -> NodeReport:
 def test_a_node_that_is_not_there_is_blamed_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its neighbours wait for it in vain, and must meet their other neighbours afterwards."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    port = free_ports()
+    port = free_ports(NUM_NODES)[0]
     nodes = [node for node in range(NUM_NODES) if node != ABSENT]
     processes = []
     for node in nodes:
