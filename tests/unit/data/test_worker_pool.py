@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from megafp8.data.worker_pool import WorkerDiedError, run_tasks
+from megafp8.launch.process import ENDED, stat_of
 
 
 def count_up(task: int):
@@ -62,7 +63,7 @@ def test_workers_end_with_whoever_gives_up():
     pids = {next(results), next(results)}
     assert len(pids - {os.getpid()}) == 2
     results.close()
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert not any(map(psutil.pid_exists, pids))
 
 
 def test_workers_end_when_their_parent_is_killed():
@@ -78,6 +79,6 @@ def test_workers_end_when_their_parent_is_killed():
     os.kill(parent, signal.SIGKILL)
     os.waitpid(parent, 0)
     deadline = time.monotonic() + 20
-    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+    while any((stat_of(pid) or ENDED)[0] not in ENDED for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.05)
