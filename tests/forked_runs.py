@@ -28,6 +28,7 @@ from ranks import become_rank, join_gloo
 
 from megafp8 import faults
 from megafp8.device import mcore_cpu
+from megafp8.launch.process import ENDED, stat_of
 
 ROOT = Path(__file__).resolve().parents[1]
 HUNG = 124
@@ -177,19 +178,21 @@ def is_group_alive(group: Optional[int]) -> bool:
     One that has ended stays as a zombie until whoever inherited it asks for its status.
     """
     deadline = time.monotonic() + PATIENCE_S
-    while any(process.status() != psutil.STATUS_ZOMBIE for process in members(group)):
+    while any(members(group)):
         if time.monotonic() > deadline:
             return True
         time.sleep(0.05)
     return False
 
 
-def members(group: Optional[int]) -> Iterator[psutil.Process]:
-    """The processes of a process group."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-            if os.getpgid(process.pid) == group:
-                yield process
+def members(group: Optional[int]) -> list[int]:
+    """The processes of a process group that have not ended."""
+    found = []
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError):  # it may end between two looks
+            if os.getpgid(pid) == group and (stat_of(pid) or ENDED)[0] not in ENDED:
+                found.append(pid)
+    return found
 
 
 def be_command(rank: int, world_size: int, folder: Path, flags: list[str], variables: dict[str, str]) -> None:

@@ -185,7 +185,8 @@ def stack_of(rank: int, process: BaseProcess, folder: Path) -> str:
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid, signal.SIGUSR1)
     path = folder / f"stack{rank}"
-    deadline = time.monotonic() + GRACE_S
-    while time.monotonic() < deadline and not path.read_text():
+    deadline, text = time.monotonic() + GRACE_S, ""
+    while time.monotonic() < deadline and (not text or text != path.read_text()):  # until nothing more is written
+        text = path.read_text()
         time.sleep(0.02)
-    return f"rank {rank} is at:\n{path.read_text()}"
+    return f"rank {rank} is at:\n{text}"

@@ -82,7 +82,33 @@ def forked(function: Callable[[], None]) -> BaseProcess:
     return process
 
 
-def test_a_rank_that_waits_in_c_code_sees_a_dead_one(tmp_path: Path) -> None:
+class Looks:
+    """How often a guard has looked around."""
+
+    def __init__(self, guard: Guard):
+        self.count, check_peers = 0, guard.check_peers
+
+        def check_and_count(now: float) -> None:
+            check_peers(now)
+            self.count += 1
+
+        guard.check_peers = check_and_count
+
+    def wait(self) -> None:
+        """For one that begins after this: one may be under way."""
+        seen = self.count
+        while self.count < seen + 2:
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards look around ten times a second, and give others less time."""
+    for name, seconds in (("TICK_S", 0.1), ("LOST_S", 1.0), ("LINGER_S", 0.5)):
+        monkeypatch.setattr(guards, name, seconds)
+
+
+def test_a_rank_that_waits_in_c_code_sees_a_dead_one(tmp_path: Path, often: None) -> None:
     """In a collective that the death does not end, as with NCCL; here in a sleep without the interpreter's lock."""
     peer = forked(lambda: time.sleep(60))
 
@@ -90,27 +116,38 @@ def test_a_rank_that_waits_in_c_code_sees_a_dead_one(tmp_path: Path) -> None:
         os.dup2(os.open(tmp_path / "output", os.O_WRONLY | os.O_CREAT), sys.__stderr__.fileno())
         guard = Guard(rank=0)
         guard.start()
+        looks = Looks(guard)
         guard.attach(None, None, {1: dataclasses.replace(this_process(), pid=peer.pid, started=stat_of(peer.pid)[1])})
+        looks.wait()
+        (tmp_path / "waits").touch()
         ctypes.CDLL(None).sleep(60)
 
     process = forked(wait_for_peer)
-    time.sleep(1.5)
-    assert process.is_alive()
+    wait_until((tmp_path / "waits").exists, process)
     peer.kill()
     process.join(30)
     assert process.exitcode == 70
     assert f"rank 0: rank 1 (process {peer.pid} on " in (tmp_path / "output").read_text()
 
 
-def in_second_step(guard: Guard) -> None:
-    """Let a started guard know the limit of a step, and look around once."""
+def in_second_step(guard: Guard) -> Looks:
+    """Start a guard, let it know the limit of a step, and look around once."""
+    looks = Looks(guard)
     guard.start()
     guard.enter(STEP, 1)
     guard.enter(STEP, 2)
-    time.sleep(1.2)
+    looks.wait()
+    return looks
 
 
-def test_c_code_that_lets_no_thread_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def wait_until(is_so: Callable[[], bool], process: BaseProcess) -> None:
+    """For as long as the process lives."""
+    while not is_so():
+        assert process.is_alive()
+        time.sleep(0.02)
+
+
+def test_c_code_that_lets_no_thread_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, often: None) -> None:
     """A PyDLL keeps the interpreter's lock while it sleeps. The timer in C ends the process, with its stacks."""
     monkeypatch.setattr(guards, "TIMER_SPARE_S", 0.5)
 
@@ -127,21 +164,21 @@ def test_c_code_that_lets_no_thread_run(tmp_path: Path, monkeypatch: pytest.Monk
     assert "Timeout" in text and "in hold_the_lock" in text
 
 
-def test_a_pause_of_the_whole_process_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pause_of_the_whole_process_is_no_hang(monkeypatch: pytest.MonkeyPatch, often: None) -> None:
     """It is stopped for longer than its limit, and goes on."""
-    monkeypatch.setattr(guards, "PAUSED_S", 1.5)
+    limit_s = 2.0
+    monkeypatch.setattr(guards, "PAUSED_S", 1.0)
 
     def pause() -> None:
-        guard = Guard(Phases(3.0, 0.0))
-        in_second_step(guard)
+        guard = Guard(Phases(limit_s, 0.0))
+        looks = in_second_step(guard)
         os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(1.2)
+        looks.wait()
         guard.close()
 
     process = forked(pause)
-    while stat_of(process.pid)[0] != "T":
-        time.sleep(0.05)
-    time.sleep(3.5)
+    wait_until(lambda: stat_of(process.pid)[0] == "T", process)
+    time.sleep(limit_s + 0.2)
     os.kill(process.pid, signal.SIGCONT)
     process.join(30)
     assert process.exitcode == 0

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from faulty_run import STEPS, FaultyRun
+from forked_runs import PATIENCE_S
 
 from megafp8 import faults
 from megafp8.launch.run_state import judge, last_recorded_step
@@ -53,7 +54,8 @@ class Supervised:
         """The exit status, when nothing of it is left."""
         everybody = self.process.children(recursive=True)
         status = self.process.wait(120)
-        assert not [process for process in everybody if process.is_running()], "an orphan"
+        _, left = psutil.wait_procs(everybody, timeout=PATIENCE_S)
+        assert left == [], "orphans"
         return status
 
     def ends(self) -> list[str]:

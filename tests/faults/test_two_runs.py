@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-import time
+import signal
 from pathlib import Path
 
 from faulty_run import FaultyRun
 from forked_runs import run_forked
 
 from megafp8.checkpoint.folder import saved_steps
+from megafp8.launch.process import STOPPED, stat_of
 from megafp8.launch.run_lock import LOCK_FILE
-from megafp8.launch.run_state import judge, read_run_state
+from megafp8.launch.run_state import judge
 from megafp8.reports.load import load_run
 from megafp8.reports.unfinished import is_unfinished
 
@@ -20,16 +22,18 @@ LAYOUT = "dp2"
 
 def test_a_second_run_is_refused_and_the_first_one_unharmed(tmp_path: Path, cache: Path) -> None:
     run = FaultyRun(LAYOUT, tmp_path / "run", cache)
-    with run.started("sleep:seconds=6,step=2,at=step.begin") as first:
-        deadline = time.monotonic() + 30
-        while read_run_state(run.folder) is None and time.monotonic() < deadline:
-            time.sleep(0.05)
+    with run.started("stop:step=2,at=step.begin") as first:
+        pids = [process.pid for process in first.processes]
+        while any(stat_of(pid)[0] != STOPPED for pid in pids):
+            assert not first.look(0.05), first.output(0)
         before = {path: path.read_bytes() for path in run.folder.glob("*.json*")}
         second = run.start()
         assert set(second.statuses) == {73}, second.told()
-        refusal = f"RunFolderInUse: --save {run.folder} is in use: process {first.processes[0].pid} on "
+        refusal = f"RunFolderInUse: --save {run.folder} is in use: process {pids[0]} on "
         assert refusal in second.output[0] and second.output[1] == "", "one rank says so"
         assert {path: path.read_bytes() for path in before} == before
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
         ended = first.wait(60)
     assert set(ended.statuses) == {0}, ended.told()
     assert not (run.folder / LOCK_FILE).exists()
