@@ -40,7 +40,9 @@ def test_without_nvidia_smi_there_are_none(tmp_path: Path, monkeypatch: pytest.M
 def leave(scratch: Path, rank: int, *lines: dict) -> subprocess.Popen:
     """A rank that said this, and ended."""
     (scratch / f"rank{rank}").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return subprocess.Popen([sys.executable, "-c", ""])
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process
 
 
 def said(members: list[int], seconds: float | None, error: str | None = None) -> dict:
@@ -57,8 +59,8 @@ def test_the_slowest_rank_counts_and_an_error_of_one_is_the_groups(tmp_path: Pat
 
 
 def test_a_rank_that_hangs_is_killed_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node, "START_S", 2.0)
-    leave(tmp_path, 1, said([0], 1.0)).wait()
+    monkeypatch.setattr(node, "START_S", 0.5)
+    leave(tmp_path, 1, said([0], 1.0))
     ranks = [leave(tmp_path, 0, said([0], 1.0), said([0, 1], 1.0)), subprocess.Popen(["sleep", "60"])]
     (own, link) = node.results(place(("a", "b")), tmp_path, ranks)
     assert own.error is None and link.error == "rank 1: no answer in time"

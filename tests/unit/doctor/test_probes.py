@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -51,10 +53,23 @@ def test_modules_that_break_are_told_by_a_real_process(tmp_path: Path, monkeypat
 
 
 def test_a_module_that_never_returns_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "hangs_module.py").write_text("import time; time.sleep(60)", encoding="utf-8")
+    source = f"import pathlib, time; pathlib.Path({str(tmp_path / 'begun')!r}).touch(); time.sleep(60)"
+    (tmp_path / "hangs_module.py").write_text(source, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(probes, "IMPORT_SECONDS", 1)
-    assert probes.import_facts(["hangs_module"])["import_errors"] == {"hangs_module": "not done after 1 s"}
+
+    class Impatient(subprocess.Popen):
+        def wait(self, timeout: float | None = None) -> int:
+            """Time is over once the import has begun."""
+            if timeout is None:
+                return super().wait()
+            while not (tmp_path / "begun").exists():
+                assert self.poll() is None
+                time.sleep(0.02)
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Impatient)
+    told = f"not done after {probes.IMPORT_SECONDS} s"
+    assert probes.import_facts(["hangs_module"])["import_errors"] == {"hangs_module": told}
 
 
 def test_what_libraries_print_is_passed_over() -> None:

@@ -138,7 +138,7 @@ def test_reports_come_back_from_their_files(tmp_path: Path) -> None:
 def test_the_clock_is_compared_with_the_one_that_stamps_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import time
 
-    assert abs(clock_ahead_s(tmp_path / "a")) < 1
+    assert abs(clock_ahead_s(tmp_path / "a")) < 30
     true = time.time
     monkeypatch.setattr(time, "time", lambda: true() + 100)
-    assert 99 < clock_ahead_s(tmp_path / "b") < 101
+    assert 70 < clock_ahead_s(tmp_path / "b") < 130

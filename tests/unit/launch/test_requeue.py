@@ -134,19 +134,20 @@ def test_the_last_task_of_an_array_is_not_taken_for_the_whole(tmp_path: Path) ->
     assert "scontrol requeue 17_3\n" in said and "17 " not in said and "17\n" not in said
 
 
-def put_back(job: Job, monkeypatch: pytest.MonkeyPatch, patience_s: float) -> tuple[bool, list[str]]:
-    """Whether it was, and what was told; in this process, so that patience is short."""
+def put_back(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[bool, list[str]]:
+    """Whether it was, and what was told; in this process, where only its pauses make time pass."""
     for name, value in job.environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(requeue, "PATIENCE_S", patience_s)
-    monkeypatch.setattr(requeue, "PAUSE_S", 0.01)
+    now = [0.0]
+    monkeypatch.setattr(requeue.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(requeue.time, "sleep", lambda pause_s: now.__setitem__(0, now[0] + pause_s))
     monkeypatch.setattr(requeue.signal, "signal", lambda *_: None)
     told: list[str] = []
     return requeue.requeue(5, told.append), told
 
 
 def test_what_slurm_refuses_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    is_back, told = put_back(Job(tmp_path, status=1), monkeypatch, 0.1)
+    is_back, told = put_back(Job(tmp_path, status=1), monkeypatch)
     assert not is_back and told[-1].startswith("scontrol requeue 17: ")
     assert (tmp_path / "said").read_text().count("scontrol requeue") > 1
 
@@ -157,7 +158,7 @@ def test_a_controller_that_is_away_a_moment_is_waited_for(tmp_path: Path, monkey
         path = tmp_path / "bin" / name
         away = f'[ -e "{tmp_path}/{name}-was-away" ] || {{ touch "{tmp_path}/{name}-was-away"; exit 1; }}\n'
         path.write_text(path.read_text().replace("bash\n", f"bash\n{away}", 1))
-    assert put_back(job, monkeypatch, 10.0)[0] and job.requeued
+    assert put_back(job, monkeypatch)[0] and job.requeued
 
 
 def judge_nodes(job: Job, *nodes: str) -> subprocess.CompletedProcess:

@@ -19,8 +19,9 @@ GONE = dataclasses.replace(this_process(), pid=2**22 + 1)
 
 def write_state(run: StudyRun, state: str, process: Process = GONE, seconds: float = 10.0, **fields) -> None:
     run.folder.mkdir(parents=True, exist_ok=True)
+    now = time.time()
     content = RunState(
-        state=state, world_size=1, process=process, started_at=time.time() - seconds, updated_at=time.time(),
+        state=state, world_size=1, process=process, started_at=now - seconds, updated_at=now,
         **{"step": 3, "last_step": 10} | fields,
     )  # fmt: skip
     (run.folder / RUN_STATE_FILE).write_text(json.dumps(content.to_plain()))
