@@ -9,6 +9,7 @@ Each tensor is quantized as the emulated layers do it, along its rows and along 
 
     scale min, max   of the dequantization scales; octaves: log2 of their quotient
     underflow        share of the nonzero values that become zero
+    scale zero       the part of that whose scale became zero, and all of its block with it: NVFP4's are E4M3
     saturated        share of the values beyond the largest number that their scale expresses
     SQNR             10 log10(sum of squares / sum of squared errors): hears the largest values only
     local SQNR       median of the same over runs of 32 neighbours: what becomes of all the others
@@ -41,8 +42,8 @@ DEFAULT_RECIPES = ("tensorwise", "blockwise", "mxfp8")
 FORMATS = ("e4m3", "e5m2")
 OPERANDS = ("input", "weight", "grad_output")
 WEIGHTS_OF_LINEARS = "decoder.layers.*.linear_*.weight"  # from the start: the optimizer has namesakes
-HEADER = ("recipe", "format", "along", "block", "scale min", "scale max", "octaves", "underflow", "saturated",
-          "SQNR dB", "local dB", "max error")  # fmt: skip
+HEADER = ("recipe", "format", "along", "block", "scale min", "scale max", "octaves", "underflow", "scale zero",
+          "saturated", "SQNR dB", "local dB", "max error")  # fmt: skip
 WORDS = "llll"
 PICTURE, TABLE = "quantization.png", "quantization.json"
 
@@ -148,8 +149,8 @@ def cells_of(finding: Finding) -> list[str]:
     return [
         finding.recipe, finding.format, finding.orientation, block_of(finding),
         number(stats.scale_min, ".4g"), number(stats.scale_max, ".4g"), number(stats.scale_spread_octaves, ".1f"),
-        share(stats.underflow_fraction), share(stats.saturated_fraction), number(stats.sqnr_db, ".2f"),
-        number(stats.local_sqnr_db, ".2f"), number(stats.max_abs_error, ".3g"),
+        share(stats.underflow_fraction), share(stats.zero_scale_fraction), share(stats.saturated_fraction),
+        number(stats.sqnr_db, ".2f"), number(stats.local_sqnr_db, ".2f"), number(stats.max_abs_error, ".3g"),
     ]  # fmt: skip
 
 

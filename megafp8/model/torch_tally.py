@@ -100,7 +100,8 @@ def _used_blocks(quantized: Quantized) -> Tensor:
 
 
 def _num_saturated(rows: Tensor, quantized: Quantized, dequant: Tensor) -> Tensor:
-    """Finite values beyond the largest number that their scale expresses."""
+    """Finite values beyond the largest number that their scale expresses. One of two levels may be zero: what has such
+    a scale is not cut off but lost, and counts as underflow alone."""
     rule = quantized.rule
     if rule.scale_rule not in CAN_SATURATE:
         return torch.zeros((), dtype=torch.int64, device=rows.device)
@@ -110,6 +111,7 @@ def _num_saturated(rows: Tensor, quantized: Quantized, dequant: Tensor) -> Tenso
         is_beyond = magnitudes > limit[None, None]  # beside a scalar torch would compare in the type of `rows`
         return torch.count_nonzero(is_beyond & (magnitudes < torch.inf))
     magnitudes = as_blocks(rows, rule.block).abs()
+    limit = limit.where(limit > 0, torch.inf)
     return torch.count_nonzero((magnitudes > limit[:, None, :, None]) & (magnitudes < torch.inf))
 
 

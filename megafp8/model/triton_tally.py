@@ -94,7 +94,8 @@ def tally_kernel(
             nonzero += tl.sum(is_nonzero.to(tl.int32), 2)
             underflow += tl.sum((is_nonzero & is_zero).to(tl.int32), 2)
             if CAN_SATURATE:
-                saturated += tl.sum((tl.abs(x) > dequant * saturates_above).to(tl.int32), 2)
+                is_beyond = (tl.abs(x) > dequant * saturates_above) & (dequant > 0)
+                saturated += tl.sum(is_beyond.to(tl.int32), 2)
             error = value_of_code(code, GRID) * scale * factor - x
             error = tl.where(is_finite, error, 0.0).to(tl.float64)
             wide = x.to(tl.float64)

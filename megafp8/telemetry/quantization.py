@@ -30,16 +30,19 @@ class QuantizationStats:
         num_values: all of them.
         num_non_finite: infinities and NaNs among them.
         amax: largest magnitude.
-        scale_min, scale_max: of the dequantization scales of values that are not zero; None if all are.
+        scale_min, scale_max: of the dequantization scales, where neither they nor their values are zero; None if there
+            are none.
         scale_spread_octaves: log2(scale_max / scale_min).
         underflow_fraction: became zero, of the values that are not zero.
+        zero_scale_fraction: of the same, those that became zero because their scale did, and all of its block with it.
+            NVFP4's scales can: they are E4M3, relative to the tensor's amax.
         saturated_fraction: lie beyond the largest number that their scale expresses, of all values.
         sqnr_db: 10 log10(sum x^2 / sum (x - x')^2); infinity without any error, None if all values are zero.
         local_sqnr_db: median of the same over runs of 32 neighbours in a row that are not all zero.
         max_abs_error: largest |x - x'|.
         octave_counts: entry i counts the values between 2^-(i + 1) and 2^-i of the largest number that their scale
             expresses, entry 0 all above it too, the last one everything smaller but zero. A format reaches down as
-            many entries as it has octaves.
+            many entries as it has octaves. Values whose scale is zero are in none.
     """
 
     num_values: int
@@ -49,6 +52,7 @@ class QuantizationStats:
     scale_max: Optional[float]
     scale_spread_octaves: Optional[float]
     underflow_fraction: float
+    zero_scale_fraction: float
     saturated_fraction: float
     sqnr_db: Optional[float]
     local_sqnr_db: Optional[float]
@@ -100,7 +104,7 @@ class _Tally:
     def __init__(self) -> None:
         self.signal = self.noise = self.amax = self.max_abs_error = 0.0
         self.scale_min, self.scale_max = math.inf, 0.0
-        self.num_finite = self.num_nonzero = self.num_underflow = self.num_saturated = 0
+        self.num_finite = self.num_nonzero = self.num_underflow = self.num_scaled = self.num_saturated = 0
         self.octaves = torch.zeros(NUM_OCTAVES, dtype=torch.int64)
         self.local: list[Tensor] = []
 
@@ -110,21 +114,23 @@ class _Tally:
         x, y = x.where(is_finite, 0.0), y.where(is_finite, 0.0)
         magnitude, error = x.abs(), (x - y).abs()
         is_nonzero = magnitude > 0
+        is_scaled = is_nonzero & (scale != 0)
         largest = scale * format_max
         self.num_finite += int(is_finite.sum())
         self.num_nonzero += int(is_nonzero.sum())
         self.num_underflow += int((is_nonzero & (y == 0)).sum())
-        self.num_saturated += int((magnitude > largest * (1 + ROUNDING)).sum())
+        self.num_scaled += int(is_scaled.sum())
+        self.num_saturated += int((is_scaled & (magnitude > largest * (1 + ROUNDING))).sum())
         self.signal += float(x.square().sum())
         self.noise += float(error.square().sum())
         self.amax = max(self.amax, float(magnitude.max()))
         self.max_abs_error = max(self.max_abs_error, float(error.max()))
         self.local.append(_local_sqnr_db(x, error))
-        if is_nonzero.any():
-            used = scale[is_nonzero]
+        if is_scaled.any():
+            used = scale[is_scaled]
             self.scale_min = min(self.scale_min, float(used.min()))
             self.scale_max = max(self.scale_max, float(used.max()))
-            ratio = (largest[is_nonzero] / magnitude[is_nonzero]).clamp_(1.0, 2.0 ** (NUM_OCTAVES - 1))
+            ratio = (largest[is_scaled] / magnitude[is_scaled]).clamp_(1.0, 2.0 ** (NUM_OCTAVES - 1))
             octaves = torch.frexp(ratio).exponent - 1  # the logarithm rounded down, exactly
             self.octaves += torch.bincount(octaves, minlength=NUM_OCTAVES).cpu()
 
@@ -140,6 +146,7 @@ class _Tally:
             scale_max=self.scale_max if has_scale else None,
             scale_spread_octaves=math.log2(self.scale_max / self.scale_min) if has_scale else None,
             underflow_fraction=self.num_underflow / max(1, self.num_nonzero),
+            zero_scale_fraction=(self.num_nonzero - self.num_scaled) / max(1, self.num_nonzero),
             saturated_fraction=self.num_saturated / num_values,
             sqnr_db=sqnr_db(self.signal, self.noise),
             local_sqnr_db=float(local.median()) if len(local) else None,

@@ -166,6 +166,15 @@ def test_the_examples_show_every_kind_of_loss(device: str) -> None:
     assert (found.outlier_channel, found.outlier_octaves) == (197, pytest.approx(math.log2(300 / 0.0122), abs=3))
 
 
+def test_blocks_whose_scale_rounds_to_zero_are_not_cut_off(device: str) -> None:
+    """All of NVFP4's tensor, of which one value takes the range, but for its block and zeros."""
+    rule = RECIPES[4].rule(Operand.INPUT, Gemm.FPROP)
+    values = torch.full((32, 64), 2.0**-9, dtype=torch.bfloat16)
+    values[0, 0], values[16] = 4096.0, 0
+    found = stats_of(table_of((values, quantized_by(values, rule)), device=device), rule)
+    assert (found.saturated_fraction, found.underflow_fraction) == (0, 1 - 1 / (31 * 64))
+
+
 def test_a_bound_between_two_values_of_the_type_saturates_the_upper_one(device: str) -> None:
     """BF16 has 298 and 300; the largest number that the scale expresses is 299.5, which BF16 would round to 300."""
     rule = RECIPES[1].rule(Operand.INPUT, Gemm.FPROP)

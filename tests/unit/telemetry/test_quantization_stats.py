@@ -28,7 +28,8 @@ def slow_stats(values: Tensor, dequantized: Tensor, scales: Tensor) -> dict[str,
     flat = [triple for row in triples for triple in row]
     nonzero = [(x, y, s) for x, y, s in flat if x != 0]
     octaves = [0] * NUM_OCTAVES
-    for x, _, s in nonzero:
+    scaled = [(x, y, s) for x, y, s in nonzero if s != 0]
+    for x, _, s in scaled:
         below = 0
         while below < NUM_OCTAVES - 1 and abs(x) <= s * FORMAT_MAX * 2.0 ** -(below + 1):
             below += 1
@@ -43,11 +44,12 @@ def slow_stats(values: Tensor, dequantized: Tensor, scales: Tensor) -> dict[str,
         "num_values": len(flat),
         "num_non_finite": 0,
         "amax": max(abs(x) for x, _, _ in flat),
-        "scale_min": min(s for _, _, s in nonzero),
-        "scale_max": max(s for _, _, s in nonzero),
-        "scale_spread_octaves": math.log2(max(s for _, _, s in nonzero) / min(s for _, _, s in nonzero)),
+        "scale_min": min(s for _, _, s in scaled),
+        "scale_max": max(s for _, _, s in scaled),
+        "scale_spread_octaves": math.log2(max(s for _, _, s in scaled) / min(s for _, _, s in scaled)),
         "underflow_fraction": sum(y == 0 for _, y, _ in nonzero) / len(nonzero),
-        "saturated_fraction": sum(abs(x) > s * FORMAT_MAX * (1 + 2.0**-20) for x, _, s in flat) / len(flat),
+        "zero_scale_fraction": (len(nonzero) - len(scaled)) / len(nonzero),
+        "saturated_fraction": sum(abs(x) > s * FORMAT_MAX * (1 + 2.0**-20) for x, _, s in scaled) / len(flat),
         "sqnr_db": decibel(sum(x * x for x, _, _ in flat), sum((x - y) ** 2 for x, y, _ in flat)),
         "local_sqnr_db": statistics.median_low(local),
         "max_abs_error": max(abs(x - y) for x, y, _ in flat),
@@ -78,9 +80,12 @@ def example(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> tupl
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 32), (5, 70), (17, 129)])
-def test_equal_to_the_slow_reference(rows: int, columns: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("has_lost_blocks", [False, True])
+def test_equal_to_the_slow_reference(rows: int, columns: int, dtype: torch.dtype, has_lost_blocks: bool) -> None:
     values, dequantized, scales = example(rows, columns, dtype)
     values[0, 0] = 0.77
+    if has_lost_blocks:
+        dequantized[1::3], scales[1::3] = 0, 0
     found = quantization_stats(values, dequantized, scales, FORMAT_MAX)
     check_equal(found, slow_stats(values, dequantized, scales))
 
@@ -111,6 +116,16 @@ def test_scales_of_zeros_do_not_count() -> None:
     values = torch.tensor([[0.0, 0.0], [1.0, 0.0]])
     stats = quantization_stats(values, values, torch.tensor([[2.0**-127], [0.25]]), FORMAT_MAX)
     assert (stats.scale_min, stats.scale_max, stats.scale_spread_octaves) == (0.25, 0.25, 0)
+
+
+def test_a_block_whose_scale_rounds_to_zero_is_lost_and_not_cut_off() -> None:
+    """NVFP4's scales are E4M3 and underflow. The other blocks keep their scales, and zeros have lost nothing."""
+    values = torch.tensor([[1e-9, 2e-9, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    dequantized = values.where(values > 1e-3, 0.0)
+    stats = quantization_stats(values, dequantized, torch.tensor([[0.0], [0.25], [0.0]]), FORMAT_MAX)
+    assert (stats.scale_min, stats.scale_max, stats.scale_spread_octaves) == (0.25, 0.25, 0)
+    assert (stats.underflow_fraction, stats.zero_scale_fraction) == (2 / 3, 2 / 3)
+    assert stats.saturated_fraction == 0 and sum(stats.octave_counts) == 1
 
 
 def test_values_that_are_not_finite_are_counted_and_left_out() -> None:
