@@ -167,16 +167,22 @@ def compare_runs(
 def find_baseline(
     recipes: Sequence[Recipe], baseline: Optional[str], unfinished: Sequence[Unfinished] = ()
 ) -> Recipe:
-    """The recipe of that name, or with the run of that name; the first without a name.
+    """The recipe of that name, or with the run of that name; the first without a name. Of a recipe in namesake folders
+    the last part is enough where it is the only one.
 
     Raises:
-        DataError: there is none, or none that is done.
+        DataError: there is none, or several, or none that is done.
     """
     if baseline is None:
         return recipes[0]
     for recipe in recipes:
         if baseline == recipe.name or baseline in [run.name for run in recipe.runs]:
             return recipe
+    namesakes = [recipe for recipe in recipes if recipe.name.endswith(f"/{baseline}")]
+    if len(namesakes) == 1:
+        return namesakes[0]
+    if namesakes:
+        raise DataError(f"baseline {baseline!r} may be {' or '.join(recipe.name for recipe in namesakes)}: give one")
     if reasons := [each.reason for each in unfinished if baseline in (each.recipe, each.name)]:
         raise DataError(f"no run of {baseline}, which the others are held against, is done: {reasons[0]}")
     raise DataError(f"baseline {baseline!r} is none of the runs; they are {', '.join(r.name for r in recipes)}")
@@ -184,7 +190,7 @@ def find_baseline(
 
 def _of_recipe(recipe: Recipe, unfinished: Sequence[Unfinished]) -> list[Unfinished]:
     names = {run.name for run in recipe.runs}
-    return [each for each in unfinished if each.recipe == recipe.name or each.name in names]
+    return [each for each in unfinished if each.recipe in recipe.folders | {recipe.name} or each.name in names]
 
 
 def _row(pair: Pair, warmup_steps: int) -> ComparisonRow:

@@ -118,6 +118,18 @@ def run_names(folders: Sequence[Union[str, Path]]) -> list[str]:
     return ["/".join(own[-num_parts:]) for own in parts]
 
 
+def recipe_folder(folder: Path, name: str) -> Optional[str]:
+    """The folder whose runs are called seed1, seed2 and so on, where a run is one of them; None of others.
+
+    Args:
+        name: the run's, of `run_names`, which tells folders of the same name apart.
+    """
+    folder = folder.resolve()
+    if not SEED_FOLDER.fullmatch(folder.name):
+        return None
+    return name.rpartition("/")[0] or folder.parent.name
+
+
 def load_runs(folders: Iterable[Union[str, Path]], *, left_out: Collection[Path] = ()) -> list[Run]:
     """Read several runs, each with its name of `run_names`.
 

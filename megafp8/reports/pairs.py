@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megafp8.config.variants import NEUTRAL_SETTINGS
-from megafp8.reports.load import SEED_FOLDER, Run
+from megafp8.reports.load import Run, recipe_folder
 
 SEED = "training.seed"
 
@@ -19,6 +19,11 @@ class Recipe:
 
     name: str
     runs: tuple[Run, ...]
+
+    @property
+    def folders(self) -> set[str]:
+        """Those whose runs are called after seeds, as `recipe_folder` names them."""
+        return {folder for run in self.runs if (folder := recipe_folder(run.folder, run.name)) is not None}
 
     @property
     def text(self) -> str:
@@ -58,19 +63,29 @@ def seed_of(run: Run) -> int:
 def group_runs(runs: Sequence[Run]) -> list[Recipe]:
     """Recipes in the order of their first runs. A second run with the same settings and seed counts as another recipe.
 
-    A recipe is named after its run, and after the folder above where its runs are called seed1, seed2 and so on.
+    Runs of one folder that are called seed1, seed2 and so on stay together, and the recipe is named after the folder;
+    others after their run.
     """
-    groups: dict[tuple[str, int], list[Run]] = {}
+    parts: dict[tuple[str, str, int], list[Run]] = {}
     for run in runs:
         settings = flatten(run.info.config)
         settings.pop(SEED, None)
         key = json.dumps([settings, run.info.recipe, run.info.device_name, run.info.world_size], sort_keys=True)
-        repetition = 0
-        while any(seed_of(other) == seed_of(run) for other in groups.get((key, repetition), ())):
+        folder, repetition = recipe_folder(run.folder, run.name) or run.name, 0
+        while any(seed_of(other) == seed_of(run) for other in parts.get((key, folder, repetition), ())):
             repetition += 1
-        groups.setdefault((key, repetition), []).append(run)
+        parts.setdefault((key, folder, repetition), []).append(run)
+    groups: list[tuple[str, list[Run]]] = []
+    for (key, _, _), part in parts.items():
+        seeds = set(map(seed_of, part))
+        of_key = (members for other, members in groups if other == key)
+        members = next((members for members in of_key if seeds.isdisjoint(map(seed_of, members))), None)
+        if members is None:
+            groups.append((key, part))
+        else:
+            members.extend(part)
     recipes: list[Recipe] = []
-    for members in groups.values():
+    for _, members in groups:
         taken = {recipe.name for recipe in recipes}
         recipes.append(Recipe(name=_name_of(members, taken), runs=tuple(sorted(members, key=seed_of))))
     return recipes
@@ -85,10 +100,9 @@ def pairs_of(baseline: Recipe, recipe: Recipe) -> list[Pair]:
 
 
 def _name_of(runs: Sequence[Run], taken: set[str]) -> str:
-    folders = {run.folder.resolve() for run in runs}
-    if all(SEED_FOLDER.fullmatch(folder.name) for folder in folders) and len({f.parent for f in folders}) == 1:
-        name = next(iter(folders)).parent.name
-    else:
+    folders = {recipe_folder(run.folder, run.name) for run in runs}
+    name = folders.pop() if len(folders) == 1 else None
+    if name is None:
         name = runs[0].name if len(runs) == 1 else runs[0].info.recipe
     number = 2
     unique = name

@@ -8,7 +8,7 @@ from typing import Optional
 
 from megafp8.errors import NumericsError
 from megafp8.launch.run_state import judge
-from megafp8.reports.load import SEED_FOLDER, run_names
+from megafp8.reports.load import recipe_folder, run_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +46,9 @@ def describe_unfinished(folder: Path, *, name: Optional[str] = None, has_figures
         name: of `run_names`; default that of a run alone.
     """
     state, name = judge(folder), name or run_names([folder])[0]
-    has_seed = SEED_FOLDER.fullmatch(folder.resolve().name) is not None
     reason = "it never began" if state is None else state.reason or f"{state.state} at step {state.step}"
     return Unfinished(
-        recipe=folder.resolve().parent.name if has_seed else name,
+        recipe=recipe_folder(folder, name) or name,
         name=name,
         reason=" ".join(reason.split()),
         is_diverged=state is not None and state.exit_status == NumericsError.exit_status,

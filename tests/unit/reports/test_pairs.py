@@ -19,10 +19,10 @@ GAPS = {"fp8": {1: 0.01, 2: 0.03, 3: 0.02}, "fp4": {1: 0.1, 2: 0.1, 3: 0.1}}
 def write_seeds(write_run):
     """Writes a recipe's runs, with these final validation losses by seed."""
 
-    def write(name: str, losses: dict[int, float], micro_batch_size: int = 4, num_threads: int = 1):
+    def write(name: str, losses: dict[int, float], micro_batch_size: int = 4, num_threads: int = 1, recipe: str = ""):
         return [
             write_run(
-                f"{name}/seed{seed}", [5.0, loss], validations={1: 6.0, 2: loss}, recipe=name,
+                f"{name}/seed{seed}", [5.0, loss], validations={1: 6.0, 2: loss}, recipe=recipe or name,
                 config={"training": {"seed": seed, "micro_batch_size": micro_batch_size, "num_threads": num_threads}},
             )
             for seed, loss in losses.items()
@@ -87,6 +87,27 @@ def test_another_cut_of_the_batch_is_another_recipe_but_other_threads_are_not(wr
     assert [recipe.name for recipe in recipes] == ["bf16", "control"]
     assert len(pairs_of(*recipes)) == 2
     assert "control: training.micro_batch_size: 4 -> 2" in compare_runs(load_runs(folders)).differences
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_seeds_of_namesake_folders_stay_apart(write_seeds, is_reversed: bool) -> None:
+    """The first lacks a seed, which is not the second's. What only one of both has stays with its folder too."""
+    folders = write_seeds("exp1/fp8", {1: 2.0, 3: 2.0, 4: 2.0}, recipe="fp8")
+    folders += write_seeds("exp2/fp8", {2: 4.0, 1: 4.0, 3: 4.0}, recipe="fp8")
+    base = write_seeds("bf16", {1: 2.0, 2: 2.0, 3: 2.0, 4: 2.0})
+    runs = load_runs([*base, *(folders[::-1] if is_reversed else folders)])
+    seeds = {recipe.name: [seed_of(run) for run in recipe.runs] for recipe in group_runs(runs)}
+    assert seeds.pop("exp1/fp8") == [1, 3, 4] and seeds.pop("exp2/fp8") == [1, 2, 3]
+    (name,) = seeds
+    assert name.endswith("/bf16") and compare_runs(runs, baseline="bf16").baseline == name
+    with pytest.raises(DataError, match="baseline 'fp8' may be exp[12]/fp8 or exp[12]/fp8"):
+        compare_runs(runs, baseline="fp8")
+
+
+def test_seeds_of_two_folders_are_one_recipe_where_none_is_in_both(write_seeds) -> None:
+    folders = write_seeds("fp8", {1: 2.0, 2: 2.0}) + write_seeds("more", {3: 2.0}, recipe="fp8")
+    (recipe,) = group_runs(load_runs(folders))
+    assert [seed_of(run) for run in recipe.runs] == [1, 2, 3] and recipe.name == "fp8"
 
 
 def test_the_same_run_made_twice_is_a_pair_with_itself(write_run) -> None:

@@ -64,6 +64,19 @@ def test_a_recipe_without_a_seed_of_the_baseline_has_a_row(write_run, tmp_path) 
     assert 'data-recipe="fp8"' in (tmp_path / "out" / "report.html").read_text()
 
 
+def test_a_missing_seed_is_one_of_its_own_folder(write_run) -> None:
+    folders = {
+        f"{name}/seed{seed}": write_run(
+            f"{name}/seed{seed}", [4.0, 3.0], validations={2: 3.0}, config={"training": {"seed": seed}}
+        )
+        for name in ("bf16", "exp1/fp8", "exp2/fp8") for seed in (1, 2, 3)
+    }  # fmt: skip
+    set_state(folders["exp2/fp8/seed2"], step=1, state="stopped")
+    comparison, _ = publish_comparison(list(folders.values()), baseline=str(folders["bf16/seed1"]))
+    rows = {row.name: (row.seeds, row.num_missing, row.verdict) for row in comparison.recipes[1:]}
+    assert rows == {"exp1/fp8": ((1, 2, 3), 0, "within"), "exp2/fp8": ((1, 3), 1, "not decided")}
+
+
 def test_a_baseline_that_is_not_done_is_none(folders) -> None:
     set_state(folders[0], step=5, state="stopped")
     for baseline in (None, "bf16", str(folders[0])):
