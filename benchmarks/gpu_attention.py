@@ -5,8 +5,8 @@
 
 After `--` come flags of `pretrain_gpt.py`; `--shapes` are those of `gpu_train.py`. `fused` is cuDNN through Transformer
 Engine, `flash` the flash-attn package, `unfused` Transformer Engine's own, `sdpa` torch's; the FP8 ones are cuDNN's on
-codes, casts included, which training does not offer yet. What really ran is in the table; a backend that is not there,
-or that Transformer Engine would not take, is named with the reason.
+codes, casts included (in training `--fp8-dot-product-attention`, under delayed scaling). What really ran is in the
+table; a backend that is not there, or that Transformer Engine would not take, is named with the reason.
 
 Times are of the GPU, by events, medians of rounds; the L2 cache is flushed before each. TFLOP/s are the model's: causal
 attention counted by half, backward twice forward. The peak is what one call, forward and backward, allocates beyond its

@@ -172,6 +172,7 @@ def precision_fields(config: RunConfig, implementation: str) -> dict[str, Any]:
             "fp8_amax_compute_algo": precision.fp8_amax_compute_algo,
             "tp_only_amax_red": precision.tp_only_amax_red,
             "fp8_param": precision.fp8_param_gather,
+            "fp8_dot_product_attention": precision.fp8_dot_product_attention,
         }
     if implementation == "transformer_engine" and precision.fp4_format is not None:
         fields |= {"fp4": precision.fp4_format, "fp4_recipe": precision.fp4_recipe}

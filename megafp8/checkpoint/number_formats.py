@@ -11,7 +11,7 @@ from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.errors import CheckpointError
 
 # Settings that decide which numbers a step computes with, each where it has an effect.
-OF_FP8 = ("fp8_recipe", "fp8_wgrad")
+OF_FP8 = ("fp8_recipe", "fp8_wgrad", "fp8_dot_product_attention")
 OF_RECIPES = {
     "tensorwise": ("fp8_power_2_scale",),
     "delayed": ("fp8_margin", "fp8_amax_compute_algo"),

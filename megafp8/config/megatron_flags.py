@@ -204,6 +204,8 @@ _REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
     ("--fp4-param-gather", "weights are gathered in high precision and quantized after; remove it"),
     ("--te-precision-config-file", "another format than ours: give --precision-map FILE (docs/precision.md)"),
     ("--reuse-grad-buf-for-mxfp8-param-ag", "MXFP8 weights are not gathered in FP8 yet; remove it"),
+    ("--fp8-multi-head-attention", "queries and keys are rotated in BF16 between the linear and attention; give "
+     "--fp8-dot-product-attention"),
     ("--fp8-output-proj", "give --precision output_layer=RECIPE"),
     ("--use-kitchen-attention", "attention is chosen by --attention-backend"),
     ("--use-grouped-gemm-for-dense-mlp --use-te-activation-func", "kernels are chosen by --transformer-impl"),
@@ -221,7 +223,7 @@ _REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
     ("--optimizer-cpu-offload --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d "
      "--no-pin-cpu-grads --no-pin-cpu-params --cpu-offloading-num-layers",
      "nothing is offloaded to the host; use --use-distributed-optimizer, --recompute-granularity or more ranks"),
-    ("--save-retain-interval", "no checkpoint is deleted; remove it"),
+    ("--save-retain-interval", "the newest checkpoints are kept, or all of them: give --ckpt-keep N, or remove it"),
     ("--distrib-optim-fully-reshardable-mem-efficient --dist-ckpt-save-pre-mcore-014 --dist-ckpt-strictness "
      "--ckpt-drop-redundant-extra-state --no-ckpt-fully-parallel-save",
      "there is one way to write a checkpoint; remove it"),

@@ -138,7 +138,7 @@ def problems(config: RunConfig, target: Target) -> list[str]:
     found += implementation_problems(config, target, implementation)
     found += recipe_problems(config.precision, target, implementation)
     if implementation == "transformer_engine":
-        found += map_problems(config)
+        found += map_problems(config) + fp8_attention_problems(config, target)
     return found
 
 
@@ -198,6 +198,8 @@ def needs_transformer_engine(config: RunConfig, target: Target, implementation: 
         asked.append("--use-precision-aware-optimizer")
     if config.model.window_size is not None:
         asked.append("--window-size")
+    if precision.fp8_dot_product_attention:
+        asked.append("--fp8-dot-product-attention")
     if derived.has_step_graph(config):
         asked.append(f"--cuda-graph-impl {config.training.cuda_graph_impl}")
     return [f"{flag}: needs --transformer-impl transformer_engine, this run has {implementation}" for flag in asked]
@@ -277,6 +279,28 @@ def map_obstacles(config: RunConfig) -> list[str]:
         if precision.use_transformer_engine_op_fuser and name.endswith(precision_map.MLP_LINEARS):
             found.setdefault("fuser", f"--use-transformer-engine-op-fuser: {said}, and fused ones have one recipe")
     return list(found.values())
+
+
+def fp8_attention_problems(config: RunConfig, target: Target) -> list[str]:
+    """Why Transformer Engine has no training kernel in FP8 for the model's attention on this target.
+
+    Hopper's are for heads of 128 channels, Blackwell's for up to 128 (`nvte_get_fused_attn_backend`, release 2.20).
+    """
+    model, capability, flag = config.model, target.compute_capability, "--fp8-dot-product-attention"
+    if not config.precision.fp8_dot_product_attention or capability is None:
+        return []
+    if capability < (9, 0):
+        needs = f"needs compute capability 9.0, {target.name} has {version_text(capability)}"
+        return [f"{flag}: {needs}; leave it out"]
+    found = []
+    if model.hidden_size and model.num_attention_heads:
+        channels, is_hopper = derived.kv_channels(model), capability < (10, 0)
+        if channels != 128 if is_hopper else channels > 128 or channels % 16:
+            fits = "128" if is_hopper else "a multiple of 16 up to 128"
+            found.append(f"{flag}: on {target.name} heads have {fits} channels, not {channels}; give --kv-channels 128")
+    if model.window_size is not None:
+        found.append(f"{flag}: has no windows; remove --window-size")
+    return found
 
 
 def has_te_recipe(chosen: LinearChoice) -> bool:

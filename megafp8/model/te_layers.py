@@ -28,7 +28,10 @@ from megafp8.config.schema import RunConfig
 from megafp8.device import mcore_wgrad
 from megafp8.model import te_patches
 from megafp8.model.rotary_attention import AmaxRotarySelfAttention, RotarySelfAttention
+from megafp8.model.te_attention import FP8Attention
 from megafp8.model.te_operations import FusedMLP, SwiGLUFusedMLP
+
+FP8_SUB_BACKEND = 2  # NVTE_FP8 among Transformer Engine's fused attentions
 
 
 def layer_spec(config: RunConfig) -> ModuleSpec:
@@ -43,6 +46,8 @@ def layer_spec(config: RunConfig) -> ModuleSpec:
     if rotates_in_one_kernel(config):
         attention = AmaxRotarySelfAttention if casts_by_amax(config) else RotarySelfAttention
         spec.submodules.self_attention.module = attention
+    if config.precision.fp8_dot_product_attention:
+        spec.submodules.self_attention.submodules.core_attention = FP8Attention
     if is_fused:
         spec.submodules.mlp.module = SwiGLUFusedMLP if quantizes_in_swiglu(config) else FusedMLP
     return spec
@@ -110,9 +115,10 @@ def delayed_scale(linear: torch.nn.Module, operand: str) -> Optional[torch.Tenso
 def delayed_state(model: torch.nn.Module) -> list[torch.Tensor]:
     """All that delayed scaling remembers, histories too: the tensors themselves. None before the first forward pass.
 
-    Attention has scales as well once it has run, which nothing uses and no checkpoint has: they are left out.
+    Attention in BF16 has scales as well once it has run, which nothing uses and no checkpoint has: they are left out.
     """
-    metas = [m.fp8_meta for m in fusing_linears(model) if isinstance(m.fp8_meta.get("recipe"), DelayedScaling)]
+    modules = [*fusing_linears(model), *(module for module in model.modules() if isinstance(module, FP8Attention))]
+    metas = [m.fp8_meta for m in modules if isinstance(m.fp8_meta.get("recipe"), DelayedScaling)]
     return [tensor for meta in metas for tensor in te_patches.delayed_tensors(meta).values()]
 
 
@@ -166,5 +172,6 @@ def selected_attention_backend() -> Optional[str]:
     if chosen["use_flash_attention"]:
         return f"flash {chosen['flash_attention_backend']}"
     if chosen["use_fused_attention"]:
-        return f"fused (cuDNN, sub-backend {int(chosen['fused_attention_backend'])})"
+        kind = int(chosen["fused_attention_backend"])
+        return f"fused (cuDNN, sub-backend {kind}{', FP8' if kind == FP8_SUB_BACKEND else ''})"
     return "unfused"

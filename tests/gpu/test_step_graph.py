@@ -38,6 +38,7 @@ def variants() -> Iterator[str]:
         yield f"{RECIPES[recipe]} {FUSER} --quantize-kernels {kernels}"
     yield f"{RECIPES['tensorwise']} --precision output_layer=tensorwise"
     yield f"{RECIPES['delayed']} {MOMENTS}"
+    yield f"{RECIPES['delayed']} --num-attention-heads 2 --fp8-dot-product-attention"
     yield f"{RECIPES['bf16']} --cross-entropy-loss-fusion --cross-entropy-fusion-impl te"
     yield f"{RECIPES['delayed']} --no-gradient-overwrite --max-skipped-steps 1 {OVERLAP}"
 

@@ -33,6 +33,8 @@ PLAIN = "--no-one-pass-optimizer --no-gradient-overwrite --no-split-rope-fusion"
 FUSER = "--use-transformer-engine-op-fuser"
 OURS, THEIRS = "--quantize-kernels triton", "--quantize-kernels te"
 LOW_PRECISION = "--use-precision-aware-optimizer"
+HEADS = "--num-attention-heads 2"  # of 128 channels, as attention in FP8 wants them
+FP8_ATTENTION = f"{HEADS} --fp8-dot-product-attention"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 STEPS = 12
 COMPARED = 6  # losses; later ones drift apart
@@ -102,6 +104,23 @@ def test_our_swiglu_follows_fused_operations(recipe: str) -> None:
     assert ours.losses[0] == pytest.approx(plain.losses[0], rel=1e-5)
     assert ours.grad_norms[0] == pytest.approx(plain.grad_norms[0], rel=1e-3)
     assert gap(ours, plain) < 5e-3
+
+
+def test_attention_in_fp8_follows_bf16() -> None:
+    plain, fp8 = curve(f"{RECIPES['delayed']} {HEADS}"), curve(f"{RECIPES['delayed']} {FP8_ATTENTION}")
+    print(f"\ngap {gap(fp8, plain):.2e}, norms {plain.grad_norms[:3]} {fp8.grad_norms[:3]}")
+    assert fp8.losses[0] != plain.losses[0]
+    assert fp8.losses[0] == pytest.approx(plain.losses[0], rel=2e-3)
+    assert gap(fp8, plain) < 2e-2
+
+
+def test_attention_in_fp8_is_what_runs() -> None:
+    with gpu_run(f"{RECIPES['delayed']} {FP8_ATTENTION}") as run:
+        train(run, 1)
+        chosen = te_layers.selected_attention_backend()
+        assert chosen is not None and chosen.endswith(", FP8)")
+        scales = [scale for scale in te_layers.delayed_state(run.trainee.chunks[0]) if scale.numel() == 9]
+        assert len(scales) == 2 and all((scale != 1).any() for scale in scales)
 
 
 def test_one_pass_updates_as_transformer_engine() -> None:
@@ -178,6 +197,7 @@ def test_row_wise_cast_of_shards_changes_no_weight(recipe: str) -> None:
         ("blockwise", "--fp8-param-gather"),
         ("delayed", f"{OVERLAP} --fp8-param-gather"),
         ("blockwise", f"{OVERLAP} --fp8-param-gather"),
+        ("delayed", FP8_ATTENTION),
         ("delayed", f"{LOW_PRECISION} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"),
         ("delayed", f"{LOW_PRECISION} --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16"),
         ("delayed", f"{LOW_PRECISION} --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16 --no-one-pass-optimizer"),

@@ -104,6 +104,10 @@ EXAMPLES = {
     "recipe_settings_need_their_recipe": (
         {"precision.fp8_recipe": "blockwise", "precision.fp8_power_2_scale": True}, 1, "not blockwise"
     ),
+    "its_products_can_be_in_fp8": (
+        {"precision.fp8_recipe": "tensorwise", "precision.fp8_dot_product_attention": True}, 1,
+        "give --fp8-recipe delayed"
+    ),
     "fp8_weights_need_sharded_optimizer": (
         {"precision.fp8_param_gather": True}, 1, "needs --use-distributed-optimizer"
     ),

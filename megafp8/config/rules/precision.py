@@ -11,7 +11,7 @@ from megafp8.config.settings import settings_by_name, value_of
 
 # Settings without an effect in a run in high precision, in other than the named formats, or under another recipe.
 QUANTIZED_SETTINGS = ("fp8_amax_reduction", "first_last_layers_bf16")
-FP8_SETTINGS = ("fp8_recipe", "fp8_wgrad", "fp8_param_gather")
+FP8_SETTINGS = ("fp8_recipe", "fp8_wgrad", "fp8_param_gather", "fp8_dot_product_attention")
 FP4_SETTINGS = ("fp4_hadamard", "fp4_stochastic_rounding", "fp4_2d_weights")
 SETTINGS_OF_RECIPE = {
     "delayed": (

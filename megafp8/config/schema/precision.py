@@ -97,6 +97,9 @@ class PrecisionConfig:
         True, "a step's first weight gradients overwrite their buffers instead of being added to zeros "
         "(Transformer Engine's linears, without pipeline stages)", off=("--no-gradient-overwrite",),
     )
+    fp8_dot_product_attention: bool = setting(
+        False, "both products of attention in FP8, too, under delayed scaling (Transformer Engine's layers, cuDNN)"
+    )
     masked_softmax_fusion: bool = setting(True, "fused masked softmax (CUDA)", off=("--no-masked-softmax-fusion",))
     bias_swiglu_fusion: bool = setting(True, "fused bias and SwiGLU", off=("--no-bias-swiglu-fusion",))
     bias_gelu_fusion: bool = setting(True, "fused bias and GELU", off=("--no-bias-gelu-fusion",))

@@ -1,0 +1,74 @@
+"""Attention in FP8 is refused where Transformer Engine has none, or would compute something else."""
+
+import pytest
+
+from megafp8.checkpoint.number_formats import number_formats
+from megafp8.config import flags
+from megafp8.config.rules import fp8_attention, precision
+from megafp8.device.capability import TARGETS, problems
+
+ASKED = "--bf16 --fp8-format hybrid --fp8-dot-product-attention"
+MODEL = "--transformer-impl transformer_engine --hidden-size 1024 --num-attention-heads 8"
+
+
+def found(text: str) -> list[str]:
+    config = flags.parse(text.split()).config
+    return [problem for rule in (*fp8_attention.RULES, *precision.RULES) for problem in rule(config, 2)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "--attention-backend fused",
+        "--fp8-param-gather --use-distributed-optimizer",
+        "--fp8-schedule bf16:1,fp8",
+    ],
+)
+def test_what_goes_together(text: str) -> None:
+    assert found(f"{ASKED} {text}") == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "--fp8-recipe tensorwise",
+        "--fp8-recipe blockwise",
+        "--attention-backend unfused",
+        "--context-parallel-size 2",
+        "--recompute-granularity selective",
+        "--recompute-granularity full",
+    ],
+)
+def test_what_does_not(text: str) -> None:
+    (problem,) = found(f"{ASKED} {text}")
+    assert problem.startswith(f"--fp8-dot-product-attention with {text}: ")
+
+
+def test_it_belongs_to_fp8() -> None:
+    (problem,) = found("--bf16 --fp8-dot-product-attention")
+    assert problem.startswith("--fp8-dot-product-attention has no effect without --fp8-format")
+
+
+@pytest.mark.parametrize(
+    ("target", "extra", "said"),
+    [
+        ("h200", "", ""),
+        ("h200", "--kv-channels 64", "heads have 128 channels, not 64"),
+        ("b200", "--kv-channels 64", ""),
+        ("b200", "--kv-channels 256", "a multiple of 16 up to 128 channels, not 256"),
+        ("h200", "--window-size 256", "remove --window-size"),
+        ("cpu", "", "has no CUDA device"),
+        ("h200", "--transformer-impl emulated", "needs --transformer-impl transformer_engine"),
+    ],
+)
+def test_kernels_of_a_gpu(target: str, extra: str, said: str) -> None:
+    found = problems(flags.parse(f"{ASKED} {MODEL} {extra}".split()).config, TARGETS[target])
+    assert len(found) == bool(said), found
+    assert all(said in problem for problem in found)
+
+
+def test_a_run_does_not_change_it_unasked() -> None:
+    for text, expected in ((ASKED, True), (ASKED.rsplit(maxsplit=1)[0], False)):
+        formats = number_formats(flags.parse(text.split()).config.precision)
+        assert formats["fp8_dot_product_attention"] is expected
