@@ -29,9 +29,10 @@ def describe_arithmetic(precision: PrecisionConfig, implementation: str) -> str:
     formats = f"fp4 {precision.fp4_format}" if precision.fp8_format is None else f"fp8 {precision.fp8_format}"
     how = "TE" if implementation == "transformer_engine" else "emulated"
     base = dtype if recipe is None else f"{formats} {recipe}"
+    attention = " with attention" if precision.fp8_dot_product_attention else ""
     mapped = " with a precision map" if precision.precision_map else ""
     steps = f", steps {precision.fp8_schedule}" if precision.fp8_schedule is not None else ""
-    return f"{base}{mapped}{steps}, {how}, on {dtype}"
+    return f"{base}{attention}{mapped}{steps}, {how}, on {dtype}"
 
 
 def recipe_lines(config: RunConfig, implementation: str) -> list[str]:
@@ -41,13 +42,14 @@ def recipe_lines(config: RunConfig, implementation: str) -> list[str]:
     if not precision_map.is_quantized(precision):
         return []
     rows, arithmetic = resolve_precision_map(config), describe_arithmetic(precision, implementation)
-    weights = ["  weights are kept and gathered as codes and scales"] if precision.fp8_param_gather else []
+    others = ["  weights are kept and gathered as codes and scales"] if precision.fp8_param_gather else []
+    others += ["  attention's two products are in FP8 as well"] if precision.fp8_dot_product_attention else []
     if are_mixed(rows, precision):
         table = [f"  {line}" for line in format_recipes(rows, precision).splitlines()]
-        return [f"recipes: {arithmetic}", *table, *weights]
+        return [f"recipes: {arithmetic}", *table, *others]
     row = rows[0]
     gemms = [f"  {gemm}  {getattr(row, gemm)}" for gemm in precision_map.GEMMS]
-    return [f"recipe of layers {row.layers}: {arithmetic}", *gemms, *weights]
+    return [f"recipe of layers {row.layers}: {arithmetic}", *gemms, *others]
 
 
 def are_mixed(rows: list[GemmPrecision], precision: PrecisionConfig) -> bool:

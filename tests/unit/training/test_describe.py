@@ -70,3 +70,9 @@ def test_the_record_has_the_resolved_map() -> None:
 
 def test_high_precision_has_no_recipe() -> None:
     assert lines_of() == []
+
+
+def test_attention_in_fp8_is_said() -> None:
+    usual, attention = (lines_of(fp8_format="hybrid", fp8_dot_product_attention=asked) for asked in (False, True))
+    assert attention[1:] == [*usual[1:], "  attention's two products are in FP8 as well"]
+    assert "delayed with attention, " in attention[0] and "attention" not in usual[0]
