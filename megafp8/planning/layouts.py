@@ -12,6 +12,7 @@ from megafp8.config import derived, rules
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import value_of, with_values
 from megafp8.device import capability
+from megafp8.planning.beside_graph import beside_graph_bytes
 from megafp8.planning.hardware import Gpu
 from megafp8.planning.memory import MemoryEstimate, estimate_ends, outside_bytes
 from megafp8.planning.planned_run import PlannedRun
@@ -47,13 +48,15 @@ class Layout:
     run: PlannedRun
     memory: MemoryEstimate
     """Of the stage that needs the most."""
+    beside_graph_bytes: int
+    """Of looks and validations, where steps are a CUDA graph."""
     outside_bytes: int
     step: StepTime
 
     @property
     def memory_bytes(self) -> int:
         """All that a process takes on the fullest GPU."""
-        return self.memory.total_bytes + self.outside_bytes
+        return self.memory.total_bytes + self.beside_graph_bytes + self.outside_bytes
 
     @property
     def name(self) -> str:
@@ -108,10 +111,14 @@ def find_layouts(
         run = PlannedRun(config=candidate, gpu=gpu, world_size=world_size, padded_vocab=padded_vocab(candidate))
         estimates = estimate_ends(candidate, world_size, run.padded_vocab)
         memory = max(estimates, key=lambda estimate: estimate.total_bytes)
-        outside = outside_bytes(candidate, world_size)
-        sizes.append(memory.total_bytes + outside)
+        beside, outside = beside_graph_bytes(candidate, memory), outside_bytes(candidate, world_size)
+        sizes.append(memory.total_bytes + beside + outside)
         if sizes[-1] <= gpu.memory_bytes * (1 - MARGIN_FRACTION):
-            layouts.append(Layout(run=run, memory=memory, outside_bytes=outside, step=step_time(run)))
+            layouts.append(
+                Layout(
+                    run=run, memory=memory, beside_graph_bytes=beside, outside_bytes=outside, step=step_time(run)
+                )
+            )  # fmt: skip
     # Of equally fast layouts the one that needs less memory.
     layouts.sort(key=lambda layout: (layout.step.seconds / layout.step.tokens, layout.memory_bytes))
     return Found(

@@ -58,13 +58,14 @@ def layout_cells(layout: Layout) -> tuple[str, ...]:
 
 
 def memory_text(layout: Layout) -> str:
-    """Each part; the last is what torch does not allocate."""
+    """Each part; the last is what torch does not allocate, before it what a graph makes other passes need."""
     return "  " + ", ".join(f"{name} {size / GIB:.2f}" for name, size in memory_parts(layout).items())
 
 
 def memory_parts(layout: Layout) -> dict[str, int]:
     """Bytes by part."""
-    parts = layout.memory.parts() | {"context and NCCL": layout.outside_bytes}
+    parts = layout.memory.parts()
+    parts |= {"beside the graph": layout.beside_graph_bytes, "context and NCCL": layout.outside_bytes}
     return {name: size for name, size in parts.items() if size}
 
 
@@ -121,6 +122,11 @@ def assumptions_text(plan: Plan) -> str:
         "communication does not slow computation, all GPUs are equally fast, no time for saving or validation",
         f"{MARGIN_FRACTION:.0%} of the memory stays free",
     ]
+    if any(layout.beside_graph_bytes for layout in plan.found.layouts):
+        lines.append(
+            "a CUDA graph keeps the memory of its passes; beside it a look (--fp8-log-interval) has a step's "
+            "activations and logits again, a validation (--eval-iters) logits and one layer: reckoned, not measured"
+        )
     if filled:
         lines.append("not given, so taken: " + ", ".join(filled))
     return "assumptions (docs/planning.md has the errors against measurements)\n" + "\n".join(

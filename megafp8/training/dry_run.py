@@ -15,6 +15,7 @@ from megafp8.device.platform import detect_platform
 from megafp8.mcore_config import build_ddp_config, build_optimizer_config, build_transformer_config
 from megafp8.model.precision_map import format_precision_map, resolve_precision_map
 from megafp8.parallel.topology import layout_of
+from megafp8.planning.beside_graph import beside_graph_bytes
 from megafp8.planning.fp8_gain import fp8_warnings
 from megafp8.planning.hardware import find_gpu
 from megafp8.planning.layouts import MARGIN_FRACTION
@@ -145,6 +146,9 @@ def memory_text(config: RunConfig, vocab_size: int, world_size: int, implementat
     for name, estimate in zip(("first stage", "last stage"), estimates, strict=False):
         parts = ", ".join(f"{part} {value / GIB:.2f}" for part, value in estimate.parts().items())
         lines.append(f"{name}: {estimate.total_bytes / GIB:.2f} GiB ({parts})")
+    beside = beside_graph_bytes(config, estimates[0], implementation=implementation)  # a graph has one stage
+    if beside:
+        lines.append(f"beside the graph: {beside / GIB:.2f} GiB more for looks and validations")
     return "memory of one rank, estimated\n" + indented("\n".join(lines))
 
 

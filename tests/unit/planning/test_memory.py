@@ -6,6 +6,7 @@ from megafp8.config import derived, size
 from megafp8.config.presets import PRESETS
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
+from megafp8.planning.beside_graph import beside_graph_bytes
 from megafp8.planning.memory import (
     COMMUNICATOR_BYTES,
     estimate_ends,
@@ -203,6 +204,20 @@ def test_a_stage_without_logits_holds_the_gradients_of_a_layer():
     first, last = estimate_ends(config_of(parallel__pipeline_model_parallel_size=4), 4, 1024)
     assert first.buffers_bytes == 2 * 128 * 4 * (2 * 256 + 2 * 1024)
     assert last.buffers_bytes == max(0, first.buffers_bytes - last.logits_bytes)
+
+
+def test_passes_beside_a_graph_have_memory_of_their_own():
+    def beside(**changes):
+        config = config_of(**changes)
+        estimate = estimate_memory(config, 1, 1024)
+        return beside_graph_bytes(config, estimate), estimate
+
+    graph = {"training__cuda_graph_impl": "local"}
+    looked, estimate = beside(**graph, logging__fp8_log_interval=100)
+    assert looked == estimate.total_bytes - estimate.weights_bytes - estimate.gradients_bytes - estimate.optimizer_bytes
+    validated, estimate = beside(**graph)
+    assert validated == estimate.logits_bytes + layer_activations(config_of()).total < looked
+    assert beside(**graph, training__eval_iters=0)[0] == beside(logging__fp8_log_interval=100)[0] == 0
 
 
 def test_what_torch_does_not_allocate_grows_with_the_groups():

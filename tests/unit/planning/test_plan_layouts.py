@@ -179,6 +179,22 @@ def test_a_slower_network_costs_speed_between_nodes_only():
     assert speed(50, 64) < speed(None, 64)
 
 
+def test_a_graph_takes_memory_from_other_passes() -> None:
+    """A micro batch that fits without it may not."""
+    text = "--model-preset llama-1b --seq-length 2048 --global-batch-size 64 --fp8-format hybrid --fp8-log-interval 100"
+    plain, graph = (
+        make_plan(flags.parse(f"{text} {extra}".split()), GPUS["h200"], 1, ())
+        for extra in ("", "--cuda-graph-impl local")
+    )
+    alone = {each.name: each.memory_bytes for each in plain.found.layouts if "recompute" not in each.name}
+    beside = {each.name: each.memory_bytes - each.beside_graph_bytes for each in graph.found.layouts}
+    assert beside.items() < alone.items()
+    best = plan_data(graph, 1)["layouts"][0]
+    assert best["memory_parts_bytes"]["beside the graph"] > 2**30
+    assert sum(best["memory_parts_bytes"].values()) == best["memory_bytes"]
+    assert "beside it a look" in plan_text(graph, 1) and "beside it a look" not in plan_text(plain, 1)
+
+
 def test_an_automatic_micro_batch_is_searched() -> None:
     plain = invoked("--model-preset llama3-8b", gpus=8, scaling=())
     auto = invoked("--model-preset llama3-8b --micro-batch-size auto", gpus=8, scaling=())
