@@ -171,7 +171,7 @@ def tensor_overlap_has_its_parts(config: RunConfig, world_size: int) -> Iterator
             "Engine's layers, not by its fused operations; remove one"
         )
     if precision.precision_map:
-        yield "--tp-comm-overlap with --precision: its buffers are made for one recipe; leave the overlap out"
+        yield "--tp-comm-overlap with a precision map: its buffers are made for one recipe; leave the overlap out"
     if config.training.micro_batch_size == AUTO:
         yield "--tp-comm-overlap has buffers of one size: give a number to --micro-batch-size, not auto"
     recipe = derived.quantization_recipe(precision)

@@ -225,6 +225,13 @@ def test_what_is_wrong_in_a_file_is_told_by_its_line(content: str, run: str, wor
     assert not any("--precision " in problem for problem in found)
 
 
+def test_what_a_map_excludes_is_told_of_the_map(tmp_path: Path) -> None:
+    path = tmp_path / "map.yaml"
+    path.write_text("output_layer: mxfp8\n")
+    found = problems_of(f"--tp-comm-overlap --precision-map {path}")
+    assert any(problem.startswith("--tp-comm-overlap with a precision map: ") for problem in found), found
+
+
 def test_an_entry_of_a_file_travels_to_other_processes(tmp_path: Path) -> None:
     path = tmp_path / "map.yaml"
     path.write_text("output_layer: mxfp8\n")
