@@ -7,7 +7,8 @@ A mode is RECIPE FLAGS, with a recipe of `gpu_train.py`. The ranks of each mode 
 imported everything but not touched the GPU, so that no mode has the memory or the garbage of another; layouts that
 need fewer GPUs than there are run side by side. Timed are `--steps` steps together, from one synchronization of all
 ranks to the other; the peak is that of the rank with the highest. Gathered bytes are what a rank gets of updated
-weights in a step. Every number of a layout is of one machine and of the same minute; ratios are to its BF16.
+weights in a step. With `--rounds` everything is measured again, every second round in reverse order, and times are
+medians. Speed is to BF16 under the same layout; scaling is sequences a second and GPU, to the same mode on one GPU.
 
 The JSON has a line for each measurement, in the form that `planner_measurements.py` reads. `--shape tiny` runs on any
 machine, on CPU ranks where there is no GPU.
@@ -17,14 +18,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import multiprocessing
 import os
 import socket
+import statistics
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -64,6 +67,7 @@ class Layout:
 
 # Batches: the shape's own (2 sequences) for each data-parallel rank; pipelines have four microbatches a stage.
 LAYOUTS = {
+    "1 GPU": Layout(1, "", 2),
     "DP 2": Layout(2, "", 4),
     "TP 2": Layout(2, TP2, 2),
     "PP 2": Layout(2, "--pipeline-model-parallel-size 2 --micro-batch-size 1", 8),
@@ -107,6 +111,7 @@ class Row:
     extra: str
     label: str
     num_gpus: int
+    global_batch: int
     step_ms: float
     peak_gib: float
     gathered_mb: Optional[float]
@@ -160,7 +165,7 @@ def measure(options: argparse.Namespace, task: Task, checked: Checked, platform:
     return Row(
         shape=options.shape, recipe=recipe, extra=" ".join(f"{flags} {task.layout.flags} {options.extra}".split()),
         label=" ".join(filter(None, (task.name, flags and "FP8 weights"))), num_gpus=task.layout.num_gpus,
-        step_ms=step_ms, peak_gib=peak.item() / 2**30,
+        global_batch=task.layout.global_batch, step_ms=step_ms, peak_gib=peak.item() / 2**30,
         gathered_mb=None if gathered is None else gathered / 1e6,
         losses=[result.loss for result in results], device=platform.name,
     )  # fmt: skip
@@ -230,7 +235,9 @@ def place(waiting: list[Task], running: list[Running], num_gpus: int) -> Optiona
 
 def measure_all(options: argparse.Namespace) -> tuple[list[Row], dict[str, str]]:
     """Every mode under every layout, and what failed."""
-    waiting, running = [Task(name, mode) for name in options.layouts for mode in options.modes], list[Running]()
+    once = [Task(name, mode) for name in options.layouts for mode in options.modes]
+    waiting = [task for number in range(options.rounds) for task in (once[::-1] if number % 2 else once)]
+    running = list[Running]()
     rows, failures = list[Row](), dict[str, str]()
     try:
         while waiting or running:
@@ -271,18 +278,44 @@ def tell(row: Row, path: Optional[Path]) -> None:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """All of it for people; speed is to BF16 under the same layout."""
-    base = {layout_of(row): row.step_ms for row in rows if row.recipe == "bf16"}
+    """All of it for people."""
+    medians = list(median_rows(rows))
+    bf16 = {layout_of(row): row.step_ms for row in medians if row.recipe == "bf16"}
+    alone = {mode_of(row): sequences_a_gpu(row) for row in medians if row.num_gpus == 1}
     cells = []
+    for row in medians:
+        base, one = bf16.get(layout_of(row)), alone.get(mode_of(row))
+        cells.append((
+            row.label, row.recipe, row.step_ms, base and base / row.step_ms, one and sequences_a_gpu(row) / one,
+            row.peak_gib, row.gathered_mb,
+        ))  # fmt: skip
+    header = ("layout", "recipe", "step ms", "speed to BF16", "scaling", "peak GiB", "gathered MB")
+    return timing.format_table(header, cells)
+
+
+def median_rows(rows: Sequence[Row]) -> Iterator[Row]:
+    """One row a task, with the median of its times and its highest peak, in the order of the first round."""
+    by_task: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        bf16 = base.get(layout_of(row))
-        cells.append((row.label, row.recipe, row.step_ms, bf16 and bf16 / row.step_ms, row.peak_gib, row.gathered_mb))
-    return timing.format_table(("layout", "recipe", "step ms", "speed to BF16", "peak GiB", "gathered MB"), cells)
+        by_task.setdefault((row.label, row.recipe), []).append(row)
+    for same in by_task.values():
+        step_ms, peak_gib = statistics.median(row.step_ms for row in same), max(row.peak_gib for row in same)
+        yield dataclasses.replace(same[0], step_ms=step_ms, peak_gib=peak_gib)
 
 
 def layout_of(row: Row) -> str:
     """A row's layout without what its weights are."""
     return row.label.removesuffix(" FP8 weights")
+
+
+def mode_of(row: Row) -> tuple[str, bool]:
+    """What it computes under any layout."""
+    return row.recipe, row.label != layout_of(row)
+
+
+def sequences_a_gpu(row: Row) -> float:
+    """Sequences that a GPU trains in a millisecond."""
+    return row.global_batch / row.num_gpus / row.step_ms
 
 
 def fitting(num_gpus: int) -> list[str]:
@@ -299,6 +332,7 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 2, help="of this machine")
     parser.add_argument("--warm-up", type=int, default=4, help="steps before the timed ones")
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
+    parser.add_argument("--rounds", type=int, default=1, help="times that everything is measured")
     parser.add_argument("--mode-s", type=float, default=120.0, help="seconds after which a mode is given up")
     parser.add_argument("--extra", default="", help='more flags for every mode: --extra="--flag value"')
     parser.add_argument("--json", type=Path, help="write a line for each measurement to this file")

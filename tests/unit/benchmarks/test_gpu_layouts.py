@@ -41,15 +41,32 @@ def test_every_mode_is_legal_under_every_layout(name: str, mode: str) -> None:
     assert rules.setting_problems(config, LAYOUTS[name].num_gpus) == []
 
 
-def row(label: str, recipe: str, step_ms: float) -> Row:
-    return Row(shape="B", recipe=recipe, extra="", label=label, num_gpus=4, step_ms=step_ms, peak_gib=1.0,
-               gathered_mb=None, losses=[5.0], device="GPU")  # fmt: skip
+def row(label: str, recipe: str, step_ms: float, peak_gib: float = 1.0) -> Row:
+    layout = LAYOUTS[label.removesuffix(" FP8 weights")]
+    return Row(shape="B", recipe=recipe, extra="", label=label, num_gpus=layout.num_gpus, step_ms=step_ms,
+               global_batch=layout.global_batch, peak_gib=peak_gib, gathered_mb=None, losses=[5.0],
+               device="GPU")  # fmt: skip
+
+
+def column(text: str, number: int) -> list[str]:
+    return [line.split("|")[number].strip() for line in text.splitlines()[2:]]
 
 
 def test_speed_is_compared_under_one_layout() -> None:
     rows = [row("DP 4", "bf16", 200.0), row("TP 4", "bf16", 90.0), row("DP 4 FP8 weights", "delayed", 160.0)]
-    lines = table([*rows, row("TP 4", "delayed", 60.0)]).splitlines()
-    assert [line.split("|")[4].strip() for line in lines[2:]] == ["1.00", "1.00", "1.25", "1.50"]
+    assert column(table([*rows, row("TP 4", "delayed", 60.0)]), 4) == ["1.00", "1.00", "1.25", "1.50"]
+
+
+def test_scaling_is_that_of_the_same_mode_on_one_gpu() -> None:
+    """DP 4 trains four times the sequences; FP8 weights are another mode, and without it on one GPU there is none."""
+    rows = [row("1 GPU", "bf16", 190.0), row("1 GPU", "delayed", 135.0), row("DP 4", "bf16", 200.0)]
+    found = table([*rows, row("TP 4", "delayed", 54.0), row("DP 4 FP8 weights", "delayed", 140.0)])
+    assert column(found, 5) == ["1.00", "1.00", "0.95", "0.62", ""]
+
+
+def test_rounds_become_medians() -> None:
+    found = table([row("DP 4", "bf16", ms, peak) for ms, peak in ((200.0, 3.0), (100.0, 4.0), (180.0, 3.5))])
+    assert column(found, 3) == ["180"] and column(found, 6) == ["4.00"]
 
 
 def test_a_mode_that_fails_costs_no_other(capfd: pytest.CaptureFixture[str]) -> None:
