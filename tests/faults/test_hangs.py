@@ -96,8 +96,9 @@ class Looks:
 
     def wait(self) -> None:
         """For one that begins after this: one may be under way."""
-        seen = self.count
+        seen, deadline = self.count, time.monotonic() + 30
         while self.count < seen + 2:
+            assert time.monotonic() < deadline
             time.sleep(0.01)
 
 
