@@ -112,17 +112,12 @@ def be_rank(
 
 
 def become_rank(rank: int, world_size: int, folder: Path) -> None:
-    """Make a forked child a rank: a process group of its own, which dies with its parent, and a launcher's variables.
+    """Make a forked child a rank, with a launcher's variables.
 
     Args:
         folder: where its stack goes on SIGUSR1.
     """
-    # A pool of threads hangs here if the test process ever had one: what a rank asks for (use_threads) is set aside.
-    torch.set_num_threads(1)
-    torch.set_num_threads = lambda threads: None
-    gc.freeze()  # what it inherits is no garbage: every collection would walk all of it, and so copy it
-    os.setpgid(0, 0)  # with its children it is one group, which can be killed as a whole
-    end_with_parent(signal.SIGKILL)  # a killed test run leaves nobody behind
+    become_child()
     # multiprocessing imports and inherits; the file stays open for as long as the process lives.
     faulthandler.register(signal.SIGUSR1, file=(folder / f"stack{rank}").open("w"), all_threads=False)
     os.environ |= {
@@ -132,6 +127,16 @@ def become_rank(rank: int, world_size: int, folder: Path) -> None:
         "LOCAL_WORLD_SIZE": str(world_size),
         "GLOO_SOCKET_IFNAME": "lo",
     }
+
+
+def become_child() -> None:
+    """What every forked child does first: a process group of its own, which dies with its parent, and one thread."""
+    # A pool of threads hangs here if the test process ever had one: what a rank asks for (use_threads) is set aside.
+    torch.set_num_threads(1)
+    torch.set_num_threads = lambda threads: None
+    gc.freeze()  # what it inherits is no garbage: every collection would walk all of it, and so copy it
+    os.setpgid(0, 0)  # with its children it is one group, which can be killed as a whole
+    end_with_parent(signal.SIGKILL)  # a killed test run leaves nobody behind
 
 
 def join_gloo(rank: int, world_size: int, folder: Path) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from forked_script import run_script
 from ranks import run_ranks
 from saved_run import build_initial, configure, save_initial
 from their_folders import (
@@ -153,8 +153,7 @@ def test_a_run_starts_from_theirs_as_the_documents_have_it(
     assert saved.model == as_flags.model and saved.data.tokenizer_model == str(ours / "tokenizer/tokenizer.json")
 
     run = "--mock-data --seq-length 32 --micro-batch-size 2 --train-iters 1 --lr 1e-3 --eval-iters 0 --num-workers 0"
-    words = [sys.executable, "pretrain_gpt.py", *start.split(), *run.split(), "--save", tmp_path / "run"]
-    trained = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    trained = run_script("pretrain_gpt.py", *start.split(), *run.split(), "--save", tmp_path / "run")
     assert trained.returncode == 0, trained.stderr
     assert f"loaded {ours / STEP_0}" in (tmp_path / "run/records.jsonl").read_text()
 

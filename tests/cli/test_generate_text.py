@@ -1,11 +1,13 @@
 """The command line of tools/generate_text.py, as a user starts it."""
 
+import functools
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from forked_script import run_script
 from saved_run import configure, save_initial
 
 from megafp8.data.tokenizer_training import train_sentencepiece
@@ -14,7 +16,10 @@ TOOL = Path(__file__).resolve().parents[2] / "tools" / "generate_text.py"
 PROMPT = "Grüße, 世界 🙂\n\tdef"
 
 
-def generate(*arguments: object) -> subprocess.CompletedProcess:
+generate = functools.partial(run_script, "tools/generate_text.py")
+
+
+def start(*arguments: object) -> subprocess.CompletedProcess:
     command = [sys.executable, str(TOOL), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, timeout=120, encoding="utf-8")
 
@@ -35,7 +40,7 @@ def folder(tmp_path_factory):
 def test_samples_on_the_terminal_and_in_the_file(folder, tmp_path) -> None:
     output = tmp_path / "samples.jsonl"
     (tmp_path / "prompt.txt").write_text(PROMPT, encoding="utf-8")
-    result = generate(
+    result = start(
         "--load", folder / "run", "--tokenizer-model", folder / "tokenizer.model", "--num-samples", 2,
         "--prompt-file", tmp_path / "prompt.txt", "--max-new-tokens", 12, "--output", output,
     )  # fmt: skip
@@ -105,7 +110,7 @@ def test_wrong_flags_are_all_named_at_once_with_status_64(folder, tmp_path) -> N
 
 
 def test_help_names_every_flag() -> None:
-    result = generate("--help")
+    result = start("--help")
     assert result.returncode == 0
     for flag in ("--load", "--ckpt-step", "--prompt-file", "--max-new-tokens", "--greedy", "--precision", "--seed"):
         assert flag in result.stdout

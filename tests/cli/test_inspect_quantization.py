@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from forked_script import run_script
 from saved_run import configure, save_initial
 
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "inspect_quantization.py"
+SCRIPT = "tools/inspect_quantization.py"
+TOOL = Path(__file__).resolve().parents[2] / SCRIPT
 sys.path.insert(0, str(TOOL.parent))
 
 import inspect_quantization  # noqa: E402
@@ -74,7 +76,7 @@ def test_json_of_a_file_has_no_number_that_json_lacks(tmp_path, capsys: pytest.C
 
 
 def test_weights_of_a_run_are_whole_and_named_by_layer(folder) -> None:
-    result = inspect(folder, "--recipes", "tensorwise", "blockwise", "--formats", "e4m3")
+    result = run_script(SCRIPT, folder, "--recipes", "tensorwise", "blockwise", "--formats", "e4m3")
     assert result.returncode == 0, result.stderr
     for layer in (0, 1):
         assert f"decoder.layers.{layer}.mlp.linear_fc1.weight   [256 x 64] bfloat16" in result.stdout
@@ -85,7 +87,7 @@ def test_weights_of_a_run_are_whole_and_named_by_layer(folder) -> None:
 def test_values_of_a_checkpoint_are_the_ones_that_were_saved(folder) -> None:
     """Layer by layer, against megatron-core's own reading of the stacked tensor."""
     pattern = "decoder.layers.1.*linear_fc2.weight"
-    result = inspect(folder / "iter_0000007", "--parameter", pattern, "--json", "--recipes", "mxfp8")
+    result = run_script(SCRIPT, folder / "iter_0000007", "--parameter", pattern, "--json", "--recipes", "mxfp8")
     findings = json.loads(result.stdout)
     assert {each["tensor"] for each in findings} == {"decoder.layers.1.mlp.linear_fc2.weight"}
     stacked = torch.empty(2, 64, 256, dtype=torch.bfloat16)
@@ -129,7 +131,7 @@ def test_folders_without_what_is_asked_for(folder, tmp_path, capsys: pytest.Capt
     assert "holds no checkpoint" in capsys.readouterr().err
     assert here([str(folder), "--ckpt-step", "8"]) == 74
     assert "holds steps: 7" in capsys.readouterr().err
-    result = inspect(folder, "--parameter", "fc9")
+    result = run_script(SCRIPT, folder, "--parameter", "fc9")
     assert result.returncode == 74
     assert "no tensor's name matches 'fc9'; they are" in result.stderr
     assert "Traceback" not in result.stderr

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked_script import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 ARGUMENTS = ("--model-preset", "llama3-70b", "--gpus", "512", "--gpu", "h200", "--fp8-recipe", "tensorwise")
@@ -28,7 +29,7 @@ def planned() -> dict:
 
 def test_the_flags_of_the_best_layout_pass_a_dry_run(planned) -> None:
     argv = planned["layouts"][0]["argv"]
-    result = run("pretrain_gpt.py", "--dry-run", "--world-size", "512", "--target", "h200", *argv)
+    result = run_script("pretrain_gpt.py", "--dry-run", "--world-size", "512", "--target", "h200", *argv)
     assert result.returncode == 0, result.stderr
     assert "layout: 512 x h200, transformer_engine layers: tensor" in result.stdout
 
