@@ -158,9 +158,9 @@ def one_rank_config(saved: RunConfig, target: capability.Target, high_precision:
         saved.precision,
         fp8_format=None if high_precision else saved.precision.fp8_format,
         fp4_format=None if high_precision else saved.precision.fp4_format,
+        fp8_dot_product_attention=False,  # few devices have it, and what it remembers is for training
         # Only for training, or other kernels for the same arithmetic.
         attention_backend="auto",
-        fp8_dot_product_attention=False,
         fp8_param_gather=False,
         precision_map=() if high_precision else saved.precision.precision_map,
         fp8_schedule=None,
