@@ -222,9 +222,10 @@ def test_a_save_that_was_given_up_publishes_and_deletes_nothing_later(place: str
 def test_a_copy_that_hangs_is_a_failed_save(tmp_path: Path) -> None:
     """The update goes on after the time is over, so what was half copied must not become a checkpoint."""
     config, make = small_config("llama", PLAIN), Copy.make
+    may_copy = threading.Event()
 
     def late_copy(self: Copy) -> None:
-        time.sleep(3)
+        assert may_copy.wait(60)
         make(self)
 
     def save() -> None:
@@ -232,7 +233,8 @@ def test_a_copy_that_hangs_is_a_failed_save(tmp_path: Path) -> None:
         with mock.patch.object(Copy, "make", late_copy):
             _, under_way = begin(run, tmp_path, 1, timeout_s=1.0)
             train(run, 1)
-            time.sleep(4)
+            may_copy.set()
+            assert under_way._work.exception(timeout=60) is not None
             with pytest.raises(CheckpointError, match="step 1 cannot be saved .* not made in time"):
                 under_way.poll(is_waiting=True)
 
