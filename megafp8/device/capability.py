@@ -282,25 +282,19 @@ def map_obstacles(config: RunConfig) -> list[str]:
 
 
 def fp8_attention_problems(config: RunConfig, target: Target) -> list[str]:
-    """Why Transformer Engine has no training kernel in FP8 for the model's attention on this target.
+    """Why the target has no kernel for training with attention in FP8.
 
-    Hopper's are for heads of 128 channels, Blackwell's for up to 128 (`nvte_get_fused_attn_backend`, release 2.20).
+    Hopper's are for heads of 128 channels (`nvte_get_fused_attn_backend`, release 2.20).
     """
     model, capability, flag = config.model, target.compute_capability, "--fp8-dot-product-attention"
     if not config.precision.fp8_dot_product_attention or capability is None:
         return []
-    if capability < (9, 0):
-        needs = f"needs compute capability 9.0, {target.name} has {version_text(capability)}"
-        return [f"{flag}: {needs}; leave it out"]
-    found = []
-    if model.hidden_size and model.num_attention_heads:
-        channels, is_hopper = derived.kv_channels(model), capability < (10, 0)
-        if channels != 128 if is_hopper else channels > 128 or channels % 16:
-            fits = "128" if is_hopper else "a multiple of 16 up to 128"
-            found.append(f"{flag}: on {target.name} heads have {fits} channels, not {channels}; give --kv-channels 128")
-    if model.window_size is not None:
-        found.append(f"{flag}: has no windows; remove --window-size")
-    return found
+    if capability[0] != 9:
+        has = f"{target.name} has {version_text(capability)}"
+        return [f"{flag}: is for compute capability 9.0 so far, {has}; remove it"]
+    if model.hidden_size and model.num_attention_heads and (channels := derived.kv_channels(model)) != 128:
+        return [f"{flag}: on {target.name} heads have 128 channels, not {channels}; give --kv-channels 128"]
+    return []
 
 
 def has_te_recipe(chosen: LinearChoice) -> bool:
@@ -312,8 +306,10 @@ def environment_notices(precision: PrecisionConfig, implementation: str) -> list
     """Where the environment makes Transformer Engine's recipe another than the one that the settings resolve to."""
     if implementation != "transformer_engine":
         return []
-    used = precision_map.used_recipes(precision)
-    return [
+    used, found = precision_map.used_recipes(precision), []
+    if precision.fp8_dot_product_attention and os.environ.get("NVTE_FP8_DPA_BWD") == "0":
+        found.append("NVTE_FP8_DPA_BWD=0: Transformer Engine heeds it, so that attention's backward pass is in BF16")
+    return found + [
         f"{variable}=1: Transformer Engine heeds it, so that {effect}, whatever this run says of its recipe"
         for of_recipe, variable, effect in TRANSFORMER_ENGINE_SWITCHES
         if of_recipe in used and os.environ.get(variable) == "1"

@@ -21,6 +21,6 @@ class FP8Attention(TEDotProductAttention):
         """As of a linear: one object of this layer, the same on all ranks that share its scales."""
         assert metadata is not None
         return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True), prefix, {}, sharded_offsets, tp_group=self._tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
+            self.state_dict(prefix="", keep_vars=True), prefix, {"softmax_offset": 0}, sharded_offsets,
+            tp_group=self._tp_group, dp_cp_group=metadata["dp_cp_group"],
         )  # fmt: skip

@@ -117,9 +117,19 @@ def delayed_state(model: torch.nn.Module) -> list[torch.Tensor]:
 
     Attention in BF16 has scales as well once it has run, which nothing uses and no checkpoint has: they are left out.
     """
-    modules = [*fusing_linears(model), *(module for module in model.modules() if isinstance(module, FP8Attention))]
+    modules = [*fusing_linears(model), *fp8_attentions(model)]
     metas = [m.fp8_meta for m in modules if isinstance(m.fp8_meta.get("recipe"), DelayedScaling)]
     return [tensor for meta in metas for tensor in te_patches.delayed_tensors(meta).values()]
+
+
+def lacks_scales_of_attention(model: torch.nn.Module) -> bool:
+    """Whether attention in FP8 has not run yet, nor found scales in a checkpoint, as linears may have."""
+    return any("scaling_fwd" not in attention.fp8_meta for attention in fp8_attentions(model))
+
+
+def fp8_attentions(model: torch.nn.Module) -> list[FP8Attention]:
+    """The attentions whose products are in FP8."""
+    return [module for module in model.modules() if isinstance(module, FP8Attention)]
 
 
 def fusing_linears(model: torch.nn.Module) -> list[torch.nn.Module]:

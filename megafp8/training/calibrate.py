@@ -27,6 +27,7 @@ from megafp8.config import precision_map
 from megafp8.fp8.delayed import DelayedState
 from megafp8.telemetry.records import EventRecord
 from megafp8.training.assemble import Run
+from megafp8.training.delayed_memory import awaits_attention
 from megafp8.training.evaluate import build_batches
 from megafp8.training.step import clear_gradients, forward_backward
 
@@ -44,7 +45,10 @@ def needs_calibration(run: Run) -> bool:
     scales = delayed_scales(run)
     # A pipeline stage may have no linear with delayed scaling. Transformer Engine's have no scales before they ran.
     has_none_to_find = run.implementation == "emulated" and not scales
-    has_scales = torch.tensor(float(has_none_to_find or any(bool((scale != 1).any()) for scale in scales)))
+    has_some = any(bool((scale != 1).any()) for scale in scales)
+    # A checkpoint of a run with attention in BF16 has those of its linears alone.
+    lacks_some = any(awaits_attention(chunk, run.implementation) for chunk in run.trainee.chunks)
+    has_scales = torch.tensor(float(has_none_to_find or (has_some and not lacks_some)))
     has_scales = has_scales.to(run.platform.device)
     dist.all_reduce(has_scales, op=dist.ReduceOp.MIN)
     return not has_scales

@@ -47,7 +47,8 @@ class DelayedMemory:
     def _find(self) -> None:
         """Transformer Engine's layers have their tensors from their first passes on: look until no more come."""
         found = [tensor for chunk in self.chunks for tensor in delayed_state(chunk, self.implementation)]
-        self._is_complete = len(found) == len(self._tensors) > 0
+        is_awaited = any(awaits_attention(chunk, self.implementation) for chunk in self.chunks)
+        self._is_complete = len(found) == len(self._tensors) > 0 and not is_awaited
         self._tensors, self._copies = found, [torch.empty_like(tensor) for tensor in found]
 
 
@@ -59,3 +60,12 @@ def delayed_state(chunk: Any, implementation: str) -> list[Tensor]:
         return te_layers.delayed_state(chunk)
     states = [module for module in chunk.modules() if isinstance(module, DelayedState)]
     return [tensor for state in states for tensor in (state.amax_history, state.quant_scale)]
+
+
+def awaits_attention(chunk: Any, implementation: str) -> bool:
+    """Whether a chunk will have scales of attention, and has none so far."""
+    if implementation != "transformer_engine":
+        return False
+    from megafp8.model import te_layers  # needs Transformer Engine
+
+    return te_layers.lacks_scales_of_attention(chunk)

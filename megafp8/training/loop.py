@@ -225,7 +225,7 @@ def report_attention(run: Run, sinks: Sinks, step: int) -> None:
     """Record the attention kernels that ran, and refuse the slow ones that nobody asked for.
 
     Raises:
-        CapabilityError: Transformer Engine fell back to unfused attention.
+        CapabilityError: Transformer Engine fell back to unfused attention, or from FP8 to BF16.
     """
     if run.implementation != "transformer_engine":
         sinks.write(EventRecord(step=step, name="attention", detail="torch SDPA"))
@@ -241,6 +241,12 @@ def report_attention(run: Run, sinks: Sinks, step: int) -> None:
             "Transformer Engine fell back to unfused attention, a third slower with far more memory; usually a second "
             "cuDNN on the system: export CUDNN_HOME=<site-packages>/nvidia/cudnn, or set NVTE_DEBUG=1 "
             "NVTE_DEBUG_LEVEL=2 to see why; --attention-backend unfused accepts it"
+        )
+    precision = run.config.precision
+    if precision.fp8_dot_product_attention and is_quantized_at(precision, step) and not chosen.endswith(", FP8)"):
+        raise CapabilityError(
+            f"--fp8-dot-product-attention: Transformer Engine took {chosen}; unset NVTE_DPA_FP8_RECIPE, or set "
+            "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 to see why"
         )
 
 

@@ -114,6 +114,11 @@ def test_attention_in_fp8_follows_bf16() -> None:
     assert gap(fp8, plain) < 2e-2
 
 
+def test_attention_in_fp8_is_recomputed_as_it_was() -> None:
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    assert curve(f"{RECIPES['delayed']} {FP8_ATTENTION} {full}") == curve(f"{RECIPES['delayed']} {FP8_ATTENTION}")
+
+
 def test_attention_in_fp8_is_what_runs() -> None:
     with gpu_run(f"{RECIPES['delayed']} {FP8_ATTENTION}") as run:
         train(run, 1)

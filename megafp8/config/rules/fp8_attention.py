@@ -13,9 +13,11 @@ FLAG = "--fp8-dot-product-attention"
 
 def its_products_can_be_in_fp8(config: RunConfig, world_size: int) -> Iterator[str]:
     """cuDNN's kernels alone compute in FP8, and every pass of theirs has to run under the layers' recipe."""
-    precision, training = config.precision, config.training
+    model, precision, parallel = config.model, config.precision, config.parallel
     if not precision.fp8_dot_product_attention or precision.fp8_format is None:
         return
+    if derived.params_dtype(precision) == "fp32":
+        yield f"{FLAG} without --bf16: cuDNN's kernels quantize BF16 tensors, not FP32; give --bf16"
     if precision.fp8_recipe != "delayed":
         yield (
             f"{FLAG} with --fp8-recipe {precision.fp8_recipe}: on Hopper Transformer Engine has it for delayed scaling "
@@ -23,14 +25,17 @@ def its_products_can_be_in_fp8(config: RunConfig, world_size: int) -> Iterator[s
         )
     if precision.attention_backend not in ("auto", "fused"):
         yield f"{FLAG} with --attention-backend {precision.attention_backend}: only fused attention has FP8; give fused"
-    if config.parallel.context_parallel_size > 1:
-        size = config.parallel.context_parallel_size
-        yield f"{FLAG} with --context-parallel-size {size}: it was not tried over pieces of a sequence; remove one"
-    if (granularity := derived.recompute_granularity(training)) is not None:
+    if "core_attn" in derived.recompute_modules(config.training):
         yield (
-            f"{FLAG} with --recompute-granularity {granularity}: recomputed outside of the recipe, attention would be "
-            "another one; remove one"
+            f"{FLAG} with --recompute-modules core_attn: megatron-core would compute it again outside of the recipe: "
+            "recompute other modules, or give --recompute-granularity full"
         )
+    untried = (
+        (model.attention_dropout, f"--attention-dropout {model.attention_dropout}", "give --attention-dropout 0"),
+        (parallel.context_parallel_size > 1, f"--context-parallel-size {parallel.context_parallel_size}", "remove one"),
+        (model.window_size is not None, f"--window-size {model.window_size}", "remove one"),
+    )
+    yield from (f"{FLAG} with {flag}: this was not tried; {mend}" for is_there, flag, mend in untried if is_there)
 
 
 RULES: tuple[Rule, ...] = (its_products_can_be_in_fp8,)

@@ -7,7 +7,7 @@ from megafp8.config import flags
 from megafp8.config.rules import fp8_attention, precision
 from megafp8.device.capability import TARGETS, problems
 
-ASKED = "--bf16 --fp8-format hybrid --fp8-dot-product-attention"
+ASKED = "--bf16 --attention-dropout 0 --fp8-format hybrid --fp8-dot-product-attention"
 MODEL = "--transformer-impl transformer_engine --hidden-size 1024 --num-attention-heads 8"
 
 
@@ -23,6 +23,8 @@ def found(text: str) -> list[str]:
         "--attention-backend fused",
         "--fp8-param-gather --use-distributed-optimizer",
         "--fp8-schedule bf16:1,fp8",
+        "--recompute-granularity full",
+        "--recompute-granularity selective --recompute-modules mlp",
     ],
 )
 def test_what_goes_together(text: str) -> None:
@@ -36,13 +38,23 @@ def test_what_goes_together(text: str) -> None:
         "--fp8-recipe blockwise",
         "--attention-backend unfused",
         "--context-parallel-size 2",
-        "--recompute-granularity selective",
-        "--recompute-granularity full",
+        "--attention-dropout 0.1",
+        "--window-size 128",
     ],
 )
 def test_what_does_not(text: str) -> None:
     (problem,) = found(f"{ASKED} {text}")
     assert problem.startswith(f"--fp8-dot-product-attention with {text}: ")
+
+
+def test_recomputing_attention_alone_would_be_outside_of_the_recipe() -> None:
+    (problem,) = found(f"{ASKED} --recompute-granularity selective")
+    assert "with --recompute-modules core_attn: " in problem
+
+
+def test_weights_in_fp32_have_no_such_attention() -> None:
+    (problem,) = found(ASKED.removeprefix("--bf16 "))
+    assert problem.startswith("--fp8-dot-product-attention without --bf16: ")
 
 
 def test_it_belongs_to_fp8() -> None:
@@ -55,9 +67,7 @@ def test_it_belongs_to_fp8() -> None:
     [
         ("h200", "", ""),
         ("h200", "--kv-channels 64", "heads have 128 channels, not 64"),
-        ("b200", "--kv-channels 64", ""),
-        ("b200", "--kv-channels 256", "a multiple of 16 up to 128 channels, not 256"),
-        ("h200", "--window-size 256", "remove --window-size"),
+        ("b200", "", "is for compute capability 9.0 so far, b200 has 10.0"),
         ("cpu", "", "has no CUDA device"),
         ("h200", "--transformer-impl emulated", "needs --transformer-impl transformer_engine"),
     ],

@@ -243,6 +243,10 @@ def test_an_environment_that_changes_the_recipe_is_said(monkeypatch: pytest.Monk
     assert capability.environment_notices(blockwise, "emulated") == []
     tensorwise = PrecisionConfig(fp8_format="e4m3", fp8_recipe="tensorwise")
     assert capability.environment_notices(tensorwise, "transformer_engine") == []
+    monkeypatch.setenv("NVTE_FP8_DPA_BWD", "0")
+    attention = [PrecisionConfig(fp8_format="hybrid", fp8_dot_product_attention=asked) for asked in (True, False)]
+    (notice,), nothing = (capability.environment_notices(each, "transformer_engine") for each in attention)
+    assert "backward pass is in BF16" in notice and nothing == []
 
 
 # ---- precision maps -------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from megafp8.config import flags
 from megafp8.mcore_config import build_transformer_config
 from megafp8.model import te_layers, te_patches
 from megafp8.model.te_attention import FP8Attention
+from megafp8.training.delayed_memory import DelayedMemory
 
 te_patches.install()
 FLAGS = "--bf16 --fp8-format hybrid --fp8-amax-history-len 4 --fp8-dot-product-attention"
@@ -67,6 +68,23 @@ assert scale.tolist() == [2.0] * OF_FORWARD
 assert all(quantizer.scale.item() == 2.0 for quantizer in second.quantizers["scaling_fwd"])
 assert any(tensor is scale for tensor in registered())
 assert torch.equal(second.get_extra_state(), first.get_extra_state())
+
+# Linears may have scales of a checkpoint when attention has none: they are waited for.
+model = torch.nn.ModuleList([te.Linear(32, 32, bias=False, device="cpu"), attention()])
+assert te_layers.lacks_scales_of_attention(model)
+model[0].init_fp8_metadata(num_gemms=1)
+memory = DelayedMemory([model], "transformer_engine")
+for _step in range(3):
+    memory.remember()
+model[1].init_fp8_metadata(num_gemms=3)
+assert not te_layers.lacks_scales_of_attention(model) and not te_layers.lacks_scales_of_attention(model[0])
+for _step in range(2):
+    memory.remember()
+for tensor in te_layers.delayed_state(model):
+    tensor.fill_(float("nan"))
+memory.restore()
+assert len(te_layers.delayed_state(model)) == 8
+assert not any(tensor.isnan().any() for tensor in te_layers.delayed_state(model))
 
 # megatron-core's own class leaves them out of its checkpoints; one object a layer is in ours.
 (saved,) = second.sharded_state_dict("core_attention.", metadata={"dp_cp_group": GROUP}).values()
