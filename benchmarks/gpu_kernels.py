@@ -2,12 +2,12 @@
 
     python benchmarks/gpu_kernels.py [--shape A B]
 
-At the shapes of `gpu_train.py`, one layer. Formats are E4M3, and E5M2 for gradients but in blocks. Delayed scaling has
-SwiGLU alone. What ours write is first compared with what Transformer Engine writes: casts and tensorwise SwiGLU are
-equal, and of other SwiGLU at most 1 byte in 1,000 differs, where the last bit of an exponential decides. More is told
-of in a table of its own, and with status 1 after all times were taken. Bytes are those that have to be moved: what is
-given and what results, once each. Tensorwise, whose scale is known only after all of its tensor, reads it once more
-(unless who wrote it noted its amax: ours alone know such notes), and SwiGLU has to write it before.
+At the shapes of `gpu_train.py`, one layer. Formats are E4M3, and E5M2 for gradients but in blocks. What ours write is
+first compared with what Transformer Engine writes: casts and tensorwise SwiGLU are equal, and of other SwiGLU at most 1
+byte in 1,000 differs, where the last bit of an exponential decides. More is told of in a table of its own, and with
+status 1 after all times were taken. Bytes are those that have to be moved: what is given and what results, once each.
+Tensorwise, whose scale is known only after all of its tensor, reads it once more (unless who wrote it noted its amax:
+ours alone know such notes), and SwiGLU has to write it before.
 """
 
 from __future__ import annotations
@@ -80,13 +80,12 @@ def works(tokens: int, width: int) -> Iterator[Work]:
         ("delayed", scaled, scaled_gradients), ("blockwise", blocks, blocks), ("tensorwise", whole, whole_gradients),
     ):  # fmt: skip
         is_twice = recipe == "tensorwise"
-        if recipe != "delayed":
-            kernels = te_quantize.kernels_for(how, inputs.shape)
-            calls = {
-                "Transformer Engine": lambda how=how: tex.quantize(inputs, how),
-                "ours": lambda how=how, kernels=kernels: te_quantize.cast(inputs, how, kernels),
-            }
-            yield Work("cast", recipe, calls, inputs.nbytes * (2 + is_twice), 0.0)
+        kernels = te_quantize.kernels_for(how, inputs.shape)
+        calls = {
+            "Transformer Engine": lambda how=how: tex.quantize(inputs, how),
+            "ours": lambda how=how, kernels=kernels: te_quantize.cast(inputs, how, kernels),
+        }
+        yield Work("cast", recipe, calls, inputs.nbytes * (2 + is_twice), 0.0)
         if is_twice:
             calls = {
                 "Transformer Engine": lambda how=how: tex.quantize(noted, how),

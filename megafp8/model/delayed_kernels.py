@@ -1,4 +1,5 @@
-"""Kernels that write FP8 by a scale that is known before, by rows and transposed in one pass: SwiGLU and its gradients.
+"""Kernels that write FP8 by a scale that is known before, by rows and transposed in one pass: a cast, SwiGLU, and its
+gradients.
 
 Results stay FP32 until they are multiplied with the scale and rounded; their largest magnitude is noted for delayed
 scaling. Both FP8 copies come from one reading of the input: a GEMM of the forward pass reads rows, one of the backward
@@ -56,6 +57,19 @@ def store_inverse(scale, scale_inv):
 
 
 @triton.jit
+def cast_kernel(
+    inputs, rows, columns, scale, amax, scale_inv, num_tokens, width, GRID: tl.constexpr, SIDE: tl.constexpr
+):
+    """inputs [T, W] to their codes."""
+    tile_row, tile_column = tile_from_the_end()
+    y = load_tile(inputs + corner(tile_row, tile_column, width, SIDE), width, SIDE)
+    factor = tl.load(scale)
+    store_codes(y, factor, tile_row, tile_column, num_tokens, width, rows, columns, GRID, SIDE)
+    tl.atomic_max(amax, largest_of(y))
+    store_inverse(factor, scale_inv)
+
+
+@triton.jit
 def swiglu_kernel(
     inputs, rows, columns, scale, amax, scale_inv, num_tokens, width, GRID: tl.constexpr, SIDE: tl.constexpr
 ):
@@ -89,20 +103,27 @@ def swiglu_backward_kernel(
     store_inverse(factor, scale_inv)
 
 
-def _launch(kernel: triton.JITFunction, tensors: tuple[Tensor, ...], to: ScaledCodes, num_warps: int) -> None:
-    """A program for each tile of half of the last of `tensors`."""
-    tokens, width = tensors[-1].shape[0], tensors[-1].shape[1] // 2
+def _launch(
+    kernel: triton.JITFunction, tensors: tuple[Tensor, ...], width: int, to: ScaledCodes, num_warps: int
+) -> None:
+    """A program for each tile of the last of `tensors`, or of its first `width` columns."""
+    tokens = tensors[-1].shape[0]
     kernel[(width // SIDE, tokens // SIDE)](
         *tensors, to.rows, to.columns, to.scale, to.amax, to.scale_inv, tokens, width, GRID=to.grid, SIDE=SIDE,
         num_warps=num_warps, enable_fp_fusion=True,
     )  # fmt: skip
 
 
+def cast(inputs: Tensor, to: ScaledCodes) -> None:
+    """Write the codes of inputs [T, W]; contiguous; BF16, FP16, FP32."""
+    _launch(cast_kernel, (inputs,), inputs.shape[1], to, num_warps=4)
+
+
 def swiglu(inputs: Tensor, to: ScaledCodes) -> None:
     """Write the codes of silu(a) b [T, W]; a and b are the halves of inputs [T, 2 W], contiguous; BF16, FP16, FP32."""
-    _launch(swiglu_kernel, (inputs,), to, num_warps=4)
+    _launch(swiglu_kernel, (inputs,), inputs.shape[1] // 2, to, num_warps=4)
 
 
 def swiglu_backward(gradients: Tensor, inputs: Tensor, to: ScaledCodes) -> None:
     """Write the codes of the gradients [T, 2 W] of inputs, given those of the result [T, W]; as `swiglu`."""
-    _launch(swiglu_backward_kernel, (gradients, inputs), to, num_warps=8)
+    _launch(swiglu_backward_kernel, (gradients, inputs), inputs.shape[1] // 2, to, num_warps=8)

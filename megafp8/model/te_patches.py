@@ -30,7 +30,9 @@ from megafp8.model import te_quantize
 
 DELAYED_TENSORS = ("scale", "amax_history")
 DIRECTIONS = ("fwd", "bwd")
-QUANTIZERS = {"blockwise": Float8BlockQuantizer, "tensorwise": Float8CurrentScalingQuantizer}
+QUANTIZERS = {
+    "blockwise": Float8BlockQuantizer, "tensorwise": Float8CurrentScalingQuantizer, "delayed": Float8Quantizer,
+}  # fmt: skip
 """Those that our kernels can stand in for, by recipe."""
 
 
@@ -227,7 +229,7 @@ def cast_by_kernels(recipes: Collection[str]) -> None:
     Engine's.
 
     Args:
-        recipes: of `blockwise` and `tensorwise`.
+        recipes: of `blockwise`, `tensorwise` and `delayed`.
     """
     for recipe, quantizer in QUANTIZERS.items():
         plain = getattr(quantizer.quantize_impl, "__wrapped__", quantizer.quantize_impl)

@@ -27,10 +27,7 @@ FORMATS = {"kFloat8E4M3": E4M3, "kFloat8E5M2": E5M2}
 
 
 def kernels_for(quantizer: Optional[Quantizer], shape: Sequence[int]) -> Optional[ModuleType]:
-    """The kernels that write what this quantizer makes of a tensor of this shape; None where only its own do.
-
-    Those of delayed scaling are SwiGLU's alone, without a cast.
-    """
+    """The kernels that write what this quantizer makes of a tensor of this shape; None where only its own do."""
     if not has_whole_tiles(math.prod(shape[:-1]), shape[-1]):
         return None
     kernels = None

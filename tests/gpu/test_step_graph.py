@@ -34,7 +34,7 @@ def variants() -> Iterator[str]:
         if recipe in FP8_RECIPES:
             yield f"{flags} --fp8-param-gather"
             yield f"{flags} {FUSER} --fp8-param-gather"
-    for recipe, kernels in (("tensorwise", "triton"), ("blockwise", "te")):  # not the default
+    for recipe, kernels in (("tensorwise", "triton"), ("delayed", "triton"), ("blockwise", "te")):  # not the default
         yield f"{RECIPES[recipe]} {FUSER} --quantize-kernels {kernels}"
     yield f"{RECIPES['tensorwise']} --precision output_layer=tensorwise"
     yield f"{RECIPES['delayed']} {MOMENTS}"

@@ -87,6 +87,19 @@ def test_swiglu_differs_in_last_bits_of_the_exponential(
     check(QuantizingSwiGLU()._tex_swiglu_backward(gradients, inputs, how), theirs, recipe, share)
 
 
+@pytest.mark.parametrize("columnwise", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_delayed_casts_have_the_bytes_and_the_amax(kind: str, columnwise: bool) -> None:
+    inputs = torch.randn(2, 128, 384, device="cuda") * torch.logspace(-6, 5, 384, device="cuda")
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        scale, *amaxes = torch.tensor([[16.0], [0.0], [0.0]], device="cuda")
+        how, their_how = (te.Float8Quantizer(scale, amax, KINDS[kind], columnwise=columnwise) for amax in amaxes)
+        x = inputs.to(dtype)
+        kernels = te_quantize.kernels_for(how, x.shape)
+        check(te_quantize.cast(x, how, kernels), tex.quantize(x, their_how), "delayed", 0)
+        assert torch.equal(*amaxes)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_delayed_swiglu_differs_in_last_bits_of_the_exponential(kind: str) -> None:
     (scale, *amaxes), share = torch.tensor([[16.0], [0.0], [0.0]], device="cuda"), 1e-3
@@ -104,10 +117,11 @@ def test_delayed_swiglu_differs_in_last_bits_of_the_exponential(kind: str) -> No
 
 def test_layers_cast_by_the_kernels_that_were_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     quantizers = {recipe: quantizer_of(recipe, "e4m3", True, True) for recipe in ("blockwise", "tensorwise")}
+    quantizers["delayed"] = te.Float8Quantizer(*torch.tensor([[1.0], [0.0]], device="cuda"), KINDS["e4m3"])
     inputs = torch.randn(128, 256, device="cuda").bfloat16()
     calls, plain = [], te_quantize.cast
     monkeypatch.setattr(te_quantize, "cast", lambda *args: calls.append(args) or plain(*args))
-    for recipes in (("tensorwise", "blockwise"), ("blockwise",), (), ("blockwise",), ()):
+    for recipes in (("tensorwise", "blockwise", "delayed"), ("blockwise",), (), ("delayed",), ()):
         cast_by_kernels(recipes)
         for recipe, how in quantizers.items():
             calls.clear()

@@ -87,7 +87,7 @@ def test_swiglu_in_one_pass_follows_fused_operations(recipe: str) -> None:
     assert gap(fast, plain) < 5e-3
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_our_casts_train_as_transformer_engine(recipe: str) -> None:
     """Layers without fused operations have casts only: the same bytes, and so the same losses to the bit.
 

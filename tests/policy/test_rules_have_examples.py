@@ -135,7 +135,7 @@ EXAMPLES = {
     ),
     "quantize_kernels_have_what_they_quantize": (
         {"precision.quantize_kernels": "triton", "precision.fp8_recipe": "mxfp8"}, 1,
-        "without --fp8-recipe tensorwise or blockwise",
+        "without --fp8-recipe tensorwise or delayed or blockwise",
     ),
     "determinism_excludes_its_opposites": (
         {"precision.deterministic_mode": True, "precision.cross_entropy_loss_fusion": True}, 1, "not deterministic"

@@ -115,8 +115,8 @@ class PrecisionConfig:
         flags=("--swiglu-quantize-fusion",), off=("--no-swiglu-quantize-fusion",),
     )
     quantize_kernels: Optional[str] = setting(
-        None, "who quantizes activations and gradients in Transformer Engine's layers, tensorwise and blockwise: its "
-        "kernels (te), or ours in fewer passes to the same bytes; default triton for blockwise, te for tensorwise",
+        None, "who quantizes activations and gradients in Transformer Engine's layers, tensorwise, delayed and "
+        "blockwise: its kernels (te), or ours to the same bytes; default triton for blockwise, te for the others",
         choices=("te", "triton"),
     )
     use_transformer_engine_op_fuser: Optional[bool] = setting(

@@ -101,7 +101,7 @@ def test_swiglu_takes_128_tokens_and_channels_at_a_time(
     [
         ({}, ("blockwise",)),
         (TE, ()),
-        (TRITON, ("tensorwise", "blockwise")),
+        (TRITON, ("tensorwise", "delayed", "blockwise")),
         (PRESETS["tiny"] | {"data.seq_length": 64, "training.micro_batch_size": 2}, ("blockwise",)),
         (PRESETS["tiny"] | {"data.seq_length": 72, "training.micro_batch_size": 2}, ()),
     ],

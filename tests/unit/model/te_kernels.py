@@ -31,12 +31,12 @@ for quantizer in (weights, reduced, None):
 found: list[object] = []
 plain_cast = te_quantize.cast
 te_quantize.cast = lambda tensor, quantizer, kernels: found.append(kernels)
-for recipes in (("blockwise", "tensorwise"), ("blockwise",), (), ("tensorwise",), ()):
+for recipes in (("blockwise", "tensorwise", "delayed"), ("blockwise",), (), ("tensorwise",), ("delayed",), ()):
     te_patches.cast_by_kernels(recipes)
     found.clear()
     for quantizer in (blocks, whole, scaled, weights):
         quantizer.quantize_impl(torch.zeros(128, 128))
-    by_recipe = {"blockwise": block_kernels, "tensorwise": tensor_kernels}
+    by_recipe = {"blockwise": block_kernels, "tensorwise": tensor_kernels, "delayed": delayed_kernels}
     assert found == [by_recipe[recipe] for recipe in by_recipe if recipe in recipes], recipes
 
 # SwiGLU hands them its halves, and the parts of a tensor whose transpose counts; other sizes go the usual way.

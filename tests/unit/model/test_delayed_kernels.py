@@ -1,4 +1,4 @@
-"""SwiGLU into FP8 by a given scale, against torch operations: every code, the amax and the scale.
+"""Casts and SwiGLU into FP8 by a given scale, against torch operations: every code, the amax and the scale.
 
 On a machine without a GPU: `pip install triton`, then `TRITON_INTERPRET=1 python -m pytest tests/unit/model`.
 """
@@ -52,8 +52,22 @@ def check_codes(codes: ScaledCodes, values: Tensor, fmt: Format) -> None:
     assert torch.equal(codes.scale_inv, 1 / codes.scale)
 
 
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+
+
 @FORMATS
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@DTYPES
+def test_a_cast(dtype: torch.dtype, fmt: Format) -> None:
+    """Of values from where the format ends to where it saturates, and of zeros."""
+    inputs = drawn(TOKENS, WIDTH).float() * torch.logspace(-6, 2, WIDTH, device=DEVICE)
+    inputs[: TOKENS // 2, : WIDTH // 2] = 0
+    codes = empty_codes(TOKENS, WIDTH, fmt)
+    delayed_kernels.cast(inputs.to(dtype), codes)
+    check_codes(codes, inputs.to(dtype).float(), fmt)
+
+
+@FORMATS
+@DTYPES
 def test_both_ways_where_the_sigmoid_is_exact(dtype: torch.dtype, fmt: Format) -> None:
     """At 0 the sigmoid is 1/2, and 1 from 64 on, so that torch's products are the kernels' to the bit: FP32, as they
     are noted and scaled, never rounded to the inputs' type."""
