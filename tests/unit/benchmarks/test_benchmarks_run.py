@@ -28,6 +28,7 @@ from benchmarks import (  # noqa: E402
 
 # For what takes 0.03 to 0.2 s; importing torch takes 1.4. Not by the clock: machines are shared.
 HELP_CPU_S = 0.5
+HUNG_S = 240
 SIZES = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 64 --micro-batch-size 1 "
     "--global-batch-size 2"
@@ -45,7 +46,7 @@ def result_of(main: Callable[..., Any], arguments: str, tmp_path: Path) -> Any:
 
     child = multiprocessing.get_context("fork").Process(target=run)
     child.start()
-    child.join(60)
+    child.join(HUNG_S)
     child.kill()
     assert child.exitcode == 0
     return json.loads(path.read_text())
@@ -157,6 +158,8 @@ def test_training_on_the_tiny_shape(tmp_path: Path, capfd: pytest.CaptureFixture
 def test_checkpoints(tmp_path: Path) -> None:
     sizes = SIZES.replace("--hidden-size 32", "--hidden-size 64")
     result = result_of(checkpoints.main, f"{sizes} --rounds 1 --mutations 24 --folder {tmp_path}", tmp_path)
+    slowed = [side.pop("slowed_ms") for side in result["stalls"].values() if "slowed_ms" in side]
+    assert slowed and all(math.isfinite(number) for number in numbers(slowed)), "a difference of times, which may be below 0"
     assert all(math.isfinite(number) and number > 0 for number in numbers(result))
     assert result["flips"][checkpoints.OURS] == {"refused": 24}
     assert sum(result["flips"][checkpoints.PLAIN].values()) == 24

@@ -16,6 +16,8 @@ from benchmarks.gpu_layouts import LAYOUTS, Row, Task, mode_text, place, table  
 from benchmarks.gpu_train import MODES, SHAPES  # noqa: E402
 from megafp8.config import flags, rules  # noqa: E402
 
+HUNG_S = 240
+
 
 class Taken:
     """A layout that runs."""
@@ -75,7 +77,7 @@ def test_a_mode_that_fails_costs_no_other(capfd: pytest.CaptureFixture[str]) -> 
         target=lambda: sys.exit(gpu_layouts.main([*argv, "bf16 --fp8-param-gather", "bf16"]))
     )
     child.start()
-    child.join(60)
+    child.join(HUNG_S)
     child.kill()
     said = capfd.readouterr().out
     assert child.exitcode == 1
@@ -91,7 +93,7 @@ def test_a_run_on_cpu_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     argv += ["--extra=--use-distributed-optimizer"]
     child = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(gpu_layouts.main(argv)))
     child.start()
-    child.join(60)
+    child.join(HUNG_S)
     child.kill()
     assert child.exitcode == 0
     plain, fp8, *_ = rows = [json.loads(line) for line in path.read_text().splitlines()]
