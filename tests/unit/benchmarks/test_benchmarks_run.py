@@ -159,7 +159,7 @@ def test_checkpoints(tmp_path: Path) -> None:
     sizes = SIZES.replace("--hidden-size 32", "--hidden-size 64")
     result = result_of(checkpoints.main, f"{sizes} --rounds 1 --mutations 24 --folder {tmp_path}", tmp_path)
     slowed = [side.pop("slowed_ms") for side in result["stalls"].values() if "slowed_ms" in side]
-    assert slowed and all(math.isfinite(number) for number in numbers(slowed)), "a difference of times, which may be below 0"
+    assert slowed and all(math.isfinite(number) for number in numbers(slowed)), "differences of times, also below 0"
     assert all(math.isfinite(number) and number > 0 for number in numbers(result))
     assert result["flips"][checkpoints.OURS] == {"refused": 24}
     assert sum(result["flips"][checkpoints.PLAIN].values()) == 24
