@@ -17,6 +17,7 @@ computing=(tests/unit tests/conformance tests/parity tests/policy)
 log=$(mktemp)
 nice -n 10 "$PYTHON" -m pytest -p no:cacheprovider "${computing[@]}" > "$log" 2>&1 &
 beside=$!
+echo "beside this, and told of after it: ${computing[*]}"
 trap 'kill "$beside" 2>/dev/null || true; rm -f "$log"' EXIT
 status=0
 "$PYTHON" -m pytest "${computing[@]/#/--ignore=}" || status=$?
