@@ -104,6 +104,8 @@ class Row:
         extra: all flags beyond the shape's and the recipe's.
         gathered_mb: what a rank gets of updated weights in a step, 1e6 bytes; None where nothing is gathered.
         losses: of all its steps.
+        layout: its name; whatever follows from that is in LAYOUTS.
+        flags: the mode's, without its recipe.
     """
 
     shape: str
@@ -111,12 +113,13 @@ class Row:
     extra: str
     label: str
     num_gpus: int
-    global_batch: int
     step_ms: float
     peak_gib: float
     gathered_mb: Optional[float]
     losses: list[float]
     device: str
+    layout: str
+    flags: str
 
 
 # ---- in a rank ----------------------------------------------------------------------------------------------------
@@ -164,10 +167,9 @@ def measure(options: argparse.Namespace, task: Task, checked: Checked, platform:
     gathered = results[-1].param_gather_bytes
     return Row(
         shape=options.shape, recipe=recipe, extra=" ".join(f"{flags} {task.layout.flags} {options.extra}".split()),
-        label=" ".join(filter(None, (task.name, flags and "FP8 weights"))), num_gpus=task.layout.num_gpus,
-        global_batch=task.layout.global_batch, step_ms=step_ms, peak_gib=peak.item() / 2**30,
-        gathered_mb=None if gathered is None else gathered / 1e6,
-        losses=[result.loss for result in results], device=platform.name,
+        label=f"{task.name} {'FP8 weights' if flags == W else flags}".rstrip(), num_gpus=task.layout.num_gpus,
+        step_ms=step_ms, peak_gib=peak.item() / 2**30, gathered_mb=None if gathered is None else gathered / 1e6,
+        losses=[result.loss for result in results], device=platform.name, layout=task.name, flags=flags,
     )  # fmt: skip
 
 
@@ -280,11 +282,11 @@ def tell(row: Row, path: Optional[Path]) -> None:
 def table(rows: Sequence[Row]) -> str:
     """All of it for people."""
     medians = list(median_rows(rows))
-    bf16 = {layout_of(row): row.step_ms for row in medians if row.recipe == "bf16"}
-    alone = {mode_of(row): sequences_a_gpu(row) for row in medians if row.num_gpus == 1}
+    bf16 = {row.layout: row.step_ms for row in medians if row.recipe == "bf16"}
+    alone = {(row.recipe, row.flags): sequences_a_gpu(row) for row in medians if row.num_gpus == 1}
     cells = []
     for row in medians:
-        base, one = bf16.get(layout_of(row)), alone.get(mode_of(row))
+        base, one = bf16.get(row.layout), alone.get((row.recipe, row.flags))
         cells.append((
             row.label, row.recipe, row.step_ms, base and base / row.step_ms, one and sequences_a_gpu(row) / one,
             row.peak_gib, row.gathered_mb,
@@ -295,27 +297,17 @@ def table(rows: Sequence[Row]) -> str:
 
 def median_rows(rows: Sequence[Row]) -> Iterator[Row]:
     """One row a task, with the median of its times and its highest peak, in the order of the first round."""
-    by_task: dict[tuple[str, str], list[Row]] = {}
+    by_task: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
-        by_task.setdefault((row.label, row.recipe), []).append(row)
+        by_task.setdefault((row.layout, row.recipe, row.flags), []).append(row)
     for same in by_task.values():
         step_ms, peak_gib = statistics.median(row.step_ms for row in same), max(row.peak_gib for row in same)
         yield dataclasses.replace(same[0], step_ms=step_ms, peak_gib=peak_gib)
 
 
-def layout_of(row: Row) -> str:
-    """A row's layout without what its weights are."""
-    return row.label.removesuffix(" FP8 weights")
-
-
-def mode_of(row: Row) -> tuple[str, bool]:
-    """What it computes under any layout."""
-    return row.recipe, row.label != layout_of(row)
-
-
 def sequences_a_gpu(row: Row) -> float:
     """Sequences that a GPU trains in a millisecond."""
-    return row.global_batch / row.num_gpus / row.step_ms
+    return LAYOUTS[row.layout].global_batch / row.num_gpus / row.step_ms
 
 
 def fitting(num_gpus: int) -> list[str]:

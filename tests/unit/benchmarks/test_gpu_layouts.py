@@ -43,11 +43,12 @@ def test_every_mode_is_legal_under_every_layout(name: str, mode: str) -> None:
     assert rules.setting_problems(config, LAYOUTS[name].num_gpus) == []
 
 
-def row(label: str, recipe: str, step_ms: float, peak_gib: float = 1.0) -> Row:
-    layout = LAYOUTS[label.removesuffix(" FP8 weights")]
-    return Row(shape="B", recipe=recipe, extra="", label=label, num_gpus=layout.num_gpus, step_ms=step_ms,
-               global_batch=layout.global_batch, peak_gib=peak_gib, gathered_mb=None, losses=[5.0],
-               device="GPU")  # fmt: skip
+def row(label: str, recipe: str, step_ms: float, peak_gib: float = 1.0, flags: str = "") -> Row:
+    layout = label.removesuffix(" FP8 weights")
+    flags = flags or (gpu_layouts.W if label != layout else "")
+    return Row(shape="B", recipe=recipe, extra="", label=label, num_gpus=LAYOUTS[layout].num_gpus, step_ms=step_ms,
+               peak_gib=peak_gib, gathered_mb=None, losses=[5.0], device="GPU", layout=layout,
+               flags=flags)  # fmt: skip
 
 
 def column(text: str, number: int) -> list[str]:
@@ -69,6 +70,11 @@ def test_scaling_is_that_of_the_same_mode_on_one_gpu() -> None:
 def test_rounds_become_medians() -> None:
     found = table([row("DP 4", "bf16", ms, peak) for ms, peak in ((200.0, 3.0), (100.0, 4.0), (180.0, 3.5))])
     assert column(found, 3) == ["180"] and column(found, 6) == ["4.00"]
+
+
+def test_modes_of_one_recipe_are_not_mixed() -> None:
+    found = table([row("DP 4", "delayed", 140.0), row("DP 4", "delayed", 150.0, flags="--quantize-kernels triton")])
+    assert column(found, 3) == ["140", "150"]
 
 
 def test_a_mode_that_fails_costs_no_other(capfd: pytest.CaptureFixture[str]) -> None:
