@@ -62,13 +62,13 @@ def works(tokens: int, width: int) -> Iterator[Work]:
     import transformer_engine_torch as tex
 
     from megafp8.model import te_quantize
-    from megafp8.model.noted_amax import note_amax
+    from megafp8.model.notes import note
     from megafp8.model.te_operations import QuantizingSwiGLU
 
     inputs = torch.randn(tokens, 2 * width, device="cuda").bfloat16()
     gradients = torch.randn(tokens, width, device="cuda").bfloat16()
     noted = inputs.clone()
-    note_amax(noted, noted.abs().amax().float().reshape(1))
+    note(noted, "amax", noted.abs().amax().float().reshape(1))
     e4m3, e5m2 = tex.DType.kFloat8E4M3, tex.DType.kFloat8E5M2
     blocks = te.Float8BlockQuantizer(e4m3, rowwise=True, columnwise=True, block_scaling_dim=1)
     whole, whole_gradients = (te.Float8CurrentScalingQuantizer(kind, torch.device("cuda")) for kind in (e4m3, e5m2))

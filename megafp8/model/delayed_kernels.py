@@ -19,7 +19,7 @@ from megafp8.fp8.triton_rounding import Grid
 from megafp8.model.swiglu_formula import gate_gradient_tile, swiglu_tile
 from megafp8.model.triton_tiles import corner, load_tile, store_codes, tile_from_the_end
 
-SIDE = 64  # of a tile
+SIDE, CAST_SIDE = 64, 128  # of a tile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,26 +104,26 @@ def swiglu_backward_kernel(
 
 
 def _launch(
-    kernel: triton.JITFunction, tensors: tuple[Tensor, ...], width: int, to: ScaledCodes, num_warps: int
+    kernel: triton.JITFunction, tensors: tuple[Tensor, ...], width: int, to: ScaledCodes, side: int, num_warps: int
 ) -> None:
     """A program for each tile of the last of `tensors`, or of its first `width` columns."""
     tokens = tensors[-1].shape[0]
-    kernel[(width // SIDE, tokens // SIDE)](
-        *tensors, to.rows, to.columns, to.scale, to.amax, to.scale_inv, tokens, width, GRID=to.grid, SIDE=SIDE,
+    kernel[(width // side, tokens // side)](
+        *tensors, to.rows, to.columns, to.scale, to.amax, to.scale_inv, tokens, width, GRID=to.grid, SIDE=side,
         num_warps=num_warps, enable_fp_fusion=True,
     )  # fmt: skip
 
 
 def cast(inputs: Tensor, to: ScaledCodes) -> None:
     """Write the codes of inputs [T, W]; contiguous; BF16, FP16, FP32."""
-    _launch(cast_kernel, (inputs,), inputs.shape[1], to, num_warps=4)
+    _launch(cast_kernel, (inputs,), inputs.shape[1], to, CAST_SIDE, num_warps=8)
 
 
 def swiglu(inputs: Tensor, to: ScaledCodes) -> None:
     """Write the codes of silu(a) b [T, W]; a and b are the halves of inputs [T, 2 W], contiguous; BF16, FP16, FP32."""
-    _launch(swiglu_kernel, (inputs,), inputs.shape[1] // 2, to, num_warps=4)
+    _launch(swiglu_kernel, (inputs,), inputs.shape[1] // 2, to, SIDE, num_warps=4)
 
 
 def swiglu_backward(gradients: Tensor, inputs: Tensor, to: ScaledCodes) -> None:
     """Write the codes of the gradients [T, 2 W] of inputs, given those of the result [T, W]; as `swiglu`."""
-    _launch(swiglu_backward_kernel, (gradients, inputs), inputs.shape[1] // 2, to, num_warps=8)
+    _launch(swiglu_backward_kernel, (gradients, inputs), inputs.shape[1] // 2, to, SIDE, num_warps=4)

@@ -22,7 +22,7 @@ import triton.language as tl
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
-from megafp8.model.noted_amax import note_amax
+from megafp8.model.notes import note
 
 # Of one program; measured with benchmarks/gpu_rope.py. A thread has 8 neighbours of a half head, its widest load.
 TOKENS = 16
@@ -146,7 +146,7 @@ class SplitAndRotate(torch.autograd.Function):
         amax = joined.new_zeros(1, dtype=torch.float32) if ctx.notes_amax else None
         launch(rotate_back_and_join_kernel, joined, angles, queries, keys, values, amax)
         if amax is not None:
-            note_amax(joined, amax)
+            note(joined, "amax", amax)
         return joined, None, None, None, None
 
 
@@ -174,7 +174,7 @@ def split_and_rotate(
         joined: [S, B, (heads + 2 groups) D], BF16, FP16 or FP32: in each group its queries, then a key and a value.
         angles: FP32 [S, ..., D] of S D numbers, whose second half repeats the first.
         heads: queries of a token; a multiple of `groups`.
-        notes_amax: of the gradient of `joined` (`noted_amax.py`).
+        notes_amax: of the gradient of `joined` (`notes.py`).
 
     Returns:
         [S, B, heads, D], [S, B, groups, D] and [S, B, groups, D] in the dtype of `joined`.

@@ -12,7 +12,6 @@ import triton.language as tl
 from megafp8.fp8.triton_cast import cast_to_code, cast_to_words, widen
 
 SIDE = 128
-NUM_WARPS = 8  # of a program that has a tile of this side, but for the cast to blocks
 
 
 def has_whole_tiles(tokens: int, width: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
@@ -70,11 +71,14 @@ def build_groups(config: RunConfig) -> Place:
 def seed_rank(seed: int) -> None:
     """Seed dropout: equal on tensor-parallel ranks outside their own region, different wherever activations differ.
 
-    Megatron-LM gives all data-parallel ranks one stream, so that their samples share masks.
+    Megatron-LM gives all data-parallel ranks one stream, so that their samples share masks. The host's own generator is
+    seeded too: what it starts from is else another number in every process, and goes into checkpoints.
     """
     stage = parallel_state.get_pipeline_model_parallel_rank()
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * stage + 10_000 * replica, force_reset_rng=True)
+    rank_seed = seed + 100 * stage + 10_000 * replica
+    torch.default_generator.manual_seed(rank_seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(rank_seed, force_reset_rng=True)
 
 
 def leave_groups() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Optional
 
 import pytest
 import torch
@@ -81,10 +81,11 @@ def test_swiglu_differs_in_last_bits_of_the_exponential(
     how, share = quantizer_of(recipe, kind, is_power_of_two, columnwise), 1e-3
     inputs = torch.randn(2, 128, 2 * 384, device="cuda").bfloat16()
     gradients = torch.randn(2, 128, 384, device="cuda").bfloat16()
-    theirs = tex.quantize(tex.swiglu(inputs, None), how)
-    check(QuantizingSwiGLU()._tex_swiglu_forward(inputs, how), theirs, recipe, share)
-    theirs = tex.quantize(tex.dswiglu(gradients, inputs, None), how)
-    check(QuantizingSwiGLU()._tex_swiglu_backward(gradients, inputs, how), theirs, recipe, share)
+    for ours, theirs in (
+        (QuantizingSwiGLU()._tex_swiglu_forward(inputs, how), tex.swiglu(inputs, how)),
+        (QuantizingSwiGLU()._tex_swiglu_backward(gradients, inputs, how), tex.dswiglu(gradients, inputs, how)),
+    ):
+        check(ours, theirs, recipe, share if recipe == "blockwise" else 0)
 
 
 @pytest.mark.parametrize("columnwise", [True, False])
@@ -137,7 +138,7 @@ def test_a_joined_gradient_with_its_amax_noted_gives_the_bytes_without_a_pass(mo
     angles = torch.rand(sizes[0], 1, 1, dim, device="cuda")
     gradients = [torch.randn(*sizes, count, dim, device="cuda").bfloat16() for count in (heads, groups, groups)]
     passes, plain = [], tensor_kernels._amaxes
-    monkeypatch.setattr(tensor_kernels, "_amaxes", lambda *a, **b: passes.append(a) or plain(*a, **b))
+    monkeypatch.setattr(tensor_kernels, "_amaxes", lambda inputs: passes.append(inputs) or plain(inputs))
     found = []
     cast_by_kernels(("tensorwise",))
     for notes_amax in (False, True):
@@ -149,6 +150,27 @@ def test_a_joined_gradient_with_its_amax_noted_gives_the_bytes_without_a_pass(mo
         assert len(passes) == (not notes_amax)
     cast_by_kernels(())
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("are_used", [True, False])
+def test_the_fused_mlp_hands_factors_to_its_backward_pass(are_used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they are not taken, gradients are the same."""
+    found, plain = [], tensor_kernels.noted
+
+    def noted(tensor: torch.Tensor, name: str) -> Optional[torch.Tensor]:
+        found.append((name, plain(tensor, name)))
+        return found[-1][1] if are_used else None
+
+    first, last = (te.ops.Linear(*sizes, bias=False).bfloat16() for sizes in ((256, 512), (256, 128)))
+    mlp = te.ops.Sequential(first, QuantizingSwiGLU(), last)
+    inputs = torch.linspace(-2, 2, 64 * 4 * 256, device="cuda").reshape(64, 4, 256).bfloat16().requires_grad_()
+    gradients = []
+    for patch in (plain, noted):
+        monkeypatch.setattr(tensor_kernels, "noted", patch)
+        with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
+            gradients += torch.autograd.grad(mlp(inputs).square().sum(), inputs)
+    assert [value is not None for name, value in found if name == "factors"] == [True]
+    assert torch.equal(*gradients)
 
 
 def test_what_has_no_whole_tiles_goes_the_usual_way() -> None:

@@ -62,7 +62,7 @@ assert len(launched) == 2
 te_quantize.cast = plain_cast
 te_patches.cast_by_kernels(["tensorwise"])
 Float8CurrentScalingQuantizer.make_empty = Float8Quantizer.make_empty
-tensor_kernels._amaxes = lambda *given, **options: "a pass"
+tensor_kernels._amaxes = lambda inputs: "a pass"
 tensor_kernels._quantize = lambda inputs, amaxes, to: found.append(amaxes)
 
 

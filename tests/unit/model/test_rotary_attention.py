@@ -20,7 +20,7 @@ mcore_cpu.install()
 from megafp8.fp8.formats import E5M2  # noqa: E402
 from megafp8.fp8.triton_rounding import grid_of  # noqa: E402
 from megafp8.model import tensor_kernels  # noqa: E402
-from megafp8.model.noted_amax import noted_amax  # noqa: E402
+from megafp8.model.notes import noted  # noqa: E402
 from megafp8.model.rotary_attention import split_and_rotate  # noqa: E402
 from megafp8.model.tensor_kernels import Codes  # noqa: E402
 
@@ -115,9 +115,9 @@ def test_the_gradient_has_its_amax_noted(length: int, part: int, kind: str) -> N
     """Of the numbers as they were rounded, of which NaN is none; and they are those without it."""
     plain, noting = both_gradients(length, part, kind)
     assert torch.equal(plain.view(torch.int16), noting.view(torch.int16))
-    amax = noted_amax(noting)
+    amax = noted(noting, "amax")
     assert amax is not None and torch.equal(amax, noting.float().abs().nan_to_num(0, torch.inf).amax().reshape(1))
-    assert noted_amax(plain) is None
+    assert noted(plain, "amax") is None
 
 
 @KINDS
@@ -125,7 +125,7 @@ def test_the_gradient_has_its_amax_noted(length: int, part: int, kind: str) -> N
 def test_the_noted_amax_gives_the_codes_of_a_pass_of_its_own(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     passes, plain_amaxes = [], tensor_kernels._amaxes
     monkeypatch.setattr(tensor_kernels, "PROGRAMS", 4)
-    monkeypatch.setattr(tensor_kernels, "_amaxes", lambda *a, **b: passes.append(a) or plain_amaxes(*a, **b))
+    monkeypatch.setattr(tensor_kernels, "_amaxes", lambda inputs: passes.append(inputs) or plain_amaxes(inputs))
     found = []
     for gradient in both_gradients(64, 0, kind):
         rows = gradient.flatten(0, -2)

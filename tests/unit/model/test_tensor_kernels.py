@@ -5,6 +5,7 @@ On a machine without a GPU: `pip install triton`, then `TRITON_INTERPRET=1 pytho
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Optional
 
 import interpreter
@@ -21,6 +22,7 @@ from megafp8.fp8.rounding import cast  # noqa: E402
 from megafp8.fp8.scaling import ScaleRule, amax, quant_scale_of  # noqa: E402
 from megafp8.fp8.triton_rounding import grid_of  # noqa: E402
 from megafp8.model import tensor_kernels  # noqa: E402
+from megafp8.model.notes import note, noted  # noqa: E402
 from megafp8.model.tensor_kernels import Codes  # noqa: E402
 
 TOKENS, WIDTH = 128, 256
@@ -39,6 +41,7 @@ KINDS = {
 def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """So few that each has several tiles."""
     monkeypatch.setattr(tensor_kernels, "PROGRAMS", 4)
+    monkeypatch.setattr(tensor_kernels, "GRADIENTS_PROGRAMS", 4)
 
 
 @pytest.fixture(autouse=IS_INTERPRETED)
@@ -107,6 +110,56 @@ def test_swiglu_both_ways_where_its_sigmoid_is_exact(fmt: Format) -> None:
     tensor_kernels.swiglu_backward(gradients, inputs, backward)
     dx = torch.cat([(a * (s * (1 - s)) + s) * dy * b, a * s * dy], dim=1)
     check_codes(backward, dx, fmt, rounded=dx.bfloat16())
+
+
+def with_one(value: float) -> Callable[[tuple[int, int]], Tensor]:
+    return lambda shape: torch.ones(shape).index_put((torch.tensor(77), torch.tensor(200)), torch.tensor(value))
+
+
+SIZES: dict[str, Callable[[tuple[int, int]], Tensor]] = {
+    "alike": lambda shape: torch.ones(shape),
+    "of other sizes in other channels": lambda shape: torch.logspace(-3, 2, shape[1]).expand(shape),
+    "of other sizes at other tokens": lambda shape: torch.logspace(-3, 2, shape[0])[:, None].expand(shape),
+    "one large": with_one(1e4),
+    "zero": torch.zeros,
+    "tiny": lambda shape: torch.full(shape, 1e-38),
+    "one infinite": with_one(torch.inf),
+    "one NaN": with_one(torch.nan),
+}
+
+
+@pytest.mark.parametrize("gradient_sizes", SIZES)
+@pytest.mark.parametrize("input_sizes", SIZES)
+def test_gradients_left_out_by_their_factors_do_not_hold_the_amax(input_sizes: str, gradient_sizes: str) -> None:
+    """Codes and scale are those of gradients that are all read, and most are not."""
+    tokens, width = 256, 256
+    inputs = (torch.randn(tokens, 2 * width) * SIZES[input_sizes]((tokens, 2 * width))).bfloat16().to(DEVICE)
+    gradients = (torch.randn(tokens, width) * SIZES[gradient_sizes]((tokens, width))).bfloat16().to(DEVICE)
+    found = []
+    for are_noted in (True, False):
+        inputs = inputs.clone()
+        if are_noted:
+            tensor_kernels.swiglu(inputs, empty_codes(tokens, width, E4M3))
+        assert (noted(inputs, "factors") is not None) == are_noted
+        found.append(empty_codes(tokens, 2 * width, E5M2))
+        tensor_kernels.swiglu_backward(gradients, inputs, found[-1])
+    for name in ("scale_inv", "rows", "columns"):
+        one, other = (getattr(codes, name) for codes in found)
+        assert torch.equal(one, other), name
+
+
+def test_inputs_of_small_gradients_are_not_read() -> None:
+    inputs, gradients = drawn(TOKENS, 2 * WIDTH, 7, "one size"), drawn(TOKENS, WIDTH, 8, "one size")
+    scales = []
+    for factor in (torch.inf, 0.0, None):
+        if factor is not None:
+            note(inputs, "factors", torch.full((WIDTH // 128, TOKENS), factor, device=DEVICE))
+        else:
+            inputs.add_(0)  # no longer what was noted
+        codes = empty_codes(TOKENS, 2 * WIDTH, E4M3)
+        tensor_kernels.swiglu_backward(gradients, inputs, codes)
+        scales.append(codes.scale_inv.item())
+    assert scales[0] == scales[2] != 1 and scales[1] == 1, "an amax of zero has a scale of 1"
 
 
 def test_swiglu_both_ways_against_the_formula() -> None:

@@ -1,4 +1,4 @@
-"""A noted amax is found at the noted tensor, as autograd hands it on, and at no other."""
+"""A note is found at the noted tensor, as autograd hands it on, and at no other."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.model.noted_amax import note_amax, noted_amax
+from megafp8.model.notes import note, noted
 
 SHAPE = (4, 2, 8)
 AMAX = torch.tensor([3.0])
 
 
-def noted() -> Tensor:
+def tensor_with_amax() -> Tensor:
     tensor = torch.randn(SHAPE).bfloat16()
-    note_amax(tensor, AMAX)
+    note(tensor, "amax", AMAX)
     return tensor
 
 
@@ -57,23 +57,31 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("kind", SAME)
 def test_whole_views_have_the_note(kind: str) -> None:
-    assert noted_amax(SAME[kind](noted())) is AMAX
+    assert noted(SAME[kind](tensor_with_amax()), "amax") is AMAX
 
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_all_others_have_none(kind: str) -> None:
-    assert noted_amax(OTHERS[kind](noted())) is None
+    assert noted(OTHERS[kind](tensor_with_amax()), "amax") is None
 
 
 def test_memory_that_is_used_again_has_none() -> None:
     memory = torch.zeros(SHAPE)
-    note_amax(memory.view(SHAPE), AMAX)  # a tensor that ends here; its memory stays
-    assert noted_amax(memory) is noted_amax(memory.view(SHAPE)) is None
+    note(memory.detach(), "amax", AMAX)  # a tensor that ends here; its memory stays
+    assert noted(memory, "amax") is noted(memory.view(SHAPE), "amax") is None
+
+
+def test_a_note_on_a_view_is_one_on_what_it_is_a_view_of() -> None:
+    tensor = torch.zeros(SHAPE)
+    note(rows(tensor), "amax", AMAX)
+    assert noted(tensor, "amax") is AMAX and noted(tensor, "other") is None
+    note(tensor[:2], "other", AMAX)
+    assert noted(tensor, "other") is None and noted(tensor, "amax") is AMAX
 
 
 def test_tensors_without_a_count_have_none() -> None:
     with torch.inference_mode():
-        assert noted_amax(torch.zeros(SHAPE)) is None
+        assert noted(torch.zeros(SHAPE), "amax") is None
 
 
 class Linear(torch.autograd.Function):
@@ -87,7 +95,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        Linear.found.append(noted_amax(rows(gradient)))
+        Linear.found.append(noted(rows(gradient), "amax"))
         return gradient
 
 
@@ -100,7 +108,7 @@ class Noting(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return noted()
+        return tensor_with_amax()
 
 
 @pytest.mark.parametrize(
