@@ -22,8 +22,8 @@ SETTINGS_OF_RECIPE = {
 }
 RECIPES_OF_SWIGLU_FUSION = ("delayed", "blockwise")
 RECIPES_OF_KERNELS = ("tensorwise", "delayed", "blockwise")
-# Casts of the others were not faster so far, and their launches take more of the host's time.
-FASTER_WITH_KERNELS = ("blockwise",)
+# Launched one by one our kernels take more of the host's time, which the others' savings do not make up for.
+FASTER_BY_LAUNCHES = ("blockwise",)
 TILE_LENGTH = 128  # of the kernels' tiles, tokens and channels
 BLOCK_LENGTH = {"blockwise": 128, "mxfp8": 32, "nvfp4": 16}
 
@@ -230,8 +230,9 @@ def recipes_of_our_kernels(config: RunConfig) -> tuple[str, ...]:
     asked = config.precision.quantize_kernels
     if asked is not None:
         return RECIPES_OF_KERNELS if asked == "triton" else ()
-    has_tiles = not has_gemms(config) or gemms.rows_per_rank(config) % TILE_LENGTH == 0
-    return FASTER_WITH_KERNELS if has_tiles else ()
+    if has_gemms(config) and gemms.rows_per_rank(config) % TILE_LENGTH:
+        return ()
+    return RECIPES_OF_KERNELS if derived.has_step_graph(config) else FASTER_BY_LAUNCHES
 
 
 def casts_by_amax(config: RunConfig) -> bool:

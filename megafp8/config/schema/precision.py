@@ -110,13 +110,13 @@ class PrecisionConfig:
         "rotate whole heads", flags=("--split-rope-fusion",), off=("--no-split-rope-fusion",),
     )
     swiglu_quantize_fusion: Optional[bool] = setting(
-        None, "SwiGLU writes both FP8 copies of its result in one pass (delayed, blockwise, and tensorwise with "
+        None, "SwiGLU writes both FP8 copies of its result by kernels of ours (delayed, blockwise, and tensorwise with "
         "--quantize-kernels triton); default with fused operations",
         flags=("--swiglu-quantize-fusion",), off=("--no-swiglu-quantize-fusion",),
     )
     quantize_kernels: Optional[str] = setting(
         None, "who quantizes activations and gradients in Transformer Engine's layers, tensorwise, delayed and "
-        "blockwise: its kernels (te), or ours to the same bytes; default triton for blockwise, te for the others",
+        "blockwise: its kernels (te), or ours to the same bytes; default triton for blockwise and in graphs, else te",
         choices=("te", "triton"),
     )
     use_transformer_engine_op_fuser: Optional[bool] = setting(

@@ -22,6 +22,7 @@ BLOCKWISE = LLAMA | {"precision.fp8_format": "e4m3", "precision.fp8_recipe": "bl
 TENSORWISE = LLAMA | {"precision.fp8_format": "hybrid", "precision.fp8_recipe": "tensorwise"}
 DELAYED = LLAMA | {"precision.fp8_format": "hybrid", "precision.fp8_recipe": "delayed"}
 FUSED = {"precision.use_transformer_engine_op_fuser": True}
+GRAPH = {"training.cuda_graph_impl": "local"}
 TRITON, TE = ({"precision.quantize_kernels": kernels} for kernels in ("triton", "te"))
 LAYERS = {"precision.use_transformer_engine_op_fuser": False}
 SMALL = {"model.num_layers": 2}
@@ -41,6 +42,8 @@ FC2_MAPPED = SMALL | {"precision.precision_map": ("*.linear_fc2=bf16",)}
         (BLOCKWISE | LAYERS, False, False),
         (BLOCKWISE | {"precision.swiglu_quantize_fusion": False}, True, False),
         (TENSORWISE | TRITON, True, True),
+        (TENSORWISE | GRAPH, True, True),
+        (TENSORWISE | GRAPH | TE, True, False),
         (BLOCKWISE | TRITON, True, True),
         (BLOCKWISE | TE, True, True),
         (TENSORWISE | LAYERS | TRITON, False, False),
@@ -104,6 +107,9 @@ def test_swiglu_takes_128_tokens_and_channels_at_a_time(
         (TRITON, ("tensorwise", "delayed", "blockwise")),
         (PRESETS["tiny"] | {"data.seq_length": 64, "training.micro_batch_size": 2}, ("blockwise",)),
         (PRESETS["tiny"] | {"data.seq_length": 72, "training.micro_batch_size": 2}, ()),
+        (GRAPH, ("tensorwise", "delayed", "blockwise")),
+        (GRAPH | TE, ()),
+        (PRESETS["tiny"] | GRAPH | {"data.seq_length": 72, "training.micro_batch_size": 2}, ()),
     ],
 )
 def test_our_kernels_are_chosen_for_the_recipes_that_are_faster_with_them(
