@@ -51,7 +51,7 @@ class Run:
         forward_step: megatron-core's callback that runs one microbatch.
         first_gradient: begins the gradients of a step; None where their buffers are zeroed.
         spikes: looks for loss spikes; None where nobody asked for it.
-        delayed: what delayed scaling remembers, to be taken back with a step; None where no step may be left out.
+        delayed: what delayed scaling remembers, to be taken back with a step and after a validation; None without it.
         watch: notes gradients that are not finite; None where that check is off, or the optimizer's norm tells it.
         traffic: counts the bytes of parameter gathers; None where every rank updates all weights, or a graph gathers.
         probe: looks at what quantization does; None where nobody asked for it.
@@ -211,11 +211,9 @@ def build_spikes(config: RunConfig) -> Optional[SpikeDetector]:
 
 
 def build_delayed_memory(config: RunConfig, trainee: Trainee, implementation: str) -> Optional[DelayedMemory]:
-    """What takes amax histories and scales back with a step; None where there are none, or no step is left out."""
+    """What takes amax histories and scales back; None without delayed scaling."""
     is_delayed = "delayed" in precision_map.used_recipes(config.precision)
-    if not is_delayed or not config.training.max_skipped_steps:
-        return None
-    return DelayedMemory(trainee.chunks, implementation)
+    return DelayedMemory(trainee.chunks, implementation) if is_delayed else None
 
 
 def run_folder(config: RunConfig) -> Optional[Path]:

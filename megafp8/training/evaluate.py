@@ -60,7 +60,11 @@ def evaluate(run: Run, split: str, dataset: Any, step: int, consumed_tokens: int
 
 @contextmanager
 def inference_mode(run: Run) -> Iterator[None]:
-    """No dropout and no gradients; with overlapped gathers, parameters whole before and gathers on again after."""
+    """No dropout and no gradients; with overlapped gathers, parameters whole before and gathers on again after.
+
+    What delayed scaling remembers is afterwards what it was: Transformer Engine enters amaxes in passes without
+    gradients, too, and scales of the next steps would hang on held-out data and on how often it is looked at.
+    """
     chunks = run.trainee.chunks
     hooked = run.config.parallel.overlap_param_gather
     sync_parameters(run.config, run.trainee)  # megatron-core's leaves old transposes of FP8 weights
@@ -70,10 +74,14 @@ def inference_mode(run: Run) -> Iterator[None]:
             chunk.disable_forward_pre_hook(param_sync=False)
     # The interleaved schedule would start gathers of its own.
     gather, run.transformer_config.param_sync_func = run.transformer_config.param_sync_func, None
+    if run.delayed is not None:
+        run.delayed.remember()
     try:
         with torch.no_grad():
             yield
     finally:
+        if run.delayed is not None:
+            run.delayed.restore()
         run.transformer_config.param_sync_func = gather
         for chunk in chunks:
             if hooked:

@@ -17,6 +17,8 @@ from megafp8.checkpoint.save import save_checkpoint
 from megafp8.checkpoint.state import Progress
 from megafp8.config.schema import RunConfig
 from megafp8.training.assemble import Run
+from megafp8.training.delayed_memory import delayed_state
+from megafp8.training.evaluate import inference_mode
 
 DELAYED = (
     "--bf16 --fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 4 --fp8-amax-compute-algo max "
@@ -154,6 +156,22 @@ def look_without_training(run: Run) -> None:
 def test_evaluation_leaves_no_trace() -> None:
     config = small_config("llama", DELAYED)
     assert run_ranks(1, evaluated_between, config, True) == run_ranks(1, evaluated_between, config, False)
+
+
+def validated_by_layers_that_enter_amaxes() -> bool:
+    run = build_run(small_config("llama", DELAYED))
+    train(run, 2)
+    state = delayed_state(run.trainee.chunks[0], run.implementation)
+    before = [tensor.clone() for tensor in state]
+    with inference_mode(run):
+        for tensor in state:  # as Transformer Engine's layers do
+            tensor.add_(1)
+    assert state
+    return all(torch.equal(*pair) for pair in zip(state, before, strict=True))
+
+
+def test_a_validation_takes_back_what_layers_enter() -> None:
+    assert run_ranks(1, validated_by_layers_that_enter_amaxes) == [True]
 
 
 def test_amaxes_are_reduced_over_the_right_ranks() -> None:
