@@ -183,6 +183,8 @@ def needs_transformer_engine(config: RunConfig, target: Target, implementation: 
     precision, asked = config.precision, []
     if precision.use_transformer_engine_op_fuser:
         asked.append("--use-transformer-engine-op-fuser")
+    if precision.residual_norm_fusion:
+        asked.append("--residual-norm-fusion")
     if precision.swiglu_quantize_fusion:
         asked.append("--swiglu-quantize-fusion")
     if precision.quantize_kernels is not None:

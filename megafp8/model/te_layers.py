@@ -29,7 +29,7 @@ from megafp8.device import mcore_wgrad
 from megafp8.model import te_patches
 from megafp8.model.rotary_attention import AmaxRotarySelfAttention, RotarySelfAttention
 from megafp8.model.te_attention import FP8Attention
-from megafp8.model.te_operations import FusedMLP, SwiGLUFusedMLP
+from megafp8.model.te_operations import FusedMLP, ResidualLayer, SwiGLUFusedMLP
 
 FP8_SUB_BACKEND = 2  # NVTE_FP8 among Transformer Engine's fused attentions
 
@@ -50,6 +50,8 @@ def layer_spec(config: RunConfig) -> ModuleSpec:
         spec.submodules.self_attention.submodules.core_attention = FP8Attention
     if is_fused:
         spec.submodules.mlp.module = SwiGLUFusedMLP if quantizes_in_swiglu(config) else FusedMLP
+    if config.precision.residual_norm_fusion:
+        spec.module, spec.submodules.mlp.params = ResidualLayer, {"returns_input": True}
     return spec
 
 

@@ -1,4 +1,5 @@
-"""Transformer Engine's fused MLP: its scales are its linears', and SwiGLU has kernels that save a pass."""
+"""Transformer Engine's fused MLP: its scales are its linears', SwiGLU has kernels that save a pass, and the backward
+pass of its norm can take the residual's gradient in."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from typing import Any, Optional
 
 import transformer_engine.pytorch as te
 from megatron.core.extensions.transformer_engine import TEFusedMLP
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from transformer_engine.common.recipe import DelayedScaling, Recipe
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
@@ -44,10 +46,20 @@ class FusedMLP(TEFusedMLP):
     """megatron-core's; what delayed scaling remembers is its linears', as without fused operations.
 
     A checkpoint, a look at scales or a step that is taken back find it there, and a run can go on with or without.
+
+    Args:
+        returns_input: beside its output, for `ResidualLayer` to add to: a pair in the output's place. Of the gradients
+            of both, Transformer Engine's kernel of the RMSNorm's backward pass then makes the input's.
     """
+
+    def __init__(self, *args: Any, returns_input: bool = False, **options: Any):
+        super().__init__(*args, **options)
+        self.returns_input = returns_input
 
     def _make_fused_impl(self) -> te.ops.Sequential:
         fused = super()._make_fused_impl()
+        if self.returns_input:
+            fused.insert(0, te.ops.MakeExtraOutput())
         operations = [operation for operation in fused if isinstance(operation, te.ops.BasicLinear)]
         for operation, linear in zip(operations, (self.linear_fc1, self.linear_fc2), strict=True):
             remember_in(linear, operation)
@@ -75,6 +87,19 @@ def remember_in(linear: TransformerEngineBaseModule, operation: te.ops.BasicLine
         reset(recipe=recipe)
 
     operation.reset_recipe_state = reset_recipe_state
+
+
+class ResidualLayer(TransformerLayer):
+    """A layer whose residual around the MLP is what the MLP returns of its input (`FusedMLP.returns_input`).
+
+    Autograd adds nothing then: the sum of both gradients is neither written by the norm nor read and added after it.
+    """
+
+    def _forward_post_mlp(
+        self, mlp_output_with_bias: tuple[tuple[Tensor, Tensor], Optional[Tensor]], residual: Tensor
+    ) -> Tensor:
+        (output, mlp_input), bias = mlp_output_with_bias
+        return super()._forward_post_mlp((output, bias), mlp_input)
 
 
 class SwiGLUFusedMLP(FusedMLP):

@@ -120,8 +120,9 @@ def backward_pass(run: PlannedRun, recipe: str) -> Pass:
         dgrad=products_s(run, recipe, "dgrad"),
         wgrad=products_s(run, of_wgrad, "wgrad"),
         attention=attention_s(run) * (1 - ATTENTION_FORWARD_SHARE),
-        # Two norms (read input and gradient, write) and two sums of gradients.
-        norms=run.memory_s(BF16_BYTES * stream * (2 * 3 + 2 * 3)),
+        # Two norms (read input and gradient, write) and two sums of gradients, of which the MLP's norm can save one's
+        # writing and reading.
+        norms=run.memory_s(BF16_BYTES * stream * (2 * 3 + 2 * 3 - 2 * run.config.precision.residual_norm_fusion)),
         rotary=run.memory_s(BF16_BYTES * rotary_passes * heads),
         activation=run.memory_s(BF16_BYTES * ffn * (1 + 2 * gate_and_up - 2 * gate_and_up * is_fused)),
         casts=cast_s(run, recipe, _gradient_numbers(run, linears)),

@@ -167,6 +167,7 @@ def one_rank_config(saved: RunConfig, target: capability.Target, high_precision:
         gradient_accumulation_fusion=False,
         cross_entropy_loss_fusion=False,
         split_rope_fusion=False,
+        residual_norm_fusion=False,
         swiglu_quantize_fusion=False,
         quantize_kernels=None,
         use_transformer_engine_op_fuser=False,

@@ -34,8 +34,10 @@ def variants() -> Iterator[str]:
         if recipe in FP8_RECIPES:
             yield f"{flags} --fp8-param-gather"
             yield f"{flags} {FUSER} --fp8-param-gather"
-    for recipe, kernels in (("tensorwise", "triton"), ("delayed", "triton"), ("blockwise", "te")):  # not the default
-        yield f"{RECIPES[recipe]} {FUSER} --quantize-kernels {kernels}"
+    for recipe in FP8_RECIPES:  # what is the default with a graph, and what is not
+        for kernels in ("triton", "te"):
+            yield f"{RECIPES[recipe]} {FUSER} --quantize-kernels {kernels}"
+    yield f"{RECIPES['delayed']} {FUSER} --residual-norm-fusion"
     yield f"{RECIPES['tensorwise']} --precision output_layer=tensorwise"
     yield f"{RECIPES['delayed']} {MOMENTS}"
     yield f"{RECIPES['delayed']} --num-attention-heads 2 --fp8-dot-product-attention"

@@ -19,6 +19,7 @@ pytestmark = [
 if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
     pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
 
+import transformer_engine_torch as tex  # noqa: E402
 from gpu_runs import FP8_RECIPES, RECIPES, gpu_run, straight_and_resumed  # noqa: E402
 from small_run import Curve, train, weights  # noqa: E402
 
@@ -74,6 +75,21 @@ def test_fused_operations_follow_layers(recipe: str) -> None:
     print(f"\n{recipe}: gap {gap(fused, layers):.2e}, norms {layers.grad_norms[:3]} {fused.grad_norms[:3]}")
     assert fused.grad_norms[0] == pytest.approx(layers.grad_norms[0], rel=1e-3 if recipe == "bf16" else 2e-2)
     assert gap(fused, layers) < (2e-2 if recipe == "delayed" else 5e-3)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
+def test_residual_gradients_added_by_the_norm_follow(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum is rounded once instead of twice; nothing changes forward."""
+    calls, kernel = [], tex.rmsnorm_bwd_add
+    monkeypatch.setattr(tex, "rmsnorm_bwd_add", lambda *given: calls.append(given) or kernel(*given))
+    fused = f"{RECIPES[recipe]} {FUSER}"
+    apart = curve(fused)
+    assert not calls
+    added = curve(f"{fused} --residual-norm-fusion")
+    print(f"\n{recipe}: gap {gap(added, apart):.2e}, norms {apart.grad_norms[:3]} {added.grad_norms[:3]}")
+    assert calls and added.losses[0] == apart.losses[0]
+    assert added.grad_norms[0] == pytest.approx(apart.grad_norms[0], rel=1e-3)
+    assert gap(added, apart) < (2e-2 if recipe == "delayed" else 5e-3)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])

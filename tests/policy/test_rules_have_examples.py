@@ -133,6 +133,10 @@ EXAMPLES = {
     "swiglu_fusion_has_what_it_fuses": (
         {"precision.swiglu_quantize_fusion": True}, 1, "without --quantize-kernels triton",
     ),
+    "residual_fusion_has_its_norm": (
+        {"precision.residual_norm_fusion": True, "model.normalization": "LayerNorm"}, 1,
+        "without --normalization RMSNorm",
+    ),
     "quantize_kernels_have_what_they_quantize": (
         {"precision.quantize_kernels": "triton", "precision.fp8_recipe": "mxfp8"}, 1,
         "without --fp8-recipe tensorwise or delayed or blockwise",

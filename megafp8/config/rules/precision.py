@@ -198,6 +198,19 @@ def swiglu_fusion_has_what_it_fuses(config: RunConfig, world_size: int) -> Itera
         )
 
 
+def residual_fusion_has_its_norm(config: RunConfig, world_size: int) -> Iterator[str]:
+    """It is part of Transformer Engine's fused operations, which know it of RMSNorm and keep the norm's input."""
+    flag = "--residual-norm-fusion"
+    if not config.precision.residual_norm_fusion:
+        return
+    if not fuses_operations(config):
+        yield without(flag, "--use-transformer-engine-op-fuser")
+    if config.model.normalization != "RMSNorm":
+        yield without(flag, "--normalization RMSNorm")
+    if derived.recompute_granularity(config.training) is not None:
+        yield f"{flag} takes the MLP's input from its forward pass, and recomputation runs that twice: remove one"
+
+
 def has_quantizing_swiglu(config: RunConfig) -> bool:
     """Whether there is a SwiGLU that quantizes by the recipe's rule."""
     return derived.quantization_recipe(config.precision) in (*RECIPES_OF_SWIGLU_FUSION, *recipes_of_our_kernels(config))
@@ -333,6 +346,7 @@ RULES: tuple[Rule, ...] = (
     loss_fusion_is_on_for_its_implementation,
     split_rope_needs_whole_rotations,
     swiglu_fusion_has_what_it_fuses,
+    residual_fusion_has_its_norm,
     quantize_kernels_have_what_they_quantize,
     determinism_excludes_its_opposites,
     gemm_dimensions_suit_the_recipe,

@@ -119,6 +119,10 @@ class PrecisionConfig:
         "blockwise: its kernels (te), or ours to the same bytes; default triton for blockwise and in graphs, else te",
         choices=("te", "triton"),
     )
+    residual_norm_fusion: bool = setting(
+        False, "with fused operations: the kernel of the MLP's RMSNorm adds the residual's gradient to its own, which "
+        "rounds their sum once instead of twice"
+    )
     use_transformer_engine_op_fuser: Optional[bool] = setting(
         None, "Transformer Engine's fused operations for the MLP; default where they are known to train as its layers",
         flags=("--use-transformer-engine-op-fuser",), off=("--no-use-transformer-engine-op-fuser",),

@@ -12,6 +12,7 @@ from megafp8.config.rules.precision import (
     quantize_kernels_have_what_they_quantize,
     quantizes_in_swiglu,
     recipes_of_our_kernels,
+    residual_fusion_has_its_norm,
     swiglu_fusion_has_what_it_fuses,
 )
 from megafp8.config.schema import AUTO, RunConfig
@@ -131,6 +132,22 @@ def test_our_kernels_are_chosen_for_the_recipes_that_are_faster_with_them(
 )
 def test_an_amax_is_noted_where_our_kernels_need_it(values: dict[str, Any], expected: bool) -> None:
     assert casts_by_amax(with_values(RunConfig(), values)) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({}, None),
+        (LAYERS, "without --use-transformer-engine-op-fuser"),
+        ({"training.recompute_activations": True}, "without --use-transformer-engine-op-fuser"),
+        ({"training.recompute_activations": True} | FUSED, "recomputation runs that twice"),
+        ({"model.normalization": "LayerNorm"}, "without --normalization RMSNorm"),
+    ],
+)
+def test_a_residual_is_added_in_a_norm_that_can(values: dict[str, Any], problem: str | None) -> None:
+    llama = LLAMA | {"model.normalization": "RMSNorm", "precision.residual_norm_fusion": True}
+    found = list(residual_fusion_has_its_norm(with_values(RunConfig(), llama | values), 1))
+    assert problem in found[0] if problem else not found
 
 
 @pytest.mark.parametrize(

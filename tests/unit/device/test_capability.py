@@ -155,6 +155,7 @@ def test_settings_of_the_emulation_only(settings: dict[str, Any], flag: str) -> 
         ("precision", {"use_transformer_engine_op_fuser": True}, "--use-transformer-engine-op-fuser"),
         ("precision", {"split_rope_fusion": True}, "--split-rope-fusion"),
         ("precision", {"swiglu_quantize_fusion": True}, "--swiglu-quantize-fusion"),
+        ("precision", {"residual_norm_fusion": True}, "--residual-norm-fusion"),
         ("precision", {"quantize_kernels": "triton"}, "--quantize-kernels triton"),
         ("precision", {"quantize_kernels": "te"}, "--quantize-kernels te"),
         ("precision", {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}, "fusion-impl te"),

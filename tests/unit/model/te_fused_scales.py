@@ -31,6 +31,7 @@ def small_mlp() -> te_operations.SwiGLUFusedMLP:
         tp_comm_overlap=False, gated_linear_unit=True, activation_func_fp8_input_store=False, fp8="hybrid"
     )
     mlp.activation_func, mlp._fused_impl, mlp.linear_fc2.te_return_bias = F.silu, None, False
+    mlp.returns_input = False
     return mlp
 
 

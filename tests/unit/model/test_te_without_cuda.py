@@ -12,7 +12,7 @@ ORACLES = Path(os.environ.get("MEGAFP8_ORACLES", TESTS.parent / ".venv" / "oracl
 
 
 @pytest.mark.skipif(not list(ORACLES.glob("transformer_engine-*.whl")), reason=f"no Transformer Engine in {ORACLES}")
-@pytest.mark.parametrize("name", ["te_fp8_attention.py", "te_fused_scales.py", "te_kernels.py", "te_moments.py"])
+@pytest.mark.parametrize("name", [path.name for path in sorted(Path(__file__).parent.glob("te_*.py"))])
 def test_program_finishes(name: str) -> None:
     path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path, "MEGAFP8_ORACLES": str(ORACLES)}

@@ -97,6 +97,9 @@ def test_fused_operations_and_one_rotation_move_fewer_bytes():
     fused = run_of(FP8 | {"precision.use_transformer_engine_op_fuser": True})
     apart = run_of(FP8 | {"precision.split_rope_fusion": False})
     plain = run_of(FP8 | {"precision.use_transformer_engine_op_fuser": False})
+    added = run_of(FP8 | {"precision.residual_norm_fusion": True})
+    saved = compute.backward_pass(plain, "tensorwise").norms - compute.backward_pass(added, "tensorwise").norms
+    assert saved == pytest.approx(plain.memory_s(2 * 2 * 8192 * 4096))
     assert compute.backward_pass(fused, "tensorwise").activation < compute.backward_pass(plain, "tensorwise").activation
     assert compute.backward_pass(apart, "tensorwise").rotary == 2 * compute.backward_pass(plain, "tensorwise").rotary
 
