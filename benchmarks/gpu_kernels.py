@@ -7,8 +7,8 @@ first compared with what Transformer Engine writes: casts and tensorwise SwiGLU 
 byte in 1,000 differs, where the last bit of an exponential decides. More is told of in a table of its own, and with
 status 1 after all times were taken. Bytes are those that have to be moved: what is given and what results, once each.
 Tensorwise, whose scale is known only after all of its tensor, reads it once more (unless who wrote it noted its amax:
-ours alone know such notes), and SwiGLU has to write it before. Ours leave most inputs of SwiGLU's gradients out of that,
-by what the forward pass noted at them, so that they move less than is counted.
+ours alone know such notes), and SwiGLU has to write it before. Ours leave most inputs of SwiGLU's gradients out of it,
+by what the forward pass noted at them, and so move less than is counted.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megafp8.fp8.triton_rounding import Grid
+from megafp8.fp8.triton_rounding import Grid, without_nan
 from megafp8.model.swiglu_formula import gate_gradient_tile, swiglu_tile
 from megafp8.model.triton_tiles import corner, load_tile, store_codes, tile_from_the_end
 
@@ -45,8 +45,9 @@ class ScaledCodes:
 
 @triton.jit
 def largest_of(y):
-    """The largest magnitude of a tile, given as its four parts."""
-    return tl.max(tl.maximum(tl.maximum(tl.abs(y[0]), tl.abs(y[1])), tl.maximum(tl.abs(y[2]), tl.abs(y[3]))))
+    """The largest magnitude of a tile, given as its four parts; NaN counts as nothing."""
+    largest = tl.maximum(tl.maximum(tl.abs(y[0]), tl.abs(y[1])), tl.maximum(tl.abs(y[2]), tl.abs(y[3])))
+    return without_nan(tl.max(largest))
 
 
 @triton.jit

@@ -4,7 +4,7 @@ A note is an attribute of the tensor, so that it lives as long, and autograd han
 function's backward pass to the next, and from a forward pass to its backward pass. On the way Transformer Engine
 reshapes tensors: a view finds the note at what it is a view of. A note is of all elements and of the moment. What was
 written to since, a part, a sum, a copy or memory that another tensor has by now is not the noted tensor, and has to be
-read.
+read. Autograd's count tells of writing, so that who writes through `.data`, a storage or a kernel must not be noted of.
 """
 
 from __future__ import annotations

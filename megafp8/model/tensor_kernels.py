@@ -29,14 +29,15 @@ import triton.language as tl
 from torch import Tensor
 
 from megafp8.fp8.triton_cast import widen
-from megafp8.fp8.triton_rounding import FP32_MAX, Grid, quant_scale_of
+from megafp8.fp8.triton_rounding import FP32_MAX, Grid, quant_scale_of, without_nan
 from megafp8.model.notes import note, noted
 from megafp8.model.swiglu_formula import exact_sigmoid, gate_gradient, gate_gradient_tile, swiglu_tile
 from megafp8.model.triton_tiles import SIDE, corner, load_tile, store_codes, tile_from_the_end
 
 PROGRAMS, GRADIENTS_PROGRAMS = 1024, 4096  # of the first launch
 GRADIENTS_SIDE = 64  # of a tile of the second one
-# What rounding can add to a product of a gradient and a factor, and to silu', which is a sum of opposite terms.
+# What rounding can add to a product of a gradient and a factor, and to silu', which is a sum of opposite terms. Where a
+# product on the way is subnormal rounding can add more: an amax of less than 1e-33 may be 0.2% off.
 SLACK = tl.constexpr(1 + 2.0**-16)
 SLACK_OF_SUM = tl.constexpr(2.0**-20)
 
@@ -123,14 +124,16 @@ def swiglu_gradients_amax_kernel(
         dy = widen(tl.load(gradients + row * width + column + offsets(width, ROWS, SIDE)))
         factor = tl.load(factors + tokens_of(num_tokens, row, column, ROWS, SIDE))
         bound = tl.max(tl.abs(dy), axis=1) * factor * SLACK
-        is_left_out = bound <= tl.load(amax, volatile=True)  # NaN is not
+        # Not so with NaN. Each thread loads the amax for itself, and may see another one. The warps have rows of their
+        # own, whose minimum they exchange: so all of them go one way.
+        is_left_out = bound <= tl.load(amax, volatile=True)
         if tl.min(is_left_out.to(tl.int32)) == 0:
             at = inputs + row * (2 * width) + column + offsets(2 * width, ROWS, SIDE)
             is_read = (is_left_out == 0)[:, None]
             a, b = widen(tl.load(at, mask=is_read, other=0.0)), widen(tl.load(at + width, mask=is_read, other=0.0))
             s = exact_sigmoid(a)
             largest = tl.maximum(tl.abs(gate_gradient(a, s, b, dy)), tl.abs(a * s * dy))
-            tl.atomic_max(amax, tl.max(largest))
+            tl.atomic_max(amax, without_nan(tl.max(largest)))
 
 
 @triton.jit
@@ -214,7 +217,7 @@ def swiglu_backward(gradients: Tensor, inputs: Tensor, to: Codes) -> None:
     """
     tokens, width = gradients.shape
     factors = noted(inputs, "factors")
-    if factors is None:
+    if factors is None or factors.shape != (width // SIDE, tokens):
         factors = inputs.new_full((width // SIDE, tokens), torch.inf, dtype=torch.float32)
     amax = inputs.new_zeros(1, dtype=torch.float32)
     swiglu_gradients_amax_kernel[(GRADIENTS_PROGRAMS,)](

@@ -63,7 +63,8 @@ def inference_mode(run: Run) -> Iterator[None]:
     """No dropout and no gradients; with overlapped gathers, parameters whole before and gathers on again after.
 
     What delayed scaling remembers is afterwards what it was: Transformer Engine enters amaxes in passes without
-    gradients, too, and scales of the next steps would hang on held-out data and on how often it is looked at.
+    gradients, too, and scales of the next steps would hang on held-out data and on how often it is looked at. Layers
+    that have not run yet have nothing to be put back.
     """
     chunks = run.trainee.chunks
     hooked = run.config.parallel.overlap_param_gather
@@ -74,19 +75,19 @@ def inference_mode(run: Run) -> Iterator[None]:
             chunk.disable_forward_pre_hook(param_sync=False)
     # The interleaved schedule would start gathers of its own.
     gather, run.transformer_config.param_sync_func = run.transformer_config.param_sync_func, None
-    if run.delayed is not None:
-        run.delayed.remember()
     try:
+        if run.delayed is not None:
+            run.delayed.remember()
         with torch.no_grad():
             yield
     finally:
-        if run.delayed is not None:
-            run.delayed.restore()
         run.transformer_config.param_sync_func = gather
         for chunk in chunks:
             if hooked:
                 chunk.enable_forward_pre_hook()
             chunk.train()
+        if run.delayed is not None:
+            run.delayed.restore()
 
 
 def build_batches(run: Run, dataset: Any, consumed_samples: int, num_samples: int, num_workers: int) -> Any:

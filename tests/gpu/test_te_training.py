@@ -21,14 +21,15 @@ if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_a
 
 import transformer_engine_torch as tex  # noqa: E402
 from gpu_runs import FP8_RECIPES, RECIPES, gpu_run, straight_and_resumed  # noqa: E402
-from small_run import Curve, train, weights  # noqa: E402
+from small_run import Curve, SourceSamples, train, weights  # noqa: E402
 
 from megafp8.checkpoint.load import load_checkpoint  # noqa: E402
 from megafp8.checkpoint.save import save_checkpoint, sync_parameters  # noqa: E402
 from megafp8.checkpoint.state import Progress, parts_of  # noqa: E402
 from megafp8.model import te_layers  # noqa: E402
 from megafp8.optim.one_pass import OnePassOptimizer  # noqa: E402
-from megafp8.training.evaluate import inference_mode  # noqa: E402
+from megafp8.training.evaluate import build_batches, inference_mode  # noqa: E402
+from megafp8.training.step import forward_backward  # noqa: E402
 
 PLAIN = "--no-one-pass-optimizer --no-gradient-overwrite --no-split-rope-fusion"
 FUSER = "--use-transformer-engine-op-fuser"
@@ -248,6 +249,20 @@ def test_fused_operations_go_on_with_the_scales_of_linears_and_back(before: str,
     assert not all(torch.equal(a, b) for a, b in zip(loaded, now, strict=True))
     # With scales of 1 it would be off by more: this is how far fused operations are from linears.
     assert resumed.losses[0] == pytest.approx(straight.losses[0], rel=2e-4)
+
+
+def test_a_validation_leaves_no_trace_in_delayed_scaling() -> None:
+    """Of samples that no step saw, whose amaxes Transformer Engine enters."""
+    with gpu_run(RECIPES["delayed"]) as run:
+        train(run, 2)
+        state = te_layers.delayed_state(run.trainee.chunks[0])
+        before, size = [tensor.clone() for tensor in state], run.global_batch_size
+        with inference_mode(run):
+            batches = build_batches(run, SourceSamples(run.config.data.seq_length), 2 * size, size, num_workers=0)
+            forward_backward(run, batches, run.num_microbatches, forward_only=True)
+            entered = [tensor.clone() for tensor in state]
+    assert not all(torch.equal(*pair) for pair in zip(entered, before, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(state, before, strict=True))
 
 
 @pytest.mark.parametrize("is_evaluated", [False, True])

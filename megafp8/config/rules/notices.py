@@ -55,7 +55,7 @@ def _fused(config: RunConfig, implementation: str) -> Iterator[str]:
     if implementation != "transformer_engine" or config.precision.use_transformer_engine_op_fuser is not None:
         return
     if fuses_operations(config):
-        swiglu = f", SwiGLU writing FP8 in one pass{_with_tiles(config)}" if quantizes_in_swiglu(config) else ""
+        swiglu = f", SwiGLU writing FP8 by kernels of ours{_with_tiles(config)}" if quantizes_in_swiglu(config) else ""
         yield (
             f"the MLP runs in Transformer Engine's fused operations{swiglu}; "
             "--no-use-transformer-engine-op-fuser: in its layers"

@@ -185,9 +185,10 @@ def swiglu_fusion_has_what_it_fuses(config: RunConfig, world_size: int) -> Itera
     if not config.model.swiglu:
         yield without(flag, "--swiglu")
     recipe = derived.quantization_recipe(precision)
-    if recipe == "tensorwise" and not has_quantizing_swiglu(config):
+    is_by_tiles = derived.has_step_graph(config) and config.precision.quantize_kernels != "te"
+    if recipe == "tensorwise" and not has_quantizing_swiglu(config) and not is_by_tiles:
         yield without(f"{flag} with --fp8-recipe tensorwise", "--quantize-kernels triton")
-    elif not has_quantizing_swiglu(config):
+    elif recipe not in RECIPES_OF_KERNELS:
         yield without(flag, f"--fp8-recipe {' or '.join(RECIPES_OF_SWIGLU_FUSION)}")
     if config.model.swiglu and not swiglu_has_tiles(config):
         fc2 = gemms.gemm_dimensions(config)[-1]

@@ -110,8 +110,8 @@ class PrecisionConfig:
         "rotate whole heads", flags=("--split-rope-fusion",), off=("--no-split-rope-fusion",),
     )
     swiglu_quantize_fusion: Optional[bool] = setting(
-        None, "SwiGLU writes both FP8 copies of its result by kernels of ours (delayed, blockwise, and tensorwise with "
-        "--quantize-kernels triton); default with fused operations",
+        None, "SwiGLU writes both FP8 copies of its result by kernels of ours (delayed, blockwise, and tensorwise "
+        "where these quantize it, see --quantize-kernels); default with fused operations",
         flags=("--swiglu-quantize-fusion",), off=("--no-swiglu-quantize-fusion",),
     )
     quantize_kernels: Optional[str] = setting(

@@ -173,18 +173,18 @@ def test_a_size_that_is_yet_to_be_found_may_leave_no_whole_tiles(size: int, is_o
     tiny = PRESETS["tiny"] | {"data.seq_length": 64, "model.ffn_hidden_size": 384, "training.micro_batch_size": size}
     fused, kernels = notices(with_values(RunConfig(), tiny | BLOCKWISE), "transformer_engine", 1)[:2]
     condition = " if the micro batch that is found makes multiples of 128 tokens and channels;"
-    assert (f"FP8 in one pass{condition}" in fused, f"bytes{condition}" in kernels) == (is_open, is_open)
+    assert (f"FP8 by kernels of ours{condition}" in fused, f"bytes{condition}" in kernels) == (is_open, is_open)
     assert "SwiGLU" in fused and "Triton" in kernels
 
 
 @pytest.mark.parametrize(
     ("values", "implementation", "said"),
     [
-        (BLOCKWISE, "transformer_engine", "fused operations, SwiGLU writing FP8 in one pass"),
+        (BLOCKWISE, "transformer_engine", "fused operations, SwiGLU writing FP8 by kernels of ours"),
         (LLAMA, "transformer_engine", "fused operations; "),
-        (DELAYED, "transformer_engine", "fused operations, SwiGLU writing FP8 in one pass"),
+        (DELAYED, "transformer_engine", "fused operations, SwiGLU writing FP8 by kernels of ours"),
         (DELAYED | FUSED, "transformer_engine", None),
-        (DELAYED | SMALL | FP8_OUTPUT, "transformer_engine", "fused operations, SwiGLU writing FP8 in one pass"),
+        (DELAYED | SMALL | FP8_OUTPUT, "transformer_engine", "fused operations, SwiGLU writing FP8 by kernels of ours"),
         (BLOCKWISE | FC2_MAPPED, "transformer_engine", "not in its fused operations"),
         (BLOCKWISE | FC2_MAPPED | FUSED, "transformer_engine", None),
         (LLAMA | LAYERS, "transformer_engine", None),

@@ -131,7 +131,7 @@ SIZES: dict[str, Callable[[tuple[int, int]], Tensor]] = {
 @pytest.mark.parametrize("gradient_sizes", SIZES)
 @pytest.mark.parametrize("input_sizes", SIZES)
 def test_gradients_left_out_by_their_factors_do_not_hold_the_amax(input_sizes: str, gradient_sizes: str) -> None:
-    """Codes and scale are those of gradients that are all read, and most are not."""
+    """Codes and scale are those of gradients that are all read."""
     tokens, width = 256, 256
     inputs = (torch.randn(tokens, 2 * width) * SIZES[input_sizes]((tokens, 2 * width))).bfloat16().to(DEVICE)
     gradients = (torch.randn(tokens, width) * SIZES[gradient_sizes]((tokens, width))).bfloat16().to(DEVICE)
@@ -146,6 +146,18 @@ def test_gradients_left_out_by_their_factors_do_not_hold_the_amax(input_sizes: s
     for name in ("scale_inv", "rows", "columns"):
         one, other = (getattr(codes, name) for codes in found)
         assert torch.equal(one, other), name
+
+
+def test_gradients_that_are_nan_count_as_nothing() -> None:
+    """Whole tiles of them, too."""
+    inputs, gradients = drawn(TOKENS, 2 * WIDTH, 9, "one size"), drawn(TOKENS, WIDTH, 10, "one size")
+    scales = []
+    for value in (0.0, torch.nan):
+        gradients[:64] = value
+        codes = empty_codes(TOKENS, 2 * WIDTH, E4M3)
+        tensor_kernels.swiglu_backward(gradients, inputs, codes)
+        scales.append(codes.scale_inv.item())
+    assert scales[0] == scales[1] != 1
 
 
 def test_inputs_of_small_gradients_are_not_read() -> None:

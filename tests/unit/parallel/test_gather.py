@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from types import SimpleNamespace
 from typing import Any
@@ -50,18 +51,25 @@ def test_second_copies_are_made_after_the_gather(is_overlapped: bool, expected: 
     assert done == expected
 
 
+@pytest.mark.parametrize("fails", [True, False])
 @pytest.mark.parametrize(("is_overlapped", "expected"), [(True, ["gather", "transpose", "hook"]), (False, [])])
-def test_an_evaluation_gathers_in_that_way(is_overlapped: bool, expected: list[str]) -> None:
-    """The next step gathers nothing, and its backward pass reads the second copies."""
+def test_an_evaluation_gathers_in_that_way(is_overlapped: bool, expected: list[str], fails: bool) -> None:
+    """The next step gathers nothing, and its backward pass reads the second copies. Scales are put back, too."""
     done: list[str] = []
+    remembered: list[str] = []
     run: Any = SimpleNamespace(
         config=SimpleNamespace(parallel=SimpleNamespace(overlap_param_gather=is_overlapped)),
         trainee=SimpleNamespace(chunks=[Chunk(is_overlapped, done)]),
         transformer_config=SimpleNamespace(param_sync_func=None),
+        delayed=SimpleNamespace(
+            remember=lambda: remembered.append("remember"), restore=lambda: remembered.append("restore")
+        ),
     )
-    with inference_mode(run):
-        assert done == expected[:2]
-    assert done == expected
+    with contextlib.suppress(ValueError), inference_mode(run):
+        assert done == expected[:2] and remembered == ["remember"]
+        if fails:
+            raise ValueError
+    assert done == expected and remembered == ["remember", "restore"]
 
 
 def test_megatron_core_does_not_yet() -> None:
