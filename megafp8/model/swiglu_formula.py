@@ -53,34 +53,28 @@ def gate_gradient(a, s, b, dy):
 
 
 @triton.jit
-def activate(a, b, IS_EXACT: tl.constexpr):
-    """silu(a) b."""
-    return a * (exact_sigmoid(a) if IS_EXACT else sigmoid(a)) * b
-
-
-@triton.jit
-def activation_gradient(a, b, dy, IS_EXACT: tl.constexpr):
-    """silu'(a) b dy."""
-    return gate_gradient(a, exact_sigmoid(a) if IS_EXACT else sigmoid(a), b, dy)
+def sigmoid_of(a, IS_EXACT: tl.constexpr):
+    """By `exact_sigmoid`, or by the faster one."""
+    return exact_sigmoid(a) if IS_EXACT else sigmoid(a)
 
 
 @triton.jit
 def swiglu_tile(a, b, TYPE: tl.constexpr, IS_EXACT: tl.constexpr = False):
-    """silu(a) b of a tile's parts, rounded to `TYPE`; by `exact_sigmoid`, or by the faster one."""
+    """silu(a) b of a tile's parts, rounded to `TYPE`."""
     return (
-        round_to_type(activate(a[0], b[0], IS_EXACT), TYPE),
-        round_to_type(activate(a[1], b[1], IS_EXACT), TYPE),
-        round_to_type(activate(a[2], b[2], IS_EXACT), TYPE),
-        round_to_type(activate(a[3], b[3], IS_EXACT), TYPE),
+        round_to_type(a[0] * sigmoid_of(a[0], IS_EXACT) * b[0], TYPE),
+        round_to_type(a[1] * sigmoid_of(a[1], IS_EXACT) * b[1], TYPE),
+        round_to_type(a[2] * sigmoid_of(a[2], IS_EXACT) * b[2], TYPE),
+        round_to_type(a[3] * sigmoid_of(a[3], IS_EXACT) * b[3], TYPE),
     )
 
 
 @triton.jit
 def gate_gradient_tile(a, b, dy, TYPE: tl.constexpr, IS_EXACT: tl.constexpr = False):
-    """silu'(a) b dy of a tile's parts, rounded to `TYPE`; by `exact_sigmoid`, or by the faster one."""
+    """silu'(a) b dy of a tile's parts, rounded to `TYPE`."""
     return (
-        round_to_type(activation_gradient(a[0], b[0], dy[0], IS_EXACT), TYPE),
-        round_to_type(activation_gradient(a[1], b[1], dy[1], IS_EXACT), TYPE),
-        round_to_type(activation_gradient(a[2], b[2], dy[2], IS_EXACT), TYPE),
-        round_to_type(activation_gradient(a[3], b[3], dy[3], IS_EXACT), TYPE),
+        round_to_type(gate_gradient(a[0], sigmoid_of(a[0], IS_EXACT), b[0], dy[0]), TYPE),
+        round_to_type(gate_gradient(a[1], sigmoid_of(a[1], IS_EXACT), b[1], dy[1]), TYPE),
+        round_to_type(gate_gradient(a[2], sigmoid_of(a[2], IS_EXACT), b[2], dy[2]), TYPE),
+        round_to_type(gate_gradient(a[3], sigmoid_of(a[3], IS_EXACT), b[3], dy[3]), TYPE),
     )

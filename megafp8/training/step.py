@@ -76,8 +76,7 @@ def train_step(run: Run, batches: Batches, progress: Progress) -> StepResult:
     clear_gradients(run)
     if run.watch is not None:
         run.watch.reset()
-    may_skip = run.config.training.max_skipped_steps > 0
-    if run.delayed is not None and may_skip:
+    if run.delayed is not None and run.config.training.max_skipped_steps:
         run.delayed.remember()
     in_one_pass = isinstance(trainee.optimizer, OnePassOptimizer)
     with run.timer.span("forward-backward"), precision_at(run, progress.step + 1):
@@ -101,7 +100,7 @@ def train_step(run: Run, batches: Batches, progress: Progress) -> StepResult:
         trainee.schedule.step(increment=run.global_batch_size)
     if finding is not None:
         check_may_skip(run, progress, finding)
-        if run.delayed is not None and may_skip:
+        if run.delayed is not None:
             run.delayed.restore()
     # megatron-core counts in FP32, so that ranks can add up.
     num_zeros = None if num_zeros is None else int(num_zeros)

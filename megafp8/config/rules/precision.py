@@ -185,8 +185,7 @@ def swiglu_fusion_has_what_it_fuses(config: RunConfig, world_size: int) -> Itera
     if not config.model.swiglu:
         yield without(flag, "--swiglu")
     recipe = derived.quantization_recipe(precision)
-    is_by_tiles = derived.has_step_graph(config) and config.precision.quantize_kernels != "te"
-    if recipe == "tensorwise" and not has_quantizing_swiglu(config) and not is_by_tiles:
+    if recipe == "tensorwise" and recipe not in recipes_wanted_of_our_kernels(config):
         yield without(f"{flag} with --fp8-recipe tensorwise", "--quantize-kernels triton")
     elif recipe not in RECIPES_OF_KERNELS:
         yield without(flag, f"--fp8-recipe {' or '.join(RECIPES_OF_SWIGLU_FUSION)}")
@@ -240,12 +239,17 @@ def quantize_kernels_have_what_they_quantize(config: RunConfig, world_size: int)
 
 
 def recipes_of_our_kernels(config: RunConfig) -> tuple[str, ...]:
-    """Recipes whose activations and gradients our kernels quantize: as asked, or else where that is faster."""
+    """Recipes whose activations and gradients our kernels quantize: as asked, or else where they can and are faster."""
+    is_asked = config.precision.quantize_kernels is not None
+    has_tiles = not has_gemms(config) or gemms.rows_per_rank(config) % TILE_LENGTH == 0
+    return recipes_wanted_of_our_kernels(config) if is_asked or has_tiles else ()
+
+
+def recipes_wanted_of_our_kernels(config: RunConfig) -> tuple[str, ...]:
+    """The same, whether a rank's tokens make whole tiles or not."""
     asked = config.precision.quantize_kernels
     if asked is not None:
         return RECIPES_OF_KERNELS if asked == "triton" else ()
-    if has_gemms(config) and gemms.rows_per_rank(config) % TILE_LENGTH:
-        return ()
     return RECIPES_OF_KERNELS if derived.has_step_graph(config) else FASTER_BY_LAUNCHES
 
 

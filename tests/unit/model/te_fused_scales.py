@@ -1,14 +1,12 @@
 """A program that `test_te_without_cuda.py` runs: a fused MLP under delayed scaling keeps its scales in its linears, and
 an output layer with another recipe leaves their updates as they are without it."""
 
-from types import SimpleNamespace
-
 import te_without_cuda  # noqa: F401  (first)
 import torch
-import torch.nn.functional as F
 import transformer_engine.pytorch as te
 from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+from small_te_mlp import small_mlp
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -19,20 +17,6 @@ RECIPE = DelayedScaling(amax_history_len=4, fp8_format=Format.HYBRID)
 te_patches.install()
 te_patches.get_fp8_recipe = lambda config: RECIPE
 parallel_state.set_tensor_model_parallel_world_size(1)
-
-
-def small_mlp() -> te_operations.SwiGLUFusedMLP:
-    """Its two linears, 32 to twice 48 to 32, without a model around them."""
-    mlp = te_operations.SwiGLUFusedMLP.__new__(te_operations.SwiGLUFusedMLP)
-    torch.nn.Module.__init__(mlp)
-    mlp.linear_fc1 = te.LayerNormLinear(32, 96, bias=False, normalization="RMSNorm", device="cpu")
-    mlp.linear_fc2 = te.Linear(48, 32, bias=False, device="cpu")
-    mlp.config = mlp.linear_fc1.config = mlp.linear_fc2.config = SimpleNamespace(
-        tp_comm_overlap=False, gated_linear_unit=True, activation_func_fp8_input_store=False, fp8="hybrid"
-    )
-    mlp.activation_func, mlp._fused_impl, mlp.linear_fc2.te_return_bias = F.silu, None, False
-    mlp.returns_input = False
-    return mlp
 
 
 def fused_linears(mlp: te_operations.SwiGLUFusedMLP) -> list[te.ops.BasicLinear]:

@@ -11,12 +11,12 @@ import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from small_te_mlp import EPS, HIDDEN, small_mlp
 from transformer_engine.pytorch import utils
 from transformer_engine.pytorch.ops.basic import rmsnorm
 
 from megafp8.model import te_operations, te_patches
 
-EPS, HIDDEN, FFN = 1e-5, 32, 48
 te_patches.install()
 parallel_state.set_tensor_model_parallel_world_size(1)
 called: list[str] = []
@@ -64,21 +64,6 @@ tex.rmsnorm_bwd_add, rmsnorm.rmsnorm_bwd = normalize_backward_add, normalize_bac
 tex.swiglu, tex.dswiglu = lambda x, _: swiglu(x), lambda dy, x, _: backward(swiglu, dy, x)[0]
 utils._empty_tensor = lambda: torch.empty(0)
 te.ops.BasicLinear.op_forward, te.ops.BasicLinear.op_backward = linear_forward, linear_backward
-
-
-def small_mlp(returns_input: bool) -> te_operations.SwiGLUFusedMLP:
-    """Two linears without a model around them."""
-    torch.manual_seed(0)
-    mlp = te_operations.SwiGLUFusedMLP.__new__(te_operations.SwiGLUFusedMLP)
-    torch.nn.Module.__init__(mlp)
-    mlp.linear_fc1 = te.LayerNormLinear(HIDDEN, 2 * FFN, bias=False, normalization="RMSNorm", eps=EPS, device="cpu")
-    mlp.linear_fc2 = te.Linear(FFN, HIDDEN, bias=False, device="cpu")
-    mlp.config = mlp.linear_fc1.config = mlp.linear_fc2.config = SimpleNamespace(
-        tp_comm_overlap=False, gated_linear_unit=True, activation_func_fp8_input_store=False, fp8=None
-    )
-    mlp.activation_func, mlp._fused_impl, mlp.linear_fc2.te_return_bias = F.silu, None, False
-    mlp.returns_input = returns_input
-    return mlp
 
 
 def small_layer(kind: type) -> torch.nn.Module:
