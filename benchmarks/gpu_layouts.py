@@ -2,13 +2,15 @@
 
     python benchmarks/gpu_layouts.py --shape B --json FILE
     python benchmarks/gpu_layouts.py --layouts "TP 4" --modes bf16 delayed --extra="--use-transformer-engine-op-fuser"
+    python benchmarks/gpu_layouts.py --layouts "DP 2" --modes delayed "NCCL_MAX_CTAS=8 delayed" --profile
 
-A mode is RECIPE FLAGS, with a recipe of `gpu_train.py`. The ranks of each mode are forked from a process that has
-imported everything but not touched the GPU, so that no mode has the memory or the garbage of another; layouts that
-need fewer GPUs than there are run side by side. Timed are `--steps` steps together, from one synchronization of all
-ranks to the other; the peak is that of the rank with the highest. Gathered bytes are what a rank gets of updated
-weights in a step. With `--rounds` everything is measured again, every second round in reverse order, and times are
-medians. Speed is to BF16 under the same layout; scaling is sequences a second and GPU, to the same mode on one GPU.
+A mode is RECIPE FLAGS, with a recipe of `gpu_train.py`, behind what its ranks find in their environment. They are
+forked from a process that has imported everything but not touched the GPU, so that no mode has the memory or the
+garbage of another; layouts that need fewer GPUs than there are run side by side. Timed are `--steps` steps together,
+from one synchronization of all ranks to the other; the peak is that of the rank with the highest. Gathered bytes are
+what a rank gets of updated weights in a step. With `--rounds` everything is measured again, every second round in
+reverse order, and times are medians. Speed is to BF16 under the same layout; scaling is sequences a second and GPU, to
+the same recipe and flags on one GPU. `--profile` tells of two more steps where rank 0 spends them (`gpu_profile.py`).
 
 The JSON has a line for each measurement, in the form that `planner_measurements.py` reads. `--shape tiny` runs on any
 machine, on CPU ranks where there is no GPU.
@@ -19,15 +21,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import multiprocessing
 import os
-import socket
 import statistics
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -37,15 +39,17 @@ from typing import Any, Optional
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import gpu_steps, timing  # noqa: E402  (first: it sets how torch looks for GPUs)
+from benchmarks import gpu_profile, gpu_steps, timing  # noqa: E402  (first: it sets how torch looks for GPUs)
 from benchmarks.gpu_train import SHAPES  # noqa: E402
 from benchmarks.planner_measurements import TP2, TP4  # noqa: E402
+from benchmarks.ports import free_ports  # noqa: E402
 
 import torch  # noqa: E402  # isort: skip
 import torch.distributed as dist  # noqa: E402  # isort: skip
 
 from megafp8.device.platform import Platform, detect_platform, join_ranks, leave_ranks  # noqa: E402
 from megafp8.training.check import Checked  # noqa: E402
+from megafp8.training.step import StepResult  # noqa: E402
 
 W = "--fp8-param-gather"
 MODES = ("bf16", "tensorwise", "delayed", f"tensorwise {W}", f"delayed {W}")
@@ -92,6 +96,22 @@ class Task:
         """By its name."""
         return LAYOUTS[self.name]
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """NAME=VALUE words before the recipe."""
+        words = itertools.takewhile(lambda word: "=" in word, self.mode.split())
+        return dict(word.split("=", 1) for word in words)
+
+    @property
+    def recipe(self) -> str:
+        """A key of `gpu_train.MODES`."""
+        return self.mode.split()[len(self.environment)]
+
+    @property
+    def flags(self) -> str:
+        """Those behind the recipe."""
+        return " ".join(self.mode.split()[len(self.environment) + 1 :])
+
     def __str__(self) -> str:
         return f"{self.name} {self.mode}"
 
@@ -106,6 +126,7 @@ class Row:
         losses: of all its steps.
         layout: its name; whatever follows from that is in LAYOUTS.
         flags: the mode's, without its recipe.
+        environment: the mode's, as it was given.
     """
 
     shape: str
@@ -120,6 +141,7 @@ class Row:
     device: str
     layout: str
     flags: str
+    environment: str = ""
 
 
 # ---- in a rank ----------------------------------------------------------------------------------------------------
@@ -134,10 +156,11 @@ def be_rank(
         "RANK": str(rank), "WORLD_SIZE": str(layout.num_gpus), "LOCAL_RANK": str(first_gpu + rank),
         "LOCAL_WORLD_SIZE": str(options.gpus), "MASTER_ADDR": address[0], "MASTER_PORT": str(address[1]),
     }  # fmt: skip
+    os.environ |= task.environment
     os.environ.setdefault("UB_SKIPMC", "1")  # user buffers without NVLink multicast, which not every host allows
     try:
         # Checked before CUDA is used: tensor parallelism sets how it starts kernels.
-        checked = gpu_steps.check_mode(options, mode_text(layout, task.mode))
+        checked = gpu_steps.check_mode(options, mode_text(task))
         platform = detect_platform()
         join_ranks(platform, JOIN_MINUTES)
         row = measure(options, task, checked, platform)
@@ -147,9 +170,9 @@ def be_rank(
         sender.send(f"rank {rank}: {traceback.format_exc()}")
 
 
-def mode_text(layout: Layout, mode: str) -> str:
-    """RECIPE FLAGS of a mode under a layout."""
-    return f"{mode} {layout.flags} --global-batch-size {layout.global_batch}"
+def mode_text(task: Task) -> str:
+    """RECIPE FLAGS, with those of the layout."""
+    return f"{task.recipe} {task.flags} {task.layout.flags} --global-batch-size {task.layout.global_batch}"
 
 
 def measure(options: argparse.Namespace, task: Task, checked: Checked, platform: Platform) -> Row:
@@ -163,14 +186,26 @@ def measure(options: argparse.Namespace, task: Task, checked: Checked, platform:
     step_ms = (time.perf_counter() - started) * 1e3 / options.steps
     peak = torch.tensor([platform.peak_memory_bytes()], dtype=torch.float64, device=platform.device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
-    recipe, _, flags = task.mode.partition(" ")
+    if options.profile:
+        profile(train, task, options.warm_up + options.steps + 1)
+    flags, environment = task.flags, " ".join(f"{name}={value}" for name, value in task.environment.items())
     gathered = results[-1].param_gather_bytes
     return Row(
-        shape=options.shape, recipe=recipe, extra=" ".join(f"{flags} {task.layout.flags} {options.extra}".split()),
-        label=f"{task.name} {'FP8 weights' if flags == W else flags}".rstrip(), num_gpus=task.layout.num_gpus,
+        shape=options.shape, recipe=task.recipe, extra=" ".join(f"{flags} {task.layout.flags} {options.extra}".split()),
+        label=" ".join(f"{task.name} {'FP8 weights' if flags == W else flags} {environment}".split()),
+        num_gpus=task.layout.num_gpus,
         step_ms=step_ms, peak_gib=peak.item() / 2**30, gathered_mb=None if gathered is None else gathered / 1e6,
         losses=[result.loss for result in results], device=platform.name, layout=task.name, flags=flags,
+        environment=environment,
     )  # fmt: skip
+
+
+def profile(train: Callable[[int], StepResult], task: Task, first_step: int) -> None:
+    """Two more steps of all ranks, and where rank 0 spent them. Every rank is profiled: none waits for one that is."""
+    steps = itertools.count(first_step)
+    found = gpu_profile.profiled(lambda: train(next(steps)))
+    if dist.get_rank() == 0:
+        print(f"\n{task}\n{found.table()}", flush=True)
 
 
 def meet(platform: Platform) -> None:
@@ -188,7 +223,7 @@ class Running:
     def __init__(self, options: argparse.Namespace, task: Task, first_gpu: int):
         self.task, self.gpus = task, range(first_gpu, first_gpu + task.layout.num_gpus)
         self.deadline = time.monotonic() + options.mode_s
-        context, address = multiprocessing.get_context(options.method), ("127.0.0.1", free_port())
+        context, address = multiprocessing.get_context(options.method), ("127.0.0.1", free_ports(1)[0])
         self.processes: list[BaseProcess] = []
         self.pipes: dict[Connection, int] = {}
         for rank in range(len(self.gpus)):
@@ -215,13 +250,6 @@ class Running:
                 process.join(10)
             process.kill()
             process.join()
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def place(waiting: list[Task], running: list[Running], num_gpus: int) -> Optional[tuple[Task, int]]:
@@ -282,11 +310,12 @@ def tell(row: Row, path: Optional[Path]) -> None:
 def table(rows: Sequence[Row]) -> str:
     """All of it for people."""
     medians = list(median_rows(rows))
-    bf16 = {row.layout: row.step_ms for row in medians if row.recipe == "bf16"}
-    alone = {(row.recipe, row.flags): sequences_a_gpu(row) for row in medians if row.num_gpus == 1}
+    bf16 = {(row.layout, row.environment): row.step_ms for row in medians if row.recipe == "bf16"}
+    alone = {(row.environment, row.recipe, row.flags): sequences_a_gpu(row) for row in medians if row.num_gpus == 1}
     cells = []
     for row in medians:
-        base, one = bf16.get(row.layout), alone.get((row.recipe, row.flags))
+        base = bf16.get((row.layout, row.environment))
+        one = alone.get((row.environment, row.recipe, row.flags)) or alone.get(("", row.recipe, row.flags))
         cells.append((
             row.label, row.recipe, row.step_ms, base and base / row.step_ms, one and sequences_a_gpu(row) / one,
             row.peak_gib, row.gathered_mb,
@@ -297,9 +326,9 @@ def table(rows: Sequence[Row]) -> str:
 
 def median_rows(rows: Sequence[Row]) -> Iterator[Row]:
     """One row a task, with the median of its times and its highest peak, in the order of the first round."""
-    by_task: dict[tuple[str, str, str], list[Row]] = {}
+    by_task: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        by_task.setdefault((row.layout, row.recipe, row.flags), []).append(row)
+        by_task.setdefault((row.layout, row.environment, row.recipe, row.flags), []).append(row)
     for same in by_task.values():
         step_ms, peak_gib = statistics.median(row.step_ms for row in same), max(row.peak_gib for row in same)
         yield dataclasses.replace(same[0], step_ms=step_ms, peak_gib=peak_gib)
@@ -320,16 +349,19 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="B", help="model; batches are the layouts'")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, help="default: all that the GPUs hold")
-    parser.add_argument("--modes", nargs="+", default=list(MODES), help='RECIPE, or "RECIPE FLAGS"')
+    parser.add_argument("--modes", nargs="+", default=list(MODES), help='RECIPE, or "NAME=VALUE RECIPE FLAGS"')
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 2, help="of this machine")
     parser.add_argument("--warm-up", type=int, default=4, help="steps before the timed ones")
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
     parser.add_argument("--rounds", type=int, default=1, help="times that everything is measured")
     parser.add_argument("--mode-s", type=float, default=120.0, help="seconds after which a mode is given up")
+    parser.add_argument("--profile", action="store_true", help="also tell where the time of rank 0 goes")
     parser.add_argument("--extra", default="", help='more flags for every mode: --extra="--flag value"')
     parser.add_argument("--json", type=Path, help="write a line for each measurement to this file")
     options = parser.parse_args(argv)
     options.layouts = options.layouts or fitting(options.gpus)
+    if options.profile and not torch.cuda.is_available():
+        parser.error("--profile times kernels of a GPU, and this machine has none: leave it out")
     return options
 
 

@@ -2,9 +2,9 @@
 
     python benchmarks/gpu_profile.py --shape A --mode "delayed --use-transformer-engine-op-fuser"
 
-The table has the milliseconds and the number of kernels of each group, the idle time between kernels and where it lies,
-and the span from the first kernel to the last. Kernels are told apart by their names; what no pattern knows is `other`,
-by name below.
+The table has the milliseconds and the number of kernels of each group, the idle time between kernels and where it
+lies, the span from the first kernel to the last, and how long communication ran beside no other kernel. Kernels are
+told apart by their names; what no pattern knows is `other`, by name below.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch  # noqa: E402
 
 from benchmarks import timing  # noqa: E402
 
+COMMUNICATION = "communication"
 # The first pattern that a kernel's name contains decides.
 GROUPS: tuple[tuple[str, str], ...] = (
     ("attention", r"fmha|flash|sdpa|cudnn_generated|nvte_fused_attn|softmax_sum|dot_do_o|convert_dq"),
@@ -38,7 +39,7 @@ GROUPS: tuple[tuple[str, str], ...] = (
     ("quantize", r"block_scal|scale_inv|fp8"),
     ("GEMM BF16", r"gemm|nvjet|cutlass|xmma|splitk|cublas"),
     ("embedding", r"embedding|index_put|indexselect|gather|scatter|sort|radix"),
-    ("communication", r"nccl"),
+    (COMMUNICATION, r"nccl"),
     ("fill", r"fill|memset|zerofunctor"),
     ("copy, cat, add", r"copy|cat|memcpy|add|mul|elementwise|reduce|vectorized"),
 )
@@ -78,6 +79,11 @@ class Profile:
         """Time in which any kernel runs, a step."""
         return self.span_ms() - sum(ms for _, _, ms, _ in self.gaps())
 
+    def exposed_ms(self) -> float:
+        """Time in which communication runs and nothing else does, a step."""
+        others = [kernel for kernel in self.kernels if group_of(kernel.name) != COMMUNICATION]
+        return self.busy_ms() - (Profile(others, self.steps).busy_ms() if others else 0.0)
+
     def gaps(self) -> list[tuple[str, str, float, float]]:
         """(kernel before, kernel after, ms a step, times a step) of the time in which no kernel runs, longest first."""
         found: dict[tuple[str, str], list[float]] = {}
@@ -108,7 +114,9 @@ class Profile:
         kernels = timing.format_table(("group", "kernel", "ms", "calls"), longest)
         waits = [(before[:50], after[:50], ms, count) for before, after, ms, count in self.gaps()[:SHOWN_KERNELS]]
         gaps = timing.format_table(("idle after", "until", "ms", "times"), waits)
-        return f"{groups}\nspan {span:.1f} ms, busy {busy:.1f}, idle {span - busy:.1f}\n{gaps}\n{kernels}"
+        spans = f"span {span:.1f} ms, busy {busy:.1f}, idle {span - busy:.1f}"
+        exposed = f"only communication {self.exposed_ms():.1f}"
+        return f"{groups}\n{spans}, {exposed}\n{gaps}\n{kernels}"
 
 
 def group_of(name: str) -> str:

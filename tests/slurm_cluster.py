@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import random
 import shutil
 import signal
 import socket
@@ -21,6 +20,7 @@ from typing import Optional
 
 import psutil
 
+from benchmarks.ports import free_ports
 from megafp8.launch.process import end_with_parent
 
 NODES = ("127.0.0.1", "127.0.0.2")
@@ -195,14 +195,3 @@ def wait_until(is_true: Callable[[], bool], what: str, told: Callable[[], str] =
     while not is_true():
         assert time.monotonic() < deadline, f"waited {PATIENCE_S:.0f} s for {what}\n{told()}"
         time.sleep(0.2)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports in a row that nobody listens on, below those that the system hands out to whoever asks for any."""
-    for first in random.sample(range(10_000, 32_768 - count), 100):
-        ports = list(range(first, first + count))
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            for port in ports:
-                stack.enter_context(socket.socket()).bind(("", port))
-            return ports
-    raise RuntimeError("no ports are free")

@@ -172,6 +172,9 @@ class Display:
         if outcome.is_done:
             self._bar.write(f"done     {head} in {outcome.seconds:.0f} s {count}", file=sys.stderr)
             return
+        if outcome.is_stopped:
+            self._bar.write(f"stopped  {head} {count}: {outcome.reason}", file=sys.stderr)
+            return
         text = "\n".join(f"    {line}" for line in outcome.tail.splitlines())
         log = outcome.run.folder / OUTPUT_FILE
         self._bar.write(f"FAILED   {head} {count}: {outcome.reason}\n{text}\n    all of it: {log}", file=sys.stderr)

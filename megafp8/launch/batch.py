@@ -68,6 +68,13 @@ class Outcome:
         return self.state is not None and self.state.state == "done"
 
     @property
+    def is_stopped(self) -> bool:
+        """Whether a signal ended it, and nothing else: the same command goes on."""
+        if self.state is None:
+            return -self.returned in FORWARDED
+        return self.state.state == "preempted"
+
+    @property
     def exit_status(self) -> int:
         """That of its ranks, as far as they left one."""
         status = (self.state is not None and self.state.exit_status) or self.returned
@@ -77,7 +84,8 @@ class Outcome:
     def reason(self) -> str:
         """Why it ended; empty when it is done."""
         if self.state is None:
-            return f"its command ended with status {self.returned} before the run began"
+            how = f"status {self.returned}" if self.returned >= 0 else signal.Signals(-self.returned).name
+            return f"its command ended with {how} before the run began"
         if self.is_done:
             return ""
         return f"{self.state.state} at step {self.state.step}, status {self.exit_status}" + (

@@ -94,7 +94,8 @@ def status_of(outcome: Outcome) -> int:
 
 def end_text(outcome: Outcome) -> str:
     """What became of a run, in a line."""
-    label, state = outcome.run.name, "failed" if outcome.state is None else outcome.state.state
+    never = "preempted" if outcome.is_stopped else "failed"
+    label, state = outcome.run.name, never if outcome.state is None else outcome.state.state
     if is_elsewhere(outcome):
         return f"{RUNNING:<10} {label}, started by someone else"
     if state in (DONE, STOPPED):

@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from slurm_cluster import free_ports
 
+from benchmarks.ports import free_ports
 from megafp8.config import flags
 from megafp8.launch.job import Job
 

@@ -10,8 +10,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from slurm_cluster import free_ports
 
+from benchmarks.ports import free_ports
 from megafp8.device import all_reduce_check
 from megafp8.launch.nodes import GroupResult, NodeReport, Place, judge_nodes
 from megafp8.launch.process import end_with_parent

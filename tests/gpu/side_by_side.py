@@ -15,13 +15,14 @@ import dataclasses
 import importlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
+
+from benchmarks.ports import free_ports
 
 # Also without GPUs, on as many places as the largest run has ranks.
 RUNS_ON_A_GPU = 3
@@ -137,7 +138,7 @@ def start(folder: Path, launch: Launch, devices: str):  # noqa: ANN201 - forked_
 
     saved = run_folder(folder, launch.name)
     saved.mkdir(parents=True)
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "CUDA_VISIBLE_DEVICES": devices}
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0]), "CUDA_VISIBLE_DEVICES": devices}
     flags = f"{launch.flags} --save {saved}"
     return forked_runs.ForkedRun(launch.num_ranks, flags, launch.plan, None, saved.parent, environment)
 
@@ -149,13 +150,6 @@ def end_of(run) -> End:  # noqa: ANN001
         statuses=ended.statuses, seconds=ended.seconds, seconds_after_first=ended.seconds_after_first,
         output=ended.told(),
     )  # fmt: skip
-
-
-def free_port() -> int:
-    """One that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 if __name__ == "__main__":

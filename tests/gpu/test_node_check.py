@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from slurm_cluster import free_ports
 
+from benchmarks.ports import free_ports
 from megafp8.doctor.node import measure_node
 from megafp8.launch.nodes import read_report
 

@@ -19,6 +19,7 @@ pytestmark = [
 if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
     pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
 
+import transformer_engine.pytorch  # noqa: E402, F401 - loads the extension module that comes next
 import transformer_engine_torch as tex  # noqa: E402
 from gpu_runs import FP8_RECIPES, RECIPES, gpu_run, straight_and_resumed  # noqa: E402
 from small_run import Curve, SourceSamples, train, weights  # noqa: E402

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import multiprocessing
 import sys
@@ -37,10 +38,17 @@ def test_small_layouts_run_side_by_side() -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("mode", gpu_layouts.MODES)
 def test_every_mode_is_legal_under_every_layout(name: str, mode: str) -> None:
-    recipe, _, extra = mode_text(LAYOUTS[name], mode).partition(" ")
+    recipe, _, extra = mode_text(Task(name, mode)).partition(" ")
     config = flags.parse(f"{SHAPES['B']} --bf16 --mock-data --tokenizer-type NullTokenizer --train-iters 9 --lr 1e-4 "
                          f"{MODES[recipe]} {extra}".split()).config
     assert rules.setting_problems(config, LAYOUTS[name].num_gpus) == []
+
+
+def test_a_mode_begins_with_its_environment() -> None:
+    task = Task("DP 2", "NCCL_MAX_CTAS=8 X=a=b delayed --recompute-granularity selective --seed=3")
+    assert task.environment == {"NCCL_MAX_CTAS": "8", "X": "a=b"} and task.recipe == "delayed"
+    assert task.flags == "--recompute-granularity selective --seed=3"
+    assert mode_text(task).split()[:3] == ["delayed", "--recompute-granularity", "selective"]
 
 
 def row(label: str, recipe: str, step_ms: float, peak_gib: float = 1.0, flags: str = "") -> Row:
@@ -65,6 +73,18 @@ def test_scaling_is_that_of_the_same_mode_on_one_gpu() -> None:
     rows = [row("1 GPU", "bf16", 190.0), row("1 GPU", "delayed", 135.0), row("DP 4", "bf16", 200.0)]
     found = table([*rows, row("TP 4", "delayed", 54.0), row("DP 4 FP8 weights", "delayed", 140.0)])
     assert column(found, 5) == ["1.00", "1.00", "0.95", "0.62", ""]
+
+
+def test_modes_of_different_environments_are_not_mixed() -> None:
+    """Each is held against the same recipe on one GPU, and against BF16 in its own environment."""
+    rows = [row("1 GPU", "delayed", 135.0), row("DP 2", "bf16", 200.0), row("DP 2", "delayed", 150.0)]
+    tuned = [
+        dataclasses.replace(row("DP 2", recipe, step_ms), environment="NCCL_MAX_CTAS=8")
+        for recipe, step_ms in (("bf16", 180.0), ("delayed", 135.0))
+    ]
+    found = table([*rows, *tuned])
+    assert column(found, 4) == ["", "1.00", "1.33", "1.00", "1.33"]
+    assert column(found, 5) == ["1.00", "", "0.90", "", "1.00"]
 
 
 def test_rounds_become_medians() -> None:

@@ -47,6 +47,13 @@ def test_overlapping_kernels_are_busy_once() -> None:
     assert profile.rows() == [("optimizer", 1.5, 0.5), ("other", 1.0, 1.0)]
 
 
+def test_communication_beside_other_kernels_is_not_exposed() -> None:
+    kernels = [Kernel("gemm", 0.0, 1000.0), Kernel("ncclDevKernel", 500.0, 1000.0), Kernel("gemm", 2000.0, 500.0)]
+    assert Profile(kernels, steps=1).exposed_ms() == 0.5
+    assert Profile(kernels[:1], steps=1).exposed_ms() == 0
+    assert Profile(kernels[1:2], steps=1).exposed_ms() == 1
+
+
 def test_gaps_lie_between_the_kernels_beside_them() -> None:
     kernels = [Kernel("a", 0, 1000), Kernel("b", 100, 200), Kernel("c", 1500, 500), Kernel("a", 3000, 500)]
     assert Profile(kernels, steps=2).gaps() == [("c", "a", 0.5, 0.5), ("a", "c", 0.25, 0.5)]

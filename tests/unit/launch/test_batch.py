@@ -89,9 +89,20 @@ def test_a_signal_lets_runs_save_and_starts_no_more(tmp_path: Path) -> None:
     thread.join()
     assert both.is_asked_to_stop
     assert sorted(outcome.run.name for outcome in outcomes) == ["a", "b"]
-    assert all(outcome.reason.startswith("preempted at step 5") for outcome in outcomes)
+    assert all(outcome.reason.startswith("preempted at step 5") and outcome.is_stopped for outcome in outcomes)
     assert "start c" not in told
     assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_a_signal_before_a_run_began_is_no_failure(tmp_path: Path) -> None:
+    ends = {"ended": "os.kill(os.getpid(), signal.SIGTERM)", "crashed": "os.kill(os.getpid(), signal.SIGKILL)"}
+    runs = [
+        BatchRun(name=name, command=(sys.executable, "-c", f"import os, signal; {words}"), folder=tmp_path / name)
+        for name, words in ends.items()
+    ]
+    outcomes = run(2, runs)
+    assert outcomes["ended"].is_stopped and not outcomes["crashed"].is_stopped
+    assert outcomes["crashed"].reason == "its command ended with SIGKILL before the run began"
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.errors import PREEMPTED, ConfigError, RunFolderInUse
+from megafp8.errors import INTERNAL, PREEMPTED, ConfigError, RunFolderInUse
 from megafp8.launch.batch import BatchRun, Outcome
 from megafp8.launch.process import this_process
 from megafp8.launch.run_state import RunState
@@ -126,8 +126,9 @@ def test_a_run_that_its_flags_stopped_has_not_failed(study_of) -> None:
         (None, RunFolderInUse.exit_status, 0, "running    a, started by someone else"),
         ("died", 1, 1, "died       a: died at step 0"),
         (None, 1, 1, "failed     a: its command ended with status 1"),
+        (None, -signal.SIGTERM, INTERNAL, "preempted  a: its command ended with SIGTERM"),
     ],
-    ids=["torchrun's 1 and a run that goes on", "folder in use", "died", "never began"],
+    ids=["torchrun's 1 and a run that goes on", "folder in use", "died", "never began", "stopped before it began"],
 )
 def test_a_run_that_someone_else_started_meanwhile_has_not_failed(
     state: str | None, returned: int, status: int, words: str, tmp_path: Path
