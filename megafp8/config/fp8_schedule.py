@@ -49,8 +49,13 @@ def parse_schedule(text: str) -> tuple[Stretch, ...]:
             raise ValueError(f"{part.strip()!r}: the last step of a stretch is a whole number")
         stretches.append(Stretch(word, int(step) if colon else None))
     steps = [stretch.last_step for stretch in stretches[:-1]]
-    if None in steps or stretches[-1].last_step is not None:
+    if None in steps:
         raise ValueError("every stretch but the last has its last step, as in bf16:100,fp8:900,bf16")
+    if stretches[-1].last_step is not None:
+        raise ValueError(
+            f"{parts[-1].strip()!r}: the last stretch goes to the end of the run and has no last step: give "
+            f"{stretches[-1].precision}, or another stretch behind it"
+        )
     if any(later <= earlier for earlier, later in zip([0, *steps], steps)):  # noqa: B905
         raise ValueError(f"last steps rise from 1: {', '.join(map(str, steps))}")
     if any(a.is_quantized == b.is_quantized for a, b in zip(stretches, stretches[1:])):  # noqa: B905

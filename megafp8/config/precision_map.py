@@ -179,8 +179,10 @@ def linear_names(num_layers: int) -> tuple[str, ...]:
 def why_nothing(entry: Entry, num_layers: int) -> str:
     """Why a pattern names none of the model's linears, or not all that it says; empty if it does."""
     layers = _RANGE.fullmatch(entry.pattern)
-    if layers is not None and not int(layers[1]) <= int(layers[2]) < num_layers:
-        return f"the layers are 0 to {num_layers - 1}, and a range goes up"
+    if layers is not None and int(layers[1]) > int(layers[2]):
+        return f"layers.{layers[1]}-{layers[2]}: a range goes up; give layers.{layers[2]}-{layers[1]}"
+    if layers is not None and int(layers[2]) >= num_layers:
+        return f"layers.{layers[1]}-{layers[2]}: the layers are 0 to {num_layers - 1}"
     names = linear_names(num_layers)
     if any(entry.matches(name) for name in names):
         return ""

@@ -47,7 +47,7 @@ def _entries(text: str) -> Iterator[tuple[str, str]]:
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
-        raise ValueError(f"not YAML: {error}") from error
+        raise ValueError(_syntax(text, error)) from error
     for pattern, value in _pairs(root, "the file"):
         if isinstance(value, yaml.ScalarNode):
             yield _place(pattern), f"{pattern.value}={value.value}"
@@ -64,6 +64,17 @@ def _entries(text: str) -> Iterator[tuple[str, str]]:
                         "give each GEMM once"
                     )
             yield _place(gemms), f"{pattern.value}:{gemms.value}={recipe.value}"
+
+
+def _syntax(text: str, error: Any) -> str:
+    """What YAML does not understand, in a line, and the likeliest mend."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is None or problem is None:
+        return f"not YAML: {error}"
+    line = next(iter(text.splitlines()[mark.line :]), "").strip()
+    told = f"line {mark.line + 1}: not YAML: {line!r}: {problem}"
+    quotes = ": a pattern that begins with * needs quotes, as in '*.linear_fc2': blockwise"
+    return told + (quotes if line.startswith("*") else "")
 
 
 def _pairs(node: Any, name: str) -> Iterator[tuple[Any, Any]]:

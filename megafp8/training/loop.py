@@ -110,7 +110,7 @@ def train_steps(
                 calibrate_if_due(run, sinks, progress)
             stragglers.start()
             try:
-                progress = recorded_step(run, sinks, rates, batches, progress)
+                progress = recorded_step(run, sinks, rates, batches, progress, (first_step, total_steps))
             except NumericsError as error:
                 progress = after_bad_numbers(run, sinks, saver, progress, total_steps, error)
                 batches = remaining_batches(run, progress)
@@ -189,8 +189,14 @@ def compare_replicas(run: Run, sinks: Sinks, step: int) -> None:
         raise
 
 
-def recorded_step(run: Run, sinks: Sinks, rates: Rates, batches: Batches, progress: Progress) -> Progress:
-    """Train on one global batch and write the record of it; how far the run is then."""
+def recorded_step(
+    run: Run, sinks: Sinks, rates: Rates, batches: Batches, progress: Progress, ends: tuple[int, int]
+) -> Progress:
+    """Train on one global batch and write the record of it; how far the run is then.
+
+    Args:
+        ends: the first step of this process and the last of the run, which are shown whatever the interval.
+    """
     run.guard.enter(STEP, progress.step + 1)
     run.timer.start()
     with run.probe.step(progress.step + 1) if run.probe is not None else nullcontext():
@@ -198,7 +204,7 @@ def recorded_step(run: Run, sinks: Sinks, rates: Rates, batches: Batches, progre
     numbers = None if result.is_skipped else (result.loss, result.grad_norm)
     progress = after_step(run, progress, result.finding, numbers)
     record = rates.record(result, progress.step, progress.consumed_samples, run.timer.stop(), run.timer.spans_ms)
-    sinks.write(with_details(run, record))
+    sinks.write(with_details(run, record, ends))
     if result.finding is not None:
         sinks.write(EventRecord(step=progress.step, name="step skipped", detail=result.finding.text))
     for look in run.probe.take_records(progress.step, run.place.rank) if run.probe is not None else ():
@@ -207,10 +213,10 @@ def recorded_step(run: Run, sinks: Sinks, rates: Rates, batches: Batches, progre
     return progress
 
 
-def with_details(run: Run, record: StepRecord) -> StepRecord:
+def with_details(run: Run, record: StepRecord, ends: tuple[int, int]) -> StepRecord:
     """Add what costs time to find out, at the steps that are shown: memory and the weights' norm. All ranks call it."""
     logging = run.config.logging
-    if record.step % logging.log_interval:
+    if record.step % logging.log_interval and record.step not in ends:
         return record
     peak = torch.tensor(run.platform.peak_memory_bytes(), dtype=torch.int64, device=run.platform.device)
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)

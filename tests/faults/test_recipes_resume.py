@@ -67,5 +67,7 @@ def test_from_bf16_to_fp8_and_back(tmp_path: Path, cache: Path) -> None:
         assert set(ended.statuses) == {0}, ended.told()
     run = load_run(tmp_path)
     assert [each.step for each in run.steps] == [1, 2, 3, 4]
+    # The first step of each process and the last of all, in runs far shorter than the interval of the log.
+    assert [each.memory_peak_bytes is not None for each in run.steps] == [True, False, True, True]
     assert [start.resumed_from_step for start in run.runs] == [None, 2, 3]
     assert sum("goes on in other number formats" in event.detail for event in run.events) == 2

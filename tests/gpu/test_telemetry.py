@@ -75,7 +75,7 @@ def test_transformer_engine_and_emulation_show_the_same(recipe: str) -> None:
 
 
 def test_codes_from_outside_are_those_of_transformer_engine() -> None:
-    """Its own quantizers on a linear's weight and input."""
+    """Its own quantizers on a linear's weight. What it multiplies is in tests/conformance/test_te_looks.py."""
     with gpu_run(f"{RECIPES['tensorwise']} {LOOK}") as run:
         look_of(run)
         for linear in run.probe.linears:

@@ -150,7 +150,7 @@ EXAMPLES = {
     "delayed_scales_have_one_format": (
         {"precision.precision_map": ("*:fprop=delayed/e4m3", "*:wgrad=delayed/hybrid")}, 1, "e4m3 and hybrid"
     ),
-    "schedule_can_be_read": ({"precision.fp8_schedule": "bf16:100"}, 1, "every stretch but the last"),
+    "schedule_can_be_read": ({"precision.fp8_schedule": "bf16:100"}, 1, "has no last step: give bf16"),
     "schedule_ends_within_the_run": (
         {"precision.fp8_schedule": "bf16:10000000,fp8"}, 1, "nothing comes after bf16:10000000"
     ),

@@ -127,8 +127,8 @@ def test_used_recipes_are_known_without_a_model() -> None:
     [
         ("--precision *.linear_fc3=mxfp8", "did you mean *.linear_fc"),
         ("--precision output_layr=mxfp8", "did you mean output_layer"),
-        ("--precision layers.2-7.*=mxfp8", "the layers are 0 to 3"),
-        ("--precision layers.3-2.*=mxfp8", "a range goes up"),
+        ("--precision layers.2-7.*=mxfp8", "layers.2-7: the layers are 0 to 3"),
+        ("--precision layers.3-2.*=mxfp8", "a range goes up; give layers.2-3"),
         ("--precision *=fp32", "the weights of this run are bf16: give bf16"),
         ("--precision output_layer:fprop=delayed/e4m3 output_layer:wgrad=delayed/hybrid", "e4m3 and hybrid"),
         ("--precision *.linear_fc1=mxfp8 --ffn-hidden-size 208", "*.linear_fc1=mxfp8 needs multiples of 32"),
@@ -193,7 +193,9 @@ def test_a_file_is_read_into_the_settings(tmp_path: Path) -> None:
         ("{}\n", "line 1: the file gives no recipe"),
         ("a: [bf16]\n", "line 1: a is to give recipes by name"),
         ("a: {dgrad: [bf16]}\n", "line 1: a, dgrad: give a recipe"),
-        ("*.linear_fc2: blockwise\n", "not YAML"),
+        ("a: bf16\n*.linear_fc2: blockwise\n", "line 2: not YAML: '*.linear_fc2: blockwise': "),
+        ("*.linear_fc2: blockwise\n", "begins with * needs quotes, as in '*.linear_fc2': blockwise"),
+        ("a: [bf16\n", "line 2: not YAML: "),
     ],
 )
 def test_a_file_that_is_no_map_is_refused(content: str, words: str, tmp_path: Path) -> None:
@@ -267,7 +269,7 @@ def test_a_schedule_has_stretches() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("bf16:100,fp8:900", "every stretch but the last"),
+        ("bf16:100,fp8:900", "'fp8:900': the last stretch goes to the end of the run and has no last step: give fp8"),
         ("bf16,fp8", "every stretch but the last"),
         ("bf16:100,fp8:100,bf16", "rise from 1"),
         ("bf16:0,fp8", "rise from 1"),
