@@ -6,7 +6,8 @@
 
 Runs that differ in their seed alone are one recipe, and each is held against the baseline's run of the same seed. Over
 two seeds or more there is a verdict: whether the interval of the gap lies within the bound. It needs the records only.
-A run whose run_state.json says that it is not done is named, and has no figures (--include-unfinished).
+A run whose run_state.json says that it is not done is named, and has no figures (--include-unfinished). Exit status: 64
+for wrong flags, 66 for runs that are missing, damaged or not to be compared.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ from typing import Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
+from megafp8.errors import ConfigError, Megafp8Error
+from megafp8.reports.command_line import Parser
+
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that a run had as --save")
     parser.add_argument("--baseline", metavar="RUN", help="run or recipe to compare with; default the first")
     parser.add_argument(
@@ -45,15 +49,24 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def problems_of(arguments: argparse.Namespace) -> list[str]:
+    """What is wrong with the numbers, each with its value."""
+    checks = {
+        f"--bound {arguments.bound:g} must be from 0 to below 100 percent": 0 <= arguments.bound < 100,
+        f"--confidence {arguments.confidence:g} must be above 0 and below 100 percent": 0 < arguments.confidence < 100,
+        f"--warmup-steps {arguments.warmup_steps} must be at least 0": arguments.warmup_steps >= 0,
+    }
+    return [text for text, is_right in checks.items() if not is_right]
+
+
 def main(argv: Optional[Sequence[str]] = None) -> int:
     arguments = build_parser().parse_args(argv)
-    from megafp8.errors import ConfigError, Megafp8Error
     from megafp8.reports import tables
     from megafp8.reports.publish import publish_comparison
 
     try:
-        if not 0 < arguments.confidence < 100 or not 0 <= arguments.bound < 100:
-            raise ConfigError("--confidence is between 0 and 100, and --bound not below 0; both are percentages")
+        if problems := problems_of(arguments):
+            raise ConfigError(problems)
         comparison, written = publish_comparison(
             arguments.runs,
             baseline=arguments.baseline,

@@ -10,7 +10,8 @@ Markdown, JSON and a picture; tools/compare_runs.py makes it again from the reco
 
 Recipes: bf16, bf16-control (the same in other microbatches: what mere rounding does), tensorwise, delayed, blockwise,
 mxfp8, nvfp4; with -e4m3, -hybrid or -e5m2 behind an FP8 recipe another format than the usual one. --variant adds what
-flags can say. Exit status: 0 when all runs are done, else that of the first problem (70 for a run that failed).
+flags can say. Exit status: 0 when all runs are done, else that of the first problem (64 for wrong flags, 70
+for a run that failed).
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ from megafp8.config.variants import BASELINE, NAMES, Variant, build_variant, dif
 from megafp8.errors import INTERNAL, PREEMPTED, ConfigError, Megafp8Error
 from megafp8.launch.batch import OUTPUT_FILE, Batch, BatchRun, Outcome
 from megafp8.launch.run_state import finished_state, judge
+from megafp8.reports.command_line import Parser
 
 TRAINER = Path(__file__).resolve().parents[1] / "pretrain_gpt.py"
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, required=True, metavar="D", help="folder of all runs and the report")
     parser.add_argument(
         "--recipes", default=f"{BASELINE},tensorwise", metavar="NAMES",

@@ -2,7 +2,8 @@
 
 The comparison is only as good as its pairing: a run is held against the baseline's run of the same seed, which had the
 same initial weights and the same samples in the same order. So it also says in which settings they differ, and warns
-when they did not see the same number of tokens. Over several seeds there is an interval, and a verdict against a bound.
+when they did not see the same tokens or changed on the way. Over several seeds there is an interval, and a verdict
+against a bound.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import numpy as np
 from megafp8.errors import DataError
 from megafp8.reports.intervals import BEYOND, CONFIDENCE, CONTROL, UNDECIDED, Interval, judge, mean_interval
 from megafp8.reports.load import Run
-from megafp8.reports.pairs import Pair, Recipe, flatten, group_runs, is_control, pairs_of, seed_of
+from megafp8.reports.pairs import Pair, Recipe, group_runs, is_control, pairs_of
+from megafp8.reports.same_data import data_warnings, other_data
+from megafp8.reports.settings import change_warnings, differences, recipe_of, seed_of
 from megafp8.reports.unfinished import Unfinished
 
 WARMUP_STEPS = 10
@@ -28,22 +31,29 @@ LAST_FRACTION = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonRow:
-    """One run. Gap and ratio are against the baseline's run of the same seed, whose own are 0 and 1."""
+    """One run. Gap and ratio are against the baseline's run of the same seed, whose own are 0 and 1.
+
+    What a validation gives is None of a run that is not done and was not validated yet, and its gap also where the
+    baseline's run was not.
+    """
 
     name: str
     recipe: str
     steps: int
+    """Before the last validation; all of them without one."""
     consumed_tokens: int
-    validation_loss: float
-    relative_gap_fraction: float
+    validation_loss: Optional[float]
+    relative_gap_fraction: Optional[float]
     """(loss - baseline's loss) / baseline's loss: negative is better than the baseline."""
-    perplexity: float
+    perplexity: Optional[float]
     tokens_per_second: Optional[float]
     """Median over the steps after warm-up; None for a run without step records."""
     speed_ratio: Optional[float]
     model_tflops_per_device: Optional[float]
     memory_peak_bytes: Optional[int]
     seed: int = 0
+    training_loss: Optional[float] = None
+    """Mean over the last tenth of the steps; None without step records."""
     grad_norm: Optional[float] = None
     """Median over the steps after warm-up, before clipping."""
     skipped_steps: int = 0
@@ -59,14 +69,17 @@ class RecipeRow:
     num_missing: int = 0
     """Seeds that are not done, or that the baseline lacks."""
     gaps_fraction: tuple[float, ...] = ()
-    """Of the final validation loss, one a seed."""
+    """Of the final validation loss, one a seed that has one."""
     gap: Optional[Interval] = None
     training_gap: Optional[Interval] = None
     """Of the training loss over the last tenth of the steps; None also without common steps."""
+    other_data: tuple[str, ...] = ()
+    """In what its data, or their order, are not the baseline's: "training data", "seed". Then nothing is decided."""
     verdict: str = ""
     """`within`, `beyond`, `not decided` or `control`; empty for the baseline."""
     validation_loss: Optional[float] = None
     """Mean over the seeds, as all that follows."""
+    training_loss: Optional[float] = None
     perplexity: Optional[float] = None
     """exp of that loss."""
     tokens_per_second: Optional[float] = None
@@ -100,6 +113,11 @@ class Comparison:
         """The recipes that have figures."""
         return tuple(row for row in self.recipes if row.seeds)
 
+    @property
+    def has_gaps(self) -> bool:
+        """Whether any recipe has a gap to the baseline."""
+        return any(row.gap is not None and row.name != self.baseline for row in self.recipes)
+
 
 def compare_runs(
     runs: Sequence[Run],
@@ -120,11 +138,15 @@ def compare_runs(
         unfinished: runs that belong to the recipes and are not done; those with figures are among the runs.
 
     Raises:
-        DataError: no runs, an unknown baseline or one of which no run is done, a run without validation, or no pair of
-            one seed.
+        DataError: no runs, an unknown baseline or one of which no run is done, a run that is done and was never
+            validated, or no pair of one seed.
     """
     if not runs:
         raise DataError(f"nothing to compare: {'; '.join(map(str, unfinished)) or 'give at least one run folder'}")
+    going_on = {each.name for each in unfinished}
+    for run in runs:
+        if run.name not in going_on:
+            _ = run.final_validation  # raises where there is none
     groups = group_runs(runs)
     base = find_baseline(groups, baseline, unfinished)
     missing_of_base = _of_recipe(base, unfinished)
@@ -140,6 +162,7 @@ def compare_runs(
         recipes.append(replace(recipe, verdict=verdict, num_missing=left_out))
         rows += of_group
         warnings += _warnings_of_seeds(base, group, pairs)
+        warnings += [text for run in group.runs for text in change_warnings(run)]
         warnings += [text for pair in pairs for text in _warnings(pair)]
         warnings += [
             f"{row.name} left its weights as they were in {row.skipped_steps} of its steps"
@@ -158,7 +181,7 @@ def compare_runs(
         warmup_steps=warmup_steps,
         recipes=tuple(recipes),
         rows=tuple(rows),
-        differences=tuple(text for group in groups if group is not base for text in _differences(base, group)),
+        differences=tuple(text for group in groups if group is not base for text in _of_settings(base, group)),
         unfinished=tuple(unfinished),
         warnings=tuple(warnings),
     )
@@ -194,21 +217,23 @@ def _of_recipe(recipe: Recipe, unfinished: Sequence[Unfinished]) -> list[Unfinis
 
 
 def _row(pair: Pair, warmup_steps: int) -> ComparisonRow:
-    run, final, base_loss = pair.run, pair.run.final_validation, pair.base.final_validation.loss
+    run, final, base = pair.run, pair.run.last_validation, pair.base.last_validation
+    last = final or run.steps[-1]
     speed, base_speed = (median_after_warmup(one, "tokens_per_second", warmup_steps) for one in (run, pair.base))
     return ComparisonRow(
         name=run.name,
-        recipe=run.info.recipe,
-        steps=final.step,
-        consumed_tokens=final.consumed_tokens,
-        validation_loss=final.loss,
-        relative_gap_fraction=(final.loss - base_loss) / base_loss,
-        perplexity=final.perplexity,
+        recipe=recipe_of(run),
+        steps=last.step,
+        consumed_tokens=last.consumed_tokens,
+        validation_loss=final.loss if final else None,
+        relative_gap_fraction=(final.loss - base.loss) / base.loss if final and base else None,
+        perplexity=final.perplexity if final else None,
         tokens_per_second=speed,
         speed_ratio=speed / base_speed if speed and base_speed else None,
         model_tflops_per_device=median_after_warmup(run, "model_tflops_per_device", warmup_steps),
         memory_peak_bytes=max((r.memory_peak_bytes for r in run.steps if r.memory_peak_bytes), default=None),
         seed=seed_of(run),
+        training_loss=last_training_loss(run),
         grad_norm=median_after_warmup(run, "grad_norm", warmup_steps),
         skipped_steps=sum(record.is_skipped for record in run.steps),
     )
@@ -219,18 +244,21 @@ def _recipe_row(
 ) -> RecipeRow:
     if not pairs:
         return RecipeRow(name=recipe.name, recipe=recipe.text)
-    gaps = tuple(row.relative_gap_fraction for row in rows)
-    loss = float(np.mean([row.validation_loss for row in rows]))
+    gaps = tuple(row.relative_gap_fraction for row in rows if row.relative_gap_fraction is not None)
+    losses = [row.validation_loss for row in rows if row.validation_loss is not None]
+    loss = float(np.mean(losses)) if losses else None
     ends = [value for value in map(last_training_gap, pairs) if value is not None]
     return RecipeRow(
         name=recipe.name,
         recipe=recipe.text,
         seeds=tuple(row.seed for row in rows),
         gaps_fraction=gaps,
-        gap=mean_interval(gaps, confidence),
+        gap=mean_interval(gaps, confidence) if gaps else None,
         training_gap=mean_interval(ends, confidence) if len(ends) == len(pairs) else None,
+        other_data=other_data(pairs),
         validation_loss=loss,
-        perplexity=float(np.exp(loss)),
+        training_loss=_mean([row.training_loss for row in rows]),
+        perplexity=None if loss is None else float(np.exp(loss)),
         tokens_per_second=_mean([row.tokens_per_second for row in rows]),
         speed_ratio=_mean([row.speed_ratio for row in rows]),
         model_tflops_per_device=_mean([row.model_tflops_per_device for row in rows]),
@@ -251,18 +279,24 @@ def verdict_of(
     """Whether a recipe's gap stays within the bound.
 
     Where runs are missing, those that are there say nothing of one that failed; one that diverged is beyond any bound.
-    Nothing is decided either where runs were last validated after other steps than the baseline's.
+    Nothing is decided either where runs were last validated after other steps than the baseline's, or had other data.
     """
     if is_control(row.name):
         return CONTROL
     if missing or missing_of_base:
         return BEYOND if any(each.is_diverged for each in missing) else UNDECIDED
-    is_even = all(
+    is_even = not row.other_data and all(
         pair.run.final_validation.consumed_tokens == pair.base.final_validation.consumed_tokens for pair in pairs
     )
     if row.gap is None or (not is_even and math.isfinite(row.gap.mean)):
         return UNDECIDED
     return judge(row.gap, bound_fraction)
+
+
+def last_training_loss(run: Run) -> Optional[float]:
+    """Mean over the last tenth of the steps; None without any."""
+    losses = run.series("loss")
+    return float(np.mean(losses[-max(1, round(len(losses) * LAST_FRACTION)) :])) if len(losses) else None
 
 
 def last_training_gap(pair: Pair) -> Optional[float]:
@@ -287,19 +321,10 @@ def _mean(values: Sequence[Optional[float]]) -> Optional[float]:
     return float(np.mean(known)) if known else None
 
 
-def _differences(base: Recipe, recipe: Recipe) -> list[str]:
-    ours, theirs = recipe.runs[0].info, base.runs[0].info
-    new, old = flatten(ours.config), flatten(theirs.config)
-    if len(base.runs) > 1 or len(recipe.runs) > 1:
-        new.pop("training.seed", None), old.pop("training.seed", None)
-    names = [name for name in (old | new) if new.get(name) != old.get(name)]
-    texts = [f"{recipe.name}: {name}: {old.get(name)} -> {new.get(name)}" for name in names]
-    if ours.device_name != theirs.device_name or ours.world_size != theirs.world_size:
-        texts.append(
-            f"{recipe.name}: devices: {theirs.world_size} x {theirs.device_name} -> "
-            f"{ours.world_size} x {ours.device_name}"
-        )
-    return texts
+def _of_settings(base: Recipe, recipe: Recipe) -> list[str]:
+    is_single = len(base.runs) == len(recipe.runs) == 1
+    texts = differences(base.runs[0].info, recipe.runs[0].info, with_seed=is_single)
+    return [f"{recipe.name}: {text}" for text in texts]
 
 
 def _warnings_of_seeds(base: Recipe, recipe: Recipe, pairs: Sequence[Pair]) -> list[str]:
@@ -315,18 +340,11 @@ def _warnings_of_seeds(base: Recipe, recipe: Recipe, pairs: Sequence[Pair]) -> l
 
 
 def _warnings(pair: Pair) -> list[str]:
-    texts, run, base = [], pair.run, pair.base
-    ours, theirs = run.final_validation, base.final_validation
-    if ours.consumed_tokens != theirs.consumed_tokens:
+    ours, theirs = pair.run.last_validation, pair.base.last_validation
+    texts = []
+    if ours is not None and theirs is not None and ours.consumed_tokens != theirs.consumed_tokens:
         texts.append(
-            f"{run.name} was last validated after {ours.consumed_tokens:,} tokens, {base.name} after "
+            f"{pair.run.name} was last validated after {ours.consumed_tokens:,} tokens, {pair.base.name} after "
             f"{theirs.consumed_tokens:,}: the gap is not one of the recipe alone"
         )
-    if ours.num_tokens != theirs.num_tokens:
-        texts.append(
-            f"{run.name} was validated on {ours.num_tokens:,} tokens, {base.name} on {theirs.num_tokens:,}: "
-            "the losses are not of the same data"
-        )
-    if seed_of(run) != seed_of(base):
-        texts.append(f"{run.name} has seed {seed_of(run)}, {base.name} {seed_of(base)}: they are no pair")
-    return texts
+    return texts + data_warnings(pair)

@@ -6,10 +6,11 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional, Union
+from typing import Any, Optional, Union
 
 import numpy as np
 
+from megafp8.config.derived import split_shares
 from megafp8.errors import DataError
 from megafp8.telemetry.records import (
     RECORDS_FILE,
@@ -19,8 +20,9 @@ from megafp8.telemetry.records import (
     Record,
     RunRecord,
     StepRecord,
+    from_json,
 )
-from megafp8.telemetry.sinks.jsonl import current_records, read_records
+from megafp8.telemetry.sinks.jsonl import OF_STEPS, current_records, read_records
 
 SEED_FOLDER = re.compile(r"seed-?\d+")
 
@@ -36,13 +38,16 @@ class Run:
     """The start and every resumption; at least one."""
     steps: tuple[StepRecord, ...]
     evals: tuple[EvalRecord, ...]
+    stages: tuple[RunRecord, ...]
+    """Those of `runs` whose steps or evaluations count, in order: without starts that came to nothing and those that
+    a later one went back behind. At least one."""
     events: tuple[EventRecord, ...]
     looks: tuple[QuantizationRecord, ...] = ()
 
     @property
     def info(self) -> RunRecord:
-        """The newest run record."""
-        return self.runs[-1]
+        """The newest run record that counts: what the run was in the end, not always all the way."""
+        return self.stages[-1]
 
     def series(self, field: str) -> np.ndarray:
         """One field of all step records. Shape [steps], float64; NaN where a step did not measure it."""
@@ -54,18 +59,23 @@ class Run:
         return tuple(record for record in self.evals if record.split == split)
 
     @property
+    def last_validation(self) -> Optional[EvalRecord]:
+        """None of a run that was not validated yet."""
+        return next(reversed(self.evals_of("valid")), None)
+
+    @property
     def final_validation(self) -> EvalRecord:
-        """
+        """The last validation of a run that must have one.
+
         Raises:
-            DataError: the run was never validated.
+            DataError: the run was never validated, with the mend that its settings leave.
         """
-        validations = self.evals_of("valid")
-        if not validations:
+        if self.last_validation is None:
             raise DataError(
                 f"run {self.name} ({self.folder}) has {len(self.steps)} step records and no validation; "
-                "train with held-out data (--split or --valid-data-path) and --eval-iters above 0"
+                f"{_mend_without_validation(self.info.config)}"
             )
-        return validations[-1]
+        return self.last_validation
 
 
 def folder_of(path: Union[str, Path]) -> Path:
@@ -89,16 +99,29 @@ def load_run(folder: Union[str, Path], *, name: Optional[str] = None) -> Run:
     records = current_records(read_records(path))
     runs = _of_type(records, RunRecord)
     if not runs:
-        raise DataError(f"{path} holds {len(records)} records and no run record, so it is not known what was run")
+        raise DataError(
+            f"{path} holds {len(records)} records and no run record, so it is not known what was run{_first_bad(path)}"
+        )
     return Run(
         name=name or path.resolve().parent.name,
         folder=path.parent,
         runs=runs,
         steps=tuple(sorted(_of_type(records, StepRecord), key=lambda record: record.step)),
         evals=tuple(sorted(_of_type(records, EvalRecord), key=lambda record: record.step)),
+        stages=_stages(records),
         events=_of_type(records, EventRecord),
         looks=tuple(sorted(_of_type(records, QuantizationRecord), key=lambda record: record.step)),
     )
+
+
+def has_steps(folder: Union[str, Path]) -> bool:
+    """Whether the records of a run have a step yet.
+
+    Raises:
+        DataError: a damaged file.
+    """
+    path = folder_of(folder) / RECORDS_FILE
+    return path.is_file() and any(isinstance(record, StepRecord) for record in current_records(read_records(path)))
 
 
 def run_names(folders: Sequence[Union[str, Path]]) -> list[str]:
@@ -145,6 +168,45 @@ def load_runs(folders: Iterable[Union[str, Path]], *, left_out: Collection[Path]
         for path, name in zip(paths, run_names(paths), strict=True)
         if folder_of(path).resolve() not in left_out
     ]
+
+
+def _stages(records: Sequence[Record]) -> tuple[RunRecord, ...]:
+    """The run records that are followed by what counts, of `current_records`; without any, the newest."""
+    stages: list[RunRecord] = []
+    newest: Optional[RunRecord] = None
+    for record in records:
+        if isinstance(record, RunRecord):
+            newest = record
+        elif isinstance(record, OF_STEPS) and newest is not None and newest not in stages[-1:]:
+            stages.append(newest)
+    return tuple(stages) if stages or newest is None else (newest,)
+
+
+def _first_bad(path: Path) -> str:
+    """The first line that is no record, in words to go on with; empty without one."""
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        try:
+            if line.strip():
+                from_json(line.decode("utf-8", errors="replace"))
+        except DataError as error:
+            return f"; line {number}: {error}"
+    return ""
+
+
+def _mend_without_validation(config: dict[str, Any]) -> str:
+    """What to do about a run that is done and was never validated."""
+    training, data = config.get("training", {}), config.get("data", {})
+    if training.get("eval_iters") == 0:
+        return "its --eval-iters 0 is no validation: train with --eval-iters above 0"
+    if data.get("train_data_path") and not data.get("valid_data_path"):
+        return "it had --train-data-path alone: train with --valid-data-path, too"
+    split = data.get("split")
+    if split and not data.get("mock_data") and not any(split_shares(split)[1:2]):
+        return f"its --split {split} holds nothing out: train with a second part above 0"
+    return (
+        "its settings ask for validations, so these records end before the first one: let it go on by the command "
+        "that started it, fetch the rest of its records, or leave it out"
+    )
 
 
 def _of_type(records: list[Record], cls: type) -> tuple:

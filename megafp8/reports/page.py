@@ -21,6 +21,7 @@ from megafp8.reports.plot_recipes import (
     plot_training,
     plot_validation,
 )
+from megafp8.reports.settings import recipe_of
 
 GIB = 2**30
 
@@ -106,7 +107,7 @@ def conditions(run: Run, comparison: Comparison) -> str:
 def cautions(runs: Sequence[Run]) -> list[str]:
     """What the numbers do not say."""
     found = []
-    if any("emulated" in run.info.recipe for run in runs):
+    if any("emulated" in recipe_of(run) for run in runs):
         found.append(
             "Recipes were emulated: codes, scales and losses are those of the format, but speed and memory are not "
             "those of hardware that has it."
@@ -144,7 +145,7 @@ def figures(comparison: Comparison, recipes: Sequence[Drawn]) -> list[dict[str, 
     bound, baseline = tables.percent(comparison.bound_fraction), comparison.baseline
     drawn = [
         (
-            "Gap to " + baseline, plot_gaps(comparison, colors) if len(recipes) > 1 else None,
+            "Gap to " + baseline, plot_gaps(comparison, colors) if comparison.has_gaps else None,
             f"A dot is a seed, the upright their mean, the pale bar its {comparison.confidence:.0%} interval, the "
             f"dashed line the bound of {bound}. Left of zero is better than {baseline}.",
         ),

@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from megafp8.config.variants import NEUTRAL_SETTINGS
 from megafp8.reports.load import Run, recipe_folder
-
-SEED = "training.seed"
+from megafp8.reports.settings import device_key, recipe_of, seed_of, settings_key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +25,7 @@ class Recipe:
     @property
     def text(self) -> str:
         """The arithmetic in words."""
-        return self.runs[0].info.recipe
+        return recipe_of(self.runs[0])
 
 
 @dataclass(frozen=True)
@@ -44,22 +41,6 @@ def is_control(name: str) -> bool:
     return name.endswith("-control")
 
 
-def flatten(config: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a run record that decide what is learned, as `section.setting`."""
-    flat = {}
-    for section, settings in config.items():
-        if isinstance(settings, dict):
-            flat |= {f"{section}.{name}": value for name, value in settings.items()}
-        else:
-            flat[section] = settings
-    return {name: value for name, value in flat.items() if not name.startswith(NEUTRAL_SETTINGS)}
-
-
-def seed_of(run: Run) -> int:
-    """The seed of initialization, data order and dropout."""
-    return flatten(run.info.config).get(SEED, 0)
-
-
 def group_runs(runs: Sequence[Run]) -> list[Recipe]:
     """Recipes in the order of their first runs. A second run with the same settings and seed counts as another recipe.
 
@@ -68,9 +49,7 @@ def group_runs(runs: Sequence[Run]) -> list[Recipe]:
     """
     parts: dict[tuple[str, str, int], list[Run]] = {}
     for run in runs:
-        settings = flatten(run.info.config)
-        settings.pop(SEED, None)
-        key = json.dumps([settings, run.info.recipe, run.info.device_name, run.info.world_size], sort_keys=True)
+        key = json.dumps([settings_key(run), device_key(run)], sort_keys=True)
         folder, repetition = recipe_folder(run.folder, run.name) or run.name, 0
         while any(seed_of(other) == seed_of(run) for other in parts.get((key, folder, repetition), ())):
             repetition += 1
@@ -103,7 +82,7 @@ def _name_of(runs: Sequence[Run], taken: set[str]) -> str:
     folders = {recipe_folder(run.folder, run.name) for run in runs}
     name = folders.pop() if len(folders) == 1 else None
     if name is None:
-        name = runs[0].name if len(runs) == 1 else runs[0].info.recipe
+        name = runs[0].name if len(runs) == 1 else recipe_of(runs[0])
     number = 2
     unique = name
     while unique in taken:

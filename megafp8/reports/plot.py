@@ -11,6 +11,7 @@ import numpy as np
 from megafp8.errors import DataError
 from megafp8.reports.curves import relative_gap, smooth, smoothing_window, validation_gap
 from megafp8.reports.load import Run
+from megafp8.reports.settings import recipe_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -156,4 +157,4 @@ def _style_token_axis(axes: Axes, *, last_token: int) -> None:
 def _label(run: Run) -> str:
     validations = run.evals_of("valid")
     final = f", final validation {validations[-1].loss:.4f}" if validations else ""
-    return f"{run.info.recipe}{final}"
+    return f"{recipe_of(run)}{final}"

@@ -78,7 +78,7 @@ def plot_gaps(comparison: Comparison, colors: Sequence[str]) -> Figure:
         if gap.low is not None and gap.high is not None:
             axes.plot([100 * gap.low, 100 * gap.high], [place, place], color=color, linewidth=7, alpha=0.3,
                       solid_capstyle="butt")  # fmt: skip
-        axes.plot(100 * np.array(row.gaps_fraction), [place] * len(row.seeds), "o", color=color, markersize=4.5)
+        axes.plot(100 * np.array(row.gaps_fraction), [place] * len(row.gaps_fraction), "o", color=color, markersize=4.5)
         axes.plot(100 * gap.mean, place, "|", color=color, markersize=17, markeredgewidth=2.4)
     axes.set_yticks(range(len(shown)), [row.name for row, *_ in shown], fontsize=10)
     axes.set_ylim(len(shown) - 0.5, -0.5)

@@ -9,7 +9,7 @@ from typing import Optional, Union
 from megafp8.reports import tables
 from megafp8.reports.compare import BOUND_FRACTION, WARMUP_STEPS, Comparison, compare_runs
 from megafp8.reports.intervals import CONFIDENCE
-from megafp8.reports.load import Run, folder_of, load_runs, run_names
+from megafp8.reports.load import Run, folder_of, has_steps, load_runs, run_names
 from megafp8.reports.unfinished import Unfinished, describe_unfinished, is_unfinished
 
 TITLE = "Comparison of recipes"
@@ -28,28 +28,32 @@ def publish_comparison(
     include_unfinished: bool = False,
 ) -> tuple[Comparison, list[Path]]:
     """Compare runs that are done and, with an output folder, write report.html, comparison.md, comparison.json,
-    gaps.svg (of two recipes or more) and loss_curves.png into it.
+    gaps.svg (where there are gaps) and loss_curves.png into it.
 
     Args:
         folders: what each run had as --save. Those whose state says that they are not done have no figures.
         baseline: folder or name of a run, or name of a recipe, to compare with; default the first.
         bound_fraction, confidence: what the verdicts go by.
         unfinished: further runs of the recipes.
-        include_unfinished: compare runs that are not done by what they have so far; nothing is decided then.
+        include_unfinished: compare runs that are not done by what they have so far, once they have a step; nothing is
+            decided then.
 
     Returns:
         The comparison and the files written.
 
     Raises:
-        DataError: a folder without run, a run without validation or steps, an unknown baseline or one that is not done.
+        DataError: a folder without run, a run that is done without validation or steps, an unknown baseline or one that
+            is not done.
     """
     left = {
-        folder.resolve(): describe_unfinished(folder, name=name, has_figures=include_unfinished)
+        folder.resolve(): describe_unfinished(
+            folder, name=name, has_figures=include_unfinished and has_steps(folder)
+        )
         for folder, name in zip(map(folder_of, folders), run_names(folders), strict=True)
         if is_unfinished(folder)
     }
     unfinished = [*unfinished, *left.values()]
-    runs = load_runs(folders, left_out=() if include_unfinished else left.keys())
+    runs = load_runs(folders, left_out=[folder for folder, each in left.items() if not each.has_figures])
     baseline = _name_of(folders[0] if baseline is None and folders else baseline, runs, left)
     comparison = compare_runs(
         runs, baseline=baseline, warmup_steps=warmup_steps, bound_fraction=bound_fraction, confidence=confidence,
@@ -73,7 +77,7 @@ def publish_comparison(
         folder / "comparison.md": tables.to_markdown(comparison),
         folder / "comparison.json": tables.to_json(comparison),
     }
-    if len(recipes) > 1:
+    if comparison.has_gaps:
         gaps = to_svg(plot_gaps(comparison, table_colors(comparison, recipes)), "gaps of the validation loss")
         written[folder / "gaps.svg"] = alone(gaps)
     for path, text in written.items():

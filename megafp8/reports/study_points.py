@@ -18,7 +18,7 @@ from megafp8.errors import DataError
 from megafp8.launch.run_state import judge
 from megafp8.reports.compare import WARMUP_STEPS, median_after_warmup
 from megafp8.reports.load import Run, load_run
-from megafp8.reports.pairs import SEED, flatten, seed_of
+from megafp8.reports.settings import recipe_of, seed_of, settings_key
 
 STUDY_FILE = "study.json"
 POINTS_FILE = "points.json"
@@ -120,8 +120,8 @@ def point_of(run: Run, choice: Mapping[str, str]) -> Point:
     return Point(
         label=run.name,
         choice=dict(choice),
-        recipe=choice.get(RECIPE_AXIS, info.recipe),
-        arithmetic=info.recipe,
+        recipe=choice.get(RECIPE_AXIS, recipe_of(run)),
+        arithmetic=recipe_of(run),
         device=info.device_name,
         layout=info.layout,
         world_size=info.world_size,
@@ -141,8 +141,7 @@ def point_of(run: Run, choice: Mapping[str, str]) -> Point:
 
 def settings_of(run: Run) -> str:
     """A hash of what decides a run, but for its seed."""
-    settings = {name: value for name, value in flatten(run.info.config).items() if name != SEED}
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+    return hashlib.sha256(json.dumps(settings_key(run), sort_keys=True).encode()).hexdigest()[:8]
 
 
 def read_points(path: Path) -> StudyPoints:

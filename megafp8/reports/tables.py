@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Optional, Union
 
 from megafp8.reports.compare import Comparison, ComparisonRow, RecipeRow
-from megafp8.reports.intervals import CONTROL
+from megafp8.reports.intervals import CONTROL, UNDECIDED
 from megafp8.reports.strict_json import to_strict_json
 from megafp8.text_table import aligned, markdown
 
@@ -65,15 +65,15 @@ def run_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
         "run": [row.name for row in rows],
         "recipe": [row.recipe for row in rows],
         "seed": [f"{row.seed}" for row in rows],
-        "validation loss": [f"{row.validation_loss:.4f}" for row in rows],
-        "gap": [signed(row.relative_gap_fraction) for row in rows],
+        "validation loss": [optional(row.validation_loss, "{:.4f}") for row in rows],
+        "gap": ["-" if row.relative_gap_fraction is None else signed(row.relative_gap_fraction) for row in rows],
     }
     return _shown(columns | _common_columns(rows))
 
 
 def notes(comparison: Comparison) -> list[str]:
     """What the verdicts mean, and how large noise is."""
-    return [text for text in (verdict_note(comparison), control_note(comparison)) if text]
+    return [text for text in (verdict_note(comparison), *data_notes(comparison), control_note(comparison)) if text]
 
 
 def verdict_note(comparison: Comparison) -> str:
@@ -93,9 +93,19 @@ def verdict_note(comparison: Comparison) -> str:
     )
 
 
+def data_notes(comparison: Comparison) -> list[str]:
+    """Of which recipes nothing is decided because they had other data than the baseline."""
+    return [
+        f"{row.name} is not decided, whatever its gap: it has another {' and another '.join(row.other_data)} than "
+        f"{comparison.baseline}"
+        for row in comparison.recipes
+        if row.other_data and row.verdict == UNDECIDED
+    ]
+
+
 def control_note(comparison: Comparison) -> str:
-    """What the control says about noise; empty without one."""
-    row = next((row for row in comparison.drawn if row.verdict == CONTROL), None)
+    """What the control says about noise; empty without one of the baseline's data."""
+    row = next((row for row in comparison.drawn if row.verdict == CONTROL and not row.other_data), None)
     if row is None:
         return ""
     reach = max(map(abs, row.gaps_fraction))
@@ -141,7 +151,10 @@ def shown_interval(row: RecipeRow, baseline: str) -> str:
 
 
 def _common_columns(rows: Sequence[Row]) -> dict[str, list[str]]:
+    # Beside validation losses it would be one more number for the same; a run without any has nothing else.
+    is_needed = any(row.steps is not None and row.validation_loss is None for row in rows)
     return {
+        "training loss": [optional(row.training_loss if is_needed else None, "{:.4f}") for row in rows],
         "perplexity": [optional(row.perplexity, "{:.2f}") for row in rows],
         "tokens/s": [optional(row.tokens_per_second, "{:,.0f}") for row in rows],
         "speed": [optional(row.speed_ratio, "{:.2f}x") for row in rows],

@@ -63,6 +63,22 @@ def test_bad_input_is_one_clear_line_and_status_66(folders, tmp_path) -> None:
     assert "there is no records.jsonl" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "the following arguments are required: RUN"),
+        (["a", "--bound", "much"], "invalid float value: 'much'"),
+        (["a", "--bound", "-1"], "--bound -1 must be from 0 to below 100 percent"),
+        (["a", "--confidence", "100"], "--confidence 100 must be above 0 and below 100 percent"),
+        (["a", "--warmup-steps", "-3"], "--warmup-steps -3 must be at least 0"),
+    ],
+)
+def test_wrong_flags_are_named_with_their_values_and_give_64(words: list[str], said: str) -> None:
+    result = compare(*words)
+    assert result.returncode == 64 and said in result.stderr
+    assert result.stderr.count(" must be ") == said.count(" must be ")
+
+
 def test_help_names_every_flag() -> None:
     result = compare("--help")
     assert result.returncode == 0

@@ -90,6 +90,13 @@ def test_what_is_done_is_not_made_again_and_other_settings_are_refused(finished,
     assert (folder / "bf16" / "seed7" / RUN_STATE_FILE).read_bytes() == before
 
 
+def test_wrong_flags_of_the_tool_give_64_too(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (([], "required: --output-dir"), (["--output-dir", "a", "--seeds", "x"], "int value: 'x'")):
+        with pytest.raises(SystemExit) as ended:
+            tool.main(words)
+        assert ended.value.code == 64 and said in capsys.readouterr().err
+
+
 def test_wrong_flags_are_told_before_anything_starts(compare, tmp_path: Path) -> None:
     status, _, told = compare(tmp_path / "out", "--recipes", "bf16,mxfp8,fp6", "--seeds", "2")
     assert status == 64 and "recipe fp6: known are bf16" in told

@@ -39,10 +39,36 @@ def test_no_run_there(tmp_path) -> None:
         load_run(tmp_path)
 
 
-def test_no_validation(write_run) -> None:
-    run = load_run(write_run("a", [1.0, 1.0]))
-    with pytest.raises(DataError, match=r"run a .* 2 step records and no validation; .*--eval-iters"):
+def test_the_first_line_that_is_no_record_is_named(tmp_path) -> None:
+    for text, said in (("\nhello\nworld\n", "line 2: not a line of JSON"), ('{"kind": "x"', "line 1: not a line of")):
+        (tmp_path / "records.jsonl").write_text(text)
+        with pytest.raises(DataError, match=f"0 records and no run record, .*; {said}"):
+            load_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "mend"),
+    [
+        ({"training": {"eval_iters": 0}}, "--eval-iters 0 is no validation: train with --eval-iters above 0"),
+        ({"data": {"split": "100,0,0"}}, "--split 100,0,0 holds nothing out: train with a second part above 0"),
+        ({"data": {"train_data_path": ["a"]}}, "--train-data-path alone: train with --valid-data-path"),
+        ({"data": {"mock_data": True}, "training": {"eval_iters": 10}}, "its settings ask for validations, .*go on"),
+    ],
+)
+def test_the_mend_of_a_run_without_validation_is_one_of_its_settings(write_run, config, mend: str) -> None:
+    run = load_run(write_run("a", [1.0, 1.0], config=config))
+    assert run.last_validation is None
+    with pytest.raises(DataError, match=f"run a .* 2 step records and no validation; .*{mend}"):
         _ = run.final_validation
+
+
+def test_starts_that_made_nothing_are_no_stage(write_run) -> None:
+    write_run("a", [5.0, 4.0], recipe="first")
+    write_run("a", [4.0, 3.0], first_step=1, recipe="second")  # began anew: nothing of the first one counts
+    folder = write_run("a", recipe="third", resumed_from_step=2)  # ended before its first step
+    run = load_run(folder)
+    assert [info.recipe for info in run.runs] == ["first", "second", "third"]
+    assert [info.recipe for info in run.stages] == ["second"] and run.info.recipe == "second"
 
 
 def test_names_tell_runs_apart(write_run, tmp_path) -> None:

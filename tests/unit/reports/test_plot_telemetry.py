@@ -23,7 +23,7 @@ def stats(**changes: object) -> TensorStats:
 
 
 def run_with(*looks: QuantizationRecord) -> Run:
-    return Run(name="a", folder=Path("a"), runs=(), steps=(), evals=(), events=(), looks=looks)
+    return Run(name="a", folder=Path("a"), runs=(), stages=(), steps=(), evals=(), events=(), looks=looks)
 
 
 def look(step: int, **changes: object) -> QuantizationRecord:

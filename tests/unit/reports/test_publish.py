@@ -6,6 +6,7 @@ import pytest
 from megafp8.errors import DataError
 from megafp8.launch.process import Process
 from megafp8.launch.run_state import RUN_STATE_FILE, RunState
+from megafp8.reports import tables
 from megafp8.reports.publish import publish_comparison
 
 
@@ -88,6 +89,42 @@ def test_a_baseline_that_is_not_done_is_none(folders) -> None:
     set_state(folders[1], step=5, state="stopped")
     with pytest.raises(DataError, match="nothing to compare: bf16 is not done .*; fp8 is not done"):
         publish_comparison(folders)
+
+
+def test_a_look_at_runs_that_were_not_validated_yet(folders, tmp_path, write_run) -> None:
+    training = write_run("fp4", [4.0, 3.2], step_fields={"memory_peak_bytes": 2**20})
+    beginning, unwritten = write_run("mxfp8"), tmp_path / "nvfp4"
+    unwritten.mkdir()
+    for folder in (training, beginning, unwritten):
+        set_state(folder, state="running", step=2)
+    every = [*folders, training, beginning, unwritten]
+    comparison, _ = publish_comparison(every, include_unfinished=True, output_folder=tmp_path / "out")
+    rows = {row.name: row for row in comparison.recipes}
+    row = rows["fp4"]
+    assert (row.validation_loss, row.perplexity, row.gap, row.gaps_fraction) == (None, None, None, ())
+    assert (row.training_loss, row.tokens_per_second, row.memory_peak_bytes, row.steps) == (3.2, 100.0, 2**20, 2)
+    assert row.training_gap.mean == pytest.approx(0.2 / 3.0) and row.verdict == "not decided"
+    assert rows["fp8"].gap.mean == pytest.approx(0.1)
+    assert rows["mxfp8"].seeds == rows["nvfp4"].seeds == ()
+    text = tables.to_text(comparison)
+    assert "training loss" in text and "3.2000" in text and "mxfp8 is not done and not in the figures" in text
+    assert 'data-recipe="fp4"' in (tmp_path / "out" / "report.html").read_text()
+    set_state(training, state="done")
+    with pytest.raises(DataError, match="run fp4 .* no validation; its settings ask for validations"):
+        publish_comparison(every, include_unfinished=True)
+
+
+def test_a_look_before_any_run_was_validated(write_run, tmp_path) -> None:
+    folders = [
+        write_run(f"{name}/seed{seed}", [4.0, loss], recipe=name, config={"training": {"seed": seed}})
+        for name, loss in (("bf16", 3.0), ("fp8", 3.3)) for seed in (1, 2)
+    ]  # fmt: skip
+    for folder in folders:
+        set_state(folder, state="running", step=2)
+    comparison, written = publish_comparison(folders, include_unfinished=True, output_folder=tmp_path / "out")
+    assert not comparison.has_gaps and "gaps.svg" not in [path.name for path in written]
+    assert comparison.recipes[1].training_gap.mean == pytest.approx(0.1)
+    assert "3.3000" in (tmp_path / "out" / "comparison.md").read_text()
 
 
 def test_runs_of_the_same_folder_name_are_told_apart(write_run) -> None:
