@@ -110,11 +110,16 @@ class Entry:
 
     def matches(self, name: str) -> bool:
         """Is it about this linear?"""
-        layers = _RANGE.fullmatch(self.pattern)
-        if layers is None:
-            return fnmatchcase(name, self.pattern)
-        first, last, rest = int(layers[1]), int(layers[2]), layers[3]
-        return any(fnmatchcase(name, f"layers.{layer}.{rest}") for layer in range(first, last + 1))
+        return is_named(name, self.pattern)
+
+
+def is_named(linear: str, pattern: str) -> bool:
+    """Does a pattern name a linear? It is a shell's, or one behind a range of layers: `layers.1-23.linear_*`."""
+    layers = _RANGE.fullmatch(pattern)
+    if layers is None:
+        return fnmatchcase(linear, pattern)
+    first, last, rest = int(layers[1]), int(layers[2]), layers[3]
+    return any(fnmatchcase(linear, f"layers.{layer}.{rest}") for layer in range(first, last + 1))
 
 
 def parse_entry(text: str) -> Entry:
@@ -176,20 +181,20 @@ def linear_names(num_layers: int) -> tuple[str, ...]:
     return (*layers, OUTPUT_LAYER)
 
 
-def why_nothing(entry: Entry, num_layers: int) -> str:
+def why_nothing(pattern: str, num_layers: int) -> str:
     """Why a pattern names none of the model's linears, or not all that it says; empty if it does."""
-    layers = _RANGE.fullmatch(entry.pattern)
+    layers = _RANGE.fullmatch(pattern)
     if layers is not None and int(layers[1]) > int(layers[2]):
         return f"layers.{layers[1]}-{layers[2]}: a range goes up; give layers.{layers[2]}-{layers[1]}"
     if layers is not None and int(layers[2]) >= num_layers:
         return f"layers.{layers[1]}-{layers[2]}: the layers are 0 to {num_layers - 1}"
     names = linear_names(num_layers)
-    if any(entry.matches(name) for name in names):
+    if any(is_named(name, pattern) for name in names):
         return ""
     patterns = (*(f"*.{linear}" for linear in LINEARS), OUTPUT_LAYER, *names)
     return (
-        f"{entry.pattern} names no linear: they are layers.0 to layers.{num_layers - 1} with {', '.join(LINEARS)}, and "
-        f"{OUTPUT_LAYER}{_nearest(entry.pattern, patterns)}"
+        f"{pattern} names no linear: they are layers.0 to layers.{num_layers - 1} with {', '.join(LINEARS)}, and "
+        f"{OUTPUT_LAYER}{_nearest(pattern, patterns)}"
     )
 
 
@@ -234,6 +239,15 @@ def resolve(model: ModelConfig, precision: PrecisionConfig) -> dict[str, LinearC
 @functools.lru_cache(maxsize=16)
 def _resolved(num_layers: int, precision: PrecisionConfig) -> tuple[tuple[str, LinearChoice], ...]:
     return tuple(_choices(num_layers, precision))
+
+
+def observable_linears(model: ModelConfig, precision: PrecisionConfig) -> tuple[str, ...]:
+    """The linears whose quantization can be looked at, by name: the quantized ones. In a run in high precision recipes
+    are tried on the linears of all layers."""
+    chosen = resolve(model, precision)
+    if is_quantized(precision):
+        return tuple(name for name, choice in chosen.items() if choice.is_quantized)
+    return tuple(name for name in chosen if name != OUTPUT_LAYER)
 
 
 def changed_linears(model: ModelConfig, precision: PrecisionConfig) -> tuple[str, ...]:

@@ -13,14 +13,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Optional
 
 import torch
 from torch import Tensor
 
 from megafp8.config import derived, precision_map
-from megafp8.config.precision_map import OUTPUT_LAYER
 from megafp8.config.rules.telemetry import with_recipe
 from megafp8.config.schema import RunConfig
 from megafp8.fp8.hadamard import transform_columns
@@ -113,13 +111,9 @@ def plan_observation(config: RunConfig) -> Plan:
 
 def watched_linears(config: RunConfig) -> tuple[str, ...]:
     """Names of the quantized linears (of all layers' in high precision) that the patterns name."""
-    chosen = precision_map.resolve(config.model, config.precision)
-    is_quantized = precision_map.is_quantized(config.precision)
-    names = [
-        name for name, choice in chosen.items() if choice.is_quantized or not (is_quantized or name == OUTPUT_LAYER)
-    ]
+    names = precision_map.observable_linears(config.model, config.precision)
     patterns = derived.log_layer_patterns(config.logging)
-    return tuple(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
+    return tuple(name for name in names if any(precision_map.is_named(name, pattern) for pattern in patterns))
 
 
 def what_if_recipe(name: str) -> Recipe:

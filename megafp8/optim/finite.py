@@ -13,16 +13,20 @@ With BF16 weights megatron-core does not look at all.)
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 
 from megafp8 import faults
 from megafp8.optim.reduction import on_reduction
 
+WEIGHT, GRADIENT = "weight", "gradient"
+ATTENTION, PROJECTION = ".self_attention.", ".linear_proj."
 NO_TENSOR = "none by itself; the squares of all gradients together overflow"
 ONLY_LOSS = "none; weights and gradients are finite"
 
@@ -112,16 +116,67 @@ def agree(
     return StepTotals(*totals.tolist())
 
 
-def first_bad_tensor(chunks: list[Any]) -> Optional[str]:
-    """Name of the first tensor of this rank, in the model's order, that is not finite: weights, then gradients."""
-    for kind in ("weight", "gradient"):
-        for index, chunk in enumerate(chunks):
-            for name, parameter in chunk.module.named_parameters():
-                tensor = parameter if kind == "weight" else parameter.main_grad
-                if not bool(is_finite(tensor.detach())):
-                    place = f"chunk {index} " if len(chunks) > 1 else ""
-                    return f"{kind} of {place}{name.removeprefix('module.')}"
+class BadTensor(NamedTuple):
+    """A tensor of this rank that is not finite.
+
+    Attributes:
+        kind: WEIGHT or GRADIENT.
+        name: of the parameter.
+        chunk: of the model that it is in, counted from 0.
+    """
+
+    kind: str
+    name: str
+    chunk: int
+
+
+def first_bad_tensor(chunks: list[Any]) -> Optional[BadTensor]:
+    """The first tensor of this rank that is not finite: of weights in the order of the forward pass, else of gradients
+    in that of the backward pass, where one spoils all that come after it."""
+    parameters = list(in_forward_order(chunks))
+    for kind, ordered in ((WEIGHT, parameters), (GRADIENT, reversed(parameters))):
+        for index, name, parameter in ordered:
+            tensor = parameter if kind == WEIGHT else parameter.main_grad
+            if not bool(is_finite(tensor.detach())):
+                return BadTensor(kind, name, index)
     return None
+
+
+def in_forward_order(chunks: list[Any]) -> Iterator[tuple[int, str, Any]]:
+    """Chunk, name and tensor of every parameter. Modules are made in the order of the forward pass, but for attention's
+    output projection, which megatron-core makes before what comes ahead of it."""
+    for index, chunk in enumerate(chunks):
+        named = [(name.removeprefix("module."), parameter) for name, parameter in chunk.module.named_parameters()]
+        places: dict[str, int] = {}  # of whole attentions, and of every other parameter
+        for place, (name, _) in enumerate(named):
+            places.setdefault(unit_of(name), place)
+        named.sort(key=lambda item: (places[unit_of(item[0])], PROJECTION in item[0]))
+        yield from ((index, name, parameter) for name, parameter in named)
+
+
+def unit_of(name: str) -> str:
+    """`decoder.layers.0.self_attention` of a parameter in it; any other parameter is its own."""
+    before, attention, _ = name.partition(ATTENTION)
+    return before + attention if attention else name
+
+
+class Sight(NamedTuple):
+    """What a rank saw that met a number that is not finite.
+
+    Attributes:
+        replica: of the model, whose ranks bring up each other's numbers: the data-parallel rank.
+        place: (chunk, pipeline stage) of the tensor, which rise in the order of the forward pass.
+        tensor: None where each is finite.
+        otherwise: what to say then.
+        samples: that it read, in words.
+    """
+
+    replica: int
+    place: tuple[int, int]
+    is_loss_bad: bool
+    tensor: Optional[BadTensor]
+    otherwise: str
+    samples: str
 
 
 def bad_ranks(local_loss: Optional[Tensor], bad_gradients: Tensor, chunks: list[Any], samples: str) -> list[str]:
@@ -130,11 +185,48 @@ def bad_ranks(local_loss: Optional[Tensor], bad_gradients: Tensor, chunks: list[
     Args:
         samples: what this rank read, in words.
     """
-    loss_is_bad = local_loss is not None and not bool(torch.isfinite(local_loss).all())
-    seen = None
-    if loss_is_bad or bool(bad_gradients > 0):
-        first = first_bad_tensor(chunks) or (NO_TENSOR if bool(bad_gradients > 0) else ONLY_LOSS)
-        seen = f"{'loss is not finite; ' if loss_is_bad else ''}first bad tensor: {first}; {samples}"
-    gathered: list[Optional[str]] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, seen)
-    return [f"rank {rank}: {text}" for rank, text in enumerate(gathered) if text is not None]
+    is_loss_bad = local_loss is not None and not bool(torch.isfinite(local_loss).all())
+    sight = None
+    if is_loss_bad or bool(bad_gradients > 0):
+        tensor = first_bad_tensor(chunks)
+        sight = Sight(
+            replica=parallel_state.get_data_parallel_rank(),
+            place=(0 if tensor is None else tensor.chunk, parallel_state.get_pipeline_model_parallel_rank()),
+            is_loss_bad=is_loss_bad,
+            tensor=tensor,
+            otherwise=NO_TENSOR if bool(bad_gradients > 0) else ONLY_LOSS,
+            samples=samples,
+        )
+    gathered: list[Optional[Sight]] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, sight)
+    sights = {rank: each for rank, each in enumerate(gathered) if each is not None}
+    return [f"rank {rank}: {describe(each, sights, len(chunks))}" for rank, each in sights.items()]
+
+
+def describe(sight: Sight, sights: Mapping[int, Sight], num_chunks: int) -> str:
+    """What a rank saw, in words. A gradient is called the first only where nothing before it explains it.
+
+    Args:
+        sights: those of all ranks.
+        num_chunks: of the model on each rank.
+    """
+    tensor = sight.tensor
+    place = f"chunk {tensor.chunk} " if tensor is not None and num_chunks > 1 else ""
+    peers = {rank: each for rank, each in sights.items() if each.replica == sight.replica}
+    earlier = [rank for rank, each in peers.items() if is_bad_gradient(each) and each.place > sight.place]
+    if tensor is None:
+        found = f"first bad tensor: {sight.otherwise}"
+    elif tensor.kind == WEIGHT:
+        found = f"first bad tensor: weight of {place}{tensor.name}"
+    elif any(each.is_loss_bad for each in peers.values()):
+        found = "its weights are finite, and bad gradients follow from the loss"
+    elif earlier:
+        found = f"its bad gradients may follow from those of rank {', '.join(map(str, earlier))}"
+    else:
+        found = f"first bad tensor: gradient of {place}{tensor.name}, in the order of the backward pass"
+    return f"{'loss is not finite; ' if sight.is_loss_bad else ''}{found}; {sight.samples}"
+
+
+def is_bad_gradient(sight: Sight) -> bool:
+    """Did a rank see a gradient that is not finite, and no such weight?"""
+    return sight.tensor is not None and sight.tensor.kind == GRADIENT

@@ -69,9 +69,10 @@ def train(run: Run, told: Optional[dict[str, str]] = None) -> Progress:
         for name, detail in ((told or {}) | describe_update(run)).items():
             sinks.write(EventRecord(step=progress.step, name=name, detail=detail))
         if not run.config.training.skip_train:
+            first_step = progress.step + 1
             progress = train_steps(run, sinks, progress, total_steps, folder, started)
-            if run.probe is not None and run.probe.health.num_looks:
-                sinks.write(run.probe.health.summary(progress.step))
+            if run.probe is not None and progress.step >= first_step:
+                sinks.write(run.probe.health.summary(first_step, progress.step))
         evaluate_at_end(run, sinks, progress, total_steps)
     return progress
 

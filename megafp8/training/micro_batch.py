@@ -50,7 +50,8 @@ SETTINGS_THAT_MATTER = (
     "training.recompute_granularity", "training.recompute_method", "training.recompute_num_layers",
     "training.recompute_modules", "training.distribute_saved_activations", "optimizer.optimizer",
     "optimizer.use_precision_aware_optimizer", "optimizer.main_grads_dtype", "optimizer.main_params_dtype",
-    "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype", "logging.fp8_log_interval", "logging.fp8_what_if",
+    "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype", "logging.fp8_log_interval", "logging.fp8_log_layers",
+    "logging.fp8_what_if",
 )  # fmt: skip
 
 

@@ -49,7 +49,8 @@ class Probe:
         self.global_batch_size = derived.global_batch_size(config, world_size)
         self.plan = plan_observation(config)
         self.linears = find_linears(unwrap_model(trainee.chunks), self.plan.recipes)
-        self.health = HealthWatch(derived.lr_warmup_samples(config, world_size) / self.global_batch_size)
+        warmup_steps = derived.lr_warmup_samples(config, world_size) / self.global_batch_size
+        self.health = HealthWatch(config, world_size, warmup_steps)
         self.look: Optional[Look] = None
 
     @contextmanager

@@ -15,12 +15,8 @@ from megafp8.checkpoint.state import Progress
 from megafp8.data.loader import describe_samples, samples_of_step
 from megafp8.errors import NumericsError
 from megafp8.optim.loss_scale import current_loss_scale, describe_overflow
+from megafp8.telemetry.health.advice import Case, advice, of_bad_numbers
 from megafp8.training.assemble import Run
-
-MEND = (
-    "mend: resume from the last checkpoint with a lower --lr, a longer warm-up, --clip-grad, or other data; "
-    "with FP8 try --fp8-recipe tensorwise or --first-last-layers-bf16"
-)
 
 
 @dataclass(frozen=True)
@@ -79,8 +75,10 @@ def check_may_skip(run: Run, progress: Progress, finding: Finding) -> None:
     limit = ""
     if is_skippable and num_before:
         limit = f", after {num_before} left out in a row (--max-skipped-steps {training.max_skipped_steps})"
+    tried = advice(Case(run.config, run.place.world_size), of_bad_numbers)
     raise NumericsError(
-        f"step {progress.step + 1}: {finding.text}\nthe weights were not updated{limit}\n{MEND}"
+        f"step {progress.step + 1}: {finding.text}\nthe weights were not updated{limit}\n"
+        f"mend: resume from the last checkpoint with other data, or try one of: {tried}"
     )
 
 

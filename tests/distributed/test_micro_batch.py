@@ -245,6 +245,15 @@ def test_a_signal_to_one_rank_ends_the_search_on_all(tmp_path: Path) -> None:
     assert not (tmp_path / CHOICE_FILE).exists()
 
 
+def test_a_choice_follows_from_the_linears_that_are_looked_at() -> None:
+    """A look keeps copies of their master weights."""
+    looks = f"--bf16 {FP8} --fp8-log-interval 2"
+    of_all = micro_batch.settings_that_matter(auto_config(looks))
+    of_some = micro_batch.settings_that_matter(auto_config(f"{looks} --fp8-log-layers layers.0.*"))
+    changed = {name for name, value in of_all.items() if of_some[name] != value}
+    assert changed == {"logging.fp8_log_layers"}
+
+
 def test_a_choice_beyond_another_limit_is_made_again(tmp_path: Path) -> None:
     run_ranks(1, choose, auto_config(f"--save {tmp_path} --micro-batch-size-memory-limit 2"))
     told, asked = run_ranks(1, choose, auto_config(f"--save {tmp_path} --micro-batch-size-memory-limit 3"))[0][1:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from megafp8.training.step import clear_gradients, forward_backward, train_step
 TENSORWISE = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-amax-reduction all"
 DELAYED = "--bf16 --fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 4 --fp8-amax-compute-algo max"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+BLOCKWISE, MXFP8 = (f"--bf16 --fp8-format e4m3 --fp8-recipe {recipe}" for recipe in ("blockwise", "mxfp8"))
 NVFP4 = "--bf16 --fp4-format e2m1"
 PLAIN = "--bf16 --transformer-impl local"
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -85,7 +87,7 @@ def test_looking_changes_nothing(world_size: int, flags: str, tried: str, tmp_pa
         assert bool(look.tensors) == ("local" not in flags)
         assert look.update_to_weight > 0
     last = runs[1].events[-1]
-    assert last.name == "health" and last.detail.startswith("2 looks at quantization: ")
+    assert last.name == "health" and last.detail.startswith("2 looks at quantization, ")
 
 
 def test_steps_between_looks_know_nothing_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,9 +294,10 @@ def health_of(folder: Path, flags: str, steps: int = 4) -> list[str]:
     return [event.detail for event in load_run(folder).events if event.name == "health"]
 
 
-def test_a_healthy_run_has_nothing_to_report(tmp_path: Path) -> None:
-    (summary,) = health_of(tmp_path, TENSORWISE)
-    assert summary == "4 looks at quantization: nothing to report"
+@pytest.mark.parametrize("flags", [TENSORWISE, DELAYED, BLOCKWISE, MXFP8, NVFP4], ids=lambda flags: flags.split()[-1])
+def test_a_healthy_run_has_nothing_to_report(flags: str, tmp_path: Path) -> None:
+    (summary,) = health_of(tmp_path, flags)
+    assert re.fullmatch(r"4 looks at quantization, \d+ tensors: nothing to report", summary)
 
 
 def test_a_learning_rate_of_nothing_stalls_weights(tmp_path: Path) -> None:
@@ -336,6 +339,32 @@ def test_the_first_layer_with_a_nan_is_named(tmp_path: Path) -> None:
     assert any(each.startswith(expected) for each in told)
 
 
+
+
+def test_a_run_without_a_look_says_why(tmp_path: Path) -> None:
+    (summary,) = health_of(tmp_path, f"{TENSORWISE} --fp8-log-interval 5")
+    assert summary.startswith("no look at quantization: none of the steps 1 to 4 is a multiple of --fp8-log-interval 5")
+
+
+@pytest.mark.parametrize("flags", ["--fp8-log-interval 100 --fp8-what-if mxfp8", ""], ids=["tried", "not-looked-at"])
+def test_bad_numbers_in_high_precision_have_one_story(flags: str, tmp_path: Path) -> None:
+    """Weights so large that the next forward pass overflows: no gradient is the first, and what helps is said."""
+    large = "--lr 1e16 --clip-grad 0 --train-iters 3"
+    config = small_config("llama", f"{LENGTH} {PLAIN} {large} --save {tmp_path} {flags}")
+
+    def start() -> str:
+        with pytest.raises(NumericsError) as caught:
+            train(build_run(config))
+        return str(caught.value)
+
+    (text,) = run_ranks(1, start)
+    assert "loss is not finite; its weights are finite, and bad gradients follow from the loss; " in text
+    assert "mend: " in text and "--clip-grad 1" in text and "--fp8-recipe" not in text
+    assert ("--fp8-log-interval 100 --fp8-what-if tensorwise names the first linear" in text) == (not flags)
+    told = [event.detail for event in load_run(tmp_path).events if event.name == "health"]
+    assert len(told) == bool(flags)
+    first = r"numbers that are not finite: layers\.0\.\S+: .* the first in the order of the forward pass"
+    assert all(re.match(first, each) for each in told)
 
 
 @pytest.mark.parametrize("interval", [1, 100], ids=["looked-at", "not-looked-at"])

@@ -23,7 +23,7 @@ def entries_name_linears(config: RunConfig, world_size: int) -> Iterator[str]:
     if num_layers is None or not positive(num_layers):
         return
     for said, entry in precision_map.said_entries(config.precision):
-        if fault := precision_map.why_nothing(entry, num_layers):
+        if fault := precision_map.why_nothing(entry.pattern, num_layers):
             yield f"{said}: {fault}"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 
 from megafp8.config import derived, gemms, precision_map
 from megafp8.config.rules.precision import has_gemms
@@ -37,19 +36,33 @@ def looks_have_an_object(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def patterns_name_linears(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Every pattern of --fp8-log-layers names a linear of the model."""
+    """Every pattern of --fp8-log-layers names a linear of the model, and one that is looked at."""
     num_layers, patterns = config.model.num_layers, derived.log_layer_patterns(config.logging)
     if not patterns:
         yield f"--fp8-log-layers {config.logging.fp8_log_layers!r} names nothing: leave it out to look at all linears"
     if num_layers is None or not positive(num_layers):
         return
-    names = precision_map.linear_names(num_layers)
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            yield (
-                f"--fp8-log-layers {pattern} names no linear: they are layers.0 to layers.{num_layers - 1} with "
-                f"{', '.join(precision_map.LINEARS)}, and output_layer, for example layers.0.* or *.linear_fc2"
-            )
+        if fault := precision_map.why_nothing(pattern, num_layers):
+            yield f"--fp8-log-layers {pattern}: {fault}"
+        elif config.logging.fp8_log_interval is not None:
+            yield from why_not_looked_at(config, pattern)
+
+
+def why_not_looked_at(config: RunConfig, pattern: str) -> Iterator[str]:
+    """What keeps the linears of a pattern from being looked at."""
+    observable, flag = precision_map.observable_linears(config.model, config.precision), f"--fp8-log-layers {pattern}"
+    if any(precision_map.is_named(name, pattern) for name in observable):
+        return
+    if not observable:
+        yield f"--fp8-log-interval {config.logging.fp8_log_interval}: the run's recipes quantize no linear; remove it"
+    elif precision_map.is_quantized(config.precision):
+        yield (
+            f"{flag} names linears in high precision alone, at which nobody looks: quantized are {observable[0]} to "
+            f"{observable[-1]}, {len(observable)} linears; name some of those, or give these a recipe by --precision"
+        )
+    elif derived.what_if_recipes(config.logging):
+        yield f"{flag}: in high precision recipes are tried on the layers' linears alone; name some of layers.*"
 
 
 def tried_recipes_can_be_tried(config: RunConfig, world_size: int) -> Iterator[str]:

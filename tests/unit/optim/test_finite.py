@@ -9,7 +9,17 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from megafp8.optim.finite import GradientWatch, StepTotals, agree, first_bad_tensor, is_finite
+from megafp8.optim.finite import (
+    BadTensor,
+    GradientWatch,
+    Sight,
+    StepTotals,
+    agree,
+    describe,
+    first_bad_tensor,
+    in_forward_order,
+    is_finite,
+)
 
 CPU = torch.device("cpu")
 NAN, INF = float("nan"), float("inf")
@@ -95,13 +105,80 @@ def test_ranks_agree() -> None:
 
 
 def test_first_bad_tensor() -> None:
+    """Of gradients the first in the order of the backward pass, which spoils those below it."""
     model = chunk(a=torch.ones(2), b=torch.ones(2), c=torch.ones(2))
     named = dict(model.module.named_parameters())
     assert first_bad_tensor([model]) is None
-    named["module.c"].main_grad[0] = NAN
-    assert first_bad_tensor([model]) == "gradient of c"
     named["module.b"].main_grad[0] = INF
-    assert first_bad_tensor([model]) == "gradient of b", "the first in the model's order"
+    assert first_bad_tensor([model]) == BadTensor("gradient", "b", 0)
+    named["module.a"].main_grad[0] = NAN
+    assert first_bad_tensor([model]) == BadTensor("gradient", "b", 0), "a comes later in the backward pass"
     named["module.c"][1] = NAN
-    assert first_bad_tensor([model]) == "weight of c", "a bad weight explains the gradients"
-    assert first_bad_tensor([chunk(a=torch.ones(2)), model]) == "weight of chunk 1 c"
+    assert first_bad_tensor([model]) == BadTensor("weight", "c", 0), "a bad weight explains the gradients"
+    named["module.a"][1] = NAN
+    assert first_bad_tensor([model]) == BadTensor("weight", "a", 0), "weights in the order of the forward pass"
+    assert first_bad_tensor([chunk(a=torch.ones(2)), model]) == BadTensor("weight", "a", 1)
+
+
+def test_the_projection_of_attention_comes_behind_what_it_multiplies() -> None:
+    """megatron-core makes it first."""
+    attention = ("linear_proj.weight", "linear_qkv.weight", "q_layernorm.weight")
+    parts = ("norm", *(f"self_attention.{each}" for each in attention), "mlp")
+    layers = [[f"layers.{layer}.{part}" for part in parts] for layer in range(2)]
+    names = ["embedding", *layers[0], *layers[1], "output_layer"]
+    model = SimpleNamespace(
+        module=SimpleNamespace(named_parameters=lambda: [(f"module.{name}", torch.ones(1)) for name in names])
+    )
+    found = [name for _, name, _ in in_forward_order([model])]
+    assert [name.rpartition("attention.")[2] for name in found[2:5]] == [*attention[1:], attention[0]]
+    assert sorted(found) == sorted(names) and [name for name in found if "att" not in name] == [
+        name for name in names if "att" not in name
+    ]
+
+
+GRADIENT = BadTensor("gradient", "layers.1.mlp", 0)
+
+
+def sight(replica: int = 0, stage: int = 0, *, loss: bool = False, tensor: Any = GRADIENT) -> Sight:
+    return Sight(replica, (0 if tensor is None else tensor.chunk, stage), loss, tensor, "none", "samples 0-7")
+
+
+@pytest.mark.parametrize(
+    ("sights", "texts"),
+    [
+        pytest.param(
+            [sight()], ["first bad tensor: gradient of layers.1.mlp, in the order of the backward pass"], id="alone"
+        ),
+        pytest.param(
+            [sight(stage=0), sight(stage=1)],
+            ["its bad gradients may follow from those of rank 1", "first bad tensor: gradient of layers.1.mlp"],
+            id="the-later-stage-comes-first",
+        ),
+        pytest.param(
+            [sight(stage=0, tensor=GRADIENT._replace(chunk=1)), sight(stage=1)],
+            ["first bad tensor: gradient of ", "its bad gradients may follow from those of rank 0"],
+            id="the-later-chunk-comes-first",
+        ),
+        pytest.param(
+            [sight(replica=0, stage=0), sight(replica=1, stage=1)],
+            ["first bad tensor: gradient of ", "first bad tensor: gradient of "],
+            id="replicas-have-their-own",
+        ),
+        pytest.param(
+            [sight(stage=0), sight(stage=1, loss=True)],
+            ["its weights are finite, and bad gradients follow from the loss", "loss is not finite; its weights are"],
+            id="a-bad-loss-spoils-all-gradients",
+        ),
+        pytest.param(
+            [sight(stage=0, tensor=BadTensor("weight", "a", 0)), sight(stage=1, loss=True)],
+            ["first bad tensor: weight of a; ", "loss is not finite; its weights are finite"],
+            id="a-bad-weight",
+        ),
+        pytest.param([sight(loss=True, tensor=None)], ["loss is not finite; first bad tensor: none; "], id="loss"),
+    ],
+)
+def test_one_story_of_several_ranks(sights: list[Sight], texts: list[str]) -> None:
+    by_rank = dict(enumerate(sights))
+    for each, text in zip(sights, texts, strict=True):
+        said = describe(each, by_rank, num_chunks=1)
+        assert said.startswith(text) and said.endswith("; samples 0-7"), said

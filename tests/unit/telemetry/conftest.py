@@ -78,12 +78,14 @@ def make_look() -> Callable[..., QuantizationRecord]:
             "mean_local_sqnr_db": 31.0, "outlier_octaves": 1.0, "outlier_channel": 3, "exponent_counts": (1, 2, 1, 4),
         }  # fmt: skip
         tensors = {
-            f"{FC1}.input": TensorStats(format="e4m3", **common | {"underflow_fraction": 0.25} | (of_input or {})),
-            f"{FC1}.weight": TensorStats(
-                format="e4m3",
-                **common | {"update_to_weight": 1e-3, "codes_changed_fraction": 0.02} | (of_weight or {}),
+            f"{FC1}.input": TensorStats(
+                **{"format": "e4m3"} | common | {"underflow_fraction": 0.25} | (of_input or {})
             ),
-            f"{FC1}.grad_output": TensorStats(format="e5m2", **common | (of_gradient or {})),
+            f"{FC1}.weight": TensorStats(
+                **{"format": "e4m3"} | common | {"update_to_weight": 1e-3, "codes_changed_fraction": 0.02}
+                | (of_weight or {}),
+            ),
+            f"{FC1}.grad_output": TensorStats(**{"format": "e5m2"} | common | (of_gradient or {})),
         }
         return QuantizationRecord(step=step, **{"recipe": "tensorwise", "tensors": tensors} | fields)
 

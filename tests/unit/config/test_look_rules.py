@@ -1,0 +1,50 @@
+"""Patterns of --fp8-log-layers name linears that the run looks at."""
+
+from __future__ import annotations
+
+import pytest
+
+from megafp8.config import flags, rules
+
+RUN = (
+    "--model-preset tiny --seq-length 64 --micro-batch-size 2 --global-batch-size 8 --train-iters 8 --lr 1e-3 --bf16 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 500 --fp8-log-interval 2"
+)
+FP8, TRIED = "--fp8-format hybrid --fp8-recipe tensorwise", "--fp8-what-if mxfp8"
+
+
+def problems_of(text: str) -> list[str]:
+    return rules.setting_problems(flags.parse(f"{RUN} {text}".split()).config, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (f"{FP8} --fp8-log-layers output_layer", "names linears in high precision alone"),
+        (f"{FP8} {TRIED} --fp8-log-layers output_layer", "give these a recipe by --precision"),
+        (f"{FP8} --fp8-log-layers layers.0.* --precision layers.0.*=bf16", "quantized are layers.1.linear_qkv to"),
+        (f"{FP8} --fp8-log-layers layers.1.*,layers.0.* --precision layers.0.*=bf16", "--fp8-log-layers layers.0.*"),
+        (f"{FP8} --precision *=bf16", "the run's recipes quantize no linear"),
+        (f"{TRIED} --fp8-log-layers output_layer", "tried on the layers' linears alone"),
+        (f"{FP8} --fp8-log-layers layers.0-5.*", "layers.0-5: the layers are 0 to 1"),
+        (f"{FP8} --fp8-log-layers layers.1-0.*", "a range goes up; give layers.0-1"),
+        (f"{FP8} --fp8-log-layers *.linear_fc3", "names no linear"),
+    ],
+)
+def test_a_pattern_at_which_nobody_looks_is_refused(text: str, why: str) -> None:
+    (problem,) = problems_of(text)
+    assert why in problem
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{FP8} --fp8-log-layers layers.0-1.linear_fc1,*.linear_qkv",
+        f"{FP8} --fp8-log-layers output_layer --precision output_layer=mxfp8",
+        f"{FP8} --fp8-log-layers layers.0.* --precision layers.0.*:wgrad=bf16",
+        f"{FP8} --fp8-log-layers layers.0.* --fp8-schedule bf16:4,fp8",
+        f"{TRIED} --fp8-log-layers layers.0.*",
+    ],
+)
+def test_a_pattern_of_linears_that_are_looked_at_is_taken(text: str) -> None:
+    assert problems_of(text) == []
