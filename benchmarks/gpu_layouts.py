@@ -9,8 +9,9 @@ forked from a process that has imported everything but not touched the GPU, so t
 garbage of another; layouts that need fewer GPUs than there are run side by side. Timed are `--steps` steps together,
 from one synchronization of all ranks to the other; the peak is that of the rank with the highest. Gathered bytes are
 what a rank gets of updated weights in a step. With `--rounds` everything is measured again, every second round in
-reverse order, and times are medians. Speed is to BF16 under the same layout; scaling is sequences a second and GPU, to
-the same recipe and flags on one GPU. `--profile` tells of two more steps where rank 0 spends them (`gpu_profile.py`).
+reverse order, and times are medians. Speed is to BF16 under the same layout and environment; scaling is sequences a
+second and GPU, to the same recipe and flags on one GPU. `--profile` tells of two more steps where rank 0 spends them
+(`gpu_profile.py`).
 
 The JSON has a line for each measurement, in the form that `planner_measurements.py` reads. `--shape tiny` runs on any
 machine, on CPU ranks where there is no GPU.
@@ -40,6 +41,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import gpu_profile, gpu_steps, timing  # noqa: E402  (first: it sets how torch looks for GPUs)
+from benchmarks.gpu_train import MODES as MODES_OF_TRAINING  # noqa: E402
 from benchmarks.gpu_train import SHAPES  # noqa: E402
 from benchmarks.planner_measurements import TP2, TP4  # noqa: E402
 from benchmarks.ports import free_ports  # noqa: E402
@@ -105,12 +107,17 @@ class Task:
     @property
     def recipe(self) -> str:
         """A key of `gpu_train.MODES`."""
-        return self.mode.split()[len(self.environment)]
+        return self._words[0]
 
     @property
     def flags(self) -> str:
         """Those behind the recipe."""
-        return " ".join(self.mode.split()[len(self.environment) + 1 :])
+        return " ".join(self._words[1:])
+
+    @property
+    def _words(self) -> list[str]:
+        """Those behind the environment."""
+        return list(itertools.dropwhile(lambda word: "=" in word, self.mode.split()))
 
     def __str__(self) -> str:
         return f"{self.name} {self.mode}"
@@ -360,6 +367,9 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write a line for each measurement to this file")
     options = parser.parse_args(argv)
     options.layouts = options.layouts or fitting(options.gpus)
+    for mode in options.modes:
+        if not any("=" not in word for word in mode.split()):
+            parser.error(f"--modes {mode!r} names no recipe: give {', '.join(MODES_OF_TRAINING)} behind NAME=VALUE")
     if options.profile and not torch.cuda.is_available():
         parser.error("--profile times kernels of a GPU, and this machine has none: leave it out")
     return options

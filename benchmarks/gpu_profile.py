@@ -27,6 +27,7 @@ from benchmarks import timing  # noqa: E402
 COMMUNICATION = "communication"
 # The first pattern that a kernel's name contains decides.
 GROUPS: tuple[tuple[str, str], ...] = (
+    (COMMUNICATION, r"nccl"),
     ("attention", r"fmha|flash|sdpa|cudnn_generated|nvte_fused_attn|softmax_sum|dot_do_o|convert_dq"),
     ("optimizer", r"adam|multi_tensor(?!.*zerofunctor)|squared_sum|l2norm|lpnorm"),
     ("loss", r"cross_entropy|online_softmax|element_mul|log_softmax|nll_loss"),
@@ -39,7 +40,6 @@ GROUPS: tuple[tuple[str, str], ...] = (
     ("quantize", r"block_scal|scale_inv|fp8"),
     ("GEMM BF16", r"gemm|nvjet|cutlass|xmma|splitk|cublas"),
     ("embedding", r"embedding|index_put|indexselect|gather|scatter|sort|radix"),
-    (COMMUNICATION, r"nccl"),
     ("fill", r"fill|memset|zerofunctor"),
     ("copy, cat, add", r"copy|cat|memcpy|add|mul|elementwise|reduce|vectorized"),
 )

@@ -84,7 +84,7 @@ class Outcome:
     def reason(self) -> str:
         """Why it ended; empty when it is done."""
         if self.state is None:
-            how = f"status {self.returned}" if self.returned >= 0 else signal.Signals(-self.returned).name
+            how = f"status {self.returned}" if self.returned >= 0 else f"signal {-self.returned}"
             return f"its command ended with {how} before the run began"
         if self.is_done:
             return ""

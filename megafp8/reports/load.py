@@ -22,7 +22,7 @@ from megafp8.telemetry.records import (
     StepRecord,
     from_json,
 )
-from megafp8.telemetry.sinks.jsonl import OF_STEPS, current_records, read_records
+from megafp8.telemetry.sinks.jsonl import current_records, read_records
 
 SEED_FOLDER = re.compile(r"seed-?\d+")
 
@@ -39,8 +39,8 @@ class Run:
     steps: tuple[StepRecord, ...]
     evals: tuple[EvalRecord, ...]
     stages: tuple[RunRecord, ...]
-    """Those of `runs` whose steps or evaluations count, in order: without starts that came to nothing and those that
-    a later one went back behind. At least one."""
+    """Those of `runs` whose steps count, in order: without starts that made none and those that a later one went back
+    behind. At least one."""
     events: tuple[EventRecord, ...]
     looks: tuple[QuantizationRecord, ...] = ()
 
@@ -177,7 +177,7 @@ def _stages(records: Sequence[Record]) -> tuple[RunRecord, ...]:
     for record in records:
         if isinstance(record, RunRecord):
             newest = record
-        elif isinstance(record, OF_STEPS) and newest is not None and newest not in stages[-1:]:
+        elif isinstance(record, StepRecord) and newest is not None and newest not in stages[-1:]:
             stages.append(newest)
     return tuple(stages) if stages or newest is None else (newest,)
 

@@ -70,14 +70,16 @@ def _facts_of(run: Run) -> dict[str, str]:
 
 
 def _facts(info: RunRecord) -> dict[str, str]:
-    data, facts = info.config.get("data"), {}
-    if data is not None:
+    """What a record says, and nothing of what it does not."""
+    data, facts = info.config.get("data", {}), {}
+    if "data_path" in data:
         is_apart = any(data.get(f"{part}_data_path") for part in ("train", "valid", "test"))
-        shards = data.get("train_data_path") or data.get("data_path") or ()
+        shards = data.get("train_data_path") or data["data_path"] or ()
         facts["training data"] = "mock data" if data.get("mock_data") else _blend_text(shards)
         facts["split"] = "none" if is_apart else _split_text(data.get("split") or DEFAULT_SPLIT)
         facts["validation data"] = _blend_text(data.get("valid_data_path") or ()) if is_apart else "of the split"
-        facts["sequence length"] = str(data.get("seq_length"))
+    if "seq_length" in data:
+        facts["sequence length"] = str(data["seq_length"])
     if (batch := _global_batch(info)) is not None:
         facts["global batch"] = str(batch)
     return facts

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from pathlib import PurePath
+from typing import Any, Union
 
 from megafp8.config.variants import NEUTRAL_SETTINGS
 from megafp8.reports.load import Run
@@ -16,6 +18,11 @@ WATCHING = (
     "training.exit_", "training.step_timeout_s", "training.checkpoint_timeout_s", "training.max_crashes",
     "training.manual_gc", "training.check_weight_hash_", "training.skip_train", "parallel.distributed_timeout_minutes",
     "data.mmap_bin_files",
+)  # fmt: skip
+# A run goes on where these lie in other folders, as on another machine. That samples are the same it checks by itself.
+PATHS = (
+    "data.data_path", "data.train_data_path", "data.valid_data_path", "data.test_data_path", "data.tokenizer_model",
+    "data.vocab_file", "data.merge_file",
 )  # fmt: skip
 
 
@@ -43,25 +50,48 @@ def flatten(config: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in flat.items() if not name.startswith((*NEUTRAL_SETTINGS, *WATCHING))}
 
 
+def without_folders(paths: Union[None, str, Sequence[str]]) -> list[str]:
+    """The last parts of a path, or of shards and their weights."""
+    return [PurePath(path).name for path in ([paths] if isinstance(paths, str) else paths or ())]
+
+
 def seed_of(run: Run) -> int:
     """The seed of initialization, data order and dropout."""
     return flatten(run.info.config).get(SEED, 0)
 
 
+def changed_settings(old: RunRecord, new: RunRecord) -> dict[str, tuple[Any, Any]]:
+    """`differing_settings` of a run and of its resumption, which may have its files in other folders."""
+    found = differing_settings(old, new)
+    return {
+        name: both for name, both in found.items()
+        if name not in PATHS or without_folders(both[0]) != without_folders(both[1])
+    }  # fmt: skip
+
+
 def differing_settings(old: RunRecord, new: RunRecord) -> dict[str, tuple[Any, Any]]:
-    """(old, new) of the settings that decide what is learned and differ, by `section.setting`."""
+    """(old, new) of the settings that decide what is learned and differ, by `section.setting`. One that only one of the
+    records has is of another version of megafp8, and no difference."""
     before, after = flatten(old.config), flatten(new.config)
-    names = [name for name in (before | after) if before.get(name) != after.get(name)]
-    return {name: (before.get(name), after.get(name)) for name in names}
+    return {name: (before[name], after[name]) for name in before if name in after and before[name] != after[name]}
 
 
 def differences(old: RunRecord, new: RunRecord, *, with_seed: bool = True) -> list[str]:
     """In which settings and devices two records differ, as "section.setting: old -> new"."""
-    found = differing_settings(old, new)
-    texts = [f"{name}: {before} -> {after}" for name, (before, after) in found.items() if with_seed or name != SEED]
+    texts = texts_of(differing_settings(old, new), with_seed)
+    return texts + device_texts(old, new)
+
+
+def texts_of(settings: dict[str, tuple[Any, Any]], with_seed: bool = True) -> list[str]:
+    """As "section.setting: old -> new"."""
+    return [f"{name}: {before} -> {after}" for name, (before, after) in settings.items() if with_seed or name != SEED]
+
+
+def device_texts(old: RunRecord, new: RunRecord) -> list[str]:
+    """As "devices: 1 x cpu -> 2 x cpu", where they differ."""
     if old.device_name != new.device_name or old.world_size != new.world_size:
-        texts.append(f"devices: {old.world_size} x {old.device_name} -> {new.world_size} x {new.device_name}")
-    return texts
+        return [f"devices: {old.world_size} x {old.device_name} -> {new.world_size} x {new.device_name}"]
+    return []
 
 
 def stages_of(run: Run) -> list[Stage]:
@@ -70,7 +100,7 @@ def stages_of(run: Run) -> list[Stage]:
     for info in run.stages[1:]:
         before = stages[-1].info
         arithmetic = [f"{before.recipe} -> {info.recipe}"] if info.recipe != before.recipe else []
-        if changes := (*arithmetic, *differences(before, info)):
+        if changes := (*arithmetic, *texts_of(changed_settings(before, info)), *device_texts(before, info)):
             stages.append(Stage(first_step=(info.resumed_from_step or 0) + 1, info=info, changes=changes))
     return stages
 
@@ -82,7 +112,7 @@ def recipe_of(run: Run) -> str:
     for before, now in zip(stages, stages[1:], strict=False):
         if now.info.recipe != before.info.recipe:
             text += f", then from step {now.first_step} {now.info.recipe}"
-        elif differing_settings(before.info, now.info):
+        elif changed_settings(before.info, now.info):
             text += f", from step {now.first_step} with other settings"
     return text
 

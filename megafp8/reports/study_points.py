@@ -18,7 +18,7 @@ from megafp8.errors import DataError
 from megafp8.launch.run_state import judge
 from megafp8.reports.compare import WARMUP_STEPS, median_after_warmup
 from megafp8.reports.load import Run, load_run
-from megafp8.reports.settings import recipe_of, seed_of, settings_key
+from megafp8.reports.settings import recipe_of, seed_of, seedless, settings_key
 
 STUDY_FILE = "study.json"
 POINTS_FILE = "points.json"
@@ -140,8 +140,10 @@ def point_of(run: Run, choice: Mapping[str, str]) -> Point:
 
 
 def settings_of(run: Run) -> str:
-    """A hash of what decides a run, but for its seed."""
-    return hashlib.sha256(json.dumps(settings_key(run), sort_keys=True).encode()).hexdigest()[:8]
+    """A hash of what decides a run, but for its seed; of one that changed on the way, of all that it had."""
+    stages = settings_key(run)
+    settings = stages if len(stages) > 1 else seedless(run.info)
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def read_points(path: Path) -> StudyPoints:

@@ -104,8 +104,9 @@ def data_notes(comparison: Comparison) -> list[str]:
 
 
 def control_note(comparison: Comparison) -> str:
-    """What the control says about noise; empty without one of the baseline's data."""
-    row = next((row for row in comparison.drawn if row.verdict == CONTROL and not row.other_data), None)
+    """What the control says about noise; empty without one of the baseline's data that was validated."""
+    controls = (row for row in comparison.drawn if row.verdict == CONTROL and not row.other_data)
+    row = next((row for row in controls if row.gaps_fraction), None)
     if row is None:
         return ""
     reach = max(map(abs, row.gaps_fraction))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megafp8.config import micro_batch, rules
 from megafp8.config.flags import Invocation
+from megafp8.config.schema import RunConfig
 from megafp8.device import capability, mcore_cpu
 from megafp8.device.capability import Target
 from megafp8.device.platform import compute_deterministically, order_kernels, world_size
@@ -69,6 +70,11 @@ def check(invocation: Invocation, problems: list[str]) -> Checked:
         raise ConfigError(found)
     mcore_cpu.install()
     return Checked(invocation, target, implementation, ranks, tuple(notices))
+
+
+def machine_problems(config: RunConfig) -> list[str]:
+    """What of a configuration this machine cannot do."""
+    return capability.problems(config, capability.detect_target())
 
 
 def without_echoes(found: list[str], problems: list[str]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
+from collections.abc import Collection
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Optional
@@ -71,7 +72,7 @@ def train(run: Run, told: Optional[dict[str, str]] = None) -> Progress:
         if not run.config.training.skip_train:
             first_step = progress.step + 1
             progress = train_steps(run, sinks, progress, total_steps, folder, started)
-            if run.probe is not None and progress.step >= first_step:
+            if run.probe is not None and run.place.rank == 0 and progress.step >= first_step:
                 sinks.write(run.probe.health.summary(first_step, progress.step))
         evaluate_at_end(run, sinks, progress, total_steps)
     return progress
@@ -191,7 +192,7 @@ def compare_replicas(run: Run, sinks: Sinks, step: int) -> None:
 
 
 def recorded_step(
-    run: Run, sinks: Sinks, rates: Rates, batches: Batches, progress: Progress, ends: tuple[int, int]
+    run: Run, sinks: Sinks, rates: Rates, batches: Batches, progress: Progress, ends: Collection[int] = ()
 ) -> Progress:
     """Train on one global batch and write the record of it; how far the run is then.
 
@@ -214,7 +215,7 @@ def recorded_step(
     return progress
 
 
-def with_details(run: Run, record: StepRecord, ends: tuple[int, int]) -> StepRecord:
+def with_details(run: Run, record: StepRecord, ends: Collection[int]) -> StepRecord:
     """Add what costs time to find out, at the steps that are shown: memory and the weights' norm. All ranks call it."""
     logging = run.config.logging
     if record.step % logging.log_interval and record.step not in ends:

@@ -137,7 +137,12 @@ def known_choice(config: RunConfig, platform: Platform, implementation: str) -> 
     choice = read_choice(paths[0])
     was = {"world_size": choice.world_size, "layers": choice.implementation} | choice.settings
     now = {"world_size": world_size(), "layers": implementation} | settings_that_matter(config)
-    changed = [f"{name} {was.get(name)} -> {value}" for name, value in now.items() if was.get(name) != value]
+    defaults = settings_that_matter(RunConfig())  # of a setting that was not recorded when the size was found
+    changed = [
+        f"{name} {was.get(name, defaults.get(name))} -> {value}"
+        for name, value in now.items()
+        if was.get(name, defaults.get(name)) != value
+    ]
     if changed:
         return None, f"{paths[0]} is of another run ({'; '.join(changed)}): sizes are tried anew"
     asked = config.training.micro_batch_size_memory_limit

@@ -31,6 +31,7 @@ from megafp8.optim.updates import before_reduction, norms, reduced_gradient, sig
 from megafp8.telemetry.health import HealthWatch
 from megafp8.telemetry.records import QuantizationRecord, Record
 from megafp8.telemetry.tensor_sums import TensorTable
+from megafp8.training.check import machine_problems
 
 
 class Probe:
@@ -50,7 +51,7 @@ class Probe:
         self.plan = plan_observation(config)
         self.linears = find_linears(unwrap_model(trainee.chunks), self.plan.recipes)
         warmup_steps = derived.lr_warmup_samples(config, world_size) / self.global_batch_size
-        self.health = HealthWatch(config, world_size, warmup_steps)
+        self.health = HealthWatch(config, world_size, warmup_steps, machine_problems)
         self.look: Optional[Look] = None
 
     @contextmanager

@@ -17,6 +17,7 @@ from megafp8.errors import NumericsError
 from megafp8.optim.loss_scale import current_loss_scale, describe_overflow
 from megafp8.telemetry.health.advice import Case, advice, of_bad_numbers
 from megafp8.training.assemble import Run
+from megafp8.training.check import machine_problems
 
 
 @dataclass(frozen=True)
@@ -75,10 +76,12 @@ def check_may_skip(run: Run, progress: Progress, finding: Finding) -> None:
     limit = ""
     if is_skippable and num_before:
         limit = f", after {num_before} left out in a row (--max-skipped-steps {training.max_skipped_steps})"
-    tried = advice(Case(run.config, run.place.world_size), of_bad_numbers)
+    case = Case(run.config, run.place.world_size, of_machine=machine_problems)
     raise NumericsError(
         f"step {progress.step + 1}: {finding.text}\nthe weights were not updated{limit}\n"
-        f"mend: resume from the last checkpoint with other data, or try one of: {tried}"
+        "mend: resume from the last checkpoint with other data (--override-sample-order), or try one of: "
+        f"{advice(case, of_bad_numbers)}; another schedule goes with --override-opt_param-scheduler, other number "
+        "formats with --override-precision"
     )
 
 

@@ -254,6 +254,18 @@ def test_a_choice_follows_from_the_linears_that_are_looked_at() -> None:
     assert changed == {"logging.fp8_log_layers"}
 
 
+def test_a_choice_of_an_earlier_version_is_known(tmp_path: Path) -> None:
+    """A setting that it did not record had its default."""
+    run_ranks(1, choose, auto_config(f"--save {tmp_path}"))
+    path = tmp_path / CHOICE_FILE
+    content = json.loads(path.read_text())
+    del content["settings"]["logging.fp8_log_layers"]
+    path.write_text(json.dumps(content))
+    assert not run_ranks(1, choose, auto_config(f"--save {tmp_path}"))[0][2]
+    looks = f"--save {tmp_path} {FP8} --bf16 --fp8-log-interval 2 --fp8-log-layers layers.0.*"
+    assert run_ranks(1, choose, auto_config(looks))[0][2]
+
+
 def test_a_choice_beyond_another_limit_is_made_again(tmp_path: Path) -> None:
     run_ranks(1, choose, auto_config(f"--save {tmp_path} --micro-batch-size-memory-limit 2"))
     told, asked = run_ranks(1, choose, auto_config(f"--save {tmp_path} --micro-batch-size-memory-limit 3"))[0][1:]

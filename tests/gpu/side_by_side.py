@@ -1,11 +1,9 @@
 """Many small runs of `pretrain_gpt.py` at once, their ranks forked from one process that has imported everything.
 
-    python tests/gpu/side_by_side.py FOLDER NUM_GPUS
-
-FOLDER/launches.json says what to start; how each ended goes to FOLDER/ends.json. The ranks of a run have GPUs of their
-own among themselves, and meet at an address as torchrun's do, so that they speak NCCL; several runs share a GPU, since
-most of their time goes into starting. Without GPUs they are CPU ranks. It is a program because whoever forks ranks for
-GPUs must not have touched one, as a test process has.
+`run_all` starts it with FOLDER and NUM_GPUS. FOLDER/launches.json says what to start; how each ended goes to
+FOLDER/ends.json. The ranks of a run have GPUs of their own among themselves, and meet at an address as torchrun's do,
+so that they speak NCCL; several runs share a GPU, since most of their time goes into starting. Without GPUs they are
+CPU ranks. It is a program because whoever forks ranks for GPUs must not have touched one, as a test process has.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """What to try against a finding: words that go behind the run's own command line, which takes them.
 
 What helps depends on the run. `--fp8-recipe tensorwise` is no advice for a tensorwise run, and an FP4 run refuses it.
-So each remedy is tried on the run's settings, and those that its rules refuse, or that change nothing, are left out.
+So each remedy is tried on the run's settings, and those that its rules or its machine refuse, or that change nothing,
+are left out. A run that resumes takes another schedule or other number formats with an --override flag beside them, and
+another model not at all.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ LONGER_WARMUP = 2
 FIRST_WARMUP_DIVISOR = 20  # of the run's length, where it has no warm-up
 LOOK_INTERVAL = 100  # where nobody looks; a step that is stopped is looked at in any case
 MAP_ENTRIES = "precision.precision_map"
+
+
+Problems = Callable[[RunConfig], list[str]]
 
 
 class Remedy(NamedTuple):
@@ -45,11 +50,13 @@ class Case:
 
     Attributes:
         linear: `layers.3.linear_fc1`; None where it is not known.
+        of_machine: what of a configuration the run's machine cannot do; default nothing.
     """
 
     config: RunConfig
     world_size: int
     linear: Optional[str] = None
+    of_machine: Problems = lambda config: []
 
     @property
     def choice(self) -> LinearChoice:
@@ -71,9 +78,11 @@ class Case:
         if MAP_ENTRIES in values:
             values[MAP_ENTRIES] = (*self.config.precision.precision_map, *values[MAP_ENTRIES])
         changed = with_values(self.config, values)
-        known = rules.setting_problems(self.config, self.world_size)
-        new = [each for each in rules.setting_problems(changed, self.world_size) if each not in known]
-        return changed != self.config and not problems and not new
+        known = self._problems(self.config)
+        return changed != self.config and not problems and all(each in known for each in self._problems(changed))
+
+    def _problems(self, config: RunConfig) -> list[str]:
+        return rules.setting_problems(config, self.world_size) + self.of_machine(config)
 
 
 Remedies = Callable[[Case], Iterator[Remedy]]

@@ -80,8 +80,9 @@ def find_not_finite(looks: Looks) -> Iterator[Finding]:
     if bad:
         first, order = (forward[0], "forward") if forward else (bad[-1], "backward")
         what = f"{tensors[first].num_non_finite} values are not finite"
-        others = f"; of {len(bad)} such operands of linears the first in the order of the {order} pass"
-        yield Finding(first, what + (others if len(bad) > 1 else ""))
+        count = len({name.removesuffix(".row").removesuffix(".col") for name in bad})
+        others = f"; of {count} such operands of linears the first in the order of the {order} pass"
+        yield Finding(first, what + (others if count > 1 else ""))
 
 
 def find_saturated(looks: Looks) -> Iterator[Finding]:

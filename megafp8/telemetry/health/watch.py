@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from megafp8.config.fp8_schedule import is_quantized_at
 from megafp8.config.schema import RunConfig
-from megafp8.telemetry.health.advice import Case, advice
+from megafp8.telemetry.health.advice import Case, Problems, advice
 from megafp8.telemetry.health.rules import AFTER_WARMUP, GROWING, RULES, Finding, operands
 from megafp8.telemetry.records import EventRecord, QuantizationRecord
 
@@ -22,11 +22,16 @@ class HealthWatch:
 
     Args:
         config, world_size: of the run.
+        of_machine: see `advice.Case`.
         warmup_steps: of the learning rate; some rules wait for its end.
     """
 
-    def __init__(self, config: RunConfig, world_size: int = 1, warmup_steps: float = 0):
+    def __init__(
+        self, config: RunConfig, world_size: int = 1, warmup_steps: float = 0,
+        of_machine: Problems = lambda config: [],
+    ):  # fmt: skip
         self.config, self.world_size, self.warmup_steps = config, world_size, warmup_steps
+        self.of_machine = of_machine
         self.looks: deque[QuantizationRecord] = deque(maxlen=GROWING)
         self.num_looks = 0
         self.first_seen: dict[str, dict[str, int]] = {rule.name: {} for rule in RULES}
@@ -42,7 +47,8 @@ class HealthWatch:
             new = [finding for finding in (rule.find(looks) if looks else ()) if finding.tensor not in seen]
             seen.update((finding.tensor, record.step) for finding in new)
             if new:
-                tried = advice(Case(self.config, self.world_size, linear_of(new[0].tensor)), rule.remedies)
+                case = Case(self.config, self.world_size, linear_of(new[0].tensor), self.of_machine)
+                tried = advice(case, rule.remedies)
                 detail = f"{rule.name}: {listed(new)}" + (f"; try: {tried}" if tried else "")
                 events.append(EventRecord(step=record.step, name=EVENT, detail=detail))
         return events
@@ -54,7 +60,7 @@ class HealthWatch:
             first_step, last_step: the steps that were made.
         """
         if not self.num_looks:
-            why = self.why_nothing(first_step, last_step)
+            why = self.why_no_look(first_step, last_step)
             return EventRecord(step=last_step, name=EVENT, detail=f"no look at quantization: {why}")
         parts = [
             f"{rule} ({len(seen)} tensors, first at step {min(seen.values())})"
@@ -66,7 +72,7 @@ class HealthWatch:
         detail = f"{looks}, {tensors}: {'; '.join(parts) or 'nothing to report'}"
         return EventRecord(step=last_step, name=EVENT, detail=detail)
 
-    def why_nothing(self, first_step: int, last_step: int) -> str:
+    def why_no_look(self, first_step: int, last_step: int) -> str:
         """Why no step was looked at."""
         interval, precision = self.config.logging.fp8_log_interval, self.config.precision
         assert interval is not None

@@ -51,6 +51,13 @@ def test_a_mode_begins_with_its_environment() -> None:
     assert mode_text(task).split()[:3] == ["delayed", "--recompute-granularity", "selective"]
 
 
+def test_a_mode_without_a_recipe_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert Task("DP 2", "A=1 A=2 bf16 --seed 3").recipe == "bf16"
+    with pytest.raises(SystemExit):
+        gpu_layouts.parse(["--modes", "bf16", "NCCL_MAX_CTAS=8"])
+    assert "'NCCL_MAX_CTAS=8' names no recipe" in capsys.readouterr().err
+
+
 def row(label: str, recipe: str, step_ms: float, peak_gib: float = 1.0, flags: str = "") -> Row:
     layout = label.removesuffix(" FP8 weights")
     flags = flags or (gpu_layouts.W if label != layout else "")

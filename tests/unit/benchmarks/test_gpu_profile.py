@@ -26,6 +26,8 @@ from benchmarks.gpu_profile import Kernel, Profile, group_of  # noqa: E402
         ("void transformer_engine::cast_transpose_fused_kernel_notaligned<...>", "quantize"),
         ("void transformer_engine::multi_tensor_adam::adam_kernel", "optimizer"),
         ("adam_kernel", "optimizer"),
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
+        ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
         ("quantize_blocks_kernel", "quantize"),
         ("cast_kernel", "quantize"),
         ("decode_tensor_kernel", "quantize"),
@@ -48,7 +50,8 @@ def test_overlapping_kernels_are_busy_once() -> None:
 
 
 def test_communication_beside_other_kernels_is_not_exposed() -> None:
-    kernels = [Kernel("gemm", 0.0, 1000.0), Kernel("ncclDevKernel", 500.0, 1000.0), Kernel("gemm", 2000.0, 500.0)]
+    reduce = "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL"
+    kernels = [Kernel("gemm", 0.0, 1000.0), Kernel(reduce, 500.0, 1000.0), Kernel("gemm", 2000.0, 500.0)]
     assert Profile(kernels, steps=1).exposed_ms() == 0.5
     assert Profile(kernels[:1], steps=1).exposed_ms() == 0
     assert Profile(kernels[1:2], steps=1).exposed_ms() == 1

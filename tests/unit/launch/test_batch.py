@@ -102,7 +102,7 @@ def test_a_signal_before_a_run_began_is_no_failure(tmp_path: Path) -> None:
     ]
     outcomes = run(2, runs)
     assert outcomes["ended"].is_stopped and not outcomes["crashed"].is_stopped
-    assert outcomes["crashed"].reason == "its command ended with SIGKILL before the run began"
+    assert outcomes["crashed"].reason == "its command ended with signal 9 before the run began"
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

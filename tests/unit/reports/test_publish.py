@@ -91,6 +91,14 @@ def test_a_baseline_that_is_not_done_is_none(folders) -> None:
         publish_comparison(folders)
 
 
+def test_a_look_at_a_control_that_was_not_validated_yet(tmp_path, write_run) -> None:
+    runs = [write_run(f"{name}/seed1", [4.0, 3.2]) for name in ("bf16", "bf16-control")]
+    for folder in runs:
+        set_state(folder, state="running", step=2)
+    comparison, _ = publish_comparison(runs, include_unfinished=True, output_folder=tmp_path / "out")
+    assert [row.gaps_fraction for row in comparison.recipes] == [(), ()]
+
+
 def test_a_look_at_runs_that_were_not_validated_yet(folders, tmp_path, write_run) -> None:
     training = write_run("fp4", [4.0, 3.2], step_fields={"memory_peak_bytes": 2**20})
     beginning, unwritten = write_run("mxfp8"), tmp_path / "nvfp4"

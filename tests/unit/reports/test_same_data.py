@@ -99,3 +99,11 @@ def test_pairs_of_other_seeds_have_another_order(write_run) -> None:
     ]
     row = compare_runs(load_runs(folders)).recipes[1]
     assert (row.verdict, row.other_data) == ("not decided", ("seed",))
+
+
+def test_what_records_do_not_say_is_no_difference(write_run) -> None:
+    configs = {"bf16": {"data": {}}, "fp8": {"data": {"data_path": ["x"], "seq_length": 64}}}
+    folders = [
+        write_run(name, [4.0], validations={1: 2.0}, recipe=name, config=config) for name, config in configs.items()
+    ]
+    assert compare_runs(load_runs(folders)).recipes[1].other_data == ()

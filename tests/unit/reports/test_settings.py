@@ -51,6 +51,25 @@ def test_any_setting_that_changed_on_the_way_is_told(write_resumed, name: str) -
     assert stages_of(run)[1].changes == (f"{name}: x -> y",)
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"training": {"seed": 1}}, {"training": {"seed": 1, "of_a_later_version": False}}),
+        ({"data": {"data_path": ["1", "/a/x"]}}, {"data": {"data_path": ["1", "/b/x"]}}),
+        ({"data": {"tokenizer_model": "/a/t.model"}}, {"data": {"tokenizer_model": "/b/t.model"}}),
+    ],
+)
+def test_another_version_or_machine_is_no_change(write_resumed, before, after) -> None:
+    run = load_run(write_resumed("a", before, after))
+    assert recipe_of(run) == "bf16" and len(stages_of(run)) == 1
+
+
+def test_an_evaluation_after_the_last_step_is_no_change(write_run) -> None:
+    write_run("a", [4.0, 3.5], recipe="bf16", validations={2: 3.0})
+    folder = write_run("a", [], first_step=3, resumed_from_step=2, validations={2: 2.9}, recipe="fp8 hybrid")
+    assert recipe_of(load_run(folder)) == "bf16"
+
+
 def test_what_decides_nothing_is_no_change(write_resumed) -> None:
     before = {
         "training": {"seed": 1, "exit_interval": 7, "num_threads": 1, "step_timeout_s": None},

@@ -126,7 +126,7 @@ def test_a_run_that_its_flags_stopped_has_not_failed(study_of) -> None:
         (None, RunFolderInUse.exit_status, 0, "running    a, started by someone else"),
         ("died", 1, 1, "died       a: died at step 0"),
         (None, 1, 1, "failed     a: its command ended with status 1"),
-        (None, -signal.SIGTERM, INTERNAL, "preempted  a: its command ended with SIGTERM"),
+        (None, -signal.SIGTERM, INTERNAL, "preempted  a: its command ended with signal 15"),
     ],
     ids=["torchrun's 1 and a run that goes on", "folder in use", "died", "never began", "stopped before it began"],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Optional
 
 import pytest
@@ -9,10 +10,12 @@ from test_health import TINY
 
 from megafp8.config import flags, rules
 from megafp8.config.precision_map import resolve
+from megafp8.device import capability
 from megafp8.telemetry.health.advice import (
     Case,
     advice,
     of_bad_numbers,
+    of_noise,
     of_outliers,
     of_saturation,
     of_underflow,
@@ -91,3 +94,18 @@ def test_looks_are_advised_where_nobody_looks() -> None:
     assert "--fp8-log-interval 100 --fp8-what-if tensorwise" in tried
     assert "--fp8-log-interval" not in advice(case_of("op-fuser", None), of_bad_numbers), "it shows no operands"
     assert "--fp8-log-interval" not in advice(case_of("bf16", None), of_bad_numbers)
+
+
+def test_what_the_machine_cannot_do_is_no_advice() -> None:
+    """Hopper has no MXFP8, and Transformer Engine's fused operations no recipes of their own."""
+    native = "--transformer-impl transformer_engine --no-emulation"
+    words = f"{TINY} --fp8-format hybrid --fp8-recipe tensorwise --disable-bias-linear {native}"
+    for flag, refused in (("", "mxfp8"), ("--use-transformer-engine-op-fuser", "linear_fc1=bf16")):
+        config = flags.parse(f"{words} {flag}".split()).config
+        anywhere = Case(config, 1, "layers.1.linear_fc1")
+        on_hopper = dataclasses.replace(
+            anywhere, of_machine=lambda changed: capability.problems(changed, capability.TARGETS["h100"])
+        )
+        for remedies in (of_underflow, of_noise, of_outliers, of_bad_numbers):
+            assert refused not in advice(on_hopper, remedies).replace("--fp8-what-if mxfp8", "")
+        assert any(refused in advice(anywhere, remedies) for remedies in (of_noise, of_bad_numbers))
