@@ -41,12 +41,19 @@ class RecordedGemm:
 def recorded_gemms() -> Iterator[dict[Gemm, RecordedGemm]]:
     """What a `Linear` or `LayerNormLinear` multiplies inside the block, the last time of each kind."""
     records: dict[Gemm, RecordedGemm] = {}
+    with gemms_through(functools.partial(_record, records)):
+        yield records
+
+
+@contextlib.contextmanager
+def gemms_through(function: Callable) -> Iterator[None]:
+    """Inside the block `Linear` and `LayerNormLinear` call `function(general_gemm, a, b, **options)` to multiply."""
     with contextlib.ExitStack() as stack:
         for name in ("linear", "layernorm_linear"):
             module = importlib.import_module(f"transformer_engine.pytorch.module.{name}")
-            recorder = functools.partial(_record, records, module.general_gemm)
-            stack.enter_context(patch.object(module, "general_gemm", recorder))
-        yield records
+            through = functools.partial(function, module.general_gemm)
+            stack.enter_context(patch.object(module, "general_gemm", through))
+        yield
 
 
 def _record(records: dict[Gemm, RecordedGemm], general_gemm: Callable, a: Any, b: Any, **options: Any) -> Any:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from te_gemms import PRODUCTS
+from te_gemms import PRODUCTS, gemms_through
 from te_storage import NEEDS_TRANSFORMER_ENGINE, as_stored, stored
 from torch import Tensor
 
@@ -34,10 +33,7 @@ MOVED_FRACTION = 0.02
 def multiplied() -> Iterator[dict[tuple[Operand, str], list[Tensor]]]:
     """The codes of all FP8 products inside the block, by operand and side."""
     found: dict[tuple[Operand, str], list[Tensor]] = {}
-    with pytest.MonkeyPatch.context() as patches:
-        for name in ("linear", "layernorm_linear"):
-            module = importlib.import_module(f"transformer_engine.pytorch.module.{name}")
-            patches.setattr(module, "general_gemm", functools.partial(record, found, module.general_gemm))
+    with gemms_through(functools.partial(record, found)):
         yield found
 
 
