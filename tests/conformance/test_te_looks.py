@@ -16,7 +16,6 @@ from torch import Tensor
 
 from megafp8.fp8.quantize import Quantized
 from megafp8.fp8.recipes import Gemm, Operand
-from megafp8.model.watched_linears import HookedLinear
 
 pytestmark = NEEDS_TRANSFORMER_ENGINE
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu"))
@@ -49,10 +48,12 @@ def record(found: dict, general_gemm: Callable, a: Any, b: Any, **options: Any) 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, Operand, Gemm], Quantized]:
     """What observers are given, by linear, operand and product."""
+    from megafp8.model.watched_linears import HookedLinear  # imports megatron-core, for which a CPU is made ready
+
     found: dict[tuple[str, Operand, Gemm], Quantized] = {}
     attach = HookedLinear.attach
 
-    def attach_both(self: HookedLinear, observer: Callable) -> None:
+    def attach_both(self: Any, observer: Callable) -> None:
         def keep_and_observe(operand: Operand, tensor: Tensor, codes: dict[Gemm, Quantized]) -> None:
             found.update({(self.name, operand, gemm): quantized for gemm, quantized in codes.items()})
             observer(operand, tensor, codes)
