@@ -1,19 +1,20 @@
 """Nothing that is not finite reaches the weights, and the message names where it came from.
 
-Before a bucket of gradients is reduced over the data-parallel ranks, its norm is taken: it is finite only if every
-element is, and small enough to be clipped. That is one read of the gradients per step and no wait; the results gather
-in one flag on the device. At the end of the backward pass one small all-reduce tells every rank the global loss and
-whether any rank saw a bad value, so all of them leave out the update together, or stop together before it. Only then is
-time spent on finding the tensor.
+A norm is finite only if every element is, and small enough to be clipped. Where the optimizer gives that of the reduced
+gradients, nothing else is read, and whose numbers were bad is told from what the reduction left (`own_gradients`). Else
+the norm of each bucket is taken before it is reduced over the data-parallel ranks: one read of the gradients per step
+and no wait; the results gather in one flag on the device. At the end of the backward pass one small all-reduce tells
+every rank the global loss and whether any rank saw a bad value, so all of them leave out the update together, or stop
+together before it. Only then is time spent on finding the tensor.
 
-(After the reduction a NaN of one rank is everybody's: looking at the gradient norm, as trainers do, cannot name a rank.
-With BF16 weights megatron-core does not look at all.)
+(After the reduction a NaN of one rank is everybody's: the gradient norm, which trainers look at, names no rank. With
+BF16 weights megatron-core does not look at all.)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional
 
@@ -22,7 +23,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megafp8 import faults
 from megafp8.optim.reduction import on_reduction
 
 WEIGHT, GRADIENT = "weight", "gradient"
@@ -50,7 +50,6 @@ class GradientWatch:
 
         def look() -> None:
             for bucket in group.buckets:
-                faults.poison("step.gradients", bucket.grad_data)
                 self.bad += ~is_finite(bucket.grad_data)
 
         on_reduction(group, look)
@@ -130,15 +129,21 @@ class BadTensor(NamedTuple):
     chunk: int
 
 
-def first_bad_tensor(chunks: list[Any]) -> Optional[BadTensor]:
+def first_bad_tensor(chunks: list[Any], bad_gradients: Optional[Set[tuple[int, str]]] = None) -> Optional[BadTensor]:
     """The first tensor of this rank that is not finite: of weights in the order of the forward pass, else of gradients
-    in that of the backward pass, where one spoils all that come after it."""
+    in that of the backward pass, where one spoils all that come after it.
+
+    Args:
+        bad_gradients: (chunk, name) of those that are not; looked for if None.
+    """
     parameters = list(in_forward_order(chunks))
-    for kind, ordered in ((WEIGHT, parameters), (GRADIENT, reversed(parameters))):
-        for index, name, parameter in ordered:
-            tensor = parameter if kind == WEIGHT else parameter.main_grad
-            if not bool(is_finite(tensor.detach())):
-                return BadTensor(kind, name, index)
+    for index, name, parameter in parameters:
+        if not bool(is_finite(parameter.detach())):
+            return BadTensor(WEIGHT, name, index)
+    for index, name, parameter in reversed(parameters):
+        is_known = bad_gradients is not None
+        if (index, name) in bad_gradients if is_known else not bool(is_finite(parameter.main_grad)):
+            return BadTensor(GRADIENT, name, index)
     return None
 
 
@@ -179,27 +184,37 @@ class Sight(NamedTuple):
     samples: str
 
 
-def bad_ranks(local_loss: Optional[Tensor], bad_gradients: Tensor, chunks: list[Any], samples: str) -> list[str]:
+def bad_ranks(
+    local_loss: Optional[Tensor],
+    is_norm_bad: bool,
+    chunks: list[Any],
+    samples: str,
+    bad_gradients: Optional[Set[tuple[int, str]]] = None,
+) -> list[str]:
     """What each rank saw that met a number that is not finite, a line each; the same on all ranks, which call it.
 
     Args:
+        is_norm_bad: a norm of gradients that this rank took is not finite.
         samples: what this rank read, in words.
+        bad_gradients: (chunk, name) of this rank's own that are not finite, where the norm was that of reduced ones.
     """
     is_loss_bad = local_loss is not None and not bool(torch.isfinite(local_loss).all())
     sight = None
-    if is_loss_bad or bool(bad_gradients > 0):
-        tensor = first_bad_tensor(chunks)
+    if is_loss_bad or is_norm_bad or bad_gradients:
+        tensor = first_bad_tensor(chunks, bad_gradients)
         sight = Sight(
             replica=parallel_state.get_data_parallel_rank(),
             place=(0 if tensor is None else tensor.chunk, parallel_state.get_pipeline_model_parallel_rank()),
             is_loss_bad=is_loss_bad,
             tensor=tensor,
-            otherwise=NO_TENSOR if bool(bad_gradients > 0) else ONLY_LOSS,
+            otherwise=NO_TENSOR if is_norm_bad else ONLY_LOSS,
             samples=samples,
         )
     gathered: list[Optional[Sight]] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, sight)
     sights = {rank: each for rank, each in enumerate(gathered) if each is not None}
+    # A rank whose only bad number is a norm may have it from another one's gradients.
+    sights = {rank: each for rank, each in sights.items() if each.tensor or each.is_loss_bad} or sights
     return [f"rank {rank}: {describe(each, sights, len(chunks))}" for rank, each in sights.items()]
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
+
+from megafp8 import faults
 
 
 def on_reduction(group: Any, action: Callable[[], None]) -> Callable[[], None]:
@@ -23,3 +26,16 @@ def on_reduction(group: Any, action: Callable[[], None]) -> Callable[[], None]:
 
     group.start_grad_sync = act_and_start
     return end
+
+
+def expose_to_faults(chunks: Sequence[Any]) -> None:
+    """Let planned faults change this rank's gradients before they are reduced."""
+    for chunk in chunks:
+        for group in chunk.bucket_groups:
+            on_reduction(group, partial(poison, group))
+
+
+def poison(group: Any) -> None:
+    """The place of a fault: each bucket of a group."""
+    for bucket in group.buckets:
+        faults.poison("step.gradients", bucket.grad_data)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Optional
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megafp8.checkpoint.folder import NON_PERSISTENT
@@ -29,6 +28,7 @@ from megafp8.optim import one_pass
 from megafp8.optim.finite import GradientWatch
 from megafp8.optim.first_gradient import FirstGradient
 from megafp8.optim.judged import JudgedOptimizer
+from megafp8.optim.reduction import expose_to_faults
 from megafp8.optim.schedule import build_schedule
 from megafp8.optim.spikes import SpikeDetector
 from megafp8.optim.traffic import ParameterTraffic, build_traffic
@@ -117,6 +117,8 @@ def assemble(config: RunConfig, platform: Platform, implementation: str, has_dat
     datasets = build_datasets(config, tokenizer, num_samples, on_progress=tell) if has_data else (None, None, None)
     transformer_config = build_transformer_config(config, implementation, platform.kind == "cuda")
     trainee = build_trainee(config, transformer_config, implementation, vocab_size, place.world_size, platform)
+    watch = build_watch(config, trainee, platform.device)
+    expose_to_faults(trainee.chunks)  # after the watch was set up, so that it sees what they do
     return Run(
         config=config,
         platform=platform,
@@ -131,7 +133,7 @@ def assemble(config: RunConfig, platform: Platform, implementation: str, has_dat
         first_gradient=build_first_gradient(config, trainee, implementation),
         spikes=build_spikes(config),
         delayed=build_delayed_memory(config, trainee, implementation),
-        watch=build_watch(config, trainee, platform.device),
+        watch=watch,
         traffic=build_traffic(config, trainee.chunks),
         probe=build_probe(config, trainee, place.world_size, platform.device),
         graph=build_graph(config, trainee, platform.device),
@@ -194,9 +196,8 @@ def build_graph(config: RunConfig, trainee: Trainee, device: torch.device) -> Op
 
 
 def build_watch(config: RunConfig, trainee: Trainee, device: torch.device) -> Optional[GradientWatch]:
-    """The watch over each rank's own gradients; None where their norm, which is taken anyway, tells as much."""
-    data_size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    is_known = isinstance(trainee.optimizer, one_pass.OnePassOptimizer) and data_size == 1
+    """The watch over each rank's own gradients; None where the norm, which is taken anyway, tells as much."""
+    is_known = isinstance(trainee.optimizer, one_pass.OnePassOptimizer)
     if is_known or not config.training.check_for_nan_in_loss_and_grad:
         return None
     return GradientWatch(trainee.chunks, device)

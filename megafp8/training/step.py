@@ -24,6 +24,7 @@ from megafp8.optim.finite import StepTotals, agree, bad_ranks
 from megafp8.optim.judged import JudgedOptimizer
 from megafp8.optim.loss_scale import can_fall, current_loss_scale
 from megafp8.optim.one_pass import OnePassOptimizer
+from megafp8.optim.own_gradients import own_bad_gradients
 from megafp8.optim.schedule import current_learning_rate
 from megafp8.parallel.gather import gather_in_next_pass
 from megafp8.training.assemble import Run, to_device_sum
@@ -204,14 +205,15 @@ def check_step(
         faults.poison("step.loss", mine[:1])
     bad = torch.zeros((), device=device) if run.watch is None else run.watch.bad
     if run.watch is None and squared_norm is not None:
-        bad = (~torch.isfinite(squared_norm)).float()
+        bad = (~run.trainee.optimizer.are_finite(squared_norm)).float()
     totals = agree(mine, bad, device, squared_norm, bool(run.guard.asked))
     run.guard.agree(totals.num_asked_ranks)
     if not totals.num_bad_ranks or not run.config.training.check_for_nan_in_loss_and_grad:
         return totals, None
     if math.isfinite(totals.loss_sum) and can_fall(run.trainee.optimizer):
         return totals, None  # the optimizer will find the overflow, leave out the update and lower the scale
-    ranks = bad_ranks(mine, bad, run.trainee.chunks, samples_of_rank(run, progress))
+    own = own_bad_gradients(run.trainee.chunks) if run.watch is None else None
+    ranks = bad_ranks(mine, bool(bad > 0), run.trainee.chunks, samples_of_rank(run, progress), own)
     return totals, not_finite(run, progress, ranks)
 
 

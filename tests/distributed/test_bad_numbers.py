@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megafp8.config.schema import RunConfig
 from megafp8.errors import NumericsError
+from megafp8.optim.one_pass import OnePassOptimizer
 from megafp8.training.assemble import Run
 
 BAD_STEP = 3
@@ -26,6 +27,33 @@ PIPELINE = "--pipeline-model-parallel-size 2 --micro-batch-size 2"
 VIRTUAL = f"{PIPELINE} --num-virtual-stages-per-pipeline-rank 2"
 
 Spoil = Callable[[Run], Run]
+
+
+class WithNorm(OnePassOptimizer):
+    """Gives the norm of reduced gradients as the one-pass optimizer does, whose kernels need a GPU."""
+
+    def __init__(self, run: Run):
+        super().__init__(run.trainee.optimizer, torch.device("cpu"))
+        self.groups = [group for chunk in run.trainee.chunks for group in chunk.bucket_groups]
+
+    def squared_norm(self) -> Tensor:
+        buckets = [(bucket, group) for group in self.groups for bucket in group.buckets]
+        shards = [
+            bucket.grad_data.chunk(group.intra_distributed_optimizer_instance_size)[
+                group.intra_distributed_optimizer_instance_rank
+            ]
+            for bucket, group in buckets
+        ]
+        return torch.stack([shard.float().square().sum().double() for shard in shards]).sum()
+
+    def are_finite(self, squared_norm: Tensor) -> Tensor:
+        return torch.isfinite(squared_norm)
+
+
+def judged_by_norm(run: Run, spoil: Spoil) -> Run:
+    """From now on nothing is looked at before the gradients are reduced."""
+    trainee = dataclasses.replace(run.trainee, optimizer=WithNorm(run))
+    return spoil(dataclasses.replace(run, trainee=trainee, watch=None))
 
 
 def spoil_gradient(run: Run, value: float) -> Run:
@@ -45,13 +73,23 @@ def spoil_loss(run: Run, value: float) -> Run:
     return dataclasses.replace(run, forward_step=forward_step)
 
 
-def stop(config: RunConfig, spoil: Spoil, bad_rank: int) -> tuple[str, bool]:
+def spoil_attention(run: Run, value: float) -> Run:
+    """From now on this rank's gradient at the output of attention in its first layer is multiplied by `value`."""
+    attention = unwrap_model(run.trainee.chunks)[0].decoder.layers[0].self_attention
+    attention.register_full_backward_pre_hook(lambda _, gradients: (gradients[0] * value, *gradients[1:]))
+    return run
+
+
+def unspoiled(run: Run) -> Run:
+    return run
+
+
+def stop(config: RunConfig, spoil: Spoil, bad_rank: int, others: Spoil = unspoiled) -> tuple[str, bool]:
     """The error's text on this rank, and whether its weights are as they were before the bad step."""
     run = build_run(config)
     train(run, BAD_STEP - 1)
     before = fingerprint(weights(run))
-    if dist.get_rank() == bad_rank:
-        run = spoil(run)
+    run = (spoil if dist.get_rank() == bad_rank else others)(run)
     with pytest.raises(NumericsError) as caught:
         train(run, 1, BAD_STEP)
     dist.barrier()  # nobody is left in a collective
@@ -83,6 +121,64 @@ def test_bad_gradient(world_size: int, flags: str) -> None:
     assert f"  rank {bad_rank}: first bad tensor: gradient of " in texts[0]
     assert "pre_mlp_layernorm.weight" in texts[0]
     assert "rank 0" not in texts[0] or world_size == 1, "only the rank that brought it up is named"
+
+
+def told_by_norm(flags: str, spoil: Spoil, bad_rank: int, world_size: int = 2, others: Spoil = unspoiled) -> str:
+    """What all ranks say of a bad step that only the norm of reduced gradients gives away."""
+    spoils = [partial(judged_by_norm, spoil=each) for each in (spoil, others)]
+    config = small_config("llama", f"{flags} {OVERLAP}", world_size)
+    texts, are_untouched = zip(*run_ranks(world_size, stop, config, spoils[0], bad_rank, spoils[1]), strict=True)
+    assert all(are_untouched)
+    assert len(set(texts)) == 1, "every rank says the same"
+    return texts[0]
+
+
+@pytest.mark.parametrize("bad_rank", [0, -1])
+@pytest.mark.parametrize(
+    ("world_size", "flags"),
+    [
+        pytest.param(1, PLAIN, id="one"),
+        pytest.param(2, PLAIN, id="dp2"),
+        pytest.param(2, "--bf16", id="dp2-bf16"),
+        pytest.param(2, f"{PLAIN} --context-parallel-size 2", id="cp2"),
+        pytest.param(4, f"{PLAIN} {PIPELINE}", id="dp2-pp2"),
+    ],
+)
+def test_bad_gradient_told_after_the_reduction(world_size: int, flags: str, bad_rank: int) -> None:
+    """Of a small tensor, which lies in one rank's shard, the bad rank's own or not."""
+    bad_rank %= world_size
+    text = told_by_norm(flags, partial(spoil_gradient, value=float("nan")), bad_rank, world_size)
+    assert f"  rank {bad_rank}: first bad tensor: gradient of " in text
+    assert "pre_mlp_layernorm.weight" in text
+    assert text.count("  rank ") == 1, "only the rank that brought it up is named"
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_the_first_of_many_is_told_after_the_reduction(bad_rank: int) -> None:
+    """One rank's gradients are bad from the output of attention downwards."""
+    text = told_by_norm(PLAIN, partial(spoil_attention, value=float("nan")), bad_rank)
+    assert f"  rank {bad_rank}: first bad tensor: gradient of decoder.layers.0.self_attention.linear_proj" in text
+    assert text.count("  rank ") == 1
+
+
+def test_two_bad_ranks_are_told_after_the_reduction() -> None:
+    spoil = partial(spoil_attention, value=float("nan"))
+    text = told_by_norm(PLAIN, spoil, 0, others=spoil)
+    assert all(f"  rank {rank}: first bad tensor: gradient of " in text for rank in (0, 1))
+
+
+def spoil_norm(run: Run) -> Run:
+    """From now on the norm of this rank's shards overflows, and none of their gradients' norms does."""
+    run.trainee.optimizer.squared_norm = lambda: torch.tensor(float("inf"), dtype=torch.float64)
+    return run
+
+
+def test_norms_that_overflow_are_told_after_the_reduction() -> None:
+    """Of one tensor, or of a whole shard only."""
+    text = told_by_norm(PLAIN, partial(spoil_gradient, value=1e25), 1)
+    assert "  rank 1: first bad tensor: gradient of " in text and "  rank 0" not in text
+    text = told_by_norm(PLAIN, spoil_norm, 1)
+    assert "  rank 1: first bad tensor: none by itself; " in text and "  rank 0" not in text
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

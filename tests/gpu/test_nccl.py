@@ -109,6 +109,10 @@ def launches(folder: Path) -> list[Launch]:
     return [
         *exact,
         Launch(name="killed", num_ranks=2, flags=EXACT, plan="kill:rank=1,step=3,at=step.before_update"),
+        *(
+            Launch(name=f"bad {rank}", num_ranks=2, flags=EXACT, plan=f"nan:rank={rank},step=3,at=step.gradients")
+            for rank in range(2)
+        ),
         Launch(name="stopped", num_ranks=2, flags=EXACT, plan="term:rank=1,step=3,at=step.begin"),
         *found,
     ]
@@ -203,6 +207,15 @@ def test_ranks_end_when_one_is_killed(runs: Runs) -> None:
     assert end.seconds_after_first < KILLED_SOON_S, end.output
     state = judge(run_folder(runs.folder, "killed"))
     assert state is not None and state.state == "failed" and "rank 1" in state.reason, state
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_rank_with_bad_gradients_is_named(runs: Runs, rank: int) -> None:
+    """Told from what NCCL left after reducing them. The bad numbers lie in the shards of rank 0."""
+    end = runs.ends[f"bad {rank}"]
+    assert end.statuses == (65, 65), end.output
+    assert f"  rank {rank}: first bad tensor: gradient of " in end.output
+    assert f"  rank {1 - rank}: " not in end.output, end.output
 
 
 def test_a_signal_to_one_rank_stops_and_saves_all(runs: Runs) -> None:

@@ -259,7 +259,7 @@ def test_a_validation_leaves_no_trace_in_delayed_scaling() -> None:
         state = te_layers.delayed_state(run.trainee.chunks[0])
         before, size = [tensor.clone() for tensor in state], run.global_batch_size
         with inference_mode(run):
-            batches = build_batches(run, SourceSamples(run.config.data.seq_length), 2 * size, size, num_workers=0)
+            batches = build_batches(run, SourceSamples(run.config.data.seq_length), 2 * size, 3 * size, num_workers=0)
             forward_backward(run, batches, run.num_microbatches, forward_only=True)
             entered = [tensor.clone() for tensor in state]
     assert not all(torch.equal(*pair) for pair in zip(entered, before, strict=True))
