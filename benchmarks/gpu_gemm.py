@@ -34,7 +34,7 @@ from benchmarks.gpu_train import SHAPES  # noqa: E402
 from megafp8.config import derived, flags, gemms  # noqa: E402
 from megafp8.errors import ConfigError  # noqa: E402
 from megafp8.planning import compute, plan  # noqa: E402
-from megafp8.planning.fp8_gain import cast_numbers, gradient_rows  # noqa: E402
+from megafp8.planning.fp8_gain import gradient_rows, linear_casts_s  # noqa: E402
 from megafp8.planning.hardware import GPUS, Gpu, find_gpu  # noqa: E402
 from megafp8.planning.planned_run import PlannedRun  # noqa: E402
 from megafp8.planning.products import GEMMS, OUTPUT_LAYER, Product, layer_products, output_products  # noqa: E402
@@ -189,7 +189,7 @@ def planned(model: Model, recipe: str, linear: gemms.GemmDimensions) -> float:
     """The planner's speed of a linear to BF16."""
     run, products = model.run, model.products(linear.name)
     bf16_s, fp8_s = (sum(compute.product_s(run, name, product) for product in products) for name in ("bf16", recipe))
-    return bf16_s / (fp8_s + compute.cast_s(run, recipe, cast_numbers(run, linear)))
+    return bf16_s / (fp8_s + linear_casts_s(run, recipe, linear))
 
 
 def rows_of(model: Model, times: Times, recipes: Iterable[str]) -> list[LinearRow]:

@@ -5,30 +5,36 @@ from __future__ import annotations
 import dataclasses
 import statistics
 
-from benchmarks.planner_measurements import FIT, GROUPS, MEASUREMENTS, Measurement
-from megafp8.config import derived
+from benchmarks.planner_measurements import COMMON, FIT, GROUPS, MEASUREMENTS, SHAPES, SMALL_LINEARS, Measurement
+from megafp8.config import derived, gemms
+from megafp8.fp8.recipes import Gemm, Operand
 from megafp8.planning import compute, step_time
 from megafp8.planning.calibration import Calibration
+from megafp8.planning.fp8_gain import linear_casts_s
 from megafp8.planning.planned_run import PlannedRun
+from megafp8.planning.products import layer_products
 
 DIGITS = 3
+ROUNDS = 8
 
 
 def fit() -> Calibration:
     """All constants, to three digits. Fractions of memory come first, since GEMMs may be bound by it."""
-    found = Calibration()
+    found = dataclasses.replace(Calibration(), gemm_start_s=0.0, cast_start_s=0.0)
     for constant, group in (("memory_fraction", "passes"), ("optimizer_fraction", "optimizer")):
         ratio = ratio_of(found, group, [key for key in GROUPS if group in GROUPS[key]])
         found = with_values(found, **{constant: getattr(found, constant) * ratio})
-    for constant, group, recipes in (
-        ("cast_fraction", "casts", ("delayed", "tensorwise")),
-        ("blockwise_cast_fraction", "casts", ("blockwise",)),
-        ("bf16_gemm_fraction", "linears", ("bf16",)),
-        ("fp8_gemm_fraction", "linears", ("delayed", "tensorwise")),
-        ("blockwise_gemm_fraction", "linears", ("blockwise",)),
-    ):
-        ratio = ratio_of(found, group, [key for key in GROUPS if key[1] in recipes])
-        found = with_values(found, **{constant: getattr(found, constant) * ratio})
+    for _ in range(ROUNDS):  # large tensors give fractions, small ones what is left beside them
+        for constant, group, recipes in (
+            ("cast_fraction", "casts", ("delayed", "tensorwise")),
+            ("blockwise_cast_fraction", "casts", ("blockwise",)),
+            ("bf16_gemm_fraction", "linears", ("bf16",)),
+            ("fp8_gemm_fraction", "linears", ("delayed", "tensorwise")),
+            ("blockwise_gemm_fraction", "linears", ("blockwise",)),
+        ):
+            ratio = ratio_of(found, group, [key for key in GROUPS if key[1] in recipes])
+            found = with_values(found, **{constant: getattr(found, constant) * ratio})
+        found = with_values(found, **start_constants(found))
     found = with_values(found, **attention_constants(found))
     found = with_values(found, **host_constants(), busy_fraction=busy_fraction())
     return with_values(found, nvlink_fraction=nvlink_fraction(found))
@@ -58,6 +64,31 @@ def compute_ms(calibration: Calibration, shape: str, recipe: str, group: str) ->
 def ratio_of(calibration: Calibration, group: str, keys: list[tuple[str, str]]) -> float:
     """Predicted to measured time of a group of kernels over several profiles."""
     return statistics.geometric_mean(compute_ms(calibration, *key, group) / GROUPS[key][group] for key in keys)
+
+
+def start_constants(calibration: Calibration) -> dict[str, float]:
+    """What small GEMMs and casts take beside their FLOPs and bytes, in the middle of all that were measured."""
+    predicted_us = small_linears_us(dataclasses.replace(calibration, gemm_start_s=0.0, cast_start_s=0.0))
+    of_gemms, of_casts = [], []
+    for (name, recipe), (gemms_us, casts_us) in SMALL_LINEARS.items():
+        predicted_gemms_us, predicted_casts_us = predicted_us[name, recipe]
+        of_gemms.append((gemms_us - predicted_gemms_us) / len(Gemm))
+        if recipe != "bf16":
+            of_casts.append((casts_us - predicted_casts_us) / len(Operand))
+    return {"gemm_start_s": 1e-6 * statistics.median(of_gemms), "cast_start_s": 1e-6 * statistics.median(of_casts)}
+
+
+def small_linears_us(calibration: Calibration) -> dict[tuple[str, str], tuple[float, float]]:
+    """What SMALL_LINEARS would be by the model."""
+    row = Measurement(name="C", flags=f"{COMMON} {SHAPES['C']} --vocab-size 50304", role=FIT)
+    run = row.run(calibration)
+    linears = {linear.name: linear for linear in gemms.gemm_dimensions(run.config)}
+    found = {}
+    for name, recipe in SMALL_LINEARS:
+        products = [product for product in layer_products(run) if product.linear == name]
+        gemms_s = sum(compute.product_s(run, recipe, product) for product in products)
+        found[name, recipe] = 1e6 * gemms_s, 1e6 * linear_casts_s(run, recipe, linears[name])
+    return found
 
 
 def attention_constants(calibration: Calibration) -> dict[str, float]:

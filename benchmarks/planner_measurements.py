@@ -32,6 +32,8 @@ COMMON = (
 SHAPES = {
     "A": "--model-preset llama-1b --seq-length 2048 --micro-batch-size 8",
     "B": "--model-preset llama3-8b --num-layers 8 --vocab-size 50304 --seq-length 4096 --micro-batch-size 2",
+    "C": "--model-preset llama-1b --hidden-size 1024 --ffn-hidden-size 2816 --seq-length 2048 --micro-batch-size 1 "
+    "--global-batch-size 1",
     "small": "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
     "--ffn-hidden-size 704 --seq-length 256 --position-embedding-type rope --normalization RMSNorm --swiglu "
     "--disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
@@ -275,3 +277,16 @@ GROUPS: dict[tuple[str, str], dict[str, float]] = {
 """Milliseconds of a profiled step of `mcore`, by group of kernels. Optimizer: Adam, clipping, norm, the copy to BF16
 and zeroing. Passes: rotary embedding, norms, activation, loss, residual additions, other copies, embedding.
 Of blockwise only what differs from the others is used."""
+
+SMALL_LINEARS: dict[tuple[str, str], tuple[float, float]] = {
+    ("linear_qkv", "bf16"): (68, 0), ("linear_qkv", "tensorwise"): (49, 50.3),
+    ("linear_qkv", "delayed"): (49, 35.5), ("linear_qkv", "blockwise"): (57, 35.5),
+    ("linear_proj", "bf16"): (35, 0), ("linear_proj", "tensorwise"): (30, 41.2),
+    ("linear_proj", "delayed"): (31, 26.0), ("linear_proj", "blockwise"): (33, 25.9),
+    ("linear_fc1", "bf16"): (109, 0), ("linear_fc1", "tensorwise"): (72, 65.8),
+    ("linear_fc1", "delayed"): (72, 46.2), ("linear_fc1", "blockwise"): (88, 46.6),
+    ("linear_fc2", "bf16"): (66, 0), ("linear_fc2", "tensorwise"): (49, 49.7),
+    ("linear_fc2", "delayed"): (50, 35.4), ("linear_fc2", "blockwise"): (62, 34.9),
+}  # fmt: skip
+"""Microseconds of a linear's three GEMMs, and of Transformer Engine's casts for them, alone (`gpu_gemm.py --shapes C`,
+one H200, 2026-11-23). Shape C: layers of llama-1b with 1024 channels, 2816 in the MLP, and 2048 tokens."""

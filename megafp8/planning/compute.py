@@ -1,10 +1,12 @@
 """Time of one microbatch in one transformer layer on one GPU, part by part, from the sizes of what it computes.
 
-    linears    each GEMM: FLOPs / (peak x fraction x w / (w + 1/2)), or its bytes at the memory's speed if that takes
-               longer. w: waves of 128 x 128 tiles over the multiprocessors; half of one idles at the end on average
+    linears    each GEMM: its start, and FLOPs / (peak x fraction x w / (w + 1/2)), or its bytes at the memory's speed
+               if that takes longer. w: waves of 128 x 128 tiles over the multiprocessors; half of one idles at the end
+               on average
     attention  causal FLOPs / (peak x fraction x s / (s + s_half)), a part 2/7 of it forward (2 GEMMs of 7)
     passes     bytes that norms, residual additions, activation, rotary embedding move / (memory bandwidth x fraction)
-    casts      bytes of quantizing inputs (forward) and output gradients (backward), each to codes and transposed codes
+    casts      of inputs (forward) and output gradients (backward), each to codes and transposed codes: their start, and
+               their bytes
 
 The fractions are measured (`calibration.py`). Bytes are counted as the kernels of megatron-core 0.16 with Transformer
 Engine 2.20 read and write them, fusions included; dropout and biases are not counted.
@@ -23,7 +25,7 @@ from megafp8.planning.recipe_shares import output_recipes
 TILE = 128
 BF16_BYTES = 2
 # A read to find the largest value, a read to quantize, codes and transposed codes; NVFP4 reads once more to transform.
-CAST_BYTES = {"bf16": 0, "tensorwise": 6, "delayed": 4, "blockwise": 4, "mxfp8": 4, "nvfp4": 7}
+CAST_BYTES = {"tensorwise": 6, "delayed": 4, "blockwise": 4, "mxfp8": 4, "nvfp4": 7}
 CODE_BYTES = {"bf16": 2, "tensorwise": 1, "delayed": 1, "blockwise": 1, "mxfp8": 1, "nvfp4": 0.5}
 ATTENTION_FORWARD_SHARE = 2 / 7
 
@@ -64,7 +66,7 @@ def gemm_s(run: PlannedRun, recipe: str, rows: int, columns: int, summed: int) -
     waves = (rows / TILE) * (columns / TILE) / run.gpu.num_sms
     rate = gemm_flops(run, recipe) * waves / (waves + 0.5)
     operand_bytes = CODE_BYTES[recipe] * summed * (rows + columns) + BF16_BYTES * rows * columns
-    return max(2.0 * rows * columns * summed / rate, run.memory_s(operand_bytes))
+    return run.calibration.gemm_start_s + max(2.0 * rows * columns * summed / rate, run.memory_s(operand_bytes))
 
 
 def product_s(run: PlannedRun, recipe: str, product: Product) -> float:
@@ -103,7 +105,7 @@ def forward_pass(run: PlannedRun, recipe: str) -> Pass:
         rotary=run.memory_s(BF16_BYTES * 2 * heads),
         # In one kernel with the cast behind it, its result is neither written nor read.
         activation=run.memory_s(BF16_BYTES * ffn * (gate_and_up + 1 - 2 * is_fused)),
-        casts=cast_s(run, recipe, sum(linear.rows * linear.in_features for linear in linears)),
+        casts=cast_s(run, recipe, sum(linear.rows * linear.in_features for linear in linears), len(linears)),
     )
 
 
@@ -125,15 +127,17 @@ def backward_pass(run: PlannedRun, recipe: str) -> Pass:
         norms=run.memory_s(BF16_BYTES * stream * (2 * 3 + 2 * 3 - 2 * run.config.precision.residual_norm_fusion)),
         rotary=run.memory_s(BF16_BYTES * rotary_passes * heads),
         activation=run.memory_s(BF16_BYTES * ffn * (1 + 2 * gate_and_up - 2 * gate_and_up * is_fused)),
-        casts=cast_s(run, recipe, _gradient_numbers(run, linears)),
+        casts=cast_s(run, recipe, _gradient_numbers(run, linears), len(linears)),
     )
 
 
-def cast_s(run: PlannedRun, recipe: str, numbers: float) -> float:
-    """Seconds of quantizing so many numbers, to codes and transposed codes."""
+def cast_s(run: PlannedRun, recipe: str, numbers: float, tensors: float) -> float:
+    """Seconds of quantizing so many numbers in so many tensors, to codes and transposed codes."""
+    if recipe == "bf16":
+        return 0.0
     calibration = run.calibration
     fraction = calibration.blockwise_cast_fraction if recipe == "blockwise" else calibration.cast_fraction
-    return CAST_BYTES[recipe] * numbers / (run.gpu.hbm_bytes_per_s * fraction)
+    return tensors * calibration.cast_start_s + CAST_BYTES[recipe] * numbers / (run.gpu.hbm_bytes_per_s * fraction)
 
 
 def recomputed(run: PlannedRun, forward: Pass) -> float:
@@ -181,8 +185,8 @@ def output_casts_s(run: PlannedRun) -> tuple[float, float]:
     recipes = output_recipes(run.config)
     gradients = run.tokens * run.padded_vocab // run.tensor
     # Each of the two GEMMs that read the gradient has its own orientation of it, counted as half a cast to both.
-    backward_s = sum(cast_s(run, recipes[gemm], gradients / 2) for gemm in ("dgrad", "wgrad"))
-    return cast_s(run, recipes["fprop"], run.sharded_tokens * run.hidden_size), backward_s
+    backward_s = sum(cast_s(run, recipes[gemm], gradients / 2, 1 / 2) for gemm in ("dgrad", "wgrad"))
+    return cast_s(run, recipes["fprop"], run.sharded_tokens * run.hidden_size, 1), backward_s
 
 
 def _channels(run: PlannedRun) -> tuple[int, int, int]:

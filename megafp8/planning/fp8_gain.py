@@ -52,14 +52,16 @@ def linear_gains(run: PlannedRun) -> list[LinearGain]:
         of_wgrad = run.recipe if run.config.precision.fp8_wgrad else "bf16"
         quantized_s = sum(product_s(run, of_wgrad if p.gemm == "wgrad" else run.recipe, p) for p in products)
         bf16_s = sum(product_s(run, "bf16", product) for product in products)
-        found.append(LinearGain(linear, bf16_s, quantized_s, cast_s(run, run.recipe, cast_numbers(run, linear))))
+        found.append(LinearGain(linear, bf16_s, quantized_s, linear_casts_s(run, run.recipe, linear)))
     return found
 
 
-def cast_numbers(run: PlannedRun, linear: gemms.GemmDimensions) -> float:
-    """Numbers that a linear quantizes for a microbatch, its share of the weight included."""
-    weight = linear.in_features * linear.out_features / derived.num_microbatches(run.config, run.world_size)
-    return linear.rows * linear.in_features + gradient_rows(run, linear) * linear.out_features + weight
+def linear_casts_s(run: PlannedRun, recipe: str, linear: gemms.GemmDimensions) -> float:
+    """Seconds in which a linear quantizes its operands for a microbatch, its share of the weight included."""
+    of_weight = 1 / derived.num_microbatches(run.config, run.world_size)
+    activations = linear.rows * linear.in_features + gradient_rows(run, linear) * linear.out_features
+    numbers = activations + of_weight * linear.in_features * linear.out_features
+    return cast_s(run, recipe, numbers, 2 + of_weight)
 
 
 def gradient_rows(run: PlannedRun, linear: gemms.GemmDimensions) -> int:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Optional
 
-from megafp8.config import derived, precision_map, size
+from megafp8.config import derived, gemms, precision_map, size
 from megafp8.planning import communication, compute
 from megafp8.planning.memory import parameters_on_stage, quantized_fraction
 from megafp8.planning.planned_run import PlannedRun
@@ -274,11 +274,12 @@ def weight_casts_s(run: PlannedRun, number: int) -> float:
     numbers = quantizable / (2 if run.config.precision.fp8_param_gather else 1)
     numbers /= derived.layers_per_pipeline_rank(run.config)
     counts = layer_counts(run, number, FORWARD)
-    layers_s = sum(compute.cast_s(run, recipe, numbers * count) for recipe, count in counts.items())
+    tensors = len(gemms.gemm_dimensions(run.config))
+    layers_s = sum(compute.cast_s(run, recipe, numbers * count, tensors * count) for recipe, count in counts.items())
     if number < run.pipeline - 1:
         return layers_s
     matrix = run.padded_vocab // run.tensor * run.hidden_size
-    return layers_s + compute.cast_s(run, output_recipes(run.config)["fprop"], matrix)
+    return layers_s + compute.cast_s(run, output_recipes(run.config)["fprop"], matrix, 1)
 
 
 def passes_over_parameters(run: PlannedRun) -> tuple[int, int]:

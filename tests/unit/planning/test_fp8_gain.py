@@ -7,7 +7,7 @@ from plans import FP8, TENSOR, config_of, run_of
 
 from megafp8.device.capability import TARGETS
 from megafp8.planning import compute
-from megafp8.planning.fp8_gain import cast_numbers, fp8_warnings, in_high_precision, linear_gains
+from megafp8.planning.fp8_gain import fp8_warnings, in_high_precision, linear_gains
 from megafp8.planning.hardware import GPUS, find_gpu
 from megafp8.planning.step_time import step_time
 from megafp8.training.dry_run import fp8_text
@@ -57,8 +57,8 @@ def test_gains_add_up_to_the_layer() -> None:
     assert sum(gain.quantized_s for gain in gains) == pytest.approx(forward.gemms + backward.gemms)
     weights = sum(gain.linear.in_features * gain.linear.out_features for gain in gains)
     # 8 GPUs in fours: 2 data-parallel ranks share 64 sequences.
-    numbers = sum(cast_numbers(run, gain.linear) for gain in gains) - weights / 32
-    assert compute.cast_s(run, "tensorwise", numbers) == pytest.approx(forward.casts + backward.casts)
+    of_weights_s = compute.cast_s(run, "tensorwise", weights / 32, len(gains) / 32)
+    assert sum(gain.casts_s for gain in gains) == pytest.approx(forward.casts + backward.casts + of_weights_s)
 
 
 def test_high_precision_is_the_same_run() -> None:

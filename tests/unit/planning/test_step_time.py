@@ -36,13 +36,14 @@ def test_a_large_gemm_runs_at_its_fraction_and_a_small_one_below():
     assert compute.gemm_s(run, "bf16", 2**16, 2**14, 2**14) == pytest.approx(2 * 2**44 / flops, rel=0.02)
     waves = 8 * 8 / 132
     small = 2 * 1024**2 * 2**14 / (flops * waves / (waves + 0.5))
-    assert compute.gemm_s(run, "bf16", 1024, 1024, 2**14) == pytest.approx(small)
+    assert compute.gemm_s(run, "bf16", 1024, 1024, 2**14) == pytest.approx(run.calibration.gemm_start_s + small)
 
 
 def test_a_thin_gemm_is_bound_by_memory():
     run = run_of()
     num_bytes = 2 * 16 * (2**14 + 2**14) + 2 * 2**28
-    assert compute.gemm_s(run, "bf16", 2**14, 2**14, 16) == pytest.approx(run.memory_s(num_bytes))
+    expected = run.calibration.gemm_start_s + run.memory_s(num_bytes)
+    assert compute.gemm_s(run, "bf16", 2**14, 2**14, 16) == pytest.approx(expected)
 
 
 def test_attention_is_the_models_flops():
@@ -70,26 +71,28 @@ def test_blockwise_gemms_are_slow_on_hopper_only():
 def test_casts_are_counted_in_bytes_of_inputs_and_gradients():
     run = run_of(FP8)
     tokens, inputs, outputs = 8192, 4096 + 4096 + 4096 + 14336, 6144 + 4096 + 2 * 14336 + 4096
-    speed = run.gpu.hbm_bytes_per_s * run.calibration.cast_fraction
-    assert compute.forward_pass(run, "tensorwise").casts == pytest.approx(6 * tokens * inputs / speed)
-    assert compute.backward_pass(run, "tensorwise").casts == pytest.approx(6 * tokens * outputs / speed)
+    speed, start_s = run.gpu.hbm_bytes_per_s * run.calibration.cast_fraction, 4 * run.calibration.cast_start_s
+    assert compute.forward_pass(run, "tensorwise").casts == pytest.approx(start_s + 6 * tokens * inputs / speed)
+    assert compute.backward_pass(run, "tensorwise").casts == pytest.approx(start_s + 6 * tokens * outputs / speed)
+    assert compute.forward_pass(run, "bf16").casts == 0
 
 
 def test_with_sequence_parallelism_a_rank_casts_its_part():
     run = run_of(FP8 | TENSOR)
-    speed = run.gpu.hbm_bytes_per_s * run.calibration.cast_fraction
+    speed, start_s = run.gpu.hbm_bytes_per_s * run.calibration.cast_fraction, 4 * run.calibration.cast_start_s
     inputs = (4096 + 4096 + 4096 + 14336) / 4
     outputs = (6144 + 2 * 14336) / 4 + (4096 + 4096) / 4
-    assert compute.forward_pass(run, "tensorwise").casts == pytest.approx(6 * 8192 * inputs / speed)
-    assert compute.backward_pass(run, "tensorwise").casts == pytest.approx(6 * 8192 * outputs / speed)
+    assert compute.forward_pass(run, "tensorwise").casts == pytest.approx(start_s + 6 * 8192 * inputs / speed)
+    assert compute.backward_pass(run, "tensorwise").casts == pytest.approx(start_s + 6 * 8192 * outputs / speed)
 
 
 def test_fp8_weights_cast_their_transposes_only():
     plain, gathered = (run_of(FP8 | {"precision.fp8_param_gather": value}) for value in (False, True))
     quantized = 32 * 4096 * (6144 + 4096 + 3 * 14336)
     expected = 6 * quantized / (plain.gpu.hbm_bytes_per_s * plain.calibration.cast_fraction)
-    assert weight_casts_s(plain, 0) == pytest.approx(expected)
-    assert weight_casts_s(gathered, 0) == pytest.approx(expected / 2)
+    start_s = 32 * 4 * plain.calibration.cast_start_s
+    assert weight_casts_s(plain, 0) == pytest.approx(start_s + expected)
+    assert weight_casts_s(gathered, 0) == pytest.approx(start_s + expected / 2)
     assert step_time(plain).parts["casts"] - step_time(gathered).parts["casts"] == pytest.approx(expected / 2)
 
 
