@@ -194,7 +194,7 @@ _REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
         "--suggested-communication-unit-size --no-strict-fsdp-dtensor-load",
         _FSDP,
     ),
-    ("--use-nccl-ub --disable-symmetric-registration --use-sharp --sharp-enabled-group --symmetric-ar-type "
+    ("--use-sharp --sharp-enabled-group --symmetric-ar-type "
      "--nccl-communicator-config-path --high-priority-stream-groups --pipeline-model-parallel-comm-backend "
      "--use-ring-exchange-p2p", "NCCL is used as it comes; tune it with NCCL_* environment variables"),
     ("--enable-cuda-graph --external-cuda-graph", _GRAPHS),
@@ -292,6 +292,8 @@ _OVERRIDABLE: Mapping[str, str] = MappingProxyType(
         "--ddp-num-buckets": "ddp.bucket_size=PARAMETERS",
         "--ddp-pad-buckets-for-high-nccl-busbw": "ddp.pad_buckets_for_high_nccl_busbw=True",
         "--ddp-reduce-scatter-with-fp32-accumulation": "ddp.reduce_scatter_with_fp32_accumulation=True",
+        "--use-nccl-ub": "ddp.nccl_ub=True",
+        "--disable-symmetric-registration": "ddp.disable_symmetric_registration=True",
         "--no-gradient-reduce-div-fusion": "ddp.gradient_reduce_div_fusion=False",
     }
 )

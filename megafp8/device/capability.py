@@ -17,6 +17,8 @@ from megafp8.config import derived, precision_map
 from megafp8.config.precision_map import OUTPUT_LAYER, LinearChoice
 from megafp8.config.schema import LoggingConfig, PrecisionConfig, RunConfig
 
+NCCL_BUFFERS = "ddp.nccl_ub=true"
+
 # Compute capability from which Transformer Engine runs a recipe (its FP8 support checks, release 2.20). From 10.0 on it
 # multiplies blockwise codes by MXFP8 units, which need scales that are powers of two.
 NATIVE_SINCE = {"tensorwise": (8, 9), "delayed": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0), "nvfp4": (10, 0)}
@@ -173,6 +175,12 @@ def implementation_problems(config: RunConfig, target: Target, implementation: s
         )
     if config.parallel.distributed_backend == "nccl" and target.kind == "cpu":
         found.append(f"--distributed-backend nccl: {target.name} has no CUDA device; leave the flag out, or give gloo")
+    if target.kind == "cpu":
+        found += [
+            f"--override {entry}: {target.name} has no CUDA device, whose memory NCCL shares; remove it"
+            for entry in config.overrides
+            if entry.lower() == NCCL_BUFFERS
+        ]
     if implementation != "transformer_engine":
         found += needs_transformer_engine(config, target, implementation)
     return found

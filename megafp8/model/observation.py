@@ -11,7 +11,8 @@ BF16.) Other recipes can be tried on the same tensors.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Optional
 
@@ -23,7 +24,7 @@ from megafp8.config.rules.telemetry import with_recipe
 from megafp8.config.schema import RunConfig
 from megafp8.fp8.hadamard import transform_columns
 from megafp8.fp8.parameter import QuantizedParameter
-from megafp8.fp8.quantize import Quantized, has_kernels, quantize
+from megafp8.fp8.quantize import Quantized, Use, has_kernels, quantize_for
 from megafp8.fp8.recipes import Gemm, Operand, OperandRule, Recipe, build_linear_recipe, build_recipe
 from megafp8.model.quantization_report import GEMMS
 from megafp8.telemetry.records import TensorStats
@@ -164,7 +165,7 @@ def enter(
         from megafp8.model.triton_tally import tally  # needs Triton
     else:
         from megafp8.model.torch_tally import tally
-    table.add(row, tally(rows, quantized, is_known, margin), first_channel)
+    table.add(row, tally(rows, quantized, is_known, margin, first_channel is not None), first_channel)
 
 
 # --- what linears show ------------------------------------------------------------------------------------------------
@@ -185,29 +186,21 @@ class TensorObserver:
         self.seen: set[str] = set()
 
     def __call__(self, operand: Operand, tensor: Tensor, quantized: Mapping[Gemm, Quantized]) -> None:
-        for each in self.plan.watched[self.linear, operand]:
-            codes = self._codes(each, tensor, quantized)
+        unseen = [each for each in self.plan.watched[self.linear, operand] if each.row not in self.seen]
+        for each in (each for each in unseen if not each.is_tried):
+            codes = next((quantized[gemm] for gemm in each.gemms if gemm in quantized), None)
             if codes is not None:
-                self.seen.add(each.row)
                 first_channel = self.first_channel if operand is Operand.INPUT else 0
-                enter(
-                    self.table,
-                    each.row,
-                    tensor,
-                    codes,
-                    margin=self.margin,
-                    first_channel=None if each.is_tried else first_channel,
-                )
+                self._enter(each, tensor, codes, first_channel)
+        tried = [] if is_kept_as_codes(tensor) else [each for each in unseen if each.is_tried]
+        for _, group in itertools.groupby(tried, key=lambda each: each.recipe):  # one recipe's codes are held at a time
+            sides = list(group)
+            for each, codes in zip(sides, try_rules(tensor, [each.rule for each in sides]), strict=True):
+                self._enter(each, tensor, codes, None)
 
-    def _codes(self, each: Watched, tensor: Tensor, quantized: Mapping[Gemm, Quantized]) -> Optional[Quantized]:
-        """Those at hand, or of a recipe that is tried; None if there are none or they were seen before."""
-        if each.row in self.seen:
-            return None
-        if not each.is_tried:
-            return next((quantized[gemm] for gemm in each.gemms if gemm in quantized), None)
-        if is_kept_as_codes(tensor):
-            return None
-        return try_rule(tensor, each.rule)
+    def _enter(self, each: Watched, tensor: Tensor, codes: Quantized, first_channel: Optional[int]) -> None:
+        self.seen.add(each.row)
+        enter(self.table, each.row, tensor, codes, margin=self.margin, first_channel=first_channel)
 
 
 def is_kept_as_codes(tensor: Tensor) -> bool:
@@ -215,11 +208,17 @@ def is_kept_as_codes(tensor: Tensor) -> bool:
     return isinstance(tensor, QuantizedParameter) or hasattr(tensor, "_quantizer")
 
 
-def try_rule(tensor: Tensor, rule: OperandRule) -> Quantized:
-    """A tensor under a rule that the run does not have; stochastic rounding by numbers of its own."""
-    rows = tensor.detach().reshape(-1, tensor.shape[-1])
-    generator = torch.Generator(rows.device).manual_seed(0) if rule.is_stochastic else None
-    return quantize(rows, rule, generator=generator)
+def try_rules(tensor: Tensor, rules: Sequence[OperandRule]) -> list[Quantized]:
+    """A tensor under rules that the run does not have; stochastic rounding by numbers of their own."""
+    return quantize_for(
+        tensor.detach().reshape(-1, tensor.shape[-1]), [Use(rule) for rule in rules],
+        generators=own_generators(rules, tensor.device),
+    )  # fmt: skip
+
+
+def own_generators(rules: Iterable[OperandRule], device: torch.device) -> list[Optional[torch.Generator]]:
+    """One each for stochastic rounding, always with the same numbers, so that looking draws none of the run's."""
+    return [torch.Generator(device).manual_seed(0) if rule.is_stochastic else None for rule in rules]
 
 
 def collect(plan: Plan, table: TensorTable) -> tuple[dict[str, TensorStats], dict[str, dict[str, TensorStats]]]:

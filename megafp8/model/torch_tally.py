@@ -18,7 +18,7 @@ CHUNK_VALUES = 1 << 18
 CAN_SATURATE = (ScaleRule.DELAYED, ScaleRule.TWO_LEVEL)  # other scales are made from the amax at hand
 
 
-def tally(rows: Tensor, quantized: Quantized, is_known: bool, margin: int = 0) -> Tally:
+def tally(rows: Tensor, quantized: Quantized, is_known: bool, margin: int = 0, has_channels: bool = True) -> Tally:
     """Sums and maxima of a tensor.
 
     Args:
@@ -26,6 +26,7 @@ def tally(rows: Tensor, quantized: Quantized, is_known: bool, margin: int = 0) -
         quantized: codes and scales of `rows`.
         is_known: whether `rows` are what was quantized; else they are what the codes stand for, and not compared.
         margin: of delayed scaling.
+        has_channels: whether the largest of each column is wanted.
 
     Numerics: differences and squares in FP32, in units of the amax.
     """
@@ -50,7 +51,7 @@ def tally(rows: Tensor, quantized: Quantized, is_known: bool, margin: int = 0) -
         if rule.scale_rule is ScaleRule.DELAYED:
             maxima["staleness"] = largest.double() / (used.double() * rule.format.max * 2.0**-margin)
     exponents = exponent_counts(counts, rule.format.mantissa_bits, rule.format.first_special_code)
-    return tally_of(sums, maxima, exponents, channel_amax)
+    return tally_of(sums, maxima, exponents, channel_amax if has_channels else None)
 
 
 def _magnitudes(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:

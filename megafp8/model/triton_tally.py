@@ -108,8 +108,9 @@ def tally_kernel(
             decibels += tl.where(has_signal, tl.where(noise > 0, db, LIMIT), 0.0)
             runs += has_signal.to(tl.int32)
 
-    tl.atomic_max(channel_bits_ptr + tl.reshape(column, [RUNS, RUN_VALUES]), bits_of(channels),
-                  mask=tl.reshape(column, [RUNS, RUN_VALUES]) < num_columns)  # fmt: skip
+    if channel_bits_ptr is not None:
+        tl.atomic_max(channel_bits_ptr + tl.reshape(column, [RUNS, RUN_VALUES]), bits_of(channels),
+                      mask=tl.reshape(column, [RUNS, RUN_VALUES]) < num_columns)  # fmt: skip
     program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     own = sums_ptr + program * (10 + MAX_EXPONENTS)
     tl.store(own, tl.sum(num_values))
@@ -136,8 +137,8 @@ def tally_kernel(
         tl.store(own + 3, tl.where(has_scale, largest.to(tl.float64) / expressed, float("-inf")))
 
 
-def tally(rows: Tensor, quantized: Quantized, is_known: bool, margin: int = 0) -> Tally:
-    """Sums and maxima of a tensor, as `torch_tally.tally`, on a GPU; five operations, and no wait.
+def tally(rows: Tensor, quantized: Quantized, is_known: bool, margin: int = 0, has_channels: bool = True) -> Tally:
+    """Sums and maxima of a tensor, as `torch_tally.tally`, on a GPU; three operations, four with channels, and no wait.
 
     Numerics: differences in FP32, their squares in FP64.
     """
@@ -148,12 +149,12 @@ def tally(rows: Tensor, quantized: Quantized, is_known: bool, margin: int = 0) -
         torch.empty(strips * parts, width, dtype=torch.float64, device=rows.device)
         for width in (len(OF_VALUES) + MAX_EXPONENTS, len(OF_MAXIMA))
     )
-    channel_amax = torch.zeros(num_columns, device=rows.device)
+    channel_amax = torch.zeros(num_columns, device=rows.device) if has_channels else None
     scales, block = quantized.dequant_scale, rule.block or (0, 0)
     scales = scales.view(torch.uint8) if scales.itemsize == 1 else scales
     tally_kernel[(strips, parts)](
         rows.contiguous(), quantized.codes.contiguous().view(torch.uint8), scales.contiguous(), quantized.factor,
-        channel_amax.view(torch.int32), sums, maxima, num_rows, num_columns,
+        None if channel_amax is None else channel_amax.view(torch.int32), sums, maxima, num_rows, num_columns,
         rule.format.max * (1 + ROUNDING), rule.format.max * 2.0**-margin,
         BLOCK_ROWS=block[0], BLOCK_COLUMNS=block[1], RULE=RULE_NAMES.get(rule.scale_rule, "fp32"), IS_KNOWN=is_known,
         CAN_SATURATE=rule.scale_rule in CAN_SATURATE, IS_DELAYED=rule.scale_rule is ScaleRule.DELAYED,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 import torch
@@ -14,7 +14,7 @@ from megafp8.config.precision_map import OUTPUT_LAYER
 from megafp8.fp8.delayed import OPERANDS, DelayedScale
 from megafp8.fp8.linear import Observer
 from megafp8.fp8.parameter import QuantizedParameter
-from megafp8.fp8.quantize import Quantized, quantize
+from megafp8.fp8.quantize import Quantized, Use, quantize_for
 from megafp8.fp8.recipes import Gemm, Operand, OperandRule, Recipe
 from megafp8.fp8.scaling import ScaleRule
 from megafp8.model.emulated_layers import (
@@ -22,7 +22,7 @@ from megafp8.model.emulated_layers import (
     EmulatedOutputLayer,
     EmulatedRowParallelLinear,
 )
-from megafp8.model.observation import is_kept_as_codes
+from megafp8.model.observation import is_kept_as_codes, own_generators
 from megafp8.model.quantization_report import GEMMS
 
 
@@ -76,16 +76,21 @@ class WatchedLinear:
         if isinstance(weight, QuantizedParameter):
             return weight.codes.raw.clone()
         values = weight.detach()
-        codes = self.codes_of(values.dequantize() if is_kept_as_codes(values) else values, Operand.WEIGHT, rule)
+        values = values.dequantize() if is_kept_as_codes(values) else values
+        codes = self.codes_of(values, Operand.WEIGHT, [rule]).get(rule)
         return None if codes is None else codes.codes.view(torch.uint8)
 
-    def codes_of(self, tensor: Tensor, operand: Operand, rule: OperandRule) -> Optional[Quantized]:
-        """An operand under the run's own rule, by the scales of the moment; None where delayed scaling has none yet."""
-        delayed = self.delayed_scale(operand) if rule.scale_rule is ScaleRule.DELAYED else None
-        if rule.scale_rule is ScaleRule.DELAYED and delayed is None:
-            return None
-        generator = torch.Generator(tensor.device).manual_seed(0) if rule.is_stochastic else None
-        return quantize(tensor, rule, self.scale_group(operand), delayed, generator)
+    def codes_of(
+        self, tensor: Tensor, operand: Operand, rules: Collection[OperandRule]
+    ) -> dict[OperandRule, Quantized]:
+        """An operand under the run's own rules, by the scales of the moment; without those of delayed scaling where it
+        has none yet."""
+        needs_delayed = any(rule.scale_rule is ScaleRule.DELAYED for rule in rules)
+        delayed = self.delayed_scale(operand) if needs_delayed else None
+        if delayed is None:
+            rules = [rule for rule in rules if rule.scale_rule is not ScaleRule.DELAYED]
+        uses, generators = [Use(rule) for rule in rules], own_generators(rules, tensor.device)
+        return dict(zip(rules, quantize_for(tensor, uses, self.scale_group(operand), delayed, generators), strict=True))
 
 
 class HookedLinear(WatchedLinear):
@@ -149,12 +154,10 @@ class HookedLinear(WatchedLinear):
         values = tensor.dequantize() if is_kept else tensor.detach()
         rows = values.reshape(-1, values.shape[-1])
         codes: dict[Gemm, Quantized] = {}
-        for gemm in GEMMS[operand].values() if self.recipe is not None else ():
-            rule = self.recipe.rule(operand, gemm)
-            known = next((each for each in codes.values() if each.rule == rule), None)
-            quantized = self.codes_of(rows, operand, rule) if rule is not None and known is None else known
-            if quantized is not None:
-                codes[gemm] = quantized
+        if self.recipe is not None:
+            rules = {gemm: self.recipe.rule(operand, gemm) for gemm in GEMMS[operand].values()}
+            found = self.codes_of(rows, operand, dict.fromkeys(rule for rule in rules.values() if rule is not None))
+            codes = {gemm: found[rule] for gemm, rule in rules.items() if rule in found}
         if codes or self.recipe is None:  # delayed scaling has no scale before the first pass
             self.shown.add(operand)
         self.observer(operand, tensor if is_kept else rows, codes)

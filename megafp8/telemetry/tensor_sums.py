@@ -40,19 +40,19 @@ class Tally(NamedTuple):
     Attributes:
         sums: FP64, those of OF_VALUES, then codes by exponent, at most MAX_EXPONENTS.
         largest: FP64, those of OF_MAXIMA; -inf where there is none.
-        channel_amax: FP32 [columns].
+        channel_amax: FP32 [columns]; None where nobody asked for it.
     """
 
     sums: Tensor
     largest: Tensor
-    channel_amax: Tensor
+    channel_amax: Optional[Tensor]
 
 
 def tally_of(
     sums: Mapping[str, Union[Tensor, float]],
     largest: Mapping[str, Union[Tensor, float]],
     exponents: Tensor,
-    channel_amax: Tensor,
+    channel_amax: Optional[Tensor],
 ) -> Tally:
     """A tally from numbers by field; what is not there is 0, or -inf among the largest. Waits for the numbers."""
     numbers = [float(sums.get(field, 0.0)) for field in OF_VALUES]
@@ -72,20 +72,21 @@ class TensorTable:
         self.rows = {name: index for index, name in enumerate(names)}
         self.sums = torch.zeros(len(names), NUM_SUMS, dtype=torch.float64, device=device)
         self.largest = torch.full((len(names), len(LARGEST)), -math.inf, dtype=torch.float64, device=device)
+        self.added: dict[str, Tally] = {}
         self.channels: dict[tuple[int, int], dict[str, Tensor]] = {}
 
     def add(self, name: str, tally: Tally, first_channel: Optional[int] = None) -> None:
-        """Enter what this rank found of a tensor.
+        """Take note of what this rank found of a tensor.
 
         Args:
             first_channel: number of the first column, where the tensor is a part of the columns; None leaves outliers
                 out.
         """
-        row, start = self.rows[name], len(OF_WEIGHTS)
-        self.sums[row, start : start + len(tally.sums)].add_(tally.sums)
-        maxima = self.largest[row, : len(OF_MAXIMA)]
-        torch.maximum(maxima, tally.largest, out=maxima)
+        if name in self.added:
+            self.enter()
+        self.added[name] = tally
         if first_channel is not None:
+            assert tally.channel_amax is not None
             self.channels.setdefault((len(tally.channel_amax), first_channel), {})[name] = tally.channel_amax
 
     def add_of_weights(self, field: str, names: Sequence[str], values: Union[Tensor, Sequence[float]]) -> None:
@@ -93,8 +94,16 @@ class TensorTable:
         if names:
             torch._foreach_add_([self.sums[self.rows[name], SUMS[field]] for name in names], list(values))
 
-    def enter_outliers(self) -> None:
-        """Find the outliers among the channels of all tensors, those of one width together."""
+    def enter(self) -> None:
+        """Bring what was added into its rows, all tensors together, since every operation takes the host time; and find
+        the outliers among the channels, those of one width together."""
+        if self.added:
+            start, rows = len(OF_WEIGHTS), [self.rows[name] for name in self.added]
+            sums, largest, _ = zip(*self.added.values(), strict=True)
+            of_sums = [self.sums[row, start : start + len(each)] for row, each in zip(rows, sums, strict=True)]
+            torch._foreach_add_(of_sums, list(sums))
+            torch._foreach_maximum_([self.largest[row, : len(OF_MAXIMA)] for row in rows], list(largest))
+        self.added = {}
         for (_, first_channel), by_name in self.channels.items():
             keys = outlier_keys(torch.stack(list(by_name.values())), first_channel)
             entries = [self.largest[self.rows[name], LARGEST["outlier"]] for name in by_name]
@@ -103,7 +112,7 @@ class TensorTable:
 
     def reduce(self) -> None:
         """Bring all ranks' parts to rank 0; all ranks call it."""
-        self.enter_outliers()
+        self.enter()
         dist.reduce(self.sums, dst=0, op=dist.ReduceOp.SUM)
         dist.reduce(self.largest, dst=0, op=dist.ReduceOp.MAX)
 

@@ -83,7 +83,7 @@ def test_codes_from_outside_are_those_of_transformer_engine() -> None:
             quantizer = linear.module.quantizers["scaling_fwd"][1].copy()
             rule = linear.recipe.rule(Operand.WEIGHT, Gemm.FPROP)
             theirs = quantizer(linear.weight.detach())._data.view(torch.uint8)
-            ours = linear.codes_of(linear.weight.detach(), Operand.WEIGHT, rule).codes.view(torch.uint8)
+            ours = linear.codes_of(linear.weight.detach(), Operand.WEIGHT, [rule])[rule].codes.view(torch.uint8)
             assert torch.equal(ours, theirs), linear.name
 
 

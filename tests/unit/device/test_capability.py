@@ -184,6 +184,9 @@ def test_attention_and_collectives_of_a_gpu() -> None:
     nccl = replace(RunConfig(), parallel=replace(RunConfig().parallel, distributed_backend="nccl"))
     assert problems(nccl, H200) == []
     assert "give gloo" in only_problem(nccl, CPU)
+    buffers = replace(RunConfig(), overrides=("ddp.nccl_ub=True",))
+    assert problems(buffers, H200) == []
+    assert "--override ddp.nccl_ub=True: cpu has no CUDA device" in only_problem(buffers, CPU)
 
 
 def test_all_problems_at_once() -> None:

@@ -6,6 +6,7 @@ By torch operations, and by the kernel where there is a GPU or, on a machine wit
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import interpreter
@@ -38,7 +39,7 @@ from megafp8.fp8.recipes import (  # noqa: E402
     tensorwise,
 )
 from megafp8.model import observation, torch_tally  # noqa: E402
-from megafp8.model.observation import TensorObserver, collect, enter, plan_observation, try_rule  # noqa: E402
+from megafp8.model.observation import TensorObserver, collect, enter, plan_observation, try_rules  # noqa: E402
 from megafp8.model.quantization_report import element_scales  # noqa: E402
 from megafp8.model.tensor_sources import sample_distribution  # noqa: E402
 from megafp8.telemetry.quantization import quantization_stats  # noqa: E402
@@ -106,7 +107,7 @@ def table_of(*pairs: tuple[Tensor, Quantized], device: str = "cpu") -> TensorTab
     table = TensorTable(["x"], torch.device(device))
     for values, quantized in pairs:
         enter(table, "x", values.to(device), on(device, quantized), margin=1, first_channel=0)
-    table.enter_outliers()
+    table.enter()
     return table
 
 
@@ -268,11 +269,25 @@ def test_each_operand_is_taken_once() -> None:
     for amax in (1.0, 2.0):
         values = torch.full((16, 16), 0.5).bfloat16()
         values[0, 3] = amax * 16
-        observer(Operand.INPUT, values, {Gemm.FPROP: try_rule(values, rule)})
-    table.enter_outliers()
+        observer(Operand.INPUT, values, {Gemm.FPROP: try_rules(values, [rule])[0]})
+    table.enter()
     tensors, what_if = collect(plan, table)
     assert list(tensors) == ["layers.0.linear_qkv.input"] and not what_if
     assert (tensors["layers.0.linear_qkv.input"].amax, tensors["layers.0.linear_qkv.input"].outlier_channel) == (16, 67)
+
+
+def test_channels_are_looked_at_where_asked_for(device: str) -> None:
+    """Tried recipes ask for none, and all else of them stays."""
+    values, rule = wide(40, 200), mxfp8(forward=E4M3, backward=E4M3).rule(Operand.INPUT, Gemm.FPROP)
+    found = []
+    for first_channel in (0, None):
+        table = TensorTable(["x"], torch.device(device))
+        enter(table, "x", values.to(device), on(device, quantized_by(values, rule)), first_channel=first_channel)
+        table.enter()
+        found.append(stats_of(table, rule))
+    asked, unasked = found
+    assert asked.outlier_channel is not None
+    assert unasked == dataclasses.replace(asked, outlier_channel=None, outlier_octaves=None)
 
 
 def what_if(source: str) -> dict[str, TensorStats]:
@@ -281,6 +296,7 @@ def what_if(source: str) -> dict[str, TensorStats]:
     plan = plan_observation(small_config("llama", flags))
     table = TensorTable(plan.rows(), torch.device("cpu"))
     TensorObserver(plan, table, "layers.0.linear_qkv")(Operand.INPUT, sample_distribution(source), {})
+    table.enter()
     _, tried = collect(plan, table)
     return {
         recipe: tensors.get("layers.0.linear_qkv.input.row") or tensors["layers.0.linear_qkv.input"]

@@ -70,6 +70,7 @@ def look_at(recipe: Recipe, values: Tensor, operands: tuple[Operand, ...], step:
     for each in entries:
         generator = torch.Generator().manual_seed(step) if each.rule.is_stochastic else None
         enter(table, each.row, values, quantize(values, each.rule, generator=generator))
+    table.enter()
     table.to_host()
     stats = {each.row: table.stats(each.row, each.rule.format.name, 33) for each in entries}
     return QuantizationRecord(

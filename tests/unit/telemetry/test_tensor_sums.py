@@ -22,6 +22,8 @@ from megafp8.telemetry.tensor_sums import (
 def entries(*tables: TensorTable) -> TensorTable:
     """The tables of several ranks, reduced."""
     total = TensorTable(list(tables[0].rows), torch.device("cpu"))
+    for table in tables:
+        table.enter()
     total.sums = sum(table.sums for table in tables)
     total.largest = torch.stack([table.largest for table in tables]).amax(0)
     return total
@@ -98,7 +100,7 @@ def test_the_largest_outlier_keeps_its_channel() -> None:
     table = TensorTable(["a", "b", "c"], torch.device("cpu"))
     for name, channels, first in (("a", loud, 16), ("b", calm, None), ("c", loud[4:], 4)):
         table.add(name, tally_of({"values": 8}, {"amax": 1024.0}, torch.zeros(1), channels), first)
-    table.enter_outliers()
+    table.enter()
     table.to_host()
     stats = [table.stats(name, "e4m3", 0) for name in "abc"]
     assert [each.outlier_channel for each in stats] == [21, None, 5]
