@@ -66,7 +66,7 @@ class StepTotals:
     Attributes:
         loss_sum: sum of the losses of the global batch in nats.
         num_tokens: tokens that count in it.
-        num_bad_ranks: ranks whose own loss or gradients were not finite.
+        num_bad_ranks: ranks whose own loss was not finite, or whose gradients, before or after they were reduced.
         squared_grad_norm: of all gradients, where the ranks gave their parts of it, else 0.
         num_asked_ranks: ranks that a signal asked to stop.
     """
@@ -99,7 +99,7 @@ def agree(
 
     Args:
         local_loss: (sum, tokens) of this rank, None on a rank that does not count the loss.
-        bad_gradients: 0 where this rank's gradients were finite.
+        bad_gradients: 0 where the gradients that this rank looked at are finite.
         squared_norm: of the gradients that this rank alone has; None where they are not looked at here.
         is_asked: a signal asked this rank to stop.
     """
@@ -213,8 +213,8 @@ def bad_ranks(
     gathered: list[Optional[Sight]] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, sight)
     sights = {rank: each for rank, each in enumerate(gathered) if each is not None}
-    # A rank whose only bad number is a norm may have it from another one's gradients.
-    sights = {rank: each for rank, each in sights.items() if each.tensor or each.is_loss_bad} or sights
+    if bad_gradients is not None:  # then a rank whose only bad number is a norm may have it from another's gradients
+        sights = {rank: each for rank, each in sights.items() if each.tensor or each.is_loss_bad} or sights
     return [f"rank {rank}: {describe(each, sights, len(chunks))}" for rank, each in sights.items()]
 
 

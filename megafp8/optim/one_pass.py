@@ -94,14 +94,6 @@ class OnePassOptimizer(ChainedOptimizer):
         return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=self.grad_factor.device)
 
     @torch.no_grad()
-    def are_finite(self, squared_norm: Tensor) -> Tensor:
-        """Whether that norm is, and the gradients that do not count in it, as another rank counts their likes."""
-        from megafp8.optim.adam_kernel import squared_sum  # needs Triton
-
-        sums = [squared_sum(table, self.grad_factor) for table in self.tables().uncounted]
-        return torch.isfinite(torch.stack([squared_norm, *sums])).all()
-
-    @torch.no_grad()
     def step(self, grad_norm: Optional[float] = None) -> tuple[bool, float, Optional[float]]:
         """Update master weights, moments and the model's weights, and gather them where that is not overlapped.
 
@@ -167,7 +159,6 @@ class Tables:
     Attributes:
         update: by number of the optimizer and of its parameter group; with the scales of moments that have them.
         norm: gradients that count in the norm, each once over all ranks.
-        uncounted: the others, which are copies of another rank's.
     """
 
     def __init__(self, parts: list[DistributedOptimizer]):
@@ -177,7 +168,6 @@ class Tables:
         self.update: dict[tuple[int, int], list[tuple[TensorTable, Optional[MomentScales]]]] = {}
         self.has_fp8_weights = False
         counted: dict[torch.dtype, list[tuple[Tensor]]] = {}
-        uncounted: dict[torch.dtype, list[tuple[Tensor]]] = {}
         for index, part in enumerate(parts):
             for group_index, group in enumerate(part.optimizer.param_groups):
                 rows: dict[Any, list[Row]] = {}
@@ -186,9 +176,8 @@ class Tables:
                     row = row_of(part, model, shard)
                     rows.setdefault(row.dtypes, []).append(row)
                     self.has_fp8_weights |= is_float8tensor(model)
-                    is_first = param_is_not_shared(shard)
-                    is_first &= tensor_parallel.param_is_not_tensor_parallel_duplicate(shard)
-                    (counted if is_first else uncounted).setdefault(row.grad.dtype, []).append((row.grad,))
+                    if param_is_not_shared(shard) and tensor_parallel.param_is_not_tensor_parallel_duplicate(shard):
+                        counted.setdefault(row.grad.dtype, []).append((row.grad,))
                 if rows:
                     self.update[index, group_index] = [
                         (
@@ -198,4 +187,3 @@ class Tables:
                         for alike in rows.values()
                     ]
         self.norm = [TensorTable(grads, SUM_CHUNK) for grads in counted.values()]
-        self.uncounted = [TensorTable(grads, SUM_CHUNK) for grads in uncounted.values()]

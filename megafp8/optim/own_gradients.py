@@ -2,7 +2,8 @@
 
 A reduce-scatter sums each shard of a bucket on the rank that owns it, and leaves what a rank had of other shards where
 it was. So a rank's own numbers can still be read but in its own shard, and what is bad there is its own where no other
-rank has bad numbers. Nothing need be looked at before the reduction for that.
+rank has bad numbers. Nothing need be looked at before the reduction for that. It holds where every rank has the whole
+model: gradients that tensor-parallel ranks or stages add up are everybody's afterwards.
 """
 
 from __future__ import annotations
@@ -34,15 +35,16 @@ class Piece(NamedTuple):
 def own_bad_gradients(chunks: Sequence[Any]) -> set[tuple[int, str]]:
     """(chunk, name) of the parameters to whose gradients this rank brought numbers that are not finite.
 
-    Called by all data-parallel ranks together, after a reduce-scatter. A parameter of which they are bad in nothing but
-    this rank's shard, and another rank's are bad there, too, counts as the other's.
+    Called by all data-parallel ranks together, after a reduce-scatter. Where another rank's are bad in this rank's
+    shard, too, nobody can say whether this rank's were: they count if others of this rank's are bad, else they do not.
     """
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     mine = {piece for piece, gradient in pieces(chunks, group.size()) if not bool(is_finite(gradient))}
     found: list[set[Piece]] = [set()] * group.size()
     dist.all_gather_object(found, mine, group=group)
     others = set().union(*(seen for rank, seen in enumerate(found) if rank != group.rank()))
-    return {(piece.chunk, piece.name) for piece in mine if piece.owner != group.rank() or piece not in others}
+    is_bad = any(piece.owner != group.rank() or piece not in others for piece in mine)
+    return {(piece.chunk, piece.name) for piece in mine} if is_bad else set()
 
 
 def pieces(chunks: Sequence[Any], num_ranks: int) -> Iterator[tuple[Piece, Tensor]]:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, Optional
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megafp8.checkpoint.folder import NON_PERSISTENT
@@ -196,8 +198,13 @@ def build_graph(config: RunConfig, trainee: Trainee, device: torch.device) -> Op
 
 
 def build_watch(config: RunConfig, trainee: Trainee, device: torch.device) -> Optional[GradientWatch]:
-    """The watch over each rank's own gradients; None where the norm, which is taken anyway, tells as much."""
-    is_known = isinstance(trainee.optimizer, one_pass.OnePassOptimizer)
+    """The watch over each rank's own gradients; None where the norm, which is taken anyway, tells as much.
+
+    Of data-parallel ranks it does if each has the whole model: other ranks bring no numbers into the gradients then.
+    """
+    data_size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    tells_whose = data_size in (1, dist.get_world_size())
+    is_known = isinstance(trainee.optimizer, one_pass.OnePassOptimizer) and tells_whose
     if is_known or not config.training.check_for_nan_in_loss_and_grad:
         return None
     return GradientWatch(trainee.chunks, device)

@@ -205,14 +205,15 @@ def check_step(
         faults.poison("step.loss", mine[:1])
     bad = torch.zeros((), device=device) if run.watch is None else run.watch.bad
     if run.watch is None and squared_norm is not None:
-        bad = (~run.trainee.optimizer.are_finite(squared_norm)).float()
+        bad = (~torch.isfinite(squared_norm)).float()
     totals = agree(mine, bad, device, squared_norm, bool(run.guard.asked))
     run.guard.agree(totals.num_asked_ranks)
     if not totals.num_bad_ranks or not run.config.training.check_for_nan_in_loss_and_grad:
         return totals, None
     if math.isfinite(totals.loss_sum) and can_fall(run.trainee.optimizer):
         return totals, None  # the optimizer will find the overflow, leave out the update and lower the scale
-    own = own_bad_gradients(run.trainee.chunks) if run.watch is None else None
+    is_of_sums = run.watch is None and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
+    own = own_bad_gradients(run.trainee.chunks) if is_of_sums else None
     ranks = bad_ranks(mine, bool(bad > 0), run.trainee.chunks, samples_of_rank(run, progress), own)
     return totals, not_finite(run, progress, ranks)
 

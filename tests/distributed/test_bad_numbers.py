@@ -18,7 +18,7 @@ from torch import Tensor
 from megafp8.config.schema import RunConfig
 from megafp8.errors import NumericsError
 from megafp8.optim.one_pass import OnePassOptimizer
-from megafp8.training.assemble import Run
+from megafp8.training.assemble import Run, build_watch
 
 BAD_STEP = 3
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
@@ -45,9 +45,6 @@ class WithNorm(OnePassOptimizer):
             for bucket, group in buckets
         ]
         return torch.stack([shard.float().square().sum().double() for shard in shards]).sum()
-
-    def are_finite(self, squared_norm: Tensor) -> Tensor:
-        return torch.isfinite(squared_norm)
 
 
 def judged_by_norm(run: Run, spoil: Spoil) -> Run:
@@ -141,7 +138,7 @@ def told_by_norm(flags: str, spoil: Spoil, bad_rank: int, world_size: int = 2, o
         pytest.param(2, PLAIN, id="dp2"),
         pytest.param(2, "--bf16", id="dp2-bf16"),
         pytest.param(2, f"{PLAIN} --context-parallel-size 2", id="cp2"),
-        pytest.param(4, f"{PLAIN} {PIPELINE}", id="dp2-pp2"),
+        pytest.param(3, "--bf16 --global-batch-size 6 --micro-batch-size 2", id="dp3-bf16"),
     ],
 )
 def test_bad_gradient_told_after_the_reduction(world_size: int, flags: str, bad_rank: int) -> None:
@@ -164,7 +161,32 @@ def test_the_first_of_many_is_told_after_the_reduction(bad_rank: int) -> None:
 def test_two_bad_ranks_are_told_after_the_reduction() -> None:
     spoil = partial(spoil_attention, value=float("nan"))
     text = told_by_norm(PLAIN, spoil, 0, others=spoil)
-    assert all(f"  rank {rank}: first bad tensor: gradient of " in text for rank in (0, 1))
+    first = "gradient of decoder.layers.0.self_attention.linear_proj"
+    assert all(f"  rank {rank}: first bad tensor: {first}" in text for rank in (0, 1)), text
+
+
+@pytest.mark.parametrize(
+    ("world_size", "flags", "is_watched"),
+    [
+        pytest.param(1, "", False, id="one"),
+        pytest.param(2, "", False, id="dp2"),
+        pytest.param(2, "--context-parallel-size 2", False, id="cp2"),
+        pytest.param(2, TENSOR, False, id="tp2"),
+        pytest.param(4, TENSOR, True, id="dp2-tp2"),
+        pytest.param(4, PIPELINE, True, id="dp2-pp2"),
+    ],
+)
+def test_gradients_are_looked_at_before_where_the_norm_does_not_tell_whose(
+    world_size: int, flags: str, is_watched: bool
+) -> None:
+    """Tensor-parallel ranks and stages add up gradients after the reduction, of norms and tied embeddings."""
+    config = small_config("llama", f"{PLAIN} {OVERLAP} {flags}", world_size)
+
+    def watched() -> bool:
+        run = judged_by_norm(build_run(config), unspoiled)
+        return build_watch(config, run.trainee, torch.device("cpu")) is not None
+
+    assert run_ranks(world_size, watched) == [is_watched] * world_size
 
 
 def spoil_norm(run: Run) -> Run:
