@@ -1,9 +1,9 @@
 """The constants of the time model that were measured. `python benchmarks/planner_accuracy.py --fit` finds them again.
 
-Each is fitted alone, on the kernels that it describes: profiles of megatron-core 0.16.1 with Transformer Engine 2.20 on
-one H200, one step on four, the small model whose step waits for the host, and the GEMMs and casts of a model of 1024
-channels. The rows are in `benchmarks/planner_measurements.py`, with those that were held out. On other GPUs the same
-fractions and seconds are assumed.
+Each is fitted on the kernels that it describes, fractions on large ones and seconds on small ones: profiles of
+megatron-core 0.16.1 with Transformer Engine 2.20 on one H200, one step on four, the small model whose step waits for
+the host, and the GEMMs and casts of a model of 1024 channels. The rows are in `benchmarks/planner_measurements.py`,
+with those that were held out. On other GPUs the same fractions and seconds are assumed.
 """
 
 from __future__ import annotations
