@@ -62,6 +62,7 @@ class Timed:
     Attributes:
         step_ms: mean of the timed steps.
         losses: of all its steps.
+        attention: the kernels that Transformer Engine took.
     """
 
     mode: str
@@ -69,6 +70,7 @@ class Timed:
     step_ms: float
     peak_gib: float
     losses: list[float]
+    attention: str
 
 
 def check_mode(options: argparse.Namespace, text: str) -> Checked:
@@ -115,7 +117,14 @@ def measure(options: argparse.Namespace, name: str, text: str, number: int) -> T
     if number == 0 and name in options.profile:
         groups = profiled(lambda: step(options.warm_up + options.steps + 1), options.trace)
         print(f"\n{name}\n" + groups.table(), flush=True)
-    return Timed(name, number, step_ms, peak_gib, losses)
+    return Timed(name, number, step_ms, peak_gib, losses, attention_of_process())
+
+
+def attention_of_process() -> str:
+    """What Transformer Engine took in the last step, if it has attention."""
+    from megafp8.model.te_layers import selected_attention_backend
+
+    return selected_attention_backend() or "not Transformer Engine's"
 
 
 def in_process(method: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -186,6 +195,7 @@ def rows_of(done: Sequence[Timed], first: str) -> list[dict[str, Any]]:
             "to_first": timing.ratio_of(*zip(*pairs, strict=True)) if pairs else None,
             "peak_gib": max(timed.peak_gib for timed in mine),
             "losses": mine[0].losses,
+            "attention": " / ".join(dict.fromkeys(timed.attention for timed in mine)),
         })  # fmt: skip
     return rows
 
@@ -235,10 +245,10 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             if options.json:
                 timing.write_json(options.json, {"options": vars(options), "done": done, "failures": failures})
     rows = rows_of(done, next(iter(modes)))
-    header = ("mode", "step ms", f"speed to {next(iter(modes))} [range]", "peak GiB", "losses")
+    header = ("mode", "step ms", f"speed to {next(iter(modes))} [range]", "peak GiB", "losses", "attention")
     cells = [
         (row["mode"], row["step_ms"], row["to_first"], row["peak_gib"],
-         " ".join(f"{loss:.3f}" for loss in row["losses"][:: max(1, len(row["losses"]) // 4)]))
+         " ".join(f"{loss:.3f}" for loss in row["losses"][:: max(1, len(row["losses"]) // 4)]), row["attention"])
         for row in rows
     ]  # fmt: skip
     print(timing.format_table(header, cells))

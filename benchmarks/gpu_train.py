@@ -1,13 +1,15 @@
 """Training speed on one GPU: `pretrain_gpt.py` in BF16 and with each FP8 recipe, on the shapes of our peers' numbers.
 
-    python benchmarks/gpu_train.py [--shape A] [--modes bf16 tensorwise delayed blockwise] [--rounds 2] [--json FILE]
+    python benchmarks/gpu_train.py [--shape A] [--modes bf16 tensorwise peer-delayed] [--rounds 2] [--json FILE]
 
 One process a mode, in turns, since clocks and caches drift: ratios are taken within a round. Per process the median of
 its last steps, from records.jsonl; of these the median over the rounds. Shape A: llama-1b, 1.439e9 parameters, 8
 sequences of 2048 tokens. Shape B: 8 layers of llama3-8b with a vocabulary of 50,304, 2.157e9 parameters, 2 sequences
 of 4096. Shapes C and D: llama-1b at half its width, 1 and 8 sequences of 2048. TFLOP/s counts the model's FLOPs
 (6 N + 6 L h s a token), not those of the hardware. Weights are saved at the end of each process, because the records
-come with `--save`, and deleted. The `emulated-` modes run the same recipes on the emulated layers, on any GPU.
+come with `--save`, and deleted. The `emulated-` modes run the same recipes on the emulated layers, on any GPU. The
+`peer-` modes are a bare loop of megatron-core with the settings that are its fastest, timed by `gpu_steps.py` from one
+synchronization to the other; `--extra` is not for them.
 
 `--tiny` runs the tiny preset, so that the benchmark itself can be tried on any machine. With `--minutes` it starts no
 process that would not end in time. The JSON is written after every process.
@@ -16,6 +18,7 @@ process that would not end in time. The JSON is written after every process.
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import statistics
 import subprocess
@@ -31,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import timing  # noqa: E402
+from megafp8.config import derived, flags, size  # noqa: E402
 from megafp8.reports.load import load_run  # noqa: E402
 
 COMMON = (
@@ -70,6 +74,8 @@ EMULATED = {
     "emulated-nvfp4": "--fp4-format e2m1 --fp4-recipe nvfp4",
 }
 MODES |= {mode: f"{flags} --transformer-impl emulated" for mode, flags in EMULATED.items()}
+PEERS = {f"peer-{recipe}": recipe for recipe in NATIVE}
+FASTEST_PEER = "peer-delayed"
 ON_ANY_MACHINE = (BASELINE, "tensorwise")
 ERROR_LINES = 15
 
@@ -81,14 +87,14 @@ class Process:
     Attributes:
         step_ms: median of its last steps.
         attention: the kernels that ran.
-        spread_fraction: (slowest - fastest) / median of these steps.
+        spread_fraction: (slowest - fastest) / median of these steps; None of a peer's, which are timed together.
         wall_s: the whole process, start and saving included.
     """
 
     mode: str
     round: int
     step_ms: float
-    spread_fraction: float
+    spread_fraction: Optional[float]
     tokens_per_second: float
     tflops: float
     peak_gib: float
@@ -114,13 +120,11 @@ def run_process(options: argparse.Namespace, mode: str, number: int) -> Process:
     Raises:
         Failed: the process did not end well.
     """
+    if mode in PEERS:
+        return run_peer(options, mode, number)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gpu_train_", dir=options.folder) as folder:
-        argv = [sys.executable, *command_of(options, mode, folder)]
-        ended = subprocess.run(argv, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        if ended.returncode:
-            tail = "\n".join(ended.stdout.splitlines()[-ERROR_LINES:])
-            raise Failed(f"{shlex.join(argv[1:])}\nended with {ended.returncode}:\n{tail}")
+        start(command_of(options, mode, folder))
         run = load_run(folder)
     steps = run.steps[-options.steps :]
     times = [step.step_ms for step in steps]
@@ -139,6 +143,45 @@ def run_process(options: argparse.Namespace, mode: str, number: int) -> Process:
         device=run.info.device_name,
         wall_s=time.monotonic() - started,
     )
+
+
+def run_peer(options: argparse.Namespace, mode: str, number: int) -> Process:
+    """Let megatron-core's loop train.
+
+    Raises:
+        Failed: the process did not end well.
+    """
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="gpu_train_", dir=options.folder) as folder:
+        result = Path(folder) / "steps.json"
+        steps = ["--warm-up", str(options.train_iters - options.steps), "--steps", str(options.steps)]
+        start(["benchmarks/gpu_steps.py", "--shape", options.shape, "--rounds", "1", *steps, "--json", str(result),
+               "--modes", f"{mode}=@{PEERS[mode]}"])  # fmt: skip
+        (timed,) = json.loads(result.read_text(encoding="utf-8"))["done"]
+    config = flags.parse(shlex.split(f"{SHAPES[options.shape]} {COMMON}")).config
+    length, batch = config.data.seq_length, config.training.global_batch_size
+    assert length is not None and batch is not None and config.model.vocab_size is not None
+    padded = derived.padded_vocab_size(config, config.model.vocab_size + 1)  # the null tokenizer's end of a document
+    tokens_per_second = 1e3 * length * batch / timed["step_ms"]
+    return Process(
+        mode=mode, round=number, step_ms=timed["step_ms"], spread_fraction=None, tokens_per_second=tokens_per_second,
+        tflops=tokens_per_second * size.flops_per_token(config.model, padded, length) / 1e12,
+        peak_gib=timed["peak_gib"], attention=timed["attention"], loss=timed["losses"][-1], device="GPU",
+        wall_s=time.monotonic() - started,
+    )  # fmt: skip
+
+
+def start(command: list[str]) -> None:
+    """Run a Python program and wait.
+
+    Raises:
+        Failed: it did not end well.
+    """
+    argv = [sys.executable, *command]
+    ended = subprocess.run(argv, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if ended.returncode:
+        tail = "\n".join(ended.stdout.splitlines()[-ERROR_LINES:])
+        raise Failed(f"{shlex.join(command)}\nended with {ended.returncode}:\n{tail}")
 
 
 def measure(options: argparse.Namespace) -> tuple[list[Process], list[str]]:
@@ -162,9 +205,9 @@ def measure(options: argparse.Namespace) -> tuple[list[Process], list[str]]:
     return done, list(failures.values())
 
 
-def ratio_to_baseline(done: Sequence[Process], mode: str) -> Optional[timing.Ratio]:
-    """How many times the baseline's speed a mode has, from the rounds that have both."""
-    baseline = {process.round: process.step_ms for process in done if process.mode == BASELINE}
+def ratio_to(other: str, done: Sequence[Process], mode: str) -> Optional[timing.Ratio]:
+    """How many times another mode's speed a mode has, from the rounds that have both."""
+    baseline = {process.round: process.step_ms for process in done if process.mode == other}
     pairs = [(baseline[p.round], p.step_ms) for p in done if p.mode == mode and p.round in baseline]
     return timing.ratio_of(*zip(*pairs, strict=True)) if pairs else None
 
@@ -176,20 +219,25 @@ def summarize(done: Sequence[Process]) -> list[dict[str, Any]]:
         mine = [process for process in done if process.mode == mode]
         medians = {
             name: statistics.median(getattr(process, name) for process in mine)
-            for name in ("step_ms", "tokens_per_second", "tflops", "peak_gib", "spread_fraction", "loss")
+            for name in ("step_ms", "tokens_per_second", "tflops", "peak_gib", "loss")
         }
+        spreads = [process.spread_fraction for process in mine if process.spread_fraction is not None]
         attention = " / ".join(dict.fromkeys(process.attention for process in mine))
-        ratio = ratio_to_baseline(done, mode)
-        rows.append({"mode": mode, "rounds": len(mine), **medians, "to_bf16": ratio, "attention": attention})
+        rows.append({
+            "mode": mode, "rounds": len(mine), **medians, "to_bf16": ratio_to(BASELINE, done, mode),
+            "to_peer": ratio_to(FASTEST_PEER, done, mode), "attention": attention,
+            "spread_fraction": statistics.median(spreads) if spreads else None,
+        })  # fmt: skip
     return rows
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
     """The summary for people."""
-    header = ("mode", "step ms", "tokens/s", "TFLOP/s", "peak GiB", "speed to BF16 [range]", "spread", "attention")
+    header = ("mode", "step ms", "tokens/s", "TFLOP/s", "peak GiB", "speed to BF16 [range]", "to the peer's delayed",
+              "spread", "attention")  # fmt: skip
     cells = [
         (row["mode"], row["step_ms"], row["tokens_per_second"], row["tflops"], row["peak_gib"], row["to_bf16"],
-         f"{row['spread_fraction']:.1%}", row["attention"])
+         row["to_peer"], "" if row["spread_fraction"] is None else f"{row['spread_fraction']:.1%}", row["attention"])
         for row in rows
     ]  # fmt: skip
     print(timing.format_table(header, cells))
@@ -198,7 +246,8 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
 def write(options: argparse.Namespace, done: Sequence[Process], failures: Sequence[str]) -> None:
     """The JSON so far."""
     if options.json:
-        command = " ".join(command_of(options, options.modes[-1], "RUN_FOLDER"))
+        ours = [mode for mode in options.modes if mode in MODES]
+        command = " ".join(command_of(options, ours[-1], "RUN_FOLDER")) if ours else None
         timing.write_json(options.json, {
             "options": vars(options), "last_mode_command": command, "summary": summarize(done),
             "processes": list(done), "failures": list(failures),
@@ -210,7 +259,7 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="A", help="model and batch")
     parser.add_argument("--tiny", action="store_true", help="the tiny preset, in the modes that any machine has")
-    parser.add_argument("--modes", nargs="+", choices=MODES, help="arithmetic; default all that is native")
+    parser.add_argument("--modes", nargs="+", choices=[*MODES, *PEERS], help="default: all native, and a peer")
     parser.add_argument("--rounds", type=int, default=2, help="processes of each mode")
     parser.add_argument("--train-iters", type=int, default=16, help="steps of a process")
     parser.add_argument("--steps", type=int, default=10, help="last steps that count")
@@ -221,7 +270,7 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.tiny:
         options.shape = "tiny"
-    options.modes = options.modes or list(ON_ANY_MACHINE if options.tiny else NATIVE)
+    options.modes = options.modes or list(ON_ANY_MACHINE if options.tiny else (*NATIVE, FASTEST_PEER))
     return options
 
 

@@ -255,8 +255,8 @@ def triton(machine: Machine) -> Iterator[Finding]:
 
 
 def apex(machine: Machine) -> Iterator[Finding]:
-    """megatron-core looks for Apex; here nothing needs it."""
-    yield ok("Apex", f"{machine.packages.get('apex', 'not installed')}; not used")
+    """megatron-core takes the output layer's weight gradients from Apex, and else from where we tell it."""
+    yield ok("Apex", f"{machine.packages.get('apex', 'not installed')}; not needed")
 
 
 def switches(machine: Machine) -> Iterator[Finding]:

@@ -245,10 +245,11 @@ def report_attention(run: Run, sinks: Sinks, step: int) -> None:
         return
     sinks.write(EventRecord(step=step, name="attention", detail=f"Transformer Engine {chosen}"))
     if chosen == "unfused" and run.config.precision.attention_backend == "auto":
+        cudnn = Path(torch.__file__).parents[1] / "nvidia/cudnn"
         raise CapabilityError(
             "Transformer Engine fell back to unfused attention, a third slower with far more memory; usually a second "
-            "cuDNN on the system: export CUDNN_HOME=<site-packages>/nvidia/cudnn, or set NVTE_DEBUG=1 "
-            "NVTE_DEBUG_LEVEL=2 to see why; --attention-backend unfused accepts it"
+            f"cuDNN on the system: export CUDNN_HOME={cudnn}, or set NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 to see why; "
+            "--attention-backend unfused accepts it"
         )
     precision = run.config.precision
     if precision.fp8_dot_product_attention and is_quantized_at(precision, step) and not chosen.endswith(", FP8)"):

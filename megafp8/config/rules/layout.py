@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megafp8.config import derived
-from megafp8.config.rules.rule import Rule, has_shape, microbatches, positive, round_up
+from megafp8.config.rules.rule import Rule, has_shape, microbatches, positive, round_up, without
 from megafp8.config.schema import AUTO, RunConfig
 
 
@@ -160,8 +160,17 @@ def tensor_overlap_has_its_parts(config: RunConfig, world_size: int) -> Iterator
     """What is overlapped are the gathers and scatters of sequence parallelism, into buffers of one shape."""
     parallel, precision = config.parallel, config.precision
     if not parallel.tp_comm_overlap:
-        if parallel.tp_comm_overlap_cfg is not None:
-            yield "--tp-comm-overlap-cfg says how to overlap: give --tp-comm-overlap too"
+        backend = parallel.tp_comm_bootstrap_backend
+        is_given = {
+            "--tp-comm-overlap-cfg": parallel.tp_comm_overlap_cfg is not None,
+            "--disable-tp-comm-overlap-ag": not parallel.tp_comm_overlap_ag,
+            "--disable-tp-comm-overlap-rs": not parallel.tp_comm_overlap_rs,
+            "--tp-comm-overlap-rs-dgrad": parallel.tp_comm_overlap_rs_dgrad,
+            "--disable-tp-comm-bulk-dgrad": not parallel.tp_comm_bulk_dgrad,
+            "--disable-tp-comm-bulk-wgrad": not parallel.tp_comm_bulk_wgrad,
+            f"--tp-comm-bootstrap-backend {backend}": backend != "nccl",
+        }
+        yield from (without(flag, "--tp-comm-overlap") for flag, given in is_given.items() if given)
         return
     if parallel.tensor_model_parallel_size == 1 or not parallel.sequence_parallel:
         yield "--tp-comm-overlap needs --tensor-model-parallel-size above 1 and --sequence-parallel"

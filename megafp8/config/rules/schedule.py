@@ -185,8 +185,11 @@ def low_precision_state_needs_its_switch(config: RunConfig, world_size: int) -> 
         yield f"--use-precision-aware-optimizer is for --optimizer adam, not {optimizer.optimizer}"
     if not config.parallel.use_distributed_optimizer:
         yield "--use-precision-aware-optimizer needs --use-distributed-optimizer"
-    if optimizer.main_grads_dtype == "bf16" and config.precision.accumulate_allreduce_grads_in_fp32:
-        yield "--main-grads-dtype bf16 contradicts --accumulate-allreduce-grads-in-fp32: remove one"
+    if optimizer.main_grads_dtype == "bf16" and not config.precision.grad_reduce_in_bf16:
+        yield (
+            "--main-grads-dtype bf16: the optimizer reads the gradients that are reduced, and those are FP32; give "
+            "--grad-reduce-in-bf16 too"
+        )
 
 
 def _schedule_samples(config: RunConfig, world_size: int) -> "int | None":

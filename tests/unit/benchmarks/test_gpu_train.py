@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from benchmarks import gpu_train  # noqa: E402
+from benchmarks import gpu_steps, gpu_train  # noqa: E402
 from megafp8.config import derived, flags, rules, size  # noqa: E402
 
 
@@ -32,7 +33,7 @@ def test_speed_is_compared_within_a_round() -> None:
 
 
 def test_no_ratio_without_a_common_round() -> None:
-    assert gpu_train.ratio_to_baseline([process("bf16", 0, 300), process("delayed", 1, 200)], "delayed") is None
+    assert gpu_train.ratio_to("bf16", [process("bf16", 0, 300), process("delayed", 1, 200)], "delayed") is None
 
 
 @pytest.mark.parametrize(("shape", "parameters"), [("A", 1_439_270_912), ("B", 2_156_990_464)])
@@ -52,6 +53,26 @@ def test_a_failing_mode_is_told_and_not_tried_again(tmp_path: Path) -> None:
     assert len(failures) == 1
     assert "--num-layrs" in failures[0]
     assert "ended with 64" in failures[0]
+
+
+def test_the_peer_is_timed_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By the other benchmark, whose steps stand in its JSON; tokens and FLOPs are those of the shape."""
+    commands: list[list[str]] = []
+
+    def start(command: list[str]) -> None:
+        commands.append(command)
+        timed = {"step_ms": 200.0, "peak_gib": 51.0, "losses": [9.0, 5.0], "attention": "fused"}
+        Path(command[command.index("--json") + 1]).write_text(json.dumps({"done": [timed]}))
+
+    monkeypatch.setattr(gpu_train, "start", start)
+    options = gpu_train.parse(["--modes", "peer-delayed", "--rounds", "1", "--folder", str(tmp_path)])
+    (peer,), failures = gpu_train.measure(options)
+    assert failures == [] and gpu_steps.parse(commands[0][1:]).modes == ["peer-delayed=@delayed"]
+    assert (gpu_steps.parse(commands[0][1:]).warm_up, gpu_steps.parse(commands[0][1:]).steps) == (6, 10)
+    assert peer.tokens_per_second == 8 * 2048 / 0.2
+    assert peer.tflops == pytest.approx(peer.tokens_per_second * 9.240e9 / 1e12, rel=1e-3)
+    rows = {row["mode"]: row for row in gpu_train.summarize([peer, process("delayed", 0, 100)])}
+    assert rows["delayed"]["to_peer"].median == 2 and rows["peer-delayed"]["spread_fraction"] is None
 
 
 def test_no_process_starts_that_would_not_end_in_time() -> None:

@@ -2,12 +2,45 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
+import torch
 from test_mcore_cpu import core_source
 
 from megafp8.device import mcore_wgrad
+from megafp8.device.mcore_cpu import core
 
 
 @pytest.mark.parametrize(("file", "text"), mcore_wgrad.EVIDENCE)
 def test_megatron_core_still_asks_apex(file: str, text: str) -> None:
     assert text in core_source(file), "megatron-core no longer has this: see whether it can be told otherwise"
+
+
+class Apex(types.ModuleType):
+    """As its extension: it adds, whatever the buffer says of itself."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(inputs: torch.Tensor, grad_outputs: torch.Tensor, main_grad: torch.Tensor) -> None:
+        main_grad.addmm_(grad_outputs.t(), inputs)
+
+    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
+
+
+@pytest.mark.parametrize("has_apex", [False, True])
+def test_a_first_gradient_replaces_what_was_there(has_apex: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Apex is installed its function is called, and where not, the one that is given."""
+    layers, calls = core("tensor_parallel.layers"), []
+    monkeypatch.setattr(layers, mcore_wgrad.NAME, Apex("apex") if has_apex else None, raising=False)
+    mcore_wgrad.provide(lambda *tensors: calls.append(tensors))
+    given = getattr(layers, mcore_wgrad.NAME)
+    mcore_wgrad.provide(lambda *tensors: pytest.fail("a second call changes nothing"))
+    assert getattr(layers, mcore_wgrad.NAME) is given
+    main_grad = torch.full((2, 3), 7.0)
+    for name in mcore_wgrad.FUNCTIONS:
+        main_grad.is_overwritten = True
+        getattr(given, name)(torch.ones(4, 3), torch.ones(4, 2), main_grad)
+        main_grad.is_overwritten = False
+        getattr(given, name)(torch.ones(4, 3), torch.ones(4, 2), main_grad)
+    assert len(calls) == (0 if has_apex else 4)
+    assert torch.equal(main_grad, torch.full((2, 3), 8.0 if has_apex else 7.0))
