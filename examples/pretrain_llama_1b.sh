@@ -17,7 +17,8 @@
 # GPUS_PER_NODE    ranks to start (default: one for each GPU)
 # PYTHON           the Python that has megafp8 (default .venv/bin/python, else python3)
 #
-# Arguments are more flags of pretrain_gpt.py; they win over those below. Without Transformer Engine on GPUs of compute
+# Arguments are more flags of pretrain_gpt.py; they win over those below. On Hopper --cuda-graph-impl local launches a step
+# as one CUDA graph, and --precision output_layer=tensorwise puts the last GEMMs into FP8, too; both are faster. Without Transformer Engine on GPUs of compute
 # capability 8.9 or newer, add --transformer-impl emulated --cross-entropy-fusion-impl native.
 set -euo pipefail
 cd "$(dirname "$0")/.."
