@@ -71,6 +71,7 @@ class Timed:
     peak_gib: float
     losses: list[float]
     attention: str
+    device: str
 
 
 def check_mode(options: argparse.Namespace, text: str) -> Checked:
@@ -117,7 +118,7 @@ def measure(options: argparse.Namespace, name: str, text: str, number: int) -> T
     if number == 0 and name in options.profile:
         groups = profiled(lambda: step(options.warm_up + options.steps + 1), options.trace)
         print(f"\n{name}\n" + groups.table(), flush=True)
-    return Timed(name, number, step_ms, peak_gib, losses, attention_of_process())
+    return Timed(name, number, step_ms, peak_gib, losses, attention_of_process(), torch.cuda.get_device_name())
 
 
 def attention_of_process() -> str:

@@ -166,8 +166,8 @@ def run_peer(options: argparse.Namespace, mode: str, number: int) -> Process:
     return Process(
         mode=mode, round=number, step_ms=timed["step_ms"], spread_fraction=None, tokens_per_second=tokens_per_second,
         tflops=tokens_per_second * size.flops_per_token(config.model, padded, length) / 1e12,
-        peak_gib=timed["peak_gib"], attention=timed["attention"], loss=timed["losses"][-1], device="GPU",
-        wall_s=time.monotonic() - started,
+        peak_gib=timed["peak_gib"], attention=timed["attention"], loss=timed["losses"][-1],
+        device=timed["device"], wall_s=time.monotonic() - started,
     )  # fmt: skip
 
 

@@ -141,8 +141,11 @@ def first_bad_tensor(chunks: list[Any], bad_gradients: Optional[Set[tuple[int, s
         if not bool(is_finite(parameter.detach())):
             return BadTensor(WEIGHT, name, index)
     for index, name, parameter in reversed(parameters):
-        is_known = bad_gradients is not None
-        if (index, name) in bad_gradients if is_known else not bool(is_finite(parameter.main_grad)):
+        if bad_gradients is None:
+            is_bad = not bool(is_finite(parameter.main_grad))
+        else:
+            is_bad = (index, name) in bad_gradients
+        if is_bad:
             return BadTensor(GRADIENT, name, index)
     return None
 

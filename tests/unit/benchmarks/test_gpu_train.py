@@ -61,7 +61,7 @@ def test_the_peer_is_timed_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
     def start(command: list[str]) -> None:
         commands.append(command)
-        timed = {"step_ms": 200.0, "peak_gib": 51.0, "losses": [9.0, 5.0], "attention": "fused"}
+        timed = {"step_ms": 200.0, "peak_gib": 51.0, "losses": [9.0, 5.0], "attention": "fused", "device": "H200"}
         Path(command[command.index("--json") + 1]).write_text(json.dumps({"done": [timed]}))
 
     monkeypatch.setattr(gpu_train, "start", start)
@@ -69,7 +69,7 @@ def test_the_peer_is_timed_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     (peer,), failures = gpu_train.measure(options)
     assert failures == [] and gpu_steps.parse(commands[0][1:]).modes == ["peer-delayed=@delayed"]
     assert (gpu_steps.parse(commands[0][1:]).warm_up, gpu_steps.parse(commands[0][1:]).steps) == (6, 10)
-    assert peer.tokens_per_second == 8 * 2048 / 0.2
+    assert peer.tokens_per_second == 8 * 2048 / 0.2 and peer.device == "H200"
     assert peer.tflops == pytest.approx(peer.tokens_per_second * 9.240e9 / 1e12, rel=1e-3)
     rows = {row["mode"]: row for row in gpu_train.summarize([peer, process("delayed", 0, 100)])}
     assert rows["delayed"]["to_peer"].median == 2 and rows["peer-delayed"]["spread_fraction"] is None
