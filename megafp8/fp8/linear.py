@@ -59,7 +59,7 @@ from megafp8.fp8.noise import RoundingNoise
 from megafp8.fp8.parameter import QuantizedParameter
 from megafp8.fp8.quantize import Decoded, Quantized, Use, decode_operand, quantize_for
 from megafp8.fp8.recipes import OPERANDS_OF, Gemm, Operand, Recipe
-from megafp8.fp8.scaled_gemm import accumulate_on_gpu, product_of, rows_of, scaled_gemm
+from megafp8.fp8.scaled_gemm import accumulate, product_of, rows_of, scaled_gemm
 
 
 class AmaxGroups(NamedTuple):
@@ -308,20 +308,12 @@ def _wgrad(
 def _weight_gradient(
     grad_rows_t: Tensor, input_rows: Tensor, factor: Optional[Tensor], weight: Tensor, plan: LinearPlan
 ) -> Optional[Tensor]:
-    """factor (dy^T . x), [N, K]: returned, or added to `weight.main_grad` with a stand-in returned.
-
-    Numerics: added to an FP32 main_grad without rounding in between, except that a CPU's BF16 GEMM rounds to BF16
-    first, as it does for plain layers.
-    """
+    """factor (dy^T . x), [N, K]: returned in the type of the weight, or added to `weight.main_grad` without rounding in
+    between, with a stand-in returned."""
     main_grad = getattr(weight, "main_grad", None) if plan.fuse_wgrad else None
     if main_grad is None:
         return scaled_gemm(grad_rows_t, input_rows, factor, weight.dtype)
-    if grad_rows_t.is_cuda:
-        accumulate_on_gpu(main_grad, grad_rows_t, input_rows, factor)
-    elif grad_rows_t.dtype == main_grad.dtype:
-        main_grad.addmm_(grad_rows_t, input_rows, alpha=1.0 if factor is None else factor.item())
-    else:
-        main_grad.add_(scaled_gemm(grad_rows_t, input_rows, factor, grad_rows_t.dtype))
+    accumulate(main_grad, grad_rows_t, input_rows, factor)
     return _main_grad_stand_in(weight)
 
 

@@ -10,17 +10,19 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megafp8.config import derived
 from megafp8.config.precision_map import OUTPUT_LAYER
 from megafp8.config.schema import RunConfig
+from megafp8.device import mcore_wgrad
 from megafp8.fp8.parameter import settle
+from megafp8.fp8.scaled_gemm import accumulate
 from megafp8.mcore_config import build_ddp_config, build_optimizer_config
 from megafp8.model.emulated_layers import (
     EmulatedOutputLayer,
-    emulated_linears,
     keep_weights_as_codes,
 )
 from megafp8.model.initialize import initialize_parameters
@@ -112,20 +114,25 @@ def build_chunk(
 
 
 def accumulate_gradients_in_gemm(chunks: list[torch.nn.Module], implementation: str) -> None:
-    """Let the linears that can add their weight gradient straight into the FP32 buffer.
+    """Let the linears add their weight gradient straight into the main gradient, without rounding it to BF16 before.
 
-    Set layer by layer, because megatron-core's own linear (the output layer) can do it with Apex only.
+    Set layer by layer, because megatron-core's own linears would ask for Apex when they are built.
     """
-    for chunk in chunks:
-        if implementation == "transformer_engine":
-            from megafp8.model import te_layers  # needs Transformer Engine
+    if implementation == "transformer_engine":
+        from megafp8.model import te_layers  # needs Transformer Engine
 
+        for chunk in chunks:
             te_layers.accumulate_gradients_in_gemm(chunk)
-    for linear in emulated_linears(chunks):
-        # A weight that is the embedding's too has its gradient from autograd.
-        linear.gradient_accumulation_fusion = linear.weight is not None and not hasattr(
-            linear.weight, "shared_embedding"
-        )
+        return
+    mcore_wgrad.provide(mcore_wgrad.overwriting(add_weight_gradient))
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+            module.gradient_accumulation_fusion = True
+
+
+def add_weight_gradient(inputs: torch.Tensor, grad_outputs: torch.Tensor, main_grad: torch.Tensor) -> None:
+    """main_grad [N, K] plus grad_outputs^T [N, T] times inputs [T, K], summed in FP32, in place."""
+    accumulate(main_grad, grad_outputs.t(), inputs)
 
 
 def add_gradient_buffers(

@@ -9,7 +9,6 @@ from ranks import run_ranks
 from small_run import PLAIN, build_run, small_config
 from torch import Tensor
 
-from megafp8.device import mcore_wgrad
 from megafp8.optim.first_gradient import FirstGradient
 from megafp8.training.evaluate import build_batches
 from megafp8.training.step import clear_gradients, forward_backward
@@ -18,21 +17,15 @@ NUM_PASSES = 2  # the second finds the gradients of the first
 RELATIVE = 1e-5  # FP32 sums in another order
 
 
-def add_gradient(inputs: Tensor, gradients: Tensor, main_grad: Tensor) -> None:
-    """What a GEMM that accumulates does."""
-    main_grad.addmm_(gradients.t(), inputs, beta=0 if main_grad.is_overwritten else 1)
-
-
 def gradients_of(in_layer: bool) -> dict[str, Tensor]:
     """All gradients of one global batch of two microbatches."""
-    run = build_run(small_config("llama", PLAIN))
+    fusion = "" if in_layer else "--no-gradient-accumulation-fusion"
+    run = build_run(small_config("llama", f"{PLAIN} {fusion}"))
     assert run.num_microbatches == 2
     (chunk,) = run.trainee.chunks
     if in_layer:
-        mcore_wgrad.provide(add_gradient)
-        layer = chunk.module.output_layer
-        layer.gradient_accumulation_fusion = True
-        run = dataclasses.replace(run, first_gradient=FirstGradient(run.trainee.chunks, [layer.weight]))
+        weights = [chunk.module.output_layer.weight]
+        run = dataclasses.replace(run, first_gradient=FirstGradient(run.trainee.chunks, weights))
     for _ in range(NUM_PASSES):
         clear_gradients(run)
         batches = build_batches(run, run.datasets[0], 0, run.global_batch_size, num_workers=0)
