@@ -176,17 +176,37 @@ def emulated_linear(
     Args:
         input: [..., K], BF16, FP16 or FP32; with `plan.gather_input` a shard along dim 0.
         weight: [N, K], the same dtype.
-        bias: [N] or None.
+        bias: [N], the same dtype, or None.
         plan: recipe and communication.
         quantized_weight: `quantize_weight` of this weight, if it is known already.
 
     Returns:
         [..., N] in the input's dtype; with `plan.gather_input` dim 0 is `tensor_group.size()` times the input's.
+
+    Raises:
+        TypeError: the dtypes differ, or torch.autocast is enabled.
     """
+    _check_dtypes(input, weight, bias)
     if quantized_weight is None:
         quantized_weight = quantize_weight(weight, plan)
     needs_wgrad = torch.is_grad_enabled() and weight.requires_grad
     return _EmulatedLinear.apply(input, weight, bias, plan, quantized_weight, needs_wgrad)
+
+
+def _check_dtypes(input: Tensor, weight: Tensor, bias: Optional[Tensor]) -> None:
+    """Refuse what would silently compute in another dtype than the caller thinks."""
+    if torch.is_autocast_enabled(input.device.type):
+        raise TypeError(
+            f"emulated_linear computes in the dtype of its tensors and torch.autocast is enabled for "
+            f"{input.device.type}: convert the model and its input, for example by .to(torch.bfloat16), and call it "
+            "under torch.autocast(enabled=False)"
+        )
+    if weight.dtype != input.dtype or (bias is not None and bias.dtype != input.dtype):
+        of_bias = "" if bias is None else f", bias {bias.dtype}"
+        raise TypeError(
+            f"emulated_linear needs tensors of one dtype: input is {input.dtype}, weight {weight.dtype}{of_bias}; "
+            "convert them to one, for example by .to(weight.dtype)"
+        )
 
 
 class _EmulatedLinear(torch.autograd.Function):

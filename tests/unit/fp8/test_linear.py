@@ -145,6 +145,23 @@ def test_known_weight_codes_are_used(recipe: Recipe) -> None:
     assert torch.equal(emulated_linear(x, w, b, plan, other), emulated_linear(x, w * 2, b, plan))
 
 
+@pytest.mark.parametrize(("name", "index"), [("input", 0), ("weight", 1), ("bias", 2)])
+def test_tensors_of_different_dtypes_are_refused(name: str, index: int) -> None:
+    operands = list(tensors(torch.bfloat16)[:3])
+    operands[index] = operands[index].detach().float()
+    with pytest.raises(TypeError, match=f"{name} (is )?torch.float32.*convert"):
+        emulated_linear(*operands, PLAN)
+
+
+def test_autocast_is_refused() -> None:
+    """It would not reach these GEMMs, and with FP32 parameters the caller would think it did."""
+    x, w, b, _ = tensors(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match="autocast is enabled for cpu"):
+        emulated_linear(x, w, b, PLAN)
+    with torch.autocast("cpu", enabled=False):
+        assert emulated_linear(x, w, b, PLAN).dtype == torch.float32
+
+
 def test_uses_under_one_rule_share_codes() -> None:
     _, w, _, _ = tensors(torch.bfloat16)
     weights = {name: quantize_weight(w, plan_of(recipe)) for name, recipe in RECIPES.items()}
