@@ -9,6 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Optional
 
+import torch
+
 from megafp8.checkpoint.reading import common_state, embedding_rows, read_config
 from megafp8.config import derived, serialize
 from megafp8.config.schema import RunConfig
@@ -160,6 +162,17 @@ def check_same_schedule(path: Path, saved: dict[str, Any], now: dict[str, Any]) 
             "give the checkpoint's, --override-opt_param-scheduler for this run's, or "
             "--use-checkpoint-opt_param-scheduler for the saved one"
         )
+
+
+def notes_on_threads(path: Path) -> tuple[str, ...]:
+    """What a person should know who resumes a run on a CPU with another number of threads."""
+    saved, now = common_state(path).get("num_threads"), torch.get_num_threads()
+    if saved in (None, now):  # None: written before checkpoints had it
+        return ()
+    return (
+        f"WARNING: {path} was saved with {saved} CPU threads a rank, this run has {now}: sums are divided differently, "
+        f"so results differ in their last bits; give --num-threads {saved} for the same bits",
+    )
 
 
 def short(value: Optional[float | str]) -> str:

@@ -241,6 +241,7 @@ def whole_state(
         "samples": None if samples is None else samples.plain(),
         "config": to_json(config),
         "layout": list(layout()),
+        "num_threads": torch.get_num_threads(),
         "content_metadata": content_metadata(),
     }
 

@@ -23,6 +23,7 @@ from megafp8.config.schema import (
 from megafp8.errors import ConfigError
 
 DEFAULT_SPLIT = "969,30,1"
+ELEMENTS_PER_THREAD = 2**16
 
 # ---- layout -------------------------------------------------------------------------------------------------------
 
@@ -75,6 +76,19 @@ def global_batch_size(config: RunConfig, world_size: int) -> int:
         return config.training.global_batch_size
     assert config.training.micro_batch_size is not None
     return config.training.micro_batch_size * data_parallel_size(config, world_size)
+
+
+def useful_threads(config: RunConfig) -> int:
+    """The most CPU threads that make a rank's work faster: one for every 2^16 elements of an activation [T, H].
+
+    torch divides an elementwise operation into pieces of 2^15 elements at least. Below two of them a thread, a second
+    thread saves no time and costs as much CPU time as the first, because it waits by spinning (notes/LOG.md).
+    """
+    assert config.training.micro_batch_size is not None and config.data.seq_length is not None
+    parallel = config.parallel
+    num_tokens = config.training.micro_batch_size * config.data.seq_length // parallel.context_parallel_size
+    num_elements = num_tokens * config.model.hidden_size // parallel.tensor_model_parallel_size
+    return max(1, num_elements // ELEMENTS_PER_THREAD)
 
 
 def num_microbatches(config: RunConfig, world_size: int) -> int:

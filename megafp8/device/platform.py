@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 # For the first rank of a machine to come to the same error as another one.
 LAST_WORDS_S = 5.0
+# Of these torch takes its number of threads when it is imported.
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 @dataclass(frozen=True)
@@ -124,12 +126,23 @@ def local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
 
 
-def use_threads(num_threads: Optional[int]) -> int:
-    """Share this machine's cores among its ranks (or use `num_threads`), and return the threads of this rank."""
-    cores = len(os.sched_getaffinity(0))
-    threads = num_threads or max(1, cores // local_world_size())
-    torch.set_num_threads(threads)
-    return threads
+def use_threads(num_threads: Optional[int], useful_threads: int) -> None:
+    """Set the CPU threads of this rank.
+
+    Args:
+        num_threads: what the user asked for (`--num-threads`). None leaves the number to OMP_NUM_THREADS or
+            MKL_NUM_THREADS, as torch has read them, and without those to this machine: an even share of its cores.
+        useful_threads: the most that such a share may be.
+    """
+    if num_threads is None and not any(os.environ.get(name) for name in THREAD_VARIABLES):
+        num_threads = min(cores_per_rank(), useful_threads)
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+
+
+def cores_per_rank() -> int:
+    """An even share of the cores that this process may use, at least one."""
+    return max(1, len(os.sched_getaffinity(0)) // local_world_size())
 
 
 def order_kernels(tensor_model_parallel_size: int) -> None:

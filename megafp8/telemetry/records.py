@@ -52,6 +52,8 @@ class RunRecord:
     recipe: str
     """The arithmetic of the linears in a few words, for tables and legends: "bf16", "fp8 hybrid tensorwise (TE)"."""
     device_name: str
+    num_threads: Optional[int] = None
+    """CPU threads of each rank. On a CPU another number gives other last bits."""
     precision_map: dict[str, str] = field(default_factory=dict)
     """Under a precision map, the resolved recipes by linear and layers; empty where all have one."""
     peak_flops: Optional[dict[str, float]] = None

@@ -110,7 +110,7 @@ def assemble(config: RunConfig, platform: Platform, implementation: str, has_dat
     Args:
         has_data: False leaves the datasets out.
     """
-    use_threads(config.training.num_threads)
+    use_threads(config.training.num_threads, derived.useful_threads(config))
     join_ranks(platform, config.parallel.distributed_timeout_minutes)
     place = build_groups(config)
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)

@@ -13,6 +13,7 @@ from megafp8.config import derived, precision_map, serialize, size
 from megafp8.config.precision_map import OUTPUT_LAYER
 from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.device.peaks import find_peak
+from megafp8.device.platform import THREAD_VARIABLES, cores_per_rank
 from megafp8.model.precision_map import GemmPrecision, format_recipes, resolve_precision_map
 from megafp8.optim import one_pass
 from megafp8.telemetry.records import RunRecord
@@ -105,6 +106,17 @@ def model_flops_per_token(run: Run) -> float:
     return size.flops_per_token(run.config.model, run.vocab_size, run.config.data.seq_length)
 
 
+def describe_threads(run: Run) -> dict[str, str]:
+    """Where a rank has fewer CPU threads than its work could use, and nobody gave --num-threads; nothing on a GPU."""
+    threads, useful = torch.get_num_threads(), min(cores_per_rank(), derived.useful_threads(run.config))
+    if run.platform.kind != "cpu" or run.config.training.num_threads is not None or threads >= useful:
+        return {}
+    return {
+        "threads": f"{threads} a rank, from {' or '.join(THREAD_VARIABLES)} (torchrun sets the first to 1 where it is "
+        f"not set); --num-threads {useful} would be faster"
+    }
+
+
 def describe_update(run: Run) -> dict[str, str]:
     """How weights are updated and gathered, in words; what is the same on every machine is left out."""
     found = {}
@@ -141,6 +153,7 @@ def run_record(run: Run, resumed_from_step: Optional[int]) -> RunRecord:
         recipe=describe_arithmetic(precision, run.implementation),
         precision_map=mapped_recipes(run.config),
         device_name=run.platform.name,
+        num_threads=torch.get_num_threads(),
         peak_flops=dict(peak.flops) if peak else None,
         peak_source=peak.source if peak else None,
         mfu_dtype=matmul_dtype(precision, run.implementation) if peak else None,

@@ -16,7 +16,7 @@ from megafp8.errors import INTERNAL, Megafp8Error, PeerLost
 from megafp8.training.assemble import assemble
 from megafp8.training.beginning import begin, build_guard
 from megafp8.training.check import Checked
-from megafp8.training.describe import recipe_lines
+from megafp8.training.describe import describe_threads, recipe_lines
 from megafp8.training.guard import Guard
 from megafp8.training.journal import Journal
 from megafp8.training.loop import train
@@ -54,7 +54,7 @@ def run_training(checked: Checked) -> int:
             )
         if not guard.stop_agreed:  # a signal may have ended the search for a size
             run = dataclasses.replace(assemble(config, platform, checked.implementation), guard=guard)
-            train(run, told)
+            train(run, told | describe_threads(run))
             if run.graph is not None:
                 run.graph.forget()  # NCCL ends a communicator only when no graph is left that uses it
         guard.finish()

@@ -12,7 +12,7 @@ from megafp8.checkpoint.choose import Choice, choose_checkpoint, retire_newer
 from megafp8.checkpoint.folder import CORRUPT, named_steps, set_aside, sweep
 from megafp8.checkpoint.load import load_checkpoint
 from megafp8.checkpoint.number_formats import check_same_formats
-from megafp8.checkpoint.same_run import check_same_samples, check_same_vocabulary
+from megafp8.checkpoint.same_run import check_same_samples, check_same_vocabulary, notes_on_threads
 from megafp8.checkpoint.state import Progress
 from megafp8.checkpoint.together import on_rank_0
 from megafp8.config.schema import RunConfig
@@ -56,6 +56,7 @@ def resume(run: Run) -> tuple[Progress, tuple[str, ...]]:
         notes += check_same_samples(chosen.path, run.sample_chain, checkpoint.override_sample_order)
     if not (weights_only or run.config.training.skip_train):
         notes += check_same_formats(chosen.path, run.config)
+        notes += notes_on_threads(chosen.path) if run.platform.kind == "cpu" else ()
     if is_own:
         run.guard.loads(chosen.step)
         dist.barrier()  # rank 0 has it on the disk before any rank may crash

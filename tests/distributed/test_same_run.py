@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 from ranks import run_ranks
 from small_run import PLAIN, build_run, small_config
 from test_checkpoint import DISTRIBUTED, load_newest, run_leg
@@ -14,6 +15,7 @@ from megafp8.checkpoint.folder import find_checkpoint
 from megafp8.checkpoint.same_run import check_same_model, check_same_vocabulary
 from megafp8.config.schema import RunConfig
 from megafp8.errors import CheckpointError
+from megafp8.training.resume import resume
 
 CONFIG = small_config("llama", PLAIN)
 
@@ -92,6 +94,23 @@ def test_another_schedule_is_refused(saved: Path) -> None:
     text = refusal(saved, small_config("llama", f"{PLAIN} --lr 2e-3 --lr-decay-iters 17 --lr-decay-style constant"))
     assert "another learning-rate schedule" in text and "--override-opt_param-scheduler" in text
     assert "--lr: 0.001 -> 0.002\n" in text and "--lr-decay-iters" in text and "-> constant" in text
+
+
+@pytest.mark.parametrize(("num_threads", "warns"), [(1, False), (3, True)])
+def test_another_number_of_threads_is_reported(
+    saved: Path, num_threads: int, warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank of the tests has one thread, whatever it asks for: the next run only says that it has others."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+
+    def resumed() -> tuple[str, ...]:
+        return resume(build_run(small_config("llama", f"{PLAIN} --load {saved}")))[1]
+
+    (notes,) = run_ranks(1, resumed)
+    warnings = [note for note in notes if "CPU threads" in note]
+    assert len(warnings) == warns
+    assert all("saved with 1 CPU threads a rank, this run has 3" in text for text in warnings)
+    assert all("--num-threads 1" in text for text in warnings)
 
 
 def test_a_checkpoint_without_optimizer_state(tmp_path: Path) -> None:

@@ -104,5 +104,6 @@ class TrainingConfig:
     )
     cuda_graph_warmup_steps: int = setting(3, "steps without the graph before it is captured")
     num_threads: Optional[int] = setting(
-        None, "CPU threads per rank; default the cores shared evenly by the ranks here"
+        None, "CPU threads per rank; default OMP_NUM_THREADS, or without it an even share of the cores, as far as the "
+        "micro-batch can use it"
     )

@@ -106,6 +106,8 @@ def describe_run(record: RunRecord) -> str:
     """What runs, on what, in one or two lines."""
     axes = " ".join(f"{axis} {size}" for axis, size in record.layout.items())
     parts = [f" run {record.config_hash[:8]}", record.recipe, f"{record.world_size} x {record.device_name} ({axes})"]
+    if record.num_threads is not None:
+        parts.append(f"{record.num_threads} threads a rank" if record.num_threads > 1 else "1 thread a rank")
     if record.num_parameters is not None:
         parts.append(f"{format_count(record.num_parameters)} parameters")
     if record.resumed_from_step is not None:

@@ -180,3 +180,21 @@ def test_weight_decay_range():
         optimizer__weight_decay_incr_style="linear", optimizer__start_weight_decay=0.0, optimizer__end_weight_decay=0.2
     )
     assert derived.weight_decay_range(changing.optimizer) == (0.0, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("micro", "length", "hidden", "tensor", "context", "expected"),
+    [
+        (1, 128, 128, 1, 1, 1),
+        (4, 128, 128, 1, 1, 1),  # 2^16 elements
+        (8, 128, 128, 1, 1, 2),
+        (2, 1024, 2048, 1, 1, 64),
+        (2, 1024, 2048, 4, 2, 8),
+    ],
+)
+def test_threads_that_have_enough_to_do(micro, length, hidden, tensor, context, expected):
+    config = config_of(
+        training__micro_batch_size=micro, data__seq_length=length, model__hidden_size=hidden,
+        parallel__tensor_model_parallel_size=tensor, parallel__context_parallel_size=context,
+    )  # fmt: skip
+    assert derived.useful_threads(config) == expected

@@ -1,7 +1,13 @@
 """What a run says of itself at its start."""
 
-from megafp8.config.schema import ModelConfig, PrecisionConfig, RunConfig
-from megafp8.training.describe import mapped_recipes, recipe_lines
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megafp8.config.schema import DataConfig, ModelConfig, PrecisionConfig, RunConfig, TrainingConfig
+from megafp8.training.describe import describe_threads, mapped_recipes, recipe_lines
 
 
 def lines_of(**precision: object) -> list[str]:
@@ -76,3 +82,21 @@ def test_attention_in_fp8_is_said() -> None:
     usual, attention = (lines_of(fp8_format="hybrid", fp8_dot_product_attention=asked) for asked in (False, True))
     assert attention[1:] == [*usual[1:], "  attention's two products are in FP8 as well"]
     assert "delayed with attention, " in attention[0] and "attention" not in usual[0]
+
+
+@pytest.mark.parametrize(
+    ("threads", "num_threads", "kind", "hidden", "is_said"),
+    [(1, None, "cpu", 2048, True), (4, None, "cpu", 2048, False), (1, None, "cpu", 128, False),
+     (1, 1, "cpu", 2048, False), (1, None, "cuda", 2048, False)],
+)  # fmt: skip
+def test_fewer_threads_than_are_useful_are_said(
+    threads: int, num_threads: int | None, kind: str, hidden: int, is_said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
+    config = RunConfig(
+        model=ModelConfig(hidden_size=hidden), data=DataConfig(seq_length=256),
+        training=TrainingConfig(micro_batch_size=1, num_threads=num_threads),
+    )  # fmt: skip
+    said = describe_threads(SimpleNamespace(config=config, platform=SimpleNamespace(kind=kind)))
+    assert ("--num-threads 4 would be faster" in said.get("threads", "")) == is_said
