@@ -6,7 +6,13 @@ are numbers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+# What begins an element of Markdown anywhere, and what begins one only where a line starts. `_` stays: names have many,
+# and GitHub and CommonMark take none within a word for markup.
+MARKUP = re.compile(r"[\\`*\[\]|]")
+LINE_START = re.compile(r"^(?:[+-]|#+|(\d+)(?=[.)]))(?=[.)]? )")
 
 
 def aligned(header: Sequence[str], rows: Sequence[Sequence[str]], sides: str = "l") -> str:
@@ -17,12 +23,21 @@ def aligned(header: Sequence[str], rows: Sequence[Sequence[str]], sides: str = "
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], sides: str = "l") -> str:
-    """The same in Markdown."""
+    """The same in Markdown; cells are text, see `escaped`."""
+    header, *rows = [[escaped(cell) for cell in cells] for cells in (header, *rows)]
     widths = column_widths(header, rows)
     lines = [f"| {' | '.join(padded(cells, widths, sides))} |" for cells in (header, *rows)]
     ends = ["-" if side == "l" else ":" for side in sides.ljust(len(header), "r")]
     rule = "|".join(f"-{'-' * width}{end}" for width, end in zip(widths, ends, strict=True))
     return "\n".join([lines[0], f"|{rule}|", *lines[1:]])
+
+
+def escaped(text: str) -> str:
+    """A line of Markdown that shows a text as it is: names from disk may hold markup, HTML and line breaks."""
+    line = "".join(letter if letter.isprintable() else " " for letter in text).strip()
+    line = MARKUP.sub(r"\\\g<0>", line.replace("&", "&amp;").replace("<", "&lt;"))
+    line = f"\\{line}" if line.startswith(">") else line
+    return LINE_START.sub(lambda found: f"{found[0]}\\" if found[1] else f"\\{found[0]}", line)
 
 
 def column_widths(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:

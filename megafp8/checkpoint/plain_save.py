@@ -24,6 +24,7 @@ from megafp8.checkpoint import folder as folders
 from megafp8.checkpoint.hashing_writer import HashingWriter
 from megafp8.checkpoint.manifest import FileEntry, Manifest, relative_files
 from megafp8.checkpoint.plain_tensors import Place
+from megafp8.checkpoint.reading import check_readable
 from megafp8.checkpoint.safe_load import COMMON
 from megafp8.checkpoint.save import BACKEND, sync_and_hash
 from megafp8.checkpoint.state import content_metadata
@@ -65,7 +66,7 @@ def save_weights(folder: Path, config: RunConfig, sources: Mapping[str, Source])
         The finished checkpoint's folder.
 
     Raises:
-        CheckpointError: it cannot be written, or a tensor is not what its source says.
+        CheckpointError: it cannot be written or read back, or a tensor is not what its source says.
     """
     place = folders.unfinished_path(folder, STEP)
     common = {
@@ -77,6 +78,7 @@ def save_weights(folder: Path, config: RunConfig, sources: Mapping[str, Source])
         torch.save(common, place / COMMON)
         save_config(BACKEND, str(place))
         files = write_shards(place, sources)
+        check_readable(place)
         files |= {name: sync_and_hash(place / name) for name in relative_files(place) if name not in files}
         manifest = Manifest(step=STEP, consumed_samples=0, layout=ONE_RANK, saved_at=utc_now(), files=files)
         return folders.finish(folder, STEP, manifest)

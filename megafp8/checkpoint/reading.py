@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import pickle
+import platform
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.safe_globals import register_safe_globals
 from torch.distributed.checkpoint import CheckpointException
 
-from megafp8.checkpoint.safe_load import SafeStrategy, check_before_reading
+from megafp8.checkpoint.safe_load import COMMON, SafeReader, SafeStrategy, check_before_reading
 from megafp8.checkpoint.skipped import History
 from megafp8.checkpoint.together import raise_peer_lost, reason
 from megafp8.checkpoint.vocabulary import EMBEDDING
@@ -45,6 +48,26 @@ def common_state(path: Path) -> dict[str, Any]:
     if "config" not in state:
         raise CheckpointError(f"{path} is a megatron-core checkpoint without megafp8's configuration")
     return state
+
+
+def check_readable(path: Path) -> None:
+    """Read back what a save has written besides tensors.
+
+    Another version of Python or torch may write a form that the safe loader refuses. The save has to fail then: the run
+    still has its weights.
+
+    Raises:
+        CheckpointError: a load would refuse it.
+    """
+    register_safe_globals()
+    try:
+        SafeReader(path).read_metadata()
+        torch.load(path / COMMON, map_location="cpu", weights_only=True)
+    except UNREADABLE as error:
+        raise CheckpointError(
+            f"it was written, but cannot be read back with Python {platform.python_version()} and torch "
+            f"{torch.__version__} (constraints.txt has the versions that were tested): {reason(error)}"
+        ) from error
 
 
 def history_in(common: dict[str, Any]) -> History:

@@ -10,6 +10,7 @@ size.
 
 from __future__ import annotations
 
+import enum
 import io
 import os
 import pickle
@@ -101,7 +102,10 @@ def check_archive(stream: IO[bytes], num_bytes: int, name: str) -> None:
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Knows the classes that a checkpoint's metadata is made of, and no function that does anything."""
+    """Knows the classes that a checkpoint's metadata is made of, and no function that does anything.
+
+    `getattr` finds members of enums only: Python 3.11.0 to 3.11.3 pickle them as `getattr(class, name)`.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         """The class of a name.
@@ -109,9 +113,26 @@ class MetadataUnpickler(pickle.Unpickler):
         Raises:
             pickle.UnpicklingError: metadata has no such class.
         """
+        if (module, name) == ("builtins", "getattr"):
+            return enum_member
         if (module, name) not in ALLOWED:
             raise pickle.UnpicklingError(f"{METADATA} asks for {module}.{name}, which is refused: it could run code")
         return super().find_class(module, name)
+
+
+def enum_member(owner: Any, name: Any) -> enum.Enum:
+    """What Python 3.11.0 to 3.11.3 pickle a member of an enum as, in the place of `getattr(owner, name)`.
+
+    Raises:
+        pickle.UnpicklingError: it is not a member of an allowed enum.
+    """
+    is_allowed = isinstance(owner, enum.EnumMeta) and (owner.__module__, owner.__qualname__) in ALLOWED
+    if not is_allowed or type(name) is not str or name not in owner.__members__:
+        raise pickle.UnpicklingError(
+            f"{METADATA} asks for builtins.getattr of something else than a member of an enum, which is refused: "
+            "it could run code"
+        )
+    return owner.__members__[name]
 
 
 class SafeReader(CachedMetadataFileSystemReader):

@@ -32,6 +32,7 @@ from megafp8.checkpoint import folder as folders
 from megafp8.checkpoint.hashing_writer import HashingWriter
 from megafp8.checkpoint.manifest import FileEntry, Manifest, relative_files
 from megafp8.checkpoint.permit import Permit
+from megafp8.checkpoint.reading import check_readable
 from megafp8.checkpoint.safe_load import COMMON
 from megafp8.checkpoint.state import (
     Progress,
@@ -116,6 +117,7 @@ class Save:
         place = folders.unfinished_path(self.folder, self.progress.step)
         self.writer.finish(self.plan.metadata, [each.results for each in written])
         save_config(BACKEND, str(place))
+        check_readable(place)
         files = {name: entry for each in written for name, entry in each.files.items()}
         files |= {name: sync_and_hash(place / name) for name in relative_files(place) if name not in files}
         manifest = Manifest(

@@ -24,6 +24,7 @@ from megafp8.errors import ConfigError
 
 DEFAULT_SPLIT = "969,30,1"
 ELEMENTS_PER_THREAD = 2**16
+GEMM_ALIGNMENT = {"tensorwise": 16, "delayed": 16, "blockwise": 16, "mxfp8": 32, "nvfp4": 16}
 
 # ---- layout -------------------------------------------------------------------------------------------------------
 
@@ -249,8 +250,12 @@ def gemm_alignment(precision: PrecisionConfig) -> int:
 
 
 def alignment_of(recipe: str) -> int:
-    """The same for one recipe."""
-    return 32 if recipe == "mxfp8" else 16
+    """The same for one recipe.
+
+    Raises:
+        ConfigError: no recipe has this name.
+    """
+    return precision_map.by_recipe(GEMM_ALIGNMENT, recipe, "GEMM alignment")
 
 
 def quantization_recipe(precision: PrecisionConfig) -> Optional[str]:

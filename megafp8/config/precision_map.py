@@ -16,12 +16,15 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, TypeVar
 
 from megafp8.config.schema import ModelConfig, PrecisionConfig
+from megafp8.errors import ConfigError
+
+T = TypeVar("T")
 
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Those of a layer, in the order of the forward pass."""
@@ -293,6 +296,20 @@ def used_recipes(precision: PrecisionConfig) -> tuple[str, ...]:
     """Every recipe that a run names, that of all linears first; none in high precision."""
     named = (*base_choice(precision), *(entry.choice(precision) for entry in entries(precision)))
     return tuple(dict.fromkeys(choice.recipe for choice in named if choice.recipe is not None))
+
+
+def by_recipe(table: Mapping[str, T], recipe: str, what: str) -> T:
+    """What a table has for a recipe; the value of another recipe would be wrong without a word.
+
+    Args:
+        what: is in the table, for the message.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if recipe not in table:
+        raise ConfigError(f"recipe {recipe} has no {what}; known are {', '.join(table)}")
+    return table[recipe]
 
 
 def is_quantized(precision: PrecisionConfig) -> bool:

@@ -61,13 +61,19 @@ def error(check: str, text: str, mend: str) -> Finding:
 
 
 def python(machine: Machine) -> Iterator[Finding]:
-    """The range that setup.py has."""
+    """The range that setup.py has; of 3.11 the patch version, too."""
     version = ".".join(map(str, machine.python))
-    if tested.PYTHON_FROM <= machine.python[:2] < tested.PYTHON_BELOW:
-        yield ok("Python", version)
-    else:
+    if not tested.PYTHON_FROM <= machine.python[:2] < tested.PYTHON_BELOW:
         mend = "install python3.11, then: bash tests/run.sh"
         yield error("Python", f"{version}: megafp8 needs 3.10, 3.11 or 3.12", mend)
+    elif (3, 11) <= machine.python < (3, 11, 4):
+        text = (
+            f"{version}: Python 3.11.0 to 3.11.3 pickle enum members as calls of getattr. megafp8 reads such "
+            "checkpoints; other loaders that refuse unknown functions may not"
+        )
+        yield warning("Python", text, "install Python 3.11.4 or newer")
+    else:
+        yield ok("Python", version)
 
 
 def torch(machine: Machine) -> Iterator[Finding]:

@@ -177,6 +177,8 @@ def build_recipe(precision: PrecisionConfig) -> Optional[Recipe]:
         CapabilityError: the recipe is not emulated.
     """
     if precision.fp4_format is not None:
+        if precision.fp4_recipe != "nvfp4":
+            raise CapabilityError(f"--fp4-recipe {precision.fp4_recipe} has no rules in build_recipe")
         return nvfp4(
             transforms=precision.fp4_hadamard,
             rounds_stochastically=precision.fp4_stochastic_rounding,
@@ -203,9 +205,11 @@ def build_recipe(precision: PrecisionConfig) -> Optional[Recipe]:
         recipe = delayed(forward=forward, backward=backward, options=options)
     elif precision.fp8_recipe == "mxfp8":
         recipe = mxfp8(forward=forward, backward=backward)
-    else:
+    elif precision.fp8_recipe == "tensorwise":
         scale_rule = ScaleRule.POWER_OF_TWO if precision.fp8_power_2_scale else ScaleRule.FP32
         recipe = tensorwise(forward=forward, backward=backward, scale_rule=scale_rule)
+    else:
+        raise CapabilityError(f"--fp8-recipe {precision.fp8_recipe} has no rules in build_recipe")
     return recipe if precision.fp8_wgrad else without_wgrad(recipe)
 
 

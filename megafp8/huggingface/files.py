@@ -55,6 +55,7 @@ class TheirFiles:
     """The tensors of a model's folder.
 
     Attributes:
+        folder: of the model.
         tensors: by name.
 
     Raises:
@@ -62,6 +63,7 @@ class TheirFiles:
     """
 
     def __init__(self, folder: Path):
+        self.folder = folder
         self._open: dict[str, Any] = {}
         self.tensors: dict[str, TheirTensor] = {}
         for file in weight_files(folder):

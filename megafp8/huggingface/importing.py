@@ -33,6 +33,7 @@ QUANTIZATION_METHODS = ("fp8", "compressed-tensors")
 # Of activations, with which this engine would not know what to do.
 FOREIGN_SCALES = ("input_scale", "activation_scale", "k_scale", "v_scale")
 SHOWN = 12
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Import:
         sources: how each is made, by our name.
         tokenizer: None where the folder has none that megafp8 reads.
         notes: what a person should know, in words.
+        reader: gives `sources` their weights, and finds what is not finite in them.
     """
 
     config: RunConfig
@@ -54,6 +56,7 @@ class Import:
     sources: dict[str, Source]
     tokenizer: Optional[FoundTokenizer]
     notes: list[str]
+    reader: Reader
 
     @property
     def num_bytes(self) -> int:
@@ -76,13 +79,14 @@ class Import:
             the settings that describe the model, tokenizer included.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: it cannot be written, or weights are not finite; all of them, with how many numbers.
         """
         found = {} if self.tokenizer is None else self.tokenizer.copy(
             folder / TOKENIZER_FOLDER, final.absolute() / TOKENIZER_FOLDER
         )  # fmt: skip
         of_tokenizer = {f"data.{field}": value for field, value in found.items()}
         save_weights(folder, with_values(self.config, of_tokenizer), counted(self.sources, on_bytes))
+        self.reader.check_finite()
         described = with_values(self.described, of_tokenizer)
         write_json(folder / "config.json", changed_settings(described))
         return described
@@ -128,7 +132,7 @@ def plan_import(folder: Path, dtype: Optional[str] = None, vocab_multiple: Optio
     sources = {row.ours: source_of(row, reader, DTYPES[dtype]) for row in table}
     tokenizer = find_tokenizer(folder)
     notes += reader.notes + notes_on(table, tokenizer, num_tokens)
-    return Import(config, given, table, sources, tokenizer, notes)
+    return Import(config, given, table, sources, tokenizer, notes, reader)
 
 
 def refuse(folder: Path, problems: list[str]) -> None:
@@ -138,8 +142,13 @@ def refuse(folder: Path, problems: list[str]) -> None:
         CheckpointError: all of them.
     """
     if problems:
-        shown = problems[:SHOWN] + ([f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else [])
-        raise CheckpointError(f"{folder} cannot be expressed here:\n" + "\n".join(f"  {problem}" for problem in shown))
+        raise CheckpointError(f"{folder} cannot be expressed here:\n{listed(problems)}")
+
+
+def listed(problems: list[str]) -> str:
+    """The first problems, a line each, and how many more there are."""
+    shown = problems[:SHOWN] + ([f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else [])
+    return "\n".join(f"  {problem}" for problem in shown)
 
 
 # --- what the files hold ----------------------------------------------------------------------------------------------
@@ -199,14 +208,13 @@ def chosen_dtype(
     stored: Mapping[str, tuple[str, TheirTensor]], theirs: TheirConfig, asked: Optional[str]
 ) -> tuple[str, list[str]]:
     """The type that weights will have here, by its name, and what a person should know."""
-    names = {value: name for name, value in DTYPES.items()}
     weights = [tensor for name, (_, tensor) in stored.items() if not is_scale(name)]
     is_quantized = any(tensor.dtype == torch.float8_e4m3fn for tensor in weights)
     largest = max(
         (tensor for tensor in weights if tensor.dtype != torch.float8_e4m3fn),
         key=lambda tensor: math.prod(tensor.shape), default=None,
     )  # fmt: skip
-    dtype = asked or ("bf16" if largest is None else names[largest.dtype])
+    dtype = asked or ("bf16" if largest is None else DTYPE_NAMES[largest.dtype])
     width = torch.finfo(DTYPES[dtype]).bits
     rounded = [
         tensor for tensor in weights
@@ -224,12 +232,14 @@ class Reader:
 
     Attributes:
         problems: what is wrong with scales.
+        not_finite: weights with NaN or infinite numbers among those loaded so far, with how many.
         notes: what a person should know.
     """
 
     def __init__(self, files: TheirFiles, stored: Mapping[str, tuple[str, TheirTensor]], block_size: Any):
         self.files, self.stored = files, stored
         self.problems: list[str] = []
+        self.not_finite: list[str] = []
         self._scales: dict[str, tuple[str, Optional[Block]]] = {}
         used = set()
         for name, (_, tensor) in stored.items():
@@ -259,10 +269,33 @@ class Reader:
 
     def load(self, name: str, dtype: torch.dtype) -> Tensor:
         """A weight in this type."""
-        if name not in self._scales:
-            return self.load_stored(name).to(dtype)
-        scale, block = self._scales[name]
-        return dequantized(self.load_stored(name), self.load_stored(scale), block, dtype)
+        if name in self._scales:
+            scale, block = self._scales[name]
+            weight = dequantized(self.load_stored(name), self.load_stored(scale), block, dtype)
+        else:
+            weight = self.load_stored(name).to(dtype)
+        if not weight.isfinite().all():
+            self.not_finite.append(f"{name}: {not_finite_text(weight)}")
+        return weight
+
+    def check_finite(self) -> None:
+        """Refuse what no run can start from: its first loss would be NaN.
+
+        Raises:
+            CheckpointError: a weight that was loaded is not finite.
+        """
+        if self.not_finite:
+            raise CheckpointError(
+                f"{self.files.folder} holds numbers that are not finite, with which no run can start; fetch the "
+                f"model again, or take another one:\n{listed(sorted(self.not_finite))}"
+            )
+
+
+def not_finite_text(weight: Tensor) -> str:
+    """How many of its numbers are NaN or infinite: `3 NaN and 1 infinite of 6144 in bf16`."""
+    counts = {"NaN": int(weight.isnan().sum()), "infinite": int(weight.isinf().sum())}
+    found = " and ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+    return f"{found} of {weight.numel()} in {DTYPE_NAMES[weight.dtype]}"
 
 
 # --- what it becomes --------------------------------------------------------------------------------------------------

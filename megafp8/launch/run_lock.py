@@ -2,7 +2,8 @@
 
 The lock is a file that names its holder. It comes into being by a hard link, which on every file system, also on NFS,
 one process makes and all others fail to. The holder touches it as a sign of life. A lock is stale when its process is
-gone from this machine, or when a process of another machine has given no sign for `STALE_S`; it is then replaced.
+gone from this machine, or when a process of another machine has given no sign for `STALE_S`; it is then replaced. A
+sign that lies in the future says nothing, since clocks are set back: silence is counted from when it was found.
 """
 
 from __future__ import annotations
@@ -101,12 +102,20 @@ def check_stale(path: Path, now: float) -> Optional[str]:
         touched = path.stat().st_mtime
     except FileNotFoundError:
         return None
-    holder, silent_s = holder_of(path), max(0.0, now - touched)
+    holder, silent_s = holder_of(path), now - touched
     is_alive = None if holder is None else holder.is_alive()
     if is_alive or (is_alive is None and silent_s < STALE_S):
+        if silent_s < 0:
+            count_silence_from_now(path)
         raise RunFolderInUse(refusal(path.parent, holder, touched, silent_s))
     how = "is gone" if is_alive is False else f"has given no sign of life for {silent_s / 60:.0f} minutes"
     return f"the lock of {holder or 'a run'}, which {how}, is taken over"
+
+
+def count_silence_from_now(path: Path) -> None:
+    """Give a lock the file server's time. A holder that lives will change it again."""
+    with contextlib.suppress(OSError):
+        os.utime(path)
 
 
 def replace_stale(draft: Path, path: Path, words: str) -> Optional[str]:
@@ -117,7 +126,8 @@ def replace_stale(draft: Path, path: Path, words: str) -> Optional[str]:
     turn = path.with_name(path.name + ".takeover")
     if not linked(draft, turn):
         with contextlib.suppress(FileNotFoundError):
-            if draft.stat().st_mtime - turn.stat().st_mtime > TAKEOVER_S:  # killed in these few instructions
+            # It was killed in these few instructions. In the future: the clock was set back since.
+            if abs(draft.stat().st_mtime - turn.stat().st_mtime) > TAKEOVER_S:
                 turn.unlink()
         time.sleep(0.05)
         return None
@@ -132,11 +142,15 @@ def replace_stale(draft: Path, path: Path, words: str) -> Optional[str]:
 
 def refusal(folder: Path, holder: Optional[Process], touched: float, silent_s: float) -> str:
     """What the second run is told."""
-    at = datetime.datetime.fromtimestamp(touched, datetime.timezone.utc).isoformat(timespec="seconds")
+    if silent_s > -1:
+        at = datetime.datetime.fromtimestamp(touched, datetime.timezone.utc).isoformat(timespec="seconds")
+        sign = f"last sign of life {max(0.0, silent_s):.0f} s ago at {at}"
+    else:
+        sign = f"last sign of life {-silent_s:.0f} s in the future: a clock was wrong, and silence is counted from now"
     return (
-        f"--save {folder} is in use: {holder or 'another run'} holds {LOCK_FILE}, last sign of life {silent_s:.0f} s "
-        f"ago at {at}. Wait for that run or stop it, or save to another folder. A run that is gone is taken over at "
-        f"once on its own machine, from another one after {STALE_S / 60:.0f} minutes of silence"
+        f"--save {folder} is in use: {holder or 'another run'} holds {LOCK_FILE}, {sign}. Wait for that run or stop "
+        f"it, or save to another folder. A run that is gone is taken over at once on its own machine, from another one "
+        f"after {STALE_S / 60:.0f} minutes of silence"
     )
 
 

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 
 from megafp8.config import derived, precision_map, size
 from megafp8.config.schema import PrecisionConfig, RunConfig
+from megafp8.planning.compute import CODE_BYTES
 from megafp8.planning.recipe_shares import FORWARD, HIGH, layer_shares, output_recipes
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -192,8 +193,12 @@ def _code_bytes(precision: PrecisionConfig) -> float:
 
 
 def code_bytes_of(recipe: str) -> float:
-    """Bytes of a number by a recipe of FP8 or FP4."""
-    return 0.5 if recipe == "nvfp4" else 1
+    """Bytes of a number by a recipe of FP8 or FP4.
+
+    Raises:
+        ConfigError: no recipe has this name.
+    """
+    return precision_map.by_recipe(CODE_BYTES, recipe, "code size")
 
 
 def _optimizer_bytes(config: RunConfig, world_size: int, parameters: int) -> int:

@@ -30,6 +30,9 @@ from megafp8.planning.recipe_shares import BACKWARD, FORWARD, layer_shares, outp
 MATHEMATICS = ("linears", "attention", "output layer")
 WAITS = ("tensor parallel", "context parallel", "host")
 SCALED_MOMENTS = ("fp16", "fp8")
+PEAK_DTYPES = {
+    "bf16": "bf16", "tensorwise": "fp8", "delayed": "fp8", "blockwise": "fp8", "mxfp8": "fp8", "nvfp4": "fp4",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -112,8 +115,12 @@ def step_time(run: PlannedRun) -> StepTime:
 
 
 def peak_dtype(recipe: str) -> str:
-    """Of which dtype's peak the model's FLOP/s are a part."""
-    return {"bf16": "bf16", "nvfp4": "fp4"}.get(recipe, "fp8")
+    """Of which dtype's peak the model's FLOP/s are a part.
+
+    Raises:
+        ConfigError: no recipe has this name.
+    """
+    return precision_map.by_recipe(PEAK_DTYPES, recipe, "peak")
 
 
 # ---- one microbatch -----------------------------------------------------------------------------------------------

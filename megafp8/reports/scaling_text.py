@@ -8,7 +8,7 @@ from megafp8.reports.estimate import Estimate
 from megafp8.reports.intervals import CONFIDENCE
 from megafp8.reports.scaling import ScalingReport
 from megafp8.reports.scaling_laws import BOTH, COMPUTE, PARAMETERS, Axis
-from megafp8.text_table import aligned, markdown
+from megafp8.text_table import aligned, escaped, markdown
 
 MIB = 2**20
 ALT_TEXT = "Loss over compute and over parameters, the laws, and the gaps between recipes"
@@ -208,10 +208,11 @@ def method(report: ScalingReport) -> str:
 
 def to_markdown(report: ScalingReport, picture: str) -> str:
     """The report as Markdown, with the file of its picture."""
-    parts = [f"# Scaling study {report.name}", headline(report), conditions(report)]
-    parts += [f"- {text}" for text in remarks(report)] + [f"![{ALT_TEXT}]({picture})"]
+    parts = [f"# {escaped(f'Scaling study {report.name}')}", escaped(headline(report)), escaped(conditions(report))]
+    parts += [f"- {escaped(text)}" for text in remarks(report)] + [f"![{ALT_TEXT}]({picture})"]
     for table in tables(report):
-        parts += [f"## {table.title}", markdown(table.header, table.rows, table.sides), table.note]
+        title, body = escaped(table.title), markdown(table.header, table.rows, table.sides)
+        parts += [f"## {title}", body, escaped(table.note)]
     return "\n\n".join([*filter(None, parts), "## Method", method(report)]) + "\n"
 
 

@@ -9,7 +9,7 @@ from typing import Optional, Union
 from megafp8.reports.compare import Comparison, ComparisonRow, RecipeRow
 from megafp8.reports.intervals import CONTROL, UNDECIDED
 from megafp8.reports.strict_json import to_strict_json
-from megafp8.text_table import aligned, markdown
+from megafp8.text_table import aligned, escaped, markdown
 
 MIB = 2**20
 WORDS = "ll"  # the first two columns of both tables
@@ -31,8 +31,8 @@ def to_markdown(comparison: Comparison) -> str:
     parts = [markdown(*recipe_cells(comparison), WORDS)]
     if len(comparison.rows) > len(comparison.drawn):
         parts.append(markdown(*run_cells(comparison), WORDS))
-    parts += notes(comparison)
-    remarks = [f"- {text}" for text in (*comparison.differences, *_warnings(comparison))]
+    parts += map(escaped, notes(comparison))
+    remarks = [f"- {escaped(text)}" for text in (*comparison.differences, *_warnings(comparison))]
     return "\n\n".join([*parts, "\n".join(remarks)]).rstrip() + "\n"
 
 

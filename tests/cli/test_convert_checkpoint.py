@@ -243,6 +243,28 @@ def test_a_tied_output_layer_has_to_be_the_embedding(tool: ModuleType, tmp_path:
     assert "lm_head.weight differs from the embedding" in text
 
 
+def test_numbers_that_are_not_finite_are_refused(tool: ModuleType, tmp_path: Path, capsys) -> None:
+    """Those that rounding makes of large ones, and FP8 codes that stand for NaN, too; every tensor is named."""
+    nan, inf, up, q = float("nan"), float("inf"), "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj"
+    weights = random_weights(LLAMA, torch.float32)
+    weights[up][0, :3], weights[up][5, 5], weights["model.norm.weight"][7] = nan, -inf, inf
+    weights["model.embed_tokens.weight"][1, 1] = 3.4e38
+    weights[f"{q}.weight"] = weights[f"{q}.weight"].to(torch.float8_e4m3fn)
+    weights[f"{q}.weight"].view(torch.uint8)[2, 2] = 0x7F
+    weights[f"{q}.weight_scale"] = torch.tensor(0.5)
+    theirs = write_their_folder(tmp_path / "theirs", LLAMA, weights)
+    text = refused(tool, capsys, tmp_path, "from-hf", theirs, tmp_path / "ours", "--dtype", "bf16")
+    assert f"{theirs} holds numbers that are not finite" in text
+    for named in (
+        f"{up}: 3 NaN and 1 infinite of 6144 in bf16", "model.norm.weight: 1 infinite of 64 in bf16",
+        "model.embed_tokens.weight: 1 infinite of 8384 in bf16", f"{q}.weight: 1 NaN of 4096 in bf16",
+    ):  # fmt: skip
+        assert named in text
+    assert len(text.splitlines()) == 5
+    text = refused(tool, capsys, tmp_path, "from-hf", theirs, tmp_path / "ours", "--dtype", "fp32")
+    assert "embed_tokens" not in text and f"{up}: 3 NaN and 1 infinite of 6144 in fp32" in text
+
+
 def test_names_without_prefix_and_buffers(tool: ModuleType, tmp_path: Path) -> None:
     """As the files of GPT-2 itself have it."""
     weights = random_weights(GPT2, torch.float32)

@@ -8,6 +8,7 @@ import pytest
 from megafp8.config.schema import PrecisionConfig
 from megafp8.device.capability import EMULATED_RECIPES
 from megafp8.errors import CapabilityError
+from megafp8.fp8 import recipes
 from megafp8.fp8.formats import E2M1, E4M3, E5M2, Format
 from megafp8.fp8.recipes import DelayedOptions, Gemm, Operand, build_recipe, describe
 from megafp8.fp8.scaling import ScaleRule
@@ -39,6 +40,15 @@ def test_tensorwise_options() -> None:
 def test_recipe_that_is_not_emulated_names_those_that_are() -> None:
     with pytest.raises(CapabilityError, match="--fp8-recipe float8 is not emulated; give one of tensorwise, delayed"):
         build_recipe(PrecisionConfig(fp8_format="hybrid", fp8_recipe="float8"))
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp4"])
+def test_a_recipe_without_rules_is_not_trained_as_another_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its name is among the emulated ones already."""
+    monkeypatch.setattr(recipes, "EMULATED_RECIPES", (*EMULATED_RECIPES, "rowwise"))
+    formats = {"fp8_format": "hybrid"} if kind == "fp8" else {"fp4_format": "e2m1"}
+    with pytest.raises(CapabilityError, match=f"--{kind}-recipe rowwise has no rules"):
+        build_recipe(PrecisionConfig(**formats, **{f"{kind}_recipe": "rowwise"}))
 
 
 @pytest.mark.parametrize("name", [name for name in EMULATED_RECIPES if name != "nvfp4"])

@@ -56,6 +56,39 @@ def test_of_another_machine_only_silence_tells(tmp_path: Path) -> None:
     assert holder_of(path) == this_process()
 
 
+def test_a_time_in_the_future_is_no_sign_of_life_for_ever(tmp_path: Path) -> None:
+    """The file server's clock was set back, say. From the first look on, silence is counted by its clock of today."""
+    path = leave(tmp_path, ELSEWHERE, -1e12)
+    with pytest.raises(RunFolderInUse, match=r"process 17 on other holds .* \d+ s in the future"):
+        take_lock(tmp_path)
+    assert holder_of(path) == ELSEWHERE
+    seen = path.stat().st_mtime
+    assert seen <= time.time() + 1
+    os.utime(path, (seen - STALE_S * 2,) * 2)  # as time passes
+    assert "no sign of life for 10 minutes" in (take_lock(tmp_path).taken_over or "")
+
+
+def test_a_holder_whose_clock_is_ahead_keeps_its_lock(tmp_path: Path) -> None:
+    path = leave(tmp_path, ELSEWHERE, -1e6)
+    for _ in range(3):
+        with pytest.raises(RunFolderInUse, match="in the future"):
+            take_lock(tmp_path)
+        os.utime(path, (path.stat().st_mtime - STALE_S * 2,) * 2)  # time passes, and the holder gives a sign of life
+        os.utime(path, (time.time() + 1e6,) * 2)
+
+
+def test_a_takeover_that_was_killed_does_not_block_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave(tmp_path, GONE)
+    turn = tmp_path / f"{LOCK_FILE}.takeover"
+    sleeps = iter(range(100))
+    monkeypatch.setattr(time, "sleep", lambda _: next(sleeps))  # ends a wait without end
+    for age_s in (1e6, -1e6):
+        turn.touch()
+        os.utime(turn, (time.time() - age_s,) * 2)
+        assert take_lock(tmp_path).taken_over
+        leave(tmp_path, GONE)
+
+
 def test_a_sign_of_life_counts(tmp_path: Path) -> None:
     lock = take_lock(tmp_path)
     os.utime(lock.path, (1.0, 1.0))

@@ -1,0 +1,99 @@
+"""Names that a run or its folder has are text in every output: neither HTML nor Markdown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+from matplotlib.figure import Figure
+
+from megafp8.reports import page
+from megafp8.reports.compare import Comparison
+from megafp8.reports.html import to_svg
+from megafp8.reports.load import Run, load_runs
+from megafp8.reports.publish import publish_comparison
+from megafp8.reports.scaling import ScalingReport
+from megafp8.reports.scaling_text import to_markdown as scaling_markdown
+from megafp8.reports.tables import to_markdown
+
+HARMLESS = "name"
+HOSTILE = (
+    "<script>alert(1)</script>", "<img src=x onerror=alert(1)>", '"><b id=x onload=y>', "--><b>", "</text></svg><b>",
+    "&lt;b>", "a|b", "a\\|b", "[x](javascript:alert(1))", "![x](http://beacon)", "`code", "back\\", "*x*",
+    "two\nlines\r\u2028four", "\n\n# heading", "# heading", "- item", "1. item", "> quote", "\x1b[31mred",
+)  # fmt: skip
+
+
+def compared(name: str, write_run: Callable[..., Path]) -> tuple[Comparison, list[Run]]:
+    """Runs of which two have a name in folder and record, one of them another seed and one without validation."""
+    folders = [
+        write_run("base", [4.0, 3.0], validations={2: 3.0}, device_name=name),
+        *(
+            write_run(f"{HARMLESS}{seed}/{name.replace('/', '_')}", [4.0, 3.0], validations={2: 3.1}, recipe=name,
+                      device_name=name, config={"training": {"seed": seed}, "data": {"data_path": [name]}})
+            for seed in (1, 2)
+        ),
+    ]  # fmt: skip
+    comparison, _ = publish_comparison(folders)
+    return comparison, load_runs(folders)
+
+
+def markup(line: str) -> list[str]:
+    """What begins something in Markdown or HTML and is not escaped."""
+    plain = re.sub(r"\\[\\`*\[\]|#+.)-]", "", line)
+    return re.findall(r"[<`*\[\]|]|&(?!lt;|amp;)|^(?:#+|>|\d+[.)])(?= )", plain)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_name_is_text_in_the_markdown_of_a_comparison(name: str, write_run: Callable[..., Path]) -> None:
+    found, expected = (
+        to_markdown(compared(each, write_run)[0]).splitlines() for each in (name, HARMLESS)
+    )
+    assert list(map(markup, found)) == list(map(markup, expected))
+    assert all(map(str.isprintable, found))
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_name_is_text_in_the_markdown_of_a_study(name: str) -> None:
+    found, expected = (
+        scaling_markdown(
+            ScalingReport(
+                name=each, baseline=each, recipes=(each,), arithmetic=(each,), num_runs=1, missing=(each,), axes=(),
+                gaps=(), speeds=(), cells=(), notes=(each,), replicates=0,
+            ), "laws.svg",
+        ).splitlines()
+        for each in (name, HARMLESS)
+    )  # fmt: skip
+    assert list(map(markup, found)) == list(map(markup, expected))
+
+
+class Tags(HTMLParser):
+    """Elements of a page, with the names of their attributes."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.found: list[tuple[str, ...]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, Optional[str]]]) -> None:
+        self.found.append((tag, *(name for name, _ in attrs)))
+
+
+def test_a_name_is_text_in_a_page(write_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def picture(name: str) -> str:
+        figure = Figure()
+        axes = figure.add_subplot(title=name)
+        axes.plot([1, 2], label=name)
+        axes.legend()
+        return to_svg(figure, name)
+
+    def tags(name: str) -> list[Any]:
+        figures = [{"title": name, "svg": picture(name), "caption": name}]
+        monkeypatch.setattr(page, "figures", lambda *_: figures)
+        return Tags(page.render_page(*compared(name, write_run), title=name)).found
+
+    assert tags(" ".join(HOSTILE[:6])) == tags(HARMLESS)
