@@ -1,10 +1,12 @@
-"""Only checkpoints may end a run: disks of logs that fill or vanish, and output that goes nowhere, cost logs alone."""
+"""Only checkpoints may end a run: disks of logs that fill or vanish, and terminals that are closed, cost logs alone."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -89,3 +91,44 @@ def test_output_on_a_full_disk(tmp_path: Path, cache: Path, place: Path) -> None
         (place / "output0").unlink()  # reading it would never end
         assert run.wait(600).statuses == (0,)
     assert [record.step for record in load_run(folder).steps] == [1, 2]
+
+
+# Shows nothing: a terminal with somebody who reads.
+TERMINAL = """
+import os, pty
+ours, theirs = pty.openpty()
+print(os.ttyname(theirs), flush=True)
+while os.read(ours, 4096): pass
+"""
+
+
+def test_a_closed_terminal_saves_and_stops(tmp_path: Path, cache: Path, place: Path) -> None:
+    """SIGHUP comes, and from then on every write to the terminal is an error."""
+    with subprocess.Popen([sys.executable, "-c", TERMINAL], stdout=subprocess.PIPE, text=True) as terminal:
+        assert terminal.stdout is not None
+        (place / "output0").symlink_to(terminal.stdout.readline().strip())
+        folder = tmp_path / "run"
+        flags = f"--data-cache-path {cache} --save {folder} --log-interval 1"
+        with started(flags, "stop:step=3,at=step.begin", place) as run:
+            with stopped(run):
+                terminal.kill()
+                terminal.wait()
+                os.kill(run.processes[0].pid or 0, signal.SIGHUP)
+            assert run.wait(600).statuses == (75,)
+    state = judge(folder)
+    assert state is not None and (state.state, state.reason) == ("preempted", "SIGHUP to rank 0")
+    assert state.step == state.saved_step == saved_steps(folder)[-1] == 3
+
+
+def test_under_nohup_a_closed_terminal_stops_nothing(tmp_path: Path, cache: Path, place: Path) -> None:
+    folder = tmp_path / "run"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what nohup does
+    try:
+        flags = f"--data-cache-path {cache} --save {folder} --exit-interval 2"
+        with started(flags, "hup:step=1,at=step.begin", place) as run:
+            ended = run.wait(600)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert ended.statuses == (0,), ended.told()
+    state = judge(folder)
+    assert state is not None and (state.state, state.step) == ("stopped", 2)

@@ -62,7 +62,7 @@ def test_at_every_moment(tmp_path: Path, cache: Path, unbroken: dict[str, Faulty
     """One run that is stopped at one moment after the other, by each of the signals."""
     run = FaultyRun(LAYOUT, tmp_path / "run", cache)
     for number, (moment, step) in enumerate(MOMENTS.items()):
-        kind, name = (("term", "SIGTERM"), ("usr1", "SIGUSR1"), ("int", "SIGINT"))[number % 3]
+        kind, name = (("term", "SIGTERM"), ("usr1", "SIGUSR1"), ("int", "SIGINT"), ("hup", "SIGHUP"))[number % 4]
         state = assert_preempted(run, run.start(f"{kind}:{moment}"))
         assert (state.step, state.reason) == (step, f"{name} to rank {moment[len('rank=')]}"), moment
         left = step % EVAL_INTERVAL == 0 and "save.end" not in moment
@@ -70,9 +70,9 @@ def test_at_every_moment(tmp_path: Path, cache: Path, unbroken: dict[str, Faulty
     assert len(list(run.fired.iterdir())) == len(MOMENTS)
     stops = [event.detail for event in load_run(run.folder).events if event.name == "stopped"]
     assert stops[4:7] == [
-        "SIGUSR1 to rank 1, saved at step 6",
-        "SIGINT to rank 0, nothing new is saved",  # before the evaluation that was left
-        "SIGTERM to rank 1, saved at step 8",  # by the save that it met
+        "SIGTERM to rank 1, saved at step 6",
+        "SIGUSR1 to rank 0, nothing new is saved",  # before the evaluation that was left
+        "SIGINT to rank 1, saved at step 8",  # by the save that it met
     ]
     ended = run.start()
     assert set(ended.statuses) == {0}, ended.told()
