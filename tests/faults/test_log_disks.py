@@ -93,6 +93,19 @@ def test_output_on_a_full_disk(tmp_path: Path, cache: Path, place: Path) -> None
     assert [record.step for record in load_run(folder).steps] == [1, 2]
 
 
+def test_last_words_on_a_full_disk(tmp_path: Path, cache: Path, place: Path) -> None:
+    """A rank that hangs ends as such, also when it cannot say so."""
+    (place / "output0").symlink_to("/dev/full")
+    folder = tmp_path / "run"
+    flags = f"--data-cache-path {cache} --save {folder} --step-timeout-s 2"
+    with started(flags, "sleep:seconds=600,step=1,at=step.begin", place) as run:
+        run.processes[0].join()
+        (place / "output0").unlink()
+        assert run.wait(600).statuses == (71,)
+    state = judge(folder)
+    assert state is not None and (state.state, state.exit_status) == ("failed", 71)
+
+
 # Shows nothing: a terminal with somebody who reads.
 TERMINAL = """
 import os, pty

@@ -106,12 +106,13 @@ def test_to_all_ranks_and_their_loader_processes(tmp_path: Path, cache: Path, un
     flags = f"--save {run.folder} --load {run.folder} --num-workers 2 --log-interval 1"
     with run.started("sleep:rank=1,seconds=0.5,at=step.begin,times=99", flags) as forked:
         wait_until(lambda: last_recorded_step(run.folder) >= 3)
-        for process in forked.processes:
-            os.killpg(process.pid or 0, signal.SIGTERM)
+        for number in (signal.SIGHUP, signal.SIGTERM):
+            for process in forked.processes:
+                os.killpg(process.pid or 0, number)
         time.sleep(0.2)
         send([process.pid for process in forked.processes], signal.SIGTERM)
         state = assert_preempted(run, forked.wait(60))
-    assert state.reason == "SIGTERM to 2 ranks"
+    assert state.reason == "SIGHUP to 2 ranks"
     slow = [event.detail for event in load_run(run.folder).events if event.name == "straggler"]
     assert any(text.startswith("rank 1 takes ") for text in slow), "the rank that sleeps is named, too"
     assert set(run.start(flags=flags).statuses) == {0}

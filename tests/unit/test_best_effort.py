@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.best_effort import LogFile
+from megafp8.best_effort import LogFile, optional_write
 
 FULL = "cannot be written: the disk is full; training continues, lines wait in memory"
 
@@ -191,6 +191,12 @@ def test_a_real_disk_that_fills_and_is_unmounted(tmp_path: Path, reports: list[s
     log.append(line)
     assert (disk / "log").read_bytes() == line, "the folder under the mount"
     assert [text.endswith("it is created again") for text in reports] == [False, False, True]
+
+
+def test_a_file_that_a_run_can_do_without(capsys: pytest.CaptureFixture) -> None:
+    with optional_write("/dev/full"):
+        Path("/dev/full").write_text("a")
+    assert capsys.readouterr().out == "warning: /dev/full cannot be written: the disk is full; training continues\n"
 
 
 OUTPUT = """

@@ -40,8 +40,8 @@ class JsonlSink:
     def write(self, record: Record) -> None:
         num_lost = self._append(record)
         if num_lost:
-            step = getattr(record, "step", 0)
-            self._append(EventRecord(step=step, name="records lost", detail=f"{num_lost}: their disk could not be written"))
+            detail = f"{num_lost}: their disk could not be written"
+            self._append(EventRecord(step=getattr(record, "step", 0), name="records lost", detail=detail))
 
     def close(self) -> None:
         self._file.close()
