@@ -16,6 +16,8 @@ from typing import Any, Optional, TextIO, Union
 
 # Lines that wait for a disk: about 40,000 records of steps.
 BACKLOG_BYTES = 16 << 20
+# In the place of a descriptor; the system refuses it.
+CLOSED = -1
 REASONS = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
@@ -106,8 +108,8 @@ class LogFile:
 
     Args:
         path: its folder is created when it is needed.
-        most_bytes: that wait; `BACKLOG_BYTES` if not given.
         unit: what an entry is called in reports.
+        most_bytes: that wait; `BACKLOG_BYTES` if not given.
         is_text: entries are lines; half a line that a killed process left is ended first.
     """
 
@@ -122,7 +124,7 @@ class LogFile:
         self._backlog: deque[tuple[bytes, bool]] = deque()
         self._backlog_bytes = 0
         self._headers: list[bytes] = []
-        self._descriptor: Optional[int] = None
+        self._descriptor = CLOSED
 
     def append(self, entry: bytes, *, is_header: bool = False, sync: bool = False) -> int:
         """Write an entry behind those that wait.
@@ -140,7 +142,7 @@ class LogFile:
 
     def close(self) -> None:
         """Write what waits, and report what is lost. A closed file can be appended to again."""
-        if self._descriptor is not None or self._backlog:
+        if self._descriptor != CLOSED or self._backlog:
             self._flush(sync=True)
         if self._backlog:
             self._outage.lose(len(self._backlog))
@@ -159,7 +161,7 @@ class LogFile:
                 if is_header:
                     self._headers.append(entry)
             if sync:
-                os.fsync(self._descriptor or 0)
+                os.fsync(self._descriptor)
         except OSError as error:
             self._outage.failed(error, self._drop_oldest())
             return 0
@@ -170,7 +172,7 @@ class LogFile:
     def _open(self) -> str:
         """Open the file that the path names now, unless it is open. Returns what became of the one that was open."""
         gone = ""
-        if self._descriptor is not None:
+        if self._descriptor != CLOSED:
             if self._is_current():
                 return ""
             gone = "the file was removed or replaced" if self.path.parent.is_dir() else "the folder is gone"
@@ -192,13 +194,13 @@ class LogFile:
 
     def _is_current(self) -> bool:
         try:
-            return os.path.samestat(os.fstat(self._descriptor or 0), os.stat(self.path))
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(self.path))
         except OSError:
             return False
 
     def _write(self, entry: bytes) -> None:
         """Write the whole entry or, when the disk refuses a part, nothing."""
-        descriptor, rest = self._descriptor or 0, memoryview(entry)
+        descriptor, rest = self._descriptor, memoryview(entry)
         end = os.fstat(descriptor).st_size
         try:
             while rest:
@@ -222,10 +224,10 @@ class LogFile:
         return num_lost
 
     def _close_descriptor(self) -> None:
-        if self._descriptor is not None:
+        if self._descriptor != CLOSED:
             with contextlib.suppress(OSError):
                 os.close(self._descriptor)
-            self._descriptor = None
+            self._descriptor = CLOSED
 
 
 class BestEffortStream:
