@@ -105,15 +105,15 @@ def test_records_that_a_full_disk_cost_are_an_event(tmp_path, make_run, make_ste
     monkeypatch.setattr(best_effort, "BACKLOG_BYTES", 4 * len(to_json(make_step(10))))
     path = tmp_path / "records.jsonl"
     path.symlink_to("/dev/full")
-    sink = JsonlSink(path)
-    sink.write(make_run())
+    sink, run = JsonlSink(path), make_run()
+    sink.write(run)
     for step in range(10, 20):
         sink.write(make_step(step))
     path.unlink()
     sink.write(make_step(20))
     sink.close()
     records = read_records(path)
-    assert records[0] == make_run()
+    assert records[0] == run
     steps = [record.step for record in records if record.kind == "step"]
     assert steps == list(range(steps[0], 21)) and steps[0] > 10
     (event,) = [record for record in records if record.kind == "event"]
@@ -123,10 +123,10 @@ def test_records_that_a_full_disk_cost_are_an_event(tmp_path, make_run, make_ste
 
 
 def test_a_removed_run_folder_gets_records_that_reports_can_read(tmp_path, make_run, make_step) -> None:
-    sink = JsonlSink(tmp_path / "run/records.jsonl")
-    sink.write(make_run())
+    sink, run = JsonlSink(tmp_path / "run/records.jsonl"), make_run()
+    sink.write(run)
     sink.write(make_step(1))
     shutil.rmtree(tmp_path / "run")
     sink.write(make_step(2))
     sink.close()
-    assert read_records(tmp_path / "run/records.jsonl") == [make_run(), make_step(2)]
+    assert read_records(tmp_path / "run/records.jsonl") == [run, make_step(2)]
