@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from megafp8.best_effort import best_effort
 from megafp8.config import flags
 from megafp8.errors import INTERNAL, CheckpointError, Megafp8Error
 
@@ -30,6 +31,8 @@ def main(argv: Sequence[str]) -> int:
         else:
             from megafp8.training.main import run_training
 
+            # From here on a full disk or a terminal that was closed takes output, but does not end training.
+            sys.stdout, sys.stderr = best_effort(sys.stdout), best_effort(sys.stderr)
             return run_training(checked)
         return 0
     except Megafp8Error as error:

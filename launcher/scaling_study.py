@@ -27,6 +27,7 @@ from typing import Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
+from megafp8.best_effort import best_effort
 from megafp8.config import rules
 from megafp8.errors import ConfigError, Megafp8Error
 from megafp8.launch import slurm
@@ -97,6 +98,7 @@ def main(argv: Sequence[str]) -> int:
             check_machine([one.run for one in every])
             check_gpus(due, visible_gpus())
         write_study_file(study, runs)
+        sys.stdout, sys.stderr = best_effort(sys.stdout), best_effort(sys.stderr)  # the terminal may be closed
         tell(f"{study.name}: {len(every)} runs, {len(due)} to start; folder {study.folder}")
         if is_local:
             return run_here(due, SCRIPT, arguments.parallel, visible_gpus(), tell)

@@ -5,22 +5,25 @@
       --save runs/first --load runs/first FLAGS
 
 The run's state is the judge (run_state.json in --save). Wrong flags, data or checkpoints, numbers that stay bad and a
-folder in use are not tried again. Restarts without progress are counted and pause longer and longer. A SIGTERM, SIGINT
-or SIGUSR1 is passed on; when the run has saved, this ends with status 75. One line is printed for each restart, and
-restarts.jsonl in the run's folder has lost steps and the time to recover. Exit status: 0 done, else the run's own.
+folder in use are not tried again. Restarts without progress are counted and pause longer and longer. A SIGTERM, SIGINT,
+SIGHUP or SIGUSR1 is passed on; when the run has saved, this ends with status 75. One line is printed for each restart,
+and restarts.jsonl in the run's folder has lost steps and the time to recover. Exit status: 0 done, else the run's own.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
+from megafp8.best_effort import best_effort, optional_write
 from megafp8.config import flags
+from megafp8.config.rules.paths import write_fault
 from megafp8.errors import HUNG, INTERNAL, PREEMPTED, ConfigError
 from megafp8.launch.requeue import requeue, time_left_s
 from megafp8.launch.supervise import Limits, Supervisor
@@ -93,14 +96,31 @@ def run_folder(command: Sequence[str]) -> Path:
     return Path(invocation.config.checkpoint.save or "")
 
 
+def check_start(command: Sequence[str], folder: Path) -> None:
+    """
+    Raises:
+        ConfigError: there is no such command, or its run could not write to its folder.
+    """
+    problems = []
+    if shutil.which(command[0]) is None:
+        problems.append(f"{command[0]}: no such command; give its path, or activate the environment that has it")
+    if fault := write_fault(str(folder)):
+        problems.append(f"the run's folder {folder}: {fault}; choose another folder (--save, --run-folder)")
+    if problems:
+        raise ConfigError(problems)
+
+
 def main(argv: Sequence[str]) -> int:
     arguments = build_parser().parse_args(argv)
+    sys.stderr = best_effort(sys.stderr)  # the terminal may be closed
     try:
         folder = arguments.run_folder or run_folder(arguments.command)
+        check_start(arguments.command, folder)
     except ConfigError as error:
         print(f"ConfigError: {error}", file=sys.stderr)
         return error.exit_status
-    folder.mkdir(parents=True, exist_ok=True)
+    with optional_write(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     limits = Limits(
         max_restarts=arguments.max_restarts, min_progress_steps=arguments.min_progress_steps,
         retry_bad_numbers=arguments.retry_bad_numbers, backoff_s=arguments.backoff_s, grace_s=arguments.grace_s,

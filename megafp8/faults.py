@@ -62,7 +62,7 @@ BEFORE_STEPS = ("run.start", "load.begin", "load.end")
 
 SIGNALS = {
     "kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP, "usr1": signal.SIGUSR1,
-    "int": signal.SIGINT,
+    "int": signal.SIGINT, "hup": signal.SIGHUP,
 }  # fmt: skip
 ERRORS = {"full": errno.ENOSPC, "raise": errno.EIO}
 PLACES_OF_KINDS = dict.fromkeys((*SIGNALS, *ERRORS, "sleep"), POINTS) | dict.fromkeys(

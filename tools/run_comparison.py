@@ -27,6 +27,7 @@ from typing import Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
+from megafp8.best_effort import best_effort
 from megafp8.config import derived, flags, rules, serialize
 from megafp8.config.schema import RunConfig
 from megafp8.config.variants import BASELINE, NAMES, Variant, build_variant, differences, parse_variant, read_shared
@@ -194,6 +195,7 @@ class Display:
 
 def train(runs: Sequence[BatchRun], parallel: int, gpus: Sequence[str], shared: RunConfig, ranks: int) -> int:
     """Run what is not done yet; the exit status that stands for all."""
+    sys.stdout, sys.stderr = best_effort(sys.stdout), best_effort(sys.stderr)  # the terminal may be closed
     waiting = [run for run in runs if finished_state(run.folder) is None]
     if len(waiting) < len(runs):
         print(f"{len(runs) - len(waiting)} of {len(runs)} runs are done already", file=sys.stderr)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from megafp8.errors import DataError
-from megafp8.launch.process import end_with_parent
+from megafp8.launch.process import STOP_SIGNALS, end_with_parent
 
 KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
@@ -168,7 +168,7 @@ def _outlast_signals(worker: int) -> None:
     with it, however it ends."""
     end_with_parent(signal.SIGKILL)
     signal.set_wakeup_fd(-1)  # it is the training process's
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -19,13 +19,12 @@ from types import FrameType
 from typing import Optional
 
 from megafp8.errors import INTERNAL
-from megafp8.launch.process import end_with_parent
+from megafp8.launch.process import STOP_SIGNALS, end_with_parent, heeded_stop_signals
 from megafp8.launch.run_state import RunState, judge, last_recorded_step
 
 OUTPUT_FILE = "output.log"
 POLL_S = 0.3
 TAIL_LINES = 15
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +70,7 @@ class Outcome:
     def is_stopped(self) -> bool:
         """Whether a signal ended it, and nothing else: the same command goes on."""
         if self.state is None:
-            return -self.returned in FORWARDED
+            return -self.returned in STOP_SIGNALS
         return self.state.state == "preempted"
 
     @property
@@ -154,7 +153,7 @@ class Batch:
 
     def run(self, runs: Sequence[BatchRun]) -> list[Outcome]:
         """Run all, and return how each of those that started ended, in the order of their ends."""
-        before = {number: signal.signal(number, self._note) for number in FORWARDED}
+        before = {number: signal.signal(number, self._note) for number in heeded_stop_signals()}
         try:
             return self._run(runs)
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import signal
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ ENDED = ("Z", "X", "x")
 STOPPED = "T"
 PR_SET_PDEATHSIG = 1
 SLURM_JOB = "SLURM_JOB_ID"
+# Each lets a run save and stop. SIGHUP is a terminal that was closed.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,12 @@ def this_process() -> Process:
     state_and_start = stat_of(os.getpid())
     started = state_and_start[1] if state_and_start else 0
     return Process(socket.gethostname(), this_place(), os.getpid(), started, os.environ.get(SLURM_JOB))
+
+
+def heeded_stop_signals() -> tuple[signal.Signals, ...]:
+    """The stop signals that this process should act on. `nohup` starts it with SIGHUP ignored, and it stays ignored."""
+    has_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return tuple(number for number in STOP_SIGNALS if number != signal.SIGHUP or not has_nohup)
 
 
 def end_with_parent(number: int) -> None:

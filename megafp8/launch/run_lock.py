@@ -46,7 +46,8 @@ class RunLock:
     def release(self) -> None:
         """Let the folder go, if it is still ours."""
         if holder_of(self.path) == self.holder:
-            self.path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a disk that is gone took the lock along
+                self.path.unlink(missing_ok=True)
 
 
 def take_lock(folder: Path) -> RunLock:

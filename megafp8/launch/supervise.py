@@ -25,6 +25,7 @@ from typing import Optional
 
 import psutil
 
+from megafp8.best_effort import LogFile
 from megafp8.errors import (
     INTERNAL,
     PREEMPTED,
@@ -34,7 +35,7 @@ from megafp8.errors import (
     NumericsError,
     RunFolderInUse,
 )
-from megafp8.launch.process import SLURM_JOB, end_with_parent
+from megafp8.launch.process import SLURM_JOB, end_with_parent, heeded_stop_signals
 from megafp8.launch.run_lock import forget_lock_of
 from megafp8.launch.run_state import RunState, finished_state, judge, last_recorded_step, read_run_state
 
@@ -43,9 +44,10 @@ RESTARTS_FILE = "restarts.jsonl"
 HOPELESS = tuple(
     error.exit_status for error in (ConfigError, NumericsError, DataError, RunFolderInUse, CheckpointError)
 )
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # Starts in a row that may end before the run has written its first state: wrong flags look like that under torchrun.
 STILLBORN = 2
+# As a shell has it.
+COMMAND_NOT_STARTED = 126
 LONGEST_PAUSE_S = 60.0
 # Beyond the grace that a run has after a signal.
 KILL_AFTER_S = 10.0
@@ -116,14 +118,20 @@ class Supervisor:
     ):  # fmt: skip
         self.command, self.folder, self.limits, self.tell = list(command), folder, limits, tell
         self.time_left_s = time_left_s
+        self.log = LogFile(folder / RESTARTS_FILE, "restarts", report=tell)
         self.child: Optional[subprocess.Popen] = None
         self.asked: Optional[int] = None
         self.wake = threading.Event()
 
     def run(self) -> int:
         """Start, and start again; the exit status that stands for the whole."""
+        with contextlib.closing(self.log):
+            return self.run_until_done()
+
+    def run_until_done(self) -> int:
+        """The same, with the log open."""
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # what a killed launcher leaves becomes this process's
-        for number in FORWARDED:
+        for number in heeded_stop_signals():
             signal.signal(number, self.forward)
         signal.signal(signal.SIGALRM, lambda *_: kill_all(psutil.Process().children(recursive=True)))
         fruitless, stillborn, best, last = 0, 0, saved_step(judge(self.folder)), None
@@ -179,12 +187,9 @@ class Supervisor:
         environment = dict(os.environ)
         # torchrun's patience, and the signals that it passes on (PET_: its flags by environment).
         environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(round(self.limits.grace_s))
-        environment.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
-        self.child = self.launch(environment)
-        if self.asked is not None:  # it came before there was anybody to pass it on to
-            self.forward(self.asked, None)
-        returned = self.child.wait()
-        self.child = None
+        heeded = (*heeded_stop_signals(), signal.SIGQUIT)
+        environment.setdefault("PET_SIGNALS_TO_HANDLE", ",".join(number.name for number in heeded))
+        returned, end = self.launch_and_wait(environment)
         end_descendants(self.limits.grace_s)
         signal.alarm(0)
         found, ended_at = judge(self.folder), time.time()
@@ -197,14 +202,25 @@ class Supervisor:
             started_at=started_at,
             ended_at=ended_at,
             state="stillborn" if found is None else found.state,
-            reason=f"the command ended with status {returned} before its run began" if found is None else found.reason,
+            reason=f"the command {end} before its run began" if found is None else found.reason,
             exit_status=returned if found is None else found.exit_status,
             **progress_of(found or before, found, self.folder),
             recovery_s=found.first_step_at - last.ended_at if found and found.first_step_at and last else None,
         )
-        with open(self.folder / RESTARTS_FILE, "a", encoding="utf-8") as stream:
-            stream.write(json.dumps(dataclasses.asdict(start)) + "\n")
+        self.log.append(json.dumps(dataclasses.asdict(start)).encode() + b"\n")
         return start
+
+    def launch_and_wait(self, environment: dict[str, str]) -> tuple[int, str]:
+        """Run the command to its end. Returns its exit status and that end in words."""
+        try:
+            self.child = self.launch(environment)
+        except OSError as error:  # no process is left for it, or its disk is away: another start may do better
+            return COMMAND_NOT_STARTED, f"could not be started ({error.strerror})"
+        if self.asked is not None:  # it came before there was anybody to pass it on to
+            self.forward(self.asked, None)
+        returned = self.child.wait()
+        self.child = None
+        return returned, f"ended with status {returned}"
 
     def launch(self, environment: dict[str, str]) -> subprocess.Popen:
         """Start the command's process."""

@@ -6,13 +6,14 @@ import os
 from pathlib import Path
 from typing import Union
 
+from megafp8.best_effort import reason_of
 from megafp8.checkpoint.together import on_rank_0, together
 from megafp8.config import derived
 from megafp8.config.schema import RunConfig
 from megafp8.device.platform import rank, world_size
 from megafp8.errors import CheckpointError, RunFolderInUse
 from megafp8.launch.process import Process, this_process
-from megafp8.launch.run_lock import RunLock, take_lock
+from megafp8.launch.run_lock import LOCK_FILE, RunLock, take_lock
 from megafp8.launch.run_state import finished_state
 from megafp8.training.assemble import run_folder
 from megafp8.training.guard import Guard
@@ -72,11 +73,18 @@ def check_crashes(journal: Journal, most: int) -> None:
 
 
 def lock_or_refusal(folder: Path) -> Union[RunLock, str]:
-    """The lock of a run's folder, or why it cannot be had."""
+    """The lock of a run's folder, or why it cannot be had.
+
+    Raises:
+        CheckpointError: nothing can be written there.
+    """
     try:
         return take_lock(folder)
     except RunFolderInUse as error:
         return str(error)
+    except OSError as error:
+        text = f"--save {folder}: {LOCK_FILE} cannot be written: {reason_of(error)}; make room or choose another folder"
+        raise CheckpointError(text) from error
 
 
 def peers_here() -> dict[int, Process]:

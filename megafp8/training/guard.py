@@ -29,14 +29,13 @@ from types import FrameType
 from typing import Any, Optional
 
 from megafp8.errors import HUNG, INTERNAL, PREEMPTED
-from megafp8.launch.process import STOPPED, Process, end_with_parent
+from megafp8.launch.process import STOPPED, Process, end_with_parent, heeded_stop_signals
 from megafp8.launch.run_lock import RunLock
 from megafp8.telemetry.records import utc_now
 from megafp8.training.journal import Journal
 from megafp8.training.phases import Phases
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-URGENT = (signal.SIGTERM, signal.SIGINT)
+URGENT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # torchrun passes a signal on that the ranks may have got already, as members of a process group or of a job.
 SAME_S = 5.0
 # What is left of the grace when a rank gives up: enough to say so.
@@ -92,7 +91,7 @@ class Guard:
         self.wake_read, self.wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         if self.takes_signals:
             signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
-            self.handlers = {number: signal.signal(number, self.take) for number in SIGNALS}
+            self.handlers = {number: signal.signal(number, self.take) for number in heeded_stop_signals()}
         if "TORCHELASTIC_RUN_ID" in os.environ:
             end_with_parent(signal.SIGTERM)  # a torchrun that is killed tells nobody
         self.thread = threading.Thread(target=self.watch, name="guard", daemon=True)
@@ -231,7 +230,7 @@ class Guard:
 
     def signalled(self, number: int, now: float) -> None:
         """The first signal begins the grace; an urgent one that is not its echo ends the process."""
-        if number not in SIGNALS:
+        if number not in self.handlers:
             return
         self.take(number, None)
         if number in URGENT and now - self.asked_at > SAME_S:
@@ -284,7 +283,8 @@ class Guard:
         """End this process: say why, leave its stacks, take its children along. It does not return."""
         faulthandler.dump_traceback_later(LAST_WORDS_S, exit=True, file=sys.__stderr__)
         text = f"rank {self.rank}: {reason}"
-        print(f"megafp8: {text}{self.leave_stacks(text)}", file=sys.__stderr__, flush=True)
+        with contextlib.suppress(OSError):  # the terminal may be closed
+            print(f"megafp8: {text}{self.leave_stacks(text)}", file=sys.__stderr__, flush=True)
         if self.journal is not None:
             self.journal.end(state, text, exit_status)
         time.sleep(LINGER_S)

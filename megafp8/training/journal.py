@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Optional
 
+from megafp8.best_effort import Outage
 from megafp8.data.atomic import atomic_write_json
 from megafp8.launch.process import this_process
 from megafp8.launch.run_state import RUN_STATE_FILE, RunState, judge, read_run_state
@@ -30,6 +31,7 @@ class Journal:
     def __init__(self, folder: Path, state: RunState, is_writer: bool, finished: Optional[RunState] = None):
         self.folder, self.state, self.is_writer, self.finished = folder, state, is_writer, finished
         self.lock = threading.Lock()
+        self.outage = Outage(str(folder / RUN_STATE_FILE), "states")
 
     def begin(self) -> None:
         """Rank 0: put the first state of this start in the place of the last one's."""
@@ -95,11 +97,13 @@ class Journal:
         return known.is_of(self.finished) or (known.is_of(self.state) and known.state != "running")
 
     def put(self, state: RunState) -> None:
-        """Write the file, whole or not at all."""
+        """Write the file, whole or not at all. The newest state counts: one that the disk refuses is not kept."""
         try:
             atomic_write_json(self.folder / RUN_STATE_FILE, state.to_plain())
         except OSError as error:
-            print(f"megafp8: {self.folder / RUN_STATE_FILE} cannot be written: {error}", flush=True)
+            self.outage.failed(error)
+        else:
+            self.outage.ended()
 
 
 def first_state(folder: Path, world_size: int, last_step: Optional[int]) -> RunState:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megafp8 import faults
+from megafp8.best_effort import optional_write
 from megafp8.checkpoint.save import sync_parameters
 from megafp8.checkpoint.state import Progress
 from megafp8.config import derived, serialize
@@ -83,8 +84,8 @@ def open_sinks(run: Run, folder: Optional[Path], total_steps: int) -> Sinks:
     if run.place.rank != 0:
         return Sinks(())
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        with atomic_write(folder / "config.json") as stream:
+        path = folder / "config.json"
+        with optional_write(path), atomic_write(path) as stream:
             stream.write(serialize.to_json(run.config).encode())
     return build_sinks(run.config.logging, run_folder=str(folder) if folder else None, total_steps=total_steps)
 

@@ -9,6 +9,7 @@ from typing import Optional
 
 import torch
 
+from megafp8.best_effort import optional_write
 from megafp8.training.assemble import Run
 
 
@@ -22,8 +23,7 @@ def profiler(run: Run, folder: Optional[Path]) -> Iterator[Callable[[], None]]:
     if not logging.profile or run.place.rank not in logging.profile_ranks:
         yield lambda: None
         return
-    target = (folder or Path(".")) / "profile"
-    target.mkdir(parents=True, exist_ok=True)
+    target = (folder or Path(".")) / "profile" / f"rank{run.place.rank}.json"
     schedule = torch.profiler.schedule(
         wait=max(logging.profile_step_start - 1, 0),
         warmup=1 if logging.profile_step_start > 0 else 0,
@@ -32,7 +32,9 @@ def profiler(run: Run, folder: Optional[Path]) -> Iterator[Callable[[], None]]:
     )
 
     def write(profile: torch.profiler.profile) -> None:
-        profile.export_chrome_trace(str(target / f"rank{run.place.rank}.json"))
+        with optional_write(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            profile.export_chrome_trace(str(target))
 
     with torch.profiler.profile(schedule=schedule, on_trace_ready=write) as profile:
         yield profile.step

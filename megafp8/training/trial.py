@@ -32,7 +32,7 @@ from megafp8.device.platform import (
     order_kernels,
     resident_bytes,
 )
-from megafp8.launch.process import end_with_parent
+from megafp8.launch.process import STOP_SIGNALS, end_with_parent
 from megafp8.training.trial_messages import EXCEEDED, Answer, Failed, Measured, TooLarge, TrialSetup
 
 # The first step makes optimizer state and compiles kernels.
@@ -47,7 +47,7 @@ OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_
 def serve(setup: TrialSetup, pipe: Connection) -> NoReturn:
     """Answer each size that comes through the pipe, until None does; the first that does not fit is the last."""
     end_with_parent(signal.SIGKILL)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # the run's own processes say what becomes of it
     answer: Optional[Answer] = None
     try:

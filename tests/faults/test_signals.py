@@ -62,7 +62,7 @@ def test_at_every_moment(tmp_path: Path, cache: Path, unbroken: dict[str, Faulty
     """One run that is stopped at one moment after the other, by each of the signals."""
     run = FaultyRun(LAYOUT, tmp_path / "run", cache)
     for number, (moment, step) in enumerate(MOMENTS.items()):
-        kind, name = (("term", "SIGTERM"), ("usr1", "SIGUSR1"), ("int", "SIGINT"))[number % 3]
+        kind, name = (("term", "SIGTERM"), ("usr1", "SIGUSR1"), ("int", "SIGINT"), ("hup", "SIGHUP"))[number % 4]
         state = assert_preempted(run, run.start(f"{kind}:{moment}"))
         assert (state.step, state.reason) == (step, f"{name} to rank {moment[len('rank=')]}"), moment
         left = step % EVAL_INTERVAL == 0 and "save.end" not in moment
@@ -70,9 +70,9 @@ def test_at_every_moment(tmp_path: Path, cache: Path, unbroken: dict[str, Faulty
     assert len(list(run.fired.iterdir())) == len(MOMENTS)
     stops = [event.detail for event in load_run(run.folder).events if event.name == "stopped"]
     assert stops[4:7] == [
-        "SIGUSR1 to rank 1, saved at step 6",
-        "SIGINT to rank 0, nothing new is saved",  # before the evaluation that was left
-        "SIGTERM to rank 1, saved at step 8",  # by the save that it met
+        "SIGTERM to rank 1, saved at step 6",
+        "SIGUSR1 to rank 0, nothing new is saved",  # before the evaluation that was left
+        "SIGINT to rank 1, saved at step 8",  # by the save that it met
     ]
     ended = run.start()
     assert set(ended.statuses) == {0}, ended.told()
@@ -106,12 +106,13 @@ def test_to_all_ranks_and_their_loader_processes(tmp_path: Path, cache: Path, un
     flags = f"--save {run.folder} --load {run.folder} --num-workers 2 --log-interval 1"
     with run.started("sleep:rank=1,seconds=0.5,at=step.begin,times=99", flags) as forked:
         wait_until(lambda: last_recorded_step(run.folder) >= 3)
-        for process in forked.processes:
-            os.killpg(process.pid or 0, signal.SIGTERM)
+        for number in (signal.SIGHUP, signal.SIGTERM):
+            for process in forked.processes:
+                os.killpg(process.pid or 0, number)
         time.sleep(0.2)
         send([process.pid for process in forked.processes], signal.SIGTERM)
         state = assert_preempted(run, forked.wait(60))
-    assert state.reason == "SIGTERM to 2 ranks"
+    assert state.reason == "SIGHUP to 2 ranks"
     slow = [event.detail for event in load_run(run.folder).events if event.name == "straggler"]
     assert any(text.startswith("rank 1 takes ") for text in slow), "the rank that sleeps is named, too"
     assert set(run.start(flags=flags).statuses) == {0}

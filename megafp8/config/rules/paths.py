@@ -69,19 +69,21 @@ def outputs_can_be_written(config: RunConfig, world_size: int) -> Iterator[str]:
         ("--tensorboard-dir", config.logging.tensorboard_dir),
         ("--wandb-save-dir", config.logging.wandb_save_dir or None),
     ):
-        fault = None if path is None else _write_fault(path)
+        fault = None if path is None else write_fault(path)
         if fault:
             yield f"{flag} {path}: {fault}; choose another folder"
     cache = config.data.data_cache_path
     # One that is there may hold all that the run needs: whether it must be written shows when the indices are opened.
-    if cache is not None and not os.path.isdir(cache) and (fault := _write_fault(cache)):
+    if cache is not None and not os.path.isdir(cache) and (fault := write_fault(cache)):
         yield f"--data-cache-path {cache}: {fault}; choose another folder"
 
 
-def _write_fault(path: str) -> str:
+def write_fault(path: str) -> str:
     """Why no file can be made in the folder `path` or below its nearest existing parent; empty if one can."""
     if not path:
         return "the name is empty"
+    if "://" in path:
+        return "only folders of this machine's file systems can be written"
     absolute = Path(path).absolute()
     nearest = next(folder for folder in (absolute, *absolute.parents) if os.path.lexists(folder))
     if not nearest.is_dir():

@@ -31,7 +31,7 @@ class TrainingConfig:
     exit_interval: Optional[int] = setting(None, "save and stop at the first step that this divides")
     exit_duration_in_mins: Optional[int] = setting(None, "save and stop after so many minutes")
     exit_signal_handler: bool = setting(
-        True, "SIGTERM, SIGINT or SIGUSR1 to any rank: all save after the step and end with status 75",
+        True, "SIGTERM, SIGINT, SIGHUP or SIGUSR1 to any rank: all save after the step and end with status 75",
         flags=("--exit-signal-handler",), off=("--no-exit-signal-handler",),
     )
     exit_signal_grace_s: Optional[float] = setting(

@@ -6,13 +6,14 @@ so half a line can only stand last in the file or directly before a run record. 
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Optional, Union
 
+from megafp8.best_effort import LogFile
 from megafp8.errors import DataError
 from megafp8.telemetry.records import (
     EvalRecord,
+    EventRecord,
     QuantizationRecord,
     Record,
     RunRecord,
@@ -29,27 +30,26 @@ class JsonlSink:
     """Appends each record as one line.
 
     A line is with the operating system when `write` returns, so it survives the death of the process. All but the
-    frequent step records are also forced to the disk, together with every line before them.
+    frequent step records are also forced to the disk, together with every line before them. While the disk is full or
+    gone, records wait in memory (`LogFile`); an event says how many did not fit.
     """
 
     def __init__(self, path: Union[str, Path]):
-        self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self.path, "ab")  # noqa: SIM115 - lives as long as the sink
-        if self._file.tell() > 0 and not _ends_with_line_feed(self.path):
-            self._file.write(b"\n")
+        self._file = LogFile(path, "records")
 
     def write(self, record: Record) -> None:
-        self._file.write(to_json(record).encode("ascii") + b"\n")
-        self._file.flush()
-        if not isinstance(record, StepRecord):
-            os.fsync(self._file.fileno())
+        num_lost = self._append(record)
+        if num_lost:
+            detail = f"{num_lost}: their disk could not be written"
+            self._append(EventRecord(step=getattr(record, "step", 0), name="records lost", detail=detail))
 
     def close(self) -> None:
-        if not self._file.closed:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
+        self._file.close()
+
+    def _append(self, record: Record) -> int:
+        line = to_json(record).encode("ascii") + b"\n"
+        is_frequent = isinstance(record, StepRecord)
+        return self._file.append(line, is_header=isinstance(record, RunRecord), sync=not is_frequent)
 
 
 def read_records(path: Union[str, Path]) -> list[Record]:
@@ -99,9 +99,3 @@ def current_records(records: list[Record]) -> list[Record]:
         kept.pop(key, None)  # so that the newer record takes its place in the order of the file
         kept[key] = record
     return list(kept.values())
-
-
-def _ends_with_line_feed(path: Path) -> bool:
-    with open(path, "rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"

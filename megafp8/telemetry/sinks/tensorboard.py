@@ -1,17 +1,26 @@
-"""TensorBoard event files, written by tensorboard's own writer: no torch and no TensorFlow in between."""
+"""TensorBoard event files, in the format of tensorboard's own record writer: no torch and no TensorFlow in between.
+
+tensorboard's `EventFileWriter` writes in a thread, which ends at the first error of the disk. Here events are records
+of a `LogFile`, which survives it.
+"""
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import socket
 import time
 from pathlib import Path
 from typing import Any, Union
 
+from megafp8.best_effort import LogFile
 from megafp8.errors import CapabilityError
 from megafp8.telemetry.records import EvalRecord, QuantizationRecord, Record, RunRecord, StepRecord
 from megafp8.telemetry.scalars import exponent_edges, scalars
 
-FLUSH_SECONDS = 10
+# As tensorboard's writer begins its files; readers ask for it.
+FILE_VERSION = "brain.Event:2"
 VERSUS_SAMPLES = ("lm loss", "learning-rate")
 
 
@@ -39,7 +48,7 @@ class TensorBoardSink:
         """
         try:
             from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+            from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError as error:
             raise CapabilityError(
                 f"TensorBoard files need the package tensorboard, which is not importable ({error}): "
@@ -47,7 +56,12 @@ class TensorBoardSink:
             ) from error
         self._event_pb2, self._summary_pb2 = event_pb2, summary_pb2
         self._tensor_pb2, self._tensor_shape_pb2 = tensor_pb2, tensor_shape_pb2
-        self._writer = EventFileWriter(str(folder), flush_secs=FLUSH_SECONDS)
+        self._framed = io.BytesIO()
+        self._record_writer = RecordWriter(self._framed)
+        seconds, nanoseconds = divmod(time.time_ns(), 10**9)
+        name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.{nanoseconds:09d}"
+        self._file = LogFile(Path(folder) / name, "TensorBoard events", is_text=False)
+        self._add_event(0, is_header=True, file_version=FILE_VERSION)
         self._log_interval = log_interval
         self._log_memory = log_memory
         self._log_timers = log_timers
@@ -66,12 +80,12 @@ class TensorBoardSink:
             self._add_scalars(versus_samples, record.consumed_samples)
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
 
     def _write_run(self, record: RunRecord) -> None:
         first_step = (record.resumed_from_step or 0) + 1
         session = self._event_pb2.SessionLog(status=self._event_pb2.SessionLog.START)
-        self._add_event(first_step, session_log=session)
+        self._add_event(first_step, is_header=True, session_log=session)
         self._add_text("config", "```\n" + json.dumps(record.config, indent=2, default=str) + "\n```", first_step)
 
     def _add_scalars(self, values: dict[str, float], step: int) -> None:
@@ -106,7 +120,11 @@ class TensorBoardSink:
         )
         metadata = summary_pb2.SummaryMetadata(plugin_data=plugin)
         value = summary_pb2.Summary.Value(tag=f"{tag}/text_summary", metadata=metadata, tensor=tensor)
-        self._add_event(step, summary=summary_pb2.Summary(value=[value]))
+        self._add_event(step, is_header=True, summary=summary_pb2.Summary(value=[value]))
 
-    def _add_event(self, step: int, **content: Any) -> None:
-        self._writer.add_event(self._event_pb2.Event(wall_time=time.time(), step=step, **content))
+    def _add_event(self, step: int, *, is_header: bool = False, **content: Any) -> None:
+        event = self._event_pb2.Event(wall_time=time.time(), step=step, **content)
+        self._record_writer.write(event.SerializeToString())
+        self._file.append(self._framed.getvalue(), is_header=is_header)
+        self._framed.seek(0)
+        self._framed.truncate()

@@ -1,7 +1,7 @@
 import pytest
 
-from megafp8.config.rules.paths import shards_are_there, tokenizer_files_are_there
-from megafp8.config.schema import DataConfig, RunConfig
+from megafp8.config.rules.paths import outputs_can_be_written, shards_are_there, tokenizer_files_are_there
+from megafp8.config.schema import DataConfig, LoggingConfig, RunConfig
 
 
 @pytest.mark.parametrize(
@@ -24,3 +24,8 @@ def test_the_prefix_of_preprocessing_is_told_from_that_of_its_shard(tmp_path):
     (tmp_path / "corpora_text_document.idx").touch()
     (problem,) = shards_are_there(RunConfig(data=DataConfig(data_path=(f"{tmp_path}/corpus",))), 1)
     assert problem.endswith(f"corpus.idx; there is {tmp_path}/corpus_text_document")
+
+
+def test_logs_go_to_folders_and_not_to_addresses():
+    (problem,) = outputs_can_be_written(RunConfig(logging=LoggingConfig(tensorboard_dir="s3://bucket/boards")), 1)
+    assert problem.startswith("--tensorboard-dir s3://bucket/boards: only folders of this machine's file systems")

@@ -2,14 +2,15 @@
 
     python fake_run.py FOLDER "died:40:47 done:60:60"
 
-Each end is STATE:SAVED_STEP:STEP. In place of a state, `wait` waits for SIGTERM and is then `preempted`, `nothing`
-writes no state, `orphan` leaves a process in a session of its own behind, which does not heed SIGTERM, and is then
-`died`, and a number is the exit status of a run that failed.
+Each end is STATE:SAVED_STEP:STEP. In place of a state, `wait` waits for SIGTERM or SIGHUP and is then `preempted`,
+`nothing` writes no state, `orphan` leaves a process in a session of its own behind, which does not heed SIGTERM, and is
+then `died`, and a number is the exit status of a run that failed.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -34,10 +35,12 @@ def main(folder: Path, ends: list[str]) -> int:
         sleeper = subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 600"], start_new_session=True)
         (folder / "orphan").write_text(str(sleeper.pid))
     if state == "wait":
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGHUP])
         (folder / "waits").touch()
-        if signal.sigtimedwait([signal.SIGTERM], 20) is None:  # nobody tells it: no test waits for ever
+        got = signal.sigtimedwait([signal.SIGTERM, signal.SIGHUP], 20)
+        if got is None:  # nobody tells it: no test waits for ever
             return 3
+        (folder / "got").write_text(f"{signal.Signals(got.si_signo).name} {os.environ.get('PET_SIGNALS_TO_HANDLE')}")
         state = "preempted"
     status = {"done": 0, "stopped": 0, "preempted": 75}.get(state, int(state) if state.isdigit() else None)
     now = time.time()

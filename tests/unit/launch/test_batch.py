@@ -105,8 +105,10 @@ def test_a_signal_before_a_run_began_is_no_failure(tmp_path: Path) -> None:
     assert outcomes["crashed"].reason == "its command ended with signal 9 before the run began"
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_signal_between_two_starts_reaches_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+@pytest.mark.parametrize(("when", "number"), [("before", signal.SIGHUP), ("after", signal.SIGTERM)])
+def test_a_signal_between_two_starts_reaches_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, number: signal.Signals
+) -> None:
     """It comes while the second process is made, before it is in any list."""
     runs, made = [fake(tmp_path / name, "wait:5:5") for name in "abc"], []
 
@@ -114,13 +116,13 @@ def test_a_signal_between_two_starts_reaches_all(tmp_path: Path, monkeypatch: py
         def __init__(self, *arguments: Any, **options: Any):
             made.append(self)
             if len(made) == 2 and when == "before":
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), number)
             super().__init__(*arguments, **options)
             while not (tmp_path / "ab"[len(made) - 1] / "waits").exists():
                 assert self.poll() is None
                 time.sleep(0.02)
             if len(made) == 2 and when == "after":
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), number)
 
     monkeypatch.setattr(subprocess, "Popen", Interrupted)
     outcomes = run(2, runs)

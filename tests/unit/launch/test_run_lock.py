@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import multiprocessing
 import os
@@ -153,3 +154,13 @@ def test_a_lock_of_the_same_slurm_job_is_forgotten_and_no_other(tmp_path: Path) 
     assert not forget_lock_of("17", tmp_path)
     leave(tmp_path, dataclasses.replace(this_process(), job="17"))
     assert not forget_lock_of("17", tmp_path)  # it is alive, here
+
+
+def test_a_disk_that_is_gone_when_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = take_lock(tmp_path)
+
+    def fail(path: Path, missing_ok: bool) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(Path, "unlink", fail)
+    lock.release()

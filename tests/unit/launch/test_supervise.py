@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -91,15 +93,67 @@ def test_a_run_that_has_made_progress_may_begin_again_elsewhere(tmp_path: Path) 
     assert (status, log[-1]["state"]) == (70, "stillborn")
 
 
-def test_a_signal_is_passed_on_and_no_restart_follows(tmp_path: Path) -> None:
-    process = subprocess.Popen(command(tmp_path, "wait:8:8 done:60:60"), stderr=subprocess.PIPE, text=True)
+def signalled(folder: Path, *signals: signal.Signals, **options: Any) -> tuple[int, str]:
+    """Exit status and what was told of a supervisor that gets signals while its run waits."""
+    process = subprocess.Popen(command(folder, "wait:8:8 done:60:60"), stderr=subprocess.PIPE, text=True, **options)
     deadline = time.monotonic() + 30
-    while not (tmp_path / "waits").exists() and time.monotonic() < deadline:
+    while not (folder / "waits").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
+    for number in signals:
+        process.send_signal(number)
     told = process.communicate(timeout=30)[1]
-    assert process.returncode == 75
-    assert "preempted at step 8; SIGTERM came" in told
+    return process.returncode, told
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_is_passed_on_and_no_restart_follows(tmp_path: Path, number: signal.Signals) -> None:
+    status, told = signalled(tmp_path, number)
+    assert status == 75
+    assert f"preempted at step 8; {number.name} came" in told
+    assert (tmp_path / "got").read_text() == f"{number.name} SIGTERM,SIGINT,SIGHUP,SIGUSR1,SIGQUIT"
+
+
+def test_under_nohup_a_closed_terminal_stops_nothing(tmp_path: Path) -> None:
+    """torchrun, which by itself does not heed nohup, leaves SIGHUP alone too."""
+    ignore = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)
+    status, told = signalled(tmp_path, signal.SIGHUP, signal.SIGTERM, preexec_fn=ignore)
+    assert (status, "SIGHUP" in told) == (75, False)
+    assert (tmp_path / "got").read_text() == "SIGTERM SIGTERM,SIGINT,SIGUSR1,SIGQUIT"
+
+
+def test_a_log_that_cannot_be_written_stops_no_restart(tmp_path: Path) -> None:
+    (tmp_path / RESTARTS_FILE).symlink_to("/dev/full")
+    result = subprocess.run(
+        command(tmp_path, "died:40:47 70:50:50 done:60:60"), capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    told = [line for line in result.stderr.splitlines() if RESTARTS_FILE in line]
+    assert told == [
+        f"supervise: {tmp_path / RESTARTS_FILE} cannot be written: the disk is full; training continues, restarts wait "
+        "in memory",
+        f"supervise: {tmp_path / RESTARTS_FILE}: 3 restarts were lost in all",
+    ]
+
+
+def test_what_cannot_be_started_is_refused_in_words(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    supervise = [sys.executable, str(ROOT / "launcher/supervise.py"), "--run-folder", str(tmp_path / "file"), "--"]
+    result = subprocess.run([*supervise, "torchrum", "train.py"], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 64
+    assert "Traceback" not in result.stderr
+    assert "torchrum: no such command" in result.stderr
+    assert f"the run's folder {tmp_path / 'file'}: {tmp_path / 'file'} is not a folder" in result.stderr
+
+
+def test_a_command_that_the_system_does_not_start_counts_as_a_start(tmp_path: Path) -> None:
+    """It may be short of processes for a moment. This file is no program."""
+    (tmp_path / "program").write_bytes(b"\0")
+    (tmp_path / "program").chmod(0o755)
+    supervise = [sys.executable, str(ROOT / "launcher/supervise.py"), "--run-folder", str(tmp_path), "--backoff-s", "0"]
+    result = subprocess.run([*supervise, "--", tmp_path / "program"], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 126
+    assert result.stderr.count("could not be started (Exec format error)") == 2
+    assert "Traceback" not in result.stderr
 
 
 def test_a_signal_while_a_run_is_started_is_passed_on(tmp_path: Path) -> None:

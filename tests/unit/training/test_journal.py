@@ -111,7 +111,13 @@ def test_a_disk_that_fails_stops_no_run(tmp_path: Path, capsys: pytest.CaptureFi
     journal = Journal(tmp_path / "file" / "folder", first_state(tmp_path, 2, 100), is_writer=True)
     (tmp_path / "file").write_text("")
     journal.write()
-    assert "cannot be written" in capsys.readouterr().out
+    journal.write()
+    assert capsys.readouterr().out.count("cannot be written: the folder is gone, a file has its name") == 1
+    (tmp_path / "file").unlink()
+    journal.note(step=7)
+    journal.write()
+    assert "can be written again" in capsys.readouterr().out
+    assert read(tmp_path / "file" / "folder").step == 7
 
 
 CRASHED: list[tuple[str, int]] = [("failed", 70), ("failed", 71)]

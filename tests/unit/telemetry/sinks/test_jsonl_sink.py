@@ -1,5 +1,8 @@
+import shutil
+
 import pytest
 
+from megafp8 import best_effort
 from megafp8.errors import DataError
 from megafp8.telemetry.records import EventRecord, StepRecord, to_json
 from megafp8.telemetry.sinks.jsonl import JsonlSink, current_records, read_records
@@ -95,3 +98,35 @@ def test_looks_that_a_resumption_went_back_behind_do_not_count(make_run, make_lo
     assert [(record.step, record.recipe) for record in kept] == [(2, "tensorwise"), (4, "again")]
     records.insert(4, make_look(6))
     assert [record.step for record in current_records(records[:4]) if record.kind == "quantization"] == [2]
+
+
+def test_records_that_a_full_disk_cost_are_an_event(tmp_path, make_run, make_step, monkeypatch, capsys) -> None:
+    """The run record is not among them: without it nobody knows what was run."""
+    monkeypatch.setattr(best_effort, "BACKLOG_BYTES", 4 * len(to_json(make_step(10))))
+    path = tmp_path / "records.jsonl"
+    path.symlink_to("/dev/full")
+    sink, run = JsonlSink(path), make_run()
+    sink.write(run)
+    for step in range(10, 20):
+        sink.write(make_step(step))
+    path.unlink()
+    sink.write(make_step(20))
+    sink.close()
+    records = read_records(path)
+    assert records[0] == run
+    steps = [record.step for record in records if record.kind == "step"]
+    assert steps == list(range(steps[0], 21)) and steps[0] > 10
+    (event,) = [record for record in records if record.kind == "event"]
+    assert (event.name, event.detail) == ("records lost", f"{steps[0] - 10}: their disk could not be written")
+    warnings = capsys.readouterr().out.splitlines()
+    assert len(warnings) == 3 and "the disk is full" in warnings[0]
+
+
+def test_a_removed_run_folder_gets_records_that_reports_can_read(tmp_path, make_run, make_step) -> None:
+    sink, run = JsonlSink(tmp_path / "run/records.jsonl"), make_run()
+    sink.write(run)
+    sink.write(make_step(1))
+    shutil.rmtree(tmp_path / "run")
+    sink.write(make_step(2))
+    sink.close()
+    assert read_records(tmp_path / "run/records.jsonl") == [run, make_step(2)]

@@ -1,5 +1,6 @@
 import dataclasses
 import math
+import shutil
 import subprocess
 import sys
 
@@ -76,7 +77,7 @@ def test_the_configuration_is_a_text(tmp_path, make_run) -> None:
 
 
 def test_without_the_package_the_error_names_the_mend(tmp_path, monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
+    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.record_writer", None)
     with pytest.raises(CapabilityError, match="pip install tensorboard"):
         TensorBoardSink(tmp_path)
 
@@ -108,3 +109,38 @@ def test_looks_at_quantization_are_scalars_and_histograms(tmp_path, make_look) -
     assert (event.step, histogram.num, histogram.min, histogram.max) == (100, 8, -1.5, 2.5)
     assert (histogram.bucket, histogram.bucket_limit) == ([1, 2, 1, 4], [-0.5, 0.5, 1.5, 2.5])
     assert (histogram.sum, histogram.sum_squares) == (1 * -1 + 1 * 1 + 4 * 2, 1 + 1 + 4 * 4)
+
+
+def test_a_folder_that_vanishes_for_a_while_costs_what_was_in_it(tmp_path, make_run, make_step, capsys) -> None:
+    """Its place is taken by a file, and then it can be created again: a whole event file, with the session's start."""
+    folder = tmp_path / "boards"
+    sink = TensorBoardSink(folder)
+    sink.write(make_run(config={"model": {"num_layers": 17}}))
+    sink.write(make_step(1))
+    shutil.rmtree(folder)
+    folder.write_text("")
+    sink.write(make_step(2))
+    sink.write(make_step(3))
+    folder.unlink()
+    sink.write(make_step(4))
+    sink.close()
+    assert list(read_scalars(folder)["lm loss"]) == [2, 3, 4]
+    accumulator_module = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    accumulator = accumulator_module.EventAccumulator(str(folder))
+    accumulator.Reload()
+    assert "config/text_summary" in accumulator.Tags()["tensors"]
+    warnings = capsys.readouterr().out.splitlines()
+    assert [("a file has its name" in text, "nothing was lost" in text) for text in warnings] == [
+        (True, False), (False, True)
+    ]  # fmt: skip
+
+
+def test_a_folder_that_is_a_file_from_the_start(tmp_path, make_run, make_step, capsys) -> None:
+    (tmp_path / "boards").write_text("")
+    sink = TensorBoardSink(tmp_path / "boards")
+    sink.write(make_run())
+    sink.write(make_step(1))
+    sink.close()
+    warnings = capsys.readouterr().out.splitlines()
+    assert len(warnings) == 2
+    assert warnings[1].endswith("5 TensorBoard events were lost in all"), "of the version, run (2) and step (2)"

@@ -54,3 +54,42 @@ def test_asked_for_and_absent_is_an_error_with_the_mend(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(CapabilityError, match=r"--wandb-project mine .*pip install wandb"):
         WandbSink(project="mine")
+
+
+def test_a_service_that_fails_stops_no_run(monkeypatch, make_run, make_step, capsys) -> None:
+    run = FakeRun()
+    module = types.SimpleNamespace(init=lambda **arguments: run, Histogram=None)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    sink = WandbSink(project="p")
+    sink.write(make_run())
+    works = run.log
+    monkeypatch.setattr(run, "log", lambda values, step: works(values, step) if step > 2 else 1 / 0)
+    for step in range(1, 5):
+        sink.write(make_step(step))
+    monkeypatch.setattr(run, "finish", lambda: 1 / 0)
+    sink.close()
+    assert [step for step, _ in run.rows] == [3, 4]
+    assert capsys.readouterr().out.splitlines() == [
+        "warning: Weights & Biases cannot be written: ZeroDivisionError: division by zero; training continues",
+        "warning: Weights & Biases can be written again; 2 records were lost",
+        "warning: Weights & Biases cannot be written: ZeroDivisionError: division by zero; training continues",
+        "warning: Weights & Biases: 2 records were lost in all",
+    ]
+
+
+def test_a_service_that_does_not_begin_is_not_asked_again(monkeypatch, make_run, make_step, capsys) -> None:
+    calls = []
+
+    def init(**arguments):
+        calls.append(arguments)
+        raise ConnectionError("no network")
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, Histogram=None))
+    sink = WandbSink(project="p")
+    sink.write(make_run())
+    sink.write(make_step(1))
+    sink.close()
+    assert len(calls) == 1
+    warnings = capsys.readouterr().out.splitlines()
+    assert ["no network" in text for text in warnings] == [True, False]
+    assert warnings[1].endswith("2 records were lost in all")

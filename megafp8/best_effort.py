@@ -1,0 +1,254 @@
+"""Output that never stops a run: logs on a disk that may be full or vanish, and a terminal that may be closed.
+
+Only checkpoints may end a run. Everything else that it writes is best effort: one warning when a place can no longer
+be written, a bounded backlog in memory, a count of what did not fit into it, and one notice when writing works again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Optional, TextIO, Union
+
+# Lines that wait for a disk: about 40,000 records of steps.
+BACKLOG_BYTES = 16 << 20
+# In the place of a descriptor; the system refuses it.
+CLOSED = -1
+REASONS = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "the limit of a file's size is reached (ulimit -f)",
+    errno.EROFS: "the disk is read-only",
+    errno.EIO: "the disk fails (input/output error)",
+    errno.EACCES: "this user may not write there",
+    errno.EPERM: "this user may not write there",
+    errno.ENOENT: "the folder is gone",
+    errno.ESTALE: "the folder is gone",
+    errno.ENOTCONN: "the folder is gone",
+    errno.ENOTDIR: "the folder is gone, a file has its name",
+    errno.EEXIST: "the folder is gone, a file has its name",
+    errno.EISDIR: "a folder has its name",
+}
+Report = Callable[[str], None]
+
+
+def warn(text: str) -> None:
+    """Print a warning; nobody may be there to read it."""
+    with contextlib.suppress(OSError):
+        print(f"warning: {text}", flush=True)
+
+
+def reason_of(error: Exception) -> str:
+    """Why something could not be written, in words."""
+    if isinstance(error, OSError):
+        return REASONS.get(error.errno or 0) or error.strerror or str(error)
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
+@contextlib.contextmanager
+def optional_write(path: Union[str, Path]) -> Iterator[None]:
+    """Within, a file is written that the run can do without: an error of the disk is a warning."""
+    try:
+        yield
+    except OSError as error:
+        warn(f"{path} cannot be written: {reason_of(error)}; training continues")
+
+
+class Outage:
+    """Reports that something cannot be written: once when that begins and once when it ends.
+
+    Args:
+        name: what is written.
+        unit: what is counted when it is lost.
+        meanwhile: what happens until it can be written again.
+    """
+
+    def __init__(self, name: str, unit: str, meanwhile: str = "training continues", report: Report = warn):
+        self.name, self.unit, self.meanwhile, self.report = name, unit, meanwhile, report
+        self.is_on, self.num_lost, self.total_lost = False, 0, 0
+
+    def failed(self, error: Exception, num_lost: int = 0) -> None:
+        """Writing failed, and so many units are lost for good with it."""
+        if not self.is_on:
+            self.report(f"{self.name} cannot be written: {reason_of(error)}; {self.meanwhile}")
+        self.is_on = True
+        self.lose(num_lost)
+
+    def lose(self, num_lost: int) -> None:
+        """So many units are lost for good."""
+        self.num_lost += num_lost
+        self.total_lost += num_lost
+
+    def ended(self) -> int:
+        """Writing works. Returns the number of units lost in the outage that this ends; 0 if there was none."""
+        num_lost = self.num_lost
+        if self.is_on:
+            lost = f"{num_lost} {self.unit} were lost" if num_lost else "nothing was lost"
+            self.report(f"{self.name} can be written again; {lost}")
+        self.is_on, self.num_lost = False, 0
+        return num_lost
+
+    def close(self) -> None:
+        """At the end: report what was lost in all."""
+        if self.total_lost:
+            self.report(f"{self.name}: {self.total_lost} {self.unit} were lost in all")
+        self.total_lost = 0
+
+
+class LogFile:
+    """A file that is appended to, and that survives its disk.
+
+    An entry is with the operating system when `append` returns, unless the disk refuses it. It then waits in memory
+    and is written before the next one. Beyond `most_bytes` the oldest entries are lost. A file that was removed, or
+    whose folder was, is created again. There is never half an entry in the middle of the file.
+
+    Args:
+        path: its folder is created when it is needed.
+        unit: what an entry is called in reports.
+        most_bytes: that wait; `BACKLOG_BYTES` if not given.
+        is_text: entries are lines; half a line that a killed process left is ended first.
+    """
+
+    def __init__(
+        self, path: Union[str, Path], unit: str, *, report: Report = warn, most_bytes: Optional[int] = None,
+        is_text: bool = True,
+    ):  # fmt: skip
+        self.path, self._is_text = Path(path), is_text
+        self._most_bytes = BACKLOG_BYTES if most_bytes is None else most_bytes
+        self._outage = Outage(str(path), unit, f"training continues, {unit} wait in memory", report)
+        self._report = report
+        self._backlog: deque[tuple[bytes, bool]] = deque()
+        self._backlog_bytes = 0
+        self._headers: list[bytes] = []
+        self._descriptor = CLOSED
+
+    def append(self, entry: bytes, *, is_header: bool = False, sync: bool = False) -> int:
+        """Write an entry behind those that wait.
+
+        Args:
+            is_header: a reader needs it: it is never lost, and repeated when the file must be created again.
+            sync: force the file to the disk.
+
+        Returns:
+            The number of entries lost in an outage that this call ends; 0 without one.
+        """
+        self._backlog.append((entry, is_header))
+        self._backlog_bytes += len(entry)
+        return self._flush(sync)
+
+    def close(self) -> None:
+        """Write what waits, and report what is lost. A closed file can be appended to again."""
+        if self._descriptor != CLOSED or self._backlog:
+            self._flush(sync=True)
+        if self._backlog:
+            self._outage.lose(len(self._backlog))
+            self._backlog.clear()
+            self._backlog_bytes = 0
+        self._outage.close()
+        self._close_descriptor()
+
+    def _flush(self, sync: bool) -> int:
+        try:
+            gone = self._open()
+            while self._backlog:
+                self._write(self._backlog[0][0])
+                entry, is_header = self._backlog.popleft()
+                self._backlog_bytes -= len(entry)
+                if is_header:
+                    self._headers.append(entry)
+            if sync:
+                os.fsync(self._descriptor)
+        except OSError as error:
+            self._outage.failed(error, self._drop_oldest())
+            return 0
+        if gone and not self._outage.is_on:
+            self._report(f"{self.path}: {gone}, and what was in it; it is created again")
+        return self._outage.ended()
+
+    def _open(self) -> str:
+        """Open the file that the path names now, unless it is open. Returns what became of the one that was open."""
+        gone = ""
+        if self._descriptor != CLOSED:
+            if self._is_current():
+                return ""
+            gone = "the file was removed or replaced" if self.path.parent.is_dir() else "the folder is gone"
+            self._close_descriptor()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        size = os.fstat(self._descriptor).st_size
+        if size == 0:
+            self._backlog.extendleft((entry, True) for entry in reversed(self._headers))
+            self._backlog_bytes += sum(map(len, self._headers))
+            self._headers.clear()
+        elif self._is_text and os.pread(self._descriptor, 1, size - 1) != b"\n":
+            try:
+                self._write(b"\n")
+            except OSError:
+                self._close_descriptor()  # so that the next attempt ends it
+                raise
+        return gone
+
+    def _is_current(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(self.path))
+        except OSError:
+            return False
+
+    def _write(self, entry: bytes) -> None:
+        """Write the whole entry or, when the disk refuses a part, nothing."""
+        descriptor, rest = self._descriptor, memoryview(entry)
+        end = os.fstat(descriptor).st_size
+        try:
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, end)
+            raise
+
+    def _drop_oldest(self) -> int:
+        """Keep the backlog within its bound. Returns the number of entries that this takes."""
+        num_lost, headers = 0, []
+        while self._backlog and self._backlog_bytes > self._most_bytes:
+            entry, is_header = self._backlog.popleft()
+            if is_header:
+                headers.append(entry)
+            else:
+                self._backlog_bytes -= len(entry)
+                num_lost += 1
+        self._backlog.extendleft((entry, True) for entry in reversed(headers))
+        return num_lost
+
+    def _close_descriptor(self) -> None:
+        if self._descriptor != CLOSED:
+            with contextlib.suppress(OSError):
+                os.close(self._descriptor)
+            self._descriptor = CLOSED
+
+
+class BestEffortStream:
+    """Standard output or standard error of a run: a full disk or a terminal that was closed takes text, not the run."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def best_effort(stream: Any) -> Any:
+    """The stream, made such that writing to it never fails."""
+    return stream if stream is None or isinstance(stream, BestEffortStream) else BestEffortStream(stream)

@@ -1,0 +1,147 @@
+"""Only checkpoints may end a run: disks of logs that fill or vanish, and terminals that are closed, cost logs alone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from faulty_run import COMMON, STEPS
+from forked_runs import ForkedRun, members
+
+from megafp8.checkpoint.folder import saved_steps
+from megafp8.launch.process import STOPPED, stat_of
+from megafp8.launch.run_state import RUN_STATE_FILE, judge
+from megafp8.reports.load import load_run
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """For the run's output. A path of a socket in it may not be long."""
+    with tempfile.TemporaryDirectory(prefix="run_") as name:
+        yield Path(name)
+
+
+@contextmanager
+def started(flags: str, plan: str, place: Path) -> Iterator[ForkedRun]:
+    """A run of one rank, which does not outlive the block."""
+    run = ForkedRun(1, f"{COMMON} --num-threads 1 {flags}", plan, None, place)
+    try:
+        yield run
+    finally:
+        run.kill()
+
+
+@contextmanager
+def stopped(run: ForkedRun) -> Iterator[None]:
+    """Wait until the rank has stopped itself; it goes on after the block."""
+    (process,) = run.processes
+    while (stat_of(process.pid or 0) or "?")[0] != STOPPED:
+        assert process.is_alive(), run.output(0)
+        time.sleep(0.02)
+    yield
+    for pid in members(process.pid):
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_a_full_disk_and_a_removed_folder(tmp_path: Path, cache: Path, place: Path) -> None:
+    """Records never find room, TensorBoard's folder is removed, and the state cannot be written for some steps."""
+    folder, boards = tmp_path / "run", tmp_path / "boards"
+    state_file = folder / RUN_STATE_FILE
+    folder.mkdir()
+    (folder / "records.jsonl").symlink_to("/dev/full")
+    flags = f"--data-cache-path {cache} --save {folder} --tensorboard-dir {boards}"
+    with started(flags, "stop:step=5,at=step.begin;stop:step=9,at=step.begin", place) as run:
+        with stopped(run):
+            shutil.rmtree(boards)
+            state_file.unlink()
+            state_file.mkdir()  # a disk that refuses this file alone
+        with stopped(run):
+            state_file.rmdir()
+        ended = run.wait(600)
+    assert ended.statuses == (0,), ended.told()
+    assert saved_steps(folder)[-1] == STEPS
+    assert any(boards.iterdir())
+    state = judge(folder)
+    assert state is not None and (state.state, state.step, state.saved_step) == ("done", STEPS, STEPS)
+    output = ended.output[0]
+    assert "Traceback" not in output
+    assert output.count("records.jsonl cannot be written: the disk is full; training continues") == 1
+    (lost,) = [line for line in output.splitlines() if "records were lost in all" in line]
+    assert int(lost.split("records.jsonl: ")[1].split()[0]) > STEPS, "the run, its steps, evaluations and events"
+    assert output.count("the folder is gone, and what was in it; it is created again") == 1
+    assert output.count(f"{RUN_STATE_FILE} cannot be written: a folder has its name") == 1
+    assert output.count(f"{RUN_STATE_FILE} can be written again") == 1
+
+
+def test_output_on_a_full_disk(tmp_path: Path, cache: Path, place: Path) -> None:
+    (place / "output0").symlink_to("/dev/full")
+    folder = tmp_path / "run"
+    flags = f"--data-cache-path {cache} --save {folder} --log-interval 1 --exit-interval 2"
+    with started(flags, "", place) as run:
+        run.processes[0].join()
+        (place / "output0").unlink()  # reading it would never end
+        assert run.wait(600).statuses == (0,)
+    assert [record.step for record in load_run(folder).steps] == [1, 2]
+
+
+def test_last_words_on_a_full_disk(tmp_path: Path, cache: Path, place: Path) -> None:
+    """A rank that hangs ends as such, also when it cannot say so."""
+    (place / "output0").symlink_to("/dev/full")
+    folder = tmp_path / "run"
+    flags = f"--data-cache-path {cache} --save {folder} --step-timeout-s 2"
+    with started(flags, "sleep:seconds=600,step=1,at=step.begin", place) as run:
+        run.processes[0].join()
+        (place / "output0").unlink()
+        assert run.wait(600).statuses == (71,)
+    state = judge(folder)
+    assert state is not None and (state.state, state.exit_status) == ("failed", 71)
+
+
+# Shows nothing: a terminal with somebody who reads.
+TERMINAL = """
+import os, pty
+ours, theirs = pty.openpty()
+print(os.ttyname(theirs), flush=True)
+while os.read(ours, 4096): pass
+"""
+
+
+def test_a_closed_terminal_saves_and_stops(tmp_path: Path, cache: Path, place: Path) -> None:
+    """SIGHUP comes, and from then on every write to the terminal is an error."""
+    with subprocess.Popen([sys.executable, "-c", TERMINAL], stdout=subprocess.PIPE, text=True) as terminal:
+        assert terminal.stdout is not None
+        (place / "output0").symlink_to(terminal.stdout.readline().strip())
+        folder = tmp_path / "run"
+        flags = f"--data-cache-path {cache} --save {folder} --log-interval 1"
+        with started(flags, "stop:step=3,at=step.begin", place) as run:
+            with stopped(run):
+                terminal.kill()
+                terminal.wait()
+                os.kill(run.processes[0].pid or 0, signal.SIGHUP)
+            assert run.wait(600).statuses == (75,)
+    state = judge(folder)
+    assert state is not None and (state.state, state.reason) == ("preempted", "SIGHUP to rank 0")
+    assert state.step == state.saved_step == saved_steps(folder)[-1] == 3
+
+
+def test_under_nohup_a_closed_terminal_stops_nothing(tmp_path: Path, cache: Path, place: Path) -> None:
+    folder = tmp_path / "run"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what nohup does
+    try:
+        flags = f"--data-cache-path {cache} --save {folder} --exit-interval 2"
+        with started(flags, "hup:step=1,at=step.begin", place) as run:
+            ended = run.wait(600)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert ended.statuses == (0,), ended.told()
+    state = judge(folder)
+    assert state is not None and (state.state, state.step) == ("stopped", 2)

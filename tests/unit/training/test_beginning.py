@@ -1,0 +1,25 @@
+"""What a start does before the ranks train."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from megafp8.errors import CheckpointError
+from megafp8.training import beginning
+
+
+def test_a_run_folder_on_a_full_disk_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints go there too."""
+
+    def full(folder: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(beginning, "take_lock", full)
+    with pytest.raises(CheckpointError) as raised:
+        beginning.lock_or_refusal(tmp_path)
+    assert str(raised.value) == (
+        f"--save {tmp_path}: run.lock cannot be written: the disk is full; make room or choose another folder"
+    )
