@@ -56,9 +56,17 @@ def this_process() -> Process:
     return Process(socket.gethostname(), this_place(), os.getpid(), started, os.environ.get(SLURM_JOB))
 
 
-def end_with_parent(number: int) -> None:
-    """Have the kernel send this process a signal when the one that started it ends, however it ends."""
+def end_with_parent(number: int, parent: Optional[int] = None) -> None:
+    """Have the kernel send this process a signal when the thread that started it ends, however it ends.
+
+    Args:
+        parent: number of the process that started this one, where it is known. The signal is sent at once if that
+            process has ended before the kernel was asked.
+    """
+    parent = os.getppid() if parent is None else parent
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)
 
 
 @functools.cache

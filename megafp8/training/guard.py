@@ -29,7 +29,8 @@ from types import FrameType
 from typing import Any, Optional
 
 from megafp8.errors import HUNG, INTERNAL, PREEMPTED
-from megafp8.launch.process import STOPPED, Process, end_with_parent
+from megafp8.launch.orphans import save_at_end_of_torchrun
+from megafp8.launch.process import STOPPED, Process
 from megafp8.launch.run_lock import RunLock
 from megafp8.telemetry.records import utc_now
 from megafp8.training.journal import Journal
@@ -93,8 +94,6 @@ class Guard:
         if self.takes_signals:
             signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
             self.handlers = {number: signal.signal(number, self.take) for number in SIGNALS}
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            end_with_parent(signal.SIGTERM)  # a torchrun that is killed tells nobody
         self.thread = threading.Thread(target=self.watch, name="guard", daemon=True)
         self.thread.start()
 
@@ -106,6 +105,7 @@ class Guard:
             peers: the other ranks of this machine.
         """
         self.journal, self.lock, self.peers = journal, lock, peers
+        save_at_end_of_torchrun()
 
     def take(self, number: int, frame: Optional[FrameType]) -> None:
         """A signal came."""
