@@ -95,7 +95,7 @@ class TrialRun:
         self.platform = detect_platform(config.parallel.distributed_backend)
         limit_memory(self.platform, setup.limit_bytes)
         store = None if setup.meeting is None else dist.PrefixStore(setup.name, dist.TCPStore(*setup.meeting))
-        join_ranks(self.platform, config.parallel.distributed_timeout_minutes, store)
+        join_ranks(self.platform, config.parallel, store)
         self.run = assemble(config, self.platform, setup.implementation, has_data=False)
         self.kinds = kinds_of_steps(config)
 
