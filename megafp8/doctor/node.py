@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +26,7 @@ from megafp8.launch.nodes import (
     links_of,
     members_of,
 )
+from megafp8.launch.process import end_with_parent
 
 QUERY = "index,name,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,clocks_throttle_reasons.hw_slowdown"
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "triton")
@@ -87,7 +91,8 @@ def start_ranks(place: Place, scratch: Path) -> list[subprocess.Popen]:
         text = json.dumps(dataclasses.asdict(dataclasses.replace(place, rank=rank)))
         with open(scratch / f"rank{rank}", "w") as told, open(scratch / f"errors{rank}", "w") as said:
             command = [sys.executable, "-m", "megafp8.device.all_reduce_check", text]
-            ranks.append(subprocess.Popen(command, stdout=told, stderr=said))
+            end = functools.partial(end_with_parent, signal.SIGKILL, os.getpid())
+            ranks.append(subprocess.Popen(command, stdout=told, stderr=said, preexec_fn=end))
     return ranks
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import multiprocessing
 import os
 import socket
 from dataclasses import dataclass
@@ -67,6 +68,12 @@ def end_with_parent(number: int, parent: Optional[int] = None) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
+
+
+def end_with_starter(number: int) -> None:
+    """The same in a process of multiprocessing, which knows who started it."""
+    starter = multiprocessing.parent_process()
+    end_with_parent(number, None if starter is None else starter.pid)
 
 
 @functools.cache
