@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from megafp8.errors import ConfigError
+from megafp8.launch.control_characters import control_problems
 
 # Between a run's time to save and the end: srun and the supervisor have to end, too.
 SIGNAL_MARGIN_S = 60
@@ -19,8 +20,10 @@ SLURM_EARLY_S = 60  # man sbatch, --signal
 DEFAULT_RESTARTS = 3
 # Of a job's name, which becomes a folder's and a label's.
 NAME = re.compile(r"[\w.+-]+")
-VARIABLE = re.compile(r"[A-Za-z_]\w*")
+VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+OPTION = re.compile(r"[a-z][a-z0-9-]*")
 ENDPOINT = re.compile(r"[\w.-]+:\d+")
+WHOLE = re.compile(r"-?[0-9]+")
 TIME = re.compile(r"(?:\d+-)?\d+(?::\d+){0,2}")
 # Options of sbatch that a job's own fields give, or that restarts rest on.
 TAKEN = ("job-name", "nodes", "time", "array", "signal", "requeue", "no-requeue", "gpus-per-node", "partition",
@@ -164,6 +167,9 @@ def check_job(job: Job) -> None:
         if (value := getattr(job, name)) is not None and value < least
     ]  # fmt: skip
     problems += name_problems(job.name)
+    for each in dataclasses.fields(job):
+        # `setup` is shell in lines.
+        problems += control_problems(each.name, getattr(job, each.name), allowed="\n\t" if each.name == "setup" else "")
     if job.time is not None and not TIME.fullmatch(job.time):
         problems.append(f"time: {job.time!r}: minutes, HH:MM:SS or D-HH:MM:SS")
     elif job.time is not None and seconds_of(job.time) <= warning_s(job) + SLURM_EARLY_S:
@@ -175,6 +181,8 @@ def check_job(job: Job) -> None:
                  VARIABLE.fullmatch(name)]  # fmt: skip
     problems += [f"sbatch: {name}: a job's fields or the launcher itself give it" for name in job.sbatch
                  if name in TAKEN]  # fmt: skip
+    problems += [f"sbatch: {name!r} is no long name of an option" for name in job.sbatch if not
+                 OPTION.fullmatch(name)]  # fmt: skip
     if job.gpus_per_node and job.ranks_per_node not in (None, job.gpus_per_node):
         problems.append(f"ranks_per_node: {job.ranks_per_node}, gpus_per_node: {job.gpus_per_node}: a rank has one GPU")
     if job.endpoint is not None and not ENDPOINT.fullmatch(job.endpoint):
@@ -266,10 +274,9 @@ def converted(kind: str, value: Any) -> Any:
             raise ValueError(f"{value!r}: true or false is expected")
         return value == "true"
     if kind in ("int", "Optional[int]"):
-        try:
-            return int(value)
-        except ValueError:
-            raise ValueError(f"{value!r}: a whole number is expected") from None
+        if not WHOLE.fullmatch(value):  # int() would take line breaks around it
+            raise ValueError(f"{value!r}: a whole number is expected")
+        return int(value)
     return value
 
 

@@ -18,7 +18,7 @@ from typing import Optional
 from megafp8.errors import INTERNAL, ConfigError
 from megafp8.launch.job import SLURM_EARLY_S, Job, warning_s
 from megafp8.launch.nodes import PATIENCE_S, PORTS
-from megafp8.launch.shell import array, environment_lines, quoted, training_lines
+from megafp8.launch.shell import array, environment_lines, quoted, script_of, training_lines
 
 OUTPUT = re.compile(r"^#SBATCH --output=(?:'([^']+)'|(\S+))$", re.MULTILINE)
 # Below the ports that the kernel gives to connections: each job meets on one of so many, and its check has `PORTS` of
@@ -37,7 +37,7 @@ def script(job: Job) -> str:
         check_lines(job) if job.check_nodes else [],
         start_lines(job),
     ]
-    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+    return script_of(parts)
 
 
 def directives(job: Job) -> list[str]:
