@@ -72,7 +72,7 @@ def main(text: str) -> None:
     groups = [([place.node], f"file://{place.store}", place.rank, size)]
     for link in links_of(place.node, num_nodes):
         members = list(members_of(link, num_nodes))
-        meeting = f"tcp://{place.nodes[link]}:{place.port + link % PORTS}"
+        meeting = f"tcp://{place.nodes[link]}:{place.port + 1 + link % (PORTS - 1)}"
         groups.append((members, meeting, members.index(place.node) * size + place.rank, 2 * size))
     num_bytes = GPU_BYTES if place.is_gpu else CPU_BYTES
     began = time.monotonic()

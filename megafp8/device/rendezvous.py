@@ -74,8 +74,8 @@ def named(ranks: Sequence[int]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """torch's errors carry stacks of C++."""
-    return str(error).splitlines()[0]
+    """torch's errors carry stacks of C++, or no text at all."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def wait_for_listener(host: str, port: int, timeout_s: float) -> None:

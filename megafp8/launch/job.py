@@ -13,6 +13,7 @@ from typing import Any, Optional
 
 from megafp8.errors import ConfigError
 from megafp8.launch.control_characters import control_problems
+from megafp8.launch.nodes import PATIENCE_S
 
 # Between a run's time to save and the end: srun and the supervisor have to end, too.
 SIGNAL_MARGIN_S = 60
@@ -127,6 +128,11 @@ def warning_s(job: Job) -> int:
     return job.time_to_save_s + SIGNAL_MARGIN_S
 
 
+def reserved_s(job: Job) -> int:
+    """Seconds of a job's time limit in which it does not train, or may not."""
+    return warning_s(job) + SLURM_EARLY_S + (PATIENCE_S if job.check_nodes else 0)
+
+
 def seconds_of(time: str) -> int:
     """Slurm's minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS in seconds."""
     days, dash, rest = time.rpartition("-")
@@ -172,10 +178,13 @@ def check_job(job: Job) -> None:
         problems += control_problems(each.name, getattr(job, each.name), allowed="\n\t" if each.name == "setup" else "")
     if job.time is not None and not TIME.fullmatch(job.time):
         problems.append(f"time: {job.time!r}: minutes, HH:MM:SS or D-HH:MM:SS")
-    elif job.time is not None and seconds_of(job.time) <= warning_s(job) + SLURM_EARLY_S:
+    elif job.time is not None and seconds_of(job.time) <= reserved_s(job):
+        check = f", and the check of the nodes may take {PATIENCE_S} s before it trains" if job.check_nodes else ""
+        fix = ", or set check_nodes to false (--no-check-nodes)" if job.check_nodes else ""
         problems.append(
             f"time: {job.time} with time_to_save_s {job.time_to_save_s}: the warning comes {warning_s(job)} s before "
-            f"the end, and Slurm may send it {SLURM_EARLY_S} s early: nothing is left to train in"
+            f"the end, and Slurm may send it {SLURM_EARLY_S} s early{check}: nothing is left to train in. Give more "
+            f"than {reserved_s(job)} s{fix}"
         )
     problems += [f"environment: {name!r} is no name of a variable" for name in job.environment if not
                  VARIABLE.fullmatch(name)]  # fmt: skip
