@@ -12,14 +12,15 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from megafp8.best_effort import best_effort
-from megafp8.config import flags
 from megafp8.errors import INTERNAL, CheckpointError, Megafp8Error
+from megafp8.launch.orphans import end_with_torchrun
 
 
 def main(argv: Sequence[str]) -> int:
     """Run and return the exit status. torch is imported only after `--help` has had its chance."""
     try:
+        from megafp8.config import flags
+
         invocation, problems = flags.read(argv)
         from megafp8.training.check import check
 
@@ -29,6 +30,7 @@ def main(argv: Sequence[str]) -> int:
 
             print(describe_run(checked))
         else:
+            from megafp8.best_effort import best_effort
             from megafp8.training.main import run_training
 
             # From here on a full disk or a terminal that was closed takes output, but does not end training.
@@ -61,6 +63,7 @@ def is_said_elsewhere(error: Megafp8Error) -> bool:
 
 def entry_point() -> None:
     """The installed command `pretrain-gpt`."""
+    end_with_torchrun()  # before the imports in `main`
     sys.exit(main(sys.argv[1:]))
 
 

@@ -49,6 +49,7 @@ from benchmarks.ports import free_ports  # noqa: E402
 import torch  # noqa: E402  # isort: skip
 import torch.distributed as dist  # noqa: E402  # isort: skip
 
+from megafp8.config.schema.parallel import ParallelConfig  # noqa: E402
 from megafp8.device.platform import Platform, detect_platform, join_ranks, leave_ranks  # noqa: E402
 from megafp8.training.check import Checked  # noqa: E402
 from megafp8.training.step import StepResult  # noqa: E402
@@ -169,7 +170,7 @@ def be_rank(
         # Checked before CUDA is used: tensor parallelism sets how it starts kernels.
         checked = gpu_steps.check_mode(options, mode_text(task))
         platform = detect_platform()
-        join_ranks(platform, JOIN_MINUTES)
+        join_ranks(platform, ParallelConfig(distributed_timeout_minutes=JOIN_MINUTES))
         row = measure(options, task, checked, platform)
         sender.send(row if rank == 0 else None)
         leave_ranks()

@@ -37,6 +37,7 @@ from benchmarks import timing  # noqa: E402
 from benchmarks.gpu_profile import profiled  # noqa: E402
 from benchmarks.gpu_train import COMMON, MODES, SHAPES  # noqa: E402
 from megafp8.config import flags  # noqa: E402
+from megafp8.config.schema.parallel import ParallelConfig  # noqa: E402
 from megafp8.device import mcore_cpu  # noqa: E402
 
 mcore_cpu.install()
@@ -106,7 +107,7 @@ def peer_steps(options: argparse.Namespace, recipe: str) -> Callable[[int], floa
 
 def measure(options: argparse.Namespace, name: str, text: str, number: int) -> Timed:
     """Build a mode and train."""
-    join_ranks(detect_platform(), 10)
+    join_ranks(detect_platform(), ParallelConfig())
     step = peer_steps(options, text[1:]) if text.startswith("@") else megafp8_steps(options, text, number == 0)
     losses = [step(index) for index in range(1, options.warm_up + 1)]
     torch.cuda.synchronize()

@@ -6,7 +6,8 @@
 
 `measure` runs once on each node and leaves a report in FOLDER, which all nodes see: what tools/doctor.py says (GPUs,
 driver, libraries, disk), versions, memory of the GPUs that others use, their errors and clocks, the machine's clock,
-and all-reduces among its GPUs and with its two neighbours, by NCCL or gloo. `judge` runs once, when all have ended.
+all-reduces among its GPUs and with its two neighbours, by NCCL or gloo, and the rendezvous of all nodes as torchrun
+makes it. Nodes know their places by SLURM_NODEID. `judge` runs once, when all have ended.
 Exit status 0: all are well; 70: some are not, or gave no report. With --requeue the job then goes back into the queue,
 and gets other nodes.
 """
@@ -16,7 +17,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +27,7 @@ from megafp8.errors import INTERNAL
 from megafp8.launch.nodes import TIMEOUT_S, gpu_problems, judge_nodes, read_report, summary, write_report
 from megafp8.launch.requeue import requeue
 
-NODE = "SLURMD_NODENAME"
+NODE = "SLURM_NODEID"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -35,6 +35,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("what", choices=("measure", "judge"), help="on every node, or once afterwards")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="for the reports; of this start of the job alone")
     parser.add_argument("--nodes", nargs="+", required=True, metavar="NODE", help="all of the job, in one order")
+    parser.add_argument(
+        "--addresses", nargs="+", default=[], metavar="HOST",
+        help="where they are reached, in the same order (default: their names)",
+    )
     parser.add_argument("--gpus", type=int, default=0, metavar="N", help="GPUs that each must have (default: none)")
     parser.add_argument("--port", type=int, default=29600, metavar="N", help="the first of 100 that may be used")
     parser.add_argument(
@@ -55,10 +59,10 @@ def main(argv: Sequence[str]) -> int:
 
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the warning of the time limit is for the run
         folder.mkdir(parents=True, exist_ok=True)
-        node = os.environ.get(NODE, socket.gethostname())
         report = measure_node(
-            node, arguments.nodes, folder, num_gpus=arguments.gpus, port=arguments.port, timeout_s=arguments.timeout_s
-        )
+            arguments.nodes[int(os.environ.get(NODE, "0"))], arguments.nodes, folder, num_gpus=arguments.gpus,
+            port=arguments.port, timeout_s=arguments.timeout_s, addresses=arguments.addresses,
+        )  # fmt: skip
         write_report(folder, report)
         return 0
     reports = [read_report(folder, node) for node in arguments.nodes]

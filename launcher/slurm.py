@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 from megafp8.config import flags, rules
 from megafp8.errors import ConfigError
 from megafp8.launch import slurm, torchrun
+from megafp8.launch.control_characters import control_problems
 from megafp8.launch.job import Job, read_job
 
 TEXTS = (
@@ -105,6 +106,8 @@ def read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, Job]:
             text = Path(arguments.job_file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{arguments.job_file}: cannot be read: {error}") from None
+    if problems := control_problems("--output", vars(arguments).get("output")):
+        raise ConfigError(problems)
     job = read_job(text, given, training)
     check_training(job)
     return arguments, job

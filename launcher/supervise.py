@@ -25,8 +25,9 @@ from megafp8.best_effort import best_effort, optional_write
 from megafp8.config import flags
 from megafp8.config.rules.paths import write_fault
 from megafp8.errors import HUNG, INTERNAL, PREEMPTED, ConfigError
-from megafp8.launch.requeue import requeue, time_left_s
-from megafp8.launch.supervise import Limits, Supervisor
+from megafp8.launch.requeue import is_fruitless, requeue, this_job, time_left_s
+from megafp8.launch.run_state import read_run_state
+from megafp8.launch.supervise import Limits, Supervisor, saved_step
 
 SCRIPTS = ("pretrain_gpt.py", "pretrain-gpt")
 MENDED_BY_A_NEW_START = (PREEMPTED, INTERNAL, HUNG)
@@ -129,6 +130,8 @@ def main(argv: Sequence[str]) -> int:
     left = {"time_left_s": time_left_s} if arguments.requeue else {}
     status = Supervisor(arguments.command, folder, limits, tell, **left).run()
     if arguments.requeue and status in MENDED_BY_A_NEW_START:
+        if this_job() and is_fruitless(folder, saved_step(read_run_state(folder)), tell):
+            return INTERNAL
         requeue(arguments.max_requeues, tell)
     return status
 

@@ -29,7 +29,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megafp8.launch.process import end_with_parent
+from megafp8.launch.process import end_with_starter
 
 # Once a rank has failed, the others hang in a collective or fail too: what they say in this time is reported.
 GRACE_S = 1.0
@@ -136,7 +136,7 @@ def become_child() -> None:
     torch.set_num_threads = lambda threads: None
     gc.freeze()  # what it inherits is no garbage: every collection would walk all of it, and so copy it
     os.setpgid(0, 0)  # with its children it is one group, which can be killed as a whole
-    end_with_parent(signal.SIGKILL)  # a killed test run leaves nobody behind
+    end_with_starter(signal.SIGKILL)  # a killed test run leaves nobody behind
 
 
 def join_gloo(rank: int, world_size: int, folder: Path) -> None:

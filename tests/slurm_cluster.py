@@ -1,7 +1,7 @@
 """A real Slurm on this machine for as long as a test wants it: a controller and two nodes, in a folder of their own.
 
 Nothing of a Slurm or munge that may be installed is touched: configuration, key, socket, state, logs and ports are the
-test's. Nodes are called 127.0.0.1 and 127.0.0.2, which are addresses of every machine, so that their names resolve.
+test's. Nodes have names that nothing resolves but Slurm, and addresses of their own on this machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import psutil
 from benchmarks.ports import free_ports
 from megafp8.launch.process import end_with_parent
 
-NODES = ("127.0.0.1", "127.0.0.2")
+NODES, ADDRESSES = ("megafp8-node1", "megafp8-node2"), ("127.0.0.1", "127.0.0.2")
 # For what this Slurm is asked; it starts in a second, but on a busy machine not at once.
 PATIENCE_S = 120.0
 CONFIGURATION = """
@@ -49,8 +49,8 @@ ReturnToService=2
 SlurmdParameters=config_overrides
 SlurmdTimeout=5
 KillWait=5
-NodeName={first} NodeHostname={host} Port={port1} CPUs=4 RealMemory=1000
-NodeName={second} NodeHostname={host} Port={port2} CPUs=4 RealMemory=1000
+NodeName={first} NodeHostname={host} NodeAddr={address1} Port={port1} CPUs=4 RealMemory=1000
+NodeName={second} NodeHostname={host} NodeAddr={address2} Port={port2} CPUs=4 RealMemory=1000
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE GraceTime=60
@@ -99,7 +99,7 @@ class Cluster:
         self.configuration.write_text(
             CONFIGURATION.format(
                 folder=self.folder, host=socket.gethostname().split(".")[0], controller=controller, port1=port1,
-                port2=port2, first=NODES[0], second=NODES[1],
+                port2=port2, first=NODES[0], second=NODES[1], address1=ADDRESSES[0], address2=ADDRESSES[1],
             )
         )  # fmt: skip
         self.launch(

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from megafp8.errors import DataError
-from megafp8.launch.process import STOP_SIGNALS, end_with_parent
+from megafp8.launch.process import STOP_SIGNALS, end_with_starter
 
 KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
@@ -166,7 +166,7 @@ class _LoaderContext(ForkContext):
 def _outlast_signals(worker: int) -> None:
     """In a loader process: leave signals to the training process, which needs more batches until it has saved; and end
     with it, however it ends."""
-    end_with_parent(signal.SIGKILL)
+    end_with_starter(signal.SIGKILL)
     signal.set_wakeup_fd(-1)  # it is the training process's
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -8,10 +8,8 @@ known; who started this bounds its time.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -22,6 +20,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
+from megafp8.device.rendezvous import wait_for_listener
 from megafp8.launch.nodes import PORTS, Place, links_of, members_of
 
 GPU_BYTES, CPU_BYTES = 256 << 20, 1 << 20
@@ -59,20 +58,6 @@ def try_group(place: Place, meeting: str, rank: int, size: int, timeout_s: float
         dist.destroy_process_group()
 
 
-def wait_for_listener(host: str, port: int, timeout_s: float) -> None:
-    """Until somebody listens there; torch's own way of meeting waits up to three times as long as it is told.
-
-    Raises:
-        RuntimeError: nobody did in time.
-    """
-    deadline = time.monotonic() + timeout_s
-    while (left_s := deadline - time.monotonic()) > 0:
-        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=left_s):
-            return
-        time.sleep(0.1)
-    raise RuntimeError(f"nobody listened on {host}:{port} within {timeout_s:.0f} s")
-
-
 def tell(members: Sequence[int], num_bytes: int, seconds: Optional[float], error: Optional[str]) -> None:
     """One result, for who started this."""
     line = {"members": list(members), "bytes": num_bytes, "seconds": seconds, "error": error}
@@ -87,7 +72,7 @@ def main(text: str) -> None:
     groups = [([place.node], f"file://{place.store}", place.rank, size)]
     for link in links_of(place.node, num_nodes):
         members = list(members_of(link, num_nodes))
-        meeting = f"tcp://{place.nodes[link]}:{place.port + link % PORTS}"
+        meeting = f"tcp://{place.nodes[link]}:{place.port + 1 + link % (PORTS - 1)}"
         groups.append((members, meeting, members.index(place.node) * size + place.rank, 2 * size))
     num_bytes = GPU_BYTES if place.is_gpu else CPU_BYTES
     began = time.monotonic()

@@ -14,6 +14,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from megafp8.config.schema.parallel import ParallelConfig
+from megafp8.device.rendezvous import meet
+
 # For the first rank of a machine to come to the same error as another one.
 LAST_WORDS_S = 5.0
 # Of these torch takes its number of threads when it is imported.
@@ -163,26 +166,31 @@ def compute_deterministically() -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def join_ranks(platform: Platform, timeout_minutes: int, store: Optional[dist.Store] = None) -> None:
-    """Start torch.distributed, with the launcher's rendezvous or alone in one process. Does nothing if it runs.
+def join_ranks(platform: Platform, parallel: ParallelConfig, store: Optional[dist.Store] = None) -> None:
+    """Start torch.distributed, at the launcher's store or alone in one process. Does nothing if it runs.
 
     A lone process needs no network and no port: its store is in memory.
 
     Args:
         store: where the ranks meet instead.
+
+    Raises:
+        PeerLost: not all ranks reached the launcher's store in time.
     """
     if platform.kind == "cuda":
         torch.cuda.set_device(platform.device)
     if dist.is_initialized():
         return
-    options: dict[str, Any] = {"timeout": datetime.timedelta(minutes=timeout_minutes)}
-    if platform.backend == "nccl":
-        options["device_id"] = platform.device
-    if store is not None:
-        options |= {"store": store, "rank": rank(), "world_size": world_size()}
-    elif world_size() == 1:
-        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(platform.backend, **options)
+    timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
+    options: dict[str, Any] = {"device_id": platform.device} if platform.backend == "nccl" else {}
+    if store is None and world_size() == 1:
+        store = dist.HashStore()
+    elif store is None:
+        store = meet(rank(), world_size(), parallel.rendezvous_timeout_s)
+        store.set_timeout(timeout)
+    dist.init_process_group(
+        platform.backend, store=store, rank=rank(), world_size=world_size(), timeout=timeout, **options
+    )
 
 
 def is_said_by_first_rank(text: str) -> bool:

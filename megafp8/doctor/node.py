@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +26,7 @@ from megafp8.launch.nodes import (
     links_of,
     members_of,
 )
+from megafp8.launch.process import end_with_parent
 
 QUERY = "index,name,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,clocks_throttle_reasons.hw_slowdown"
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "triton")
@@ -30,15 +34,17 @@ MIB = 1 << 20
 
 
 def measure_node(
-    node: str, nodes: Sequence[str], folder: Path, *, num_gpus: int, port: int, timeout_s: float
+    node: str, nodes: Sequence[str], folder: Path, *, num_gpus: int, port: int, timeout_s: float,
+    addresses: Sequence[str] = (),
 ) -> NodeReport:
     """One node's report.
 
     Args:
         nodes: all of the job, in its order; `node` is this one.
         folder: the job's, which all nodes see.
-        port: the first of those on which neighbours meet.
+        port: the first of those on which nodes meet.
         timeout_s: for each meeting and each all-reduce.
+        addresses: where the nodes are reached; default their names.
     """
     gpus = gpu_states()
     clock = folder / f"{node}.clock"
@@ -46,17 +52,20 @@ def measure_node(
     clock.unlink()
     with tempfile.TemporaryDirectory() as scratch:
         place = Place(
-            nodes=tuple(nodes), node=list(nodes).index(node), rank=0, ranks_per_node=max(1, num_gpus), port=port,
-            store=f"{scratch}/store", timeout_s=timeout_s, is_gpu=num_gpus > 0,
+            nodes=tuple(addresses or nodes), node=list(nodes).index(node), rank=0, ranks_per_node=max(1, num_gpus),
+            port=port, store=f"{scratch}/store", timeout_s=timeout_s, is_gpu=num_gpus > 0,
         )  # fmt: skip
         ranks = start_ranks(place, Path(scratch))
+        meeting = start_check("rendezvous_check", place, Path(scratch), "rendezvous") if len(nodes) > 1 else None
         machine = find_machine(str(folder))
         findings = examine(machine, num_gpus)
         groups = results(place, Path(scratch), ranks)
+        rendezvous = None if meeting is None else rendezvous_error(meeting, place.timeout_s, Path(scratch))
     problems = tuple(f"{finding.check}: {finding.text}" for finding in findings if finding.level == ERROR)
     return NodeReport(
-        node=node, problems=problems, software=software(machine), gpus=gpus, clock_s=clock_s, groups=groups
-    )
+        node=node, problems=problems, software=software(machine), gpus=gpus, clock_s=clock_s, groups=groups,
+        rendezvous=rendezvous,
+    )  # fmt: skip
 
 
 def software(machine: Machine) -> str:
@@ -82,13 +91,33 @@ def gpu_states() -> tuple[GpuState, ...]:
 
 def start_ranks(place: Place, scratch: Path) -> list[subprocess.Popen]:
     """Start the node's ranks of the all-reduces."""
-    ranks = []
-    for rank in range(place.ranks_per_node):
-        text = json.dumps(dataclasses.asdict(dataclasses.replace(place, rank=rank)))
-        with open(scratch / f"rank{rank}", "w") as told, open(scratch / f"errors{rank}", "w") as said:
-            command = [sys.executable, "-m", "megafp8.device.all_reduce_check", text]
-            ranks.append(subprocess.Popen(command, stdout=told, stderr=said))
-    return ranks
+    return [
+        start_check("all_reduce_check", dataclasses.replace(place, rank=rank), scratch, str(rank))
+        for rank in range(place.ranks_per_node)
+    ]
+
+
+def start_check(module: str, place: Place, scratch: Path, name: str) -> subprocess.Popen:
+    """Start a module of `megafp8.device`, which ends with this process and writes to `rankNAME` and `errorsNAME`."""
+    with open(scratch / f"rank{name}", "w") as told, open(scratch / f"errors{name}", "w") as said:
+        command = [sys.executable, "-m", f"megafp8.device.{module}", json.dumps(dataclasses.asdict(place))]
+        end = functools.partial(end_with_parent, signal.SIGKILL, os.getpid())
+        return subprocess.Popen(command, stdout=told, stderr=said, preexec_fn=end)
+
+
+def rendezvous_error(process: subprocess.Popen, wait_s: float, scratch: Path) -> str | None:
+    """Why the rendezvous of all nodes failed; None when it did not.
+
+    Args:
+        wait_s: beyond the end of the all-reduces, which started with it.
+    """
+    try:
+        status = process.wait(wait_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return "no answer in time"
+    return f"ended with status {status}{last_words(scratch / 'errorsrendezvous')}" if status else None
 
 
 def results(place: Place, scratch: Path, ranks: Sequence[subprocess.Popen]) -> tuple[GroupResult, ...]:

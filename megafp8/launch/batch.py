@@ -119,7 +119,7 @@ def start_run(command: Sequence[str], folder: Path, environment: Mapping[str, st
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # a Ctrl-C comes once, from here
-            preexec_fn=functools.partial(end_with_parent, signal.SIGTERM),  # a killed starter tells nobody
+            preexec_fn=functools.partial(end_with_parent, signal.SIGTERM, os.getpid()),  # a killed starter tells nobody
         )
 
 

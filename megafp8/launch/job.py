@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, Optional
 
 from megafp8.errors import ConfigError
+from megafp8.launch.control_characters import control_problems
+from megafp8.launch.nodes import PATIENCE_S
 
 # Between a run's time to save and the end: srun and the supervisor have to end, too.
 SIGNAL_MARGIN_S = 60
@@ -19,8 +21,10 @@ SLURM_EARLY_S = 60  # man sbatch, --signal
 DEFAULT_RESTARTS = 3
 # Of a job's name, which becomes a folder's and a label's.
 NAME = re.compile(r"[\w.+-]+")
-VARIABLE = re.compile(r"[A-Za-z_]\w*")
+VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+OPTION = re.compile(r"[a-z][a-z0-9-]*")
 ENDPOINT = re.compile(r"[\w.-]+:\d+")
+WHOLE = re.compile(r"-?[0-9]+")
 TIME = re.compile(r"(?:\d+-)?\d+(?::\d+){0,2}")
 # Options of sbatch that a job's own fields give, or that restarts rest on.
 TAKEN = ("job-name", "nodes", "time", "array", "signal", "requeue", "no-requeue", "gpus-per-node", "partition",
@@ -124,6 +128,11 @@ def warning_s(job: Job) -> int:
     return job.time_to_save_s + SIGNAL_MARGIN_S
 
 
+def reserved_s(job: Job) -> int:
+    """Seconds of a job's time limit in which it does not train, or may not."""
+    return warning_s(job) + SLURM_EARLY_S + (PATIENCE_S if job.check_nodes else 0)
+
+
 def seconds_of(time: str) -> int:
     """Slurm's minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS in seconds."""
     days, dash, rest = time.rpartition("-")
@@ -164,17 +173,25 @@ def check_job(job: Job) -> None:
         if (value := getattr(job, name)) is not None and value < least
     ]  # fmt: skip
     problems += name_problems(job.name)
+    for each in dataclasses.fields(job):
+        # `setup` is shell in lines.
+        problems += control_problems(each.name, getattr(job, each.name), allowed="\n\t" if each.name == "setup" else "")
     if job.time is not None and not TIME.fullmatch(job.time):
         problems.append(f"time: {job.time!r}: minutes, HH:MM:SS or D-HH:MM:SS")
-    elif job.time is not None and seconds_of(job.time) <= warning_s(job) + SLURM_EARLY_S:
+    elif job.time is not None and seconds_of(job.time) <= reserved_s(job):
+        check = f", and the check of the nodes may take {PATIENCE_S} s before it trains" if job.check_nodes else ""
+        fix = ", or set check_nodes to false (--no-check-nodes)" if job.check_nodes else ""
         problems.append(
             f"time: {job.time} with time_to_save_s {job.time_to_save_s}: the warning comes {warning_s(job)} s before "
-            f"the end, and Slurm may send it {SLURM_EARLY_S} s early: nothing is left to train in"
+            f"the end, and Slurm may send it {SLURM_EARLY_S} s early{check}: nothing is left to train in. Give more "
+            f"than {reserved_s(job)} s{fix}"
         )
     problems += [f"environment: {name!r} is no name of a variable" for name in job.environment if not
                  VARIABLE.fullmatch(name)]  # fmt: skip
     problems += [f"sbatch: {name}: a job's fields or the launcher itself give it" for name in job.sbatch
                  if name in TAKEN]  # fmt: skip
+    problems += [f"sbatch: {name!r} is no long name of an option" for name in job.sbatch if not
+                 OPTION.fullmatch(name)]  # fmt: skip
     if job.gpus_per_node and job.ranks_per_node not in (None, job.gpus_per_node):
         problems.append(f"ranks_per_node: {job.ranks_per_node}, gpus_per_node: {job.gpus_per_node}: a rank has one GPU")
     if job.endpoint is not None and not ENDPOINT.fullmatch(job.endpoint):
@@ -266,10 +283,9 @@ def converted(kind: str, value: Any) -> Any:
             raise ValueError(f"{value!r}: true or false is expected")
         return value == "true"
     if kind in ("int", "Optional[int]"):
-        try:
-            return int(value)
-        except ValueError:
-            raise ValueError(f"{value!r}: a whole number is expected") from None
+        if not WHOLE.fullmatch(value):  # int() would take line breaks around it
+            raise ValueError(f"{value!r}: a whole number is expected")
+        return int(value)
     return value
 
 

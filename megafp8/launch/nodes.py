@@ -21,7 +21,7 @@ GIB = 1 << 30
 CLOCK_S = 5.0
 # Of a GPU's memory, with nothing on it: the driver and its services.
 IDLE_MEMORY_FRACTION = 0.05
-# Of the links' meeting points. Neighbours on one machine, as in tests, must not have the same one.
+# Of the rendezvous and of the links. Neighbours on one machine, as in tests, must not have the same one.
 PORTS = 100
 # For the ranks to start: they import torch, all from one file system.
 START_S = 120.0
@@ -58,7 +58,7 @@ class Place:
         nodes: addresses of all nodes, in one order everywhere.
         node, rank: this rank's node, and its number in it.
         ranks_per_node: one a GPU; one without GPUs.
-        port: the first of those on which links meet.
+        port: of the rendezvous of all nodes; links meet on those after it.
         store: file for the ranks of this node to meet, on its own disk.
         timeout_s: for each meeting and each all-reduce.
     """
@@ -108,6 +108,7 @@ class NodeReport:
         problems: what the doctor found there that keeps a run from starting.
         software: versions of driver and libraries.
         clock_s: its clock, ahead of the one that stamps files in the job's folder.
+        rendezvous: why it did not meet all nodes as torchrun does; None when it did, or is the only one.
     """
 
     node: str
@@ -116,6 +117,7 @@ class NodeReport:
     gpus: tuple[GpuState, ...]
     clock_s: float
     groups: tuple[GroupResult, ...]
+    rendezvous: Optional[str] = None
 
     def to_plain(self) -> dict:
         """As it stands in its file."""
@@ -174,6 +176,9 @@ def judge_nodes(nodes: Sequence[str], reports: Sequence[Optional[NodeReport]]) -
                 direction = "ahead of" if ahead_s > 0 else "behind"
                 wrong[report.node].append(f"its clock is {abs(ahead_s):.1f} s {direction} the others'")
     blame_links(nodes, reports, wrong)
+    if not any(wrong.values()):  # else what is known explains it
+        for report in present:
+            wrong[report.node] += [f"rendezvous: {report.rendezvous}"] if report.rendezvous else []
     return {node: problems for node, problems in wrong.items() if problems}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import multiprocessing
 import os
 import signal
 import socket
@@ -65,9 +66,23 @@ def heeded_stop_signals() -> tuple[signal.Signals, ...]:
     return tuple(number for number in STOP_SIGNALS if number != signal.SIGHUP or not has_nohup)
 
 
-def end_with_parent(number: int) -> None:
-    """Have the kernel send this process a signal when the one that started it ends, however it ends."""
+def end_with_parent(number: int, parent: Optional[int] = None) -> None:
+    """Have the kernel send this process a signal when the thread that started it ends, however it ends.
+
+    Args:
+        parent: number of the process that started this one, where it is known. The signal is sent at once if that
+            process has ended before the kernel was asked.
+    """
+    parent = os.getppid() if parent is None else parent
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)
+
+
+def end_with_starter(number: int) -> None:
+    """The same in a process of multiprocessing, which knows who started it."""
+    starter = multiprocessing.parent_process()
+    end_with_parent(number, None if starter is None else starter.pid)
 
 
 @functools.cache

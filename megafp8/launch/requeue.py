@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import math
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Optional
 
 from megafp8.launch.process import SLURM_JOB
 
 RESTARTS = "SLURM_RESTART_COUNT"
+# In the run's folder: a line for each time that a job was put back, with the saved step.
+REQUEUES_FILE = "requeues.log"
+# In a row, without a newly saved step.
+MAX_FRUITLESS = 3
 ARRAY, TASK = "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"
 # For a controller that is away a moment, which is restarted or busy.
 PATIENCE_S, PAUSE_S = 30.0, 2.0
@@ -25,6 +31,34 @@ def this_job() -> Optional[str]:
     if ARRAY in os.environ and TASK in os.environ:
         return f"{os.environ[ARRAY]}_{os.environ[TASK]}"
     return os.environ.get(SLURM_JOB)
+
+
+def is_fruitless(folder: Path, saved_step: int, tell: Callable[[str], None]) -> bool:
+    """Whether this job should stay out of the queue: it came out of it `MAX_FRUITLESS` times and saved nothing since.
+
+    Otherwise it is counted, in the run's folder.
+
+    Args:
+        saved_step: of the newest checkpoint; 0 without one.
+    """
+    path, line = folder / REQUEUES_FILE, f"job {this_job()} saved_step {saved_step}"
+    try:
+        with open(path, "a+", encoding="utf-8", errors="replace") as stream:
+            stream.seek(0)
+            count = len([*itertools.takewhile(line.__eq__, reversed(stream.read().splitlines()))])
+            if count < MAX_FRUITLESS:
+                stream.write(f"{line}\n")
+    except OSError as error:
+        tell(f"{path}: requeues are not counted: {error.strerror}")
+        return False
+    if count < MAX_FRUITLESS:
+        return False
+    tell(
+        f"job {this_job()} came out of the queue {count} times in a row and saved nothing after step {saved_step}: it "
+        "ends here. Its output says what took the time: give it a longer time limit, a shorter time_to_save_s or "
+        "--no-check-nodes, or mend what ended the run; then submit it again"
+    )
+    return True
 
 
 def requeue(max_requeues: int, tell: Callable[[str], None], exclude: Sequence[str] = ()) -> bool:

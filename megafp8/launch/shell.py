@@ -5,17 +5,29 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
+from megafp8.launch.control_characters import check_lines
 from megafp8.launch.job import Job
 
 WIDTH = 116
 COMMENTS = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "  # seconds from a signal until ranks are killed"}
 
 
+def script_of(parts: Sequence[Sequence[str]]) -> str:
+    """The text of a script, with an empty line between its parts.
+
+    Raises:
+        ConfigError: what was meant to be one line is several.
+    """
+    for part in parts:
+        check_lines(part)
+    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+
+
 def environment_lines(job: Job) -> list[str]:
     """Folder, modules, Python and the variables of all ranks."""
     lines = [f"cd {shlex.quote(job.project)}"]
     if job.setup:
-        lines += job.setup.rstrip().splitlines()
+        lines += job.setup.rstrip().split("\n")
     if job.venv:
         lines.append(f". {shlex.quote(job.venv)}/bin/activate")
     lines += [
@@ -41,9 +53,9 @@ def training_lines(job: Job) -> list[str]:
     """The flags as an array `training`; in a job array those of the task are added."""
     lines = array("training", filled(job.training))
     if job.runs:
-        lines += ["# The runs of the array, a line each, counted from 0.", "mapfile -t runs <<'END'"]
-        lines += [*map(shlex.join, job.runs), "END"]
-        lines.append('eval "training+=(${runs[SLURM_ARRAY_TASK_ID]})"')
+        lines += ["# The runs of the array.", "case $SLURM_ARRAY_TASK_ID in"]
+        lines += [f"  {task}) training+=({' '.join(map(quoted, run))}) ;;" for task, run in enumerate(job.runs)]
+        lines.append("esac")
     return lines
 
 

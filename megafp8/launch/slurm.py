@@ -18,7 +18,7 @@ from typing import Optional
 from megafp8.errors import INTERNAL, ConfigError
 from megafp8.launch.job import SLURM_EARLY_S, Job, warning_s
 from megafp8.launch.nodes import PATIENCE_S, PORTS
-from megafp8.launch.shell import array, environment_lines, quoted, training_lines
+from megafp8.launch.shell import array, environment_lines, quoted, script_of, training_lines
 
 OUTPUT = re.compile(r"^#SBATCH --output=(?:'([^']+)'|(\S+))$", re.MULTILINE)
 # Below the ports that the kernel gives to connections: each job meets on one of so many, and its check has `PORTS` of
@@ -37,7 +37,7 @@ def script(job: Job) -> str:
         check_lines(job) if job.check_nodes else [],
         start_lines(job),
     ]
-    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+    return script_of(parts)
 
 
 def directives(job: Job) -> list[str]:
@@ -92,10 +92,18 @@ def each_node_lines(job: Job) -> list[str]:
         options = [f"--container-image={job.container}", f"--container-workdir={job.project}"]
         lines += [shlex.join(options), quoted(f"--container-mounts={mounts}")]
     names = ['mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")']
+    addresses = [
+        "# Where Slurm itself reaches them (NodeAddr): a node's name in Slurm need not be a host name.",
+        'mapfile -t addresses < <(scontrol show node --oneliner "$SLURM_JOB_NODELIST" |',
+        r"  sed -n 's/.* NodeAddr=\([^ ]*\) .*/\1/p')",
+        '[ "${#addresses[@]}" = "${#nodes[@]}" ] || addresses=("${nodes[@]}")',
+        'export NODE_ADDRESSES="${addresses[*]}"',
+    ]
     return [
         "# Once on every node. When it has ended on one of them, the others have SLURM_WAIT seconds.",
         *array("on_each_node", lines),
         *(names if job.nodes > 1 or job.check_nodes else ()),
+        *(addresses if job.nodes > 1 else ()),
     ]
 
 
@@ -105,7 +113,11 @@ def check_lines(job: Job) -> list[str]:
     port = f"$(({CHECK_PORT} + SLURM_JOB_ID % {NUM_PORTS // PORTS} * {PORTS}))"
     return [
         "# Look at the nodes. If one is bad, it is named, and the job goes back into the queue without it.",
-        *array("check", [f'{reports} --gpus {job.gpus_per_node}', f'--port "{port}" --nodes "${{nodes[@]}}"']),
+        *array("check", [
+            f'{reports} --gpus {job.gpus_per_node}',
+            f'--port "{port}" --nodes "${{nodes[@]}}"',
+            *(['--addresses "${addresses[@]}"'] if job.nodes > 1 else ()),
+        ]),
         f'SLURM_WAIT={PATIENCE_S} \\',
         '  "${on_each_node[@]}" python3 launcher/check_nodes.py measure "${check[@]}" || true',
         f'python3 launcher/check_nodes.py judge "${{check[@]}}" --requeue --max-requeues {job.max_requeues}',
@@ -114,15 +126,17 @@ def check_lines(job: Job) -> list[str]:
 
 def start_lines(job: Job) -> list[str]:
     """One torchrun on each node, under the supervisor."""
-    torchrun, meeting = ["--standalone"], list[str]()
+    torchrun, meeting, find, place = ["--standalone"], list[str](), "", ""
     if job.nodes > 1:
-        meeting = ["# They meet at the first node, on a port of the job's own."]
+        meeting = ["# They meet at the first node, which is that of number 0, on a port of the job's own."]
+        find = "addresses=($NODE_ADDRESSES); "
+        place = "PET_LOCAL_ADDR=${addresses[SLURM_NODEID]} PET_RDZV_CONF=is_host=$((SLURM_NODEID == 0)) "
         torchrun = [
             '--nnodes "$SLURM_NNODES" --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID"',
-            f'--rdzv-endpoint "${{nodes[0]}}:$(({MEETING_PORT} + SLURM_JOB_ID % {NUM_PORTS}))"',
+            f'--rdzv-endpoint "${{addresses[0]}}:$(({MEETING_PORT} + SLURM_JOB_ID % {NUM_PORTS}))"',
         ]
     task, shown = ("${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID/", "ARRAY_TASK/") if job.runs else ("", "")
-    on_each = f'PET_LOG_DIR={shlex.quote(job.log_folder)}/ranks/{task}$SLURMD_NODENAME exec "$@"'
+    on_each = f'{find}PET_LOG_DIR={shlex.quote(job.log_folder)}/ranks/{task}$SLURMD_NODENAME {place}exec "$@"'
     return [
         "# One torchrun a node. What a rank writes goes to files of its own under",
         f"# {job.log_folder}/ranks/{shown}NODE, and that of a node's first rank also here.",

@@ -224,7 +224,8 @@ class Supervisor:
 
     def launch(self, environment: dict[str, str]) -> subprocess.Popen:
         """Start the command's process."""
-        end = functools.partial(end_with_parent, signal.SIGTERM)  # a supervisor that is killed tells nobody
+        # A supervisor that is killed tells nobody.
+        end = functools.partial(end_with_parent, signal.SIGTERM, os.getpid())
         return subprocess.Popen(self.command, env=environment, start_new_session=True, preexec_fn=end)
 
     def forward(self, number: int, frame: Optional[FrameType]) -> None:

@@ -6,7 +6,7 @@ import shlex
 
 from megafp8.errors import ConfigError
 from megafp8.launch.job import Job
-from megafp8.launch.shell import array, environment_lines, training_lines
+from megafp8.launch.shell import array, environment_lines, script_of, training_lines
 
 SLURM_FIELDS = ("cpus_per_node", "exclusive", "time", "partition", "account", "sbatch", "max_requeues", "check_nodes")
 
@@ -46,15 +46,15 @@ def script(job: Job) -> str:
         training_lines(job),
         start_lines(job),
     ]
-    return "\n\n".join("\n".join(part) for part in parts) + "\n"
+    return script_of(parts)
 
 
 def start_lines(job: Job) -> list[str]:
     """torchrun, under the supervisor where that can be."""
-    meeting, start = "--standalone", f"exec python3 launcher/supervise.py --max-restarts {job.restarts} -- \\\n  "
+    meeting, start = "--standalone", [f"exec python3 launcher/supervise.py --max-restarts {job.restarts} -- \\"]
     if job.nodes > 1:
         meeting = f"--nnodes {job.nodes} --rdzv-backend c10d --rdzv-endpoint {job.endpoint} --rdzv-id {job.name}"
-        start = "exec "
+        start = []
     return [
         "# What a rank writes goes to files of its own under",
         f"# {job.log_folder}/ranks/NODE, and that of this machine's first rank also here.",
@@ -66,5 +66,6 @@ def start_lines(job: Job) -> list[str]:
                 f'--log-dir {shlex.quote(job.log_folder)}/ranks/"$(hostname)"',
             ],
         ),
-        f'{start}"${{torchrun[@]}}" pretrain_gpt.py "${{training[@]}}"',
+        *start,
+        f"{'  ' if start else 'exec '}\"${{torchrun[@]}}\" pretrain_gpt.py \"${{training[@]}}\"",
     ]

@@ -17,7 +17,7 @@ SEED = "training.seed"
 WATCHING = (
     "training.exit_", "training.step_timeout_s", "training.checkpoint_timeout_s", "training.max_crashes",
     "training.manual_gc", "training.check_weight_hash_", "training.skip_train", "parallel.distributed_timeout_minutes",
-    "data.mmap_bin_files",
+    "parallel.rendezvous_timeout_s", "data.mmap_bin_files",
 )  # fmt: skip
 # A run goes on where these lie in other folders, as on another machine. That samples are the same it checks by itself.
 PATHS = (

@@ -31,6 +31,7 @@ from typing import Any, Optional
 import yaml
 
 from megafp8.errors import ConfigError
+from megafp8.launch.control_characters import control_problems
 from megafp8.launch.job import name_problems
 
 SIZES = ("tokens", "tokens_per_parameter", "gpus")
@@ -101,12 +102,17 @@ def read_study(path: Path, folder: Optional[Path] = None) -> Study:
         problems.append(f"slurm: {slurm!r} is not a mapping of settings")
     name = str(plain.get("name") or path.stem)
     problems += name_problems(name)  # of folders, and of jobs where there is Slurm
+    folder = folder or Path(str(plain.get("folder") or f"runs/{name}"))
+    problems += control_problems("folder", folder)
+    problems += control_problems("flags", common.flags)
+    for grid in grids:
+        for axis, options in grid.items():
+            problems += control_problems("grid", axis)
+            for option in options:
+                problems += control_problems(f"grid: {axis}", (option.name, *option.flags))
     if problems:
         raise ConfigError([f"{path}: {problem}" for problem in problems])
-    return Study(
-        path=path, name=name, folder=folder or Path(plain.get("folder") or f"runs/{name}"), common=common, grids=grids,
-        slurm=slurm,
-    )  # fmt: skip
+    return Study(path=path, name=name, folder=folder, common=common, grids=grids, slurm=slurm)
 
 
 def read_grid(plain: Any, problems: list[str]) -> Grid:

@@ -111,7 +111,7 @@ def assemble(config: RunConfig, platform: Platform, implementation: str, has_dat
         has_data: False leaves the datasets out.
     """
     use_threads(config.training.num_threads, derived.useful_threads(config))
-    join_ranks(platform, config.parallel.distributed_timeout_minutes)
+    join_ranks(platform, config.parallel)
     place = build_groups(config)
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
     vocab_size = derived.padded_vocab_size(config, derived.vocabulary_size(config, tokenizer.vocab_size))

@@ -215,7 +215,7 @@ def check_vocabulary(path: Path, saved: RunConfig, tokenizer: Tokenizer, vocab_s
 def build_module(config: RunConfig, implementation: str, vocab_size: int, platform: Platform) -> torch.nn.Module:
     """The whole model on this device, ready for forward passes. Starts this process's groups of one rank."""
     use_threads(config.training.num_threads, derived.useful_threads(config))
-    join_ranks(platform, config.parallel.distributed_timeout_minutes)
+    join_ranks(platform, config.parallel)
     build_groups(config)
     transformer_config = build_transformer_config(config, implementation, platform.kind == "cuda")
     (module,) = build_model(config, transformer_config, implementation, vocab_size)

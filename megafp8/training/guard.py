@@ -29,7 +29,8 @@ from types import FrameType
 from typing import Any, Optional
 
 from megafp8.errors import HUNG, INTERNAL, PREEMPTED
-from megafp8.launch.process import STOPPED, Process, end_with_parent, heeded_stop_signals
+from megafp8.launch.orphans import save_at_end_of_torchrun
+from megafp8.launch.process import STOPPED, Process, heeded_stop_signals
 from megafp8.launch.run_lock import RunLock
 from megafp8.telemetry.records import utc_now
 from megafp8.training.journal import Journal
@@ -92,8 +93,6 @@ class Guard:
         if self.takes_signals:
             signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
             self.handlers = {number: signal.signal(number, self.take) for number in heeded_stop_signals()}
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            end_with_parent(signal.SIGTERM)  # a torchrun that is killed tells nobody
         self.thread = threading.Thread(target=self.watch, name="guard", daemon=True)
         self.thread.start()
 
@@ -105,6 +104,7 @@ class Guard:
             peers: the other ranks of this machine.
         """
         self.journal, self.lock, self.peers = journal, lock, peers
+        save_at_end_of_torchrun()
 
     def take(self, number: int, frame: Optional[FrameType]) -> None:
         """A signal came."""

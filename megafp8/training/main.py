@@ -45,7 +45,7 @@ def run_training(checked: Checked) -> int:
             print(line, flush=True)
     platform = detect_platform(config.parallel.distributed_backend)
     with guarded(config) as guard:
-        join_ranks(platform, config.parallel.distributed_timeout_minutes)
+        join_ranks(platform, config.parallel)
         begin(config, guard)
         told = {}
         if is_auto(config):

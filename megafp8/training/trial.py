@@ -32,7 +32,7 @@ from megafp8.device.platform import (
     order_kernels,
     resident_bytes,
 )
-from megafp8.launch.process import STOP_SIGNALS, end_with_parent
+from megafp8.launch.process import STOP_SIGNALS, end_with_starter
 from megafp8.training.trial_messages import EXCEEDED, Answer, Failed, Measured, TooLarge, TrialSetup
 
 # The first step makes optimizer state and compiles kernels.
@@ -46,7 +46,7 @@ OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_
 
 def serve(setup: TrialSetup, pipe: Connection) -> NoReturn:
     """Answer each size that comes through the pipe, until None does; the first that does not fit is the last."""
-    end_with_parent(signal.SIGKILL)
+    end_with_starter(signal.SIGKILL)  # which may have ended during the imports of this process
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # the run's own processes say what becomes of it
     answer: Optional[Answer] = None
@@ -95,7 +95,7 @@ class TrialRun:
         self.platform = detect_platform(config.parallel.distributed_backend)
         limit_memory(self.platform, setup.limit_bytes)
         store = None if setup.meeting is None else dist.PrefixStore(setup.name, dist.TCPStore(*setup.meeting))
-        join_ranks(self.platform, config.parallel.distributed_timeout_minutes, store)
+        join_ranks(self.platform, config.parallel, store)
         self.run = assemble(config, self.platform, setup.implementation, has_data=False)
         self.kinds = kinds_of_steps(config)
 

@@ -37,7 +37,7 @@ def report(node: int, told: Path) -> NodeReport:
 def test_a_node_that_is_not_there_is_blamed_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its neighbours wait for it in vain, and must meet their other neighbours afterwards."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    port = free_ports(NUM_NODES)[0]
+    port = free_ports(NUM_NODES + 1)[0]
     nodes = [node for node in range(NUM_NODES) if node != ABSENT]
     processes = []
     for node in nodes:

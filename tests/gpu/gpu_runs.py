@@ -13,6 +13,7 @@ from small_run import Curve, build_run, train
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from megafp8.config import flags, rules
+from megafp8.config.schema.parallel import ParallelConfig
 from megafp8.device import capability, mcore_cpu, platform
 
 __all__ = ["FP8_RECIPES", "RECIPES", "SIZES", "gpu_run", "straight_and_resumed"]
@@ -32,7 +33,7 @@ def gpu_run(extra: str, precision: str = "--bf16") -> Iterator[Run]:
     config = flags.parse(f"{SIZES} {precision} {extra}".split()).config
     found = [*rules.problems(config, 1), *capability.problems(config, capability.detect_target())]
     assert not found, found
-    platform.join_ranks(platform.detect_platform(), 5)  # once: starting NCCL takes longer than a run
+    platform.join_ranks(platform.detect_platform(), ParallelConfig())  # once: starting NCCL takes longer than a run
     environment = dict(os.environ)
     try:
         yield build_run(config)

@@ -34,13 +34,13 @@ def test_two_nodes_reach_each_other(tmp_path: Path) -> None:
     words = [sys.executable, "launcher/check_nodes.py", "measure", str(tmp_path), "--gpus", str(half)]
     words += ["--port", str(free_ports(1)[0]), "--nodes", *nodes]
     started = []
-    for number, node in enumerate(nodes):
+    for number in range(len(nodes)):
         gpus = ",".join(map(str, range(number * half, (number + 1) * half)))
-        environment = os.environ | {"SLURMD_NODENAME": node, "CUDA_VISIBLE_DEVICES": gpus}
+        environment = os.environ | {"SLURM_NODEID": str(number), "CUDA_VISIBLE_DEVICES": gpus}
         started.append(subprocess.Popen(words, cwd=ROOT, env=environment))
     assert [process.wait(300) for process in started] == [0, 0]
     for number, node in enumerate(nodes):
         report = read_report(tmp_path, node)
         assert report is not None
         assert [group.members for group in report.groups] == [(number,), (0, 1)]
-        assert [group.error for group in report.groups] == [None, None]
+        assert [group.error for group in report.groups] == [None, None] and report.rendezvous is None

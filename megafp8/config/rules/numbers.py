@@ -74,7 +74,8 @@ _SETTINGS_OF_RANGE: tuple[tuple[_Range, str], ...] = (
         _ABOVE_0,
         "model.norm_epsilon model.rope_scaling_factor optimizer.lr optimizer.decoupled_lr optimizer.adam_eps "
         "optimizer.loss_scale optimizer.initial_loss_scale optimizer.min_loss_scale optimizer.loss_scale_window "
-        "training.exit_signal_grace_s training.spike_sigma training.micro_batch_size_memory_limit",
+        "training.exit_signal_grace_s training.spike_sigma training.micro_batch_size_memory_limit "
+        "parallel.rendezvous_timeout_s",
     ),
     (
         _SHARE,

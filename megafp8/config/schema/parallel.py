@@ -58,3 +58,6 @@ class ParallelConfig:
         None, "collective backend; default nccl on CUDA and gloo on CPU", choices=("nccl", "gloo")
     )
     distributed_timeout_minutes: int = setting(10, "minutes after which a collective gives up")
+    rendezvous_timeout_s: float = setting(
+        300.0, "seconds that the ranks have to reach each other at the start; those that did not come are named"
+    )

@@ -57,6 +57,11 @@ def test_time_limits_are_slurm_s(time: str, seconds: int) -> None:
     assert seconds_of(time) == seconds
 
 
+def test_a_time_limit_that_leaves_room_is_taken() -> None:
+    for change in ({"time": "00:17:01"}, {"time": "00:07:01", "check_nodes": "false"}):
+        assert build_job({"name": "first", "training": list(RUN), **change}).time == change["time"]
+
+
 def test_runs_of_an_array_are_lines() -> None:
     plain = {"name": "a", "training": "--lr 1", "logs": "l", "runs": "--save a --load a\n--save b --load b"}
     assert build_job(plain).commands == [
@@ -83,6 +88,9 @@ def test_runs_of_an_array_are_lines() -> None:
         ({"training": [["a"]]}, "words are expected"),
         ({"gpus_per_node": "8", "ranks_per_node": "4"}, "a rank has one GPU"),
         ({"time": "00:07:00"}, "nothing is left to train in"),
+        ({"time": "00:17:00"}, "the check of the nodes may take 600 s before it trains"),
+        ({"time": "00:17:00"}, "or set check_nodes to false (--no-check-nodes)"),
+        ({"max_requeues": "1\n"}, "a whole number"),
         ({"endpoint": "first"}, "HOST:PORT"),
         ({"array_limit": "2"}, "there are no `runs`"),
         ({"mounts": "data"}, "there is no container"),

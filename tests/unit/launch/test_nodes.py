@@ -84,6 +84,14 @@ def test_what_is_wrong_within_a_node_explains_its_links() -> None:
     assert wrong == {"n2": ["all-reduce within the node: timed out"]}
 
 
+def test_a_rendezvous_that_fails_is_told_where_nothing_else_explains_it() -> None:
+    reports = [dataclasses.replace(report, rendezvous="at n0:1: no answer") for report in reports_of(3)]
+    reports[0] = dataclasses.replace(reports[0], rendezvous=None)
+    assert judged(reports) == {f"n{number}": ["rendezvous: at n0:1: no answer"] for number in (1, 2)}
+    reports[2] = dataclasses.replace(reports[2], clock_s=60.0)
+    assert list(judged(reports)) == ["n2"]
+
+
 def test_one_broken_link_costs_one_node() -> None:
     assert list(judged(reports_of(6, lambda members: members == {2, 3}))) == ["n3"]
 
@@ -127,7 +135,7 @@ def test_what_is_wrong_with_a_node_is_said(change: dict, words: str) -> None:
 
 
 def test_reports_come_back_from_their_files(tmp_path: Path) -> None:
-    for report in reports_of(3):
+    for report in [*reports_of(3), dataclasses.replace(reports_of(1)[0], rendezvous="no answer")]:
         write_report(tmp_path, report)
         assert read_report(tmp_path, report.node) == report
     assert read_report(tmp_path, "n7") is None

@@ -127,6 +127,41 @@ def test_there_is_a_limit(tmp_path: Path) -> None:
     assert job.requeued
 
 
+def test_a_job_that_starts_nothing_again_and_again_stays_out_of_the_queue(tmp_path: Path) -> None:
+    """Each time so late in its time limit that a start would be too late: three times in a row is enough."""
+    said = tmp_path / "said"
+    for _ in range(3):
+        status, _ = (job := Job(tmp_path, left_s=100)).supervise("preempted:40:40", "--least-time-s", "360")
+        assert status == 75 and job.requeued
+        said.unlink()
+    status, told = job.supervise("preempted:40:40", "--least-time-s", "360")
+    assert status == 70 and not job.requeued
+    assert "job 17 came out of the queue 3 times in a row and saved nothing after step 0" in told
+
+
+def test_requeues_after_which_the_run_saved_are_not_fruitless(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    for step in (10, 20, 30, 40, 50):
+        (tmp_path / "run/starts").unlink(missing_ok=True)
+        assert job.supervise(f"preempted:{step}:{step}")[0] == 75 and job.requeued
+        (tmp_path / "said").unlink()
+
+
+def test_another_job_counts_anew(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / requeue.REQUEUES_FILE).write_text("job 16 saved_step 0\n" * 3)
+    job = Job(tmp_path, left_s=100)
+    assert job.supervise("preempted:40:40", "--least-time-s", "360")[0] == 75 and job.requeued
+
+
+def test_requeues_that_cannot_be_counted_are_still_made(tmp_path: Path) -> None:
+    (tmp_path / "run" / requeue.REQUEUES_FILE).mkdir(parents=True)
+    job = Job(tmp_path, left_s=100)
+    status, told = job.supervise("preempted:40:40", "--least-time-s", "360")
+    assert status == 75 and job.requeued and "requeues are not counted: Is a directory" in told
+
+
 def test_the_last_task_of_an_array_is_not_taken_for_the_whole(tmp_path: Path) -> None:
     status, told = Job(tmp_path, left_s=100, is_task=True).supervise("70:40:40", "--least-time-s", "360")
     assert status == 75 and not (tmp_path / "run/starts").exists(), told

@@ -100,7 +100,7 @@ def test_how_long_nodes_are_looked_at_does_not_follow_from_the_time_to_save() ->
 
 
 def test_jobs_of_neighbouring_numbers_meet_on_ports_of_their_own() -> None:
-    check, meeting = re.findall(r"\$\(\((.+?)\)\)", script("four_nodes.sbatch"))
+    check, meeting = re.findall(r"\$\(\((\d.+?)\)\)", script("four_nodes.sbatch"))
     jobs = [{"SLURM_JOB_ID": number} for number in range(4_199_950, 4_200_050)]
     ports = [eval(meeting, job) for job in jobs]  # the shell's arithmetic is Python's here
     ports += [eval(check, job) + port for job in jobs for port in range(PORTS)]
@@ -125,7 +125,7 @@ STANDINS = {
     "scontrol": "echo n7",
     "python3": """case $1 in
   launcher/supervise.py) while [ "$1" != -- ]; do shift; done; shift; exec "$@" ;;
-  -m) printf '%s\n' "$PET_LOG_DIR" "$TAG" "$@" ;;
+  -m) printf '%s\n' "$PET_LOG_DIR" "$TAG" "$PET_LOCAL_ADDR $PET_RDZV_CONF" "$@" ;;
   *) printf '%s\n' "$@" >> checked ;;
 esac""",
 }
@@ -149,12 +149,40 @@ def test_what_is_awkward_to_say_in_shell_arrives(nodes: int, tmp_path: Path) -> 
                    "SLURM_JOB_NODELIST": "n7", "SLURM_NNODES": str(nodes), "NVTE_FUSED_ATTN": "0"}  # fmt: skip
     ended = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, timeout=20)
     assert ended.returncode == 0, ended.stderr
-    log_folder, tag, *words = ended.stdout.splitlines()
+    log_folder, tag, _, *words = ended.stdout.splitlines()
     assert log_folder == f"{folder}/logs/ranks/n7" and tag == job.environment["TAG"]
     assert tuple(words[words.index("pretrain_gpt.py") + 1 :]) == training
     assert ("n7:10041" in words) == (nodes > 1)
     checked = (project / "checked").read_text().splitlines()
     assert checked.count(f"{folder}/logs/nodes/41-0") == 2 and checked.count("24100") == 2
+
+
+# As Slurm prints them, more or less.
+NODES = """case $2 in
+  hostnames) printf '%s\n' n7 n9 ;;
+  node) for name in 7 9; do echo "NodeName=n$name NodeAddr=10.0.0.$name NodeHostName=host$name Port=1 "; done ;;
+esac"""
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_node_knows_by_its_number_that_it_hosts_and_meets_at_addresses(number: int, tmp_path: Path) -> None:
+    for name, text in (STANDINS | {"scontrol": NODES}).items():
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/usr/bin/env bash\n{text}\n")
+        path.chmod(0o755)
+    job = Job(name="a", training=("--save", "run", "--load", "run"), nodes=2, project=str(tmp_path))
+    environment = {
+        "PATH": f"{tmp_path}/bin:/usr/bin:/bin", "SLURMD_NODENAME": f"n{7 + 2 * number}", "SLURM_JOB_ID": "41",
+        "SLURM_JOB_NODELIST": "n[7,9]", "SLURM_NNODES": "2", "SLURM_NODEID": str(number),
+    }  # fmt: skip
+    ended = subprocess.run(["bash", "-c", slurm.script(job)], env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    _, _, place, *words = ended.stdout.splitlines()
+    assert place == f"10.0.0.{7 + 2 * number} is_host={1 - number}"
+    assert "10.0.0.7:10041" in words
+    checked = (tmp_path / "checked").read_text().splitlines()
+    assert checked[checked.index("--nodes") :][:6] == ["--nodes", "n7", "n9", "--addresses", "10.0.0.7", "10.0.0.9"]
 
 
 def test_a_job_that_slurm_put_back_too_often_ends(tmp_path: Path) -> None:

@@ -1,0 +1,64 @@
+"""The rendezvous of all nodes of a job, made as torchrun makes it, before the job trains.
+
+    python -m megafp8.device.rendezvous_check '{"nodes": ["a", "b"], "node": 0, ...}'
+
+The argument is a `megafp8.launch.nodes.Place`. The first node hosts torchrun's store and all nodes meet there; then
+they meet at the ranks' store, which another node may host. Exit status 0, or an error on standard error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+from datetime import timedelta
+
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters, RendezvousTimeoutError, registry
+
+from megafp8.device.rendezvous import first_line, meet, wait_for_listener
+from megafp8.errors import PeerLost
+from megafp8.launch.nodes import Place
+
+
+def rendezvous(place: Place) -> None:
+    """Meet all nodes; one process a node calls it.
+
+    Raises:
+        RendezvousError, RuntimeError, PeerLost: they did not meet in time.
+    """
+    host, size, is_host = place.nodes[0], len(place.nodes), place.node == 0
+    if not is_host:
+        wait_for_listener(host, place.port, place.timeout_s)
+    handler = registry.get_rendezvous_handler(RendezvousParameters(
+        backend="c10d", endpoint=f"{host}:{place.port}", run_id="check", min_nodes=size, max_nodes=size,
+        local_addr=place.nodes[place.node], is_host=is_host, read_timeout=max(1, round(place.timeout_s)),
+        join_timeout=max(1, round(place.timeout_s)),
+    ))  # fmt: skip
+    info = handler.next_rendezvous()
+    address = info.bootstrap_store_info
+    os.environ |= {"MASTER_ADDR": address.master_addr, "MASTER_PORT": str(address.master_port),
+                   "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
+    store = meet(info.rank, size, place.timeout_s)
+    store.set(f"left{info.rank}", "")
+    with contextlib.suppress(RuntimeError):  # whoever has a store stays until nobody needs it
+        store.wait([f"left{rank}" for rank in range(size)], timedelta(seconds=place.timeout_s))
+
+
+def main(text: str) -> None:
+    place = Place(**json.loads(text))
+    where = f"{place.nodes[0]}:{place.port}"
+    try:
+        rendezvous(dataclasses.replace(place, nodes=tuple(place.nodes)))
+    except RendezvousTimeoutError:
+        sys.exit(f"at {where}: not all {len(place.nodes)} nodes came within {place.timeout_s:g} s")
+    except (RendezvousError, RuntimeError, PeerLost) as error:
+        cause = f": {first_line(error.__cause__)}" if error.__cause__ and not isinstance(error, PeerLost) else ""
+        sys.exit(f"at {where}: {first_line(error)}{cause}")
+    sys.stderr.flush()
+    os._exit(0)  # the handler's threads would look for a store that is gone
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
