@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 from megafp8.errors import INTERNAL
 from megafp8.launch.nodes import TIMEOUT_S, gpu_problems, judge_nodes, read_report, summary, write_report
 from megafp8.launch.requeue import requeue
+from megafp8.utils.paths import path_argument
 
 NODE = "SLURM_NODEID"
 
@@ -33,7 +34,9 @@ NODE = "SLURM_NODEID"
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("measure", "judge"), help="on every node, or once afterwards")
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="for the reports; of this start of the job alone")
+    parser.add_argument(
+        "folder", type=path_argument, metavar="FOLDER", help="for the reports; of this start of the job alone"
+    )
     parser.add_argument("--nodes", nargs="+", required=True, metavar="NODE", help="all of the job, in one order")
     parser.add_argument(
         "--addresses", nargs="+", default=[], metavar="HOST",

@@ -44,14 +44,17 @@ from megafp8.studies.progress import (
 )
 from megafp8.studies.runs import StudyRun, expand, labels_text
 from megafp8.studies.study import read_study
+from megafp8.utils.paths import path_argument
 
 SCRIPT = Path(__file__).resolve().parents[1] / "pretrain_gpt.py"
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", type=Path, metavar="STUDY.yaml", help="what to run")
-    parser.add_argument("--folder", type=Path, metavar="DIR", help="folder of the study, instead of the file's")
+    parser.add_argument("study", type=path_argument, metavar="STUDY.yaml", help="what to run")
+    parser.add_argument(
+        "--folder", type=path_argument, metavar="DIR", help="folder of the study, instead of the file's"
+    )
     parser.add_argument(
         "--only", default="*", metavar="PATTERN", help="runs whose label matches this shell pattern (default: all)"
     )

@@ -26,6 +26,9 @@ from megafp8.errors import ConfigError
 from megafp8.launch import slurm, torchrun
 from megafp8.launch.control_characters import control_problems
 from megafp8.launch.job import Job, read_job
+from megafp8.utils import strict_yaml
+from megafp8.utils.paths import path_argument, path_text
+from megafp8.utils.small_files import UnreadableFile, read_text
 
 TEXTS = (
     ("--name", "NAME", "of the job"),
@@ -60,12 +63,16 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS,
         usage="%(prog)s [JOB.yaml] [options] [-- FLAGS of pretrain_gpt.py]",
     )  # fmt: skip
-    parser.add_argument("job_file", nargs="?", metavar="JOB.yaml", help="fields as the options, with _ for -")
+    parser.add_argument(
+        "job_file", nargs="?", type=path_text, metavar="JOB.yaml", help="fields as the options, with _ for -"
+    )
     for flag, metavar, text in TEXTS:
-        parser.add_argument(flag, metavar=metavar, help=text)
+        parser.add_argument(flag, type=path_text if metavar == "DIR" else str, metavar=metavar, help=text)
     for flag, metavar, text in TABLES:
         parser.add_argument(flag, metavar=metavar, nargs="+", action="extend", help=text)
-    parser.add_argument("--mounts", metavar="DIR", nargs="+", help="folders that the container sees, besides --project")
+    parser.add_argument(
+        "--mounts", type=path_text, metavar="DIR", nargs="+", help="folders that the container sees, besides --project"
+    )
     parser.add_argument(
         "--shared-nodes", dest="exclusive", action="store_const", const="false", help="nodes may have other jobs"
     )
@@ -73,7 +80,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--no-check-nodes", dest="check_nodes", action="store_const", const="false",
         help="start without looking at the nodes",
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the script (default: in --logs)")
+    parser.add_argument(
+        "--output", type=path_argument, metavar="FILE", help="where to write the script (default: in --logs)"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the script and submit nothing")
     parser.add_argument("--torchrun", action="store_true", help=argparse.SUPPRESS)  # torchrun.sh
     return parser
@@ -103,9 +112,9 @@ def read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, Job]:
     text = ""
     if "job_file" in arguments:
         try:
-            text = Path(arguments.job_file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{arguments.job_file}: cannot be read: {error}") from None
+            text = read_text(arguments.job_file, strict_yaml.MAX_BYTES)
+        except UnreadableFile as error:
+            raise ConfigError(f"{arguments.job_file}: cannot be read: {error.reason}") from None
     if problems := control_problems("--output", vars(arguments).get("output")):
         raise ConfigError(problems)
     job = read_job(text, given, training)
@@ -130,6 +139,19 @@ def check_training(job: Job) -> None:
         raise ConfigError(problems)
 
 
+def write_script(path: Path, text: str) -> None:
+    """Write the script, in a folder that is made for it.
+
+    Raises:
+        ConfigError: it cannot be written there.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be written: {error}: choose another --output or --logs") from error
+
+
 def main(argv: Sequence[str]) -> int:
     try:
         arguments, job = read_arguments(argv)
@@ -142,8 +164,7 @@ def main(argv: Sequence[str]) -> int:
         if "torchrun" in arguments:
             os.execvp("bash", ["bash", "-c", text])
         path = arguments.output if "output" in arguments else Path(job.project, job.log_folder, f"{job.name}.sbatch")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        write_script(path, text)
         print(f"{path}: job {slurm.submit(path)}")
         return 0
     except ConfigError as error:

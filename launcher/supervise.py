@@ -28,6 +28,7 @@ from megafp8.errors import HUNG, INTERNAL, PREEMPTED, ConfigError
 from megafp8.launch.requeue import is_fruitless, requeue, this_job, time_left_s
 from megafp8.launch.run_state import read_run_state
 from megafp8.launch.supervise import Limits, Supervisor, saved_step
+from megafp8.utils.paths import path_argument
 
 SCRIPTS = ("pretrain_gpt.py", "pretrain-gpt")
 MENDED_BY_A_NEW_START = (PREEMPTED, INTERNAL, HUNG)
@@ -70,7 +71,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--least-time-s", type=float, default=0.0, metavar="S",
         help="with --requeue: start nothing in the last S seconds of the job, whose warning has come already",
     )
-    parser.add_argument("--run-folder", type=Path, metavar="DIR", help="the run's --save, if the command hides it")
+    parser.add_argument(
+        "--run-folder", type=path_argument, metavar="DIR", help="the run's --save, if the command hides it"
+    )
     parser.add_argument("command", nargs="+", metavar="COMMAND", help="after --: the whole training command")
     return parser
 

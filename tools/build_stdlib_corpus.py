@@ -19,16 +19,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a ch
 
 from megafp8.data.corpus import DEFAULT_MAX_BYTES, write_stdlib_corpus
 from megafp8.errors import Megafp8Error
+from megafp8.utils.paths import path_argument
 
 
 def main(argv: Optional[list[str]] = None) -> int:
     """Run the command line; return its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", required=True, type=Path, help="JSON lines file to write")
+    parser.add_argument("--output", required=True, type=path_argument, help="JSON lines file to write")
     parser.add_argument(
         "--max-bytes", type=int, default=DEFAULT_MAX_BYTES, help="most bytes of text (default %(default)s)"
     )
-    parser.add_argument("--folder", type=Path, metavar="D", help="take the modules below D instead")
+    parser.add_argument("--folder", type=path_argument, metavar="D", help="take the modules below D instead")
     parser.add_argument("--seed", type=int, default=1234, help="seed of the order of the documents")
     options = parser.parse_args(argv)
     try:

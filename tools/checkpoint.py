@@ -40,6 +40,8 @@ from megafp8.checkpoint.folder import (
 )
 from megafp8.checkpoint.manifest import NAME, damage_seen, read_manifest
 from megafp8.errors import CheckpointError, ConfigError, Megafp8Error
+from megafp8.utils.paths import path_argument
+from megafp8.utils.strict_json import parse_json
 
 DAMAGED = CheckpointError.exit_status
 
@@ -56,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("seal", "write a manifest for a checkpoint that has none"),
     ):
         command = commands.add_parser(name, help=help_text, description=help_text)
-        command.add_argument("folder", type=Path, help="of a run, or of one checkpoint")
+        command.add_argument("folder", type=path_argument, help="of a run, or of one checkpoint")
         command.add_argument("--json", action="store_true", help="print JSON instead of text")
         if name in ("verify", "show", "hash"):
             text = "this step only" if name == "verify" else "this step; default the newest"
@@ -171,7 +173,7 @@ def show(options: argparse.Namespace) -> int:
     contents = read_contents(path)
     state = state_of(path, with_hashes=False)
     if options.json:
-        settings = {"config": json.loads(contents.config), "num_parameters": contents.num_parameters}
+        settings = {"config": parse_json(contents.config), "num_parameters": contents.num_parameters}
         print(json.dumps(state | dataclasses.asdict(contents) | settings, indent=1))
         return status_of([state])
     tell_states([state], options)

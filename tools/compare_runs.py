@@ -22,12 +22,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 
 from megafp8.errors import ConfigError, Megafp8Error
 from megafp8.reports.command_line import Parser
+from megafp8.utils.paths import path_argument, path_text
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that a run had as --save")
-    parser.add_argument("--baseline", metavar="RUN", help="run or recipe to compare with; default the first")
+    parser.add_argument("runs", nargs="+", type=path_text, metavar="RUN", help="folder that a run had as --save")
+    parser.add_argument(
+        "--baseline", type=path_text, metavar="RUN", help="run or recipe to compare with; default the first"
+    )
     parser.add_argument(
         "--bound", type=float, default=0.5, metavar="PERCENT",
         help="validation loss above the baseline's that is accepted (default %(default)g)",
@@ -36,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--confidence", type=float, default=95.0, metavar="PERCENT", help="of the intervals (default %(default)g)"
     )
     parser.add_argument(
-        "--output-dir", type=Path,
+        "--output-dir", type=path_argument,
         help="write report.html, comparison.md, comparison.json, gaps.svg and loss_curves.png here",
     )
     parser.add_argument(

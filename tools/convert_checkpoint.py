@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Optional
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
 from megafp8.errors import ConfigError, Megafp8Error
+from megafp8.utils.paths import path_argument, path_text
 
 if TYPE_CHECKING:
     from megafp8.huggingface.table import Row
@@ -40,8 +41,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     to_hf = commands.add_parser("to-hf", help="a checkpoint as a folder that transformers reads")
-    to_hf.add_argument("source", type=Path, metavar="RUN", help="folder that the run had as --save, or a checkpoint's")
-    to_hf.add_argument("output", type=Path, metavar="OUT", help="folder to make")
+    to_hf.add_argument(
+        "source", type=path_argument, metavar="RUN", help="folder that the run had as --save, or a checkpoint's"
+    )
+    to_hf.add_argument("output", type=path_argument, metavar="OUT", help="folder to make")
     to_hf.add_argument("--ckpt-step", type=int, metavar="N", help="checkpoint to convert; default the newest")
     to_hf.add_argument("--fp8", action="store_true", help="the linears' weights as FP8 codes and scales (Llama)")
     to_hf.add_argument(
@@ -57,10 +60,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     group = to_hf.add_argument_group("tokenizer", "where its files are now; default where they were in training")
     for name in TOKENIZER_FILES:
-        group.add_argument("--" + name.replace("_", "-"), metavar="F")
+        group.add_argument("--" + name.replace("_", "-"), type=path_text, metavar="F")
     from_hf = commands.add_parser("from-hf", help="such a folder as a checkpoint to train from")
-    from_hf.add_argument("source", type=Path, metavar="FOLDER", help="with config.json and safetensors")
-    from_hf.add_argument("output", type=Path, metavar="OUT", help="run's folder to make, with a checkpoint of step 0")
+    from_hf.add_argument("source", type=path_argument, metavar="FOLDER", help="with config.json and safetensors")
+    from_hf.add_argument(
+        "output", type=path_argument, metavar="OUT", help="run's folder to make, with a checkpoint of step 0"
+    )
     from_hf.add_argument(
         "--make-vocab-size-divisible-by", type=int, metavar="N", help="pad the vocabulary to a multiple (default 128)"
     )

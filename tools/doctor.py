@@ -20,11 +20,15 @@ from typing import Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
+from megafp8.utils.paths import path_text
+
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=0, metavar="N", help="GPUs that must be there (default: none)")
-    parser.add_argument("--folder", default=".", help="where runs will be saved: its disk is tried (default: here)")
+    parser.add_argument(
+        "--folder", type=path_text, default=".", help="where runs will be saved: its disk is tried (default: here)"
+    )
     parser.add_argument("--strict", action="store_true", help="exit with 1 where there are warnings")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser

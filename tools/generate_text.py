@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
+from megafp8.utils.paths import path_argument, path_text
+
 if TYPE_CHECKING:
     from megafp8.training.generate import Sample
 
@@ -29,11 +31,15 @@ INTERRUPTED = 130
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--load", type=Path, required=True, metavar="RUN", help="folder that the run had as --save")
+    parser.add_argument(
+        "--load", type=path_argument, required=True, metavar="RUN", help="folder that the run had as --save"
+    )
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="checkpoint to load; default the newest")
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", default="", metavar="TEXT", help="text to continue; default a new document")
-    prompt.add_argument("--prompt-file", type=Path, metavar="F", help="file with the text to continue, to the byte")
+    prompt.add_argument(
+        "--prompt-file", type=path_argument, metavar="F", help="file with the text to continue, to the byte"
+    )
     parser.add_argument("--num-samples", type=int, default=1, metavar="N", help="continuations (default 1)")
     parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="tokens of one (default 200)")
     choice = parser.add_mutually_exclusive_group()
@@ -45,8 +51,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", type=int, default=1234, help="of the first sample; the others count on from it")
     parser.add_argument(
-        "--output", type=Path, metavar="F", help="also write to F: the same text, or one JSON object a line for *.jsonl"
-    )
+        "--output", type=path_argument, metavar="F",
+        help="also write to F: the same text, or one JSON object a line for *.jsonl",
+    )  # fmt: skip
     parser.add_argument(
         "--precision",
         choices=("checkpoint", "high"),
@@ -56,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("tokenizer", "what it is and where its files are now; default as in training")
     group.add_argument("--tokenizer-type", metavar="TYPE", help="of a converted checkpoint that came without one")
     for name in TOKENIZER_FILES:
-        group.add_argument("--" + name.replace("_", "-"), metavar="F")
+        group.add_argument("--" + name.replace("_", "-"), type=path_text, metavar="F")
     return parser
 
 

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, Optional
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
 from megafp8.text_table import aligned
+from megafp8.utils.paths import path_argument, path_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,6 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "source",
+        type=path_text,
         metavar="TENSOR_OR_CHECKPOINT",
         help="a .npy, .pt or .safetensors file; normal:RxC[:DEVIATION] or outliers:RxC[:FACTOR], made up; or a run's "
         "folder, or one checkpoint in it",
@@ -76,7 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="delayed: amax in the history to the tensor's own; 0.5: the tensor has doubled since (default 1)",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="of a made-up tensor (default 0)")
-    parser.add_argument("--output-dir", type=Path, metavar="D", help=f"write {TABLE} and {PICTURE} here")
+    parser.add_argument("--output-dir", type=path_argument, metavar="D", help=f"write {TABLE} and {PICTURE} here")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the tables")
     return parser
 

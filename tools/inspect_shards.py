@@ -28,6 +28,7 @@ from megafp8.data.shards import bin_path
 from megafp8.data.tokenizer import build_tokenizer, describe_tokenizer, tokenizer_from_settings
 from megafp8.data.tokenizer_flags import add_tokenizer_flags, read_tokenizer_flags
 from megafp8.errors import ConfigError, DataError, Megafp8Error
+from megafp8.utils.paths import path_argument, path_text
 
 if TYPE_CHECKING:
     from megafp8.data.tokenizer import Tokenizer
@@ -38,11 +39,15 @@ STATE = {True: "ok", False: "WRONG", None: "-"}
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shards", nargs="+", metavar="PREFIX", help="path of a shard, .bin and .idx left out")
+    parser.add_argument(
+        "shards", nargs="+", type=path_text, metavar="PREFIX", help="path of a shard, .bin and .idx left out"
+    )
     parser.add_argument("--verify", action="store_true", help="read every byte and compare")
     parser.add_argument("--documents", type=int, default=3, metavar="N", help="first documents to show (default 3)")
     parser.add_argument("--max-tokens", type=int, default=100, metavar="N", help="tokens of each to show (default 100)")
-    parser.add_argument("--plot", type=Path, metavar="F", help="write a picture of the documents' lengths to F (.png)")
+    parser.add_argument(
+        "--plot", type=path_argument, metavar="F", help="write a picture of the documents' lengths to F (.png)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     add_tokenizer_flags(parser, "to show documents of shards without a manifest; default the one that it names")
     return parser

@@ -25,12 +25,15 @@ from megafp8.data.merge_plan import MergeJob, find_shards
 from megafp8.data.shard_merge import MergeSummary, merge_shards
 from megafp8.data.shards import bin_path
 from megafp8.errors import Megafp8Error
+from megafp8.utils.paths import path_text
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", nargs="+", required=True, metavar="PREFIX", help="shards, or folders of shards")
-    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="of what is made")
+    parser.add_argument(
+        "--input", nargs="+", type=path_text, required=True, metavar="PREFIX", help="shards, or folders of shards"
+    )
+    parser.add_argument("--output-prefix", type=path_text, required=True, metavar="PREFIX", help="of what is made")
     parser.add_argument("--num-parts", type=int, metavar="N", help="divide into N shards of about as many tokens each")
     parser.add_argument("--documents-per-part", type=int, metavar="N", help="divide into shards of N documents")
     parser.add_argument(

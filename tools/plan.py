@@ -21,6 +21,8 @@ from typing import Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
+from megafp8.utils.paths import path_argument
+
 GPU_NAMES = ("h100", "h200", "b200")
 
 
@@ -38,7 +40,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--scaling", nargs="*", type=int, metavar="N",
         help="numbers of GPUs to compare (default: 8 to 16,384 by doubling; none for no comparison)",
     )  # fmt: skip
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw speed over GPUs, memory and step by part")
+    parser.add_argument(
+        "--plot", type=path_argument, metavar="PNG", help="draw speed over GPUs, memory and step by part"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser
 

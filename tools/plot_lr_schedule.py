@@ -25,6 +25,7 @@ from megafp8.config.rules import batch, numbers, schedule
 from megafp8.config.schema import RunConfig
 from megafp8.errors import ConfigError, DataError, Megafp8Error
 from megafp8.text_table import aligned
+from megafp8.utils.paths import path_argument
 
 if TYPE_CHECKING:
     from megafp8.optim.schedule import ScheduledStep
@@ -38,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--output", type=Path, metavar="F", help="write a picture to F (.png, .svg or .pdf)")
+    parser.add_argument("--output", type=path_argument, metavar="F", help="write a picture to F (.png, .svg or .pdf)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     return parser
 

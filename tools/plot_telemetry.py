@@ -17,6 +17,8 @@ from typing import Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
+from megafp8.utils.paths import path_argument, path_text
+
 PICTURE = "telemetry.png"
 # As in megafp8/reports/plot_telemetry.py, which is not imported before the flags are read.
 FIELDS = ("underflow_fraction", "saturated_fraction", "codes_changed_fraction", "update_to_weight", "sqnr_db",
@@ -25,10 +27,12 @@ FIELDS = ("underflow_fraction", "saturated_fraction", "codes_changed_fraction", 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", metavar="RUN", help="folder that a run had as --save")
+    parser.add_argument("run", type=path_text, metavar="RUN", help="folder that a run had as --save")
     parser.add_argument("--field", choices=FIELDS, default=FIELDS[0], help=f"what to draw; default {FIELDS[0]}")
     parser.add_argument("--recipe", metavar="NAME", help="one of --fp8-what-if; default the run's own")
-    parser.add_argument("--output-dir", type=Path, default=Path("."), metavar="D", help=f"write {PICTURE} here")
+    parser.add_argument(
+        "--output-dir", type=path_argument, default=Path("."), metavar="D", help=f"write {PICTURE} here"
+    )
     return parser
 
 

@@ -26,6 +26,7 @@ from megafp8.data.progress_display import ProgressDisplay
 from megafp8.data.shard_assembly import skipped_path
 from megafp8.data.tokenizer_flags import add_tokenizer_flags, read_tokenizer_flags
 from megafp8.errors import ConfigError, Megafp8Error
+from megafp8.utils.paths import path_text
 
 # Megatron's flags that its way of splitting the work needs and ours does not: type of the value, and why.
 UNNEEDED_FLAGS = {
@@ -52,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     text = parser.add_argument_group("text")
     source = text.add_mutually_exclusive_group(required=True)
     source.add_argument(
-        "--input", nargs="+", default=[], metavar="NAME",
+        "--input", nargs="+", type=path_text, default=[], metavar="NAME",
         help="files, folders or glob patterns: JSON lines (.jsonl, .json, .ndjson) and plain text (.txt), each also "
         "with .gz or .zst, and Parquet (.parquet)",
     )  # fmt: skip
@@ -74,7 +75,9 @@ def build_parser() -> argparse.ArgumentParser:
         "document out, and list it in PREFIX.skipped.jsonl (default %(default)s)",
     )  # fmt: skip
     shards = parser.add_argument_group("shards")
-    shards.add_argument("--output-prefix", required=True, help="writes PREFIX_KEY_document.bin, .idx, .manifest.json")
+    shards.add_argument(
+        "--output-prefix", type=path_text, required=True, help="writes PREFIX_KEY_document.bin, .idx, .manifest.json"
+    )
     shards.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
     shards.add_argument("--overwrite", action="store_true", help="make shards again that are there")
     work = parser.add_argument_group("work")

@@ -35,13 +35,17 @@ from megafp8.errors import INTERNAL, PREEMPTED, ConfigError, Megafp8Error
 from megafp8.launch.batch import OUTPUT_FILE, Batch, BatchRun, Outcome
 from megafp8.launch.run_state import finished_state, judge
 from megafp8.reports.command_line import Parser
+from megafp8.utils.paths import path_argument
+from megafp8.utils.small_files import UnreadableFile, read_text
 
 TRAINER = Path(__file__).resolve().parents[1] / "pretrain_gpt.py"
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output-dir", type=Path, required=True, metavar="D", help="folder of all runs and the report")
+    parser.add_argument(
+        "--output-dir", type=path_argument, required=True, metavar="D", help="folder of all runs and the report"
+    )
     parser.add_argument(
         "--recipes", default=f"{BASELINE},tensorwise", metavar="NAMES",
         help=f"with commas between: {', '.join(NAMES)} (default %(default)s); the first one is the baseline",
@@ -119,13 +123,25 @@ def problems_of(words: Sequence[str], folder: Path, ranks: int) -> list[str]:
     invocation, problems = flags.read(words)
     problems += rules.problems(invocation.config, ranks)
     if not problems and (folder / "config.json").exists():
-        before = serialize.from_json((folder / "config.json").read_text(encoding="utf-8"))
+        before = read_run_config(folder / "config.json")
         if lines := differences(before, invocation.config):
             problems.append(
                 f"{folder} holds a run with other settings ({'; '.join(lines)}): "
                 "take another --output-dir, or remove it"
             )
     return problems
+
+
+def read_run_config(path: Path) -> RunConfig:
+    """The settings that a run left.
+
+    Raises:
+        ConfigError: the file holds none.
+    """
+    try:
+        return serialize.from_json(read_text(path))
+    except (UnreadableFile, ConfigError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}: take another --output-dir, or remove it") from error
 
 
 def command_of(words: Sequence[str], ranks: int) -> tuple[str, ...]:

@@ -19,11 +19,15 @@ from typing import Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
+from megafp8.utils.paths import path_argument
+
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", type=Path, metavar="STUDY_FOLDER", help="the study's, or points.json of a report")
-    parser.add_argument("--output-dir", type=Path, metavar="DIR", help="write the page and its data here")
+    parser.add_argument(
+        "study", type=path_argument, metavar="STUDY_FOLDER", help="the study's, or points.json of a report"
+    )
+    parser.add_argument("--output-dir", type=path_argument, metavar="DIR", help="write the page and its data here")
     parser.add_argument("--baseline", metavar="RECIPE", help="recipe to compare with (default: bf16, else the first)")
     parser.add_argument(
         "--replicates", type=int, default=400, metavar="N", help="resamples of the bootstrap (default: %(default)s)"

@@ -27,15 +27,18 @@ from megafp8.data.tokenizer_training import (
     train_sentencepiece,
 )
 from megafp8.errors import Megafp8Error
+from megafp8.utils.paths import path_text
 
 
 def parse_arguments(argv: Optional[list[str]]) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", nargs="+", required=True, help="text files as preprocess_data.py takes them")
+    parser.add_argument(
+        "--input", nargs="+", type=path_text, required=True, help="text files as preprocess_data.py takes them"
+    )
     parser.add_argument("--json-key", default="text", help="where the text is in a JSON line (default %(default)s)")
     parser.add_argument("--vocab-size", type=int, required=True, help="ids in all, 261 fixed ones among them (257)")
-    parser.add_argument("--model-prefix", required=True, metavar="PREFIX", help="where to write it")
+    parser.add_argument("--model-prefix", type=path_text, required=True, metavar="PREFIX", help="where to write it")
     parser.add_argument("--model-type", choices=MODEL_TYPES, default="bpe", help="default %(default)s")
     parser.add_argument(
         "--max-text-bytes", type=int, metavar="N", help="train on the first N bytes of text (default: all of it)"

@@ -17,12 +17,13 @@ from typing import Any
 
 from megafp8.data.atomic import atomic_write, file_sha256
 from megafp8.errors import CheckpointError
+from megafp8.utils.small_files import LIST_BYTES, UnreadableFile, read_bytes
+from megafp8.utils.strict_json import parse_json
 
 MANIFEST = "manifest.json"
 VERSION = 1
 SHOWN = 4
 NAME = re.compile(r"iter_(\d{7,})")
-MAX_BYTES = 1 << 28  # of a manifest: about a million files
 
 
 def folder_name(step: int) -> str:
@@ -76,19 +77,18 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        with open(path, "rb") as stream:
-            content = stream.read(MAX_BYTES)
-    except FileNotFoundError as error:
+        content = read_bytes(path, LIST_BYTES)
+    except UnreadableFile as error:
+        if not error.is_missing:
+            raise CheckpointError(f"{MANIFEST} cannot be read: {error.reason}") from error
         raise CheckpointError(
             f"{MANIFEST} is missing: the checkpoint is cut off, or older than manifests (tools/checkpoint.py seal "
             f"{folder} makes one from the files as they are)"
         ) from error
-    except OSError as error:
-        raise CheckpointError(f"{MANIFEST} cannot be read: {error}") from error
     try:
-        manifest = _decode(json.loads(content))
+        manifest = _decode(parse_json(content))
         is_as_written = _encode(manifest) == content
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         is_as_written = False
     if not is_as_written:
         raise CheckpointError(f"{MANIFEST} is damaged")

@@ -27,6 +27,8 @@ from megafp8.config.presets import PRESETS
 from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import Setting, all_settings, section_titles, value_of, with_values
 from megafp8.errors import ConfigError
+from megafp8.utils.paths import path_text, shown
+from megafp8.utils.small_files import UnreadableFile, read_text
 
 TARGETS = ("cpu", "h100", "h200", "b200")
 _INVOCATION_OPTIONS = ("config", "precision_map_file", "dry_run", "world_size", "target")
@@ -123,9 +125,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_invocation_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("invocation", "What to do with the settings.")
-    group.add_argument("--config", metavar="FILE", help="start from the settings in this JSON file (flags win)")
     group.add_argument(
-        "--precision-map", dest="precision_map_file", metavar="FILE",
+        "--config", type=path_text, metavar="FILE", help="start from the settings in this JSON file (flags win)"
+    )
+    group.add_argument(
+        "--precision-map", dest="precision_map_file", type=path_text, metavar="FILE",
         help="YAML with recipes by linear and GEMM, before those of --precision (see docs/precision.md)",
     )
     group.add_argument("--dry-run", action="store_true", help="check everything, print the plan of the run and stop")
@@ -177,6 +181,8 @@ def _converter(setting: Setting) -> Any:
         if text in words:
             return words[text]
         value = convert(text)
+        if fault := setting.fault(value):
+            raise argparse.ArgumentTypeError(f"{shown(text)} {fault}")
         if setting.auto and value == AUTO:
             raise argparse.ArgumentTypeError(f"{text} must be at least 1, or auto")
         return value
@@ -326,12 +332,11 @@ def _read_precision_map(path: str, problems: list[str]) -> tuple[str, ...]:
 
 def _read_config(path: str, problems: list[str]) -> dict[str, Any]:
     try:
-        with open(path, encoding="utf-8") as file:
-            return serialize.read_settings(file.read())
+        return serialize.read_settings(read_text(path))
     except ConfigError as error:
         problems.extend(f"--config {path}: {problem}" for problem in error.problems)
-    except (OSError, UnicodeDecodeError) as error:
-        problems.append(f"--config {path}: cannot be read: {getattr(error, 'strerror', None) or error}")
+    except UnreadableFile as error:
+        problems.append(f"--config {path}: cannot be read: {error.reason}")
     return {}
 
 

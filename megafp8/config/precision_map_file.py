@@ -14,6 +14,8 @@ from typing import Any
 
 from megafp8.config.precision_map import FileEntry
 from megafp8.errors import ConfigError
+from megafp8.utils import strict_yaml
+from megafp8.utils.small_files import UnreadableFile, read_text
 
 
 def read_map(path: str) -> tuple[FileEntry, ...]:
@@ -23,11 +25,9 @@ def read_map(path: str) -> tuple[FileEntry, ...]:
         ConfigError: the file cannot be read, or is another kind of YAML; with the line, where there is one.
     """
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"--precision-map {path}: cannot be read: {reason}") from error
+        text = read_text(path, strict_yaml.MAX_BYTES)
+    except UnreadableFile as error:
+        raise ConfigError(f"--precision-map {path}: cannot be read: {error.reason}") from error
     try:
         return tuple(_file_entry(path, line, entry) for line, entry in _entries(text))
     except ValueError as error:
@@ -45,8 +45,8 @@ def _entries(text: str) -> Iterator[tuple[str, str]]:
     import yaml  # only for those who have such a file: keeps --help quick
 
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
+        root = strict_yaml.compose_yaml(text)
+    except UnreadableFile as error:
         raise ValueError(_syntax(text, error)) from error
     for pattern, value in _pairs(root, "the file"):
         if isinstance(value, yaml.ScalarNode):
@@ -66,11 +66,11 @@ def _entries(text: str) -> Iterator[tuple[str, str]]:
             yield _place(gemms), f"{pattern.value}:{gemms.value}={recipe.value}"
 
 
-def _syntax(text: str, error: Any) -> str:
+def _syntax(text: str, error: UnreadableFile) -> str:
     """What YAML does not understand, in a line, and the likeliest mend."""
-    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    mark, problem = getattr(error.__cause__, "problem_mark", None), getattr(error.__cause__, "problem", None)
     if mark is None or problem is None:
-        return f"not YAML: {error}"
+        return error.reason
     line = next(iter(text.splitlines()[mark.line :]), "").strip()
     told = f"line {mark.line + 1}: not YAML: {line!r}: {problem}"
     quotes = ": a pattern that begins with * needs quotes, as in '*.linear_fc2': blockwise"

@@ -10,6 +10,9 @@ from typing import Any
 from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import Setting, all_settings, settings_by_name, value_of, with_values
 from megafp8.errors import ConfigError
+from megafp8.utils.paths import shown
+from megafp8.utils.small_files import UnreadableFile
+from megafp8.utils.strict_json import parse_json
 
 
 def to_json(config: RunConfig) -> str:
@@ -33,9 +36,9 @@ def read_settings(text: str) -> dict[str, Any]:
         ConfigError: as `from_json`; all problems at once.
     """
     try:
-        tree = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"not JSON: {error}") from error
+        tree = parse_json(text)
+    except UnreadableFile as error:
+        raise ConfigError(error.reason) from error
     if not isinstance(tree, dict):
         raise ConfigError(f"not a JSON object of sections, but a {type(tree).__name__}")
     values: dict[str, Any] = {}
@@ -117,6 +120,8 @@ def _typed_one(setting: Setting, value: Any) -> Any:
         raise ValueError(f"{value} is not a finite number")
     if setting.choices and value not in setting.choices:
         raise ValueError(f"{value!r} is not one of {', '.join(map(str, setting.choices))}")
+    if fault := setting.fault(value):
+        raise ValueError(f"{shown(str(value))} {fault}")
     return setting.type(value)
 
 

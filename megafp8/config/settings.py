@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Union
 
 from megafp8.config.schema import AUTO, RunConfig
+from megafp8.utils.paths import path_fault
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,9 @@ class Setting:
     auto: bool
     """The word `auto` is a value, too."""
     metavar: "str | None"
+    is_path: bool
+    maximum: int
+    """Of a whole number."""
 
     @property
     def section(self) -> str:
@@ -47,6 +51,12 @@ class Setting:
     @property
     def field(self) -> str:
         return self.name.rpartition(".")[2]
+
+    def fault(self, value: Any) -> "str | None":
+        """Why nothing can be done with a value of the right type, whatever the other settings are; None if it can."""
+        if self.type is int and isinstance(value, int) and abs(value) > self.maximum:
+            return f"must be at most {self.maximum:,}"
+        return path_fault(value) if self.is_path and isinstance(value, str) else None
 
     def written(self, value: Any) -> Any:
         """A value as people and JSON write it."""
@@ -118,7 +128,8 @@ def _setting(name: str, declared: dataclasses.Field, hint: Any) -> Setting:
         flags = ("--" + declared.name.replace("_", "-"),)
     return Setting(
         name, hint, optional, many, declared.default, metadata["help"], flags, metadata["off"],
-        metadata["choices"], metadata["auto"], metadata["metavar"],
+        metadata["choices"], metadata["auto"], metadata["metavar"], metadata["path"],
+        metadata["maximum"],
     )
 
 

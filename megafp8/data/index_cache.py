@@ -25,6 +25,8 @@ import numpy as np
 
 from megafp8.data.atomic import atomic_write, atomic_write_json
 from megafp8.errors import DataError
+from megafp8.utils.small_files import UnreadableFile, open_regular
+from megafp8.utils.strict_json import read_json
 
 FORMAT = "megafp8-index-1"
 Arrays = dict[str, np.ndarray]
@@ -99,19 +101,20 @@ def load_entry(folder: Path, name: str) -> Optional[Arrays]:
     """
     path = folder / f"{name}.json"
     try:
-        described = json.loads(path.read_bytes())["arrays"]
+        described = read_json(path)["arrays"]
         return {array: _load_array(array_path(folder, name, array), **about) for array, about in described.items()}
-    except FileNotFoundError as error:
-        if error.filename == str(path):
+    except UnreadableFile as error:
+        if not error.is_missing:
+            raise BrokenEntry(f"{error.path} cannot be read: {error.reason}") from error
+        if error.path == path:
             return None
-        raise BrokenEntry(f"{error.filename} is missing") from error
-    except NotADirectoryError:
-        return None
+        raise BrokenEntry(f"{error.path} is missing") from error
     except (ValueError, TypeError, KeyError, AttributeError, EOFError, OSError) as error:
         raise BrokenEntry(f"{path} and its arrays cannot be read ({type(error).__name__}: {error})") from error
 
 
 def _load_array(path: Path, dtype: str, shape: list[int], sha256: str) -> np.ndarray:
+    open_regular(path).close()  # numpy would wait for the writer of a named pipe
     # Of all of numpy's readers this one knows no pickle and no zip, only the header of a plain array.
     array = np.lib.format.open_memmap(path, mode="r")
     if array.dtype.str != dtype or list(array.shape) != shape or not array.flags.c_contiguous:

@@ -6,13 +6,14 @@ no manifest; they are checked as far as their own two files go.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
 from megafp8.data.atomic import atomic_write_json
 from megafp8.errors import DataError
+from megafp8.utils.small_files import LIST_BYTES, UnreadableFile, read_bytes
+from megafp8.utils.strict_json import parse_json
 
 FORMAT = "megafp8-shard-1"
 
@@ -73,15 +74,17 @@ def load_manifest(prefix: str) -> Optional[ShardManifest]:
         DataError: the file is there but is not such a manifest.
     """
     path = manifest_path(prefix)
-    if not path.is_file():
-        return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        text = read_bytes(path, LIST_BYTES)
+    except UnreadableFile as error:
+        if error.is_missing:
+            return None
+        raise DataError(f"{path} cannot be read: {error.reason}.") from error
+    try:
+        content = parse_json(text)
         if content["format"] != FORMAT:
             raise ValueError(f"its format is {content['format']!r}, expected {FORMAT!r}")
         return ShardManifest(**content)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(
             f"{path} is not a manifest of a shard: {error}. Make the shard again, or delete the manifest to have only "

@@ -12,6 +12,7 @@ import numpy as np
 from megafp8.config.derived import split_shares
 from megafp8.data.shards import ShardIndex
 from megafp8.errors import ConfigError, DataError
+from megafp8.utils.paths import path_fault, shown
 
 SPLIT_NAMES = ("train", "valid", "test")
 
@@ -65,6 +66,9 @@ def find_shards(names: Sequence[str]) -> tuple[str, ...]:
         found = [str(path.with_suffix("")) for path in indices if path.with_suffix(".bin").exists()]
         if not found:
             raise DataError(f"--input {name}: the folder holds no shards (PREFIX.bin and PREFIX.idx).")
+        for prefix in found:
+            if fault := path_fault(prefix):
+                raise DataError(f"--input {name}: {shown(prefix)} {fault}. Rename its files.")
         prefixes += found
     return tuple(prefixes)
 

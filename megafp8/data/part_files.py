@@ -31,6 +31,8 @@ import numpy as np
 from megafp8.data.atomic import HashedStream, atomic_write_json, sync
 from megafp8.data.shards import ShardIndex, ShardTotals, index_of_documents, publish_shard, write_index
 from megafp8.errors import DataError
+from megafp8.utils.small_files import LIST_BYTES, UnreadableFile
+from megafp8.utils.strict_json import read_json
 
 LOCK_PATIENCE_S = 30.0
 # What copy_file_range() says where a kernel or a file system has it not.
@@ -77,7 +79,7 @@ class PartFolder:
             DataError: another job has the folder.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        stream = open(self.path / "lock", "wb")  # noqa: SIM115  it is the lock
+        stream = open(self.path / "lock", "wb", opener=_open_at_once)  # noqa: SIM115  it is the lock
         patient_until = time.monotonic() + LOCK_PATIENCE_S  # a killed job's workers finish their parts first
         while True:
             try:
@@ -96,8 +98,8 @@ class PartFolder:
     def load_job(self) -> Optional[dict[str, Any]]:
         """Return what `save_job` saved; None when there is nothing, or nothing that can be read."""
         try:
-            return json.loads((self.path / "job.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            return read_json(self.path / "job.json", LIST_BYTES)
+        except UnreadableFile:
             return None
 
     def save_job(self, job: dict[str, Any]) -> None:
@@ -107,7 +109,7 @@ class PartFolder:
     def load_record(self, name: str) -> Optional[PartRecord]:
         """Return the record of a part that is whole, else None."""
         try:
-            content = json.loads((self.path / f"{name}.json").read_text(encoding="utf-8"))
+            content = read_json(self.path / f"{name}.json", LIST_BYTES)
             content["num_records"] = tuple(map(tuple, content["num_records"]))
             record = PartRecord(**content | {"num_tokens": tuple(content["num_tokens"])})
             sizes = [
@@ -305,3 +307,8 @@ def _append(source: int, content: mmap.mmap, target: int) -> None:
                 raise
             with memoryview(content) as view:
                 done += os.write(target, view[done:])
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """An opener that does not wait for the reader of a named pipe."""
+    return os.open(path, flags | os.O_NONBLOCK, 0o666)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Optional
 
 from megafp8.errors import CapabilityError, DataError
+from megafp8.utils.paths import path_fault
 
 BLOCK_BYTES = 4 << 20
 JSONL, TEXT, PARQUET, DATASET = "jsonl", "text", "parquet", "dataset"
@@ -232,6 +233,8 @@ def _known_suffixes() -> str:
 
 
 def _source_of(path: Path, text_separator: Optional[str]) -> Source:
+    if fault := path_fault(str(path)):
+        raise DataError(f"{fault}. Rename the file.")
     found = _kind_of(path.name)
     if found is None:
         raise DataError(f"its kind is told by its name, and known are {_known_suffixes()}.")

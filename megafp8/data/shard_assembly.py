@@ -12,6 +12,7 @@ from megafp8.data.part_files import PartFolder, PartRecord, ShardJoiner
 from megafp8.data.preprocess_plan import Part, Unit
 from megafp8.data.readers import Source
 from megafp8.data.shards import ShardTotals
+from megafp8.utils.strict_json import parse_json
 
 
 def skipped_path(output_prefix: str) -> Path:
@@ -92,7 +93,7 @@ class ShardAssembly:
 
     def _list_skipped(self, name: str) -> None:
         lines = self._folder.skipped_path(name).read_text(encoding="utf-8").splitlines()
-        for number, place, reason in sorted(map(json.loads, lines)):
+        for number, place, reason in sorted(map(parse_json, lines)):
             source = self._sources[number]
             found = {"path": source.path, source.record_name: self._records_before[number] + place + 1}
             line = json.dumps(found | {"reason": reason}, ensure_ascii=False)

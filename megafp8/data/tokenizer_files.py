@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,8 @@ from typing import Any
 
 from megafp8.data.atomic import file_sha256
 from megafp8.errors import CapabilityError, DataError
+from megafp8.utils import strict_json
+from megafp8.utils.small_files import UnreadableFile
 
 
 def identifiers_of(tokenizer: Any, hashes: Sequence[str], **options: Any) -> "OrderedDict[str, Any]":
@@ -69,6 +70,6 @@ def read_json(path: Path) -> Any:
         DataError: it is none.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{path} is not JSON: {error}") from error
+        return strict_json.read_json(path)
+    except UnreadableFile as error:
+        raise DataError(f"{path} cannot be read: {error.reason}") from error

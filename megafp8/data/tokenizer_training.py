@@ -9,7 +9,6 @@ with which it writes the space, comes back as a space.
 from __future__ import annotations
 
 import io
-import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +24,8 @@ from megafp8.data.documents import read_texts
 from megafp8.data.readers import Source, find_sources
 from megafp8.data.tokenizer_files import load_library
 from megafp8.errors import DataError
+from megafp8.utils.small_files import LIST_BYTES, UnreadableFile
+from megafp8.utils.strict_json import read_json
 
 SPACE_MARK = "\u2581"
 NUM_FIXED_PIECES = 3 + 2 + 256  # unknown, begin, end; newline, tab; bytes
@@ -277,8 +278,8 @@ def _record(record_path: Path, settings: dict[str, Any], summary: TrainingSummar
 def _finished_before(model_path: Path, record_path: Path, settings: dict[str, Any]) -> TrainingSummary:
     """Accept the model that is there if its record says that it came from the same settings and inputs."""
     try:
-        record = json.loads(record_path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        record = read_json(record_path, LIST_BYTES)
+    except UnreadableFile:
         record = {}
     if record.get("settings") != settings or record.get("model_sha256") != file_sha256(model_path):
         raise DataError(

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from megafp8.device.rendezvous import wait_for_listener
 from megafp8.launch.nodes import PORTS, Place, links_of, members_of
+from megafp8.utils.strict_json import parse_json
 
 GPU_BYTES, CPU_BYTES = 256 << 20, 1 << 20
 REPEATS = 5
@@ -66,7 +67,7 @@ def tell(members: Sequence[int], num_bytes: int, seconds: Optional[float], error
 
 
 def main(text: str) -> None:
-    place = Place(**json.loads(text))
+    place = Place(**parse_json(text))
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # an all-reduce that never ends becomes an error
     size, num_nodes = place.ranks_per_node, len(place.nodes)
     groups = [([place.node], f"file://{place.store}", place.rank, size)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import sys
 from datetime import timedelta
@@ -20,6 +19,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousPara
 from megafp8.device.rendezvous import first_line, meet, wait_for_listener
 from megafp8.errors import PeerLost
 from megafp8.launch.nodes import Place
+from megafp8.utils.strict_json import parse_json
 
 
 def rendezvous(place: Place) -> None:
@@ -47,7 +47,7 @@ def rendezvous(place: Place) -> None:
 
 
 def main(text: str) -> None:
-    place = Place(**json.loads(text))
+    place = Place(**parse_json(text))
     where = f"{place.nodes[0]}:{place.port}"
     try:
         rendezvous(dataclasses.replace(place, nodes=tuple(place.nodes)))

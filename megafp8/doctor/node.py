@@ -27,6 +27,7 @@ from megafp8.launch.nodes import (
     members_of,
 )
 from megafp8.launch.process import end_with_parent
+from megafp8.utils.strict_json import parse_json
 
 QUERY = "index,name,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,clocks_throttle_reasons.hw_slowdown"
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "triton")
@@ -136,7 +137,7 @@ def results(place: Place, scratch: Path, ranks: Sequence[subprocess.Popen]) -> t
             process.kill()
             process.wait()
             silences.append("no answer in time")
-        lines = map(json.loads, (scratch / f"rank{rank}").read_text().splitlines())
+        lines = map(parse_json, (scratch / f"rank{rank}").read_text().splitlines())
         told.append({tuple(line["members"]): line for line in lines})
     return tuple(combined(members, [lines.get(members) for lines in told], silences) for members in expected)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
 import os
 import re
 import resource
@@ -20,6 +19,8 @@ from typing import Any, Optional
 
 from megafp8.device.capability import has_torch_part
 from megafp8.doctor.machine import Gpu, Machine
+from megafp8.utils.small_files import UnreadableFile
+from megafp8.utils.strict_json import parse_json
 
 CHILD = Path(__file__).with_name("child.py")
 IMPORT_SECONDS = 120
@@ -109,8 +110,8 @@ def read_facts(lines: Sequence[str], ended: str) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     for line in lines:
         try:
-            told = json.loads(line)
-        except json.JSONDecodeError:
+            told = parse_json(line)
+        except UnreadableFile:
             continue  # a library's own print
         if not isinstance(told, dict):
             continue

@@ -20,11 +20,12 @@ from torch import Tensor
 from megafp8.checkpoint.folder import SPARE_BYTES, UNFINISHED
 from megafp8.data.atomic import sync_file, sync_folder
 from megafp8.errors import CapabilityError, CheckpointError
+from megafp8.utils import strict_json
+from megafp8.utils.small_files import LIST_BYTES, UnreadableFile, open_regular
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("pytorch_model*.bin", "*.pth", "*.pt")
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn}
-MAX_JSON_BYTES = 1 << 28
 
 
 def safetensors() -> Any:
@@ -75,8 +76,9 @@ class TheirFiles:
     def _read_header(self, path: Path) -> Iterator[tuple[str, TheirTensor]]:
         library = safetensors()
         try:
+            open_regular(path).close()  # the library would wait for the writer of a named pipe
             file = library.safe_open(path, framework="pt")
-        except (OSError, library.SafetensorError) as error:
+        except (UnreadableFile, OSError, library.SafetensorError) as error:
             raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
         for name in file.keys():  # noqa: SIM118 (no dictionary)
             part = file.get_slice(name)
@@ -121,10 +123,9 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: there is none.
     """
     try:
-        with open(path, "rb") as stream:
-            content = json.loads(stream.read(MAX_JSON_BYTES))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+        content = strict_json.read_json(path, LIST_BYTES)
+    except UnreadableFile as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error.reason}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds no JSON object")
     return content

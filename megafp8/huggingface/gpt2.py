@@ -99,11 +99,14 @@ def from_theirs(theirs: TheirConfig) -> dict[str, Any]:
     hidden, positions = theirs.whole("n_embd", 768), theirs.whole("n_positions", 1024)
     dropout = theirs.number("resid_pdrop", 0.1)
     theirs.demand("embd_pdrop", dropout, default=dropout)
+    heads = theirs.whole("n_head", 12)
+    if hidden % heads:
+        theirs.problems.append(f"config.json: n_embd {hidden} is not a multiple of n_head {heads}")
     values = {
         "num_layers": theirs.whole("n_layer", 12),
         "hidden_size": hidden,
         "ffn_hidden_size": theirs.whole("n_inner", 4 * hidden),
-        "num_attention_heads": theirs.whole("n_head", 12),
+        "num_attention_heads": heads,
         "max_position_embeddings": positions,
         "position_embedding_type": "learned_absolute",
         "normalization": "LayerNorm",

@@ -16,7 +16,7 @@ from megafp8.checkpoint.plain_save import Source, save_weights
 from megafp8.config import derived
 from megafp8.config.schema import RunConfig
 from megafp8.config.serialize import to_dict
-from megafp8.config.settings import all_settings, value_of, with_values
+from megafp8.config.settings import all_settings, settings_by_name, value_of, with_values
 from megafp8.errors import CheckpointError
 from megafp8.fp8.recipes import Block
 from megafp8.huggingface.families import family_of_theirs
@@ -115,7 +115,7 @@ def plan_import(folder: Path, dtype: Optional[str] = None, vocab_multiple: Optio
     if vocab_multiple is not None:
         given["model.make_vocab_size_divisible_by"] = vocab_multiple
     check_quantization(theirs)
-    refuse(folder, theirs.problems)
+    refuse(folder, theirs.problems + size_problems(given))
     files = TheirFiles(folder)
     stored = weights_of(files, family)
     dtype, notes = chosen_dtype(stored, theirs, dtype)
@@ -133,6 +133,13 @@ def plan_import(folder: Path, dtype: Optional[str] = None, vocab_multiple: Optio
     tokenizer = find_tokenizer(folder)
     notes += reader.notes + notes_on(table, tokenizer, num_tokens)
     return Import(config, given, table, sources, tokenizer, notes, reader)
+
+
+def size_problems(given: Mapping[str, Any]) -> list[str]:
+    """Settings that are too large to compute with, by name."""
+    settings = settings_by_name()
+    faults = {name: settings[name].fault(value) for name, value in given.items()}
+    return [f"config.json: {settings[name].flags[0]} {given[name]} {fault}" for name, fault in faults.items() if fault]
 
 
 def refuse(folder: Path, problems: list[str]) -> None:

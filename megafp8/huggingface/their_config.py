@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Optional
 
@@ -32,7 +33,7 @@ class TheirConfig:
     def number(self, field: str, default: Optional[float] = None) -> float:
         """A number."""
         value = self._given(field, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             self.problems.append(f"{self.name}: {field} is {value!r} and no number")
             return 1
         return value

@@ -14,6 +14,8 @@ from typing import Any, Optional
 from megafp8.errors import ConfigError
 from megafp8.launch.control_characters import control_problems
 from megafp8.launch.nodes import PATIENCE_S
+from megafp8.utils.small_files import UnreadableFile
+from megafp8.utils.strict_yaml import parse_yaml
 
 # Between a run's time to save and the end: srun and the supervisor have to end, too.
 SIGNAL_MARGIN_S = 60
@@ -224,12 +226,10 @@ def read_job(text: str, given: Mapping[str, Any], training: Sequence[str] = ()) 
     Raises:
         ConfigError: it is no YAML, has fields that a job does not have or values of another type, or lacks some.
     """
-    import yaml
-
     try:
-        plain = yaml.load(text, Loader=yaml.BaseLoader) or {}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"the job file is no YAML: {error}") from None
+        plain = parse_yaml(text, as_written=True) or {}
+    except UnreadableFile as error:
+        raise ConfigError(f"the job file cannot be read: {error.reason}") from None
     if not isinstance(plain, dict):
         raise ConfigError("the job file is no table of fields")
     merged = plain | dict(given)

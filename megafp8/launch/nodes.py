@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
+from megafp8.utils.small_files import UnreadableFile
+from megafp8.utils.strict_json import read_json
+
 GIB = 1 << 30
 # Records and locks of one run are compared by their times.
 CLOCK_S = 5.0
@@ -144,13 +147,13 @@ def write_report(folder: Path, report: NodeReport) -> None:
 def read_report(folder: Path, node: str) -> Optional[NodeReport]:
     """What a node left; None when it left nothing that can be read."""
     try:
-        plain = json.loads((folder / f"{node}.json").read_text(encoding="utf-8"))
+        plain = read_json(folder / f"{node}.json")
         return NodeReport(**plain | {
             "problems": tuple(plain["problems"]),
             "gpus": tuple(GpuState(**gpu) for gpu in plain["gpus"]),
             "groups": tuple(GroupResult(**group | {"members": tuple(group["members"])}) for group in plain["groups"]),
         })  # fmt: skip
-    except (OSError, ValueError, TypeError, KeyError):
+    except (UnreadableFile, TypeError, KeyError):
         return None
 
 

@@ -20,6 +20,8 @@ from typing import Optional
 
 from megafp8.errors import RunFolderInUse
 from megafp8.launch.process import Process, this_process
+from megafp8.utils.small_files import UnreadableFile
+from megafp8.utils.strict_json import read_json
 
 LOCK_FILE = "run.lock"
 STALE_S = 300.0
@@ -158,6 +160,6 @@ def refusal(folder: Path, holder: Optional[Process], touched: float, silent_s: f
 def holder_of(path: Path) -> Optional[Process]:
     """Who holds a lock; None if there is none or it cannot be read."""
     try:
-        return Process(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        return Process(**read_json(path))
+    except (UnreadableFile, TypeError):
         return None

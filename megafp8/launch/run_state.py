@@ -15,7 +15,6 @@ torchrun's exit status is 1 whatever its ranks say, so a run writes its state in
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,8 @@ from typing import Any, Optional
 
 from megafp8.errors import HUNG, INTERNAL
 from megafp8.launch.process import Process
+from megafp8.utils.small_files import UnreadableFile, open_regular
+from megafp8.utils.strict_json import parse_json, read_json
 
 RUN_STATE_FILE = "run_state.json"
 RECORDS_FILE = "records.jsonl"
@@ -85,11 +86,11 @@ class RunState:
 def read_run_state(folder: Path) -> Optional[RunState]:
     """What the file of a run's folder says; None when it has none that can be read."""
     try:
-        plain = json.loads((folder / RUN_STATE_FILE).read_text(encoding="utf-8"))
+        plain = read_json(folder / RUN_STATE_FILE)
         names = {field.name for field in dataclasses.fields(RunState)}
         known = {name: value for name, value in plain.items() if name in names}  # a newer one may say more
         return RunState(**known | {"process": Process(**plain["process"])})
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (UnreadableFile, TypeError, KeyError, AttributeError):
         return None
 
 
@@ -121,15 +122,15 @@ def finished_state(folder: Path) -> Optional[RunState]:
 def last_recorded_step(folder: Path) -> int:
     """The newest step in a run's records, which are newer than its state; 0 without any."""
     try:
-        with open(folder / RECORDS_FILE, "rb") as stream:
+        with open_regular(folder / RECORDS_FILE) as stream:
             stream.seek(max(0, stream.seek(0, 2) - TAIL_BYTES))
             lines = stream.read().split(b"\n")
-    except OSError:
+    except (UnreadableFile, OSError):
         return 0
     for line in reversed(lines):
         try:
-            record = json.loads(line)
-        except ValueError:
+            record = parse_json(line)
+        except UnreadableFile:
             continue  # half a line
         if isinstance(record, dict) and record.get("kind") == "step":
             return int(record["step"])

@@ -7,16 +7,16 @@ of gradients; what is reduced is in the run's own type.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any, Optional
 
 import torch
-import yaml
 from transformer_engine.pytorch.module.base import UserBufferQuantizationMode, destroy_ub, initialize_ub
 
 from megafp8.config import derived
 from megafp8.config.schema import RunConfig
 from megafp8.errors import CapabilityError, ConfigError
+from megafp8.utils.small_files import UnreadableFile
+from megafp8.utils.strict_yaml import read_yaml
 
 
 def start(config: RunConfig, dtype: torch.dtype) -> None:
@@ -67,9 +67,9 @@ def read_settings(path: Optional[str]) -> Optional[dict[str, Any]]:
     if path is None:
         return None
     try:
-        table = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError([f"--tp-comm-overlap-cfg {path}: {error}"]) from error
+        table = read_yaml(path)
+    except UnreadableFile as error:
+        raise ConfigError(f"--tp-comm-overlap-cfg {path}: cannot be read: {error.reason}") from error
     if not isinstance(table, dict) or not all(isinstance(entry, dict) for entry in table.values()):
         raise ConfigError([f"--tp-comm-overlap-cfg {path}: give a table of settings for each GEMM, such as "
                            "`qkv_fprop: {method: ring_exchange}`"])

@@ -22,7 +22,7 @@ from megafp8.telemetry.records import (
     StepRecord,
     from_json,
 )
-from megafp8.telemetry.sinks.jsonl import current_records, read_records
+from megafp8.telemetry.sinks.jsonl import current_records, lines_of, read_records
 
 SEED_FOLDER = re.compile(r"seed-?\d+")
 
@@ -184,7 +184,7 @@ def _stages(records: Sequence[Record]) -> tuple[RunRecord, ...]:
 
 def _first_bad(path: Path) -> str:
     """The first line that is no record, in words to go on with; empty without one."""
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+    for number, line in enumerate(lines_of(path), start=1):
         try:
             if line.strip():
                 from_json(line.decode("utf-8", errors="replace"))

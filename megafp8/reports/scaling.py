@@ -11,8 +11,8 @@ from megafp8.reports.laws import REPLICATES
 from megafp8.reports.scaling_cells import CellRow, GapRow, cell_rows, gap_rows, passed_over
 from megafp8.reports.scaling_laws import BOTH, COMPUTE, PARAMETERS, Axis, fit_axis
 from megafp8.reports.scaling_speed import SpeedRow, speed_rows
-from megafp8.reports.strict_json import to_strict_json
 from megafp8.reports.study_points import StudyPoints
+from megafp8.utils.strict_json import to_strict_json
 
 USUAL_BASELINE = "bf16"
 

@@ -19,6 +19,8 @@ from megafp8.launch.run_state import judge
 from megafp8.reports.compare import WARMUP_STEPS, median_after_warmup
 from megafp8.reports.load import Run, load_run
 from megafp8.reports.settings import recipe_of, seed_of, seedless, settings_key
+from megafp8.utils.small_files import UnreadableFile
+from megafp8.utils.strict_json import read_json
 
 STUDY_FILE = "study.json"
 POINTS_FILE = "points.json"
@@ -99,8 +101,10 @@ def load_folder(folder: Path) -> StudyPoints:
         DataError: no study, a run that was never validated, or records that are damaged.
     """
     try:
-        study = json.loads((folder / STUDY_FILE).read_text(encoding="utf-8"))
-    except OSError:
+        study = read_json(folder / STUDY_FILE)
+    except UnreadableFile as error:
+        if not error.is_missing:
+            raise DataError(f"{error.path} cannot be read: {error.reason}") from error
         raise DataError(f"no study in {folder}: no {STUDY_FILE}, which launcher/scaling_study.py writes") from None
     points, missing = [], []
     for entry in study["runs"]:
@@ -153,8 +157,8 @@ def read_points(path: Path) -> StudyPoints:
         DataError: it is something else.
     """
     try:
-        plain = json.loads(path.read_text(encoding="utf-8"))
+        plain = read_json(path)
         points = tuple(Point(**point) for point in plain["points"])
         return StudyPoints(name=plain["name"], points=points, missing=tuple(plain["missing"]))
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise DataError(f"{path}: not the {POINTS_FILE} of a report: {error}") from None

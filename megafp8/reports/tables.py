@@ -8,8 +8,8 @@ from typing import Optional, Union
 
 from megafp8.reports.compare import Comparison, ComparisonRow, RecipeRow
 from megafp8.reports.intervals import CONTROL, UNDECIDED
-from megafp8.reports.strict_json import to_strict_json
 from megafp8.text_table import aligned, escaped, markdown
+from megafp8.utils.strict_json import to_strict_json
 
 MIB = 2**20
 WORDS = "ll"  # the first two columns of both tables

@@ -12,6 +12,8 @@ from megafp8.launch import slurm
 from megafp8.launch.job import Job, build_job
 from megafp8.studies.runs import StudyRun
 from megafp8.studies.study import Study
+from megafp8.utils.small_files import UnreadableFile, read_text
+from megafp8.utils.strict_json import parse_json
 
 SUBMITTED_FILE = "submitted.jsonl"
 GPUS_PER_NODE = 8
@@ -98,10 +100,16 @@ def queued_ids(folder: Path) -> set[str]:
     """Runs of a study that Slurm still has, waiting or running; none where there is no squeue.
 
     Raises:
-        ConfigError: squeue fails, so that runs might be submitted twice.
+        ConfigError: squeue fails or the list of jobs is damaged, so that runs might be submitted twice.
     """
+    path = folder / SUBMITTED_FILE
     try:
-        submitted = [json.loads(line) for line in (folder / SUBMITTED_FILE).read_text(encoding="utf-8").splitlines()]
+        submitted = [(job["job"], job["runs"]) for job in map(parse_json, read_text(path).splitlines())]
+    except (UnreadableFile, TypeError, KeyError) as error:
+        if isinstance(error, UnreadableFile) and error.is_missing:
+            return set()
+        raise ConfigError(f"{path} is damaged ({error}): delete it if no job of this study is in the queue") from error
+    try:
         answer = subprocess.run(
             ["squeue", "--me", "--noheader", "--array", "--format=%i"], capture_output=True, text=True
         )  # fmt: skip
@@ -110,4 +118,4 @@ def queued_ids(folder: Path) -> set[str]:
     if answer.returncode:
         raise ConfigError(f"squeue: {answer.stderr.strip()}")
     tasks = set(answer.stdout.split())
-    return {run for job in submitted for task, run in enumerate(job["runs"]) if f"{job['job']}_{task}" in tasks}
+    return {run for job, runs in submitted for task, run in enumerate(runs) if f"{job}_{task}" in tasks}

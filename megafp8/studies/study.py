@@ -28,11 +28,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
-import yaml
-
 from megafp8.errors import ConfigError
 from megafp8.launch.control_characters import control_problems
 from megafp8.launch.job import name_problems
+from megafp8.utils.paths import path_fault, shown
+from megafp8.utils.small_files import UnreadableFile
+from megafp8.utils.strict_yaml import read_yaml
 
 SIZES = ("tokens", "tokens_per_parameter", "gpus")
 """Numbers of a run that no flag of its own gives."""
@@ -85,11 +86,9 @@ def read_study(path: Path, folder: Optional[Path] = None) -> Study:
     """
     try:
         # Every value as it is written: to YAML's usual reader 24:00:00 is 86400, and 1e-3 a text beside the number 0.1.
-        plain = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML: {error}") from None
+        plain = read_yaml(path, as_written=True)
+    except UnreadableFile as error:
+        raise ConfigError(f"{path}: cannot be read: {error.reason}") from None
     if not isinstance(plain, dict):
         raise ConfigError(f"{path}: not a mapping with the keys {', '.join(KEYS)}")
     problems = [f"unknown key {key!r}; there are {', '.join(KEYS)}" for key in plain if key not in KEYS]
@@ -110,6 +109,8 @@ def read_study(path: Path, folder: Optional[Path] = None) -> Study:
             problems += control_problems("grid", axis)
             for option in options:
                 problems += control_problems(f"grid: {axis}", (option.name, *option.flags))
+    if fault := path_fault(str(folder)):
+        problems.append(f"folder: {shown(str(folder))} {fault}")
     if problems:
         raise ConfigError([f"{path}: {problem}" for problem in problems])
     return Study(path=path, name=name, folder=folder, common=common, grids=grids, slurm=slurm)

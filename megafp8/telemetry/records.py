@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Optional, Union
 
 from megafp8.errors import DataError
+from megafp8.utils.small_files import UnreadableFile
+from megafp8.utils.strict_json import parse_json
 
 RECORDS_FILE = "records.jsonl"
 SCHEMA_VERSION = 1
@@ -237,9 +239,12 @@ def from_json(line: str) -> Record:
             type than the schema says.
     """
     try:
-        content = json.loads(line, parse_constant=_refuse_constant)
-    except json.JSONDecodeError as error:
-        raise TornLineError(f"not a line of JSON ({error}): {_shorten(line)}") from error
+        content = parse_json(line)
+    except UnreadableFile as error:
+        text = f"not a line of JSON ({error.reason.removeprefix('not JSON: ')}): {_shorten(line)}"
+        # A kill leaves a line without an end, which is an error of syntax; nothing else is excused.
+        is_torn = isinstance(error.__cause__, json.JSONDecodeError)
+        raise (TornLineError if is_torn else DataError)(text) from error
     if not isinstance(content, dict):
         raise DataError(f"a record is a JSON object, this is not one: {_shorten(line)}")
     kind = content.pop("kind", None)
@@ -310,10 +315,6 @@ def _required_fields(cls: type) -> list[str]:
         for f in dataclasses.fields(cls)
         if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     ]
-
-
-def _refuse_constant(text: str) -> float:
-    raise DataError(f"{text} is no JSON; records write it as a text")
 
 
 def _shorten(line: str) -> str:

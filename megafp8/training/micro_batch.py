@@ -6,7 +6,6 @@ Each rank tries them in a process of its own (`trial_process.py`).
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +39,7 @@ from megafp8.training.guard import Guard
 from megafp8.training.stopping import stopped_by_signals
 from megafp8.training.trial_messages import Answer, Failed, TooLarge, TrialSetup
 from megafp8.training.trial_process import TrialProcess
+from megafp8.utils.strict_json import read_json
 
 CHOICE_FILE = "micro_batch_size.json"
 GIB = 2**30
@@ -171,7 +171,7 @@ def read_choice(path: Path) -> Choice:
         DataError: it is damaged.
     """
     try:
-        content = json.loads(path.read_text())
+        content = read_json(path)
         trials = tuple(Trial(**each) for each in content.pop("trials"))
         return Choice(**content, trials=trials)
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -12,8 +12,8 @@ from megafp8.config.schema.setting import setting
 class CheckpointConfig:
     """Saving and loading."""
 
-    save: Optional[str] = setting(None, "folder for checkpoints, records and the configuration of this run")
-    load: Optional[str] = setting(None, "folder to resume from; a folder without checkpoints starts anew")
+    save: Optional[str] = setting(None, "folder for checkpoints, records and the configuration of this run", path=True)
+    load: Optional[str] = setting(None, "folder to resume from; a folder without checkpoints starts anew", path=True)
     save_interval: Optional[int] = setting(None, "steps between checkpoints; the last step is always saved")
     ckpt_keep: Optional[int] = setting(None, "newest checkpoints to keep, older ones are deleted; default all")
     non_persistent_save_interval: Optional[int] = setting(
@@ -23,7 +23,8 @@ class CheckpointConfig:
         "global", "where they lie: in one folder that all ranks share", choices=("global", "local")
     )
     non_persistent_global_ckpt_dir: Optional[str] = setting(
-        None, "folder for them, such as one in memory; default non_persistent/ in --save"
+        None, "folder for them, such as one in memory; default non_persistent/ in --save",
+        path=True,
     )
     async_save: bool = setting(
         False, "write checkpoints while training goes on, from a copy of the state in host memory"
@@ -39,7 +40,9 @@ class CheckpointConfig:
     no_load_optim: bool = setting(False, "do not load optimizer state")
     no_load_rng: bool = setting(False, "do not load random-number state")
     finetune: bool = setting(False, "load weights only and start at step 0")
-    pretrained_checkpoint: Optional[str] = setting(None, "folder whose weights start a run that has nothing to resume")
+    pretrained_checkpoint: Optional[str] = setting(
+        None, "folder whose weights start a run that has nothing to resume", path=True
+    )
     exit_on_missing_checkpoint: bool = setting(False, "stop when --load holds no checkpoint")
     ckpt_format: str = setting("torch_dist", "checkpoint format", choices=("torch_dist",))
     ckpt_step: Optional[int] = setting(None, "step to load; default the newest")

@@ -12,12 +12,12 @@ from megafp8.config.schema.setting import setting
 class DataConfig:
     """Tokenizer and token shards."""
 
-    data_path: tuple[str, ...] = setting((), "shard prefixes, or weight prefix weight prefix ...", many=True)
-    train_data_path: tuple[str, ...] = setting((), "shards for training only", many=True)
-    valid_data_path: tuple[str, ...] = setting((), "shards for validation only", many=True)
-    test_data_path: tuple[str, ...] = setting((), "shards for testing only", many=True)
+    data_path: tuple[str, ...] = setting((), "shard prefixes, or weight prefix weight prefix ...", many=True, path=True)
+    train_data_path: tuple[str, ...] = setting((), "shards for training only", many=True, path=True)
+    valid_data_path: tuple[str, ...] = setting((), "shards for validation only", many=True, path=True)
+    test_data_path: tuple[str, ...] = setting((), "shards for testing only", many=True, path=True)
     split: Optional[str] = setting(None, "train,validation,test parts of --data-path; default 969,30,1")
-    data_cache_path: Optional[str] = setting(None, "folder for dataset indices; default beside the run")
+    data_cache_path: Optional[str] = setting(None, "folder for dataset indices; default beside the run", path=True)
     mock_data: bool = setting(False, "made-up tokens instead of --data-path")
     seq_length: Optional[int] = setting(None, "tokens in one sample", flags=("--seq-length", "--encoder-seq-length"))
     tokenizer_type: Optional[str] = setting(
@@ -27,9 +27,11 @@ class DataConfig:
             "GPT2BPETokenizer", "TikTokenizer", "ByteLevelTokenizer", "NullTokenizer",
         ),
     )
-    tokenizer_model: Optional[str] = setting(None, "file or folder of the tokenizer, or name of a tiktoken encoding")
-    vocab_file: Optional[str] = setting(None, "vocabulary file (GPT2BPETokenizer)")
-    merge_file: Optional[str] = setting(None, "merges file (GPT2BPETokenizer)")
+    tokenizer_model: Optional[str] = setting(
+        None, "file or folder of the tokenizer, or name of a tiktoken encoding", path=True
+    )
+    vocab_file: Optional[str] = setting(None, "vocabulary file (GPT2BPETokenizer)", path=True)
+    merge_file: Optional[str] = setting(None, "merges file (GPT2BPETokenizer)", path=True)
     tiktoken_pattern: Optional[str] = setting(None, "splitting pattern of a file for TikTokenizer: v1 or v2 (default)")
     tiktoken_num_special_tokens: Optional[int] = setting(
         None, "ids before the ranks of a file for TikTokenizer; default 1000"

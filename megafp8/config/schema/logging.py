@@ -13,12 +13,12 @@ class LoggingConfig:
     """Records of a run."""
 
     log_interval: int = setting(100, "steps between console lines; every step is recorded")
-    tensorboard_dir: Optional[str] = setting(None, "folder for TensorBoard; default tensorboard/ in --save")
+    tensorboard_dir: Optional[str] = setting(None, "folder for TensorBoard; default tensorboard/ in --save", path=True)
     tensorboard_log_interval: int = setting(1, "steps between TensorBoard points")
     wandb_project: Optional[str] = setting(None, "Weights & Biases project (needs wandb)")
     wandb_entity: Optional[str] = setting(None, "Weights & Biases entity")
     wandb_exp_name: Optional[str] = setting(None, "Weights & Biases run name")
-    wandb_save_dir: Optional[str] = setting(None, "Weights & Biases local folder")
+    wandb_save_dir: Optional[str] = setting(None, "Weights & Biases local folder", path=True)
     fp8_log_interval: Optional[int] = setting(
         None, "steps between looks at what quantization does to every operand of the linears; default never"
     )

@@ -7,6 +7,11 @@ from typing import Optional
 
 from megafp8.config.schema.setting import setting
 
+# Of what nobody trains: tables of that many layers still fit in memory, and the size of no tensor exceeds an int64.
+MAX_WIDTH = 1 << 20
+MAX_HEADS = 1 << 16
+INT32_MAX = (1 << 31) - 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -15,17 +20,19 @@ class ModelConfig:
     model_preset: Optional[str] = setting(
         None, "named model shape whose values apply where a flag does not say otherwise (see --list-presets)"
     )
-    num_layers: Optional[int] = setting(None, "number of transformer layers")
-    hidden_size: Optional[int] = setting(None, "width of the residual stream")
+    num_layers: Optional[int] = setting(None, "number of transformer layers", maximum=10_000)
+    hidden_size: Optional[int] = setting(None, "width of the residual stream", maximum=MAX_WIDTH)
     ffn_hidden_size: Optional[int] = setting(
-        None, "width of the MLP; default 4 x hidden size, with --swiglu 4 x hidden x 2/3 rounded to 64"
+        None, "width of the MLP; default 4 x hidden size, with --swiglu 4 x hidden x 2/3 rounded to 64",
+        maximum=MAX_WIDTH,
     )
-    num_attention_heads: Optional[int] = setting(None, "number of query heads")
-    kv_channels: Optional[int] = setting(None, "width of one head; default hidden size / heads")
+    num_attention_heads: Optional[int] = setting(None, "number of query heads", maximum=MAX_HEADS)
+    kv_channels: Optional[int] = setting(None, "width of one head; default hidden size / heads", maximum=MAX_WIDTH)
     group_query_attention: bool = setting(False, "share key and value heads (grouped-query attention)")
-    num_query_groups: int = setting(1, "number of key/value heads, with --group-query-attention")
+    num_query_groups: int = setting(1, "number of key/value heads, with --group-query-attention", maximum=MAX_HEADS)
     max_position_embeddings: Optional[int] = setting(
-        None, "longest sequence that the position embeddings allow; must be at least the sequence length"
+        None, "longest sequence that the position embeddings allow; must be at least the sequence length",
+        maximum=INT32_MAX,
     )
     position_embedding_type: str = setting(
         "learned_absolute", "position embeddings", choices=("learned_absolute", "rope", "none")
@@ -49,8 +56,12 @@ class ModelConfig:
     share_embeddings_and_output_weights: bool = setting(
         True, "one matrix for embedding and output layer", off=("--untie-embeddings-and-output-weights",)
     )
-    vocab_size: Optional[int] = setting(None, "tokens in the vocabulary before padding; default the tokenizer's")
-    make_vocab_size_divisible_by: int = setting(128, "vocabulary is padded to a multiple of this x tensor-parallel")
+    vocab_size: Optional[int] = setting(
+        None, "tokens in the vocabulary before padding; default the tokenizer's", maximum=INT32_MAX
+    )
+    make_vocab_size_divisible_by: int = setting(
+        128, "vocabulary is padded to a multiple of this x tensor-parallel", maximum=INT32_MAX
+    )
     attention_dropout: float = setting(0.1, "dropout of the attention probabilities")
     hidden_dropout: float = setting(0.1, "dropout of the hidden state")
     init_method_std: float = setting(0.02, "standard deviation of the initial weights")

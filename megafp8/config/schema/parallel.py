@@ -39,6 +39,7 @@ class ParallelConfig:
     tp_comm_overlap_cfg: Optional[str] = setting(
         None, "YAML file with how each GEMM's communication is overlapped (`ub_cfgs` of Transformer Engine)",
         metavar="FILE",
+        path=True,
     )
     tp_comm_overlap_ag: bool = setting(True, "overlap all-gathers", off=("--disable-tp-comm-overlap-ag",))
     tp_comm_overlap_rs: bool = setting(True, "overlap reduce-scatters", off=("--disable-tp-comm-overlap-rs",))

@@ -7,6 +7,7 @@ from typing import Any, Optional
 
 AUTO = 0
 """What the word `auto` is read as, in settings that take it."""
+INT64_MAX = (1 << 63) - 1
 
 
 def setting(
@@ -19,6 +20,8 @@ def setting(
     many: bool = False,
     auto: bool = False,
     metavar: Optional[str] = None,
+    maximum: int = INT64_MAX,
+    path: bool = False,
 ) -> Any:
     """Declare one field of a section.
 
@@ -31,8 +34,11 @@ def setting(
         choices: the values allowed.
         many: the flag takes one or more values and the field is a tuple.
         auto: a count that may also be the word `auto`, kept as `AUTO`.
+        maximum: of a whole number. Values above it are refused as they are read, before anything computes with them.
+        path: the text is a path, or the prefix of some; one that no file can have is refused.
     """
     metadata = {
-        "help": help, "flags": flags, "off": off, "choices": choices, "many": many, "auto": auto, "metavar": metavar
+        "help": help, "flags": flags, "off": off, "choices": choices, "many": many, "auto": auto, "metavar": metavar,
+        "maximum": maximum, "path": path,
     }  # fmt: skip
     return field(default=default, metadata=metadata)

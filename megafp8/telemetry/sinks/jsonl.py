@@ -22,6 +22,7 @@ from megafp8.telemetry.records import (
     from_json,
     to_json,
 )
+from megafp8.utils.small_files import UnreadableFile, open_regular
 
 OF_STEPS = (StepRecord, QuantizationRecord, EvalRecord)
 
@@ -60,7 +61,7 @@ def read_records(path: Union[str, Path]) -> list[Record]:
     """
     records: list[Record] = []
     torn: Optional[DataError] = None
-    for number, line in enumerate(Path(path).read_bytes().split(b"\n"), start=1):
+    for number, line in enumerate(lines_of(path), start=1):
         if not line.strip():
             continue
         try:
@@ -99,3 +100,16 @@ def current_records(records: list[Record]) -> list[Record]:
         kept.pop(key, None)  # so that the newer record takes its place in the order of the file
         kept[key] = record
     return list(kept.values())
+
+
+def lines_of(path: Union[str, Path]) -> list[bytes]:
+    """The lines of a records file, without their ends.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    try:
+        with open_regular(path) as stream:
+            return stream.read().split(b"\n")
+    except UnreadableFile as error:
+        raise DataError(f"{path} cannot be read: {error.reason}") from error

@@ -6,6 +6,7 @@ import os
 import pickle
 import time
 
+import hostile_files
 import numpy as np
 import pytest
 
@@ -115,6 +116,21 @@ def test_a_broken_description_is_written_again(tmp_path, text):
     open_cache(tmp_path)
     (tmp_path / f"{NAME}.json").write_bytes(text)
     assert len(open_cache(tmp_path)[1]) == 1
+    assert open_cache(tmp_path)[1] == []
+
+
+@pytest.mark.parametrize("hostile", ["fifo", "deep lists", "long integer"])
+@pytest.mark.parametrize("place", ["description", "array"])
+def test_a_hostile_file_is_replaced(tmp_path, place, hostile):
+    open_cache(tmp_path)
+    path = tmp_path / f"{NAME}.json" if place == "description" else array_path(tmp_path, NAME, "second")
+    path.unlink()
+    if hostile == "fifo":
+        os.mkfifo(path)
+    else:
+        path.write_bytes(hostile_files.JSON[hostile])
+    _, (told,) = open_cache(tmp_path)
+    assert told.startswith("the test again: ") and ("a named pipe" in told or hostile != "fifo")
     assert open_cache(tmp_path)[1] == []
 
 

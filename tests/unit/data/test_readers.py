@@ -2,6 +2,7 @@
 
 import gzip
 import importlib.util
+import os
 import random
 from pathlib import Path
 
@@ -138,6 +139,12 @@ def test_inputs_are_found_and_all_problems_told(tmp_path):
     with pytest.raises(DataError) as caught:
         find_sources([str(tmp_path / name) for name in names])
     assert str(caught.value).count("--input") == len(names)
+
+
+def test_a_name_that_no_manifest_can_hold(tmp_path):
+    open(os.fsencode(tmp_path) + b"/a\xff.txt", "w").close()
+    with pytest.raises(DataError, match="it is not UTF-8. Rename the file"):
+        find_sources([str(tmp_path)])
 
 
 def test_a_file_is_not_taken_twice(tmp_path):

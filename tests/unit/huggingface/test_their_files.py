@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,6 +73,11 @@ def stored_twice(folder: Path) -> None:
     index_of(folder, {"x": "a.safetensors", "y": "b.safetensors"})
 
 
+def waits_for_a_writer(folder: Path) -> None:
+    os.mkfifo(folder / "x.safetensors")
+    index_of(folder, {"x": "x.safetensors"})
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [
@@ -85,6 +91,7 @@ def stored_twice(folder: Path) -> None:
         (lambda folder: index_of(folder, {"x": "gone.safetensors"}), "gone.safetensors cannot be read"),
         (lambda folder: index_of(folder, []), "has no weight_map"),
         (lambda folder: (folder / INDEX).write_text("[" * 100_000), "cannot be read as JSON"),
+        (waits_for_a_writer, "x.safetensors cannot be read as safetensors: .* a named pipe"),
     ],
 )
 def test_what_is_refused(make: Callable[[Path], object], text: str, tmp_path: Path) -> None:

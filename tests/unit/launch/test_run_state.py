@@ -10,9 +10,12 @@ import subprocess
 import time
 from pathlib import Path
 
+import hostile_files
 import pytest
 
+from megafp8.launch.nodes import read_report
 from megafp8.launch.process import Process, stat_of, this_place, this_process
+from megafp8.launch.run_lock import holder_of
 from megafp8.launch.run_state import (
     RECORDS_FILE,
     RUN_STATE_FILE,
@@ -108,3 +111,16 @@ def test_the_last_recorded_step(tmp_path: Path) -> None:
     lines = [f'{{"kind": "step", "step": {step}}}\n' for step in range(1, 5000)]
     (tmp_path / RECORDS_FILE).write_text("".join(lines) + '{"kind": "event", "step": 9999}\n{"kind": "step", "st')
     assert last_recorded_step(tmp_path) == 4999
+
+
+@pytest.mark.parametrize("hostile", ["fifo", "directory", "too large", *hostile_files.JSON])
+def test_a_hostile_file_counts_as_missing(hostile: str, tmp_path: Path) -> None:
+    for name in (RUN_STATE_FILE, RECORDS_FILE, "run.lock", "n0.json"):
+        if hostile in hostile_files.KINDS:
+            hostile_files.KINDS[hostile](tmp_path / name)
+        else:
+            (tmp_path / name).write_bytes(hostile_files.JSON[hostile])
+    assert read_run_state(tmp_path) is None and judge(tmp_path) is None
+    assert last_recorded_step(tmp_path) == 0
+    assert holder_of(tmp_path / "run.lock") is None
+    assert read_report(tmp_path, "n0") is None

@@ -98,6 +98,15 @@ def test_a_failing_squeue_is_told(write_study, cluster: Path, monkeypatch) -> No
         queued_ids(study.folder)
 
 
+@pytest.mark.parametrize("line", ["[" * 10_000, '{"job": 3}', "[]", '{"job": 3, "ru'])
+def test_a_damaged_list_of_jobs(write_study, line: str) -> None:
+    study = write_study(GRID % "1" + SHARED)
+    study.folder.mkdir(parents=True, exist_ok=True)
+    (study.folder / "submitted.jsonl").write_text(line)
+    with pytest.raises(ConfigError, match="submitted.jsonl is damaged"):
+        queued_ids(study.folder)
+
+
 def test_submitting_from_elsewhere_is_refused(write_study, cluster: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     study = write_study(GRID % "1" + SHARED)

@@ -1,0 +1,106 @@
+"""YAML, bounded: no deep nesting, no aliases that multiply, no tags.
+
+PyYAML composes a tree of nodes, in which an alias is another reference to its anchor's node. Values are made only of a
+tree that was checked: a few lines of aliases to lists of aliases stand for billions of values as soon as anything walks
+them. Its pure Python parser is used, whose recursion is bounded by the interpreter.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Optional
+
+from megafp8.utils.small_files import AnyPath, UnreadableFile, read_text
+from megafp8.utils.strict_json import MAX_DEPTH, check_number, too_deep
+
+MAX_BYTES = 1 << 20
+MAX_NODES = 100_000
+_TAG = "tag:yaml.org,2002:"
+_KNOWN = frozenset(_TAG + name for name in ("str", "seq", "map", "int", "float", "bool", "null", "merge"))
+
+
+def read_yaml(path: AnyPath, *, as_written: bool = False) -> Any:
+    """The content of a YAML file.
+
+    Args:
+        as_written: scalars stay text. To YAML's usual rules `24:00:00` is 86400, and `on` is true.
+
+    Raises:
+        UnreadableFile: it cannot be read, or as `parse_yaml`.
+    """
+    return parse_yaml(read_text(path, MAX_BYTES), path, as_written=as_written)
+
+
+def parse_yaml(text: str, path: Optional[AnyPath] = None, *, as_written: bool = False) -> Any:
+    """Parse YAML text; the arguments are those of `read_yaml`.
+
+    Raises:
+        UnreadableFile: it is not YAML or has several documents, is nested deeper than `MAX_DEPTH`, has more than
+            `MAX_NODES` values with its aliases written out, has tags, or numbers that are too long or not finite.
+    """
+    return _parse(text, path, as_written, has_values=True)
+
+
+def compose_yaml(text: str, path: Optional[AnyPath] = None) -> Any:
+    """The tree of YAML's nodes, which know their lines; None of an empty text. Tags are as in `parse_yaml`.
+
+    Raises:
+        UnreadableFile: as `parse_yaml`; a `yaml.YAMLError` is its cause.
+    """
+    return _parse(text, path, as_written=False, has_values=False)
+
+
+def _parse(text: str, path: Optional[AnyPath], as_written: bool, has_values: bool) -> Any:
+    import yaml  # only for those who have such a file: keeps --help quick
+
+    try:
+        loader = (yaml.BaseLoader if as_written else yaml.SafeLoader)(text)
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        _check_node(root, {})
+        return loader.construct_document(root) if has_values else root
+    except RecursionError:  # a cause would carry a thousand frames
+        raise too_deep(path) from None
+    except UnreadableFile as error:
+        raise UnreadableFile(error.reason, path) from None
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # an escaped character or a number out of range
+        raise UnreadableFile(f"not YAML: {error}", path) from error
+
+
+def _check_node(node: Any, sizes: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """Number of values and of levels below a node, each alias written out.
+
+    Args:
+        sizes: of the nodes that were counted before, by identity; (0, 0) while one is being counted.
+    """
+    if id(node) in sizes:
+        if sizes[id(node)] == (0, 0):
+            raise UnreadableFile(f"line {node.start_mark.line + 1}: an anchor that holds itself")
+        return sizes[id(node)]
+    sizes[id(node)] = (0, 0)
+    if node.tag not in _KNOWN:
+        raise UnreadableFile(f"line {node.start_mark.line + 1}: {node.tag.replace(_TAG, '!!')} is not supported")
+    num_nodes, depth = 1, 0
+    if isinstance(node.value, str):
+        _check_scalar(node)
+    else:
+        for child in (part for item in node.value for part in (item if isinstance(item, tuple) else (item,))):
+            of_child = _check_node(child, sizes)
+            num_nodes, depth = num_nodes + of_child[0], max(depth, of_child[1] + 1)
+    if depth > MAX_DEPTH:
+        raise too_deep(None)
+    if num_nodes > MAX_NODES:
+        raise UnreadableFile(f"more than {MAX_NODES:,} values with its aliases written out")
+    sizes[id(node)] = (num_nodes, depth)
+    return num_nodes, depth
+
+
+def _check_scalar(node: Any) -> None:
+    node.value.encode()  # an escape may be half of a surrogate pair
+    if node.tag in (f"{_TAG}int", f"{_TAG}float"):
+        check_number(node.value)
+    if node.tag == f"{_TAG}float":
+        number = node.value.replace("_", "").lower().lstrip("+-")
+        if number in (".inf", ".nan") or (":" not in number and not math.isfinite(float(number))):
+            raise UnreadableFile(f"line {node.start_mark.line + 1}: {node.value} is not a finite number")

@@ -1,0 +1,83 @@
+"""Files that anybody may have written are read by `megafp8/utils/` only, and paths on a command line are checked.
+
+Read from the source: json's and yaml's own readers raise errors of many classes, wait for ever on a named pipe and take
+files of any size and depth. `type=Path` takes paths that no file can have, which then fail with a traceback.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PARSERS = {
+    "json": {"load", "loads", "JSONDecoder"},
+    "yaml": {"load", "load_all", "safe_load", "safe_load_all", "full_load", "unsafe_load", "compose", "parse", "scan"},
+}
+EXCEPTIONS = {
+    "megafp8/utils/strict_json.py": "the reader itself",
+    "megafp8/data/documents.py": "lines of training text, of which millions are parsed; their own reader bounds them",
+    "megafp8/data/preprocess.py": "what it wrote itself a moment ago, to have tuples as lists",
+    "megafp8/data/gigatoken_encoder.py": "text that a library makes of a model, in memory",
+}
+
+
+def own_parsers(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Uses of json's and yaml's readers."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            names = {node.attr} & PARSERS.get(node.value.id, set())
+            yield from ((node.lineno, f"{node.value.id}.{name}") for name in names)
+        elif isinstance(node, ast.ImportFrom):
+            names = {alias.name for alias in node.names} & PARSERS.get(node.module or "", set())
+            yield from ((node.lineno, f"{node.module}.{name}") for name in names)
+
+
+def unchecked_paths(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Arguments of a command line whose type is `Path`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and node.arg == "type" and getattr(node.value, "id", "") == "Path":
+            yield node.value.lineno, "type=Path"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import json\njson.loads(text)", "import json\nmap(json.loads, lines)", "from json import load",
+        "import yaml\nyaml.compose(x)", "def f():\n    import yaml\n    return yaml.safe_load(x)",
+        "from yaml import safe_load as read",
+    ],
+)  # fmt: skip
+def test_parsers_are_found(source: str) -> None:
+    assert list(own_parsers(ast.parse(source)))
+
+
+def test_unchecked_paths_are_found() -> None:
+    assert list(unchecked_paths(ast.parse("parser.add_argument('--x', type=Path, metavar='F')")))
+
+
+def test_only_the_reader_parses() -> None:
+    found = {file: list(own_parsers(tree)) for file, tree in sources()}
+    uses = {file: lines for file, lines in found.items() if lines}
+    surplus = {file: lines for file, lines in uses.items() if file not in EXCEPTIONS}
+    assert not surplus, f"use megafp8/utils/strict_json.py or strict_yaml.py: {surplus}"
+    assert set(EXCEPTIONS) <= set(uses), "remove the exceptions that are none any more"
+
+
+def test_paths_on_command_lines_are_checked() -> None:
+    found = {file: lines for file, tree in sources() if (lines := list(unchecked_paths(tree)))}
+    assert not found, f"use path_argument of megafp8/utils/paths.py: {found}"
+
+
+@functools.cache
+def sources() -> tuple[tuple[str, ast.Module], ...]:
+    """Every module that users run, with its syntax tree."""
+    files = [path for folder in ("megafp8", "tools", "launcher") for path in sorted((ROOT / folder).rglob("*.py"))]
+    return tuple(
+        (path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8")))
+        for path in (*files, ROOT / "pretrain_gpt.py")
+    )

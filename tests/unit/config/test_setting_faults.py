@@ -1,0 +1,53 @@
+"""Values that nothing can be done with, whatever the other settings are: refused as they are read."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megafp8.config import flags, serialize
+from megafp8.config.settings import all_settings, settings_by_name
+from megafp8.errors import ConfigError
+
+PATHS = [setting for setting in all_settings() if setting.is_path]
+SIZES = {"model.num_layers": 10_000, "model.hidden_size": 1 << 20, "data.seq_length": (1 << 63) - 1}
+
+
+@pytest.mark.parametrize("setting", PATHS, ids=lambda setting: setting.name)
+@pytest.mark.parametrize("path", ["runs/" + "x" * 256, "a\udcff", "a\0b"])
+def test_paths(setting, path: str) -> None:
+    _, problems = flags.read([setting.flags[0], path])
+    assert any(problem.startswith(setting.flags[0]) and "is no path of a file" in problem for problem in problems)
+    if path.isascii():  # JSON of the others is refused before
+        text = json.dumps({setting.section: {setting.field: [path] if setting.many else path}})
+        with pytest.raises(ConfigError, match=f"{setting.name}: .* is no path of a file"):
+            serialize.read_settings(text)
+
+
+def test_every_path_is_known_as_one() -> None:
+    words = ("folder", "file", "shard")
+    texts = [setting for setting in all_settings() if setting.type is str and not setting.choices]
+    assert {setting.name for setting in texts if any(word in setting.help.split() for word in words)} - {
+        "data.tiktoken_pattern", "data.split",
+    } <= {setting.name for setting in PATHS}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes(name: str) -> None:
+    setting, most = settings_by_name()[name], SIZES[name]
+    for value in (most + 1, 10**60):
+        text = f"{str(value)[:60]}{'...' if value > 10**60 - 1 else ''} must be at most {most:,}"
+        _, problems = flags.read([setting.flags[0], str(value)])
+        assert f"{setting.flags[0]}: {text}" in problems
+        with pytest.raises(ConfigError) as caught:
+            serialize.read_settings(json.dumps({setting.section: {setting.field: value}}))
+        assert caught.value.problems == [f"{name}: {text}"]
+    assert flags.parse([setting.flags[0], str(most)]).given == {name}
+    assert serialize.read_settings(json.dumps({setting.section: {setting.field: most}})) == {name: most}
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"data": {"seq_length": ' + "9" * 10_000 + "}}", "[NaN]", "[1e999]"])
+def test_json_beyond_all_bounds(text: str) -> None:
+    with pytest.raises(ConfigError):
+        serialize.read_settings(text)
