@@ -58,8 +58,8 @@ from megafp8.fp8.delayed import DelayedScales
 from megafp8.fp8.noise import RoundingNoise
 from megafp8.fp8.parameter import QuantizedParameter
 from megafp8.fp8.quantize import Decoded, Quantized, Use, decode_operand, quantize_for
-from megafp8.fp8.recipes import OPERANDS_OF, Gemm, Operand, Recipe
 from megafp8.fp8.scaled_gemm import accumulate_on_gpu, product_of, rows_of, scaled_gemm
+from megafp8.recipes.base import OPERANDS_OF, WHOLE, Gemm, LinearRecipe, Operand
 
 
 class AmaxGroups(NamedTuple):
@@ -92,7 +92,7 @@ class LinearPlan:
         observer: is shown every operand that is quantized; then all are quantized to codes, and decoded from them.
     """
 
-    recipe: Recipe
+    recipe: LinearRecipe
     tensor_group: Optional[dist.ProcessGroup] = None
     gather_input: bool = False
     allreduce_dgrad: bool = False
@@ -256,7 +256,8 @@ def _is_kept_as_codes(input: Tensor, plan: LinearPlan) -> bool:
     if not plan.gather_input or rule.block is None:
         return True
     num_rows = input.numel() // input.shape[-1] if input.numel() else 0
-    return num_rows % rule.block[0] == 0  # else blocks would span shards: gather first, quantize then
+    # Blocks that would span shards are quantized after the gather.
+    return rule.block[0] is not WHOLE and num_rows % rule.block[0] == 0
 
 
 def _keep(ctx: Any, *kept: Union[Quantized, Tensor, None]) -> None:

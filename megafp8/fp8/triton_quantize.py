@@ -17,13 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megafp8.fp8.delayed import DelayedScale
-from megafp8.fp8.formats import E4M3
 from megafp8.fp8.hadamard import SIZE, check_groups, transform_matrix
 from megafp8.fp8.noise import random_bytes
-from megafp8.fp8.quantize import Decoded, Quantized, Use
-from megafp8.fp8.recipes import Block, OperandRule
-from megafp8.fp8.rounding import codes_shape
-from megafp8.fp8.scaling import FP32_MAX, ScaleRule, reduce_amax
+from megafp8.fp8.quantize import Decoded, Quantized, Use, matrix_shape
+from megafp8.fp8.rounding import CODE_DTYPES, codes_shape
+from megafp8.fp8.scaling import FP32_MAX, reduce_amax
 from megafp8.fp8.triton_kernels import (
     amax_kernel,
     decode_blocks_kernel,
@@ -34,6 +32,8 @@ from megafp8.fp8.triton_kernels import (
     transformed_amax_kernel,
 )
 from megafp8.fp8.triton_rounding import grid_of
+from megafp8.recipes.base import Block, OperandRule, ScaleRule
+from megafp8.recipes.formats import E4M3
 
 PART = 4096  # elements of a program, where there are no blocks
 AMAX_PROGRAMS = 1024
@@ -93,7 +93,7 @@ class Part:
         """The result for one use."""
         if use.dtype is not None:
             return Decoded(self.values, self.factor, self.rule)
-        codes = self.codes.view(self.rule.format.dtype)
+        codes = self.codes.view(CODE_DTYPES[self.rule.format.name])
         if self.rule.block is None:
             return Quantized(codes, self.factor, None, self.rule)
         return Quantized(codes, self.scales, self.factor, self.rule)
@@ -179,7 +179,7 @@ def _quantize_blocks(
 ) -> None:
     """Rows' or square blocks, and columns' blocks, from one read."""
     rule = (row or column).rule
-    num_rows, num_columns = _matrix_shape(source)
+    num_rows, num_columns = matrix_shape(source)
     side = max(rule.block)
     tiles, num_warps, programs = _tiling(num_rows, num_columns, side)
     is_transformed = column is not None and column.rule.is_transformed
@@ -204,7 +204,7 @@ def _two_amaxes(source: Tensor, matrix: Optional[Tensor], group: Optional[dist.P
     if matrix is None:
         (largest,) = reduce_amax(_amax(source), group)
         return largest, largest
-    num_rows, num_columns = _matrix_shape(source)
+    num_rows, num_columns = matrix_shape(source)
     tiles, num_warps, programs = _tiling(num_rows, num_columns, SIZE)
     largest = torch.zeros(2, device=source.device)
     transformed_amax_kernel[(programs,)](
@@ -223,7 +223,7 @@ def decode(quantized: Quantized, dtype: torch.dtype) -> Tensor:
         count, grid = values.numel(), grid_of(rule.format)
         decode_tensor_kernel[(_cdiv(count, PART),)](codes.view(torch.uint8), values, count, GRID=grid, PART=PART)
         return values
-    num_rows, num_columns = _matrix_shape(values)
+    num_rows, num_columns = matrix_shape(values)
     side = max(rule.block)
     tiles, num_warps, programs = _tiling(num_rows, num_columns, side)
     decode_blocks_kernel[(programs,)](
@@ -257,13 +257,8 @@ def finish_product(product: Tensor, factor: Optional[Tensor], bias: Optional[Ten
 # --- shapes -----------------------------------------------------------------------------------------------------------
 
 
-def _matrix_shape(tensor: Tensor) -> tuple[int, int]:
-    """[rows, columns] of a tensor, all dims but the last being rows."""
-    return math.prod(tensor.shape[:-1]), tensor.shape[-1] if tensor.ndim else 1
-
-
 def _num_blocks(tensor: Tensor, rule: OperandRule) -> list[int]:
-    return [_cdiv(size, length) for size, length in zip(_matrix_shape(tensor), rule.block, strict=True)]
+    return [_cdiv(size, length) for size, length in zip(matrix_shape(tensor), rule.block, strict=True)]
 
 
 def _tiling(num_rows: int, num_columns: int, side: int) -> tuple[int, int, int]:

@@ -25,7 +25,8 @@ from megafp8.config import derived, gemms, precision_map, size
 from megafp8.planning import communication, compute
 from megafp8.planning.memory import parameters_on_stage, quantized_fraction
 from megafp8.planning.planned_run import PlannedRun
-from megafp8.planning.recipe_shares import BACKWARD, FORWARD, layer_shares, output_recipes
+from megafp8.planning.recipe_shares import BACKWARD, FORWARD, HIGH, layer_shares, output_recipes
+from megafp8.recipes import registry
 
 MATHEMATICS = ("linears", "attention", "output layer")
 WAITS = ("tensor parallel", "context parallel", "host")
@@ -113,7 +114,7 @@ def step_time(run: PlannedRun) -> StepTime:
 
 def peak_dtype(recipe: str) -> str:
     """Of which dtype's peak the model's FLOP/s are a part."""
-    return {"bf16": "bf16", "nvfp4": "fp4"}.get(recipe, "fp8")
+    return HIGH if recipe == HIGH else registry.get(recipe).family
 
 
 # ---- one microbatch -----------------------------------------------------------------------------------------------
@@ -215,7 +216,7 @@ def add_output_layer(run: PlannedRun, stage: Stage) -> None:
     # Its input is gathered forward, as codes where it is quantized; backward that gather runs beside dgrad, and the
     # reduction beside wgrad.
     group, numbers = communication.tensor_group(run), run.tokens * run.hidden_size
-    code_bytes = compute.CODE_BYTES[output_recipes(run.config)["fprop"]]
+    code_bytes = compute.code_bytes(output_recipes(run.config)["fprop"])
     gather_s, reduce_s = (communication.ring_s(run, group, each * numbers) for each in (code_bytes, compute.BF16_BYTES))
     seen_s = over(gather_s, backward_s / 2) + over(reduce_s, backward_s / 2)
     stage.add("tensor parallel", gather_s, seen_s)

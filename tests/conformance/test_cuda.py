@@ -6,24 +6,14 @@ import pytest
 import torch
 
 from megafp8.fp8.delayed import AmaxExchange, DelayedState
-from megafp8.fp8.formats import E2M1, E4M3, E5M2, Format
 from megafp8.fp8.hadamard import transform_columns
 from megafp8.fp8.linear import LinearPlan, emulated_linear
 from megafp8.fp8.noise import RoundingNoise
 from megafp8.fp8.quantize import dequantize, quantize
-from megafp8.fp8.recipes import (
-    DelayedOptions,
-    OperandRule,
-    Recipe,
-    blockwise,
-    delayed,
-    mxfp8,
-    nvfp4,
-    tensorwise,
-    without_wgrad,
-)
 from megafp8.fp8.rounding import cast, decode
-from megafp8.fp8.scaling import ScaleRule
+from megafp8.recipes import blockwise, delayed, mxfp8, nvfp4, tensorwise
+from megafp8.recipes.base import LinearRecipe, OperandRule, ScaleRule
+from megafp8.recipes.formats import E2M1, E4M3, E5M2, Format
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,13 +34,13 @@ RULES += [
     OperandRule(format=E2M1, block=block, scale_rule=ScaleRule.TWO_LEVEL) for block in ((1, 16), (16, 1), (16, 16))
 ]
 RECIPES = {
-    "tensorwise": tensorwise(forward=E4M3, backward=E5M2),
-    "tensorwise, wgrad in high precision": without_wgrad(tensorwise(forward=E4M3, backward=E5M2)),
-    "delayed": delayed(forward=E4M3, backward=E5M2, options=DelayedOptions()),
-    "blockwise": blockwise(forward=E4M3, backward=E4M3),
-    "blockwise, FP32 scales": blockwise(forward=E4M3, backward=E5M2, scale_rule=ScaleRule.FP32),
-    "mxfp8": mxfp8(forward=E4M3, backward=E4M3),
-    "nvfp4": nvfp4(rounds_stochastically=False),
+    "tensorwise": tensorwise.build("hybrid"),
+    "tensorwise, wgrad in high precision": tensorwise.build("hybrid").without_wgrad(),
+    "delayed": delayed.build("hybrid"),
+    "blockwise": blockwise.build("e4m3"),
+    "blockwise, FP32 scales": blockwise.build("hybrid", fp8_block_scaling_fp32_scales=True),
+    "mxfp8": mxfp8.build("e4m3"),
+    "nvfp4": nvfp4.build("e2m1", fp4_stochastic_rounding=False),
 }
 
 
@@ -95,7 +85,7 @@ def test_stochastic_rounding_is_unbiased() -> None:
     assert mean_error < (dequantize(nearest) - x)[fits].norm() / 10
 
 
-def plan_of(recipe: Recipe, device: str, fuse_wgrad: bool) -> LinearPlan:
+def plan_of(recipe: LinearRecipe, device: str, fuse_wgrad: bool) -> LinearPlan:
     if recipe.delayed is None:
         return LinearPlan(recipe=recipe, fuse_wgrad=fuse_wgrad)
     state, exchange = DelayedState(recipe).to(device), AmaxExchange()
@@ -109,7 +99,7 @@ def plan_of(recipe: Recipe, device: str, fuse_wgrad: bool) -> LinearPlan:
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 2.0**-7), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("fuse_wgrad", [False, True])
-def test_linear(dtype: torch.dtype, tolerance: float, recipe: Recipe, fuse_wgrad: bool) -> None:
+def test_linear(dtype: torch.dtype, tolerance: float, recipe: LinearRecipe, fuse_wgrad: bool) -> None:
     if recipe.name == "nvfp4":  # the transform's last bit decides now and then between two codes
         tolerance = 2.0**-5
     tensors = [torch.randn(shape).to(dtype) for shape in ((8, 16, 64), (96, 64), (96,), (8, 16, 96))]

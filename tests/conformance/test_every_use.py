@@ -10,11 +10,12 @@ import pytest
 import reference
 import torch
 
+from megafp8.config.linear_recipes import build_recipe
 from megafp8.config.schema import PrecisionConfig
 from megafp8.fp8 import fp4
 from megafp8.fp8.delayed import DelayedScale
 from megafp8.fp8.quantize import Quantized, quantize
-from megafp8.fp8.recipes import Gemm, Operand, build_recipe
+from megafp8.recipes.base import Gemm, Operand
 
 # Does the GEMM sum over the columns of the operand, or over its rows?
 USES = {

@@ -9,11 +9,10 @@ import torch
 from te_references import reference_module
 
 from megafp8.fp8 import fp4
-from megafp8.fp8.formats import E2M1, FORMATS
 from megafp8.fp8.quantize import quantize
-from megafp8.fp8.recipes import OperandRule
 from megafp8.fp8.rounding import cast
-from megafp8.fp8.scaling import ScaleRule
+from megafp8.recipes.base import OperandRule, ScaleRule
+from megafp8.recipes.formats import E2M1, FORMATS
 
 FP8 = ("e4m3", "e5m2")
 

@@ -6,11 +6,11 @@ import reference
 import torch
 
 from megafp8.fp8.delayed import update
-from megafp8.fp8.formats import FORMATS
 from megafp8.fp8.quantize import dequantize, quantize
-from megafp8.fp8.recipes import DelayedOptions, OperandRule
 from megafp8.fp8.rounding import cast, decode
-from megafp8.fp8.scaling import ScaleRule, e8m0_scales, quant_scale_of
+from megafp8.fp8.scaling import e8m0_scales, quant_scale_of
+from megafp8.recipes.base import DelayedOptions, OperandRule, ScaleRule
+from megafp8.recipes.formats import FORMATS
 
 FP8 = ("e4m3", "e5m2")
 

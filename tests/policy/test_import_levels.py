@@ -21,6 +21,7 @@ PACKAGE = ROOT / "megafp8"
 # telemetry, whose records they read.
 LEVELS = {
     "errors": 0, "text_table": 0,
+    "recipes": 0.5,
     "config": 1, "launch": 1, "faults": 1,
     "device": 2,
     "fp8": 3, "telemetry": 3, "planning": 3, "doctor": 3, "overrides": 3,
@@ -29,7 +30,7 @@ LEVELS = {
     "training": 6, "huggingface": 6,
 }  # fmt: skip
 PARTS_WITHOUT_TORCH = {
-    "errors", "text_table", "faults", "config", "launch", "planning", "doctor", "reports", "studies",
+    "errors", "text_table", "recipes", "faults", "config", "launch", "planning", "doctor", "reports", "studies",
 }  # fmt: skip
 PARTS_WITH_MEGATRON = {"data", "parallel", "mcore_config", "model", "optim", "checkpoint", "training"}
 FILES_WITH_TRANSFORMER_ENGINE = {
