@@ -121,7 +121,7 @@ def problems(arguments: argparse.Namespace) -> list[str]:
     found = []
     if not (math.isfinite(arguments.delayed_amax_ratio) and arguments.delayed_amax_ratio > 0):
         found.append(f"--delayed-amax-ratio {arguments.delayed_amax_ratio:g}: must be above 0")
-    elif arguments.delayed_amax_ratio != 1 and "delayed" not in arguments.recipes:
+    elif arguments.delayed_amax_ratio != 1 and not any(registry.get(name).is_stateful for name in arguments.recipes):
         found.append("--delayed-amax-ratio has no effect without --recipes delayed")
     is_folder = Path(arguments.source).is_dir()
     if arguments.ckpt_step is not None and not is_folder:

@@ -258,15 +258,15 @@ def map_obstacles(config: RunConfig) -> list[str]:
     found = dict[str, str]()
     is_delayed = derived.is_stateful(precision)
     if is_delayed and precision.first_last_layers_bf16:
-        found["delayed"] = f"--first-last-layers-bf16 with delayed scaling: {_BY_BLOCK}"
+        found["history"] = f"--first-last-layers-bf16 with delayed scaling: {_BY_BLOCK}"
     resolved = precision_map.resolve(config.model, precision)
     for name in precision_map.changed_linears(config.model, precision):
         chosen = resolved[name]
         said = f"the precision map gives {name} {chosen}"
         if is_delayed and name != OUTPUT_LAYER:
-            found.setdefault("delayed", f"{said}: {_BY_BLOCK}")
+            found.setdefault("history", f"{said}: {_BY_BLOCK}")
         elif any(registry.get(recipe).is_stateful for recipe in chosen.recipes):
-            found.setdefault("delayed", f"{said}: {_NOT_SAVED}")
+            found.setdefault("history", f"{said}: {_NOT_SAVED}")
         elif name == OUTPUT_LAYER and config.model.share_embeddings_and_output_weights:
             found[OUTPUT_LAYER] = (
                 f"{said}: Transformer Engine's linear has a weight of its own, and the output layer has the "

@@ -28,11 +28,6 @@ from megafp8.recipes.formats import E4M3
 IN_HIGH_PRECISION = ("lm_head",)
 
 
-def recipes_with_a_form() -> tuple[str, ...]:
-    """Names of the recipes whose weights have a form that others read."""
-    return tuple(recipe.name for recipe in registry.recipes() if recipe.export_form is not None)
-
-
 def scale_suffixes() -> tuple[str, ...]:
     """What can stand for `weight` in the names of scales."""
     forms = (recipe.export_form for recipe in registry.recipes())
@@ -40,8 +35,8 @@ def scale_suffixes() -> tuple[str, ...]:
 
 
 def recipes_without_blocks() -> tuple[str, ...]:
-    """Those of them that no weight is too uneven for."""
-    return tuple(name for name in recipes_with_a_form() if registry.get(name).block_length is None)
+    """Recipes with a form that no weight is too uneven for."""
+    return tuple(name for name in registry.with_export_form() if registry.get(name).block_length is None)
 
 
 def recipe_of_run(precision: PrecisionConfig) -> str:
@@ -76,7 +71,7 @@ class WeightForm(NamedTuple):
 
 
 def weight_form(precision: PrecisionConfig, recipe: str) -> WeightForm:
-    """The form of a recipe in `recipes_with_a_form`."""
+    """The form of a recipe of `registry.with_export_form`."""
     known = registry.get(recipe)
     rule = known.rules("e4m3", vars(precision)).rule(Operand.WEIGHT, Gemm.FPROP)
     assert rule is not None and known.export_form is not None

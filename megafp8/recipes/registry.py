@@ -52,6 +52,11 @@ def stateless() -> tuple[Recipe, ...]:
     return tuple(each for each in recipes() if not each.is_stateful)
 
 
+def with_export_form() -> tuple[str, ...]:
+    """Names of the recipes whose weights have a form that others read."""
+    return tuple(each.name for each in recipes() if each.export_form is not None)
+
+
 def with_triton_casts() -> tuple[str, ...]:
     """Names of the recipes whose casts in Transformer Engine's layers our Triton kernels can make."""
     return tuple(each.name for each in recipes() if each.te_quantizer is not None)
