@@ -19,9 +19,9 @@ interpreter.skip_without_kernels()
 from megafp8.fp8.quantize import quantize_by_torch  # noqa: E402
 from megafp8.fp8.rounding import CODE_DTYPES  # noqa: E402
 from megafp8.fp8.triton_rounding import grid_of  # noqa: E402
+from megafp8.fp8.triton_tiles import has_whole_tiles  # noqa: E402
 from megafp8.model import block_kernels  # noqa: E402
 from megafp8.model.block_kernels import Blocks  # noqa: E402
-from megafp8.model.triton_tiles import has_whole_tiles  # noqa: E402
 from megafp8.recipes.base import OperandRule, ScaleRule  # noqa: E402
 from megafp8.recipes.formats import E4M3, E5M2, Format  # noqa: E402
 
