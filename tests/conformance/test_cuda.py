@@ -5,13 +5,14 @@ import dataclasses
 import pytest
 import torch
 
+from megafp8.fp8 import native_gemm
 from megafp8.fp8.delayed import AmaxExchange, DelayedState
 from megafp8.fp8.hadamard import transform_columns
 from megafp8.fp8.linear import LinearPlan, emulated_linear
 from megafp8.fp8.noise import RoundingNoise
 from megafp8.fp8.quantize import dequantize, quantize
 from megafp8.fp8.rounding import cast, decode
-from megafp8.recipes import blockwise, delayed, mxfp8, nvfp4, tensorwise
+from megafp8.recipes import blockwise, delayed, mxfp8, nvfp4, rowwise, tensorwise
 from megafp8.recipes.base import LinearRecipe, OperandRule, ScaleRule
 from megafp8.recipes.formats import E2M1, E4M3, E5M2, Format
 
@@ -114,3 +115,34 @@ def test_linear(dtype: torch.dtype, tolerance: float, recipe: LinearRecipe, fuse
     for on_cpu, on_gpu in zip(*results, strict=True):
         error = (on_gpu.cpu().float() - on_cpu.float()).norm() / on_cpu.float().norm()
         assert error <= tolerance
+
+
+@pytest.mark.parametrize("leading", [(256,), (2, 128)], ids=["rows", "sequence and batch"])
+def test_native_rowwise_gemms_follow_the_decoded_ones(
+    leading: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same codes; sums of the tensor core keep fewer bits, in fprop 14 of them."""
+    if torch.cuda.get_device_capability() != native_gemm.CAPABILITY:
+        pytest.skip("for Hopper")
+    generator = torch.Generator().manual_seed(8)
+    x = torch.randn(*leading, 512, generator=generator).bfloat16().cuda().requires_grad_()
+    w = torch.randn(384, 512, generator=generator).bfloat16().cuda().requires_grad_()
+    bias = torch.randn(384, generator=generator).bfloat16().cuda().requires_grad_()
+    dy = torch.randn(*leading, 384, generator=generator).bfloat16().cuda()
+    plan = LinearPlan(recipe=rowwise.build("hybrid"), fuse_wgrad=True)
+    w.main_grad = torch.zeros(384, 512, device="cuda")
+
+    def results() -> list[torch.Tensor]:
+        w.main_grad.zero_()
+        y = emulated_linear(x, w, bias, plan)
+        (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+        y.backward(dy)
+        return [y.detach(), dx, w.main_grad.clone()]
+
+    native = results()
+    monkeypatch.setattr(native_gemm, "multiplies_codes", lambda *_: False)
+    decoded = results()
+    for name, ours, theirs, bound in zip(("y", "dx", "dw"), native, decoded, (2e-2, 1e-2, 2e-3), strict=True):
+        error = (ours.float() - theirs.float()).norm() / theirs.float().norm()
+        assert error < bound, name
+    assert not torch.equal(native[2], decoded[2]), "the GEMMs were the decoded ones"
