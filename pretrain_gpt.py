@@ -30,8 +30,8 @@ def main(argv: Sequence[str]) -> int:
 
             print(describe_run(checked))
         else:
-            from megafp8.best_effort import best_effort
             from megafp8.training.main import run_training
+            from megafp8.utils.best_effort import best_effort
 
             # From here on a full disk or a terminal that was closed takes output, but does not end training.
             sys.stdout, sys.stderr = best_effort(sys.stdout), best_effort(sys.stderr)

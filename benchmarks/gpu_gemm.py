@@ -135,7 +135,7 @@ def model_of(name: str, text: Sequence[str], gpu: Gpu) -> Model:
 def floor_us(gpu: Gpu, recipe: str, product: Product) -> float:
     """No GEMM of this product can be faster."""
     result_bytes = WGRAD_BYTES if product.gemm == "wgrad" else compute.BF16_BYTES
-    read = compute.CODE_BYTES[recipe] * product.summed * (product.rows + product.columns)
+    read = compute.code_bytes(recipe) * product.summed * (product.rows + product.columns)
     num_bytes = read + result_bytes * product.rows * product.columns
     peak = gpu.peak.flops["bf16" if recipe == "bf16" else "fp8"]
     return 1e6 * max(product.flops / peak, num_bytes / gpu.hbm_bytes_per_s)

@@ -7,12 +7,12 @@ import statistics
 
 from benchmarks.planner_measurements import COMMON, FIT, GROUPS, MEASUREMENTS, SHAPES, SMALL_LINEARS, Measurement
 from megafp8.config import derived, gemms
-from megafp8.fp8.recipes import Gemm, Operand
 from megafp8.planning import compute, step_time
 from megafp8.planning.calibration import Calibration
 from megafp8.planning.fp8_gain import linear_casts_s
 from megafp8.planning.planned_run import PlannedRun
 from megafp8.planning.products import layer_products
+from megafp8.recipes.base import Gemm, Operand
 
 DIGITS = 3
 ROUNDS = 8

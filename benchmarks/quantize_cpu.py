@@ -27,24 +27,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import timing  # noqa: E402
 from megafp8.fp8.delayed import DelayedScale  # noqa: E402
-from megafp8.fp8.formats import E4M3, E5M2  # noqa: E402
 from megafp8.fp8.linear import LinearPlan, emulated_linear, quantize_weight  # noqa: E402
 from megafp8.fp8.quantize import Quantized, dequantize, quantize  # noqa: E402
-from megafp8.fp8.recipes import (  # noqa: E402
-    DelayedOptions,
+from megafp8.recipes import blockwise, delayed, mxfp8, nvfp4, tensorwise  # noqa: E402
+from megafp8.recipes.base import (  # noqa: E402
+    LinearRecipe,
     OperandRule,
-    Recipe,
-    blockwise,
-    delayed,
-    mxfp8,
-    nvfp4,
-    tensorwise,
+    ScaleRule,  # noqa: E402
 )
-from megafp8.fp8.scaling import ScaleRule  # noqa: E402
 
 SHAPES = ((512, 512), (512, 1536), (512, 2048), (2048, 512))  # (inputs, outputs) of a layer of hidden size 512
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-PLAN = LinearPlan(recipe=tensorwise(forward=E4M3, backward=E5M2))
+PLAN = LinearPlan(recipe=tensorwise.build("hybrid"))
 
 
 def medians_ms(rounds: int, **runs: Callable[[], Any]) -> dict[str, float]:
@@ -105,15 +99,15 @@ def print_table(cases: list[dict[str, Any]]) -> None:
 
 
 RECIPES = {
-    "tensorwise": tensorwise(forward=E4M3, backward=E5M2),
-    "delayed": delayed(forward=E4M3, backward=E5M2, options=DelayedOptions()),
-    "blockwise": blockwise(forward=E4M3, backward=E4M3),
-    "mxfp8": mxfp8(forward=E4M3, backward=E4M3),
-    "nvfp4": nvfp4(),
+    "tensorwise": tensorwise.build("hybrid"),
+    "delayed": delayed.build("hybrid"),
+    "blockwise": blockwise.build("e4m3"),
+    "mxfp8": mxfp8.build("e4m3"),
+    "nvfp4": nvfp4.build("e2m1"),
 }
 
 
-def rules_of(recipe: Recipe) -> dict[OperandRule, str]:
+def rules_of(recipe: LinearRecipe) -> dict[OperandRule, str]:
     """Each rule of a recipe, with the first operand that it is for."""
     found: dict[OperandRule, str] = {}
     for operand, _, rule in recipe.rules:

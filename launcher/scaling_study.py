@@ -27,7 +27,6 @@ from typing import Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
-from megafp8.best_effort import best_effort
 from megafp8.config import rules
 from megafp8.errors import ConfigError, Megafp8Error
 from megafp8.launch import slurm
@@ -44,6 +43,7 @@ from megafp8.studies.progress import (
 )
 from megafp8.studies.runs import StudyRun, expand, labels_text
 from megafp8.studies.study import read_study
+from megafp8.utils.best_effort import best_effort
 from megafp8.utils.paths import path_argument
 
 SCRIPT = Path(__file__).resolve().parents[1] / "pretrain_gpt.py"

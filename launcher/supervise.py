@@ -21,13 +21,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
-from megafp8.best_effort import best_effort, optional_write
 from megafp8.config import flags
 from megafp8.config.rules.paths import write_fault
 from megafp8.errors import HUNG, INTERNAL, PREEMPTED, ConfigError
 from megafp8.launch.requeue import is_fruitless, requeue, this_job, time_left_s
 from megafp8.launch.run_state import read_run_state
 from megafp8.launch.supervise import Limits, Supervisor, saved_step
+from megafp8.utils.best_effort import best_effort, optional_write
 from megafp8.utils.paths import path_argument
 
 SCRIPTS = ("pretrain_gpt.py", "pretrain-gpt")

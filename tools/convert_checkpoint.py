@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Optional
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
 from megafp8.errors import ConfigError, Megafp8Error
+from megafp8.recipes import registry
 from megafp8.utils.paths import path_argument, path_text
 
 if TYPE_CHECKING:
@@ -48,8 +49,9 @@ def build_parser() -> argparse.ArgumentParser:
     to_hf.add_argument("--ckpt-step", type=int, metavar="N", help="checkpoint to convert; default the newest")
     to_hf.add_argument("--fp8", action="store_true", help="the linears' weights as FP8 codes and scales (Llama)")
     to_hf.add_argument(
-        "--fp8-recipe", choices=("blockwise", "tensorwise"),
-        help="of --fp8: 128 x 128 blocks as DeepSeek-V3, or a scale a tensor as compressed-tensors; default the run's",
+        "--fp8-recipe", choices=registry.with_export_form(),
+        help="of --fp8: blocks of 128 x 128 as DeepSeek-V3, one scale a tensor or a channel as compressed-tensors; "
+        "default the run's",
     )  # fmt: skip
     to_hf.add_argument(
         "--max-shard-size", type=num_bytes, default=num_bytes("5GB"), metavar="SIZE",

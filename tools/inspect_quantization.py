@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
+from megafp8.recipes import registry
 from megafp8.text_table import aligned
 from megafp8.utils.paths import path_argument, path_text
 
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
 
     from megafp8.model.quantization_report import Finding
 
-RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8", "nvfp4")
-DEFAULT_RECIPES = ("tensorwise", "blockwise", "mxfp8")
+RECIPES = registry.names()
+DEFAULT_RECIPES = tuple(recipe.name for recipe in registry.stateless() if recipe.family == "fp8")
 FORMATS = ("e4m3", "e5m2")
 OPERANDS = ("input", "weight", "grad_output")
 WEIGHTS_OF_LINEARS = "decoder.layers.*.linear_*.weight"  # from the start: the optimizer has namesakes
@@ -122,7 +123,7 @@ def problems(arguments: argparse.Namespace) -> list[str]:
     found = []
     if not (math.isfinite(arguments.delayed_amax_ratio) and arguments.delayed_amax_ratio > 0):
         found.append(f"--delayed-amax-ratio {arguments.delayed_amax_ratio:g}: must be above 0")
-    elif arguments.delayed_amax_ratio != 1 and "delayed" not in arguments.recipes:
+    elif arguments.delayed_amax_ratio != 1 and not any(registry.get(name).is_stateful for name in arguments.recipes):
         found.append("--delayed-amax-ratio has no effect without --recipes delayed")
     is_folder = Path(arguments.source).is_dir()
     if arguments.ckpt_step is not None and not is_folder:
@@ -199,7 +200,7 @@ def summary(findings: Sequence[Finding]) -> str:
 
 def draw(folder: Path, panels: Sequence[tuple[str, Sequence[Finding]]]) -> Path:
     """The picture: for each tensor a curve a recipe, along its rows and in the first format."""
-    from megafp8.fp8.formats import E2M1, E4M3, E5M2
+    from megafp8.recipes.formats import E2M1, E4M3, E5M2
     from megafp8.reports.plot_ranges import FormatRange, Panel, plot_ranges
 
     ranges = [
@@ -234,8 +235,8 @@ def as_json(findings: Sequence[Finding]) -> str:
 def run(arguments: argparse.Namespace) -> None:
     """Read, quantize, report; tables appear as they are made."""
     from megafp8.errors import ConfigError
-    from megafp8.fp8.recipes import Operand
     from megafp8.model.quantization_report import inspect_tensor
+    from megafp8.recipes.base import Operand
 
     if found := problems(arguments):
         raise ConfigError(found)

@@ -27,14 +27,14 @@ from typing import Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
-from megafp8.best_effort import best_effort
 from megafp8.config import derived, flags, rules, serialize
 from megafp8.config.schema import RunConfig
-from megafp8.config.variants import BASELINE, NAMES, Variant, build_variant, differences, parse_variant, read_shared
+from megafp8.config.variants import BASELINE, Variant, build_variant, differences, names, parse_variant, read_shared
 from megafp8.errors import INTERNAL, PREEMPTED, ConfigError, Megafp8Error
 from megafp8.launch.batch import OUTPUT_FILE, Batch, BatchRun, Outcome
 from megafp8.launch.run_state import finished_state, judge
 from megafp8.reports.command_line import Parser
+from megafp8.utils.best_effort import best_effort
 from megafp8.utils.paths import path_argument
 from megafp8.utils.small_files import UnreadableFile, read_text
 
@@ -48,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--recipes", default=f"{BASELINE},tensorwise", metavar="NAMES",
-        help=f"with commas between: {', '.join(NAMES)} (default %(default)s); the first one is the baseline",
+        help=f"with commas between: {', '.join(names())} (default %(default)s); the first one is the baseline",
     )
     parser.add_argument(
         "--variant", action="append", default=[], metavar="NAME='FLAGS'",
@@ -114,7 +114,7 @@ def variants_of(options: argparse.Namespace, shared: RunConfig) -> list[Variant]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"--recipes and --variant name {', '.join(sorted(twice))} twice")
     if not names:
-        raise ConfigError(f"--recipes {options.recipes!r} names no recipe: give some of {', '.join(NAMES)}")
+        raise ConfigError(f"--recipes {options.recipes!r} names no recipe: give some of {', '.join(names())}")
     return variants
 
 

@@ -35,7 +35,7 @@ from megafp8.checkpoint.state import (
     restore_random_state,
 )
 from megafp8.checkpoint.vocabulary import fill_new_rows, rows_known
-from megafp8.config import precision_map, serialize
+from megafp8.config import derived, serialize
 from megafp8.config.schema import RunConfig
 from megafp8.errors import CheckpointError
 from megafp8.fp8.parameter import settle
@@ -179,7 +179,7 @@ def restore_schedule(path: Path, trainee: Trainee, saved: dict[str, Any]) -> Non
 def what_draws(config: RunConfig) -> str:
     """What draws random numbers in the steps of a run, in words; empty where nothing does."""
     has_dropout = config.model.attention_dropout > 0 or config.model.hidden_dropout > 0
-    has_noise = "nvfp4" in precision_map.used_recipes(config.precision) and config.precision.fp4_stochastic_rounding
+    has_noise = any(recipe.is_stochastic(vars(config.precision)) for recipe in derived.used_recipes(config.precision))
     return " and ".join(["dropout"] * has_dropout + ["stochastic rounding"] * has_noise)
 
 

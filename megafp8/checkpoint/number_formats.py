@@ -6,19 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from megafp8.checkpoint.reading import read_config
-from megafp8.config import precision_map
+from megafp8.config import derived, precision_map
 from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.errors import CheckpointError
 
 # Settings that decide which numbers a step computes with, each where it has an effect.
 OF_FP8 = ("fp8_recipe", "fp8_wgrad", "fp8_dot_product_attention")
-OF_RECIPES = {
-    "tensorwise": ("fp8_power_2_scale",),
-    "delayed": ("fp8_margin", "fp8_amax_compute_algo"),
-    "blockwise": ("fp8_block_scaling_fp32_scales",),
-    "mxfp8": (),
-}
-OF_FP4 = ("fp4_recipe", "fp4_hadamard", "fp4_stochastic_rounding", "fp4_2d_weights")
 MOST_NAMES = 4
 OF_LAYERS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 
@@ -27,10 +20,10 @@ def number_formats(precision: PrecisionConfig) -> dict[str, Any]:
     """The settings of a run's numbers, by name. What has no effect in it is left out, and so is how they are computed
     (kernels, emulation) and kept (`--fp8-param-gather`)."""
     names = ["bf16", "fp16", "fp8_format", "fp4_format", "fp8_schedule"]
-    used = precision_map.used_recipes(precision)
+    used = derived.used_recipes(precision)
     names += OF_FP8 if precision.fp8_format is not None else ()
-    names += [name for recipe in used if recipe in OF_RECIPES for name in OF_RECIPES[recipe]]
-    names += OF_FP4 if "nvfp4" in used else ()
+    names += ["fp4_recipe"] if any(recipe.family == "fp4" for recipe in used) else []
+    names += [name for recipe in used for name in recipe.resume_option_names]
     if used:
         names += ["first_last_layers_bf16", *(OF_LAYERS if precision.first_last_layers_bf16 else ())]
     return {name: getattr(precision, name) for name in names}

@@ -16,6 +16,7 @@ from megafp8.config import derived, serialize
 from megafp8.config.schema import RunConfig
 from megafp8.data.sample_chain import SampleChain, SampleMark
 from megafp8.errors import CheckpointError
+from megafp8.recipes import registry
 
 # Settings of the model section that change no parameter, and may differ between a checkpoint and its next run.
 FREE_MODEL_SETTINGS = ("model.model_preset", "model.attention_dropout", "model.hidden_dropout", "model.init_method_std")
@@ -56,7 +57,7 @@ def check_same_model(path: Path, saved: RunConfig, config: RunConfig) -> None:
 def check_same_history(path: Path, saved: RunConfig, config: RunConfig) -> None:
     """Refuse amax histories of another length; other recipes than delayed scaling have none."""
     before, now = saved.precision, config.precision
-    has_both = all(each.fp8_format is not None and each.fp8_recipe == "delayed" for each in (before, now))
+    has_both = all(each.fp8_format is not None and registry.get(each.fp8_recipe).is_stateful for each in (before, now))
     if has_both and before.fp8_amax_history_len != now.fp8_amax_history_len:
         raise CheckpointError(
             f"{path} has amax histories of {before.fp8_amax_history_len} entries, this run has "

@@ -21,10 +21,11 @@ from megafp8.config.schema import (
     TrainingConfig,
 )
 from megafp8.errors import ConfigError
+from megafp8.recipes import registry
+from megafp8.recipes.base import Recipe
 
 DEFAULT_SPLIT = "969,30,1"
 ELEMENTS_PER_THREAD = 2**16
-GEMM_ALIGNMENT = {"tensorwise": 16, "delayed": 16, "blockwise": 16, "mxfp8": 32, "nvfp4": 16}
 
 # ---- layout -------------------------------------------------------------------------------------------------------
 
@@ -242,20 +243,18 @@ def kv_projection_size(model: ModelConfig) -> int:
 
 
 def gemm_alignment(precision: PrecisionConfig) -> int:
-    """What every dimension of a quantized GEMM must be a multiple of: 32 for MXFP8, 16 for other recipes, 1 without.
-
-    Source: Transformer Engine's `get_align_size_for_quantization`, megatron-core's `get_fp8_align_size`.
-    """
-    return max((alignment_of(recipe) for recipe in precision_map.used_recipes(precision)), default=1)
+    """What every dimension of a quantized GEMM must be a multiple of; 1 in high precision."""
+    return max((registry.get(recipe).gemm_alignment for recipe in precision_map.used_recipes(precision)), default=1)
 
 
-def alignment_of(recipe: str) -> int:
-    """The same for one recipe.
+def used_recipes(precision: PrecisionConfig) -> tuple[Recipe, ...]:
+    """The recipes that a run names, each once."""
+    return tuple(registry.get(name) for name in precision_map.used_recipes(precision))
 
-    Raises:
-        ConfigError: no recipe has this name.
-    """
-    return precision_map.by_recipe(GEMM_ALIGNMENT, recipe, "GEMM alignment")
+
+def is_stateful(precision: PrecisionConfig) -> bool:
+    """Does any of them remember amaxes from step to step?"""
+    return any(recipe.is_stateful for recipe in used_recipes(precision))
 
 
 def quantization_recipe(precision: PrecisionConfig) -> Optional[str]:
@@ -366,7 +365,7 @@ def one_pass_obstacle(config: RunConfig) -> Optional[str]:
         (settings.main_params_dtype != "fp32", f"--main-params-dtype {settings.main_params_dtype}"),
         (
             settings.use_precision_aware_optimizer
-            and precision.fp8_param_gather and precision.fp8_recipe == "delayed",
+            and precision.fp8_param_gather and registry.get(precision.fp8_recipe).is_stateful,
             "--use-precision-aware-optimizer for FP8 weights of delayed scaling, which then have no FP32 masters",
         ),
     )

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from megafp8.config import derived, precision_map
 from megafp8.config.precision_map import LINEARS, OUTPUT_LAYER
 from megafp8.config.schema import RunConfig
+from megafp8.recipes import registry
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,8 @@ def _need(config: RunConfig, linears: tuple[str, ...]) -> tuple[int, str]:
     recipes = precision_map.recipes_of(config.model, config.precision, linears)
     if not recipes:
         return 1, ""
-    strictest = max(recipes, key=derived.alignment_of)
-    align = derived.alignment_of(strictest)
+    strictest = max(recipes, key=lambda recipe: registry.get(recipe).gemm_alignment)
+    align = registry.get(strictest).gemm_alignment
     return align, f"{precision_map.asked_by(config.precision, strictest)} needs multiples of {align}"
 
 

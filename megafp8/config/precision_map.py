@@ -16,24 +16,19 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import NamedTuple, Optional, TypeVar
+from typing import NamedTuple, Optional
 
 from megafp8.config.schema import ModelConfig, PrecisionConfig
-from megafp8.errors import ConfigError
-
-T = TypeVar("T")
+from megafp8.recipes import registry
 
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Those of a layer, in the order of the forward pass."""
 MLP_LINEARS = ("linear_fc1", "linear_fc2")
 OUTPUT_LAYER = "output_layer"
 GEMMS = ("fprop", "dgrad", "wgrad")
-USUAL_FORMATS = {"tensorwise": "hybrid", "delayed": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3", "nvfp4": "e2m1"}
-"""The format of a recipe where neither its entry nor --fp8-format gives one."""
-FORMATS = ("e4m3", "hybrid", "e5m2")
 HIGH_PRECISION = ("bf16", "fp32")
 
 _ENTRY = re.compile(r"(?P<pattern>[^:=]+)(?::(?P<gemms>[^:=]+))?=(?P<recipe>[^:=/]+)(?:/(?P<format>[^:=/]+))?")
@@ -53,7 +48,9 @@ class Choice(NamedTuple):
     @property
     def name(self) -> str:
         """`tensorwise hybrid`; empty in high precision."""
-        return self.recipe or "" if self.recipe in (None, "nvfp4") else f"{self.recipe} {self.format}"
+        if self.recipe is None:
+            return ""
+        return f"{self.recipe} {self.format}" if len(registry.get(self.recipe).formats) > 1 else self.recipe
 
 
 class LinearChoice(NamedTuple):
@@ -108,8 +105,9 @@ class Entry:
         """What it chooses in a run."""
         if self.recipe in HIGH_PRECISION:
             return Choice()
-        asked = self.format or (None if self.recipe == "nvfp4" else precision.fp8_format)
-        return Choice(self.recipe, asked or USUAL_FORMATS[self.recipe])
+        recipe = registry.get(self.recipe)
+        asked = self.format or format_of(precision, recipe.family)
+        return Choice(self.recipe, asked or recipe.default_format)
 
     def matches(self, name: str) -> bool:
         """Is it about this linear?"""
@@ -139,10 +137,10 @@ def parse_entry(text: str) -> Entry:
         raise ValueError(f"{unknown[0]!r} is no GEMM: they are {', '.join(GEMMS)}{_nearest(unknown[0], GEMMS)}")
     if twice := [gemm for gemm in GEMMS if gemms.count(gemm) > 1]:
         raise ValueError(f"{twice[0]} is there twice")
-    recipe, fmt, known = parts["recipe"], parts["format"], (*HIGH_PRECISION, *USUAL_FORMATS)
+    recipe, fmt, known = parts["recipe"], parts["format"], (*HIGH_PRECISION, *registry.names())
     if recipe not in known:
         raise ValueError(f"{recipe!r} is no recipe: they are {', '.join(known)}{_nearest(recipe, known)}")
-    formats = () if recipe in HIGH_PRECISION else ("e2m1",) if recipe == "nvfp4" else FORMATS
+    formats = () if recipe in HIGH_PRECISION else registry.get(recipe).formats
     if fmt is not None and fmt not in formats:
         has = f"has {', '.join(formats)}" if formats else "has no format of its own"
         raise ValueError(f"{fmt!r} is no format of {recipe}, which {has}")
@@ -207,6 +205,11 @@ def _nearest(text: str, known: tuple[str, ...]) -> str:
 
 
 # ---- resolved -----------------------------------------------------------------------------------------------------
+
+
+def format_of(precision: PrecisionConfig, family: str) -> Optional[str]:
+    """`--fp8-format` or `--fp4-format`, by family."""
+    return {"fp8": precision.fp8_format, "fp4": precision.fp4_format}[family]
 
 
 def base_choice(precision: PrecisionConfig) -> LinearChoice:
@@ -296,20 +299,6 @@ def used_recipes(precision: PrecisionConfig) -> tuple[str, ...]:
     """Every recipe that a run names, that of all linears first; none in high precision."""
     named = (*base_choice(precision), *(entry.choice(precision) for entry in entries(precision)))
     return tuple(dict.fromkeys(choice.recipe for choice in named if choice.recipe is not None))
-
-
-def by_recipe(table: Mapping[str, T], recipe: str, what: str) -> T:
-    """What a table has for a recipe; the value of another recipe would be wrong without a word.
-
-    Args:
-        what: is in the table, for the message.
-
-    Raises:
-        ConfigError: it has none.
-    """
-    if recipe not in table:
-        raise ConfigError(f"recipe {recipe} has no {what}; known are {', '.join(table)}")
-    return table[recipe]
 
 
 def is_quantized(precision: PrecisionConfig) -> bool:

@@ -128,8 +128,8 @@ def _setting(name: str, declared: dataclasses.Field, hint: Any) -> Setting:
         flags = ("--" + declared.name.replace("_", "-"),)
     return Setting(
         name, hint, optional, many, declared.default, metadata["help"], flags, metadata["off"],
-        metadata["choices"], metadata["auto"], metadata["metavar"], metadata["path"],
-        metadata["maximum"],
+        choices() if callable(choices := metadata["choices"]) else choices, metadata["auto"], metadata["metavar"],
+        metadata["path"], metadata["maximum"],
     )
 
 

@@ -11,10 +11,11 @@ from megafp8.config import derived, flags, precision_map, serialize
 from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import with_values
 from megafp8.errors import ConfigError
+from megafp8.recipes import registry
+from megafp8.recipes.base import FP8_FORMATS
 
 BASELINE, CONTROL = "bf16", "bf16-control"
-FP8_RECIPES = tuple(recipe for recipe in precision_map.USUAL_FORMATS if recipe != "nvfp4")
-NAMES = (BASELINE, CONTROL, *FP8_RECIPES, "nvfp4")
+
 # Two runs that differ in these alone learn the same, but for the order of sums.
 NEUTRAL_SETTINGS = ("checkpoint.", "logging.", "training.num_threads", "data.num_workers", "data.data_cache_path")
 # Flags that a comparison gives to its runs itself.
@@ -29,6 +30,11 @@ class Variant:
 
     name: str
     flags: tuple[str, ...]
+
+
+def names() -> tuple[str, ...]:
+    """What `build_variant` knows without a format."""
+    return (BASELINE, CONTROL, *registry.names())
 
 
 def build_variant(name: str, shared: RunConfig, world_size: int) -> Variant:
@@ -50,16 +56,17 @@ def build_variant(name: str, shared: RunConfig, world_size: int) -> Variant:
         return Variant(
             name=name, flags=("--bf16", "--micro-batch-size", str(micro), "--global-batch-size", str(batch))
         )
-    if name == "nvfp4":
-        return Variant(name=name, flags=("--bf16", "--fp4-format", "e2m1", "--fp4-recipe", name))
-    recipe, _, number_format = name.partition("-")
-    number_format = number_format or precision_map.USUAL_FORMATS.get(recipe, "")
-    if recipe not in FP8_RECIPES or number_format not in precision_map.FORMATS:
+    recipe_name, _, number_format = name.partition("-")
+    recipe = registry.get(recipe_name) if recipe_name in registry.names() else None
+    if recipe is None or (number_format or recipe.default_format) not in recipe.formats:
         raise ConfigError(
-            f"recipe {name}: known are {', '.join(NAMES)}, and FP8 recipes with one of the formats "
-            f"{', '.join(precision_map.FORMATS)}, such as delayed-e4m3; for anything else give --variant NAME='FLAGS'"
+            f"recipe {name}: known are {', '.join(names())}, and FP8 recipes with one of the formats "
+            f"{', '.join(FP8_FORMATS)}, such as delayed-e4m3; for anything else give --variant NAME='FLAGS'"
         )
-    return Variant(name=name, flags=("--bf16", "--fp8-format", number_format, "--fp8-recipe", recipe))
+    family, number_format = f"--{recipe.family}", number_format or recipe.default_format
+    return Variant(
+        name=name, flags=("--bf16", f"{family}-format", number_format, f"{family}-recipe", recipe_name)
+    )
 
 
 def parse_variant(text: str) -> Variant:

@@ -16,25 +16,11 @@ from typing import Optional
 from megafp8.config import derived, precision_map
 from megafp8.config.precision_map import OUTPUT_LAYER, LinearChoice
 from megafp8.config.schema import LoggingConfig, PrecisionConfig, RunConfig
+from megafp8.recipes import registry
+from megafp8.recipes.base import ANY_LATER
 
 NCCL_BUFFERS = "ddp.nccl_ub=true"
 
-# Compute capability from which Transformer Engine runs a recipe (its FP8 support checks, release 2.20). From 10.0 on it
-# multiplies blockwise codes by MXFP8 units, which need scales that are powers of two.
-NATIVE_SINCE = {"tensorwise": (8, 9), "delayed": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0), "nvfp4": (10, 0)}
-NATIVE_BEFORE = {"mxfp8": (12, 0)}  # not on the consumer GPUs of the generation
-EMULATED_RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8", "nvfp4")
-# Both GEMMs that read a weight read the same codes, of a byte each.
-RECIPES_WITH_ONE_WEIGHT_COPY = ("tensorwise", "delayed", "blockwise")
-# What changes Transformer Engine's recipes from outside: recipe, variable, effect (its `common/recipe`, release 2.20).
-TRANSFORMER_ENGINE_SWITCHES = (
-    ("tensorwise", "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "scales are powers of two"),
-    ("delayed", "NVTE_UNFUSED_FP8_UPDATE", "histories roll for a tensor that was not there, too"),
-    ("blockwise", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "scales are FP32"),
-    ("nvfp4", "NVTE_NVFP4_DISABLE_RHT", "nothing is Hadamard-transformed"),
-    ("nvfp4", "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING", "gradients are rounded to nearest"),
-    ("nvfp4", "NVTE_NVFP4_DISABLE_2D_QUANTIZATION", "weights have blocks of 1x16"),
-)
 _BY_BLOCK = "with it Transformer Engine reduces amaxes for all layers at once, when the last one has run"
 _NOT_SAVED = "megatron-core takes out of checkpoints what an output layer remembers; tensorwise has no memory"
 ATTENTION_BACKENDS = {
@@ -224,12 +210,13 @@ def recipe_problems(precision: PrecisionConfig, target: Target, implementation: 
         found = [] if precision.emulation else [
             f"--no-emulation: {', '.join(flags.values())} would be emulated on {target.name}; {mend_for(target, False)}"
         ]
-        two_copies = [flag for recipe, flag in flags.items() if recipe not in RECIPES_WITH_ONE_WEIGHT_COPY]
+        two_copies = [flag for recipe, flag in flags.items() if not registry.get(recipe).supports_param_gather]
         if precision.fp8_param_gather and two_copies:
+            known = ", ".join(recipe.name for recipe in registry.recipes() if recipe.supports_param_gather)
             found.append(
                 f"--fp8-param-gather: {', '.join(two_copies)}, emulated, has two copies of a weight's codes, with "
                 "blocks along its rows and along its columns, which together are no smaller than BF16; leave the flag "
-                f"out, or give --fp8-recipe {', '.join(RECIPES_WITH_ONE_WEIGHT_COPY)}"
+                f"out, or give --fp8-recipe {known}"
             )
         return found
     mend = mend_for(target, precision.emulation)
@@ -239,13 +226,18 @@ def recipe_problems(precision: PrecisionConfig, target: Target, implementation: 
 def recipe_obstacles(precision: PrecisionConfig, target: Target) -> list[str]:
     """The recipes that Transformer Engine does not run on a GPU of this compute capability; none without a GPU."""
     capability, found = target.compute_capability, []
-    for recipe in precision_map.used_recipes(precision):
-        if capability is not None and not is_native(recipe, capability):
-            below = f" and below {version_text(NATIVE_BEFORE[recipe])}" if recipe in NATIVE_BEFORE else ""
-            found.append(
-                f"{precision_map.asked_by(precision, recipe)}: needs compute capability "
-                f"{version_text(NATIVE_SINCE[recipe])}{below}, {target.name} has {version_text(capability)}"
-            )
+    for recipe in derived.used_recipes(precision):
+        if capability is None or recipe.is_native(capability):
+            continue
+        asked = precision_map.asked_by(precision, recipe.name)
+        if not recipe.native_capabilities:
+            found.append(f"{asked}: Transformer Engine does not have this recipe")
+            continue
+        ranges = " or ".join(
+            version_text(since) + (f" and below {version_text(end)}" if end < ANY_LATER else "")
+            for since, end in recipe.native_capabilities
+        )
+        found.append(f"{asked}: needs compute capability {ranges}, {target.name} has {version_text(capability)}")
     return found
 
 
@@ -264,17 +256,17 @@ def map_obstacles(config: RunConfig) -> list[str]:
     if config.model.num_layers is None or not precision_map.is_quantized(precision):
         return []
     found = dict[str, str]()
-    is_delayed = "delayed" in precision_map.used_recipes(precision)
+    is_delayed = derived.is_stateful(precision)
     if is_delayed and precision.first_last_layers_bf16:
-        found["delayed"] = f"--first-last-layers-bf16 with delayed scaling: {_BY_BLOCK}"
+        found["history"] = f"--first-last-layers-bf16 with delayed scaling: {_BY_BLOCK}"
     resolved = precision_map.resolve(config.model, precision)
     for name in precision_map.changed_linears(config.model, precision):
         chosen = resolved[name]
         said = f"the precision map gives {name} {chosen}"
         if is_delayed and name != OUTPUT_LAYER:
-            found.setdefault("delayed", f"{said}: {_BY_BLOCK}")
-        elif "delayed" in chosen.recipes:
-            found.setdefault("delayed", f"{said}: {_NOT_SAVED}")
+            found.setdefault("history", f"{said}: {_BY_BLOCK}")
+        elif any(registry.get(recipe).is_stateful for recipe in chosen.recipes):
+            found.setdefault("history", f"{said}: {_NOT_SAVED}")
         elif name == OUTPUT_LAYER and config.model.share_embeddings_and_output_weights:
             found[OUTPUT_LAYER] = (
                 f"{said}: Transformer Engine's linear has a weight of its own, and the output layer has the "
@@ -316,25 +308,21 @@ def environment_notices(precision: PrecisionConfig, implementation: str) -> list
     """Where the environment makes Transformer Engine's recipe another than the one that the settings resolve to."""
     if implementation != "transformer_engine":
         return []
-    used, found = precision_map.used_recipes(precision), []
+    found = []
     if precision.fp8_dot_product_attention and os.environ.get("NVTE_FP8_DPA_BWD") == "0":
         found.append("NVTE_FP8_DPA_BWD=0: Transformer Engine heeds it, so that attention's backward pass is in BF16")
     return found + [
         f"{variable}=1: Transformer Engine heeds it, so that {effect}, whatever this run says of its recipe"
-        for of_recipe, variable, effect in TRANSFORMER_ENGINE_SWITCHES
-        if of_recipe in used and os.environ.get(variable) == "1"
+        for recipe in derived.used_recipes(precision)
+        for variable, effect in recipe.te_switches
+        if os.environ.get(variable) == "1"
     ]
-
-
-def is_native(recipe: str, capability: Optional[tuple[int, int]]) -> bool:
-    """Whether Transformer Engine runs a recipe on GPUs of a compute capability; None is no GPU."""
-    return capability is not None and NATIVE_SINCE[recipe] <= capability < NATIVE_BEFORE.get(recipe, (99, 0))
 
 
 def native_recipes(target: Target) -> list[str]:
     """The recipes that Transformer Engine runs on a target."""
     is_there = target.kind == "cuda" and target.transformer_engine is not None
-    return [recipe for recipe in NATIVE_SINCE if is_there and is_native(recipe, target.compute_capability)]
+    return [each.name for each in registry.recipes() if is_there and each.is_native(target.compute_capability)]
 
 
 def emulated_only(precision: PrecisionConfig) -> list[str]:

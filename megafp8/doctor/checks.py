@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Optional
 
-from megafp8.device import capability
 from megafp8.device.capability import Target
 from megafp8.doctor import tested
 from megafp8.doctor.machine import Machine
+from megafp8.recipes import registry
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 """Error: training cannot run here, or not as the machine is meant to. Warning: it runs slower, or untried."""
@@ -268,8 +268,9 @@ def apex(machine: Machine) -> Iterator[Finding]:
 def switches(machine: Machine) -> Iterator[Finding]:
     """Environment variables that change what Transformer Engine computes or which attention it takes."""
     changed = [
-        (variable, f"{recipe}: {effect}")
-        for recipe, variable, effect in capability.TRANSFORMER_ENGINE_SWITCHES
+        (variable, f"{recipe.name}: {effect}")
+        for recipe in registry.recipes()
+        for variable, effect in recipe.te_switches
         if machine.environment.get(variable) == "1"
     ]
     if machine.environment.get("NVTE_FUSED_ATTN") == "0":
@@ -344,12 +345,12 @@ def examine(machine: Machine, num_gpus: int = 0) -> list[Finding]:
 def recipes(machine: Machine) -> dict[str, str]:
     """How each recipe runs: `native`, `emulated`, or why not at all."""
     if not (machine.works("torch") and machine.works("megatron.core")):
-        return dict.fromkeys(capability.NATIVE_SINCE, "does not run: see above")
+        return dict.fromkeys(registry.names(), "does not run: see above")
     target = target_of(machine)
     has_kernels = target.kind == "cuda" and target.transformer_engine is not None
     return {
-        recipe: "native" if has_kernels and capability.is_native(recipe, target.compute_capability) else "emulated"
-        for recipe in capability.NATIVE_SINCE
+        recipe.name: "native" if has_kernels and recipe.is_native(target.compute_capability) else "emulated"
+        for recipe in registry.recipes()
     }
 
 

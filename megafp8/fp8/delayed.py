@@ -33,8 +33,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megafp8 import faults
-from megafp8.fp8.recipes import DelayedOptions, Operand, Recipe
-from megafp8.fp8.scaling import FP32_MAX, ScaleRule, reduce_amax
+from megafp8.fp8.scaling import FP32_MAX, reduce_amax
+from megafp8.recipes.base import DelayedOptions, LinearRecipe, Operand, ScaleRule
 
 OPERANDS = tuple(Operand)
 FORWARD, BACKWARD = slice(0, 2), slice(2, 3)  # of OPERANDS
@@ -94,7 +94,7 @@ class DelayedState(nn.Module):
         recipe: of delayed scaling.
     """
 
-    def __init__(self, recipe: Recipe):
+    def __init__(self, recipe: LinearRecipe):
         super().__init__()
         assert recipe.delayed is not None
         self.options = recipe.delayed
@@ -137,7 +137,7 @@ class DelayedState(nn.Module):
         return self.scales(is_noted=True), True
 
 
-def _format_max(recipe: Recipe, operand: Operand) -> float:
+def _format_max(recipe: LinearRecipe, operand: Operand) -> float:
     """The largest number that an operand's codes stand for; 1 where delayed scaling has no part in it, which then never
     has an amax either."""
     rules = {rule for each, _, rule in recipe.rules if each is operand and rule is not None}

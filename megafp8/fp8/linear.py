@@ -54,12 +54,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megafp8.fp8 import native_gemm
 from megafp8.fp8.delayed import DelayedScales
 from megafp8.fp8.noise import RoundingNoise
 from megafp8.fp8.parameter import QuantizedParameter
 from megafp8.fp8.quantize import Decoded, Quantized, Use, decode_operand, quantize_for
-from megafp8.fp8.recipes import OPERANDS_OF, Gemm, Operand, Recipe
 from megafp8.fp8.scaled_gemm import accumulate, product_of, rows_of, scaled_gemm
+from megafp8.recipes.base import OPERANDS_OF, WHOLE, Gemm, LinearRecipe, Operand
 
 
 class AmaxGroups(NamedTuple):
@@ -92,7 +93,7 @@ class LinearPlan:
         observer: is shown every operand that is quantized; then all are quantized to codes, and decoded from them.
     """
 
-    recipe: Recipe
+    recipe: LinearRecipe
     tensor_group: Optional[dist.ProcessGroup] = None
     gather_input: bool = False
     allreduce_dgrad: bool = False
@@ -131,12 +132,15 @@ class LinearPlan:
             gemm: codes[gemm] if dtype is None else decode_operand(codes[gemm], dtype) for gemm, dtype in dtypes.items()
         }
 
-    def gemm_dtype(self, activation: Tensor, gemm: Gemm) -> torch.dtype:
-        """The type that decoded operands are multiplied in: BF16 where that holds them exactly.
+    def gemm_dtype(self, activation: Tensor, gemm: Gemm) -> Optional[torch.dtype]:
+        """The type that decoded operands are multiplied in: BF16 where that holds them exactly. None: codes are
+        multiplied as they are.
 
         A CUDA GEMM takes BF16 operands to an FP32 result; a CPU GEMM returns the type of its operands, so that an FP32
         result needs FP32 operands.
         """
+        if native_gemm.multiplies_codes(self.recipe, gemm, activation):
+            return None
         rules = [self.recipe.rule(operand, gemm) for operand in dict(OPERANDS_OF)[gemm]]
         fits = activation.is_cuda or activation.dtype == torch.bfloat16
         return torch.bfloat16 if fits and all(rule.is_bf16_exact for rule in rules) else torch.float32
@@ -234,11 +238,12 @@ class _EmulatedLinear(torch.autograd.Function):
         if not is_quantized:
             output = torch.matmul(_gather(input, plan)[0], weight.t())
             return output if bias is None else output + bias
-        a, b = quantized[Gemm.FPROP], decode_operand(quantized_weight.fprop, dtype)
+        a = quantized[Gemm.FPROP]
         if plan.gather_input:
-            a = decode_operand(_gather_quantized(a, plan)[0], dtype)
-        output = scaled_gemm(rows_of(a.values), b.values.t(), product_of(a.factor, b.factor), input.dtype, bias)
-        return output.view(*a.values.shape[:-1], weight.shape[0])
+            a = _gather_quantized(a, plan)[0]
+        output = _fprop(a, quantized_weight.fprop, bias, dtype, input.dtype)
+        leading = a.codes.shape[:-1] if isinstance(a, Quantized) else a.values.shape[:-1]
+        return output.view(*leading, weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Optional[Tensor], ...]:
@@ -250,7 +255,7 @@ class _EmulatedLinear(torch.autograd.Function):
         if needs_wgrad:
             kept_input, gathering = _gather_kept(kept_input, plan)  # while dgrad computes
         rows = rows_of(grad_output)
-        dy = _decoded_grad_output(rows, needs_dgrad, needs_wgrad, plan)
+        dy = _quantized_grad_output(rows, needs_dgrad, needs_wgrad, plan)
         if needs_dgrad:
             grad_rows = _dgrad(rows, dy.pop(Gemm.DGRAD, None), ctx.weight if weight is None else weight)
             grad_input, reducing = _start_reduction(grad_rows, ctx.input_shape, plan)  # while wgrad computes
@@ -276,7 +281,8 @@ def _is_kept_as_codes(input: Tensor, plan: LinearPlan) -> bool:
     if not plan.gather_input or rule.block is None:
         return True
     num_rows = input.numel() // input.shape[-1] if input.numel() else 0
-    return num_rows % rule.block[0] == 0  # else blocks would span shards: gather first, quantize then
+    # Blocks that would span shards are quantized after the gather.
+    return rule.block[0] is not WHOLE and num_rows % rule.block[0] == 0
 
 
 def _keep(ctx: Any, *kept: Union[Quantized, Tensor, None]) -> None:
@@ -298,29 +304,52 @@ def _kept(ctx: Any) -> list[Union[Quantized, Tensor, None]]:
 # --- GEMMs ------------------------------------------------------------------------------------------------------------
 
 
-def _decoded_grad_output(rows: Tensor, needs_dgrad: bool, needs_wgrad: bool, plan: LinearPlan) -> dict[Gemm, Decoded]:
-    """grad_output as the numbers that the GEMMs of the backward pass multiply, where they are quantized."""
+def _fprop(
+    a: Union[Quantized, Decoded], weight: Quantized, bias: Optional[Tensor], dtype: Optional[torch.dtype],
+    output_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """x . w^T + b as rows; `dtype` is what decoded operands are multiplied in."""
+    if dtype is None:
+        w = native_gemm.transposed(native_gemm.rows_along_sum(weight))
+        return native_gemm.multiply(native_gemm.rows_along_sum(a), w, output_dtype, bias=bias, is_fast=True)
+    a = decode_operand(a, dtype) if isinstance(a, Quantized) else a
+    b = decode_operand(weight, dtype)
+    return scaled_gemm(rows_of(a.values), b.values.t(), product_of(a.factor, b.factor), output_dtype, bias)
+
+
+def _quantized_grad_output(
+    rows: Tensor, needs_dgrad: bool, needs_wgrad: bool, plan: LinearPlan
+) -> dict[Gemm, Union[Quantized, Decoded]]:
+    """grad_output as what the GEMMs of the backward pass multiply, numbers or codes, where they are quantized."""
     needed = [gemm for gemm, is_needed in ((Gemm.DGRAD, needs_dgrad), (Gemm.WGRAD, needs_wgrad)) if is_needed]
     dtypes = {gemm: plan.gemm_dtype(rows, gemm) for gemm in needed if plan.recipe.is_quantized(gemm)}
     return plan.quantize_for(rows, Operand.GRAD_OUTPUT, dtypes) if dtypes else {}
 
 
-def _dgrad(rows: Tensor, dy: Optional[Decoded], weight: Union[Quantized, Tensor]) -> Tensor:
+def _dgrad(rows: Tensor, dy: Union[Quantized, Decoded, None], weight: Union[Quantized, Tensor]) -> Tensor:
     """dy . w from grad_output, as it is and for dgrad, and the weight, quantized or not as that is."""
     if dy is None:
         return torch.mm(rows, weight)
+    if isinstance(dy, Quantized):
+        a, b = native_gemm.rows_along_sum(dy), native_gemm.columns_along_sum(weight)
+        return native_gemm.multiply(a, b, rows.dtype)
     b = decode_operand(weight, dy.values.dtype)
     return scaled_gemm(dy.values, b.values, product_of(dy.factor, b.factor), rows.dtype)
 
 
 def _wgrad(
-    rows: Tensor, dy: Optional[Decoded], kept_input: Union[Quantized, Tensor], weight: Tensor, plan: LinearPlan
-) -> Optional[Tensor]:
+    rows: Tensor, dy: Union[Quantized, Decoded, None], kept_input: Union[Quantized, Tensor], weight: Tensor,
+    plan: LinearPlan,
+) -> Optional[Tensor]:  # fmt: skip
     """dy^T . x from grad_output, as it is and for wgrad, and what was kept of the input."""
     if dy is None:
         return _weight_gradient(rows.t(), rows_of(kept_input), None, weight, plan)
     if not isinstance(kept_input, Quantized):
         kept_input = plan.quantize(kept_input, Operand.INPUT, Gemm.WGRAD)
+    if isinstance(dy, Quantized):
+        a = native_gemm.transposed(native_gemm.columns_along_sum(dy))
+        product = native_gemm.multiply(a, native_gemm.columns_along_sum(kept_input), torch.float32)
+        return _deliver(product, weight, plan)
     x = decode_operand(kept_input, dy.values.dtype)
     return _weight_gradient(dy.values.t(), rows_of(x.values), product_of(dy.factor, x.factor), weight, plan)
 
@@ -334,6 +363,15 @@ def _weight_gradient(
     if main_grad is None:
         return scaled_gemm(grad_rows_t, input_rows, factor, weight.dtype)
     accumulate(main_grad, grad_rows_t, input_rows, factor)
+    return _main_grad_stand_in(weight)
+
+
+def _deliver(gradient: Tensor, weight: Tensor, plan: LinearPlan) -> Optional[Tensor]:
+    """An FP32 weight gradient [N, K]: returned in the type of the weight, or added to `weight.main_grad`."""
+    main_grad = getattr(weight, "main_grad", None) if plan.fuse_wgrad else None
+    if main_grad is None:
+        return gradient.to(weight.dtype)
+    main_grad.add_(gradient)
     return _main_grad_stand_in(weight)
 
 

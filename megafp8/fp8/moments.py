@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megafp8.fp8.formats import E4M3
+from megafp8.recipes.formats import E4M3
 
 # Largest magnitude that is stored; codes of E4M3 are kept as uint8. FP16's is Transformer Engine's choice.
 FORMAT_MAX = {torch.uint8: E4M3.max, torch.float16: torch.finfo(torch.float16).max / 2}

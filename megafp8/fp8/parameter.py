@@ -28,8 +28,9 @@ from torch import Tensor, nn
 
 from megafp8.fp8.delayed import OPERANDS, DelayedState
 from megafp8.fp8.quantize import Quantized, as_blocks, block_scales, dequantize, scale_and_cast
-from megafp8.fp8.recipes import Operand, OperandRule
-from megafp8.fp8.scaling import ScaleRule, Scales, amax, block_amax, quant_scale_of, reduce_amax, tensor_scales
+from megafp8.fp8.rounding import CODE_DTYPES
+from megafp8.fp8.scaling import Scales, amax, block_amax, quant_scale_of, reduce_amax, tensor_scales
+from megafp8.recipes.base import Operand, OperandRule, ScaleRule
 
 WEIGHT = OPERANDS.index(Operand.WEIGHT)
 
@@ -62,7 +63,7 @@ class WeightCodes:
     ):
         assert rule.format.codes_per_byte == 1 and not rule.is_transformed and not rule.is_stochastic
         self.shape, self.dtype, self.device = high_precision.shape, high_precision.dtype, high_precision.device
-        self.rule, self.delayed = rule, delayed
+        self.rule, self.delayed = rule.for_shape(tuple(high_precision.shape)), delayed
         self.scale_group = scale_group if rule.block is None and delayed is None else None
         self.raw = torch.zeros(self.shape, dtype=torch.uint8, device=self.device)
         self.dequant_scale = self.amax = torch.zeros(self.scales_shape, device=self.device)
@@ -84,7 +85,7 @@ class WeightCodes:
     def quantized(self) -> Quantized:
         """Codes and scales, for either GEMM."""
         assert self.high_precision is None, "a weight was set and not quantized: settle() does it"
-        return Quantized(self.raw.view(self.rule.format.dtype), self.dequant_scale, None, self.rule)
+        return Quantized(self.raw.view(CODE_DTYPES[self.rule.format.name]), self.dequant_scale, None, self.rule)
 
     def values(self) -> Tensor:
         """[N, K] in `dtype`: what the weight was set to, or the codes times their scales."""

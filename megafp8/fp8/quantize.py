@@ -14,14 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megafp8.fp8.delayed import DelayedScale
-from megafp8.fp8.formats import Format
 from megafp8.fp8.hadamard import transform_columns
 from megafp8.fp8.noise import random_bytes
-from megafp8.fp8.recipes import Block, OperandRule
-from megafp8.fp8.rounding import cast, codes_shape, decode
+from megafp8.fp8.rounding import CODE_DTYPES, cast, codes_shape, decode
 from megafp8.fp8.scaling import (
     FP32_MAX,
-    ScaleRule,
     Scales,
     amax,
     block_amax,
@@ -31,6 +28,8 @@ from megafp8.fp8.scaling import (
     tensor_scales,
     two_level_scales,
 )
+from megafp8.recipes.base import Block, OperandRule, ScaleRule
+from megafp8.recipes.formats import Format
 
 CHUNK_ELEMENTS = 1 << 18  # an FP32 buffer of 1 MiB: about a core's own cache, whatever the size of the tensor
 
@@ -46,7 +45,7 @@ class Quantized:
         dequant_scale: FP32 scalar, or with blocks FP32, E8M0 or E4M3 [ceil(rows / block rows), ceil(columns / block
             columns)].
         tensor_scale: with two levels of scales, the FP32 scalar above those of the blocks; else None, which is 1.
-        rule: by which it was quantized.
+        rule: by which it was quantized, its block in numbers.
     """
 
     codes: Tensor
@@ -134,6 +133,7 @@ def quantize_for(
     generators = generators or (None,) * len(uses)
     for use, generator in zip(uses, generators, strict=True):
         assert use.rule.is_stochastic == (generator is not None), "stochastic rounding, and it alone, needs a generator"
+    uses = [use._replace(rule=use.rule.for_shape(matrix_shape(tensor))) for use in uses]
     if has_kernels(tensor):
         from megafp8.fp8 import triton_quantize  # needs Triton
 
@@ -148,6 +148,12 @@ def quantize_for(
             quantized = known[use.rule]
             results[use] = quantized if use.dtype is None else decode_operand(quantized, use.dtype)
     return [results[use] for use in uses]
+
+
+def matrix_shape(tensor: Tensor) -> tuple[int, int]:
+    """(rows, columns) of a tensor whose dims but the last are rows."""
+    columns = tensor.shape[-1] if tensor.ndim else 1
+    return math.prod(tensor.shape[:-1]), columns
 
 
 @functools.lru_cache(maxsize=1)
@@ -196,7 +202,7 @@ def quantize_by_torch(
 ) -> Quantized:
     """`quantize` in torch operations, on any device."""
     source = tensor.detach()
-    rows = source.reshape(math.prod(source.shape[:-1]), source.shape[-1] if source.ndim else 1)
+    rows = source.reshape(matrix_shape(source))
     if rule.block is None:
         scales = _tensor_scales(source, rule, group, delayed)
         blocks, quant_scale = rows[:, None, None, :], scales.quant
@@ -255,7 +261,7 @@ def scale_and_cast(
     """
     height, width = blocks.shape[1], blocks.shape[2] * blocks.shape[3]
     shape = codes_shape(torch.Size((blocks.shape[0] * height, width)), fmt)
-    codes = torch.empty(shape, dtype=fmt.dtype, device=blocks.device)
+    codes = torch.empty(shape, dtype=CODE_DTYPES[fmt.name], device=blocks.device)
     if not blocks.numel():
         return codes
     step = len(blocks) if blocks.is_cuda else min(len(blocks), max(1, CHUNK_ELEMENTS // (height * width)))

@@ -19,8 +19,12 @@ import torch
 from torch import Tensor
 
 from megafp8.fp8 import fp4
-from megafp8.fp8.formats import Format
+from megafp8.recipes.formats import Format
 
+CODE_DTYPES = {
+    "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e2m1": torch.uint8, "e8m0": torch.float8_e8m0fnu,
+}  # fmt: skip
+"""torch's types of codes, by the name of their format."""
 BF16_EXPONENT_BIAS = 127
 CANONICAL_NAN = 0x7F
 NEGATIVE_NAN = 0xFF
@@ -36,14 +40,14 @@ def cast(values: Tensor, fmt: Format, out: Optional[Tensor] = None, noise: Optio
         noise: E2M1 only: random bytes, one a value, for stochastic rounding; None rounds to nearest.
 
     Returns:
-        codes in `fmt.dtype`: the shape of `values`, with E2M1 half as long in the last dim.
+        codes in `CODE_DTYPES`: the shape of `values`, with E2M1 half as long in the last dim.
 
     Numerics: nearest, ties to even, into subnormals too; overflow and infinity saturate; NaN becomes 0x7F, and E2M1,
     which has none, gets the largest value.
     """
     assert values.dtype == torch.float32, f"cast() rounds FP32 once; got {values.dtype}"
     if out is None:
-        out = torch.empty(codes_shape(values.shape, fmt), dtype=fmt.dtype, device=values.device)
+        out = torch.empty(codes_shape(values.shape, fmt), dtype=CODE_DTYPES[fmt.name], device=values.device)
     if fmt.codes_per_byte == 2:
         return fp4.cast(values, out, noise)
     assert noise is None, f"{fmt.name} is rounded to nearest"
@@ -73,7 +77,7 @@ def decode(codes: Tensor, fmt: Format, dtype: torch.dtype) -> Tensor:
     """The values that codes stand for, exactly, before any dequantization scale.
 
     Args:
-        codes: `fmt.dtype`, any shape.
+        codes: of `CODE_DTYPES`, any shape.
         dtype: torch.bfloat16 or torch.float32; both hold every E4M3, E5M2 and E2M1 value.
 
     Returns:

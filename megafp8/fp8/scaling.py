@@ -16,15 +16,15 @@ The power-of-two scale and E8M0 have the same exponent for every amax but 0 and 
 
 from __future__ import annotations
 
-import enum
 from typing import NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megafp8.fp8.formats import E2M1, E4M3, Format
 from megafp8.fp8.rounding import cast
+from megafp8.recipes.base import ScaleRule
+from megafp8.recipes.formats import E2M1, E4M3, Format
 
 FP32_MAX = torch.finfo(torch.float32).max
 FP32_MANTISSA = (1 << 23) - 1
@@ -33,16 +33,6 @@ LARGEST_E8M0 = 254
 SMALLEST_MULTIPLIER = 1 << 22  # 2^-127 as FP32 bits, subnormal
 FOLD_WIDTH = 8  # shorter than a vector register: torch then takes the maximum element by element
 FOLD_BELOW = 64
-
-
-class ScaleRule(enum.Enum):
-    """Where scales come from and how they are kept."""
-
-    FP32 = "fp32"
-    POWER_OF_TWO = "power of two"
-    E8M0 = "e8m0"
-    TWO_LEVEL = "e4m3 x fp32"
-    DELAYED = "delayed fp32"
 
 
 class Scales(NamedTuple):

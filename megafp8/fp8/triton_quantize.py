@@ -16,14 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megafp8.fp8 import row_kernels
 from megafp8.fp8.delayed import DelayedScale
-from megafp8.fp8.formats import E4M3
 from megafp8.fp8.hadamard import SIZE, check_groups, transform_matrix
 from megafp8.fp8.noise import random_bytes
-from megafp8.fp8.quantize import Decoded, Quantized, Use
-from megafp8.fp8.recipes import Block, OperandRule
-from megafp8.fp8.rounding import codes_shape
-from megafp8.fp8.scaling import FP32_MAX, ScaleRule, reduce_amax
+from megafp8.fp8.quantize import Decoded, Quantized, Use, decode_operand, matrix_shape
+from megafp8.fp8.rounding import CODE_DTYPES, codes_shape
+from megafp8.fp8.scaling import FP32_MAX, reduce_amax
 from megafp8.fp8.triton_kernels import (
     amax_kernel,
     decode_blocks_kernel,
@@ -34,6 +33,9 @@ from megafp8.fp8.triton_kernels import (
     transformed_amax_kernel,
 )
 from megafp8.fp8.triton_rounding import grid_of
+from megafp8.fp8.triton_tiles import has_whole_tiles
+from megafp8.recipes.base import Block, OperandRule, ScaleRule
+from megafp8.recipes.formats import E4M3
 
 PART = 4096  # elements of a program, where there are no blocks
 AMAX_PROGRAMS = 1024
@@ -53,6 +55,8 @@ def can_quantize(tensor: Tensor, rule: OperandRule) -> bool:
         return False
     if rule.block is None:
         return rule.format.codes_per_byte == 1
+    if has_whole_dimension(tensor, rule):
+        return True
     if rule.is_transformed and (rule.block != (SIZE, 1) or tensor.dtype != torch.bfloat16):
         return False
     return _is_known(rule.block)
@@ -62,7 +66,7 @@ def can_decode(quantized: Quantized) -> bool:
     """Do the kernels decode this? If not, torch operations do."""
     rule = quantized.rule
     is_known = rule.format.codes_per_byte == 1 if rule.block is None else _is_known(rule.block)
-    return is_known and quantized.codes.numel() > 0
+    return is_known and quantized.codes.numel() > 0 and quantized.codes.is_contiguous()
 
 
 def _is_known(block: Block) -> bool:
@@ -93,7 +97,7 @@ class Part:
         """The result for one use."""
         if use.dtype is not None:
             return Decoded(self.values, self.factor, self.rule)
-        codes = self.codes.view(self.rule.format.dtype)
+        codes = self.codes.view(CODE_DTYPES[self.rule.format.name])
         if self.rule.block is None:
             return Quantized(codes, self.factor, None, self.rule)
         return Quantized(codes, self.scales, self.factor, self.rule)
@@ -108,6 +112,8 @@ def quantize_for(
 ) -> list[Union[Quantized, Decoded]]:
     """`quantize.quantize_for`, where `can_quantize` says so for every rule."""
     source = tensor.detach().contiguous()
+    if all(has_whole_dimension(source, use.rule) for use in uses):
+        return _quantize_dimensions(source, uses)
     parts: dict[OperandRule, Part] = {}
     for index, use in enumerate(uses):
         part = parts.setdefault(use.rule, Part(use.rule))
@@ -122,6 +128,39 @@ def quantize_for(
         for part in wanted:
             _quantize_blocks(source, *((None, part) if _is_tall(part.rule) else (part, None)), group)
     return [parts[use.rule].of_use(use) for use in uses]
+
+
+def has_whole_dimension(tensor: Tensor, rule: OperandRule) -> bool:
+    """Does a scale belong to a whole row or column, in a tensor and by a rule that `row_kernels` have?"""
+    shape = matrix_shape(tensor)
+    is_known = rule.block in ((1, shape[1]), (shape[0], 1)) and has_whole_tiles(*shape)
+    has_scale = rule.scale_rule in (ScaleRule.FP32, ScaleRule.POWER_OF_TWO)
+    return is_known and has_scale and rule.format.codes_per_byte == 1 and not rule.is_stochastic
+
+
+def _quantize_dimensions(source: Tensor, uses: Sequence[Use]) -> list[Union[Quantized, Decoded]]:
+    """Codes by rows' and by columns' scales in two launches; those by columns lie by columns in memory."""
+    shape = matrix_shape(source)
+    found: dict[OperandRule, Quantized] = {}
+    for kind in dict.fromkeys((use.rule.format, use.rule.scale_rule) for use in uses):
+        rules = {use.rule.block: use.rule for use in uses if (use.rule.format, use.rule.scale_rule) == kind}
+        by_row, by_column = row_kernels.cast(
+            source.view(shape), grid_of(kind[0]), rows=(1, shape[1]) in rules, columns=(shape[0], 1) in rules,
+            is_power_of_two=kind[1] is ScaleRule.POWER_OF_TWO,
+        )  # fmt: skip
+        dtype = CODE_DTYPES[kind[0].name]
+        if by_row is not None:
+            codes = by_row.codes.view(dtype).view(source.shape)
+            rule = rules[(1, shape[1])]
+            found[rule] = Quantized(codes, by_row.scale_inv.view(-1, 1), None, rule)
+        if by_column is not None:
+            codes = by_column.codes.view(dtype).t().unflatten(0, source.shape[:-1])
+            rule = rules[(shape[0], 1)]
+            found[rule] = Quantized(codes, by_column.scale_inv.view(1, -1), None, rule)
+    results = [found[use.rule] for use in uses]
+    return [
+        each if use.dtype is None else decode_operand(each, use.dtype) for use, each in zip(uses, results, strict=True)
+    ]
 
 
 def _prepare(part: Part, source: Tensor, use: Use, generator: Optional[torch.Generator]) -> None:
@@ -179,7 +218,7 @@ def _quantize_blocks(
 ) -> None:
     """Rows' or square blocks, and columns' blocks, from one read."""
     rule = (row or column).rule
-    num_rows, num_columns = _matrix_shape(source)
+    num_rows, num_columns = matrix_shape(source)
     side = max(rule.block)
     tiles, num_warps, programs = _tiling(num_rows, num_columns, side)
     is_transformed = column is not None and column.rule.is_transformed
@@ -204,7 +243,7 @@ def _two_amaxes(source: Tensor, matrix: Optional[Tensor], group: Optional[dist.P
     if matrix is None:
         (largest,) = reduce_amax(_amax(source), group)
         return largest, largest
-    num_rows, num_columns = _matrix_shape(source)
+    num_rows, num_columns = matrix_shape(source)
     tiles, num_warps, programs = _tiling(num_rows, num_columns, SIZE)
     largest = torch.zeros(2, device=source.device)
     transformed_amax_kernel[(programs,)](
@@ -223,7 +262,7 @@ def decode(quantized: Quantized, dtype: torch.dtype) -> Tensor:
         count, grid = values.numel(), grid_of(rule.format)
         decode_tensor_kernel[(_cdiv(count, PART),)](codes.view(torch.uint8), values, count, GRID=grid, PART=PART)
         return values
-    num_rows, num_columns = _matrix_shape(values)
+    num_rows, num_columns = matrix_shape(values)
     side = max(rule.block)
     tiles, num_warps, programs = _tiling(num_rows, num_columns, side)
     decode_blocks_kernel[(programs,)](
@@ -257,13 +296,8 @@ def finish_product(product: Tensor, factor: Optional[Tensor], bias: Optional[Ten
 # --- shapes -----------------------------------------------------------------------------------------------------------
 
 
-def _matrix_shape(tensor: Tensor) -> tuple[int, int]:
-    """[rows, columns] of a tensor, all dims but the last being rows."""
-    return math.prod(tensor.shape[:-1]), tensor.shape[-1] if tensor.ndim else 1
-
-
 def _num_blocks(tensor: Tensor, rule: OperandRule) -> list[int]:
-    return [_cdiv(size, length) for size, length in zip(_matrix_shape(tensor), rule.block, strict=True)]
+    return [_cdiv(size, length) for size, length in zip(matrix_shape(tensor), rule.block, strict=True)]
 
 
 def _tiling(num_rows: int, num_columns: int, side: int) -> tuple[int, int, int]:

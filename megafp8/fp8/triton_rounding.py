@@ -17,7 +17,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from megafp8.fp8.formats import E2M1, E4M3, Format
+from megafp8.recipes.formats import E2M1, E4M3, Format
 
 FP32_MAX = tl.constexpr(3.4028234663852886e38)
 FP32_EXPONENT = tl.constexpr(0x7F800000)

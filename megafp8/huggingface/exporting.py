@@ -22,11 +22,11 @@ from megafp8.config import derived, precision_map
 from megafp8.config.schema import RunConfig
 from megafp8.data.tokenizer import Tokenizer
 from megafp8.errors import CheckpointError
-from megafp8.fp8.recipes import OperandRule
 from megafp8.huggingface import fp8_weights
 from megafp8.huggingface.families import family_of_run
 from megafp8.huggingface.family import Family
 from megafp8.huggingface.files import Piece, TheirTensor, write_json, write_pieces
+from megafp8.huggingface.fp8_weights import WeightForm
 from megafp8.huggingface.table import Row
 from megafp8.huggingface.tokenizer_files import notes_on_tokenizer, open_tokenizer, write_tokenizer
 from megafp8.overrides import DTYPES
@@ -130,15 +130,15 @@ def plan_export(source: Path, options: ExportOptions) -> Export:
     dtype = DTYPES[options.dtype] if options.dtype else tensors.places[EMBEDDING].dtype
     notes = notes_on(config, options, tensors.places[EMBEDDING].dtype, dtype, num_rows - num_tokens)
     fields = config_json(config, family, num_tokens, dtype, tokenizer)
-    rules: dict[str, OperandRule] = {}
+    forms: dict[str, WeightForm] = {}
     if options.quantizes:
         recipe = options.fp8_recipe or fp8_weights.recipe_of_run(config.precision)
-        rules, more = quantization(config, table, recipe)
-        kept = [name.removesuffix(".weight") for row in table if row.is_linear and row.ours not in rules
+        forms, more = quantization(config, table, recipe)
+        kept = [name.removesuffix(".weight") for row in table if row.is_linear and row.ours not in forms
                 for name in row.theirs]  # fmt: skip
         fields["quantization_config"] = fp8_weights.quantization_config(recipe, kept)
         notes += more
-    pieces = [piece(tensors, row, dtype, rules.get(row.ours)) for row in table]
+    pieces = [piece(tensors, row, dtype, forms.get(row.ours)) for row in table]
     return Export(path, config, table, pieces, fields, tokenizer, notes)
 
 
@@ -220,30 +220,32 @@ def ends(tokenizer: Optional[Tokenizer]) -> dict[str, Any]:
 
 def quantization(
     config: RunConfig, table: list[Row], recipe: str
-) -> tuple[dict[str, OperandRule], list[str]]:
-    """The rule of each weight that becomes FP8, by our name, and what a person should know.
+) -> tuple[dict[str, WeightForm], list[str]]:
+    """The form of each weight that becomes FP8, by our name, and what a person should know.
 
     Raises:
         CheckpointError: blocks do not divide a weight.
     """
     precision = config.precision
-    rule = fp8_weights.weight_rule(precision, recipe)
+    form = fp8_weights.weight_form(precision, recipe)
+    block = form.rule.block
     chosen = [row for row in table if row.is_linear and may_be_fp8(row.ours, config)]
     notes = []
-    if rule.block is not None and (uneven := fp8_weights.ragged(chosen, rule.block)):
+    if block is not None and (uneven := fp8_weights.ragged(chosen, block)):
         raise CheckpointError(
             f"--fp8-recipe {recipe}: {uneven[0]}, which its blocks do not divide, and others would misread it; "
-            "--fp8-recipe tensorwise has no blocks"
+            f"give a recipe without such blocks: {', '.join(fp8_weights.recipes_without_blocks())}"
         )
-    if "delayed" in precision_map.used_recipes(precision):
+    if derived.is_stateful(precision):
         notes.append("scales are those of the weights as they are, not of the run's amax history")
     if precision.fp8_format == "e5m2":
         notes.append("weights are E4M3 here; the run had E5M2")
-    if rule.block is not None and any(fp8_weights.has_blocks_of_two(row, rule.block) for row in chosen):
+    if block is not None and any(fp8_weights.has_blocks_of_two(row, block) for row in chosen):
         notes.append(
-            "some 128 x 128 blocks of the run's layers hold rows of two matrices there, which have blocks of their own"
+            f"some blocks ({form.rule.granularity}) of the run's layers hold rows of two matrices there, which have "
+            "blocks of their own"
         )
-    return {row.ours: rule for row in chosen}, notes
+    return {row.ours: form for row in chosen}, notes
 
 
 def may_be_fp8(name: str, config: RunConfig) -> bool:
@@ -255,23 +257,22 @@ def may_be_fp8(name: str, config: RunConfig) -> bool:
     return chosen.is_quantized or not precision_map.is_quantized(config.precision)
 
 
-def piece(tensors: PlainTensors, row: Row, dtype: torch.dtype, rule: Optional[OperandRule]) -> Piece:
+def piece(tensors: PlainTensors, row: Row, dtype: torch.dtype, form: Optional[WeightForm]) -> Piece:
     """The tensors there that come of one tensor here."""
     shapes = row.their_shapes()
-    if rule is None:
+    if form is None:
         described = {name: TheirTensor(shape, dtype) for name, shape in shapes.items()}
     else:
         described = {name: TheirTensor(shape, torch.float8_e4m3fn) for name, shape in shapes.items()}
         for name, shape in shapes.items():
-            scales = fp8_weights.scale_shape(shape, rule)
-            described[fp8_weights.scale_name(name, rule)] = TheirTensor(scales, torch.float32)
+            described[form.scale_name(name)] = TheirTensor(form.scale_shape(shape), torch.float32)
 
     def make() -> dict[str, Tensor]:
         whole = tensors.load(row.ours)
-        if rule is None:
+        if form is None:
             made = dict(zip(row.theirs, row.layout.split(whole.to(dtype)), strict=True))
         else:
-            made = fp8_weights.quantized_parts(row, whole, rule)
+            made = fp8_weights.quantized_parts(row, whole, form)
         return {name: on_cpu(tensor.contiguous()) for name, tensor in made.items()}
 
     return Piece(described, make)

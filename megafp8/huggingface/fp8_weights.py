@@ -1,47 +1,81 @@
-"""FP8 weights in the two forms that others read: codes beside scales.
+"""FP8 weights in the forms that others read (`recipes.base.ExportForm`): codes beside scales.
 
     recipe       config.json's quantization_config   scale beside `weight`                    read by
     blockwise    fp8, weight_block_size 128 x 128    `weight_scale_inv`, FP32, one a block    transformers, vLLM, SGLang
-    tensorwise   compressed-tensors, float-quantized `weight_scale`, FP32, one                transformers, vLLM
+    rowwise      compressed-tensors, channel         `weight_scale`, FP32, one a row          transformers, vLLM
+    tensorwise   compressed-tensors, tensor          `weight_scale`, FP32, one                transformers, vLLM
 
-In both a weight is its codes (E4M3) times its scale, `weight_scale_inv` notwithstanding: it is the inverse of what the
-weight was multiplied by. Blockwise is DeepSeek-V3's form.
+In all of them a weight is its codes (E4M3) times its scale, `weight_scale_inv` notwithstanding: it is the inverse of
+what the weight was multiplied by. Blockwise is DeepSeek-V3's form.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
 from megafp8.config.schema import PrecisionConfig
-from megafp8.fp8.formats import E4M3
 from megafp8.fp8.quantize import Quantized, dequantize, quantize
-from megafp8.fp8.recipes import Block, Gemm, Operand, OperandRule, build_recipe
 from megafp8.huggingface.table import Row
+from megafp8.recipes import registry
+from megafp8.recipes.base import WHOLE, Block, BlockShape, Gemm, Operand, OperandRule
+from megafp8.recipes.formats import E4M3
 
-RECIPES = ("blockwise", "tensorwise")
-SCALE_NAMES = {"blockwise": "weight_scale_inv", "tensorwise": "weight_scale"}
 IN_HIGH_PRECISION = ("lm_head",)
+
+
+def scale_suffixes() -> tuple[str, ...]:
+    """What can stand for `weight` in the names of scales."""
+    forms = (recipe.export_form for recipe in registry.recipes())
+    return tuple(dict.fromkeys(form.scale_suffix for form in forms if form is not None))
+
+
+def recipes_without_blocks() -> tuple[str, ...]:
+    """Recipes with a form that no weight is too uneven for."""
+    return tuple(name for name in registry.with_export_form() if registry.get(name).block_length is None)
 
 
 def recipe_of_run(precision: PrecisionConfig) -> str:
     """The form that is nearest to a run's own recipe."""
-    is_per_tensor = precision.fp8_format is not None and precision.fp8_recipe in ("tensorwise", "delayed")
-    return "tensorwise" if is_per_tensor else "blockwise"
+    if precision.fp8_format is None:
+        return registry.DEFAULT_EXPORT
+    recipe = registry.get(precision.fp8_recipe)
+    return recipe.name if recipe.export_form is not None else recipe.exported_as or registry.DEFAULT_EXPORT
 
 
-def weight_rule(precision: PrecisionConfig, recipe: str) -> OperandRule:
-    """How a weight is quantized: as the recipe does it in the run, with the run's choice of scales."""
-    built = build_recipe(replace(precision, fp8_format="e4m3", fp8_recipe=recipe, fp4_format=None))
-    assert built is not None
-    rule = built.rule(Operand.WEIGHT, Gemm.FPROP)
-    assert rule is not None
-    return rule
+class WeightForm(NamedTuple):
+    """How weights are written.
+
+    Attributes:
+        rule: quantizes them, as the recipe does it in the run, with the run's choice of scales.
+        scale_suffix: follows a weight's name without `weight`.
+    """
+
+    rule: OperandRule
+    scale_suffix: str
+
+    def scale_name(self, name: str) -> str:
+        """What the scale of a weight is called."""
+        return name.removesuffix("weight") + self.scale_suffix
+
+    def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of a weight's scale."""
+        block = self.rule.for_shape((shape[0], shape[1])).block
+        if block is None:
+            return (1,)
+        return tuple(math.ceil(size / length) for size, length in zip(shape, block, strict=True))
+
+
+def weight_form(precision: PrecisionConfig, recipe: str) -> WeightForm:
+    """The form of a recipe of `registry.with_export_form`."""
+    known = registry.get(recipe)
+    rule = known.rules("e4m3", vars(precision)).rule(Operand.WEIGHT, Gemm.FPROP)
+    assert rule is not None and known.export_form is not None
+    return WeightForm(rule, known.export_form.scale_suffix)
 
 
 def quantization_config(recipe: str, kept: Sequence[str]) -> dict[str, Any]:
@@ -50,80 +84,54 @@ def quantization_config(recipe: str, kept: Sequence[str]) -> dict[str, Any]:
     Args:
         kept: modules in high precision, besides embedding and output layer.
     """
-    kept = [*IN_HIGH_PRECISION, *kept]
-    if recipe == "blockwise":
-        return {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [128, 128],
-            "modules_to_not_convert": kept,
-        }
-    numbers = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
-    group = {
-        "targets": ["Linear"],
-        "weights": numbers | {"dynamic": False},
-        "input_activations": numbers | {"dynamic": True},
-        "output_activations": None,
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": kept,
-    }
+    form = registry.get(recipe).export_form
+    assert form is not None, f"{recipe} has no form that others read"
+    return {**form.quantization_config, form.excluded_key: [*IN_HIGH_PRECISION, *kept]}
 
 
-def quantized_parts(row: Row, whole: Tensor, rule: OperandRule) -> dict[str, Tensor]:
+def quantized_parts(row: Row, whole: Tensor, form: WeightForm) -> dict[str, Tensor]:
     """Codes and scales of a linear's weight under their names.
 
     A scale of a whole tensor is that of ours, which a layer's queries, keys and values share, as gate and up projection
     do. Blocks are those of each matrix there; they are the blocks of ours where no block of ours holds rows of two.
     """
-    if rule.block is None:
-        quantized = quantize(whole, rule)
+    if form.rule.block is None:
+        quantized = quantize(whole, form.rule)
         parts = row.layout.split(quantized.codes)
         scales: Sequence[Tensor] = [quantized.dequant_scale.reshape(1).clone() for _ in parts]
     else:
-        each = [quantize(part, rule) for part in row.layout.split(whole)]
+        each = [quantize(part, form.rule) for part in row.layout.split(whole)]
         parts, scales = [one.codes for one in each], [one.dequant_scale for one in each]
     named: dict[str, Tensor] = {}
     for name, codes, scale in zip(row.theirs, parts, scales, strict=True):
         named[name] = codes
-        named[scale_name(name, rule)] = scale
+        named[form.scale_name(name)] = scale
     return named
 
 
-def scale_name(name: str, rule: OperandRule) -> str:
-    """What the scale of a weight is called."""
-    return name.removesuffix("weight") + SCALE_NAMES["tensorwise" if rule.block is None else "blockwise"]
-
-
-def scale_shape(shape: Sequence[int], rule: OperandRule) -> tuple[int, ...]:
-    """The shape of a weight's scale."""
-    if rule.block is None:
-        return (1,)
-    return tuple(math.ceil(size / length) for size, length in zip(shape, rule.block, strict=True))
-
-
-def ragged(rows: Sequence[Row], block: Block) -> list[str]:
+def ragged(rows: Sequence[Row], block: BlockShape) -> list[str]:
     """The weights there that end within a block, which is then mistaken: transformers divides a weight evenly."""
+
+    def is_uneven(shape: Sequence[int]) -> bool:
+        lengths = [(size, length) for size, length in zip(shape, block, strict=True) if length is not WHOLE]
+        return any(size > length and size % length for size, length in lengths)
+
     return [
         f"{name} is {' x '.join(map(str, shape))}"
         for row in rows
         for name, shape in row.their_shapes().items()
-        if any(size > length and size % length for size, length in zip(shape, block, strict=True))
+        if is_uneven(shape)
     ]
 
 
-def has_blocks_of_two(row: Row, block: Block) -> bool:
+def has_blocks_of_two(row: Row, block: BlockShape) -> bool:
     """Whether a block of our weight holds rows of two blocks of theirs."""
+    height = row.shape[0] if block[0] is WHOLE else block[0]
     labels = [
-        torch.arange(shape[0])[:, None] // block[0] + index * row.shape[0]
+        torch.arange(shape[0])[:, None] // height + index * row.shape[0]
         for index, shape in enumerate(row.their_shapes().values())
     ]
-    return any(len(part.unique()) > 1 for part in row.layout.join(labels).split(block[0]))
+    return any(len(part.unique()) > 1 for part in row.layout.join(labels).split(height))
 
 
 def dequantized(codes: Tensor, scale: Tensor, block: Optional[Block], dtype: torch.dtype) -> Tensor:

@@ -18,15 +18,15 @@ from megafp8.config.schema import RunConfig
 from megafp8.config.serialize import to_dict
 from megafp8.config.settings import all_settings, settings_by_name, value_of, with_values
 from megafp8.errors import CheckpointError
-from megafp8.fp8.recipes import Block
 from megafp8.huggingface.families import family_of_theirs
 from megafp8.huggingface.family import Family
 from megafp8.huggingface.files import TheirFiles, TheirTensor, read_json, write_json
-from megafp8.huggingface.fp8_weights import SCALE_NAMES, block_of, dequantized
+from megafp8.huggingface.fp8_weights import block_of, dequantized, scale_suffixes
 from megafp8.huggingface.table import Row
 from megafp8.huggingface.their_config import TheirConfig
 from megafp8.huggingface.tokenizer_files import FoundTokenizer, find_tokenizer
 from megafp8.overrides import DTYPES
+from megafp8.recipes.base import Block
 
 TOKENIZER_FOLDER = "tokenizer"
 QUANTIZATION_METHODS = ("fp8", "compressed-tensors")
@@ -188,7 +188,7 @@ def other_tensors(
 
 def is_scale(name: str) -> bool:
     """Whether it belongs to FP8 weights."""
-    return name.endswith((*SCALE_NAMES.values(), *FOREIGN_SCALES))
+    return name.endswith((*scale_suffixes(), *FOREIGN_SCALES))
 
 
 def other_output_layer(reader: Reader, table: list[Row], family: Family, config: RunConfig) -> list[str]:
@@ -259,7 +259,7 @@ class Reader:
 
     def _find_scale(self, name: str, tensor: TheirTensor, block_size: Any) -> Optional[str]:
         stem = name.removesuffix("weight")
-        scale = next((stem + each for each in SCALE_NAMES.values() if stem + each in self.stored), None)
+        scale = next((stem + each for each in scale_suffixes() if stem + each in self.stored), None)
         if scale is None:
             self.problems.append(f"{name} is FP8 and has no scale beside it")
             return None

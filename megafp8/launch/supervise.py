@@ -25,7 +25,6 @@ from typing import Optional
 
 import psutil
 
-from megafp8.best_effort import LogFile
 from megafp8.errors import (
     INTERNAL,
     PREEMPTED,
@@ -38,6 +37,7 @@ from megafp8.errors import (
 from megafp8.launch.process import SLURM_JOB, end_with_parent, heeded_stop_signals
 from megafp8.launch.run_lock import forget_lock_of
 from megafp8.launch.run_state import RunState, finished_state, judge, last_recorded_step, read_run_state
+from megafp8.utils.best_effort import LogFile
 
 RESTARTS_FILE = "restarts.jsonl"
 # The same command would end in the same way.

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from megafp8.fp8.triton_cast import cast_to_code, cast_to_words
 from megafp8.fp8.triton_rounding import Grid, power_of_two_scales, quant_scale_of
+from megafp8.fp8.triton_tiles import SIDE, corner, load_tile, part_of, store_words, tile_from_the_end
 from megafp8.model.swiglu_formula import gate_gradient_tile, swiglu_tile
-from megafp8.model.triton_tiles import SIDE, corner, load_tile, part_of, store_words, tile_from_the_end
 
 
 @dataclass(frozen=True, kw_only=True)

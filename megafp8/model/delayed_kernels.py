@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from megafp8.fp8.triton_rounding import Grid, without_nan
+from megafp8.fp8.triton_tiles import corner, load_tile, store_codes, tile_from_the_end
 from megafp8.model.swiglu_formula import gate_gradient_tile, swiglu_tile
-from megafp8.model.triton_tiles import corner, load_tile, store_codes, tile_from_the_end
 
 SIDE, CAST_SIDE = 64, 128  # of a tile
 

@@ -26,8 +26,7 @@ from megafp8.fp8.delayed import AmaxExchange, DelayedState
 from megafp8.fp8.linear import AmaxGroups, LinearPlan, Observer, QuantizedWeight, emulated_linear, quantize_weight
 from megafp8.fp8.noise import RoundingNoise
 from megafp8.fp8.parameter import QuantizedParameter, WeightCodes, quantize_parts
-from megafp8.fp8.recipes import HIGH_PRECISION, Gemm, Operand, Recipe
-from megafp8.fp8.scaling import ScaleRule
+from megafp8.recipes.base import UNQUANTIZED, Gemm, LinearRecipe, Operand, ScaleRule
 
 AMAX_REDUCTIONS = ("te", "all")
 STATE = "quantizer_state"
@@ -57,7 +56,7 @@ class _EmulatedGemm:
     def __init__(
         self,
         *args: Any,
-        recipe: Optional[Recipe] = None,
+        recipe: Optional[LinearRecipe] = None,
         amax_reduction: str = "te",
         amax_exchange: Optional[AmaxExchange] = None,
         noise_name: str = "",
@@ -79,7 +78,7 @@ class _EmulatedGemm:
         if recipe is not None and recipe.delayed is not None:
             self._delay_scaling(recipe, amax_exchange or AmaxExchange())
 
-    def _delay_scaling(self, recipe: Recipe, exchange: AmaxExchange) -> None:
+    def _delay_scaling(self, recipe: LinearRecipe, exchange: AmaxExchange) -> None:
         """Set up the scales that outlive a step."""
         on_cpu = self.config.use_cpu_initialization
         state = DelayedState(recipe).to(torch.device("cpu") if on_cpu else torch.cuda.current_device())
@@ -132,7 +131,7 @@ class _EmulatedGemm:
                 grad_output_buffer=grad_output_buffer, **plain_options,
             )
         assert grad_output_buffer is None, "weight gradients of the output layer are not deferred"
-        recipe = self.recipe if self.is_quantizing else HIGH_PRECISION
+        recipe = self.recipe if self.is_quantizing else UNQUANTIZED
         plan = LinearPlan(
             recipe=recipe,
             tensor_group=self.tp_group,
@@ -222,7 +221,7 @@ class EmulatedOutputLayer(EmulatedColumnParallelLinear):
 
     @classmethod
     def in_place_of(
-        cls, plain: ColumnParallelLinear, weight: Tensor, recipe: Recipe, **params: Any
+        cls, plain: ColumnParallelLinear, weight: Tensor, recipe: LinearRecipe, **params: Any
     ) -> EmulatedOutputLayer:
         """A layer with the weight of megatron-core's own, which `GPTModel` makes without asking.
 

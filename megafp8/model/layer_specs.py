@@ -25,13 +25,14 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megafp8.config import precision_map
+from megafp8.config.linear_recipes import build_linear_recipe
 from megafp8.config.precision_map import LINEARS
 from megafp8.config.schema import RunConfig
 from megafp8.fp8.delayed import AmaxExchange
-from megafp8.fp8.recipes import Recipe, build_linear_recipe
 from megafp8.model.attention import CausalAttention
 from megafp8.model.emulated_layers import EmulatedColumnParallelLinear, EmulatedRowParallelLinear
 from megafp8.model.norm import Norm
+from megafp8.recipes.base import LinearRecipe
 
 # The norm before a linear is stored under that linear's key, as Transformer Engine's fused layer has it.
 CHECKPOINT_KEYS = {
@@ -68,14 +69,14 @@ def build_block_spec(
     return TransformerBlockSubmodules(specs, Norm)
 
 
-def linear_recipes(config: RunConfig) -> dict[str, Optional[Recipe]]:
+def linear_recipes(config: RunConfig) -> dict[str, Optional[LinearRecipe]]:
     """The recipe of every linear of the model, by name; None in high precision."""
     chosen = precision_map.resolve(config.model, config.precision)
     return {name: build_linear_recipe(config.precision, choice) for name, choice in chosen.items()}
 
 
 def layer_spec(
-    config: RunConfig, recipes: Sequence[Optional[Recipe]], exchange: AmaxExchange, noise_name: str
+    config: RunConfig, recipes: Sequence[Optional[LinearRecipe]], exchange: AmaxExchange, noise_name: str
 ) -> ModuleSpec:
     """One layer without Transformer Engine: quantizing linears with a recipe, megatron-core's own without.
 
@@ -85,7 +86,7 @@ def layer_spec(
         noise_name: whose random numbers the linears round by, under stochastic rounding.
     """
 
-    def linear(plain: type, emulated: type, recipe: Optional[Recipe]) -> Union[type, ModuleSpec]:
+    def linear(plain: type, emulated: type, recipe: Optional[LinearRecipe]) -> Union[type, ModuleSpec]:
         if recipe is None:
             return plain
         params: dict[str, Any] = {"recipe": recipe, "amax_reduction": config.precision.fp8_amax_reduction}

@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from megafp8.config import derived, precision_map
-from megafp8.config.rules.telemetry import with_recipe
+from megafp8.config.linear_recipes import build_linear_recipe, build_recipe
 from megafp8.config.schema import RunConfig
 from megafp8.fp8.hadamard import transform_columns
 from megafp8.fp8.parameter import QuantizedParameter
 from megafp8.fp8.quantize import Quantized, Use, has_kernels, quantize_for
-from megafp8.fp8.recipes import Gemm, Operand, OperandRule, Recipe, build_linear_recipe, build_recipe
 from megafp8.model.quantization_report import GEMMS
+from megafp8.recipes import registry
+from megafp8.recipes.base import Gemm, LinearRecipe, Operand, OperandRule
 from megafp8.telemetry.records import TensorStats
 from megafp8.telemetry.tensor_sums import TensorTable
 
@@ -75,8 +76,8 @@ class Plan:
 
     linears: tuple[str, ...]
     watched: Mapping[tuple[str, Operand], tuple[Watched, ...]]
-    recipe: Optional[Recipe]
-    recipes: Mapping[str, Optional[Recipe]]
+    recipe: Optional[LinearRecipe]
+    recipes: Mapping[str, Optional[LinearRecipe]]
 
     def rows(self) -> list[str]:
         """Rows of the table: the weights of all linears, and every tensor under every rule."""
@@ -117,14 +118,12 @@ def watched_linears(config: RunConfig) -> tuple[str, ...]:
     return tuple(name for name in names if any(precision_map.is_named(name, pattern) for pattern in patterns))
 
 
-def what_if_recipe(name: str) -> Recipe:
+def what_if_recipe(name: str) -> LinearRecipe:
     """A recipe to try, in its usual formats."""
-    recipe = build_recipe(with_recipe(RunConfig(), name).precision)
-    assert recipe is not None
-    return recipe
+    return registry.get(name).rules()
 
 
-def entries_of(linear: str, operand: Operand, recipe: Recipe, is_tried: bool) -> Iterator[Watched]:
+def entries_of(linear: str, operand: Operand, recipe: LinearRecipe, is_tried: bool) -> Iterator[Watched]:
     """An operand under a recipe: once, or along rows and along columns."""
     by_side = {side: recipe.rule(operand, gemm) for side, gemm in GEMMS[operand].items()}
     is_one = by_side["row"] == by_side["column"]

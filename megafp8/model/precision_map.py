@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megafp8.config import derived, precision_map
+from megafp8.config.linear_recipes import build_linear_recipe
 from megafp8.config.precision_map import GEMMS, LINEARS, OUTPUT_LAYER, LinearChoice
 from megafp8.config.schema import PrecisionConfig, RunConfig
-from megafp8.fp8.recipes import build_linear_recipe, describe
 from megafp8.parallel.topology import as_ranges
+from megafp8.recipes.description import describe
 from megafp8.text_table import aligned
 
 HEADER = ("GEMM of", "layers", *GEMMS)

@@ -9,19 +9,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megafp8.config.schema import PrecisionConfig
 from megafp8.errors import DataError
 from megafp8.fp8 import hadamard
 from megafp8.fp8.delayed import DelayedScale
-from megafp8.fp8.formats import Format
 from megafp8.fp8.quantize import Quantized, dequantize, quantize
-from megafp8.fp8.recipes import Gemm, Operand, OperandRule, build_recipe
 from megafp8.fp8.rounding import cast
-from megafp8.fp8.scaling import ScaleRule, amax, quant_scale_of
+from megafp8.fp8.scaling import amax, quant_scale_of
+from megafp8.recipes import registry
+from megafp8.recipes.base import Gemm, Operand, OperandRule, ScaleRule
+from megafp8.recipes.formats import Format
 from megafp8.telemetry.quantization import QuantizationStats, quantization_stats
 
-FP4_RECIPE = "nvfp4"
-RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8", FP4_RECIPE)
 FORMATS = ("e4m3", "e5m2")
 BOTH = "row, column"
 # The GEMM that sums over the columns of an operand, and so quantizes along its rows; and the one that sums over rows.
@@ -68,7 +66,7 @@ def inspect_tensor(
     Args:
         tensor: FP32, BF16 or FP16, not empty; all dims but the last are rows.
         operand: what it is in a linear; weights have blocks of their own.
-        recipes: of RECIPES.
+        recipes: of the registry.
         formats: of FORMATS; FP4 has one of its own.
         delayed_amax_ratio: delayed scaling knows only what was: the amax that its history holds, relative to the
             tensor's own. Below 1 the tensor has grown since, and saturates.
@@ -77,14 +75,15 @@ def inspect_tensor(
         DataError: a recipe cannot take the tensor's shape.
     """
     rows = tensor.detach().reshape(-1, tensor.shape[-1] if tensor.ndim else 1)
-    if FP4_RECIPE in recipes and (rows.shape[0] % hadamard.SIZE or rows.shape[1] % 2):
-        raise DataError(
-            f"{name} has {rows.shape[0]} rows and {rows.shape[1]} columns: {FP4_RECIPE} takes rows in groups of "
-            f"{hadamard.SIZE} and columns in pairs; leave it out of --recipes"
-        )
+    for recipe in (recipe for recipe in recipes if registry.get(recipe).code_bytes < 1):
+        if rows.shape[0] % hadamard.SIZE or rows.shape[1] % 2:
+            raise DataError(
+                f"{name} has {rows.shape[0]} rows and {rows.shape[1]} columns: {recipe} takes rows in groups of "
+                f"{hadamard.SIZE} and columns in pairs; leave it out of --recipes"
+            )
     findings = []
     for recipe in recipes:
-        for fmt in formats if recipe != FP4_RECIPE else ("e2m1",):
+        for fmt in formats_for(recipe, formats):
             for orientation, rule in recipe_rules(recipe, fmt, operand).items():
                 findings.append(
                     Finding(
@@ -121,14 +120,15 @@ def _code_of_one(fmt: Format) -> Tensor:
     return cast(torch.ones(1, fmt.codes_per_byte), fmt)
 
 
+def formats_for(recipe: str, formats: Sequence[str]) -> Sequence[str]:
+    """Those of the formats that a recipe has, or its own where it has none of them."""
+    known = registry.get(recipe)
+    return [fmt for fmt in formats if fmt in known.formats] or [known.default_format]
+
+
 def recipe_rules(recipe: str, fmt: str, operand: Operand) -> dict[str, OperandRule]:
     """The rules of an operand by orientation; one entry where both are the same."""
-    if recipe == FP4_RECIPE:
-        precision = PrecisionConfig(fp4_format=fmt, fp4_recipe=recipe)
-    else:
-        precision = PrecisionConfig(fp8_format=fmt, fp8_recipe=recipe)
-    built = build_recipe(precision)
-    assert built is not None
+    built = registry.get(recipe).rules(fmt)
     rules = {orientation: built.rule(operand, gemm) for orientation, gemm in GEMMS[operand].items()}
     if rules["row"] == rules["column"]:
         return {BOTH: rules["row"]}

@@ -7,6 +7,7 @@ a text is gone, so that a patch does not outlive its reason.
 from __future__ import annotations
 
 import functools
+import importlib
 import io
 import pickle
 from collections.abc import Callable, Collection
@@ -21,19 +22,15 @@ from transformer_engine.pytorch.ops._common import get_dummy_wgrads_for_params
 from transformer_engine.pytorch.ops.basic import BasicLinear
 from transformer_engine.pytorch.optimizers.fused_adam import FusedAdam
 from transformer_engine.pytorch.tensor import Quantizer
-from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
-from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor
+from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer, Float8Tensor
 
 from megafp8.device.mcore_cpu import Patch
 from megafp8.fp8.moments import FORMAT_MAX, dequant_scale_of
 from megafp8.model import te_quantize
+from megafp8.recipes import registry
 
 DELAYED_TENSORS = ("scale", "amax_history")
 DIRECTIONS = ("fwd", "bwd")
-QUANTIZERS = {
-    "blockwise": Float8BlockQuantizer, "tensorwise": Float8CurrentScalingQuantizer, "delayed": Float8Quantizer,
-}  # fmt: skip
-"""Those that our kernels can stand in for, by recipe."""
 
 
 def is_flat(tensor: Tensor) -> bool:
@@ -229,9 +226,11 @@ def cast_by_kernels(recipes: Collection[str]) -> None:
     Engine's.
 
     Args:
-        recipes: of `blockwise`, `tensorwise` and `delayed`.
+        recipes: of `registry.with_triton_casts`.
     """
-    for recipe, quantizer in QUANTIZERS.items():
+    for recipe in registry.with_triton_casts():
+        module, name = registry.get(recipe).te_quantizer
+        quantizer = getattr(importlib.import_module(f"transformer_engine.pytorch.tensor.{module}"), name)
         plain = getattr(quantizer.quantize_impl, "__wrapped__", quantizer.quantize_impl)
         quantizer.quantize_impl = _with_kernels(plain) if recipe in recipes else plain
 

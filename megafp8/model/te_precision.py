@@ -22,13 +22,8 @@ from megafp8.config.schema import RunConfig
 from megafp8.errors import CapabilityError
 from megafp8.model.te_output import OutputLayer
 from megafp8.model.watched_linears import linears_of
+from megafp8.recipes import registry
 
-RECIPES = {
-    "tensorwise": te_recipe.Float8CurrentScaling,
-    "blockwise": te_recipe.Float8BlockScaling,
-    "mxfp8": te_recipe.MXFP8BlockScaling,
-    "nvfp4": te_recipe.NVFP4BlockScaling,
-}
 FORMATS = {"e4m3": te_recipe.Format.E4M3, "hybrid": te_recipe.Format.HYBRID}
 
 
@@ -43,13 +38,15 @@ def build_te_recipe(chosen: LinearChoice) -> Optional[te_recipe.Recipe]:
     """
     if not chosen.is_quantized:
         return None
-    recipe, fmt = chosen.fprop
-    assert recipe is not None
-    options: dict[str, Any] = {} if recipe == "nvfp4" else {"fp8_format": FORMATS[str(fmt)]}
+    name, fmt = chosen.fprop
+    assert name is not None
+    recipe = registry.get(name)
+    assert recipe.te_recipe_class is not None, f"Transformer Engine has no recipe {name}"
+    options: dict[str, Any] = {"fp8_format": FORMATS[str(fmt)]} if recipe.family == "fp8" else {}
     override = None if chosen.dgrad == chosen.fprop else "high_precision"
     if override is not None:
         options["backward_override"] = override
-    built = RECIPES[recipe](**options)
+    built = getattr(te_recipe, recipe.te_recipe_class)(**options)
     if getattr(built, "backward_override", None) != override:  # recipes pass over options that they do not know
         raise CapabilityError(
             f"the precision map gives a linear {chosen}, and this release of Transformer Engine has no recipe whose "

@@ -13,13 +13,13 @@ from transformer_engine.pytorch.tensor import Quantizer
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 
-from megafp8.fp8.formats import E4M3, E5M2
 from megafp8.fp8.triton_rounding import grid_of
+from megafp8.fp8.triton_tiles import has_whole_tiles
 from megafp8.model import block_kernels, delayed_kernels, tensor_kernels
 from megafp8.model.block_kernels import Blocks
 from megafp8.model.delayed_kernels import ScaledCodes
 from megafp8.model.tensor_kernels import Codes
-from megafp8.model.triton_tiles import has_whole_tiles
+from megafp8.recipes.formats import E4M3, E5M2
 
 Parts = Union[Blocks, Codes, ScaledCodes]
 # Transformer Engine counts FP8 formats on its own.

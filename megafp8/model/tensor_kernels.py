@@ -30,9 +30,9 @@ from torch import Tensor
 
 from megafp8.fp8.triton_cast import widen
 from megafp8.fp8.triton_rounding import FP32_MAX, Grid, quant_scale_of, without_nan
+from megafp8.fp8.triton_tiles import SIDE, corner, load_tile, store_codes, tile_from_the_end
 from megafp8.model.notes import note, noted
 from megafp8.model.swiglu_formula import exact_sigmoid, gate_gradient, gate_gradient_tile, swiglu_tile
-from megafp8.model.triton_tiles import SIDE, corner, load_tile, store_codes, tile_from_the_end
 
 PROGRAMS, GRADIENTS_PROGRAMS = 1024, 4096  # of the first launch
 GRADIENTS_SIDE = 64  # of a tile of the second one

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from megafp8.fp8.fp4 import unpack
 from megafp8.fp8.quantize import Quantized, as_blocks
-from megafp8.fp8.scaling import ScaleRule, block_amax
+from megafp8.fp8.scaling import block_amax
+from megafp8.recipes.base import ScaleRule
 from megafp8.telemetry.quantization import ROUNDING
 from megafp8.telemetry.tensor_sums import Tally, compare, exponent_counts, tally_of
 

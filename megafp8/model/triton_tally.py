@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megafp8.fp8.formats import E4M3
 from megafp8.fp8.quantize import Quantized
-from megafp8.fp8.scaling import ScaleRule
 from megafp8.fp8.triton_quantize import RULE_NAMES
 from megafp8.fp8.triton_rounding import bits_of, e8m0_value, grid_of, value_of_code
 from megafp8.model.torch_tally import CAN_SATURATE
+from megafp8.recipes.base import ScaleRule
+from megafp8.recipes.formats import E4M3
 from megafp8.telemetry.quantization import ROUNDING, RUN_VALUES
 from megafp8.telemetry.tensor_sums import LOCAL_DB_LIMIT, MAX_EXPONENTS, OF_MAXIMA, OF_VALUES, Tally
 

@@ -15,8 +15,6 @@ from megafp8.fp8.delayed import OPERANDS, DelayedScale
 from megafp8.fp8.linear import Observer
 from megafp8.fp8.parameter import QuantizedParameter
 from megafp8.fp8.quantize import Quantized, Use, quantize_for
-from megafp8.fp8.recipes import Gemm, Operand, OperandRule, Recipe
-from megafp8.fp8.scaling import ScaleRule
 from megafp8.model.emulated_layers import (
     EmulatedColumnParallelLinear,
     EmulatedOutputLayer,
@@ -24,6 +22,7 @@ from megafp8.model.emulated_layers import (
 )
 from megafp8.model.observation import is_kept_as_codes, own_generators
 from megafp8.model.quantization_report import GEMMS
+from megafp8.recipes.base import Gemm, LinearRecipe, Operand, OperandRule, ScaleRule
 
 
 class WatchedLinear:
@@ -35,7 +34,7 @@ class WatchedLinear:
         recipe: its own.
     """
 
-    def __init__(self, name: str, module: nn.Module, recipe: Optional[Recipe]):
+    def __init__(self, name: str, module: nn.Module, recipe: Optional[LinearRecipe]):
         self.name, self.module, self.recipe = name, module, recipe
 
     @property
@@ -96,7 +95,7 @@ class WatchedLinear:
 class HookedLinear(WatchedLinear):
     """A linear of Transformer Engine or megatron-core, watched from outside."""
 
-    def __init__(self, name: str, module: nn.Module, recipe: Optional[Recipe]):
+    def __init__(self, name: str, module: nn.Module, recipe: Optional[LinearRecipe]):
         super().__init__(name, module, recipe)
         self.handles: list[Any] = []
         self.observer: Optional[Observer] = None
@@ -176,7 +175,7 @@ def normed(module: nn.Module, tensor: Tensor) -> Tensor:
     return nn.functional.layer_norm(values, shape, weight.float(), bias, module.eps).to(tensor.dtype)
 
 
-def find_linears(chunks: Sequence[nn.Module], recipes: Mapping[str, Optional[Recipe]]) -> list[WatchedLinear]:
+def find_linears(chunks: Sequence[nn.Module], recipes: Mapping[str, Optional[LinearRecipe]]) -> list[WatchedLinear]:
     """The linears of this rank that are named, with their recipes."""
     return [
         (WatchedLinear if is_emulated(module) else HookedLinear)(name, module, recipes[name])

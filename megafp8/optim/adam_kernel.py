@@ -26,10 +26,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megafp8.fp8.formats import E4M3
 from megafp8.fp8.moments import FORMAT_MAX
 from megafp8.fp8.triton_cast import cast_to_code
 from megafp8.fp8.triton_rounding import grid_of
+from megafp8.recipes.formats import E4M3
 
 # Elements of a program, measured with benchmarks/gpu_adam.py. The sum makes a number of each program: fewer are better.
 BLOCK = 1024

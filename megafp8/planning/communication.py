@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megafp8.config import derived
-from megafp8.planning.compute import BF16_BYTES, CODE_BYTES
+from megafp8.planning.compute import BF16_BYTES, code_bytes
 from megafp8.planning.memory import BYTES, parameters_on_stage, quantized_fraction
 from megafp8.planning.planned_run import PlannedRun
 
@@ -110,13 +110,13 @@ def tensor_traffic(run: PlannedRun, recipe: str) -> TensorTraffic:
     moved = numbers * (group.size - 1) / group.size
     if not run.config.parallel.sequence_parallel:
         return TensorTraffic(4 * reduce_s, 0.0, 0.0, 4 * reduce_s, 8 * BF16_BYTES * moved)
-    gather_s = ring_s(run, group, CODE_BYTES[recipe] * numbers)
+    gather_s = ring_s(run, group, code_bytes(recipe) * numbers)
     return TensorTraffic(
         forward_s=2 * gather_s + 2 * reduce_s,
         backward_s=2 * gather_s,
         beside_dgrad_s=2 * gather_s,
         beside_wgrad_s=2 * reduce_s,
-        bytes=moved * (6 * CODE_BYTES[recipe] + 4 * BF16_BYTES),
+        bytes=moved * (6 * code_bytes(recipe) + 4 * BF16_BYTES),
     )
 
 
@@ -165,7 +165,7 @@ def data_traffic(run: PlannedRun, stage: int) -> DataTraffic:
     parameters = quantizable + other
     gradient_bytes = parameters * BYTES[derived.grad_dtype(config.precision)]
     as_codes = quantizable * quantized_fraction(config, stage) if config.precision.fp8_param_gather else 0.0
-    parameter_bytes = BF16_BYTES * (parameters - as_codes) + CODE_BYTES[run.recipe] * as_codes
+    parameter_bytes = BF16_BYTES * (parameters - as_codes) + code_bytes(run.recipe) * as_codes
     if not config.parallel.use_distributed_optimizer:
         gradient_bytes, parameter_bytes = 2 * gradient_bytes, 0.0
     bucket = config.parallel.ddp_bucket_size or max(DEFAULT_BUCKET, DEFAULT_BUCKET_OF_A_RANK * group.size)

@@ -20,13 +20,11 @@ from megafp8.config import derived, gemms
 from megafp8.config.rules.precision import fuses_operations, rotates_in_one_kernel
 from megafp8.planning.planned_run import PlannedRun
 from megafp8.planning.products import Product, layer_products, output_products
-from megafp8.planning.recipe_shares import output_recipes
+from megafp8.planning.recipe_shares import HIGH, output_recipes
+from megafp8.recipes import registry
 
 TILE = 128
 BF16_BYTES = 2
-# A read to find the largest value, a read to quantize, codes and transposed codes; NVFP4 reads once more to transform.
-CAST_BYTES = {"tensorwise": 6, "delayed": 4, "blockwise": 4, "mxfp8": 4, "nvfp4": 7}
-CODE_BYTES = {"bf16": 2, "tensorwise": 1, "delayed": 1, "blockwise": 1, "mxfp8": 1, "nvfp4": 0.5}
 ATTENTION_FORWARD_SHARE = 2 / 7
 
 
@@ -65,7 +63,7 @@ def gemm_s(run: PlannedRun, recipe: str, rows: int, columns: int, summed: int) -
     """Seconds of a product of rows x summed and summed x columns numbers."""
     waves = (rows / TILE) * (columns / TILE) / run.gpu.num_sms
     rate = gemm_flops(run, recipe) * waves / (waves + 0.5)
-    operand_bytes = CODE_BYTES[recipe] * summed * (rows + columns) + BF16_BYTES * rows * columns
+    operand_bytes = code_bytes(recipe) * summed * (rows + columns) + BF16_BYTES * rows * columns
     return run.calibration.gemm_start_s + max(2.0 * rows * columns * summed / rate, run.memory_s(operand_bytes))
 
 
@@ -82,13 +80,16 @@ def products_s(run: PlannedRun, recipe: str, gemm: str) -> float:
 def gemm_flops(run: PlannedRun, recipe: str) -> float:
     """FLOP/s of a large GEMM."""
     flops, calibration = run.gpu.peak.flops, run.calibration
-    if recipe == "bf16":
+    if recipe == HIGH:
         return flops["bf16"] * calibration.bf16_gemm_fraction
-    if recipe == "nvfp4":
-        return flops["fp4"] * calibration.fp8_gemm_fraction
-    # From Blackwell on, blocks are multiplied by the units for MXFP8.
-    is_slow = recipe == "blockwise" and run.gpu.compute_capability < (10, 0)
-    return flops["fp8"] * (calibration.blockwise_gemm_fraction if is_slow else calibration.fp8_gemm_fraction)
+    known = registry.get(recipe)
+    is_slow = run.gpu.compute_capability < known.slow_gemm_until
+    return flops[known.family] * (calibration.blockwise_gemm_fraction if is_slow else calibration.fp8_gemm_fraction)
+
+
+def code_bytes(recipe: str) -> float:
+    """Bytes of a number that a GEMM multiplies, `bf16` being high precision."""
+    return BF16_BYTES if recipe == HIGH else registry.get(recipe).code_bytes
 
 
 def forward_pass(run: PlannedRun, recipe: str) -> Pass:
@@ -135,9 +136,9 @@ def cast_s(run: PlannedRun, recipe: str, numbers: float, tensors: float) -> floa
     """Seconds of quantizing so many numbers in so many tensors, to codes and transposed codes."""
     if recipe == "bf16":
         return 0.0
-    calibration = run.calibration
-    fraction = calibration.blockwise_cast_fraction if recipe == "blockwise" else calibration.cast_fraction
-    return tensors * calibration.cast_start_s + CAST_BYTES[recipe] * numbers / (run.gpu.hbm_bytes_per_s * fraction)
+    calibration, known = run.calibration, registry.get(recipe)
+    fraction = calibration.blockwise_cast_fraction if known.slow_cast else calibration.cast_fraction
+    return tensors * calibration.cast_start_s + known.cast_bytes * numbers / (run.gpu.hbm_bytes_per_s * fraction)
 
 
 def recomputed(run: PlannedRun, forward: Pass) -> float:

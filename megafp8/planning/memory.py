@@ -30,10 +30,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megafp8.config import derived, precision_map, size
+from megafp8.config import derived, size
 from megafp8.config.schema import PrecisionConfig, RunConfig
-from megafp8.planning.compute import CODE_BYTES
 from megafp8.planning.recipe_shares import FORWARD, HIGH, layer_shares, output_recipes
+from megafp8.recipes import registry
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 MASK_BYTES = 1
@@ -170,9 +170,9 @@ def _output_copy_bytes(config: RunConfig, padded_vocab: int, implementation: str
     if recipe == HIGH:
         return 0
     assert config.model.hidden_size is not None
-    num_copies = 2 if implementation == "transformer_engine" or recipe == "mxfp8" else 1
+    num_copies = 2 if implementation == "transformer_engine" or not registry.get(recipe).shares_weight_codes else 1
     matrix = padded_vocab // config.parallel.tensor_model_parallel_size * config.model.hidden_size
-    return int(matrix * code_bytes_of(recipe) * num_copies)
+    return int(matrix * registry.get(recipe).code_bytes * num_copies)
 
 
 def _weight_bytes(config: RunConfig, quantized: int, other: int, implementation: str) -> tuple[int, int]:
@@ -180,7 +180,9 @@ def _weight_bytes(config: RunConfig, quantized: int, other: int, implementation:
     precision = config.precision
     each = BYTES[derived.params_dtype(precision)]
     # One copy for both GEMMs that read a weight, where its codes are the same and need not be transposed for them.
-    has_two = implementation == "transformer_engine" or "mxfp8" in precision_map.used_recipes(precision)
+    has_two = implementation == "transformer_engine" or not all(
+        recipe.shares_weight_codes for recipe in derived.used_recipes(precision)
+    )
     copies = int(quantized * _code_bytes(precision) * (2 if has_two else 1))
     if precision.fp8_param_gather:
         return copies + other * each, 0
@@ -189,16 +191,7 @@ def _weight_bytes(config: RunConfig, quantized: int, other: int, implementation:
 
 def _code_bytes(precision: PrecisionConfig) -> float:
     """Bytes of a quantized number, the largest of a run; 0 in high precision."""
-    return max(map(code_bytes_of, precision_map.used_recipes(precision)), default=0)
-
-
-def code_bytes_of(recipe: str) -> float:
-    """Bytes of a number by a recipe of FP8 or FP4.
-
-    Raises:
-        ConfigError: no recipe has this name.
-    """
-    return precision_map.by_recipe(CODE_BYTES, recipe, "code size")
+    return max((recipe.code_bytes for recipe in derived.used_recipes(precision)), default=0)
 
 
 def _optimizer_bytes(config: RunConfig, world_size: int, parameters: int) -> int:
@@ -351,7 +344,7 @@ def _logit_bytes(config: RunConfig, padded_vocab: int) -> int:
     shards = tp if config.parallel.sequence_parallel else 1
     of_wgrad = output_recipes(config)["wgrad"]
     keeps_codes = of_wgrad != HIGH and config.precision.fp8_schedule is None
-    saved_input = code_bytes_of(of_wgrad) if keeps_codes else each
+    saved_input = registry.get(of_wgrad).code_bytes if keeps_codes else each
     hidden_bytes = int((each + saved_input) * _tokens(config) * config.model.hidden_size // shards)
     # Codes of the logits' gradient are made once the loss's own copies are gone, and take no more room than those.
     # TE's fused loss writes the gradient over the logits; the others make an FP32 copy and a gradient.

@@ -17,10 +17,10 @@ from megafp8.errors import ConfigError
 from megafp8.planning.hardware import Gpu
 from megafp8.planning.layouts import MICRO, Found, Layout, find_layouts, machine_problems
 from megafp8.planning.step_time import StepTime
+from megafp8.recipes import registry
 
 TOKENS_PER_STEP = 4 * 2**20
 SCALING_COUNTS = tuple(2**exponent for exponent in range(3, 15))
-E4M3_RECIPES = ("blockwise", "mxfp8")
 LOSSES = (0.9, 0.75, 0.5)
 """Shares of the best speed a GPU whose crossing the scaling summary tells."""
 
@@ -104,7 +104,7 @@ def assumptions(invocation: Invocation, world_size: int) -> dict[str, Any]:
         "optimizer.lr": 3e-4,
     }
     if "precision.fp8_recipe" in given and "precision.fp8_format" not in given:
-        values["precision.fp8_format"] = "e4m3" if config.precision.fp8_recipe in E4M3_RECIPES else "hybrid"
+        values["precision.fp8_format"] = registry.get(config.precision.fp8_recipe).default_format
     if config.training.train_samples is None:
         values["training.train_iters"] = 1000
     if not any((config.data.data_path, config.data.train_data_path, config.data.mock_data)):

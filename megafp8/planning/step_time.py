@@ -25,14 +25,12 @@ from megafp8.config import derived, gemms, precision_map, size
 from megafp8.planning import communication, compute
 from megafp8.planning.memory import parameters_on_stage, quantized_fraction
 from megafp8.planning.planned_run import PlannedRun
-from megafp8.planning.recipe_shares import BACKWARD, FORWARD, layer_shares, output_recipes
+from megafp8.planning.recipe_shares import BACKWARD, FORWARD, HIGH, layer_shares, output_recipes
+from megafp8.recipes import registry
 
 MATHEMATICS = ("linears", "attention", "output layer")
 WAITS = ("tensor parallel", "context parallel", "host")
 SCALED_MOMENTS = ("fp16", "fp8")
-PEAK_DTYPES = {
-    "bf16": "bf16", "tensorwise": "fp8", "delayed": "fp8", "blockwise": "fp8", "mxfp8": "fp8", "nvfp4": "fp4",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -115,12 +113,8 @@ def step_time(run: PlannedRun) -> StepTime:
 
 
 def peak_dtype(recipe: str) -> str:
-    """Of which dtype's peak the model's FLOP/s are a part.
-
-    Raises:
-        ConfigError: no recipe has this name.
-    """
-    return precision_map.by_recipe(PEAK_DTYPES, recipe, "peak")
+    """Of which dtype's peak the model's FLOP/s are a part."""
+    return HIGH if recipe == HIGH else registry.get(recipe).family
 
 
 # ---- one microbatch -----------------------------------------------------------------------------------------------
@@ -222,7 +216,7 @@ def add_output_layer(run: PlannedRun, stage: Stage) -> None:
     # Its input is gathered forward, as codes where it is quantized; backward that gather runs beside dgrad, and the
     # reduction beside wgrad.
     group, numbers = communication.tensor_group(run), run.tokens * run.hidden_size
-    code_bytes = compute.CODE_BYTES[output_recipes(run.config)["fprop"]]
+    code_bytes = compute.code_bytes(output_recipes(run.config)["fprop"])
     gather_s, reduce_s = (communication.ring_s(run, group, each * numbers) for each in (code_bytes, compute.BF16_BYTES))
     seen_s = over(gather_s, backward_s / 2) + over(reduce_s, backward_s / 2)
     stage.add("tensor parallel", gather_s, seen_s)

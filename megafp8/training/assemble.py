@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megafp8.checkpoint.folder import NON_PERSISTENT
 from megafp8.checkpoint.state import Trainee
-from megafp8.config import derived, precision_map
+from megafp8.config import derived
 from megafp8.config.schema import RunConfig
 from megafp8.data.datasets import build_datasets
 from megafp8.data.sample_chain import SampleChain
@@ -220,7 +220,7 @@ def build_spikes(config: RunConfig) -> Optional[SpikeDetector]:
 
 def build_delayed_memory(config: RunConfig, trainee: Trainee, implementation: str) -> Optional[DelayedMemory]:
     """What takes amax histories and scales back; None without delayed scaling."""
-    is_delayed = "delayed" in precision_map.used_recipes(config.precision)
+    is_delayed = derived.is_stateful(config.precision)
     return DelayedMemory(trainee.chunks, implementation) if is_delayed else None
 
 

@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import Union
 
-from megafp8.best_effort import reason_of
 from megafp8.checkpoint.together import on_rank_0, together
 from megafp8.config import derived
 from megafp8.config.schema import RunConfig
@@ -19,6 +18,7 @@ from megafp8.training.assemble import run_folder
 from megafp8.training.guard import Guard
 from megafp8.training.journal import Journal, first_state
 from megafp8.training.phases import Phases
+from megafp8.utils.best_effort import reason_of
 
 # torchrun's, before it kills; also Slurm's.
 USUAL_GRACE_S = "30"

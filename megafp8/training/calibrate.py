@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megafp8.checkpoint.load import requantize_weights
 from megafp8.checkpoint.state import Progress, random_state, restore_random_state
-from megafp8.config import precision_map
+from megafp8.config import derived
 from megafp8.fp8.delayed import DelayedState
 from megafp8.telemetry.records import EventRecord
 from megafp8.training.assemble import Run
@@ -40,7 +40,7 @@ def needs_calibration(run: Run) -> bool:
     All ranks call it, and agree.
     """
     precision = run.config.precision
-    if "delayed" not in precision_map.used_recipes(precision) or precision.fp8_delayed_start != "calibrated":
+    if not derived.is_stateful(precision) or precision.fp8_delayed_start != "calibrated":
         return False
     scales = delayed_scales(run)
     # A pipeline stage may have no linear with delayed scaling. Transformer Engine's have no scales before they ran.

@@ -71,9 +71,9 @@ def mapped_recipes(config: RunConfig) -> dict[str, str]:
 
 def matmul_dtype(precision: PrecisionConfig, implementation: str) -> str:
     """The dtype whose peak the linears could reach: FP8 and FP4 only where such units do the work."""
-    used = precision_map.used_recipes(precision)
-    if used and implementation == "transformer_engine":
-        return "fp4" if "nvfp4" in used else "fp8"
+    families = {recipe.family for recipe in derived.used_recipes(precision)}
+    if families and implementation == "transformer_engine":
+        return "fp4" if "fp4" in families else "fp8"
     return derived.params_dtype(precision)
 
 

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Optional
 
-from megafp8.best_effort import Outage
 from megafp8.data.atomic import atomic_write_json
 from megafp8.launch.process import this_process
 from megafp8.launch.run_state import RUN_STATE_FILE, RunState, judge, read_run_state
+from megafp8.utils.best_effort import Outage
 
 # A rank that ends by force does not wait longer for one that is writing to a disk that hangs.
 PATIENCE_S = 2.0

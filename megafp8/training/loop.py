@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from megafp8 import faults
-from megafp8.best_effort import optional_write
 from megafp8.checkpoint.save import sync_parameters
 from megafp8.checkpoint.state import Progress
 from megafp8.config import derived, serialize
@@ -41,6 +40,7 @@ from megafp8.training.skipping import after_step
 from megafp8.training.step import Batches, params_norm, train_step
 from megafp8.training.stopping import is_asked_to_stop, reason_to_stop, stopped_by_signals
 from megafp8.training.stragglers import Stragglers
+from megafp8.utils.best_effort import optional_write
 
 
 def train(run: Run, told: Optional[dict[str, str]] = None) -> Progress:

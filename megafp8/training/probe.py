@@ -23,11 +23,11 @@ from megafp8.config import derived
 from megafp8.config.fp8_schedule import is_quantized_at
 from megafp8.config.schema import RunConfig
 from megafp8.fp8.linear import Observer
-from megafp8.fp8.recipes import Operand
 from megafp8.model.observation import TensorObserver, collect, plan_observation
 from megafp8.model.watched_linears import WatchedLinear, find_linears
 from megafp8.optim.one_pass import OnePassOptimizer
 from megafp8.optim.updates import before_reduction, norms, reduced_gradient, signal_and_noise, squared, trained_values
+from megafp8.recipes.base import Operand
 from megafp8.telemetry.health import HealthWatch
 from megafp8.telemetry.records import QuantizationRecord, Record
 from megafp8.telemetry.tensor_sums import TensorTable

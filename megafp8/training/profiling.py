@@ -9,8 +9,8 @@ from typing import Optional
 
 import torch
 
-from megafp8.best_effort import optional_write
 from megafp8.training.assemble import Run
+from megafp8.utils.best_effort import optional_write
 
 
 @contextmanager

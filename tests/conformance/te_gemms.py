@@ -12,7 +12,7 @@ import torch
 from te_storage import stored
 from torch import Tensor
 
-from megafp8.fp8.recipes import Gemm, Operand
+from megafp8.recipes.base import Gemm, Operand
 
 # By the layout that a product has in cuBLAS: which it is, and which side of which operand comes first and second.
 PRODUCTS = {

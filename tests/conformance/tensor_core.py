@@ -18,10 +18,10 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from megafp8.fp8.formats import Format
 from megafp8.fp8.quantize import Quantized
-from megafp8.fp8.recipes import Gemm
 from megafp8.fp8.rounding import decode
+from megafp8.recipes.base import Gemm
+from megafp8.recipes.formats import Format
 
 STEP = 32
 KEPT_BITS = 13

@@ -5,25 +5,16 @@ import dataclasses
 import pytest
 import torch
 
+from megafp8.fp8 import native_gemm
 from megafp8.fp8.delayed import AmaxExchange, DelayedState
-from megafp8.fp8.formats import E2M1, E4M3, E5M2, Format
 from megafp8.fp8.hadamard import transform_columns
 from megafp8.fp8.linear import LinearPlan, emulated_linear
 from megafp8.fp8.noise import RoundingNoise
 from megafp8.fp8.quantize import dequantize, quantize
-from megafp8.fp8.recipes import (
-    DelayedOptions,
-    OperandRule,
-    Recipe,
-    blockwise,
-    delayed,
-    mxfp8,
-    nvfp4,
-    tensorwise,
-    without_wgrad,
-)
 from megafp8.fp8.rounding import cast, decode
-from megafp8.fp8.scaling import ScaleRule
+from megafp8.recipes import blockwise, delayed, mxfp8, nvfp4, rowwise, tensorwise
+from megafp8.recipes.base import LinearRecipe, OperandRule, ScaleRule
+from megafp8.recipes.formats import E2M1, E4M3, E5M2, Format
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,13 +35,13 @@ RULES += [
     OperandRule(format=E2M1, block=block, scale_rule=ScaleRule.TWO_LEVEL) for block in ((1, 16), (16, 1), (16, 16))
 ]
 RECIPES = {
-    "tensorwise": tensorwise(forward=E4M3, backward=E5M2),
-    "tensorwise, wgrad in high precision": without_wgrad(tensorwise(forward=E4M3, backward=E5M2)),
-    "delayed": delayed(forward=E4M3, backward=E5M2, options=DelayedOptions()),
-    "blockwise": blockwise(forward=E4M3, backward=E4M3),
-    "blockwise, FP32 scales": blockwise(forward=E4M3, backward=E5M2, scale_rule=ScaleRule.FP32),
-    "mxfp8": mxfp8(forward=E4M3, backward=E4M3),
-    "nvfp4": nvfp4(rounds_stochastically=False),
+    "tensorwise": tensorwise.build("hybrid"),
+    "tensorwise, wgrad in high precision": tensorwise.build("hybrid").without_wgrad(),
+    "delayed": delayed.build("hybrid"),
+    "blockwise": blockwise.build("e4m3"),
+    "blockwise, FP32 scales": blockwise.build("hybrid", fp8_block_scaling_fp32_scales=True),
+    "mxfp8": mxfp8.build("e4m3"),
+    "nvfp4": nvfp4.build("e2m1", fp4_stochastic_rounding=False),
 }
 
 
@@ -95,7 +86,7 @@ def test_stochastic_rounding_is_unbiased() -> None:
     assert mean_error < (dequantize(nearest) - x)[fits].norm() / 10
 
 
-def plan_of(recipe: Recipe, device: str, fuse_wgrad: bool) -> LinearPlan:
+def plan_of(recipe: LinearRecipe, device: str, fuse_wgrad: bool) -> LinearPlan:
     if recipe.delayed is None:
         return LinearPlan(recipe=recipe, fuse_wgrad=fuse_wgrad)
     state, exchange = DelayedState(recipe).to(device), AmaxExchange()
@@ -109,7 +100,7 @@ def plan_of(recipe: Recipe, device: str, fuse_wgrad: bool) -> LinearPlan:
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 2.0**-7), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("fuse_wgrad", [False, True])
-def test_linear(dtype: torch.dtype, tolerance: float, recipe: Recipe, fuse_wgrad: bool) -> None:
+def test_linear(dtype: torch.dtype, tolerance: float, recipe: LinearRecipe, fuse_wgrad: bool) -> None:
     if recipe.name == "nvfp4":  # the transform's last bit decides now and then between two codes
         tolerance = 2.0**-5
     tensors = [torch.randn(shape).to(dtype) for shape in ((8, 16, 64), (96, 64), (96,), (8, 16, 96))]
@@ -124,3 +115,34 @@ def test_linear(dtype: torch.dtype, tolerance: float, recipe: Recipe, fuse_wgrad
     for on_cpu, on_gpu in zip(*results, strict=True):
         error = (on_gpu.cpu().float() - on_cpu.float()).norm() / on_cpu.float().norm()
         assert error <= tolerance
+
+
+@pytest.mark.parametrize("leading", [(256,), (2, 128)], ids=["rows", "sequence and batch"])
+def test_native_rowwise_gemms_follow_the_decoded_ones(
+    leading: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same codes; sums of the tensor core keep fewer bits, in fprop 14 of them."""
+    if torch.cuda.get_device_capability() != native_gemm.CAPABILITY:
+        pytest.skip("for Hopper")
+    generator = torch.Generator().manual_seed(8)
+    x = torch.randn(*leading, 512, generator=generator).bfloat16().cuda().requires_grad_()
+    w = torch.randn(384, 512, generator=generator).bfloat16().cuda().requires_grad_()
+    bias = torch.randn(384, generator=generator).bfloat16().cuda().requires_grad_()
+    dy = torch.randn(*leading, 384, generator=generator).bfloat16().cuda()
+    plan = LinearPlan(recipe=rowwise.build("hybrid"), fuse_wgrad=True)
+    w.main_grad = torch.zeros(384, 512, device="cuda")
+
+    def results() -> list[torch.Tensor]:
+        w.main_grad.zero_()
+        y = emulated_linear(x, w, bias, plan)
+        (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+        y.backward(dy)
+        return [y.detach(), dx, w.main_grad.clone()]
+
+    native = results()
+    monkeypatch.setattr(native_gemm, "multiplies_codes", lambda *_: False)
+    decoded = results()
+    for name, ours, theirs, bound in zip(("y", "dx", "dw"), native, decoded, (2e-2, 1e-2, 2e-3), strict=True):
+        error = (ours.float() - theirs.float()).norm() / theirs.float().norm()
+        assert error < bound, name
+    assert not torch.equal(native[2], decoded[2]), "the GEMMs were the decoded ones"

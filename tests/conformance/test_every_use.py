@@ -10,11 +10,12 @@ import pytest
 import reference
 import torch
 
+from megafp8.config.linear_recipes import build_recipe
 from megafp8.config.schema import PrecisionConfig
 from megafp8.fp8 import fp4
 from megafp8.fp8.delayed import DelayedScale
 from megafp8.fp8.quantize import Quantized, quantize
-from megafp8.fp8.recipes import Gemm, Operand, build_recipe
+from megafp8.recipes.base import Gemm, Operand
 
 # Does the GEMM sum over the columns of the operand, or over its rows?
 USES = {
@@ -29,6 +30,7 @@ FORMATS = {"e4m3": ("e4m3", "e4m3"), "hybrid": ("e4m3", "e5m2"), "e5m2": ("e5m2"
 RECIPES = {
     "tensorwise": {}, "tensorwise, powers of two": {"fp8_power_2_scale": True},
     "delayed": {}, "blockwise": {}, "blockwise, FP32": {"fp8_block_scaling_fp32_scales": True}, "mxfp8": {},
+    "rowwise": {},
 }  # fmt: skip
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPE = (144, 200)  # ragged under 128 and 32, both ways
@@ -53,6 +55,8 @@ def block_of(recipe: str, operand: Operand, gemm: Gemm) -> tuple[int, int] | Non
     """Rows and columns that share a scale; None is all."""
     if recipe in ("tensorwise", "delayed"):
         return None
+    if recipe == "rowwise":
+        return (1, SHAPE[1]) if USES[operand, gemm] == "columns" else (SHAPE[0], 1)
     length = {"blockwise": 128, "mxfp8": 32, "nvfp4": 16}[recipe]
     if operand is Operand.WEIGHT and recipe != "mxfp8":
         return (length, length)
@@ -69,7 +73,7 @@ def expected(name: str, fmt: str, block: tuple[int, int] | None, dtype: torch.dt
         return reference.quantize_mxfp8(x, block, fmt)
     if name.startswith("tensorwise"):
         return reference.quantize_tensorwise(x, fmt, name.endswith("powers of two"))
-    return reference.quantize_blockwise(x, block, fmt, name == "blockwise", torch.finfo(dtype).max)
+    return reference.quantize_blockwise(x, block, fmt, name in ("blockwise", "rowwise"), torch.finfo(dtype).max)
 
 
 def check(ours: Quantized, codes: np.ndarray, scales: np.ndarray) -> None:

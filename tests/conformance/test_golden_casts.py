@@ -7,10 +7,9 @@ from golden import Arrays, carried, everything, needs_all, tensor
 from te_storage import check_stored
 
 from megafp8.fp8.delayed import DelayedScale, update
-from megafp8.fp8.formats import FORMATS
 from megafp8.fp8.quantize import quantize
-from megafp8.fp8.recipes import DelayedOptions, OperandRule
-from megafp8.fp8.scaling import ScaleRule
+from megafp8.recipes.base import DelayedOptions, OperandRule, ScaleRule
+from megafp8.recipes.formats import FORMATS
 
 SCALE_RULES = {"fp32": ScaleRule.FP32, "pow2": ScaleRule.POWER_OF_TWO}
 BLOCKS = {

@@ -10,19 +10,19 @@ from tensor_core import hopper_gemm
 from tolerances import LINEAR_EQUAL_FRACTION, LINEAR_ROUNDING, TENSOR_CORE_PEAK
 
 from megafp8.fp8.delayed import AmaxExchange, DelayedState
-from megafp8.fp8.formats import E4M3, E5M2
 from megafp8.fp8.linear import LinearPlan, emulated_linear
-from megafp8.fp8.recipes import OPERANDS_OF, DelayedOptions, Gemm, Operand, blockwise, delayed, tensorwise
+from megafp8.recipes import blockwise, delayed, tensorwise
+from megafp8.recipes.base import OPERANDS_OF, Gemm, Operand
 
 RECIPES = {
-    "tensorwise": tensorwise(forward=E4M3, backward=E5M2),
-    "tensorwise-e4m3": tensorwise(forward=E4M3, backward=E4M3),
-    "blockwise": blockwise(forward=E4M3, backward=E4M3),
-    "blockwise-hybrid": blockwise(forward=E4M3, backward=E5M2),
+    "tensorwise": tensorwise.build("hybrid"),
+    "tensorwise-e4m3": tensorwise.build("e4m3"),
+    "blockwise": blockwise.build("e4m3"),
+    "blockwise-hybrid": blockwise.build("hybrid"),
 }
 
 # Transformer Engine's defaults, by which its linear was run.
-DELAYED = delayed(forward=E4M3, backward=E5M2, options=DelayedOptions(history_len=1024, algorithm="max"))
+DELAYED = delayed.build("hybrid", fp8_amax_history_len=1024, fp8_amax_compute_algo="max")
 
 def run_gemm(gemm: str, plan: LinearPlan, part: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """One GEMM of the emulated linear alone, and the sum of |a| |b| of its operands."""

@@ -10,13 +10,12 @@ import torch
 from test_reference import adversarial
 
 from megafp8.fp8 import fp4
-from megafp8.fp8.formats import E2M1
 from megafp8.fp8.hadamard import transform_columns, transform_matrix
 from megafp8.fp8.noise import RoundingNoise, random_bytes
 from megafp8.fp8.quantize import Quantized, dequantize, quantize
-from megafp8.fp8.recipes import OperandRule
 from megafp8.fp8.rounding import cast, decode
-from megafp8.fp8.scaling import ScaleRule
+from megafp8.recipes.base import OperandRule, ScaleRule
+from megafp8.recipes.formats import E2M1
 
 BLOCKS = [(1, 16), (16, 1), (16, 16)]
 

@@ -9,11 +9,10 @@ import torch
 from te_references import reference_module
 
 from megafp8.fp8 import fp4
-from megafp8.fp8.formats import E2M1, FORMATS
 from megafp8.fp8.quantize import quantize
-from megafp8.fp8.recipes import OperandRule
-from megafp8.fp8.rounding import cast
-from megafp8.fp8.scaling import ScaleRule
+from megafp8.fp8.rounding import CODE_DTYPES, cast
+from megafp8.recipes.base import OperandRule, ScaleRule
+from megafp8.recipes.formats import E2M1, FORMATS
 
 FP8 = ("e4m3", "e5m2")
 
@@ -43,7 +42,7 @@ def check_mxfp8_of_torchao(x: torch.Tensor, fmt: str) -> None:
     mx_tensor = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor", exc_type=ImportError)
     for block, given in (((1, 32), x), ((32, 1), x.t().contiguous())):
         ours = quantize(x, OperandRule(format=FORMATS[fmt], block=block, scale_rule=ScaleRule.E8M0))
-        scales, codes = mx_tensor.to_mx(given, FORMATS[fmt].dtype, 32, mx_tensor.ScaleCalculationMode.RCEIL)
+        scales, codes = mx_tensor.to_mx(given, CODE_DTYPES[fmt], 32, mx_tensor.ScaleCalculationMode.RCEIL)
         our_codes, our_scales = (each.view(torch.uint8) for each in (ours.codes, ours.dequant_scale))
         if block == (32, 1):
             our_codes, our_scales = our_codes.t(), our_scales.t()
@@ -67,6 +66,25 @@ def test_mxfp8_of_torchao_for_every_bf16_amax(fmt: str) -> None:
     check_mxfp8_of_torchao((values.float()[:, None] * fractions).bfloat16(), fmt)
 
 
+@pytest.mark.parametrize("fmt", FP8)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [-1, 0], ids=["rows", "columns"])
+def test_rowwise_of_torchao(fmt: str, dtype: torch.dtype, dim: int) -> None:
+    """Rows and columns that are not all zero: it divides by at least 1e-12."""
+    utils = pytest.importorskip("torchao.float8.float8_utils", exc_type=ImportError)
+    config = pytest.importorskip("torchao.float8.config", exc_type=ImportError)
+    x = spread(96, 256, deviation=4).to(dtype)
+    block = (1, None) if dim else (None, 1)
+    ours = quantize(x, OperandRule(format=FORMATS[fmt], block=block, scale_rule=ScaleRule.POWER_OF_TWO))
+    scale = utils.tensor_to_scale(
+        x, CODE_DTYPES[fmt], scaling_granularity=config.ScalingGranularity.AXISWISE, axiswise_dim=dim,
+        round_scales_to_power_of_2=True,
+    )  # fmt: skip
+    codes = utils.to_fp8_saturated(x.float() * scale, CODE_DTYPES[fmt])
+    np.testing.assert_array_equal(ours.dequant_scale.numpy(), 1 / scale.numpy())
+    np.testing.assert_array_equal(ours.codes.view(torch.uint8).numpy(), codes.view(torch.uint8).numpy())
+
+
 def test_fp4_rounding_of_torchao() -> None:
     kernels = pytest.importorskip("torchao.prototype.mx_formats.kernels", exc_type=ImportError)
     values = every_finite_bf16().float()
@@ -84,7 +102,7 @@ def test_fp4_rounding_of_torchao() -> None:
 def test_current_scaling_of_transformer_engine(fmt: str, dtype: torch.dtype, power_of_two: bool) -> None:
     """Its infinities, its NaN and a scale that overflows differ from those of its kernels."""
     module = reference_module("reference_current_scaling")
-    reference = module.CurrentScalingQuantizerRef(dtype=FORMATS[fmt].dtype, pow_2_scales=power_of_two)
+    reference = module.CurrentScalingQuantizerRef(dtype=CODE_DTYPES[fmt], pow_2_scales=power_of_two)
     scale_rule = ScaleRule.POWER_OF_TWO if power_of_two else ScaleRule.FP32
     for x in (spread(96, 80, deviation=2), torch.zeros(16, 16), torch.full((16, 32), -1.7), spread(96, 80, 1) * 1e-3):
         x = x.to(dtype)

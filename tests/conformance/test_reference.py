@@ -6,11 +6,11 @@ import reference
 import torch
 
 from megafp8.fp8.delayed import update
-from megafp8.fp8.formats import FORMATS
 from megafp8.fp8.quantize import dequantize, quantize
-from megafp8.fp8.recipes import DelayedOptions, OperandRule
-from megafp8.fp8.rounding import cast, decode
-from megafp8.fp8.scaling import ScaleRule, e8m0_scales, quant_scale_of
+from megafp8.fp8.rounding import CODE_DTYPES, cast, decode
+from megafp8.fp8.scaling import e8m0_scales, quant_scale_of
+from megafp8.recipes.base import DelayedOptions, OperandRule, ScaleRule
+from megafp8.recipes.formats import FORMATS
 
 FP8 = ("e4m3", "e5m2")
 
@@ -43,7 +43,7 @@ def test_cast_at_every_fp32_boundary(fmt: str) -> None:
 def test_decode_of_every_code(fmt: str, dtype: torch.dtype, special: bool) -> None:
     largest = reference.FORMATS[fmt]["largest_code"]
     codes = [code for code in range(256) if special or code & 0x7F <= largest]
-    values = decode(torch.tensor(codes, dtype=torch.uint8).view(FORMATS[fmt].dtype), FORMATS[fmt], dtype)
+    values = decode(torch.tensor(codes, dtype=torch.uint8).view(CODE_DTYPES[fmt]), FORMATS[fmt], dtype)
     assert values.dtype == dtype
     expected = np.array([reference.value(code, fmt) for code in codes])
     np.testing.assert_array_equal(values.double().numpy(), expected)

@@ -6,10 +6,10 @@ from te_gemms import RecordedGemm, recorded_gemms
 from te_storage import NEEDS_TRANSFORMER_ENGINE, check_stored
 
 from megafp8.fp8.delayed import AmaxExchange, DelayedState
-from megafp8.fp8.formats import E4M3, E5M2
 from megafp8.fp8.linear import LinearPlan, quantize_weight
 from megafp8.fp8.quantize import Quantized
-from megafp8.fp8.recipes import DelayedOptions, Gemm, Operand, delayed
+from megafp8.recipes import delayed
+from megafp8.recipes.base import Gemm, Operand
 
 pytestmark = NEEDS_TRANSFORMER_ENGINE
 
@@ -65,8 +65,9 @@ def test_twenty_microbatches(algorithm: str, history_len: int, margin: int, fmt:
         fp8_format=Format[fmt.upper()], amax_history_len=history_len, amax_compute_algo=algorithm, margin=margin
     )
     layer = te.Linear(INPUTS, OUTPUTS, bias=True, params_dtype=torch.bfloat16, device="cuda")
-    options = DelayedOptions(history_len=history_len, algorithm=algorithm, margin=margin)
-    recipe = delayed(forward=E4M3, backward=E4M3 if fmt == "e4m3" else E5M2, options=options)
+    recipe = delayed.build(
+        fmt, fp8_amax_history_len=history_len, fp8_amax_compute_algo=algorithm, fp8_margin=margin
+    )
     state, exchange = DelayedState(recipe), AmaxExchange()
     exchange.join(state, None)
     places = (

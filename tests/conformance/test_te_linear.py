@@ -14,22 +14,22 @@ from tensor_core import hopper_gemm
 from tolerances import LINEAR_EQUAL_FRACTION, LINEAR_ROUNDING, TENSOR_CORE_PEAK, TENSOR_CORE_RMS
 
 from megafp8.fp8.delayed import DelayedState
-from megafp8.fp8.formats import E4M3, E5M2
 from megafp8.fp8.linear import LinearPlan, emulated_linear
 from megafp8.fp8.quantize import dequantize
-from megafp8.fp8.recipes import OPERANDS_OF, DelayedOptions, Gemm, Operand, Recipe, blockwise, delayed, tensorwise
+from megafp8.recipes import blockwise, delayed, tensorwise
+from megafp8.recipes.base import OPERANDS_OF, Gemm, LinearRecipe, Operand
 
 pytestmark = NEEDS_TRANSFORMER_ENGINE
 
 # Transformer Engine's default history, although one step does not see it.
-OPTIONS = DelayedOptions(history_len=1024, algorithm="max")
+OPTIONS = {"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
 RECIPES = {
-    "tensorwise-hybrid": tensorwise(forward=E4M3, backward=E5M2),
-    "tensorwise-e4m3": tensorwise(forward=E4M3, backward=E4M3),
-    "delayed-hybrid": delayed(forward=E4M3, backward=E5M2, options=OPTIONS),
-    "delayed-e4m3": delayed(forward=E4M3, backward=E4M3, options=OPTIONS),
-    "blockwise-hybrid": blockwise(forward=E4M3, backward=E5M2),
-    "blockwise-e4m3": blockwise(forward=E4M3, backward=E4M3),
+    "tensorwise-hybrid": tensorwise.build("hybrid"),
+    "tensorwise-e4m3": tensorwise.build("e4m3"),
+    "delayed-hybrid": delayed.build("hybrid", **OPTIONS),
+    "delayed-e4m3": delayed.build("e4m3", **OPTIONS),
+    "blockwise-hybrid": blockwise.build("hybrid"),
+    "blockwise-e4m3": blockwise.build("e4m3"),
 }
 TOKENS, INPUTS, OUTPUTS = 256, 512, 384
 
@@ -75,7 +75,7 @@ def run_theirs(
     return gemms, returned
 
 
-def plan_of(recipe: Recipe, device: str) -> LinearPlan:
+def plan_of(recipe: LinearRecipe, device: str) -> LinearPlan:
     """A first step: delayed scales are 1."""
     if recipe.delayed is None:
         return LinearPlan(recipe=recipe)
@@ -83,7 +83,7 @@ def plan_of(recipe: Recipe, device: str) -> LinearPlan:
 
 
 def run_ours(
-    recipe: Recipe, device: str, x: torch.Tensor, w: torch.Tensor, b: Optional[torch.Tensor], dy: torch.Tensor
+    recipe: LinearRecipe, device: str, x: torch.Tensor, w: torch.Tensor, b: Optional[torch.Tensor], dy: torch.Tensor
 ) -> dict[Gemm, torch.Tensor]:
     """Results of the emulated layer, and the bias gradient under None."""
     x, w, b = (None if each is None else each.detach().to(device, copy=True).requires_grad_() for each in (x, w, b))
@@ -116,7 +116,7 @@ def exact_product(plan: LinearPlan, gemm: Gemm, tensors: dict[Operand, torch.Ten
 
 
 def modelled_product(
-    recipe: Recipe, gemm: Gemm, tensors: dict[Operand, torch.Tensor], bias: Optional[torch.Tensor] = None
+    recipe: LinearRecipe, gemm: Gemm, tensors: dict[Operand, torch.Tensor], bias: Optional[torch.Tensor] = None
 ) -> torch.Tensor:
     """The product as the model of the tensor cores has it, FP32."""
     on_gpu = {operand: tensor.detach().cuda() for operand, tensor in tensors.items()}
@@ -126,7 +126,7 @@ def modelled_product(
 
 
 def check_sums(
-    name: str, recipe: Recipe, gemms: dict[Gemm, RecordedGemm], tensors: dict[Operand, torch.Tensor]
+    name: str, recipe: LinearRecipe, gemms: dict[Gemm, RecordedGemm], tensors: dict[Operand, torch.Tensor]
 ) -> None:
     """Their FP32 results: what the tensor cores drop, and that the model drops the same."""
     for gemm, record in gemms.items():
@@ -141,7 +141,7 @@ def check_sums(
 
 
 def check_results(
-    name: str, recipe: Recipe, gemms: dict[Gemm, RecordedGemm], ours: dict[Gemm, torch.Tensor],
+    name: str, recipe: LinearRecipe, gemms: dict[Gemm, RecordedGemm], ours: dict[Gemm, torch.Tensor],
     tensors: dict[Operand, torch.Tensor], bias: Optional[torch.Tensor],
 ) -> None:  # fmt: skip
     """BF16 results: equal to the model's, and to ours within two roundings and what the tensor cores drop."""

@@ -15,7 +15,7 @@ from te_storage import NEEDS_TRANSFORMER_ENGINE, as_stored, stored
 from torch import Tensor
 
 from megafp8.fp8.quantize import Quantized
-from megafp8.fp8.recipes import Gemm, Operand
+from megafp8.recipes.base import Gemm, Operand
 
 pytestmark = NEEDS_TRANSFORMER_ENGINE
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu"))

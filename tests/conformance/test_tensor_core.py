@@ -6,10 +6,10 @@ from golden import carried
 from tensor_core import PROMOTED_AFTER, STEP, hopper_product
 from tolerances import LINEAR_EQUAL_FRACTION, TENSOR_CORE_PEAK, TENSOR_CORE_RMS
 
-from megafp8.fp8.formats import E4M3, E5M2, Format
 from megafp8.fp8.quantize import quantize
-from megafp8.fp8.recipes import OperandRule
 from megafp8.fp8.rounding import decode
+from megafp8.recipes.base import OperandRule
+from megafp8.recipes.formats import E4M3, E5M2, Format
 
 
 def product(

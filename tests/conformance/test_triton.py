@@ -17,12 +17,13 @@ from torch import Tensor
 from megafp8.fp8 import quantize as quantize_module
 from megafp8.fp8 import scaled_gemm as gemm_module
 from megafp8.fp8.delayed import DelayedScale
-from megafp8.fp8.formats import E2M1, E4M3, E5M2, Format
 from megafp8.fp8.linear import LinearPlan, emulated_linear
 from megafp8.fp8.noise import RoundingNoise
 from megafp8.fp8.quantize import Quantized, Use, quantize_by_torch
-from megafp8.fp8.recipes import OperandRule, Recipe, blockwise, mxfp8, nvfp4, tensorwise
-from megafp8.fp8.scaling import ScaleRule
+from megafp8.fp8.rounding import CODE_DTYPES
+from megafp8.recipes import blockwise, mxfp8, nvfp4, tensorwise
+from megafp8.recipes.base import LinearRecipe, OperandRule, ScaleRule
+from megafp8.recipes.formats import E2M1, E4M3, E5M2, Format
 
 interpreter.skip_without_kernels()
 
@@ -90,11 +91,13 @@ def ties(shape: tuple[int, ...]) -> Tensor:
 
 
 RECIPES = {
-    "tensorwise": tensorwise(forward=E4M3, backward=E5M2),
-    "blockwise": blockwise(forward=E4M3, backward=E5M2),
-    "mxfp8": mxfp8(forward=E4M3, backward=E4M3),
-    "nvfp4": nvfp4(),
-    "nvfp4 without extras": nvfp4(transforms=False, rounds_stochastically=False, square_weights=False),
+    "tensorwise": tensorwise.build("hybrid"),
+    "blockwise": blockwise.build("hybrid"),
+    "mxfp8": mxfp8.build("e4m3"),
+    "nvfp4": nvfp4.build("e2m1"),
+    "nvfp4 without extras": nvfp4.build(
+        "e2m1", fp4_hadamard=False, fp4_stochastic_rounding=False, fp4_2d_weights=False
+    ),
 }
 
 INPUTS = {
@@ -252,7 +255,7 @@ def test_hadamard_transform_refuses_ragged_groups() -> None:
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 def test_every_code_is_decoded(fmt: Format) -> None:
-    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(2, 128).view(fmt.dtype)
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(2, 128).view(CODE_DTYPES[fmt.name])
     scale = torch.tensor([[1.0, 0.5, 2.0, 2.0**-120]] * 2, device=DEVICE)
     (rule, _) = pair(fmt, 32, ScaleRule.FP32)
     for quantized in (
@@ -277,7 +280,7 @@ def test_product_is_finished_in_one_pass(dtype: torch.dtype, has_bias: bool) -> 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_linear_with_and_without_kernels(
-    recipe: Recipe, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    recipe: LinearRecipe, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same output, gradients and main_grad to the bit: the GEMMs between them are the same."""
     shapes = ((8, 32, 128), (256, 128), (256,), (8, 32, 256))

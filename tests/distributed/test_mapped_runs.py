@@ -20,10 +20,10 @@ from megafp8.checkpoint.state import Progress
 from megafp8.config import precision_map
 from megafp8.config.schema import RunConfig
 from megafp8.fp8.delayed import DelayedState
-from megafp8.fp8.formats import E4M3, E5M2
-from megafp8.fp8.recipes import OPERANDS_OF, Gemm, Recipe, blockwise, mxfp8, tensorwise
 from megafp8.model.emulated_layers import emulated_linears
 from megafp8.model.watched_linears import linears_of
+from megafp8.recipes import blockwise, mxfp8, tensorwise
+from megafp8.recipes.base import OPERANDS_OF, Gemm, LinearRecipe
 from megafp8.reports.load import load_run
 from megafp8.training.assemble import Run
 from megafp8.training.calibrate import calibrate, needs_calibration
@@ -46,7 +46,7 @@ def named_linears(run: Run) -> dict[str, object]:
 # ---- the map ------------------------------------------------------------------------------------------------------
 
 
-def composed(fprop: Recipe, dgrad: Recipe | None, wgrad: Recipe | None) -> Recipe:
+def composed(fprop: LinearRecipe, dgrad: LinearRecipe | None, wgrad: LinearRecipe | None) -> LinearRecipe:
     """By hand."""
     parts = {Gemm.FPROP: fprop, Gemm.DGRAD: dgrad, Gemm.WGRAD: wgrad}
     rules = [
@@ -54,19 +54,19 @@ def composed(fprop: Recipe, dgrad: Recipe | None, wgrad: Recipe | None) -> Recip
         for gemm, operands in OPERANDS_OF
         for operand in operands
     ]
-    return Recipe(name="by hand", rules=tuple(rules))
+    return LinearRecipe(name="by hand", rules=tuple(rules))
 
 
 def by_hand(config: RunConfig, num_steps: int) -> list[float]:
     """The run without a map, whose linears are given what the map says one by one."""
-    tensor, block = tensorwise(forward=E4M3, backward=E5M2), blockwise(forward=E4M3, backward=E4M3)
+    tensor, block = tensorwise.build("hybrid"), blockwise.build("e4m3")
     run = build_run(config)
     for name, linear in named_linears(run).items():
         own = block if name.endswith("fc2") else tensor
         if name.startswith(("layers.1.", "layers.2.")):
             linear.recipe = composed(own, None, None)
         elif name == "layers.3.linear_qkv":
-            linear.recipe = composed(tensor, mxfp8(forward=E4M3, backward=E4M3), tensor)
+            linear.recipe = composed(tensor, mxfp8.build("e4m3"), tensor)
         else:
             linear.recipe = own
     return train(run, num_steps).losses

@@ -27,6 +27,7 @@ RECIPES = {
     "delayed": f"{FP8} delayed --fp8-amax-history-len 3 --fp8-amax-compute-algo max",
     "blockwise": f"{FP8} blockwise",
     "mxfp8": f"{FP8} mxfp8",
+    "rowwise": f"{FP8} rowwise",
     "nvfp4": "--fp4-format e2m1",
     "tensorwise-fp8-weights": f"{FP8} tensorwise {GATHER}",
     "delayed-fp8-weights": f"{FP8} delayed --fp8-amax-history-len 3 {GATHER}",

@@ -25,8 +25,8 @@ from small_run import look_of, train  # noqa: E402
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.operations import count_operations  # noqa: E402
-from megafp8.fp8.recipes import Gemm, Operand  # noqa: E402
 from megafp8.model.watched_linears import HookedLinear  # noqa: E402
+from megafp8.recipes.base import Gemm, Operand  # noqa: E402
 from megafp8.telemetry.records import QuantizationRecord  # noqa: E402
 
 LOOK = "--fp8-log-interval 1 --fp8-what-if mxfp8,nvfp4"

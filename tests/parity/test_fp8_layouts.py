@@ -171,7 +171,10 @@ def test_other_recipes(recipe: str, flags: str, fp8_on_one_rank: Callable[..., N
     assert distance(curve, reference) <= FP8_LAYOUT_LOSS[recipe]
 
 
-@pytest.mark.parametrize("recipe", ["--fp8-format hybrid --fp8-recipe tensorwise", "--fp4-format e2m1"])
+@pytest.mark.parametrize(
+    "recipe",
+    ["--fp8-format hybrid --fp8-recipe tensorwise", "--fp8-format e4m3 --fp8-recipe rowwise", "--fp4-format e2m1"],
+)
 def test_scales_of_shards_are_as_good_as_those_of_whole_tensors(recipe: str) -> None:
     """The default: each tensor-parallel rank scales its shard, as Transformer Engine's does."""
     whole = run_ranks(1, curve_of, small_config("llama", f"{TE_SCALES} {recipe}"), NUM_STEPS)[0]

@@ -15,8 +15,8 @@ from test_import_levels import LEVELS
 from megafp8.config import flags, megatron_flags, rules
 from megafp8.config.presets import PRESETS
 from megafp8.config.settings import settings_by_name
-from megafp8.device.capability import EMULATED_RECIPES, NATIVE_SINCE
 from megafp8.device.mcore_cpu import PATCHES
+from megafp8.recipes import registry
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -115,10 +115,10 @@ def test_the_recipe_table_says_what_the_code_does() -> None:
     choices = (settings_by_name()[f"precision.{name}"].choices for name in ("fp8_recipe", "fp4_recipe"))
     assert set(recipes) == {recipe for some in choices for recipe in some}
     for recipe, (*native, emulated) in recipes.items():
-        since = NATIVE_SINCE[recipe]
-        expected = ["native" if capability >= since else "no" for capability in ((8, 9), (9, 0), (10, 0))]
+        is_native = registry.get(recipe).is_native
+        expected = ["native" if is_native(capability) else "no" for capability in ((8, 9), (9, 0), (10, 0))]
         assert native == expected, recipe
-        assert emulated == ("**yes**" if recipe in EMULATED_RECIPES else "not yet"), recipe
+        assert emulated == "**yes**", recipe
 
 
 def test_the_readme_names_every_preset() -> None:

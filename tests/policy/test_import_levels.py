@@ -20,17 +20,18 @@ PACKAGE = ROOT / "megafp8"
 # A part (a folder, or a module beside them) imports parts of lower levels only. Reports are one level above
 # telemetry, whose records they read.
 LEVELS = {
-    "best_effort": 0, "errors": 0, "text_table": 0, "utils": 0,
-    "config": 1, "launch": 1, "faults": 1,
-    "device": 2,
-    "fp8": 3, "telemetry": 3, "planning": 3, "doctor": 3, "overrides": 3,
-    "data": 4, "parallel": 4, "mcore_config": 4, "reports": 4, "studies": 4,
-    "model": 5, "optim": 5, "checkpoint": 5,
-    "training": 6, "huggingface": 6,
+    "errors": 0, "text_table": 0, "utils": 0,
+    "recipes": 1,
+    "config": 2, "launch": 2, "faults": 2,
+    "device": 3,
+    "fp8": 4, "telemetry": 4, "planning": 4, "doctor": 4, "overrides": 4,
+    "data": 5, "parallel": 5, "mcore_config": 5, "reports": 5, "studies": 5,
+    "model": 6, "optim": 6, "checkpoint": 6,
+    "training": 7, "huggingface": 7,
 }  # fmt: skip
 PARTS_WITHOUT_TORCH = {
-    "best_effort", "errors", "text_table", "utils", "faults", "config", "launch", "planning", "doctor", "reports",
-    "studies",
+    "errors", "text_table", "utils", "recipes", "faults", "config", "launch", "planning", "doctor",
+    "reports", "studies",
 }  # fmt: skip
 PARTS_WITH_MEGATRON = {"data", "parallel", "mcore_config", "model", "optim", "checkpoint", "training"}
 FILES_WITH_TRANSFORMER_ENGINE = {

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megafp8.config import derived
 from megafp8.config.rules.rule import Rule
 from megafp8.config.schema import RunConfig
+from megafp8.recipes import registry
 
 FLAG = "--fp8-dot-product-attention"
 
@@ -18,10 +19,11 @@ def its_products_can_be_in_fp8(config: RunConfig, world_size: int) -> Iterator[s
         return
     if derived.params_dtype(precision) == "fp32":
         yield f"{FLAG} without --bf16: cuDNN's kernels quantize BF16 tensors, not FP32; give --bf16"
-    if precision.fp8_recipe != "delayed":
+    if not registry.get(precision.fp8_recipe).supports_fp8_attention:
+        known = " or ".join(recipe.flag for recipe in registry.recipes() if recipe.supports_fp8_attention)
         yield (
             f"{FLAG} with --fp8-recipe {precision.fp8_recipe}: on Hopper Transformer Engine has it for delayed scaling "
-            "alone; give --fp8-recipe delayed, or remove it"
+            f"alone; give {known}, or remove it"
         )
     if precision.attention_backend not in ("auto", "fused"):
         yield f"{FLAG} with --attention-backend {precision.attention_backend}: only fused attention has FP8; give fused"

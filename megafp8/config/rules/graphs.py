@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megafp8.config import derived, precision_map
+from megafp8.config import derived
 from megafp8.config.rules.rule import Rule, without
 from megafp8.config.schema import RunConfig, TrainingConfig
 from megafp8.config.schema.setting import AUTO
@@ -19,13 +19,13 @@ def obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
     )
     dropouts = (("--attention-dropout", model.attention_dropout), ("--hidden-dropout", model.hidden_dropout))
     granularity = derived.recompute_granularity(training)
+    noisy = next((each for each in derived.used_recipes(precision) if each.is_stochastic(vars(precision))), None)
     optimizer = derived.one_pass_obstacle(config)
     checks = (
         *((rate > 0, f"{flag} {rate}", f"a graph draws no random numbers; give {flag} 0") for flag, rate in dropouts),
         *((size > 1, f"{flag} {size}", "graphs hold one stage's whole step; give 1") for flag, size in sizes),
         (
-            precision.fp4_stochastic_rounding and "nvfp4" in precision_map.used_recipes(precision),
-            "--fp4-recipe nvfp4",
+            noisy is not None, "" if noisy is None else noisy.flag,
             "its gradients are rounded at random, and a graph draws no random numbers; launch kernel by kernel",
         ),
         (

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megafp8.config import derived
 from megafp8.config.rules.rule import Rule, has_shape, microbatches, positive, round_up, without
 from megafp8.config.schema import AUTO, RunConfig
+from megafp8.recipes import registry
 
 
 def world_size_divides(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -184,10 +185,11 @@ def tensor_overlap_has_its_parts(config: RunConfig, world_size: int) -> Iterator
     if config.training.micro_batch_size == AUTO:
         yield "--tp-comm-overlap has buffers of one size: give a number to --micro-batch-size, not auto"
     recipe = derived.quantization_recipe(precision)
-    if recipe in ("blockwise", "nvfp4"):
+    if recipe is not None and not registry.get(recipe).supports_userbuffers:
+        known = ", ".join(each.name for each in registry.recipes() if each.supports_userbuffers)
         yield (
-            f"--tp-comm-overlap with {recipe}: Transformer Engine's user buffers send codes of tensorwise, delayed and "
-            "mxfp8; leave the overlap out"
+            f"--tp-comm-overlap with {recipe}: Transformer Engine's user buffers send codes of {known}; leave the "
+            "overlap out"
         )
 
 

@@ -19,6 +19,7 @@ from megafp8.config.rules.precision import (
 )
 from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import settings_by_name, value_of, with_values
+from megafp8.recipes import registry
 
 # Megatron-LM's and Transformer Engine's default histories of delayed scaling: length and algorithm.
 MEGATRON_HISTORY, TRANSFORMER_ENGINE_HISTORY = (1, "most_recent"), (1024, "max")
@@ -86,10 +87,11 @@ def _with_tiles(config: RunConfig) -> str:
 def _surprises(config: RunConfig) -> Iterator[str]:
     precision = config.precision
     recipe = f"--fp8-recipe {precision.fp8_recipe}"
-    if precision.fp8_format == "hybrid" and precision.fp8_recipe in ("blockwise", "mxfp8"):
+    chosen = registry.get(precision.fp8_recipe)
+    if precision.fp8_format == "hybrid" and chosen.default_format == "e4m3":
         yield f"--fp8-format hybrid makes gradients E5M2 under {recipe} too, where E4M3 is usual: --fp8-format e4m3"
     history = (precision.fp8_amax_history_len, precision.fp8_amax_compute_algo)
-    is_delayed = precision.fp8_format is not None and precision.fp8_recipe == "delayed"
+    is_delayed = precision.fp8_format is not None and chosen.is_stateful
     if is_delayed and history == MEGATRON_HISTORY:
         length, algorithm = TRANSFORMER_ENGINE_HISTORY
         yield (

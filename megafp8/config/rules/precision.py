@@ -8,24 +8,12 @@ from megafp8.config import derived, gemms, precision_map
 from megafp8.config.rules.rule import Rule, has_shape, positive, without
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import settings_by_name, value_of
+from megafp8.recipes import registry
 
 # Settings without an effect in a run in high precision, in other than the named formats, or under another recipe.
 QUANTIZED_SETTINGS = ("fp8_amax_reduction", "first_last_layers_bf16")
 FP8_SETTINGS = ("fp8_recipe", "fp8_wgrad", "fp8_param_gather", "fp8_dot_product_attention")
-FP4_SETTINGS = ("fp4_hadamard", "fp4_stochastic_rounding", "fp4_2d_weights")
-SETTINGS_OF_RECIPE = {
-    "delayed": (
-        "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_delayed_start", "tp_only_amax_red",
-    ),
-    "tensorwise": ("fp8_power_2_scale",),
-    "blockwise": ("fp8_block_scaling_fp32_scales",),
-}
-RECIPES_OF_SWIGLU_FUSION = ("delayed", "blockwise")
-RECIPES_OF_KERNELS = ("tensorwise", "delayed", "blockwise")
-# Launched one by one our kernels take more of the host's time, which the others' savings do not make up for.
-FASTER_BY_LAUNCHES = ("blockwise",)
 TILE_LENGTH = 128  # of the kernels' tiles, tokens and channels
-BLOCK_LENGTH = {"blockwise": 128, "mxfp8": 32, "nvfp4": 16}
 
 
 def one_weight_format(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -50,16 +38,14 @@ def low_formats_are_not_with_fp16(config: RunConfig, world_size: int) -> Iterato
 
 def low_format_settings_need_a_format(config: RunConfig, world_size: int) -> Iterator[str]:
     """Settings of FP8 and FP4 without their format would leave the run in high precision unnoticed."""
-    fp8, fp4 = config.precision.fp8_format, config.precision.fp4_format
     used = precision_map.used_recipes(config.precision)
-    if fp8 is None:
+    if config.precision.fp8_format is None:
         for name in FP8_SETTINGS:
             yield from (without(flag, "--fp8-format") for flag in given_flags(config, name))
-        for name in (name for recipe, names in SETTINGS_OF_RECIPE.items() if recipe not in used for name in names):
-            yield from (without(flag, "--fp8-format") for flag in given_flags(config, name))
-    if fp4 is None and "nvfp4" not in used:
-        for name in FP4_SETTINGS:
-            yield from (without(flag, "--fp4-format") for flag in given_flags(config, name))
+    for recipe in registry.recipes():
+        if precision_map.format_of(config.precision, recipe.family) is None and recipe.name not in used:
+            for name in recipe.setting_names:
+                yield from (without(flag, f"--{recipe.family}-format") for flag in given_flags(config, name))
     if not used:
         for name in QUANTIZED_SETTINGS:
             yield from (without(flag, "--fp8-format") for flag in given_flags(config, name))
@@ -71,9 +57,10 @@ def recipe_settings_need_their_recipe(config: RunConfig, world_size: int) -> Ite
     if config.precision.fp8_format is None:
         return
     used = precision_map.used_recipes(config.precision)
-    for recipe, names in SETTINGS_OF_RECIPE.items():
-        for flag in (flag for name in names for flag in given_flags(config, name) if recipe not in used):
-            yield f"{flag} belongs to --fp8-recipe {recipe}, not {chosen}: remove it, or change the recipe"
+    for recipe in registry.recipes("fp8"):
+        for flag in (flag for name in recipe.setting_names for flag in given_flags(config, name)):
+            if recipe.name not in used:
+                yield f"{flag} belongs to {recipe.flag}, not {chosen}: remove it, or change the recipe"
 
 
 def given_flags(config: RunConfig, name: str) -> Iterator[str]:
@@ -184,11 +171,12 @@ def swiglu_fusion_has_what_it_fuses(config: RunConfig, world_size: int) -> Itera
         yield without(flag, "--use-transformer-engine-op-fuser")
     if not config.model.swiglu:
         yield without(flag, "--swiglu")
-    recipe = derived.quantization_recipe(precision)
-    if recipe == "tensorwise" and recipe not in recipes_wanted_of_our_kernels(config):
-        yield without(f"{flag} with --fp8-recipe tensorwise", "--quantize-kernels triton")
-    elif recipe not in RECIPES_OF_KERNELS:
-        yield without(flag, f"--fp8-recipe {' or '.join(RECIPES_OF_SWIGLU_FUSION)}")
+    name = derived.quantization_recipe(precision)
+    recipe = None if name is None else registry.get(name)
+    if recipe is None or recipe.te_quantizer is None:
+        yield without(flag, f"--fp8-recipe {' or '.join(recipes_that_fuse_swiglu())}")
+    elif not recipe.fuses_swiglu and name not in recipes_wanted_of_our_kernels(config):
+        yield without(f"{flag} with {recipe.flag}", "--quantize-kernels triton")
     if config.model.swiglu and not swiglu_has_tiles(config):
         fc2 = gemms.gemm_dimensions(config)[-1]
         yield (
@@ -211,9 +199,15 @@ def residual_fusion_has_its_norm(config: RunConfig, world_size: int) -> Iterator
         yield f"{flag} takes the MLP's input from its forward pass, and recomputation runs that twice: remove one"
 
 
+def recipes_that_fuse_swiglu() -> tuple[str, ...]:
+    """Names of the recipes with a SwiGLU that quantizes, whoever casts the other operands."""
+    return tuple(recipe.name for recipe in registry.recipes() if recipe.fuses_swiglu)
+
+
 def has_quantizing_swiglu(config: RunConfig) -> bool:
     """Whether there is a SwiGLU that quantizes by the recipe's rule."""
-    return derived.quantization_recipe(config.precision) in (*RECIPES_OF_SWIGLU_FUSION, *recipes_of_our_kernels(config))
+    name = derived.quantization_recipe(config.precision)
+    return name in (*recipes_that_fuse_swiglu(), *recipes_of_our_kernels(config))
 
 
 def swiglu_has_tiles(config: RunConfig) -> bool:
@@ -229,8 +223,8 @@ def quantize_kernels_have_what_they_quantize(config: RunConfig, world_size: int)
     flag, recipes = "--quantize-kernels triton", precision_map.used_recipes(config.precision)
     if config.precision.quantize_kernels != "triton":
         return
-    if not any(recipe in RECIPES_OF_KERNELS for recipe in recipes):
-        yield without(flag, f"--fp8-recipe {' or '.join(RECIPES_OF_KERNELS)}")
+    if not any(recipe in registry.with_triton_casts() for recipe in recipes):
+        yield without(flag, f"--fp8-recipe {' or '.join(registry.with_triton_casts())}")
     elif has_gemms(config) and (tokens := gemms.rows_per_rank(config)) % TILE_LENGTH:
         yield (
             f"{flag} takes {TILE_LENGTH} tokens at a time, and a rank quantizes {tokens} of a microbatch: choose "
@@ -247,16 +241,19 @@ def recipes_of_our_kernels(config: RunConfig) -> tuple[str, ...]:
 
 def recipes_wanted_of_our_kernels(config: RunConfig) -> tuple[str, ...]:
     """The same, whether a rank's tokens make whole tiles or not."""
-    asked = config.precision.quantize_kernels
+    asked, known = config.precision.quantize_kernels, registry.with_triton_casts()
     if asked is not None:
-        return RECIPES_OF_KERNELS if asked == "triton" else ()
-    return RECIPES_OF_KERNELS if derived.has_step_graph(config) else FASTER_BY_LAUNCHES
+        return known if asked == "triton" else ()
+    if derived.has_step_graph(config):
+        return known
+    # Launched one by one the kernels take more of the host's time, which not every recipe's savings make up for.
+    return tuple(name for name in known if registry.get(name).is_faster_with_kernels)
 
 
 def casts_by_amax(config: RunConfig) -> bool:
-    """Whether our kernels quantize anything tensorwise."""
-    used = precision_map.used_recipes(config.precision)
-    return "tensorwise" in used and "tensorwise" in recipes_of_our_kernels(config)
+    """Whether our kernels quantize anything by its own amax, which then is a pass of its own."""
+    cast = recipes_of_our_kernels(config)
+    return any(recipe.needs_amax_pass and recipe.name in cast for recipe in derived.used_recipes(config.precision))
 
 
 def fuses_operations(config: RunConfig) -> bool:
@@ -267,7 +264,8 @@ def fuses_operations(config: RunConfig) -> bool:
         return asked
     model, precision = config.model, config.precision
     is_plain = model.swiglu and not model.add_bias_linear and precision.bf16
-    is_known = derived.quantization_recipe(precision) in (None, "tensorwise", "delayed", "blockwise")
+    name = derived.quantization_recipe(precision)
+    is_known = name is None or registry.get(name).supports_op_fuser
     is_split = derived.model_parallel_size(config) > 1
     has_layers = model.num_layers is not None
     is_mapped = precision_map.changes_mlps(model, precision) if has_layers else precision.precision_map
@@ -301,11 +299,20 @@ def gemm_dimensions_suit_the_recipe(config: RunConfig, world_size: int) -> Itera
 def layout_free_scales_need_whole_blocks(config: RunConfig, world_size: int) -> Iterator[str]:
     """Where a rank's part ends within a block, the block's scale depends on the layout."""
     precision, parallel = config.precision, config.parallel
-    blocks = [recipe for recipe in precision_map.used_recipes(precision) if recipe in BLOCK_LENGTH]
-    if not blocks or precision.fp8_amax_reduction == "te" or not has_gemms(config):
+    if precision.fp8_amax_reduction == "te" or not has_gemms(config):
         return
-    recipe = max(blocks, key=lambda name: BLOCK_LENGTH[name])
-    length, asked = BLOCK_LENGTH[recipe], precision_map.asked_by(precision, recipe)
+    recipes = derived.used_recipes(precision)
+    is_split = derived.model_parallel_size(config) > 1
+    for recipe in (recipe for recipe in recipes if recipe.has_whole_dimensions and is_split):
+        yield (
+            f"--fp8-amax-reduction all: {precision_map.asked_by(precision, recipe.name)} has scales of whole rows and "
+            "columns, of which each rank has a part, so that scales depend on the layout; give --fp8-amax-reduction te"
+        )
+    blocks = {recipe.name: recipe.block_length for recipe in recipes if recipe.block_length}
+    if not blocks:
+        return
+    name = max(blocks, key=blocks.__getitem__)
+    length, asked = blocks[name], precision_map.asked_by(precision, name)
     parts = {}
     if parallel.tensor_model_parallel_size > 1:
         parts = {

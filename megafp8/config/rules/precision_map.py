@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megafp8.config import derived, fp8_schedule, precision_map
 from megafp8.config.rules.rule import Rule, batch_size, positive, without
 from megafp8.config.schema import RunConfig
+from megafp8.recipes import registry
 
 
 def entries_can_be_read(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -47,7 +48,8 @@ def delayed_scales_have_one_format(config: RunConfig, world_size: int) -> Iterat
     if not config.precision.precision_map or not positive(config.model.num_layers):
         return
     for name, chosen in precision_map.resolve(config.model, config.precision).items():
-        formats = sorted({str(choice.format) for choice in chosen if choice.recipe == "delayed"})
+        stateful = [choice for choice in chosen if choice.recipe and registry.get(choice.recipe).is_stateful]
+        formats = sorted({str(choice.format) for choice in stateful})
         if len(formats) > 1:
             yield (
                 f"the precision map gives {name} delayed scaling in {' and '.join(formats)}: an operand has one scale "
@@ -65,10 +67,9 @@ def schedule_can_be_read(config: RunConfig, world_size: int) -> Iterator[str]:
     except ValueError as error:
         yield f"{flag}: {error}"
         return
-    used = precision_map.used_recipes(precision)
-    has = {"fp8": any(recipe != "nvfp4" for recipe in used), "fp4": "nvfp4" in used}
+    families = {recipe.family for recipe in derived.used_recipes(precision)}
     for word in dict.fromkeys(stretch.precision for stretch in stretches if stretch.is_quantized):
-        if not has[word]:
+        if word not in families:
             yield without(f"{word} in {flag}", f"--{word}-format")
     if not any(stretch.is_quantized for stretch in stretches):
         yield f"{flag} never is in FP8: remove it, and --fp8-format"

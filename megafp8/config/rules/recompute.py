@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megafp8.config import derived
 from megafp8.config.rules.rule import Rule, positive, without
 from megafp8.config.schema import RunConfig
+from megafp8.recipes import registry
 
 
 def full_recompute_says_which_layers(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -60,10 +61,10 @@ def module_choice_needs_selective_recompute(config: RunConfig, world_size: int) 
 
 def delayed_scaling_excludes_norm_recompute(config: RunConfig, world_size: int) -> Iterator[str]:
     """Running a norm and the quantizer behind it twice would enter its amax into the history twice."""
-    precision = config.precision
-    is_delayed = precision.fp8_format is not None and precision.fp8_recipe == "delayed"
-    if is_delayed and "layernorm" in derived.recompute_modules(config.training):
-        yield "--recompute-modules layernorm does not go with --fp8-recipe delayed: leave layernorm out"
+    name = derived.quantization_recipe(config.precision)
+    recipe = None if name is None else registry.get(name)
+    if recipe and recipe.is_stateful and "layernorm" in derived.recompute_modules(config.training):
+        yield f"--recompute-modules layernorm does not go with {recipe.flag}: leave layernorm out"
 
 
 def mlp_recompute_excludes_biases(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -9,10 +9,7 @@ from megafp8.config import derived, gemms, precision_map
 from megafp8.config.rules.precision import has_gemms
 from megafp8.config.rules.rule import Rule, positive, without
 from megafp8.config.schema import LoggingConfig, RunConfig
-
-# Recipes that can be tried on tensors of a run, in the formats that are usual for them. Delayed scaling is not among
-# them: what it does depends on the amaxes of earlier steps.
-WHAT_IF_FORMATS = {recipe: fmt for recipe, fmt in precision_map.USUAL_FORMATS.items() if recipe != "delayed"}
+from megafp8.recipes import registry
 
 
 def looks_have_an_interval(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -67,24 +64,25 @@ def why_not_looked_at(config: RunConfig, pattern: str) -> Iterator[str]:
 
 def tried_recipes_can_be_tried(config: RunConfig, world_size: int) -> Iterator[str]:
     """Recipes of --fp8-what-if exist, are given once, and suit the dimensions."""
-    recipes = derived.what_if_recipes(config.logging)
+    recipes, known = derived.what_if_recipes(config.logging), [recipe.name for recipe in registry.stateless()]
     if config.logging.fp8_what_if is not None and not recipes:
-        yield f"--fp8-what-if {config.logging.fp8_what_if!r} names no recipe: give some of {', '.join(WHAT_IF_FORMATS)}"
+        yield f"--fp8-what-if {config.logging.fp8_what_if!r} names no recipe: give some of {', '.join(known)}"
     for recipe in dict.fromkeys(recipes):
-        if recipe not in WHAT_IF_FORMATS:
-            yield f"--fp8-what-if {recipe}: can try {', '.join(WHAT_IF_FORMATS)}"
+        if recipe not in known:
+            yield f"--fp8-what-if {recipe}: can try {', '.join(known)}"
         elif has_gemms(config):
             yield from (f"--fp8-what-if {recipe}: {problem}" for problem in gemms.misfits(with_recipe(config, recipe)))
     if len(set(recipes)) < len(recipes):
         yield f"--fp8-what-if {config.logging.fp8_what_if}: give each recipe once"
 
 
-def with_recipe(config: RunConfig, recipe: str) -> RunConfig:
-    """The same model under a recipe that is tried."""
-    formats = {"fp8_format": None, "fp4_format": None}
-    name = {"fp4_recipe": recipe} if recipe == "nvfp4" else {"fp8_recipe": recipe}
-    kind = "fp4_format" if recipe == "nvfp4" else "fp8_format"
-    changes = formats | name | {kind: WHAT_IF_FORMATS[recipe], "precision_map": (), "first_last_layers_bf16": False}
+def with_recipe(config: RunConfig, name: str) -> RunConfig:
+    """The same model under a recipe that is tried, in its default format."""
+    recipe = registry.get(name)
+    changes = {
+        "fp8_format": None, "fp4_format": None, f"{recipe.family}_recipe": name,
+        f"{recipe.family}_format": recipe.default_format, "precision_map": (), "first_last_layers_bf16": False,
+    }  # fmt: skip
     return dataclasses.replace(config, precision=dataclasses.replace(config.precision, **changes))
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Optional
 
 from megafp8.config.schema.setting import setting
+from megafp8.recipes import registry
+from megafp8.recipes.base import FP4_FORMATS, FP8_FORMATS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,13 +20,15 @@ class PrecisionConfig:
     fp8_format: Optional[str] = setting(
         None, "FP8 in the linears: e4m3 for all tensors, hybrid: e4m3 forward and e5m2 gradients, e5m2 for all tensors "
         "(emulated only: Transformer Engine has no such format)",
-        choices=("e4m3", "hybrid", "e5m2"),
+        choices=FP8_FORMATS,
     )
     fp8_recipe: str = setting(
-        "delayed", "how FP8 scales are found", choices=("tensorwise", "delayed", "blockwise", "mxfp8")
+        registry.DEFAULT_FP8, "how FP8 scales are found", choices=functools.partial(registry.names, "fp8")
     )
-    fp4_format: Optional[str] = setting(None, "FP4 in the linears: e2m1 for all tensors", choices=("e2m1",))
-    fp4_recipe: str = setting("nvfp4", "how FP4 scales are found", choices=("nvfp4",))
+    fp4_format: Optional[str] = setting(None, "FP4 in the linears: e2m1 for all tensors", choices=FP4_FORMATS)
+    fp4_recipe: str = setting(
+        registry.DEFAULT_FP4, "how FP4 scales are found", choices=functools.partial(registry.names, "fp4")
+    )
     fp4_hadamard: bool = setting(
         True, "nvfp4: Hadamard-transform the operands of the weight gradient", off=("--no-fp4-hadamard",)
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import field
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 AUTO = 0
 """What the word `auto` is read as, in settings that take it."""
@@ -16,7 +17,7 @@ def setting(
     *,
     flags: tuple[str, ...] = (),
     off: tuple[str, ...] = (),
-    choices: tuple[Any, ...] = (),
+    choices: Union[tuple[Any, ...], Callable[[], tuple[Any, ...]]] = (),
     many: bool = False,
     auto: bool = False,
     metavar: Optional[str] = None,
@@ -31,7 +32,7 @@ def setting(
         flags: spellings that set the field; empty means `--` and the field's name with dashes.
             For a boolean that is True by default and has only an `off` spelling, give `flags=()`.
         off: spellings that set a boolean field to False (for example `--disable-bias-linear`).
-        choices: the values allowed.
+        choices: the values allowed, or a function that knows them when the flags are read.
         many: the flag takes one or more values and the field is a tuple.
         auto: a count that may also be the word `auto`, kept as `AUTO`.
         maximum: of a whole number. Values above it are refused as they are read, before anything computes with them.

@@ -17,8 +17,9 @@ from megafp8.config import derived, flags, precision_map, rules
 from megafp8.config.precision_map import GEMMS, LinearChoice
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import value_of, with_values
+from megafp8.recipes import registry
+from megafp8.recipes.base import Recipe
 
-BLOCKS = ("mxfp8", "blockwise")
 LONG_HISTORY = 16  # steps whose largest amax a scale is made of, where one step's is not enough
 LONGER_WARMUP = 2
 FIRST_WARMUP_DIVISOR = 20  # of the run's length, where it has no warm-up
@@ -64,6 +65,16 @@ class Case:
         if self.linear is None:
             return precision_map.base_choice(self.config.precision)
         return precision_map.resolve(self.config.model, self.config.precision)[self.linear]
+
+    @property
+    def recipes(self) -> tuple[Recipe, ...]:
+        """The same as objects."""
+        return tuple(map(registry.get, self.choice.recipes))
+
+    @property
+    def is_stateful(self) -> bool:
+        """Does one of them remember amaxes?"""
+        return any(recipe.is_stateful for recipe in self.recipes)
 
     @property
     def is_of_run(self) -> bool:
@@ -114,13 +125,14 @@ def another_recipe(case: Case, recipe: str, why: str) -> Iterator[Remedy]:
 
 def recipes_of_blocks(case: Case) -> Iterator[Remedy]:
     """Recipes in which few neighbours share a scale, and a look at what they would do. FP4 has shorter blocks."""
-    if "nvfp4" in case.choice.recipes:
-        yield from another_recipe(case, "mxfp8", ", eight bits instead of four")
+    if any(recipe.family == "fp4" for recipe in case.recipes):
+        yield from fallbacks(case)
         return
-    tried = [recipe for recipe in BLOCKS if case.accepts(("--fp8-what-if", recipe))]
+    blocks = [recipe.name for recipe in reversed(registry.recipes("fp8")) if recipe.block_length]
+    tried = [recipe for recipe in blocks if case.accepts(("--fp8-what-if", recipe))]
     if tried and case.config.logging.fp8_what_if is None:
         yield Remedy(("--fp8-what-if", ",".join(tried)), " shows what recipes of blocks would do")
-    for recipe in BLOCKS:
+    for recipe in blocks:
         yield from another_recipe(case, recipe, ", whose blocks have scales of their own")
 
 
@@ -147,15 +159,22 @@ def calmer_steps(case: Case) -> Iterator[Remedy]:
         yield Remedy(("--lr-warmup-iters", str(LONGER_WARMUP * optimizer.lr_warmup_iters or first)))
 
 
-def scales_at_hand(case: Case) -> Iterator[Remedy]:
+def fallbacks(case: Case) -> Iterator[Remedy]:
+    """The recipes that the linear's own recipes name for when they are too coarse."""
+    for recipe in case.recipes:
+        for name, why in recipe.fallbacks:
+            yield from another_recipe(case, name, why)
+
+
+def current_scales(case: Case) -> Iterator[Remedy]:
     """Instead of delayed scaling's."""
-    if "delayed" in case.choice.recipes:
-        yield from another_recipe(case, "tensorwise", ", whose scales come from the tensor at hand")
+    if case.is_stateful:
+        yield from fallbacks(case)
 
 
 def a_long_history(case: Case) -> Iterator[Remedy]:
     """Delayed scales that keep room for what was large some steps ago."""
-    if "delayed" in case.choice.recipes:
+    if case.is_stateful:
         length = max(LONG_HISTORY, 2 * case.config.precision.fp8_amax_history_len)
         words = ("--fp8-amax-history-len", str(length), "--fp8-amax-compute-algo", "max")
         yield Remedy(words, ", whose scales keep room")
@@ -164,7 +183,8 @@ def a_long_history(case: Case) -> Iterator[Remedy]:
 def a_look_at_numbers(case: Case) -> Iterator[Remedy]:
     """What names a linear where nobody looks; in high precision it is the tensors of a recipe that is tried."""
     if case.config.logging.fp8_log_interval is None:
-        tried = () if precision_map.is_quantized(case.config.precision) else ("--fp8-what-if", "tensorwise")
+        is_quantized = precision_map.is_quantized(case.config.precision)
+        tried = () if is_quantized else ("--fp8-what-if", registry.stateless()[0].name)
         words = ("--fp8-log-interval", str(LOOK_INTERVAL), *tried)
         yield Remedy(words, " names the first linear with such numbers")
 
@@ -177,7 +197,7 @@ def of_bad_numbers(case: Case) -> Iterator[Remedy]:
     yield from calmer_steps(case)
     clip = case.config.optimizer.clip_grad
     yield Remedy(("--clip-grad", f"{clip / 2:g}" if clip else "1"))
-    yield from scales_at_hand(case)
+    yield from current_scales(case)
     yield from high_precision(case)
     if case.linear is None:
         yield Remedy(("--first-last-layers-bf16",))
@@ -186,12 +206,12 @@ def of_bad_numbers(case: Case) -> Iterator[Remedy]:
 
 def of_saturation(case: Case) -> Iterator[Remedy]:
     """Against scales that are too large for their values."""
-    yield from scales_at_hand(case)
-    if "delayed" in case.choice.recipes:
+    yield from current_scales(case)
+    if case.is_stateful:
         yield Remedy(("--fp8-margin", str(case.config.precision.fp8_margin + 1)))
     yield from a_long_history(case)
-    if "nvfp4" in case.choice.recipes:
-        yield from recipes_of_blocks(case)
+    if any(recipe.family == "fp4" for recipe in case.recipes):
+        yield from fallbacks(case)
     yield from high_precision(case)
 
 
@@ -210,9 +230,9 @@ def of_underflow(case: Case) -> Iterator[Remedy]:
 
 def of_noise(case: Case) -> Iterator[Remedy]:
     """Against a recipe that leaves little of a tensor."""
-    if "nvfp4" in case.choice.recipes:
+    if any(recipe.family == "fp4" for recipe in case.recipes):
         yield Remedy(("--no-fp4-2d-weights",), ", which gives weights blocks of 16 values instead of 256")
-    yield from scales_at_hand(case)
+    yield from current_scales(case)
     yield from recipes_of_blocks(case)
     yield from high_precision(case)
 
@@ -220,12 +240,12 @@ def of_noise(case: Case) -> Iterator[Remedy]:
 def of_moving_scales(case: Case) -> Iterator[Remedy]:
     """Against amaxes that leap."""
     yield from calmer_steps(case)
-    yield from scales_at_hand(case)
+    yield from current_scales(case)
 
 
 def of_stale_scales(case: Case) -> Iterator[Remedy]:
     """Against delayed scales that no longer fit."""
-    yield from scales_at_hand(case)
+    yield from current_scales(case)
     if case.config.precision.fp8_amax_history_len > 1:
         yield Remedy(("--fp8-amax-history-len", "1"), ", whose scales follow")
     yield from a_long_history(case)

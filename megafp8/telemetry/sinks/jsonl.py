@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Optional, Union
 
-from megafp8.best_effort import LogFile
 from megafp8.errors import DataError
 from megafp8.telemetry.records import (
     EvalRecord,
@@ -22,6 +21,7 @@ from megafp8.telemetry.records import (
     from_json,
     to_json,
 )
+from megafp8.utils.best_effort import LogFile
 from megafp8.utils.small_files import UnreadableFile, open_regular
 
 OF_STEPS = (StepRecord, QuantizationRecord, EvalRecord)

@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 from typing import Any, Union
 
-from megafp8.best_effort import LogFile
 from megafp8.errors import CapabilityError
 from megafp8.telemetry.records import EvalRecord, QuantizationRecord, Record, RunRecord, StepRecord
 from megafp8.telemetry.scalars import exponent_edges, scalars
+from megafp8.utils.best_effort import LogFile
 
 # As tensorboard's writer begins its files; readers ask for it.
 FILE_VERSION = "brain.Event:2"

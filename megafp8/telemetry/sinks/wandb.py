@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Optional
 
-from megafp8.best_effort import Outage
 from megafp8.errors import CapabilityError
 from megafp8.telemetry.records import EvalRecord, EventRecord, QuantizationRecord, Record, RunRecord
 from megafp8.telemetry.scalars import exponent_edges, scalars
+from megafp8.utils.best_effort import Outage
 
 
 class WandbSink:

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from megafp8.config.linear_recipes import build_recipe
 from megafp8.config.schema import LoggingConfig, ModelConfig, PrecisionConfig, RunConfig
 from megafp8.device import capability
 from megafp8.device.capability import TARGETS, Target, problems, resolve_implementation
-from megafp8.fp8.recipes import Gemm, Operand, build_recipe
+from megafp8.recipes.base import Gemm, Operand
 
 CPU, H200, B200 = TARGETS["cpu"], TARGETS["h200"], TARGETS["b200"]
 A100 = Target("NVIDIA A100", "cuda", (8, 0), "2.9")
@@ -114,19 +115,12 @@ def test_emulation_can_be_ruled_out(target: Target) -> None:
     assert ("native here: tensorwise, delayed, blockwise" in found) == (target is H200)
 
 
-def test_every_recipe_of_the_flags_has_an_answer() -> None:
-    choices = {field.name: field.metadata for field in PrecisionConfig.__dataclass_fields__.values()}
-    every = {*choices["fp8_recipe"]["choices"], *choices["fp4_recipe"]["choices"]}
-    assert every == set(capability.NATIVE_SINCE)
-    assert set(capability.EMULATED_RECIPES) <= set(capability.NATIVE_SINCE)
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_weights_are_gathered_as_codes_where_there_is_one_copy_of_them(recipe: str) -> None:
     config = fp8(recipe, fp8_param_gather=True, transformer_impl="emulated")
     built = build_recipe(config.precision)
     has_one = built.rule(Operand.WEIGHT, Gemm.FPROP) == built.rule(Operand.WEIGHT, Gemm.DGRAD)
-    assert has_one == (recipe in capability.RECIPES_WITH_ONE_WEIGHT_COPY)
+    assert has_one == (recipe in ("tensorwise", "delayed", "blockwise"))
     if has_one:
         assert problems(config, CPU) == []
     else:

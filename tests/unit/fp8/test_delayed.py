@@ -5,13 +5,13 @@ import torch
 from torch import Tensor
 
 from megafp8.fp8.delayed import AmaxExchange, DelayedState, update
-from megafp8.fp8.formats import E4M3, E5M2
 from megafp8.fp8.linear import LinearPlan, emulated_linear
 from megafp8.fp8.quantize import quantize
-from megafp8.fp8.recipes import DelayedOptions, Operand, delayed
+from megafp8.recipes import delayed
+from megafp8.recipes.base import DelayedOptions, Operand
 
 OPTIONS = DelayedOptions(history_len=3, algorithm="max")
-RECIPE = delayed(forward=E4M3, backward=E5M2, options=OPTIONS)
+RECIPE = delayed.build("hybrid", fp8_amax_history_len=3, fp8_amax_compute_algo="max")
 
 
 def updated(amaxes: list[float], options: DelayedOptions) -> tuple[list[float], float]:

@@ -8,21 +8,20 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megafp8.fp8.formats import E4M3, E5M2
 from megafp8.fp8.linear import LinearPlan, emulated_linear, quantize_weight
 from megafp8.fp8.noise import RoundingNoise
 from megafp8.fp8.quantize import dequantize
-from megafp8.fp8.recipes import Gemm, Operand, Recipe, blockwise, mxfp8, nvfp4, tensorwise, without_wgrad
-from megafp8.fp8.scaling import ScaleRule
+from megafp8.recipes import blockwise, mxfp8, nvfp4, tensorwise
+from megafp8.recipes.base import Gemm, LinearRecipe, Operand, ScaleRule
 
 RECIPES = {
-    "tensorwise": tensorwise(forward=E4M3, backward=E5M2),
-    "blockwise": blockwise(forward=E4M3, backward=E4M3),
-    "blockwise hybrid, FP32 scales": blockwise(forward=E4M3, backward=E5M2, scale_rule=ScaleRule.FP32),
-    "mxfp8": mxfp8(forward=E4M3, backward=E4M3),
-    "mxfp8 hybrid": mxfp8(forward=E4M3, backward=E5M2),
-    "nvfp4": nvfp4(),
-    "nvfp4 to nearest": nvfp4(transforms=False, rounds_stochastically=False, square_weights=False),
+    "tensorwise": tensorwise.build("hybrid"),
+    "blockwise": blockwise.build("e4m3"),
+    "blockwise hybrid, FP32 scales": blockwise.build("hybrid", fp8_block_scaling_fp32_scales=True),
+    "mxfp8": mxfp8.build("e4m3"),
+    "mxfp8 hybrid": mxfp8.build("hybrid"),
+    "nvfp4": nvfp4.build("e2m1"),
+    "nvfp4 to nearest": nvfp4.build("e2m1", fp4_hadamard=False, fp4_stochastic_rounding=False, fp4_2d_weights=False),
 }
 each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 PLAN = LinearPlan(recipe=RECIPES["tensorwise"])
@@ -45,7 +44,7 @@ def tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x.requires_grad_(), torch.nn.Parameter(w), torch.nn.Parameter(b), dy
 
 
-def plan_of(recipe: Recipe, **options: bool) -> LinearPlan:
+def plan_of(recipe: LinearRecipe, **options: bool) -> LinearPlan:
     """With random numbers that start anew."""
     return LinearPlan(recipe=recipe, noise=RoundingNoise("test") if recipe.is_stochastic else None, **options)
 
@@ -65,7 +64,7 @@ def assert_close(ours: Tensor, expected: Tensor, magnitude: Tensor) -> None:
 @each_recipe
 @pytest.mark.parametrize("dtype", RELATIVE_ERROR)
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_three_gemms(recipe: Recipe, dtype: torch.dtype, has_bias: bool) -> None:
+def test_three_gemms(recipe: LinearRecipe, dtype: torch.dtype, has_bias: bool) -> None:
     x, w, b, dy = tensors(dtype)
     y = emulated_linear(x, w, b if has_bias else None, plan_of(recipe))
     assert y.shape == dy.shape
@@ -85,9 +84,9 @@ def test_three_gemms(recipe: Recipe, dtype: torch.dtype, has_bias: bool) -> None
 
 
 @each_recipe
-def test_wgrad_in_high_precision(recipe: Recipe) -> None:
+def test_wgrad_in_high_precision(recipe: LinearRecipe) -> None:
     x, w, _, dy = tensors(torch.float32)
-    emulated_linear(x, w, None, plan_of(without_wgrad(recipe))).backward(dy)
+    emulated_linear(x, w, None, plan_of(recipe.without_wgrad())).backward(dy)
     rows, grad_rows = x.detach().flatten(end_dim=-2).double(), dy.flatten(end_dim=-2).double()
     assert_close(w.grad, grad_rows.t() @ rows, grad_rows.abs().t() @ rows.abs())
     plan = plan_of(recipe)
@@ -96,7 +95,7 @@ def test_wgrad_in_high_precision(recipe: Recipe) -> None:
 
 
 @each_recipe
-def test_bf16_results_are_rounded_once(recipe: Recipe) -> None:
+def test_bf16_results_are_rounded_once(recipe: LinearRecipe) -> None:
     """A scale multiplied to a rounded product would leave a quarter of the results one step off."""
     generator = torch.Generator().manual_seed(1)
     x, w = (torch.randn(64, 64, generator=generator).bfloat16() for _ in range(2))
@@ -106,7 +105,7 @@ def test_bf16_results_are_rounded_once(recipe: Recipe) -> None:
     assert (y == (qx @ qw.t()).bfloat16()).float().mean() > 0.99
 
 
-def kept_bytes(recipe: Recipe) -> int:
+def kept_bytes(recipe: LinearRecipe) -> int:
     """Bytes of what a linear keeps for its backward pass, without single numbers."""
     kept: list[Tensor] = []
 
@@ -121,7 +120,7 @@ def kept_bytes(recipe: Recipe) -> int:
 
 
 @each_recipe
-def test_backward_keeps_codes_and_scales(recipe: Recipe) -> None:
+def test_backward_keeps_codes_and_scales(recipe: LinearRecipe) -> None:
     expected = 0
     for (rows, columns), operand, gemm in (
         ((TOKENS, INPUTS), Operand.INPUT, Gemm.WGRAD), ((OUTPUTS, INPUTS), Operand.WEIGHT, Gemm.DGRAD),
@@ -132,12 +131,12 @@ def test_backward_keeps_codes_and_scales(recipe: Recipe) -> None:
             num_blocks = math.ceil(rows / rule.block[0]) * math.ceil(columns / rule.block[1])
             expected += num_blocks * SCALE_BYTES[rule.scale_rule]
     assert kept_bytes(recipe) == expected
-    with_input = kept_bytes(without_wgrad(recipe)) - kept_bytes(recipe)
+    with_input = kept_bytes(recipe.without_wgrad()) - kept_bytes(recipe)
     assert 0.9 * TOKENS * INPUTS < with_input < 1.6 * TOKENS * INPUTS, "BF16 instead of codes"
 
 
 @each_recipe
-def test_known_weight_codes_are_used(recipe: Recipe) -> None:
+def test_known_weight_codes_are_used(recipe: LinearRecipe) -> None:
     x, w, b, _ = tensors(torch.bfloat16)
     plan = plan_of(recipe)
     known, other = quantize_weight(w, plan), quantize_weight(w * 2, plan)
@@ -184,7 +183,7 @@ def test_gradients_that_nobody_wants_are_not_computed() -> None:
 
 @each_recipe
 @pytest.mark.parametrize("recompute", [lambda f, *a: f(*a), lambda f, *a: checkpoint(f, *a, use_reentrant=False)])
-def test_recomputation_gives_the_same_bits(recompute: Callable, recipe: Recipe) -> None:
+def test_recomputation_gives_the_same_bits(recompute: Callable, recipe: LinearRecipe) -> None:
     expected = tensors(torch.bfloat16)
     emulated_linear(*expected[:3], plan_of(recipe)).backward(expected[3])
     x, w, b, dy = tensors(torch.bfloat16)
@@ -196,8 +195,8 @@ def test_recomputation_gives_the_same_bits(recompute: Callable, recipe: Recipe) 
 @each_recipe
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("quantize_wgrad", [True, False])
-def test_weight_gradients_add_up_in_main_grad(dtype: torch.dtype, recipe: Recipe, quantize_wgrad: bool) -> None:
-    recipe = recipe if quantize_wgrad else without_wgrad(recipe)
+def test_weight_gradients_add_up_in_main_grad(dtype: torch.dtype, recipe: LinearRecipe, quantize_wgrad: bool) -> None:
+    recipe = recipe if quantize_wgrad else recipe.without_wgrad()
     x, w, _, dy = tensors(dtype)
     emulated_linear(x, w, None, plan_of(recipe)).backward(dy)
     once, w.grad = w.grad, None
@@ -217,7 +216,7 @@ def test_weight_gradients_add_up_in_main_grad(dtype: torch.dtype, recipe: Recipe
 @pytest.mark.parametrize("quantize_wgrad", [True, False])
 def test_microbatches_are_summed_in_fp32(name: str, quantize_wgrad: bool) -> None:
     """Against FP64 sums of the same codes. Gradients rounded to BF16 before they are added are off by 1e-3."""
-    plan = plan_of(RECIPES[name] if quantize_wgrad else without_wgrad(RECIPES[name]), fuse_wgrad=True)
+    plan = plan_of(RECIPES[name] if quantize_wgrad else RECIPES[name].without_wgrad(), fuse_wgrad=True)
     x, w, _, dy = tensors(torch.bfloat16)
     w.main_grad, w.grad_added_to_main_grad = torch.zeros(OUTPUTS, INPUTS), False
     expected = torch.zeros(OUTPUTS, INPUTS, dtype=torch.float64)
@@ -247,7 +246,7 @@ def test_without_main_grad_the_gradient_is_returned() -> None:
 
 
 @each_recipe
-def test_no_tokens(recipe: Recipe) -> None:
+def test_no_tokens(recipe: LinearRecipe) -> None:
     """An expert may get none."""
     x, w, b, _ = tensors(torch.float32)
     empty = x.detach()[:, :0].requires_grad_()
@@ -257,7 +256,7 @@ def test_no_tokens(recipe: Recipe) -> None:
 
 
 @each_recipe
-def test_any_number_of_tokens_goes_forward(recipe: Recipe) -> None:
+def test_any_number_of_tokens_goes_forward(recipe: LinearRecipe) -> None:
     """A prompt has the length that it has."""
     x, w, b, _ = tensors(torch.bfloat16)
     with torch.no_grad():
@@ -266,7 +265,7 @@ def test_any_number_of_tokens_goes_forward(recipe: Recipe) -> None:
 
 
 @each_recipe
-def test_nan_stays_visible(recipe: Recipe) -> None:
+def test_nan_stays_visible(recipe: LinearRecipe) -> None:
     """But in FP4, which has none: it becomes the largest number, as it does on a GPU."""
     x, w, b, dy = tensors(torch.bfloat16)
     with torch.no_grad():

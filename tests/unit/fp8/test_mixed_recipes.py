@@ -5,12 +5,13 @@ import torch
 from test_linear import tensors
 from torch import Tensor
 
+from megafp8.config.linear_recipes import build_linear_recipe
 from megafp8.config.precision_map import Choice, LinearChoice
 from megafp8.config.schema import PrecisionConfig
 from megafp8.fp8.delayed import DelayedScale, DelayedScales
 from megafp8.fp8.linear import LinearPlan, emulated_linear
 from megafp8.fp8.noise import RoundingNoise
-from megafp8.fp8.recipes import HIGH_PRECISION, Gemm, Operand, Recipe, build_linear_recipe
+from megafp8.recipes.base import UNQUANTIZED, Gemm, LinearRecipe, Operand
 
 # Power-of-two scales of mxfp8 and blockwise would give the same codes in one format.
 CHOICES = (
@@ -21,12 +22,12 @@ SCALES = {Operand.INPUT: 3.0, Operand.WEIGHT: 40.0, Operand.GRAD_OUTPUT: 5.0}
 TYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 
 
-def recipe_of(*choices: Choice) -> Recipe | None:
+def recipe_of(*choices: Choice) -> LinearRecipe | None:
     chosen = LinearChoice(*(choices * 3 if len(choices) == 1 else choices))
     return build_linear_recipe(PrecisionConfig(), chosen)
 
 
-def run(recipe: Recipe | None, dtype: torch.dtype) -> dict[Gemm, Tensor]:
+def run(recipe: LinearRecipe | None, dtype: torch.dtype) -> dict[Gemm, Tensor]:
     """What the three GEMMs give; None is the plain linear. Random draws start anew."""
     x, w, b, dy = tensors(dtype)
     if recipe is None:
@@ -55,7 +56,7 @@ def test_each_gemm_is_that_of_its_own_recipe(first: int, dtype: torch.dtype) -> 
 
 @TYPES
 def test_high_precision_for_all_is_the_plain_linear(dtype: torch.dtype) -> None:
-    ours, plain = run(HIGH_PRECISION, dtype), run(None, dtype)
+    ours, plain = run(UNQUANTIZED, dtype), run(None, dtype)
     for gemm in Gemm:
         assert torch.equal(ours[gemm], plain[gemm]), gemm
 

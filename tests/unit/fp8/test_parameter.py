@@ -11,34 +11,24 @@ import torch
 from torch import Tensor, nn
 
 from megafp8.fp8.delayed import DelayedScale, DelayedState
-from megafp8.fp8.formats import E4M3, E5M2
 from megafp8.fp8.linear import LinearPlan, emulated_linear
 from megafp8.fp8.parameter import WEIGHT, QuantizedParameter, WeightCodes, quantize_parts, settle
 from megafp8.fp8.quantize import dequantize, quantize
-from megafp8.fp8.recipes import (
-    DelayedOptions,
-    Gemm,
-    Operand,
-    OperandRule,
-    Recipe,
-    ScaleRule,
-    blockwise,
-    delayed,
-    tensorwise,
-)
+from megafp8.recipes import blockwise, delayed, tensorwise
+from megafp8.recipes.base import Gemm, LinearRecipe, Operand, OperandRule
 
 RECIPES = {
-    "tensorwise": tensorwise(forward=E4M3, backward=E5M2),
-    "tensorwise e5m2": tensorwise(forward=E5M2, backward=E5M2, scale_rule=ScaleRule.POWER_OF_TWO),
-    "delayed": delayed(forward=E4M3, backward=E5M2, options=DelayedOptions()),
-    "blockwise": blockwise(forward=E4M3, backward=E4M3),
-    "blockwise fp32": blockwise(forward=E4M3, backward=E4M3, scale_rule=ScaleRule.FP32),
+    "tensorwise": tensorwise.build("hybrid"),
+    "tensorwise e5m2": tensorwise.build("e5m2", fp8_power_2_scale=True),
+    "delayed": delayed.build("hybrid"),
+    "blockwise": blockwise.build("e4m3"),
+    "blockwise fp32": blockwise.build("e4m3", fp8_block_scaling_fp32_scales=True),
 }
 each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 RAGGED = (200, 144)
 
 
-def rule_of(recipe: Recipe) -> OperandRule:
+def rule_of(recipe: LinearRecipe) -> OperandRule:
     return recipe.rule(Operand.WEIGHT, Gemm.FPROP)
 
 
@@ -51,19 +41,19 @@ def master_weight(shape: tuple[int, int], seed: int = 0) -> Tensor:
     return weight
 
 
-def parameter_of(weight: Tensor, recipe: Recipe, state: DelayedState | None = None) -> QuantizedParameter:
+def parameter_of(weight: Tensor, recipe: LinearRecipe, state: DelayedState | None = None) -> QuantizedParameter:
     """What a linear has in the weight's place, not settled yet."""
     return nn.Parameter(QuantizedParameter(WeightCodes(weight.bfloat16(), rule_of(recipe), delayed=state)))
 
 
-def settled(weight: Tensor, recipe: Recipe, state: DelayedState | None = None) -> QuantizedParameter:
+def settled(weight: Tensor, recipe: LinearRecipe, state: DelayedState | None = None) -> QuantizedParameter:
     linear = nn.Linear(1, 1, bias=False)
     linear.weight = parameter_of(weight, recipe, state)
     settle([linear])
     return linear.weight
 
 
-def state_for(recipe: Recipe, scale: float = 3.7) -> DelayedState | None:
+def state_for(recipe: LinearRecipe, scale: float = 3.7) -> DelayedState | None:
     if recipe.delayed is None:
         return None
     state = DelayedState(recipe)
@@ -71,7 +61,7 @@ def state_for(recipe: Recipe, scale: float = 3.7) -> DelayedState | None:
     return state
 
 
-def whole(weight: Tensor, recipe: Recipe) -> Any:
+def whole(weight: Tensor, recipe: LinearRecipe) -> Any:
     """The BF16 weight quantized in one piece, with `state_for`'s scale."""
     scale = DelayedScale(torch.tensor(3.7), None) if recipe.delayed else None
     return quantize(weight.bfloat16(), rule_of(recipe), delayed=scale)
@@ -87,7 +77,7 @@ def check_equal(found: Any, expected: Any) -> None:
 
 @each_recipe
 @pytest.mark.parametrize("cuts", [(), (144 * 128,), (1, 20_000), (144 * 130 + 7, 144 * 130 + 9, 28_000)])
-def test_parts_make_the_whole(recipe: Recipe, cuts: tuple[int, ...]) -> None:
+def test_parts_make_the_whole(recipe: LinearRecipe, cuts: tuple[int, ...]) -> None:
     """Cut at a block's edge, within rows, within a row, and with a rank that has nothing."""
     masters = [master_weight(RAGGED, seed) for seed in range(2)]
     ends = [0, *cuts, masters[0].numel()]
@@ -115,7 +105,7 @@ def test_parts_make_the_whole(recipe: Recipe, cuts: tuple[int, ...]) -> None:
 
 
 @each_recipe
-def test_a_weight_that_is_set_is_quantized_as_one_in_bf16(recipe: Recipe) -> None:
+def test_a_weight_that_is_set_is_quantized_as_one_in_bf16(recipe: LinearRecipe) -> None:
     weight = settled(master_weight(RAGGED), recipe, state_for(recipe))
     check_equal(weight.codes.quantized(), whole(master_weight(RAGGED), recipe))
     weight.data.copy_(master_weight(RAGGED, seed=1))
@@ -126,14 +116,14 @@ def test_a_weight_that_is_set_is_quantized_as_one_in_bf16(recipe: Recipe) -> Non
 
 @pytest.mark.parametrize("value", [0.0, 1e-38, 3e38, math.inf, math.nan])
 @each_recipe
-def test_weights_of_one_number(recipe: Recipe, value: float) -> None:
+def test_weights_of_one_number(recipe: LinearRecipe, value: float) -> None:
     master = torch.full((3, 5), value)
     check_equal(settled(master, recipe, state_for(recipe)).codes.quantized(), whole(master, recipe))
 
 
 @pytest.mark.gpu
 @each_recipe
-def test_a_gpu_makes_the_same_codes(recipe: Recipe) -> None:
+def test_a_gpu_makes_the_same_codes(recipe: LinearRecipe) -> None:
     state = state_for(recipe)
     found = settled(master_weight(RAGGED).cuda(), recipe, state if state is None else state.cuda()).codes
     expected = settled(master_weight(RAGGED), recipe, state_for(recipe)).codes
@@ -193,7 +183,7 @@ def test_only_setting_it_writes_to_it() -> None:
 
 
 @each_recipe
-def test_a_linear_does_not_see_the_difference(recipe: Recipe) -> None:
+def test_a_linear_does_not_see_the_difference(recipe: LinearRecipe) -> None:
     weight = torch.randn(64, 32).bfloat16()
     x = torch.randn(16, 32).bfloat16()
     results = []

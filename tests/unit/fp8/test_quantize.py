@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from megafp8.fp8 import quantize as module
-from megafp8.fp8.formats import E2M1, E4M3, E5M2, Format
 from megafp8.fp8.quantize import dequantize, quantize
-from megafp8.fp8.recipes import OperandRule
-from megafp8.fp8.scaling import ScaleRule
+from megafp8.recipes.base import OperandRule, ScaleRule
+from megafp8.recipes.formats import E2M1, E4M3, E5M2, Format
 
 RULE = OperandRule(format=E4M3)
 BLOCK_RULES = [

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from megafp8.fp8.formats import E4M3, E5M2
-from megafp8.fp8.scaling import FP32_MAX, ScaleRule, amax, quant_scale_of
+from megafp8.fp8.scaling import FP32_MAX, amax, quant_scale_of
+from megafp8.recipes.base import ScaleRule
+from megafp8.recipes.formats import E4M3, E5M2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -16,14 +16,14 @@ from torch import Tensor
 
 interpreter.skip_without_kernels()
 
-from megafp8.fp8.formats import E4M3, E5M2, Format  # noqa: E402
 from megafp8.fp8.quantize import quantize_by_torch  # noqa: E402
-from megafp8.fp8.recipes import OperandRule  # noqa: E402
-from megafp8.fp8.scaling import ScaleRule  # noqa: E402
+from megafp8.fp8.rounding import CODE_DTYPES  # noqa: E402
 from megafp8.fp8.triton_rounding import grid_of  # noqa: E402
+from megafp8.fp8.triton_tiles import has_whole_tiles  # noqa: E402
 from megafp8.model import block_kernels  # noqa: E402
 from megafp8.model.block_kernels import Blocks  # noqa: E402
-from megafp8.model.triton_tiles import has_whole_tiles  # noqa: E402
+from megafp8.recipes.base import OperandRule, ScaleRule  # noqa: E402
+from megafp8.recipes.formats import E4M3, E5M2, Format  # noqa: E402
 
 TOKENS, WIDTH = 256, 384
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
@@ -102,7 +102,7 @@ def test_gradients_where_the_sigmoid_is_exact(fmt: Format, is_power_of_two: bool
 
 def values_of(blocks: Blocks, fmt: Format) -> tuple[Tensor, Tensor]:
     """Of rows and of columns."""
-    rows, columns = (codes.view(fmt.dtype).float() for codes in (blocks.row_codes, blocks.column_codes))
+    rows, columns = (codes.view(CODE_DTYPES[fmt.name]).float() for codes in (blocks.row_codes, blocks.column_codes))
     return (
         rows * blocks.row_scales.t().repeat_interleave(128, dim=1),
         columns.t() * blocks.column_scales.repeat_interleave(128, dim=0),

@@ -19,20 +19,20 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megafp8.device import mcore_cpu
-from megafp8.fp8.formats import E4M3, E5M2
 from megafp8.fp8.linear import LinearPlan, emulated_linear
-from megafp8.fp8.recipes import Recipe, blockwise, mxfp8, nvfp4, tensorwise
 from megafp8.model.emulated_layers import (
     EmulatedColumnParallelLinear,
     EmulatedRowParallelLinear,
     weights_unchanged,
 )
+from megafp8.recipes import blockwise, mxfp8, nvfp4, tensorwise
+from megafp8.recipes.base import LinearRecipe
 
-RECIPE = tensorwise(forward=E4M3, backward=E5M2)
+RECIPE = tensorwise.build("hybrid")
 BLOCK_RECIPES = {
-    "blockwise": blockwise(forward=E4M3, backward=E5M2),
-    "mxfp8": mxfp8(forward=E4M3, backward=E4M3),
-    "nvfp4": nvfp4(rounds_stochastically=False),
+    "blockwise": blockwise.build("hybrid"),
+    "mxfp8": mxfp8.build("e4m3"),
+    "nvfp4": nvfp4.build("e2m1", fp4_stochastic_rounding=False),
 }
 INPUTS, OUTPUTS, TOKENS, BATCH = 32, 48, 8, 2
 TOKENS_OF_A_BLOCK = 128  # of each rank's half of the microbatch, at least, for blocks along tokens to end with it
@@ -90,7 +90,7 @@ def mine(whole: Tensor, dim: int) -> Tensor:
     return whole.chunk(2, dim)[dist.get_rank()].contiguous()
 
 
-def expected(kind: str, reduction: str, recipe: Recipe = RECIPE, tokens: int = TOKENS) -> tuple[Tensor, ...]:
+def expected(kind: str, reduction: str, recipe: LinearRecipe = RECIPE, tokens: int = TOKENS) -> tuple[Tensor, ...]:
     """y, dx, dw, whole, from one process: with "te" each half of the weight is a linear with scales of its own."""
     x, w, dy = whole_tensors(tokens)
     x.requires_grad_()
@@ -108,7 +108,7 @@ def expected(kind: str, reduction: str, recipe: Recipe = RECIPE, tokens: int = T
 
 
 def check_tensor_parallel(
-    kind: str, reduction: str, sequence_parallel: bool, recipe: Recipe = RECIPE, tokens: int = TOKENS
+    kind: str, reduction: str, sequence_parallel: bool, recipe: LinearRecipe = RECIPE, tokens: int = TOKENS
 ) -> None:
     """Two halves of a layer give the halves of what the whole layer gives."""
     config = configuration(sequence_parallel=sequence_parallel)
@@ -151,7 +151,7 @@ def test_two_halves_of_block_recipes(kind: str, recipe: str, tokens: int) -> Non
 
 
 def check_random_numbers(kind: str, tensor: int) -> None:
-    layer = build_layer(kind, config=configuration(), recipe=nvfp4(), noise_name="7|layer 3")
+    layer = build_layer(kind, config=configuration(), recipe=nvfp4.build("e2m1"), noise_name="7|layer 3")
     name = layer.quantizer_state.name
     assert name.startswith("7|layer 3|")
     names: list[object] = [None, None]

@@ -22,36 +22,25 @@ mcore_cpu.install()
 from small_run import small_config  # noqa: E402
 
 from megafp8.fp8.delayed import DelayedScale  # noqa: E402
-from megafp8.fp8.formats import E4M3, E5M2  # noqa: E402
 from megafp8.fp8.hadamard import transform_columns  # noqa: E402
 from megafp8.fp8.parameter import QuantizedParameter, WeightCodes, settle  # noqa: E402
 from megafp8.fp8.quantize import Quantized, dequantize, quantize  # noqa: E402
-from megafp8.fp8.recipes import (  # noqa: E402
-    DelayedOptions,
-    Gemm,
-    Operand,
-    OperandRule,
-    Recipe,
-    blockwise,
-    delayed,
-    mxfp8,
-    nvfp4,
-    tensorwise,
-)
 from megafp8.model import observation, torch_tally  # noqa: E402
 from megafp8.model.observation import TensorObserver, collect, enter, plan_observation, try_rules  # noqa: E402
 from megafp8.model.quantization_report import element_scales  # noqa: E402
 from megafp8.model.tensor_sources import sample_distribution  # noqa: E402
+from megafp8.recipes import blockwise, delayed, mxfp8, nvfp4, tensorwise  # noqa: E402
+from megafp8.recipes.base import Gemm, LinearRecipe, Operand, OperandRule  # noqa: E402
 from megafp8.telemetry.quantization import quantization_stats  # noqa: E402
 from megafp8.telemetry.records import TensorStats  # noqa: E402
 from megafp8.telemetry.tensor_sums import LOCAL_DB_LIMIT, TensorTable  # noqa: E402
 
 RECIPES = (
-    tensorwise(forward=E4M3, backward=E5M2),
-    delayed(forward=E4M3, backward=E5M2, options=DelayedOptions(margin=1)),
-    blockwise(forward=E4M3, backward=E5M2),
-    mxfp8(forward=E4M3, backward=E4M3),
-    nvfp4(),
+    tensorwise.build("hybrid"),
+    delayed.build("hybrid", fp8_margin=1),
+    blockwise.build("hybrid"),
+    mxfp8.build("e4m3"),
+    nvfp4.build("e2m1"),
 )
 RULES = [
     pytest.param(rule, id=f"{recipe.name}-{operand.value}-{gemm.value}")
@@ -203,7 +192,7 @@ def test_shards_add_up_to_the_whole(rule: OperandRule) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES[:4], ids=lambda recipe: recipe.name)
-def test_values_that_are_not_finite_are_counted_and_left_out(recipe: Recipe, device: str) -> None:
+def test_values_that_are_not_finite_are_counted_and_left_out(recipe: LinearRecipe, device: str) -> None:
     rule = recipe.rule(Operand.INPUT, Gemm.FPROP)
     values = wide(32, 64)
     values[0, 0], values[1, 1], values[2, 2] = math.nan, math.inf, -math.inf
@@ -278,7 +267,7 @@ def test_each_operand_is_taken_once() -> None:
 
 def test_channels_are_looked_at_where_asked_for(device: str) -> None:
     """Tried recipes ask for none, and all else of them stays."""
-    values, rule = wide(40, 200), mxfp8(forward=E4M3, backward=E4M3).rule(Operand.INPUT, Gemm.FPROP)
+    values, rule = wide(40, 200), mxfp8.build("e4m3").rule(Operand.INPUT, Gemm.FPROP)
     found = []
     for first_channel in (0, None):
         table = TensorTable(["x"], torch.device(device))

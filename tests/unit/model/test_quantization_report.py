@@ -7,20 +7,20 @@ import torch
 
 from megafp8.errors import DataError
 from megafp8.fp8.quantize import quantize
-from megafp8.fp8.recipes import Operand
 from megafp8.model.quantization_report import (
     BOTH,
     FORMATS,
-    RECIPES,
     Finding,
     element_scales,
     inspect_tensor,
     recipe_rules,
 )
 from megafp8.model.tensor_sources import sample_distribution
+from megafp8.recipes import registry
+from megafp8.recipes.base import Operand
 
 ONE_SCALE = ("tensorwise", "delayed")
-FP8_RECIPES = tuple(recipe for recipe in RECIPES if recipe != "nvfp4")
+RECIPES, FP8_RECIPES = registry.names(), registry.names("fp8")
 
 
 def found(

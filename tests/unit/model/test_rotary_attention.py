@@ -17,12 +17,12 @@ from megafp8.device import mcore_cpu  # noqa: E402
 
 mcore_cpu.install()
 
-from megafp8.fp8.formats import E5M2  # noqa: E402
 from megafp8.fp8.triton_rounding import grid_of  # noqa: E402
 from megafp8.model import tensor_kernels  # noqa: E402
 from megafp8.model.notes import noted  # noqa: E402
 from megafp8.model.rotary_attention import split_and_rotate  # noqa: E402
 from megafp8.model.tensor_kernels import Codes  # noqa: E402
+from megafp8.recipes.formats import E5M2  # noqa: E402
 
 LENGTH, BATCH = 5, 2
 HEADS, GROUPS, DIM = 8, 4, 32

@@ -17,13 +17,14 @@ from torch import Tensor
 
 interpreter.skip_without_kernels()
 
-from megafp8.fp8.formats import E4M3, E5M2, Format  # noqa: E402
 from megafp8.fp8.rounding import cast  # noqa: E402
-from megafp8.fp8.scaling import ScaleRule, amax, quant_scale_of  # noqa: E402
+from megafp8.fp8.scaling import amax, quant_scale_of  # noqa: E402
 from megafp8.fp8.triton_rounding import grid_of  # noqa: E402
 from megafp8.model import tensor_kernels  # noqa: E402
 from megafp8.model.notes import note, noted  # noqa: E402
 from megafp8.model.tensor_kernels import Codes  # noqa: E402
+from megafp8.recipes.base import ScaleRule  # noqa: E402
+from megafp8.recipes.formats import E4M3, E5M2, Format  # noqa: E402
 
 TOKENS, WIDTH = 128, 256
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
@@ -182,7 +183,7 @@ def test_swiglu_both_ways_against_the_formula() -> None:
     tensor_kernels.swiglu(inputs, forward)
     tensor_kernels.swiglu_backward(gradients, inputs, backward)
     for codes, values in ((forward, result), (backward, gradient)):
-        error = (codes.rows.view(E4M3.dtype).double() * codes.scale_inv.double() - values).abs()
+        error = (codes.rows.view(torch.float8_e4m3fn).double() * codes.scale_inv.double() - values).abs()
         smallest = codes.scale_inv.double() * 2**-10
         assert (error <= values.abs() * (2**-4 + 2**-8) + smallest * 1.01 + 1e-5).all()
 

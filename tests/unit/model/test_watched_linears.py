@@ -13,11 +13,11 @@ from megafp8.device import mcore_cpu
 
 mcore_cpu.install()
 
-from megafp8.fp8.formats import E4M3, E5M2  # noqa: E402
 from megafp8.fp8.linear import LinearPlan, Observer, emulated_linear  # noqa: E402
 from megafp8.fp8.quantize import Quantized  # noqa: E402
-from megafp8.fp8.recipes import Gemm, Operand, Recipe, mxfp8, tensorwise  # noqa: E402
 from megafp8.model.watched_linears import HookedLinear, normed  # noqa: E402
+from megafp8.recipes import mxfp8, tensorwise  # noqa: E402
+from megafp8.recipes.base import Gemm, LinearRecipe, Operand  # noqa: E402
 
 
 def slow_norm(row: list[float], gamma: list[float], beta: list[float], is_rms: bool, eps: float) -> list[float]:
@@ -57,8 +57,8 @@ class Linear(nn.Module):
         return values @ self.weight.t(), None
 
 
-@pytest.mark.parametrize("recipe", [tensorwise(forward=E4M3, backward=E5M2), mxfp8(forward=E4M3, backward=E4M3)])
-def test_what_is_seen_from_outside_is_what_an_emulated_linear_multiplies(recipe: Recipe) -> None:
+@pytest.mark.parametrize("recipe", [tensorwise.build("hybrid"), mxfp8.build("e4m3")])
+def test_what_is_seen_from_outside_is_what_an_emulated_linear_multiplies(recipe: LinearRecipe) -> None:
     module = Linear()
     shown: dict[str, dict[tuple[Operand, Gemm], Quantized]] = {"outside": {}, "inside": {}}
 
@@ -94,7 +94,7 @@ def test_what_is_seen_from_outside_is_what_an_emulated_linear_multiplies(recipe:
 def test_codes_are_made_once_and_every_gradient_is_told_of() -> None:
     """Of the second microbatch nothing is quantized; its gradient says that the first one's backward pass is over."""
     module, calls = Linear(), []
-    watched = HookedLinear("layers.0.linear_fc1", module, tensorwise(forward=E4M3, backward=E5M2))
+    watched = HookedLinear("layers.0.linear_fc1", module, tensorwise.build("hybrid"))
     watched.attach(lambda operand, tensor, quantized: calls.append((operand, bool(quantized))))
     values = torch.ones(64, 64).bfloat16().requires_grad_()
     for _ in range(3):

@@ -8,10 +8,10 @@ from test_health import TINY
 from torch import Tensor
 
 from megafp8.config.flags import parse
+from megafp8.config.linear_recipes import build_recipe
 from megafp8.fp8.quantize import quantize
-from megafp8.fp8.recipes import Operand, Recipe, build_recipe
-from megafp8.fp8.scaling import ScaleRule
 from megafp8.model.observation import enter, entries_of
+from megafp8.recipes.base import LinearRecipe, Operand, ScaleRule
 from megafp8.telemetry.health import HealthWatch
 from megafp8.telemetry.records import QuantizationRecord
 from megafp8.telemetry.tensor_sums import TensorTable
@@ -63,7 +63,7 @@ def told_of(flags: str, values: Tensor, operands: tuple[Operand, ...]) -> list[s
     return [event.detail for step in (1, 2) for event in watch.look(look_at(recipe, values, operands, step))]
 
 
-def look_at(recipe: Recipe, values: Tensor, operands: tuple[Operand, ...], step: int) -> QuantizationRecord:
+def look_at(recipe: LinearRecipe, values: Tensor, operands: tuple[Operand, ...], step: int) -> QuantizationRecord:
     """Each operand having these values."""
     entries = [each for operand in operands for each in entries_of(LINEAR, operand, recipe, False)]
     table = TensorTable([each.row for each in entries], torch.device("cpu"))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.best_effort import LogFile, optional_write
+from megafp8.utils.best_effort import LogFile, optional_write
 
 FULL = "cannot be written: the disk is full; training continues, lines wait in memory"
 
@@ -141,7 +141,7 @@ def test_a_disk_that_takes_half_a_line_gets_it_back_whole_later(tmp_path: Path, 
     path = tmp_path / "log"
     program = (
         "import resource, sys\n"
-        "from megafp8.best_effort import LogFile\n"
+        "from megafp8.utils.best_effort import LogFile\n"
         "log = LogFile(sys.argv[1], 'lines')\n"
         "log.append(b'12345678\\n')\n"
         "soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)\n"
@@ -201,7 +201,7 @@ def test_a_file_that_a_run_can_do_without(capsys: pytest.CaptureFixture) -> None
 
 OUTPUT = """
 import sys
-from megafp8.best_effort import best_effort
+from megafp8.utils.best_effort import best_effort
 sys.stdout, sys.stderr = best_effort(sys.stdout), best_effort(best_effort(sys.stderr))
 print("a" * 100_000, flush=True)
 print("b", file=sys.stderr)

@@ -5,13 +5,13 @@ import pickle
 
 import pytest
 
+from megafp8.config.linear_recipes import build_recipe
 from megafp8.config.schema import PrecisionConfig
-from megafp8.device.capability import EMULATED_RECIPES
-from megafp8.errors import CapabilityError
-from megafp8.fp8 import recipes
-from megafp8.fp8.formats import E2M1, E4M3, E5M2, Format
-from megafp8.fp8.recipes import DelayedOptions, Gemm, Operand, build_recipe, describe
-from megafp8.fp8.scaling import ScaleRule
+from megafp8.errors import ConfigError
+from megafp8.recipes import registry
+from megafp8.recipes.base import DelayedOptions, Gemm, Operand, ScaleRule
+from megafp8.recipes.description import describe
+from megafp8.recipes.formats import E2M1, E4M3, E5M2, Format
 
 
 def test_no_format_is_no_recipe() -> None:
@@ -37,21 +37,12 @@ def test_tensorwise_options() -> None:
     assert recipe.rule(Operand.GRAD_OUTPUT, Gemm.WGRAD) is None
 
 
-def test_recipe_that_is_not_emulated_names_those_that_are() -> None:
-    with pytest.raises(CapabilityError, match="--fp8-recipe float8 is not emulated; give one of tensorwise, delayed"):
+def test_an_unknown_recipe_raises_and_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="'float8' is not a recipe; recipes: tensorwise, delayed"):
         build_recipe(PrecisionConfig(fp8_format="hybrid", fp8_recipe="float8"))
 
 
-@pytest.mark.parametrize("kind", ["fp8", "fp4"])
-def test_a_recipe_without_rules_is_not_trained_as_another_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where its name is among the emulated ones already."""
-    monkeypatch.setattr(recipes, "EMULATED_RECIPES", (*EMULATED_RECIPES, "rowwise"))
-    formats = {"fp8_format": "hybrid"} if kind == "fp8" else {"fp4_format": "e2m1"}
-    with pytest.raises(CapabilityError, match=f"--{kind}-recipe rowwise has no rules"):
-        build_recipe(PrecisionConfig(**formats, **{f"{kind}_recipe": "rowwise"}))
-
-
-@pytest.mark.parametrize("name", [name for name in EMULATED_RECIPES if name != "nvfp4"])
+@pytest.mark.parametrize("name", registry.names("fp8"))
 @pytest.mark.parametrize(
     "fp8_format, forward, backward", [("e4m3", E4M3, E4M3), ("hybrid", E4M3, E5M2), ("e5m2", E5M2, E5M2)]
 )

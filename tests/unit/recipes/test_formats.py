@@ -3,15 +3,16 @@
 import pytest
 import torch
 
-from megafp8.fp8.formats import E4M3, E5M2, FORMATS, Format
+from megafp8.fp8.rounding import CODE_DTYPES
+from megafp8.recipes.formats import E4M3, E5M2, FORMATS, Format
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2])
 def test_range_is_that_of_the_torch_type(fmt: Format) -> None:
-    limits = torch.finfo(fmt.dtype)
+    limits = torch.finfo(CODE_DTYPES[fmt.name])
     assert (fmt.max, fmt.min_normal) == (limits.max, limits.tiny)
     assert 1 + fmt.exponent_bits + fmt.mantissa_bits == limits.bits
-    assert torch.tensor(fmt.nan_code, dtype=torch.uint8).view(fmt.dtype).float().isnan()
+    assert torch.tensor(fmt.nan_code, dtype=torch.uint8).view(CODE_DTYPES[fmt.name]).float().isnan()
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda fmt: fmt.name)

@@ -3,7 +3,8 @@
 Sources: E4M3 and E5M2 from "OCP 8-bit Floating Point Specification (OFP8)" 1.0, table 1; E2M1 and E8M0 from "OCP
 Microscaling Formats (MX) Specification" 1.0, sections 5.3.3 and 5.4.1.
 
-Every E4M3, E5M2 and E2M1 value is exactly a BF16 value, so a BF16 matrix unit multiplies them without any error.
+Every E4M3, E5M2 and E2M1 value is exactly a BF16 value, so a BF16 matrix unit multiplies them without any error. The
+torch dtype that holds the codes of a format is in `fp8/rounding.py`: this folder knows no torch.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Optional
 
-import torch
-
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
@@ -22,7 +21,6 @@ class Format:
 
     Attributes:
         name: short name, as recipes print it.
-        dtype: torch dtype that holds the codes.
         codes_per_byte: 2 where two codes share a byte, the even element in the low half.
         exponent_bits, mantissa_bits: stored bits, the sign not counted.
         exponent_bias: a code with exponent field e > 0 and mantissa field m is (1 + m / 2^mantissa_bits) 2^(e - bias);
@@ -35,7 +33,6 @@ class Format:
     """
 
     name: str
-    dtype: torch.dtype
     codes_per_byte: int = 1
     exponent_bits: int
     mantissa_bits: int
@@ -48,19 +45,19 @@ class Format:
 
 
 E4M3 = Format(
-    name="e4m3", dtype=torch.float8_e4m3fn, exponent_bits=4, mantissa_bits=3, exponent_bias=7,
+    name="e4m3", exponent_bits=4, mantissa_bits=3, exponent_bias=7,
     max=448.0, min_normal=2.0**-6, min_subnormal=2.0**-9, first_special_code=0x7F, nan_code=0x7F,
 )
 E5M2 = Format(
-    name="e5m2", dtype=torch.float8_e5m2, exponent_bits=5, mantissa_bits=2, exponent_bias=15,
+    name="e5m2", exponent_bits=5, mantissa_bits=2, exponent_bias=15,
     max=57344.0, min_normal=2.0**-14, min_subnormal=2.0**-16, first_special_code=0x7C, nan_code=0x7F,
 )
 E2M1 = Format(
-    name="e2m1", dtype=torch.uint8, codes_per_byte=2, exponent_bits=2, mantissa_bits=1, exponent_bias=1,
+    name="e2m1", codes_per_byte=2, exponent_bits=2, mantissa_bits=1, exponent_bias=1,
     max=6.0, min_normal=1.0, min_subnormal=0.5, first_special_code=None, nan_code=None,
 )
 E8M0 = Format(  # unsigned powers of two: a scale, never data
-    name="e8m0", dtype=torch.float8_e8m0fnu, exponent_bits=8, mantissa_bits=0, exponent_bias=127,
+    name="e8m0", exponent_bits=8, mantissa_bits=0, exponent_bias=127,
     max=2.0**127, min_normal=2.0**-127, min_subnormal=2.0**-127, first_special_code=0xFF, nan_code=0xFF,
 )
 

@@ -1,0 +1,1 @@
+"""Quantization recipes: one file each, and a registry."""

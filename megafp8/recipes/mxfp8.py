@@ -1,0 +1,39 @@
+"""MXFP8: blocks of 32 along the sum, with power-of-two scales rounded up (arXiv:2506.08027)."""
+
+from __future__ import annotations
+
+from megafp8.recipes.base import (
+    Gemm,
+    LinearRecipe,
+    Operand,
+    OperandRule,
+    Recipe,
+    ScaleRule,
+    along_sum,
+    linear_recipe,
+    operand_formats,
+)
+
+LENGTH = 32
+
+
+def build(number_format: str) -> LinearRecipe:
+    """The rules."""
+    formats = operand_formats(number_format)
+
+    def rule(operand: Operand, gemm: Gemm) -> OperandRule:
+        return OperandRule(format=formats[operand], block=along_sum(LENGTH, operand, gemm), scale_rule=ScaleRule.E8M0)
+
+    return linear_recipe(RECIPE.name, rule)
+
+
+RECIPE = Recipe(
+    name="mxfp8",
+    description="one power-of-two scale for 32 values along the sum",
+    build=build,
+    default_format="e4m3",
+    gemm_alignment=LENGTH,
+    native_capabilities=(((10, 0), (12, 0)),),  # not on the consumer GPUs of the generation
+    te_recipe_class="MXFP8BlockScaling",
+    supports_userbuffers=True,
+)

@@ -1,0 +1,67 @@
+"""NVFP4: FP4 in all operands (arXiv:2509.25149), blocks of 16, E4M3 scales under an FP32 scale of the tensor."""
+
+from __future__ import annotations
+
+from megafp8.recipes.base import (
+    ANY_LATER,
+    FP4_FORMATS,
+    Gemm,
+    LinearRecipe,
+    Operand,
+    OperandRule,
+    Recipe,
+    ScaleRule,
+    along_sum,
+    linear_recipe,
+)
+from megafp8.recipes.formats import FORMATS
+
+LENGTH = 16
+
+
+def build(
+    number_format: str,
+    *,
+    fp4_hadamard: bool = True,
+    fp4_stochastic_rounding: bool = True,
+    fp4_2d_weights: bool = True,
+) -> LinearRecipe:
+    """The rules.
+
+    Args:
+        fp4_hadamard: Hadamard-transform both operands of wgrad.
+        fp4_stochastic_rounding: round grad_output stochastically.
+        fp4_2d_weights: weights have 16 x 16 blocks, so that both uses see the same values; else blocks along the sum.
+    """
+
+    def rule(operand: Operand, gemm: Gemm) -> OperandRule:
+        is_square = fp4_2d_weights and operand is Operand.WEIGHT
+        return OperandRule(
+            format=FORMATS[number_format],
+            block=(LENGTH, LENGTH) if is_square else along_sum(LENGTH, operand, gemm),
+            scale_rule=ScaleRule.TWO_LEVEL,
+            is_transformed=fp4_hadamard and gemm is Gemm.WGRAD,
+            is_stochastic=fp4_stochastic_rounding and operand is Operand.GRAD_OUTPUT,
+        )
+
+    return linear_recipe(RECIPE.name, rule)
+
+
+RECIPE = Recipe(
+    name="nvfp4",
+    description="one E4M3 scale for 16 values along the sum, for 16 x 16 weights",
+    family="fp4",
+    formats=FP4_FORMATS,
+    default_format="e2m1",
+    build=build,
+    option_names=("fp4_hadamard", "fp4_stochastic_rounding", "fp4_2d_weights"),
+    resume_option_names=("fp4_hadamard", "fp4_stochastic_rounding", "fp4_2d_weights"),
+    native_capabilities=(((10, 0), ANY_LATER),),
+    te_recipe_class="NVFP4BlockScaling",
+    te_switches=(
+        ("NVTE_NVFP4_DISABLE_RHT", "nothing is Hadamard-transformed"),
+        ("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING", "gradients are rounded to nearest"),
+        ("NVTE_NVFP4_DISABLE_2D_QUANTIZATION", "weights have blocks of 1x16"),
+    ),
+    fallbacks=(("mxfp8", ", eight bits instead of four"),),
+)

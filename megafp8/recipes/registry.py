@@ -1,0 +1,102 @@
+"""All recipes by name: every file of this folder that defines `RECIPE`, and those that the environment adds.
+
+    MEGAFP8_RECIPES=recipes/mine.py,team.recipe torchrun ... pretrain_gpt.py --fp8-recipe mine
+
+names Python files or modules that define a `RECIPE` as the files of this folder do. All ranks, and the tools that read
+the run's checkpoints and records, need the same value.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import pkgutil
+import runpy
+from collections.abc import Iterator
+from typing import Optional
+
+import megafp8.recipes
+from megafp8.errors import ConfigError
+from megafp8.recipes.base import Recipe
+
+VARIABLE = "MEGAFP8_RECIPES"
+DEFAULT_FP8, DEFAULT_FP4, DEFAULT_EXPORT = "delayed", "nvfp4", "blockwise"
+
+
+def get(name: str) -> Recipe:
+    """The recipe of a name.
+
+    Raises:
+        ConfigError: there is none; the message lists those there are.
+    """
+    known = _recipes()
+    if name not in known:
+        raise ConfigError(f"{name!r} is not a recipe; recipes: {', '.join(names())}")
+    return known[name]
+
+
+def names(family: Optional[str] = None) -> tuple[str, ...]:
+    """Names of all recipes, or of those of a family, the coarsest scales first."""
+    return tuple(each.name for each in recipes(family))
+
+
+def recipes(family: Optional[str] = None) -> tuple[Recipe, ...]:
+    """All recipes, or those of a family: FP8 before FP4, the coarsest scales first."""
+    wanted = (each for each in _recipes().values() if family in (None, each.family))
+    return tuple(sorted(wanted, key=_order))
+
+
+def stateless() -> tuple[Recipe, ...]:
+    """Recipes that quantize a tensor without knowing what came before it."""
+    return tuple(each for each in recipes() if not each.is_stateful)
+
+
+def with_export_form() -> tuple[str, ...]:
+    """Names of the recipes whose weights have a form that others read."""
+    return tuple(each.name for each in recipes() if each.export_form is not None)
+
+
+def with_triton_casts() -> tuple[str, ...]:
+    """Names of the recipes whose casts in Transformer Engine's layers our Triton kernels can make."""
+    return tuple(each.name for each in recipes() if each.te_quantizer is not None)
+
+
+def clear() -> None:
+    """Forget what the environment added: for tests that change it."""
+    _recipes.cache_clear()
+
+
+@functools.cache
+def _recipes() -> dict[str, Recipe]:
+    found: dict[str, Recipe] = {}
+    for recipe in (*_built_in(), *_external()):
+        if recipe.name in found:
+            raise ConfigError(f"{VARIABLE}: there is a recipe {recipe.name!r} already; give it another name")
+        found[recipe.name] = recipe
+    return found
+
+
+def _built_in() -> Iterator[Recipe]:
+    for module in pkgutil.iter_modules(megafp8.recipes.__path__, f"{megafp8.recipes.__name__}."):
+        if hasattr(imported := importlib.import_module(module.name), "RECIPE"):
+            yield imported.RECIPE
+
+
+def _external() -> Iterator[Recipe]:
+    for place in filter(None, os.environ.get(VARIABLE, "").split(",")):
+        try:
+            recipe = runpy.run_path(place)["RECIPE"] if place.endswith(".py") else importlib.import_module(place).RECIPE
+        except Exception as error:  # whatever its code raises
+            raise ConfigError(f"{VARIABLE}: {place}: {type(error).__name__}: {error}; it must define RECIPE") from error
+        if not isinstance(recipe, Recipe) or not recipe.name.replace("_", "").isalnum():
+            raise ConfigError(
+                f"{VARIABLE}: {place}: RECIPE is {recipe!r}; it must be a megafp8.recipes.base.Recipe whose name has "
+                "letters, digits and underscores only"
+            )
+        yield recipe
+
+
+def _order(recipe: Recipe) -> tuple[bool, float, bool, str]:
+    whole = {True: 1 << 30, False: float("inf")}[recipe.has_whole_dimensions]
+    return (recipe.family == "fp4", -float(recipe.block_length or whole), recipe.is_stateful, recipe.name)

@@ -1,0 +1,42 @@
+"""Current scaling: one scale per tensor, from the tensor's own amax."""
+
+from __future__ import annotations
+
+from megafp8.recipes.base import (
+    ANY_LATER,
+    ExportForm,
+    LinearRecipe,
+    OperandRule,
+    Recipe,
+    ScaleRule,
+    compressed_tensors,
+    linear_recipe,
+    operand_formats,
+)
+
+
+def build(number_format: str, *, fp8_power_2_scale: bool = False) -> LinearRecipe:
+    """The rules; scales are FP32, or rounded down to powers of two."""
+    formats = operand_formats(number_format)
+    scale_rule = ScaleRule.POWER_OF_TWO if fp8_power_2_scale else ScaleRule.FP32
+    return linear_recipe(
+        RECIPE.name, lambda operand, _: OperandRule(format=formats[operand], scale_rule=scale_rule)
+    )
+
+
+RECIPE = Recipe(
+    name="tensorwise",
+    description="one scale a tensor, from its own amax (current scaling)",
+    build=build,
+    option_names=("fp8_power_2_scale",),
+    resume_option_names=("fp8_power_2_scale",),
+    native_capabilities=(((8, 9), ANY_LATER),),
+    te_recipe_class="Float8CurrentScaling",
+    te_quantizer=("float8_tensor", "Float8CurrentScalingQuantizer"),
+    te_switches=(("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "scales are powers of two"),),
+    supports_userbuffers=True,
+    supports_op_fuser=True,
+    export_form=ExportForm(
+        scale_suffix="weight_scale", quantization_config=compressed_tensors("tensor"), excluded_key="ignore"
+    ),
+)
