@@ -84,11 +84,12 @@ def gemm_flops(run: PlannedRun, recipe: str) -> float:
     flops, calibration = run.gpu.peak.flops, run.calibration
     if recipe == "bf16":
         return flops["bf16"] * calibration.bf16_gemm_fraction
-    if recipe == "nvfp4":
-        return flops["fp4"] * calibration.fp8_gemm_fraction
-    # From Blackwell on, blocks are multiplied by the units for MXFP8.
-    is_slow = recipe == "blockwise" and run.gpu.compute_capability < (10, 0)
-    return flops["fp8"] * (calibration.blockwise_gemm_fraction if is_slow else calibration.fp8_gemm_fraction)
+    if recipe in ("tensorwise", "delayed"):
+        return flops["fp8"] * calibration.fp8_gemm_fraction
+    if recipe == "blockwise" and run.gpu.compute_capability < (10, 0):
+        return flops["fp8"] * calibration.blockwise_gemm_fraction
+    # From Blackwell on, blocks of every size are multiplied by the units for MXFP8.
+    return flops["fp4" if recipe == "nvfp4" else "fp8"] * calibration.block_scaled_gemm_fraction
 
 
 def forward_pass(run: PlannedRun, recipe: str) -> Pass:

@@ -13,6 +13,7 @@ from megafp8.config.schema import RunConfig
 from megafp8.config.settings import value_of, with_values
 from megafp8.device import capability
 from megafp8.planning.beside_graph import beside_graph_bytes
+from megafp8.planning.calibration import CALIBRATION, Calibration
 from megafp8.planning.hardware import Gpu
 from megafp8.planning.memory import MemoryEstimate, estimate_ends, outside_bytes
 from megafp8.planning.planned_run import PlannedRun
@@ -95,6 +96,7 @@ def find_layouts(
     world_size: int,
     padded_vocab: Callable[[RunConfig], int],
     given: Collection[str] = (),
+    calibration: Calibration = CALIBRATION,
 ) -> Found:
     """Every legal layout, what fits sorted by predicted speed.
 
@@ -108,7 +110,10 @@ def find_layouts(
         if found:
             problems.update(found)
             continue
-        run = PlannedRun(config=candidate, gpu=gpu, world_size=world_size, padded_vocab=padded_vocab(candidate))
+        run = PlannedRun(
+            config=candidate, gpu=gpu, world_size=world_size, padded_vocab=padded_vocab(candidate),
+            calibration=calibration,
+        )  # fmt: skip
         estimates = estimate_ends(candidate, world_size, run.padded_vocab)
         memory = max(estimates, key=lambda estimate: estimate.total_bytes)
         beside, outside = beside_graph_bytes(candidate, memory), outside_bytes(candidate, world_size)
