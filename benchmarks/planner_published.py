@@ -6,9 +6,9 @@ documentation. The 405B model has 126 layers, which hardly divide; it is planned
 power limits are not ours: fully sharded data parallelism, communication beside GEMMs, CUDA graphs, FP8 attention.
 TT and AO compile the model, so their rows are planned without the time that our host takes to start kernels.
 
-The rows `fit` give `block_scaled_gemm_fraction`, which cannot be measured on Hopper: MXFP8's speed to that of tensorwise
-in one layout of one software. Each pair has a level of its own, which its two rows share and the fit does not see.
-Nothing was fitted to the others.
+The rows `fit` give `block_scaled_gemm_fraction`, which no Hopper can measure: the speed of MXFP8 to tensorwise in one
+layout of one software. Each pair has a level of its own, which its two rows share and the fit does not see. Nothing was
+fitted to the others.
 """
 
 from __future__ import annotations
