@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
@@ -20,8 +20,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.planner_fit import fit  # noqa: E402
-from benchmarks.planner_measurements import HELD_OUT, MEASUREMENTS, Measurement  # noqa: E402
+from benchmarks.planner_measurements import FIT, HELD_OUT, MEASUREMENTS, Measurement  # noqa: E402
 from benchmarks.planner_published import LEFT_OUT, PUBLISHED, Published  # noqa: E402
+from megafp8.planning.layouts import Found  # noqa: E402
 from megafp8.planning.memory import estimate_ends  # noqa: E402
 from megafp8.planning.step_time import step_time  # noqa: E402
 from megafp8.text_table import markdown  # noqa: E402
@@ -109,12 +110,12 @@ def summary_table(compared: Sequence[Compared]) -> str:
     return markdown(("held out", "rows", "median error", "largest", "bar", "outside"), rows)
 
 
-def published_table(rows: Sequence[Published]) -> str:
+def published_table(searches: Mapping[Published, Found]) -> str:
     """The table of published rows."""
     lines = []
-    for row in rows:
-        found = row.search()
-        cells = [row.source, f"{row.num_gpus} x {row.gpu}", row.model, row.recipe, f"{row.tokens_per_s:,.0f}"]
+    for row, found in searches.items():
+        source = f"{row.source} ({row.role})" if row.role == FIT else row.source
+        cells = [source, f"{row.num_gpus} x {row.gpu}", row.model, row.recipe, f"{row.tokens_per_s:,.0f}"]
         if found.layouts:
             best = found.layouts[0]
             speed = best.step.tokens_per_s_per_gpu
@@ -126,11 +127,16 @@ def published_table(rows: Sequence[Published]) -> str:
     return markdown(header, lines, "llllrrrl")
 
 
-def report() -> str:
+def search_published() -> dict[Published, Found]:
+    """Layouts of every published row."""
+    return {row: row.search() for row in PUBLISHED}
+
+
+def report(searches: Mapping[Published, Found]) -> str:
     """All of it, in Markdown."""
     compared = [compare(row) for row in MEASUREMENTS]
     return "\n".join([
-        summary_table(compared), "", measured_table(compared), "", published_table(PUBLISHED), "", LEFT_OUT, "",
+        summary_table(compared), "", measured_table(compared), "", published_table(searches), "", LEFT_OUT, "",
     ])  # fmt: skip
 
 
@@ -147,7 +153,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     if options.fit:
         print(fit())
         return 0
-    text = report()
+    text = report(search_published())
     print(text)
     if options.write:
         before, rest = RESULTS.read_text(encoding="utf-8").split(BEGIN)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Optional
 
@@ -24,6 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 from megafp8.utils.paths import path_argument
 
 GPU_NAMES = ("h100", "h200", "b200")
+MOST_GPUS = 2**20
+LEAST_GBIT_PER_S, MOST_GBIT_PER_S = 1, 100_000
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -47,6 +49,19 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def number_problems(arguments: argparse.Namespace) -> Iterator[str]:
+    """Numbers that no plan can be made for."""
+    counts = {"--gpus": [arguments.gpus], "--scaling": arguments.scaling or []}
+    for flag, numbers in counts.items():
+        wrong = (number for number in numbers if not 1 <= number <= MOST_GPUS)
+        yield from (f"{flag} {number}: must be between 1 and {MOST_GPUS:,}" for number in wrong)
+    if arguments.top < 1:
+        yield f"--top {arguments.top}: must be at least 1"
+    network = arguments.network_gbit_per_s
+    if network is not None and not LEAST_GBIT_PER_S <= network <= MOST_GBIT_PER_S:  # NaN is not either
+        yield f"--network-gbit-per-s {network:g}: must be between {LEAST_GBIT_PER_S} and {MOST_GBIT_PER_S:,}"
+
+
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Exit status 0; 64 with wrong flags or when nothing fits."""
     arguments, training = build_parser().parse_known_args(argv)
@@ -57,8 +72,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     from megafp8.planning.report import plan_data, plan_text
 
     try:
-        if arguments.gpus < 1:
-            raise ConfigError(f"--gpus {arguments.gpus}: must be at least 1")
+        if problems := list(number_problems(arguments)):
+            raise ConfigError(problems)
         gpu = with_network(GPUS[arguments.gpu], arguments.network_gbit_per_s)
         asked = SCALING_COUNTS if arguments.scaling is None else arguments.scaling
         counts = sorted({*asked, arguments.gpus}) if asked else ()

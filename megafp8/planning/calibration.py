@@ -3,7 +3,8 @@
 Each is fitted on the kernels that it describes, fractions on large ones and seconds on small ones: profiles of
 megatron-core 0.16.1 with Transformer Engine 2.20 on one H200, one step on four, the small model whose step waits for
 the host, and the GEMMs and casts of a model of 1024 channels. The rows are in `benchmarks/planner_measurements.py`,
-with those that were held out. On other GPUs the same fractions and seconds are assumed.
+with those that were held out. On other GPUs the same fractions and seconds are assumed, but for one: block-scaled GEMMs
+need Blackwell, where nothing was measured here. Their fraction comes from published speeds of whole runs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ class Calibration:
     bf16_gemm_fraction: float = 0.744
     """Of the BF16 peak, for a large GEMM inside a step (the GPU at its power limit)."""
     fp8_gemm_fraction: float = 0.701
-    """Of the FP8 peak, with one scale for a tensor. Assumed for MXFP8 and NVFP4, which we could not measure."""
+    """Of the FP8 peak, with one scale for a tensor."""
+    block_scaled_gemm_fraction: float = 0.615
+    """Of the FP8 or FP4 peak, with a scale for each block, on Blackwell (MXFP8, blockwise, NVFP4). Fitted to Megatron-
+    Bridge's speeds of MXFP8 to tensorwise in one layout, release 25.11: Llama 3 8B on B200, GB200, GB300, 405B on B200
+    (rows `fit` of `benchmarks/planner_published.py`). NVFP4's rows were held out."""
     blockwise_gemm_fraction: float = 0.566
     """Of the FP8 peak, with a scale for each block, on Hopper."""
     gemm_start_s: float = 3.7e-6

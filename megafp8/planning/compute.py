@@ -83,8 +83,13 @@ def gemm_flops(run: PlannedRun, recipe: str) -> float:
     if recipe == HIGH:
         return flops["bf16"] * calibration.bf16_gemm_fraction
     known = registry.get(recipe)
-    is_slow = run.gpu.compute_capability < known.slow_gemm_until
-    return flops[known.family] * (calibration.blockwise_gemm_fraction if is_slow else calibration.fp8_gemm_fraction)
+    if known.block_length is None:
+        fraction = calibration.fp8_gemm_fraction
+    elif run.gpu.compute_capability < known.slow_gemm_until:
+        fraction = calibration.blockwise_gemm_fraction
+    else:  # from Blackwell on, blocks of every size are multiplied by the units for MXFP8
+        fraction = calibration.block_scaled_gemm_fraction
+    return flops[known.family] * fraction
 
 
 def code_bytes(recipe: str) -> float:

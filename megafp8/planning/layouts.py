@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Optional
 
 from megafp8.config import derived, rules
@@ -13,6 +12,7 @@ from megafp8.config.schema import RunConfig
 from megafp8.config.settings import value_of, with_values
 from megafp8.device import capability
 from megafp8.planning.beside_graph import beside_graph_bytes
+from megafp8.planning.calibration import CALIBRATION, Calibration
 from megafp8.planning.hardware import Gpu
 from megafp8.planning.memory import MemoryEstimate, estimate_ends, outside_bytes
 from megafp8.planning.planned_run import PlannedRun
@@ -77,16 +77,20 @@ class Found:
 
     Attributes:
         layouts: those that fit, the fastest first.
+        num_tried: whose sizes multiply to the GPUs.
         num_legal: that break no rule.
-        smallest: memory of the legal layout that needs the least, in bytes.
-        problems: why layouts are not legal, with how many it holds for.
+        smallest_bytes: memory of the legal layout that needs the least.
+        common_problems: what every layout breaks: not what the search chose is at fault, but what was given.
+        nearest: the layout that breaks the fewest rules, and what it breaks.
     """
 
     world_size: int
     layouts: list[Layout]
+    num_tried: int
     num_legal: int
     smallest_bytes: Optional[int]
-    problems: collections.Counter = field(default_factory=collections.Counter)
+    common_problems: list[str]
+    nearest: Optional[tuple[RunConfig, list[str]]]
 
 
 def find_layouts(
@@ -95,6 +99,7 @@ def find_layouts(
     world_size: int,
     padded_vocab: Callable[[RunConfig], int],
     given: Collection[str] = (),
+    calibration: Calibration = CALIBRATION,
 ) -> Found:
     """Every legal layout, what fits sorted by predicted speed.
 
@@ -102,13 +107,15 @@ def find_layouts(
         padded_vocab: rows of a configuration's embedding, which depend on its tensor-parallel size.
         given: settings that stay as they are in `config`, for example `parallel.tensor_model_parallel_size`.
     """
-    layouts, sizes, problems = [], [], collections.Counter()
+    layouts, sizes, broken = [], [], []
     for candidate in candidates(config, gpu, world_size, given):
-        found = rules.setting_problems(candidate, world_size)
-        if found:
-            problems.update(found)
+        if problems := rules.setting_problems(candidate, world_size):
+            broken.append((candidate, problems))
             continue
-        run = PlannedRun(config=candidate, gpu=gpu, world_size=world_size, padded_vocab=padded_vocab(candidate))
+        run = PlannedRun(
+            config=candidate, gpu=gpu, world_size=world_size, padded_vocab=padded_vocab(candidate),
+            calibration=calibration,
+        )  # fmt: skip
         estimates = estimate_ends(candidate, world_size, run.padded_vocab)
         memory = max(estimates, key=lambda estimate: estimate.total_bytes)
         beside, outside = beside_graph_bytes(candidate, memory), outside_bytes(candidate, world_size)
@@ -121,9 +128,12 @@ def find_layouts(
             )  # fmt: skip
     # Of equally fast layouts the one that needs less memory.
     layouts.sort(key=lambda layout: (layout.step.seconds / layout.step.tokens, layout.memory_bytes))
+    nearest = min(broken, key=lambda layout: len(layout[1]), default=None)
+    others = [set(problems) for _, problems in broken]
     return Found(
-        world_size=world_size, layouts=layouts, num_legal=len(sizes), smallest_bytes=min(sizes, default=None),
-        problems=problems,
+        world_size=world_size, layouts=layouts, num_tried=len(sizes) + len(broken), num_legal=len(sizes),
+        smallest_bytes=min(sizes, default=None), nearest=nearest,
+        common_problems=[text for text in nearest[1] if all(text in other for other in others)] if nearest else [],
     )  # fmt: skip
 
 
@@ -135,8 +145,10 @@ def machine_problems(config: RunConfig, gpu: Gpu) -> list[str]:
 def candidates(config: RunConfig, gpu: Gpu, world_size: int, given: Collection[str]) -> Iterator[RunConfig]:
     """Layouts whose sizes multiply to the GPUs; most rules are not asked yet."""
     layers, seq = config.model.num_layers, config.data.seq_length
-    if not layers or not seq:
-        yield config  # the rules say what is missing
+    sizes = [value_of(config, name) for name in (TENSOR, CONTEXT, PIPELINE) if name in given]
+    if not layers or not seq or min(sizes, default=1) < 1:
+        # The rules say what is missing; of the rest nothing is.
+        yield config if MICRO in given else with_values(config, {MICRO: 1})
         return
     tensors = _choices(config, given, TENSOR, _powers_of_two(min(gpu.gpus_per_node, world_size)))
     contexts = _choices(config, given, CONTEXT, _powers_of_two(min(LARGEST_CONTEXT, seq // SHORTEST_PART)))

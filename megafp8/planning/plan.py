@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -12,15 +12,18 @@ from megafp8.config.flags import Invocation
 from megafp8.config.micro_batch import is_auto
 from megafp8.config.rules.model import shape_is_given
 from megafp8.config.schema import RunConfig
-from megafp8.config.settings import value_of, with_values
+from megafp8.config.settings import settings_by_name, value_of, with_values
 from megafp8.errors import ConfigError
 from megafp8.planning.hardware import Gpu
-from megafp8.planning.layouts import MICRO, Found, Layout, find_layouts, machine_problems
+from megafp8.planning.layouts import CONTEXT, MICRO, PIPELINE, TENSOR, Found, Layout, find_layouts, machine_problems
+from megafp8.planning.remarks import count_remarks, nearby_counts, ranking_remarks
 from megafp8.planning.step_time import StepTime
 from megafp8.recipes import registry
 
 TOKENS_PER_STEP = 4 * 2**20
 SCALING_COUNTS = tuple(2**exponent for exponent in range(3, 15))
+MOST_LAYERS = 4096
+"""Of a model; the search takes every divisor."""
 LOSSES = (0.9, 0.75, 0.5)
 """Shares of the best speed a GPU whose crossing the scaling summary tells."""
 
@@ -33,12 +36,14 @@ class Plan:
         found: for the number of GPUs asked for.
         scaling: the fastest layout for each number of GPUs; None where nothing fits.
         assumed: settings that the command line left open, as they were filled.
+        remarks: what the figures do not say of themselves.
     """
 
     gpu: Gpu
     found: Found
     scaling: dict[int, Optional[Layout]]
     assumed: dict[str, Any]
+    remarks: list[str]
 
 
 def make_plan(
@@ -59,6 +64,8 @@ def make_plan(
     problems = machine_problems(config, gpu)
     if vocabulary_size(config) is None:
         problems.append("the vocabulary is the tokenizer's, which a plan does not read: give --vocab-size")
+    if (config.model.num_layers or 0) > MOST_LAYERS:
+        problems.append(f"--num-layers {config.model.num_layers:,}: a plan takes at most {MOST_LAYERS:,}")
     if problems:
         raise ConfigError(problems)
 
@@ -67,20 +74,39 @@ def make_plan(
 
     given = invocation.given - {MICRO} if is_auto(config) else invocation.given
 
-    def search(num_gpus: int) -> Found:
+    def search(num_gpus: int, config: RunConfig) -> Found:
         return find_layouts(config, gpu, num_gpus, padded_vocab, given)
 
-    found = search(world_size)
+    found = search(world_size, config)
     if not found.num_legal:
-        # Problems of every layout first; what only some of them have follows.
-        raise ConfigError([text for text, _ in found.problems.most_common(8)] or [
-            f"{world_size} GPUs cannot be divided as the flags ask"
-        ])
+        raise ConfigError(refusals(found, config, given))
     scaling = {}
     for count in scaling_counts:
-        at_count = found if count == world_size else search(count)
+        at_count = found if count == world_size else search(count, config)
         scaling[count] = at_count.layouts[0] if at_count.layouts else None
-    return Plan(gpu=gpu, found=found, scaling=scaling, assumed=assumed)
+    nearby = {
+        count: search(count, with_values(invocation.config, assumptions(invocation, count)))
+        for count in nearby_counts(world_size)
+    }
+    remarks = [*count_remarks(found, nearby), *ranking_remarks(config, gpu, found)]
+    return Plan(gpu=gpu, found=found, scaling=scaling, assumed=assumed, remarks=remarks)
+
+
+def refusals(found: Found, config: RunConfig, given: Collection[str]) -> list[str]:
+    """Why no layout is legal: what is wrong with the given settings, whatever the search chooses for the others."""
+    flags = {name: settings_by_name()[name].flags[0] for name in (TENSOR, PIPELINE, CONTEXT, MICRO)}
+    if found.nearest is None:
+        sizes = [f"{flags[name]} {value_of(config, name)}" for name in (TENSOR, PIPELINE, CONTEXT) if name in given]
+        return [
+            f"{found.world_size:,} GPUs are no multiple of {' x '.join(sizes)}: give sizes whose product divides "
+            "them, or another --gpus"
+        ]
+    if found.common_problems:
+        return found.common_problems
+    nearest, problems = found.nearest
+    chosen = [f"{flag} {value_of(nearest, name)}" for name, flag in flags.items() if name not in given]
+    head = f"none of {found.num_tried:,} layouts of {found.world_size:,} GPUs goes with what was given"
+    return [f"{head}. The nearest, for which the search took {', '.join(chosen)}: {text}" for text in problems]
 
 
 def vocabulary_size(config: RunConfig) -> Optional[int]:

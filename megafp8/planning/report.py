@@ -29,10 +29,11 @@ def plan_text(plan: Plan, top: int) -> str:
     if not found.layouts:
         assert found.smallest_bytes is not None
         needs = f"the smallest needs {found.smallest_bytes / GIB:.1f} GiB a GPU: more GPUs, or a smaller micro batch"
-        return "\n\n".join([head, needs, *scaling_sections(plan), assumptions_text(plan)])
+        return "\n\n".join([head, *plan.remarks, needs, *scaling_sections(plan), assumptions_text(plan)])
     best = found.layouts[0]
     sections = [
         head,
+        *plan.remarks,
         aligned(
             ("", "layout", "tokens/s/GPU", "MFU", "step s", "GiB"),
             [(str(number), *layout_cells(layout)) for number, layout in enumerate(found.layouts[:top], start=1)],
@@ -90,7 +91,7 @@ def scaling_sections(plan: Plan) -> list[str]:
     rows = []
     for count, layout in plan.scaling.items():
         if layout is None:
-            rows.append((f"{count:,}", "nothing fits", "", "", "", ""))
+            rows.append((f"{count:,}", "no layout", "", "", "", ""))
             continue
         step = layout.step
         rows.append((
@@ -111,14 +112,20 @@ def assumptions_text(plan: Plan) -> str:
     peaks = ", ".join(f"{name} {plan.gpu.peak.flops[name] / 1e12:,.0f}" for name in ("bf16", "fp8"))
     flag_of = {name: settings_by_name()[name].flags[0] for name in plan.assumed}
     filled = [flag_of[name] if value is True else f"{flag_of[name]} {value}" for name, value in plan.assumed.items()]
+    is_blackwell = gpu.compute_capability >= (10, 0)
+    of_blocks = (
+        f"{measured.block_scaled_gemm_fraction} (MXFP8, NVFP4, blockwise: fitted to published speeds)"
+        if is_blackwell else f"{measured.blockwise_gemm_fraction} (blockwise)"
+    )  # fmt: skip
     lines = [
         f"{gpu.name}: dense peaks {peaks} TFLOP/s, HBM {gpu.hbm_bytes_per_s / 1e12:.2f} TB/s, NVLink "
         f"{gpu.nvlink_bytes_per_s / 1e9:.0f} GB/s and network {gpu.network_bytes_per_s / 1e9:.1f} GB/s each way, "
         f"{gpu.gpus_per_node} GPUs a node",
         f"of that reached: GEMMs {measured.bf16_gemm_fraction} (BF16), {measured.fp8_gemm_fraction} (FP8), "
-        f"{measured.blockwise_gemm_fraction} (blockwise on Hopper); passes over memory {measured.memory_fraction}, "
+        f"{of_blocks}; passes over memory {measured.memory_fraction}, "
         f"casts {measured.cast_fraction}, optimizer {measured.optimizer_fraction}; NVLink {measured.nvlink_fraction}: "
-        f"measured on H200s, taken for every GPU. Network {NETWORK_FRACTION}: assumed",
+        f"{'the others ' if is_blackwell else ''}measured on H200s, taken for every GPU. "
+        f"Network {NETWORK_FRACTION}: assumed",
         "communication does not slow computation, all GPUs are equally fast, no time for saving or validation",
         f"{MARGIN_FRACTION:.0%} of the memory stays free",
     ]
@@ -157,6 +164,7 @@ def plan_data(plan: Plan, top: int) -> dict[str, Any]:
         "num_legal": plan.found.num_legal,
         "num_fitting": len(plan.found.layouts),
         "assumed": plan.assumed,
+        "remarks": plan.remarks,
         "layouts": [layout_data(layout) for layout in plan.found.layouts[:top]],
         "scaling": {str(count): layout and layout_data(layout) for count, layout in plan.scaling.items()},
         "limits": [vars(limit) for limit in scaling_limits(plan.scaling)],

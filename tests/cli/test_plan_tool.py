@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -53,7 +54,6 @@ def test_text_a_picture_and_no_torch(tmp_path: Path) -> None:
     ("arguments", "reason"),
     [
         (("--gpus", "8", "--model-preset", "llama3-8b", "--no-such-flag"), "unknown flag --no-such-flag"),
-        (("--gpus", "0", "--model-preset", "llama3-8b"), "--gpus 0"),
         (("--gpus", "8", "--gpu", "h100", "--model-preset", "llama3-8b", "--fp8-recipe", "mxfp8"), "capability 10.0"),
     ],
 )
@@ -61,6 +61,27 @@ def test_wrong_flags_are_status_64_with_the_reason(arguments, reason) -> None:
     result = run("tools/plan.py", *arguments)
     assert result.returncode == 64
     assert reason in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "range_of_it"),
+    [
+        *(("--gpus", value, "between 1 and 1,048,576") for value in ("0", "-8", "1000000000")),
+        *(("--scaling", value, "between 1 and 1,048,576") for value in ("0", "-8", "1000000000")),
+        *(("--top", value, "at least 1") for value in ("0", "-3")),
+        *(
+            ("--network-gbit-per-s", value, "between 1 and 100,000")
+            for value in ("0", "-5", "nan", "inf", "-inf", "1e-300", "1e9")
+        ),
+    ],
+)  # fmt: skip
+def test_numbers_that_no_plan_can_be_made_for_are_refused(flag, value, range_of_it, capsys, monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    plan = importlib.import_module("plan")
+    assert plan.main(["--model-preset", "llama3-8b", "--gpus", "8", f"{flag}={value}"]) == 64
+    captured = capsys.readouterr()
+    shown = value if flag != "--network-gbit-per-s" else f"{float(value):g}"
+    assert captured.out == "" and f"{flag} {shown}: must be {range_of_it}" in captured.err
 
 
 def test_without_a_model_only_the_model_is_asked_for() -> None:

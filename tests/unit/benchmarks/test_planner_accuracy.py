@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from benchmarks import planner_accuracy, planner_fit  # noqa: E402
+from benchmarks import planner_accuracy, planner_fit, planner_published  # noqa: E402
 from benchmarks.planner_measurements import FIT, GROUPS, HELD_OUT, MEASUREMENTS, SMALL_LINEARS  # noqa: E402
 from megafp8.config import rules  # noqa: E402
 from megafp8.planning.calibration import CALIBRATION  # noqa: E402
@@ -23,8 +24,32 @@ def compared():
     return {row.name: planner_accuracy.compare(row) for row in MEASUREMENTS}
 
 
-def test_the_table_in_results_is_the_codes() -> None:
-    assert planner_accuracy.committed() == planner_accuracy.report()
+@pytest.fixture(scope="module")
+def published():
+    return planner_accuracy.search_published()
+
+
+def test_the_table_in_results_is_the_codes(published) -> None:
+    assert planner_accuracy.committed() == planner_accuracy.report(published)
+
+
+def test_recipes_are_predicted_in_the_published_order(published) -> None:
+    """Of rows that differ in recipe alone."""
+    compared = set()
+    for rows in planner_published.groups():
+        speeds = {
+            row: published[row].layouts[0].step.tokens_per_s_per_gpu for row in rows if published[row].layouts
+        }
+        by_speed = sorted(speeds, key=speeds.__getitem__)
+        assert by_speed == sorted(speeds, key=lambda row: row.tokens_per_s), rows
+        compared |= {(slow.recipe, fast.recipe) for slow, fast in itertools.combinations(by_speed, 2)}
+    assert {("mxfp8", "tensorwise"), ("bf16", "mxfp8"), ("mxfp8", "nvfp4"), ("tensorwise", "nvfp4")} <= compared
+
+
+def test_one_constant_is_fitted_to_published_rows_and_few_of_them() -> None:
+    fitted = [rows for rows in planner_published.groups() if rows[0].role == FIT]
+    assert [[row.recipe for row in rows] for rows in fitted] == [["tensorwise", "mxfp8"]] * 4
+    assert all(row.gpu not in ("h100", "h200") for rows in fitted for row in rows)
 
 
 def test_the_documents_summary_is_the_codes(compared) -> None:

@@ -155,7 +155,7 @@ def test_few_gpus_that_are_slow_limit_no_scaling(planned):
         ("--model-preset llama3-8b --transformer-impl emulated --fp8-recipe tensorwise", "h200", "--no-emulation"),
         ("--model-preset tiny", "h200", "give --vocab-size"),
         ("--fp8-recipe tensorwise", "h200", "--model-preset"),
-        ("--model-preset llama3-8b --tensor-model-parallel-size 3", "h200", "cannot be divided"),
+        ("--model-preset llama3-8b --tensor-model-parallel-size 3", "h200", "are no multiple"),
         ("--model-preset gpt2-124m --seq-length 2048", "h200", "--max-position-embeddings"),
     ],
 )  # fmt: skip
@@ -163,6 +163,36 @@ def test_what_cannot_be_planned_is_refused_with_the_reason(text, gpu, problem):
     with pytest.raises(ConfigError) as raised:
         invoked(text, gpu=gpu, scaling=())
     assert problem in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "problem"),
+    [
+        ("--cuda-graph-impl local --pipeline-model-parallel-size 2", 8, "--pipeline-model-parallel-size 2 with"),
+        ("--cuda-graph-impl local --attention-dropout 0.1", 8, "--attention-dropout 0.1 with"),
+        ("--tensor-model-parallel-size 0", 8, "--tensor-model-parallel-size 0 must be at least 1"),
+        ("--num-layers 0", 8, "--num-layers 0 must be at least 1"),
+        ("--num-layers 1000000", 8, "at most 4,096"),
+        ("--tensor-model-parallel-size 3", 8, "8 GPUs are no multiple of --tensor-model-parallel-size 3: give"),
+    ],
+)
+def test_a_refusal_is_about_what_was_given(text, gpus, problem):
+    """Not about recompute, pipelines and contexts that only the search tried."""
+    with pytest.raises(ConfigError) as raised:
+        invoked(f"--model-preset llama3-8b {text}", gpus=gpus, scaling=())
+    assert len(raised.value.problems) == 1 and problem in raised.value.problems[0]
+
+
+def test_a_refusal_without_one_cause_is_about_the_nearest_layout():
+    """Every layout breaks the batch in its own way: one is told, with what the search chose for it."""
+    with pytest.raises(ConfigError) as raised:
+        invoked("--model-preset llama3-8b --global-batch-size 64 --micro-batch-size 3", gpus=8, scaling=())
+    (problem,) = raised.value.problems
+    chosen = [f"--{name}-parallel-size 1" for name in ("tensor-model", "pipeline-model", "context")]
+    assert "layouts of 8 GPUs goes with what was given" in problem
+    assert f"The nearest, for which the search took {', '.join(chosen)}: --global" in problem
+    assert problem.endswith("--global-batch-size 64 is not a multiple of --micro-batch-size x data-parallel size = "
+                            "3 x 8 = 24 (64 / 24 = 2.667): use --global-batch-size 72")  # fmt: skip
 
 
 def test_mxfp8_is_planned_where_it_is_native():

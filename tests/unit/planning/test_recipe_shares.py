@@ -53,14 +53,14 @@ def test_gradients_in_high_precision_cost_the_backward_pass_alone():
 OUTPUT = 128256 * 4096
 
 
-@pytest.mark.parametrize(("recipe", "cast_bytes"), [("tensorwise", 6), ("mxfp8", 4)])
-def test_a_quantized_output_layer_counts_by_its_recipe(recipe, cast_bytes):
+@pytest.mark.parametrize(("recipe", "cast_bytes", "most"), [("tensorwise", 6, 0.6), ("mxfp8", 4, 0.61)])
+def test_a_quantized_output_layer_counts_by_its_recipe(recipe, cast_bytes, most):
     """Its GEMMs at the speed of the recipe, its casts, and two copies of its weight."""
     high, low = mapped("layers.*=bf16"), mapped("layers.*=bf16", f"output_layer={recipe}")
     times = [stage_time(run, 0) for run in (high, low)]
     products = [sum(product_s(high, name, product) for product in output_products(high)) for name in ("bf16", recipe)]
     assert [time.parts["output layer"] for time in times] == pytest.approx(products)
-    assert products[1] < 0.6 * products[0]
+    assert products[1] < most * products[0]
     speed = low.gpu.hbm_bytes_per_s * low.calibration.cast_fraction
     assert "casts" not in times[0].parts or times[0].parts["casts"] == 0
     start_s = low.calibration.cast_start_s

@@ -53,19 +53,45 @@ def test_attention_is_the_models_flops():
     assert compute.attention_s(run) == pytest.approx(flops / (989.4e12 * fraction))
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "mxfp8"])
-def test_fp8_halves_the_linears_of_a_large_model(recipe):
-    run = run_of()
+@pytest.mark.parametrize(
+    ("recipe", "gpu", "constant"),
+    [("tensorwise", "h200", "fp8"), ("delayed", "h200", "fp8"), ("mxfp8", "b200", "block_scaled")],
+)
+def test_fp8_halves_the_linears_of_a_large_model(recipe, gpu, constant):
+    run = run_of(gpu=gpu)
     ratio = compute.forward_pass(run, "bf16").fprop / compute.forward_pass(run, recipe).fprop
-    calibration = run.calibration
-    assert ratio == pytest.approx(2 * calibration.fp8_gemm_fraction / calibration.bf16_gemm_fraction, rel=0.01)
+    fraction = getattr(run.calibration, f"{constant}_gemm_fraction")
+    assert ratio == pytest.approx(2 * fraction / run.calibration.bf16_gemm_fraction, rel=0.01)
 
 
-def test_blockwise_gemms_are_slow_on_hopper_only():
+def test_blockwise_gemms_are_mxfp8s_on_blackwell():
     on = {gpu: run_of(gpu=gpu) for gpu in ("h200", "b200")}
-    recipes = ("tensorwise", "blockwise")
-    flops = {gpu: [compute.gemm_flops(run, recipe) for recipe in recipes] for gpu, run in on.items()}
-    assert flops["b200"][0] == flops["b200"][1] and flops["h200"][0] > flops["h200"][1]
+    flops = {
+        (gpu, recipe): compute.gemm_flops(run, recipe)
+        for gpu, run in on.items() for recipe in ("tensorwise", "blockwise")
+    }  # fmt: skip
+    assert flops["b200", "blockwise"] == compute.gemm_flops(on["b200"], "mxfp8")
+    for gpu, constant in (("h200", "blockwise_gemm_fraction"), ("b200", "block_scaled_gemm_fraction")):
+        calibration = on[gpu].calibration
+        ratio = getattr(calibration, constant) / calibration.fp8_gemm_fraction
+        assert flops[gpu, "blockwise"] / flops[gpu, "tensorwise"] == pytest.approx(ratio)
+
+
+HOPPER_STEPS = {
+    ("h100", "bf16"): 4.018165404940332, ("h200", "bf16"): 3.925362119030203,
+    ("h100", "tensorwise"): 3.00722606377333, ("h200", "tensorwise"): 2.9977780238168177,
+    ("h100", "delayed"): 3.006028719142004, ("h200", "delayed"): 2.9969423770428714,
+    ("h100", "blockwise"): 3.252226771582102, ("h200", "blockwise"): 3.106366848267775,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("gpu", "recipe"), HOPPER_STEPS)
+def test_blackwells_constant_leaves_hopper_as_it_was(gpu, recipe):
+    quantized = {"precision.fp8_format": "e4m3" if recipe == "blockwise" else "hybrid", "precision.fp8_recipe": recipe}
+    run = run_of(TENSOR | (quantized if recipe != "bf16" else {}), gpu=gpu, gpus=16)
+    slower = dataclasses.replace(run.calibration, block_scaled_gemm_fraction=0.1)
+    assert step_time(run).seconds == HOPPER_STEPS[gpu, recipe]
+    assert step_time(dataclasses.replace(run, calibration=slower)).seconds == HOPPER_STEPS[gpu, recipe]
 
 
 def test_casts_are_counted_in_bytes_of_inputs_and_gradients():

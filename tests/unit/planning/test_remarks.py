@@ -1,0 +1,89 @@
+"""Remarks: other numbers of GPUs, and recipes that are not ranked."""
+
+from __future__ import annotations
+
+import pytest
+
+from megafp8.config import flags
+from megafp8.planning.hardware import GPUS
+from megafp8.planning.plan import Plan, make_plan
+from megafp8.planning.remarks import hard_to_divide, nearby_counts
+from megafp8.planning.report import plan_data, plan_text
+
+FEW = "--bf16 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --micro-batch-size 1"
+"""Layouts that are quick to search."""
+
+
+def planned(text: str, *, gpu: str, gpus: int) -> Plan:
+    return make_plan(flags.parse(f"--model-preset llama3-8b {text}".split()), GPUS[gpu], gpus, ())
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nearby"),
+    [
+        (509, [504, 508, 512]), (13, [12, 16]), (7, [8]), (1016, [960, 992, 1024]), (40, [32]),
+        *((each, []) for each in (1, 2, 8, 16, 24, 64, 512, 640, 16_384)),
+    ],
+)  # fmt: skip
+def test_numbers_that_divide_well_are_not_compared(gpus, nearby) -> None:
+    assert nearby_counts(gpus) == nearby
+
+
+def test_why_a_number_is_hard_to_divide() -> None:
+    assert hard_to_divide(509) == "are a prime number, which divides into 1 x 509 only"
+    assert hard_to_divide(1018) == "have the odd factor 509, which few layouts can use"
+    assert "odd factor 25," in hard_to_divide(25)
+
+
+def test_a_prime_number_of_gpus_is_told_what_its_neighbours_give() -> None:
+    """13 GPUs can only be data-parallel, which needs recompute; 12 can divide the sequences."""
+    plan = planned(FEW, gpu="h100", gpus=13)
+    (remark,) = plan.remarks
+    speeds = {
+        gpus: gpus * planned(FEW, gpu="h100", gpus=gpus).found.layouts[0].step.tokens_per_s_per_gpu
+        for gpus in (12, 13, 16)
+    }
+    assert speeds[12] > speeds[13]
+    for gpus, speed in speeds.items():
+        assert f"{gpus} GPUs" in remark and f"{speed:,.0f}" in remark
+    assert "prime number" in remark and remark.endswith("more with fewer GPUs")
+    assert remark in plan_text(plan, 1) and plan_data(plan, 1)["remarks"] == [remark]
+
+
+def test_where_nothing_fits_the_neighbours_that_fit_are_told() -> None:
+    one = "--tensor-model-parallel-size 1 --context-parallel-size 1 --micro-batch-size 1"
+    plan = planned(f"--num-layers 96 {one}", gpu="h100", gpus=13)
+    assert not plan.found.layouts and "in all they give 0 tokens/s; 12 GPUs give" in plan.remarks[0]
+    assert plan.remarks[0] in plan_text(plan, 1)
+
+
+def test_a_prime_number_that_costs_nothing_is_no_remark() -> None:
+    assert planned(FEW, gpu="b200", gpus=13).remarks == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gpu", "is_ranked"),
+    [
+        *((recipe, "h200", True) for recipe in ("tensorwise", "delayed", "blockwise")),
+        *((recipe, "b200", True) for recipe in ("tensorwise", "mxfp8")),
+        *((recipe, "b200", False) for recipe in ("delayed", "blockwise")),
+    ],
+)
+def test_recipes_without_a_published_speed_are_not_ranked(recipe, gpu, is_ranked) -> None:
+    plan = planned(f"--fp8-recipe {recipe} --tensor-model-parallel-size 1", gpu=gpu, gpus=1)
+    assert [f"{recipe}: not ranked on {gpu}" in remark for remark in plan.remarks] == ([] if is_ranked else [True])
+    assert ("not ranked" in plan_text(plan, 1)) != is_ranked
+
+
+def test_recipes_are_not_ranked_where_another_machines_host_decides() -> None:
+    text = "--fp8-recipe mxfp8 --seq-length 1024 --micro-batch-size 1 --tensor-model-parallel-size 8"
+    (remark,) = planned(text, gpu="b200", gpus=8).remarks
+    assert "layers wait for the host" in remark and "not a b200" in remark
+    assert planned(text.replace("mxfp8", "tensorwise"), gpu="h200", gpus=8).remarks == []
+
+
+def test_assumptions_name_the_constant_of_the_gpu() -> None:
+    of_blackwell = plan_text(planned("--bf16", gpu="b200", gpus=1), 1)
+    of_hopper = plan_text(planned("--bf16", gpu="h200", gpus=1), 1)
+    assert "0.615 (MXFP8, NVFP4, blockwise: fitted to published speeds)" in of_blackwell
+    assert "0.566 (blockwise);" in of_hopper and "published" not in of_hopper
