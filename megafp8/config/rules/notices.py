@@ -2,7 +2,7 @@
 
 Settings that change nothing in this run, though another run would heed them: Megatron-LM's own example scripts give
 each of them; refusing would stop a command line that means what it says. And choices of a recipe that surprise people
-who come from Transformer Engine or from papers. And values that Megatron-LM trains with, but whose effect is rarely meant.
+who come from Transformer Engine or from papers. And values that Megatron-LM trains with, whose effect is rarely meant.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 
 BF16 = {"precision.bf16": True}
-TINY = "--micro-batch-size 1 --global-batch-size 8 --lr 1e-3".split()
+TINY = ["--micro-batch-size", "1", "--global-batch-size", "8", "--lr", "1e-3"]
 
 CASES = (
     ({"parallel.sequence_parallel": True}, "emulated", "--sequence-parallel"),
