@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 
 from megafp8.config import derived, flags, rules
 from megafp8.config.rules import batch, numbers, schedule
+from megafp8.config.rules.notices import short_of_the_warmup
 from megafp8.config.schema import RunConfig
 from megafp8.errors import ConfigError, DataError, Megafp8Error
 from megafp8.text_table import aligned
@@ -114,6 +115,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         mcore_cpu.install()
         from megafp8.optim.schedule import preview_schedule
 
+        for notice in short_of_the_warmup(config, ranks):
+            print(f"notice: {notice}", file=sys.stderr)
         marks, last = marks_of(config, ranks), derived.train_iters(config, ranks)
         found = preview_schedule(config, ranks, rows_of(config, ranks, marks))
         if options.json:

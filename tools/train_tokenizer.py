@@ -52,7 +52,7 @@ def train(options: argparse.Namespace) -> TrainingSummary:
     """Train the kind of tokenizer that was asked for."""
     common = {
         "vocab_size": options.vocab_size, "json_key": options.json_key, "max_text_bytes": options.max_text_bytes,
-        "overwrite": options.overwrite,
+        "overwrite": options.overwrite, "on_notice": print,
     }  # fmt: skip
     if options.model_type == BYTE_BPE:
         os.environ["RAYON_NUM_THREADS"] = str(options.num_threads)  # read once by the library, when it starts to work

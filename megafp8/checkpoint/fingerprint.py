@@ -19,9 +19,9 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megafp8.checkpoint.contents import OPTIMIZER_PREFIX
-from megafp8.checkpoint.load import LAYER_STATE
 from megafp8.checkpoint.reading import common_state, readable
 from megafp8.checkpoint.safe_load import SafePlanner, SafeReader
+from megafp8.checkpoint.strictness import is_of_layers
 
 # Of the plain values: what says how the run was started, or how it was divided.
 NOT_STATE = ("config", "layout", "content_metadata")
@@ -53,7 +53,7 @@ def part_of(name: str) -> str:
         return "optimizer"
     if name.startswith(RANDOM):
         return "random"
-    return "scales" if any(mark in name for mark in LAYER_STATE) else "weights"
+    return "scales" if is_of_layers(name) else "weights"
 
 
 def tensors_of(path: Path) -> Iterator[tuple[str, bytes]]:

@@ -34,15 +34,13 @@ from megafp8.checkpoint.state import (
     random_state,
     restore_random_state,
 )
+from megafp8.checkpoint.strictness import DEFAULT, check_keys, is_of_layers, part_of, returned_by_core
+from megafp8.checkpoint.together import together
 from megafp8.checkpoint.vocabulary import fill_new_rows, rows_known
 from megafp8.config import derived, serialize
 from megafp8.config.schema import RunConfig
-from megafp8.errors import CheckpointError
 from megafp8.fp8.parameter import settle
 from megafp8.parallel.gather import gather_weights
-
-# Parts of the keys of what only some layers keep besides weights: Transformer Engine's, and the emulated ones'.
-LAYER_STATE = ("_extra_state", ".quantizer_state.")
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ def load_checkpoint(path: Path, config: RunConfig, trainee: Trainee, weights_onl
         state["optimizer"] = optimizer_state(trainee, model, is_loading=True)
     if with_random:
         state["random_state"] = random_state()
-    state = read_tensors(path, state, trainee.chunks, list(model))
+    state, found = read_tensors(path, state, trainee.chunks, list(model), config.checkpoint.dist_ckpt_strictness)
     fill_new_rows(known, num_rows)
     if with_optimizer:
         with torch.no_grad():
@@ -102,7 +100,7 @@ def load_checkpoint(path: Path, config: RunConfig, trainee: Trainee, weights_onl
     if with_random and same_device:
         restore_random_state(state["random_state"])
     drawn_anew = "" if same_device else what_draws(config)
-    notes = notes_on(weights_only, with_optimizer, with_random, same_layout, drawn_anew)
+    notes = found + notes_on(weights_only, with_optimizer, with_random, same_layout, drawn_anew)
     if weights_only:
         return Loaded(Progress(), notes)
     return Loaded(Progress(common["step"], common["consumed_samples"], history_in(common)), notes)
@@ -133,23 +131,34 @@ def load_weights(path: Path, chunks: list[Any]) -> None:
     read_tensors(path, dict(model), chunks, list(model))
 
 
-def read_tensors(path: Path, state: dict[str, Any], chunks: list[Any], names: list[str]) -> dict[str, Any]:
-    """Read a sharded state, and give the chunks their parts of it (`names`, in their order).
+def read_tensors(
+    path: Path, state: dict[str, Any], chunks: list[Any], names: list[str], strictness: str = DEFAULT
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Read a sharded state, and give the chunks their parts of it (`names`, in their order); all ranks call it.
 
     Quantizing layers keep state besides weights, under keys that other layers do not have. It is taken where the
     checkpoint has it, and left as built where not.
 
+    Args:
+        strictness: of `--dist-ckpt-strictness`.
+
+    Returns:
+        The state, and a note on keys that do not match.
+
     Raises:
-        CheckpointError: a tensor is absent, or the checkpoint cannot be read.
+        CheckpointError: keys do not match, or the checkpoint cannot be read.
     """
+    parts = {"model", *state}
     with readable(path):
-        state, _, absent = dist_checkpointing.load(state, str(path), SafeStrategy(), strict="return_unexpected")
+        state, missing, unexpected = dist_checkpointing.load(
+            state, str(path), SafeStrategy(), strict=returned_by_core(strictness)
+        )
+    absent = {key for key in unexpected if part_of(key) != "model"}
     for name, chunk in zip(names, chunks, strict=True):
         absent |= set(unwrap_model(chunk).load_state_dict(state[name], strict=False).missing_keys)
-    absent = sorted(key for key in absent if not any(part in key for part in LAYER_STATE))
-    if absent:
-        raise CheckpointError(f"{path} is of another model: it lacks {', '.join(absent)}")
-    return state
+    left = {key for key in missing if part_of(key) in parts and not is_of_layers(key)}
+    of_ranks = together(lambda: {key for key in absent if not is_of_layers(key)})
+    return state, check_keys(path, strictness, set().union(*of_ranks), left)
 
 
 def restore_schedule(path: Path, trainee: Trainee, saved: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from megafp8.recipes import registry
 
 # Settings of the model section that change no parameter, and may differ between a checkpoint and its next run.
 FREE_MODEL_SETTINGS = ("model.model_preset", "model.attention_dropout", "model.hidden_dropout", "model.init_method_std")
+NULL_TOKENIZER = "NullTokenizer"
 # What the schedule of a run is made of, as megatron-core names it, and the flags that say it. It counts samples.
 SCHEDULE = {
     "max_lr": "--lr",
@@ -40,10 +41,12 @@ SCHEDULE = {
 def check_same_model(path: Path, saved: RunConfig, config: RunConfig) -> None:
     """Refuse a checkpoint of another model, with the differences.
 
-    Where one of the two takes its vocabulary from the tokenizer, `check_same_vocabulary` compares them.
+    Where only one of the two takes its vocabulary from `--vocab-size` as it is (NullTokenizer adds an id, and other
+    tokenizers may bring their own), `check_same_vocabulary` compares them.
     """
-    from_tokenizer = None in (saved.model.vocab_size, config.model.vocab_size)
-    free = (*FREE_MODEL_SETTINGS, "model.vocab_size") if from_tokenizer else FREE_MODEL_SETTINGS
+    is_null = [each.data.tokenizer_type == NULL_TOKENIZER for each in (saved, config)]
+    by_rows = None in (saved.model.vocab_size, config.model.vocab_size) or is_null[0] != is_null[1]
+    free = (*FREE_MODEL_SETTINGS, "model.vocab_size") if by_rows else FREE_MODEL_SETTINGS
     lines = [line for line in serialize.diff(saved, config) if line.startswith("model.")]
     lines = [line for line in lines if not line.startswith(free)]
     if lines:
@@ -76,9 +79,15 @@ def check_same_vocabulary(path: Path, config: RunConfig, rows: int) -> None:
     saved_rows, saved = embedding_rows(path), read_config(path)
     least = max(rows - derived.vocab_multiple(config), saved_rows - derived.vocab_multiple(saved))
     if least >= min(rows, saved_rows):
+        saved_size, is_null = saved.model.vocab_size, saved.data.tokenizer_type == NULL_TOKENIZER
+        num_ids = saved_rows if saved_size is None else saved_size + is_null
+        fix = (
+            f"--vocab-size {num_ids - 1}, to which NullTokenizer adds the end-of-document id"
+            if config.data.tokenizer_type == NULL_TOKENIZER
+            else "the tokenizer that the checkpoint was trained with"
+        )
         raise CheckpointError(
-            f"{path} has an embedding of {saved_rows} rows and this run one of {rows}: another vocabulary; give the "
-            "tokenizer that the checkpoint was trained with"
+            f"{path} has an embedding of {saved_rows} rows and this run one of {rows}: give {fix}"
         )
 
 

@@ -129,7 +129,6 @@ _HARMLESS_VALUES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "--rope-type": ("rope",),
         "--softmax-type": ("vanilla",),
         "--cpu-offloading-num-layers": ("0",),
-        "--dist-ckpt-strictness": ("assume_ok_unexpected",),
         "--mid-level-dataset-surplus": ("0.005",),
         "--vocab-extra-ids": ("0",),
         "--sample-rate": ("1", "1.0"),
@@ -224,7 +223,7 @@ _REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
      "--no-pin-cpu-grads --no-pin-cpu-params --cpu-offloading-num-layers",
      "nothing is offloaded to the host; use --use-distributed-optimizer, --recompute-granularity or more ranks"),
     ("--save-retain-interval", "the newest checkpoints are kept, or all of them: give --ckpt-keep N, or remove it"),
-    ("--distrib-optim-fully-reshardable-mem-efficient --dist-ckpt-save-pre-mcore-014 --dist-ckpt-strictness "
+    ("--distrib-optim-fully-reshardable-mem-efficient --dist-ckpt-save-pre-mcore-014 "
      "--ckpt-drop-redundant-extra-state --no-ckpt-fully-parallel-save",
      "there is one way to write a checkpoint; remove it"),
     ("--load-main-params-from-ckpt", "weights and master weights are loaded together; use --finetune for weights only"),

@@ -115,14 +115,18 @@ def preprocess(
     Args:
         job: what to make.
         on_progress: called at the start, with what an earlier run left, and after each part.
-        on_notice: called with what the user should know: which encoder runs and why, and what is done again.
+        on_notice: called with what the user should know: files that are left out, which encoder runs and why, and what
+            is done again.
 
     Raises:
         ConfigError, CapabilityError: the tokenizer's flags, or a library that is not there.
         DataError: inputs that cannot be read, other shards under the same prefix, or a worker that died.
         OSError: the output cannot be written.
     """
-    sources = (find_dataset(*job.dataset),) if job.dataset else tuple(find_sources(job.inputs, job.text_separator))
+    if job.dataset:
+        sources = (find_dataset(*job.dataset),)
+    else:
+        sources = tuple(find_sources(job.inputs, job.text_separator, on_notice))
     tokenizer = build_tokenizer(job.tokenizer, job.vocab_size)
     description = _describe_job(job, sources, tokenizer)
     folder = PartFolder(job.output_prefix, len(job.json_keys), token_dtype(tokenizer.vocab_size))

@@ -16,12 +16,13 @@ from __future__ import annotations
 import gzip
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from glob import glob, has_magic
 from pathlib import Path
 from typing import Any, BinaryIO, Optional
 
+from megafp8.data.tool_outputs import is_tool_output
 from megafp8.errors import CapabilityError, DataError
 from megafp8.utils.paths import path_fault
 
@@ -87,13 +88,17 @@ class Source:
         return found
 
 
-def find_sources(inputs: Sequence[str], text_separator: Optional[str] = None) -> list[Source]:
+def find_sources(
+    inputs: Sequence[str], text_separator: Optional[str] = None, on_notice: Callable[[str], None] = lambda _: None
+) -> list[Source]:
     """Return the files that names, folders and patterns stand for: a folder's and a pattern's sorted, the rest in the
     order given.
 
     Args:
-        inputs: files, folders (read with all below, files of other kinds left out) and glob patterns.
+        inputs: files, folders (read with all below, files of other kinds left out) and glob patterns. Folders and
+            patterns leave out what tokenizers and preprocessing wrote.
         text_separator: what stands between the documents of a text file; None: each file is one document.
+        on_notice: called with what is left out so.
 
     Raises:
         DataError: a name without a file, a file that two names stand for, a kind of file that is not known, an empty
@@ -105,7 +110,12 @@ def find_sources(inputs: Sequence[str], text_separator: Optional[str] = None) ->
     found: set[str] = set()
     problems: list[str] = []
     for name in inputs:
-        matches = _matches(name)
+        matches, left_out = _matches(name)
+        if left_out:
+            on_notice(
+                f"--input {name}: left out {len(left_out)} files that tokenizers or preprocessing wrote, such as "
+                f"{left_out[0]}; name a file itself to read it"
+            )
         if not matches:
             kinds = f" of a known kind: {_known_suffixes()}" if Path(name).is_dir() else ""
             problems.append(f"--input {name}: there is no such file{kinds}.")
@@ -214,11 +224,16 @@ def overlaps_itself(delimiter: bytes) -> bool:
     return any(delimiter.startswith(delimiter[shift:]) for shift in range(1, len(delimiter)))
 
 
-def _matches(name: str) -> list[Path]:
+def _matches(name: str) -> tuple[list[Path], list[Path]]:
+    """The files that a name stands for, and those that it stands for as well and that are no text."""
     if Path(name).is_dir():
-        return sorted(path for path in Path(name).rglob("*") if path.is_file() and _kind_of(path.name) is not None)
-    found = sorted(glob(name, recursive=True)) if has_magic(name) and not Path(name).exists() else [name]
-    return [Path(path) for path in found if Path(path).is_file()]
+        found = sorted(path for path in Path(name).rglob("*") if path.is_file() and _kind_of(path.name) is not None)
+    elif has_magic(name) and not Path(name).exists():
+        found = [Path(path) for path in sorted(glob(name, recursive=True)) if Path(path).is_file()]
+    else:
+        return [Path(name)] if Path(name).is_file() else [], []
+    left_out = [path for path in found if is_tool_output(path)]
+    return [path for path in found if path not in set(left_out)], left_out
 
 
 def _kind_of(name: str) -> Optional[tuple[str, str]]:

@@ -60,13 +60,14 @@ def train_sentencepiece(
     max_text_bytes: Optional[int] = None,
     num_threads: int = 1,
     overwrite: bool = False,
+    on_notice: Callable[[str], None] = lambda _: None,
 ) -> TrainingSummary:
     """Train `PREFIX.model` (and `PREFIX.vocab`, for people), check that it is lossless, write it whole or not at all.
 
     `PREFIX.json` records settings and inputs; when it says that the same training was done, nothing is done again.
 
     Args:
-        inputs: JSONL or text files, or glob patterns.
+        inputs: files, folders and glob patterns, see `readers.find_sources`.
         model_prefix: path without suffix.
         vocab_size: pieces in all, 261 fixed ones among them.
         model_type: bpe or unigram.
@@ -74,13 +75,14 @@ def train_sentencepiece(
         max_text_bytes: train on the documents that begin within so much text; the trainer holds them in memory.
         num_threads: threads of the trainer.
         overwrite: train although another model is there.
+        on_notice: called with what the user should know: files that are left out.
 
     Raises:
         DataError: inputs that cannot be read, too little text for the vocabulary, another model is there, or a text
             that does not come back.
         OSError: the model cannot be written.
     """
-    sources = find_sources(inputs)
+    sources = find_sources(inputs, on_notice=on_notice)
     settings = _settings(sources, vocab_size, model_type, json_key, max_text_bytes)
     model_path, record_path = Path(f"{model_prefix}.model"), Path(f"{model_prefix}.json")
     if model_path.exists() and not overwrite:
@@ -110,6 +112,7 @@ def train_byte_bpe(
     json_key: str = "text",
     max_text_bytes: Optional[int] = None,
     overwrite: bool = False,
+    on_notice: Callable[[str], None] = lambda _: None,
 ) -> TrainingSummary:
     """Train a byte-level BPE as GPT-2's, with <|endoftext|> as id 0, check that it is lossless, and write it.
 
@@ -120,15 +123,15 @@ def train_byte_bpe(
     Args:
         folder: to write to; made if it is not there.
         vocab_size: tokens in all, 257 fixed ones among them.
-        inputs, json_key, max_text_bytes, overwrite: as for `train_sentencepiece`. The trainer counts words: its memory
-            follows the number of different ones.
+        inputs, json_key, max_text_bytes, overwrite, on_notice: as for `train_sentencepiece`. The trainer counts words:
+            its memory follows the number of different ones.
 
     Raises:
         CapabilityError: the library `tokenizers` is not installed.
         DataError, OSError: as `train_sentencepiece`.
     """
     tokenizers = load_library("tokenizers", "HuggingFaceTokenizer")
-    sources = find_sources(inputs)
+    sources = find_sources(inputs, on_notice=on_notice)
     settings = _settings(sources, vocab_size, BYTE_BPE, json_key, max_text_bytes)
     model_path, record_path = Path(folder) / "tokenizer.json", Path(folder) / "training.json"
     if model_path.exists() and not overwrite:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from megafp8.config import precision_map
+from megafp8.config import derived
 from megafp8.config.schema import RunConfig
 from megafp8.planning.hardware import Gpu
 from megafp8.planning.layouts import Found
@@ -14,8 +14,6 @@ NEAR_FRACTION = 1 / 4
 """Of the number of GPUs: as far as other numbers are looked for."""
 MUCH_FASTER = 1.1
 """A GPU, at another number of them, that is worth a remark."""
-RANKED_ON_BLACKWELL = ("tensorwise", "mxfp8", "nvfp4")
-"""Recipes that published speeds compare with BF16 or with one another there; the plan has their order."""
 HOST_FRACTION = 0.05
 """Of a step: what the host may cost before the order of recipes rests on it."""
 
@@ -61,7 +59,7 @@ def ranking_remarks(config: RunConfig, gpu: Gpu, found: Found) -> Iterator[str]:
     """Which order among recipes the plan does not know."""
     if gpu.compute_capability < (10, 0):
         return
-    unknown = [name for name in precision_map.used_recipes(config.precision) if name not in RANKED_ON_BLACKWELL]
+    unknown = [recipe.name for recipe in derived.used_recipes(config.precision) if not recipe.is_ranked_on_blackwell]
     if unknown:
         yield (
             f"{' and '.join(unknown)}: not ranked on {gpu.name}, where nobody has measured or published the speed: "

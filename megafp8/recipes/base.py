@@ -235,6 +235,8 @@ class Recipe:
         export_form: how checkpoints for others hold weights that were quantized so; None takes another recipe's.
         exported_as: that recipe; None is the registry's default.
         slow_gemm_until: compute capability below which its GEMMs run at the rate of FP32 block scales.
+        is_ranked_on_blackwell: published speeds compare it there with BF16 or another recipe, and the planner has their
+            order.
         slow_cast: its casts run at the rate of casts in blocks.
         fallbacks: recipes to try when it is too coarse, each with the reason as the end of a sentence.
     """
@@ -262,6 +264,7 @@ class Recipe:
     exported_as: Optional[str] = None
     slow_gemm_until: tuple[int, int] = (0, 0)
     slow_cast: bool = False
+    is_ranked_on_blackwell: bool = False
     fallbacks: tuple[tuple[str, str], ...] = ()
 
     def rules(self, number_format: Optional[str] = None, options: Optional[Mapping[str, Any]] = None) -> LinearRecipe:

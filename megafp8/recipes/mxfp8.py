@@ -36,4 +36,5 @@ RECIPE = Recipe(
     native_capabilities=(((10, 0), (12, 0)),),  # not on the consumer GPUs of the generation
     te_recipe_class="MXFP8BlockScaling",
     supports_userbuffers=True,
+    is_ranked_on_blackwell=True,
 )

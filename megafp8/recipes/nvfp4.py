@@ -64,4 +64,5 @@ RECIPE = Recipe(
         ("NVTE_NVFP4_DISABLE_2D_QUANTIZATION", "weights have blocks of 1x16"),
     ),
     fallbacks=(("mxfp8", ", eight bits instead of four"),),
+    is_ranked_on_blackwell=True,
 )

@@ -39,4 +39,5 @@ RECIPE = Recipe(
     export_form=ExportForm(
         scale_suffix="weight_scale", quantization_config=compressed_tensors("tensor"), excluded_key="ignore"
     ),
+    is_ranked_on_blackwell=True,
 )

@@ -163,6 +163,22 @@ def test_a_run_starts_from_theirs_as_the_documents_have_it(
     assert {weight.dtype for weight in weights_in(tmp_path / "theirs").values()} == {torch.float32}
 
 
+def test_theirs_are_tried_on_made_up_data(tool: ModuleType, tmp_path: Path) -> None:
+    """NullTokenizer adds an id, so that a vocabulary of 256 is --vocab-size 255, as in Megatron-LM."""
+    fields = LLAMA | {"vocab_size": 256, "num_hidden_layers": 1}
+    theirs = write_their_folder(tmp_path / "theirs", fields, random_weights(fields, torch.float32))
+    assert tool.main(["from-hf", str(theirs), str(tmp_path / "ours")]) == 0
+    run = (
+        f"--config {tmp_path}/ours/config.json --pretrained-checkpoint {tmp_path}/ours --mock-data --seq-length 32 "
+        "--micro-batch-size 2 --train-iters 1 --lr 1e-3 --eval-iters 0 --num-workers 0 --tokenizer-type NullTokenizer"
+    )
+    refused = run_script("pretrain_gpt.py", *run.split())
+    assert refused.returncode == 74
+    assert "an embedding of 256 rows and this run one of 384: give --vocab-size 255," in refused.stderr
+    trained = run_script("pretrain_gpt.py", *run.split(), "--vocab-size", "255")
+    assert trained.returncode == 0, trained.stderr
+
+
 def test_text_from_theirs(tool: ModuleType, with_tokenizer: Path, tmp_path: Path) -> None:
     assert tool.main(["from-hf", str(with_tokenizer), str(tmp_path / "ours")]) == 0
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked_script import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -43,6 +44,26 @@ def test_from_nothing_to_shards_and_again(tmp_path):
     assert "there already" in run(*tokenizer)
     assert "there already" in run(*shards)
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == files
+
+
+def test_one_folder_holds_text_tokenizers_and_shards(tmp_path):
+    """And every command does nothing when it is given once more."""
+    run("build_stdlib_corpus", "--output", tmp_path / "c.jsonl", "--max-bytes", 100_000)
+    train = ("--input", tmp_path, "--vocab-size", 400, "--model-prefix")
+    commands = (
+        ("train_tokenizer.py", *train, tmp_path / "tokenizer"),
+        ("train_tokenizer.py", *train, tmp_path / "gpt", "--model-type", "byte-bpe"),
+        (
+            *("preprocess_data.py", "--input", f"{tmp_path}/", "--output-prefix", tmp_path / "corpus", "--workers", 1),
+            *("--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", tmp_path / "tokenizer.model"),
+        ),
+    )
+    for tool, *arguments in commands * 2:
+        done = run_script(f"tools/{tool}", *arguments)
+        assert done.returncode == 0, done.stderr
+    assert "is there already" in done.stdout and "left out 7 files" in done.stdout
+    manifest = json.loads((tmp_path / "corpus_text_document.manifest.json").read_text())
+    assert [source["path"] for source in manifest["sources"]] == [str(tmp_path / "c.jsonl")]
 
 
 def preprocess_ids(tmp_path, lines, *arguments, status=0):

@@ -69,8 +69,7 @@ def test_embedding_and_output_have_their_own_column(tool, capsys) -> None:
     ("words", "said"),
     [
         ("--lr-warmup-iters 100", "not shorter than the schedule"),
-        ("--lr-warmup-iters 100 --lr-decay-iters 200", "not shorter than the run of 800 samples (100 steps)"),
-        ("--lr-warmup-fraction 0.6 --lr-decay-iters 200", "lower --lr-warmup-iters, --lr-warmup-samples or"),
+        ("--lr-warmup-iters 200 --lr-decay-iters 200", "not shorter than the schedule of 1600 samples (200 steps)"),
         ("--lr-decay-style WSD", "--lr-wsd-decay-iters"),
         ("--lr-warmup-iters -1", "--lr-warmup-iters -1 must be"),
         ("--no-such-flag", "--no-such-flag"),
@@ -82,6 +81,13 @@ def test_what_a_run_refuses_is_refused(tool, capsys, words: str, said: str) -> N
     assert said in captured.err and captured.out == ""
     invocation, problems = flags.read([*RUN, *words.split()])
     assert any(said in text for text in problems + rules.setting_problems(invocation.config, 1))
+
+
+def test_a_run_within_its_warmup_is_named(tool, capsys) -> None:
+    assert tool.main([*RUN, "--lr-warmup-fraction", "0.6", "--lr-decay-iters", "200"]) == 0
+    captured = capsys.readouterr()
+    assert "notice: the warm-up of 120 steps is not shorter than the run of 100" in captured.err
+    assert captured.out.splitlines()[-1].split()[3] == "0.000825"  # 99 / 120 of the peak
 
 
 def test_a_short_run_of_a_long_schedule_may_warm_up(tool, capsys) -> None:

@@ -14,6 +14,7 @@ from test_checkpoint import DISTRIBUTED, load_newest, run_leg
 from megafp8.checkpoint.folder import find_checkpoint
 from megafp8.checkpoint.same_run import check_same_model, check_same_vocabulary
 from megafp8.config.schema import RunConfig
+from megafp8.config.settings import with_values
 from megafp8.errors import CheckpointError
 from megafp8.training.resume import resume
 
@@ -74,6 +75,16 @@ def test_a_vocabulary_of_the_tokenizer_is_compared_by_its_size(saved: Path) -> N
             check_same_vocabulary(path, unsaid, 320)
 
     run_ranks(1, compare)
+
+
+def test_made_up_data_is_compared_by_rows() -> None:
+    """NullTokenizer adds an id to --vocab-size, which other tokenizers do not."""
+    text = with_values(CONFIG, {"data.tokenizer_type": "HuggingFaceTokenizer", "model.vocab_size": 256})
+    check_same_model(Path("theirs"), text, CONFIG)
+    check_same_model(Path("theirs"), CONFIG, text)
+    for other in (text, CONFIG):
+        with pytest.raises(CheckpointError, match="model.vocab_size"):
+            check_same_model(Path("theirs"), other, with_values(other, {"model.vocab_size": 250}))
 
 
 def test_the_other_kind_of_optimizer_is_refused(saved: Path) -> None:

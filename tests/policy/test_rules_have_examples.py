@@ -174,9 +174,6 @@ EXAMPLES = {
     "schedule_is_counted_like_the_run": ({"optimizer.lr_decay_samples": 1000}, 1, "use --lr-decay-iters"),
     "warmup_is_given_once": ({"optimizer.lr_warmup_fraction": 0.1}, 1, "--lr-warmup-iters 10"),
     "warmup_ends_within_the_schedule": ({"optimizer.lr_warmup_iters": 100}, 1, "(100 steps)"),
-    "warmup_ends_within_the_run": (
-        {"optimizer.lr_warmup_iters": 150, "optimizer.lr_decay_iters": 200}, 1, "not shorter than the run"
-    ),
     "wsd_has_its_decay": ({"optimizer.lr_decay_style": "WSD"}, 1, "--lr-wsd-decay-iters"),
     "weight_decay_has_its_ends": (
         {"optimizer.weight_decay_incr_style": "linear"}, 1, "--start-weight-decay and --end-weight-decay"
@@ -385,4 +382,6 @@ def test_no_rule_raises_whatever_is_missing_or_out_of_range():
             options = list(setting.choices) or choices[setting.type]
             options = [(), (options[0],), tuple(options)] if setting.many else options
             changes[setting.name] = generator.choice(options + ([None] if setting.optional else []))
-        assert isinstance(rules.problems(with_values(base, changes), generator.choice([0, 1, 3, 8])), list)
+        config, world_size = with_values(base, changes), generator.choice([0, 1, 3, 8])
+        assert isinstance(rules.problems(config, world_size), list)
+        assert isinstance(rules.notices(config, "emulated", world_size), list)

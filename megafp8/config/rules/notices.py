@@ -2,7 +2,7 @@
 
 Settings that change nothing in this run, though another run would heed them: Megatron-LM's own example scripts give
 each of them; refusing would stop a command line that means what it says. And choices of a recipe that surprise people
-who come from Transformer Engine or from papers.
+who come from Transformer Engine or from papers. And values that Megatron-LM trains with, whose effect is rarely meant.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from megafp8.config.rules.precision import (
     quantizes_in_swiglu,
     recipes_of_our_kernels,
 )
+from megafp8.config.rules.schedule import schedule_samples
 from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import settings_by_name, value_of, with_values
 from megafp8.recipes import registry
@@ -35,6 +36,7 @@ def notices(config: RunConfig, implementation: str, world_size: int) -> list[str
     return [
         *_idle_settings(config, implementation),
         *_surprises(config),
+        *short_of_the_warmup(config, world_size),
         *_fused(config, implementation),
         *_kernels(config, implementation),
         *_launches(config, implementation, world_size),
@@ -86,8 +88,18 @@ def _with_tiles(config: RunConfig) -> str:
 
 def _surprises(config: RunConfig) -> Iterator[str]:
     precision = config.precision
-    recipe = f"--fp8-recipe {precision.fp8_recipe}"
+    recipe, used = f"--fp8-recipe {precision.fp8_recipe}", precision_map.used_recipes(precision)
     chosen = registry.get(precision.fp8_recipe)
+    if used and derived.params_dtype(precision) == "fp32":
+        yield (
+            f"{precision_map.asked_by(precision, used[0])} without --bf16: weights, activations and gradients are "
+            "FP32 wherever they are not quantized; add --bf16 for BF16 with FP32 master weights"
+        )
+    if derived.is_stateful(precision) and precision.fp8_margin < 0:
+        yield (
+            f"--fp8-margin {precision.fp8_margin} multiplies scales by {2**-precision.fp8_margin}: values above "
+            f"1/{2**-precision.fp8_margin} of the amax saturate; 0 uses the whole range of the format"
+        )
     if precision.fp8_format == "hybrid" and chosen.default_format == "e4m3":
         yield f"--fp8-format hybrid makes gradients E5M2 under {recipe} too, where E4M3 is usual: --fp8-format e4m3"
     history = (precision.fp8_amax_history_len, precision.fp8_amax_compute_algo)
@@ -97,6 +109,22 @@ def _surprises(config: RunConfig) -> Iterator[str]:
         yield (
             f"{recipe} takes scales from the most recent amax, which is Megatron-LM's default; Transformer Engine's is "
             f"--fp8-amax-history-len {length} --fp8-amax-compute-algo {algorithm}"
+        )
+
+
+def short_of_the_warmup(config: RunConfig, world_size: int) -> Iterator[str]:
+    """A run that ends within its warm-up, as Megatron-LM's smoke tests do."""
+    schedule, peak = schedule_samples(config, world_size), config.optimizer.lr
+    if schedule is None or peak is None:
+        return
+    length, batch = derived.train_samples(config, world_size), derived.global_batch_size(config, world_size)
+    warmup, start = derived.lr_warmup_samples(config, world_size), config.optimizer.lr_warmup_init
+    if length <= warmup < schedule:
+        last = start + (peak - start) * (length - batch) / warmup
+        yield (
+            f"the warm-up of {warmup / batch:g} steps is not shorter than the run of {length / batch:g}: the learning "
+            f"rate only reaches {last:.3g} of --lr {peak:g}; a full run takes a lower --lr-warmup-iters, "
+            "--lr-warmup-samples or --lr-warmup-fraction, or trains longer"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Optional
 
 from megafp8.config import derived
 from megafp8.config.rules.rule import Rule, batch_size, positive, without
@@ -68,7 +69,7 @@ def warmup_is_given_once(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def warmup_ends_within_the_schedule(config: RunConfig, world_size: int) -> Iterator[str]:
     """Warm-up is shorter than the schedule."""
-    steps = _schedule_samples(config, world_size)
+    steps = schedule_samples(config, world_size)
     if steps is None:
         return
     warmup = derived.lr_warmup_samples(config, world_size)
@@ -78,21 +79,6 @@ def warmup_ends_within_the_schedule(config: RunConfig, world_size: int) -> Itera
             f"the warm-up of {warmup:g} samples ({warmup / batch:g} steps) is not shorter than the schedule of {steps} "
             f"samples ({steps / batch:g} steps): lower --lr-warmup-iters, --lr-warmup-samples or --lr-warmup-fraction, "
             "or make the schedule longer"
-        )
-
-
-def warmup_ends_within_the_run(config: RunConfig, world_size: int) -> Iterator[str]:
-    """A run that is shorter than its schedule reaches the peak all the same."""
-    schedule = _schedule_samples(config, world_size)
-    if schedule is None:
-        return
-    length, batch = derived.train_samples(config, world_size), derived.global_batch_size(config, world_size)
-    warmup = derived.lr_warmup_samples(config, world_size)
-    if length <= warmup < schedule:
-        yield (
-            f"the warm-up of {warmup:g} samples ({warmup / batch:g} steps) is not shorter than the run of {length} "
-            f"samples ({length / batch:g} steps), though than its schedule of {schedule}: lower --lr-warmup-iters, "
-            "--lr-warmup-samples or --lr-warmup-fraction, or train longer"
         )
 
 
@@ -108,7 +94,7 @@ def wsd_has_its_decay(config: RunConfig, world_size: int) -> Iterator[str]:
     if optimizer.lr_wsd_decay_iters is None and optimizer.lr_wsd_decay_samples is None:
         yield "--lr-decay-style WSD needs the length of its decay: --lr-wsd-decay-iters (or --lr-wsd-decay-samples)"
         return
-    steps = _schedule_samples(config, world_size)
+    steps = schedule_samples(config, world_size)
     decay = None if steps is None else derived.lr_wsd_decay_samples(config, world_size)
     if steps is not None and decay is not None and decay + derived.lr_warmup_samples(config, world_size) > steps:
         yield (
@@ -192,7 +178,7 @@ def low_precision_state_needs_its_switch(config: RunConfig, world_size: int) -> 
         )
 
 
-def _schedule_samples(config: RunConfig, world_size: int) -> "int | None":
+def schedule_samples(config: RunConfig, world_size: int) -> Optional[int]:
     """Samples of the schedule, if run and batch are known."""
     length = config.training.train_iters or config.training.train_samples
     if batch_size(config, world_size) is None or not positive(length):
@@ -207,7 +193,6 @@ RULES: tuple[Rule, ...] = (
     schedule_is_counted_like_the_run,
     warmup_is_given_once,
     warmup_ends_within_the_schedule,
-    warmup_ends_within_the_run,
     wsd_has_its_decay,
     weight_decay_has_its_ends,
     fixed_loss_scale_has_a_scaler,

@@ -45,6 +45,15 @@ class CheckpointConfig:
     )
     exit_on_missing_checkpoint: bool = setting(False, "stop when --load holds no checkpoint")
     ckpt_format: str = setting("torch_dist", "checkpoint format", choices=("torch_dist",))
+    dist_ckpt_strictness: str = setting(
+        "assume_ok_unexpected",
+        "keys that only the run (unexpected) or only the checkpoint (missing) has: an error (assume_ok_*, raise_*), a "
+        "note (log_*, return_*) or nothing (ignore_all); *_unexpected passes over missing ones",
+        choices=(
+            "assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all",
+            "return_unexpected", "return_all", "ignore_all",
+        ),
+    )  # fmt: skip
     ckpt_step: Optional[int] = setting(None, "step to load; default the newest")
     use_checkpoint_opt_param_scheduler: bool = setting(
         False, "take the schedule from the checkpoint",

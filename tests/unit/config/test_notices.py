@@ -4,9 +4,12 @@ import dataclasses
 
 import pytest
 
-from megafp8.config import rules
+from megafp8.config import flags, rules
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
+
+BF16 = {"precision.bf16": True}
+TINY = ["--micro-batch-size", "1", "--global-batch-size", "8", "--lr", "1e-3"]
 
 CASES = (
     ({"parallel.sequence_parallel": True}, "emulated", "--sequence-parallel"),
@@ -47,13 +50,13 @@ def test_a_setting_that_works_is_not(values: dict, implementation: str) -> None:
 
 @pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
 def test_e5m2_gradients_of_a_block_recipe_are_said(recipe: str) -> None:
-    values = {"precision.fp8_format": "hybrid", "precision.fp8_recipe": recipe}
+    values = {**BF16, "precision.fp8_format": "hybrid", "precision.fp8_recipe": recipe}
     (notice,) = rules.notices(with_values(RunConfig(), values), "emulated", 1)
     assert notice.startswith(f"--fp8-format hybrid makes gradients E5M2 under --fp8-recipe {recipe}")
 
 
 def test_megatron_s_short_history_is_said() -> None:
-    values = {"precision.fp8_format": "hybrid", "precision.fp8_recipe": "delayed"}
+    values = {**BF16, "precision.fp8_format": "hybrid", "precision.fp8_recipe": "delayed"}
     (notice,) = rules.notices(with_values(RunConfig(), values), "emulated", 1)
     assert "Transformer Engine's is --fp8-amax-history-len 1024 --fp8-amax-compute-algo max" in notice
 
@@ -64,7 +67,51 @@ def test_megatron_s_short_history_is_said() -> None:
     {"precision.fp8_format": "hybrid", "precision.fp8_recipe": "delayed", "precision.fp8_amax_history_len": 16},
 ])  # fmt: skip
 def test_a_usual_recipe_needs_no_word(values: dict) -> None:
-    assert rules.notices(with_values(RunConfig(), values), "emulated", 1) == []
+    assert rules.notices(with_values(RunConfig(), values | BF16), "emulated", 1) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        ("--fp8-format hybrid --fp8-recipe tensorwise", "--fp8-recipe tensorwise"),
+        ("--fp4-format e2m1", "--fp4-recipe nvfp4"),
+        ("--precision *.linear_fc2=mxfp8/e4m3", "--precision"),
+    ],
+)
+def test_fp8_on_fp32_weights_is_named(words: str, flag: str) -> None:
+    (notice,) = rules.notices(flags.parse(words.split()).config, "emulated", 1)
+    assert flag in notice and "without --bf16" in notice and "FP32" in notice and "add --bf16" in notice
+    assert rules.notices(flags.parse([*words.split(), "--bf16"]).config, "emulated", 1) == []
+
+
+@pytest.mark.parametrize("recipe", ["--fp8-recipe delayed", "--fp8-recipe tensorwise --precision output_layer=delayed"])
+def test_a_negative_margin_saturates(recipe: str) -> None:
+    """The scale is 2^2 times what brings the largest value to the format's largest number."""
+    words = f"--bf16 --fp8-format hybrid --fp8-amax-history-len 16 {recipe} --fp8-margin".split()
+    (notice,) = rules.notices(flags.parse([*words, "-2"]).config, "emulated", 1)
+    assert notice.startswith("--fp8-margin -2") and "above 1/4 of the amax saturate" in notice
+    assert rules.notices(flags.parse([*words, "1"]).config, "emulated", 1) == []
+
+
+@pytest.mark.parametrize(
+    ("length", "warmup", "steps", "rate"),
+    [
+        # Megatron-LM's smoke tests: the first steps of a long schedule. Step n has n - 1 steps of warm-up behind it.
+        ("--train-iters 50 --lr-decay-iters 320000", "--lr-warmup-fraction .01", "3200 steps", 1e-3 * 49 / 3200),
+        ("--train-samples 80 --lr-decay-samples 8000", "--lr-warmup-samples 80", "10 steps", 1e-3 * 9 / 10),
+    ],
+)
+def test_a_run_within_its_warmup_is_trained(length: str, warmup: str, steps: str, rate: float) -> None:
+    config = flags.parse([*TINY, *length.split(), *warmup.split()]).config
+    assert [text for text in rules.setting_problems(config, 1) if "warm-up" in text] == []
+    (notice,) = rules.notices(config, "emulated", 1)
+    assert f"the warm-up of {steps}" in notice and f"{rate:.3g} of --lr 0.001" in notice
+
+
+def test_a_warmup_beyond_the_schedule_is_refused() -> None:
+    config = flags.parse([*TINY, "--train-iters", "50", "--lr-warmup-iters", "50"]).config
+    assert any("not shorter than the schedule" in text for text in rules.setting_problems(config, 1))
+    assert rules.notices(config, "emulated", 1) == []
 
 
 def test_none_takes_back_what_a_file_gives(tmp_path) -> None:

@@ -147,6 +147,27 @@ def test_a_name_that_no_manifest_can_hold(tmp_path):
         find_sources([str(tmp_path)])
 
 
+def test_what_tools_wrote_beside_text_is_left_out(tmp_path):
+    """Of folders and patterns, with a notice; a file that is named itself is read."""
+    written = (
+        "t.json", "gpt/tokenizer.json", "gpt/training.json", "gpt/vocab.json", "gpt/merges.txt", "gpt2-vocab.json",
+        "c_text_document.manifest.json", "c.skipped.jsonl", "c.parts/job.json", "c.parts/000000.json",
+    )
+    text = ("a.jsonl", "b/t.json", "b/training.json", "b/c.parts.txt")
+    for name in (*written, *text, "t.model", "t.vocab"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    notices = []
+    found = find_sources([str(tmp_path)], on_notice=notices.append)
+    assert sorted(Path(source.path).relative_to(tmp_path).as_posix() for source in found) == sorted(text)
+    assert len(notices) == 1 and f"left out {len(written)} files" in notices[0]
+    found = find_sources([str(tmp_path / "*.json*")], on_notice=notices.append)
+    assert [Path(source.path).name for source in found] == ["a.jsonl"] and "left out 4 files" in notices[1]
+    assert len(find_sources([str(tmp_path / "c.skipped.jsonl")], on_notice=notices.append)) == 1 and len(notices) == 2
+    with pytest.raises(DataError, match="no such file of a known kind"):
+        find_sources([str(tmp_path / "gpt")])
+
+
 def test_a_file_is_not_taken_twice(tmp_path):
     for name in ("a.txt", "b.txt", "c.txt"):
         (tmp_path / name).write_text("x")
