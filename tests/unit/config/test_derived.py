@@ -2,8 +2,8 @@
 
 import pytest
 
-from megafp8.config import derived, precision_map
-from megafp8.config.schema import RunConfig
+from megafp8.config import derived
+from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.config.settings import with_values
 from megafp8.errors import ConfigError
 
@@ -93,14 +93,11 @@ def test_padded_vocabulary(changes, vocab, padded):
     assert padded % config.parallel.tensor_model_parallel_size == 0
 
 
-@pytest.mark.parametrize("recipe", precision_map.USUAL_FORMATS)
-def test_every_recipe_has_its_alignment(recipe):
-    assert derived.alignment_of(recipe) == (32 if recipe == "mxfp8" else 16)
-
-
-def test_an_unknown_recipe_has_no_alignment():
-    with pytest.raises(ConfigError, match="recipe rowwise .*GEMM alignment.* tensorwise, "):
-        derived.alignment_of("rowwise")
+def test_dimensions_are_multiples_of_what_the_strictest_recipe_needs():
+    recipes = {"fp8_format": "e4m3", "fp8_recipe": "tensorwise"}
+    assert derived.gemm_alignment(PrecisionConfig()) == 1
+    assert derived.gemm_alignment(PrecisionConfig(**recipes)) == 16
+    assert derived.gemm_alignment(PrecisionConfig(**recipes, precision_map=("output_layer=mxfp8",))) == 32
 
 
 def test_schedule_in_steps():
