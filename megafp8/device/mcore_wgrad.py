@@ -1,6 +1,6 @@
-"""Lets megatron-core 0.16.1's own linear, the output layer, add its weight gradient to `main_grad` without Apex.
+"""Lets megatron-core 0.16.1's own linears add their weight gradient to `main_grad` without Apex, on a CPU too.
 
-It looks for the function in Apex's extension module, by name and at import. Without it the gradient is rounded to BF16
+They look for the function in Apex's extension module, by name and at import. Without it the gradient is rounded to BF16
 and added in a pass of its own. Where Apex is installed, its function is taken; it only adds, so that a buffer whose
 first gradient of a step is to replace what is there (`optim.first_gradient`) is cleared before.
 """
