@@ -4,57 +4,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Optional
 
 from megafp8.device.capability import Target
 from megafp8.doctor import tested
+from megafp8.doctor.finding import Finding, error, ok, warning
+from megafp8.doctor.imports import import_finding, within
 from megafp8.doctor.machine import Machine
 from megafp8.recipes import registry
-
-OK, WARNING, ERROR = "ok", "warning", "error"
-"""Error: training cannot run here, or not as the machine is meant to. Warning: it runs slower, or untried."""
 
 LIBRARIES = (
     "numpy", "psutil", "pyyaml", "sentencepiece", "tensorboard", "matplotlib", "scipy", "jinja2", "tqdm",
 )  # fmt: skip
 LEAST_SHARED_MEMORY_BYTES = 2**30
 LEAST_OPEN_FILES = 4096
-LEAST_FREE_BYTES = 20 * 2**30
+LEAST_FREE_BYTES, FULL_BYTES = 20 * 2**30, 2**30
 LEAST_DISK_BYTES_PER_S = 50e6
 MB, GIB = 1e6, 2**30
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """What a check has to say.
-
-    Attributes:
-        mend: a command, or a sentence where no command mends it; None where nothing is wrong.
-    """
-
-    check: str
-    level: str
-    text: str
-    mend: Optional[str] = None
+DRIVER_MEND = (
+    "dmesg | grep -i nvrm says why; restart the machine or install the driver again (no GPU: remove nvidia-smi)"
+)
 
 
 Check = Callable[[Machine], Iterator[Finding]]
-
-
-def ok(check: str, text: str) -> Finding:
-    """Nothing is wrong."""
-    return Finding(check=check, level=OK, text=text)
-
-
-def warning(check: str, text: str, mend: str) -> Finding:
-    """Training runs, and could do better."""
-    return Finding(check=check, level=WARNING, text=text, mend=mend)
-
-
-def error(check: str, text: str, mend: str) -> Finding:
-    """Training does not run."""
-    return Finding(check=check, level=ERROR, text=text, mend=mend)
 
 
 # ---- libraries ----------------------------------------------------------------------------------------------------
@@ -78,11 +50,11 @@ def python(machine: Machine) -> Iterator[Finding]:
 
 def torch(machine: Machine) -> Iterator[Finding]:
     """torch is there, can be imported and is not too old."""
-    version, failure = machine.torch_version or machine.packages.get("torch"), machine.import_errors.get("torch")
+    version = machine.torch_version or machine.packages.get("torch")
     if version is None:
         yield error("torch", "is not installed", "pip install -c constraints.txt torch")
-    elif failure is not None:
-        yield error("torch", f"{version} cannot be imported: {failure}", "pip install --force-reinstall torch")
+    elif problem := import_finding(machine, "torch", "torch", version, "pip install --force-reinstall torch"):
+        yield problem
     elif numbers(version) < tested.TORCH_FROM:
         least = ".".join(map(str, tested.TORCH_FROM))
         yield error("torch", f"{version} is older than {least}", f"pip install --upgrade 'torch>={least}'")
@@ -92,15 +64,18 @@ def torch(machine: Machine) -> Iterator[Finding]:
 
 def megatron_core(machine: Machine) -> Iterator[Finding]:
     """The engine, in the one version that the project's patches and checks are for."""
-    version, failure = machine.packages.get("megatron-core"), machine.import_errors.get("megatron.core")
+    version = machine.packages.get("megatron-core")
     mend = f"pip install 'megatron-core=={tested.MEGATRON_CORE}'"
+    then = f"mend what it names, then: {mend}"
     if version is None:
         yield error("megatron-core", "is not installed", mend)
     elif version != tested.MEGATRON_CORE:
         yield error("megatron-core", f"{version}: megafp8 is written for {tested.MEGATRON_CORE}", mend)
-    elif failure is not None and machine.works("torch"):
+    elif machine.works("torch") and (
+        problem := import_finding(machine, "megatron-core", "megatron.core", version, then)
+    ):
         # Without torch nothing imports, which is said once, there.
-        yield error("megatron-core", f"{version} cannot be imported: {failure}", "mend what it names, then: " + mend)
+        yield problem
     else:
         yield ok("megatron-core", version)
 
@@ -110,36 +85,36 @@ def libraries(machine: Machine) -> Iterator[Finding]:
     missing = [name for name in LIBRARIES if name not in machine.packages]
     if missing:
         yield error("libraries", f"not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}")
-    elif machine.import_errors.get("numpy"):
-        failure = machine.import_errors["numpy"]
-        yield error("libraries", f"numpy cannot be imported: {failure}", "pip install --force-reinstall numpy")
+    elif problem := import_finding(machine, "libraries", "numpy", "numpy", "pip install --force-reinstall numpy"):
+        yield problem
     else:
         yield ok("libraries", ", ".join(f"{name} {machine.packages[name]}" for name in LIBRARIES))
 
 
 def transformer_engine(machine: Machine) -> Iterator[Finding]:
     """The arithmetic on GPUs; where it is broken, megatron-core cannot be imported either."""
-    version = machine.packages.get("transformer-engine")
-    failure = machine.import_errors.get("transformer_engine.pytorch")
+    version, check = machine.packages.get("transformer-engine"), "Transformer Engine"
     remove = "pip uninstall transformer-engine"
+    again = f"pip install --force-reinstall --no-deps 'transformer-engine[pytorch]=={version}', or: {remove}"
     if version is None:
-        if machine.gpus:
+        if machine.has_gpu:
             yield warning(
-                "Transformer Engine", "is not installed: layers are emulated, slower than BF16",
-                "pip install 'megafp8[te]'",
+                check, "is not installed: layers are emulated, slower than BF16", "pip install 'megafp8[te]'"
             )  # fmt: skip
         else:
-            yield ok("Transformer Engine", "not installed, and not needed without a GPU")
+            yield ok(check, "not installed, and not needed without a GPU")
     elif not machine.has_te_torch_part:
+        state = "is installed without its torch part"
+        if "transformer-engine-torch" not in machine.packages:
+            state = "is the empty meta package, without transformer-engine-torch"
         yield error(
-            "Transformer Engine", f"{version} is installed without its torch part; megatron-core cannot be imported",
+            check, f"{version} {state}; megatron-core cannot be imported",
             f"pip install 'transformer-engine[pytorch]=={version}', or: {remove}",
         )  # fmt: skip
-    elif failure is not None and machine.works("torch"):
-        yield error(
-            "Transformer Engine", f"{version} cannot be imported: {failure}",
-            f"pip install --force-reinstall --no-deps 'transformer-engine[pytorch]=={version}', or: {remove}",
-        )  # fmt: skip
+    elif machine.works("torch") and (
+        problem := import_finding(machine, check, "transformer_engine.pytorch", version, again)
+    ):
+        yield problem
     else:
         yield ok("Transformer Engine", version)
 
@@ -187,7 +162,7 @@ def cudnn(machine: Machine) -> Iterator[Finding]:
 
 def tested_set(machine: Machine) -> Iterator[Finding]:
     """Whether these versions have been seen together."""
-    expected = tested.H200 if machine.gpus else tested.CPU
+    expected = tested.H200 if machine.has_gpu else tested.CPU
     differences = [
         f"{name} {machine.packages.get(name, 'missing')} (tested {version})"
         for name, version in expected.packages.items()
@@ -198,7 +173,7 @@ def tested_set(machine: Machine) -> Iterator[Finding]:
         differences.append(f"Python {'.'.join(map(str, machine.python[:2]))} (tested {pythons})")
     if differences:
         mend = "not needed if it works: "
-        mend += "bash tests/run.sh" if not machine.gpus else "python -m pytest -m gpu tests"
+        mend += "bash tests/run.sh" if not machine.has_gpu else "python -m pytest -m gpu tests"
         yield warning("tested set", f"not that of {expected.name}: {', '.join(differences)}", mend)
     else:
         yield ok("tested set", expected.name)
@@ -209,7 +184,16 @@ def tested_set(machine: Machine) -> Iterator[Finding]:
 
 def driver(machine: Machine) -> Iterator[Finding]:
     """The driver is new enough for torch's CUDA, and torch sees what the driver sees."""
-    if machine.driver is None and not machine.gpus:
+    if machine.driver_error is not None:
+        usable = f"; torch can use {len(machine.gpus)}" if machine.gpus else ""
+        text = f"broken driver: {machine.driver_error}{usable}"
+        yield (warning if machine.gpus else error)("GPU", text, DRIVER_MEND)
+        return
+    if "CUDA" in machine.slow_imports:
+        text = f"{named(machine.driver_gpus)}; CUDA did not start {within(machine, 'CUDA')}: not known whether it works"
+        yield warning("GPU", text, "run the doctor again on an idle machine; nvidia-smi shows what the GPUs do")
+        return
+    if not machine.has_gpu:
         yield ok("GPU", "none: runs are on the CPU, with every recipe emulated")
         return
     least = tested.MINIMUM_DRIVER.get(machine.cuda_major or 0)
@@ -261,8 +245,13 @@ def triton(machine: Machine) -> Iterator[Finding]:
 
 
 def apex(machine: Machine) -> Iterator[Finding]:
-    """megatron-core takes the output layer's weight gradients from Apex, and else from where we tell it."""
-    yield ok("Apex", f"{machine.packages.get('apex', 'not installed')}; not needed")
+    """megatron-core takes the output layer's weight gradients from NVIDIA's Apex, and else from where we tell it."""
+    version = machine.packages.get("apex", "not installed")
+    if machine.has_other_apex:
+        text = f"{version} is not NVIDIA's: PyPI's apex is a toolkit for Pyramid, and megatron-core imports it"
+        yield warning("Apex", text, "pip uninstall apex")
+    else:
+        yield ok("Apex", f"{version}; not needed")
 
 
 def switches(machine: Machine) -> Iterator[Finding]:
@@ -311,11 +300,15 @@ def open_files(machine: Machine) -> Iterator[Finding]:
 def disk(machine: Machine) -> Iterator[Finding]:
     """Where runs are saved."""
     if machine.disk_error is not None:
-        yield error("disk", f"{machine.folder} cannot be written: {machine.disk_error}", "give another --folder")
+        mend = "free space, or give another --folder"
+        yield error("disk", f"{machine.folder} cannot be written: {machine.disk_error}", mend)
         return
     free, speed = machine.disk_free_bytes or 0, machine.disk_bytes_per_s
     text = f"{free / GIB:,.0f} GiB free in {machine.folder}" + (f", writes {speed / MB:,.0f} MB/s" if speed else "")
-    if free < LEAST_FREE_BYTES:
+    if free < FULL_BYTES:
+        text = f"full: {free / MB:,.0f} MB free in {machine.folder}"
+        yield error("disk", text + ", and checkpoints take 14 to 18 bytes a parameter", "free space, or another --save")
+    elif free < LEAST_FREE_BYTES:
         yield warning("disk", text + ": checkpoints take 14 to 18 bytes a parameter", "free space, or another --save")
     elif speed is not None and speed < LEAST_DISK_BYTES_PER_S:
         yield warning("disk", text + ": checkpoints will take long", "a faster file system, or --async-save")
@@ -336,14 +329,19 @@ def examine(machine: Machine, num_gpus: int = 0) -> list[Finding]:
         num_gpus: GPUs that must be there.
     """
     findings = [finding for check in CHECKS for finding in check(machine)]
-    if len(machine.gpus) < num_gpus:
-        text = f"{num_gpus} were asked for, torch can use {len(machine.gpus)}"
+    # Where torch had no time to count them, the driver's count.
+    is_counted = not {"torch", "CUDA"} & set(machine.slow_imports)
+    count = len(machine.gpus if is_counted else machine.driver_gpus)
+    if count < num_gpus:
+        text = f"{num_gpus} were asked for, {'torch can use' if is_counted else 'the driver has'} {count}"
         findings.append(error("GPU", text, "nvidia-smi, then mend what the line above says, or another machine"))
     return findings
 
 
 def recipes(machine: Machine) -> dict[str, str]:
     """How each recipe runs: `native`, `emulated`, or why not at all."""
+    if machine.slow_imports:
+        return dict.fromkeys(capability.NATIVE_SINCE, "not known: see above")
     if not (machine.works("torch") and machine.works("megatron.core")):
         return dict.fromkeys(registry.names(), "does not run: see above")
     target = target_of(machine)

@@ -63,10 +63,12 @@ def main() -> None:
     """Import the modules named, torch's facts between."""
     for name in sys.argv[1:]:
         if try_import(name) and name == "torch":
+            tell(begin="CUDA")
             try:
                 tell(**torch_facts())
+                tell(module="CUDA", error=None)
             except Exception as error:
-                tell(cuda_error=f"{type(error).__name__}: {error}")
+                tell(module="CUDA", error=f"{type(error).__name__}: {error}")
     tell(loaded_cudnn=loaded_folders("libcudnn"))
 
 

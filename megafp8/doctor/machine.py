@@ -23,8 +23,13 @@ class Machine:
     Attributes:
         packages: versions of the installed distributions, by their names in lower case with dashes.
         import_errors: what importing a module gave, None where it worked. A module that was not tried is not there.
+        slow_imports: the module whose import was given up, with the seconds that it had; `CUDA` for torch's first use
+            of the driver. Those after it were not tried.
+        load_per_core: of the machine when an import was given up.
+        has_other_apex: whether `apex` is installed and not NVIDIA's.
         has_te_torch_part: whether Transformer Engine's extension for torch lies where it belongs.
         driver: version of NVIDIA's driver.
+        driver_error: what nvidia-smi did instead of an answer; None where it answered, or is not there.
         driver_gpus: GPUs that the driver shows.
         gpus: GPUs that torch can use.
         cuda_error: why torch can use none.
@@ -39,6 +44,9 @@ class Machine:
     python: tuple[int, int, int]
     packages: Mapping[str, str] = field(default_factory=dict)
     import_errors: Mapping[str, Optional[str]] = field(default_factory=dict)
+    slow_imports: Mapping[str, float] = field(default_factory=dict)
+    load_per_core: Optional[float] = None
+    has_other_apex: bool = False
     has_te_torch_part: bool = False
     torch_version: Optional[str] = None
     torch_cuda: Optional[str] = None
@@ -46,6 +54,7 @@ class Machine:
     cudnn_version: Optional[int] = None
     cuda_error: Optional[str] = None
     driver: Optional[str] = None
+    driver_error: Optional[str] = None
     driver_gpus: tuple[str, ...] = ()
     gpus: tuple[Gpu, ...] = ()
     links: tuple[str, ...] = ()
@@ -66,6 +75,11 @@ class Machine:
     def cuda_major(self) -> Optional[int]:
         """Of torch's CUDA."""
         return int(self.torch_cuda.split(".")[0]) if self.torch_cuda else None
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether anything knows of a GPU, also one that torch cannot use."""
+        return bool(self.gpus or self.driver or self.driver_error)
 
     def works(self, module: str) -> bool:
         """Whether a module was imported."""

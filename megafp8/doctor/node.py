@@ -13,7 +13,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from megafp8.doctor.checks import ERROR, examine
+from megafp8.doctor.checks import examine
+from megafp8.doctor.finding import ERROR
 from megafp8.doctor.machine import Machine
 from megafp8.doctor.probes import find_machine, output_of
 from megafp8.launch.nodes import (

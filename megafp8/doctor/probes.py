@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -14,8 +15,9 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import IO, Any, Optional
 
 from megafp8.device.capability import has_torch_part
 from megafp8.doctor.machine import Gpu, Machine
@@ -24,7 +26,8 @@ from megafp8.utils.strict_json import parse_json
 
 CHILD = Path(__file__).with_name("child.py")
 IMPORT_SECONDS = 120
-COMMAND_SECONDS = 20
+COMMAND_SECONDS = 60
+KILL_SECONDS = 1
 DISK_BYTES = 64 * 2**20
 ENVIRONMENT = re.compile(r"(NVTE|NCCL|CUDA|CUDNN|TORCH|TRITON|LD_LIBRARY)_?")
 CUDNN_VARIABLES = ("CUDNN_HOME", "CUDNN_PATH", "CUDA_HOME", "CUDA_PATH")
@@ -40,12 +43,14 @@ def find_machine(folder: str) -> Machine:
         for gpu in facts.get("gpus", ())
     )
     facts["loaded_cudnn"] = tuple(facts.get("loaded_cudnn", ()))
-    driver, driver_gpus = driver_facts()
+    driver, driver_gpus, driver_error = driver_facts()
     return Machine(
         python=sys.version_info[:3],
         packages=packages,
         has_te_torch_part="transformer-engine" in packages and has_torch_part(),
+        has_other_apex="apex" in packages and not has_nvidias_apex(),
         driver=driver,
+        driver_error=driver_error,
         driver_gpus=driver_gpus,
         links=gpu_links() if len(driver_gpus) > 1 else (),
         wheel_cudnn=wheel_cudnn(),
@@ -86,28 +91,19 @@ def modules_to_try(packages: Mapping[str, str]) -> list[str]:
 def import_facts(modules: Sequence[str]) -> dict[str, Any]:
     """Facts that importing gives, from another process."""
     flags = ["-S"] if sys.flags.no_site else []
-    command = [sys.executable, *flags, str(CHILD), *modules]
-    # Its output goes to files: a process that the libraries leave behind must not keep a pipe open.
-    with tempfile.TemporaryFile("w+") as told, tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(command, stdout=told, stderr=said, cwd=tempfile.gettempdir())
-        try:
-            ended = f"the process ended with status {process.wait(IMPORT_SECONDS)}"
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            ended = f"not done after {IMPORT_SECONDS} s"
-        told.seek(0)
-        return read_facts(told.read().splitlines(), ended)
+    ended = run([sys.executable, *flags, str(CHILD), *modules], IMPORT_SECONDS)
+    return read_facts(ended.output.splitlines(), ended.status)
 
 
-def read_facts(lines: Sequence[str], ended: str) -> dict[str, Any]:
-    """The child's lines. A module that was begun and has no result ended the process.
+def read_facts(lines: Sequence[str], status: Optional[int]) -> dict[str, Any]:
+    """The child's lines. A module that was begun and has no result ended the process, or took too long.
 
     Args:
-        ended: how the process ended, for such a module.
+        status: the exit status of the process; None where its time was over.
     """
     errors: dict[str, Optional[str]] = {}
     facts: dict[str, Any] = {}
+    begun = None
     for line in lines:
         try:
             told = parse_json(line)
@@ -116,28 +112,97 @@ def read_facts(lines: Sequence[str], ended: str) -> dict[str, Any]:
         if not isinstance(told, dict):
             continue
         if "begin" in told:
-            errors[told["begin"]] = ended
+            begun = told["begin"]
         elif "module" in told:
-            errors[told["module"]] = told["error"]
+            begun, errors[told["module"]] = None, told["error"]
         else:
             facts |= told
+    if begun is not None and status is None:
+        facts["slow_imports"] = {begun: IMPORT_SECONDS}
+        facts["load_per_core"] = os.getloadavg()[0] / (os.cpu_count() or 1)
+    elif begun is not None:
+        errors[begun] = f"the process ended with status {status}"
+    if cuda_error := errors.pop("CUDA", None):
+        facts["cuda_error"] = cuda_error
     return facts | {"import_errors": errors}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended.
+
+    Attributes:
+        status: its exit status; None where its time was over.
+        output: what it wrote to standard output.
+        errors: to standard error.
+    """
+
+    status: Optional[int]
+    output: str
+    errors: str
+
+
+def run(command: Sequence[str], seconds: float) -> Ended:
+    """Run a command for so long at most.
+
+    Its output goes to memory: a process that it leaves behind must not keep a pipe open, and no disk may be full.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    with memory_file() as output, memory_file() as errors:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, cwd="/")
+        status: Optional[int] = None
+        try:
+            status = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits in a driver may not end at all
+                process.wait(KILL_SECONDS)
+        texts = [(file.seek(0), file.read().decode(errors="replace"))[1] for file in (output, errors)]
+    return Ended(status, *texts)
+
+
+def memory_file() -> IO[bytes]:
+    """A file in memory where the system has them."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("doctor"), "w+b")
+    return tempfile.TemporaryFile()
 
 
 def output_of(*command: str) -> Optional[str]:
     """What a command prints; None where it is not there or fails."""
+    return answer_of(*command)[0]
+
+
+def answer_of(*command: str) -> tuple[Optional[str], Optional[str]]:
+    """(what a command prints, what it did instead); neither where there is no such command."""
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return ended.stdout if ended.returncode == 0 else None
+        ended = run(command, COMMAND_SECONDS)
+    except FileNotFoundError:
+        return None, None
+    except OSError as error:
+        return None, f"{command[0]} cannot be started: {error.strerror}"
+    if ended.status is None:
+        return None, f"{command[0]} did not answer in {COMMAND_SECONDS:g} s"
+    if ended.status != 0:
+        said = next(filter(None, map(str.strip, (ended.output + "\n" + ended.errors).splitlines())), "no word")
+        return None, f"{command[0]} ended with status {ended.status}: {said}"
+    return ended.output, None
 
 
-def driver_facts() -> tuple[Optional[str], tuple[str, ...]]:
-    """(driver's version, names of the GPUs) by nvidia-smi."""
-    text = output_of("nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader")
+def driver_facts() -> tuple[Optional[str], tuple[str, ...], Optional[str]]:
+    """(driver's version, names of the GPUs, what nvidia-smi did instead of an answer) by nvidia-smi."""
+    text, error = answer_of("nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader")
     rows = [line.split(", ", 1) for line in (text or "").splitlines() if ", " in line]
-    return (rows[0][0] if rows else None), tuple(name for _, name in rows)
+    return (rows[0][0] if rows else None), tuple(name for _, name in rows), error
+
+
+def has_nvidias_apex() -> bool:
+    """Whether `apex` is NVIDIA's, and not the toolkit for Pyramid that PyPI has by the name."""
+    package = importlib.util.find_spec("apex")
+    folders = package.submodule_search_locations if package is not None else None
+    return any((Path(folder) / "multi_tensor_apply").is_dir() for folder in folders or ())
 
 
 def gpu_links() -> tuple[str, ...]:

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from megafp8.doctor.checks import ERROR, OK, WARNING, Finding, recipes
+from megafp8.doctor.checks import recipes
+from megafp8.doctor.finding import ERROR, OK, WARNING, Finding
 from megafp8.doctor.machine import Machine
 from megafp8.errors import ConfigError
 
@@ -30,16 +31,19 @@ def report_text(machine: Machine, findings: Sequence[Finding]) -> str:
         lines.append(f"{mark:<8}{finding.check:<{width}}  {finding.text}")
         if finding.mend is not None:
             lines.append(f"{'':8}{'':{width}}  -> {finding.mend}")
-    lines += ["", "recipes: " + ", ".join(f"{name} {how}" for name, how in recipes(machine).items()), verdict(findings)]
+    shown = ", ".join(f"{name} {how}" for name, how in recipes(machine).items())
+    lines += ["", f"recipes: {shown}", verdict(machine, findings)]
     return "\n".join(lines)
 
 
-def verdict(findings: Sequence[Finding]) -> str:
+def verdict(machine: Machine, findings: Sequence[Finding]) -> str:
     """One sentence."""
     errors = sum(finding.level == ERROR for finding in findings)
     warnings = sum(finding.level == WARNING for finding in findings)
     if errors:
         return f"training cannot run as this machine is: {errors} to mend, {warnings} to look at"
+    if machine.slow_imports:
+        return "not known whether training can run: imports took too long"
     return f"training can run; {warnings} to look at" if warnings else "training can run; nothing to mend"
 
 
@@ -47,8 +51,9 @@ def report_data(machine: Machine, findings: Sequence[Finding]) -> dict[str, Any]
     """The same for programs, with all facts. Environment variables are told by name only: values may be secret."""
     facts = dataclasses.asdict(machine)
     facts["environment"] = sorted(machine.environment)
+    has_errors = any(finding.level == ERROR for finding in findings)
     return {
-        "can_train": not any(finding.level == ERROR for finding in findings),
+        "can_train": None if machine.slow_imports and not has_errors else not has_errors,
         "findings": [dataclasses.asdict(finding) for finding in findings],
         "recipes": recipes(machine),
         "machine": facts,

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from megafp8.doctor import tested
-from megafp8.doctor.checks import CHECKS, ERROR, LIBRARIES, OK, WARNING, examine, recipes
+from megafp8.doctor.checks import CHECKS, LIBRARIES, examine, recipes
+from megafp8.doctor.finding import ERROR, OK, WARNING
 from megafp8.doctor.machine import Gpu, Machine
 from megafp8.doctor.report import exit_status, report_data, report_text
 
@@ -98,8 +99,26 @@ CASES = {
     ),
     "no shared memory": ({"shared_memory_bytes": None}, WARNING, "shared memory", "no /dev/shm", "mount"),
     "few open files": ({"open_files": 1024}, WARNING, "open files", "1024", "ulimit -n"),
-    "a full disk": ({"disk_free_bytes": 2**30, "disk_bytes_per_s": None}, WARNING, "disk", "1 GiB free", "space"),
+    "little space": ({"disk_free_bytes": 2**30, "disk_bytes_per_s": None}, WARNING, "disk", "1 GiB free", "space"),
+    "a full disk": ({"disk_free_bytes": 2**29, "disk_bytes_per_s": None}, ERROR, "disk", "full: 537 MB free", "space"),
+    "no space for a file": ({"disk_error": "No space left on device"}, ERROR, "disk", "No space left", "free space"),
     "a slow disk": ({"disk_bytes_per_s": 5e6}, WARNING, "disk", "5 MB/s", "faster"),
+    "torch without the driver's library": (
+        {"import_errors": failing(CPU, torch="ImportError: libcuda.so.1: cannot open shared object file")}, ERROR,
+        "torch", "libcuda.so.1", "install NVIDIA's driver",
+    ),
+    "torch without memory": (
+        {"import_errors": failing(CPU, torch="the process ended with status -9")}, ERROR, "torch", "status -9",
+        "free memory",
+    ),
+    "nvidia-smi without a driver": (
+        {"driver_error": "nvidia-smi ended with status 9: NVIDIA-SMI has failed"}, ERROR, "GPU",
+        "broken driver: nvidia-smi ended with status 9: NVIDIA-SMI has failed", "dmesg | grep -i nvrm",
+    ),
+    "the other Apex": (
+        {"packages": without(CPU, apex="0.9.10.dev0"), "has_other_apex": True}, WARNING, "Apex",
+        "0.9.10.dev0 is not NVIDIA's: PyPI's apex is a toolkit for Pyramid", "pip uninstall apex",
+    ),
     "no writing": ({"disk_error": "Read-only file system"}, ERROR, "disk", "Read-only file system", "--folder"),
 }  # fmt: skip
 
@@ -124,6 +143,19 @@ GPU_CASES = {
     ),
     "half a Transformer Engine": (
         {"has_te_torch_part": False}, ERROR, "Transformer Engine", "without its torch part", "pip uninstall"
+    ),
+    "Transformer Engine's Python alone": (
+        {"packages": without(H200, "transformer-engine-torch"), "has_te_torch_part": False}, ERROR,
+        "Transformer Engine", "2.20.2 is the empty meta package, without transformer-engine-torch",
+        "pip install 'transformer-engine[pytorch]==2.20.2', or: pip uninstall transformer-engine",
+    ),
+    "a driver that hangs beside working GPUs": (
+        {"driver_error": "nvidia-smi did not answer in 60 s", "driver": None, "driver_gpus": ()}, WARNING, "GPU",
+        "broken driver: nvidia-smi did not answer in 60 s; torch can use 8", "dmesg",
+    ),
+    "CUDA that does not start": (
+        {"gpus": (), "slow_imports": {"CUDA": 120}}, WARNING, "GPU",
+        "8 x NVIDIA H200; CUDA did not start within 120 s", "idle machine",
     ),
     "a broken Transformer Engine": (
         {"import_errors": failing(H200, transformer_engine__pytorch="ImportError: undefined symbol")}, ERROR,
@@ -175,10 +207,9 @@ def test_each_fault_is_found_with_its_mend(machine, values, level, check, text, 
 
 
 def test_every_check_has_a_fault() -> None:
-    always_fine = {"apex"}
     named = {case[2] for case in (*CASES.values(), *GPU_CASES.values())}
     spoken = {check.__name__: {finding.check for finding in check(H200)} for check in CHECKS}
-    assert {name for name, checks in spoken.items() if not checks & named} == always_fine
+    assert {name for name, checks in spoken.items() if not checks & named} == set()
 
 
 def test_a_machine_with_nothing_has_every_problem_at_once() -> None:
@@ -196,10 +227,42 @@ def test_one_broken_torch_is_said_once() -> None:
     assert [finding.check for finding in findings if BROKEN_TORCH in finding.text] == ["torch"]
 
 
+@pytest.mark.parametrize(
+    ("module", "check"),
+    [("torch", "torch"), ("megatron.core", "megatron-core"), ("numpy", "libraries"),
+     ("transformer_engine.pytorch", "Transformer Engine")],
+)  # fmt: skip
+def test_an_import_that_took_too_long_is_not_called_broken(module: str, check: str) -> None:
+    """Those after it were not tried."""
+    tried = dict(list(H200.import_errors.items())[: list(H200.import_errors).index(module)])
+    machine = change(H200, import_errors=tried, slow_imports={module: 120.0}, load_per_core=5.25)
+    found = [finding for finding in examine(machine) if finding.level != OK]
+    assert [(finding.check, finding.level) for finding in found] == [(check, WARNING)]
+    assert "not imported within 120 s (load of 5.2 a core): not known whether it works" in found[0].text
+    assert "reinstall" not in str(found) and "pip" not in str(found)
+    assert exit_status(found) == 0 and exit_status(found, strict=True) == 1
+    assert "not known whether training can run" in report_text(machine, found)
+    assert set(recipes(machine).values()) == {"not known: see above"}
+    assert report_data(machine, found)["can_train"] is None
+
+
+def test_a_gpu_that_torch_cannot_use_is_a_gpu() -> None:
+    """Of Transformer Engine nobody says that it is not needed without one."""
+    no_engine = {"packages": without(H200, "transformer-engine"), "gpus": (), "has_te_torch_part": False}
+    for changes in ({}, {"driver": None, "driver_gpus": (), "driver_error": "nvidia-smi ended with status 9: failed"}):
+        machine = change(H200, **no_engine, **changes)
+        text = report_text(machine, examine(machine))
+        assert "without a GPU" not in text and "layers are emulated" in text
+        assert "none: runs are on the CPU" not in text
+
+
 def test_gpus_that_were_asked_for_must_be_there() -> None:
     assert exit_status(examine(H200, num_gpus=8)) == 0
     assert exit_status(examine(CPU, num_gpus=1)) == 64
     assert "16 were asked for, torch can use 8" in report_text(H200, examine(H200, num_gpus=16))
+    late = change(H200, gpus=(), slow_imports={"CUDA": 120})
+    assert exit_status(examine(late, num_gpus=8)) == 0
+    assert "16 were asked for, the driver has 8" in report_text(late, examine(late, num_gpus=16))
 
 
 def test_recipes_are_native_emulated_or_not_at_all() -> None:

@@ -52,7 +52,7 @@ def test_modules_that_break_are_told_by_a_real_process(tmp_path: Path, monkeypat
     }
 
 
-def test_a_module_that_never_returns_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_never_returns_is_slow_and_not_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = f"import pathlib, time; pathlib.Path({str(tmp_path / 'begun')!r}).touch(); time.sleep(60)"
     (tmp_path / "hangs_module.py").write_text(source, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -68,21 +68,40 @@ def test_a_module_that_never_returns_is_a_finding(tmp_path: Path, monkeypatch: p
             raise subprocess.TimeoutExpired(self.args, timeout)
 
     monkeypatch.setattr(subprocess, "Popen", Impatient)
-    told = f"not done after {probes.IMPORT_SECONDS} s"
-    assert probes.import_facts(["hangs_module"])["import_errors"] == {"hangs_module": told}
+    facts = probes.import_facts(["hangs_module"])
+    assert facts["import_errors"] == {} and facts["slow_imports"] == {"hangs_module": probes.IMPORT_SECONDS}
+    assert facts["load_per_core"] >= 0
 
 
 def test_what_libraries_print_is_passed_over() -> None:
     lines = ["Warning: old", "3", json.dumps({"begin": "torch"}), "[]", json.dumps({"module": "torch", "error": None})]
-    assert probes.read_facts([*lines, json.dumps({"torch_cuda": "13.0"})], "died") == {
+    assert probes.read_facts([*lines, json.dumps({"torch_cuda": "13.0"})], 0) == {
         "import_errors": {"torch": None}, "torch_cuda": "13.0",
     }  # fmt: skip
+
+
+def test_what_happens_at_the_first_use_of_the_driver_is_not_torchs_fault() -> None:
+    lines = [json.dumps(fact) for fact in ({"begin": "torch"}, {"module": "torch", "error": None}, {"begin": "CUDA"})]
+    died, late = probes.read_facts(lines, -11), probes.read_facts(lines, None)
+    assert died == {"import_errors": {"torch": None}, "cuda_error": "the process ended with status -11"}
+    assert late["import_errors"] == {"torch": None} and late["slow_imports"] == {"CUDA": probes.IMPORT_SECONDS}
+
+
+def test_no_disk_is_needed_to_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where /tmp is full, Python finds no folder for temporary files."""
+
+    def full(*_: object, **__: object) -> None:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    for name in ("TemporaryFile", "NamedTemporaryFile", "gettempdir"):
+        monkeypatch.setattr(probes.tempfile, name, full)
+    assert probes.import_facts(["json"])["import_errors"] == {"json": None}
 
 
 def test_driver_and_links_are_what_nvidia_smi_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     command(tmp_path, "nvidia-smi", "580.159.04, NVIDIA H200\n580.159.04, NVIDIA H200")
-    assert probes.driver_facts() == ("580.159.04", ("NVIDIA H200", "NVIDIA H200"))
+    assert probes.driver_facts() == ("580.159.04", ("NVIDIA H200", "NVIDIA H200"), None)
     rows = (
         "\tGPU0\tGPU1\tNIC0\tCPU Affinity", "GPU0\t X \tNV18\tPIX\t0-47", "GPU1\tSYS\t X \tPHB\t0-47",
         "NIC0\tPIX\tPHB\t X",
@@ -90,9 +109,28 @@ def test_driver_and_links_are_what_nvidia_smi_says(tmp_path: Path, monkeypatch: 
     command(tmp_path, "nvidia-smi", "\n".join(rows))
     assert probes.gpu_links() == ("NV18", "SYS")
     command(tmp_path, "nvidia-smi", "NVIDIA-SMI has failed", status=9)
-    assert probes.driver_facts() == (None, ()) and probes.gpu_links() == ()
+    assert probes.driver_facts() == (None, (), "nvidia-smi ended with status 9: NVIDIA-SMI has failed")
+    assert probes.gpu_links() == ()
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n", encoding="utf-8")
+    monkeypatch.setattr(probes, "COMMAND_SECONDS", 0.05)
+    assert probes.driver_facts() == (None, (), "nvidia-smi did not answer in 0.05 s")
+    (tmp_path / "nvidia-smi").write_text("no program", encoding="utf-8")
+    version, names, error = probes.driver_facts()
+    assert (version, names, error) == (None, (), "nvidia-smi cannot be started: Exec format error")
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    assert probes.driver_facts() == (None, ())
+    assert probes.driver_facts() == (None, (), None)
+
+
+@pytest.mark.parametrize(
+    ("folder", "is_nvidias"), [("apex/multi_tensor_apply", True), ("apex/lib", False), ("other", False)]
+)
+def test_nvidias_apex_is_told_by_what_it_has(
+    folder: str, is_nvidias: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "apex/__init__.py").write_text("raise ImportError", "utf-8") if "apex" in folder else None
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert probes.has_nvidias_apex() == is_nvidias
 
 
 def library(folder: Path, name: str) -> str:
