@@ -341,7 +341,7 @@ def examine(machine: Machine, num_gpus: int = 0) -> list[Finding]:
 def recipes(machine: Machine) -> dict[str, str]:
     """How each recipe runs: `native`, `emulated`, or why not at all."""
     if machine.slow_imports:
-        return dict.fromkeys(capability.NATIVE_SINCE, "not known: see above")
+        return dict.fromkeys(registry.names(), "not known: see above")
     if not (machine.works("torch") and machine.works("megatron.core")):
         return dict.fromkeys(registry.names(), "does not run: see above")
     target = target_of(machine)
