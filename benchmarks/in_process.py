@@ -25,7 +25,7 @@ from megafp8.parallel.groups import leave_groups  # noqa: E402
 from megafp8.telemetry.timers import StepTimer  # noqa: E402
 from megafp8.training.assemble import Run, assemble, build_trainee  # noqa: E402
 from megafp8.training.check import Checked, check  # noqa: E402
-from megafp8.training.probe import build_probe  # noqa: E402
+from megafp8.training.extensions.statistics import build_probe  # noqa: E402
 
 TRAINING = (
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "

@@ -16,10 +16,10 @@ from megafp8.data.loader import build_loader
 from megafp8.optim.finite import agree
 from megafp8.telemetry.records import EvalRecord
 from megafp8.training.assemble import Run, to_device_sum
+from megafp8.training.extensions.stop import is_asked_to_stop
 from megafp8.training.phases import EVALUATION
 from megafp8.training.precision_at import precision_at
 from megafp8.training.step import forward_backward
-from megafp8.training.stopping import is_asked_to_stop
 
 
 def evaluate(run: Run, split: str, dataset: Any, step: int, consumed_tokens: int) -> Optional[EvalRecord]:

@@ -24,22 +24,22 @@ from megafp8.errors import CapabilityError, NumericsError
 from megafp8.telemetry.records import EventRecord, StepRecord
 from megafp8.telemetry.sinks import Sinks, build_sinks
 from megafp8.training.assemble import Run, run_folder
-from megafp8.training.calibrate import calibrate, needs_calibration
 from megafp8.training.describe import describe_update, run_record
 from megafp8.training.diagnose import diagnose
 from megafp8.training.evaluate import build_batches, evaluate
+from megafp8.training.extensions.calibration import calibrate, needs_calibration
+from megafp8.training.extensions.checkpoints import Saver, check_folders, is_multiple, saving
+from megafp8.training.extensions.profiler import profiler
+from megafp8.training.extensions.replica_check import check_replicas
+from megafp8.training.extensions.rollback import may_roll_back, roll_back
+from megafp8.training.extensions.step_records import Rates, build_rates
+from megafp8.training.extensions.stop import is_asked_to_stop, reason_to_stop, stopped_by_signals
+from megafp8.training.extensions.stragglers import Stragglers
 from megafp8.training.phases import BETWEEN, STEP
 from megafp8.training.precision_at import change_before
-from megafp8.training.profiling import profiler
-from megafp8.training.rates import Rates, build_rates
-from megafp8.training.replicas import check_replicas
 from megafp8.training.resume import check_nothing_newer, resume, saves_where_it_loads
-from megafp8.training.rollback import may_roll_back, roll_back
-from megafp8.training.saving import Saver, check_folders, is_multiple, saving
 from megafp8.training.skipping import after_step
 from megafp8.training.step import Batches, params_norm, train_step
-from megafp8.training.stopping import is_asked_to_stop, reason_to_stop, stopped_by_signals
-from megafp8.training.stragglers import Stragglers
 
 
 def train(run: Run, told: Optional[dict[str, str]] = None) -> Progress:

@@ -36,8 +36,8 @@ from megafp8.planning.micro_batch import (
     row,
 )
 from megafp8.training.assemble import run_folder, tell
+from megafp8.training.extensions.stop import stopped_by_signals
 from megafp8.training.guard import Guard
-from megafp8.training.stopping import stopped_by_signals
 from megafp8.training.trial_messages import Answer, Failed, TooLarge, TrialSetup
 from megafp8.training.trial_process import TrialProcess
 

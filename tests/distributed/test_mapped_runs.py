@@ -26,8 +26,8 @@ from megafp8.model.emulated_layers import emulated_linears
 from megafp8.model.watched_linears import linears_of
 from megafp8.reports.load import load_run
 from megafp8.training.assemble import Run
-from megafp8.training.calibrate import calibrate, needs_calibration
 from megafp8.training.evaluate import evaluate
+from megafp8.training.extensions.calibration import calibrate, needs_calibration
 from megafp8.training.precision_at import change_before
 
 BF16 = "--bf16 --micro-batch-size 2"

@@ -30,7 +30,7 @@ from megafp8.checkpoint.state import Progress  # noqa: E402
 from megafp8.config.precision_map import Choice, LinearChoice  # noqa: E402
 from megafp8.model import te_layers  # noqa: E402
 from megafp8.model.te_precision import build_te_recipe  # noqa: E402
-from megafp8.training.calibrate import calibrate, needs_calibration  # noqa: E402
+from megafp8.training.extensions.calibration import calibrate, needs_calibration  # noqa: E402
 from megafp8.training.precision_at import change_before  # noqa: E402
 
 TENSORWISE, BLOCKWISE, DELAYED = RECIPES["tensorwise"], RECIPES["blockwise"], RECIPES["delayed"]

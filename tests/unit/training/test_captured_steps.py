@@ -15,7 +15,8 @@ from torch import Tensor
 from megafp8.checkpoint.state import Progress
 from megafp8.config.schema import RunConfig
 from megafp8.errors import NumericsError
-from megafp8.training import rollback, step
+from megafp8.training import step
+from megafp8.training.extensions import rollback
 from megafp8.training.step_graph import StepGraph
 
 WARM_UP, MICROBATCHES = 2, 3

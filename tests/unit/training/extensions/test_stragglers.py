@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megafp8.training.stragglers import slow_ranks
+from megafp8.training.extensions.stragglers import slow_ranks
 
 
 @pytest.mark.parametrize(

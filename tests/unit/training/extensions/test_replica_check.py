@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megafp8.training.replicas import DATA, TENSOR, Disagreement, Row, describe, disagreements
+from megafp8.training.extensions.replica_check import DATA, TENSOR, Disagreement, Row, describe, disagreements
 
 
 def rows(data: int, tensor: int = 1, pipeline: int = 1, **changed: int) -> list[Row]:

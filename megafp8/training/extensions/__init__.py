@@ -1,0 +1,1 @@
+"""Concerns of the training loop, a module each."""
