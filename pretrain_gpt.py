@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
     """Run and return the exit status. torch is imported only after `--help` has had its chance."""
     try:
         invocation, problems = flags.read(argv)
-        from megafp8.training.check import check
+        from megafp8.training.checks import check
 
         checked = check(invocation, problems)
         if invocation.dry_run:
@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
 
             print(describe_run(checked))
         else:
-            from megafp8.training.main import run_training
+            from megafp8.training.pretrain import run_training
 
             return run_training(checked)
         return 0

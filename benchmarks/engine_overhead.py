@@ -37,10 +37,10 @@ from megafp8.checkpoint.state import Progress  # noqa: E402
 from megafp8.telemetry.records import RECORDS_FILE, StepRecord  # noqa: E402
 from megafp8.telemetry.sinks import Sinks, build_sinks, read_records  # noqa: E402
 from megafp8.training.assemble import Run  # noqa: E402
-from megafp8.training.describe import run_record  # noqa: E402
-from megafp8.training.evaluate import build_batches  # noqa: E402
+from megafp8.training.evaluation import build_batches  # noqa: E402
 from megafp8.training.extensions.step_records import build_rates  # noqa: E402
 from megafp8.training.loop import recorded_step  # noqa: E402
+from megafp8.training.run_record import run_record  # noqa: E402
 
 BAR = 1.03
 DTYPES = {"fp32": "--transformer-impl local", "bf16": "--bf16 --transformer-impl local"}

@@ -24,7 +24,7 @@ from megafp8.optim.traffic import build_traffic  # noqa: E402
 from megafp8.parallel.groups import leave_groups  # noqa: E402
 from megafp8.telemetry.timers import StepTimer  # noqa: E402
 from megafp8.training.assemble import Run, assemble, build_trainee  # noqa: E402
-from megafp8.training.check import Checked, check  # noqa: E402
+from megafp8.training.checks import Checked, check  # noqa: E402
 from megafp8.training.extensions.statistics import build_probe  # noqa: E402
 
 TRAINING = (

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Optional
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
 if TYPE_CHECKING:
-    from megafp8.training.generate import Sample
+    from megafp8.training.generation import Sample
 
 TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 INTERRUPTED = 130
@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace) -> None:
     from megafp8.device import mcore_cpu
 
     mcore_cpu.install()
-    from megafp8.training.generate import generate_text, load_language_model
+    from megafp8.training.generation import generate_text, load_language_model
 
     names = ("tokenizer_type", *TOKENIZER_FILES)
     tokenizer = {name: value for name in names if (value := getattr(arguments, name)) is not None}

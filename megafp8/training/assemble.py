@@ -36,10 +36,10 @@ from megafp8.optim.spikes import SpikeDetector
 from megafp8.optim.traffic import ParameterTraffic, build_traffic
 from megafp8.parallel.groups import Place, build_groups
 from megafp8.telemetry.timers import StepTimer
+from megafp8.training.cuda_graph import StepGraph, off_default_stream
 from megafp8.training.delayed_memory import DelayedMemory
 from megafp8.training.extensions.statistics import Probe, build_probe
 from megafp8.training.guard import Guard
-from megafp8.training.step_graph import StepGraph, off_default_stream
 
 
 @dataclass(frozen=True)

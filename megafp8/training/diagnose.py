@@ -5,7 +5,7 @@ from __future__ import annotations
 from megafp8.checkpoint.state import Progress
 from megafp8.telemetry.records import Record
 from megafp8.training.assemble import Run
-from megafp8.training.evaluate import build_batches
+from megafp8.training.evaluation import build_batches
 from megafp8.training.precision_at import precision_at
 from megafp8.training.step import clear_gradients, forward_backward
 

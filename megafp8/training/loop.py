@@ -24,9 +24,9 @@ from megafp8.errors import CapabilityError, NumericsError
 from megafp8.telemetry.records import EventRecord, StepRecord
 from megafp8.telemetry.sinks import Sinks, build_sinks
 from megafp8.training.assemble import Run, run_folder
-from megafp8.training.describe import describe_update, run_record
+from megafp8.training.bad_steps import after_step
 from megafp8.training.diagnose import diagnose
-from megafp8.training.evaluate import build_batches, evaluate
+from megafp8.training.evaluation import build_batches, evaluate
 from megafp8.training.extensions.calibration import calibrate, needs_calibration
 from megafp8.training.extensions.checkpoints import Saver, check_folders, is_multiple, saving
 from megafp8.training.extensions.profiler import profiler
@@ -38,7 +38,7 @@ from megafp8.training.extensions.stragglers import Stragglers
 from megafp8.training.phases import BETWEEN, STEP
 from megafp8.training.precision_at import change_before
 from megafp8.training.resume import check_nothing_newer, resume, saves_where_it_loads
-from megafp8.training.skipping import after_step
+from megafp8.training.run_record import describe_update, run_record
 from megafp8.training.step import Batches, params_norm, train_step
 
 

@@ -9,7 +9,7 @@ import pytest
 from megatron.core.utils import unwrap_model
 from ranks import run_ranks
 from small_run import build_run, curve_of, fingerprint, look_of, small_config, train, weights
-from test_calibrate import calibrations
+from test_calibration import calibrations
 from test_checkpoint import PIPELINE, TENSOR, VIRTUAL, load_newest
 from test_loop import curves as curves_of_records
 from test_loop import run_loop
@@ -26,7 +26,7 @@ from megafp8.model.emulated_layers import emulated_linears
 from megafp8.model.watched_linears import linears_of
 from megafp8.reports.load import load_run
 from megafp8.training.assemble import Run
-from megafp8.training.evaluate import evaluate
+from megafp8.training.evaluation import evaluate
 from megafp8.training.extensions.calibration import calibrate, needs_calibration
 from megafp8.training.precision_at import change_before
 

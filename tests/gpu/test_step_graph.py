@@ -18,7 +18,7 @@ from small_run import SourceSamples, train, weights  # noqa: E402
 
 from megafp8.checkpoint.state import Progress  # noqa: E402
 from megafp8.training.assemble import Run  # noqa: E402
-from megafp8.training.evaluate import build_batches, evaluate  # noqa: E402
+from megafp8.training.evaluation import build_batches, evaluate  # noqa: E402
 from megafp8.training.step import train_step  # noqa: E402
 
 GRAPH = "--cuda-graph-impl local --cuda-graph-warmup-steps 2"

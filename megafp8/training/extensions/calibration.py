@@ -28,7 +28,7 @@ from megafp8.fp8.delayed import DelayedState
 from megafp8.telemetry.records import EventRecord
 from megafp8.training.assemble import Run
 from megafp8.training.delayed_memory import awaits_attention
-from megafp8.training.evaluate import build_batches
+from megafp8.training.evaluation import build_batches
 from megafp8.training.step import clear_gradients, forward_backward
 
 NUM_PASSES = 2

@@ -20,7 +20,7 @@ from megafp8.errors import NumericsError
 from megafp8.telemetry.records import EventRecord
 from megafp8.telemetry.sinks import Sinks
 from megafp8.training.assemble import Run, non_persistent_folder, run_folder
-from megafp8.training.describe import run_record
+from megafp8.training.run_record import run_record
 
 
 def may_roll_back(run: Run, progress: Progress) -> bool:

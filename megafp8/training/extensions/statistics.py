@@ -31,7 +31,7 @@ from megafp8.optim.updates import before_reduction, norms, reduced_gradient, sig
 from megafp8.telemetry.health import HealthWatch
 from megafp8.telemetry.records import QuantizationRecord, Record
 from megafp8.telemetry.tensor_sums import TensorTable
-from megafp8.training.check import machine_problems
+from megafp8.training.checks import machine_problems
 
 
 class Probe:

@@ -8,7 +8,7 @@ from typing import Optional
 from megafp8.device.peaks import peak_flops
 from megafp8.telemetry.records import StepRecord
 from megafp8.training.assemble import Run
-from megafp8.training.describe import matmul_dtype, model_flops_per_token
+from megafp8.training.run_record import matmul_dtype, model_flops_per_token
 from megafp8.training.step import StepResult
 
 

@@ -13,7 +13,7 @@ from megafp8.launch.run_state import RunState, finished_state, read_run_state
 from megafp8.training.beginning import check_crashes
 from megafp8.training.guard import Guard
 from megafp8.training.journal import Journal, first_state
-from megafp8.training.main import put_on_record
+from megafp8.training.pretrain import put_on_record
 
 
 def begin(folder: Path, is_writer: bool = True, **changes: Any) -> Journal:

@@ -22,7 +22,7 @@ from megafp8.optim.updates import signal_and_noise
 from megafp8.reports.load import load_run
 from megafp8.telemetry.records import QuantizationRecord
 from megafp8.training.assemble import Run
-from megafp8.training.evaluate import build_batches
+from megafp8.training.evaluation import build_batches
 from megafp8.training.loop import train
 from megafp8.training.step import clear_gradients, forward_backward, train_step
 

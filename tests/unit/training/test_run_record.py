@@ -1,7 +1,7 @@
 """What a run says of itself at its start."""
 
 from megafp8.config.schema import ModelConfig, PrecisionConfig, RunConfig
-from megafp8.training.describe import mapped_recipes, recipe_lines
+from megafp8.training.run_record import mapped_recipes, recipe_lines
 
 
 def lines_of(**precision: object) -> list[str]:

@@ -15,9 +15,9 @@ from torch import Tensor
 from megafp8.checkpoint.state import Progress
 from megafp8.config.schema import RunConfig
 from megafp8.telemetry.records import EvalRecord
-from megafp8.training.evaluate import build_batches, evaluate
+from megafp8.training.cuda_graph import Batch, Passes
+from megafp8.training.evaluation import build_batches, evaluate
 from megafp8.training.step import train_step
-from megafp8.training.step_graph import Batch, Passes
 
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
 VIRTUAL = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 2"

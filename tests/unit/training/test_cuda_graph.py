@@ -16,8 +16,8 @@ from megafp8.checkpoint.state import Progress
 from megafp8.config.schema import RunConfig
 from megafp8.errors import NumericsError
 from megafp8.training import step
+from megafp8.training.cuda_graph import StepGraph
 from megafp8.training.extensions import rollback
-from megafp8.training.step_graph import StepGraph
 
 WARM_UP, MICROBATCHES = 2, 3
 Kernel = Callable[[], Any]

@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from megafp8.checkpoint.together import on_rank_0, together
 from megafp8.device.platform import world_size
-from megafp8.training import trial
-from megafp8.training.trial_messages import EXCEEDED, Answer, Failed, Measured, TooLarge, TrialSetup
+from megafp8.training.micro_batch_search import trial
+from megafp8.training.micro_batch_search.messages import EXCEEDED, Answer, Failed, Measured, TooLarge, TrialSetup
 
 POLL_S = 0.1
 # For a process that ends by itself when the others' trial is called off.

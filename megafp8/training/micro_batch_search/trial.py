@@ -33,7 +33,7 @@ from megafp8.device.platform import (
     resident_bytes,
 )
 from megafp8.launch.process import end_with_parent
-from megafp8.training.trial_messages import EXCEEDED, Answer, Failed, Measured, TooLarge, TrialSetup
+from megafp8.training.micro_batch_search.messages import EXCEEDED, Answer, Failed, Measured, TooLarge, TrialSetup
 
 # The first step makes optimizer state and compiles kernels.
 WARM_UP_STEPS = 2

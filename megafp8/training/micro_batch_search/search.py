@@ -1,6 +1,6 @@
 """`--micro-batch-size auto`: sizes are tried before the run is built, and the fastest that fits is the run's.
 
-Each rank tries them in a process of its own (`trial_process.py`).
+Each rank tries them in a process of its own (`processes.py`).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from megafp8.planning.micro_batch import (
 from megafp8.training.assemble import run_folder, tell
 from megafp8.training.extensions.stop import stopped_by_signals
 from megafp8.training.guard import Guard
-from megafp8.training.trial_messages import Answer, Failed, TooLarge, TrialSetup
-from megafp8.training.trial_process import TrialProcess
+from megafp8.training.micro_batch_search.messages import Answer, Failed, TooLarge, TrialSetup
+from megafp8.training.micro_batch_search.processes import TrialProcess
 
 CHOICE_FILE = "micro_batch_size.json"
 GIB = 2**30

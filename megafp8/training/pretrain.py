@@ -15,12 +15,12 @@ from megafp8.device.platform import detect_platform, join_ranks, leave_ranks, ra
 from megafp8.errors import INTERNAL, Megafp8Error, PeerLost
 from megafp8.training.assemble import assemble
 from megafp8.training.beginning import begin, build_guard
-from megafp8.training.check import Checked
-from megafp8.training.describe import recipe_lines
+from megafp8.training.checks import Checked
 from megafp8.training.guard import Guard
 from megafp8.training.journal import Journal
 from megafp8.training.loop import train
-from megafp8.training.micro_batch import choose_micro_batch
+from megafp8.training.micro_batch_search.search import choose_micro_batch
+from megafp8.training.run_record import recipe_lines
 
 # After a communication error, for the system to say that a process is gone.
 LOOK_S = 2.0
