@@ -38,7 +38,6 @@ from megafp8.parallel.groups import Place, build_groups
 from megafp8.telemetry.timers import StepTimer
 from megafp8.training.cuda_graph import StepGraph, off_default_stream
 from megafp8.training.delayed_memory import DelayedMemory
-from megafp8.training.extensions.statistics import Probe, build_probe
 from megafp8.training.guard import Guard
 
 
@@ -56,7 +55,6 @@ class Run:
         delayed: what delayed scaling remembers, to be taken back with a step and after a validation; None without it.
         watch: notes gradients that are not finite; None where that check is off, or the optimizer's norm tells it.
         traffic: counts the bytes of parameter gathers; None where every rank updates all weights, or a graph gathers.
-        probe: looks at what quantization does; None where nobody asked for it.
         graph: launches the passes of a step at once; None where nobody asked for it.
         timer: measures steps; every step waits for the loss, so the device is never ahead by more than one update.
         guard: takes signals and watches the time; one that was not started does neither.
@@ -77,7 +75,6 @@ class Run:
     delayed: Optional[DelayedMemory]
     watch: Optional[GradientWatch]
     traffic: Optional[ParameterTraffic]
-    probe: Optional[Probe]
     graph: Optional[StepGraph]
     timer: StepTimer
     guard: Guard = field(default_factory=Guard)
@@ -137,7 +134,6 @@ def assemble(config: RunConfig, platform: Platform, implementation: str, has_dat
         delayed=build_delayed_memory(config, trainee, implementation),
         watch=watch,
         traffic=build_traffic(config, trainee.chunks),
-        probe=build_probe(config, trainee, place.world_size, platform.device),
         graph=build_graph(config, trainee, platform.device),
         timer=StepTimer(),
     )

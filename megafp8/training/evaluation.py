@@ -12,13 +12,15 @@ import torch
 
 from megafp8 import faults
 from megafp8.checkpoint.save import sync_parameters
+from megafp8.checkpoint.state import Progress
 from megafp8.data.loader import build_loader
 from megafp8.optim.finite import agree
 from megafp8.telemetry.records import EvalRecord
+from megafp8.telemetry.sinks import Sinks
 from megafp8.training.assemble import Run, to_device_sum
-from megafp8.training.extensions.stop import is_asked_to_stop
-from megafp8.training.phases import EVALUATION
+from megafp8.training.phases import BETWEEN, EVALUATION
 from megafp8.training.precision_at import precision_at
+from megafp8.training.signals import is_asked_to_stop
 from megafp8.training.step import forward_backward
 
 
@@ -56,6 +58,27 @@ def evaluate(run: Run, split: str, dataset: Any, step: int, consumed_tokens: int
         eval_ms=1000 * (time.monotonic() - started),
         consumed_tokens=consumed_tokens,
     )
+
+
+def validate(run: Run, sinks: Sinks, progress: Progress) -> bool:
+    """Loss on the validation data, if there is any; False when a signal broke it off."""
+    is_whole = record_evaluation(run, sinks, progress, "valid", run.datasets[1])
+    run.guard.evaluation_left(None if is_whole else progress.step)
+    if run.config.training.empty_unused_memory_level >= 1:
+        run.platform.free_cache()
+    return is_whole
+
+
+def record_evaluation(run: Run, sinks: Sinks, progress: Progress, split: str, dataset: Any) -> bool:
+    """Evaluate on a dataset, if there is one; False when a signal broke it off."""
+    if dataset is None or run.config.training.eval_iters == 0:
+        return True
+    tokens = progress.consumed_samples * (run.config.data.seq_length or 0)
+    record = evaluate(run, split, dataset, progress.step, tokens)
+    run.guard.enter(BETWEEN, progress.step)
+    if record is not None:
+        sinks.write(record)
+    return record is not None
 
 
 @contextmanager

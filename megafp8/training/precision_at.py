@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Optional
 
 from megafp8.config.fp8_schedule import is_quantized_at
-from megafp8.telemetry.records import EventRecord
 from megafp8.training.assemble import Run
 
 
@@ -37,12 +35,3 @@ def high_precision(run: Run) -> Iterator[None]:
         config.fp8, config.fp4 = formats
         for linear in linears:
             linear.is_quantizing = True
-
-
-def change_before(run: Run, step: int) -> Optional[EventRecord]:
-    """What to put on record before a step that begins a stretch; None before any other."""
-    precision = run.config.precision
-    now = is_quantized_at(precision, step)
-    if step == 1 or now == is_quantized_at(precision, step - 1):
-        return None
-    return EventRecord(step=step - 1, name="precision", detail=f"{'quantized' if now else 'high'} from step {step} on")

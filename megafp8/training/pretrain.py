@@ -5,22 +5,36 @@ from __future__ import annotations
 import dataclasses
 import faulthandler
 import logging
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Optional
 
+from megafp8 import faults
+from megafp8.checkpoint.state import Progress
+from megafp8.config import derived, serialize
 from megafp8.config.micro_batch import is_auto
 from megafp8.config.schema import RunConfig
+from megafp8.data.atomic import atomic_write
 from megafp8.device.platform import detect_platform, join_ranks, leave_ranks, rank
 from megafp8.errors import INTERNAL, Megafp8Error, PeerLost
-from megafp8.training.assemble import assemble
+from megafp8.telemetry.records import EventRecord
+from megafp8.telemetry.sinks import Sinks, build_sinks
+from megafp8.training.assemble import Run, assemble, run_folder
 from megafp8.training.beginning import begin, build_guard
 from megafp8.training.checks import Checked
+from megafp8.training.evaluation import record_evaluation, validate
+from megafp8.training.extension import LoopState
+from megafp8.training.extensions import build_extensions
+from megafp8.training.extensions.checkpoints import check_folders
 from megafp8.training.guard import Guard
 from megafp8.training.journal import Journal
-from megafp8.training.loop import train
+from megafp8.training.loop import train_steps
 from megafp8.training.micro_batch_search.search import choose_micro_batch
-from megafp8.training.run_record import recipe_lines
+from megafp8.training.resume import check_nothing_newer, resume, saves_where_it_loads
+from megafp8.training.run_record import describe_update, recipe_lines, run_record
+from megafp8.training.signals import stopped_by_signals
 
 # After a communication error, for the system to say that a process is gone.
 LOOK_S = 2.0
@@ -47,14 +61,12 @@ def run_training(checked: Checked) -> int:
     with guarded(config) as guard:
         join_ranks(platform, config.parallel.distributed_timeout_minutes)
         begin(config, guard)
-        told = {}
+        choices = {}
         if is_auto(config):
-            config, told["micro-batch size"] = choose_micro_batch(
-                config, platform, checked.implementation, guard
-            )
+            config, choices["micro-batch size"] = choose_micro_batch(config, platform, checked.implementation, guard)
         if not guard.stop_agreed:  # a signal may have ended the search for a size
             run = dataclasses.replace(assemble(config, platform, checked.implementation), guard=guard)
-            train(run, told)
+            train(run, choices)
             if run.graph is not None:
                 run.graph.forget()  # NCCL ends a communicator only when no graph is left that uses it
         guard.finish()
@@ -62,6 +74,61 @@ def run_training(checked: Checked) -> int:
     leave_ranks()
     faulthandler.cancel_dump_traceback_later()
     return guard.exit_status
+
+
+def train(run: Run, choices: Optional[dict[str, str]] = None) -> Progress:
+    """Train to the end of the run, or to the first reason to stop; all ranks call it.
+
+    Args:
+        choices: what was chosen before, for the record: details by name.
+
+    Returns:
+        How far the run came.
+    """
+    started = time.monotonic()
+    faults.point("run.start")
+    run.guard.enter("load")
+    if not run.config.training.skip_train:
+        check_folders(run)
+    progress, notes = resume(run)
+    if not run.config.training.skip_train:
+        check_nothing_newer(run, progress.step)
+    run.guard.resumed(progress.step, saves_where_it_loads(run.config))
+    total_steps = derived.train_iters(run.config, run.place.world_size)
+    with open_sinks(run, total_steps) as sinks:
+        sinks.write(run_record(run, progress.step or None))
+        for note in notes:
+            sinks.write(EventRecord(step=progress.step, name="checkpoint", detail=note))
+        for name, detail in ((choices or {}) | describe_update(run)).items():
+            sinks.write(EventRecord(step=progress.step, name=name, detail=detail))
+        if not run.config.training.skip_train:
+            state = LoopState(run, sinks, progress, total_steps, started)
+            train_steps(state, build_extensions())
+            progress = state.progress
+        evaluate_at_end(run, sinks, progress, total_steps)
+    return progress
+
+
+def open_sinks(run: Run, total_steps: int) -> Sinks:
+    """Where records go: rank 0 writes them, and the resolved configuration beside them."""
+    if run.place.rank != 0:
+        return Sinks(())
+    folder = run_folder(run.config)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with atomic_write(folder / "config.json") as stream:
+            stream.write(serialize.to_json(run.config).encode())
+    return build_sinks(run.config.logging, run_folder=str(folder) if folder else None, total_steps=total_steps)
+
+
+def evaluate_at_end(run: Run, sinks: Sinks, progress: Progress, total_steps: int) -> None:
+    """After the last step: validation and, if there is such data, the test."""
+    if progress.step < total_steps and not run.config.training.skip_train:
+        return
+    if not (
+        validate(run, sinks, progress) and record_evaluation(run, sinks, progress, "test", run.datasets[2])
+    ):
+        stopped_by_signals(run.guard)
 
 
 @contextmanager

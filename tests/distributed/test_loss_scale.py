@@ -17,7 +17,7 @@ from megafp8.errors import NumericsError
 from megafp8.optim.loss_scale import can_fall, current_loss_scale, scaler_of
 from megafp8.reports.load import load_run
 from megafp8.training.assemble import Run
-from megafp8.training.loop import train as train_whole
+from megafp8.training.pretrain import train as train_whole
 from megafp8.training.resume import resume
 
 SHARDED = "--use-distributed-optimizer"

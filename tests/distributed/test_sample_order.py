@@ -20,7 +20,7 @@ from megafp8.device import platform
 from megafp8.errors import CheckpointError
 from megafp8.reports.load import load_run
 from megafp8.training.assemble import assemble
-from megafp8.training.loop import train
+from megafp8.training.pretrain import train
 
 FLAGS = (
     f"{PLAIN} --lr-warmup-iters 1 --lr-decay-iters 8 --eval-iters 0 --no-progress-bar --save-interval 2 "

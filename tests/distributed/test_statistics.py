@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from small_run import build_run, fingerprint, look_of, small_config, weights
+from small_run import build_run, fingerprint, look_of, small_config, statistics_step, weights
 
-from megafp8.checkpoint.state import Progress
 from megafp8.errors import NumericsError
 from megafp8.fp8.linear import LinearPlan
 from megafp8.model.watched_linears import HookedLinear
@@ -23,8 +22,9 @@ from megafp8.reports.load import load_run
 from megafp8.telemetry.records import QuantizationRecord
 from megafp8.training.assemble import Run
 from megafp8.training.evaluation import build_batches
-from megafp8.training.loop import train
-from megafp8.training.step import clear_gradients, forward_backward, train_step
+from megafp8.training.extensions.statistics import StatisticsCollector
+from megafp8.training.pretrain import train
+from megafp8.training.step import clear_gradients, forward_backward
 
 TENSORWISE = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-amax-reduction all"
 DELAYED = "--bf16 --fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 4 --fp8-amax-compute-algo max"
@@ -58,9 +58,10 @@ def run_loop(folder: Path, flags: str, world_size: int) -> str:
     def start() -> str:
         run = build_run(config)
         train(run)
-        if run.probe is not None:
-            assert not [each for each in run.probe.linears if getattr(each.module, "observer", None) is not None]
-            assert not [each for each in run.probe.linears if each.module._forward_pre_hooks and "local" in flags]
+        modules = [module for chunk in run.trainee.chunks for module in chunk.modules()]
+        assert not [module for module in modules if getattr(module, "observer", None) is not None]
+        if "local" in flags and run.config.logging.fp8_log_interval is not None:
+            assert not [each for each in StatisticsCollector(run).linears if each.module._forward_pre_hooks]
         return fingerprint(weights(run))
 
     return run_ranks(world_size, start)[0]
@@ -104,9 +105,10 @@ def test_steps_between_looks_know_nothing_of_them(monkeypatch: pytest.MonkeyPatc
 
     def steps() -> list[int]:
         run = build_run(config)
+        collector = StatisticsCollector(run)
         for step in range(1, 5):
             now[0] = step
-            look_of(run, step)
+            look_of(run, step, collector)
         return shown
 
     monkeypatch.setattr(LinearPlan, "quantize_for", counted)
@@ -122,10 +124,12 @@ def test_a_rank_may_have_no_gradient_of_what_is_watched() -> None:
         run = build_run(config)
         optimizer = OnePassOptimizer.__new__(OnePassOptimizer)
         optimizer.grad_factor = torch.ones(1, device="meta")
-        run.probe.trainee = dataclasses.replace(run.trainee, optimizer=optimizer)
-        with run.probe.step(1):
-            run.probe.before_update(16.0)
-        return [run.probe.look.table.total(run.probe.plan.linears, field) for field in ("few_gradient", "all_gradient")]
+        trainee = dataclasses.replace(run.trainee, optimizer=optimizer)
+        collector = StatisticsCollector(dataclasses.replace(run, trainee=trainee))
+        with collector.step(1):
+            collector.current.before_update(16.0, 1.0)
+        table, linears = collector.current.table, collector.plan.linears
+        return [table.total(linears, field) for field in ("few_gradient", "all_gradient")]
 
     assert run_ranks(1, look) == [[0.0, 0.0]]
 
@@ -192,7 +196,7 @@ def test_data_ranks_see_what_one_rank_sees(flags: str) -> None:
 
 
 def linear_weights(run: Run) -> list[torch.Tensor]:
-    return [linear.weight for linear in run.probe.linears]
+    return [linear.weight for linear in StatisticsCollector(run).linears]
 
 
 def slow_norms(run: Run, *num_microbatches: int) -> list[float]:
@@ -252,12 +256,13 @@ def test_updates_are_those_of_the_master_weights() -> None:
     def both() -> tuple[QuantizationRecord, float, float]:
         run = build_run(config)
         before = [weight.main_param.clone() for weight in linear_weights(run)]
-        codes = [linear.weight_codes() for linear in run.probe.linears]
-        look = look_of(run)
+        collector = StatisticsCollector(run)
+        codes = [linear.weight_codes() for linear in collector.linears]
+        look = look_of(run, 1, collector)
         after = [weight.main_param for weight in linear_weights(run)]
         update = sum((new - old).double().square().sum() for new, old in zip(after, before, strict=True))
         size = sum(old.double().square().sum() for old in before)
-        now = [linear.weight_codes() for linear in run.probe.linears]
+        now = [linear.weight_codes() for linear in collector.linears]
         changed = sum((old != new).sum().item() for old, new in zip(codes, now, strict=True))
         return look, math.sqrt(update / size), changed / sum(each.numel() for each in codes)
 
@@ -275,9 +280,10 @@ def test_watching_from_outside_sees_what_layers_show(recipe: str) -> None:
 
     def look(hooked: bool) -> QuantizationRecord:
         run = build_run(config)
+        collector = StatisticsCollector(run)
         if hooked:
-            run.probe.linears = [HookedLinear(each.name, each.module, each.recipe) for each in run.probe.linears]
-        return look_of(run)
+            collector.linears = [HookedLinear(each.name, each.module, each.recipe) for each in collector.linears]
+        return look_of(run, 1, collector)
 
     (shown,), (hooked,) = (run_ranks(1, look, hooked) for hooked in (False, True))
     assert hooked.tensors == shown.tensors and hooked.what_if == shown.what_if
@@ -313,7 +319,7 @@ def test_a_scale_that_nothing_updates_is_stale(tmp_path: Path) -> None:
 
     def start() -> None:
         run = build_run(config)
-        for linear in run.probe.linears:
+        for linear in StatisticsCollector(run).linears:
             linear.module.amax_exchange.forward_ran = linear.module.amax_exchange.backward_ran = lambda state: None
         train(run)
 
@@ -327,12 +333,12 @@ def test_the_first_layer_with_a_nan_is_named(tmp_path: Path) -> None:
 
     def start() -> list[str]:
         run = build_run(config)
+        collector = StatisticsCollector(run)
         with torch.no_grad():
-            next(each.weight for each in run.probe.linears if each.name == "layers.2.linear_proj")[3, 5] = math.nan
+            next(each.weight for each in collector.linears if each.name == "layers.2.linear_proj")[3, 5] = math.nan
         batches = build_batches(run, run.datasets[0], 0, run.global_batch_size, num_workers=0)
-        with run.probe.step(1):
-            train_step(run, batches, Progress())
-        return [each.detail for each in run.probe.take_records(1, 0)[1:]]
+        _, records = statistics_step(run, batches, 1, collector)
+        return [each.detail for each in records[1:]]
 
     (told,) = run_ranks(1, start)
     expected = "numbers that are not finite: layers.2.linear_proj.weight: 1 values"
@@ -375,7 +381,7 @@ def test_a_run_that_bad_numbers_stop_says_where_they_came_from(interval: int, tm
 
     def start() -> str:
         run = build_run(config)
-        for linear in run.probe.linears:
+        for linear in StatisticsCollector(run).linears:
             if linear.name == "layers.1.linear_fc2":
                 with torch.no_grad():
                     linear.weight[0, 0] = linear.weight.main_param[0, 0] = math.nan

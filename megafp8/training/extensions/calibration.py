@@ -24,14 +24,39 @@ from torch import Tensor
 from megafp8.checkpoint.load import requantize_weights
 from megafp8.checkpoint.state import Progress, random_state, restore_random_state
 from megafp8.config import precision_map
+from megafp8.config.fp8_schedule import is_quantized_at
 from megafp8.fp8.delayed import DelayedState
 from megafp8.telemetry.records import EventRecord
 from megafp8.training.assemble import Run
 from megafp8.training.delayed_memory import awaits_attention
 from megafp8.training.evaluation import build_batches
+from megafp8.training.extension import Extension, LoopState
+from megafp8.training.extensions.precision_schedule import changes_at
 from megafp8.training.step import clear_gradients, forward_backward
 
 NUM_PASSES = 2
+
+
+class Calibration(Extension):
+    """Calibrates before the first quantized step of this process, and wherever `--fp8-schedule` changes the precision.
+
+    A checkpoint may have no scales either.
+    """
+
+    def open(self, state: LoopState) -> None:
+        if not state.is_last:
+            self.calibrate_if_due(state)
+
+    def before_step(self, state: LoopState) -> None:
+        if changes_at(state.run.config.precision, state.step + 1):
+            self.calibrate_if_due(state)
+
+    def calibrate_if_due(self, state: LoopState) -> None:
+        """Calibrate before a quantized step whose scales are not there yet."""
+        run = state.run
+        if is_quantized_at(run.config.precision, state.step + 1) and needs_calibration(run):
+            run.guard.enter("calibration")
+            state.sinks.write(calibrate(run, state.progress))
 
 
 def needs_calibration(run: Run) -> bool:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
@@ -22,7 +21,10 @@ from megafp8.errors import CheckpointError, NumericsError
 from megafp8.telemetry.records import EventRecord
 from megafp8.telemetry.sinks import Sinks
 from megafp8.training.assemble import Run, non_persistent_folder, run_folder
+from megafp8.training.extension import Extension, LoopState, is_multiple
 from megafp8.training.phases import BETWEEN
+from megafp8.training.signals import is_asked_to_stop, stopped_by_signals
+from megafp8.training.step import StepResult
 
 # A shorter wait for a save that is under way is not worth a word.
 TOLD_S = 0.1
@@ -47,11 +49,6 @@ def series_due(config: RunConfig, step: int, is_last: bool) -> Optional[Series]:
     return None
 
 
-def is_multiple(step: int, interval: Optional[int]) -> bool:
-    """Whether a step is one of those at an interval; none is without one."""
-    return bool(interval and step % interval == 0)
-
-
 def check_folders(run: Run) -> None:
     """Find out before the first step whether checkpoints can be written; all ranks call it.
 
@@ -74,21 +71,41 @@ def least_bytes(run: Run) -> int:
     return weight * size.count_parameters(config.model, run.vocab_size).total
 
 
-@contextmanager
-def saving(run: Run, sinks: Sinks) -> Iterator[Saver]:
-    """Within, a run saves. At the end, also at one with bad numbers, a save that is under way is waited for.
+class Checkpoints(Extension):
+    """Saves at `--save-interval` and before the run ends."""
 
-    Raises:
-        CheckpointError: the one that was waited for failed.
-    """
-    saver = Saver(run, sinks)
-    try:
-        yield saver
-    except NumericsError:  # all ranks have it, so all come here
-        with suppress(CheckpointError):  # it is recorded, and not why the run ends
-            saver.finish(is_last=False)
-        raise
-    saver.finish(is_last=True)
+    saver: Saver
+
+    def open(self, state: LoopState) -> None:
+        self.saver = Saver(state.run, state.sinks)
+
+    def after_step(self, state: LoopState, result: StepResult) -> None:
+        is_saved = self.saver.save(state.progress, state.is_last)
+        if is_saved and not state.is_last and is_asked_to_stop(state.run):
+            state.stop_reason = stopped_by_signals(state.run.guard)  # what is saved need not be saved again
+
+    def close(self, state: LoopState, error: Optional[BaseException]) -> None:
+        """Wait for a save that is under way; not after errors that other ranks may not have.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        if isinstance(error, NumericsError):  # all ranks have it
+            with suppress(CheckpointError):  # it is recorded, and not why the run ends
+                self.saver.finish(is_last=False)
+        elif error is None:
+            self.saver.finish(is_last=True)
+        state.saved_step = self.saver.saved_step
+
+
+class AsyncSaves(Extension):
+    """Asks once a step whether an asynchronous save is done."""
+
+    def __init__(self, checkpoints: Checkpoints):
+        self.checkpoints = checkpoints
+
+    def after_step(self, state: LoopState, result: StepResult) -> None:
+        self.checkpoints.saver.poll()
 
 
 class Saver:

@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Optional
 
 import torch
 
-from megafp8.training.assemble import Run
+from megafp8.training.assemble import Run, run_folder
+from megafp8.training.extension import Extension, LoopState
+from megafp8.training.step import StepResult
 
 
-@contextmanager
-def profiler(run: Run, folder: Optional[Path]) -> Iterator[Callable[[], None]]:
-    """Gives a function to call after each step. Steps count from the start of this process.
+class Profiler(Extension):
+    """Profiles the steps that flags name, counted from the start of this process."""
+
+    profile: Optional[torch.profiler.profile] = None
+
+    def open(self, state: LoopState) -> None:
+        logging = state.run.config.logging
+        if logging.profile and state.run.place.rank in logging.profile_ranks:
+            self.profile = build_profile(state.run)
+            self.profile.start()
+
+    def after_step(self, state: LoopState, result: StepResult) -> None:
+        if self.profile is not None:
+            self.profile.step()
+
+    def close(self, state: LoopState, error: Optional[BaseException]) -> None:
+        if self.profile is not None:
+            self.profile.stop()
+
+
+def build_profile(run: Run) -> torch.profiler.profile:
+    """The profiler of this rank.
 
     The trace goes to `profile/rank<N>.json` in the run's folder (in the working folder without one).
     """
     logging = run.config.logging
-    if not logging.profile or run.place.rank not in logging.profile_ranks:
-        yield lambda: None
-        return
-    target = (folder or Path(".")) / "profile"
+    target = (run_folder(run.config) or Path(".")) / "profile"
     target.mkdir(parents=True, exist_ok=True)
     schedule = torch.profiler.schedule(
         wait=max(logging.profile_step_start - 1, 0),
@@ -34,5 +50,4 @@ def profiler(run: Run, folder: Optional[Path]) -> Iterator[Callable[[], None]]:
     def write(profile: torch.profiler.profile) -> None:
         profile.export_chrome_trace(str(target / f"rank{run.place.rank}.json"))
 
-    with torch.profiler.profile(schedule=schedule, on_trace_ready=write) as profile:
-        yield profile.step
+    return torch.profiler.profile(schedule=schedule, on_trace_ready=write)

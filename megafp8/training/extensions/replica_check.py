@@ -25,7 +25,10 @@ from megafp8.errors import NumericsError
 from megafp8.fp8.delayed import DelayedState
 from megafp8.fp8.parameter import QuantizedParameter
 from megafp8.optim.bit_hash import BitHash
+from megafp8.telemetry.records import EventRecord
 from megafp8.training.assemble import Run
+from megafp8.training.extension import Extension, LoopState, is_multiple
+from megafp8.training.step import StepResult
 
 DATA, TENSOR = "data-parallel", "tensor-parallel"
 Hashes = list[tuple[str, bool, int]]  # name of a copy, whether tensor-parallel ranks have it, hash
@@ -75,6 +78,25 @@ class Disagreement:
     kind: str
     ranks: tuple[int, ...]
     odd: tuple[int, ...]
+
+
+class ReplicaCheck(Extension):
+    """Stops a run, before anything is saved, where ranks that hold the same weights differ."""
+
+    def after_step(self, state: LoopState, result: StepResult) -> None:
+        """Compare at `--check-weight-hash-across-dp-replicas-interval`.
+
+        Raises:
+            NumericsError: they differ.
+        """
+        interval = state.run.config.training.check_weight_hash_across_dp_replicas_interval
+        if not is_multiple(state.step, interval):
+            return
+        try:
+            check_replicas(state.run, state.step)
+        except NumericsError as error:
+            state.sinks.write(EventRecord(step=state.step, name="replicas differ", detail=str(error)))
+            raise
 
 
 def check_replicas(run: Run, step: int) -> None:

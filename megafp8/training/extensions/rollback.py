@@ -8,6 +8,7 @@ ends at its step, with its data, and its schedule is behind by so many steps.
 from __future__ import annotations
 
 import dataclasses
+from typing import Optional
 
 from megafp8.checkpoint.choose import choose_to_go_back, retire_newer
 from megafp8.checkpoint.load import load_checkpoint
@@ -20,7 +21,37 @@ from megafp8.errors import NumericsError
 from megafp8.telemetry.records import EventRecord
 from megafp8.telemetry.sinks import Sinks
 from megafp8.training.assemble import Run, non_persistent_folder, run_folder
+from megafp8.training.extension import Extension, LoopState
+from megafp8.training.extensions.checkpoints import Checkpoints
 from megafp8.training.run_record import run_record
+
+
+class Rollback(Extension):
+    """Returns to a checkpoint after bad numbers where `--spike-policy rollback` asks for it."""
+
+    def __init__(self, checkpoints: Checkpoints):
+        self.checkpoints = checkpoints
+
+    def recover(self, state: LoopState, error: NumericsError) -> bool:
+        """Roll back, and save at once, so that a run that is stopped now resumes from there.
+
+        Raises:
+            NumericsError: there is no checkpoint to return to.
+        """
+        run, saver = state.run, self.checkpoints.saver
+        if not may_roll_back(run, state.progress):
+            return False
+        saver.finish(is_last=False)
+        run.guard.enter("rollback", state.step + 1)
+        progress = roll_back(run, state.sinks, state.progress, state.total_steps, error)
+        saver.save(progress, is_last=progress.step == state.total_steps, is_due=True)
+        state.move_to(progress)
+        return True
+
+    def close(self, state: LoopState, error: Optional[BaseException]) -> None:
+        """Record the samples that changed no weight, by rollbacks and by skipped updates."""
+        if error is None and (summary := state.progress.history.summary()):
+            state.sinks.write(EventRecord(step=state.step, name="skipped", detail=summary))
 
 
 def may_roll_back(run: Run, progress: Progress) -> bool:

@@ -19,12 +19,28 @@ import torch.distributed as dist
 from megafp8.optim.reduction import on_reduction
 from megafp8.telemetry.records import EventRecord
 from megafp8.training.assemble import Run
+from megafp8.training.extension import Extension, LoopState
+from megafp8.training.step import StepResult
 
 SLOW_FACTOR = 1.5
 Moment = Union[float, torch.cuda.Event]
 
 
-class Stragglers:
+class Stragglers(Extension):
+    """Records ranks that are slow, at the steps that are logged."""
+
+    def open(self, state: LoopState) -> None:
+        self.times = OwnTimes(state.run)
+
+    def before_step(self, state: LoopState) -> None:
+        self.times.start()
+
+    def after_step(self, state: LoopState, result: StepResult) -> None:
+        for event in self.times.found(state.step):
+            state.sinks.write(event)
+
+
+class OwnTimes:
     """Times one rank's own part of its steps, and compares it with that of others."""
 
     def __init__(self, run: Run):

@@ -89,7 +89,9 @@ class TrialRun:
         if config.precision.deterministic_mode:
             compute_deterministically()
         mcore_cpu.install()
-        from megafp8.training.assemble import assemble  # imports megatron-core, which has been made ready only now
+        # These import megatron-core, which has been made ready only now.
+        from megafp8.training.assemble import assemble
+        from megafp8.training.extensions.statistics import StatisticsCollector
 
         self.setup = setup
         self.platform = detect_platform(config.parallel.distributed_backend)
@@ -97,6 +99,8 @@ class TrialRun:
         store = None if setup.meeting is None else dist.PrefixStore(setup.name, dist.TCPStore(*setup.meeting))
         join_ranks(self.platform, config.parallel.distributed_timeout_minutes, store)
         self.run = assemble(config, self.platform, setup.implementation, has_data=False)
+        has_statistics = config.logging.fp8_log_interval is not None
+        self.collector = StatisticsCollector(self.run) if has_statistics else None
         self.kinds = kinds_of_steps(config)
 
     def measure(self, size: int) -> Answer:
@@ -108,7 +112,7 @@ class TrialRun:
         self.platform.forget_peak_memory()
         for number in reversed(self.kinds):
             for _ in range(WARM_UP_STEPS):
-                self.step(size, least, number, looks=True)
+                self.step(size, least, number, has_statistics=True)
         counts = self.timed_counts(num_microbatches, self.slowest_s(self.step(size, least, self.kinds[0])))
         seconds = {count: min(self.step(size, count, self.kinds[0]) for _ in range(REPEATS)) for count in counts}
         peak_bytes = self.platform.peak_memory_bytes()
@@ -136,12 +140,12 @@ class TrialRun:
         dist.all_reduce(longest, op=dist.ReduceOp.MAX)
         return float(longest)
 
-    def step(self, size: int, num_microbatches: int, number: int, looks: bool = False) -> float:
+    def step(self, size: int, num_microbatches: int, number: int, has_statistics: bool = False) -> float:
         """Train one step of a batch of so many microbatches, and its seconds.
 
         Args:
             number: of the step, whose precision the schedule knows.
-            looks: at what quantization does, where the run does that at times: it takes memory.
+            has_statistics: a statistics step, where the run has such steps: they take memory.
         """
         from megafp8.checkpoint.state import Progress
         from megafp8.training.step import train_step
@@ -152,10 +156,11 @@ class TrialRun:
         batches = itertools.repeat(made_up_batch(run.vocab_size, config)) if run.place.needs_batches else None
         self.platform.synchronize()
         began = time.perf_counter()
-        if looks and run.probe is not None:
-            with run.probe.step(run.probe.interval):
-                train_step(run, batches, Progress(number - 1))
-            run.probe.take_records(run.probe.interval, run.place.rank)
+        if has_statistics and self.collector is not None:
+            with self.collector.step(self.collector.interval):
+                is_eager = self.collector.is_collecting
+                train_step(run, batches, Progress(number - 1), self.collector.before_update, is_eager)
+            self.collector.take_records(self.collector.interval)
         else:
             train_step(run, batches, Progress(number - 1))
         self.platform.synchronize()

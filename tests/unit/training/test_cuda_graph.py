@@ -136,18 +136,18 @@ def test_nothing_exchanges_random_states_within_a_capture(device: Device, monkey
         tracker.fork()
 
 
-def test_a_step_that_is_looked_at_runs_without_the_graph(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer, probe = Trainer(device, graph_of()), SimpleNamespace(is_looking=False)
+def test_a_statistics_step_runs_without_the_graph(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(device, graph_of())
     trainee = SimpleNamespace(chunks=[])
-    run = SimpleNamespace(graph=trainer.graph, probe=probe, trainee=trainee, num_microbatches=MICROBATCHES)
+    run = SimpleNamespace(graph=trainer.graph, trainee=trainee, num_microbatches=MICROBATCHES)
     monkeypatch.setattr(step, "forward_backward", lambda run, batches, *_, **__: trainer.passes(batches))
     losses = []
     for number in range(6):
-        probe.is_looking = number in (0, 4)
-        losses += [report["loss"].item() for report in step.training_passes(run, trainer.batches)]
+        is_eager = number in (0, 4)
+        losses += [report["loss"].item() for report in step.training_passes(run, trainer.batches, is_eager)]
     assert losses == [9.0 * number + 3 for number in range(6)]
     (graph,) = device.graphs
-    assert graph.num_replays == 2  # of steps 3 and 5: steps 0 and 4 are looked at, 1 and 2 warm up
+    assert graph.num_replays == 2  # of steps 3 and 5: steps 0 and 4 are eager, 1 and 2 warm up
     assert trainer.num_passes == 2 + WARM_UP + 1
 
 

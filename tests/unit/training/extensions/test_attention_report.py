@@ -16,7 +16,7 @@ mcore_cpu.install()
 
 from megafp8.config.schema import PrecisionConfig, RunConfig  # noqa: E402
 from megafp8.errors import CapabilityError  # noqa: E402
-from megafp8.training.loop import report_attention  # noqa: E402
+from megafp8.training.extensions.attention_report import report_attention  # noqa: E402
 
 
 def report(chosen: str, monkeypatch: pytest.MonkeyPatch, **precision: Any) -> list[str]:
