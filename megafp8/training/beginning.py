@@ -14,10 +14,10 @@ from megafp8.errors import CheckpointError, RunFolderInUse
 from megafp8.launch.process import Process, this_process
 from megafp8.launch.run_lock import RunLock, take_lock
 from megafp8.launch.run_state import finished_state
-from megafp8.training.assemble import run_folder
 from megafp8.training.guard import Guard
 from megafp8.training.journal import Journal, first_state
 from megafp8.training.phases import Phases
+from megafp8.training.setup import run_folder
 
 # torchrun's, before it kills; also Slurm's.
 USUAL_GRACE_S = "30"

@@ -17,9 +17,9 @@ from megafp8.data.loader import build_loader
 from megafp8.optim.finite import agree
 from megafp8.telemetry.records import EvalRecord
 from megafp8.telemetry.sinks import Sinks
-from megafp8.training.assemble import Run, to_device_sum
 from megafp8.training.phases import BETWEEN, EVALUATION
-from megafp8.training.precision_at import precision_at
+from megafp8.training.precision import precision_at
+from megafp8.training.setup import Run, to_device_sum
 from megafp8.training.signals import is_asked_to_stop
 from megafp8.training.step import forward_backward
 

@@ -21,7 +21,6 @@ from megafp8.device.platform import detect_platform, join_ranks, leave_ranks, ra
 from megafp8.errors import INTERNAL, Megafp8Error, PeerLost
 from megafp8.telemetry.records import EventRecord
 from megafp8.telemetry.sinks import Sinks, build_sinks
-from megafp8.training.assemble import Run, assemble, run_folder
 from megafp8.training.beginning import begin, build_guard
 from megafp8.training.checks import Checked
 from megafp8.training.evaluation import record_evaluation, validate
@@ -34,6 +33,7 @@ from megafp8.training.loop import train_steps
 from megafp8.training.micro_batch_search.search import choose_micro_batch
 from megafp8.training.resume import check_nothing_newer, resume, saves_where_it_loads
 from megafp8.training.run_record import describe_update, recipe_lines, run_record
+from megafp8.training.setup import Run, assemble, run_folder
 from megafp8.training.signals import stopped_by_signals
 
 # After a communication error, for the system to say that a process is gone.

@@ -27,9 +27,9 @@ from megafp8.optim.one_pass import OnePassOptimizer
 from megafp8.optim.own_gradients import own_bad_gradients
 from megafp8.optim.schedule import current_learning_rate
 from megafp8.parallel.gather import gather_in_next_pass
-from megafp8.training.assemble import Run, to_device_sum
 from megafp8.training.bad_steps import Finding, SpikeJudge, check_may_skip, not_finite, samples_of_rank
-from megafp8.training.precision_at import precision_at
+from megafp8.training.precision import precision_at
+from megafp8.training.setup import Run, to_device_sum
 
 Batches = Optional[Iterator[dict[str, Tensor]]]
 

@@ -25,10 +25,10 @@ from megafp8.fp8.recipes import OPERANDS_OF, Gemm, Recipe, blockwise, mxfp8, ten
 from megafp8.model.emulated_layers import emulated_linears
 from megafp8.model.watched_linears import linears_of
 from megafp8.reports.load import load_run
-from megafp8.training.assemble import Run
 from megafp8.training.evaluation import evaluate
 from megafp8.training.extensions.calibration import calibrate, needs_calibration
 from megafp8.training.extensions.precision_schedule import changes_at
+from megafp8.training.setup import Run
 
 BF16 = "--bf16 --micro-batch-size 2"
 TENSORWISE = f"{BF16} --fp8-format hybrid --fp8-recipe tensorwise"

@@ -20,10 +20,10 @@ from megafp8.optim.one_pass import OnePassOptimizer
 from megafp8.optim.updates import signal_and_noise
 from megafp8.reports.load import load_run
 from megafp8.telemetry.records import QuantizationRecord
-from megafp8.training.assemble import Run
 from megafp8.training.evaluation import build_batches
 from megafp8.training.extensions.statistics import StatisticsCollector
 from megafp8.training.pretrain import train
+from megafp8.training.setup import Run
 from megafp8.training.step import clear_gradients, forward_backward
 
 TENSORWISE = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-amax-reduction all"

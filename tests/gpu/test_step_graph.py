@@ -16,9 +16,9 @@ if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_a
 from gpu_runs import FP8_RECIPES, RECIPES, gpu_run, straight_and_resumed  # noqa: E402
 from small_run import SourceSamples, statistics_step, train, weights  # noqa: E402
 
-from megafp8.training.assemble import Run  # noqa: E402
 from megafp8.training.evaluation import build_batches, evaluate  # noqa: E402
 from megafp8.training.extensions.statistics import StatisticsCollector  # noqa: E402
+from megafp8.training.setup import Run  # noqa: E402
 
 GRAPH = "--cuda-graph-impl local --cuda-graph-warmup-steps 2"
 FUSER = "--use-transformer-engine-op-fuser"

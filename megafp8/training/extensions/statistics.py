@@ -31,11 +31,11 @@ from megafp8.optim.updates import before_reduction, norms, reduced_gradient, sig
 from megafp8.telemetry.health import HealthWatch
 from megafp8.telemetry.records import QuantizationRecord, Record
 from megafp8.telemetry.tensor_sums import TensorTable
-from megafp8.training.assemble import Run
 from megafp8.training.checks import machine_problems
 from megafp8.training.evaluation import build_batches
 from megafp8.training.extension import Extension, LoopState
-from megafp8.training.precision_at import precision_at
+from megafp8.training.precision import precision_at
+from megafp8.training.setup import Run
 from megafp8.training.step import StepResult, clear_gradients, forward_backward
 
 

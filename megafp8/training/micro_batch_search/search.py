@@ -35,11 +35,11 @@ from megafp8.planning.micro_batch import (
     predicted_bytes,
     row,
 )
-from megafp8.training.assemble import run_folder, tell
 from megafp8.training.extensions.stop import stopped_by_signals
 from megafp8.training.guard import Guard
 from megafp8.training.micro_batch_search.messages import Answer, Failed, TooLarge, TrialSetup
 from megafp8.training.micro_batch_search.processes import TrialProcess
+from megafp8.training.setup import run_folder, tell
 
 CHOICE_FILE = "micro_batch_size.json"
 GIB = 2**30

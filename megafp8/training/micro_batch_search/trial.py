@@ -90,8 +90,8 @@ class TrialRun:
             compute_deterministically()
         mcore_cpu.install()
         # These import megatron-core, which has been made ready only now.
-        from megafp8.training.assemble import assemble
         from megafp8.training.extensions.statistics import StatisticsCollector
+        from megafp8.training.setup import assemble
 
         self.setup = setup
         self.platform = detect_platform(config.parallel.distributed_backend)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from megafp8.config.fp8_schedule import is_quantized_at
-from megafp8.training.assemble import Run
+from megafp8.training.setup import Run
 
 
 def precision_at(run: Run, step: int) -> AbstractContextManager[None]:
