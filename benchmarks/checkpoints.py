@@ -52,7 +52,7 @@ from megafp8.checkpoint.manifest import MANIFEST, check_whole, damage_seen, read
 from megafp8.checkpoint.save import save_checkpoint, whole_state  # noqa: E402
 from megafp8.checkpoint.state import Progress, model_state, optimizer_state, sharding_metadata  # noqa: E402
 from megafp8.training.evaluation import build_batches  # noqa: E402
-from megafp8.training.setup import Run  # noqa: E402
+from megafp8.training.run import Run  # noqa: E402
 from megafp8.training.step import train_step  # noqa: E402
 
 OURS, UNHASHED, PLAIN = "megafp8", "megafp8, without hashes", "megatron-core"

@@ -35,7 +35,7 @@ from benchmarks.in_process import add_run, end_runs, start_run  # noqa: E402
 from megafp8.checkpoint.state import Progress  # noqa: E402
 from megafp8.training.evaluation import build_batches  # noqa: E402
 from megafp8.training.extensions.calibration import calibrate, needs_calibration  # noqa: E402
-from megafp8.training.setup import Run  # noqa: E402
+from megafp8.training.run import Run  # noqa: E402
 from megafp8.training.step import train_step  # noqa: E402
 
 BASELINE, CALIBRATED, TE = "bf16", "delayed, calibrated", "delayed, te"

@@ -40,8 +40,8 @@ from megafp8.telemetry.sinks import Sinks, build_sinks, read_records  # noqa: E4
 from megafp8.training.extension import LoopState  # noqa: E402
 from megafp8.training.extensions import build_extensions  # noqa: E402
 from megafp8.training.loop import make_step  # noqa: E402
+from megafp8.training.run import Run  # noqa: E402
 from megafp8.training.run_record import run_record  # noqa: E402
-from megafp8.training.setup import Run  # noqa: E402
 
 BAR = 1.03
 DTYPES = {"fp32": "--transformer-impl local", "bf16": "--bf16 --transformer-impl local"}

@@ -24,7 +24,8 @@ from megafp8.optim.traffic import build_traffic  # noqa: E402
 from megafp8.parallel.groups import leave_groups  # noqa: E402
 from megafp8.telemetry.timers import StepTimer  # noqa: E402
 from megafp8.training.checks import Checked, check  # noqa: E402
-from megafp8.training.setup import Run, assemble, build_trainee  # noqa: E402
+from megafp8.training.run import Run  # noqa: E402
+from megafp8.training.setup import assemble, build_trainee  # noqa: E402
 
 TRAINING = (
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "

@@ -34,7 +34,8 @@ from megafp8.data.epochs import Source  # noqa: E402
 from megafp8.telemetry.records import QuantizationRecord, Record  # noqa: E402
 from megafp8.training.evaluation import build_batches  # noqa: E402
 from megafp8.training.extensions.statistics import StatisticsCollector  # noqa: E402
-from megafp8.training.setup import Run, assemble  # noqa: E402
+from megafp8.training.run import Run  # noqa: E402
+from megafp8.training.setup import assemble  # noqa: E402
 from megafp8.training.step import Batches, StepResult, train_step  # noqa: E402
 
 # Bytes 0 to 254, and the tokenizer's end of document on 255, which no source has: 256 rows under every layout.

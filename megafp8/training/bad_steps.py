@@ -17,7 +17,7 @@ from megafp8.errors import NumericsError
 from megafp8.optim.loss_scale import current_loss_scale, describe_overflow
 from megafp8.telemetry.health.advice import Case, advice, of_bad_numbers
 from megafp8.training.checks import machine_problems
-from megafp8.training.setup import Run
+from megafp8.training.run import Run
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from megafp8.optim.finite import agree
 from megafp8.telemetry.records import EvalRecord
 from megafp8.telemetry.sinks import Sinks
 from megafp8.training.phases import BETWEEN, EVALUATION
-from megafp8.training.precision import precision_at
-from megafp8.training.setup import Run, to_device_sum
+from megafp8.training.run import Run, to_device_sum
 from megafp8.training.signals import is_asked_to_stop
 from megafp8.training.step import forward_backward
 
@@ -38,7 +37,7 @@ def evaluate(run: Run, split: str, dataset: Any, step: int, consumed_tokens: int
     # In this process: starting loader processes for so few batches would take longer than reading them.
     batches = build_batches(run, dataset, 0, num_batches * run.global_batch_size, num_workers=0)
     total = torch.zeros(2, dtype=torch.float64, device=device)
-    with inference_mode(run), precision_at(run, step):
+    with inference_mode(run), run.precision_at(step):
         faults.point("evaluation.begin")
         for _ in range(num_batches):
             if is_asked_to_stop(run):

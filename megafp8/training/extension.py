@@ -16,7 +16,7 @@ from megafp8.optim.finite import StepTotals
 from megafp8.telemetry.sinks import Sinks
 from megafp8.training.bad_steps import after_step
 from megafp8.training.evaluation import build_batches
-from megafp8.training.setup import Run
+from megafp8.training.run import Run
 from megafp8.training.step import Batches, StepResult
 
 

@@ -16,7 +16,7 @@ from megafp8.device.peaks import find_peak
 from megafp8.model.precision_map import GemmPrecision, format_recipes, resolve_precision_map
 from megafp8.optim import one_pass
 from megafp8.telemetry.records import RunRecord
-from megafp8.training.setup import Run
+from megafp8.training.run import Run
 
 LIBRARIES = ("torch", "megatron-core", "transformer-engine", "numpy", "sentencepiece")
 

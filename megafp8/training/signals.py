@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megafp8.checkpoint.together import together
 from megafp8.training.guard import Guard
-from megafp8.training.setup import Run
+from megafp8.training.run import Run
 
 
 def is_asked_to_stop(run: Run) -> bool:

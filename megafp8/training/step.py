@@ -28,8 +28,7 @@ from megafp8.optim.own_gradients import own_bad_gradients
 from megafp8.optim.schedule import current_learning_rate
 from megafp8.parallel.gather import gather_in_next_pass
 from megafp8.training.bad_steps import Finding, SpikeJudge, check_may_skip, not_finite, samples_of_rank
-from megafp8.training.precision import precision_at
-from megafp8.training.setup import Run, to_device_sum
+from megafp8.training.run import Run, to_device_sum
 
 Batches = Optional[Iterator[dict[str, Tensor]]]
 
@@ -88,7 +87,7 @@ def train_step(
     if run.delayed is not None and run.config.training.max_skipped_steps:
         run.delayed.remember()
     in_one_pass = isinstance(trainee.optimizer, OnePassOptimizer)
-    with run.timer.span("forward-backward"), precision_at(run, progress.step + 1):
+    with run.timer.span("forward-backward"), run.precision_at(progress.step + 1):
         reports = training_passes(run, batches, is_eager)
         squared_norm = trainee.optimizer.squared_norm() if in_one_pass else None
         faults.point("step.after_backward")

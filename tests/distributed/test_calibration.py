@@ -19,7 +19,7 @@ from megafp8.config.schema import RunConfig
 from megafp8.reports.load import load_run
 from megafp8.training.evaluation import build_batches
 from megafp8.training.extensions.calibration import calibrate, needs_calibration
-from megafp8.training.setup import Run
+from megafp8.training.run import Run
 from megafp8.training.step import clear_gradients, forward_backward
 
 TE_START = "--fp8-delayed-start te"

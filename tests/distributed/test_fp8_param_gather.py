@@ -27,7 +27,7 @@ from megafp8.fp8.quantize import quantize
 from megafp8.planning.memory import estimate_memory
 from megafp8.training.evaluation import build_batches, evaluate
 from megafp8.training.extensions.calibration import calibrate, needs_calibration
-from megafp8.training.setup import Run
+from megafp8.training.run import Run
 from megafp8.training.step import params_norm, train_step
 
 GATHER = "--fp8-param-gather"

@@ -28,7 +28,7 @@ from megafp8.reports.load import load_run
 from megafp8.training.evaluation import evaluate
 from megafp8.training.extensions.calibration import calibrate, needs_calibration
 from megafp8.training.extensions.precision_schedule import changes_at
-from megafp8.training.setup import Run
+from megafp8.training.run import Run
 
 BF16 = "--bf16 --micro-batch-size 2"
 TENSORWISE = f"{BF16} --fp8-format hybrid --fp8-recipe tensorwise"

@@ -23,7 +23,7 @@ from megafp8.telemetry.records import QuantizationRecord
 from megafp8.training.evaluation import build_batches
 from megafp8.training.extensions.statistics import StatisticsCollector
 from megafp8.training.pretrain import train
-from megafp8.training.setup import Run
+from megafp8.training.run import Run
 from megafp8.training.step import clear_gradients, forward_backward
 
 TENSORWISE = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-amax-reduction all"

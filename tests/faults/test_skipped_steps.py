@@ -26,7 +26,7 @@ from megafp8.launch.run_state import read_run_state
 from megafp8.reports.load import load_run
 from megafp8.training.bad_steps import after_step
 from megafp8.training.evaluation import build_batches
-from megafp8.training.setup import Run
+from megafp8.training.run import Run
 from megafp8.training.step import train_step
 
 BAD_STEP, STEPS, BATCH = 3, 5, 8

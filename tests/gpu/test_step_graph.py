@@ -18,7 +18,7 @@ from small_run import SourceSamples, statistics_step, train, weights  # noqa: E4
 
 from megafp8.training.evaluation import build_batches, evaluate  # noqa: E402
 from megafp8.training.extensions.statistics import StatisticsCollector  # noqa: E402
-from megafp8.training.setup import Run  # noqa: E402
+from megafp8.training.run import Run  # noqa: E402
 
 GRAPH = "--cuda-graph-impl local --cuda-graph-warmup-steps 2"
 FUSER = "--use-transformer-engine-op-fuser"

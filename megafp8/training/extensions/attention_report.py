@@ -11,7 +11,7 @@ from megafp8.errors import CapabilityError
 from megafp8.telemetry.records import EventRecord
 from megafp8.telemetry.sinks import Sinks
 from megafp8.training.extension import Extension, LoopState
-from megafp8.training.setup import Run
+from megafp8.training.run import Run
 from megafp8.training.step import StepResult
 
 

@@ -27,11 +27,11 @@ from megafp8.config import precision_map
 from megafp8.config.fp8_schedule import is_quantized_at
 from megafp8.fp8.delayed import DelayedState
 from megafp8.telemetry.records import EventRecord
-from megafp8.training.delayed_memory import awaits_attention
 from megafp8.training.evaluation import build_batches
 from megafp8.training.extension import Extension, LoopState
 from megafp8.training.extensions.precision_schedule import changes_at
-from megafp8.training.setup import Run
+from megafp8.training.precision import awaits_attention
+from megafp8.training.run import Run
 from megafp8.training.step import clear_gradients, forward_backward
 
 NUM_PASSES = 2

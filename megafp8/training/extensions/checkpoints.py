@@ -22,7 +22,7 @@ from megafp8.telemetry.records import EventRecord
 from megafp8.telemetry.sinks import Sinks
 from megafp8.training.extension import Extension, LoopState, is_multiple
 from megafp8.training.phases import BETWEEN
-from megafp8.training.setup import Run, non_persistent_folder, run_folder
+from megafp8.training.run import Run, non_persistent_folder, run_folder
 from megafp8.training.signals import is_asked_to_stop, stopped_by_signals
 from megafp8.training.step import StepResult
 

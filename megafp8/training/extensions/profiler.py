@@ -8,7 +8,7 @@ from typing import Optional
 import torch
 
 from megafp8.training.extension import Extension, LoopState
-from megafp8.training.setup import Run, run_folder
+from megafp8.training.run import Run, run_folder
 from megafp8.training.step import StepResult
 
 

@@ -27,7 +27,7 @@ from megafp8.fp8.parameter import QuantizedParameter
 from megafp8.optim.bit_hash import BitHash
 from megafp8.telemetry.records import EventRecord
 from megafp8.training.extension import Extension, LoopState, is_multiple
-from megafp8.training.setup import Run
+from megafp8.training.run import Run
 from megafp8.training.step import StepResult
 
 DATA, TENSOR = "data-parallel", "tensor-parallel"

@@ -22,8 +22,8 @@ from megafp8.telemetry.records import EventRecord
 from megafp8.telemetry.sinks import Sinks
 from megafp8.training.extension import Extension, LoopState
 from megafp8.training.extensions.checkpoints import Checkpoints
+from megafp8.training.run import Run, non_persistent_folder, run_folder
 from megafp8.training.run_record import run_record
-from megafp8.training.setup import Run, non_persistent_folder, run_folder
 
 
 class Rollback(Extension):

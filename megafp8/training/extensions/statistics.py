@@ -34,8 +34,7 @@ from megafp8.telemetry.tensor_sums import TensorTable
 from megafp8.training.checks import machine_problems
 from megafp8.training.evaluation import build_batches
 from megafp8.training.extension import Extension, LoopState
-from megafp8.training.precision import precision_at
-from megafp8.training.setup import Run
+from megafp8.training.run import Run
 from megafp8.training.step import StepResult, clear_gradients, forward_backward
 
 
@@ -72,7 +71,7 @@ class QuantizationStatistics(Extension):
             self.collector.start()
             run, samples = state.run, state.progress.consumed_samples
             batches = build_batches(run, run.datasets[0], samples, samples + run.global_batch_size, num_workers=0)
-            with precision_at(run, state.step + 1):
+            with run.precision_at(state.step + 1):
                 clear_gradients(run)
                 forward_backward(run, batches, run.num_microbatches, forward_only=False)
         self.write_records(state, state.step + 1)

@@ -15,8 +15,8 @@ from megafp8.device.peaks import peak_flops
 from megafp8.errors import NumericsError
 from megafp8.telemetry.records import EventRecord, StepRecord
 from megafp8.training.extension import Extension, LoopState
+from megafp8.training.run import Run
 from megafp8.training.run_record import matmul_dtype, model_flops_per_token
-from megafp8.training.setup import Run
 from megafp8.training.step import StepResult, params_norm
 
 

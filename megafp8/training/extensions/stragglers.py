@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megafp8.optim.reduction import on_reduction
 from megafp8.telemetry.records import EventRecord
 from megafp8.training.extension import Extension, LoopState
-from megafp8.training.setup import Run
+from megafp8.training.run import Run
 from megafp8.training.step import StepResult
 
 SLOW_FACTOR = 1.5

@@ -39,7 +39,8 @@ from megafp8.training.extensions.stop import stopped_by_signals
 from megafp8.training.guard import Guard
 from megafp8.training.micro_batch_search.messages import Answer, Failed, TooLarge, TrialSetup
 from megafp8.training.micro_batch_search.processes import TrialProcess
-from megafp8.training.setup import run_folder, tell
+from megafp8.training.run import run_folder
+from megafp8.training.setup import print_progress
 
 CHOICE_FILE = "micro_batch_size.json"
 GIB = 2**30
@@ -98,10 +99,10 @@ def choose_micro_batch(
     known, note = on_rank_0(lambda: known_choice(config, platform, implementation))
     if known is not None:
         if rank() == 0:
-            tell(f"micro-batch size: {note}")
+            print_progress(f"micro-batch size: {note}")
         return with_size(config, known), note
     if rank() == 0 and note:
-        tell(f"micro-batch size: {note}")
+        print_progress(f"micro-batch size: {note}")
     choice = find_choice(config, platform, implementation, guard)
     if choice is None:
         return config, guard.reason
@@ -195,7 +196,7 @@ def find_choice(config: RunConfig, platform: Platform, implementation: str, guar
     outside = outside_bytes(config, ranks) if platform.kind == "cuda" else max(together(resident_bytes))
     needed = {size: each + outside for size, each in predicted.items()}
     hopeful, first = hopeful_sizes(needed, limit_bytes), first_size(needed, limit_bytes)
-    say: Callable[[str], None] = tell if rank() == 0 else lambda text: None
+    say: Callable[[str], None] = print_progress if rank() == 0 else lambda text: None
     hopeless = [
         Trial(size=size, predicted_bytes=predicted[size], note=NOT_TRIED) for size in sizes if size not in hopeful
     ]
