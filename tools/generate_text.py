@@ -100,7 +100,7 @@ def show(text: str) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Check, load, generate, write."""
     from megafp8.errors import ConfigError
-    from megafp8.model.sampling import GREEDY, Sampling
+    from megafp8.training.sampling import GREEDY, Sampling
 
     sampling = GREEDY if arguments.greedy else Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
     found = problems(arguments) + sampling.problems()

@@ -31,8 +31,8 @@ from megafp8.errors import CapabilityError, CheckpointError, DataError
 from megafp8.mcore_config import build_transformer_config
 from megafp8.model.builder import build_model
 from megafp8.model.emulated_layers import weights_unchanged
-from megafp8.model.sampling import Sampling, next_token
 from megafp8.parallel.groups import build_groups
+from megafp8.training.sampling import Sampling, next_token
 
 INCOMPLETE_CHARACTER = "\ufffd"
 

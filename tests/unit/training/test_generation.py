@@ -14,8 +14,8 @@ from megafp8.config.schema import RunConfig
 from megafp8.device.capability import TARGETS
 from megafp8.errors import CapabilityError, CheckpointError, DataError
 from megafp8.model.norm import Norm
-from megafp8.model.sampling import GREEDY, Sampling
 from megafp8.training.generation import TextStream, generate_ids, generate_text, load_language_model, one_rank_config
+from megafp8.training.sampling import GREEDY, Sampling
 
 FP8 = "--fp8-format hybrid --fp8-recipe tensorwise"
 PROMPT = [5, 3, 250, 8]
