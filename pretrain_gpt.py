@@ -22,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
         from megafp8.config import flags
 
         invocation, problems = flags.read(argv)
-        from megafp8.training.check import check
+        from megafp8.training.checks import check
 
         checked = check(invocation, problems)
         if invocation.dry_run:
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
 
             print(describe_run(checked))
         else:
-            from megafp8.training.main import run_training
+            from megafp8.training.pretrain import run_training
             from megafp8.utils.best_effort import best_effort
 
             # From here on a full disk or a terminal that was closed takes output, but does not end training.

@@ -51,8 +51,8 @@ from megafp8.checkpoint.load import read_tensors  # noqa: E402
 from megafp8.checkpoint.manifest import MANIFEST, check_whole, damage_seen, read_manifest  # noqa: E402
 from megafp8.checkpoint.save import save_checkpoint, whole_state  # noqa: E402
 from megafp8.checkpoint.state import Progress, model_state, optimizer_state, sharding_metadata  # noqa: E402
-from megafp8.training.assemble import Run  # noqa: E402
-from megafp8.training.evaluate import build_batches  # noqa: E402
+from megafp8.training.evaluation import build_batches  # noqa: E402
+from megafp8.training.run import Run  # noqa: E402
 from megafp8.training.step import train_step  # noqa: E402
 
 OURS, UNHASHED, PLAIN = "megafp8", "megafp8, without hashes", "megatron-core"

@@ -33,9 +33,9 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import stdlib_text, timing  # noqa: E402
 from benchmarks.in_process import add_run, end_runs, start_run  # noqa: E402
 from megafp8.checkpoint.state import Progress  # noqa: E402
-from megafp8.training.assemble import Run  # noqa: E402
-from megafp8.training.calibrate import calibrate, needs_calibration  # noqa: E402
-from megafp8.training.evaluate import build_batches  # noqa: E402
+from megafp8.training.evaluation import build_batches  # noqa: E402
+from megafp8.training.extensions.calibration import calibrate, needs_calibration  # noqa: E402
+from megafp8.training.run import Run  # noqa: E402
 from megafp8.training.step import train_step  # noqa: E402
 
 BASELINE, CALIBRATED, TE = "bf16", "delayed, calibrated", "delayed, te"

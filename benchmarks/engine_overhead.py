@@ -19,6 +19,7 @@ import gc
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -36,11 +37,11 @@ from benchmarks.in_process import add_run, add_size_options, command_line, end_r
 from megafp8.checkpoint.state import Progress  # noqa: E402
 from megafp8.telemetry.records import RECORDS_FILE, StepRecord  # noqa: E402
 from megafp8.telemetry.sinks import Sinks, build_sinks, read_records  # noqa: E402
-from megafp8.training.assemble import Run  # noqa: E402
-from megafp8.training.describe import run_record  # noqa: E402
-from megafp8.training.evaluate import build_batches  # noqa: E402
-from megafp8.training.loop import recorded_step  # noqa: E402
-from megafp8.training.rates import build_rates  # noqa: E402
+from megafp8.training.extension import LoopState  # noqa: E402
+from megafp8.training.extensions import build_extensions  # noqa: E402
+from megafp8.training.loop import make_step  # noqa: E402
+from megafp8.training.run import Run  # noqa: E402
+from megafp8.training.run_record import run_record  # noqa: E402
 
 BAR = 1.03
 DTYPES = {"fp32": "--transformer-impl local", "bf16": "--bf16 --transformer-impl local"}
@@ -98,16 +99,17 @@ class BareLoop:
 
 
 class EngineLoop:
-    """megafp8's steps, as `training.loop` takes them."""
+    """megafp8's steps, as `training.loop` takes them, with all extensions."""
 
     def __init__(self, run: Run, sinks: Sinks, train_iters: int):
-        self.run, self.sinks, self.rates = run, sinks, build_rates(run)
-        self.batches = build_batches(run, run.datasets[0], 0, train_iters * run.global_batch_size, num_workers=0)
-        self.progress = Progress()
+        self.state = LoopState(run, sinks, Progress(), train_iters, started=time.monotonic())
+        self.extensions = build_extensions()
+        for extension in self.extensions:
+            extension.open(self.state)
 
     def step(self) -> None:
         """Train on one global batch and write its record."""
-        self.progress = recorded_step(self.run, self.sinks, self.rates, self.batches, self.progress)
+        make_step(self.state, self.extensions)
 
 
 def build_runs(names: Sequence[str], options: argparse.Namespace, train_iters: int) -> dict[str, Run]:

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import timing  # noqa: E402
 from benchmarks.in_process import add_run, add_size_options, command_line, end_runs, start_run  # noqa: E402
 from megafp8.checkpoint.state import Progress  # noqa: E402
-from megafp8.training.assemble import Run  # noqa: E402
-from megafp8.training.evaluate import build_batches  # noqa: E402
+from megafp8.training.evaluation import build_batches  # noqa: E402
+from megafp8.training.run import Run  # noqa: E402
 from megafp8.training.step import train_step  # noqa: E402
 
 BASELINE, FP8 = "bf16", "tensorwise"

@@ -51,7 +51,7 @@ import torch.distributed as dist  # noqa: E402  # isort: skip
 
 from megafp8.config.schema.parallel import ParallelConfig  # noqa: E402
 from megafp8.device.platform import Platform, detect_platform, join_ranks, leave_ranks  # noqa: E402
-from megafp8.training.check import Checked  # noqa: E402
+from megafp8.training.checks import Checked  # noqa: E402
 from megafp8.training.step import StepResult  # noqa: E402
 
 W = "--fp8-param-gather"

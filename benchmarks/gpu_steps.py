@@ -44,9 +44,9 @@ mcore_cpu.install()
 
 from megafp8.checkpoint.state import Progress  # noqa: E402
 from megafp8.device.platform import detect_platform, join_ranks  # noqa: E402
-from megafp8.training.assemble import assemble  # noqa: E402
-from megafp8.training.check import Checked, check  # noqa: E402
-from megafp8.training.evaluate import build_batches  # noqa: E402
+from megafp8.training.checks import Checked, check  # noqa: E402
+from megafp8.training.evaluation import build_batches  # noqa: E402
+from megafp8.training.setup import assemble  # noqa: E402
 from megafp8.training.step import StepResult, train_step  # noqa: E402
 
 PROCESS_S = 120.0

@@ -23,9 +23,9 @@ from megafp8.optim.finite import GradientWatch  # noqa: E402
 from megafp8.optim.traffic import build_traffic  # noqa: E402
 from megafp8.parallel.groups import leave_groups  # noqa: E402
 from megafp8.telemetry.timers import StepTimer  # noqa: E402
-from megafp8.training.assemble import Run, assemble, build_trainee  # noqa: E402
-from megafp8.training.check import Checked, check  # noqa: E402
-from megafp8.training.probe import build_probe  # noqa: E402
+from megafp8.training.checks import Checked, check  # noqa: E402
+from megafp8.training.run import Run  # noqa: E402
+from megafp8.training.setup import assemble, build_trainee  # noqa: E402
 
 TRAINING = (
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
@@ -82,7 +82,6 @@ def add_run(first: Run, text: str) -> Run:
         delayed=None,
         watch=GradientWatch(trainee.chunks, first.platform.device) if watched else None,
         traffic=build_traffic(config, trainee.chunks),
-        probe=build_probe(config, trainee, world_size, first.platform.device),
         timer=StepTimer(),
     )
 

@@ -38,7 +38,7 @@ FIRST_STEP = " step 1/1 "
 # Without the end of the process, which takes Python most of a second once torch is loaded.
 IMPORTS = {
     "import torch": "import os, torch; os._exit(0)",
-    "import all": "import os, megafp8.training.check as c; c.mcore_cpu.install(); import megafp8.training.main; "
+    "import all": "import os, megafp8.training.checks as c; c.mcore_cpu.install(); import megafp8.training.pretrain; "
     "os._exit(0)",
 }
 

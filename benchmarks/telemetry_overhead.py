@@ -28,7 +28,7 @@ from benchmarks.in_process import add_size_options, checked_flags, command_line,
 from benchmarks.operations import Operations, count_operations  # noqa: E402
 from megafp8.device.platform import detect_platform  # noqa: E402
 from megafp8.telemetry.sinks import build_sinks  # noqa: E402
-from megafp8.training.assemble import assemble  # noqa: E402
+from megafp8.training.setup import assemble  # noqa: E402
 
 BAR, INTERVAL, WARMUP = 0.02, 100, 2
 PLAIN, LOOKING = "not looking", "looking"

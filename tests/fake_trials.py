@@ -7,7 +7,7 @@ import signal
 import time
 from multiprocessing.connection import Connection
 
-from megafp8.training.trial_messages import EXCEEDED, Failed, Measured, TooLarge, TrialSetup
+from megafp8.training.micro_batch_search.messages import EXCEEDED, Failed, Measured, TooLarge, TrialSetup
 
 FITS = 8
 """The largest size that a rank has room for, times its number plus 1."""

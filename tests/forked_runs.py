@@ -63,7 +63,7 @@ class Ended:
 def prepare() -> None:
     """Import in this process what ranks would import each."""
     mcore_cpu.install()
-    for name in ("pretrain_gpt", "megafp8.training.main", "megafp8.training.check"):
+    for name in ("pretrain_gpt", "megafp8.training.pretrain", "megafp8.training.checks"):
         importlib.import_module(name)
 
 

@@ -31,10 +31,12 @@ from megatron.core.utils import unwrap_model  # noqa: E402
 from megafp8.checkpoint.save import sync_parameters  # noqa: E402
 from megafp8.checkpoint.state import Progress  # noqa: E402
 from megafp8.data.epochs import Source  # noqa: E402
-from megafp8.telemetry.records import QuantizationRecord  # noqa: E402
-from megafp8.training.assemble import Run, assemble  # noqa: E402
-from megafp8.training.evaluate import build_batches  # noqa: E402
-from megafp8.training.step import train_step  # noqa: E402
+from megafp8.telemetry.records import QuantizationRecord, Record  # noqa: E402
+from megafp8.training.evaluation import build_batches  # noqa: E402
+from megafp8.training.extensions.statistics import StatisticsCollector  # noqa: E402
+from megafp8.training.run import Run  # noqa: E402
+from megafp8.training.setup import assemble  # noqa: E402
+from megafp8.training.step import Batches, StepResult, train_step  # noqa: E402
 
 # Bytes 0 to 254, and the tokenizer's end of document on 255, which no source has: 256 rows under every layout.
 COMMON = (
@@ -119,14 +121,24 @@ def train(run: Run, num_steps: int, first_step: int = 1, is_masked: bool = False
     return Curve([result.loss for result in results], [result.grad_norm for result in results])
 
 
-def look_of(run: Run, step: int = 1) -> Optional[QuantizationRecord]:
-    """One step of training, and what rank 0 saw of it if it was looked at."""
+def look_of(
+    run: Run, step: int = 1, collector: Optional[StatisticsCollector] = None
+) -> Optional[QuantizationRecord]:
+    """One step of training, and rank 0's record of it if it is a statistics step."""
     batch = run.global_batch_size
     batches = build_batches(run, SourceSamples(run.config.data.seq_length), (step - 1) * batch, step * batch, 0)
-    with run.probe.step(step):
-        train_step(run, batches, Progress(step - 1, (step - 1) * batch))
-    records = run.probe.take_records(step, run.place.rank)
+    _, records = statistics_step(run, batches, step, collector or StatisticsCollector(run))
     return records[0] if records else None
+
+
+def statistics_step(
+    run: Run, batches: Batches, step: int, collector: StatisticsCollector
+) -> tuple[StepResult, list[Record]]:
+    """One step of training, and its quantization statistics and findings if it is a statistics step."""
+    with collector.step(step):
+        progress = Progress(step - 1, (step - 1) * run.global_batch_size)
+        result = train_step(run, batches, progress, collector.before_update, collector.is_collecting)
+    return result, collector.take_records(step)
 
 
 def curve_of(config: RunConfig, num_steps: int, is_masked: bool = False) -> Curve:

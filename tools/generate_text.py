@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 from megafp8.utils.paths import path_argument, path_text
 
 if TYPE_CHECKING:
-    from megafp8.training.generate import Sample
+    from megafp8.training.generation import Sample
 
 TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 INTERRUPTED = 130
@@ -107,7 +107,7 @@ def show(text: str) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Check, load, generate, write."""
     from megafp8.errors import ConfigError
-    from megafp8.model.sampling import GREEDY, Sampling
+    from megafp8.training.sampling import GREEDY, Sampling
 
     sampling = GREEDY if arguments.greedy else Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
     found = problems(arguments) + sampling.problems()
@@ -117,7 +117,7 @@ def run(arguments: argparse.Namespace) -> None:
     from megafp8.device import mcore_cpu
 
     mcore_cpu.install()
-    from megafp8.training.generate import generate_text, load_language_model
+    from megafp8.training.generation import generate_text, load_language_model
 
     names = ("tokenizer_type", *TOKENIZER_FILES)
     tokenizer = {name: value for name in names if (value := getattr(arguments, name)) is not None}

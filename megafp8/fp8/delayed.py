@@ -6,7 +6,7 @@ of grad_outputs. A linear keeps for each operand
 
     amax_history [length]   entry 0 collects the amaxes since the last update; from 1 on, older ones come first
     quant_scale             what the operand is multiplied by until the next update; 1 in the beginning, unless a run
-                            calibrates before its first step (`training/calibrate.py`)
+                            calibrates before its first step (`training/extensions/calibration.py`)
 
 and an update with the reduced amax a is, as in Transformer Engine's fused kernel (`common/recipe/delayed_scaling.cu`,
 read at 2.20):

@@ -22,7 +22,7 @@ from megafp8.planning.layouts import MARGIN_FRACTION
 from megafp8.planning.memory import estimate_ends, outside_bytes
 from megafp8.planning.micro_batch import NOT_TRIED, Trial, first_size, hopeful_sizes, predicted_bytes, table
 from megafp8.planning.planned_run import PlannedRun
-from megafp8.training.check import Checked
+from megafp8.training.checks import Checked
 
 GIB = 2**30
 MOST_RANK_LINES = 16

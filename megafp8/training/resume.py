@@ -17,7 +17,7 @@ from megafp8.checkpoint.state import Progress
 from megafp8.checkpoint.together import on_rank_0
 from megafp8.config.schema import RunConfig
 from megafp8.errors import CheckpointError
-from megafp8.training.assemble import Run, non_persistent_folder, run_folder
+from megafp8.training.run import Run, non_persistent_folder, run_folder
 
 # Crashes in a row while a checkpoint is loaded, after which it is set aside.
 DEADLY_LOADS = 2

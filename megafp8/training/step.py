@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Optional, Union
@@ -27,9 +27,8 @@ from megafp8.optim.one_pass import OnePassOptimizer
 from megafp8.optim.own_gradients import own_bad_gradients
 from megafp8.optim.schedule import current_learning_rate
 from megafp8.parallel.gather import gather_in_next_pass
-from megafp8.training.assemble import Run, to_device_sum
-from megafp8.training.precision_at import precision_at
-from megafp8.training.skipping import Finding, SpikeJudge, check_may_skip, not_finite, samples_of_rank
+from megafp8.training.bad_steps import Finding, SpikeJudge, check_may_skip, not_finite, samples_of_rank
+from megafp8.training.run import Run, to_device_sum
 
 Batches = Optional[Iterator[dict[str, Tensor]]]
 
@@ -61,12 +60,20 @@ class StepResult:
     param_gather_bytes: Optional[int]
 
 
-def train_step(run: Run, batches: Batches, progress: Progress) -> StepResult:
+def train_step(
+    run: Run,
+    batches: Batches,
+    progress: Progress,
+    before_update: Callable[[StepTotals], None] = lambda totals: None,
+    is_eager: bool = False,
+) -> StepResult:
     """Train on one global batch.
 
     Args:
         batches: this rank's microbatches, None on a pipeline stage that needs none.
         progress: before the step.
+        before_update: called between the reduction of the gradients and the update, if there is one.
+        is_eager: do not replay a CUDA graph, which would call no hooks.
 
     Raises:
         NumericsError: the update must not be made, and the run may not go on without it; on all ranks, with the weights
@@ -80,8 +87,8 @@ def train_step(run: Run, batches: Batches, progress: Progress) -> StepResult:
     if run.delayed is not None and run.config.training.max_skipped_steps:
         run.delayed.remember()
     in_one_pass = isinstance(trainee.optimizer, OnePassOptimizer)
-    with run.timer.span("forward-backward"), precision_at(run, progress.step + 1):
-        reports = training_passes(run, batches)
+    with run.timer.span("forward-backward"), run.precision_at(progress.step + 1):
+        reports = training_passes(run, batches, is_eager)
         squared_norm = trainee.optimizer.squared_norm() if in_one_pass else None
         faults.point("step.after_backward")
         totals, finding = check_step(run, to_device_sum(reports), progress, squared_norm)
@@ -91,8 +98,7 @@ def train_step(run: Run, batches: Batches, progress: Progress) -> StepResult:
     if finding is None:
         faults.point("step.before_update")
         trainee.wait_for_copies()
-        if run.probe is not None:
-            run.probe.before_update(totals.num_tokens, loss_scale or 1.0)
+        before_update(totals)
         with run.timer.span("optimizer"):
             is_updated, grad_norm, num_zeros, finding = update(run, progress, totals)
         faults.poison("step.weights", next(trainee.chunks[0].parameters()))
@@ -142,19 +148,15 @@ def clear_gradients(run: Run) -> None:
     run.trainee.optimizer.zero_grad()
 
 
-def training_passes(run: Run, batches: Batches) -> list[dict[str, Tensor]]:
-    """Forward and backward passes of a step, as a graph where the run has one.
-
-    A step that is looked at has hooks, which a graph would not call.
-    """
+def training_passes(run: Run, batches: Batches, is_eager: bool = False) -> list[dict[str, Tensor]]:
+    """Forward and backward passes of a step, as a CUDA graph where the run has one and the step may use it."""
 
     def passes(batches: Batches) -> list[dict[str, Tensor]]:
         if run.graph is not None:
             gather_in_next_pass(run.trainee.chunks)
         return forward_backward(run, batches, run.num_microbatches, forward_only=False)
 
-    is_looking = run.probe is not None and run.probe.is_looking
-    if run.graph is None or batches is None or is_looking:
+    if run.graph is None or batches is None or is_eager:
         return passes(batches)
     return run.graph.run(passes, batches, run.num_microbatches)
 

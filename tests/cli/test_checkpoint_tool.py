@@ -14,7 +14,7 @@ from saved_run import configure, copy_as_step, save_initial
 
 from megafp8.checkpoint.folder import saved_steps
 from megafp8.checkpoint.manifest import MANIFEST, damage_seen, read_manifest
-from megafp8.training.assemble import non_persistent_folder
+from megafp8.training.run import non_persistent_folder
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "checkpoint.py"
 FLAGS = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --vocab-size 127 --tensor-model-parallel-size 2 --bf16"

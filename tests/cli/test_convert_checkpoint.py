@@ -34,8 +34,8 @@ from megafp8.checkpoint.save import save_checkpoint
 from megafp8.checkpoint.state import Progress
 from megafp8.config import flags
 from megafp8.data.tokenizer_training import train_byte_bpe
-from megafp8.model.sampling import GREEDY
-from megafp8.training.generate import generate_text, load_language_model
+from megafp8.training.generation import generate_text, load_language_model
+from megafp8.training.sampling import GREEDY
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "convert_checkpoint.py"

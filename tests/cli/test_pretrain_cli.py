@@ -132,7 +132,7 @@ def test_one_rank_of_every_machine_says_what_is_wrong(capsys, monkeypatch, local
     ids=["the same on both", "each its own", "one alone"],
 )
 def test_what_is_wrong_with_a_checkpoint_is_said_once(ends: tuple[str | None, ...], saying: list[bool]) -> None:
-    import megafp8.training.main  # noqa: F401  once, before ranks are forked
+    import megafp8.training.pretrain  # noqa: F401  once, before ranks are forked
 
     def start() -> tuple[int, bool]:
         end = ends[dist.get_rank()]
@@ -143,7 +143,7 @@ def test_what_is_wrong_with_a_checkpoint_is_said_once(ends: tuple[str | None, ..
             raise CheckpointError(end)
 
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as errors:
-            patch.setattr("megafp8.training.main.run_training", run_training)
+            patch.setattr("megafp8.training.pretrain.run_training", run_training)
             patch.setattr("megafp8.device.platform.LAST_WORDS_S", 0.5 if None in ends else 60)
             status = pretrain_gpt.main(TINY.split())
         dist.barrier()

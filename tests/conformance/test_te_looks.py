@@ -70,12 +70,14 @@ def test_codes_that_are_shown_were_multiplied(recipe: str, shown: dict) -> None:
     from gpu_runs import gpu_run
     from small_run import look_of, train
 
+    from megafp8.training.extensions.statistics import StatisticsCollector
+
     # In a run's first step delayed scaling has no scales before the first microbatch, whose codes of weights are kept.
     with gpu_run(f"{FLAGS[recipe]} --fp8-log-interval 2") as run:
         train(run, 1)
         with multiplied() as found:
             look_of(run, 2)
-            names = {linear.name for linear in run.probe.linears}
+            names = {linear.name for linear in StatisticsCollector(run).linears}
     assert {name for name, _, _ in shown} == names
     assert {(operand, gemm) for _, operand, gemm in shown} == {(operand, gemm) for gemm, operand in SIDES}
     for (name, operand, gemm), quantized in shown.items():

@@ -26,8 +26,8 @@ from megafp8.checkpoint.save import save_checkpoint
 from megafp8.checkpoint.state import Progress
 from megafp8.errors import CheckpointError
 from megafp8.reports.load import load_run
-from megafp8.training.assemble import Run
-from megafp8.training.loop import train as train_loop
+from megafp8.training.pretrain import train as train_loop
+from megafp8.training.run import Run
 
 DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
 LENGTH = "--train-iters 6 --lr-warmup-iters 1 --eval-iters 0 --no-progress-bar --save-interval 2 --async-save"

@@ -18,7 +18,8 @@ from torch import Tensor
 from megafp8.config.schema import RunConfig
 from megafp8.errors import NumericsError
 from megafp8.optim.one_pass import OnePassOptimizer
-from megafp8.training.assemble import Run, build_watch
+from megafp8.training.run import Run
+from megafp8.training.setup import build_watch
 
 BAD_STEP = 3
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"

@@ -25,7 +25,7 @@ from megafp8.checkpoint.vocabulary import EMBEDDING, OUTPUT_LAYER
 from megafp8.config.schema import RunConfig
 from megafp8.errors import CheckpointError
 from megafp8.optim.schedule import current_learning_rate
-from megafp8.training.assemble import Run
+from megafp8.training.run import Run
 
 STEPS = 3
 DISTRIBUTED = "--use-distributed-optimizer"

@@ -25,6 +25,7 @@ from megafp8.fp8 import quantize  # noqa: E402
 from megafp8.model import observation  # noqa: E402
 from megafp8.model.watched_linears import HookedLinear, WatchedLinear  # noqa: E402
 from megafp8.telemetry.tensor_sums import TensorTable  # noqa: E402
+from megafp8.training.extensions.statistics import StatisticsCollector  # noqa: E402
 
 FLAGS = "--bf16 --lr-warmup-iters 0 --num-layers 2 --hidden-size 128 --fp8-log-interval 2"
 RECIPES = {
@@ -59,7 +60,8 @@ def cost_of_look(flags: str) -> tuple[Operations, int]:
     """What a step that is looked at takes more than one that is not, and the number of tensors seen."""
     count = OperationCount()
     run = build_run(small_config("llama", f"{FLAGS} {flags}"))
-    run.probe.linears = [HookedLinear(each.name, each.module, each.recipe) for each in run.probe.linears]
+    collector = StatisticsCollector(run)
+    collector.linears = [HookedLinear(each.name, each.module, each.recipe) for each in collector.linears]
     is_watching = False
 
     def on_gpu(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,7 +83,7 @@ def cost_of_look(flags: str) -> tuple[Operations, int]:
     marks: list[Operations] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HookedLinear, "delayed_scale", WatchedLinear.delayed_scale)
-        look_of(run, 1)
+        look_of(run, 1, collector)
         triton = stand_in_for_triton(count)
         patch.setitem(sys.modules, "triton", triton)
         patch.setitem(sys.modules, "triton.language", triton.language)
@@ -95,9 +97,9 @@ def cost_of_look(flags: str) -> tuple[Operations, int]:
         for step in (2, 3, 4):
             marks.append(Operations(count.launched, count.waits))
             with count:
-                look_of(run, step)
+                look_of(run, step, collector)
     _, _, start, between, end = marks
-    return (end - between) - (between - start), len(list(run.probe.plan.all()))
+    return (end - between) - (between - start), len(list(collector.plan.all()))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

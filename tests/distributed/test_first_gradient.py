@@ -10,7 +10,7 @@ from small_run import PLAIN, build_run, small_config
 from torch import Tensor
 
 from megafp8.optim.first_gradient import FirstGradient
-from megafp8.training.evaluate import build_batches
+from megafp8.training.evaluation import build_batches
 from megafp8.training.step import clear_gradients, forward_backward
 
 NUM_PASSES = 2  # the second finds the gradients of the first

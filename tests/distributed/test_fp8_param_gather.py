@@ -25,9 +25,9 @@ from megafp8.fp8.delayed import DelayedScale
 from megafp8.fp8.parameter import WEIGHT, QuantizedParameter, quantized_parameters
 from megafp8.fp8.quantize import quantize
 from megafp8.planning.memory import estimate_memory
-from megafp8.training.assemble import Run
-from megafp8.training.calibrate import calibrate, needs_calibration
-from megafp8.training.evaluate import build_batches, evaluate
+from megafp8.training.evaluation import build_batches, evaluate
+from megafp8.training.extensions.calibration import calibrate, needs_calibration
+from megafp8.training.run import Run
 from megafp8.training.step import params_norm, train_step
 
 GATHER = "--fp8-param-gather"

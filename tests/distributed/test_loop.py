@@ -14,7 +14,7 @@ from megafp8.checkpoint.state import Progress
 from megafp8.errors import CheckpointError
 from megafp8.reports.load import Run as Recorded
 from megafp8.reports.load import load_run
-from megafp8.training.loop import train
+from megafp8.training.pretrain import train
 
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
 VIRTUAL = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 2"

@@ -16,9 +16,9 @@ from megafp8.checkpoint.state import Progress, parts_of
 from megafp8.errors import NumericsError
 from megafp8.optim.loss_scale import can_fall, current_loss_scale, scaler_of
 from megafp8.reports.load import load_run
-from megafp8.training.assemble import Run
-from megafp8.training.loop import train as train_whole
+from megafp8.training.pretrain import train as train_whole
 from megafp8.training.resume import resume
+from megafp8.training.run import Run
 
 SHARDED = "--use-distributed-optimizer"
 HIGH = 2.0**32  # at which every gradient of the small model overflows

@@ -9,7 +9,7 @@ import pytest
 from megatron.core.utils import unwrap_model
 from ranks import run_ranks
 from small_run import build_run, curve_of, fingerprint, look_of, small_config, train, weights
-from test_calibrate import calibrations
+from test_calibration import calibrations
 from test_checkpoint import PIPELINE, TENSOR, VIRTUAL, load_newest
 from test_loop import curves as curves_of_records
 from test_loop import run_loop
@@ -25,10 +25,10 @@ from megafp8.model.watched_linears import linears_of
 from megafp8.recipes import blockwise, mxfp8, tensorwise
 from megafp8.recipes.base import OPERANDS_OF, Gemm, LinearRecipe
 from megafp8.reports.load import load_run
-from megafp8.training.assemble import Run
-from megafp8.training.calibrate import calibrate, needs_calibration
-from megafp8.training.evaluate import evaluate
-from megafp8.training.precision_at import change_before
+from megafp8.training.evaluation import evaluate
+from megafp8.training.extensions.calibration import calibrate, needs_calibration
+from megafp8.training.extensions.precision_schedule import changes_at
+from megafp8.training.run import Run
 
 BF16 = "--bf16 --micro-batch-size 2"
 TENSORWISE = f"{BF16} --fp8-format hybrid --fp8-recipe tensorwise"
@@ -118,7 +118,7 @@ def resumed(config: RunConfig, num_steps: int, first_step: int, folder: Path | N
     losses: list[float] = []
     for step in range(first_step, first_step + num_steps):
         progress = Progress(step - 1, (step - 1) * run.global_batch_size)
-        if change_before(run, step) is not None and needs_calibration(run):
+        if changes_at(run.config.precision, step) and needs_calibration(run):
             calibrate(run, progress)
         losses += train(run, 1, first_step=step).losses
     if save is not None:

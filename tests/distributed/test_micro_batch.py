@@ -26,10 +26,11 @@ from megafp8.config.schema import RunConfig
 from megafp8.device.platform import Platform, detect_platform, peak_resident_bytes, resident_bytes
 from megafp8.errors import PREEMPTED, CheckpointError, ConfigError, DataError
 from megafp8.reports.load import load_run
-from megafp8.training import micro_batch
 from megafp8.training.guard import Guard
-from megafp8.training.micro_batch import CHOICE_FILE, choose_micro_batch, introduction, read_choice
-from megafp8.training.trial import (
+from megafp8.training.micro_batch_search import search
+from megafp8.training.micro_batch_search.messages import EXCEEDED, Answer, Failed, Measured, TooLarge, TrialSetup
+from megafp8.training.micro_batch_search.search import CHOICE_FILE, choose_micro_batch, introduction, read_choice
+from megafp8.training.micro_batch_search.trial import (
     TIMED_S,
     TrialRun,
     brief,
@@ -38,7 +39,6 @@ from megafp8.training.trial import (
     limit_memory,
     trial_config,
 )
-from megafp8.training.trial_messages import EXCEEDED, Answer, Failed, Measured, TooLarge, TrialSetup
 
 MIB, GIB = 2**20, 2**30
 CPU = Platform("cpu", torch.device("cpu"), "a CPU", "gloo")
@@ -198,7 +198,7 @@ def choose(
     process = FakeProcess(one_ms)
     if answer is not None:
         process.measure = answer
-    micro_batch.TrialProcess = lambda setup: process
+    search.TrialProcess = lambda setup: process
     config, told = choose_micro_batch(config, detect_platform(), "emulated", Guard())
     return config.training.micro_batch_size, told, process.asked
 
@@ -228,7 +228,7 @@ def test_the_search_begins_with_what_it_leaves_out() -> None:
 def test_a_signal_to_one_rank_ends_the_search_on_all(tmp_path: Path) -> None:
     config = auto_config(f"--save {tmp_path}")
 
-    def search() -> tuple[Any, ...]:
+    def start() -> tuple[Any, ...]:
         guard, process = Guard(), FakeProcess(8.0)
 
         def measure(size: int) -> Answer:
@@ -237,19 +237,19 @@ def test_a_signal_to_one_rank_ends_the_search_on_all(tmp_path: Path) -> None:
             return FakeProcess.measure(process, size)
 
         process.measure = measure
-        micro_batch.TrialProcess = lambda setup: process
+        search.TrialProcess = lambda setup: process
         found, _ = choose_micro_batch(config, detect_platform(), "emulated", guard)
         return is_auto(found), len(process.asked), process.asked[-1], guard.exit_status, guard.reason
 
-    assert run_ranks(2, search) == [(True, 2, 0, PREEMPTED, "SIGTERM to rank 1")] * 2, "one size, then closed"
+    assert run_ranks(2, start) == [(True, 2, 0, PREEMPTED, "SIGTERM to rank 1")] * 2, "one size, then closed"
     assert not (tmp_path / CHOICE_FILE).exists()
 
 
 def test_a_choice_follows_from_the_linears_that_are_looked_at() -> None:
     """A look keeps copies of their master weights."""
     looks = f"--bf16 {FP8} --fp8-log-interval 2"
-    of_all = micro_batch.settings_that_matter(auto_config(looks))
-    of_some = micro_batch.settings_that_matter(auto_config(f"{looks} --fp8-log-layers layers.0.*"))
+    of_all = search.settings_that_matter(auto_config(looks))
+    of_some = search.settings_that_matter(auto_config(f"{looks} --fp8-log-layers layers.0.*"))
     changed = {name for name, value in of_all.items() if of_some[name] != value}
     assert changed == {"logging.fp8_log_layers"}
 

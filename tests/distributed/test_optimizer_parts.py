@@ -22,7 +22,7 @@ from megafp8.checkpoint.state import (
     parts_of,
     sharding_metadata,
 )
-from megafp8.training.assemble import Run
+from megafp8.training.run import Run
 
 # With one bucket: from several, megatron-core takes a parameter from where its padding would put it.
 ONE_BUCKET = f"{PLAIN} --use-distributed-optimizer"

@@ -16,9 +16,9 @@ from torch import Tensor
 from megafp8.checkpoint.save import save_checkpoint
 from megafp8.checkpoint.state import Progress
 from megafp8.config.schema import RunConfig
-from megafp8.training.assemble import Run
-from megafp8.training.delayed_memory import delayed_state
-from megafp8.training.evaluate import inference_mode
+from megafp8.training.evaluation import inference_mode
+from megafp8.training.precision import delayed_state
+from megafp8.training.run import Run
 
 DELAYED = (
     "--bf16 --fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 4 --fp8-amax-compute-algo max "

@@ -19,8 +19,8 @@ from megafp8.data.sample_chain import SampleMark
 from megafp8.device import platform
 from megafp8.errors import CheckpointError
 from megafp8.reports.load import load_run
-from megafp8.training.assemble import assemble
-from megafp8.training.loop import train
+from megafp8.training.pretrain import train
+from megafp8.training.setup import assemble
 
 FLAGS = (
     f"{PLAIN} --lr-warmup-iters 1 --lr-decay-iters 8 --eval-iters 0 --no-progress-bar --save-interval 2 "

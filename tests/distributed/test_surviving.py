@@ -19,8 +19,8 @@ from megafp8.checkpoint.save import save_checkpoint
 from megafp8.checkpoint.state import Progress
 from megafp8.errors import CheckpointError
 from megafp8.reports.load import load_run
-from megafp8.training.loop import train
-from megafp8.training.saving import least_bytes
+from megafp8.training.extensions.checkpoints import least_bytes
+from megafp8.training.pretrain import train
 
 LENGTH = "--train-iters 6 --lr-warmup-iters 1 --eval-iters 0 --no-progress-bar --save-interval 2"
 

@@ -11,8 +11,8 @@ from ranks import run_ranks
 from small_run import small_config
 
 from megafp8.errors import CheckpointError
-from megafp8.training.trial_messages import Answer, Failed, Measured, TooLarge, TrialSetup
-from megafp8.training.trial_process import TrialProcess
+from megafp8.training.micro_batch_search.messages import Answer, Failed, Measured, TooLarge, TrialSetup
+from megafp8.training.micro_batch_search.processes import TrialProcess
 
 
 def answers(sizes: list[int], end: str, timeout_s: float = 30.0) -> list[Answer]:

@@ -12,7 +12,7 @@ from small_run import build_run, fingerprint, small_config, weights
 from megafp8 import faults
 from megafp8.checkpoint.state import Progress
 from megafp8.errors import NumericsError
-from megafp8.training.loop import train
+from megafp8.training.pretrain import train
 
 LENGTH = "--lr-warmup-iters 1 --eval-iters 0 --no-progress-bar"
 

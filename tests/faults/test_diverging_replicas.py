@@ -19,8 +19,8 @@ from megafp8.errors import NumericsError
 from megafp8.fp8.delayed import DelayedState
 from megafp8.fp8.parameter import quantized_parameters
 from megafp8.reports.load import load_run
-from megafp8.training.assemble import Run
-from megafp8.training.replicas import check_replicas
+from megafp8.training.extensions.replica_check import check_replicas
+from megafp8.training.run import Run
 
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
 TENSOR = "--tensor-model-parallel-size 2"

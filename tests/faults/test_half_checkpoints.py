@@ -14,7 +14,7 @@ from faulty_run import FaultyRun, assert_died
 from megafp8.checkpoint.folder import POINTER, checkpoint_path, saved_steps, sweep
 from megafp8.checkpoint.manifest import damage_seen
 from megafp8.faults import POINTS
-from megafp8.training import loop
+from megafp8.training import pretrain
 
 LAYOUT, SAVED = "dp2", 4
 SAVE_POINTS = [point for point in POINTS if point.startswith("save.") and point != "save.in_prune"]
@@ -63,7 +63,7 @@ def test_saving_a_step_again_never_mixes(
     point: str, until_4: FaultyRun, copied: FaultyRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run from the start, of another seed, that overwrites step 2. By itself no run does: it is refused."""
-    monkeypatch.setattr(loop, "check_nothing_newer", lambda run, step: None)
+    monkeypatch.setattr(pretrain, "check_nothing_newer", lambda run, step: None)
     before = until_4.fingerprint(2)
     ended = copied.start(kill_all_at(point, 2), flags=f"--save {copied.folder} {SHORT} --seed 4321")
     assert_died(ended)

@@ -24,9 +24,9 @@ from megafp8.checkpoint.state import Progress
 from megafp8.fp8.delayed import DelayedState
 from megafp8.launch.run_state import read_run_state
 from megafp8.reports.load import load_run
-from megafp8.training.assemble import Run
-from megafp8.training.evaluate import build_batches
-from megafp8.training.skipping import after_step
+from megafp8.training.bad_steps import after_step
+from megafp8.training.evaluation import build_batches
+from megafp8.training.run import Run
 from megafp8.training.step import train_step
 
 BAD_STEP, STEPS, BATCH = 3, 5, 8

@@ -12,9 +12,9 @@ from megafp8.checkpoint.folder import saved_steps
 from megafp8.checkpoint.skipped import ROLLBACK, SPIKE, SkippedSamples
 from megafp8.checkpoint.state import Progress
 from megafp8.reports.load import load_run
-from megafp8.training.evaluate import build_batches
+from megafp8.training.bad_steps import after_step
+from megafp8.training.evaluation import build_batches
 from megafp8.training.resume import resume
-from megafp8.training.skipping import after_step
 from megafp8.training.step import train_step
 
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"

@@ -24,7 +24,7 @@ from megafp8.checkpoint.load import load_checkpoint  # noqa: E402
 from megafp8.checkpoint.save import save_checkpoint  # noqa: E402
 from megafp8.checkpoint.state import Progress  # noqa: E402
 from megafp8.parallel.groups import leave_groups  # noqa: E402
-from megafp8.training.assemble import Run  # noqa: E402
+from megafp8.training.run import Run  # noqa: E402
 
 
 @contextmanager

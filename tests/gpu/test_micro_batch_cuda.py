@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 
 from megafp8.planning.micro_batch import best_size  # noqa: E402
 from megafp8.reports.load import load_run  # noqa: E402
-from megafp8.training.micro_batch import CHOICE_FILE, Choice, read_choice  # noqa: E402
+from megafp8.training.micro_batch_search.search import CHOICE_FILE, Choice, read_choice  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30

@@ -14,12 +14,11 @@ if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_a
     pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
 
 from gpu_runs import FP8_RECIPES, RECIPES, gpu_run, straight_and_resumed  # noqa: E402
-from small_run import SourceSamples, train, weights  # noqa: E402
+from small_run import SourceSamples, statistics_step, train, weights  # noqa: E402
 
-from megafp8.checkpoint.state import Progress  # noqa: E402
-from megafp8.training.assemble import Run  # noqa: E402
-from megafp8.training.evaluate import build_batches, evaluate  # noqa: E402
-from megafp8.training.step import train_step  # noqa: E402
+from megafp8.training.evaluation import build_batches, evaluate  # noqa: E402
+from megafp8.training.extensions.statistics import StatisticsCollector  # noqa: E402
+from megafp8.training.run import Run  # noqa: E402
 
 GRAPH = "--cuda-graph-impl local --cuda-graph-warmup-steps 2"
 FUSER = "--use-transformer-engine-op-fuser"
@@ -62,11 +61,9 @@ def eventful(run: Run) -> list[float]:
     """Losses of steps between which the model is evaluated, and some of which are looked at."""
     samples, batch, losses = SourceSamples(run.config.data.seq_length), run.global_batch_size, []
     batches = build_batches(run, samples, 0, 12 * batch, num_workers=0)
+    collector = StatisticsCollector(run)
     for step in range(1, 13):
-        assert run.probe is not None
-        with run.probe.step(step):
-            losses.append(train_step(run, batches, Progress(step - 1, (step - 1) * batch)).loss)
-        run.probe.take_records(step, 0)
+        losses.append(statistics_step(run, batches, step, collector)[0].loss)
         if step % 3 == 0:
             record = evaluate(run, "valid", samples, step, 0)
             assert record is not None

@@ -17,11 +17,11 @@ from small_run import SourceSamples, weights  # noqa: E402
 from megafp8.checkpoint.skipped import NOT_FINITE, SPIKE  # noqa: E402
 from megafp8.checkpoint.state import Progress  # noqa: E402
 from megafp8.optim.bit_hash import BitHash  # noqa: E402
-from megafp8.training.assemble import Run  # noqa: E402
-from megafp8.training.delayed_memory import delayed_state  # noqa: E402
-from megafp8.training.evaluate import build_batches  # noqa: E402
-from megafp8.training.replicas import check_replicas, copies_of  # noqa: E402
-from megafp8.training.skipping import after_step  # noqa: E402
+from megafp8.training.bad_steps import after_step  # noqa: E402
+from megafp8.training.evaluation import build_batches  # noqa: E402
+from megafp8.training.extensions.replica_check import check_replicas, copies_of  # noqa: E402
+from megafp8.training.precision import delayed_state  # noqa: E402
+from megafp8.training.run import Run  # noqa: E402
 from megafp8.training.step import StepResult, train_step  # noqa: E402
 
 SPIKES = "--spike-policy skip --spike-window 8 --spike-min-steps 2"

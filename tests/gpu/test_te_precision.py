@@ -30,8 +30,8 @@ from megafp8.checkpoint.state import Progress  # noqa: E402
 from megafp8.config.precision_map import Choice, LinearChoice  # noqa: E402
 from megafp8.model import te_layers  # noqa: E402
 from megafp8.model.te_precision import build_te_recipe  # noqa: E402
-from megafp8.training.calibrate import calibrate, needs_calibration  # noqa: E402
-from megafp8.training.precision_at import change_before  # noqa: E402
+from megafp8.training.extensions.calibration import calibrate, needs_calibration  # noqa: E402
+from megafp8.training.extensions.precision_schedule import changes_at  # noqa: E402
 
 TENSORWISE, BLOCKWISE, DELAYED = RECIPES["tensorwise"], RECIPES["blockwise"], RECIPES["delayed"]
 LAYERS = "--no-use-transformer-engine-op-fuser"  # which runs with a mapped MLP or a schedule do without in any case
@@ -137,7 +137,7 @@ def steps(extra: str, num_steps: int, first: int = 1, load: Path | None = None, 
             load_checkpoint(load, run.config, run.trainee)
         for step in range(first, first + num_steps):
             progress = Progress(step - 1, (step - 1) * run.global_batch_size)
-            if change_before(run, step) is not None and needs_calibration(run):
+            if changes_at(run.config.precision, step) and needs_calibration(run):
                 calibrate(run, progress)
             losses += train(run, 1, first_step=step).losses
         if save is not None:

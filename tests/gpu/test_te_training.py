@@ -29,7 +29,7 @@ from megafp8.checkpoint.save import save_checkpoint, sync_parameters  # noqa: E4
 from megafp8.checkpoint.state import Progress, parts_of  # noqa: E402
 from megafp8.model import te_layers  # noqa: E402
 from megafp8.optim.one_pass import OnePassOptimizer  # noqa: E402
-from megafp8.training.evaluate import build_batches, inference_mode  # noqa: E402
+from megafp8.training.evaluation import build_batches, inference_mode  # noqa: E402
 from megafp8.training.step import forward_backward  # noqa: E402
 
 PLAIN = "--no-one-pass-optimizer --no-gradient-overwrite --no-split-rope-fusion"

@@ -28,6 +28,7 @@ from benchmarks.operations import count_operations  # noqa: E402
 from megafp8.model.watched_linears import HookedLinear  # noqa: E402
 from megafp8.recipes.base import Gemm, Operand  # noqa: E402
 from megafp8.telemetry.records import QuantizationRecord  # noqa: E402
+from megafp8.training.extensions.statistics import StatisticsCollector  # noqa: E402
 
 LOOK = "--fp8-log-interval 1 --fp8-what-if mxfp8,nvfp4"
 # More than in tests/distributed/test_cost_of_looks.py: a sum may be two kernels, and norms are taken before.
@@ -77,8 +78,9 @@ def test_transformer_engine_and_emulation_show_the_same(recipe: str) -> None:
 def test_codes_from_outside_are_those_of_transformer_engine() -> None:
     """Its own quantizers on a linear's weight. What it multiplies is in tests/conformance/test_te_looks.py."""
     with gpu_run(f"{RECIPES['tensorwise']} {LOOK}") as run:
-        look_of(run)
-        for linear in run.probe.linears:
+        collector = StatisticsCollector(run)
+        look_of(run, 1, collector)
+        for linear in collector.linears:
             assert isinstance(linear, HookedLinear)
             quantizer = linear.module.quantizers["scaling_fwd"][1].copy()
             rule = linear.recipe.rule(Operand.WEIGHT, Gemm.FPROP)
@@ -107,10 +109,11 @@ def test_weights_kept_in_fp8_have_no_error() -> None:
 def test_a_look_launches_few_operations_and_hardly_waits(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # which users do not have
     with gpu_run(f"{RECIPES[recipe]} --fp8-log-interval 2") as run:
+        collector = StatisticsCollector(run)
         for step in (1, 2):  # kernels are compiled
-            look_of(run, step)
-        plain, looked = [count_operations(lambda step=step: look_of(run, step)) for step in (3, 4)]
-        num_tensors = len(list(run.probe.plan.all()))
+            look_of(run, step, collector)
+        plain, looked = [count_operations(lambda step=step: look_of(run, step, collector)) for step in (3, 4)]
+        num_tensors = len(list(collector.plan.all()))
     cost = looked - plain
     assert cost.waits <= WAITS, cost
     assert num_tensors < cost.launched < OPERATIONS_A_TENSOR * num_tensors + OPERATIONS_A_LOOK, cost

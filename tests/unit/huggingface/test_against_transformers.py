@@ -40,7 +40,7 @@ from megafp8.huggingface.tokenizer_files import (
     notes_on_tokenizer,
     write_tokenizer,
 )
-from megafp8.training.generate import build_module, one_rank_config
+from megafp8.training.generation import build_module, one_rank_config
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 

@@ -15,7 +15,7 @@ from megafp8.config import flags
 from megafp8.mcore_config import build_transformer_config
 from megafp8.model import te_layers, te_patches
 from megafp8.model.te_attention import FP8Attention
-from megafp8.training.delayed_memory import DelayedMemory
+from megafp8.training.precision import DelayedMemory
 
 te_patches.install()
 FLAGS = "--bf16 --fp8-format hybrid --fp8-amax-history-len 4 --fp8-dot-product-attention"

@@ -13,7 +13,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
 from megafp8.parallel import gather
-from megafp8.training.evaluate import inference_mode
+from megafp8.training.evaluation import inference_mode
 
 
 class Chunk(torch.nn.Module):

@@ -10,10 +10,9 @@ import pytest
 
 from megafp8.errors import CheckpointError, DataError, PeerLost
 from megafp8.launch.run_state import RunState, finished_state, read_run_state
-from megafp8.training.beginning import check_crashes
 from megafp8.training.guard import Guard
 from megafp8.training.journal import Journal, first_state
-from megafp8.training.main import put_on_record
+from megafp8.training.pretrain import check_crashes, record_failure
 
 
 def begin(folder: Path, is_writer: bool = True, **changes: Any) -> Journal:
@@ -53,7 +52,7 @@ def test_an_end_of_another_start_is_no_last_word(tmp_path: Path) -> None:
 
 
 def begin_again(folder: Path, last_step: int = 200) -> list[Journal]:
-    """The next start of two ranks, as `beginning.begin` makes it."""
+    """The next start of two ranks, as `pretrain.claim_run` makes it."""
     first, finished = first_state(folder, 2, last_step), finished_state(folder)
     journals = [Journal(folder, first, rank == 0, finished) for rank in range(2)]
     for journal in journals:
@@ -67,9 +66,9 @@ def test_a_refused_start_leaves_a_run_done(tmp_path: Path, refusal: Exception) -
     begin(tmp_path, step=100, saved_step=100).end("done", "", 0)
     done = read(tmp_path)
     writer, other = begin_again(tmp_path)
-    put_on_record(refusal, 1, other)
+    record_failure(refusal, 1, other)
     assert read(tmp_path) == done
-    put_on_record(PeerLost("rank 1 has ended"), 0, writer)
+    record_failure(PeerLost("rank 1 has ended"), 0, writer)
     writer.write()
     assert read(tmp_path) == done, "what follows from the refusal is no other word"
 
@@ -92,7 +91,7 @@ def test_a_signal_leaves_a_run_done_that_has_no_step_left(tmp_path: Path, last_s
 @pytest.mark.parametrize("error", [PeerLost("killed"), RuntimeError("a mistake")])
 def test_a_start_that_crashes_has_failed(tmp_path: Path, error: Exception) -> None:
     begin(tmp_path).end("done", "", 0)
-    put_on_record(error, 0, begin_again(tmp_path)[0])
+    record_failure(error, 0, begin_again(tmp_path)[0])
     assert (read(tmp_path).state, read(tmp_path).exit_status) == ("failed", 70)
 
 
@@ -103,7 +102,7 @@ def test_a_run_that_has_begun_again_or_was_not_done_fails(tmp_path: Path, before
     guard.attach(writer, None, {})
     if before == "done":
         guard.resumed(100, is_own=True)
-    put_on_record(CheckpointError("the disk is full"), 0, writer)
+    record_failure(CheckpointError("the disk is full"), 0, writer)
     assert (read(tmp_path).state, read(tmp_path).exit_status) == ("failed", 74)
 
 

@@ -1,0 +1,53 @@
+"""Which attention kernels ran, known after the first step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from megafp8.config.fp8_schedule import is_quantized_at
+from megafp8.errors import CapabilityError
+from megafp8.telemetry.records import EventRecord
+from megafp8.telemetry.sinks import Sinks
+from megafp8.training.extension import Extension, LoopState
+from megafp8.training.run import Run
+from megafp8.training.step import StepResult
+
+
+class AttentionReport(Extension):
+    """Records the attention kernels of this process's first step."""
+
+    def after_step(self, state: LoopState, result: StepResult) -> None:
+        if state.step == state.first_step:
+            report_attention(state.run, state.sinks, state.step)
+
+
+def report_attention(run: Run, sinks: Sinks, step: int) -> None:
+    """Record the attention kernels that ran, and refuse the slow ones that nobody asked for.
+
+    Raises:
+        CapabilityError: Transformer Engine fell back to unfused attention, or from FP8 to BF16.
+    """
+    if run.implementation != "transformer_engine":
+        sinks.write(EventRecord(step=step, name="attention", detail="torch SDPA"))
+        return
+    from megafp8.model.te_layers import selected_attention_backend  # needs Transformer Engine
+
+    chosen = selected_attention_backend()
+    if chosen is None:
+        return
+    sinks.write(EventRecord(step=step, name="attention", detail=f"Transformer Engine {chosen}"))
+    if chosen == "unfused" and run.config.precision.attention_backend == "auto":
+        cudnn = Path(torch.__file__).parents[1] / "nvidia/cudnn"
+        raise CapabilityError(
+            "Transformer Engine fell back to unfused attention, a third slower with far more memory; usually a second "
+            f"cuDNN on the system: export CUDNN_HOME={cudnn}, or set NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 to see why; "
+            "--attention-backend unfused accepts it"
+        )
+    precision = run.config.precision
+    if precision.fp8_dot_product_attention and is_quantized_at(precision, step) and not chosen.endswith(", FP8)"):
+        raise CapabilityError(
+            f"--fp8-dot-product-attention: Transformer Engine took {chosen}; unset NVTE_DPA_FP8_RECIPE, or set "
+            "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 to see why"
+        )

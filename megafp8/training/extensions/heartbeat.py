@@ -1,0 +1,18 @@
+"""What the guard of this rank hears from the loop: what it does now, and which steps are done."""
+
+from __future__ import annotations
+
+from megafp8.training.extension import Extension, LoopState
+from megafp8.training.phases import BETWEEN, STEP
+from megafp8.training.step import StepResult
+
+
+class Heartbeat(Extension):
+    """Tells the guard when a step begins and when it is done."""
+
+    def before_step(self, state: LoopState) -> None:
+        state.run.guard.enter(STEP, state.step + 1)
+
+    def after_step(self, state: LoopState, result: StepResult) -> None:
+        state.run.guard.enter(BETWEEN, state.step)
+        state.run.guard.step_done(state.step)

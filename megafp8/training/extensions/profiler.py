@@ -1,0 +1,55 @@
+"""`--profile`: torch's profiler over a few steps, written as a trace that Chrome and Perfetto open."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Optional
+
+import torch
+
+from megafp8.training.extension import Extension, LoopState
+from megafp8.training.run import Run, run_folder
+from megafp8.training.step import StepResult
+from megafp8.utils.best_effort import optional_write
+
+
+class Profiler(Extension):
+    """Profiles the steps that flags name, counted from the start of this process."""
+
+    profile: Optional[torch.profiler.profile] = None
+
+    def open(self, state: LoopState) -> None:
+        logging = state.run.config.logging
+        if logging.profile and state.run.place.rank in logging.profile_ranks:
+            self.profile = build_profile(state.run)
+            self.profile.start()
+
+    def after_step(self, state: LoopState, result: StepResult) -> None:
+        if self.profile is not None:
+            self.profile.step()
+
+    def close(self, state: LoopState, error: Optional[BaseException]) -> None:
+        if self.profile is not None:
+            self.profile.stop()
+
+
+def build_profile(run: Run) -> torch.profiler.profile:
+    """The profiler of this rank.
+
+    The trace goes to `profile/rank<N>.json` in the run's folder (in the working folder without one).
+    """
+    logging = run.config.logging
+    target = (run_folder(run.config) or Path(".")) / "profile" / f"rank{run.place.rank}.json"
+    schedule = torch.profiler.schedule(
+        wait=max(logging.profile_step_start - 1, 0),
+        warmup=1 if logging.profile_step_start > 0 else 0,
+        active=logging.profile_step_end - logging.profile_step_start,
+        repeat=1,
+    )
+
+    def write(profile: torch.profiler.profile) -> None:
+        with optional_write(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            profile.export_chrome_trace(str(target))
+
+    return torch.profiler.profile(schedule=schedule, on_trace_ready=write)

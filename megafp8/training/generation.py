@@ -1,0 +1,318 @@
+"""Text from a checkpoint: its model on one device, sampled token by token.
+
+The model is the one that was trained, FP8 layers included, without optimizer and gradient buffers. Each token costs a
+forward pass over the whole text so far: with per-tensor scales a cache of keys and values would be other arithmetic
+than the trained model's, since a scale then sees one token instead of the sequence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from megafp8.checkpoint.folder import find_checkpoint
+from megafp8.checkpoint.load import load_weights
+from megafp8.checkpoint.manifest import check_whole
+from megafp8.checkpoint.reading import embedding_rows, read_config
+from megafp8.config import derived, precision_map
+from megafp8.config.fp8_schedule import is_quantized_at
+from megafp8.config.schema import DataConfig, RunConfig
+from megafp8.config.settings import with_values
+from megafp8.data.tokenizer import Tokenizer, build_tokenizer
+from megafp8.device import capability
+from megafp8.device.platform import Platform, detect_platform, join_ranks, use_threads
+from megafp8.errors import CapabilityError, CheckpointError, DataError
+from megafp8.mcore_config import build_transformer_config
+from megafp8.model.builder import build_model
+from megafp8.model.emulated_layers import weights_unchanged
+from megafp8.parallel.groups import build_groups
+from megafp8.training.sampling import Sampling, next_token
+
+INCOMPLETE_CHARACTER = "\ufffd"
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A trained model that says what comes next.
+
+    Attributes:
+        path: the checkpoint.
+        config: what it runs with here.
+        implementation: the layers in use: `transformer_engine`, `emulated` or `local`.
+        context_tokens: tokens that it sees at once.
+        length_multiple: lengths that its GEMMs take, in tokens.
+    """
+
+    path: Path
+    config: RunConfig
+    implementation: str
+    tokenizer: Tokenizer
+    module: torch.nn.Module
+    device: torch.device
+    context_tokens: int
+    length_multiple: int
+
+    def __str__(self) -> str:
+        precision, dtype = self.config.precision, derived.params_dtype(self.config.precision)
+        recipe = derived.quantization_recipe(precision)
+        kind = f"FP4 {precision.fp4_format}" if precision.fp8_format is None else f"FP8 {precision.fp8_format}"
+        quantized = "" if recipe is None else f", {kind} {recipe}"
+        quantized += f", {' '.join(precision.precision_map)}" if precision.precision_map else ""
+        return f"{self.path}: {self.implementation} layers, {dtype}{quantized}, on {self.device}"
+
+    @torch.no_grad()
+    def next_logits(self, ids: Sequence[int]) -> Tensor:
+        """Logits after the last of `ids`. Shape: (tokenizer's vocabulary,), FP32, on the CPU."""
+        window = list(ids[-self.context_tokens :])
+        last = len(window) - 1
+        # Attention is causal: what stands behind the last token changes nothing there but the padded tensor's scale.
+        window += window[-1:] * (-len(window) % self.length_multiple)
+        tokens = torch.tensor([window], device=self.device)
+        positions = torch.arange(len(window), device=self.device)[None]
+        logits = self.module(tokens, positions, None)
+        return logits[0, last, : self.tokenizer.vocab_size].float().cpu()
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One continuation.
+
+    Attributes:
+        text: without the prompt.
+        num_tokens: new ones, the end of the document not counted.
+        ended_by: `eod`, the end of the document, or `length`, as many tokens as were asked for.
+    """
+
+    prompt: str
+    text: str
+    num_prompt_tokens: int
+    num_tokens: int
+    ended_by: str
+    seed: int
+
+
+def load_language_model(
+    folder: Path,
+    step: Optional[int] = None,
+    high_precision: bool = False,
+    tokenizer_files: Optional[Mapping[str, str]] = None,
+) -> LanguageModel:
+    """Build the model of a run's checkpoint on this process's device, whatever layout it was trained in.
+
+    Args:
+        folder: what the run had as --save.
+        step: which checkpoint; default the newest.
+        high_precision: leave FP8 out, as --fp8-schedule may have done when the checkpoint was made.
+        tokenizer_files: fields of the data section (`tokenizer_type`, `tokenizer_model`...) in place of the saved ones.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+        DataError: the tokenizer's files are not there, or are not the ones that it was trained with.
+        CapabilityError: its precision does not run here.
+    """
+    found = find_checkpoint(folder, step)
+    if found is None:
+        raise CheckpointError(f"--load {folder} holds no checkpoint; give the folder that a run had as --save")
+    path = found[1]
+    check_whole(path)
+    saved = read_config(path)
+    high_precision = high_precision or not is_quantized_at(saved.precision, max(1, found[0]))
+    config, implementation = one_rank_config(saved, capability.detect_target(), high_precision)
+    config = dataclasses.replace(config, data=dataclasses.replace(saved.data, **(tokenizer_files or {})))
+    tokenizer = open_tokenizer(config.data, saved.model.vocab_size)
+    vocab_size = embedding_rows(path)
+    check_vocabulary(path, saved, tokenizer, vocab_size)
+
+    platform = detect_platform()
+    module = build_module(config, implementation, vocab_size, platform)
+    load_weights(path, [module])
+    multiple = derived.gemm_alignment(config.precision) if implementation == "transformer_engine" else 1
+    assert config.data.seq_length is not None
+    return LanguageModel(
+        path=path,
+        config=config,
+        implementation=implementation,
+        tokenizer=tokenizer,
+        module=module,
+        device=platform.device,
+        context_tokens=config.data.seq_length // multiple * multiple,
+        length_multiple=multiple,
+    )
+
+
+def one_rank_config(saved: RunConfig, target: capability.Target, high_precision: bool) -> tuple[RunConfig, str]:
+    """What a saved model needs in order to run forward on one device, and the layers for it.
+
+    The layers are those that the run had if the device has them, else others of the same precision.
+
+    Raises:
+        CapabilityError: no layers here compute in the model's precision.
+    """
+    precision = dataclasses.replace(
+        saved.precision,
+        fp8_format=None if high_precision else saved.precision.fp8_format,
+        fp4_format=None if high_precision else saved.precision.fp4_format,
+        fp8_dot_product_attention=False,  # few devices have it, and what it remembers is for training
+        # Only for training, or other kernels for the same arithmetic.
+        attention_backend="auto",
+        fp8_param_gather=False,
+        precision_map=() if high_precision else saved.precision.precision_map,
+        fp8_schedule=None,
+        gradient_accumulation_fusion=False,
+        cross_entropy_loss_fusion=False,
+        split_rope_fusion=False,
+        residual_norm_fusion=False,
+        swiglu_quantize_fusion=False,
+        quantize_kernels=None,
+        use_transformer_engine_op_fuser=False,
+    )
+    overrides = tuple(entry for entry in saved.overrides if entry.startswith("transformer."))
+    problems: list[str] = []
+    for layers in (precision.transformer_impl, "auto", "emulated"):
+        chosen = dataclasses.replace(precision, transformer_impl=layers)
+        config = RunConfig(model=saved.model, precision=chosen, data=saved.data, overrides=overrides)
+        implementation = capability.resolve_implementation(config, target)
+        if implementation == "transformer_engine":
+            config = with_values(config, {"precision.quantize_kernels": "te"})
+        found = capability.problems(config, target)
+        if not found:
+            return config, implementation
+        problems = problems or found
+    is_quantized = precision_map.is_quantized(precision)
+    mend = ["--precision high generates without quantization"] if is_quantized else []
+    raise CapabilityError(problems + mend)
+
+
+def open_tokenizer(data: DataConfig, vocab_size: Optional[int]) -> Tokenizer:
+    """The run's tokenizer; its files may have moved since."""
+    try:
+        return build_tokenizer(data, vocab_size)
+    except DataError as error:
+        flags = "--vocab-file and --merge-file" if data.vocab_file else "--tokenizer-model"
+        raise DataError(f"{error} The run was trained with it; {flags} says where it is now.") from error
+
+
+def check_vocabulary(path: Path, saved: RunConfig, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Refuse a tokenizer that the embedding was not made for, as far as sizes tell.
+
+    Raises:
+        DataError: the tokenizer's vocabulary, padded, is not the embedding.
+    """
+    is_other = saved.model.vocab_size is None and derived.padded_vocab_size(saved, tokenizer.vocab_size) != vocab_size
+    if is_other or tokenizer.vocab_size > vocab_size:
+        raise DataError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens and the embedding in {path} {vocab_size} rows: it was "
+            "made for another tokenizer; --tokenizer-model names the right one"
+        )
+
+
+def build_module(config: RunConfig, implementation: str, vocab_size: int, platform: Platform) -> torch.nn.Module:
+    """The whole model on this device, ready for forward passes. Starts this process's groups of one rank."""
+    use_threads(config.training.num_threads, derived.useful_threads(config))
+    join_ranks(platform, config.parallel)
+    build_groups(config)
+    transformer_config = build_transformer_config(config, implementation, platform.kind == "cuda")
+    (module,) = build_model(config, transformer_config, implementation, vocab_size)
+    return module.eval()
+
+
+def encode_prompt(model: LanguageModel, prompt: str) -> list[int]:
+    """The prompt's tokens; for an empty one the end of the document before.
+
+    Raises:
+        DataError: tokens that the model does not have.
+    """
+    ids = model.tokenizer.tokenize(prompt) or [model.tokenizer.eod]
+    strange = [token for token in ids if not 0 <= token < model.tokenizer.vocab_size]
+    if strange:
+        raise DataError(f"the prompt has token {strange[0]}; the model has 0 to {model.tokenizer.vocab_size - 1}")
+    return ids
+
+
+def generate_ids(
+    model: LanguageModel, prompt_ids: Sequence[int], sampling: Sampling, max_new_tokens: int, seed: int
+) -> Iterator[int]:
+    """Yield new tokens until the end of the document, which is not yielded, or until there are so many.
+
+    Equal logits and seeds give equal tokens on every device, because drawing is done on the CPU.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    ids = list(prompt_ids)
+    with weights_unchanged([model.module]):
+        for _ in range(max_new_tokens):
+            token = next_token(model.next_logits(ids), sampling, generator)
+            if token == model.tokenizer.eod:
+                return
+            ids.append(token)
+            yield token
+
+
+class TextStream:
+    """Text of tokens that come one by one, in whole characters: the bytes of one may be spread over tokens.
+
+    All tokens are decoded together each time, because the text of one may depend on those before.
+
+    Attributes:
+        text: what was given out so far.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]):
+        self.tokenizer = tokenizer
+        self.ids = list(prompt_ids)
+        self.text = ""
+        self.prompt_length = len(tokenizer.detokenize(self.ids))
+
+    def add(self, token: int) -> str:
+        """Take a token and return the characters that are whole by now; often one token's, sometimes none."""
+        self.ids.append(token)
+        return self.advance(self.decoded().rstrip(INCOMPLETE_CHARACTER))
+
+    def finish(self) -> str:
+        """Return the rest: bytes that never became a character."""
+        return self.advance(self.decoded())
+
+    def decoded(self) -> str:
+        """The text of all new tokens."""
+        return self.tokenizer.detokenize(self.ids)[self.prompt_length :]
+
+    def advance(self, decoded: str) -> str:
+        """The part of a text that was not given out before."""
+        piece = decoded[len(self.text) :]
+        self.text += piece
+        return piece
+
+
+def generate_text(
+    model: LanguageModel,
+    prompt: str,
+    sampling: Sampling,
+    max_new_tokens: int,
+    seed: int,
+    show: Callable[[str], None],
+) -> Sample:
+    """Continue a prompt, and show the new text in pieces while it is made.
+
+    Raises:
+        DataError: the prompt has tokens that the model does not have.
+        NumericsError: the model's logits are not finite.
+    """
+    prompt_ids = encode_prompt(model, prompt)
+    stream = TextStream(model.tokenizer, prompt_ids)
+    for token in generate_ids(model, prompt_ids, sampling, max_new_tokens, seed):
+        show(stream.add(token))
+    show(stream.finish())
+    num_tokens = len(stream.ids) - len(prompt_ids)
+    return Sample(
+        prompt=prompt,
+        text=stream.text,
+        num_prompt_tokens=len(prompt_ids),
+        num_tokens=num_tokens,
+        ended_by="length" if num_tokens == max_new_tokens else "eod",
+        seed=seed,
+    )

@@ -1,0 +1,1 @@
+"""The search of `--micro-batch-size auto`: sizes are tried in processes of their own."""

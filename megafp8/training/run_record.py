@@ -1,0 +1,164 @@
+"""What a run is, as its first record: configuration, layout, arithmetic, device and versions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform as python_platform
+from typing import Optional
+
+import torch
+
+import megafp8
+from megafp8.config import derived, precision_map, serialize, size
+from megafp8.config.precision_map import OUTPUT_LAYER
+from megafp8.config.schema import PrecisionConfig, RunConfig
+from megafp8.device.peaks import find_peak
+from megafp8.device.platform import THREAD_VARIABLES, cores_per_rank
+from megafp8.model.precision_map import GemmPrecision, format_recipes, resolve_precision_map
+from megafp8.optim import one_pass
+from megafp8.telemetry.records import RunRecord
+from megafp8.training.run import Run
+
+LIBRARIES = ("torch", "megatron-core", "transformer-engine", "numpy", "sentencepiece")
+
+
+def describe_arithmetic(precision: PrecisionConfig, implementation: str) -> str:
+    """The linears' arithmetic in a few words, for tables and legends: `fp8 hybrid tensorwise, emulated, on bf16`."""
+    dtype, recipe = derived.params_dtype(precision), derived.quantization_recipe(precision)
+    if not precision_map.is_quantized(precision):
+        return dtype
+    formats = f"fp4 {precision.fp4_format}" if precision.fp8_format is None else f"fp8 {precision.fp8_format}"
+    how = "TE" if implementation == "transformer_engine" else "emulated"
+    base = dtype if recipe is None else f"{formats} {recipe}"
+    attention = " with attention" if precision.fp8_dot_product_attention else ""
+    mapped = " with a precision map" if precision.precision_map else ""
+    steps = f", steps {precision.fp8_schedule}" if precision.fp8_schedule is not None else ""
+    return f"{base}{attention}{mapped}{steps}, {how}, on {dtype}"
+
+
+def recipe_lines(config: RunConfig, implementation: str) -> list[str]:
+    """The resolved recipe for the start of a run, a line for each GEMM of a linear, or a table where linears differ;
+    none in high precision."""
+    precision = config.precision
+    if not precision_map.is_quantized(precision):
+        return []
+    rows, arithmetic = resolve_precision_map(config), describe_arithmetic(precision, implementation)
+    others = ["  weights are kept and gathered as codes and scales"] if precision.fp8_param_gather else []
+    others += ["  attention's two products are in FP8 as well"] if precision.fp8_dot_product_attention else []
+    if are_mixed(rows, precision):
+        table = [f"  {line}" for line in format_recipes(rows, precision).splitlines()]
+        return [f"recipes: {arithmetic}", *table, *others]
+    row = rows[0]
+    gemms = [f"  {gemm}  {getattr(row, gemm)}" for gemm in precision_map.GEMMS]
+    return [f"recipe of layers {row.layers}: {arithmetic}", *gemms, *others]
+
+
+def are_mixed(rows: list[GemmPrecision], precision: PrecisionConfig) -> bool:
+    """Is there a map, or do the layers' linears differ without one, as with --first-last-layers-bf16?"""
+    return bool(precision.precision_map) or len({row.chosen for row in rows if row.linear != OUTPUT_LAYER}) > 1
+
+
+def mapped_recipes(config: RunConfig) -> dict[str, str]:
+    """The recipes of the linears where they differ, for the record: `linear_fc2 of layers 0-3`, in words."""
+    rows = resolve_precision_map(config)
+    if not are_mixed(rows, config.precision):
+        return {}
+    return {
+        row.linear if row.layers == "-" else f"{row.linear} of layers {row.layers}": str(row.chosen)
+        for row in rows
+    }
+
+
+def matmul_dtype(precision: PrecisionConfig, implementation: str) -> str:
+    """The dtype whose peak the linears could reach: FP8 and FP4 only where such units do the work."""
+    families = {recipe.family for recipe in derived.used_recipes(precision)}
+    if families and implementation == "transformer_engine":
+        return "fp4" if "fp4" in families else "fp8"
+    return derived.params_dtype(precision)
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of what does the arithmetic."""
+    versions = {"megafp8": megafp8.__version__, "python": python_platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def layout_sizes(run: Run) -> dict[str, int]:
+    """Size of each parallel axis."""
+    parallel = run.config.parallel
+    return {
+        "tensor": parallel.tensor_model_parallel_size,
+        "context": parallel.context_parallel_size,
+        "pipeline": parallel.pipeline_model_parallel_size,
+        "virtual": derived.virtual_pipeline_size(run.config) or 1,
+        "data": run.place.data_size,
+    }
+
+
+def model_flops_per_token(run: Run) -> float:
+    """Model FLOPs of one token, forward and backward."""
+    assert run.config.data.seq_length is not None
+    return size.flops_per_token(run.config.model, run.vocab_size, run.config.data.seq_length)
+
+
+def describe_threads(run: Run) -> dict[str, str]:
+    """Where a rank has fewer CPU threads than its work could use, and nobody gave --num-threads; nothing on a GPU."""
+    threads, useful = torch.get_num_threads(), min(cores_per_rank(), derived.useful_threads(run.config))
+    if run.platform.kind != "cpu" or run.config.training.num_threads is not None or threads >= useful:
+        return {}
+    return {
+        "threads": f"{threads} a rank, from {' or '.join(THREAD_VARIABLES)} (torchrun sets the first to 1 where it is "
+        f"not set); --num-threads {useful} would be faster"
+    }
+
+
+def describe_update(run: Run) -> dict[str, str]:
+    """How weights are updated and gathered, in words; what is the same on every machine is left out."""
+    found = {}
+    on_cuda = run.platform.kind == "cuda"
+    if on_cuda:
+        obstacle = one_pass.obstacle(run.config, on_cuda)
+        found["optimizer"] = "one pass" if obstacle is None else f"megatron-core's passes ({obstacle})"
+    if run.config.parallel.use_distributed_optimizer and (run.place.data_size > 1 or on_cuda):
+        found["parameter gather"] = describe_gather(run)
+    return found
+
+
+def describe_gather(run: Run) -> str:
+    """Bytes that this rank's weights have when they are gathered over the data-parallel ranks, a step, by format."""
+    sizes: dict[str, int] = {}
+    for chunk in run.trainee.chunks:
+        for buffer in chunk.buffers:
+            dtype = buffer.param_data.dtype
+            name = "FP8" if dtype == torch.uint8 else str(dtype).removeprefix("torch.")
+            sizes[name] = sizes.get(name, 0) + buffer.param_data.nbytes
+    parts = ", ".join(f"{size / 2**20:.1f} MiB in {name}" for name, size in sizes.items())
+    return f"{parts} over {run.place.data_size} ranks"
+
+
+def run_record(run: Run, resumed_from_step: Optional[int]) -> RunRecord:
+    """The record that opens a run's file."""
+    precision = run.config.precision
+    peak = find_peak(run.platform.name)
+    return RunRecord(
+        config_hash=serialize.stable_hash(run.config),
+        config=serialize.to_dict(run.config),
+        world_size=run.place.world_size,
+        layout=layout_sizes(run),
+        recipe=describe_arithmetic(precision, run.implementation),
+        precision_map=mapped_recipes(run.config),
+        device_name=run.platform.name,
+        num_threads=torch.get_num_threads(),
+        peak_flops=dict(peak.flops) if peak else None,
+        peak_source=peak.source if peak else None,
+        mfu_dtype=matmul_dtype(precision, run.implementation) if peak else None,
+        num_parameters=size.count_parameters(run.config.model, run.vocab_size).total,
+        flops_per_token=model_flops_per_token(run),
+        versions=library_versions(),
+        resumed_from_step=resumed_from_step,
+    )

@@ -1,0 +1,124 @@
+"""Validation gives the loss of one rank on every layout, and training does not notice it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Optional
+
+import pytest
+from ranks import run_ranks
+from small_run import FP8, PLAIN, SourceSamples, build_run, fingerprint, small_config, statistics_step, train, weights
+from tolerances import LAYOUT_LOSS
+from torch import Tensor
+
+from megafp8.config.schema import RunConfig
+from megafp8.telemetry.records import EvalRecord
+from megafp8.training.cuda_graph import Batch, Passes
+from megafp8.training.evaluation import build_batches, evaluate
+from megafp8.training.extensions.statistics import StatisticsCollector
+
+TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
+VIRTUAL = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --micro-batch-size 2"
+OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
+DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
+LAYOUTS = [
+    pytest.param(1, "--micro-batch-size 1", id="micro1"),
+    pytest.param(2, TENSOR, id="tp2-sp"),
+    pytest.param(2, VIRTUAL, id="pp2-virtual2"),
+    pytest.param(2, OVERLAP, id="dp2-overlap"),
+    pytest.param(2, "--context-parallel-size 2", id="cp2"),
+    pytest.param(4, f"{VIRTUAL} {OVERLAP} --micro-batch-size 1", id="pp2-virtual2-dp2-overlap"),
+]
+
+
+def validate_after(config: RunConfig, num_steps: int) -> EvalRecord:
+    """Train a little, then take the loss on samples that count differently."""
+    run = build_run(config)
+    train(run, num_steps)
+    return evaluate(run, "valid", SourceSamples(run.config.data.seq_length, is_masked=True), num_steps, 0)
+
+
+@pytest.mark.parametrize(("world_size", "flags"), LAYOUTS)
+def test_every_layout_gives_the_same_loss(world_size: int, flags: str) -> None:
+    expected = run_ranks(1, validate_after, small_config("llama", PLAIN), 2)[0]
+    config = small_config("llama", f"{PLAIN} {flags}", world_size)
+    for record in run_ranks(world_size, validate_after, config, 2):
+        assert record.loss == pytest.approx(expected.loss, abs=LAYOUT_LOSS, rel=0)
+        assert record.num_tokens == expected.num_tokens < 2 * 8 * 32
+
+
+@pytest.mark.parametrize(("world_size", "flags"), LAYOUTS)
+def test_training_goes_on_as_if_nothing_had_been(world_size: int, flags: str) -> None:
+    """Bit for bit: dropout's streams, gathers under way and weight codes are as they were."""
+    precision = f"--bf16 {FP8} {DROPOUT}" if "context" not in flags else f"{PLAIN} {DROPOUT}"
+    config = small_config("gpt2", f"{precision} {flags}", world_size)
+
+    def steps(is_validated: bool) -> tuple[list[float], str]:
+        run = build_run(config)
+        losses = train(run, 2).losses
+        if is_validated:
+            evaluate(run, "valid", SourceSamples(run.config.data.seq_length), 2, 0)
+        losses += train(run, 2, 3).losses
+        return losses, fingerprint(weights(run))
+
+    assert run_ranks(world_size, steps, True) == run_ranks(world_size, steps, False)
+
+
+class Replays:
+    """What the host sees of a graph: replays gather weights where the captured passes did, and note nothing of it."""
+
+    def __init__(self, chunks: list[Any], warm_up_steps: int):
+        self.groups = [group for chunk in chunks for group in chunk.bucket_groups]
+        self.steps_left = warm_up_steps
+        self.captured: Optional[list[bool]] = None
+
+    def run(self, passes: Passes, batches: Iterator[Batch], num_microbatches: int) -> list[dict[str, Tensor]]:
+        if self.steps_left:
+            self.steps_left -= 1
+            return passes(batches)
+        noted, is_captured = [group.param_gather_dispatched for group in self.groups], self.captured is not None
+        self.captured = self.captured or noted
+        self.note(self.captured)
+        reports = passes(batches)
+        if is_captured:
+            self.note(noted)
+        return reports
+
+    def note(self, are_gathered: list[bool]) -> None:
+        for group, is_gathered in zip(self.groups, are_gathered, strict=True):
+            group.param_gather_dispatched = is_gathered
+
+
+def test_steps_as_a_graph_gather_the_weights_after_validations_and_looks() -> None:
+    """Both gather weights at once, after which megatron-core's next forward pass does not."""
+    validated = (2, 4, 6)  # before the capture, and before a look
+    config = small_config("llama", f"--bf16 {FP8} {OVERLAP} --fp8-log-interval 4", 2)
+
+    def losses(has_graph: bool) -> list[float]:
+        run, found = build_run(config), []
+        if has_graph:
+            run = dataclasses.replace(run, graph=Replays(run.trainee.chunks, warm_up_steps=2))
+        collector = StatisticsCollector(run)
+        samples, size = SourceSamples(run.config.data.seq_length), run.global_batch_size
+        batches = build_batches(run, samples, 0, 9 * size, num_workers=0)
+        for step in range(1, 10):
+            found.append(statistics_step(run, batches, step, collector)[0].loss)
+            if step in validated:
+                found.append(evaluate(run, "valid", samples, step, 0).loss)
+        return found
+
+    assert run_ranks(2, losses, True) == run_ranks(2, losses, False)
+
+
+def test_dropout_is_off() -> None:
+    """The validation loss of the same weights is a number, not a draw."""
+    config = small_config("gpt2", f"{PLAIN} {DROPOUT}")
+
+    def twice() -> tuple[float, float]:
+        run = build_run(config)
+        samples = SourceSamples(run.config.data.seq_length)
+        return evaluate(run, "valid", samples, 0, 0).loss, evaluate(run, "valid", samples, 0, 0).loss
+
+    (first, second), = run_ranks(1, twice)
+    assert first == second

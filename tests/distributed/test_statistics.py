@@ -1,0 +1,398 @@
+"""Looks at quantization in whole runs: the same from every layout, equal to slow references, and without a trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from small_run import build_run, fingerprint, look_of, small_config, statistics_step, weights
+
+from megafp8.errors import NumericsError
+from megafp8.fp8.linear import LinearPlan
+from megafp8.model.watched_linears import HookedLinear
+from megafp8.optim.one_pass import OnePassOptimizer
+from megafp8.optim.updates import signal_and_noise
+from megafp8.reports.load import load_run
+from megafp8.telemetry.records import QuantizationRecord
+from megafp8.training.evaluation import build_batches
+from megafp8.training.extensions.statistics import StatisticsCollector
+from megafp8.training.pretrain import train
+from megafp8.training.run import Run
+from megafp8.training.step import clear_gradients, forward_backward
+
+TENSORWISE = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-amax-reduction all"
+DELAYED = "--bf16 --fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 4 --fp8-amax-compute-algo max"
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+BLOCKWISE, MXFP8 = (f"--bf16 --fp8-format e4m3 --fp8-recipe {recipe}" for recipe in ("blockwise", "mxfp8"))
+NVFP4 = "--bf16 --fp4-format e2m1"
+PLAIN = "--bf16 --transformer-impl local"
+TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
+OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
+LENGTH = "--lr-warmup-iters 0 --eval-iters 0 --no-progress-bar"
+E5M2_STEP = 0.25  # gradients are rounded to such steps on their way, and other scales round otherwise
+SCALE_DB = 1.0  # rounding errors depend on where values lie between powers of two, which another scale changes
+LOOK = "--fp8-log-interval 1"
+
+
+def look_at_first_step(flags: str, world_size: int = 1) -> QuantizationRecord:
+    """The look of rank 0."""
+    config = small_config("llama", f"{LENGTH} {LOOK} {flags}", world_size)
+    found = run_ranks(world_size, lambda: look_of(build_run(config)))
+    assert not any(found[1:]), "rank 0 has it all"
+    assert found[0] is not None
+    return found[0]
+
+
+# --- without a trace --------------------------------------------------------------------------------------------------
+
+
+def run_loop(folder: Path, flags: str, world_size: int) -> str:
+    config = small_config("llama", f"{LENGTH} --train-iters 5 --save {folder} {flags}", world_size)
+
+    def start() -> str:
+        run = build_run(config)
+        train(run)
+        modules = [module for chunk in run.trainee.chunks for module in chunk.modules()]
+        assert not [module for module in modules if getattr(module, "observer", None) is not None]
+        if "local" in flags and run.config.logging.fp8_log_interval is not None:
+            assert not [each for each in StatisticsCollector(run).linears if each.module._forward_pre_hooks]
+        return fingerprint(weights(run))
+
+    return run_ranks(world_size, start)[0]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "flags", "tried"),
+    [
+        pytest.param(1, f"{NVFP4} --micro-batch-size 2", "tensorwise", id="stochastic-rounding"),
+        pytest.param(1, f"{DELAYED} {RECOMPUTE}", "blockwise,mxfp8", id="delayed-recompute"),
+        pytest.param(2, f"{TENSORWISE} {OVERLAP} --fp8-param-gather", "mxfp8", id="dp2-fp8-weights-overlap"),
+        pytest.param(1, PLAIN, "mxfp8,nvfp4", id="high-precision"),
+    ],
+)
+def test_looking_changes_nothing(world_size: int, flags: str, tried: str, tmp_path: Path) -> None:
+    plain = run_loop(tmp_path / "plain", flags, world_size)
+    looked = run_loop(tmp_path / "looked", f"{flags} --fp8-log-interval 2 --fp8-what-if {tried}", world_size)
+    runs = load_run(tmp_path / "plain"), load_run(tmp_path / "looked")
+    assert [step.loss for step in runs[0].steps] == [step.loss for step in runs[1].steps]
+    assert looked == plain
+    assert not runs[0].looks and [look.step for look in runs[1].looks] == [2, 4]
+    for look in runs[1].looks:
+        assert set(look.what_if) == set(tried.split(","))
+        assert bool(look.tensors) == ("local" not in flags)
+        assert look.update_to_weight > 0
+    last = runs[1].events[-1]
+    assert last.name == "health" and last.detail.startswith("2 looks at quantization, ")
+
+
+def test_steps_between_looks_know_nothing_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No linear shows anything, no table is made and nothing is entered."""
+    config = small_config("llama", f"{LENGTH} {TENSORWISE} --fp8-log-interval 3")
+    shown: list[int] = []
+    now = [0]
+    plain = LinearPlan.quantize_for
+
+    def counted(plan: LinearPlan, *args: Any) -> Any:
+        if plan.observer is not None:
+            shown.append(now[0])
+        return plain(plan, *args)
+
+    def steps() -> list[int]:
+        run = build_run(config)
+        collector = StatisticsCollector(run)
+        for step in range(1, 5):
+            now[0] = step
+            look_of(run, step, collector)
+        return shown
+
+    monkeypatch.setattr(LinearPlan, "quantize_for", counted)
+    (found,) = run_ranks(1, steps)
+    assert set(found) == {3}
+
+
+def test_a_rank_may_have_no_gradient_of_what_is_watched() -> None:
+    """One pass has a factor of gradients, on the GPU; its stand-in here is a device that no number gets to unseen."""
+    config = small_config("llama", f"{LENGTH} {TENSORWISE} {LOOK}")
+
+    def look() -> list[float]:
+        run = build_run(config)
+        optimizer = OnePassOptimizer.__new__(OnePassOptimizer)
+        optimizer.grad_factor = torch.ones(1, device="meta")
+        trainee = dataclasses.replace(run.trainee, optimizer=optimizer)
+        collector = StatisticsCollector(dataclasses.replace(run, trainee=trainee))
+        with collector.step(1):
+            collector.current.before_update(16.0, 1.0)
+        table, linears = collector.current.table, collector.plan.linears
+        return [table.total(linears, field) for field in ("few_gradient", "all_gradient")]
+
+    assert run_ranks(1, look) == [[0.0, 0.0]]
+
+
+# --- the same from every layout ---------------------------------------------------------------------------------------
+
+
+def check_close(found: QuantizationRecord, expected: QuantizationRecord, names: str = "") -> None:
+    """Tensors agree up to what another order of sums does to values."""
+    assert list(found.tensors) == list(expected.tensors)
+    for name, stats in expected.tensors.items():
+        if names in name:
+            other = found.tensors[name]
+            assert other.num_values == stats.num_values, name
+            assert other.amax == pytest.approx(stats.amax, rel=E5M2_STEP), name
+            assert other.quant_scale_min == pytest.approx(stats.quant_scale_min, rel=E5M2_STEP), name
+            assert other.sqnr_db == pytest.approx(stats.sqnr_db, abs=SCALE_DB), name
+            assert other.mean_local_sqnr_db == pytest.approx(stats.mean_local_sqnr_db, abs=SCALE_DB), name
+
+
+def test_stages_see_what_one_rank_sees() -> None:
+    one = look_at_first_step(f"{TENSORWISE} --micro-batch-size 2")
+    two = look_at_first_step(f"{TENSORWISE} --micro-batch-size 2 --pipeline-model-parallel-size 2", 2)
+    assert two.tensors == one.tensors
+    assert two.gradient_noise == pytest.approx(one.gradient_noise, rel=1e-6)
+    assert len(one.tensors) == 4 * 4 * 3
+
+
+def test_tensor_ranks_see_what_one_rank_sees() -> None:
+    one, two = look_at_first_step(TENSORWISE), look_at_first_step(f"{TENSORWISE} {TENSOR}", 2)
+    check_close(two, one, "weight")
+    for name, stats in one.tensors.items():
+        if name.endswith("weight"):
+            assert two.tensors[name].exponent_counts == stats.exponent_counts
+    whole = {name: stats for name, stats in one.tensors.items() if "linear_proj.grad_output" not in name}
+    whole = {name: stats for name, stats in whole.items() if "linear_fc2.grad_output" not in name}
+    # Gradients of row-parallel layers are gathered before they are quantized: each rank counts all of them.
+    check_close(
+        dataclasses.replace(two, tensors={name: two.tensors[name] for name in whole}),
+        dataclasses.replace(one, tensors=whole),
+    )
+    assert two.update_to_weight == pytest.approx(one.update_to_weight, rel=0.01)
+    assert two.gradient_noise == pytest.approx(one.gradient_noise, rel=0.05)
+
+
+@pytest.mark.parametrize("flags", ["", OVERLAP], ids=["plain", "sharded-optimizer"])
+def test_data_ranks_see_what_one_rank_sees(flags: str) -> None:
+    """One microbatch of the whole batch on one rank, or its halves on two. Scales are each rank's own."""
+    one = look_at_first_step(f"{TENSORWISE} --micro-batch-size 8")
+    two = look_at_first_step(f"{TENSORWISE} --micro-batch-size 4 {flags}", 2)
+    assert one.gradient_noise is None, "there is no smaller batch"
+    assert two.gradient_noise > 0
+    for name, stats in one.tensors.items():
+        other = two.tensors[name]
+        copies = 2 if name.endswith("weight") else 1
+        assert other.num_values == copies * stats.num_values
+        assert other.amax == pytest.approx(stats.amax, rel=E5M2_STEP)
+        assert other.sqnr_db == pytest.approx(stats.sqnr_db, abs=SCALE_DB)
+    assert two.update_to_weight == pytest.approx(one.update_to_weight, rel=1e-3)
+    assert two.codes_changed_fraction == pytest.approx(one.codes_changed_fraction, rel=0.02)
+
+
+# --- equal to slow references -----------------------------------------------------------------------------------------
+
+
+def linear_weights(run: Run) -> list[torch.Tensor]:
+    return [linear.weight for linear in StatisticsCollector(run).linears]
+
+
+def slow_norms(run: Run, *num_microbatches: int) -> list[float]:
+    """Squared norms of the mean gradients of the linears over some microbatches of the first batch, and over the next
+    ones."""
+    batches = build_batches(run, run.datasets[0], 0, run.global_batch_size, num_workers=0)
+    found = []
+    for count in num_microbatches:
+        clear_gradients(run)
+        forward_backward(run, batches, count, forward_only=False)
+        found.append(sum(weight.main_grad.double().square().sum().item() for weight in linear_weights(run)))
+    return found
+
+
+@pytest.mark.parametrize("flags", [TENSORWISE, f"{TENSORWISE} --no-gradient-accumulation-fusion", PLAIN])
+def test_gradient_noise_is_that_of_two_batch_sizes(flags: str) -> None:
+    config = small_config("llama", f"{LENGTH} {LOOK} {flags} --fp8-what-if mxfp8 --micro-batch-size 2")
+
+    def both() -> tuple[QuantizationRecord, float, float]:
+        run = build_run(config)
+        (few,), (all,) = slow_norms(run, 1), slow_norms(run, 4)
+        return look_of(run), few, all
+
+    ((look, few, all),) = run_ranks(1, both)
+    signal, noise = signal_and_noise(few, all, 2, 8)
+    assert look.gradient_signal == pytest.approx(signal, rel=1e-4)
+    assert look.gradient_noise == pytest.approx(noise, rel=1e-4)
+    if signal > 0:
+        assert look.gradient_noise_scale == pytest.approx(noise / signal, rel=1e-4)
+        assert look.gradient_snr == pytest.approx(8 * signal / noise, rel=1e-4)
+
+
+@pytest.mark.parametrize("flags", ["", OVERLAP], ids=["plain", "sharded-optimizer"])
+def test_gradient_noise_is_averaged_over_data_ranks(flags: str) -> None:
+    """One microbatch a rank: its own gradient is seen before it is reduced."""
+    half = "--bf16 --transformer-impl local --fp8-what-if mxfp8 --micro-batch-size 4"
+
+    def slow() -> tuple[float, float]:
+        run = build_run(small_config("llama", f"{LENGTH} {LOOK} {half}"))
+        return sum(slow_norms(run, 1, 1)) / 2, *slow_norms(run, 2)
+
+    ((few, all),) = run_ranks(1, slow)
+    look = look_at_first_step(f"{half} {flags}", 2)
+    signal, noise = signal_and_noise(few, all, 4, 8)
+    assert look.gradient_signal == pytest.approx(signal, rel=1e-2)
+    assert look.gradient_noise == pytest.approx(noise, rel=1e-2)
+
+
+def test_signal_and_noise_of_known_gradients() -> None:
+    """E |G_b|^2 = |G|^2 + tr(S) / b, solved for |G|^2 = 3 and tr(S) = 20."""
+    assert signal_and_noise(3 + 20 / 2, 3 + 20 / 16, 2, 16) == pytest.approx((3, 20))
+
+
+def test_updates_are_those_of_the_master_weights() -> None:
+    config = small_config("llama", f"{LENGTH} {LOOK} {TENSORWISE}")
+
+    def both() -> tuple[QuantizationRecord, float, float]:
+        run = build_run(config)
+        before = [weight.main_param.clone() for weight in linear_weights(run)]
+        collector = StatisticsCollector(run)
+        codes = [linear.weight_codes() for linear in collector.linears]
+        look = look_of(run, 1, collector)
+        after = [weight.main_param for weight in linear_weights(run)]
+        update = sum((new - old).double().square().sum() for new, old in zip(after, before, strict=True))
+        size = sum(old.double().square().sum() for old in before)
+        now = [linear.weight_codes() for linear in collector.linears]
+        changed = sum((old != new).sum().item() for old, new in zip(codes, now, strict=True))
+        return look, math.sqrt(update / size), changed / sum(each.numel() for each in codes)
+
+    ((look, ratio, changed),) = run_ranks(1, both)
+    assert look.update_to_weight == pytest.approx(ratio, rel=1e-5)
+    assert look.codes_changed_fraction == changed
+    assert 0 < changed < 1
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8"])
+def test_watching_from_outside_sees_what_layers_show(recipe: str) -> None:
+    """What is done with Transformer Engine's layers, done with emulated ones."""
+    flags = f"--bf16 --fp8-format e4m3 --fp8-recipe {recipe} --fp8-what-if nvfp4 --hidden-size 128"
+    config = small_config("llama", f"{LENGTH} {LOOK} {flags}")
+
+    def look(hooked: bool) -> QuantizationRecord:
+        run = build_run(config)
+        collector = StatisticsCollector(run)
+        if hooked:
+            collector.linears = [HookedLinear(each.name, each.module, each.recipe) for each in collector.linears]
+        return look_of(run, 1, collector)
+
+    (shown,), (hooked,) = (run_ranks(1, look, hooked) for hooked in (False, True))
+    assert hooked.tensors == shown.tensors and hooked.what_if == shown.what_if
+    assert hooked.gradient_noise == shown.gradient_noise
+
+
+# --- health, in real runs ---------------------------------------------------------------------------------------------
+
+
+def health_of(folder: Path, flags: str, steps: int = 4) -> list[str]:
+    """What is said of a run that looks at every step."""
+    config = small_config("llama", f"{LENGTH} {LOOK} --train-iters {steps} --save {folder} {flags}")
+    run_ranks(1, lambda: train(build_run(config)) and None)
+    return [event.detail for event in load_run(folder).events if event.name == "health"]
+
+
+@pytest.mark.parametrize("flags", [TENSORWISE, DELAYED, BLOCKWISE, MXFP8, NVFP4], ids=lambda flags: flags.split()[-1])
+def test_a_healthy_run_has_nothing_to_report(flags: str, tmp_path: Path) -> None:
+    (summary,) = health_of(tmp_path, flags)
+    assert re.fullmatch(r"4 looks at quantization, \d+ tensors: nothing to report", summary)
+
+
+def test_a_learning_rate_of_nothing_stalls_weights(tmp_path: Path) -> None:
+    told, summary = health_of(tmp_path, f"{TENSORWISE} --lr 1e-10 --min-lr 0")
+    assert told.startswith("stalled weights: layers.0.linear_qkv.weight: a step moves it by ")
+    assert "stalled weights (16 tensors, first at step 2)" in summary
+
+
+def test_a_scale_that_nothing_updates_is_stale(tmp_path: Path) -> None:
+    """Scales of 1 without calibration, and amaxes that leave no trace, as if histories were lost."""
+    flags = f"{DELAYED} --fp8-delayed-start te --train-iters 3 --save {tmp_path}"
+    config = small_config("llama", f"{LENGTH} {LOOK} {flags}")
+
+    def start() -> None:
+        run = build_run(config)
+        for linear in StatisticsCollector(run).linears:
+            linear.module.amax_exchange.forward_ran = linear.module.amax_exchange.backward_ran = lambda state: None
+        train(run)
+
+    run_ranks(1, start)
+    told = [event.detail for event in load_run(tmp_path).events if event.name == "health"]
+    assert any(detail.startswith("stale delayed scales: ") and "range is wasted" in detail for detail in told), told
+
+
+def test_the_first_layer_with_a_nan_is_named(tmp_path: Path) -> None:
+    config = small_config("llama", f"{LENGTH} {LOOK} {TENSORWISE} --no-check-for-nan-in-loss-and-grad")
+
+    def start() -> list[str]:
+        run = build_run(config)
+        collector = StatisticsCollector(run)
+        with torch.no_grad():
+            next(each.weight for each in collector.linears if each.name == "layers.2.linear_proj")[3, 5] = math.nan
+        batches = build_batches(run, run.datasets[0], 0, run.global_batch_size, num_workers=0)
+        _, records = statistics_step(run, batches, 1, collector)
+        return [each.detail for each in records[1:]]
+
+    (told,) = run_ranks(1, start)
+    expected = "numbers that are not finite: layers.2.linear_proj.weight: 1 values"
+    assert any(each.startswith(expected) for each in told)
+
+
+
+
+def test_a_run_without_a_look_says_why(tmp_path: Path) -> None:
+    (summary,) = health_of(tmp_path, f"{TENSORWISE} --fp8-log-interval 5")
+    assert summary.startswith("no look at quantization: none of the steps 1 to 4 is a multiple of --fp8-log-interval 5")
+
+
+@pytest.mark.parametrize("flags", ["--fp8-log-interval 100 --fp8-what-if mxfp8", ""], ids=["tried", "not-looked-at"])
+def test_bad_numbers_in_high_precision_have_one_story(flags: str, tmp_path: Path) -> None:
+    """Weights so large that the next forward pass overflows: no gradient is the first, and what helps is said."""
+    large = "--lr 1e16 --clip-grad 0 --train-iters 3"
+    config = small_config("llama", f"{LENGTH} {PLAIN} {large} --save {tmp_path} {flags}")
+
+    def start() -> str:
+        with pytest.raises(NumericsError) as caught:
+            train(build_run(config))
+        return str(caught.value)
+
+    (text,) = run_ranks(1, start)
+    assert "loss is not finite; its weights are finite, and bad gradients follow from the loss; " in text
+    assert "mend: " in text and "--clip-grad 1" in text and "--fp8-recipe" not in text
+    assert ("--fp8-log-interval 100 --fp8-what-if tensorwise names the first linear" in text) == (not flags)
+    told = [event.detail for event in load_run(tmp_path).events if event.name == "health"]
+    assert len(told) == bool(flags)
+    first = r"numbers that are not finite: layers\.0\.\S+: .* the first in the order of the forward pass"
+    assert all(re.match(first, each) for each in told)
+
+
+@pytest.mark.parametrize("interval", [1, 100], ids=["looked-at", "not-looked-at"])
+def test_a_run_that_bad_numbers_stop_says_where_they_came_from(interval: int, tmp_path: Path) -> None:
+    """The step runs once more if it was not looked at: a weight of layer 1 is NaN, first met by its own linear."""
+    flags = f"{TENSORWISE} --pipeline-model-parallel-size 2 --fp8-log-interval {interval}"
+    config = small_config("llama", f"{LENGTH} {flags} --train-iters 3 --save {tmp_path}", 2)
+
+    def start() -> str:
+        run = build_run(config)
+        for linear in StatisticsCollector(run).linears:
+            if linear.name == "layers.1.linear_fc2":
+                with torch.no_grad():
+                    linear.weight[0, 0] = linear.weight.main_param[0, 0] = math.nan
+        with pytest.raises(NumericsError):
+            train(run)
+        return ""
+
+    run_ranks(2, start)
+    run = load_run(tmp_path)
+    (told,) = (event for event in run.events if event.name == "health")
+    assert told.step == 1 and "layers.1.linear_fc2.weight: 1 values are not finite" in told.detail
+    (look,) = run.looks
+    assert look.tensors["layers.1.linear_fc2.input"].num_non_finite == 0
+    assert look.tensors["layers.2.linear_qkv.input"].num_non_finite > 0

@@ -1,0 +1,52 @@
+"""The attention kernels that ran are recorded, and slow ones that nobody asked for end the run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megafp8.device import mcore_cpu
+
+mcore_cpu.install()
+
+from megafp8.config.schema import PrecisionConfig, RunConfig  # noqa: E402
+from megafp8.errors import CapabilityError  # noqa: E402
+from megafp8.training.extensions.attention_report import report_attention  # noqa: E402
+
+
+def report(chosen: str, monkeypatch: pytest.MonkeyPatch, **precision: Any) -> list[str]:
+    """What is recorded of attention that Transformer Engine chose."""
+    layers: Any = ModuleType("megafp8.model.te_layers")
+    layers.selected_attention_backend = lambda: chosen
+    monkeypatch.setitem(sys.modules, layers.__name__, layers)
+    written: list[Any] = []
+    config = RunConfig(precision=PrecisionConfig(**precision))
+    run = SimpleNamespace(config=config, implementation="transformer_engine")
+    try:
+        report_attention(run, SimpleNamespace(write=written.append), 1)  # type: ignore[arg-type]
+    finally:
+        details = [record.detail for record in written]
+    return details
+
+
+def test_the_backend_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert report("fused (cuDNN, sub-backend 1)", monkeypatch) == ["Transformer Engine fused (cuDNN, sub-backend 1)"]
+
+
+def test_unfused_attention_ends_a_run_that_did_not_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CapabilityError, match="fell back to unfused attention") as caught:
+        report("unfused", monkeypatch)
+    assert f"CUDNN_HOME={Path(torch.__file__).parents[1]}/nvidia/cudnn" in str(caught.value)
+    assert report("unfused", monkeypatch, attention_backend="unfused") == ["Transformer Engine unfused"]
+
+
+def test_attention_in_high_precision_ends_a_run_that_asked_for_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"fp8_format": "hybrid", "fp8_dot_product_attention": True}
+    with pytest.raises(CapabilityError, match="Transformer Engine took fused"):
+        report("fused (cuDNN, sub-backend 1)", monkeypatch, **asked)
+    assert report("fused (cuDNN, sub-backend 2, FP8)", monkeypatch, **asked)

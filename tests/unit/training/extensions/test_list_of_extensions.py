@@ -1,0 +1,154 @@
+"""The list of extensions: complete, and in an order that keeps what each of them relies on."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import pkgutil
+from types import SimpleNamespace
+from typing import Any, Optional
+
+import pytest
+
+from megafp8.device import mcore_cpu
+
+mcore_cpu.install()
+
+from megafp8.config.schema import RunConfig, TrainingConfig  # noqa: E402
+from megafp8.errors import CheckpointError, NumericsError  # noqa: E402
+from megafp8.training import extensions  # noqa: E402
+from megafp8.training.extension import Extension  # noqa: E402
+from megafp8.training.extensions import build_extensions, checkpoints, stop  # noqa: E402
+from megafp8.training.extensions.memory import GarbageCollection  # noqa: E402
+
+NAMES = [type(extension).__name__ for extension in build_extensions()]
+
+
+def names_with(method: str) -> list[str]:
+    """The extensions that do something then, in the order of their calls."""
+    return [type(each).__name__ for each in build_extensions() if method in vars(type(each))]
+
+
+def test_every_extension_is_in_the_list() -> None:
+    names = [each.name for each in pkgutil.iter_modules(extensions.__path__)]
+    modules = [importlib.import_module(f"{extensions.__name__}.{name}") for name in names]
+    defined = {
+        name
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, Extension) and value.__module__ == module.__name__
+    }
+    assert sorted(NAMES) == sorted(defined)
+
+
+@pytest.mark.parametrize(
+    ("method", "first", "then"),
+    [
+        ("before_step", "PrecisionSchedule", "Calibration"),
+        ("before_step", "Calibration", "StepRecords"),
+        ("open", "Calibration", "Validation"),
+        ("open", "Validation", "StopConditions"),
+        ("after_step", "StepRecords", "QuantizationStatistics"),
+        ("after_step", "Heartbeat", "Stragglers"),
+        ("after_step", "ReplicaCheck", "Checkpoints"),
+        ("after_step", "AttentionReport", "Validation"),
+        ("after_step", "AttentionReport", "Checkpoints"),
+        ("after_step", "Validation", "StopConditions"),
+        ("after_step", "StopConditions", "Checkpoints"),
+        ("recover", "StepRecords", "QuantizationStatistics"),
+        ("recover", "QuantizationStatistics", "Rollback"),
+        # Closed in reverse: what was saved is known before the records of the end.
+        ("close", "Rollback", "Checkpoints"),
+        ("close", "StopConditions", "Rollback"),
+        ("close", "QuantizationStatistics", "StopConditions"),
+    ],
+)
+def test_one_comes_before_another(method: str, first: str, then: str) -> None:
+    names = names_with(method)
+    assert names.index(first) < names.index(then)
+
+
+def test_the_last_before_a_step_and_the_last_after_it() -> None:
+    assert names_with("before_step")[-1] == "Stragglers", "what others do counts as this rank's own time"
+    assert names_with("after_step")[-1] == "GarbageCollection"
+
+
+# --- checkpoints at the end -------------------------------------------------------------------------------------------
+
+
+class Saver:
+    """A save is under way, which fails."""
+
+    def __init__(self, saves: bool = True) -> None:
+        self.calls: list[bool] = []
+        self.saved_step, self.saves = 3, saves
+
+    def finish(self, is_last: bool) -> None:
+        self.calls.append(is_last)
+        raise CheckpointError("disk full")
+
+    def save(self, progress: Any, is_last: bool) -> bool:
+        return self.saves
+
+
+def closed(error: Optional[BaseException]) -> Saver:
+    extension, saver = checkpoints.Checkpoints(), Saver()
+    extension.saver = saver  # type: ignore[assignment]
+    extension.close(SimpleNamespace(), error)  # type: ignore[arg-type]
+    return saver
+
+
+def test_a_save_that_fails_at_the_end_of_a_run_is_an_error() -> None:
+    with pytest.raises(CheckpointError, match="disk full"):
+        closed(None)
+
+
+def test_bad_numbers_wait_for_a_save_whose_failure_is_not_why_the_run_ends() -> None:
+    assert closed(NumericsError("bad numbers")).calls == [False]
+
+
+def test_other_errors_wait_for_nothing() -> None:
+    """Other ranks may be gone."""
+    assert closed(RuntimeError("a peer")).calls == []
+
+
+@pytest.mark.parametrize(
+    ("saves", "stop_reason", "expected"),
+    [(True, None, "SIGTERM"), (False, None, None), (True, "--exit-interval 2", "--exit-interval 2")],
+)
+def test_signals_are_agreed_on_after_a_save_that_is_not_the_last(
+    saves: bool, stop_reason: Optional[str], expected: Optional[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "is_asked_to_stop", lambda run: True)
+    monkeypatch.setattr(checkpoints, "stopped_by_signals", lambda guard: "SIGTERM")
+    extension: Any = checkpoints.Checkpoints()
+    extension.saver = Saver(saves)
+    run = SimpleNamespace(guard=None)
+    state = SimpleNamespace(run=run, progress=None, stop_reason=stop_reason, is_last=stop_reason is not None)
+    extension.after_step(state, None)
+    assert state.stop_reason == expected
+
+
+# --- others -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_agreed", [True, False])
+def test_a_signal_in_a_validation_before_the_first_step_ends_the_run(
+    is_agreed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stop, "stopped_by_signals", lambda guard: "SIGTERM")
+    state: Any = SimpleNamespace(run=SimpleNamespace(guard=SimpleNamespace(stop_agreed=is_agreed)), stop_reason=None)
+    stop.StopConditions().open(state)
+    assert state.stop_reason == ("SIGTERM" if is_agreed else None)
+
+
+def test_garbage_is_not_collected_by_itself_between_open_and_close() -> None:
+    config = RunConfig(training=TrainingConfig(manual_gc=True))
+    state: Any = SimpleNamespace(run=SimpleNamespace(config=config))
+    extension = GarbageCollection()
+    extension.open(state)
+    try:
+        assert not gc.isenabled()
+    finally:
+        extension.close(state, RuntimeError("an error"))
+    assert gc.isenabled()

@@ -1,0 +1,172 @@
+"""Which steps run as a graph, on which data, and when it is captured anew; with a device that only this file has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, Optional
+
+import pytest
+import torch
+from megatron.core import tensor_parallel
+from torch import Tensor
+
+from megafp8.checkpoint.state import Progress
+from megafp8.config.schema import RunConfig
+from megafp8.errors import NumericsError
+from megafp8.training import step
+from megafp8.training.cuda_graph import StepGraph
+from megafp8.training.extensions import rollback
+
+WARM_UP, MICROBATCHES = 2, 3
+Kernel = Callable[[], Any]
+
+
+class Device:
+    """What CUDA does with kernels: runs them, or while a graph is captured notes them for its replays."""
+
+    def __init__(self) -> None:
+        self.graphs: list[Device.Graph] = []
+        self.captured: Optional[Device.Graph] = None
+
+    class Graph:
+        def __init__(self) -> None:
+            self.kernels: list[Kernel] = []
+            self.num_replays = 0
+
+        def replay(self) -> None:
+            self.num_replays += 1
+            for kernel in self.kernels:
+                kernel()
+
+    @contextmanager
+    def capture(self, graph: Graph, capture_error_mode: str) -> Iterator[None]:
+        self.graphs.append(graph)
+        self.captured = graph
+        yield
+        self.captured = None
+
+    def launch(self, kernel: Kernel) -> None:
+        kernel() if self.captured is None else self.captured.kernels.append(kernel)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    device = Device()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Device.Graph)
+    monkeypatch.setattr(torch.cuda, "graph", device.capture)
+    return device
+
+
+class Trainer:
+    """Steps whose losses are the sums of their microbatches, each of one number: 0, 1, 2 and so on."""
+
+    def __init__(self, device: Device, graph: StepGraph):
+        self.device, self.graph, self.num_passes = device, graph, 0
+        self.batches = ({"tokens": torch.tensor([float(number)])} for number in range(1000))
+
+    def passes(self, batches: Iterator[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        self.num_passes += 1
+        loss, taken = torch.zeros(1), [next(batches) for _ in range(MICROBATCHES)]
+        self.device.launch(lambda: loss.copy_(sum(batch["tokens"] for batch in taken)))
+        return [{"loss": loss}]
+
+    def step(self) -> float:
+        (report,) = self.graph.run(self.passes, self.batches, MICROBATCHES)
+        return report["loss"].item()
+
+
+def graph_of(*chunks: torch.nn.Module) -> StepGraph:
+    return StepGraph(list(chunks), WARM_UP, torch.device("cpu"))
+
+
+def test_steps_warm_up_then_one_capture_then_replays(device: Device) -> None:
+    trainer = Trainer(device, graph_of())
+    for _ in range(WARM_UP):
+        trainer.step()
+    assert trainer.num_passes == WARM_UP and not device.graphs
+    for _ in range(4):
+        trainer.step()
+    (graph,) = device.graphs
+    assert trainer.num_passes == WARM_UP + 1 and graph.num_replays == 4 and len(graph.kernels) == 1
+
+
+def test_losses_follow_the_data(device: Device) -> None:
+    """Numbers 0 to 2, then 3 to 5: none is left out and none comes twice, also where the graph begins."""
+    trainer = Trainer(device, graph_of())
+    assert [trainer.step() for _ in range(6)] == [3.0, 12.0, 21.0, 30.0, 39.0, 48.0]
+
+
+def test_forgetting_begins_anew(device: Device) -> None:
+    trainer = Trainer(device, graph_of())
+    losses = [trainer.step() for _ in range(4)]
+    trainer.graph.forget()
+    losses += [trainer.step() for _ in range(4)]
+    assert losses == [9.0 * number + 3 for number in range(8)]
+    assert trainer.num_passes == 2 * (WARM_UP + 1) and [graph.num_replays for graph in device.graphs] == [2, 2]
+
+
+def test_kept_codes_of_weights_are_made_within_the_graph(device: Device) -> None:
+    layer = torch.nn.Linear(1, 1)
+    layer._fp8_workspaces = {"weight": torch.zeros(1)}
+    trainer = Trainer(device, graph_of(torch.nn.Sequential(layer)))
+    for _ in range(WARM_UP):
+        trainer.step()
+    assert layer._fp8_workspaces
+    trainer.step()
+    assert not layer._fp8_workspaces
+
+
+def test_nothing_exchanges_random_states_within_a_capture(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exchange(*_: Any) -> None:
+        raise AssertionError("states cannot be exchanged now")
+
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    monkeypatch.setattr(type(tracker), "fork", exchange)
+    graph = graph_of()
+
+    def passes(batches: Iterator[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        with tracker.fork("dropout"):
+            return []
+
+    graph.steps_left = 0
+    graph.run(passes, iter(()), 0)
+    with pytest.raises(AssertionError, match="states"):
+        tracker.fork()
+
+
+def test_a_statistics_step_runs_without_the_graph(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(device, graph_of())
+    trainee = SimpleNamespace(chunks=[])
+    run = SimpleNamespace(graph=trainer.graph, trainee=trainee, num_microbatches=MICROBATCHES)
+    monkeypatch.setattr(step, "forward_backward", lambda run, batches, *_, **__: trainer.passes(batches))
+    losses = []
+    for number in range(6):
+        is_eager = number in (0, 4)
+        losses += [report["loss"].item() for report in step.training_passes(run, trainer.batches, is_eager)]
+    assert losses == [9.0 * number + 3 for number in range(6)]
+    (graph,) = device.graphs
+    assert graph.num_replays == 2  # of steps 3 and 5: steps 0 and 4 are eager, 1 and 2 warm up
+    assert trainer.num_passes == 2 + WARM_UP + 1
+
+
+def test_going_back_forgets_the_graph_before_tensors_are_replaced(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Loading(Exception):
+        pass
+
+    def load(*_: Any) -> None:
+        raise Loading
+
+    trainer = Trainer(device, graph_of())
+    for _ in range(4):
+        trainer.step()
+    run = SimpleNamespace(graph=trainer.graph, config=RunConfig(), trainee=None)
+    monkeypatch.setattr(rollback, "sync_parameters", lambda *_: None)
+    monkeypatch.setattr(rollback, "choose_to_go_back", lambda *_, **__: SimpleNamespace(path="there", step=1))
+    monkeypatch.setattr(rollback, "load_checkpoint", load)
+    with pytest.raises(Loading):
+        rollback.roll_back(run, None, Progress(4, 12), 10, NumericsError("a spike"))
+    assert trainer.graph.graph is None and trainer.graph.steps_left == WARM_UP

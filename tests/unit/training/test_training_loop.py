@@ -1,0 +1,136 @@
+"""The order in which the loop calls its extensions, with steps that are made up."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Optional
+
+import pytest
+
+from megafp8.device import mcore_cpu
+
+mcore_cpu.install()
+
+from megafp8.errors import NumericsError  # noqa: E402
+from megafp8.training import loop  # noqa: E402
+from megafp8.training.extension import Extension  # noqa: E402
+
+EXTENSION_METHODS = ("open", "before_step", "before_update", "after_step", "recover", "close")
+
+
+class State:
+    """A run of a few steps without a model."""
+
+    def __init__(self, total_steps: int = 2):
+        self.run, self.batches, self.progress = None, None, None
+        self.step, self.total_steps = 0, total_steps
+        self.stop_reason: Optional[str] = None
+        self.needs_eager_step = False
+
+    @property
+    def is_last(self) -> bool:
+        return self.stop_reason is not None or self.step >= self.total_steps
+
+    def advance(self, result: Any) -> None:
+        self.step += 1
+
+
+class Recorder(Extension):
+    """Notes its calls as `name.method`; a method in `does` does something more."""
+
+    def __init__(self, name: str, calls: list[str], **does: Any):
+        self.name, self.calls, self.does = name, calls, does
+        for method in EXTENSION_METHODS:
+            setattr(self, method, lambda *args, method=method: self.note(method, *args))
+
+    def note(self, method: str, *args: Any) -> Any:
+        self.calls.append(f"{self.name}.{method}")
+        return self.does[method](*args) if method in self.does else None
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Calls of extensions and steps. A step is bad if its number is in `calls.bad`."""
+    calls = Calls()
+
+    def train_step(run: Any, batches: Any, progress: Any, before_update: Any, is_eager: bool) -> Any:
+        calls.append("eager step" if is_eager else "step")
+        if calls.num_bad:
+            calls.num_bad -= 1
+            raise NumericsError("bad numbers")
+        before_update(SimpleNamespace())
+        return SimpleNamespace()
+
+    monkeypatch.setattr(loop, "train_step", train_step)
+    return calls
+
+
+class Calls(list[str]):
+    num_bad = 0
+
+
+def test_extensions_are_called_in_their_order_and_closed_in_reverse(calls: Calls) -> None:
+    loop.train_steps(State(total_steps=2), [Recorder("a", calls), Recorder("b", calls)])
+    step = [
+        "a.before_step", "b.before_step", "step", "a.before_update", "b.before_update", "a.after_step", "b.after_step",
+    ]  # fmt: skip
+    assert calls == ["a.open", "b.open", *step, *step, "b.close", "a.close"]
+
+
+def test_no_step_is_made_where_opening_finds_a_reason_to_stop(calls: Calls) -> None:
+    loop.train_steps(State(), [Recorder("a", calls, open=lambda state: setattr(state, "stop_reason", "a signal"))])
+    assert calls == ["a.open", "a.close"]
+
+
+def test_all_extensions_see_the_step_after_which_the_loop_stops(calls: Calls) -> None:
+    stop = Recorder("a", calls, after_step=lambda state, result: setattr(state, "stop_reason", "a signal"))
+    loop.train_steps(State(), [stop, Recorder("b", calls)])
+    assert calls.count("step") == 1 and calls[-4:] == ["a.after_step", "b.after_step", "b.close", "a.close"]
+
+
+def test_a_failed_step_is_not_done_and_who_recovers_ends_the_question(calls: Calls) -> None:
+    calls.num_bad, state = 1, State(total_steps=1)
+    back = Recorder("b", calls, recover=lambda state, error: True)
+    loop.train_steps(state, [Recorder("a", calls), back, Recorder("c", calls)])
+    assert state.step == 1
+    before, after = ([f"{name}.{method}" for name in "abc"] for method in ("before_step", "after_step"))
+    update = [f"{name}.before_update" for name in "abc"]
+    made = [*before, "step", "a.recover", "b.recover", *before, "step", *update, *after]
+    assert calls[3:-3] == made
+
+
+def test_without_recovery_the_error_ends_the_loop_and_reaches_every_close(calls: Calls) -> None:
+    calls.num_bad, errors = 1, []
+    listener = Recorder("b", calls, close=lambda state, error: errors.append(error))
+    with pytest.raises(NumericsError) as raised:
+        loop.train_steps(State(), [Recorder("a", calls), listener])
+    assert calls[-4:] == ["a.recover", "b.recover", "b.close", "a.close"]
+    assert errors == [raised.value]
+
+
+def test_an_error_of_a_close_reaches_the_closes_after_it(calls: Calls) -> None:
+    def fail(state: Any, error: Any) -> None:
+        raise OSError("no space")
+
+    errors: list[Any] = []
+    listener = Recorder("a", calls, close=lambda state, error: errors.append(error))
+    with pytest.raises(OSError, match="no space") as raised:
+        loop.train_steps(State(), [listener, Recorder("b", calls, close=fail)])
+    assert errors == [raised.value]
+
+
+def test_an_eager_step_is_asked_for_anew_each_time(calls: Calls) -> None:
+    def ask(state: State) -> None:
+        state.needs_eager_step = state.needs_eager_step or state.step == 0
+
+    loop.train_steps(State(total_steps=2), [Recorder("a", calls, before_step=ask)])
+    assert [call for call in calls if "step" in call and "." not in call] == ["eager step", "step"]
+
+
+def test_the_loop_knows_no_extension_by_name() -> None:
+    tree = ast.parse(Path(loop.__file__).read_text(encoding="utf-8"))
+    modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    ours = {module for module in modules if module.startswith("megafp8.training.")}
+    assert ours == {"megafp8.training.extension", "megafp8.training.step"}
