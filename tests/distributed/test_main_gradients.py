@@ -12,7 +12,7 @@ from small_run import PLAIN, build_run, small_config
 from torch import Tensor, nn
 
 from megafp8.config.schema import RunConfig
-from megafp8.training.evaluate import build_batches
+from megafp8.training.evaluation import build_batches
 from megafp8.training.step import clear_gradients, forward_backward
 
 NUM_MICROBATCHES = 16
