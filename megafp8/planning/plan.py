@@ -74,20 +74,19 @@ def make_plan(
 
     given = invocation.given - {MICRO} if is_auto(config) else invocation.given
 
-    def search(num_gpus: int, config: RunConfig) -> Found:
+    def search(num_gpus: int) -> Found:
+        # A batch that was not given divides over these GPUs, not over those of another number.
+        config = with_values(invocation.config, assumptions(invocation, num_gpus))
         return find_layouts(config, gpu, num_gpus, padded_vocab, given)
 
-    found = search(world_size, config)
+    found = search(world_size)
     if not found.num_legal:
         raise ConfigError(refusals(found, config, given))
     scaling = {}
     for count in scaling_counts:
-        at_count = found if count == world_size else search(count, config)
+        at_count = found if count == world_size else search(count)
         scaling[count] = at_count.layouts[0] if at_count.layouts else None
-    nearby = {
-        count: search(count, with_values(invocation.config, assumptions(invocation, count)))
-        for count in nearby_counts(world_size)
-    }
+    nearby = {count: search(count) for count in nearby_counts(world_size)}
     remarks = [*count_remarks(found, nearby), *ranking_remarks(config, gpu, found)]
     return Plan(gpu=gpu, found=found, scaling=scaling, assumed=assumed, remarks=remarks)
 

@@ -103,7 +103,9 @@ def scaling_sections(plan: Plan) -> list[str]:
         f"below {limit.share:.0%} of the best speed a GPU at {limit.world_size:,} GPUs: {limit.part} grew the most"
         for limit in scaling_limits(plan.scaling)
     ] or ["no number of GPUs loses a tenth of the best speed"]
-    return ["the same batch on more GPUs\n" + aligned(header, rows, "rrrrll"), "\n".join(lines)]
+    batches = {layout.run.config.training.global_batch_size for layout in plan.scaling.values() if layout}
+    batch = "the same batch" if len(batches) <= 1 else "about the same batch"
+    return [f"{batch} on more GPUs\n" + aligned(header, rows, "rrrrll"), "\n".join(lines)]
 
 
 def assumptions_text(plan: Plan) -> str:

@@ -133,6 +133,15 @@ def test_flags_of_a_layout_are_read_back_as_it(planned):
     assert flags.parse(plan_data(planned, 1)["layouts"][0]["argv"]).config == best.run.config
 
 
+def test_a_prime_number_of_gpus_is_compared_with_others():
+    """Its batch, which no other number divides, is not theirs."""
+    few = "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1"
+    plan = invoked(f"--model-preset llama3-8b --bf16 {few}", gpus=13, scaling=(8, 13, 4096))
+    assert all(plan.scaling.values())
+    text = plan_text(plan, 1)
+    assert "about the same batch on more GPUs" in text and "best speed a GPU at 4,096 GPUs" in text
+
+
 def test_limits_are_where_the_speed_falls(planned):
     speeds = {count: layout.step.tokens_per_s_per_gpu for count, layout in planned.scaling.items()}
     assert speeds[8] > speeds[4096]
