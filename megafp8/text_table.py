@@ -23,13 +23,18 @@ def aligned(header: Sequence[str], rows: Sequence[Sequence[str]], sides: str = "
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], sides: str = "l") -> str:
-    """The same in Markdown; cells are text, see `escaped`."""
-    header, *rows = [[escaped(cell) for cell in cells] for cells in (header, *rows)]
+    """The same in Markdown, which cells may hold."""
     widths = column_widths(header, rows)
     lines = [f"| {' | '.join(padded(cells, widths, sides))} |" for cells in (header, *rows)]
     ends = ["-" if side == "l" else ":" for side in sides.ljust(len(header), "r")]
     rule = "|".join(f"-{'-' * width}{end}" for width, end in zip(widths, ends, strict=True))
     return "\n".join([lines[0], f"|{rule}|", *lines[1:]])
+
+
+def markdown_of_texts(header: Sequence[str], rows: Sequence[Sequence[str]], sides: str = "l") -> str:
+    """The same of cells that are shown as they are, whatever they hold."""
+    header, *rows = [[escaped(cell) for cell in cells] for cells in (header, *rows)]
+    return markdown(header, rows, sides)
 
 
 def escaped(text: str) -> str:

@@ -8,7 +8,7 @@ from megafp8.reports.estimate import Estimate
 from megafp8.reports.intervals import CONFIDENCE
 from megafp8.reports.scaling import ScalingReport
 from megafp8.reports.scaling_laws import BOTH, COMPUTE, PARAMETERS, Axis
-from megafp8.text_table import aligned, escaped, markdown
+from megafp8.text_table import aligned, escaped, markdown_of_texts
 
 MIB = 2**20
 ALT_TEXT = "Loss over compute and over parameters, the laws, and the gaps between recipes"
@@ -211,7 +211,7 @@ def to_markdown(report: ScalingReport, picture: str) -> str:
     parts = [f"# {escaped(f'Scaling study {report.name}')}", escaped(headline(report)), escaped(conditions(report))]
     parts += [f"- {escaped(text)}" for text in remarks(report)] + [f"![{ALT_TEXT}]({picture})"]
     for table in tables(report):
-        title, body = escaped(table.title), markdown(table.header, table.rows, table.sides)
+        title, body = escaped(table.title), markdown_of_texts(table.header, table.rows, table.sides)
         parts += [f"## {title}", body, escaped(table.note)]
     return "\n\n".join([*filter(None, parts), "## Method", method(report)]) + "\n"
 

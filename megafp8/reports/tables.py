@@ -8,7 +8,7 @@ from typing import Optional, Union
 
 from megafp8.reports.compare import Comparison, ComparisonRow, RecipeRow
 from megafp8.reports.intervals import CONTROL, UNDECIDED
-from megafp8.text_table import aligned, escaped, markdown
+from megafp8.text_table import aligned, escaped, markdown_of_texts
 from megafp8.utils.strict_json import to_strict_json
 
 MIB = 2**20
@@ -28,9 +28,9 @@ def to_text(comparison: Comparison) -> str:
 
 def to_markdown(comparison: Comparison) -> str:
     """The same as Markdown tables and a list."""
-    parts = [markdown(*recipe_cells(comparison), WORDS)]
+    parts = [markdown_of_texts(*recipe_cells(comparison), WORDS)]
     if len(comparison.rows) > len(comparison.drawn):
-        parts.append(markdown(*run_cells(comparison), WORDS))
+        parts.append(markdown_of_texts(*run_cells(comparison), WORDS))
     parts += map(escaped, notes(comparison))
     remarks = [f"- {escaped(text)}" for text in (*comparison.differences, *_warnings(comparison))]
     return "\n\n".join([*parts, "\n".join(remarks)]).rstrip() + "\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megafp8.text_table import aligned, escaped, markdown
+from megafp8.text_table import aligned, escaped, markdown, markdown_of_texts
 
 HEADER, ROWS = ("run", "steps", "layout"), [("bf16", "7", "one rank"), ("x", "1,000", "")]
 
@@ -51,5 +51,5 @@ def test_markdown_shows_a_text_as_it_is(text: str, expected: str) -> None:
     assert escaped(text) == expected
 
 
-def test_cells_are_text() -> None:
-    assert markdown(("a|b",), [("<i>\n",)]).splitlines() == [r"| a\|b   |", "|--------|", "| &lt;i> |"]
+def test_cells_may_be_texts() -> None:
+    assert markdown_of_texts(("a|b",), [("<i>\n",)]).splitlines() == [r"| a\|b   |", "|--------|", "| &lt;i> |"]
