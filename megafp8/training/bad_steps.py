@@ -1,7 +1,7 @@
-"""Whether a step's update is made: what is wrong with its numbers, and whether it may be left out.
+"""Bad steps: numbers that are not finite, or spikes, and whether the run may skip their update.
 
-A step whose update is left out is a step that changes nothing: weights, moments, learning-rate schedule and delayed
-scaling's histories stay to the bit. Its samples count as read and its random numbers as drawn. All ranks decide alike,
+A step whose update is skipped changes nothing: weights, moments, learning-rate schedule and delayed scaling's amax
+histories stay the same to the bit. Its samples count as read and its random numbers as drawn. All ranks decide alike,
 since they decide by numbers that they have in common.
 """
 
@@ -21,8 +21,8 @@ from megafp8.training.run import Run
 
 
 @dataclass(frozen=True)
-class Finding:
-    """Why an update is not made, the same on all ranks.
+class BadNumbers:
+    """Why an update is skipped, the same on all ranks.
 
     Attributes:
         reason: NOT_FINITE or SPIKE.
@@ -33,16 +33,16 @@ class Finding:
     text: str
 
 
-def not_finite(run: Run, progress: Progress, ranks: list[str]) -> Finding:
+def not_finite(run: Run, progress: Progress, ranks: list[str]) -> BadNumbers:
     """The finding of `optim.finite.bad_ranks`, with what a loss scale has to do with it."""
     loss_scale = current_loss_scale(run.trainee.optimizer)
     scaling = [] if loss_scale is None else [describe_overflow(run.config.optimizer, loss_scale)]
     lines = "\n".join(f"  {line}" for line in [*ranks, *scaling])
-    return Finding(NOT_FINITE, f"loss or gradients are not finite ({samples_of_batch(run, progress)}):\n{lines}")
+    return BadNumbers(NOT_FINITE, f"loss or gradients are not finite ({samples_of_batch(run, progress)}):\n{lines}")
 
 
-class SpikeJudge:
-    """Lets an update happen unless loss or gradient norm spike, and keeps what it found.
+class SpikeCheck:
+    """Allows an update unless loss or gradient norm spike, and keeps what it found.
 
     Args:
         progress: before the step.
@@ -51,22 +51,22 @@ class SpikeJudge:
 
     def __init__(self, run: Run, progress: Progress, loss: float):
         self.run, self.progress, self.loss = run, progress, loss
-        self.finding: Optional[Finding] = None
+        self.finding: Optional[BadNumbers] = None
 
     def allows(self, grad_norm: float) -> bool:
         """Whether the update may be made."""
         if self.run.spikes is not None:
             text = self.run.spikes.spike(self.progress.history.window, self.loss, grad_norm)
             if text is not None:
-                self.finding = Finding(SPIKE, f"{text} ({samples_of_batch(self.run, self.progress)})")
+                self.finding = BadNumbers(SPIKE, f"{text} ({samples_of_batch(self.run, self.progress)})")
         return self.finding is None
 
 
-def check_may_skip(run: Run, progress: Progress, finding: Finding) -> None:
-    """Let a step be left out, or stop.
+def check_may_skip(run: Run, progress: Progress, finding: BadNumbers) -> None:
+    """Allow the update of a step to be skipped, or stop the run.
 
     Raises:
-        NumericsError: as many were left out in a row as may be, or spikes are not to be left out.
+        NumericsError: `--max-skipped-steps` were skipped in a row, or spikes are not to be skipped.
     """
     training = run.config.training
     is_skippable = finding.reason == NOT_FINITE or training.spike_policy == "skip"
@@ -105,10 +105,10 @@ def samples_of_rank(run: Run, progress: Progress) -> str:
     )
 
 
-def after_step(
-    run: Run, progress: Progress, finding: Optional[Finding], numbers: Optional[tuple[float, float]]
+def next_progress(
+    run: Run, progress: Progress, finding: Optional[BadNumbers], numbers: Optional[tuple[float, float]]
 ) -> Progress:
-    """How far a run is after a step.
+    """The progress after a step.
 
     Args:
         numbers: loss and gradient norm of an update that was made; None where a loss scale overflowed.

@@ -22,7 +22,7 @@ class Checked:
         target: the machine that it is meant for.
         implementation: the layers: `transformer_engine`, `emulated` or `local`.
         world_size: ranks, there or meant.
-        notices: what the user should know, and need not mend.
+        notices: what the user should know, and need not fix.
     """
 
     invocation: Invocation
@@ -78,6 +78,6 @@ def machine_problems(config: RunConfig) -> list[str]:
 
 
 def without_echoes(found: list[str], problems: list[str]) -> list[str]:
-    """Leave out what a misread flag makes the rules say about the same flag."""
+    """Drop what the rules report about a flag only because it was misread."""
     misread = {match[0] for match in (re.match(r"--[a-z0-9-]+", problem) for problem in problems) if match}
     return [problem for problem in found if problem.split(" ", 1)[0].rstrip(":") not in misread]

@@ -1,9 +1,10 @@
-"""Forward and backward passes of a step as one CUDA graph.
+"""Forward-backward of a step as one CUDA graph.
 
 Launched kernel by kernel, the forward pass of a small model on Hopper waits for the host: a layer takes Python longer
-than the GPU. A graph is captured once and launched whole. It repeats the same kernels on the same memory, so everything
-outside must leave that memory where it is: weights, gradients and scales stay in place in every step, the batches are
-copied to where the captured ones lay, and what layers keep between passes is made anew inside the capture.
+than the GPU. A graph is captured once and replayed in one launch. It repeats the same kernels on the same memory, so
+everything outside must leave that memory where it is: weights, gradients and scales stay in place in every step, the
+batches are copied to where the captured ones lay, and what layers keep between iterations is allocated inside the
+capture.
 
 megatron-core has such a wrapper too (`full_cuda_graph.py`, release 0.16). It keeps one graph for the process, which it
 also launches for another number of microbatches and after weights were replaced, and it cannot leave a step out.
@@ -22,7 +23,7 @@ from torch import Tensor
 from megafp8 import faults
 
 Batch = dict[str, Tensor]
-Passes = Callable[[Iterator[Batch]], list[dict[str, Tensor]]]
+ForwardBackward = Callable[[Iterator[Batch]], list[dict[str, Tensor]]]
 
 
 class StepGraph:
@@ -39,27 +40,29 @@ class StepGraph:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew, after tensors may have been replaced."""
+        """Drop the graph, as tensors may be replaced; the next steps warm up again."""
         self.steps_left = self.warm_up_steps
         self.graph: Optional[torch.cuda.CUDAGraph] = None
         self.inputs: list[Batch] = []
         self.reports: list[dict[str, Tensor]] = []
 
-    def run(self, passes: Passes, batches: Iterator[Batch], num_microbatches: int) -> list[dict[str, Tensor]]:
-        """Do what `passes` does with the next microbatches, always the same number of them.
+    def run(
+        self, forward_backward: ForwardBackward, batches: Iterator[Batch], num_microbatches: int
+    ) -> list[dict[str, Tensor]]:
+        """Do what `forward_backward` does with the next microbatches, always the same number of them.
 
         Args:
-            passes: forward and backward passes over microbatches; returns the reports of their losses.
+            forward_backward: runs the microbatches forward and backward; returns the reports of their losses.
 
         Returns:
             The reports, valid until the next step.
         """
         if self.steps_left:
             self.steps_left -= 1
-            return passes(batches)
+            return forward_backward(batches)
         self.load(batches, num_microbatches)
         if self.graph is None:
-            self.capture(passes)
+            self.capture(forward_backward)
         assert self.graph is not None
         self.graph.replay()
         return self.reports
@@ -75,13 +78,13 @@ class StepGraph:
             for name, tensor in batch.items():
                 self.inputs[index][name].copy_(tensor, non_blocking=True)
 
-    def capture(self, passes: Passes) -> None:
-        """Record the passes without running them."""
+    def capture(self, forward_backward: ForwardBackward) -> None:
+        """Record the kernels without running them."""
         forget_kept_weights(self.chunks)
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the device meanwhile: loaders pin memory, and NCCL's watchdog asks for events.
         with without_random_states(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self.reports = passes(iter(self.inputs))
+            self.reports = forward_backward(iter(self.inputs))
         self.graph = graph
 
 
@@ -99,9 +102,9 @@ def off_default_stream() -> Iterator[None]:
 
 
 def forget_kept_weights(chunks: list[Any]) -> None:
-    """Let Transformer Engine's layers allocate the codes of their weights, which they keep between passes, anew.
+    """Drop the codes of weights that Transformer Engine's layers keep between iterations: they allocate them again.
 
-    Those of the capture are in the graph's memory, which stays when a pass without gradients takes others.
+    Those of the capture are in the graph's memory, which stays when a forward pass without gradients takes others.
     """
     for chunk in chunks:
         for module in chunk.modules():

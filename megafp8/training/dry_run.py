@@ -1,4 +1,4 @@
-"""`--dry-run`: what a run would be, on the cluster that is meant, told by one process on any machine."""
+"""`--dry-run`: describes a run on the target cluster, from one process on any machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOST_RANK_LINES = 16
 
 
 def describe_run(checked: Checked) -> str:
-    """The whole text: settings, layout, size, memory, precision.
+    """The complete text: settings, layout, size, memory, precision.
 
     Also builds megatron-core's configuration objects, so that what it would refuse is refused here. That of the
     precision-aware optimizer asks Transformer Engine's Adam what it can, and is built where that is installed.
@@ -67,7 +67,7 @@ def has_transformer_engine() -> bool:
 
 
 def vocabulary_size(config: RunConfig) -> int:
-    """Token ids before padding. The tokenizer, which may lie on another machine, is read only if nothing else tells."""
+    """Token ids before padding. The tokenizer, which may lie on another machine, is read only if needed."""
     if config.model.vocab_size is not None and config.data.tokenizer_type != "NullTokenizer":
         return config.model.vocab_size
     return derived.vocabulary_size(config, build_tokenizer(config.data, config.model.vocab_size).vocab_size)
@@ -116,7 +116,7 @@ def size_text(config: RunConfig, vocab_size: int, world_size: int) -> str:
 
 
 def automatic_text(config: RunConfig, vocab_size: int, world_size: int, checked: Checked) -> tuple[int, str]:
-    """The size that `--micro-batch-size auto` would begin with, and what it would try."""
+    """The size that `--micro-batch-size auto` would start with, and what it would try."""
     target, implementation = checked.target, checked.implementation
     predicted = {
         size: predicted_bytes(config, size, world_size, vocab_size, implementation)

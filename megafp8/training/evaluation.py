@@ -60,7 +60,7 @@ def evaluate(run: Run, split: str, dataset: Any, step: int, consumed_tokens: int
 
 
 def validate(run: Run, sinks: Sinks, progress: Progress) -> bool:
-    """Loss on the validation data, if there is any; False when a signal broke it off."""
+    """Loss on the validation data, if there is any; False when a signal interrupted it."""
     is_whole = record_evaluation(run, sinks, progress, "valid", run.datasets[1])
     run.guard.evaluation_left(None if is_whole else progress.step)
     if run.config.training.empty_unused_memory_level >= 1:
@@ -69,7 +69,7 @@ def validate(run: Run, sinks: Sinks, progress: Progress) -> bool:
 
 
 def record_evaluation(run: Run, sinks: Sinks, progress: Progress, split: str, dataset: Any) -> bool:
-    """Evaluate on a dataset, if there is one; False when a signal broke it off."""
+    """Evaluate on a dataset, if there is one; False when a signal interrupted it."""
     if dataset is None or run.config.training.eval_iters == 0:
         return True
     tokens = progress.consumed_samples * (run.config.data.seq_length or 0)
@@ -82,11 +82,11 @@ def record_evaluation(run: Run, sinks: Sinks, progress: Progress, split: str, da
 
 @contextmanager
 def inference_mode(run: Run) -> Iterator[None]:
-    """No dropout and no gradients; with overlapped gathers, parameters whole before and gathers on again after.
+    """No dropout and no gradients; with overlapped gathers, parameters complete before and gathers on again after.
 
-    What delayed scaling remembers is afterwards what it was: Transformer Engine enters amaxes in passes without
-    gradients, too, and scales of the next steps would hang on held-out data and on how often it is looked at. Layers
-    that have not run yet have nothing to be put back.
+    The amax histories and scales of delayed scaling are restored: Transformer Engine enters amaxes in forward passes
+    without gradients, too, and scales of the next steps would depend on held-out data and on how often it is
+    evaluated. Layers that have not run yet have nothing to restore.
     """
     chunks = run.trainee.chunks
     hooked = run.config.parallel.overlap_param_gather

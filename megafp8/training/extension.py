@@ -14,7 +14,7 @@ from megafp8.config import derived
 from megafp8.errors import NumericsError
 from megafp8.optim.finite import StepTotals
 from megafp8.telemetry.sinks import Sinks
-from megafp8.training.bad_steps import after_step
+from megafp8.training.bad_steps import next_progress
 from megafp8.training.evaluation import build_batches
 from megafp8.training.run import Run
 from megafp8.training.step import Batches, StepResult
@@ -27,7 +27,7 @@ class LoopState:
     Attributes:
         sinks: where records go.
         progress: after the last step.
-        started: when this process began to train, by `time.monotonic`.
+        started: when this process started to train, by `time.monotonic`.
         first_step: the first step of this process.
         batches: this rank's microbatches from here to the end of the run.
         stop_reason: set by an extension to end the loop before the run's last step.
@@ -63,7 +63,7 @@ class LoopState:
     def advance(self, result: StepResult) -> None:
         """Count a step."""
         numbers = None if result.is_skipped else (result.loss, result.grad_norm)
-        self.progress = after_step(self.run, self.progress, result.finding, numbers)
+        self.progress = next_progress(self.run, self.progress, result.finding, numbers)
 
     def move_to(self, progress: Progress) -> None:
         """Continue from another place in the data."""

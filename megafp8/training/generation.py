@@ -1,7 +1,7 @@
 """Text from a checkpoint: its model on one device, sampled token by token.
 
 The model is the one that was trained, FP8 layers included, without optimizer and gradient buffers. Each token costs a
-forward pass over the whole text so far: with per-tensor scales a cache of keys and values would be other arithmetic
+forward pass over all of the text so far: with per-tensor scales a cache of keys and values would be other arithmetic
 than the trained model's, since a scale then sees one token instead of the sequence.
 """
 
@@ -39,7 +39,7 @@ INCOMPLETE_CHARACTER = "\ufffd"
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A trained model that says what comes next.
+    """A trained model that predicts the next token.
 
     Attributes:
         path: the checkpoint.
@@ -185,8 +185,8 @@ def one_rank_config(saved: RunConfig, target: capability.Target, high_precision:
             return config, implementation
         problems = problems or found
     is_quantized = precision_map.is_quantized(precision)
-    mend = ["--precision high generates without quantization"] if is_quantized else []
-    raise CapabilityError(problems + mend)
+    fix = ["--precision high generates without quantization"] if is_quantized else []
+    raise CapabilityError(problems + fix)
 
 
 def open_tokenizer(data: DataConfig, vocab_size: Optional[int]) -> Tokenizer:
@@ -199,7 +199,7 @@ def open_tokenizer(data: DataConfig, vocab_size: Optional[int]) -> Tokenizer:
 
 
 def check_vocabulary(path: Path, saved: RunConfig, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Refuse a tokenizer that the embedding was not made for, as far as sizes tell.
+    """Refuse a tokenizer that the embedding was not made for, as far as sizes show.
 
     Raises:
         DataError: the tokenizer's vocabulary, padded, is not the embedding.
@@ -213,7 +213,7 @@ def check_vocabulary(path: Path, saved: RunConfig, tokenizer: Tokenizer, vocab_s
 
 
 def build_module(config: RunConfig, implementation: str, vocab_size: int, platform: Platform) -> torch.nn.Module:
-    """The whole model on this device, ready for forward passes. Starts this process's groups of one rank."""
+    """The complete model on this device, ready for forward passes. Starts this process's groups of one rank."""
     use_threads(config.training.num_threads, derived.useful_threads(config))
     join_ranks(platform, config.parallel)
     build_groups(config)
@@ -254,7 +254,7 @@ def generate_ids(
 
 
 class TextStream:
-    """Text of tokens that come one by one, in whole characters: the bytes of one may be spread over tokens.
+    """Text of tokens that come one by one, in complete characters: the bytes of one may be spread over tokens.
 
     All tokens are decoded together each time, because the text of one may depend on those before.
 
@@ -269,7 +269,7 @@ class TextStream:
         self.prompt_length = len(tokenizer.detokenize(self.ids))
 
     def add(self, token: int) -> str:
-        """Take a token and return the characters that are whole by now; often one token's, sometimes none."""
+        """Take a token and return the characters that are complete by now; often one token's, sometimes none."""
         self.ids.append(token)
         return self.advance(self.decoded().rstrip(INCOMPLETE_CHARACTER))
 

@@ -1,4 +1,4 @@
-"""Where a run begins: at a checkpoint that its flags lead to, or anew."""
+"""Where a run starts: from a checkpoint that its flags select, or from step 0."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEADLY_LOADS = 2
 
 
 def resume(run: Run) -> tuple[Progress, tuple[str, ...]]:
-    """Load what the configuration says, and where that puts the run.
+    """Load the checkpoint that the configuration selects, if any: the progress, and notes for the record.
 
     Raises:
         CheckpointError: a checkpoint that must be there is not, or is of another model.
@@ -82,10 +82,10 @@ def without_deadly(run: Run, chosen: Choice, folders: list[Path], with_hashes: b
 
 
 def check_nothing_newer(run: Run, step: int) -> None:
-    """Refuse to write checkpoints beside newer ones: the next start would go on from those. All ranks call it.
+    """Refuse to write checkpoints beside newer ones: the next start would resume from those. All ranks call it.
 
     Args:
-        step: at which the run begins.
+        step: at which the run starts.
 
     Raises:
         CheckpointError: on all ranks: there are newer ones where the run saves.

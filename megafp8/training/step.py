@@ -1,4 +1,4 @@
-"""One optimizer step: forward and backward over the microbatches, the check, the update."""
+"""One optimizer step: forward-backward over the microbatches, the check for bad numbers, the update."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megafp8.optim.one_pass import OnePassOptimizer
 from megafp8.optim.own_gradients import own_bad_gradients
 from megafp8.optim.schedule import current_learning_rate
 from megafp8.parallel.gather import gather_in_next_pass
-from megafp8.training.bad_steps import Finding, SpikeJudge, check_may_skip, not_finite, samples_of_rank
+from megafp8.training.bad_steps import BadNumbers, SpikeCheck, check_may_skip, not_finite, samples_of_rank
 from megafp8.training.run import Run, to_device_sum
 
 Batches = Optional[Iterator[dict[str, Tensor]]]
@@ -55,7 +55,7 @@ class StepResult:
     learning_rate: float
     num_zeros_in_grad: Optional[int]
     is_skipped: bool
-    finding: Optional[Finding]
+    finding: Optional[BadNumbers]
     loss_scale: Optional[float]
     param_gather_bytes: Optional[int]
 
@@ -76,8 +76,7 @@ def train_step(
         is_eager: do not replay a CUDA graph, which would call no hooks.
 
     Raises:
-        NumericsError: the update must not be made, and the run may not go on without it; on all ranks, with the weights
-            as they were.
+        NumericsError: the update must not be made and may not be skipped; on all ranks, with the weights as they were.
     """
     trainee = run.trainee
     faults.point("step.begin", step=progress.step + 1)
@@ -88,7 +87,7 @@ def train_step(
         run.delayed.remember()
     in_one_pass = isinstance(trainee.optimizer, OnePassOptimizer)
     with run.timer.span("forward-backward"), run.precision_at(progress.step + 1):
-        reports = training_passes(run, batches, is_eager)
+        reports = forward_backward_or_replay(run, batches, is_eager)
         squared_norm = trainee.optimizer.squared_norm() if in_one_pass else None
         faults.point("step.after_backward")
         totals, finding = check_step(run, to_device_sum(reports), progress, squared_norm)
@@ -117,29 +116,29 @@ def train_step(
 
 def update(
     run: Run, progress: Progress, totals: StepTotals
-) -> tuple[bool, Optional[float], Optional[float], Optional[Finding]]:
+) -> tuple[bool, Optional[float], Optional[float], Optional[BadNumbers]]:
     """Let the optimizer change the weights, unless loss or gradient norm spike.
 
     Returns:
         Whether it did, the norm before clipping, the zeros in the gradients if that is asked for, and what was wrong.
     """
-    optimizer, judge = run.trainee.optimizer, SpikeJudge(run, progress, totals.loss)
+    optimizer, check = run.trainee.optimizer, SpikeCheck(run, progress, totals.loss)
     if isinstance(optimizer, OnePassOptimizer):
         # The norm was waited for together with the loss.
-        if not judge.allows(totals.grad_norm):
-            return False, totals.grad_norm, None, judge.finding
+        if not check.allows(totals.grad_norm):
+            return False, totals.grad_norm, None, check.finding
         return *optimizer.step(totals.grad_norm), None
     may_overflow = not run.config.training.check_for_nan_in_loss_and_grad or can_fall(optimizer)
-    is_judged = isinstance(optimizer, JudgedOptimizer)
-    is_updated, grad_norm, num_zeros = optimizer.step(judge.allows) if is_judged else optimizer.step()
-    finding = judge.finding
+    can_skip = isinstance(optimizer, JudgedOptimizer)
+    is_updated, grad_norm, num_zeros = optimizer.step(check.allows) if can_skip else optimizer.step()
+    finding = check.finding
     if not is_updated and finding is None and not may_overflow:
         finding = not_finite(run, progress, [SUM_OVERFLOWS])
     return is_updated, grad_norm, num_zeros, finding
 
 
 def clear_gradients(run: Run) -> None:
-    """Forget the gradients, and be ready to sum and reduce new ones."""
+    """Clear the gradients, and be ready to sum and reduce new ones."""
     if run.first_gradient is not None:
         run.first_gradient.start()
     else:
@@ -148,17 +147,17 @@ def clear_gradients(run: Run) -> None:
     run.trainee.optimizer.zero_grad()
 
 
-def training_passes(run: Run, batches: Batches, is_eager: bool = False) -> list[dict[str, Tensor]]:
-    """Forward and backward passes of a step, as a CUDA graph where the run has one and the step may use it."""
+def forward_backward_or_replay(run: Run, batches: Batches, is_eager: bool = False) -> list[dict[str, Tensor]]:
+    """Forward-backward of a step, as a CUDA graph where the run has one and the step may use it."""
 
-    def passes(batches: Batches) -> list[dict[str, Tensor]]:
+    def eager(batches: Batches) -> list[dict[str, Tensor]]:
         if run.graph is not None:
             gather_in_next_pass(run.trainee.chunks)
         return forward_backward(run, batches, run.num_microbatches, forward_only=False)
 
     if run.graph is None or batches is None or is_eager:
-        return passes(batches)
-    return run.graph.run(passes, batches, run.num_microbatches)
+        return eager(batches)
+    return run.graph.run(eager, batches, run.num_microbatches)
 
 
 def forward_backward(run: Run, batches: Batches, num_microbatches: int, forward_only: bool) -> list[dict[str, Tensor]]:
@@ -194,7 +193,7 @@ def batches_of_chunks(run: Run, batches: Batches) -> Union[Batches, list[Batches
 
 def check_step(
     run: Run, local_loss: Optional[Tensor], progress: Progress, squared_norm: Optional[Tensor] = None
-) -> tuple[StepTotals, Optional[Finding]]:
+) -> tuple[StepTotals, Optional[BadNumbers]]:
     """Agree over all ranks on the loss, and on whether all numbers are finite.
 
     Args:
@@ -228,8 +227,8 @@ def params_norm(run: Run) -> float:
         for parameter in chunk.parameters()
         if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
     ]
-    whole = [weight.detach().float() for weight in weights if not isinstance(weight, QuantizedParameter)]
-    norm = get_grad_norm_fp32(whole, grad_stats_parallel_group=parallel_state.get_model_parallel_group())
+    complete = [weight.detach().float() for weight in weights if not isinstance(weight, QuantizedParameter)]
+    norm = get_grad_norm_fp32(complete, grad_stats_parallel_group=parallel_state.get_model_parallel_group())
     if not (run.implementation == "emulated" and run.config.precision.fp8_param_gather):
         return norm
     quantized = [weight for weight in weights if isinstance(weight, QuantizedParameter)]

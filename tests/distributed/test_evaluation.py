@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megafp8.config.schema import RunConfig
 from megafp8.telemetry.records import EvalRecord
-from megafp8.training.cuda_graph import Batch, Passes
+from megafp8.training.cuda_graph import Batch, ForwardBackward
 from megafp8.training.evaluation import build_batches, evaluate
 from megafp8.training.extensions.statistics import StatisticsCollector
 
@@ -73,7 +73,7 @@ class Replays:
         self.steps_left = warm_up_steps
         self.captured: Optional[list[bool]] = None
 
-    def run(self, passes: Passes, batches: Iterator[Batch], num_microbatches: int) -> list[dict[str, Tensor]]:
+    def run(self, passes: ForwardBackward, batches: Iterator[Batch], num_microbatches: int) -> list[dict[str, Tensor]]:
         if self.steps_left:
             self.steps_left -= 1
             return passes(batches)

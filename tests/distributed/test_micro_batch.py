@@ -84,7 +84,7 @@ def test_long_steps_are_put_together_from_short_ones(stages: int, second: float,
     """A step takes half a second (or so) and a quarter a microbatch, of a batch of 32: two counts tell both parts."""
     counts: list[int] = []
 
-    def step(_: int, num_microbatches: int, number: int, looks: bool = False) -> float:
+    def step(_: int, num_microbatches: int, number: int, has_statistics: bool = False) -> float:
         counts.append(num_microbatches)
         return second * (0.5 + 0.25 * num_microbatches)
 
@@ -110,7 +110,7 @@ def test_every_precision_of_a_schedule_is_tried(schedule: str, expected: list[in
     assert kinds_of_steps(config) == expected
     seen: list[int] = []
 
-    def step(_: int, num_microbatches: int, number: int, looks: bool = False) -> float:
+    def step(_: int, num_microbatches: int, number: int, has_statistics: bool = False) -> float:
         seen.append(number)
         return 1.0
 

@@ -24,7 +24,7 @@ from megafp8.checkpoint.state import Progress
 from megafp8.fp8.delayed import DelayedState
 from megafp8.launch.run_state import read_run_state
 from megafp8.reports.load import load_run
-from megafp8.training.bad_steps import after_step
+from megafp8.training.bad_steps import next_progress
 from megafp8.training.evaluation import build_batches
 from megafp8.training.run import Run
 from megafp8.training.step import train_step
@@ -99,7 +99,7 @@ def steps(flags: str, world_size: int, prepare: Callable[[Run], None], left_out:
             continue
         batches = build_batches(run, SourceSamples(32), (step - 1) * BATCH, step * BATCH, num_workers=0)
         result = train_step(run, batches, progress)
-        progress = after_step(run, progress, result.finding, (result.loss, result.grad_norm or 0.0))
+        progress = next_progress(run, progress, result.finding, (result.loss, result.grad_norm or 0.0))
         states.append(fingerprint(whole_state(run)))
         texts += [] if result.finding is None else [result.finding.text]
     return Seen(states, texts, progress)
@@ -208,7 +208,7 @@ def test_scales_go_on_after_an_amax_that_is_no_number(kind: str) -> None:
         for step in range(1, STEPS + 1):
             batches = build_batches(run, SourceSamples(32), (step - 1) * BATCH, step * BATCH, num_workers=0)
             result = train_step(run, batches, progress)
-            progress = after_step(run, progress, result.finding, None)
+            progress = next_progress(run, progress, result.finding, None)
             assert torch.isfinite(state.quant_scale).all()
             assert not state.amax_history.isnan().any()
             seen.append(state.quant_scale.tolist())

@@ -12,7 +12,7 @@ from megafp8.checkpoint.folder import saved_steps
 from megafp8.checkpoint.skipped import ROLLBACK, SPIKE, SkippedSamples
 from megafp8.checkpoint.state import Progress
 from megafp8.reports.load import load_run
-from megafp8.training.bad_steps import after_step
+from megafp8.training.bad_steps import next_progress
 from megafp8.training.evaluation import build_batches
 from megafp8.training.resume import resume
 from megafp8.training.step import train_step
@@ -70,7 +70,7 @@ def weights_without_detour(folder: Path, flags: str, first: Progress, last_step:
         batches = build_batches(run, run.datasets[0], progress.consumed_samples, end, num_workers=0)
         while progress.step < last_step:
             result = train_step(run, batches, progress)
-            progress = after_step(run, progress, result.finding, None)
+            progress = next_progress(run, progress, result.finding, None)
         return fingerprint(weights(run))
 
     return run_ranks(2, go_on)

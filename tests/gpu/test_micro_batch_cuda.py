@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 
 from megafp8.planning.micro_batch import best_size  # noqa: E402
 from megafp8.reports.load import load_run  # noqa: E402
-from megafp8.training.micro_batch_search.search import CHOICE_FILE, Choice, read_choice  # noqa: E402
+from megafp8.training.micro_batch_search.search import CHOICE_FILE, SizeChoice, read_choice  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -41,7 +41,7 @@ def train(flags: str, num_ranks: int = 1) -> str:
     return done.stdout
 
 
-def check_choice(choice: Choice) -> None:
+def check_choice(choice: SizeChoice) -> None:
     """Some sizes fit below the limit, the next one ran out of CUDA's memory, and the fastest was taken."""
     fits = {each.size: each for each in choice.trials if each.ms_per_sample is not None}
     out = [each for each in choice.trials if each.note.startswith("does not fit: ")]

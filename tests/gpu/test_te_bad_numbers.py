@@ -17,9 +17,9 @@ from small_run import SourceSamples, weights  # noqa: E402
 from megafp8.checkpoint.skipped import NOT_FINITE, SPIKE  # noqa: E402
 from megafp8.checkpoint.state import Progress  # noqa: E402
 from megafp8.optim.bit_hash import BitHash  # noqa: E402
-from megafp8.training.bad_steps import after_step  # noqa: E402
+from megafp8.training.bad_steps import next_progress  # noqa: E402
 from megafp8.training.evaluation import build_batches  # noqa: E402
-from megafp8.training.extensions.replica_check import check_replicas, copies_of  # noqa: E402
+from megafp8.training.extensions.replica_check import check_replicas, replicas_of  # noqa: E402
 from megafp8.training.precision import delayed_state  # noqa: E402
 from megafp8.training.run import Run  # noqa: E402
 from megafp8.training.step import StepResult, train_step  # noqa: E402
@@ -32,7 +32,7 @@ def step(run: Run, progress: Progress) -> tuple[StepResult, Progress]:
     first = progress.consumed_samples
     batches = build_batches(run, SourceSamples(run.config.data.seq_length), first, first + batch, num_workers=0)
     result = train_step(run, batches, progress)
-    return result, after_step(run, progress, result.finding, (result.loss, result.grad_norm or 0.0))
+    return result, next_progress(run, progress, result.finding, (result.loss, result.grad_norm or 0.0))
 
 
 def state(run: Run) -> dict[str, torch.Tensor]:
@@ -75,6 +75,6 @@ def test_weights_are_hashed_on_the_device(recipe: str) -> None:
         step(run, Progress())
         check_replicas(run, 1)
         hasher = BitHash(run.platform.device)
-        for copy in copies_of(run):
+        for copy in replicas_of(run):
             on_host = BitHash(torch.device("cpu")).of(copy.tensor.detach().cpu())
             assert hasher.of(copy.tensor).item() == on_host.item(), copy.name

@@ -24,7 +24,7 @@ class AttentionReport(Extension):
 
 
 def report_attention(run: Run, sinks: Sinks, step: int) -> None:
-    """Record the attention kernels that ran, and refuse the slow ones that nobody asked for.
+    """Record the attention kernels that ran, and refuse slow ones that were not asked for.
 
     Raises:
         CapabilityError: Transformer Engine fell back to unfused attention, or from FP8 to BF16.

@@ -9,8 +9,8 @@ So the first global batch runs forward and backward beforehand, without an updat
 reduced as in a step, by the emulated layers as by Transformer Engine's, and the first step finds scales. All else is as
 it was: weights, random state and the position in the data.
 
-There are two passes. Where scale 1 rounds a whole tensor to zero, what follows from it is zero on the first pass, and
-an amax of zero leaves no scale.
+There are two iterations. Where scale 1 rounds a complete tensor to zero, what follows from it is zero in the first one,
+and an amax of zero leaves no scale.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megafp8.training.precision import awaits_attention
 from megafp8.training.run import Run
 from megafp8.training.step import clear_gradients, forward_backward
 
-NUM_PASSES = 2
+NUM_ITERATIONS = 2
 
 
 class Calibration(Extension):
@@ -94,9 +94,9 @@ def calibrate(run: Run, progress: Progress) -> EventRecord:
 
     Gradients are left behind: a training step clears them first.
     """
-    began, samples = time.monotonic(), progress.consumed_samples
+    started, samples = time.monotonic(), progress.consumed_samples
     random = random_state()
-    for _ in range(NUM_PASSES):
+    for _ in range(NUM_ITERATIONS):
         clear_gradients(run)
         # In this process: starting loader processes for one batch would take longer than reading it.
         batches = build_batches(run, run.datasets[0], samples, samples + run.global_batch_size, num_workers=0)
@@ -105,5 +105,5 @@ def calibrate(run: Run, progress: Progress) -> EventRecord:
     if run.traffic is not None:
         run.traffic.take()  # none of it is the first step's
     restore_random_state(random.data)
-    detail = f"delayed scales, from {NUM_PASSES} passes over the first batch in {time.monotonic() - began:.1f} s"
+    detail = f"delayed scales, from {NUM_ITERATIONS} passes over the first batch in {time.monotonic() - started:.1f} s"
     return EventRecord(step=progress.step, name="calibrated", detail=detail)

@@ -1,4 +1,4 @@
-"""When a run saves, and what becomes of a save that fails."""
+"""Checkpoints: when a run saves, asynchronous saves, and what happens when a save fails."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from megafp8.training.run import Run, non_persistent_folder, run_folder
 from megafp8.training.signals import is_asked_to_stop, stopped_by_signals
 from megafp8.training.step import StepResult
 
-# A shorter wait for a save that is under way is not worth a word.
-TOLD_S = 0.1
+# Shorter waits for a save that is under way are not recorded.
+REPORTED_S = 0.1
 
 
 @dataclass(frozen=True)
 class Series:
-    """A row of checkpoints: their folder, and how many of the newest stay (None: all)."""
+    """A series of checkpoints: their folder, and how many of the newest are kept (None: all)."""
 
     folder: Path
     keep: Optional[int]
@@ -109,7 +109,7 @@ class AsyncSaves(Extension):
 
 
 class Saver:
-    """Saves a run's checkpoints and records what becomes of them; all ranks call its methods together.
+    """Saves a run's checkpoints and records whether they succeed; all ranks call its methods together.
 
     Attributes:
         saved_step: of the newest checkpoint that is there; None before.
@@ -117,7 +117,7 @@ class Saver:
 
     def __init__(self, run: Run, sinks: Sinks):
         self._run, self._sinks = run, sinks
-        self._num_failed, self._began = 0, 0.0
+        self._num_failed, self._started = 0, 0.0
         self._under_way: Optional[BackgroundSave] = None
         self._in_background: Optional[BackgroundSaves] = None
         self.saved_step: Optional[int] = None
@@ -128,7 +128,7 @@ class Saver:
             )
 
     def save(self, progress: Progress, is_last: bool, is_due: bool = False) -> bool:
-        """Write a checkpoint if one is due, or begin to.
+        """Write a checkpoint if one is due, or start an asynchronous save.
 
         A save before that is still under way is waited for: skipping one of the two would lose it.
 
@@ -148,7 +148,7 @@ class Saver:
         run = self._run
         self._finish_late_one(progress.step)
         run.guard.enter("save", progress.step)
-        self._began = time.monotonic()
+        self._started = time.monotonic()
         samples = None if run.sample_chain is None else run.sample_chain.mark(progress.consumed_samples)
         try:
             if self._in_background is None:
@@ -171,7 +171,7 @@ class Saver:
             CheckpointError: it has failed, as one too many.
         """
         if self._under_way is not None:
-            self._look(is_waiting=False, is_last=False)
+            self._check(is_waiting=False, is_last=False)
 
     def finish(self, is_last: bool) -> None:
         """Wait until a save that is under way has ended.
@@ -181,19 +181,19 @@ class Saver:
         """
         if self._under_way is not None:
             self._run.guard.enter("save", self._under_way.progress.step)
-            self._look(is_waiting=True, is_last=is_last)
+            self._check(is_waiting=True, is_last=is_last)
 
     def _finish_late_one(self, step: int) -> None:
         if self._under_way is None:
             return
-        late, began = self._under_way.progress.step, time.monotonic()
+        late, started = self._under_way.progress.step, time.monotonic()
         self.finish(is_last=False)
-        waited_s = time.monotonic() - began
-        if waited_s >= TOLD_S:
+        waited_s = time.monotonic() - started
+        if waited_s >= REPORTED_S:
             detail = f"waited {waited_s:.1f} s for the checkpoint of step {late}: save less often"
             self._sinks.write(EventRecord(step=step, name="checkpoint late", detail=detail))
 
-    def _look(self, is_waiting: bool, is_last: bool) -> None:
+    def _check(self, is_waiting: bool, is_last: bool) -> None:
         assert self._under_way is not None
         step = self._under_way.progress.step
         try:
@@ -211,7 +211,7 @@ class Saver:
     def _succeeded(self, step: int, path: Path) -> None:
         self._num_failed, self.saved_step = 0, step
         self._run.guard.saved(step)
-        detail = f"{path} in {time.monotonic() - self._began:.1f} s"
+        detail = f"{path} in {time.monotonic() - self._started:.1f} s"
         self._sinks.write(EventRecord(step=step, name="checkpoint saved", detail=detail))
 
     def _failed(self, step: int, error: CheckpointError, is_last: bool) -> None:

@@ -1,4 +1,4 @@
-"""What the guard of this rank hears from the loop: what it does now, and which steps are done."""
+"""Heartbeat: the guard of this rank watches the time of each step, and records which steps are done."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megafp8.training.step import StepResult
 
 
 class Heartbeat(Extension):
-    """Tells the guard when a step begins and when it is done."""
+    """Reports to the guard when a step starts and when it is done."""
 
     def before_step(self, state: LoopState) -> None:
         state.run.guard.enter(STEP, state.step + 1)

@@ -1,9 +1,9 @@
 """Weights that several ranks hold copies of, compared bit by bit.
 
 Data-parallel ranks (context-parallel ones too) hold the same weights, and tensor-parallel ranks the same norms, biases
-and positions. Nothing in training compares them: a rank whose memory or arithmetic went wrong once goes on with other
+and positions. Nothing in training compares them: a rank whose memory or arithmetic went wrong once continues with other
 weights, and every gradient is an average over different models. Here each rank hashes what it holds on its device, the
-hashes of all ranks travel in one gather, and every rank sees which one differs. Only then are tensors looked for.
+hashes of all ranks travel in one gather, and every rank sees which one differs. Only then is the tensor searched for.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Hashes = list[tuple[str, bool, int]]  # name of a copy, whether tensor-parallel 
 
 
 @dataclass(frozen=True)
-class Copy:
+class Replica:
     """A tensor that other ranks have too.
 
     Attributes:
@@ -48,12 +48,12 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Row:
-    """What one rank tells of its copies.
+class RankHashes:
+    """The combined hashes of one rank's replicas.
 
     Attributes:
         pipeline, tensor, data: where it stands; data counts context-parallel ranks too.
-        whole: hash of all of them.
+        complete: hash of all of them.
         shared: of those that tensor-parallel ranks have too.
     """
 
@@ -61,7 +61,7 @@ class Row:
     pipeline: int
     tensor: int
     data: int
-    whole: int
+    complete: int
     shared: int
 
 
@@ -106,11 +106,11 @@ def check_replicas(run: Run, step: int) -> None:
         NumericsError: on all ranks: some differ.
     """
     sync_parameters(run.config, run.trainee)
-    copies, hasher = copies_of(run), BitHash(run.platform.device)
+    copies, hasher = replicas_of(run), BitHash(run.platform.device)
     hashes = hasher.of_all([copy.tensor for copy in copies])
-    found = disagreements(gather_rows(run, copies, hashes, hasher))
+    found = disagreements(gather_hashes(run, copies, hashes, hasher))
     if found:
-        by_rank = gathered_hashes(copies, hashes)
+        by_rank = hashes_by_rank(copies, hashes)
         lines = "\n".join(f"  {describe(each, by_rank)}" for each in found)
         raise NumericsError(
             f"step {step}: ranks that hold the same weights differ "
@@ -120,7 +120,7 @@ def check_replicas(run: Run, step: int) -> None:
         )
 
 
-def copies_of(run: Run) -> list[Copy]:
+def replicas_of(run: Run) -> list[Replica]:
     """Everything of this rank that other ranks should have bit by bit: weights, with FP8 their codes and scales, master
     weights that are not sharded, and scales of delayed scaling that are reduced over the data-parallel ranks."""
     copies = []
@@ -129,14 +129,14 @@ def copies_of(run: Run) -> list[Copy]:
         place = f"chunk {number} " if len(run.trainee.chunks) > 1 else ""
         for name, parameter in chunk.module.named_parameters():
             name, is_shared = place + name.removeprefix("module."), not is_split_over_tensor_ranks(parameter)
-            copies += [Copy(name + part, tensor, is_shared) for part, tensor in stored(parameter)]
+            copies += [Replica(name + part, tensor, is_shared) for part, tensor in stored(parameter)]
             master = getattr(parameter, "main_param", None)
             if with_masters and master is not None:
-                copies.append(Copy(f"master weight of {name}", master, is_shared))
+                copies.append(Replica(f"master weight of {name}", master, is_shared))
         for name, module in chunk.module.named_modules():
             if isinstance(module, DelayedState) and module.options.is_reduced_over_data:
                 name = place + name.removeprefix("module.")
-                copies += [Copy(f"{name}.{part}", tensor, False) for part, tensor in module.named_buffers()]
+                copies += [Replica(f"{name}.{part}", tensor, False) for part, tensor in module.named_buffers()]
     return copies
 
 
@@ -155,8 +155,8 @@ def stored(parameter: Any) -> list[tuple[str, Tensor]]:
     return [("", parameter)]
 
 
-def gather_rows(run: Run, copies: Sequence[Copy], hashes: Tensor, hasher: BitHash) -> list[Row]:
-    """The rows of all ranks, by one gather of a few bytes."""
+def gather_hashes(run: Run, copies: Sequence[Replica], hashes: Tensor, hasher: BitHash) -> list[RankHashes]:
+    """The combined hashes of all ranks, by one gather of a few bytes."""
     is_shared = torch.tensor([copy.is_on_tensor_ranks for copy in copies], dtype=torch.bool, device=hashes.device)
     place = (
         run.place.pipeline_rank, run.place.tensor_rank,
@@ -167,17 +167,17 @@ def gather_rows(run: Run, copies: Sequence[Copy], hashes: Tensor, hasher: BitHas
     )
     rows = mine.new_empty(dist.get_world_size() * len(mine))
     dist.all_gather_into_tensor(rows, mine)
-    return [Row(rank, *values) for rank, values in enumerate(rows.view(-1, len(mine)).tolist())]
+    return [RankHashes(rank, *values) for rank, values in enumerate(rows.view(-1, len(mine)).tolist())]
 
 
-def disagreements(rows: Sequence[Row]) -> list[Disagreement]:
+def disagreements(rows: Sequence[RankHashes]) -> list[Disagreement]:
     """The groups of ranks that should have the same hash and have not."""
     found = []
     for kind, place, value in (
-        (DATA, lambda row: (row.pipeline, row.tensor), lambda row: row.whole),
+        (DATA, lambda row: (row.pipeline, row.tensor), lambda row: row.complete),
         (TENSOR, lambda row: (row.pipeline, row.data), lambda row: row.shared),
     ):
-        groups: dict[tuple[int, int], list[Row]] = defaultdict(list)
+        groups: dict[tuple[int, int], list[RankHashes]] = defaultdict(list)
         for row in rows:
             groups[place(row)].append(row)
         for group in groups.values():
@@ -189,7 +189,7 @@ def disagreements(rows: Sequence[Row]) -> list[Disagreement]:
     return found
 
 
-def gathered_hashes(copies: Sequence[Copy], hashes: Tensor) -> list[Hashes]:
+def hashes_by_rank(copies: Sequence[Replica], hashes: Tensor) -> list[Hashes]:
     """The hash of each copy, by rank."""
     mine = [(copy.name, copy.is_on_tensor_ranks, value) for copy, value in zip(copies, hashes.tolist(), strict=True)]
     return together(lambda: mine)

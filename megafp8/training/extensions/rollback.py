@@ -1,4 +1,4 @@
-"""Going back to a checkpoint when loss or gradients spike, and past the batches that led there.
+"""Rollback to a checkpoint when loss or gradients spike, and past the batches that led there.
 
 As in PaLM's training: restart from a checkpoint well before the spike, and leave out some hundred batches, those before
 and during the spike among them. The batches that are left out count as steps without an update, so that the run still
@@ -55,7 +55,7 @@ class Rollback(Extension):
 
 
 def may_roll_back(run: Run, progress: Progress) -> bool:
-    """Whether a run that cannot take its next step may go back instead."""
+    """Whether a run that cannot make its next step may roll back."""
     training = run.config.training
     return training.spike_policy == "rollback" and progress.history.num_rollbacks < training.max_rollbacks
 
@@ -63,17 +63,17 @@ def may_roll_back(run: Run, progress: Progress) -> bool:
 def roll_back(
     run: Run, sinks: Sinks, progress: Progress, total_steps: int, error: NumericsError
 ) -> Progress:
-    """Load a checkpoint into the run and pass over batches; all ranks call it.
+    """Load a checkpoint into the run and skip batches; all ranks call it.
 
     Args:
         progress: before the step that failed; no checkpoint is being written.
         error: what was wrong with the step.
 
     Returns:
-        Where the run goes on.
+        Where the run continues.
 
     Raises:
-        NumericsError: there is no checkpoint to go back to.
+        NumericsError: there is no checkpoint to return to.
         CheckpointError: it cannot be loaded.
     """
     training, step = run.config.training, progress.step + 1

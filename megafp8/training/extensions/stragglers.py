@@ -1,4 +1,4 @@
-"""Which rank the others wait for.
+"""Stragglers: which rank the others wait for.
 
 Every step ends at the same time on all ranks, since they add up gradients. What tells them apart is when each has its
 own gradients ready: the time from the start of a step until its first bucket is given to the reduction, without waits
@@ -46,7 +46,7 @@ class OwnTimes:
     def __init__(self, run: Run):
         self.on_cuda, self.interval = run.platform.kind == "cuda", run.config.logging.log_interval
         self.device, self.stage = run.platform.device, run.place.pipeline_rank
-        self.began: Optional[Moment] = None
+        self.started: Optional[Moment] = None
         self.ready: Optional[Moment] = None
         self.waits: list[tuple[Moment, Moment]] = []
         self.total_ms, self.num_steps = 0.0, 0
@@ -60,10 +60,10 @@ class OwnTimes:
         """A wait for parameters that others updated, whose time is theirs."""
 
         def wait_noted(*args: Any, **kwargs: Any) -> Any:
-            began = self.now()
+            started = self.now()
             result = wait(*args, **kwargs)
             if self.ready is None:
-                self.waits.append((began, self.now()))
+                self.waits.append((started, self.now()))
             return result
 
         return wait_noted
@@ -82,15 +82,15 @@ class OwnTimes:
         return event
 
     def start(self) -> None:
-        """A step begins."""
-        self.began, self.ready = self.now(), None
+        """A step starts."""
+        self.started, self.ready = self.now(), None
         self.waits.clear()
 
     def found(self, step: int) -> list[EventRecord]:
-        """A step has ended: at one that is shown, events on ranks that were slow since the last. All ranks call it."""
-        if self.ready is not None and self.began is not None:
+        """A step has ended: at one that is logged, events on ranks that were slow since the last. All ranks call it."""
+        if self.ready is not None and self.started is not None:
             waited_ms = sum(milliseconds(*wait) for wait in self.waits)
-            self.total_ms += milliseconds(self.began, self.ready) - waited_ms
+            self.total_ms += milliseconds(self.started, self.ready) - waited_ms
             self.num_steps += 1
         if step % self.interval:
             return []
@@ -102,13 +102,13 @@ class OwnTimes:
         return [EventRecord(step=step, name="straggler", detail=text) for text in slow_ranks(torch.stack(gathered))]
 
 
-def milliseconds(began: Any, ready: Any) -> float:
+def milliseconds(start: Any, end: Any) -> float:
     """From one moment to another; the device has passed both, as the step has ended."""
-    return began.elapsed_time(ready) if isinstance(began, torch.cuda.Event) else 1000 * (ready - began)
+    return start.elapsed_time(end) if isinstance(start, torch.cuda.Event) else 1000 * (end - start)
 
 
 def slow_ranks(times: torch.Tensor) -> list[str]:
-    """Words on each rank that took much longer than the others of its pipeline stage.
+    """A line for each rank that took much longer than the others of its pipeline stage.
 
     Args:
         times: float64 [ranks, 2]: milliseconds and stage.

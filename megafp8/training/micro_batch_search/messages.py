@@ -1,4 +1,4 @@
-"""What a rank and the process that tries sizes for it tell each other. No torch: such a process starts with these."""
+"""Messages between a rank and the process that tries sizes for it. No torch: such a process starts with these."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TooLarge:
 
 @dataclass(frozen=True)
 class Failed:
-    """Something else went wrong; all there is to say."""
+    """Something else went wrong: the traceback, or what is known."""
 
     reason: str
 

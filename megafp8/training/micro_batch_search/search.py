@@ -57,7 +57,7 @@ SETTINGS_THAT_MATTER = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class SizeChoice:
     """The size of a run, and how it was found; in the run's folder.
 
     Attributes:
@@ -88,10 +88,10 @@ class Choice:
 def choose_micro_batch(
     config: RunConfig, platform: Platform, implementation: str, guard: Guard
 ) -> tuple[RunConfig, str]:
-    """The run with a size, and words on it for the record; all ranks call it, before anything is built.
+    """The configuration with a size, and a description for the record; all ranks call it, before anything is built.
 
-    A start that goes on with a run, or begins it again, takes the size that was found before. Where a
-    signal ends the search, `guard.stop_agreed` says so on all ranks, and the run comes back without a size.
+    A start that resumes or restarts a run takes the size that was found before. Where a signal ends the search,
+    `guard.stop_agreed` is set on all ranks, and the configuration is returned without a size.
 
     Raises:
         ConfigError: on all ranks: no size fits.
@@ -126,7 +126,7 @@ def settings_that_matter(config: RunConfig) -> dict[str, Any]:
 
 
 def known_choice(config: RunConfig, platform: Platform, implementation: str) -> tuple[Optional[int], str]:
-    """The size that the run's folder, or the one that it loads from, has for such a run; and words on that.
+    """The size that the run's folder, or the one that it loads from, has for such a run; and a description.
 
     Raises:
         DataError: the file is damaged.
@@ -165,7 +165,7 @@ def known_choice(config: RunConfig, platform: Platform, implementation: str) -> 
     return choice.micro_batch_size, note
 
 
-def read_choice(path: Path) -> Choice:
+def read_choice(path: Path) -> SizeChoice:
     """The choice in a file.
 
     Raises:
@@ -174,7 +174,7 @@ def read_choice(path: Path) -> Choice:
     try:
         content = read_json(path)
         trials = tuple(Trial(**each) for each in content.pop("trials"))
-        return Choice(**content, trials=trials)
+        return SizeChoice(**content, trials=trials)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(f"{path} is damaged ({error}): delete it to try sizes anew") from error
 
@@ -182,8 +182,8 @@ def read_choice(path: Path) -> Choice:
 # ---- trying -------------------------------------------------------------------------------------------------------
 
 
-def find_choice(config: RunConfig, platform: Platform, implementation: str, guard: Guard) -> Optional[Choice]:
-    """Try sizes until the fastest that fits is known; None where a signal ended that. All ranks say the same.
+def find_choice(config: RunConfig, platform: Platform, implementation: str, guard: Guard) -> Optional[SizeChoice]:
+    """Try sizes until the fastest that fits is known; None where a signal ended that. All ranks return the same.
 
     Raises:
         ConfigError: none fits.
@@ -196,12 +196,12 @@ def find_choice(config: RunConfig, platform: Platform, implementation: str, guar
     outside = outside_bytes(config, ranks) if platform.kind == "cuda" else max(together(resident_bytes))
     needed = {size: each + outside for size, each in predicted.items()}
     hopeful, first = hopeful_sizes(needed, limit_bytes), first_size(needed, limit_bytes)
-    say: Callable[[str], None] = print_progress if rank() == 0 else lambda text: None
+    report: Callable[[str], None] = print_progress if rank() == 0 else lambda text: None
     hopeless = [
         Trial(size=size, predicted_bytes=predicted[size], note=NOT_TRIED) for size in sizes if size not in hopeful
     ]
-    say(introduction(config, sizes, limit_bytes, first))
-    say("\n".join([HEADING, *map(row, hopeless)]))
+    report(introduction(config, sizes, limit_bytes, first))
+    report("\n".join([HEADING, *map(row, hopeless)]))
     trials: dict[int, Trial] = {}
     process = TrialProcess(TrialSetup(config=config, implementation=implementation, limit_bytes=limit_bytes))
     try:
@@ -209,7 +209,7 @@ def find_choice(config: RunConfig, platform: Platform, implementation: str, guar
             if is_stopped(guard):
                 return None
             trials[size] = as_trial(size, predicted[size], process.measure(size))
-            say(row(trials[size]))
+            report(row(trials[size]))
     finally:
         process.close()
     size = best_size(times_of(trials))
@@ -219,12 +219,12 @@ def find_choice(config: RunConfig, platform: Platform, implementation: str, guar
             f"({trials[min(trials)].note}). Give --recompute-granularity, --use-distributed-optimizer or more ranks to "
             "share the model, or a higher --micro-batch-size-memory-limit; tools/plan.py finds layouts"
         )
-    choice = Choice(
+    choice = SizeChoice(
         micro_batch_size=size, world_size=ranks, implementation=implementation, settings=settings_that_matter(config),
         device=platform.name, memory_bytes=platform.total_memory_bytes(), limit_bytes=limit_bytes,
         trials=(*trials.values(), *hopeless),
     )  # fmt: skip
-    say(f"micro-batch size: {size}, {derived.num_microbatches(with_size(config, size), ranks)} microbatches a step")
+    report(f"micro-batch size: {size}, {derived.num_microbatches(with_size(config, size), ranks)} microbatches a step")
     return choice
 
 

@@ -40,7 +40,7 @@ WARM_UP_STEPS = 2
 REPEATS = 3
 # Of a step that is timed; a longer one is put together from two that are no longer than needed.
 TIMED_S = 1.0
-LOOK_S = 0.02
+POLL_S = 0.02
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
@@ -48,7 +48,7 @@ def serve(setup: TrialSetup, pipe: Connection) -> NoReturn:
     """Answer each size that comes through the pipe, until None does; the first that does not fit is the last."""
     end_with_starter(signal.SIGKILL)  # which may have ended during the imports of this process
     for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # the run's own processes say what becomes of it
+        signal.signal(number, signal.SIG_IGN)  # the run's own processes handle them
     answer: Optional[Answer] = None
     try:
         trial_run: Optional[TrialRun] = None
@@ -155,7 +155,7 @@ class TrialRun:
         run = dataclasses.replace(run, config=config)
         batches = itertools.repeat(made_up_batch(run.vocab_size, config)) if run.place.needs_batches else None
         self.platform.synchronize()
-        began = time.perf_counter()
+        started = time.perf_counter()
         if has_statistics and self.collector is not None:
             with self.collector.step(self.collector.interval):
                 is_eager = self.collector.is_collecting
@@ -164,11 +164,11 @@ class TrialRun:
         else:
             train_step(run, batches, Progress(number - 1))
         self.platform.synchronize()
-        return time.perf_counter() - began
+        return time.perf_counter() - started
 
 
 def trial_config(config: RunConfig, size: int) -> RunConfig:
-    """The run's settings for trials: a dynamic loss scale would begin with steps that make no update."""
+    """The run's settings for trials: a dynamic loss scale would start with steps that make no update."""
     fixed = {"optimizer.loss_scale": 1.0} if config.precision.fp16 and config.optimizer.loss_scale is None else {}
     return with_values(with_size(config, size), fixed)
 
@@ -214,5 +214,5 @@ def limit_memory(platform: Platform, limit_bytes: int) -> None:
 def end_beyond(limit_bytes: int) -> NoReturn:
     """End this process, as the system does when memory is short, once it takes more."""
     while resident_bytes() <= limit_bytes:
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
     os._exit(EXCEEDED)

@@ -144,7 +144,7 @@ def test_a_statistics_step_runs_without_the_graph(device: Device, monkeypatch: p
     losses = []
     for number in range(6):
         is_eager = number in (0, 4)
-        losses += [report["loss"].item() for report in step.training_passes(run, trainer.batches, is_eager)]
+        losses += [report["loss"].item() for report in step.forward_backward_or_replay(run, trainer.batches, is_eager)]
     assert losses == [9.0 * number + 3 for number in range(6)]
     (graph,) = device.graphs
     assert graph.num_replays == 2  # of steps 3 and 5: steps 0 and 4 are eager, 1 and 2 warm up

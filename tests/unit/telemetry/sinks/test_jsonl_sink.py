@@ -2,10 +2,10 @@ import shutil
 
 import pytest
 
-from megafp8 import best_effort
 from megafp8.errors import DataError
 from megafp8.telemetry.records import EventRecord, StepRecord, to_json
 from megafp8.telemetry.sinks.jsonl import JsonlSink, current_records, read_records
+from megafp8.utils import best_effort
 
 
 def write_all(path, records) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from megafp8.training.extensions.replica_check import DATA, TENSOR, Disagreement, Row, describe, disagreements
+from megafp8.training.extensions.replica_check import DATA, TENSOR, Disagreement, RankHashes, describe, disagreements
 
 
-def rows(data: int, tensor: int = 1, pipeline: int = 1, **changed: int) -> list[Row]:
+def rows(data: int, tensor: int = 1, pipeline: int = 1, **changed: int) -> list[RankHashes]:
     """Ranks in megatron-core's order; `whole3=9` sets the hash of rank 3."""
     made = []
     for rank in range(data * tensor * pipeline):
         place = (rank // (data * tensor), rank % tensor, rank // tensor % data)
         whole, shared = 100 * place[0] + place[1], 1000 + place[0]
         made.append(
-            Row(rank, *place, changed.get(f"whole{rank}", whole), changed.get(f"shared{rank}", shared))
+            RankHashes(rank, *place, changed.get(f"whole{rank}", whole), changed.get(f"shared{rank}", shared))
         )
     return made
 
