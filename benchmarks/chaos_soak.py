@@ -44,9 +44,12 @@ import conftest  # noqa: E402, F401
 import forked_runs  # noqa: E402
 
 from megafp8 import faults  # noqa: E402
-from megafp8.launch.process import end_with_parent  # noqa: E402
+from megafp8.launch.process import (
+    STOP_SIGNALS,  # noqa: E402
+    end_with_parent,  # noqa: E402
+)
 from megafp8.launch.run_state import read_run_state  # noqa: E402
-from megafp8.launch.supervise import FORWARDED, RESTARTS_FILE, Limits, Supervisor  # noqa: E402
+from megafp8.launch.supervise import RESTARTS_FILE, Limits, Supervisor  # noqa: E402
 
 WORLD_SIZE = 2
 SAVE_INTERVAL, EVAL_INTERVAL = 5, 10
@@ -140,7 +143,7 @@ class ForkedStart:
     def _launch(flags: str, environment: dict[str, str], outputs: Path) -> None:
         os.setsid()
         end_with_parent(signal.SIGTERM)
-        for number in (*FORWARDED, signal.SIGALRM):
+        for number in (*STOP_SIGNALS, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL)
         os.environ |= environment
         plan, fired = environment.get(faults.VARIABLE, ""), environment.get(faults.FIRED_VARIABLE)

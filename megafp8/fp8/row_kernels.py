@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megafp8.fp8.triton_cast import cast_to_code, cast_to_words
 from megafp8.fp8.triton_rounding import Grid, quant_scale_of, without_nan
-from megafp8.model.triton_tiles import SIDE, corner, load_tile, part_of, store_words
+from megafp8.fp8.triton_tiles import SIDE, corner, load_tile, part_of, store_words
 
 
 class RowCodes(NamedTuple):
