@@ -44,7 +44,7 @@ import conftest  # noqa: E402, F401
 import forked_runs  # noqa: E402
 
 from megafp8 import faults  # noqa: E402
-from megafp8.launch.process import (
+from megafp8.launch.process import (  # noqa: E402
     STOP_SIGNALS,  # noqa: E402
     end_with_parent,  # noqa: E402
 )
