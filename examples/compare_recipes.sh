@@ -6,7 +6,8 @@
 #
 # The text is the source of this machine's own Python standard library. Emulated on a CPU it takes about twenty minutes
 # of one core, and the same commands run on a GPU. Started again, it goes on where it stopped.
-# STEPS, SEEDS, RECIPES and PARALLEL (runs at a time) in the environment change what is run.
+# STEPS, SEEDS, RECIPES, EVAL_ITERS, PARALLEL (runs at a time) and MAX_BYTES (of text) in the environment change what is
+# run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . tools/setup_venv.sh
@@ -16,7 +17,7 @@ data=$out/data
 mkdir -p "$data"
 tokenizer=(--tokenizer-type SentencePieceTokenizer --tokenizer-model "$data/tokenizer.model")
 
-"$PYTHON" tools/build_stdlib_corpus.py --output "$data/corpus.jsonl"
+"$PYTHON" tools/build_stdlib_corpus.py --output "$data/corpus.jsonl" --max-bytes "${MAX_BYTES:-10000000}"
 "$PYTHON" tools/train_tokenizer.py --input "$data/corpus.jsonl" --vocab-size 2048 --model-prefix "$data/tokenizer"
 "$PYTHON" tools/preprocess_data.py --input "$data/corpus.jsonl" --output-prefix "$data/stdlib" --append-eod "${tokenizer[@]}"
 
@@ -31,7 +32,7 @@ training=(
   --micro-batch-size 16 --global-batch-size 16 --train-iters "${STEPS:-300}" --seed 1
   --lr 1.5e-3 --min-lr 1.5e-4 --lr-decay-style cosine --lr-warmup-fraction 0.07
   --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
-  --eval-interval 50 --eval-iters 32 --log-interval 50 --num-threads 1 --num-workers 0 --no-save-optim --no-save-rng
+  --eval-interval 50 --eval-iters "${EVAL_ITERS:-32}" --log-interval 50 --num-threads 1 --num-workers 0 --no-save-optim --no-save-rng
 )
 
 "$PYTHON" tools/run_comparison.py --output-dir "$out" --seeds "${SEEDS:-3}" --parallel "${PARALLEL:-1}" --bound 0.5 \

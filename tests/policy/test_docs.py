@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from documented_commands import commands_in
 from test_import_levels import LEVELS
 
 from megafp8.config import flags, megatron_flags, rules
@@ -23,7 +24,6 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 TOOLS = sorted([*(ROOT / "tools").glob("*.py"), *(ROOT / "launcher").glob("*.py")])
 
 LINK = re.compile(r"\]\(([^)#]+)")
-BASH_BLOCK = re.compile(r"```bash\n(.*?)```", re.DOTALL)
 CODE_SPAN = re.compile(r"`([^`\n]+)`")
 FILE = re.compile(r"[\w./]+(?:\.(?:py|sh|md|txt)|/)")
 FLAG = re.compile(r"(?<![\w-])--[a-z0-9][\w-]*")
@@ -41,12 +41,9 @@ WORLD_SIZE = 1
 each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 
 
-def commands(text: str) -> Iterator[list[str]]:
-    """The words of each command in the bash blocks of a document, comments left out."""
-    for block in BASH_BLOCK.findall(text):
-        for line in block.replace("\\\n", " ").splitlines():
-            if words := shlex.split(line, comments=True):
-                yield words
+def commands(path: Path) -> Iterator[list[str]]:
+    """The words of each command in the bash blocks of a document."""
+    return (shlex.split(command.text) for command in commands_in(path))
 
 
 def table_rows(text: str, header: str) -> list[list[str]]:
@@ -89,14 +86,14 @@ def test_flags_are_answered(path: Path, known_flags: set[str]) -> None:
 
 @each_document
 def test_commands_name_scripts_that_exist(path: Path) -> None:
-    for words in commands(path.read_text(encoding="utf-8")):
+    for words in commands(path):
         scripts = [word for word in words if word.endswith((".py", ".sh")) and not word.startswith("-")]
         assert [script for script in scripts if not (ROOT / script).exists()] == []
 
 
 @each_document
 def test_training_commands_break_no_rule(path: Path) -> None:
-    for words in commands(path.read_text(encoding="utf-8")):
+    for words in commands(path):
         if "pretrain_gpt.py" not in words or "FLAGS" in words:
             continue
         invocation, problems = flags.read(words[words.index("pretrain_gpt.py") + 1 :])
@@ -105,7 +102,7 @@ def test_training_commands_break_no_rule(path: Path) -> None:
 
 
 def test_the_readme_has_training_commands() -> None:
-    found = [words for words in commands((ROOT / "README.md").read_text(encoding="utf-8")) if "--train-iters" in words]
+    found = [words for words in commands(ROOT / "README.md") if "--train-iters" in words]
     assert len(found) >= 2
 
 

@@ -1,0 +1,294 @@
+"""Every command of README.md and docs/ runs, in the order of its page, or is listed here with the reason why not.
+
+A page is read as a person follows it: in one folder, from its first block to its last, each in a shell of its own.
+Commands are shortened by words that replace theirs or stand behind them, where the last one wins.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+import torch
+from documented_commands import Command, commands_in
+from forked_python import forked_python
+from forked_runs import ROOT
+from small_run import SourceSamples
+from their_folders import LLAMA, random_weights, write_their_folder
+
+from megafp8.data.tokenizer_training import train_byte_bpe
+
+PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+TIMEOUT_S = 600
+
+# ---- what is shortened ----------------------------------------------------------------------------------------------
+
+BEFORE, END = "before", "end"
+"""In a change: commands in front, which make what a reader has already, and words behind. The rest is replaced."""
+
+SHAPE = "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4"
+SHORT = "--micro-batch-size 2 --global-batch-size 4 --train-iters 4 --eval-iters 1 --num-workers 0 --num-threads 1"
+FLAGS = (
+    f"--model-preset tiny {SHAPE} --seq-length 32 {SHORT} --lr 1e-3 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 255"
+)
+RANKS = {"torchrun --nproc-per-node 8": "torchrun --standalone --nproc-per-node 2"}
+ONE_LLAMA = LLAMA | {"vocab_size": 300, "num_hidden_layers": 1, "rope_theta": 500_000.0}
+SMALL_PLAN = {"llama3-70b --gpus 512": "llama-1b --gpus 2", END: "--scaling 2 4"}
+SUPERVISED = RANKS | {"FLAGS": f"{FLAGS} --save runs/supervised --load runs/supervised"}
+SMALL_TOKENIZER = {END: "--vocab-size 600 --num-threads 1"}
+QUICKSTART = (
+    "python tools/build_stdlib_corpus.py --output runs/quickstart/corpus.jsonl --max-bytes 200000\n"
+    "python tools/train_tokenizer.py --input runs/quickstart/corpus.jsonl --vocab-size 600 --num-threads 1 "
+    "--model-prefix runs/quickstart/tokenizer\n"
+    "python tools/preprocess_data.py --input runs/quickstart/corpus.jsonl --output-prefix runs/quickstart/stdlib "
+    "--workers 1 --tokenizer-type SentencePieceTokenizer --tokenizer-model runs/quickstart/tokenizer.model\n"
+)
+
+SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
+    "README.md": {
+        "python tools/train_tokenizer.py": SMALL_TOKENIZER,
+        "python tools/preprocess_data.py": {END: "--workers 1"},
+        "python pretrain_gpt.py --model-preset gpt2-124m": {
+            END: f"{SHAPE} --vocab-size 600 --seq-length 32 {SHORT} --eval-interval 2 --save-interval 2"
+        },
+        "python tools/plan.py": SMALL_PLAN,
+        "python launcher/supervise.py": SUPERVISED,
+        "python tools/run_comparison.py": {
+            "bf16,tensorwise,mxfp8": "bf16,tensorwise", "--seeds 3": "--seeds 1", "FLAGS": FLAGS
+        },
+        "python tools/compare_runs.py": {"bf16": "recipes/bf16/seed*", "fp8": "recipes/tensorwise/seed*"},
+        "python tools/generate_text.py": {"100": "4"},
+        "torchrun --standalone": {"8": "2", "FLAGS": FLAGS},
+        "torchrun --nnodes 8": {
+            "--nnodes 8 --node-rank 3": "--nnodes 1 --node-rank 0", "--nproc-per-node 8": "--nproc-per-node 1",
+            "HOST": "127.0.0.1", "29500": "FREE_PORT", "FLAGS": f"{FLAGS} --dry-run",
+        },
+    },
+    "docs/checkpoints.md": {
+        "python pretrain_gpt.py --model-preset tiny": {
+            END: f"{SHAPE} {SHORT} --seq-length 32 --train-iters 8 --save-interval 2"
+        },
+        "python tools/checkpoint.py show": {"--ckpt-step 100": "--ckpt-step 6"},
+        "python tools/checkpoint.py seal": {
+            BEFORE: "mkdir runs/old\ncp -r runs/first/iter_0000008 runs/old\nrm runs/old/*/manifest.json\n",
+            "iter_0000200": "iter_0000008",
+        },
+        "python pretrain_gpt.py --model-preset llama3-8b": {
+            BEFORE: "python tools/preprocess_data.py --input data/mine.jsonl --output-prefix data/mine --workers 1 "
+                    "--tokenizer-type HuggingFaceTokenizer --tokenizer-model models/llama3-8b/tokenizer\n",
+            END: f"--num-layers 1 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 8 --num-query-groups 2 "
+                 f"--vocab-size 300 --max-position-embeddings 64 {SHORT} --seq-length 32",
+        },
+    },
+    "docs/comparing.md": {
+        "bash examples/compare_recipes.sh": {
+            "bash": "STEPS=2 SEEDS=1 RECIPES=bf16,tensorwise EVAL_ITERS=1 MAX_BYTES=1000000 bash"
+        },
+        "python tools/run_comparison.py": {"tensorwise,delayed": "delayed", "--seeds 3": "--seeds 1", "FLAGS": FLAGS},
+        "python tools/compare_runs.py runs/bf16": {
+            "runs/bf16": "runs/mine/bf16/seed*", "runs/fp8": "runs/mine/delayed/seed*"
+        },
+    },
+    "docs/data.md": {
+        "python tools/train_tokenizer.py --input 'data/*.jsonl' --vocab-size 32000 --model-prefix data/tokenizer":
+            SMALL_TOKENIZER,
+        "python tools/train_tokenizer.py --input 'data/*.jsonl' --vocab-size 32000 --model-prefix data/gpt":
+            SMALL_TOKENIZER,
+        "python tools/preprocess_data.py": {END: "--workers 1"},
+        "python tools/merge_shards.py --input a_text_document": {
+            BEFORE: "mkdir shards\nfor name in a b data/a data/b shards/c; do for end in bin idx manifest.json; do "
+                    "cp data/corpus_text_document.$end ${name}_text_document.$end; done; done\n",
+        },
+        "python tools/build_index.py": {END: "--seq-length 32 --train-iters 10 --global-batch-size 2"},
+    },
+    "docs/doctor.md": {"python tools/doctor.py --gpus 8": {BEFORE: "mkdir runs\n", "--gpus 8 ": ""}},
+    "docs/planning.md": {
+        "python tools/plan.py": SMALL_PLAN,
+        "python pretrain_gpt.py": {END: f"{SHAPE} --dry-run"},
+    },
+    "docs/precision.md": {
+        "python pretrain_gpt.py": {END: f"--seq-length 32 {SHORT} --fp8-schedule bf16:1,fp8:3,bf16"},
+    },
+    "docs/reliability.md": {
+        "python pretrain_gpt.py --model-preset tiny --seq-length 128 --micro-batch-size 2 --global-batch-size 16 "
+        "--train-iters 200": {END: f"{SHAPE} --seq-length 32 {SHORT} --loss-scale-window 2"},
+        "python pretrain_gpt.py --model-preset tiny --seq-length 128 --micro-batch-size 2 --global-batch-size 16 "
+        "--train-iters 2000": {END: f"{SHAPE} --seq-length 32 {SHORT} --save-interval 2"},
+        "torchrun": RANKS | {"FLAGS": FLAGS},
+        "python launcher/supervise.py": SUPERVISED,
+    },
+    "docs/scaling_studies.md": {
+        "python tools/build_stdlib_corpus.py": {END: "--max-bytes 200000"},
+        "python tools/preprocess_data.py": {END: "--workers 1"},
+        "python launcher/scaling_study.py examples/studies/stdlib_cpu.yaml --local": {
+            "examples/studies/stdlib_cpu.yaml": "small.yaml", END: "--only '43k-seed1-*'"
+        },
+        "python launcher/scaling_study.py examples/studies/stdlib_cpu.yaml --status": {
+            "examples/studies/stdlib_cpu.yaml": "small.yaml"
+        },
+    },
+    "docs/telemetry.md": {
+        "python pretrain_gpt.py --model-preset tiny": {END: f"{SHORT} --seq-length 32 --fp8-log-interval 2"},
+        "python pretrain_gpt.py --num-layers 4": {
+            BEFORE: QUICKSTART,
+            END: f"{SHAPE} {SHORT} --seq-length 32 --max-position-embeddings 32 --fp8-log-interval 2 --split 50,50,0",
+        },
+    },
+}  # fmt: skip
+
+# ---- what is not run ------------------------------------------------------------------------------------------------
+
+RUN_BY = "run by "
+TESTS = "the tests themselves"
+NOT_RUN: Mapping[str, Mapping[str, str]] = {
+    "README.md": {
+        "bash examples/quickstart.sh": f"{RUN_BY}tests/cli/test_quickstart.py",
+        "bash tests/run.sh": TESTS,
+        ". tools/setup_venv.sh": "installs packages: tests/run.sh begins with it",
+        ". .venv/bin/activate": "belongs to the command before",
+    },
+    "docs/comparing.md": {"bash examples/compare_recipes_h200.sh": "needs GPUs"},
+    "docs/planning.md": {
+        "python benchmarks/planner_accuracy.py": f"{RUN_BY}tests/unit/benchmarks/test_planner_accuracy.py"
+    },
+    "docs/reliability.md": {
+        "python -m pytest tests/faults": TESTS,
+        "python -m pytest tests/faults --long": TESTS,
+        "python benchmarks/chaos_soak.py": f"{RUN_BY}tests/faults/test_chaos_soak.py",
+    },
+    "docs/telemetry.md": {"bash examples/quickstart.sh": f"{RUN_BY}tests/cli/test_quickstart.py"},
+}
+
+# ---- what a reader has ----------------------------------------------------------------------------------------------
+
+
+def write_text(path: Path) -> None:
+    """Two hundred documents of Python source."""
+    text = bytes(SourceSamples(1).text.tolist()).decode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pieces = (text[start : start + 500] for start in range(0, 100_000, 500))
+    path.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces), encoding="utf-8")
+
+
+def give_texts(folder: Path) -> None:
+    """What docs/data.md reads."""
+    write_text(folder / "data/text.jsonl")
+    write_text(folder / "more/text.jsonl")
+    subprocess.run(["gzip", str(folder / "more/text.jsonl")], check=True)
+
+
+def give_llama(folder: Path) -> None:
+    """A model of transformers under the name that docs/checkpoints.md converts, and text."""
+    write_text(folder / "data/mine.jsonl")
+    theirs = write_their_folder(folder / "Meta-Llama-3-8B", ONE_LLAMA, random_weights(ONE_LLAMA, torch.bfloat16))
+    train_byte_bpe([str(folder / "data/mine.jsonl")], str(folder / "bpe"), vocab_size=300)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / "bpe" / name, theirs)
+
+
+def give_study(folder: Path) -> None:
+    """The study of docs/scaling_studies.md with fewer tokens."""
+    text = (ROOT / "examples/studies/stdlib_cpu.yaml").read_text(encoding="utf-8")
+    for old, new in (
+        ("tokens_per_parameter: 10", "tokens_per_parameter: 0.1"), ("--eval-iters 200", "--eval-iters 1"),
+        ("--split 95,5,0", "--split 50,50,0"),
+    ):  # fmt: skip
+        assert old in text
+        text = text.replace(old, new)
+    (folder / "small.yaml").write_text(text, encoding="utf-8")
+
+
+GIVEN: Mapping[str, Callable[[Path], None]] = {
+    "README.md": lambda folder: write_text(folder / "data/text.jsonl"),
+    "docs/checkpoints.md": give_llama,
+    "docs/data.md": give_texts,
+    "docs/scaling_studies.md": give_study,
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def entry_of(command: Command, entries: Mapping[str, object]) -> str | None:
+    """The longest key that the command begins with, as whole words."""
+    found = [key for key in entries if f"{command.text} ".startswith(f"{key} ")]
+    return max(found, key=len, default=None)
+
+
+def shortened(text: str, change: Mapping[str, str], free_port: int) -> str:
+    """The command with its change; every part of the change has to act."""
+    for old, new in change.items():
+        if old not in (BEFORE, END):
+            assert old in text, f"{old!r} is not in: {text}"
+            text = text.replace(old, new)
+    text = f"{change.get(BEFORE, '')}{text} {change.get(END, '')}"
+    return text.replace("FREE_PORT", str(free_port))
+
+
+def script_of(page: str) -> str:
+    """What a reader of a page types, block by block, shortened."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shorter, not_run, blocks = SHORTER.get(page, {}), NOT_RUN.get(page, {}), []
+    for _, commands in groupby(commands_in(ROOT / page), lambda command: command.block):
+        lines = [
+            shortened(command.text, shorter.get(entry_of(command, shorter) or "", {}), port)
+            for command in commands
+            if entry_of(command, not_run) is None
+        ]
+        blocks.append("(\n" + "\n".join(lines or [":"]) + "\n)\n")
+    return "set -ex\n" + "".join(blocks)
+
+
+@pytest.fixture(scope="module")
+def environment() -> Iterator[dict[str, str]]:
+    """In which `python` forks."""
+    with tempfile.TemporaryDirectory(prefix="docs_") as name, forked_python(Path(name)) as found:
+        yield found
+
+
+def lay_out(folder: Path) -> None:
+    """The project's folder as commands name it; set-up finds that the machine has all it needs."""
+    for name in ("examples", "launcher", "benchmarks", "pretrain_gpt.py"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "tools").mkdir()
+    for path in (ROOT / "tools").iterdir():
+        (folder / "tools" / path.name).symlink_to(path)
+    (folder / "tools/setup_venv.sh").unlink()
+    (folder / "tools/setup_venv.sh").write_text("export PYTHON\n", encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if any(commands_in(ROOT / page))])
+def test_the_commands_of_a_page_run(page: str, environment: dict[str, str], tmp_path: Path) -> None:
+    lay_out(tmp_path)
+    GIVEN.get(page, lambda folder: None)(tmp_path)
+    done = subprocess.run(
+        ["bash", "-c", script_of(page)], cwd=tmp_path, env=environment, capture_output=True, text=True,
+        timeout=TIMEOUT_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+
+
+@pytest.mark.parametrize("table", [SHORTER, NOT_RUN], ids=["shorter", "not run"])
+def test_the_tables_are_not_stale(table: Mapping[str, Mapping[str, object]]) -> None:
+    for page, entries in table.items():
+        used = {entry_of(command, entries) for command in commands_in(ROOT / page)}
+        assert set(entries) <= used, page
+
+
+def test_what_another_test_runs_is_run_there() -> None:
+    for page, entries in NOT_RUN.items():
+        for start, reason in entries.items():
+            if reason.startswith(RUN_BY):
+                script = next(word for word in start.split() if word.endswith((".py", ".sh")))
+                test = ROOT / reason.removeprefix(RUN_BY)
+                assert Path(script).stem in test.read_text(encoding="utf-8"), (page, start)

@@ -1,0 +1,32 @@
+"""The commands in the bash blocks of documents, as a reader copies them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+BASH_BLOCK = re.compile(r"```bash\n(.*?)```", re.DOTALL)
+COMMENT = re.compile(r"(^|\s+)#.*$")
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command, its continued lines joined and its comment left out.
+
+    Attributes:
+        block: number of its block in the document, from 1.
+        text: as the shell takes it.
+    """
+
+    block: int
+    text: str
+
+
+def commands_in(document: Path) -> Iterator[Command]:
+    """The commands of a document, in its order."""
+    for number, block in enumerate(BASH_BLOCK.findall(document.read_text(encoding="utf-8")), 1):
+        for line in re.sub(r"\\\n\s*", "", block).splitlines():
+            if text := COMMENT.sub("", line).strip():
+                yield Command(number, text)
