@@ -12,6 +12,7 @@ import sys
 import pytest
 from ranks import become_child
 
+from benchmarks.ports import free_ports
 from megafp8.launch.process import end_with_parent, end_with_starter
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": "0"}
@@ -62,8 +63,8 @@ def rank(port: int, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_rank_whose_torchrun_ended_first_ends() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    (port,) = free_ports(1)
+    with socket.create_server(("127.0.0.1", port)):
         assert rank(port).stdout == "trains\n"
     ended = rank(port)
     assert ended.returncode == 70 and "torchrun, which started this rank, is gone" in ended.stderr
@@ -71,6 +72,4 @@ def test_a_rank_whose_torchrun_ended_first_ends() -> None:
 
 @pytest.mark.parametrize("variable", [{"GROUP_RANK": "1"}, {"TORCHELASTIC_USE_AGENT_STORE": "False"}])
 def test_a_store_that_is_not_of_its_torchrun_says_nothing(variable: dict[str, str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    assert rank(port, **variable).stdout == "trains\n"
+    assert rank(*free_ports(1), **variable).stdout == "trains\n"
