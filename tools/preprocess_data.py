@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a ch
 from megafp8.data.encoder_choice import AUTO, ENCODERS
 from megafp8.data.preprocess import PreprocessJob, PreprocessSummary, Progress, preprocess
 from megafp8.data.progress_display import ProgressDisplay
+from megafp8.data.readers import MAX_DOCUMENT_BYTES
 from megafp8.data.shard_assembly import skipped_path
 from megafp8.data.tokenizer_flags import add_tokenizer_flags, read_tokenizer_flags
 from megafp8.errors import ConfigError, Megafp8Error
@@ -70,6 +71,10 @@ def build_parser() -> argparse.ArgumentParser:
         "is one document)",
     )  # fmt: skip
     text.add_argument(
+        "--max-document-bytes", type=int, default=MAX_DOCUMENT_BYTES, metavar="N",
+        help="largest document of JSON lines or text, decompressed; a longer one stops the job (default %(default)s)",
+    )  # fmt: skip
+    text.add_argument(
         "--on-bad-document", choices=("fail", "skip"), default="fail",
         help="broken JSON, a missing key, text that is not UTF-8, ids beyond the vocabulary: stop, or leave the "
         "document out, and list it in PREFIX.skipped.jsonl (default %(default)s)",
@@ -108,6 +113,8 @@ def read_job(options: argparse.Namespace) -> PreprocessJob:
     problems = [f"{flag}: {reason}." for flag, reason in REFUSED_FLAGS.items() if _is_given(options, flag)]
     if options.workers < 1:
         problems.append(f"--workers {options.workers} is less than 1.")
+    if options.max_document_bytes < 1:
+        problems.append(f"--max-document-bytes {options.max_document_bytes} is less than 1.")
     if problems:
         raise ConfigError(problems)
     tokenizer, vocab_size = read_tokenizer_flags(options)
@@ -120,6 +127,7 @@ def read_job(options: argparse.Namespace) -> PreprocessJob:
         vocab_size=vocab_size,
         json_keys=tuple(dict.fromkeys(options.json_keys)),
         text_separator=options.text_separator,
+        max_document_bytes=options.max_document_bytes,
         append_eod=options.append_eod,
         skip_bad=options.on_bad_document == "skip",
         encoder=options.encoder,

@@ -19,6 +19,7 @@ from typing import Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a checkout, installed or not
 
+from megafp8.data.readers import MAX_DOCUMENT_BYTES
 from megafp8.data.tokenizer_training import (
     BYTE_BPE,
     MODEL_TYPES,
@@ -43,6 +44,10 @@ def parse_arguments(argv: Optional[list[str]]) -> argparse.Namespace:
     parser.add_argument(
         "--max-text-bytes", type=int, metavar="N", help="train on the first N bytes of text (default: all of it)"
     )
+    parser.add_argument(
+        "--max-document-bytes", type=int, default=MAX_DOCUMENT_BYTES, metavar="N",
+        help="largest document, decompressed; a longer one is an error (default %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--num-threads", type=int, default=os.cpu_count() or 1, help="default %(default)s")
     parser.add_argument("--overwrite", action="store_true", help="train although another model is there")
     return parser.parse_args(argv)
@@ -52,7 +57,7 @@ def train(options: argparse.Namespace) -> TrainingSummary:
     """Train the kind of tokenizer that was asked for."""
     common = {
         "vocab_size": options.vocab_size, "json_key": options.json_key, "max_text_bytes": options.max_text_bytes,
-        "overwrite": options.overwrite, "on_notice": print,
+        "max_document_bytes": options.max_document_bytes, "overwrite": options.overwrite, "on_notice": print,
     }  # fmt: skip
     if options.model_type == BYTE_BPE:
         os.environ["RAYON_NUM_THREADS"] = str(options.num_threads)  # read once by the library, when it starts to work

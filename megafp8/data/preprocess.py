@@ -26,7 +26,7 @@ from megafp8.data.manifest import ShardManifest, load_manifest, manifest_path, s
 from megafp8.data.part_files import PartFolder, PartRecord
 from megafp8.data.preprocess_plan import Part, Unit, divide, part_bytes_for, tasks_of
 from megafp8.data.preprocess_work import FinishedPart, Worker, WorkSettings, sample_texts
-from megafp8.data.readers import Source, find_sources
+from megafp8.data.readers import MAX_DOCUMENT_BYTES, Source, find_sources
 from megafp8.data.shard_assembly import ShardAssembly
 from megafp8.data.shards import bin_path, idx_path, token_dtype
 from megafp8.data.table_readers import find_dataset
@@ -51,6 +51,7 @@ class PreprocessJob:
         vocab_size: --vocab-size, see `build_tokenizer`.
         json_keys: which texts of a JSON line, or columns of a table, to take, one shard each.
         text_separator: what stands between the documents of a text file; None: each file is one.
+        max_document_bytes: a longer line or text stops the job.
         append_eod: end each document with the end-of-document token.
         skip_bad: leave out records that are no documents, and count them; else the first stops the job.
         encoder: one of `encoder_choice.ENCODERS`.
@@ -65,6 +66,7 @@ class PreprocessJob:
     vocab_size: Optional[int] = None
     json_keys: tuple[str, ...] = ("text",)
     text_separator: Optional[str] = None
+    max_document_bytes: int = MAX_DOCUMENT_BYTES
     append_eod: bool = False
     skip_bad: bool = False
     encoder: str = AUTO
@@ -124,9 +126,9 @@ def preprocess(
         OSError: the output cannot be written.
     """
     if job.dataset:
-        sources = (find_dataset(*job.dataset),)
+        sources: tuple[Source, ...] = (find_dataset(*job.dataset),)
     else:
-        sources = tuple(find_sources(job.inputs, job.text_separator, on_notice))
+        sources = tuple(find_sources(job.inputs, job.text_separator, on_notice, job.max_document_bytes))
     tokenizer = build_tokenizer(job.tokenizer, job.vocab_size)
     description = _describe_job(job, sources, tokenizer)
     folder = PartFolder(job.output_prefix, len(job.json_keys), token_dtype(tokenizer.vocab_size))

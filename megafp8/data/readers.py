@@ -8,7 +8,8 @@ the input alone, so that neither the number of workers nor their speed decides w
 - a compressed file by the blocks of its content. It can be read from its start only, so every worker that takes part
   in a large one decompresses all of it and keeps each n-th block; nothing has to be passed between processes.
 
-Memory: a block (4 MiB) at a time, and the longest record.
+Memory: a block (4 MiB) at a time, and the longest record. A record has a limit, as a compressed file of 1 MB may hold
+one of 1 GB.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import gzip
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from glob import glob, has_magic
 from pathlib import Path
@@ -30,8 +32,8 @@ BLOCK_BYTES = 4 << 20
 JSONL, TEXT, PARQUET, DATASET = "jsonl", "text", "parquet", "dataset"
 SUFFIXES = {".jsonl": JSONL, ".json": JSONL, ".ndjson": JSONL, ".txt": TEXT, ".parquet": PARQUET}
 COMPRESSIONS = (".gz", ".zst")
-# A text file without a separator is one document, which is held in memory as a whole, several times.
-MAX_DOCUMENT_BYTES = 1 << 30
+# A document is held in memory as a whole, several times.
+MAX_DOCUMENT_BYTES = 256 << 20
 UTF8_BOM = b"\xef\xbb\xbf"
 
 
@@ -51,6 +53,7 @@ class Source:
         compression: ".gz", ".zst" or "".
         delimiter: what ends a record; None when the file is one record, or a table.
         fingerprint: what tells a dataset from another of the same name.
+        max_document_bytes: largest record of a file that is no table, decompressed.
     """
 
     path: str
@@ -60,6 +63,7 @@ class Source:
     compression: str = ""
     delimiter: Optional[bytes] = None
     fingerprint: str = ""
+    max_document_bytes: int = MAX_DOCUMENT_BYTES
 
     @property
     def is_table(self) -> bool:
@@ -89,7 +93,10 @@ class Source:
 
 
 def find_sources(
-    inputs: Sequence[str], text_separator: Optional[str] = None, on_notice: Callable[[str], None] = lambda _: None
+    inputs: Sequence[str],
+    text_separator: Optional[str] = None,
+    on_notice: Callable[[str], None] = lambda _: None,
+    max_document_bytes: int = MAX_DOCUMENT_BYTES,
 ) -> list[Source]:
     """Return the files that names, folders and patterns stand for: a folder's and a pattern's sorted, the rest in the
     order given.
@@ -99,10 +106,11 @@ def find_sources(
             patterns leave out what tokenizers and preprocessing wrote.
         text_separator: what stands between the documents of a text file; None: each file is one document.
         on_notice: called with what is left out so.
+        max_document_bytes: largest line or text that is read.
 
     Raises:
         DataError: a name without a file, a file that two names stand for, a kind of file that is not known, an empty
-            separator, or a text of more than 1 GiB in one document; all of them at once.
+            separator, or a text file that is one document of more than `max_document_bytes`; all of them at once.
     """
     if text_separator == "":
         raise DataError("--text-separator is empty. Leave it out when each text file is one document.")
@@ -129,7 +137,7 @@ def find_sources(
             )
         for path in matches:
             try:
-                source = _source_of(path, text_separator)
+                source = _source_of(path, text_separator, max_document_bytes)
             except (DataError, OSError) as error:
                 problems.append(f"--input {path}: {error.strerror if isinstance(error, OSError) else error}")
             else:
@@ -148,6 +156,7 @@ def read_range(source: Source, start: int, stop: int) -> Iterator[list[bytes]]:
 
     Raises:
         DamagedFileError: after the records before the damage.
+        DataError: a record is longer than the source allows.
     """
     with open_content(source) as stream:
         content = _Content(stream, source.path)
@@ -155,14 +164,14 @@ def read_range(source: Source, start: int, stop: int) -> Iterator[list[bytes]]:
             yield [_whole_content(source, content)]
         elif not source.is_divisible:
             content.skip_mark()
-            yield from _split(content, source.delimiter, block_bytes=BLOCK_BYTES)
+            yield from _split(content, source, block_bytes=BLOCK_BYTES)
         else:
             assert not source.compression
             start = _find_start(stream, start, source.delimiter)
             stream.seek(start)
             if start == 0:
                 content.skip_mark()
-            yield from _split(content, source.delimiter, block_bytes=BLOCK_BYTES, num_bytes=stop - stream.tell())
+            yield from _split(content, source, block_bytes=BLOCK_BYTES, num_bytes=stop - stream.tell())
 
 
 def read_blocks(source: Source, block_bytes: int) -> Iterator[tuple[int, list[bytes]]]:
@@ -177,12 +186,13 @@ def read_blocks(source: Source, block_bytes: int) -> Iterator[tuple[int, list[by
 
     Raises:
         DamagedFileError: after the records before the damage.
+        DataError: a record is longer than the source allows.
     """
     assert source.delimiter is not None
     with open(source.path, "rb") as raw, open_content(source, raw) as stream:
         content, position = _Content(stream, source.path), 0
         content.skip_mark()
-        for records in _split(content, source.delimiter, block_bytes=block_bytes):
+        for records in _split(content, source, block_bytes=block_bytes):
             yield raw.tell() - position, records
             position = raw.tell()
 
@@ -247,7 +257,7 @@ def _known_suffixes() -> str:
     return f"{', '.join(SUFFIXES)} (but for Parquet each also with {' or '.join(COMPRESSIONS)})"
 
 
-def _source_of(path: Path, text_separator: Optional[str]) -> Source:
+def _source_of(path: Path, text_separator: Optional[str], max_document_bytes: int) -> Source:
     if fault := path_fault(str(path)):
         raise DataError(f"{fault}. Rename the file.")
     found = _kind_of(path.name)
@@ -258,14 +268,18 @@ def _source_of(path: Path, text_separator: Optional[str]) -> Source:
     if kind == TEXT and text_separator is not None:
         delimiter = text_separator.encode("utf-8")
     status = path.stat()
-    if kind == TEXT and delimiter is None and status.st_size > MAX_DOCUMENT_BYTES:
+    if kind == TEXT and delimiter is None and status.st_size > max_document_bytes:
         raise DataError(
             f"it has {status.st_size} bytes, and without --text-separator a text file is one document (of at most "
-            f"{MAX_DOCUMENT_BYTES} bytes). Say what separates its documents: --text-separator '\\n'."
+            f"{max_document_bytes} bytes). Say what separates its documents, --text-separator '\\n', or raise "
+            "--max-document-bytes."
         )
     if compression == ".zst":
         _zstd(str(path))
-    return Source(str(path), kind, status.st_size, status.st_mtime_ns, compression, delimiter)
+    return Source(
+        str(path), kind, status.st_size, status.st_mtime_ns, compression, delimiter,
+        max_document_bytes=max_document_bytes,
+    )  # fmt: skip
 
 
 def _zstd(path: str) -> Any:
@@ -295,7 +309,7 @@ class _Content:
         chunks = []
         while num_bytes > 0 and self._damage is None:
             try:
-                chunk = self._stream.read1(num_bytes)
+                chunk = self._stream.read1(min(num_bytes, BLOCK_BYTES))
             except Exception as error:
                 if not _is_damage(error):
                     raise
@@ -328,11 +342,11 @@ def _is_damage(error: Exception) -> bool:
 
 def _whole_content(source: Source, content: _Content) -> bytes:
     content.skip_mark()
-    text = content.read(MAX_DOCUMENT_BYTES + 1)
-    if len(text) > MAX_DOCUMENT_BYTES:
+    text = content.read(source.max_document_bytes + 1)
+    if len(text) > source.max_document_bytes:
         raise DataError(
-            f"{source.path} is one document of more than {MAX_DOCUMENT_BYTES} bytes. Say what separates its documents: "
-            "--text-separator '\\n'."
+            f"{source.path} is one document of more than {source.max_document_bytes} bytes. Say what separates its "
+            "documents, --text-separator '\\n', or raise --max-document-bytes."
         )
     content.read(1)  # the checksum at the end of a compressed file
     return text
@@ -356,24 +370,51 @@ def _find_start(stream: BinaryIO, start: int, delimiter: bytes) -> int:
 
 
 def _split(
-    content: _Content, delimiter: bytes, *, block_bytes: int, num_bytes: Optional[int] = None
+    content: _Content, source: Source, *, block_bytes: int, num_bytes: Optional[int] = None
 ) -> Iterator[list[bytes]]:
-    """Yield the records of a content, block by block: all of them, or those that start in the next `num_bytes`."""
+    """Yield the records of a content, block by block: all of them, or those that start in the next `num_bytes`.
+
+    Raises:
+        DataError: a record is longer than the source allows. No more than that is read of it; the limit decides nothing
+            else, such as which records are in a block.
+    """
+    delimiter, limit = source.delimiter, source.max_document_bytes
+    assert delimiter is not None
+    too_many = limit + len(delimiter)  # bytes without a delimiter; of fewer, the last ones may be a part of it
     rest, left = b"", num_bytes
     while left is None or left > 0:
         # A record longer than a block: blocks that grow with it keep the time linear.
-        size = max(block_bytes, len(rest))
-        block = content.read(size if left is None else min(size, left))
+        size, room = max(block_bytes, len(rest)), too_many - len(rest)
+        size = size if left is None else min(size, left)
+        block = content.read(min(size, room))
         if not block:
             break
+        if len(block) == room:
+            if delimiter not in rest + block:
+                raise _too_long(source)
+            with suppress(DamagedFileError):  # the next read raises it again
+                block += content.read(size - room)
         if left is not None:
             left -= len(block)
         records = (rest + block).split(delimiter)
         rest = records.pop()
+        if max(map(len, records), default=0) > limit or len(rest) >= too_many:
+            raise _too_long(source)
         yield records
+    parts = [rest]
     if rest and left is not None:
-        while len(parts := rest.split(delimiter, 1)) == 1 and (block := content.read(max(64 << 10, len(rest)))):
+        while len(parts := rest.split(delimiter, 1)) == 1 and len(rest) < too_many:
+            if not (block := content.read(max(64 << 10, len(rest)))):
+                break
             rest += block
+    if len(parts[0]) > limit:
+        raise _too_long(source)
+    if rest:
         yield parts[:1]
-    elif rest:
-        yield [rest]
+
+
+def _too_long(source: Source) -> DataError:
+    return DataError(
+        f"{source.path} has a {source.record_name} of more than {source.max_document_bytes} bytes. If that is right, "
+        "raise --max-document-bytes; it is held in memory several times."
+    )

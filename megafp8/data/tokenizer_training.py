@@ -21,7 +21,7 @@ import sentencepiece
 
 from megafp8.data.atomic import atomic_write, atomic_write_json, file_sha256
 from megafp8.data.documents import read_texts
-from megafp8.data.readers import Source, find_sources
+from megafp8.data.readers import MAX_DOCUMENT_BYTES, Source, find_sources
 from megafp8.data.tokenizer_files import load_library
 from megafp8.errors import DataError
 from megafp8.utils.small_files import LIST_BYTES, UnreadableFile
@@ -58,6 +58,7 @@ def train_sentencepiece(
     model_type: str = "bpe",
     json_key: str = "text",
     max_text_bytes: Optional[int] = None,
+    max_document_bytes: int = MAX_DOCUMENT_BYTES,
     num_threads: int = 1,
     overwrite: bool = False,
     on_notice: Callable[[str], None] = lambda _: None,
@@ -73,6 +74,7 @@ def train_sentencepiece(
         model_type: bpe or unigram.
         json_key: where the text is, in JSONL.
         max_text_bytes: train on the documents that begin within so much text; the trainer holds them in memory.
+        max_document_bytes: a longer document is an error.
         num_threads: threads of the trainer.
         overwrite: train although another model is there.
         on_notice: called with what the user should know: files that are left out.
@@ -82,7 +84,7 @@ def train_sentencepiece(
             that does not come back.
         OSError: the model cannot be written.
     """
-    sources = find_sources(inputs, on_notice=on_notice)
+    sources = find_sources(inputs, on_notice=on_notice, max_document_bytes=max_document_bytes)
     settings = _settings(sources, vocab_size, model_type, json_key, max_text_bytes)
     model_path, record_path = Path(f"{model_prefix}.model"), Path(f"{model_prefix}.json")
     if model_path.exists() and not overwrite:
@@ -111,6 +113,7 @@ def train_byte_bpe(
     vocab_size: int,
     json_key: str = "text",
     max_text_bytes: Optional[int] = None,
+    max_document_bytes: int = MAX_DOCUMENT_BYTES,
     overwrite: bool = False,
     on_notice: Callable[[str], None] = lambda _: None,
 ) -> TrainingSummary:
@@ -123,15 +126,15 @@ def train_byte_bpe(
     Args:
         folder: to write to; made if it is not there.
         vocab_size: tokens in all, 257 fixed ones among them.
-        inputs, json_key, max_text_bytes, overwrite, on_notice: as for `train_sentencepiece`. The trainer counts words:
-            its memory follows the number of different ones.
+        inputs, json_key, max_text_bytes, max_document_bytes, overwrite, on_notice: as for `train_sentencepiece`. The
+            trainer counts words: its memory follows the number of different ones.
 
     Raises:
         CapabilityError: the library `tokenizers` is not installed.
         DataError, OSError: as `train_sentencepiece`.
     """
     tokenizers = load_library("tokenizers", "HuggingFaceTokenizer")
-    sources = find_sources(inputs, on_notice=on_notice)
+    sources = find_sources(inputs, on_notice=on_notice, max_document_bytes=max_document_bytes)
     settings = _settings(sources, vocab_size, BYTE_BPE, json_key, max_text_bytes)
     model_path, record_path = Path(folder) / "tokenizer.json", Path(folder) / "training.json"
     if model_path.exists() and not overwrite:

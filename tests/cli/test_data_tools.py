@@ -1,5 +1,6 @@
 """The data tools as a person runs them: corpus, tokenizer, shards; again; and wrong."""
 
+import gzip
 import json
 import subprocess
 import sys
@@ -96,6 +97,22 @@ def test_bad_documents_stop_or_are_listed(tmp_path):
     assert [(entry["line"], entry["reason"][:20]) for entry in listed] == [
         (2, "it is not JSON: Expe"), (4, "it has the token id "),
     ]  # fmt: skip
+
+
+def test_a_long_document_is_refused_until_the_limit_is_raised(tmp_path):
+    """In a compressed file that is small; and the job goes on where it stopped."""
+    lines = ['{"text": "1 2 3"}\n', json.dumps({"text": "1 " * 5000}) + "\n", '{"text": "4"}\n']
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode()))
+    bomb = (
+        *("preprocess_data", "--input", tmp_path / "b.jsonl.gz", "--output-prefix", tmp_path / "b", "--workers", 1),
+        *("--tokenizer-type", "NullTokenizer", "--vocab-size", 10, "--max-document-bytes"),
+    )
+    output = run(*bomb, 1000, "--on-bad-document", "skip", status=66)
+    assert "b.jsonl.gz has a line of more than 1000 bytes" in output and "raise --max-document-bytes" in output
+    assert "3 documents, 5,004 tokens" in run(*bomb, 20_000)
+    assert "--max-document-bytes 0 is less than 1" in run(*bomb, 0, status=64)
+    tokenizer = ("train_tokenizer", "--input", tmp_path / "b.jsonl.gz", "--model-prefix", tmp_path / "t")
+    assert "1000 bytes" in run(*tokenizer, "--vocab-size", 600, "--max-document-bytes", 1000, status=66)
 
 
 def test_progress_where_there_is_no_terminal(tmp_path):

@@ -4,6 +4,7 @@ import gzip
 import importlib.util
 import os
 import random
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -32,9 +33,9 @@ def compressed(name: str, content: bytes) -> bytes:
     return content
 
 
-def source_of(path: Path, content: bytes, separator=None):
+def source_of(path: Path, content: bytes, separator=None, **options):
     path.write_bytes(compressed(path.name, content))
-    (source,) = find_sources([str(path)], separator)
+    (source,) = find_sources([str(path)], separator, **options)
     return source
 
 
@@ -90,13 +91,70 @@ def test_a_text_file_is_one_document(tmp_path):
         assert flat(read_range(source, 0, source.num_bytes)) == [b"one\n\ntwo"]
 
 
-def test_a_large_text_file_wants_a_separator(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "MAX_DOCUMENT_BYTES", 100)
-    with pytest.raises(DataError, match="--text-separator"):
-        source_of(tmp_path / "a.txt", b"x" * 101)
-    source = source_of(tmp_path / "b.txt.gz", b"x" * 1000)
+def test_a_large_text_file_wants_a_separator(tmp_path):
+    with pytest.raises(DataError, match="--text-separator.*--max-document-bytes"):
+        source_of(tmp_path / "a.txt", b"x" * 101, max_document_bytes=100)
+    source = source_of(tmp_path / "b.txt.gz", b"x" * 1000, max_document_bytes=100)
     with pytest.raises(DataError, match="b.txt.gz is one document of more than 100 bytes.*--text-separator"):
         list(read_range(source, 0, source.num_bytes))
+
+
+NAMES = ("a.jsonl", "a.txt", "a.jsonl.gz", pytest.param("a.jsonl.zst", marks=needs_zstd))
+
+
+def pieces_of(source):
+    """The records of a file, in two ranges where it is divisible."""
+    cuts = [0, 20, source.num_bytes] if source.is_divisible else [0, source.num_bytes]
+    return (read_range(source, start, stop) for start, stop in zip(cuts, cuts[1:], strict=False))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("block_bytes", [1, 7, 64, 1000])
+@pytest.mark.parametrize("place", [0, 3])
+@pytest.mark.parametrize("separator", ["\n", "<|x|>"])
+def test_a_document_has_at_most_so_many_bytes(tmp_path, monkeypatch, name, block_bytes, place, separator):
+    """Whatever the blocks, also where it is the last one, and where a separator is cut by the limit."""
+    monkeypatch.setattr(readers, "BLOCK_BYTES", block_bytes)
+    if not name.endswith(".txt"):
+        separator = "\n"
+    for length, is_read in ((100, True), (101, False)):
+        records = [b"one", b"two", b"three"]
+        records.insert(place, b"x" * length)
+        source = source_of(tmp_path / name, separator.encode().join(records), separator, max_document_bytes=100)
+        for read in (
+            lambda source=source: flat(read_range(source, 0, source.num_bytes)),
+            lambda source=source: flat(found for _, found in read_blocks(source, block_bytes)),
+            lambda source=source: flat(flat(map(list, pieces_of(source)))),
+        ):
+            if is_read:
+                assert read() == records
+                continue
+            with pytest.raises(DataError, match=f"{name} has a (line|document) of more than 100 bytes.*--max-doc"):
+                read()
+
+
+def test_the_limit_does_not_change_blocks(tmp_path):
+    """Else parts that a job made before it met a long document would not fit those that follow with a higher limit."""
+    records = [b"x" * length for length in (5, 90, 3, 60, 100, 1, 1, 80)]
+    low, high = (
+        list(read_blocks(source_of(tmp_path / "a.jsonl.gz", b"\n".join(records), max_document_bytes=limit), 7))
+        for limit in (100, 10_000)
+    )
+    assert [found for _, found in low] == [found for _, found in high]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.gz", pytest.param("a.jsonl.zst", marks=needs_zstd)])
+def test_a_small_file_that_unpacks_to_a_large_document_takes_little_memory(tmp_path, name):
+    (tmp_path / name).write_bytes(compressed(name, bytes(1 << 26)))
+    (source,) = find_sources([str(tmp_path / name)], max_document_bytes=1 << 20)
+    assert source.num_bytes < 1 << 18
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match="of more than 1048576 bytes"):
+            list(read_range(source, 0, source.num_bytes))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 25
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
