@@ -12,7 +12,7 @@ from megafp8.utils.paths import path_argument, path_fault, path_text
 FAULTS = {
     "x" * 256: "256 bytes",
     "runs/" + "é" * 128: "256 bytes",
-    "ab/" * 1366: "4098 bytes",
+    "ab/" * 1366: "4,098 bytes",
     "runs/\udcff": "not UTF-8",
     "runs/a\0b": "null character",
 }
@@ -26,6 +26,6 @@ def test_faults(path: str) -> None:
     assert len(str(caught.value)) < 200 and str(caught.value).isprintable()
 
 
-@pytest.mark.parametrize("path", ["", "x" * 255, "é" * 127, "a/" * 2047, "/", "runs/größe 1"])
+@pytest.mark.parametrize("path", ["", "x" * 255, "é" * 127, "a/" * 1919, "/", "runs/größe 1"])
 def test_sound_paths(path: str) -> None:
     assert path_fault(path) is None and path_text(path) == path and path_argument(path) == Path(path)
