@@ -16,18 +16,19 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a checkout, installed or not
 
-from megafp8.data.encoder_choice import AUTO, ENCODERS
-from megafp8.data.preprocess import PreprocessJob, PreprocessSummary, Progress, preprocess
+from megafp8.data.encoder_names import AUTO, ENCODERS
 from megafp8.data.progress_display import ProgressDisplay
 from megafp8.data.readers import MAX_DOCUMENT_BYTES
-from megafp8.data.shard_assembly import skipped_path
 from megafp8.data.tokenizer_flags import add_tokenizer_flags, read_tokenizer_flags
 from megafp8.errors import ConfigError, Megafp8Error
 from megafp8.utils.paths import path_text
+
+if TYPE_CHECKING:
+    from megafp8.data.preprocess import PreprocessJob, PreprocessSummary, Progress
 
 # Megatron's flags that its way of splitting the work needs and ours does not: type of the value, and why.
 UNNEEDED_FLAGS = {
@@ -110,6 +111,8 @@ def read_job(options: argparse.Namespace) -> PreprocessJob:
     Raises:
         ConfigError: flags that are refused.
     """
+    from megafp8.data.preprocess import PreprocessJob  # needs numpy, which --help does not wait for
+
     problems = [f"{flag}: {reason}." for flag, reason in REFUSED_FLAGS.items() if _is_given(options, flag)]
     if options.workers < 1:
         problems.append(f"--workers {options.workers} is less than 1.")
@@ -146,6 +149,8 @@ def print_summary(summary: PreprocessSummary, output_prefix: str) -> None:
         )
     num_skipped = summary.shards[0][1].num_skipped
     if num_skipped:
+        from megafp8.data.shard_assembly import skipped_path
+
         print(f"{num_skipped:,} records were skipped, see {skipped_path(output_prefix)}:")
         with open(skipped_path(output_prefix), encoding="utf-8") as stream:
             for line, _ in zip(stream, range(SHOWN_SKIPPED), strict=False):
@@ -155,6 +160,8 @@ def print_summary(summary: PreprocessSummary, output_prefix: str) -> None:
 def main(argv: Optional[list[str]] = None) -> int:
     """Run the command line; return its exit status."""
     options = build_parser().parse_args(argv)
+    from megafp8.data.preprocess import preprocess
+
     for flag, (_, reason) in UNNEEDED_FLAGS.items():
         if _is_given(options, flag):
             print(f"{flag} has no effect: {reason}", file=sys.stderr)

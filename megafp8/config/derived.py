@@ -86,9 +86,9 @@ def useful_threads(config: RunConfig) -> int:
     torch divides an elementwise operation into pieces of 2^15 elements at least. Below two of them a thread, a second
     thread saves no time and costs as much CPU time as the first, because it waits by spinning (notes/LOG.md).
     """
-    assert config.training.micro_batch_size is not None and config.data.seq_length is not None
     parallel = config.parallel
-    num_tokens = config.training.micro_batch_size * config.data.seq_length // parallel.context_parallel_size
+    length = config.data.seq_length or config.model.max_position_embeddings or 1  # an imported model has no settings
+    num_tokens = (config.training.micro_batch_size or 1) * length // parallel.context_parallel_size
     num_elements = num_tokens * config.model.hidden_size // parallel.tensor_model_parallel_size
     return max(1, num_elements // ELEMENTS_PER_THREAD)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from megafp8.data.encoder_names import GIGATOKEN, LIBRARY
 from megafp8.data.encoders import Encoder, LibraryEncoder
 from megafp8.data.gigatoken_encoder import EncoderMismatchError, GigatokenEncoder, UnsupportedTokenizerError
 from megafp8.data.tokenizer import Tokenizer
@@ -13,8 +14,6 @@ from megafp8.errors import CapabilityError
 # Characters that are put into one text: a call for each would take longer than what it encodes.
 PROBE_CHARACTERS = 32
 
-AUTO, GIGATOKEN, LIBRARY = "auto", "gigatoken", "library"
-ENCODERS = (AUTO, GIGATOKEN, LIBRARY)
 
 # Marks and shapes of text on which tokenizers differ, beside every kind of character in `probe_texts`.
 SHAPES = (

@@ -19,7 +19,8 @@ from glob import escape
 from typing import Any, Optional
 
 from megafp8.config.schema import DataConfig
-from megafp8.data.encoder_choice import AUTO, GIGATOKEN, LIBRARY, Choice, choose_encoder
+from megafp8.data.encoder_choice import Choice, choose_encoder
+from megafp8.data.encoder_names import AUTO, GIGATOKEN, LIBRARY
 from megafp8.data.encoders import LibraryEncoder
 from megafp8.data.gigatoken_encoder import EncoderMismatchError
 from megafp8.data.manifest import ShardManifest, load_manifest, manifest_path, save_manifest

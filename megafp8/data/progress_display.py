@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any, Optional, TextIO
+from typing import TYPE_CHECKING, Any, Optional, TextIO
 
-from megafp8.data.preprocess import Progress
+if TYPE_CHECKING:
+    from megafp8.data.preprocess import Progress
 
 LINE_INTERVAL_S = 10.0
 

@@ -234,7 +234,7 @@ def quantization(
     if block is not None and (uneven := fp8_weights.ragged(chosen, block)):
         raise CheckpointError(
             f"--fp8-recipe {recipe}: {uneven[0]}, which its blocks do not divide, and others would misread it; "
-            f"give a recipe without such blocks: {', '.join(fp8_weights.recipes_without_blocks())}"
+            f"give --fp8-recipe {' or '.join(fp8_weights.recipes_without_blocks())}, which have no such blocks"
         )
     if derived.is_stateful(precision):
         notes.append("scales are those of the weights as they are, not of the run's amax history")

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from megafp8.config.schema import DataConfig
-from megafp8.data.encoder_choice import AUTO, GIGATOKEN, LIBRARY, SHAPES, choose_encoder, probe_texts
+from megafp8.data.encoder_choice import SHAPES, choose_encoder, probe_texts
+from megafp8.data.encoder_names import AUTO, GIGATOKEN, LIBRARY
 from megafp8.data.encoders import LibraryEncoder, encode_documents, refused_texts
 from megafp8.data.gigatoken_encoder import EncoderMismatchError, GigatokenEncoder, UnsupportedTokenizerError
 from megafp8.data.tokenizer import Tokenizer, build_tokenizer
