@@ -74,14 +74,17 @@ def serve(listener: socket.socket, python: str) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     while True:
         connection, _ = listener.accept()
-        if os.fork() == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            listener.close()
-            become_child()
-            with contextlib.suppress(OSError):  # the client is gone
-                answer(connection, python)
-            os._exit(0)
+        multiprocessing.get_context("fork").Process(target=handle, args=(listener, connection, python)).start()
         connection.close()
+
+
+def handle(listener: socket.socket, connection: socket.socket, python: str) -> None:
+    """The life of the process that answers one client."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    listener.close()
+    become_child()
+    with contextlib.suppress(OSError):  # the client is gone
+        answer(connection, python)
 
 
 def answer(connection: socket.socket, python: str) -> None:
