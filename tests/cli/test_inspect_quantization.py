@@ -58,7 +58,7 @@ def test_table_and_files_of_a_made_up_tensor(tmp_path) -> None:
     assert " 31.5" in tensorwise
     assert len([line for line in lines if line.startswith("mxfp8")]) == 4
     findings = json.loads((tmp_path / "out" / "quantization.json").read_text())
-    assert len(findings) == 10
+    assert len(findings) == 14
     assert (tmp_path / "out" / "quantization.png").stat().st_size > 10_000
 
 

@@ -87,7 +87,7 @@ def test_what_is_no_json_object_is_refused(text):
 
 
 def test_a_number_that_is_not_finite_is_refused():
-    with pytest.raises(ConfigError, match="optimizer.lr"):
+    with pytest.raises(ConfigError, match="NaN is no JSON number"):
         serialize.from_json('{"optimizer": {"lr": NaN}}')
 
 
