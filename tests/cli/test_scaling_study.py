@@ -131,4 +131,4 @@ def test_wrong_flags_of_its_own(tmp_path: Path, arguments: tuple[str, ...], told
 @pytest.mark.parametrize("path", sorted((ROOT / "examples/studies").glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_example_is_sound(path: Path) -> None:
     result = run("launcher/scaling_study.py", path, "--dry-run", "--slurm")
-    assert result.returncode == 0 and "mapfile -t runs" in result.stdout, result.stderr
+    assert result.returncode == 0 and "case $SLURM_ARRAY_TASK_ID in" in result.stdout, result.stderr
