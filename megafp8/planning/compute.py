@@ -83,6 +83,8 @@ def gemm_flops(run: PlannedRun, recipe: str) -> float:
     if recipe == HIGH:
         return flops["bf16"] * calibration.bf16_gemm_fraction
     known = registry.get(recipe)
+    if not known.multiplies_codes(run.gpu.compute_capability):
+        return flops["bf16"] * calibration.bf16_gemm_fraction  # emulated: decoded operands
     if known.block_length is None:
         fraction = calibration.fp8_gemm_fraction
     elif run.gpu.compute_capability < known.slow_gemm_until:

@@ -138,8 +138,10 @@ def find_layouts(
 
 
 def machine_problems(config: RunConfig, gpu: Gpu) -> list[str]:
-    """What the GPU does not have, whatever the layout. Emulated recipes are not planned: their speed has no model."""
-    return capability.problems(with_values(config, {"precision.emulation": False}), gpu.target)
+    """What the GPU does not have, whatever the layout. Recipes that Transformer Engine has for other GPUs only are not
+    planned as emulated ones; those that it does not have at all are."""
+    is_emulated = any(not recipe.native_capabilities for recipe in derived.used_recipes(config.precision))
+    return capability.problems(with_values(config, {"precision.emulation": is_emulated}), gpu.target)
 
 
 def candidates(config: RunConfig, gpu: Gpu, world_size: int, given: Collection[str]) -> Iterator[RunConfig]:

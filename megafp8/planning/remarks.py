@@ -57,6 +57,13 @@ def hard_to_divide(count: int) -> str:
 
 def ranking_remarks(config: RunConfig, gpu: Gpu, found: Found) -> Iterator[str]:
     """Which order among recipes the plan does not know."""
+    for recipe in derived.used_recipes(config.precision):
+        if not recipe.native_capabilities:
+            rate = "FP8" if recipe.multiplies_codes(gpu.compute_capability) else "BF16"
+            yield (
+                f"{recipe.name}: not in Transformer Engine, so the emulated layers run it; planned with GEMMs at "
+                f"{rate}'s rate, and its casts are not measured in a whole step"
+            )
     if gpu.compute_capability < (10, 0):
         return
     unknown = [recipe.name for recipe in derived.used_recipes(config.precision) if not recipe.is_ranked_on_blackwell]

@@ -225,6 +225,8 @@ class Recipe:
             `get_align_size_for_quantization`, megatron-core's `get_fp8_align_size`.
         native_capabilities: ranges of compute capabilities, the end not included, for which Transformer Engine has the
             recipe (its FP8 support checks, release 2.20).
+        scaled_mm_capabilities: ranges for which the emulated layers multiply its codes through torch's `scaled_mm`
+            (`fp8/native_gemm.py`) instead of decoding them.
         te_recipe_class: name in `transformer_engine.common.recipe`; None where it has none.
         te_quantizer: module and class, below `transformer_engine.pytorch.tensor`, of the quantizer that Triton kernels
             can stand in for; None where they cannot.
@@ -252,6 +254,7 @@ class Recipe:
     resume_option_names: tuple[str, ...] = ()
     gemm_alignment: int = 16
     native_capabilities: tuple[tuple[tuple[int, int], tuple[int, int]], ...] = NATIVE_NOWHERE
+    scaled_mm_capabilities: tuple[tuple[tuple[int, int], tuple[int, int]], ...] = NATIVE_NOWHERE
     te_recipe_class: Optional[str] = None
     te_quantizer: Optional[tuple[str, str]] = None
     te_switches: tuple[tuple[str, str], ...] = ()
@@ -341,6 +344,11 @@ class Recipe:
     def is_native(self, capability: Optional[tuple[int, int]]) -> bool:
         """Does Transformer Engine run it on GPUs of a compute capability? None is no GPU."""
         return capability is not None and any(since <= capability < end for since, end in self.native_capabilities)
+
+    def multiplies_codes(self, capability: tuple[int, int]) -> bool:
+        """Do tensor cores multiply its codes on GPUs of a compute capability? Else they multiply decoded numbers."""
+        ranges = self.native_capabilities + self.scaled_mm_capabilities
+        return any(since <= capability < end for since, end in ranges)
 
     @property
     def flag(self) -> str:

@@ -39,6 +39,7 @@ RECIPE = Recipe(
     description="one power-of-two scale for a token, and for an output channel of weights",
     build=build,
     default_format="e4m3",
+    scaled_mm_capabilities=(((9, 0), (9, 1)),),  # what it was tried on
     export_form=ExportForm(
         scale_suffix="weight_scale", quantization_config=compressed_tensors("channel"), excluded_key="ignore"
     ),
