@@ -6,6 +6,7 @@ This folder is on the import path of all tests: `ranks`, `small_run`, `tolerance
 from __future__ import annotations
 
 import os
+import signal
 
 # Before torch is imported: a process that has started thread pools cannot be forked safely (see ranks.py).
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from megafp8.device.mcore_cpu import QUIET
 
 torch.set_num_threads(1)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and what tests start would ignore it, too
 
 # Said at import by torch.jit and by megatron-core itself.
 IMPORT_WARNINGS = (
