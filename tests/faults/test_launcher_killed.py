@@ -56,7 +56,7 @@ def kill_the_agent(killed: Event, output: Path, python_path: str, is_time: Calla
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     agent = multiprocessing.get_context("fork").Process(target=be_agent, args=(output, python_path))
     agent.start()
-    while agent.is_alive() and not (len(psutil.Process(agent.pid).children()) == RANKS and is_time()):
+    while agent.is_alive() and not (num_started(agent.pid) == RANKS and is_time()):
         time.sleep(0.005)
     time.sleep(delay_s)
     agent.kill()
@@ -65,6 +65,16 @@ def kill_the_agent(killed: Event, output: Path, python_path: str, is_time: Calla
         while True:
             os.wait()
     os._exit(0)
+
+
+def num_started(agent: int) -> int:
+    """Ranks that are programs of their own. Until then one holds what torchrun has open, its listening socket, too, and
+    to the others torchrun seems to be there."""
+    count = 0
+    for child in psutil.Process(agent).children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            count += any(word.endswith("pretrain_gpt.py") for word in child.cmdline()[1:4])
+    return count
 
 
 def left_after_kill(
