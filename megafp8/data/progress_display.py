@@ -18,11 +18,11 @@ class ProgressDisplay:
 
     Args:
         log_interval: documents between two lines; None: a line every 10 seconds. On a terminal it does not matter.
-        stream: where to.
+        stream: where to; None: standard error.
     """
 
-    def __init__(self, log_interval: Optional[int] = None, stream: TextIO = sys.stderr):
-        self._log_interval, self._stream = log_interval, stream
+    def __init__(self, log_interval: Optional[int] = None, stream: Optional[TextIO] = None):
+        self._log_interval, self._stream = log_interval, stream or sys.stderr
         self._first: Optional[Progress] = None
         self._start = self._shown_at = time.monotonic()
         self._shown_documents = 0

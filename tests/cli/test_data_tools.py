@@ -129,7 +129,7 @@ def test_a_full_disk_and_ctrl_c_are_one_message(tmp_path, monkeypatch, capsys):
     arguments = ["--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "a"), "--workers", "1",
                  "--tokenizer-type", "NullTokenizer", "--vocab-size", "10"]  # fmt: skip
     for error, status in ((OSError(28, "No space left on device"), 74), (KeyboardInterrupt(), 130)):
-        monkeypatch.setattr(preprocess_data, "preprocess", lambda *_, error=error: (_ for _ in ()).throw(error))
+        monkeypatch.setattr("megafp8.data.preprocess.preprocess", lambda *_, error=error: (_ for _ in ()).throw(error))
         assert preprocess_data.main(arguments) == status
         assert "the same command goes on" in capsys.readouterr().err
 
