@@ -180,4 +180,6 @@ def test_scales_of_shards_are_as_good_as_those_of_whole_tensors(recipe: str) -> 
     whole = run_ranks(1, curve_of, small_config("llama", f"{TE_SCALES} {recipe}"), NUM_STEPS)[0]
     shards = run_ranks(2, curve_of, small_config("llama", f"{TE_SCALES} {recipe} {TENSOR}", 2), NUM_STEPS)[0]
     exact = run_ranks(1, curve_of, small_config("llama", f"{PLAIN} --micro-batch-size 4"), NUM_STEPS)[0]
-    assert 0 < distance(shards, whole) <= OTHER_SCALES * distance(whole, exact)
+    # Rowwise scales are powers of two: another one changes a code only where it underflows, which may not happen here.
+    assert distance(shards, whole) > 0 or "rowwise" in recipe
+    assert distance(shards, whole) <= OTHER_SCALES * distance(whole, exact)
