@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 
 from megafp8.errors import INTERNAL, CheckpointError, Megafp8Error
-from megafp8.launch.orphans import end_with_torchrun
+from megafp8.utils.process import end_with_torchrun
 
 
 def main(argv: Sequence[str]) -> int:

@@ -35,25 +35,26 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import timing  # noqa: E402
-from benchmarks.in_process import add_size_options, command_line, end_runs, start_run  # noqa: E402
+from benchmarks import timing
+from benchmarks.in_process import add_size_options, command_line, end_runs, start_run
 
-from megatron.core import dist_checkpointing  # noqa: E402  # isort: skip
-from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402  # isort: skip
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue  # noqa: E402  # isort: skip
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # noqa: E402  # isort: skip
-from megatron.core.safe_globals import register_safe_globals  # noqa: E402  # isort: skip
+from megatron.core import dist_checkpointing  # isort: skip
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue  # isort: skip
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # isort: skip
+from megatron.core.safe_globals import register_safe_globals  # isort: skip
 
-from megafp8.checkpoint import hashing_writer  # noqa: E402
-from megafp8.checkpoint.background import BackgroundSaves  # noqa: E402
-from megafp8.checkpoint.folder import checkpoint_path  # noqa: E402
-from megafp8.checkpoint.load import read_tensors  # noqa: E402
-from megafp8.checkpoint.manifest import MANIFEST, check_whole, damage_seen, read_manifest  # noqa: E402
-from megafp8.checkpoint.save import save_checkpoint, whole_state  # noqa: E402
-from megafp8.checkpoint.state import Progress, model_state, optimizer_state, sharding_metadata  # noqa: E402
-from megafp8.training.evaluation import build_batches  # noqa: E402
-from megafp8.training.run import Run  # noqa: E402
-from megafp8.training.step import train_step  # noqa: E402
+from megafp8.checkpoint import writer
+from megafp8.checkpoint.async_save import BackgroundSaves
+from megafp8.checkpoint.directory import checkpoint_path
+from megafp8.checkpoint.load import read_tensors
+from megafp8.checkpoint.manifest import MANIFEST, check_complete, damage_seen, read_manifest
+from megafp8.checkpoint.progress import Progress
+from megafp8.checkpoint.save import complete_state, save_checkpoint
+from megafp8.checkpoint.state_dict import model_state, optimizer_state, sharding_metadata
+from megafp8.training.evaluation import build_batches
+from megafp8.training.run import Run
+from megafp8.training.step import train_step
 
 OURS, UNHASHED, PLAIN = "megafp8", "megafp8, without hashes", "megatron-core"
 SMALL = argparse.Namespace(
@@ -83,7 +84,7 @@ def started(text: str) -> Run:
 def save_plain(run: Run, path: Path) -> None:
     """megatron-core's own way; the distributed optimizer's state is gathered as it does."""
     path.mkdir(parents=True)
-    state = whole_state(run.config, run.trainee, PROGRESS, None)
+    state = complete_state(run.config, run.trainee, PROGRESS, None)
     if run.config.parallel.use_distributed_optimizer:
         model = model_state(run.trainee.chunks)
         state["optimizer"] = run.trainee.optimizer.sharded_state_dict(model, metadata=sharding_metadata())
@@ -115,8 +116,8 @@ def compare_saves(run: Run, folder: Path, rounds: int) -> dict[str, timing.Times
         save_checkpoint(folder / "ours", run.config, run.trainee, PROGRESS)
 
     def unhashed() -> None:
-        no_digest = mock.patch.object(hashing_writer, "hashlib", SimpleNamespace(sha256=NoDigest))
-        with no_digest, mock.patch.object(hashing_writer, "no_checksum", nullcontext):
+        no_digest = mock.patch.object(writer, "hashlib", SimpleNamespace(sha256=NoDigest))
+        with no_digest, mock.patch.object(writer, "no_checksum", nullcontext):
             save_checkpoint(folder / "unhashed", run.config, run.trainee, PROGRESS)
 
     def timed(save: Callable[[], Any]) -> tuple[float, float]:
@@ -190,7 +191,7 @@ def begin_plain(run: Run) -> Callable[[Path], Callable[[], bool]]:
     def begin(folder: Path) -> Callable[[], bool]:
         path = folder / "plain"
         path.mkdir(parents=True)
-        state = whole_state(run.config, run.trainee, PROGRESS, None)
+        state = complete_state(run.config, run.trainee, PROGRESS, None)
         strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
         queue.schedule_async_request(dist_checkpointing.save(state, str(path), strategy, async_sharded_save=True))
 
@@ -253,7 +254,7 @@ def compare_loads(run: Run, path: Path, rounds: int) -> dict[str, timing.Times]:
         read_tensors(path, wanted_state(run), run.trainee.chunks, ["model"])
 
     def checked() -> None:
-        check_whole(path)
+        check_complete(path)
         read()
 
     def plain() -> None:

@@ -29,7 +29,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import timing  # noqa: E402
+from benchmarks import timing
 
 SEQ_LENGTH, MICRO_BATCH, VOCAB_SIZE = 2048, 4, 50_000
 BAR_TOKENS_PER_S = 2e6
@@ -69,7 +69,7 @@ def build(prefix: Path, cache: Path, num_samples: int) -> Any:
     """The training dataset of a shard."""
     from megafp8.config.schema import DataConfig, RunConfig
     from megafp8.data.datasets import build_datasets
-    from megafp8.data.tokenizer import build_tokenizer
+    from megafp8.data.tokenizers.build import build_tokenizer
 
     data = DataConfig(
         data_path=(str(prefix),), split="1", seq_length=SEQ_LENGTH, data_cache_path=str(cache),
@@ -86,7 +86,7 @@ def megatron_dataset(prefix: Path, cache: Path, num_samples: int) -> Any:
     from megatron.core.datasets.utils import Split
 
     from megafp8.config.schema import DataConfig
-    from megafp8.data.tokenizer import build_tokenizer
+    from megafp8.data.tokenizers.build import build_tokenizer
 
     config = GPTDatasetConfig(
         random_seed=1234, sequence_length=SEQ_LENGTH, path_to_cache=str(cache), reset_position_ids=False,
@@ -99,9 +99,9 @@ def megatron_dataset(prefix: Path, cache: Path, num_samples: int) -> Any:
 
 
 def import_all() -> None:
-    from megafp8.device import mcore_cpu
+    from megafp8.mcore import cpu_patches
 
-    mcore_cpu.install()
+    cpu_patches.install()
     import megafp8.data.datasets  # noqa: F401
 
 
@@ -114,7 +114,7 @@ def peak_bytes() -> int:
 def time_index(folder: Path, num_documents: int, results: Any) -> None:
     """In a process of its own: (step, wall s, CPU s, peak MiB beyond the imports), to `results`."""
     import_all()
-    from megafp8.data.shard_checks import check_shard, content_key
+    from megafp8.data.shard_verification import check_shard, content_key
 
     base_bytes, prefix = psutil.Process().memory_info().rss, folder / "hollow"
     samples = num_documents // 10

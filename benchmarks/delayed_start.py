@@ -30,13 +30,13 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import stdlib_text, timing  # noqa: E402
-from benchmarks.in_process import add_run, end_runs, start_run  # noqa: E402
-from megafp8.checkpoint.state import Progress  # noqa: E402
-from megafp8.training.evaluation import build_batches  # noqa: E402
-from megafp8.training.extensions.calibration import calibrate, needs_calibration  # noqa: E402
-from megafp8.training.run import Run  # noqa: E402
-from megafp8.training.step import train_step  # noqa: E402
+from benchmarks import stdlib_text, timing
+from benchmarks.in_process import add_run, end_runs, start_run
+from megafp8.checkpoint.progress import Progress
+from megafp8.training.evaluation import build_batches
+from megafp8.training.extensions.calibration import calibrate, needs_calibration
+from megafp8.training.run import Run
+from megafp8.training.step import train_step
 
 BASELINE, CALIBRATED, TE = "bf16", "delayed, calibrated", "delayed, te"
 STARTS: Mapping[str, str] = {

@@ -32,16 +32,16 @@ from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import timing  # noqa: E402
-from benchmarks.in_process import add_run, add_size_options, command_line, end_runs, start_run  # noqa: E402
-from megafp8.checkpoint.state import Progress  # noqa: E402
-from megafp8.telemetry.records import RECORDS_FILE, StepRecord  # noqa: E402
-from megafp8.telemetry.sinks import Sinks, build_sinks, read_records  # noqa: E402
-from megafp8.training.extension import LoopState  # noqa: E402
-from megafp8.training.extensions import build_extensions  # noqa: E402
-from megafp8.training.loop import make_step  # noqa: E402
-from megafp8.training.run import Run  # noqa: E402
-from megafp8.training.run_record import run_record  # noqa: E402
+from benchmarks import timing
+from benchmarks.in_process import add_run, add_size_options, command_line, end_runs, start_run
+from megafp8.checkpoint.progress import Progress
+from megafp8.metrics.records import RECORDS_FILE, StepRecord
+from megafp8.metrics.sinks import Sinks, build_sinks, read_records
+from megafp8.training.extension import LoopState
+from megafp8.training.extensions import build_extensions
+from megafp8.training.loop import make_step
+from megafp8.training.run import Run
+from megafp8.training.run_record import run_record
 
 BAR = 1.03
 DTYPES = {"fp32": "--transformer-impl local", "bf16": "--bf16 --transformer-impl local"}
@@ -196,8 +196,10 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
 
     tokens = options.global_batch_size * options.seq_length
     microbatches = options.global_batch_size // options.micro_batch_size
-    print(f"one training step, hidden {options.hidden_size}, {options.num_layers} layers, {tokens} tokens in "
-          f"{microbatches} microbatches, {options.dtype}, 1 thread")
+    print(
+        f"one training step, hidden {options.hidden_size}, {options.num_layers} layers, {tokens} tokens in "
+        f"{microbatches} microbatches, {options.dtype}, 1 thread"
+    )
     times, calls = measure(options)
     result = report(times, calls)
     if options.json:

@@ -17,12 +17,12 @@ from typing import Any, Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import timing  # noqa: E402
-from benchmarks.in_process import add_run, add_size_options, command_line, end_runs, start_run  # noqa: E402
-from megafp8.checkpoint.state import Progress  # noqa: E402
-from megafp8.training.evaluation import build_batches  # noqa: E402
-from megafp8.training.run import Run  # noqa: E402
-from megafp8.training.step import train_step  # noqa: E402
+from benchmarks import timing
+from benchmarks.in_process import add_run, add_size_options, command_line, end_runs, start_run
+from megafp8.checkpoint.progress import Progress
+from megafp8.training.evaluation import build_batches
+from megafp8.training.run import Run
+from megafp8.training.step import train_step
 
 BASELINE, FP8 = "bf16", "tensorwise"
 # Most that the median step of a recipe may cost, in steps of BF16.
@@ -39,13 +39,17 @@ MODES = {
 }
 # What an emulated linear does, by the functions that do it. None of them calls another of the list.
 PARTS = {
-    "amax": ("fp8/scaling.py amax", "fp8/scaling.py block_amax", "fp8/scaling.py reduce_amax"),
-    "scale": ("fp8/scaling.py quant_scale_of",),
-    "multiply, round to codes": ("fp8/quantize.py scale_and_cast",),
-    "decode": ("fp8/rounding.py decode",),
-    "GEMMs": ("fp8/scaled_gemm.py scaled_gemm",),
+    "amax": (
+        "quantization/scaling.py amax",
+        "quantization/scaling.py block_amax",
+        "quantization/scaling.py reduce_amax",
+    ),
+    "scale": ("quantization/scaling.py quant_scale_of",),
+    "multiply, round to codes": ("quantization/quantize.py scale_and_cast",),
+    "decode": ("quantization/rounding.py decode",),
+    "GEMMs": ("quantization/scaled_gemm.py scaled_gemm",),
 }
-WHOLE = ("fp8/linear.py forward", "fp8/linear.py backward", "fp8/linear.py quantize_weight")
+WHOLE = ("quantization/linear.py forward", "quantization/linear.py backward", "quantization/linear.py quantize_weight")
 
 
 def build_steps(options: argparse.Namespace) -> dict[str, Callable[[], float]]:
@@ -120,8 +124,10 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
     options = parser.parse_args(argv)
 
     tokens = options.global_batch_size * options.seq_length
-    print(f"one training step, hidden {options.hidden_size}, {options.num_layers} layers, {tokens} tokens in "
-          f"{options.global_batch_size // options.micro_batch_size} microbatch(es), 1 thread")
+    print(
+        f"one training step, hidden {options.hidden_size}, {options.num_layers} layers, {tokens} tokens in "
+        f"{options.global_batch_size // options.micro_batch_size} microbatch(es), 1 thread"
+    )
     measured = measure(options)
     result = report(measured, tokens)
     if options.json:

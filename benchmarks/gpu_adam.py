@@ -18,15 +18,15 @@ from typing import Any, Optional
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+from torch import Tensor
 
-from benchmarks import timing  # noqa: E402
-from megafp8.fp8.moments import FORMAT_MAX  # noqa: E402
-from megafp8.optim import adam_kernel  # noqa: E402
-from megafp8.optim.adam_kernel import AdamStep, TensorTable, squared_sum, update_rows  # noqa: E402
-from megafp8.optim.moment_scales import MomentScales  # noqa: E402
-from megafp8.optim.rows import Row, Scale  # noqa: E402
+from benchmarks import timing
+from megafp8.kernels import adam as adam_kernel
+from megafp8.kernels.adam import AdamStep, TensorTable, squared_sum, update_rows
+from megafp8.optimizer.moment_scales import MomentScales
+from megafp8.optimizer.tensor_table import ParameterRow, Scale
+from megafp8.quantization.scaling import FORMAT_MAX
 
 LAYER = (2048 * 3 * 2048, 2048 * 2048, 2048 * 2 * 5632, 5632 * 2048, 2048, 2048)
 AHEAD = 2_000_000  # cycles, about 1 ms: the host has queued a call by then
@@ -69,9 +69,9 @@ def scale_of(moments: torch.dtype) -> Optional[Scale]:
     return Scale(noted, dequant, quant) if moments == torch.uint8 else Scale(noted, noted, None)
 
 
-def rows_of(num_parameters: float, moments: Sequence[torch.dtype], remainders: bool) -> list[Row]:
+def rows_of(num_parameters: float, moments: Sequence[torch.dtype], remainders: bool) -> list[ParameterRow]:
     """Layers until there are so many parameters; a row for each weight."""
-    rows: list[Row] = []
+    rows: list[ParameterRow] = []
     for size in itertools.cycle(LAYER):
         if sum(row.grad.numel() for row in rows) >= num_parameters:
             return rows
@@ -80,11 +80,11 @@ def rows_of(num_parameters: float, moments: Sequence[torch.dtype], remainders: b
         states = [torch.zeros(size, device="cuda", dtype=dtype) for dtype in moments]
         exp_avg_scale, exp_avg_sq_scale = map(scale_of, moments)
         model = torch.randn(size, device="cuda").bfloat16()
-        rows.append(Row(grad, master, *states, model, (exp_avg_scale, exp_avg_sq_scale)))
+        rows.append(ParameterRow(grad, master, *states, model, (exp_avg_scale, exp_avg_sq_scale)))
     return rows
 
 
-def bytes_of(rows: Sequence[Row]) -> int:
+def bytes_of(rows: Sequence[ParameterRow]) -> int:
     """What an update reads and writes: all once each, except gradients that are only read, and BF16 weights that are
     only written where the master weight is whole. For scales, gradients and the moments that have them once more."""
     total = 0
@@ -102,7 +102,7 @@ def update(table: TensorTable, scales: Optional[MomentScales], factor: Tensor) -
     update_rows(table, factor, NUMBERS, None if scales is None else scales.renew(factor, NUMBERS))
 
 
-def megatron_passes(rows: Sequence[Row]) -> dict[str, float]:
+def megatron_passes(rows: Sequence[ParameterRow]) -> dict[str, float]:
     """Seconds of each of megatron-core's passes with Transformer Engine's kernels."""
     import transformer_engine.pytorch  # noqa: F401 - loads the extension module that comes next
     import transformer_engine_torch as tex

@@ -28,13 +28,13 @@ from typing import Any, Optional
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+from torch import Tensor
 
-from benchmarks import timing  # noqa: E402
-from benchmarks.gpu_gemm import FLUSHED_BYTES, Model, model_of, parse_models  # noqa: E402
-from megafp8.config import derived  # noqa: E402
-from megafp8.planning.hardware import GPUS, find_gpu  # noqa: E402
+from benchmarks import timing
+from benchmarks.gpu_gemm import FLUSHED_BYTES, Model, model_of, parse_models
+from megafp8.config import derived
+from megafp8.device.gpus import GPUS, find_gpu
 
 SDPA = "sdpa"
 # The variables by which Transformer Engine is told what it may take, as megatron-core sets them.
@@ -187,7 +187,7 @@ def selected(backend: str) -> str:
     """What Transformer Engine chose."""
     if backend == SDPA:
         return "torch"
-    from megafp8.model.te_layers import selected_attention_backend
+    from megafp8.te.layers import selected_attention_backend
 
     return selected_attention_backend() or "unknown"
 

@@ -29,15 +29,21 @@ from typing import Any, Optional
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import timing  # noqa: E402
-from benchmarks.gpu_train import SHAPES  # noqa: E402
-from megafp8.config import derived, flags, gemms  # noqa: E402
-from megafp8.errors import ConfigError  # noqa: E402
-from megafp8.planning import compute, plan  # noqa: E402
-from megafp8.planning.fp8_gain import gradient_rows, linear_casts_s  # noqa: E402
-from megafp8.planning.hardware import GPUS, Gpu, find_gpu  # noqa: E402
-from megafp8.planning.planned_run import PlannedRun  # noqa: E402
-from megafp8.planning.products import GEMMS, OUTPUT_LAYER, Product, layer_products, output_products  # noqa: E402
+from benchmarks import timing
+from benchmarks.gpu_train import SHAPES
+from megafp8.config import derived, flags, model_shapes
+from megafp8.device.gpus import GPUS, Gpu, find_gpu
+from megafp8.errors import ConfigError
+from megafp8.planning import compute, plan
+from megafp8.planning.fp8_gain import gradient_rows, linear_casts_s
+from megafp8.planning.planned_run import (
+    GEMMS,
+    OUTPUT_LAYER,
+    PlannedRun,
+    Product,
+    layer_products,
+    output_products,
+)
 
 NATIVE = ("bf16", "tensorwise", "delayed", "blockwise")
 OPERANDS = ("input", "grad_output", "weight")
@@ -80,15 +86,15 @@ class Model:
     microbatches: int
 
     @property
-    def linears(self) -> list[gemms.GemmDimensions]:
+    def linears(self) -> list[model_shapes.GemmDimensions]:
         """Of a layer."""
-        return gemms.gemm_dimensions(self.run.config)
+        return model_shapes.gemm_dimensions(self.run.config)
 
     def products(self, linear: str) -> list[Product]:
         """Fprop, dgrad, wgrad."""
         return [p for p in (*layer_products(self.run), *output_products(self.run)) if p.linear == linear]
 
-    def casts(self, linear: gemms.GemmDimensions) -> dict[str, Cast]:
+    def casts(self, linear: model_shapes.GemmDimensions) -> dict[str, Cast]:
         """What a linear quantizes."""
         return {
             "input": Cast("input", linear.rows, linear.in_features),
@@ -166,7 +172,7 @@ class LinearRow:
     planned_speed: Optional[float]
 
 
-def linear_row(model: Model, times: Times, recipe: str, linear: gemms.GemmDimensions) -> LinearRow:
+def linear_row(model: Model, times: Times, recipe: str, linear: model_shapes.GemmDimensions) -> LinearRow:
     """What was measured of a linear."""
     products = model.products(linear.name)
     of_recipe = {product.gemm: times[recipe, product] for product in products}
@@ -185,7 +191,7 @@ def linear_row(model: Model, times: Times, recipe: str, linear: gemms.GemmDimens
     )  # fmt: skip
 
 
-def planned(model: Model, recipe: str, linear: gemms.GemmDimensions) -> float:
+def planned(model: Model, recipe: str, linear: model_shapes.GemmDimensions) -> float:
     """The planner's speed of a linear to BF16."""
     run, products = model.run, model.products(linear.name)
     bf16_s, fp8_s = (sum(compute.product_s(run, name, product) for product in products) for name in ("bf16", recipe))
@@ -354,8 +360,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         model = model_of(name, text, gpu)
         times = device.measure(model.candidates(options.recipes), options.rounds)
         text, result = report(model, times, options.recipes)
-        print(f"\n{name}: {model.layers} layers of {model.run.tokens} tokens, {model.microbatches} microbatches, "
-              f"{device.torch.cuda.get_device_name()}\n{text}", flush=True)
+        print(
+            f"\n{name}: {model.layers} layers of {model.run.tokens} tokens, {model.microbatches} microbatches, "
+            f"{device.torch.cuda.get_device_name()}\n{text}",
+            flush=True,
+        )
         results.append(result)
         measured += [{"recipe": recipe, **vars(work), "us": us} for (recipe, work), us in times.items()]
         if options.json:

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple, Optional
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
+import torch
 
-from benchmarks import timing  # noqa: E402
-from benchmarks.gpu_adam import copy_bandwidth, seconds  # noqa: E402
+from benchmarks import timing
+from benchmarks.gpu_adam import copy_bandwidth, seconds
 
 SHAPES = {"A": (16_384, 5632), "B": (8192, 14_336)}  # tokens, and half of SwiGLU's input
 PARTS = {
@@ -62,14 +62,14 @@ def works(tokens: int, width: int) -> Iterator[Work]:
     import transformer_engine.pytorch as te
     import transformer_engine_torch as tex
 
-    from megafp8.model import te_quantize
-    from megafp8.model.notes import note
-    from megafp8.model.te_operations import QuantizingSwiGLU
+    from megafp8.kernels.annotations import annotate
+    from megafp8.te import quantizers
+    from megafp8.te.fused_mlp import QuantizingSwiGLU
 
     inputs = torch.randn(tokens, 2 * width, device="cuda").bfloat16()
     gradients = torch.randn(tokens, width, device="cuda").bfloat16()
     noted = inputs.clone()
-    note(noted, "amax", noted.abs().amax().float().reshape(1))
+    annotate(noted, "amax", noted.abs().amax().float().reshape(1))
     e4m3, e5m2 = tex.DType.kFloat8E4M3, tex.DType.kFloat8E5M2
     blocks = te.Float8BlockQuantizer(e4m3, rowwise=True, columnwise=True, block_scaling_dim=1)
     whole, whole_gradients = (te.Float8CurrentScalingQuantizer(kind, torch.device("cuda")) for kind in (e4m3, e5m2))
@@ -81,16 +81,16 @@ def works(tokens: int, width: int) -> Iterator[Work]:
         ("delayed", scaled, scaled_gradients), ("blockwise", blocks, blocks), ("tensorwise", whole, whole_gradients),
     ):  # fmt: skip
         is_twice = recipe == "tensorwise"
-        kernels = te_quantize.kernels_for(how, inputs.shape)
+        kernels = quantizers.kernels_for(how, inputs.shape)
         calls = {
             "Transformer Engine": lambda how=how: tex.quantize(inputs, how),
-            "ours": lambda how=how, kernels=kernels: te_quantize.cast(inputs, how, kernels),
+            "ours": lambda how=how, kernels=kernels: quantizers.cast(inputs, how, kernels),
         }
         yield Work("cast", recipe, calls, inputs.nbytes * (2 + is_twice), 0.0)
         if is_twice:
             calls = {
                 "Transformer Engine": lambda how=how: tex.quantize(noted, how),
-                "ours": lambda how=how, kernels=kernels: te_quantize.cast(noted, how, kernels),
+                "ours": lambda how=how, kernels=kernels: quantizers.cast(noted, how, kernels),
             }
             yield Work("cast, amax noted", recipe, calls, noted.nbytes * 2, 0.0)
         calls = {

@@ -40,19 +40,19 @@ from typing import Any, Optional
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import gpu_profile, gpu_steps, timing  # noqa: E402  (first: it sets how torch looks for GPUs)
-from benchmarks.gpu_train import MODES as MODES_OF_TRAINING  # noqa: E402
-from benchmarks.gpu_train import SHAPES  # noqa: E402
-from benchmarks.planner_measurements import TP2, TP4  # noqa: E402
-from benchmarks.ports import free_ports  # noqa: E402
+from benchmarks import gpu_profile, gpu_steps, timing  # (first: it sets how torch looks for GPUs)
+from benchmarks.gpu_train import MODES as MODES_OF_TRAINING
+from benchmarks.gpu_train import SHAPES
+from benchmarks.planner_measurements import TP2, TP4
+from benchmarks.ports import free_ports
 
-import torch  # noqa: E402  # isort: skip
-import torch.distributed as dist  # noqa: E402  # isort: skip
+import torch  # isort: skip
+import torch.distributed as dist  # isort: skip
 
-from megafp8.config.schema.parallel import ParallelConfig  # noqa: E402
-from megafp8.device.platform import Platform, detect_platform, join_ranks, leave_ranks  # noqa: E402
-from megafp8.training.checks import Checked  # noqa: E402
-from megafp8.training.step import StepResult  # noqa: E402
+from megafp8.config.schema.model import ParallelConfig
+from megafp8.device.platform import Platform, detect_platform, join_ranks, leave_ranks
+from megafp8.training.checks import Checked
+from megafp8.training.step import StepResult
 
 W = "--fp8-param-gather"
 MODES = ("bf16", "tensorwise", "delayed", f"tensorwise {W}", f"delayed {W}")

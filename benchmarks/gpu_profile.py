@@ -20,9 +20,9 @@ from typing import Any, Optional
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
+import torch
 
-from benchmarks import timing  # noqa: E402
+from benchmarks import timing
 
 COMMUNICATION = "communication"
 # The first pattern that a kernel's name contains decides.

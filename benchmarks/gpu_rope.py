@@ -17,15 +17,15 @@ from typing import Optional
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
+import torch
 
-from benchmarks import timing  # noqa: E402
-from benchmarks.gpu_adam import copy_bandwidth, seconds  # noqa: E402
-from megafp8.device import mcore_cpu  # noqa: E402
+from benchmarks import timing
+from benchmarks.gpu_adam import copy_bandwidth, seconds
+from megafp8.mcore import cpu_patches
 
-mcore_cpu.install()
+cpu_patches.install()
 
-from megafp8.model import rotary_attention  # noqa: E402
+from megafp8.kernels import rope
 
 SHAPES = {"A": (2048, 8, 16, 16, 128), "B": (4096, 2, 32, 8, 128)}
 
@@ -38,13 +38,13 @@ def measured(shape: tuple[int, int, int, int, int]) -> dict[str, tuple[float, fl
     length, batch, heads, groups, dim = shape
     joined = torch.randn(length, batch, (heads + 2 * groups) * dim, device="cuda").bfloat16()
     angles = torch.rand(length, 1, 1, dim, device="cuda")
-    parts = rotary_attention.split_and_rotate(joined, angles, heads, groups)
+    parts = rope.split_and_rotate(joined, angles, heads, groups)
     found = {}
-    forward, backward = rotary_attention.split_and_rotate_kernel, rotary_attention.rotate_back_and_join_kernel
+    forward, backward = rope.split_and_rotate_kernel, rope.rotate_back_and_join_kernel
     calls = {
-        "split_and_rotate": lambda: rotary_attention.launch(forward, joined, angles, *parts),
-        "rotate_back_and_join": lambda: rotary_attention.launch(backward, joined, angles, *parts, None),
-        "rotate_back_and_join, amax": lambda: rotary_attention.launch(
+        "split_and_rotate": lambda: rope.launch(forward, joined, angles, *parts),
+        "rotate_back_and_join": lambda: rope.launch(backward, joined, angles, *parts, None),
+        "rotate_back_and_join, amax": lambda: rope.launch(
             backward, joined, angles, *parts, torch.zeros(1, device="cuda")
         ),
     }
@@ -61,7 +61,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     blocks = BLOCKS if parser.parse_args(argv).sweep else BLOCKS[:1]
     cells = [("copy of 1 GiB", "", "", copy_bandwidth())]
     for block in blocks:
-        rotary_attention.TOKENS, rotary_attention.GROUPS, rotary_attention.NUM_WARPS = block
+        rope.TOKENS, rope.GROUPS, rope.NUM_WARPS = block
         for name, shape in SHAPES.items():
             cells += [(f"{name} {way}", "x".join(map(str, block)), *row) for way, row in measured(shape).items()]
     print(timing.format_table(("what", "tokens x groups x warps", "ms", "TB/s"), cells))

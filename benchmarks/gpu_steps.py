@@ -31,23 +31,23 @@ sys.path.insert(0, str(ROOT))
 # torch asks the driver whether there is a GPU, instead of starting to use it, after which it could not be forked.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
-import torch  # noqa: E402
+import torch
 
-from benchmarks import timing  # noqa: E402
-from benchmarks.gpu_profile import profiled  # noqa: E402
-from benchmarks.gpu_train import COMMON, MODES, SHAPES  # noqa: E402
-from megafp8.config import flags  # noqa: E402
-from megafp8.config.schema.parallel import ParallelConfig  # noqa: E402
-from megafp8.device import mcore_cpu  # noqa: E402
+from benchmarks import timing
+from benchmarks.gpu_profile import profiled
+from benchmarks.gpu_train import COMMON, MODES, SHAPES
+from megafp8.config import flags
+from megafp8.config.schema.model import ParallelConfig
+from megafp8.mcore import cpu_patches
 
-mcore_cpu.install()
+cpu_patches.install()
 
-from megafp8.checkpoint.state import Progress  # noqa: E402
-from megafp8.device.platform import detect_platform, join_ranks  # noqa: E402
-from megafp8.training.checks import Checked, check  # noqa: E402
-from megafp8.training.evaluation import build_batches  # noqa: E402
-from megafp8.training.setup import assemble  # noqa: E402
-from megafp8.training.step import StepResult, train_step  # noqa: E402
+from megafp8.checkpoint.progress import Progress
+from megafp8.device.platform import detect_platform, join_ranks
+from megafp8.training.checks import Checked, check
+from megafp8.training.evaluation import build_batches
+from megafp8.training.setup import assemble
+from megafp8.training.step import StepResult, train_step
 
 PROCESS_S = 120.0
 
@@ -124,7 +124,7 @@ def measure(options: argparse.Namespace, name: str, text: str, number: int) -> T
 
 def attention_of_process() -> str:
     """What Transformer Engine took in the last step, if it has attention."""
-    from megafp8.model.te_layers import selected_attention_backend
+    from megafp8.te.layers import selected_attention_backend
 
     return selected_attention_backend() or "not Transformer Engine's"
 
@@ -166,8 +166,8 @@ def answer(sender: Any, function: Callable[..., Any], *args: Any) -> None:
 def import_everything() -> None:
     """What a build would import otherwise, each time anew."""
     from benchmarks import megatron_loop  # noqa: F401
-    from megafp8.model import te_layers  # noqa: F401
-    from megafp8.optim import adam_kernel  # noqa: F401
+    from megafp8.kernels import adam  # noqa: F401
+    from megafp8.te import layers  # noqa: F401
 
 
 def touch_gpu() -> float:
@@ -239,8 +239,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             try:
                 timed = in_process(method, measure, options, name, modes[name], number)
                 done.append(timed)
-                print(f"round {number + 1} {name}: {timed.step_ms:.1f} ms, {timed.peak_gib:.1f} GiB, "
-                      f"loss {timed.losses[-1]:.4f}, {time.monotonic() - began:.0f} s", flush=True)
+                print(
+                    f"round {number + 1} {name}: {timed.step_ms:.1f} ms, {timed.peak_gib:.1f} GiB, "
+                    f"loss {timed.losses[-1]:.4f}, {time.monotonic() - began:.0f} s",
+                    flush=True,
+                )
             except Failed as error:
                 failures[name] = str(error)
                 print(f"{name} failed:\n{failures[name]}", flush=True)

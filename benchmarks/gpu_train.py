@@ -33,9 +33,10 @@ from typing import Any, Optional
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import timing  # noqa: E402
-from megafp8.config import derived, flags, size  # noqa: E402
-from megafp8.reports.load import load_run  # noqa: E402
+from benchmarks import timing
+from megafp8.analysis.runs import load_run
+from megafp8.config import derived, model_shapes
+from megafp8.config import flags as config_flags
 
 COMMON = (
     "--lr 3e-5 --lr-decay-style constant --weight-decay 0.1 --adam-beta2 0.95 --bf16 --mock-data "
@@ -158,14 +159,14 @@ def run_peer(options: argparse.Namespace, mode: str, number: int) -> Process:
         start(["benchmarks/gpu_steps.py", "--shape", options.shape, "--rounds", "1", *steps, "--json", str(result),
                "--modes", f"{mode}=@{PEERS[mode]}"])  # fmt: skip
         (timed,) = json.loads(result.read_text(encoding="utf-8"))["done"]
-    config = flags.parse(shlex.split(f"{SHAPES[options.shape]} {COMMON}")).config
+    config = config_flags.parse(shlex.split(f"{SHAPES[options.shape]} {COMMON}")).config
     length, batch = config.data.seq_length, config.training.global_batch_size
     assert length is not None and batch is not None and config.model.vocab_size is not None
     padded = derived.padded_vocab_size(config, config.model.vocab_size + 1)  # the null tokenizer's end of a document
     tokens_per_second = 1e3 * length * batch / timed["step_ms"]
     return Process(
         mode=mode, round=number, step_ms=timed["step_ms"], spread_fraction=None, tokens_per_second=tokens_per_second,
-        tflops=tokens_per_second * size.flops_per_token(config.model, padded, length) / 1e12,
+        tflops=tokens_per_second * model_shapes.flops_per_token(config.model, padded, length) / 1e12,
         peak_gib=timed["peak_gib"], attention=timed["attention"], loss=timed["losses"][-1],
         device=timed["device"], wall_s=time.monotonic() - started,
     )  # fmt: skip
@@ -279,8 +280,10 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     options = parse(argv)
     done, failures = measure(options)
     write(options, done, failures)
-    print(f"shape {options.shape}, {options.train_iters} steps, median of the last {options.steps}, "
-          f"{options.rounds} rounds, {done[0].device if done else 'nothing measured'}")
+    print(
+        f"shape {options.shape}, {options.train_iters} steps, median of the last {options.steps}, "
+        f"{options.rounds} rounds, {done[0].device if done else 'nothing measured'}"
+    )
     print_table(summarize(done))
     for failure in failures:
         print(failure)

@@ -13,19 +13,19 @@ import dataclasses
 import torch
 
 from megafp8.config import flags
-from megafp8.device import mcore_cpu
+from megafp8.mcore import cpu_patches
 
-mcore_cpu.install()
+cpu_patches.install()
 
-from megafp8.device.platform import detect_platform, leave_ranks  # noqa: E402
-from megafp8.mcore_config import build_transformer_config  # noqa: E402
-from megafp8.optim.finite import GradientWatch  # noqa: E402
-from megafp8.optim.traffic import build_traffic  # noqa: E402
-from megafp8.parallel.groups import leave_groups  # noqa: E402
-from megafp8.telemetry.timers import StepTimer  # noqa: E402
-from megafp8.training.checks import Checked, check  # noqa: E402
-from megafp8.training.run import Run  # noqa: E402
-from megafp8.training.setup import assemble, build_trainee  # noqa: E402
+from megafp8.device.platform import detect_platform, leave_ranks
+from megafp8.mcore.config import build_transformer_config
+from megafp8.mcore.process_groups import leave_groups
+from megafp8.metrics.timers import StepTimer
+from megafp8.optimizer.gradient_checks import NonFiniteGradientMonitor
+from megafp8.optimizer.gradient_communication import build_traffic
+from megafp8.training.checks import Checked, check
+from megafp8.training.run import Run
+from megafp8.training.setup import assemble, build_trainee
 
 TRAINING = (
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
@@ -80,7 +80,7 @@ def add_run(first: Run, text: str) -> Run:
         first_gradient=None,
         spikes=None,
         delayed=None,
-        watch=GradientWatch(trainee.chunks, first.platform.device) if watched else None,
+        watch=NonFiniteGradientMonitor(trainee.chunks, first.platform.device) if watched else None,
         traffic=build_traffic(config, trainee.chunks),
         timer=StepTimer(),
     )

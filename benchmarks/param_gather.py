@@ -19,12 +19,12 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import timing  # noqa: E402
-from benchmarks.in_process import add_run, add_size_options, command_line, end_runs, start_run  # noqa: E402
-from megafp8.checkpoint.state import Progress  # noqa: E402
-from megafp8.training.evaluation import build_batches  # noqa: E402
-from megafp8.training.run import Run  # noqa: E402
-from megafp8.training.step import StepResult, train_step  # noqa: E402
+from benchmarks import timing
+from benchmarks.in_process import add_run, add_size_options, command_line, end_runs, start_run
+from megafp8.checkpoint.progress import Progress
+from megafp8.training.evaluation import build_batches
+from megafp8.training.run import Run
+from megafp8.training.step import StepResult, train_step
 
 RECIPES = ("tensorwise", "delayed", "blockwise")
 COMMON = "--bf16 --transformer-impl emulated --fp8-format e4m3 --use-distributed-optimizer"

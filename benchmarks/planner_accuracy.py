@@ -3,7 +3,7 @@
     python benchmarks/planner_accuracy.py [--write] [--fit]
 
 Prints the tables of benchmarks/RESULTS.md; `--write` puts them there, `--fit` finds the constants of
-`megafp8/planning/calibration.py` again. Bars, for rows held out of the fit: memory 10%, step time 15%.
+`megafp8/planning/planned_run.py` again. Bars, for rows held out of the fit: memory 10%, step time 15%.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Optional
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.planner_fit import fit  # noqa: E402
-from benchmarks.planner_measurements import FIT, HELD_OUT, MEASUREMENTS, Measurement  # noqa: E402
-from benchmarks.planner_published import LEFT_OUT, PUBLISHED, Published  # noqa: E402
-from megafp8.planning.layouts import Found  # noqa: E402
-from megafp8.planning.memory import estimate_ends  # noqa: E402
-from megafp8.planning.step_time import step_time  # noqa: E402
-from megafp8.text_table import markdown  # noqa: E402
+from benchmarks.planner_fit import fit
+from benchmarks.planner_measurements import FIT, HELD_OUT, MEASUREMENTS, Measurement
+from benchmarks.planner_published import LEFT_OUT, PUBLISHED, Published
+from megafp8.planning.layouts import Found
+from megafp8.planning.memory import estimate_ends
+from megafp8.planning.step_time import step_time
+from megafp8.utils.formatting import markdown
 
 RESULTS = ROOT / "benchmarks/RESULTS.md"
 BEGIN, END = "<!-- planner accuracy: begin -->\n", "<!-- planner accuracy: end -->\n"
@@ -75,7 +75,8 @@ def measured_table(compared: Sequence[Compared]) -> str:
         name = f"{row.name} ({row.note})" if row.note else row.name
         of_time = (
             (row.role, f"{row.step_ms:.1f}", f"{entry.step_ms:.1f}", told(entry.time_error, TIME_BAR, row.role))
-            if row.step_ms is not None else ("",) * 4
+            if row.step_ms is not None
+            else ("",) * 4
         )
         of_memory = (
             (entry.memory_role, f"{row.peak_gib:.1f}", f"{entry.peak_gib:.1f}",

@@ -1,4 +1,4 @@
-"""The constants of `megafp8/planning/calibration.py` from the rows marked `fit`, each from the kernels it describes.
+"""The constants of `megafp8/planning/planned_run.py` from the rows marked `fit`, each from the kernels it describes.
 
 One is fitted to published rows, since no GPU of ours has what it describes: block-scaled GEMMs.
 """
@@ -11,12 +11,10 @@ from collections.abc import Callable
 
 from benchmarks.planner_measurements import COMMON, FIT, GROUPS, MEASUREMENTS, SHAPES, SMALL_LINEARS, Measurement
 from benchmarks.planner_published import groups
-from megafp8.config import derived, gemms
+from megafp8.config import derived, model_shapes
 from megafp8.planning import compute, step_time
-from megafp8.planning.calibration import Calibration
 from megafp8.planning.fp8_gain import linear_casts_s
-from megafp8.planning.planned_run import PlannedRun
-from megafp8.planning.products import layer_products
+from megafp8.planning.planned_run import Calibration, PlannedRun, layer_products
 from megafp8.recipes.base import Gemm, Operand
 
 DIGITS = 3
@@ -88,7 +86,7 @@ def small_linears_us(calibration: Calibration) -> dict[tuple[str, str], tuple[fl
     """What SMALL_LINEARS would be by the model."""
     row = Measurement(name="C", flags=f"{COMMON} {SHAPES['C']} --vocab-size 50304", role=FIT)
     run = row.run(calibration)
-    linears = {linear.name: linear for linear in gemms.gemm_dimensions(run.config)}
+    linears = {linear.name: linear for linear in model_shapes.gemm_dimensions(run.config)}
     found = {}
     for name, recipe in SMALL_LINEARS:
         products = [product for product in layer_products(run) if product.linear == name]

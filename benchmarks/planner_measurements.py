@@ -18,12 +18,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from megafp8.config import derived, flags
+from megafp8.config import derived
+from megafp8.config import flags as config_flags
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
-from megafp8.planning.calibration import CALIBRATION, Calibration
-from megafp8.planning.hardware import GPUS
-from megafp8.planning.planned_run import PlannedRun
+from megafp8.device.gpus import GPUS
+from megafp8.planning.planned_run import CALIBRATION, Calibration, PlannedRun
 
 COMMON = (
     "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --cross-entropy-loss-fusion "
@@ -85,7 +85,7 @@ class Measurement:
     @property
     def config(self) -> RunConfig:
         """The settings."""
-        invocation, problems = flags.read(shlex.split(self.flags))
+        invocation, problems = config_flags.read(shlex.split(self.flags))
         assert not problems, problems
         return with_values(invocation.config, dict(self.settings))
 

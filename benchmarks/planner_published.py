@@ -21,10 +21,10 @@ from typing import Optional
 from benchmarks.planner_measurements import FIT, HELD_OUT, RECIPES
 from megafp8.config import derived, flags
 from megafp8.config.flags import Invocation
-from megafp8.planning.calibration import CALIBRATION
-from megafp8.planning.hardware import GPUS
+from megafp8.device.gpus import GPUS
 from megafp8.planning.layouts import Found, find_layouts
 from megafp8.planning.plan import assumptions, with_values
+from megafp8.planning.planned_run import CALIBRATION
 
 LLAMA_405B = (
     "--num-layers 128 --hidden-size 16384 --num-attention-heads 128 --group-query-attention --num-query-groups 8 "
@@ -127,6 +127,7 @@ PUBLISHED: tuple[Published, ...] = (
     *_rows("TT nvfp4.md, Blackwell not named", "b200", 4, "8B", f"--seq-length 2048 {TWO_SEQUENCES}",
            bf16=21_919, mxfp8=28_084, nvfp4=30_040),
 )  # fmt: skip
+
 
 def groups() -> list[tuple[Published, ...]]:
     """The rows that differ in recipe alone."""

@@ -31,13 +31,13 @@ from typing import Any, Optional
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import timing  # noqa: E402
-from benchmarks.startup import process_times_ms  # noqa: E402
-from megafp8.config.schema import DataConfig  # noqa: E402
-from megafp8.data.corpus import stdlib_documents, stdlib_folder  # noqa: E402
-from megafp8.data.manifest import load_manifest  # noqa: E402
-from megafp8.data.tokenizer import build_tokenizer  # noqa: E402
-from megafp8.data.tokenizer_training import train_byte_bpe, train_sentencepiece  # noqa: E402
+from benchmarks import timing
+from benchmarks.startup import process_times_ms
+from megafp8.config.schema import DataConfig
+from megafp8.data.preprocessing.corpus import stdlib_documents, stdlib_folder
+from megafp8.data.preprocessing.tokenizer_training import train_byte_bpe, train_sentencepiece
+from megafp8.data.shards import load_manifest
+from megafp8.data.tokenizers.build import build_tokenizer
 
 BPE_BAR, LIBRARY_BAR = 20.0, 0.85
 DOCUMENT_CHARACTERS = 3000
@@ -270,9 +270,7 @@ def main(argv: Optional[list[str]] = None) -> None:
     corpus = write_corpus(options.folder / f"corpus{options.megabytes}.jsonl", options.megabytes * 10**6)
     if options.memory_limit_mb is not None:
         for case in cases:
-            used = run_with_limit(
-                case, corpus, options.folder / "limited", options.memory_limit_mb, options.workers
-            )
+            used = run_with_limit(case, corpus, options.folder / "limited", options.memory_limit_mb, options.workers)
             print(f"{case.name}: no process used more than {used:.0f} MB so far, of {options.memory_limit_mb} allowed")
         return
     results = {case.name: compare(case, corpus, options.folder, options) for case in cases}

@@ -25,16 +25,12 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import timing  # noqa: E402
-from megafp8.fp8.delayed import DelayedScale  # noqa: E402
-from megafp8.fp8.linear import LinearPlan, emulated_linear, quantize_weight  # noqa: E402
-from megafp8.fp8.quantize import Quantized, dequantize, quantize  # noqa: E402
-from megafp8.recipes import blockwise, delayed, mxfp8, nvfp4, tensorwise  # noqa: E402
-from megafp8.recipes.base import (  # noqa: E402
-    LinearRecipe,
-    OperandRule,
-    ScaleRule,  # noqa: E402
-)
+from benchmarks import timing
+from megafp8.quantization.delayed_scaling import DelayedScale
+from megafp8.quantization.linear import LinearPlan, emulated_linear, quantize_weight
+from megafp8.quantization.quantize import Quantized, dequantize, quantize
+from megafp8.recipes import blockwise, delayed, mxfp8, nvfp4, tensorwise
+from megafp8.recipes.base import LinearRecipe, OperandRule, ScaleRule
 
 SHAPES = ((512, 512), (512, 1536), (512, 2048), (2048, 512))  # (inputs, outputs) of a layer of hidden size 512
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

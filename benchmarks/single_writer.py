@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 warnings.filterwarnings("ignore")  # megatron-core's, of what is not installed
 logging.disable(logging.WARNING)
 
-from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder  # noqa: E402
-from megatron.core.tokenizers.text.utils.build_tokenizer import build_tokenizer  # noqa: E402
+from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+from megatron.core.tokenizers.text.utils.build_tokenizer import build_tokenizer
 
 CHUNK_DOCUMENTS = 32  # Megatron's
 
@@ -49,7 +49,7 @@ class Encoder:
 def build(options: argparse.Namespace) -> tuple[Callable[[str], list[int]], int, int]:
     """How to tokenize, the id that ends a document, and the number of ids."""
     if options.tokenizer_type == "HuggingFaceTokenizer":
-        from megafp8.data.tokenizer_kinds import HuggingFaceTokenizer
+        from megafp8.data.tokenizers.libraries import HuggingFaceTokenizer
 
         tokenizer = HuggingFaceTokenizer(options.tokenizer_model)
     else:

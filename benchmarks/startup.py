@@ -25,7 +25,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import timing  # noqa: E402
+from benchmarks import timing
 
 HELP_BAR_S, FIRST_STEP_BAR_S = 0.5, 15.0
 TINY = (

@@ -22,13 +22,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import timing  # noqa: E402
-from benchmarks.engine_overhead import EngineLoop  # noqa: E402
-from benchmarks.in_process import add_size_options, checked_flags, command_line, end_runs  # noqa: E402
-from benchmarks.operations import Operations, count_operations  # noqa: E402
-from megafp8.device.platform import detect_platform  # noqa: E402
-from megafp8.telemetry.sinks import build_sinks  # noqa: E402
-from megafp8.training.setup import assemble  # noqa: E402
+from benchmarks import timing
+from benchmarks.engine_overhead import EngineLoop
+from benchmarks.in_process import add_size_options, checked_flags, command_line, end_runs
+from benchmarks.operations import Operations, count_operations
+from megafp8.device.platform import detect_platform
+from megafp8.metrics.sinks import build_sinks
+from megafp8.training.setup import assemble
 
 BAR, INTERVAL, WARMUP = 0.02, 100, 2
 PLAIN, LOOKING = "not looking", "looking"

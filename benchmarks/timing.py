@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megafp8.text_table import markdown
+from megafp8.utils.formatting import markdown
 
 QUIET_FRACTION = 0.05
 
@@ -43,7 +43,6 @@ class Times:
     def median_cpu_ms(self) -> float:
         """Median over the rounds."""
         return statistics.median(self.cpu_ms)
-
 
     def extend(self, more: Times) -> None:
         """Add the rounds of a repetition."""

@@ -24,9 +24,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
 from megafp8.errors import INTERNAL
-from megafp8.launch.nodes import TIMEOUT_S, gpu_problems, judge_nodes, read_report, summary, write_report
-from megafp8.launch.requeue import requeue
-from megafp8.utils.paths import path_argument
+from megafp8.launch.node_check import TIMEOUT_S, evaluate_nodes, gpu_problems, read_report, summary, write_report
+from megafp8.launch.slurm import requeue
+from megafp8.utils.files import path_argument
 
 NODE = "SLURM_NODEID"
 
@@ -39,7 +39,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--nodes", nargs="+", required=True, metavar="NODE", help="all of the job, in one order")
     parser.add_argument(
-        "--addresses", nargs="+", default=[], metavar="HOST",
+        "--addresses",
+        nargs="+",
+        default=[],
+        metavar="HOST",
         help="where they are reached, in the same order (default: their names)",
     )
     parser.add_argument("--gpus", type=int, default=0, metavar="N", help="GPUs that each must have (default: none)")
@@ -58,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = build_parser().parse_args(argv)
     folder: Path = arguments.folder
     if arguments.what == "measure":
-        from megafp8.doctor.node import measure_node
+        from megafp8.launch.node_check import measure_node
 
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the warning of the time limit is for the run
         folder.mkdir(parents=True, exist_ok=True)
@@ -69,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
         write_report(folder, report)
         return 0
     reports = [read_report(folder, node) for node in arguments.nodes]
-    wrong = judge_nodes(arguments.nodes, reports)
+    wrong = evaluate_nodes(arguments.nodes, reports)
     for node, problems in wrong.items():
         for problem in problems:
             tell(f"{node}: {problem}")

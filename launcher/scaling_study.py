@@ -28,23 +28,27 @@ from typing import Optional
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
 from megafp8.config import rules
+from megafp8.device.gpus import GPUS
 from megafp8.errors import ConfigError, Megafp8Error
 from megafp8.launch import slurm
-from megafp8.planning.hardware import GPUS
-from megafp8.studies.array import build_jobs, queued_ids, submit
-from megafp8.studies.local import check_gpus, command_of, run_here, visible_gpus
-from megafp8.studies.progress import (
-    Progress,
+from megafp8.launch.study import StudyRun, expand, labels_text, read_study
+from megafp8.launch.study_execution import (
+    StudyProgress,
+    build_jobs,
+    check_gpus,
+    command_of,
     is_due,
     predicted_seconds,
     progress_of,
+    queued_ids,
+    run_here,
     status_text,
+    submit,
+    visible_gpus,
     write_study_file,
 )
-from megafp8.studies.runs import StudyRun, expand, labels_text
-from megafp8.studies.study import read_study
 from megafp8.utils.best_effort import best_effort
-from megafp8.utils.paths import path_argument
+from megafp8.utils.files import path_argument
 
 SCRIPT = Path(__file__).resolve().parents[1] / "pretrain_gpt.py"
 
@@ -64,16 +68,20 @@ def build_parser() -> argparse.ArgumentParser:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--local", action="store_true", help="run on this machine (default where there is no sbatch)")
     where.add_argument(
-        "--slurm", action="store_true", help="submit job arrays (default where there is sbatch); with --dry-run: print "
-        "their scripts",
+        "--slurm",
+        action="store_true",
+        help="submit job arrays (default where there is sbatch); with --dry-run: print their scripts",
     )
     parser.add_argument(
-        "--parallel", type=int, metavar="N",
+        "--parallel",
+        type=int,
+        metavar="N",
         help="runs at a time on this machine (default: as many as its GPUs hold, without GPUs 1)",
     )
     parser.add_argument(
-        "--gpu", choices=sorted(GPUS), help="with --dry-run: GPU whose times the planner predicts; default from runs "
-        "of the study that are done",
+        "--gpu",
+        choices=sorted(GPUS),
+        help="with --dry-run: GPU whose times the planner predicts; default from runs of the study that are done",
     )
     return parser
 
@@ -165,7 +173,7 @@ def machine_problems(runs: Sequence[StudyRun]) -> dict[str, list[str]]:
     return problems
 
 
-def plan_text(every: Sequence[Progress], gpu: Optional[str]) -> str:
+def plan_text(every: Sequence[StudyProgress], gpu: Optional[str]) -> str:
     """What would be run: two lines a run, and sums over those that are not done."""
     lines, seconds_left = [], []
     for one in every:

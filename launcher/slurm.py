@@ -24,11 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 from megafp8.config import flags, rules
 from megafp8.errors import ConfigError
 from megafp8.launch import slurm, torchrun
-from megafp8.launch.control_characters import control_problems
 from megafp8.launch.job import Job, read_job
 from megafp8.utils import strict_yaml
-from megafp8.utils.paths import path_argument, path_text
-from megafp8.utils.small_files import UnreadableFile, read_text
+from megafp8.utils.files import UnreadableFile, path_argument, path_text, read_text
+from megafp8.utils.formatting import control_problems
 
 TEXTS = (
     ("--name", "NAME", "of the job"),
@@ -77,7 +76,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--shared-nodes", dest="exclusive", action="store_const", const="false", help="nodes may have other jobs"
     )
     parser.add_argument(
-        "--no-check-nodes", dest="check_nodes", action="store_const", const="false",
+        "--no-check-nodes",
+        dest="check_nodes",
+        action="store_const",
+        const="false",
         help="start without looking at the nodes",
     )
     parser.add_argument(

@@ -22,13 +22,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
 from megafp8.config import flags
-from megafp8.config.rules.paths import write_fault
+from megafp8.config.rules.data import write_fault
 from megafp8.errors import HUNG, INTERNAL, PREEMPTED, ConfigError
-from megafp8.launch.requeue import is_fruitless, requeue, this_job, time_left_s
-from megafp8.launch.run_state import read_run_state
-from megafp8.launch.supervise import Limits, Supervisor, saved_step
+from megafp8.launch.slurm import is_fruitless, requeue, this_job, time_left_s
+from megafp8.launch.supervisor import Limits, Supervisor, saved_step
+from megafp8.resilience.run_state import read_run_state
 from megafp8.utils.best_effort import best_effort, optional_write
-from megafp8.utils.paths import path_argument
+from megafp8.utils.files import path_argument
 
 SCRIPTS = ("pretrain_gpt.py", "pretrain-gpt")
 MENDED_BY_A_NEW_START = (PREEMPTED, INTERNAL, HUNG)
@@ -38,29 +38,43 @@ DEFAULTS = Limits(grace_s=float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--max-restarts", type=int, default=DEFAULTS.max_restarts, metavar="N",
+        "--max-restarts",
+        type=int,
+        default=DEFAULTS.max_restarts,
+        metavar="N",
         help="restarts in a row without progress (default %(default)s)",
     )
     parser.add_argument(
-        "--min-progress-steps", type=int, default=DEFAULTS.min_progress_steps, metavar="N",
+        "--min-progress-steps",
+        type=int,
+        default=DEFAULTS.min_progress_steps,
+        metavar="N",
         help="saved steps that count as progress; 0: every restart counts (default %(default)s)",
     )
     parser.add_argument(
-        "--retry-bad-numbers", action="store_true",
+        "--retry-bad-numbers",
+        action="store_true",
         help="start again also after numbers that are not finite (status 65), which a fault of the hardware may have "
         "made; counts as a restart without progress",
     )
     parser.add_argument(
-        "--backoff-s", type=float, default=DEFAULTS.backoff_s, metavar="S",
+        "--backoff-s",
+        type=float,
+        default=DEFAULTS.backoff_s,
+        metavar="S",
         help="pause before a restart, doubled for each one without progress (default %(default)g)",
     )
     parser.add_argument(
-        "--grace-s", type=float, default=DEFAULTS.grace_s, metavar="S",
+        "--grace-s",
+        type=float,
+        default=DEFAULTS.grace_s,
+        metavar="S",
         help="time to save after a signal, for torchrun and its ranks; then they are killed (default %(default)g, "
         "or TORCH_ELASTIC_SHUTDOWN_TIMEOUT)",
     )
     parser.add_argument(
-        "--requeue", action="store_true",
+        "--requeue",
+        action="store_true",
         help="in a Slurm job: put the job back into the queue when a signal ended the run, or when restarts did not "
         "help and other nodes may",
     )
@@ -68,7 +82,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--max-requeues", type=int, default=100, metavar="N", help="how often, in all (default %(default)s)"
     )
     parser.add_argument(
-        "--least-time-s", type=float, default=0.0, metavar="S",
+        "--least-time-s",
+        type=float,
+        default=0.0,
+        metavar="S",
         help="with --requeue: start nothing in the last S seconds of the job, whose warning has come already",
     )
     parser.add_argument(

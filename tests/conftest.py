@@ -10,7 +10,7 @@ import signal
 
 # Before torch is imported: a process that has started thread pools cannot be forked safely (see ranks.py).
 os.environ["OMP_NUM_THREADS"] = "1"
-# Before megatron-core is imported, whichever test does it first (see megafp8/device/mcore_cpu.py).
+# Before megatron-core is imported, whichever test does it first (see megafp8/mcore/cpu_patches.py).
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
 from collections import Counter
@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megafp8.device.mcore_cpu import QUIET
+from megafp8.mcore.cpu_patches import QUIET
 
 torch.set_num_threads(1)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and what tests start would ignore it, too

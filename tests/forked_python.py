@@ -106,9 +106,7 @@ def answer(connection: socket.socket, python: str) -> None:
     connection.send(bytes([status if status >= 0 else 128 - status]))
 
 
-def be_python(
-    words: list[str], folder: str, environment: Mapping[str, str], streams: list[int], python: str
-) -> None:
+def be_python(words: list[str], folder: str, environment: Mapping[str, str], streams: list[int], python: str) -> None:
     """The life of a forked interpreter."""
     become_child()
     for number, stream in enumerate(streams):

@@ -26,9 +26,9 @@ from typing import Optional
 import psutil
 from ranks import become_rank, join_gloo
 
-from megafp8 import faults
-from megafp8.device import mcore_cpu
-from megafp8.launch.process import ENDED, stat_of
+from megafp8.mcore import cpu_patches
+from megafp8.resilience import fault_injection
+from megafp8.utils.process import ENDED, stat_of
 
 ROOT = Path(__file__).resolve().parents[1]
 HUNG = 124
@@ -62,7 +62,7 @@ class Ended:
 
 def prepare() -> None:
     """Import in this process what ranks would import each."""
-    mcore_cpu.install()
+    cpu_patches.install()
     for name in ("pretrain_gpt", "megafp8.training.pretrain", "megafp8.training.checks"):
         importlib.import_module(name)
 
@@ -107,7 +107,9 @@ class ForkedRun:
         environment: Mapping[str, str] = MappingProxyType({}),
     ):  # fmt: skip
         self._folder, self._began, self._ends = folder, time.monotonic(), dict[int, float]()
-        variables = {faults.VARIABLE: plan, **environment} | ({faults.FIRED_VARIABLE: str(fired)} if fired else {})
+        variables = {fault_injection.VARIABLE: plan, **environment} | (
+            {fault_injection.FIRED_VARIABLE: str(fired)} if fired else {}
+        )
         fork = multiprocessing.get_context("fork").Process
         self.processes: list[BaseProcess] = [
             fork(target=be_command, args=(rank, world_size, folder, flags.split(), variables))
@@ -203,7 +205,7 @@ def be_command(rank: int, world_size: int, folder: Path, flags: list[str], varia
     sys.stdout = sys.stderr = output  # pytest has put files of its own there
     become_rank(rank, world_size, folder)
     os.environ |= variables
-    importlib.reload(faults)
+    importlib.reload(fault_injection)
     if "MASTER_ADDR" not in variables:  # with an address the command joins by itself, as under torchrun
         join_gloo(rank, world_size, folder)
     command = importlib.import_module("pretrain_gpt")

@@ -29,7 +29,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megafp8.launch.process import end_with_starter
+from megafp8.utils.process import end_with_starter
 
 # Once a rank has failed, the others hang in a collective or fail too: what they say in this time is reported.
 GRACE_S = 1.0

@@ -11,19 +11,19 @@ from ranks import run_ranks
 
 from megafp8.config import derived, flags
 from megafp8.config.schema import RunConfig
-from megafp8.device import mcore_cpu
+from megafp8.mcore import cpu_patches
 
-mcore_cpu.install()
+cpu_patches.install()
 
-from megafp8.checkpoint.folder import finish, make_unfinished, unfinished_path  # noqa: E402
-from megafp8.checkpoint.manifest import read_manifest  # noqa: E402
-from megafp8.checkpoint.save import save_checkpoint  # noqa: E402
-from megafp8.checkpoint.state import Progress, Trainee  # noqa: E402
-from megafp8.data.tokenizer import build_tokenizer  # noqa: E402
-from megafp8.mcore_config import build_transformer_config  # noqa: E402
-from megafp8.model.builder import add_gradient_buffers, build_model, build_optimizer  # noqa: E402
-from megafp8.optim.schedule import build_schedule  # noqa: E402
-from megafp8.parallel.groups import build_groups  # noqa: E402
+from megafp8.checkpoint.directory import finish, make_unfinished, unfinished_path
+from megafp8.checkpoint.manifest import read_manifest
+from megafp8.checkpoint.progress import Progress, Trainee
+from megafp8.checkpoint.save import save_checkpoint
+from megafp8.data.tokenizers.build import build_tokenizer
+from megafp8.mcore.config import build_transformer_config
+from megafp8.mcore.process_groups import build_groups
+from megafp8.models.builder import add_gradient_buffers, build_model, build_optimizer
+from megafp8.optimizer.schedules import build_schedule
 
 # The seed is not the default one, so that weights which nobody loaded are other weights.
 RUN = (

@@ -8,8 +8,8 @@ from typing import Optional
 
 import numpy as np
 
-from megafp8.data.atomic import HashedStream, sync, temporary_name
 from megafp8.data.shards import ShardTotals, bin_path, idx_path, index_of_documents, publish_shard, write_index
+from megafp8.utils.files import HashedStream, sync, temporary_name
 
 
 class ShardWriter:

@@ -21,7 +21,7 @@ from typing import Optional
 import psutil
 
 from benchmarks.ports import free_ports
-from megafp8.launch.process import end_with_parent
+from megafp8.utils.process import end_with_parent
 
 NODES, ADDRESSES = ("megafp8-node1", "megafp8-node2"), ("127.0.0.1", "127.0.0.2")
 # For what this Slurm is asked; it starts in a second, but on a busy machine not at once.

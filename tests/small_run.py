@@ -22,21 +22,22 @@ from torch import Tensor
 
 from megafp8.config import flags, rules
 from megafp8.config.schema import RunConfig
-from megafp8.device import capability, mcore_cpu, platform
+from megafp8.device import capability, platform
+from megafp8.mcore import cpu_patches
 
-mcore_cpu.install()
+cpu_patches.install()
 
-from megatron.core.utils import unwrap_model  # noqa: E402
+from megatron.core.utils import unwrap_model
 
-from megafp8.checkpoint.save import sync_parameters  # noqa: E402
-from megafp8.checkpoint.state import Progress  # noqa: E402
-from megafp8.data.epochs import Source  # noqa: E402
-from megafp8.telemetry.records import QuantizationRecord, Record  # noqa: E402
-from megafp8.training.evaluation import build_batches  # noqa: E402
-from megafp8.training.extensions.statistics import StatisticsCollector  # noqa: E402
-from megafp8.training.run import Run  # noqa: E402
-from megafp8.training.setup import assemble  # noqa: E402
-from megafp8.training.step import Batches, StepResult, train_step  # noqa: E402
+from megafp8.checkpoint.progress import Progress
+from megafp8.checkpoint.save import sync_parameters
+from megafp8.data.gpt_dataset import ShardSource
+from megafp8.metrics.records import QuantizationRecord, Record
+from megafp8.training.evaluation import build_batches
+from megafp8.training.extensions.statistics import StatisticsCollector
+from megafp8.training.run import Run
+from megafp8.training.setup import assemble
+from megafp8.training.step import Batches, StepResult, train_step
 
 # Bytes 0 to 254, and the tokenizer's end of document on 255, which no source has: 256 rows under every layout.
 COMMON = (
@@ -95,7 +96,7 @@ class SourceSamples:
         text = b"".join(inspect.getsource(module).encode() for module in SOURCES)
         self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
         self.length, self.is_masked = length, is_masked
-        self.sources = (Source("source code", "bytes", (0, 1)),)
+        self.sources = (ShardSource("source code", "bytes", (0, 1)),)
 
     def __len__(self) -> int:
         return 1 << 20
@@ -121,9 +122,7 @@ def train(run: Run, num_steps: int, first_step: int = 1, is_masked: bool = False
     return Curve([result.loss for result in results], [result.grad_norm for result in results])
 
 
-def look_of(
-    run: Run, step: int = 1, collector: Optional[StatisticsCollector] = None
-) -> Optional[QuantizationRecord]:
+def look_of(run: Run, step: int = 1, collector: Optional[StatisticsCollector] = None) -> Optional[QuantizationRecord]:
     """One step of training, and rank 0's record of it if it is a statistics step."""
     batch = run.global_batch_size
     batches = build_batches(run, SourceSamples(run.config.data.seq_length), (step - 1) * batch, step * batch, 0)

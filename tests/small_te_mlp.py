@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 import transformer_engine.pytorch as te
 
-from megafp8.model.te_operations import SwiGLUFusedMLP
+from megafp8.te.fused_mlp import SwiGLUFusedMLP
 
 HIDDEN, FFN, EPS = 32, 48, 1e-5
 

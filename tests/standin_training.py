@@ -10,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from megafp8.launch.process import this_process
-from megafp8.launch.run_state import RUN_STATE_FILE, RunState
+from megafp8.resilience.run_state import RUN_STATE_FILE, RunState
+from megafp8.utils.process import this_process
 
 
 def main(words: list[str]) -> None:

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megafp8.checkpoint.convert.families import family_of_theirs
+from megafp8.checkpoint.convert.safetensors_files import SINGLE, write_json
+from megafp8.checkpoint.convert.tensor_mapping import TheirConfig
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
-from megafp8.huggingface.families import family_of_theirs
-from megafp8.huggingface.files import SINGLE, write_json
-from megafp8.huggingface.their_config import TheirConfig
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,

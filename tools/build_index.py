@@ -23,7 +23,7 @@ from typing import Optional
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
 from megafp8.config import derived, flags
-from megafp8.config.rules import batch, data, paths
+from megafp8.config.rules import data, training
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import settings_by_name
 from megafp8.errors import ConfigError, Megafp8Error
@@ -35,8 +35,8 @@ SETTINGS_THAT_MATTER = (
     "data.tokenizer_type", "data.tokenizer_model", "data.vocab_file", "data.merge_file", "model.vocab_size",
 )  # fmt: skip
 RULES = (
-    *data.RULES, batch.length_is_given_once, batch.samples_fill_a_batch, paths.shards_are_there,
-    paths.tokenizer_files_are_there, paths.outputs_can_be_written,
+    *data.RULES, training.length_is_given_once, training.samples_fill_a_batch, data.shards_are_there,
+    data.tokenizer_files_are_there, data.outputs_can_be_written,
 )  # fmt: skip
 
 
@@ -71,11 +71,11 @@ def build(config: RunConfig, world_size: int) -> None:
     def tell(text: str) -> None:
         print(f"{time.monotonic() - started:7.1f} s  {text}", flush=True)
 
-    from megafp8.device import mcore_cpu
+    from megafp8.mcore import cpu_patches
 
-    mcore_cpu.install()
+    cpu_patches.install()
     from megafp8.data.datasets import SPLITS, build_datasets
-    from megafp8.data.tokenizer import build_tokenizer
+    from megafp8.data.tokenizers.build import build_tokenizer
 
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
     datasets = build_datasets(config, tokenizer, derived.dataset_samples(config, world_size), on_progress=tell)

@@ -17,9 +17,9 @@ from typing import Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a checkout, installed or not
 
-from megafp8.data.corpus import DEFAULT_MAX_BYTES, write_stdlib_corpus
+from megafp8.data.preprocessing.corpus import DEFAULT_MAX_BYTES, write_stdlib_corpus
 from megafp8.errors import Megafp8Error
-from megafp8.utils.paths import path_argument
+from megafp8.utils.files import path_argument
 
 
 def main(argv: Optional[list[str]] = None) -> int:

@@ -29,7 +29,7 @@ from typing import Any, Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
-from megafp8.checkpoint.folder import (
+from megafp8.checkpoint.directory import (
     CORRUPT,
     NON_PERSISTENT,
     RETIRED,
@@ -40,7 +40,7 @@ from megafp8.checkpoint.folder import (
 )
 from megafp8.checkpoint.manifest import NAME, damage_seen, read_manifest
 from megafp8.errors import CheckpointError, ConfigError, Megafp8Error
-from megafp8.utils.paths import path_argument
+from megafp8.utils.files import path_argument
 from megafp8.utils.strict_json import parse_json
 
 DAMAGED = CheckpointError.exit_status
@@ -164,10 +164,10 @@ def status_of(states: Sequence[dict[str, Any]]) -> int:
 
 
 def show(options: argparse.Namespace) -> int:
-    from megafp8.device import mcore_cpu
+    from megafp8.mcore import cpu_patches
 
-    mcore_cpu.install()
-    from megafp8.checkpoint.contents import read_contents
+    cpu_patches.install()
+    from megafp8.checkpoint.metadata import read_contents
 
     path = checkpoints_of(options.folder, options.ckpt_step)[-1]
     contents = read_contents(path)
@@ -222,10 +222,10 @@ def path_of(options: argparse.Namespace, step: int) -> Path:
 
 
 def hash_(options: argparse.Namespace) -> int:
-    from megafp8.device import mcore_cpu
+    from megafp8.mcore import cpu_patches
 
-    mcore_cpu.install()
-    from megafp8.checkpoint.fingerprint import fingerprint
+    cpu_patches.install()
+    from megafp8.checkpoint.standalone import fingerprint
 
     path = checkpoints_of(options.folder, options.ckpt_step)[-1]
     parts = fingerprint(path)
@@ -235,10 +235,10 @@ def hash_(options: argparse.Namespace) -> int:
 
 
 def seal(options: argparse.Namespace) -> int:
-    from megafp8.device import mcore_cpu
+    from megafp8.mcore import cpu_patches
 
-    mcore_cpu.install()
-    from megafp8.checkpoint.contents import seal as write_seal
+    cpu_patches.install()
+    from megafp8.checkpoint.metadata import seal as write_seal
 
     write_seal(options.folder)
     tell_states([state_of(options.folder, with_hashes=False)], options)

@@ -20,9 +20,9 @@ from typing import Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
+from megafp8.cli.common import Parser
 from megafp8.errors import ConfigError, Megafp8Error
-from megafp8.reports.command_line import Parser
-from megafp8.utils.paths import path_argument, path_text
+from megafp8.utils.files import path_argument, path_text
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -32,18 +32,23 @@ def build_parser() -> argparse.ArgumentParser:
         "--baseline", type=path_text, metavar="RUN", help="run or recipe to compare with; default the first"
     )
     parser.add_argument(
-        "--bound", type=float, default=0.5, metavar="PERCENT",
+        "--bound",
+        type=float,
+        default=0.5,
+        metavar="PERCENT",
         help="validation loss above the baseline's that is accepted (default %(default)g)",
     )
     parser.add_argument(
         "--confidence", type=float, default=95.0, metavar="PERCENT", help="of the intervals (default %(default)g)"
     )
     parser.add_argument(
-        "--output-dir", type=path_argument,
+        "--output-dir",
+        type=path_argument,
         help="write report.html, comparison.md, comparison.json, gaps.svg and loss_curves.png here",
     )
     parser.add_argument(
-        "--include-unfinished", action="store_true",
+        "--include-unfinished",
+        action="store_true",
         help="compare runs that are not done, too, by what they have so far; decides nothing about their recipes",
     )
     parser.add_argument("--warmup-steps", type=int, default=10, help="first steps that do not count for the speed")
@@ -64,8 +69,8 @@ def problems_of(arguments: argparse.Namespace) -> list[str]:
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     arguments = build_parser().parse_args(argv)
-    from megafp8.reports import tables
-    from megafp8.reports.publish import publish_comparison
+    from megafp8.analysis import tables
+    from megafp8.analysis.comparison_page import publish_comparison
 
     try:
         if problems := problems_of(arguments):

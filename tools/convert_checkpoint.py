@@ -29,10 +29,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a chec
 
 from megafp8.errors import ConfigError, Megafp8Error
 from megafp8.recipes import registry
-from megafp8.utils.paths import path_argument, path_text
+from megafp8.utils.files import path_argument, path_text
 
 if TYPE_CHECKING:
-    from megafp8.huggingface.table import Row
+    from megafp8.checkpoint.convert.tensor_mapping import TensorMapping
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
@@ -97,7 +97,7 @@ def problems(options: argparse.Namespace) -> list[str]:
     return found
 
 
-def tell_table(table: Sequence[Row]) -> None:
+def tell_table(table: Sequence[TensorMapping]) -> None:
     """Print which tensor is which."""
     for row in table:
         theirs = ", ".join(f"{name} {list(shape)}" for name, shape in row.their_shapes().items())
@@ -122,8 +122,8 @@ def with_progress(total_bytes: int, action: Callable[[Callable[[int], Any]], Any
 
 
 def to_hf(options: argparse.Namespace) -> None:
-    from megafp8.huggingface.exporting import ExportOptions, plan_export
-    from megafp8.huggingface.files import new_folder
+    from megafp8.checkpoint.convert.safetensors_files import new_folder
+    from megafp8.checkpoint.convert.to_huggingface import ExportOptions, plan_export
 
     export = plan_export(
         options.source,
@@ -146,9 +146,9 @@ def to_hf(options: argparse.Namespace) -> None:
 
 
 def from_hf(options: argparse.Namespace) -> None:
+    from megafp8.checkpoint.convert.from_huggingface import plan_import
+    from megafp8.checkpoint.convert.safetensors_files import new_folder
     from megafp8.config.flags import to_argv
-    from megafp8.huggingface.files import new_folder
-    from megafp8.huggingface.importing import plan_import
 
     plan = plan_import(options.source, options.dtype, options.make_vocab_size_divisible_by)
     described = plan.described
@@ -172,9 +172,9 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     try:
         if found := problems(options):
             raise ConfigError(found)
-        from megafp8.device import mcore_cpu
+        from megafp8.mcore import cpu_patches
 
-        mcore_cpu.install()
+        cpu_patches.install()
         COMMANDS[options.command](options)
         return 0
     except Megafp8Error as error:

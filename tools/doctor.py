@@ -20,7 +20,7 @@ from typing import Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
-from megafp8.utils.paths import path_text
+from megafp8.utils.files import path_text
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -36,9 +36,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     arguments = build_parser().parse_args(argv)
-    from megafp8.doctor.checks import examine
-    from megafp8.doctor.probes import find_machine
-    from megafp8.doctor.report import exit_status, report_data, report_text
+    from megafp8.launch.doctor.checks import examine
+    from megafp8.launch.doctor.facts import find_machine
+    from megafp8.launch.doctor.report import exit_status, report_data, report_text
 
     machine = find_machine(arguments.folder)
     findings = examine(machine, arguments.gpus)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
-from megafp8.utils.paths import path_argument, path_text
+from megafp8.utils.files import path_argument, path_text
 
 if TYPE_CHECKING:
     from megafp8.training.generation import Sample
@@ -107,16 +107,16 @@ def show(text: str) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Check, load, generate, write."""
     from megafp8.errors import ConfigError
-    from megafp8.training.sampling import GREEDY, Sampling
+    from megafp8.training.generation import GREEDY, Sampling
 
     sampling = GREEDY if arguments.greedy else Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
     found = problems(arguments) + sampling.problems()
     if found:
         raise ConfigError(found)
     prompt = read_prompt(arguments)
-    from megafp8.device import mcore_cpu
+    from megafp8.mcore import cpu_patches
 
-    mcore_cpu.install()
+    cpu_patches.install()
     from megafp8.training.generation import generate_text, load_language_model
 
     names = ("tokenizer_type", *TOKENIZER_FILES)
@@ -144,7 +144,7 @@ def heading(index: int, count: int) -> str:
 
 def write_samples(path: Path, samples: list[Sample]) -> None:
     """The file of `--output`, all or nothing."""
-    from megafp8.data.atomic import atomic_write
+    from megafp8.utils.files import atomic_write
 
     if path.suffix == ".jsonl":
         lines = [json.dumps(dataclasses.asdict(sample), ensure_ascii=False) for sample in samples]

@@ -31,13 +31,13 @@ from typing import TYPE_CHECKING, Any, Optional
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
 from megafp8.recipes import registry
-from megafp8.text_table import aligned
-from megafp8.utils.paths import path_argument, path_text
+from megafp8.utils.files import path_argument, path_text
+from megafp8.utils.formatting import aligned
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megafp8.model.quantization_report import Finding
+    from megafp8.metrics.recipe_comparison import QuantizationResult
 
 RECIPES = registry.names()
 DEFAULT_RECIPES = tuple(recipe.name for recipe in registry.stateless() if recipe.family == "fp8")
@@ -89,7 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def tensors_of(arguments: argparse.Namespace) -> Iterator[tuple[str, Tensor]]:
     """What the source holds, one after the other."""
-    from megafp8.model.tensor_sources import is_distribution, load_tensor_file, sample_distribution
+    from megafp8.metrics.recipe_comparison import is_distribution, load_tensor_file, sample_distribution
 
     path = Path(arguments.source)
     if is_distribution(arguments.source):
@@ -102,9 +102,9 @@ def tensors_of(arguments: argparse.Namespace) -> Iterator[tuple[str, Tensor]]:
 
 def checkpoint_tensors(folder: Path, arguments: argparse.Namespace) -> Iterator[tuple[str, Tensor]]:
     """Tensors of a checkpoint, given by its own folder or by its run's."""
-    from megafp8.checkpoint.folder import COMPLETE, find_checkpoint
-    from megafp8.device import mcore_cpu
+    from megafp8.checkpoint.directory import COMPLETE, find_checkpoint
     from megafp8.errors import CheckpointError
+    from megafp8.mcore import cpu_patches
 
     path: Optional[Path] = folder
     if not (folder / COMPLETE).is_file():
@@ -112,8 +112,8 @@ def checkpoint_tensors(folder: Path, arguments: argparse.Namespace) -> Iterator[
         path = found[1] if found else None
     if path is None:
         raise CheckpointError(f"{folder} holds no checkpoint; give the folder that a run had as --save")
-    mcore_cpu.install()
-    from megafp8.checkpoint.plain_tensors import load_matching
+    cpu_patches.install()
+    from megafp8.checkpoint.standalone import load_matching
 
     yield from load_matching(path, arguments.parameter or WEIGHTS_OF_LINEARS)
 
@@ -138,7 +138,7 @@ def problems(arguments: argparse.Namespace) -> list[str]:
 # --- the report -------------------------------------------------------------------------------------------------------
 
 
-def title_of(name: str, tensor: Tensor, findings: Sequence[Finding]) -> str:
+def title_of(name: str, tensor: Tensor, findings: Sequence[QuantizationResult]) -> str:
     """A line on the tensor itself."""
     stats = findings[0].stats
     size = " x ".join(map(str, tensor.shape)) or "scalar"
@@ -146,7 +146,7 @@ def title_of(name: str, tensor: Tensor, findings: Sequence[Finding]) -> str:
     return f"{name}   [{size}] {str(tensor.dtype).removeprefix('torch.')}, amax {stats.amax:.4g}{bad}"
 
 
-def cells_of(finding: Finding) -> list[str]:
+def cells_of(finding: QuantizationResult) -> list[str]:
     """One line of the table."""
     stats = finding.stats
     return [
@@ -157,7 +157,7 @@ def cells_of(finding: Finding) -> list[str]:
     ]  # fmt: skip
 
 
-def block_of(finding: Finding) -> str:
+def block_of(finding: QuantizationResult) -> str:
     """What shares a scale, and what else is done."""
     return f"{finding.granularity}, {finding.extras}" if finding.extras else finding.granularity
 
@@ -176,9 +176,9 @@ def share(fraction: float) -> str:
     return f"{fraction:.3%}" if fraction >= 1e-4 else f"{fraction * 1e6:.2g} ppm"
 
 
-def summary(findings: Sequence[Finding]) -> str:
+def summary(findings: Sequence[QuantizationResult]) -> str:
     """One line for each recipe, format and direction, over all tensors."""
-    groups: dict[tuple[str, ...], list[Finding]] = {}
+    groups: dict[tuple[str, ...], list[QuantizationResult]] = {}
     for each in findings:
         groups.setdefault((each.recipe, each.format, each.orientation, block_of(each)), []).append(each)
     rows = []
@@ -198,10 +198,10 @@ def summary(findings: Sequence[Finding]) -> str:
     return aligned(header, rows, WORDS)
 
 
-def draw(folder: Path, panels: Sequence[tuple[str, Sequence[Finding]]]) -> Path:
+def draw(folder: Path, panels: Sequence[tuple[str, Sequence[QuantizationResult]]]) -> Path:
     """The picture: for each tensor a curve a recipe, along its rows and in the first format."""
+    from megafp8.analysis.plot_quantization import FormatRange, Panel, plot_ranges
     from megafp8.recipes.formats import E2M1, E4M3, E5M2
-    from megafp8.reports.plot_ranges import FormatRange, Panel, plot_ranges
 
     ranges = [
         FormatRange(
@@ -221,7 +221,7 @@ def draw(folder: Path, panels: Sequence[tuple[str, Sequence[Finding]]]) -> Path:
     return plot_ranges(drawn, ranges, folder / PICTURE)
 
 
-def as_json(findings: Sequence[Finding]) -> str:
+def as_json(findings: Sequence[QuantizationResult]) -> str:
     """All fields; numbers that are not finite become null."""
 
     def plain(value: Any) -> Any:
@@ -235,13 +235,13 @@ def as_json(findings: Sequence[Finding]) -> str:
 def run(arguments: argparse.Namespace) -> None:
     """Read, quantize, report; tables appear as they are made."""
     from megafp8.errors import ConfigError
-    from megafp8.model.quantization_report import inspect_tensor
+    from megafp8.metrics.recipe_comparison import inspect_tensor
     from megafp8.recipes.base import Operand
 
     if found := problems(arguments):
         raise ConfigError(found)
     operand = Operand(arguments.operand or ("weight" if Path(arguments.source).is_dir() else "input"))
-    panels: list[tuple[str, list[Finding]]] = []
+    panels: list[tuple[str, list[QuantizationResult]]] = []
     for name, tensor in tensors_of(arguments):
         findings = inspect_tensor(
             name, tensor, operand, arguments.recipes, arguments.formats, arguments.delayed_amax_ratio

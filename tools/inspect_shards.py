@@ -21,17 +21,17 @@ from typing import TYPE_CHECKING, Any, Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
+from megafp8.cli.common import add_tokenizer_flags, read_tokenizer_flags
 from megafp8.config import derived
 from megafp8.data.shard_summary import ShardSummary, read_documents, summarize_shard
-from megafp8.data.shard_verify import Finding, failures, verify_shard
+from megafp8.data.shard_verification import ShardCheckResult, failures, verify_shard
 from megafp8.data.shards import bin_path
-from megafp8.data.tokenizer import build_tokenizer, describe_tokenizer, tokenizer_from_settings
-from megafp8.data.tokenizer_flags import add_tokenizer_flags, read_tokenizer_flags
+from megafp8.data.tokenizers.build import build_tokenizer, describe_tokenizer, tokenizer_from_settings
 from megafp8.errors import ConfigError, DataError, Megafp8Error
-from megafp8.utils.paths import path_argument, path_text
+from megafp8.utils.files import path_argument, path_text
 
 if TYPE_CHECKING:
-    from megafp8.data.tokenizer import Tokenizer
+    from megafp8.data.tokenizers.build import Tokenizer
 
 BAR = 40
 STATE = {True: "ok", False: "WRONG", None: "-"}
@@ -150,7 +150,7 @@ def print_documents(documents: Sequence[dict[str, Any]]) -> None:
         print("\n".join(f"    {line}" for line in text.splitlines()))
 
 
-def print_findings(findings: Sequence[Finding]) -> None:
+def print_findings(findings: Sequence[ShardCheckResult]) -> None:
     print()
     for finding in findings:
         print(f"  {STATE[finding.passed]:>5}  {finding.check}: {finding.detail}")
@@ -159,7 +159,7 @@ def print_findings(findings: Sequence[Finding]) -> None:
 # --- the whole --------------------------------------------------------------------------------------------------------
 
 
-def verify(options: argparse.Namespace, prefix: str) -> list[Finding]:
+def verify(options: argparse.Namespace, prefix: str) -> list[ShardCheckResult]:
     """Verify with a progress bar on a terminal."""
     from tqdm import tqdm
 
@@ -195,7 +195,7 @@ def inspect(options: argparse.Namespace, prefix: str) -> tuple[dict[str, Any], O
 
 
 def draw(summaries: Sequence[ShardSummary], output: Path) -> Path:
-    from megafp8.reports.plot_lengths import LengthPanel, plot_lengths
+    from megafp8.analysis.plots import LengthPanel, plot_lengths
 
     return plot_lengths(
         [

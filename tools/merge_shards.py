@@ -21,11 +21,10 @@ from typing import Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
-from megafp8.data.merge_plan import MergeJob, find_shards
-from megafp8.data.shard_merge import MergeSummary, merge_shards
+from megafp8.data.shard_merge import MergeJob, MergeSummary, find_shards, merge_shards
 from megafp8.data.shards import bin_path
 from megafp8.errors import Megafp8Error
-from megafp8.utils.paths import path_text
+from megafp8.utils.files import path_text
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -21,7 +21,7 @@ from typing import Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
-from megafp8.utils.paths import path_argument
+from megafp8.utils.files import path_argument
 
 GPU_NAMES = ("h100", "h200", "b200")
 MOST_GPUS = 2**20
@@ -66,8 +66,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """Exit status 0; 64 with wrong flags or when nothing fits."""
     arguments, training = build_parser().parse_known_args(argv)
     from megafp8.config import flags
+    from megafp8.device.gpus import GPUS
     from megafp8.errors import ConfigError, Megafp8Error
-    from megafp8.planning.hardware import GPUS
     from megafp8.planning.plan import SCALING_COUNTS, make_plan, with_network
     from megafp8.planning.report import plan_data, plan_text
 
@@ -83,7 +83,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         return error.exit_status
     print(json.dumps(plan_data(plan, arguments.top), indent=2) if arguments.json else plan_text(plan, arguments.top))
     if arguments.plot:
-        from megafp8.reports.plot_plan import plot_plan
+        from megafp8.analysis.plot_plan import plot_plan
 
         print(f"wrote {plot_plan(plan, arguments.plot)}", file=sys.stderr)
     return 0 if plan.found.layouts else ConfigError.exit_status

@@ -21,15 +21,16 @@ from typing import TYPE_CHECKING, Optional
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
 from megafp8.config import derived, flags, rules
-from megafp8.config.rules import batch, numbers, schedule
+from megafp8.config.rules import optimizer as schedule
+from megafp8.config.rules import training
 from megafp8.config.rules.notices import short_of_the_warmup
 from megafp8.config.schema import RunConfig
 from megafp8.errors import ConfigError, DataError, Megafp8Error
-from megafp8.text_table import aligned
-from megafp8.utils.paths import path_argument
+from megafp8.utils.files import path_argument
+from megafp8.utils.formatting import aligned
 
 if TYPE_CHECKING:
-    from megafp8.optim.schedule import ScheduledStep
+    from megafp8.optimizer.schedules import ScheduledStep
 
 PICTURES = (".png", ".svg", ".pdf")
 NUM_DRAWN = 2000
@@ -53,7 +54,7 @@ def read_config(words: Sequence[str]) -> tuple[RunConfig, int]:
     """
     invocation, problems = flags.read(words)
     ranks = invocation.world_size or derived.model_parallel_size(invocation.config)
-    found = rules.found_by((*numbers.RULES, *batch.RULES, *schedule.RULES), invocation.config, ranks)
+    found = rules.found_by((*training.RANGE_RULES, *training.BATCH_RULES, *schedule.RULES), invocation.config, ranks)
     # A schedule has no tokens: of all that a batch needs, the sequence length alone may be left out.
     problems += [text for text in found if not text.startswith("--seq-length is missing")]
     if problems:
@@ -110,10 +111,10 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         if options.output is not None and options.output.suffix not in PICTURES:
             raise ConfigError(f"--output {options.output}: a picture ends with {', '.join(PICTURES)}")
         config, ranks = read_config(words)
-        from megafp8.device import mcore_cpu
+        from megafp8.mcore import cpu_patches
 
-        mcore_cpu.install()
-        from megafp8.optim.schedule import preview_schedule
+        cpu_patches.install()
+        from megafp8.optimizer.schedules import preview_schedule
 
         for notice in short_of_the_warmup(config, ranks):
             print(f"notice: {notice}", file=sys.stderr)
@@ -141,7 +142,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 def draw(found: Sequence[ScheduledStep], marks: dict[str, float], config: RunConfig, output: Path) -> None:
     """Write the picture."""
-    from megafp8.reports.plot_schedule import plot_schedule
+    from megafp8.analysis.plots import plot_schedule
 
     optimizer = config.optimizer
     end = f", {optimizer.lr_wsd_decay_style}" if optimizer.lr_decay_style == "WSD" else ""

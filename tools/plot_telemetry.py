@@ -17,10 +17,10 @@ from typing import Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
-from megafp8.utils.paths import path_argument, path_text
+from megafp8.utils.files import path_argument, path_text
 
 PICTURE = "telemetry.png"
-# As in megafp8/reports/plot_telemetry.py, which is not imported before the flags are read.
+# As in megafp8/analysis/plot_quantization.py, which is not imported before the flags are read.
 FIELDS = ("underflow_fraction", "saturated_fraction", "codes_changed_fraction", "update_to_weight", "sqnr_db",
           "mean_local_sqnr_db", "amax", "scale_spread_octaves", "staleness_octaves", "outlier_octaves")  # fmt: skip
 
@@ -39,15 +39,13 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run and return the exit status."""
     arguments = build_parser().parse_args(argv)
+    from megafp8.analysis.plot_quantization import plot_telemetry
+    from megafp8.analysis.runs import load_run
     from megafp8.errors import Megafp8Error
-    from megafp8.reports.load import load_run
-    from megafp8.reports.plot_telemetry import plot_telemetry
 
     try:
         run = load_run(arguments.run)
-        picture = plot_telemetry(
-            run, arguments.output_dir / PICTURE, field=arguments.field, recipe=arguments.recipe
-        )
+        picture = plot_telemetry(run, arguments.output_dir / PICTURE, field=arguments.field, recipe=arguments.recipe)
     except Megafp8Error as error:
         print(f"plot_telemetry: {error}", file=sys.stderr)
         return error.exit_status

@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a checkout, installed or not
 
-from megafp8.data.encoder_names import AUTO, ENCODERS
-from megafp8.data.progress_display import ProgressDisplay
-from megafp8.data.readers import MAX_DOCUMENT_BYTES
-from megafp8.data.tokenizer_flags import add_tokenizer_flags, read_tokenizer_flags
+from megafp8.cli.common import add_tokenizer_flags, read_tokenizer_flags
+from megafp8.cli.progress_display import ProgressDisplay
+from megafp8.data.preprocessing.readers import MAX_DOCUMENT_BYTES
+from megafp8.data.tokenizers.encoder_names import AUTO, ENCODERS
 from megafp8.errors import ConfigError, Megafp8Error
-from megafp8.utils.paths import path_text
+from megafp8.utils.files import path_text
 
 if TYPE_CHECKING:
-    from megafp8.data.preprocess import PreprocessJob, PreprocessSummary, Progress
+    from megafp8.data.preprocessing.preprocess import PreprocessJob, PreprocessProgress, PreprocessSummary
 
 # Megatron's flags that its way of splitting the work needs and ours does not: type of the value, and why.
 UNNEEDED_FLAGS = {
@@ -111,7 +111,7 @@ def read_job(options: argparse.Namespace) -> PreprocessJob:
     Raises:
         ConfigError: flags that are refused.
     """
-    from megafp8.data.preprocess import PreprocessJob  # needs numpy, which --help does not wait for
+    from megafp8.data.preprocessing.preprocess import PreprocessJob  # needs numpy, which --help does not wait for
 
     problems = [f"{flag}: {reason}." for flag, reason in REFUSED_FLAGS.items() if _is_given(options, flag)]
     if options.workers < 1:
@@ -149,7 +149,7 @@ def print_summary(summary: PreprocessSummary, output_prefix: str) -> None:
         )
     num_skipped = summary.shards[0][1].num_skipped
     if num_skipped:
-        from megafp8.data.shard_assembly import skipped_path
+        from megafp8.data.preprocessing.plan import skipped_path
 
         print(f"{num_skipped:,} records were skipped, see {skipped_path(output_prefix)}:")
         with open(skipped_path(output_prefix), encoding="utf-8") as stream:
@@ -160,16 +160,16 @@ def print_summary(summary: PreprocessSummary, output_prefix: str) -> None:
 def main(argv: Optional[list[str]] = None) -> int:
     """Run the command line; return its exit status."""
     options = build_parser().parse_args(argv)
-    from megafp8.data.preprocess import preprocess
+    from megafp8.data.preprocessing.preprocess import preprocess
 
     for flag, (_, reason) in UNNEEDED_FLAGS.items():
         if _is_given(options, flag):
             print(f"{flag} has no effect: {reason}", file=sys.stderr)
     start = time.perf_counter()
     display = ProgressDisplay(options.log_interval)
-    shown: list[Progress] = []
+    shown: list[PreprocessProgress] = []
 
-    def show(progress: Progress) -> None:
+    def show(progress: PreprocessProgress) -> None:
         shown[:] = [progress]
         display(progress)
 

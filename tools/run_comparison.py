@@ -27,16 +27,15 @@ from typing import Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
-from megafp8.config import derived, flags, rules, serialize
+from megafp8.cli.common import Parser
+from megafp8.config import derived, flags, rules, settings
 from megafp8.config.schema import RunConfig
 from megafp8.config.variants import BASELINE, Variant, build_variant, differences, names, parse_variant, read_shared
 from megafp8.errors import INTERNAL, PREEMPTED, ConfigError, Megafp8Error
-from megafp8.launch.batch import OUTPUT_FILE, Batch, BatchRun, Outcome
-from megafp8.launch.run_state import finished_state, judge
-from megafp8.reports.command_line import Parser
+from megafp8.launch.process_pool import OUTPUT_FILE, Batch, BatchRun, Outcome
+from megafp8.resilience.run_state import current_state, finished_state
 from megafp8.utils.best_effort import best_effort
-from megafp8.utils.paths import path_argument
-from megafp8.utils.small_files import UnreadableFile, read_text
+from megafp8.utils.files import UnreadableFile, path_argument, read_text
 
 TRAINER = Path(__file__).resolve().parents[1] / "pretrain_gpt.py"
 
@@ -47,11 +46,16 @@ def build_parser() -> argparse.ArgumentParser:
         "--output-dir", type=path_argument, required=True, metavar="D", help="folder of all runs and the report"
     )
     parser.add_argument(
-        "--recipes", default=f"{BASELINE},tensorwise", metavar="NAMES",
+        "--recipes",
+        default=f"{BASELINE},tensorwise",
+        metavar="NAMES",
         help=f"with commas between: {', '.join(names())} (default %(default)s); the first one is the baseline",
     )
     parser.add_argument(
-        "--variant", action="append", default=[], metavar="NAME='FLAGS'",
+        "--variant",
+        action="append",
+        default=[],
+        metavar="NAME='FLAGS'",
         help="one more, from flags of its own: edges='--fp8-format hybrid --fp8-recipe tensorwise "
         "--first-last-layers-bf16'",
     )
@@ -139,7 +143,7 @@ def read_run_config(path: Path) -> RunConfig:
         ConfigError: the file holds none.
     """
     try:
-        return serialize.from_json(read_text(path))
+        return settings.from_json(read_text(path))
     except (UnreadableFile, ConfigError) as error:
         raise ConfigError(f"{path} cannot be read: {error}: take another --output-dir, or remove it") from error
 
@@ -235,7 +239,7 @@ def train(runs: Sequence[BatchRun], parallel: int, gpus: Sequence[str], shared: 
 
 def discard_what_cannot_resume(run: BatchRun) -> None:
     """Remove the checkpoints of a run that was interrupted, which have only a part of its state: it begins anew."""
-    from megafp8.checkpoint.folder import POINTER
+    from megafp8.checkpoint.directory import POINTER
 
     checkpoints = list(run.folder.glob("iter_*"))
     for checkpoint in checkpoints:
@@ -256,14 +260,14 @@ def report(runs: Sequence[BatchRun], options: argparse.Namespace) -> None:
     Raises:
         DataError: no run of the baseline is done.
     """
-    from megafp8.reports import tables
-    from megafp8.reports.publish import publish_comparison
-    from megafp8.reports.unfinished import describe_unfinished
+    from megafp8.analysis import tables
+    from megafp8.analysis.comparison_page import publish_comparison
+    from megafp8.analysis.runs import describe_unfinished
 
     comparison, written = publish_comparison(
-        [run.folder for run in runs if judge(run.folder) is not None], baseline=recipe_of(runs[0]),
+        [run.folder for run in runs if current_state(run.folder) is not None], baseline=recipe_of(runs[0]),
         output_folder=options.output_dir / "report", bound_fraction=options.bound / 100, title=options.title,
-        unfinished=[describe_unfinished(run.folder) for run in runs if judge(run.folder) is None],
+        unfinished=[describe_unfinished(run.folder) for run in runs if current_state(run.folder) is None],
     )  # fmt: skip
     print(tables.to_text(comparison))
     for path in written:

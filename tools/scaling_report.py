@@ -19,7 +19,7 @@ from typing import Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
 
-from megafp8.utils.paths import path_argument
+from megafp8.utils.files import path_argument
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -38,9 +38,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     arguments = build_parser().parse_args(argv)
+    from megafp8.analysis.scaling_page import publish_study
+    from megafp8.analysis.scaling_report import to_text
     from megafp8.errors import ConfigError, Megafp8Error
-    from megafp8.reports.scaling_page import publish_study
-    from megafp8.reports.scaling_text import to_text
 
     try:
         if arguments.replicates < 0:

@@ -19,8 +19,8 @@ from typing import Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a checkout, installed or not
 
-from megafp8.data.readers import MAX_DOCUMENT_BYTES
-from megafp8.data.tokenizer_training import (
+from megafp8.data.preprocessing.readers import MAX_DOCUMENT_BYTES
+from megafp8.data.preprocessing.tokenizer_training import (
     BYTE_BPE,
     MODEL_TYPES,
     TrainingSummary,
@@ -28,7 +28,7 @@ from megafp8.data.tokenizer_training import (
     train_sentencepiece,
 )
 from megafp8.errors import Megafp8Error
-from megafp8.utils.paths import path_text
+from megafp8.utils.files import path_text
 
 
 def parse_arguments(argv: Optional[list[str]]) -> argparse.Namespace:

@@ -12,19 +12,23 @@ from megatron.core import dist_checkpointing
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.utils import unwrap_model
 
-from megafp8 import faults
-from megafp8.checkpoint.reading import common_state, embedding_rows, history_in, readable
-from megafp8.checkpoint.safe_load import SafeStrategy
-from megafp8.checkpoint.same_run import (
+from megafp8.checkpoint.compatibility import (
+    DEFAULT,
+    check_keys,
     check_same_history,
     check_same_model,
     check_same_optimizer,
     check_same_schedule,
+    is_of_layers,
+    part_of,
+    returned_by_core,
     short,
 )
-from megafp8.checkpoint.state import (
-    Progress,
-    Trainee,
+from megafp8.checkpoint.metadata import common_state, embedding_rows, history_in, readable
+from megafp8.checkpoint.progress import Progress, Trainee
+from megafp8.checkpoint.serialization import SafeStrategy
+from megafp8.checkpoint.state_dict import (
+    fill_new_rows,
     is_of_this_kind_of_device,
     layout,
     load_optimizer_state,
@@ -33,14 +37,14 @@ from megafp8.checkpoint.state import (
     parts_of,
     random_state,
     restore_random_state,
+    rows_known,
 )
-from megafp8.checkpoint.strictness import DEFAULT, check_keys, is_of_layers, part_of, returned_by_core
-from megafp8.checkpoint.together import together
-from megafp8.checkpoint.vocabulary import fill_new_rows, rows_known
-from megafp8.config import derived, serialize
+from megafp8.config import derived, settings
 from megafp8.config.schema import RunConfig
-from megafp8.fp8.parameter import settle
-from megafp8.parallel.gather import gather_weights
+from megafp8.device.collective_errors import call_on_all_ranks
+from megafp8.mcore.process_groups import gather_weights
+from megafp8.quantization.fp8_parameter import settle
+from megafp8.resilience import fault_injection
 
 
 @dataclass(frozen=True)
@@ -65,10 +69,10 @@ def load_checkpoint(path: Path, config: RunConfig, trainee: Trainee, weights_onl
     Raises:
         CheckpointError: the checkpoint is of another model, or lacks what is asked of it.
     """
-    faults.point("load.begin")
+    fault_injection.point("load.begin")
     trainee.wait_for_copies()
     common = common_state(path)
-    saved = serialize.from_json(common["config"])
+    saved = settings.from_json(common["config"])
     check_same_model(path, saved, config)
     check_same_history(path, saved, config)
     with_optimizer = not (weights_only or config.checkpoint.no_load_optim)
@@ -157,7 +161,7 @@ def read_tensors(
     for name, chunk in zip(names, chunks, strict=True):
         absent |= set(unwrap_model(chunk).load_state_dict(state[name], strict=False).missing_keys)
     left = {key for key in missing if part_of(key) in parts and not is_of_layers(key)}
-    of_ranks = together(lambda: {key for key in absent if not is_of_layers(key)})
+    of_ranks = call_on_all_ranks(lambda: {key for key in absent if not is_of_layers(key)})
     return state, check_keys(path, strictness, set().union(*of_ranks), left)
 
 

@@ -15,9 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megafp8.data.atomic import atomic_write, file_sha256
 from megafp8.errors import CheckpointError
-from megafp8.utils.small_files import LIST_BYTES, UnreadableFile, read_bytes
+from megafp8.utils.files import LIST_BYTES, UnreadableFile, atomic_write, file_sha256, read_bytes
 from megafp8.utils.strict_json import parse_json
 
 MANIFEST = "manifest.json"
@@ -107,7 +106,7 @@ def damage_seen(path: Path, with_hashes: bool = True, rank: int = 0, num_ranks: 
         return [str(error)]
 
 
-def check_whole(path: Path) -> None:
+def check_complete(path: Path) -> None:
     """Read all of a checkpoint, in one process.
 
     Raises:

@@ -1,12 +1,17 @@
-"""Writing a checkpoint: whole and hashed, or not at all."""
+"""Writing a checkpoint: whole and hashed, or not at all.
+
+Leave to change what others see in a folder of checkpoints, which a save loses when it takes too long.
+"""
 
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Optional
 
 import torch
@@ -27,37 +32,35 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megafp8 import faults
-from megafp8.checkpoint import folder as folders
-from megafp8.checkpoint.hashing_writer import HashingWriter
+from megafp8.checkpoint import directory
 from megafp8.checkpoint.manifest import FileEntry, Manifest, relative_files
-from megafp8.checkpoint.permit import Permit
-from megafp8.checkpoint.reading import check_readable
-from megafp8.checkpoint.safe_load import COMMON
-from megafp8.checkpoint.state import (
-    Progress,
-    Trainee,
+from megafp8.checkpoint.metadata import check_readable
+from megafp8.checkpoint.progress import Progress, Trainee
+from megafp8.checkpoint.serialization import COMMON
+from megafp8.checkpoint.state_dict import (
     content_metadata,
     layout,
     model_state,
     optimizer_state,
+    put_rounded_masters,
     random_state,
 )
-from megafp8.checkpoint.together import on_rank_0, raise_peer_lost, reason, together
-from megafp8.checkpoint.weights import put_rounded_masters
+from megafp8.checkpoint.writer import HashingWriter
 from megafp8.config.schema import RunConfig
-from megafp8.config.serialize import to_json
-from megafp8.data.atomic import file_sha256, sync_file
-from megafp8.data.sample_chain import SampleMark
+from megafp8.config.settings import to_json
+from megafp8.data.sample_hash import SampleMark
+from megafp8.device.collective_errors import call_on_all_ranks, on_rank_0, raise_peer_lost, reason
 from megafp8.errors import CheckpointError, PeerLost
-from megafp8.parallel.gather import gather_weights
-from megafp8.telemetry.records import utc_now
+from megafp8.mcore.process_groups import gather_weights
+from megafp8.resilience import fault_injection
+from megafp8.utils.files import file_sha256, sync_file
+from megafp8.utils.formatting import utc_now
 
 BACKEND = CheckpointingConfig("torch_dist", 1)
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReusableSavePlan:
     """What of a checkpoint's writing is the same as long as its tensors are.
 
     Attributes:
@@ -79,6 +82,35 @@ class Written:
     files: dict[str, FileEntry]
 
 
+class WriteLease:
+    """`with permit:` around each change. A thread cannot be ended from outside, so it asks before what it does."""
+
+    def __init__(self) -> None:
+        self._is_revoked = False
+        self._change = threading.Lock()
+
+    def __enter__(self) -> None:
+        """
+        Raises:
+            CheckpointError: it is revoked.
+        """
+        self._change.acquire()
+        if self._is_revoked:
+            self._change.release()
+            raise CheckpointError("the save was given up before")
+
+    def __exit__(
+        self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
+    ) -> None:
+        self._change.release()
+
+    def revoke(self) -> None:
+        """No change begins any more; the one that is under way has ended when this returns, unless it hangs."""
+        self._is_revoked = True
+        if self._change.acquire(timeout=LEASE_TIMEOUT_S):
+            self._change.release()
+
+
 @dataclass(frozen=True)
 class Save:
     """A save that all ranks have agreed on: what remains is each rank's own.
@@ -95,9 +127,9 @@ class Save:
     keep: Optional[int]
     progress: Progress
     writer: HashingWriter
-    plan: Plan
+    plan: ReusableSavePlan
     planner: MCoreSavePlanner
-    permit: Permit = field(default_factory=Permit)
+    permit: WriteLease = field(default_factory=WriteLease)
 
     def write(self, data_of: Callable[[WriteItem], object]) -> Written:
         """Write this rank's files; in any thread.
@@ -109,12 +141,12 @@ class Save:
             OSError: the disk is full, or the folder cannot be written to.
         """
         results = self.writer.write(data_of, self.progress.step)
-        faults.point("save.shards_written", step=self.progress.step)
+        fault_injection.point("save.shards_written", step=self.progress.step)
         return Written(results, self.writer.written)
 
     def finish(self, written: list[Written]) -> Path:
         """Rank 0's last part: metadata and other small files, the manifest, the name, and older checkpoints."""
-        place = folders.unfinished_path(self.folder, self.progress.step)
+        place = directory.unfinished_path(self.folder, self.progress.step)
         self.writer.finish(self.plan.metadata, [each.results for each in written])
         save_config(BACKEND, str(place))
         check_readable(place)
@@ -124,9 +156,9 @@ class Save:
             step=self.progress.step, consumed_samples=self.progress.consumed_samples, layout=layout(),
             saved_at=utc_now(), files=files,
         )  # fmt: skip
-        path = folders.finish(self.folder, self.progress.step, manifest, self.permit)
+        path = directory.finish(self.folder, self.progress.step, manifest, self.permit)
         if self.keep is not None:
-            folders.prune(self.folder, self.keep, never=self.progress.step, permit=self.permit)
+            directory.prune(self.folder, self.keep, never=self.progress.step, permit=self.permit)
         return path
 
 
@@ -156,7 +188,7 @@ def save_checkpoint(
         save = prepare_save(folder, config, trainee, progress, samples, keep=keep)
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # other threads copy, and do not know this one's stream
-        written = together(lambda: save.write(save.planner.resolve_data))
+        written = call_on_all_ranks(lambda: save.write(save.planner.resolve_data))
         return on_rank_0(lambda: save.finish(written))
 
 
@@ -168,7 +200,7 @@ def prepare_save(
     samples: Optional[SampleMark] = None,
     *,
     keep: Optional[int] = None,
-    last: Optional[Plan] = None,
+    last: Optional[ReusableSavePlan] = None,
     is_written_later: bool = False,
 ) -> Save:
     """Everything about a save that ranks have to agree on; all ranks call it, inside `failure_explained`.
@@ -177,20 +209,20 @@ def prepare_save(
         last: of the save before. It is taken again if it fits on all ranks.
         is_written_later: what changes before the next update of the weights is copied; else nothing is.
     """
-    faults.point("save.begin")
-    state = whole_state(config, trainee, progress, samples, is_written_later)
-    faults.point("save.state_gathered")
+    fault_injection.point("save.begin")
+    state = complete_state(config, trainee, progress, samples, is_written_later)
+    fault_injection.point("save.state_gathered")
     sharded, common = save_preprocess(state, validate_access_integrity=False)
     flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
     structure = [description(leaf) for leaves in flat.values() for leaf in leaves]
-    told = together(lambda: (bytes_to_write(sharded), last is not None and last.structure == structure))
+    told = call_on_all_ranks(lambda: (bytes_to_write(sharded), last is not None and last.structure == structure))
     if not all(is_same for _, is_same in told):
         last = None
         validate_sharding_integrity(determine_global_metadata(sharded)[1], common)
-    place = folders.unfinished_path(folder, progress.step)
+    place = directory.unfinished_path(folder, progress.step)
 
     def make_place() -> None:
-        folders.make_unfinished(folder, progress.step, sum(num_bytes for num_bytes, _ in told))
+        directory.make_unfinished(folder, progress.step, sum(num_bytes for num_bytes, _ in told))
         torch.save(common, place / COMMON)
 
     on_rank_0(make_place)
@@ -199,7 +231,7 @@ def prepare_save(
     data = mcore_to_pyt_state_dict(flat, False)
     if last is None:
         (_, metadata, _), items, *_ = save_state_dict_async_plan(data, writer, planner=planner)
-        last = Plan(structure, items, metadata)
+        last = ReusableSavePlan(structure, items, metadata)
     else:
         planner.set_up_planner(data, is_coordinator=dist.get_rank() == 0)
         writer.prepare_write_data(last.items, planner)
@@ -213,7 +245,7 @@ def description(leaf: Any) -> Any:
     return leaf.unique_key
 
 
-def whole_state(
+def complete_state(
     config: RunConfig,
     trainee: Trainee,
     progress: Progress,
@@ -275,7 +307,7 @@ def failure_explained(folder: Path, step: int) -> Iterator[None]:
     except (Exception, CheckpointException) as error:  # torch's is no Exception
         raise_peer_lost(error)
         if dist.get_rank() == 0:
-            shutil.rmtree(folders.unfinished_path(folder, step), ignore_errors=True)
+            shutil.rmtree(directory.unfinished_path(folder, step), ignore_errors=True)
         raise CheckpointError(f"step {step} cannot be saved to {folder}: {reason(error)}") from error
 
 
@@ -289,3 +321,7 @@ def sync_and_hash(path: Path) -> FileEntry:
     """Wait until a small file is on the disk, and describe it."""
     sync_file(path)
     return FileEntry(path.stat().st_size, file_sha256(path))
+
+
+# For a rename or a small file that is under way; a disk that hangs in one is not waited for.
+LEASE_TIMEOUT_S = 5.0

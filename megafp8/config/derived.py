@@ -33,9 +33,7 @@ ELEMENTS_PER_THREAD = 2**16
 def model_parallel_size(config: RunConfig) -> int:
     """Ranks that hold one copy of the model and share one batch: tensor x pipeline x context."""
     parallel = config.parallel
-    return (
-        parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
-    )
+    return parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
 
 
 def data_parallel_size(config: RunConfig, world_size: int) -> int:
@@ -353,7 +351,7 @@ def softmax_in_fp32(model: ModelConfig) -> bool:
 # ---- optimizer ----------------------------------------------------------------------------------------------------
 
 
-def one_pass_obstacle(config: RunConfig) -> Optional[str]:
+def fused_adam_obstacle(config: RunConfig) -> Optional[str]:
     """The setting that keeps a run from the one-pass optimizer; None where none does."""
     settings, precision = config.optimizer, config.precision
     obstacles = (
@@ -365,7 +363,8 @@ def one_pass_obstacle(config: RunConfig) -> Optional[str]:
         (settings.main_params_dtype != "fp32", f"--main-params-dtype {settings.main_params_dtype}"),
         (
             settings.use_precision_aware_optimizer
-            and precision.fp8_param_gather and registry.get(precision.fp8_recipe).is_stateful,
+            and precision.fp8_param_gather
+            and registry.get(precision.fp8_recipe).is_stateful,
             "--use-precision-aware-optimizer for FP8 weights of delayed scaling, which then have no FP32 masters",
         ),
     )

@@ -21,14 +21,13 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, Optional
 
 from megafp8 import __version__
-from megafp8.config import derived, megatron_flags, serialize, size
-from megafp8.config.precision_map_file import read_map
-from megafp8.config.presets import PRESETS
+from megafp8.config import derived, megatron_flags, model_shapes, settings
+from megafp8.config.model_shapes import PRESETS
+from megafp8.config.precision_options import read_map
 from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import Setting, all_settings, section_titles, value_of, with_values
 from megafp8.errors import ConfigError
-from megafp8.utils.paths import path_text, shown
-from megafp8.utils.small_files import UnreadableFile, read_text
+from megafp8.utils.files import UnreadableFile, path_text, read_text, shown
 
 TARGETS = ("cpu", "h100", "h200", "b200")
 _INVOCATION_OPTIONS = ("config", "precision_map_file", "dry_run", "world_size", "target")
@@ -129,7 +128,10 @@ def _add_invocation_options(parser: argparse.ArgumentParser) -> None:
         "--config", type=path_text, metavar="FILE", help="start from the settings in this JSON file (flags win)"
     )
     group.add_argument(
-        "--precision-map", dest="precision_map_file", type=path_text, metavar="FILE",
+        "--precision-map",
+        dest="precision_map_file",
+        type=path_text,
+        metavar="FILE",
         help="YAML with recipes by linear and GEMM, before those of --precision (see docs/precision.md)",
     )
     group.add_argument("--dry-run", action="store_true", help="check everything, print the plan of the run and stop")
@@ -148,7 +150,9 @@ def add_setting(group: Any, setting: Setting) -> None:
             group.add_argument(*setting.flags, dest=setting.name, action="store_true", help=note)
         if setting.off:
             group.add_argument(
-                *setting.off, dest=setting.name, action="store_false",
+                *setting.off,
+                dest=setting.name,
+                action="store_false",
                 help=f"turn off: {setting.help}".replace("%", "%%"),
             )
         return
@@ -221,7 +225,7 @@ def _preset_table() -> str:
         model = with_values(RunConfig(), values).model
         vocabulary = str(model.vocab_size) if model.vocab_size else "tokenizer's"
         padded = derived.padded_vocab_size(RunConfig(), model.vocab_size or 0)
-        total_millions = size.count_parameters(model, padded).total / 1e6
+        total_millions = model_shapes.count_parameters(model, padded).total / 1e6
         suffix = "M" if model.vocab_size else "M + vocab"
         lines.append(
             f"{name:<12}{model.num_layers:>7}{model.hidden_size:>8}{model.num_attention_heads:>7}"
@@ -256,7 +260,7 @@ def _read_option(
         problems.append(f"{words[0]!r} belongs to no flag")
         return
     if flag not in parser._option_string_actions:
-        verdict = megatron_flags.judge(flag, words)
+        verdict = megatron_flags.classify(flag, words)
         if verdict is None:
             problems.append(f"unknown flag {flag}{_nearest(parser, flag)}")
         else:
@@ -315,7 +319,8 @@ def _layered(
     config = with_values(config, from_file)
     if map_path is not None:
         values["precision.precision_map"] = (
-            *_read_precision_map(map_path, problems), *values.get("precision.precision_map", ())
+            *_read_precision_map(map_path, problems),
+            *values.get("precision.precision_map", ()),
         )
     for name in set(_ADDED_UP) & set(values):
         values[name] = (*value_of(config, name), *values[name])
@@ -332,7 +337,7 @@ def _read_precision_map(path: str, problems: list[str]) -> tuple[str, ...]:
 
 def _read_config(path: str, problems: list[str]) -> dict[str, Any]:
     try:
-        return serialize.read_settings(read_text(path))
+        return settings.read_settings(read_text(path))
     except ConfigError as error:
         problems.extend(f"--config {path}: {problem}" for problem in error.problems)
     except UnreadableFile as error:

@@ -80,7 +80,8 @@ _ACCEPTED_GROUPS: tuple[tuple[str, Arity, str], ...] = (
     ("--dist-ckpt-format", 1, "the format is chosen by --ckpt-format"),
     (
         "--use-persistent-ckpt-worker --ckpt-assume-constant-structure --ckpt-fully-parallel-load",
-        0, "it changes only how fast a checkpoint is written or read, and is not used",
+        0,
+        "it changes only how fast a checkpoint is written or read, and is not used",
     ),
     ("--dist-ckpt-optim-fully-reshardable", 0, "checkpoints can always be loaded under another layout"),
     ("--log-straggler", 0, "slow ranks are always named, with the lines of the log"),
@@ -88,11 +89,13 @@ _ACCEPTED_GROUPS: tuple[tuple[str, Arity, str], ...] = (
     ("--no-use-tokenizer-model-from-checkpoint-args", 0, "the tokenizer always comes from the flags"),
     ("--log-validation-ppl-to-tensorboard", 0, "the validation loss is recorded; perplexity is exp(loss)"),
     (
-        "--log-world-size-to-tensorboard --log-batch-size-to-tensorboard --log-loss-scale-to-tensorboard", 0,
+        "--log-world-size-to-tensorboard --log-batch-size-to-tensorboard --log-loss-scale-to-tensorboard",
+        0,
         "it is in the records of every run",
     ),
     (
-        "--no-log-loss-scale-to-tensorboard --no-log-learnig-rate-to-tensorboard", 0,
+        "--no-log-loss-scale-to-tensorboard --no-log-learnig-rate-to-tensorboard",
+        0,
         "the records of a run are complete; a chart can leave out what it likes",
     ),
     ("--tensorboard-queue-size", 1, "points are written when they are logged"),
@@ -113,7 +116,8 @@ _ACCEPTED_GROUPS: tuple[tuple[str, Arity, str], ...] = (
     ("--legacy-tokenizer --tokenizer-hf-use-fast", 0, "there is one implementation of each tokenizer"),
     (
         "--disable-tp-comm-split-ag --disable-tp-comm-split-rs",
-        0, "Transformer Engine has no split overlap any more; see --disable-tp-comm-overlap-ag and -rs",
+        0,
+        "Transformer Engine has no split overlap any more; see --disable-tp-comm-overlap-ag and -rs",
     ),
 )
 
@@ -179,10 +183,29 @@ _REFUSED_PREFIXES: tuple[tuple[str, str], ...] = (
     ("--node_rank", _LAUNCHER),
     ("--master", _LAUNCHER),
     ("--rdzv", _LAUNCHER),
-    *((f"--{word}-", _OTHER_MODEL) for word in (
-        "retro", "mamba", "hybrid", "dino", "vision", "swin", "img", "bert", "ict", "biencoder", "retriever", "indexer",
-        "mask", "decoder-seq", "relative-attention", "qk-pos-emb", "sft", "mrope",
-    )),
+    *(
+        (f"--{word}-", _OTHER_MODEL)
+        for word in (
+            "retro",
+            "mamba",
+            "hybrid",
+            "dino",
+            "vision",
+            "swin",
+            "img",
+            "bert",
+            "ict",
+            "biencoder",
+            "retriever",
+            "indexer",
+            "mask",
+            "decoder-seq",
+            "relative-attention",
+            "qk-pos-emb",
+            "sft",
+            "mrope",
+        )
+    ),
 )
 
 _REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
@@ -193,9 +216,12 @@ _REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
         "--suggested-communication-unit-size --no-strict-fsdp-dtensor-load",
         _FSDP,
     ),
-    ("--use-sharp --sharp-enabled-group --symmetric-ar-type "
-     "--nccl-communicator-config-path --high-priority-stream-groups --pipeline-model-parallel-comm-backend "
-     "--use-ring-exchange-p2p", "NCCL is used as it comes; tune it with NCCL_* environment variables"),
+    (
+        "--use-sharp --sharp-enabled-group --symmetric-ar-type "
+        "--nccl-communicator-config-path --high-priority-stream-groups --pipeline-model-parallel-comm-backend "
+        "--use-ring-exchange-p2p",
+        "NCCL is used as it comes; tune it with NCCL_* environment variables",
+    ),
     ("--enable-cuda-graph --external-cuda-graph", _GRAPHS),
     ("--te-rng-tracker", "random generators are megatron-core's, and graphs are for runs without dropout; remove it"),
     ("--fp8-quantizer-factory", "quantizers are chosen by --fp8-recipe"),
@@ -203,8 +229,10 @@ _REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
     ("--fp4-param-gather", "weights are gathered in high precision and quantized after; remove it"),
     ("--te-precision-config-file", "another format than ours: give --precision-map FILE (docs/precision.md)"),
     ("--reuse-grad-buf-for-mxfp8-param-ag", "MXFP8 weights are not gathered in FP8 yet; remove it"),
-    ("--fp8-multi-head-attention", "queries and keys are rotated in BF16 between the linear and attention; give "
-     "--fp8-dot-product-attention"),
+    (
+        "--fp8-multi-head-attention",
+        "queries and keys are rotated in BF16 between the linear and attention; give --fp8-dot-product-attention",
+    ),
     ("--fp8-output-proj", "give --precision output_layer=RECIPE"),
     ("--use-kitchen-attention", "attention is chosen by --attention-backend"),
     ("--use-grouped-gemm-for-dense-mlp --use-te-activation-func", "kernels are chosen by --transformer-impl"),
@@ -219,50 +247,75 @@ _REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
     ("--hierarchical-context-parallel-sizes", "context parallelism has one level; use --context-parallel-size"),
     ("--distributed-timeout-seconds-after-init", "use --distributed-timeout-minutes"),
     ("--lazy-mpu-init", "process groups are made at the start; remove it"),
-    ("--optimizer-cpu-offload --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d "
-     "--no-pin-cpu-grads --no-pin-cpu-params --cpu-offloading-num-layers",
-     "nothing is offloaded to the host; use --use-distributed-optimizer, --recompute-granularity or more ranks"),
+    (
+        "--optimizer-cpu-offload --use-torch-optimizer-for-cpu-offload --overlap-cpu-optimizer-d2h-h2d "
+        "--no-pin-cpu-grads --no-pin-cpu-params --cpu-offloading-num-layers",
+        "nothing is offloaded to the host; use --use-distributed-optimizer, --recompute-granularity or more ranks",
+    ),
     ("--save-retain-interval", "the newest checkpoints are kept, or all of them: give --ckpt-keep N, or remove it"),
-    ("--distrib-optim-fully-reshardable-mem-efficient --dist-ckpt-save-pre-mcore-014 "
-     "--ckpt-drop-redundant-extra-state --no-ckpt-fully-parallel-save",
-     "there is one way to write a checkpoint; remove it"),
+    (
+        "--distrib-optim-fully-reshardable-mem-efficient --dist-ckpt-save-pre-mcore-014 "
+        "--ckpt-drop-redundant-extra-state --no-ckpt-fully-parallel-save",
+        "there is one way to write a checkpoint; remove it",
+    ),
     ("--load-main-params-from-ckpt", "weights and master weights are loaded together; use --finetune for weights only"),
     ("--no-initialization", "weights are always initialized: clipping relies on what that marks; remove it"),
     ("--use-checkpoint-args --use-mp-args-from-checkpoint-args", _CKPT_ARGS),
     ("--yaml-cfg", "settings come from flags and from JSON: --config FILE"),
     ("--spec --use-legacy-models", "models are megatron-core's; layers are chosen by --transformer-impl"),
     ("--rampup-batch-size --decrease-batch-size-if-needed", "the global batch is constant; use --global-batch-size"),
-    ("--iterations-to-skip --result-rejected-tracker-filename",
-     "steps are not skipped by their number; --max-skipped-steps and --spike-policy skip them by theirs"),
-    ("--rerun-mode --error-injection-rate --error-injection-type",
-     "steps are not run again for comparison; loss and gradient norm are checked in every step"),
+    (
+        "--iterations-to-skip --result-rejected-tracker-filename",
+        "steps are not skipped by their number; --max-skipped-steps and --spike-policy skip them by theirs",
+    ),
+    (
+        "--rerun-mode --error-injection-rate --error-injection-type",
+        "steps are not run again for comparison; loss and gradient norm are checked in every step",
+    ),
     ("--check-for-spiky-loss --check-for-large-grads", "use --spike-policy skip or --spike-policy rollback"),
-    ("--adlr-autoresume --adlr-autoresume-interval --enable-ft-package --calc-ft-timeouts",
-     "it needs NVIDIA's own cluster software; use --save with --load, and --exit-duration-in-mins"),
-    ("--disable-straggler-on-startup --run-workload-inspector-server",
-     "slow ranks are named in the records, from the first step on; nothing is served"),
+    (
+        "--adlr-autoresume --adlr-autoresume-interval --enable-ft-package --calc-ft-timeouts",
+        "it needs NVIDIA's own cluster software; use --save with --load, and --exit-duration-in-mins",
+    ),
+    (
+        "--disable-straggler-on-startup --run-workload-inspector-server",
+        "slow ranks are named in the records, from the first step on; nothing is served",
+    ),
     ("--log-energy", "energy is not measured; remove it"),
     ("--record-memory-history --memory-snapshot-path", "use --profile and --log-memory-to-tensorboard"),
     ("--one-logger-async", "there is no one_logger here; remove it"),
     ("--full-validation --multiple-validation-sets", "validation reads --eval-iters global batches of one set"),
     ("--data-args-path --per-split-data-args-path", "give the list itself: --data-path $(cat FILE)"),
     ("--object-storage-cache-path", "data is read from local paths; copy it first"),
-    ("--mid-level-dataset-surplus --sample-rate --short-seq-prob --allow-ambiguous-pad-tokens",
-     "samples follow the shards as they are; remove it"),
+    (
+        "--mid-level-dataset-surplus --sample-rate --short-seq-prob --allow-ambiguous-pad-tokens",
+        "samples follow the shards as they are; remove it",
+    ),
     ("--padded-vocab-size", "padding follows --vocab-size, --make-vocab-size-divisible-by and the layout"),
-    ("--tokenizer-metadata --tiktoken-special-tokens "
-     "--tokenizer-hf-include-special-tokens --trust-remote-code --vocab-extra-ids",
-     "tokenizers are used as their files define them; see --tokenizer-type and --tokenizer-model"),
-    ("--multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --v-head-dim --rotary-scaling-factor "
-     "--mscale --mscale-all-dim --cache-mla-latents", "attention is multi-head or grouped-query; remove it"),
+    (
+        "--tokenizer-metadata --tiktoken-special-tokens "
+        "--tokenizer-hf-include-special-tokens --trust-remote-code --vocab-extra-ids",
+        "tokenizers are used as their files define them; see --tokenizer-type and --tokenizer-model",
+    ),
+    (
+        "--multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --v-head-dim --rotary-scaling-factor "
+        "--mscale --mscale-all-dim --cache-mla-latents",
+        "attention is multi-head or grouped-query; remove it",
+    ),
     ("--no-position-embedding", "use --position-embedding-type rope, or none"),
     ("--rope-type", "rotary embeddings are plain or scaled as Llama 3.1's; see --use-rope-scaling"),
-    ("--softmax-type --qk-l2-norm --no-rope-freq --window-attn-skip-freq",
-     "all layers attend alike, with a plain softmax"),
-    ("--openai-gelu --quick-geglu --activation-func-clamp-value --glu-linear-offset --onnx-safe",
-     "activations are GELU, --swiglu and --squared-relu"),
-    ("--apply-residual-connection-post-layernorm --fp32-residual-connection",
-     "residuals are pre-norm, in the weights' format"),
+    (
+        "--softmax-type --qk-l2-norm --no-rope-freq --window-attn-skip-freq",
+        "all layers attend alike, with a plain softmax",
+    ),
+    (
+        "--openai-gelu --quick-geglu --activation-func-clamp-value --glu-linear-offset --onnx-safe",
+        "activations are GELU, --swiglu and --squared-relu",
+    ),
+    (
+        "--apply-residual-connection-post-layernorm --fp32-residual-connection",
+        "residuals are pre-norm, in the weights' format",
+    ),
     ("--fp16-lm-cross-entropy", "the loss is computed in FP32; remove it"),
     ("--init-method-xavier-uniform --embedding-init-method-std", _NO_INIT_CHOICE),
     ("--distribute-checkpointed-activations", _OLD + "--distribute-saved-activations"),
@@ -272,10 +325,13 @@ _REFUSED_GROUPS: tuple[tuple[str, str], ...] = (
     ("--model-parallel-size", _OLD + "--tensor-model-parallel-size"),
     ("--perform-rl-step", "this pretrains; no reinforcement learning"),
     ("--sft", "this pretrains on text; no instruction tuning"),
-    ("--decoder-num-layers --titles-data-path --query-in-block-prob --use-one-sent-docs --evidence-data-path "
-     "--block-data-path --embedding-path --num-classes --num-channels --patch-dim --classes-fraction "
-     "--data-per-class-fraction --no-data-sharding --head-lr-mult --iter-per-epoch --is-hybrid-model "
-     "--disable-mamba-mem-eff-path", _OTHER_MODEL),
+    (
+        "--decoder-num-layers --titles-data-path --query-in-block-prob --use-one-sent-docs --evidence-data-path "
+        "--block-data-path --embedding-path --num-classes --num-channels --patch-dim --classes-fraction "
+        "--data-per-class-fraction --no-data-sharding --head-lr-mult --iter-per-epoch --is-hybrid-model "
+        "--disable-mamba-mem-eff-path",
+        _OTHER_MODEL,
+    ),
 )
 
 _OVERRIDABLE: Mapping[str, str] = MappingProxyType(
@@ -302,7 +358,7 @@ _OVERRIDABLE: Mapping[str, str] = MappingProxyType(
 # ---- lookup -------------------------------------------------------------------------------------------------------
 
 
-def judge(flag: str, words: Sequence[str]) -> Optional[Verdict]:
+def classify(flag: str, words: Sequence[str]) -> Optional[Verdict]:
     """What becomes of a flag that is no setting; None for one that Megatron-LM does not have either."""
     accepted = _accepted_flags().get(flag)
     if accepted is not None:

@@ -9,6 +9,8 @@ Linears are named as in records: `layers.3.linear_fc2`, counted from 0 over the 
     --precision ENTRY...                        on the command line
 
 An entry is PATTERN[:GEMMS]=RECIPE[/FORMAT], for example `layers.20-23.*:dgrad,wgrad=bf16`.
+
+The quantization rules of linears: recipes with the options that the settings give them.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import NamedTuple, Optional
 
 from megafp8.config.schema import ModelConfig, PrecisionConfig
 from megafp8.recipes import registry
+from megafp8.recipes.base import OPERANDS_OF, LinearRecipe
 
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Those of a layer, in the order of the forward pass."""
@@ -30,12 +33,11 @@ MLP_LINEARS = ("linear_fc1", "linear_fc2")
 OUTPUT_LAYER = "output_layer"
 GEMMS = ("fprop", "dgrad", "wgrad")
 HIGH_PRECISION = ("bf16", "fp32")
-
 _ENTRY = re.compile(r"(?P<pattern>[^:=]+)(?::(?P<gemms>[^:=]+))?=(?P<recipe>[^:=/]+)(?:/(?P<format>[^:=/]+))?")
 _RANGE = re.compile(r"layers\.(\d+)-(\d+)\.(.+)")
 
 
-class Choice(NamedTuple):
+class GemmChoice(NamedTuple):
     """What a GEMM multiplies: codes by a recipe in a format (`e4m3`, `hybrid`, `e5m2`, `e2m1`), or numbers as they are.
 
     Attributes:
@@ -56,9 +58,9 @@ class Choice(NamedTuple):
 class LinearChoice(NamedTuple):
     """The choices for the three GEMMs of one linear."""
 
-    fprop: Choice = Choice()
-    dgrad: Choice = Choice()
-    wgrad: Choice = Choice()
+    fprop: GemmChoice = GemmChoice()
+    dgrad: GemmChoice = GemmChoice()
+    wgrad: GemmChoice = GemmChoice()
 
     def __str__(self) -> str:
         shown = [choice.name or "high precision" for choice in self]
@@ -77,7 +79,7 @@ class LinearChoice(NamedTuple):
         return tuple(dict.fromkeys(choice.recipe for choice in self if choice.recipe is not None))
 
 
-class FileEntry(str):
+class MapFileEntry(str):
     """The text of an entry that stands in a file.
 
     Attributes:
@@ -101,13 +103,13 @@ class Entry:
     recipe: str
     format: Optional[str]
 
-    def choice(self, precision: PrecisionConfig) -> Choice:
+    def choice(self, precision: PrecisionConfig) -> GemmChoice:
         """What it chooses in a run."""
         if self.recipe in HIGH_PRECISION:
-            return Choice()
+            return GemmChoice()
         recipe = registry.get(self.recipe)
         asked = self.format or format_of(precision, recipe.family)
-        return Choice(self.recipe, asked or recipe.default_format)
+        return GemmChoice(self.recipe, asked or recipe.default_format)
 
     def matches(self, name: str) -> bool:
         """Is it about this linear?"""
@@ -161,7 +163,7 @@ def said_entries(precision: PrecisionConfig) -> Iterator[tuple[str, Entry]]:
 
 def said(text: str) -> str:
     """How an entry was given: `--precision ENTRY`, or the place in a file and the entry."""
-    return f"{text.place}: {text}" if isinstance(text, FileEntry) else f"--precision {text}"
+    return f"{text.place}: {text}" if isinstance(text, MapFileEntry) else f"--precision {text}"
 
 
 @functools.lru_cache(maxsize=64)
@@ -204,9 +206,6 @@ def _nearest(text: str, known: tuple[str, ...]) -> str:
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
-# ---- resolved -----------------------------------------------------------------------------------------------------
-
-
 def format_of(precision: PrecisionConfig, family: str) -> Optional[str]:
     """`--fp8-format` or `--fp4-format`, by family."""
     return {"fp8": precision.fp8_format, "fp4": precision.fp4_format}[family]
@@ -217,10 +216,10 @@ def base_choice(precision: PrecisionConfig) -> LinearChoice:
     if precision.fp8_format is None and precision.fp4_format is None:
         return LinearChoice()
     if precision.fp8_format is not None:
-        choice = Choice(precision.fp8_recipe, precision.fp8_format)
+        choice = GemmChoice(precision.fp8_recipe, precision.fp8_format)
     else:
-        choice = Choice(precision.fp4_recipe, precision.fp4_format)
-    return LinearChoice(choice, choice, choice if precision.fp8_wgrad else Choice())
+        choice = GemmChoice(precision.fp4_recipe, precision.fp4_format)
+    return LinearChoice(choice, choice, choice if precision.fp8_wgrad else GemmChoice())
 
 
 def unmapped_choice(name: str, num_layers: int, precision: PrecisionConfig) -> LinearChoice:
@@ -311,3 +310,38 @@ def asked_by(precision: PrecisionConfig, recipe: str) -> str:
     if recipe in base_choice(precision).recipes:
         return f"--{'fp4' if precision.fp8_format is None else 'fp8'}-recipe {recipe}"
     return next(words for words, entry in said_entries(precision) if entry.recipe == recipe)
+
+
+def build_recipe(precision: PrecisionConfig) -> Optional[LinearRecipe]:
+    """The rules of a layer's linears without a precision map, or None in high precision."""
+    return build_linear_recipe(precision, base_choice(precision))
+
+
+@functools.lru_cache(maxsize=64)
+def build_linear_recipe(precision: PrecisionConfig, chosen: LinearChoice) -> Optional[LinearRecipe]:
+    """The rules of one linear, whose GEMMs may each have another recipe; None where all are in high precision.
+
+    Args:
+        precision: has the recipes' options, such as the amax history's length.
+    """
+    if not chosen.is_quantized:
+        return None
+    if chosen == base_choice(precision):
+        whole = _rules(precision, chosen.fprop)
+        assert whole is not None
+        return whole if precision.fp8_wgrad else whole.without_wgrad()
+    parts = [_rules(precision, choice) for choice in chosen]
+    rules = tuple(
+        (operand, gemm, None if part is None else part.rule(operand, gemm))
+        for (gemm, operands), part in zip(OPERANDS_OF, parts, strict=True)
+        for operand in operands
+    )
+    names = [choice.recipe or "high" for choice in chosen]
+    options = next((part.delayed for part in parts if part is not None and part.delayed is not None), None)
+    return LinearRecipe(name="/".join(names) if len(set(names)) > 1 else names[0], rules=rules, delayed=options)
+
+
+def _rules(precision: PrecisionConfig, choice: GemmChoice) -> Optional[LinearRecipe]:
+    if choice.recipe is None:
+        return None
+    return registry.get(choice.recipe).rules(choice.format, vars(precision))

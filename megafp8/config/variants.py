@@ -7,7 +7,8 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megafp8.config import derived, flags, precision_map, serialize
+from megafp8.config import derived, precision_map, settings
+from megafp8.config import flags as config_flags
 from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import with_values
 from megafp8.errors import ConfigError
@@ -53,9 +54,7 @@ def build_variant(name: str, shared: RunConfig, world_size: int) -> Variant:
         return Variant(name=name, flags=("--bf16",))
     if name == CONTROL:
         batch, micro = derived.global_batch_size(shared, world_size), other_micro_batch(shared, world_size)
-        return Variant(
-            name=name, flags=("--bf16", "--micro-batch-size", str(micro), "--global-batch-size", str(batch))
-        )
+        return Variant(name=name, flags=("--bf16", "--micro-batch-size", str(micro), "--global-batch-size", str(batch)))
     recipe_name, _, number_format = name.partition("-")
     recipe = registry.get(recipe_name) if recipe_name in registry.names() else None
     if recipe is None or (number_format or recipe.default_format) not in recipe.formats:
@@ -64,9 +63,7 @@ def build_variant(name: str, shared: RunConfig, world_size: int) -> Variant:
             f"{', '.join(FP8_FORMATS)}, such as delayed-e4m3; for anything else give --variant NAME='FLAGS'"
         )
     family, number_format = f"--{recipe.family}", number_format or recipe.default_format
-    return Variant(
-        name=name, flags=("--bf16", f"{family}-format", number_format, f"{family}-recipe", recipe_name)
-    )
+    return Variant(name=name, flags=("--bf16", f"{family}-format", number_format, f"{family}-recipe", recipe_name))
 
 
 def parse_variant(text: str) -> Variant:
@@ -90,7 +87,7 @@ def parse_variant(text: str) -> Variant:
 
 def variant_problems(words: Sequence[str]) -> list[str]:
     """What only a variant's flags can have wrong; that they are flags and go together is checked with those of all."""
-    invocation, _ = flags.read(words)
+    invocation, _ = config_flags.read(words)
     problems = [
         f"{flag}: the comparison gives it, from --output-dir and from --seeds and the --seed of all runs; remove it"
         for name, flag in (*FOLDER_FLAGS.items(), ("training.seed", "--seed"))
@@ -135,12 +132,12 @@ def other_micro_batch(config: RunConfig, world_size: int) -> int:
 
 def differences(before: RunConfig, after: RunConfig) -> list[str]:
     """The settings in which two configurations train something else, as lines of `serialize.diff`."""
-    return [line for line in serialize.diff(before, after) if not line.startswith(NEUTRAL_SETTINGS)]
+    return [line for line in settings.diff(before, after) if not line.startswith(NEUTRAL_SETTINGS)]
 
 
 def read_shared(words: Sequence[str], folder: str) -> tuple[RunConfig, list[str]]:
     """The settings that all runs share, as if one of them ran in `folder`, and which flags are the comparison's own."""
-    invocation, problems = flags.read(words)
+    invocation, problems = config_flags.read(words)
     own = FOLDER_FLAGS | RECIPE_FLAGS
     problems += [
         f"{flag} among the flags of all runs: the comparison gives it, from --output-dir and --recipes"

@@ -25,13 +25,13 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 from megatron.core.datasets.utils import Split, normalize
 
 from megafp8.config import derived
-from megafp8.config.blend import Blend, parse_blend
+from megafp8.config.data_blend import Blend, parse_blend
 from megafp8.config.schema import DataConfig, RunConfig
-from megafp8.data.epochs import EpochsBlend, EpochsConfig, EpochsDataset, MockEpochsDataset
+from megafp8.data.gpt_dataset import EpochsBlend, EpochsConfig, EpochsDataset, MockEpochsDataset
 from megafp8.data.index_cache import IndexCache
-from megafp8.data.shard_checks import check_shard, content_key
+from megafp8.data.shard_verification import check_shard, content_key
 from megafp8.data.shards import bin_path
-from megafp8.data.tokenizer import Tokenizer
+from megafp8.data.tokenizers.build import Tokenizer
 from megafp8.errors import DataError
 
 SPLITS = ("training", "validation", "test")
@@ -44,7 +44,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Part:
+class DatasetPart:
     """What one of the three datasets is made of.
 
     Attributes:
@@ -121,13 +121,13 @@ def build_datasets(
     return _build(config, tokenizer, parts, shards, lambda text: None) if built is None else built
 
 
-def plan_parts(config: RunConfig, num_samples: tuple[int, int, int]) -> list[Part]:
+def plan_parts(config: RunConfig, num_samples: tuple[int, int, int]) -> list[DatasetPart]:
     """Which datasets the settings ask for, from which documents of which shards."""
     data = config.data
     own_shards = (data.train_data_path, data.valid_data_path, data.test_data_path)
     if any(own_shards):
         return [
-            Part(split, parse_blend(words), (0.0, 1.0), count)
+            DatasetPart(split, parse_blend(words), (0.0, 1.0), count)
             for split, words, count in zip(Split, own_shards, num_samples, strict=True)
             if words and count
         ]
@@ -135,7 +135,7 @@ def plan_parts(config: RunConfig, num_samples: tuple[int, int, int]) -> list[Par
     split = MOCK_SPLIT if data.mock_data and data.split is None else derived.split(config)
     matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
     return [
-        Part(part, blend, share, count, may_be_too_small=part is Split.test and data.split is None)
+        DatasetPart(part, blend, share, count, may_be_too_small=part is Split.test and data.split is None)
         for part, share, count in zip(Split, matrix, num_samples, strict=True)
         if share is not None and count and blend.prefixes
     ]
@@ -182,7 +182,7 @@ def _check(data: DataConfig, prefix: str, tokenizer: Tokenizer) -> Shard:
 def _build(
     config: RunConfig,
     tokenizer: Tokenizer,
-    parts: Sequence[Part],
+    parts: Sequence[DatasetPart],
     shards: dict[str, Shard],
     on_progress: Callable[[str], None],
 ) -> Datasets:
@@ -241,7 +241,7 @@ def _documents(share: tuple[float, float], opened: Any) -> tuple[int, int]:
     return first, end
 
 
-def _too_small(part: Part, opened: dict[str, Any], config: RunConfig) -> list[str]:
+def _too_small(part: DatasetPart, opened: dict[str, Any], config: RunConfig) -> list[str]:
     """The shards whose part does not hold one sample: seq_length tokens and the label of the last."""
     assert config.data.seq_length is not None
     needed, problems = config.data.seq_length + 1, []
@@ -258,7 +258,7 @@ def _too_small(part: Part, opened: dict[str, Any], config: RunConfig) -> list[st
     return problems
 
 
-def _remedy(part: Part, config: RunConfig) -> str:
+def _remedy(part: DatasetPart, config: RunConfig) -> str:
     ways = ["use more text", "a shorter --seq-length"]
     if derived.split(config) is not None:
         ways.insert(0, f"Give it a larger share (--split, now {derived.split(config)})")
@@ -268,7 +268,7 @@ def _remedy(part: Part, config: RunConfig) -> str:
     return text[0].upper() + text[1:]
 
 
-def _build_part(part: Part, kind: type[EpochsDataset], opened: dict[str, Any], config: EpochsConfig) -> Dataset:
+def _build_part(part: DatasetPart, kind: type[EpochsDataset], opened: dict[str, Any], config: EpochsConfig) -> Dataset:
     """The dataset of one part: its shard's, or the blend of its shards'."""
     blend, total = part.blend, part.num_samples
     weights = None if blend.weights is None else normalize(list(blend.weights))

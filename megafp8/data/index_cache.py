@@ -23,9 +23,8 @@ from typing import Any, Optional
 
 import numpy as np
 
-from megafp8.data.atomic import atomic_write, atomic_write_json
 from megafp8.errors import DataError
-from megafp8.utils.small_files import UnreadableFile, open_regular
+from megafp8.utils.files import UnreadableFile, atomic_write, atomic_write_json, open_regular
 from megafp8.utils.strict_json import read_json
 
 FORMAT = "megafp8-index-1"

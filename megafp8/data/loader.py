@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from megafp8.errors import DataError
-from megafp8.launch.process import STOP_SIGNALS, end_with_starter
+from megafp8.utils.process import STOP_SIGNALS, end_with_starter
 
 KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 

@@ -8,10 +8,17 @@ from typing import Optional
 
 import numpy as np
 
-from megafp8.data.manifest import ShardManifest, load_manifest
-from megafp8.data.shard_checks import check_structure
-from megafp8.data.shard_verify import document_bounds
-from megafp8.data.shards import INDEX_BLOCK, VERSION, ShardIndex, bin_path, idx_path, read_index
+from megafp8.data.shard_verification import check_structure, document_bounds
+from megafp8.data.shards import (
+    INDEX_BLOCK,
+    VERSION,
+    ShardIndex,
+    ShardManifest,
+    bin_path,
+    idx_path,
+    load_manifest,
+    read_index,
+)
 
 QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
 

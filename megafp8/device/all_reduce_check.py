@@ -2,8 +2,8 @@
 
     python -m megafp8.device.all_reduce_check '{"nodes": ["a", "b"], "node": 0, "rank": 0, ...}'
 
-The argument is a `megafp8.launch.nodes.Place`. A line of JSON for each group goes to standard output as soon as it is
-known; who started this bounds its time.
+The argument is a `megafp8.launch.node_check.NodeRank`. A line of JSON for each group goes to standard output as
+soon as it is known; who started this bounds its time.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 
 from megafp8.device.rendezvous import wait_for_listener
-from megafp8.launch.nodes import PORTS, Place, links_of, members_of
+from megafp8.launch.node_check import PORTS, NodeRank, links_of, members_of
 from megafp8.utils.strict_json import parse_json
 
 GPU_BYTES, CPU_BYTES = 256 << 20, 1 << 20
 REPEATS = 5
 
 
-def try_group(place: Place, meeting: str, rank: int, size: int, timeout_s: float) -> float:
+def try_group(place: NodeRank, meeting: str, rank: int, size: int, timeout_s: float) -> float:
     """All-reduce among some ranks; seconds of one.
 
     Raises:
@@ -59,7 +59,7 @@ def try_group(place: Place, meeting: str, rank: int, size: int, timeout_s: float
         dist.destroy_process_group()
 
 
-def tell(members: Sequence[int], num_bytes: int, seconds: Optional[float], error: Optional[str]) -> None:
+def report(members: Sequence[int], num_bytes: int, seconds: Optional[float], error: Optional[str]) -> None:
     """One result, for who started this."""
     line = {"members": list(members), "bytes": num_bytes, "seconds": seconds, "error": error}
     sys.stdout.write(json.dumps(line) + "\n")
@@ -67,7 +67,7 @@ def tell(members: Sequence[int], num_bytes: int, seconds: Optional[float], error
 
 
 def main(text: str) -> None:
-    place = Place(**parse_json(text))
+    place = NodeRank(**parse_json(text))
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # an all-reduce that never ends becomes an error
     size, num_nodes = place.ranks_per_node, len(place.nodes)
     groups = [([place.node], f"file://{place.store}", place.rank, size)]
@@ -83,9 +83,9 @@ def main(text: str) -> None:
         try:
             if place.is_gpu:
                 torch.cuda.set_device(place.rank)
-            tell(members, num_bytes, try_group(place, meeting, rank, group_size, timeout_s), None)
+            report(members, num_bytes, try_group(place, meeting, rank, group_size, timeout_s), None)
         except (RuntimeError, ValueError) as error:
-            tell(members, num_bytes, None, str(error).splitlines()[0])
+            report(members, num_bytes, None, str(error).splitlines()[0])
 
 
 if __name__ == "__main__":

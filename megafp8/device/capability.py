@@ -207,9 +207,10 @@ def recipe_problems(precision: PrecisionConfig, target: Target, implementation: 
     if not flags or implementation == "local":  # which quantizes nowhere: a rule of the settings alone
         return []
     if implementation == "emulated":
-        found = [] if precision.emulation else [
-            f"--no-emulation: {', '.join(flags.values())} would be emulated on {target.name}; {mend_for(target, False)}"
-        ]
+        found = []
+        if not precision.emulation:
+            names = ", ".join(flags.values())
+            found.append(f"--no-emulation: {names} would be emulated on {target.name}; {fix_for(target, False)}")
         two_copies = [flag for recipe, flag in flags.items() if not registry.get(recipe).supports_param_gather]
         if precision.fp8_param_gather and two_copies:
             known = ", ".join(recipe.name for recipe in registry.recipes() if recipe.supports_param_gather)
@@ -219,7 +220,7 @@ def recipe_problems(precision: PrecisionConfig, target: Target, implementation: 
                 f"out, or give --fp8-recipe {known}"
             )
         return found
-    mend = mend_for(target, precision.emulation)
+    mend = fix_for(target, precision.emulation)
     return emulated_only(precision) + [f"{text}; {mend}" for text in recipe_obstacles(precision, target)]
 
 
@@ -354,7 +355,7 @@ def emulated_only(precision: PrecisionConfig) -> list[str]:
     ]
 
 
-def mend_for(target: Target, may_emulate: bool) -> str:
+def fix_for(target: Target, may_emulate: bool) -> str:
     """What to do instead of a recipe that the device lacks."""
     native = native_recipes(target)
     emulated = "--transformer-impl emulated runs every recipe" if may_emulate else "leave --no-emulation out"

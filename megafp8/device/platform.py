@@ -14,7 +14,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from megafp8.config.schema.parallel import ParallelConfig
+from megafp8.config.schema.model import ParallelConfig
 from megafp8.device.rendezvous import meet
 
 # For the first rank of a machine to come to the same error as another one.

@@ -2,8 +2,9 @@
 
     python -m megafp8.device.rendezvous_check '{"nodes": ["a", "b"], "node": 0, ...}'
 
-The argument is a `megafp8.launch.nodes.Place`. The first node hosts torchrun's store and all nodes meet there; then
-they meet at the ranks' store, which another node may host. Exit status 0, or an error on standard error.
+The argument is a `megafp8.launch.node_check.NodeRank`. The first node hosts torchrun's store and all nodes
+meet there; then they meet at the ranks' store, which another node may host. Exit status 0, or an error on standard
+error.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousPara
 
 from megafp8.device.rendezvous import first_line, meet, wait_for_listener
 from megafp8.errors import PeerLost
-from megafp8.launch.nodes import Place
+from megafp8.launch.node_check import NodeRank
 from megafp8.utils.strict_json import parse_json
 
 
-def rendezvous(place: Place) -> None:
+def rendezvous(place: NodeRank) -> None:
     """Meet all nodes; one process a node calls it.
 
     Raises:
@@ -47,7 +48,7 @@ def rendezvous(place: Place) -> None:
 
 
 def main(text: str) -> None:
-    place = Place(**parse_json(text))
+    place = NodeRank(**parse_json(text))
     where = f"{place.nodes[0]}:{place.port}"
     try:
         rendezvous(dataclasses.replace(place, nodes=tuple(place.nodes)))

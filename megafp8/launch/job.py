@@ -1,4 +1,7 @@
-"""A training job: the machines that it wants, and what they run."""
+"""A training job: the machines that it wants, and what they run.
+
+Parts of the shell scripts that start runs, as a person would write them.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ from pathlib import Path
 from typing import Any, Optional
 
 from megafp8.errors import ConfigError
-from megafp8.launch.control_characters import control_problems
-from megafp8.launch.nodes import PATIENCE_S
-from megafp8.utils.small_files import UnreadableFile
+from megafp8.launch.node_check import NODE_CHECK_TIMEOUT_S
+from megafp8.utils.files import UnreadableFile
+from megafp8.utils.formatting import check_lines, control_problems
 from megafp8.utils.strict_yaml import parse_yaml
 
 # Between a run's time to save and the end: srun and the supervisor have to end, too.
@@ -26,7 +29,7 @@ NAME = re.compile(r"[\w.+-]+")
 VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 OPTION = re.compile(r"[a-z][a-z0-9-]*")
 ENDPOINT = re.compile(r"[\w.-]+:\d+")
-WHOLE = re.compile(r"-?[0-9]+")
+INTEGER = re.compile(r"-?[0-9]+")
 TIME = re.compile(r"(?:\d+-)?\d+(?::\d+){0,2}")
 # Options of sbatch that a job's own fields give, or that restarts rest on.
 TAKEN = ("job-name", "nodes", "time", "array", "signal", "requeue", "no-requeue", "gpus-per-node", "partition",
@@ -132,7 +135,7 @@ def warning_s(job: Job) -> int:
 
 def reserved_s(job: Job) -> int:
     """Seconds of a job's time limit in which it does not train, or may not."""
-    return warning_s(job) + SLURM_EARLY_S + (PATIENCE_S if job.check_nodes else 0)
+    return warning_s(job) + SLURM_EARLY_S + (NODE_CHECK_TIMEOUT_S if job.check_nodes else 0)
 
 
 def seconds_of(time: str) -> int:
@@ -181,7 +184,11 @@ def check_job(job: Job) -> None:
     if job.time is not None and not TIME.fullmatch(job.time):
         problems.append(f"time: {job.time!r}: minutes, HH:MM:SS or D-HH:MM:SS")
     elif job.time is not None and seconds_of(job.time) <= reserved_s(job):
-        check = f", and the check of the nodes may take {PATIENCE_S} s before it trains" if job.check_nodes else ""
+        check = (
+            f", and the check of the nodes may take {NODE_CHECK_TIMEOUT_S} s before it trains"
+            if job.check_nodes
+            else ""
+        )
         fix = ", or set check_nodes to false (--no-check-nodes)" if job.check_nodes else ""
         problems.append(
             f"time: {job.time} with time_to_save_s {job.time_to_save_s}: the warning comes {warning_s(job)} s before "
@@ -283,7 +290,7 @@ def converted(kind: str, value: Any) -> Any:
             raise ValueError(f"{value!r}: true or false is expected")
         return value == "true"
     if kind in ("int", "Optional[int]"):
-        if not WHOLE.fullmatch(value):  # int() would take line breaks around it
+        if not INTEGER.fullmatch(value):  # int() would take line breaks around it
             raise ValueError(f"{value!r}: a whole number is expected")
         return int(value)
     return value
@@ -300,3 +307,82 @@ def words_of(value: Any) -> tuple[str, ...]:
     if not all(isinstance(word, str) for word in value):
         raise ValueError(f"{value!r}: words are expected")
     return tuple(value)
+
+
+WIDTH = 116
+COMMENTS = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "  # seconds from a signal until ranks are killed"}
+
+
+def script_of(parts: Sequence[Sequence[str]]) -> str:
+    """The text of a script, with an empty line between its parts.
+
+    Raises:
+        ConfigError: what was meant to be one line is several.
+    """
+    for part in parts:
+        check_lines(part)
+    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+
+
+def environment_lines(job: Job) -> list[str]:
+    """Folder, modules, Python and the variables of all ranks."""
+    lines = [f"cd {shlex.quote(job.project)}"]
+    if job.setup:
+        lines += job.setup.rstrip().split("\n")
+    if job.venv:
+        lines.append(f". {shlex.quote(job.venv)}/bin/activate")
+    lines += [
+        "# Said once, for all ranks. What the shell before had set for Transformer Engine does not count.",
+        'unset "${!NVTE_@}"',
+        *(f"export {name}={shlex.quote(value)}{COMMENTS.get(name, '')}" for name, value in environment(job).items()),
+    ]
+    return lines
+
+
+def environment(job: Job) -> dict[str, str]:
+    """Variables for all ranks: those of every job, then the job's own. Others, `pretrain_gpt.py` sets as it needs them.
+
+    So many seconds after a signal torchrun kills its ranks; they read the same variable and give up saving before.
+    """
+    every = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(job.time_to_save_s)}
+    if job.gpus_per_node:
+        every["NCCL_DEBUG"] = "WARN"
+    return every | dict(job.environment)
+
+
+def training_lines(job: Job) -> list[str]:
+    """The flags as an array `training`; in a job array those of the task are added."""
+    lines = array("training", filled(job.training))
+    if job.runs:
+        lines += ["# The runs of the array.", "case $SLURM_ARRAY_TASK_ID in"]
+        lines += [f"  {task}) training+=({' '.join(map(quoted, run))}) ;;" for task, run in enumerate(job.runs)]
+        lines.append("esac")
+    return lines
+
+
+def filled(words: Sequence[str]) -> list[str]:
+    """Words of a command in lines; a flag and its first value are not parted."""
+    pairs: list[str] = []
+    for word in map(quoted, words):
+        if pairs and not word.startswith("--") and pairs[-1].startswith("--") and " " not in pairs[-1]:
+            pairs[-1] += f" {word}"
+        else:
+            pairs.append(word)
+    lines: list[str] = []
+    for pair in pairs:
+        if lines and len(lines[-1]) + len(pair) < WIDTH:
+            lines[-1] += f" {pair}"
+        else:
+            lines.append(pair)
+    return lines
+
+
+def quoted(word: str) -> str:
+    """A word of an array; commas look like a mistake there unless they are quoted."""
+    plain = shlex.quote(word)
+    return f"'{word}'" if plain == word and "," in word else plain
+
+
+def array(name: str, lines: Sequence[str]) -> list[str]:
+    """An array of the words in these lines."""
+    return [f"{name}=(", *(f"  {line}" for line in lines), ")"]

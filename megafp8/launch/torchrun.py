@@ -5,8 +5,7 @@ from __future__ import annotations
 import shlex
 
 from megafp8.errors import ConfigError
-from megafp8.launch.job import Job
-from megafp8.launch.shell import array, environment_lines, script_of, training_lines
+from megafp8.launch.job import Job, array, environment_lines, script_of, training_lines
 
 SLURM_FIELDS = ("cpus_per_node", "exclusive", "time", "partition", "account", "sbatch", "max_requeues", "check_nodes")
 
@@ -67,5 +66,5 @@ def start_lines(job: Job) -> list[str]:
             ],
         ),
         *start,
-        f"{'  ' if start else 'exec '}\"${{torchrun[@]}}\" pretrain_gpt.py \"${{training[@]}}\"",
+        f'{"  " if start else "exec "}"${{torchrun[@]}}" pretrain_gpt.py "${{training[@]}}"',
     ]

@@ -16,11 +16,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megafp8.config import derived, gemms
+from megafp8.config import derived, model_shapes
 from megafp8.config.rules.precision import fuses_operations, rotates_in_one_kernel
-from megafp8.planning.planned_run import PlannedRun
-from megafp8.planning.products import Product, layer_products, output_products
-from megafp8.planning.recipe_shares import HIGH, output_recipes
+from megafp8.planning.planned_run import HIGH, PlannedRun, Product, layer_products, output_products, output_recipes
 from megafp8.recipes import registry
 
 TILE = 128
@@ -101,7 +99,7 @@ def code_bytes(recipe: str) -> float:
 
 def forward_pass(run: PlannedRun, recipe: str) -> Pass:
     """One layer forward, with linears under `recipe` (`bf16` for a layer kept in high precision)."""
-    linears = gemms.gemm_dimensions(run.config)
+    linears = model_shapes.gemm_dimensions(run.config)
     stream, heads, ffn = _channels(run)
     is_fused = _fuses_activation(run, recipe)
     gate_and_up = 2 if run.config.model.swiglu else 1
@@ -119,7 +117,7 @@ def forward_pass(run: PlannedRun, recipe: str) -> Pass:
 
 def backward_pass(run: PlannedRun, recipe: str) -> Pass:
     """One layer backward, without what is computed again."""
-    linears = gemms.gemm_dimensions(run.config)
+    linears = model_shapes.gemm_dimensions(run.config)
     stream, heads, ffn = _channels(run)
     is_fused = _fuses_activation(run, recipe)
     gate_and_up = 2 if run.config.model.swiglu else 1
@@ -160,7 +158,7 @@ def recomputed(run: PlannedRun, forward: Pass) -> float:
     again = forward.attention if "core_attn" in modules else 0.0
     again += forward.norms / 2 if "layernorm" in modules else 0.0
     if "mlp" in modules:
-        weights = [linear.out_features * linear.in_features for linear in gemms.gemm_dimensions(run.config)]
+        weights = [linear.out_features * linear.in_features for linear in model_shapes.gemm_dimensions(run.config)]
         share = sum(weights[2:]) / sum(weights)
         again += share * (forward.fprop + forward.casts) + forward.activation
     return again
@@ -210,7 +208,7 @@ def _channels(run: PlannedRun) -> tuple[int, int, int]:
     )
 
 
-def _gradient_numbers(run: PlannedRun, linears: list[gemms.GemmDimensions]) -> int:
+def _gradient_numbers(run: PlannedRun, linears: list[model_shapes.GemmDimensions]) -> int:
     """Numbers in the gradients of the linears' outputs as a rank quantizes them: before any gather."""
     qkv, proj, fc1, fc2 = linears
     return run.tokens * (qkv.out_features + fc1.out_features) + run.sharded_tokens * (

@@ -9,12 +9,11 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from megafp8.config import derived, gemms
-from megafp8.config.rules import graphs
+from megafp8.config import derived, model_shapes
+from megafp8.config.rules import recompute
 from megafp8.config.settings import with_values
 from megafp8.planning.compute import cast_s, product_s
-from megafp8.planning.planned_run import PlannedRun
-from megafp8.planning.products import layer_products
+from megafp8.planning.planned_run import PlannedRun, layer_products
 from megafp8.planning.step_time import step_time
 
 PAYS = 1.05
@@ -33,7 +32,7 @@ class LinearGain:
         casts_s: of quantizing for them.
     """
 
-    linear: gemms.GemmDimensions
+    linear: model_shapes.GemmDimensions
     bf16_s: float
     quantized_s: float
     casts_s: float
@@ -47,7 +46,7 @@ class LinearGain:
 def linear_gains(run: PlannedRun) -> list[LinearGain]:
     """The linears of a layer, in the order of the forward pass."""
     found = []
-    for linear in gemms.gemm_dimensions(run.config):
+    for linear in model_shapes.gemm_dimensions(run.config):
         products = [product for product in layer_products(run) if product.linear == linear.name]
         of_wgrad = run.recipe if run.config.precision.fp8_wgrad else "bf16"
         quantized_s = sum(product_s(run, of_wgrad if p.gemm == "wgrad" else run.recipe, p) for p in products)
@@ -56,7 +55,7 @@ def linear_gains(run: PlannedRun) -> list[LinearGain]:
     return found
 
 
-def linear_casts_s(run: PlannedRun, recipe: str, linear: gemms.GemmDimensions) -> float:
+def linear_casts_s(run: PlannedRun, recipe: str, linear: model_shapes.GemmDimensions) -> float:
     """Seconds in which a linear quantizes its operands for a microbatch, its share of the weight included."""
     of_weight = 1 / derived.num_microbatches(run.config, run.world_size)
     activations = linear.rows * linear.in_features + gradient_rows(run, linear) * linear.out_features
@@ -64,7 +63,7 @@ def linear_casts_s(run: PlannedRun, recipe: str, linear: gemms.GemmDimensions) -
     return cast_s(run, recipe, numbers, 2 + of_weight)
 
 
-def gradient_rows(run: PlannedRun, linear: gemms.GemmDimensions) -> int:
+def gradient_rows(run: PlannedRun, linear: model_shapes.GemmDimensions) -> int:
     """Rows of the output's gradient: a part of them behind linear_proj and linear_fc2, whose output is scattered."""
     return run.sharded_tokens if linear.rows == run.tokens else run.tokens
 
@@ -88,18 +87,18 @@ def fp8_warnings(run: PlannedRun) -> list[str]:
     ]
     host_share = quantized.parts.get("host", 0.0) / quantized.seconds
     if host_share > 1 - 1 / PAYS:
-        or_graph = "" if any(graphs.obstacles(run.config)) else ", or --cuda-graph-impl local"
+        or_graph = "" if any(recompute.obstacles(run.config)) else ", or --cuda-graph-impl local"
         lines.append(
             f"kernels are so short that the GPU waits {host_share:.0%} of the step for the host, which starts more of "
             f"them in FP8: use a larger --micro-batch-size or --seq-length{or_graph}"
         )
     small = [gain for gain in linear_gains(run) if gain.speed < PAYS]
     if small and not has_map:  # gains are those of one recipe for all
-        lines.append("too small for FP8, quantizing included: " + ", ".join(map(told, small)))
+        lines.append("too small for FP8, quantizing included: " + ", ".join(map(describe_gain, small)))
     return lines
 
 
-def told(gain: LinearGain) -> str:
+def describe_gain(gain: LinearGain) -> str:
     """A linear in words."""
     linear = gain.linear
     return f"{linear.name} ({linear.in_features} to {linear.out_features} channels, {gain.speed:.2f} of BF16's speed)"

@@ -1,4 +1,16 @@
-"""Every way to spread a run over its GPUs that the rules of the configuration allow, and what each costs."""
+"""Every way to spread a run over its GPUs that the rules of the configuration allow, and what each costs.
+
+What passes beside a step's CUDA graph need: memory of their own.
+
+A graph keeps the memory that its passes went through while it was captured, and nothing else may have it between two
+launches. So a step that is looked at, which runs kernel by kernel, has its activations and logits a second time, and a
+validation has its logits and one layer's activations. They share what they get, as they come one after the other. Steps
+before the capture need nothing here: torch gives what they leave back to the device first. Quantized weights are kept
+between passes, and passes beside the graph write to the graph's.
+
+Reckoned from how torch's allocator and Transformer Engine's layers work, not measured: the peaks that runs record are
+of tensors, and what a graph keeps between its launches is none.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +23,20 @@ from megafp8.config import derived, rules
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import value_of, with_values
 from megafp8.device import capability
-from megafp8.planning.beside_graph import beside_graph_bytes
-from megafp8.planning.calibration import CALIBRATION, Calibration
-from megafp8.planning.hardware import Gpu
-from megafp8.planning.memory import MemoryEstimate, estimate_ends, outside_bytes
-from megafp8.planning.planned_run import PlannedRun
+from megafp8.device.gpus import Gpu
+from megafp8.planning.memory import MemoryEstimate, estimate_ends, layer_activations, outside_bytes
+from megafp8.planning.planned_run import CALIBRATION, Calibration, PlannedRun
 from megafp8.planning.step_time import StepTime, step_time
 
 TENSOR, PIPELINE = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
 CONTEXT, SEQUENCE = "parallel.context_parallel_size", "parallel.sequence_parallel"
 CHUNKS, LAYERS_OF_CHUNK = (
-    "parallel.num_virtual_stages_per_pipeline_rank", "parallel.num_layers_per_virtual_pipeline_stage"
+    "parallel.num_virtual_stages_per_pipeline_rank",
+    "parallel.num_layers_per_virtual_pipeline_stage",
 )
 MICRO = "training.micro_batch_size"
 GRANULARITY, METHOD = "training.recompute_granularity", "training.recompute_method"
 NUM_LAYERS, MODULES = "training.recompute_num_layers", "training.recompute_modules"
-
 RECOMPUTE: tuple[dict[str, Any], ...] = (
     {},
     {GRANULARITY: "selective", MODULES: ("mlp",)},
@@ -42,7 +52,7 @@ MARGIN_FRACTION = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class PlannedLayout:
     """One legal layout: its settings, its memory, and the time of a step where it fits."""
 
     run: PlannedRun
@@ -85,7 +95,7 @@ class Found:
     """
 
     world_size: int
-    layouts: list[Layout]
+    layouts: list[PlannedLayout]
     num_tried: int
     num_legal: int
     smallest_bytes: Optional[int]
@@ -118,11 +128,11 @@ def find_layouts(
         )  # fmt: skip
         estimates = estimate_ends(candidate, world_size, run.padded_vocab)
         memory = max(estimates, key=lambda estimate: estimate.total_bytes)
-        beside, outside = beside_graph_bytes(candidate, memory), outside_bytes(candidate, world_size)
+        beside, outside = outside_graph_bytes(candidate, memory), outside_bytes(candidate, world_size)
         sizes.append(memory.total_bytes + beside + outside)
         if sizes[-1] <= gpu.memory_bytes * (1 - MARGIN_FRACTION):
             layouts.append(
-                Layout(
+                PlannedLayout(
                     run=run, memory=memory, beside_graph_bytes=beside, outside_bytes=outside, step=step_time(run)
                 )
             )  # fmt: skip
@@ -194,3 +204,20 @@ def _powers_of_two(largest: int) -> list[int]:
 
 def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def outside_graph_bytes(
+    config: RunConfig, estimate: MemoryEstimate, *, implementation: str = "transformer_engine"
+) -> int:
+    """Bytes of a rank beside its graph; 0 for a run without one, or without looks and validations.
+
+    Args:
+        estimate: of that rank.
+    """
+    if not derived.has_step_graph(config):
+        return 0
+    if config.logging.fp8_log_interval is not None:
+        return estimate.activations_bytes + estimate.logits_bytes + estimate.buffers_bytes
+    if config.training.eval_iters:
+        return layer_activations(config, implementation=implementation).total + estimate.logits_bytes
+    return 0

@@ -30,9 +30,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megafp8.config import derived, size
+from megafp8.config import derived, model_shapes
 from megafp8.config.schema import PrecisionConfig, RunConfig
-from megafp8.planning.recipe_shares import FORWARD, HIGH, layer_shares, output_recipes
+from megafp8.planning.planned_run import FORWARD, HIGH, layer_shares, output_recipes
 from megafp8.recipes import registry
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -138,7 +138,7 @@ def parameters_on_stage(config: RunConfig, padded_vocab: int, stage: int) -> tup
     and the other biases are on each of them.
     """
     model, tp = config.model, config.parallel.tensor_model_parallel_size
-    count = size.count_parameters(model, padded_vocab)
+    count = model_shapes.count_parameters(model, padded_vocab)
     layers = derived.layers_per_pipeline_rank(config)
     assert model.hidden_size is not None
     whole_biases = 2 * model.hidden_size if model.add_bias_linear else 0

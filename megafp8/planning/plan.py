@@ -9,13 +9,22 @@ from typing import Any, Optional
 
 from megafp8.config import derived
 from megafp8.config.flags import Invocation
-from megafp8.config.micro_batch import is_auto
 from megafp8.config.rules.model import shape_is_given
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import settings_by_name, value_of, with_values
+from megafp8.device.gpus import Gpu
 from megafp8.errors import ConfigError
-from megafp8.planning.hardware import Gpu
-from megafp8.planning.layouts import CONTEXT, MICRO, PIPELINE, TENSOR, Found, Layout, find_layouts, machine_problems
+from megafp8.planning.layouts import (
+    CONTEXT,
+    MICRO,
+    PIPELINE,
+    TENSOR,
+    Found,
+    PlannedLayout,
+    find_layouts,
+    machine_problems,
+)
+from megafp8.planning.micro_batch import is_auto
 from megafp8.planning.remarks import count_remarks, nearby_counts, ranking_remarks
 from megafp8.planning.step_time import StepTime
 from megafp8.recipes import registry
@@ -41,7 +50,7 @@ class Plan:
 
     gpu: Gpu
     found: Found
-    scaling: dict[int, Optional[Layout]]
+    scaling: dict[int, Optional[PlannedLayout]]
     assumed: dict[str, Any]
     remarks: list[str]
 
@@ -167,7 +176,7 @@ class Limit:
     part: str
 
 
-def scaling_limits(scaling: dict[int, Optional[Layout]]) -> list[Limit]:
+def scaling_limits(scaling: dict[int, Optional[PlannedLayout]]) -> list[Limit]:
     """The first number of GPUs behind the best one at which each share is lost, and the part that grew the most."""
     fits = {count: layout for count, layout in scaling.items() if layout is not None}
     if not fits:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from megafp8.config import derived
 from megafp8.config.schema import RunConfig
-from megafp8.planning.hardware import Gpu
+from megafp8.device.gpus import Gpu
 from megafp8.planning.layouts import Found
 
 NODE, NODES = 8, 64

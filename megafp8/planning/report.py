@@ -7,12 +7,12 @@ from typing import Any
 
 from megafp8.config import flags
 from megafp8.config.settings import settings_by_name
-from megafp8.planning.calibration import CALIBRATION
 from megafp8.planning.communication import NETWORK_FRACTION
-from megafp8.planning.layouts import MARGIN_FRACTION, Layout
+from megafp8.planning.layouts import MARGIN_FRACTION, PlannedLayout
 from megafp8.planning.plan import Plan, scaling_limits
+from megafp8.planning.planned_run import CALIBRATION
 from megafp8.planning.step_time import bytes_by_group
-from megafp8.text_table import aligned
+from megafp8.utils.formatting import aligned
 
 GIB = 2**30
 PARTS_BELOW_FRACTION = 0.005
@@ -49,7 +49,7 @@ def plan_text(plan: Plan, top: int) -> str:
     return "\n\n".join(sections)
 
 
-def layout_cells(layout: Layout) -> tuple[str, ...]:
+def layout_cells(layout: PlannedLayout) -> tuple[str, ...]:
     """Cells of a table's row."""
     step = layout.step
     return (
@@ -58,19 +58,19 @@ def layout_cells(layout: Layout) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def memory_text(layout: Layout) -> str:
+def memory_text(layout: PlannedLayout) -> str:
     """Each part; the last is what torch does not allocate, before it what a graph makes other passes need."""
     return "  " + ", ".join(f"{name} {size / GIB:.2f}" for name, size in memory_parts(layout).items())
 
 
-def memory_parts(layout: Layout) -> dict[str, int]:
+def memory_parts(layout: PlannedLayout) -> dict[str, int]:
     """Bytes by part."""
     parts = layout.memory.parts()
     parts |= {"beside the graph": layout.beside_graph_bytes, "context and NCCL": layout.outside_bytes}
     return {name: size for name, size in parts.items() if size}
 
 
-def step_text(layout: Layout) -> str:
+def step_text(layout: PlannedLayout) -> str:
     """Each part with its share."""
     seconds = layout.step.seconds
     parts = sorted(layout.step.parts.items(), key=lambda part: -part[1])
@@ -78,7 +78,7 @@ def step_text(layout: Layout) -> str:
     return "  " + ", ".join(shown)
 
 
-def traffic_text(layout: Layout) -> str:
+def traffic_text(layout: PlannedLayout) -> str:
     """Bytes by group."""
     groups = bytes_by_group(layout.run)
     return "  " + (", ".join(f"{name} {size / 1e9:.2f}" for name, size in groups.items()) or "nothing")
@@ -143,12 +143,12 @@ def assumptions_text(plan: Plan) -> str:
     )
 
 
-def command_text(layout: Layout) -> str:
+def command_text(layout: PlannedLayout) -> str:
     """Flags for `pretrain_gpt.py`, one a line."""
     return "  " + " \\\n  ".join(command_lines(layout))
 
 
-def command_lines(layout: Layout) -> list[str]:
+def command_lines(layout: PlannedLayout) -> list[str]:
     """Each flag with its values."""
     lines: list[list[str]] = []
     for word in flags.to_argv(layout.run.config):
@@ -173,7 +173,7 @@ def plan_data(plan: Plan, top: int) -> dict[str, Any]:
     }
 
 
-def layout_data(layout: Layout) -> dict[str, Any]:
+def layout_data(layout: PlannedLayout) -> dict[str, Any]:
     """One layout."""
     run, step = layout.run, layout.step
     return {

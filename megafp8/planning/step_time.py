@@ -21,11 +21,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Optional
 
-from megafp8.config import derived, gemms, precision_map, size
+from megafp8.config import derived, model_shapes, precision_map
 from megafp8.planning import communication, compute
 from megafp8.planning.memory import parameters_on_stage, quantized_fraction
-from megafp8.planning.planned_run import PlannedRun
-from megafp8.planning.recipe_shares import BACKWARD, FORWARD, HIGH, layer_shares, output_recipes
+from megafp8.planning.planned_run import BACKWARD, FORWARD, HIGH, PlannedRun, layer_shares, output_recipes
 from megafp8.recipes import registry
 
 MATHEMATICS = ("linears", "attention", "output layer")
@@ -71,7 +70,7 @@ Layers = dict[str, dict[str, tuple[float, float]]]
 
 
 @dataclass
-class Stage:
+class StageTime:
     """Seconds of one microbatch on one pipeline stage, by part, and how much of it can hide communication."""
 
     parts: dict[str, float] = field(default_factory=dict)
@@ -107,7 +106,7 @@ def step_time(run: PlannedRun) -> StepTime:
         parts={name: seconds for name, seconds in parts.items() if seconds > 0},
         tokens=derived.tokens_per_step(run.config, run.world_size),
         num_gpus=run.world_size,
-        flops_per_token=size.flops_per_token(run.config.model, run.padded_vocab, run.config.data.seq_length),
+        flops_per_token=model_shapes.flops_per_token(run.config.model, run.padded_vocab, run.config.data.seq_length),
         peak_flops=run.gpu.peak.flops[peak_dtype(run.recipe)],
     )
 
@@ -120,13 +119,13 @@ def peak_dtype(recipe: str) -> str:
 # ---- one microbatch -----------------------------------------------------------------------------------------------
 
 
-def stage_time(run: PlannedRun, stage: int, layers_of: Optional[Layers] = None) -> Stage:
+def stage_time(run: PlannedRun, stage: int, layers_of: Optional[Layers] = None) -> StageTime:
     """One microbatch, forward and backward, on a stage.
 
     Args:
         layers_of: what `all_layers` gives, where it is known already: it is the same for all stages.
     """
-    result, layers_of = Stage(), layers_of or all_layers(run)
+    result, layers_of = StageTime(), layers_of or all_layers(run)
     counts = [layer_counts(run, stage, products) for products in (FORWARD, BACKWARD)]
     for recipe, parts in layers_of.items():
         in_forward, in_backward = (count.get(recipe, 0.0) for count in counts)
@@ -199,7 +198,7 @@ def host_layer_s(run: PlannedRun, recipe: str) -> float:
     return run.calibration.bf16_host_layer_s if recipe == "bf16" else run.calibration.fp8_host_layer_s
 
 
-def add_embedding(run: PlannedRun, stage: Stage) -> None:
+def add_embedding(run: PlannedRun, stage: StageTime) -> None:
     """Lookup and its gradient, with the sum over the parts of the vocabulary."""
     numbers = run.tokens * run.hidden_size
     summed_s = communication.ring_s(run, communication.tensor_group(run), compute.BF16_BYTES * numbers)
@@ -207,7 +206,7 @@ def add_embedding(run: PlannedRun, stage: Stage) -> None:
     stage.add("tensor parallel", summed_s, summed_s)
 
 
-def add_output_layer(run: PlannedRun, stage: Stage) -> None:
+def add_output_layer(run: PlannedRun, stage: StageTime) -> None:
     """Final norm is not counted; logits, loss, their gradients."""
     forward_s, backward_s, loss_s = compute.logits_s(run)
     stage.add("output layer", forward_s, backward_s)
@@ -230,7 +229,7 @@ def over(seconds: float, beside_s: float) -> float:
 # ---- once a step --------------------------------------------------------------------------------------------------
 
 
-def pipeline_parts(run: PlannedRun, stages: list[Stage], slowest_s: float, microbatches: int) -> dict[str, float]:
+def pipeline_parts(run: PlannedRun, stages: list[StageTime], slowest_s: float, microbatches: int) -> dict[str, float]:
     """Bubble, and sends that nothing hides.
 
     Args:
@@ -247,7 +246,7 @@ def pipeline_parts(run: PlannedRun, stages: list[Stage], slowest_s: float, micro
     return {"bubble": others_s / run.chunks, "pipeline sends": sends * send_s}
 
 
-def exposed_data_s(run: PlannedRun, stage: Stage, number: int) -> float:
+def exposed_data_s(run: PlannedRun, stage: StageTime, number: int) -> float:
     """Reductions of gradients and gathers of parameters that no computation hides."""
     traffic, parallel = communication.data_traffic(run, number), run.config.parallel
     last_s, first_s = traffic.reduce_s / traffic.num_buckets, traffic.gather_s / traffic.num_buckets
@@ -275,7 +274,7 @@ def weight_casts_s(run: PlannedRun, number: int) -> float:
     numbers = quantizable / (2 if run.config.precision.fp8_param_gather else 1)
     numbers /= derived.layers_per_pipeline_rank(run.config)
     counts = layer_counts(run, number, FORWARD)
-    tensors = len(gemms.gemm_dimensions(run.config))
+    tensors = len(model_shapes.gemm_dimensions(run.config))
     layers_s = sum(compute.cast_s(run, recipe, numbers * count, tensors * count) for recipe, count in counts.items())
     if number < run.pipeline - 1:
         return layers_s
@@ -301,7 +300,7 @@ def passes_over_parameters(run: PlannedRun) -> tuple[int, int]:
         lean = 8 - state[optimizer.exp_avg_dtype] + 8 - state[optimizer.exp_avg_sq_dtype] + 4
     overwrites = precision.gradient_overwrite and run.pipeline == 1
     zeros = 0 if overwrites else 4
-    if derived.one_pass_obstacle(run.config) is None:
+    if derived.fused_adam_obstacle(run.config) is None:
         return zeros, 34 - lean + for_scales
     return zeros + (8 if training.calculate_per_token_loss else 0), 46 - lean
 

@@ -69,7 +69,7 @@ BlockShape = tuple[Optional[int], Optional[int]]
 
 
 class ScaleRule(enum.Enum):
-    """Where scales come from and how they are kept. The arithmetic of each is in `fp8/scaling.py`."""
+    """Where scales come from and how they are kept. The arithmetic of each is in `quantization/scaling.py`."""
 
     FP32 = "fp32"
     POWER_OF_TWO = "power of two"
@@ -226,7 +226,7 @@ class Recipe:
         native_capabilities: ranges of compute capabilities, the end not included, for which Transformer Engine has the
             recipe (its FP8 support checks, release 2.20).
         scaled_mm_capabilities: ranges for which the emulated layers multiply its codes through torch's `scaled_mm`
-            (`fp8/native_gemm.py`) instead of decoding them.
+            (`quantization/scaled_gemm.py`) instead of decoding them.
         te_recipe_class: name in `transformer_engine.common.recipe`; None where it has none.
         te_quantizer: module and class, below `transformer_engine.pytorch.tensor`, of the quantizer that Triton kernels
             can stand in for; None where they cannot.

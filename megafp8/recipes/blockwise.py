@@ -48,7 +48,10 @@ RECIPE = Recipe(
     export_form=ExportForm(
         scale_suffix="weight_scale_inv",
         quantization_config={
-            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [LENGTH, LENGTH],
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [LENGTH, LENGTH],
         },
         excluded_key="modules_to_not_convert",
     ),

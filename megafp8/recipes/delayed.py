@@ -1,4 +1,4 @@
-"""Delayed scaling: one scale per tensor, from the amax history (`fp8/delayed.py` keeps it)."""
+"""Delayed scaling: one scale per tensor, from the amax history (`quantization/delayed_scaling.py` keeps it)."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Sources: E4M3 and E5M2 from "OCP 8-bit Floating Point Specification (OFP8)" 1.0,
 Microscaling Formats (MX) Specification" 1.0, sections 5.3.3 and 5.4.1.
 
 Every E4M3, E5M2 and E2M1 value is exactly a BF16 value, so a BF16 matrix unit multiplies them without any error. The
-torch dtype that holds the codes of a format is in `fp8/rounding.py`: this folder knows no torch.
+torch dtype that holds the codes of a format is in `quantization/rounding.py`: this folder knows no torch.
 """
 
 from __future__ import annotations
@@ -45,20 +45,49 @@ class Format:
 
 
 E4M3 = Format(
-    name="e4m3", exponent_bits=4, mantissa_bits=3, exponent_bias=7,
-    max=448.0, min_normal=2.0**-6, min_subnormal=2.0**-9, first_special_code=0x7F, nan_code=0x7F,
+    name="e4m3",
+    exponent_bits=4,
+    mantissa_bits=3,
+    exponent_bias=7,
+    max=448.0,
+    min_normal=2.0**-6,
+    min_subnormal=2.0**-9,
+    first_special_code=0x7F,
+    nan_code=0x7F,
 )
 E5M2 = Format(
-    name="e5m2", exponent_bits=5, mantissa_bits=2, exponent_bias=15,
-    max=57344.0, min_normal=2.0**-14, min_subnormal=2.0**-16, first_special_code=0x7C, nan_code=0x7F,
+    name="e5m2",
+    exponent_bits=5,
+    mantissa_bits=2,
+    exponent_bias=15,
+    max=57344.0,
+    min_normal=2.0**-14,
+    min_subnormal=2.0**-16,
+    first_special_code=0x7C,
+    nan_code=0x7F,
 )
 E2M1 = Format(
-    name="e2m1", codes_per_byte=2, exponent_bits=2, mantissa_bits=1, exponent_bias=1,
-    max=6.0, min_normal=1.0, min_subnormal=0.5, first_special_code=None, nan_code=None,
+    name="e2m1",
+    codes_per_byte=2,
+    exponent_bits=2,
+    mantissa_bits=1,
+    exponent_bias=1,
+    max=6.0,
+    min_normal=1.0,
+    min_subnormal=0.5,
+    first_special_code=None,
+    nan_code=None,
 )
 E8M0 = Format(  # unsigned powers of two: a scale, never data
-    name="e8m0", exponent_bits=8, mantissa_bits=0, exponent_bias=127,
-    max=2.0**127, min_normal=2.0**-127, min_subnormal=2.0**-127, first_special_code=0xFF, nan_code=0xFF,
+    name="e8m0",
+    exponent_bits=8,
+    mantissa_bits=0,
+    exponent_bias=127,
+    max=2.0**127,
+    min_normal=2.0**-127,
+    min_subnormal=2.0**-127,
+    first_special_code=0xFF,
+    nan_code=0xFF,
 )
 
 FORMATS: Mapping[str, Format] = MappingProxyType({each.name: each for each in (E4M3, E5M2, E2M1, E8M0)})

@@ -19,9 +19,7 @@ def build(number_format: str, *, fp8_power_2_scale: bool = False) -> LinearRecip
     """The rules; scales are FP32, or rounded down to powers of two."""
     formats = operand_formats(number_format)
     scale_rule = ScaleRule.POWER_OF_TWO if fp8_power_2_scale else ScaleRule.FP32
-    return linear_recipe(
-        RECIPE.name, lambda operand, _: OperandRule(format=formats[operand], scale_rule=scale_rule)
-    )
+    return linear_recipe(RECIPE.name, lambda operand, _: OperandRule(format=formats[operand], scale_rule=scale_rule))
 
 
 RECIPE = Recipe(

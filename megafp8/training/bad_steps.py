@@ -10,12 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Optional
 
-from megafp8.checkpoint.skipped import NOT_FINITE, SPIKE, SkippedSamples
-from megafp8.checkpoint.state import Progress
+from megafp8.checkpoint.progress import NOT_FINITE, SPIKE, Progress, SkippedSamples
 from megafp8.data.loader import describe_samples, samples_of_step
 from megafp8.errors import NumericsError
-from megafp8.optim.loss_scale import current_loss_scale, describe_overflow
-from megafp8.telemetry.health.advice import Case, advice, of_bad_numbers
+from megafp8.metrics.health_advice import Case, advice, of_bad_numbers
+from megafp8.optimizer.schedules import current_loss_scale, describe_overflow
 from megafp8.training.checks import machine_problems
 from megafp8.training.run import Run
 

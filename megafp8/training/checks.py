@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from megafp8.config import micro_batch, rules
+from megafp8.config import rules
 from megafp8.config.flags import Invocation
 from megafp8.config.schema import RunConfig
-from megafp8.device import capability, mcore_cpu
+from megafp8.device import capability
 from megafp8.device.capability import Target
 from megafp8.device.platform import compute_deterministically, order_kernels, world_size
 from megafp8.errors import ConfigError
+from megafp8.mcore import cpu_patches
+from megafp8.planning import micro_batch
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,13 @@ def check(invocation: Invocation, problems: list[str]) -> Checked:
     found = problems + without_echoes(found, problems)
     if config.overrides and target.problem is None:
         # Only megatron-core knows its fields. Importing it takes seconds, which a wrong command line need not wait for.
-        mcore_cpu.install()
-        from megafp8.mcore_config import override_problems
+        cpu_patches.install()
+        from megafp8.mcore.config import override_problems
 
         found += override_problems(config)
     if found:
         raise ConfigError(found)
-    mcore_cpu.install()
+    cpu_patches.install()
     return Checked(invocation, target, implementation, ranks, tuple(notices))
 
 

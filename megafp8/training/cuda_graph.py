@@ -20,7 +20,7 @@ import torch
 from megatron.core import tensor_parallel
 from torch import Tensor
 
-from megafp8 import faults
+from megafp8.resilience import fault_injection
 
 Batch = dict[str, Tensor]
 ForwardBackward = Callable[[Iterator[Batch]], list[dict[str, Tensor]]]
@@ -70,7 +70,7 @@ class StepGraph:
     def load(self, batches: Iterator[Batch], num_microbatches: int) -> None:
         """Bring the next microbatches to where the graph reads them."""
         for index in range(num_microbatches):
-            faults.point("data.wait")
+            fault_injection.point("data.wait")
             batch = next(batches)
             if index == len(self.inputs):
                 places = {name: torch.empty_like(tensor, device=self.device) for name, tensor in batch.items()}

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import importlib.util
 
-from megafp8.config import derived, precision_map, size
+from megafp8.config import derived, model_shapes, precision_map
 from megafp8.config.flags import Invocation
-from megafp8.config.micro_batch import is_auto, possible_sizes, refused_sizes, with_size
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import all_settings, value_of
-from megafp8.data.tokenizer import build_tokenizer
+from megafp8.config.topology import layout_of
+from megafp8.data.tokenizers.build import build_tokenizer
 from megafp8.device.capability import Target
+from megafp8.device.gpus import find_gpu
 from megafp8.device.platform import detect_platform
-from megafp8.mcore_config import build_ddp_config, build_optimizer_config, build_transformer_config
-from megafp8.model.precision_map import format_precision_map, resolve_precision_map
-from megafp8.parallel.topology import layout_of
-from megafp8.planning.beside_graph import beside_graph_bytes
+from megafp8.mcore.config import build_ddp_config, build_optimizer_config, build_transformer_config
 from megafp8.planning.fp8_gain import fp8_warnings
-from megafp8.planning.hardware import find_gpu
-from megafp8.planning.layouts import MARGIN_FRACTION
+from megafp8.planning.layouts import MARGIN_FRACTION, outside_graph_bytes
 from megafp8.planning.memory import estimate_ends, outside_bytes
-from megafp8.planning.micro_batch import NOT_TRIED, Trial, first_size, hopeful_sizes, predicted_bytes, table
+from megafp8.planning.micro_batch import (
+    NOT_TRIED,
+    Trial,
+    first_size,
+    hopeful_sizes,
+    is_auto,
+    possible_sizes,
+    predicted_bytes,
+    refused_sizes,
+    table,
+    with_size,
+)
 from megafp8.planning.planned_run import PlannedRun
+from megafp8.planning.precision_table import format_precision_map, resolve_precision_map
 from megafp8.training.checks import Checked
 
 GIB = 2**30
@@ -99,10 +108,10 @@ def layout_text(config: RunConfig, target: Target, implementation: str, world_si
 
 def size_text(config: RunConfig, vocab_size: int, world_size: int) -> str:
     """Parameters, tokens and operations."""
-    count = size.count_parameters(config.model, vocab_size)
+    count = model_shapes.count_parameters(config.model, vocab_size)
     assert config.data.seq_length is not None
     tokens = derived.tokens_per_step(config, world_size)
-    flops = size.flops_per_token(config.model, vocab_size, config.data.seq_length)
+    flops = model_shapes.flops_per_token(config.model, vocab_size, config.data.seq_length)
     steps = derived.train_iters(config, world_size)
     lines = (
         f"{count.total:,} parameters ({vocab_size:,} rows of embedding)",
@@ -146,15 +155,13 @@ def memory_text(config: RunConfig, vocab_size: int, world_size: int, implementat
     for name, estimate in zip(("first stage", "last stage"), estimates, strict=False):
         parts = ", ".join(f"{part} {value / GIB:.2f}" for part, value in estimate.parts().items())
         lines.append(f"{name}: {estimate.total_bytes / GIB:.2f} GiB ({parts})")
-    beside = beside_graph_bytes(config, estimates[0], implementation=implementation)  # a graph has one stage
+    beside = outside_graph_bytes(config, estimates[0], implementation=implementation)  # a graph has one stage
     if beside:
         lines.append(f"beside the graph: {beside / GIB:.2f} GiB more for looks and validations")
     return "memory of one rank, estimated\n" + indented("\n".join(lines))
 
 
-def fp8_text(
-    config: RunConfig, target: Target, implementation: str, vocab_size: int, world_size: int
-) -> list[str]:
+def fp8_text(config: RunConfig, target: Target, implementation: str, vocab_size: int, world_size: int) -> list[str]:
     """A warning where quantized linears will not be faster than BF16's, for a GPU that the planner knows."""
     gpu, precision = find_gpu(target.name), config.precision
     is_planned = precision_map.is_quantized(precision) and precision.fp8_schedule is None  # which no plan knows

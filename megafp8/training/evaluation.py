@@ -10,14 +10,14 @@ from typing import Any, Optional
 
 import torch
 
-from megafp8 import faults
+from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import sync_parameters
-from megafp8.checkpoint.state import Progress
 from megafp8.data.loader import build_loader
-from megafp8.optim.finite import agree
-from megafp8.telemetry.records import EvalRecord
-from megafp8.telemetry.sinks import Sinks
-from megafp8.training.phases import BETWEEN, EVALUATION
+from megafp8.metrics.records import EvalRecord
+from megafp8.metrics.sinks import Sinks
+from megafp8.optimizer.gradient_checks import agree
+from megafp8.resilience import fault_injection
+from megafp8.resilience.watchdog import BETWEEN, EVALUATION
 from megafp8.training.run import Run, to_device_sum
 from megafp8.training.signals import is_asked_to_stop
 from megafp8.training.step import forward_backward
@@ -38,7 +38,7 @@ def evaluate(run: Run, split: str, dataset: Any, step: int, consumed_tokens: int
     batches = build_batches(run, dataset, 0, num_batches * run.global_batch_size, num_workers=0)
     total = torch.zeros(2, dtype=torch.float64, device=device)
     with inference_mode(run), run.precision_at(step):
-        faults.point("evaluation.begin")
+        fault_injection.point("evaluation.begin")
         for _ in range(num_batches):
             if is_asked_to_stop(run):
                 return None
@@ -46,7 +46,7 @@ def evaluate(run: Run, split: str, dataset: Any, step: int, consumed_tokens: int
             loss = to_device_sum(forward_backward(run, batches, run.num_microbatches, forward_only=True))
             if loss is not None:
                 total += loss
-            faults.point("evaluation.batch")
+            fault_injection.point("evaluation.batch")
     totals = agree(total if run.place.reports_loss else None, torch.zeros((), device=device), device)
     return EvalRecord(
         step=step,

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Optional
 
-from megafp8.checkpoint.state import Progress
+from megafp8.checkpoint.progress import Progress
 from megafp8.config import derived
 from megafp8.errors import NumericsError
-from megafp8.optim.finite import StepTotals
-from megafp8.telemetry.sinks import Sinks
+from megafp8.metrics.sinks import Sinks
+from megafp8.optimizer.gradient_checks import StepTotals
 from megafp8.training.bad_steps import next_progress
 from megafp8.training.evaluation import build_batches
 from megafp8.training.run import Run
@@ -70,9 +70,7 @@ class LoopState:
         run = self.run
         end = derived.train_samples(run.config, run.place.world_size)
         self.progress = progress
-        self.batches = build_batches(
-            run, run.datasets[0], progress.consumed_samples, end, run.config.data.num_workers
-        )
+        self.batches = build_batches(run, run.datasets[0], progress.consumed_samples, end, run.config.data.num_workers)
 
 
 class Extension:

@@ -3,6 +3,8 @@
 The model is the one that was trained, FP8 layers included, without optimizer and gradient buffers. Each token costs a
 forward pass over all of the text so far: with per-tensor scales a cache of keys and values would be other arithmetic
 than the trained model's, since a scale then sees one token instead of the sequence.
+
+From logits to the next token.
 """
 
 from __future__ import annotations
@@ -16,23 +18,22 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from megafp8.checkpoint.folder import find_checkpoint
+from megafp8.checkpoint.directory import find_checkpoint
 from megafp8.checkpoint.load import load_weights
-from megafp8.checkpoint.manifest import check_whole
-from megafp8.checkpoint.reading import embedding_rows, read_config
+from megafp8.checkpoint.manifest import check_complete
+from megafp8.checkpoint.metadata import embedding_rows, read_config
 from megafp8.config import derived, precision_map
-from megafp8.config.fp8_schedule import is_quantized_at
+from megafp8.config.precision_options import is_quantized_at
 from megafp8.config.schema import DataConfig, RunConfig
 from megafp8.config.settings import with_values
-from megafp8.data.tokenizer import Tokenizer, build_tokenizer
+from megafp8.data.tokenizers.build import Tokenizer, build_tokenizer
 from megafp8.device import capability
 from megafp8.device.platform import Platform, detect_platform, join_ranks, use_threads
-from megafp8.errors import CapabilityError, CheckpointError, DataError
-from megafp8.mcore_config import build_transformer_config
-from megafp8.model.builder import build_model
-from megafp8.model.emulated_layers import weights_unchanged
-from megafp8.parallel.groups import build_groups
-from megafp8.training.sampling import Sampling, next_token
+from megafp8.errors import CapabilityError, CheckpointError, DataError, NumericsError
+from megafp8.mcore.config import build_transformer_config
+from megafp8.mcore.process_groups import build_groups
+from megafp8.models.builder import build_model
+from megafp8.models.emulated_layers import weights_unchanged
 
 INCOMPLETE_CHARACTER = "\ufffd"
 
@@ -120,7 +121,7 @@ def load_language_model(
     if found is None:
         raise CheckpointError(f"--load {folder} holds no checkpoint; give the folder that a run had as --save")
     path = found[1]
-    check_whole(path)
+    check_complete(path)
     saved = read_config(path)
     high_precision = high_precision or not is_quantized_at(saved.precision, max(1, found[0]))
     config, implementation = one_rank_config(saved, capability.detect_target(), high_precision)
@@ -316,3 +317,64 @@ def generate_text(
         ended_by="length" if num_tokens == max_new_tokens else "eod",
         seed=seed,
     )
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn: scaled by temperature, then cut to the top k, then to the top p.
+
+    Attributes:
+        temperature: logits are divided by it; above 0.
+        top_k: only so many of the most probable tokens; 0 is all of them, 1 is greedy.
+        top_p: only the fewest most probable tokens whose probabilities add up to this, in (0, 1].
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def problems(self) -> list[str]:
+        """What is wrong with the values."""
+        found = []
+        if not 0 < self.temperature < float("inf"):
+            found.append(f"--temperature {self.temperature:g}: must be above 0; for the most probable token: --greedy")
+        if self.top_k < 0:
+            found.append(f"--top-k {self.top_k}: must be 0 (off) or more")
+        if not 0 < self.top_p <= 1:
+            found.append(f"--top-p {self.top_p:g}: must be above 0 and at most 1 (off)")
+        return found
+
+
+GREEDY = Sampling(top_k=1)
+
+
+def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """The tokens that may come next, the most probable first (of equal ones the lowest id), and their probabilities.
+
+    Shapes: logits (vocabulary,); both results (C,), 1 <= C <= vocabulary.
+    Numerics: FP32; the probabilities add up to 1.
+    Source: top p is Holtzman et al. 2020, "nucleus sampling".
+    """
+    ranked, ids = torch.sort(logits.float(), descending=True, stable=True)
+    if sampling.top_k > 0:
+        ranked, ids = ranked[: sampling.top_k], ids[: sampling.top_k]
+    probabilities = torch.softmax(ranked / sampling.temperature, dim=0)
+    if sampling.top_p < 1:
+        before = probabilities.cumsum(0) - probabilities
+        kept = int((before < sampling.top_p).sum())
+        ids, probabilities = ids[:kept], probabilities[:kept] / probabilities[:kept].sum()
+    return ids, probabilities
+
+
+def next_token(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """Draw one token. `logits` and `generator` are of one device; a single candidate draws nothing.
+
+    Raises:
+        NumericsError: logits that are not finite.
+    """
+    if not torch.isfinite(logits).all():
+        raise NumericsError("the model's logits are not finite: its weights have diverged, or its precision overflows")
+    ids, probabilities = candidates(logits, sampling)
+    if len(ids) == 1:
+        return int(ids[0])
+    return int(ids[torch.multinomial(probabilities, 1, generator=generator)])

@@ -10,7 +10,7 @@ from typing import Optional
 
 from megafp8.data.loader import loader_deaths_explained
 from megafp8.errors import NumericsError
-from megafp8.optim.finite import StepTotals
+from megafp8.optimizer.gradient_checks import StepTotals
 from megafp8.training.extension import Extension, LoopState
 from megafp8.training.step import train_step
 

@@ -14,7 +14,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megafp8.fp8.delayed import DelayedState
+from megafp8.quantization.delayed_scaling import DelayedState
 
 
 @contextmanager
@@ -78,9 +78,9 @@ class DelayedMemory:
 def delayed_state(chunk: Any, implementation: str) -> list[Tensor]:
     """The amax histories and scales of a chunk: the tensors themselves."""
     if implementation == "transformer_engine":
-        from megafp8.model import te_layers  # needs Transformer Engine
+        from megafp8.te import layers  # needs Transformer Engine
 
-        return te_layers.delayed_state(chunk)
+        return layers.delayed_state(chunk)
     states = [module for module in chunk.modules() if isinstance(module, DelayedState)]
     return [tensor for state in states for tensor in (state.amax_history, state.quant_scale)]
 
@@ -89,6 +89,6 @@ def awaits_attention(chunk: Any, implementation: str) -> bool:
     """Whether a chunk will have scales of attention and has none yet."""
     if implementation != "transformer_engine":
         return False
-    from megafp8.model import te_layers  # needs Transformer Engine
+    from megafp8.te import layers  # needs Transformer Engine
 
-    return te_layers.lacks_scales_of_attention(chunk)
+    return layers.lacks_scales_of_attention(chunk)

@@ -13,36 +13,34 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Optional, Union
 
-from megafp8 import faults
-from megafp8.checkpoint.state import Progress
-from megafp8.checkpoint.together import on_rank_0, together
-from megafp8.config import derived, serialize
-from megafp8.config.micro_batch import is_auto
+from megafp8.checkpoint.progress import Progress
+from megafp8.config import derived, settings
 from megafp8.config.schema import RunConfig
-from megafp8.data.atomic import atomic_write
+from megafp8.device.collective_errors import call_on_all_ranks, on_rank_0
 from megafp8.device.platform import detect_platform, join_ranks, leave_ranks, rank, world_size
 from megafp8.errors import INTERNAL, CheckpointError, Megafp8Error, PeerLost, RunFolderInUse
-from megafp8.launch.process import Process, this_process
-from megafp8.launch.run_lock import LOCK_FILE, RunLock, take_lock
-from megafp8.launch.run_state import finished_state
-from megafp8.telemetry.records import EventRecord
-from megafp8.telemetry.sinks import Sinks, build_sinks
+from megafp8.metrics.records import EventRecord
+from megafp8.metrics.sinks import Sinks, build_sinks
+from megafp8.planning.micro_batch import is_auto
+from megafp8.resilience import fault_injection
+from megafp8.resilience.run_lock import LOCK_FILE, RunLock, take_lock
+from megafp8.resilience.run_state import Journal, finished_state, first_state
+from megafp8.resilience.watchdog import Guard, Phases
 from megafp8.training.checks import Checked
 from megafp8.training.evaluation import record_evaluation, validate
 from megafp8.training.extension import LoopState
 from megafp8.training.extensions import build_extensions
 from megafp8.training.extensions.checkpoints import check_folders
-from megafp8.training.guard import Guard
-from megafp8.training.journal import Journal, first_state
 from megafp8.training.loop import train_steps
 from megafp8.training.micro_batch_search.search import choose_micro_batch
-from megafp8.training.phases import Phases
 from megafp8.training.resume import check_nothing_newer, resume, saves_where_it_loads
 from megafp8.training.run import Run, run_folder
 from megafp8.training.run_record import describe_threads, describe_update, recipe_lines, run_record
 from megafp8.training.setup import assemble
 from megafp8.training.signals import stopped_by_signals
 from megafp8.utils.best_effort import optional_write, reason_of
+from megafp8.utils.files import atomic_write
+from megafp8.utils.process import Process, this_process
 
 # torchrun's, before it kills; also Slurm's.
 USUAL_GRACE_S = "30"
@@ -96,7 +94,7 @@ def train(run: Run, choices: Optional[dict[str, str]] = None) -> Progress:
         How far the run came.
     """
     started = time.monotonic()
-    faults.point("run.start")
+    fault_injection.point("run.start")
     run.guard.enter("load")
     if not run.config.training.skip_train:
         check_folders(run)
@@ -127,7 +125,7 @@ def open_sinks(run: Run, total_steps: int) -> Sinks:
     if folder is not None:
         path = folder / "config.json"
         with optional_write(path), atomic_write(path) as stream:
-            stream.write(serialize.to_json(run.config).encode())
+            stream.write(settings.to_json(run.config).encode())
     return build_sinks(run.config.logging, run_folder=str(folder) if folder else None, total_steps=total_steps)
 
 
@@ -135,9 +133,7 @@ def evaluate_at_end(run: Run, sinks: Sinks, progress: Progress, total_steps: int
     """After the last step: validation and, if there is such data, the test."""
     if progress.step < total_steps and not run.config.training.skip_train:
         return
-    if not (
-        validate(run, sinks, progress) and record_evaluation(run, sinks, progress, "test", run.datasets[2])
-    ):
+    if not (validate(run, sinks, progress) and record_evaluation(run, sinks, progress, "test", run.datasets[2])):
         stopped_by_signals(run.guard)
 
 
@@ -261,6 +257,6 @@ def peers_here() -> dict[int, Process]:
     me = this_process()
     return {
         number: process
-        for number, process in enumerate(together(lambda: me))
+        for number, process in enumerate(call_on_all_ranks(lambda: me))
         if process.place == me.place and process != me
     }

@@ -7,16 +7,27 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megafp8 import faults
-from megafp8.checkpoint.choose import Choice, choose_checkpoint, retire_newer
-from megafp8.checkpoint.folder import CORRUPT, named_steps, set_aside, sweep
+from megafp8.checkpoint.compatibility import (
+    check_same_formats,
+    check_same_samples,
+    check_same_vocabulary,
+    notes_on_threads,
+)
+from megafp8.checkpoint.directory import (
+    CORRUPT,
+    ResumePoint,
+    choose_checkpoint,
+    named_steps,
+    retire_newer,
+    set_aside,
+    sweep,
+)
 from megafp8.checkpoint.load import load_checkpoint
-from megafp8.checkpoint.number_formats import check_same_formats
-from megafp8.checkpoint.same_run import check_same_samples, check_same_vocabulary, notes_on_threads
-from megafp8.checkpoint.state import Progress
-from megafp8.checkpoint.together import on_rank_0
+from megafp8.checkpoint.progress import Progress
 from megafp8.config.schema import RunConfig
+from megafp8.device.collective_errors import on_rank_0
 from megafp8.errors import CheckpointError
+from megafp8.resilience import fault_injection
 from megafp8.training.run import Run, non_persistent_folder, run_folder
 
 # Crashes in a row while a checkpoint is loaded, after which it is set aside.
@@ -62,14 +73,14 @@ def resume(run: Run) -> tuple[Progress, tuple[str, ...]]:
         dist.barrier()  # rank 0 has it on the disk before any rank may crash
     loaded = load_checkpoint(chosen.path, run.config, run.trainee, weights_only)
     run.guard.loaded()
-    faults.point("load.end")
+    fault_injection.point("load.end")
     if is_own and checkpoint.ckpt_step is not None and not (weights_only or run.config.training.skip_train):
         for folder in folders:
             notes += retire_newer(folder, chosen.step)
     return loaded.progress, (f"loaded {chosen.path}", *loaded.notes, *notes)
 
 
-def without_deadly(run: Run, chosen: Choice, folders: list[Path], with_hashes: bool) -> Choice:
+def without_deadly(run: Run, chosen: ResumePoint, folders: list[Path], with_hashes: bool) -> ResumePoint:
     """The choice, or the one before when loading it has crashed the run several times; that is then set aside."""
     failed, is_only = run.guard.failed_loads(chosen.step), sum(len(named_steps(folder)) for folder in folders) == 1
     if failed < DEADLY_LOADS or is_only:

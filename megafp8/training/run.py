@@ -12,22 +12,21 @@ from typing import Any, Optional
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megafp8.checkpoint.folder import NON_PERSISTENT
-from megafp8.checkpoint.state import Trainee
+from megafp8.checkpoint.directory import NON_PERSISTENT
+from megafp8.checkpoint.progress import Trainee
 from megafp8.config import derived
-from megafp8.config.fp8_schedule import is_quantized_at
+from megafp8.config.precision_options import is_quantized_at
 from megafp8.config.schema import RunConfig
-from megafp8.data.sample_chain import SampleChain
-from megafp8.data.tokenizer import Tokenizer
+from megafp8.data.sample_hash import SampleChain
+from megafp8.data.tokenizers.build import Tokenizer
 from megafp8.device.platform import Platform
-from megafp8.optim.finite import GradientWatch
-from megafp8.optim.first_gradient import FirstGradient
-from megafp8.optim.spikes import SpikeDetector
-from megafp8.optim.traffic import ParameterTraffic
-from megafp8.parallel.groups import Place
-from megafp8.telemetry.timers import StepTimer
+from megafp8.mcore.process_groups import RankPosition
+from megafp8.metrics.timers import StepTimer
+from megafp8.optimizer.gradient_checks import NonFiniteGradientMonitor
+from megafp8.optimizer.gradient_communication import ParameterTraffic, WgradOverwrite
+from megafp8.optimizer.skip_update import SpikeDetector
+from megafp8.resilience.watchdog import Guard
 from megafp8.training.cuda_graph import StepGraph
-from megafp8.training.guard import Guard
 from megafp8.training.precision import DelayedMemory, high_precision
 
 
@@ -52,7 +51,7 @@ class Run:
 
     config: RunConfig
     platform: Platform
-    place: Place
+    place: RankPosition
     implementation: str
     tokenizer: Tokenizer
     vocab_size: int
@@ -60,10 +59,10 @@ class Run:
     transformer_config: TransformerConfig
     trainee: Trainee
     forward_step: Callable[..., Any]
-    first_gradient: Optional[FirstGradient]
+    first_gradient: Optional[WgradOverwrite]
     spikes: Optional[SpikeDetector]
     delayed: Optional[DelayedMemory]
-    watch: Optional[GradientWatch]
+    watch: Optional[NonFiniteGradientMonitor]
     traffic: Optional[ParameterTraffic]
     graph: Optional[StepGraph]
     timer: StepTimer

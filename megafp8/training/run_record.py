@@ -9,14 +9,14 @@ from typing import Optional
 import torch
 
 import megafp8
-from megafp8.config import derived, precision_map, serialize, size
+from megafp8.config import derived, model_shapes, precision_map, settings
 from megafp8.config.precision_map import OUTPUT_LAYER
 from megafp8.config.schema import PrecisionConfig, RunConfig
-from megafp8.device.peaks import find_peak
+from megafp8.device.gpus import find_peak
 from megafp8.device.platform import THREAD_VARIABLES, cores_per_rank
-from megafp8.model.precision_map import GemmPrecision, format_recipes, resolve_precision_map
-from megafp8.optim import one_pass
-from megafp8.telemetry.records import RunRecord
+from megafp8.metrics.records import RunRecord
+from megafp8.optimizer import fused_adam
+from megafp8.planning.precision_table import GemmPrecision, format_recipes, resolve_precision_map
 from megafp8.training.run import Run
 
 LIBRARIES = ("torch", "megatron-core", "transformer-engine", "numpy", "sentencepiece")
@@ -64,8 +64,7 @@ def mapped_recipes(config: RunConfig) -> dict[str, str]:
     if not are_mixed(rows, config.precision):
         return {}
     return {
-        row.linear if row.layers == "-" else f"{row.linear} of layers {row.layers}": str(row.chosen)
-        for row in rows
+        row.linear if row.layers == "-" else f"{row.linear} of layers {row.layers}": str(row.chosen) for row in rows
     }
 
 
@@ -103,7 +102,7 @@ def layout_sizes(run: Run) -> dict[str, int]:
 def model_flops_per_token(run: Run) -> float:
     """Model FLOPs of one token, forward and backward."""
     assert run.config.data.seq_length is not None
-    return size.flops_per_token(run.config.model, run.vocab_size, run.config.data.seq_length)
+    return model_shapes.flops_per_token(run.config.model, run.vocab_size, run.config.data.seq_length)
 
 
 def describe_threads(run: Run) -> dict[str, str]:
@@ -122,7 +121,7 @@ def describe_update(run: Run) -> dict[str, str]:
     found = {}
     on_cuda = run.platform.kind == "cuda"
     if on_cuda:
-        obstacle = one_pass.obstacle(run.config, on_cuda)
+        obstacle = fused_adam.obstacle(run.config, on_cuda)
         found["optimizer"] = "one pass" if obstacle is None else f"megatron-core's passes ({obstacle})"
     if run.config.parallel.use_distributed_optimizer and (run.place.data_size > 1 or on_cuda):
         found["parameter gather"] = describe_gather(run)
@@ -146,8 +145,8 @@ def run_record(run: Run, resumed_from_step: Optional[int]) -> RunRecord:
     precision = run.config.precision
     peak = find_peak(run.platform.name)
     return RunRecord(
-        config_hash=serialize.stable_hash(run.config),
-        config=serialize.to_dict(run.config),
+        config_hash=settings.stable_hash(run.config),
+        config=settings.to_dict(run.config),
         world_size=run.place.world_size,
         layout=layout_sizes(run),
         recipe=describe_arithmetic(precision, run.implementation),
@@ -157,7 +156,7 @@ def run_record(run: Run, resumed_from_step: Optional[int]) -> RunRecord:
         peak_flops=dict(peak.flops) if peak else None,
         peak_source=peak.source if peak else None,
         mfu_dtype=matmul_dtype(precision, run.implementation) if peak else None,
-        num_parameters=size.count_parameters(run.config.model, run.vocab_size).total,
+        num_parameters=model_shapes.count_parameters(run.config.model, run.vocab_size).total,
         flops_per_token=model_flops_per_token(run),
         versions=library_versions(),
         resumed_from_step=resumed_from_step,

@@ -10,26 +10,23 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megafp8.checkpoint.state import Trainee
+from megafp8.checkpoint.progress import Trainee
 from megafp8.config import derived
 from megafp8.config.schema import RunConfig
 from megafp8.data.datasets import build_datasets
-from megafp8.data.tokenizer import build_tokenizer
+from megafp8.data.tokenizers.build import build_tokenizer
 from megafp8.device.platform import Platform, join_ranks, use_threads
 from megafp8.errors import ConfigError
-from megafp8.mcore_config import build_transformer_config
-from megafp8.model.builder import add_gradient_buffers, build_model, build_optimizer
-from megafp8.model.loss import build_forward_step
-from megafp8.optim import one_pass
-from megafp8.optim.finite import GradientWatch
-from megafp8.optim.first_gradient import FirstGradient
-from megafp8.optim.judged import JudgedOptimizer
-from megafp8.optim.reduction import expose_to_faults
-from megafp8.optim.schedule import build_schedule
-from megafp8.optim.spikes import SpikeDetector
-from megafp8.optim.traffic import build_traffic
-from megafp8.parallel.groups import build_groups
-from megafp8.telemetry.timers import StepTimer
+from megafp8.mcore.config import build_transformer_config
+from megafp8.mcore.process_groups import build_groups
+from megafp8.metrics.timers import StepTimer
+from megafp8.models.builder import add_gradient_buffers, build_model, build_optimizer
+from megafp8.models.loss import build_forward_step
+from megafp8.optimizer import fused_adam
+from megafp8.optimizer.gradient_checks import NonFiniteGradientMonitor
+from megafp8.optimizer.gradient_communication import WgradOverwrite, build_traffic, expose_to_faults
+from megafp8.optimizer.schedules import build_schedule
+from megafp8.optimizer.skip_update import SkipUpdateOptimizer, SpikeDetector
 from megafp8.training.cuda_graph import StepGraph, off_default_stream
 from megafp8.training.precision import DelayedMemory
 from megafp8.training.run import Run
@@ -54,7 +51,7 @@ def assemble(config: RunConfig, platform: Platform, implementation: str, has_dat
         datasets = build_datasets(config, tokenizer, num_samples, on_progress=print_progress)
     transformer_config = build_transformer_config(config, implementation, platform.kind == "cuda")
     trainee = build_trainee(config, transformer_config, implementation, vocab_size, place.world_size, platform)
-    watch = build_watch(config, trainee, platform.device)
+    watch = build_gradient_monitor(config, trainee, platform.device)
     expose_to_faults(trainee.chunks)  # after the watch was set up, so that it sees what they do
     return Run(
         config=config,
@@ -67,7 +64,7 @@ def assemble(config: RunConfig, platform: Platform, implementation: str, has_dat
         transformer_config=transformer_config,
         trainee=trainee,
         forward_step=build_forward_step(platform.device, config.parallel.context_parallel_size),
-        first_gradient=build_first_gradient(config, trainee, implementation),
+        first_gradient=build_wgrad_overwrite(config, trainee, implementation),
         spikes=build_spikes(config),
         delayed=build_delayed_memory(config, trainee, implementation),
         watch=watch,
@@ -94,17 +91,17 @@ def build_trainee(
     with off_default_stream() if derived.has_step_graph(config) else nullcontext():
         chunks = add_gradient_buffers(config, transformer_config, model)
     optimizer = build_optimizer(config, transformer_config, chunks)
-    obstacle = one_pass.obstacle(config, platform.kind == "cuda")
+    obstacle = fused_adam.obstacle(config, platform.kind == "cuda")
     if obstacle is not None and derived.has_step_graph(config):
         raise ConfigError(
             f"--cuda-graph-impl {config.training.cuda_graph_impl}: needs the one-pass optimizer, which does not go "
             f"with {obstacle} (megatron-core's waits for the number of tokens, which a graph cannot)"
         )
     if obstacle is None:
-        optimizer = one_pass.OnePassOptimizer(optimizer, platform.device)
+        optimizer = fused_adam.FusedAdamOptimizer(optimizer, platform.device)
         transformer_config.finalize_model_grads_func = optimizer.finalize
     elif config.training.spike_policy != "off":
-        optimizer = JudgedOptimizer(optimizer)
+        optimizer = SkipUpdateOptimizer(optimizer)
     return Trainee(chunks, optimizer, build_schedule(config, optimizer, world_size))
 
 
@@ -113,15 +110,15 @@ def print_progress(text: str) -> None:
     print(text, flush=True)
 
 
-def build_first_gradient(config: RunConfig, trainee: Trainee, implementation: str) -> Optional[FirstGradient]:
+def build_wgrad_overwrite(config: RunConfig, trainee: Trainee, implementation: str) -> Optional[WgradOverwrite]:
     """What lets the first gradients of a step overwrite their buffers; None where the layers cannot."""
     precision, stages = config.precision, config.parallel.pipeline_model_parallel_size
     is_fused = precision.gradient_overwrite and precision.gradient_accumulation_fusion
     if not is_fused or stages > 1 or implementation != "transformer_engine":
         return None
-    from megafp8.model.te_layers import weights_with_fused_gradients  # needs Transformer Engine
+    from megafp8.te.layers import weights_with_fused_gradients  # needs Transformer Engine
 
-    return FirstGradient(trainee.chunks, weights_with_fused_gradients(trainee.chunks))
+    return WgradOverwrite(trainee.chunks, weights_with_fused_gradients(trainee.chunks))
 
 
 def build_graph(config: RunConfig, trainee: Trainee, device: torch.device) -> Optional[StepGraph]:
@@ -131,17 +128,19 @@ def build_graph(config: RunConfig, trainee: Trainee, device: torch.device) -> Op
     return StepGraph(trainee.chunks, config.training.cuda_graph_warmup_steps, device)
 
 
-def build_watch(config: RunConfig, trainee: Trainee, device: torch.device) -> Optional[GradientWatch]:
+def build_gradient_monitor(
+    config: RunConfig, trainee: Trainee, device: torch.device
+) -> Optional[NonFiniteGradientMonitor]:
     """The watch over each rank's own gradients; None where the norm, which is taken anyway, shows as much.
 
     Of data-parallel ranks it does if each has the complete model: other ranks bring no numbers into the gradients then.
     """
     data_size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     shows_whose = data_size in (1, dist.get_world_size())
-    is_known = isinstance(trainee.optimizer, one_pass.OnePassOptimizer) and shows_whose
+    is_known = isinstance(trainee.optimizer, fused_adam.FusedAdamOptimizer) and shows_whose
     if is_known or not config.training.check_for_nan_in_loss_and_grad:
         return None
-    return GradientWatch(trainee.chunks, device)
+    return NonFiniteGradientMonitor(trainee.chunks, device)
 
 
 def build_spikes(config: RunConfig) -> Optional[SpikeDetector]:

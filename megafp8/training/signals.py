@@ -8,8 +8,8 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 
-from megafp8.checkpoint.together import together
-from megafp8.training.guard import Guard
+from megafp8.device.collective_errors import call_on_all_ranks
+from megafp8.resilience.watchdog import Guard
 from megafp8.training.run import Run
 
 
@@ -30,7 +30,7 @@ def any_rank(run: Run, mine: bool) -> bool:
 
 def stopped_by_signals(guard: Guard) -> str:
     """Note that signals end the run; which came to which ranks, in words. All ranks call it."""
-    asked = together(lambda: guard.asked)
+    asked = call_on_all_ranks(lambda: guard.asked)
     counts = Counter(number for number in asked if number)
     reason = ", ".join(
         f"{signal.Signals(number).name} to " + (f"rank {asked.index(number)}" if count == 1 else f"{count} ranks")

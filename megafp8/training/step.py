@@ -16,17 +16,15 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
-from megafp8 import faults
-from megafp8.checkpoint.state import Progress
-from megafp8.fp8.parameter import QuantizedParameter
-from megafp8.model.emulated_layers import weights_unchanged
-from megafp8.optim.finite import StepTotals, agree, bad_ranks
-from megafp8.optim.judged import JudgedOptimizer
-from megafp8.optim.loss_scale import can_fall, current_loss_scale
-from megafp8.optim.one_pass import OnePassOptimizer
-from megafp8.optim.own_gradients import own_bad_gradients
-from megafp8.optim.schedule import current_learning_rate
-from megafp8.parallel.gather import gather_in_next_pass
+from megafp8.checkpoint.progress import Progress
+from megafp8.mcore.process_groups import gather_in_next_pass
+from megafp8.models.emulated_layers import weights_unchanged
+from megafp8.optimizer.fused_adam import FusedAdamOptimizer
+from megafp8.optimizer.gradient_checks import StepTotals, agree, bad_ranks, local_bad_gradients
+from megafp8.optimizer.schedules import can_fall, current_learning_rate, current_loss_scale
+from megafp8.optimizer.skip_update import SkipUpdateOptimizer
+from megafp8.quantization.fp8_parameter import QuantizedParameter
+from megafp8.resilience import fault_injection
 from megafp8.training.bad_steps import BadNumbers, SpikeCheck, check_may_skip, not_finite, samples_of_rank
 from megafp8.training.run import Run, to_device_sum
 
@@ -79,29 +77,29 @@ def train_step(
         NumericsError: the update must not be made and may not be skipped; on all ranks, with the weights as they were.
     """
     trainee = run.trainee
-    faults.point("step.begin", step=progress.step + 1)
+    fault_injection.point("step.begin", step=progress.step + 1)
     clear_gradients(run)
     if run.watch is not None:
         run.watch.reset()
     if run.delayed is not None and run.config.training.max_skipped_steps:
         run.delayed.remember()
-    in_one_pass = isinstance(trainee.optimizer, OnePassOptimizer)
+    in_one_pass = isinstance(trainee.optimizer, FusedAdamOptimizer)
     with run.timer.span("forward-backward"), run.precision_at(progress.step + 1):
         reports = forward_backward_or_replay(run, batches, is_eager)
         squared_norm = trainee.optimizer.squared_norm() if in_one_pass else None
-        faults.point("step.after_backward")
+        fault_injection.point("step.after_backward")
         totals, finding = check_step(run, to_device_sum(reports), progress, squared_norm)
 
     learning_rate, loss_scale = current_learning_rate(trainee.optimizer), current_loss_scale(trainee.optimizer)
     is_updated, grad_norm, num_zeros = False, None, None
     if finding is None:
-        faults.point("step.before_update")
+        fault_injection.point("step.before_update")
         trainee.wait_for_copies()
         before_update(totals)
         with run.timer.span("optimizer"):
             is_updated, grad_norm, num_zeros, finding = update(run, progress, totals)
-        faults.poison("step.weights", next(trainee.chunks[0].parameters()))
-        faults.point("step.after_update")
+        fault_injection.poison("step.weights", next(trainee.chunks[0].parameters()))
+        fault_injection.point("step.after_update")
     if is_updated:
         trainee.schedule.step(increment=run.global_batch_size)
     if finding is not None:
@@ -123,13 +121,13 @@ def update(
         Whether it did, the norm before clipping, the zeros in the gradients if that is asked for, and what was wrong.
     """
     optimizer, check = run.trainee.optimizer, SpikeCheck(run, progress, totals.loss)
-    if isinstance(optimizer, OnePassOptimizer):
+    if isinstance(optimizer, FusedAdamOptimizer):
         # The norm was waited for together with the loss.
         if not check.allows(totals.grad_norm):
             return False, totals.grad_norm, None, check.finding
         return *optimizer.step(totals.grad_norm), None
     may_overflow = not run.config.training.check_for_nan_in_loss_and_grad or can_fall(optimizer)
-    can_skip = isinstance(optimizer, JudgedOptimizer)
+    can_skip = isinstance(optimizer, SkipUpdateOptimizer)
     is_updated, grad_norm, num_zeros = optimizer.step(check.allows) if can_skip else optimizer.step()
     finding = check.finding
     if not is_updated and finding is None and not may_overflow:
@@ -203,7 +201,7 @@ def check_step(
     device = run.platform.device
     mine = local_loss if run.place.reports_loss else None
     if mine is not None:
-        faults.poison("step.loss", mine[:1])
+        fault_injection.poison("step.loss", mine[:1])
     bad = torch.zeros((), device=device) if run.watch is None else run.watch.bad
     if run.watch is None and squared_norm is not None:
         bad = (~torch.isfinite(squared_norm)).float()
@@ -214,7 +212,7 @@ def check_step(
     if math.isfinite(totals.loss_sum) and can_fall(run.trainee.optimizer):
         return totals, None  # the optimizer will find the overflow, leave out the update and lower the scale
     is_of_sums = run.watch is None and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
-    own = own_bad_gradients(run.trainee.chunks) if is_of_sums else None
+    own = local_bad_gradients(run.trainee.chunks) if is_of_sums else None
     ranks = bad_ranks(mine, bool(bad > 0), run.trainee.chunks, samples_of_rank(run, progress), own)
     return totals, not_finite(run, progress, ranks)
 

@@ -11,7 +11,7 @@ import math
 import re
 from typing import Any, NoReturn, Optional, Union
 
-from megafp8.utils.small_files import MAX_BYTES, AnyPath, UnreadableFile, decode, read_bytes
+from megafp8.utils.files import MAX_BYTES, AnyPath, UnreadableFile, decode, read_bytes
 
 MAX_DEPTH = 100
 MAX_NUMBER_LENGTH = 64  # characters; every whole number of that length fits a float, also in products of a few

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any, Optional
 
-from megafp8.utils.small_files import AnyPath, UnreadableFile, read_text
+from megafp8.utils.files import AnyPath, UnreadableFile, read_text
 from megafp8.utils.strict_json import MAX_DEPTH, check_number, too_deep
 
 MAX_BYTES = 1 << 20

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from saved_run import configure, copy_as_step, save_initial
 
-from megafp8.checkpoint.folder import saved_steps
+from megafp8.checkpoint.directory import saved_steps
 from megafp8.checkpoint.manifest import MANIFEST, damage_seen, read_manifest
 from megafp8.training.run import non_persistent_folder
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.telemetry.records import EvalRecord, RunRecord, StepRecord
-from megafp8.telemetry.sinks.jsonl import JsonlSink
+from megafp8.metrics.records import EvalRecord, RunRecord, StepRecord
+from megafp8.metrics.sinks.jsonl import JsonlSink
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "compare_runs.py"
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "comparing.md"
@@ -27,13 +27,9 @@ def folders(tmp_path):
     for name, loss in (("bf16", 3.0), ("fp8", 3.3)):
         sink = JsonlSink(tmp_path / name / "records.jsonl")
         recipe = f"{name} arithmetic"
-        sink.write(
-            RunRecord(config_hash="00", config={}, world_size=1, layout={}, recipe=recipe, device_name="cpu")
-        )
+        sink.write(RunRecord(config_hash="00", config={}, world_size=1, layout={}, recipe=recipe, device_name="cpu"))
         common = {"step": 1, "loss": loss, "consumed_tokens": 1000}
-        sink.write(
-            StepRecord(**common, consumed_samples=1, learning_rate=1e-3, step_ms=10.0, tokens_per_second=1e5)
-        )
+        sink.write(StepRecord(**common, consumed_samples=1, learning_rate=1e-3, step_ms=10.0, tokens_per_second=1e5))
         sink.write(EvalRecord(**common, split="valid", perplexity=math.exp(loss), num_tokens=500, eval_ms=1.0))
         sink.close()
         paths.append(tmp_path / name)

@@ -28,14 +28,13 @@ from their_folders import (
 
 from megafp8.checkpoint.load import load_checkpoint
 from megafp8.checkpoint.manifest import damage_seen
-from megafp8.checkpoint.plain_tensors import PlainTensors
-from megafp8.checkpoint.reading import read_config
+from megafp8.checkpoint.metadata import read_config
+from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import save_checkpoint
-from megafp8.checkpoint.state import Progress
+from megafp8.checkpoint.standalone import PlainTensors
 from megafp8.config import flags
-from megafp8.data.tokenizer_training import train_byte_bpe
-from megafp8.training.generation import generate_text, load_language_model
-from megafp8.training.sampling import GREEDY
+from megafp8.data.preprocessing.tokenizer_training import train_byte_bpe
+from megafp8.training.generation import GREEDY, generate_text, load_language_model
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "convert_checkpoint.py"
@@ -352,5 +351,5 @@ def test_nothing_is_left_of_a_conversion_that_fails(tool: ModuleType, tmp_path: 
 
     monkeypatch.setattr("safetensors.torch.save_file", full)
     assert "No space left" in refused(tool, capsys, tmp_path, "to-hf", run, tmp_path / "out")
-    monkeypatch.setattr("megafp8.checkpoint.hashing_writer._write_item", full)
+    monkeypatch.setattr("megafp8.checkpoint.writer._write_item", full)
     assert "No space left" in refused(tool, capsys, tmp_path, "from-hf", theirs, tmp_path / "out")

@@ -129,7 +129,9 @@ def test_a_full_disk_and_ctrl_c_are_one_message(tmp_path, monkeypatch, capsys):
     arguments = ["--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "a"), "--workers", "1",
                  "--tokenizer-type", "NullTokenizer", "--vocab-size", "10"]  # fmt: skip
     for error, status in ((OSError(28, "No space left on device"), 74), (KeyboardInterrupt(), 130)):
-        monkeypatch.setattr("megafp8.data.preprocess.preprocess", lambda *_, error=error: (_ for _ in ()).throw(error))
+        monkeypatch.setattr(
+            "megafp8.data.preprocessing.preprocess.preprocess", lambda *_, error=error: (_ for _ in ()).throw(error)
+        )
         assert preprocess_data.main(arguments) == status
         assert "the same command goes on" in capsys.readouterr().err
 
@@ -185,6 +187,6 @@ def test_build_index_and_again(tmp_path, capsys):
 
 
 def test_tools_do_not_import_torch():
-    imports = "import megafp8.data.preprocess, megafp8.data.tokenizer_training"
+    imports = "import megafp8.data.preprocessing.preprocess, megafp8.data.preprocessing.tokenizer_training"
     code = f"import sys; {imports}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0

@@ -23,7 +23,7 @@ from forked_runs import ROOT
 from small_run import SourceSamples
 from their_folders import LLAMA, random_weights, write_their_folder
 
-from megafp8.data.tokenizer_training import train_byte_bpe
+from megafp8.data.preprocessing.tokenizer_training import train_byte_bpe
 
 PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 TIMEOUT_S = 600

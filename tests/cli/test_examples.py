@@ -13,7 +13,7 @@ import pytest
 from forked_script import run_script
 
 from megafp8.config import flags, rules
-from megafp8.config.presets import PRESETS
+from megafp8.config.model_shapes import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ("pretrain_llama_1b", "pretrain_gpt2_124m", "pretrain_llama3_8b_multinode")

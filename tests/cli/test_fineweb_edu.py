@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.data.corpus import stdlib_documents, stdlib_folder
+from megafp8.data.preprocessing.corpus import stdlib_documents, stdlib_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "fineweb_edu"

@@ -10,7 +10,7 @@ import pytest
 from forked_script import run_script
 from saved_run import configure, save_initial
 
-from megafp8.data.tokenizer_training import train_sentencepiece
+from megafp8.data.preprocessing.tokenizer_training import train_sentencepiece
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "generate_text.py"
 PROMPT = "Grüße, 世界 🙂\n\tdef"

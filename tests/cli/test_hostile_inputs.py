@@ -14,7 +14,7 @@ import pytest
 from forked_script import ROOT, run_script
 from shard_writer import ShardWriter
 
-from megafp8.checkpoint.folder import folder_name
+from megafp8.checkpoint.directory import folder_name
 
 BIG_LAYERS = b'{"model_type": "gpt2", "vocab_size": 100, "n_layer": 1e12}'
 

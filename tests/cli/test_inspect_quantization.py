@@ -15,7 +15,7 @@ SCRIPT = "tools/inspect_quantization.py"
 TOOL = Path(__file__).resolve().parents[2] / SCRIPT
 sys.path.insert(0, str(TOOL.parent))
 
-import inspect_quantization  # noqa: E402
+import inspect_quantization
 
 
 def inspect(*arguments: object) -> subprocess.CompletedProcess:
@@ -42,10 +42,10 @@ def test_help_names_every_flag() -> None:
 
 def test_choices_are_what_the_library_knows() -> None:
     """The tool has lists of its own, so that --help needs no torch."""
-    from megafp8.model import quantization_report
+    from megafp8.metrics import recipe_comparison
     from megafp8.recipes.base import Operand
 
-    assert inspect_quantization.FORMATS == quantization_report.FORMATS
+    assert inspect_quantization.FORMATS == recipe_comparison.FORMATS
     assert [operand.value for operand in Operand] == list(inspect_quantization.OPERANDS)
 
 

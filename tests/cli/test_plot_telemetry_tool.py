@@ -9,11 +9,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
-import plot_telemetry  # noqa: E402
+import plot_telemetry
 
-from megafp8.reports import plot_telemetry as reports  # noqa: E402
-from megafp8.telemetry.records import EventRecord, QuantizationRecord, RunRecord, TensorStats  # noqa: E402
-from megafp8.telemetry.sinks import JsonlSink  # noqa: E402
+from megafp8.analysis import plot_quantization
+from megafp8.metrics.records import EventRecord, QuantizationRecord, RunRecord, TensorStats
+from megafp8.metrics.sinks import JsonlSink
 
 
 @pytest.fixture
@@ -40,4 +40,4 @@ def test_a_recipe_that_was_not_tried(run: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_the_tool_offers_the_fields_that_there_are() -> None:
-    assert plot_telemetry.FIELDS == reports.FIELDS
+    assert plot_telemetry.FIELDS == plot_quantization.FIELDS

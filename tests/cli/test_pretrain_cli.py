@@ -15,9 +15,10 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 import pretrain_gpt
-from megafp8.config import flags, serialize
-from megafp8.config.presets import PRESETS
-from megafp8.data.tokenizer_training import train_sentencepiece
+from megafp8.config import flags as config_flags
+from megafp8.config import settings
+from megafp8.config.model_shapes import PRESETS
+from megafp8.data.preprocessing.tokenizer_training import train_sentencepiece
 from megafp8.errors import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -278,6 +279,6 @@ def test_dry_run_writes_nothing(capsys, tmp_path) -> None:
 
 def test_a_configuration_file_is_where_flags_start_from(capsys, tmp_path) -> None:
     path = tmp_path / "config.json"
-    path.write_text(serialize.to_json(flags.parse(TINY.split()).config), encoding="utf-8")
+    path.write_text(settings.to_json(config_flags.parse(TINY.split()).config), encoding="utf-8")
     plan = plan_of(capsys, f"--config {path} --lr 0.5")
     assert "* optimizer.lr = 0.5" in plan and "  training.train_iters = 1000" in plan

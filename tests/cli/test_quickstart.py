@@ -15,7 +15,10 @@ def run_quickstart(out: Path) -> str:
     environment = os.environ | {"STEPS": "4"}
     done = subprocess.run(
         ["bash", str(ROOT / "examples" / "quickstart.sh"), str(out)],
-        env=environment, capture_output=True, text=True, timeout=280,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout

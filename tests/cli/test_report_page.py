@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megafp8.reports.publish import publish_comparison
-from megafp8.telemetry.records import EvalRecord, RunRecord, StepRecord
-from megafp8.telemetry.sinks.jsonl import JsonlSink
+from megafp8.analysis.comparison_page import publish_comparison
+from megafp8.metrics.records import EvalRecord, RunRecord, StepRecord
+from megafp8.metrics.sinks.jsonl import JsonlSink
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 RECIPES = {"bf16": 0.0, "bf16-control": 0.0, "tensorwise": 0.002, "mxfp8": 0.0, "nvfp4": 0.03, "<odd & name>": 0.0}
@@ -44,8 +44,13 @@ def write_run(folder: Path, recipe: str, seed: int) -> Path:
         common = {"step": step, "loss": loss, "consumed_tokens": step * 2048}
         sink.write(
             StepRecord(
-                **common, consumed_samples=step * 16, learning_rate=1e-3, step_ms=100.0, tokens_per_second=20480.0,
-                grad_norm=1 + 1 / step, memory_peak_bytes=600 << 20,
+                **common,
+                consumed_samples=step * 16,
+                learning_rate=1e-3,
+                step_ms=100.0,
+                tokens_per_second=20480.0,
+                grad_norm=1 + 1 / step,
+                memory_peak_bytes=600 << 20,
             )  # fmt: skip
         )
         if step % 10 == 0:

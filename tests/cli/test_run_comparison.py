@@ -13,11 +13,11 @@ from types import ModuleType
 import pytest
 from small_run import COMMON, STYLES
 
+from megafp8.analysis.runs import load_run
 from megafp8.errors import ConfigError, DataError
-from megafp8.launch.batch import BatchRun
-from megafp8.launch.run_state import RUN_STATE_FILE
-from megafp8.optim.schedule import preview_schedule
-from megafp8.reports.load import load_run
+from megafp8.launch.process_pool import BatchRun
+from megafp8.optimizer.schedules import preview_schedule
+from megafp8.resilience.run_state import RUN_STATE_FILE
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "run_comparison.py"
 FLAGS = [*COMMON.split(), *STYLES["llama"].split(), "--train-iters", "4", "--no-save-optim", "--seed", "7"]

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megafp8.launch.run_state import judge
+from megafp8.resilience.run_state import current_state
 
 ROOT = Path(__file__).resolve().parents[2]
 STUDY = """
@@ -50,7 +50,7 @@ def test_all_runs_are_trained(finished) -> None:
     runs = json.loads((folder / "study.json").read_text())["runs"]
     assert [run["label"] for run in runs] == ["small-bf16", "small-fp8", "large-bf16", "large-fp8"]
     for run in runs:
-        state = judge(folder / run["folder"])
+        state = current_state(folder / run["folder"])
         assert (state.state, state.step, state.last_step) == ("done", 3, 3), run["label"]
         assert f"done       {run['label']} in " in printed
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megafp8.config.schema import DataConfig
-from megafp8.data.preprocess import PreprocessJob, preprocess
+from megafp8.data.preprocessing.preprocess import PreprocessJob, preprocess
 
 ROOT = Path(__file__).resolve().parents[2]
 NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "100")

@@ -59,9 +59,7 @@ def gemms_through(function: Callable) -> Iterator[None]:
 def _record(records: dict[Gemm, RecordedGemm], general_gemm: Callable, a: Any, b: Any, **options: Any) -> Any:
     layout = options.get("layout", "TN")
     gemm, uses = PRODUCTS[layout]
-    operands = {
-        operand: (side, *stored(tensor, side)) for tensor, (operand, side) in zip((a, b), uses, strict=True)
-    }
+    operands = {operand: (side, *stored(tensor, side)) for tensor, (operand, side) in zip((a, b), uses, strict=True)}
     split = options.get("use_split_accumulator", False)
     sums = general_gemm(a, b, layout=layout, out_dtype=torch.float32, use_split_accumulator=split)[0]
     results = general_gemm(a, b, **options)

@@ -18,8 +18,8 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from megafp8.fp8.quantize import Quantized
-from megafp8.fp8.rounding import decode
+from megafp8.quantization.quantize import Quantized
+from megafp8.quantization.rounding import decode
 from megafp8.recipes.base import Gemm
 from megafp8.recipes.formats import Format
 

@@ -5,13 +5,12 @@ import dataclasses
 import pytest
 import torch
 
-from megafp8.fp8 import native_gemm
-from megafp8.fp8.delayed import AmaxExchange, DelayedState
-from megafp8.fp8.hadamard import transform_columns
-from megafp8.fp8.linear import LinearPlan, emulated_linear
-from megafp8.fp8.noise import RoundingNoise
-from megafp8.fp8.quantize import dequantize, quantize
-from megafp8.fp8.rounding import cast, decode
+from megafp8.quantization import scaled_gemm
+from megafp8.quantization.delayed_scaling import AmaxExchange, DelayedState
+from megafp8.quantization.linear import LinearPlan, emulated_linear
+from megafp8.quantization.nvfp4 import RoundingNoise, transform_columns
+from megafp8.quantization.quantize import dequantize, quantize
+from megafp8.quantization.rounding import cast, decode
 from megafp8.recipes import blockwise, delayed, mxfp8, nvfp4, rowwise, tensorwise
 from megafp8.recipes.base import LinearRecipe, OperandRule, ScaleRule
 from megafp8.recipes.formats import E2M1, E4M3, E5M2, Format
@@ -122,7 +121,7 @@ def test_native_rowwise_gemms_follow_the_decoded_ones(
     leading: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same codes; sums of the tensor core keep fewer bits, in fprop 14 of them."""
-    if torch.cuda.get_device_capability() != native_gemm.CAPABILITY:
+    if torch.cuda.get_device_capability() != scaled_gemm.CAPABILITY:
         pytest.skip("for Hopper")
     generator = torch.Generator().manual_seed(8)
     x = torch.randn(*leading, 512, generator=generator).bfloat16().cuda().requires_grad_()
@@ -140,7 +139,7 @@ def test_native_rowwise_gemms_follow_the_decoded_ones(
         return [y.detach(), dx, w.main_grad.clone()]
 
     native = results()
-    monkeypatch.setattr(native_gemm, "multiplies_codes", lambda *_: False)
+    monkeypatch.setattr(scaled_gemm, "multiplies_codes", lambda *_: False)
     decoded = results()
     for name, ours, theirs, bound in zip(("y", "dx", "dw"), native, decoded, (2e-2, 1e-2, 2e-3), strict=True):
         error = (ours.float() - theirs.float()).norm() / theirs.float().norm()

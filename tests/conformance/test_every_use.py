@@ -10,11 +10,11 @@ import pytest
 import reference
 import torch
 
-from megafp8.config.linear_recipes import build_recipe
+from megafp8.config.precision_map import build_recipe
 from megafp8.config.schema import PrecisionConfig
-from megafp8.fp8 import fp4
-from megafp8.fp8.delayed import DelayedScale
-from megafp8.fp8.quantize import Quantized, quantize
+from megafp8.quantization import nvfp4
+from megafp8.quantization.delayed_scaling import DelayedScale
+from megafp8.quantization.quantize import Quantized, quantize
 from megafp8.recipes.base import Gemm, Operand
 
 # Does the GEMM sum over the columns of the operand, or over its rows?
@@ -108,6 +108,6 @@ def test_nvfp4(operand: Operand, gemm: Gemm) -> None:
     given = transformed if gemm is Gemm.WGRAD else x
     codes, scales, amax = reference.quantize_nvfp4(given.float().numpy(), block_of("nvfp4", operand, gemm))
     ours = quantize(x, recipe.rule(operand, gemm))
-    np.testing.assert_array_equal((fp4.unpack(ours.codes) >> 4).numpy(), codes)
+    np.testing.assert_array_equal((nvfp4.unpack(ours.codes) >> 4).numpy(), codes)
     np.testing.assert_array_equal(ours.dequant_scale.view(torch.uint8).numpy(), scales)
     assert ours.tensor_scale.item() == amax / np.float32(448 * 6)

@@ -6,8 +6,8 @@ import torch
 from golden import Arrays, carried, everything, needs_all, tensor
 from te_storage import check_stored
 
-from megafp8.fp8.delayed import DelayedScale, update
-from megafp8.fp8.quantize import quantize
+from megafp8.quantization.delayed_scaling import DelayedScale, update
+from megafp8.quantization.quantize import quantize
 from megafp8.recipes.base import DelayedOptions, OperandRule, ScaleRule
 from megafp8.recipes.formats import FORMATS
 

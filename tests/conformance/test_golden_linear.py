@@ -9,8 +9,8 @@ from golden import carried, everything, needs_all, tensor
 from tensor_core import hopper_gemm
 from tolerances import LINEAR_EQUAL_FRACTION, LINEAR_ROUNDING, TENSOR_CORE_PEAK
 
-from megafp8.fp8.delayed import AmaxExchange, DelayedState
-from megafp8.fp8.linear import LinearPlan, emulated_linear
+from megafp8.quantization.delayed_scaling import AmaxExchange, DelayedState
+from megafp8.quantization.linear import LinearPlan, emulated_linear
 from megafp8.recipes import blockwise, delayed, tensorwise
 from megafp8.recipes.base import OPERANDS_OF, Gemm, Operand
 
@@ -23,6 +23,7 @@ RECIPES = {
 
 # Transformer Engine's defaults, by which its linear was run.
 DELAYED = delayed.build("hybrid", fp8_amax_history_len=1024, fp8_amax_compute_algo="max")
+
 
 def run_gemm(gemm: str, plan: LinearPlan, part: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """One GEMM of the emulated linear alone, and the sum of |a| |b| of its operands."""

@@ -9,11 +9,10 @@ import reference
 import torch
 from test_reference import adversarial
 
-from megafp8.fp8 import fp4
-from megafp8.fp8.hadamard import transform_columns, transform_matrix
-from megafp8.fp8.noise import RoundingNoise, random_bytes
-from megafp8.fp8.quantize import Quantized, dequantize, quantize
-from megafp8.fp8.rounding import cast, decode
+from megafp8.quantization import nvfp4
+from megafp8.quantization.nvfp4 import RoundingNoise, random_bytes, transform_columns, transform_matrix
+from megafp8.quantization.quantize import Quantized, dequantize, quantize
+from megafp8.quantization.rounding import cast, decode
 from megafp8.recipes.base import OperandRule, ScaleRule
 from megafp8.recipes.formats import E2M1
 
@@ -26,7 +25,7 @@ def rule(block: tuple[int, int], **options: bool) -> OperandRule:
 
 def codes_of(quantized: Quantized) -> np.ndarray:
     """One code a byte."""
-    return (fp4.unpack(quantized.codes) >> 4).numpy()
+    return (nvfp4.unpack(quantized.codes) >> 4).numpy()
 
 
 # --- the format -------------------------------------------------------------------------------------------------------
@@ -34,7 +33,7 @@ def codes_of(quantized: Quantized) -> np.ndarray:
 
 def test_cast_of_every_bf16_value() -> None:
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
-    codes = fp4.unpack(cast(every.clone(), E2M1)) >> 4
+    codes = nvfp4.unpack(cast(every.clone(), E2M1)) >> 4
     expected = [reference.round_to_code(float(value), "e2m1") for value in every]
     np.testing.assert_array_equal(codes.numpy(), np.array(expected, dtype=np.uint8))
 
@@ -46,7 +45,7 @@ def test_cast_at_every_fp32_boundary() -> None:
     places = np.concatenate([places, np.nextafter(places, np.float32(-1)), np.nextafter(places, np.float32(9))])
     places = np.concatenate([places, -places, np.float32([1e-45, 3e38, -3e38])]).astype(np.float32)
     places = places[: len(places) // 2 * 2]
-    codes = fp4.unpack(cast(torch.from_numpy(places.copy()), E2M1)) >> 4
+    codes = nvfp4.unpack(cast(torch.from_numpy(places.copy()), E2M1)) >> 4
     expected = [reference.round_to_code(float(value), "e2m1") for value in places]
     np.testing.assert_array_equal(codes.numpy(), np.array(expected, dtype=np.uint8))
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from te_references import reference_module
 
-from megafp8.fp8 import fp4
-from megafp8.fp8.quantize import quantize
-from megafp8.fp8.rounding import CODE_DTYPES, cast
+from megafp8.quantization import nvfp4
+from megafp8.quantization.quantize import quantize
+from megafp8.quantization.rounding import CODE_DTYPES, cast
 from megafp8.recipes.base import OperandRule, ScaleRule
 from megafp8.recipes.formats import E2M1, FORMATS
 
@@ -89,7 +89,7 @@ def test_fp4_rounding_of_torchao() -> None:
     kernels = pytest.importorskip("torchao.prototype.mx_formats.kernels", exc_type=ImportError)
     values = every_finite_bf16().float()
     np.testing.assert_array_equal(
-        (fp4.unpack(cast(values.clone(), E2M1)) >> 4).numpy(), kernels.f32_to_f4_unpacked(values).numpy()
+        (nvfp4.unpack(cast(values.clone(), E2M1)) >> 4).numpy(), kernels.f32_to_f4_unpacked(values).numpy()
     )
 
 
@@ -129,7 +129,7 @@ def test_nvfp4_of_transformer_engine(block: tuple[int, int], transforms: bool, d
     assert torch.equal(by_rows.codes, theirs.data)
     rows_of_scales = theirs.scale.view(torch.uint8)[:: block[0]]  # squares repeat theirs on every row
     assert torch.equal(by_rows.dequant_scale.view(torch.uint8), rows_of_scales)
-    assert torch.equal(fp4.unpack(by_columns.codes).t(), fp4.unpack(theirs.data_t))
+    assert torch.equal(nvfp4.unpack(by_columns.codes).t(), nvfp4.unpack(theirs.data_t))
     columns_of_scales = theirs.scale_t.view(torch.uint8)[:: block[0]]
     assert torch.equal(by_columns.dequant_scale.view(torch.uint8).t(), columns_of_scales)
     for ours, amax in ((by_rows, theirs.global_amax_row), (by_columns, theirs.global_amax_col)):

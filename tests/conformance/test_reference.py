@@ -5,10 +5,10 @@ import pytest
 import reference
 import torch
 
-from megafp8.fp8.delayed import update
-from megafp8.fp8.quantize import dequantize, quantize
-from megafp8.fp8.rounding import CODE_DTYPES, cast, decode
-from megafp8.fp8.scaling import e8m0_scales, quant_scale_of
+from megafp8.quantization.delayed_scaling import update
+from megafp8.quantization.quantize import dequantize, quantize
+from megafp8.quantization.rounding import CODE_DTYPES, cast, decode
+from megafp8.quantization.scaling import e8m0_scales, quant_scale_of
 from megafp8.recipes.base import DelayedOptions, OperandRule, ScaleRule
 from megafp8.recipes.formats import FORMATS
 

@@ -5,9 +5,9 @@ import torch
 from te_gemms import RecordedGemm, recorded_gemms
 from te_storage import NEEDS_TRANSFORMER_ENGINE, check_stored
 
-from megafp8.fp8.delayed import AmaxExchange, DelayedState
-from megafp8.fp8.linear import LinearPlan, quantize_weight
-from megafp8.fp8.quantize import Quantized
+from megafp8.quantization.delayed_scaling import AmaxExchange, DelayedState
+from megafp8.quantization.linear import LinearPlan, quantize_weight
+from megafp8.quantization.quantize import Quantized
 from megafp8.recipes import delayed
 from megafp8.recipes.base import Gemm, Operand
 
@@ -65,9 +65,7 @@ def test_twenty_microbatches(algorithm: str, history_len: int, margin: int, fmt:
         fp8_format=Format[fmt.upper()], amax_history_len=history_len, amax_compute_algo=algorithm, margin=margin
     )
     layer = te.Linear(INPUTS, OUTPUTS, bias=True, params_dtype=torch.bfloat16, device="cuda")
-    recipe = delayed.build(
-        fmt, fp8_amax_history_len=history_len, fp8_amax_compute_algo=algorithm, fp8_margin=margin
-    )
+    recipe = delayed.build(fmt, fp8_amax_history_len=history_len, fp8_amax_compute_algo=algorithm, fp8_margin=margin)
     state, exchange = DelayedState(recipe), AmaxExchange()
     exchange.join(state, None)
     places = (

@@ -13,9 +13,9 @@ from te_storage import NEEDS_TRANSFORMER_ENGINE, as_stored, check_stored
 from tensor_core import hopper_gemm
 from tolerances import LINEAR_EQUAL_FRACTION, LINEAR_ROUNDING, TENSOR_CORE_PEAK, TENSOR_CORE_RMS
 
-from megafp8.fp8.delayed import DelayedState
-from megafp8.fp8.linear import LinearPlan, emulated_linear
-from megafp8.fp8.quantize import dequantize
+from megafp8.quantization.delayed_scaling import DelayedState
+from megafp8.quantization.linear import LinearPlan, emulated_linear
+from megafp8.quantization.quantize import dequantize
 from megafp8.recipes import blockwise, delayed, tensorwise
 from megafp8.recipes.base import OPERANDS_OF, Gemm, LinearRecipe, Operand
 

@@ -14,7 +14,7 @@ from te_gemms import PRODUCTS, gemms_through
 from te_storage import NEEDS_TRANSFORMER_ENGINE, as_stored, stored
 from torch import Tensor
 
-from megafp8.fp8.quantize import Quantized
+from megafp8.quantization.quantize import Quantized
 from megafp8.recipes.base import Gemm, Operand
 
 pytestmark = NEEDS_TRANSFORMER_ENGINE
@@ -48,7 +48,9 @@ def record(found: dict, general_gemm: Callable, a: Any, b: Any, **options: Any) 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, Operand, Gemm], Quantized]:
     """What observers are given, by linear, operand and product."""
-    from megafp8.model.watched_linears import HookedLinear  # imports megatron-core, for which a CPU is made ready
+    from megafp8.training.extensions.statistics_hooks import (
+        HookedLinear,  # imports megatron-core, for which a CPU is made ready
+    )
 
     found: dict[tuple[str, Operand, Gemm], Quantized] = {}
     attach = HookedLinear.attach

@@ -6,8 +6,8 @@ from golden import carried
 from tensor_core import PROMOTED_AFTER, STEP, hopper_product
 from tolerances import LINEAR_EQUAL_FRACTION, TENSOR_CORE_PEAK, TENSOR_CORE_RMS
 
-from megafp8.fp8.quantize import quantize
-from megafp8.fp8.rounding import decode
+from megafp8.quantization.quantize import quantize
+from megafp8.quantization.rounding import decode
 from megafp8.recipes.base import OperandRule
 from megafp8.recipes.formats import E4M3, E5M2, Format
 

@@ -14,20 +14,19 @@ import torch
 from interpreter import DEVICE, IS_INTERPRETED
 from torch import Tensor
 
-from megafp8.fp8 import quantize as quantize_module
-from megafp8.fp8 import scaled_gemm as gemm_module
-from megafp8.fp8.delayed import DelayedScale
-from megafp8.fp8.linear import LinearPlan, emulated_linear
-from megafp8.fp8.noise import RoundingNoise
-from megafp8.fp8.quantize import Quantized, Use, quantize_by_torch
-from megafp8.fp8.rounding import CODE_DTYPES
+from megafp8.quantization import quantize, scaled_gemm
+from megafp8.quantization.delayed_scaling import DelayedScale
+from megafp8.quantization.linear import LinearPlan, emulated_linear
+from megafp8.quantization.nvfp4 import RoundingNoise
+from megafp8.quantization.quantize import Quantized, Use, quantize_by_torch
+from megafp8.quantization.rounding import CODE_DTYPES
 from megafp8.recipes import blockwise, mxfp8, nvfp4, tensorwise
 from megafp8.recipes.base import LinearRecipe, OperandRule, ScaleRule
 from megafp8.recipes.formats import E2M1, E4M3, E5M2, Format
 
 interpreter.skip_without_kernels()
 
-from megafp8.fp8 import triton_quantize  # noqa: E402
+from megafp8.quantization import triton_quantize
 
 pytestmark = [] if IS_INTERPRETED else [pytest.mark.gpu]
 
@@ -287,7 +286,7 @@ def test_linear_with_and_without_kernels(
     tensors = [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
     results = []
     for has_kernels in (True, False):
-        for module in (quantize_module, gemm_module):
+        for module in (quantize, scaled_gemm):
             monkeypatch.setattr(module, "has_kernels", lambda tensor, answer=has_kernels: answer)
         x, w, b, dy = (tensor.clone() for tensor in tensors)
         x, w, b = (torch.nn.Parameter(tensor) for tensor in (x, w, b))

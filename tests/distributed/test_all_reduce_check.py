@@ -13,13 +13,13 @@ import pytest
 
 from benchmarks.ports import free_ports
 from megafp8.device import all_reduce_check
-from megafp8.launch.nodes import GroupResult, NodeReport, Place, judge_nodes
-from megafp8.launch.process import end_with_parent
+from megafp8.launch.node_check import GroupResult, NodeRank, NodeReport, evaluate_nodes
+from megafp8.utils.process import end_with_parent
 
 NUM_NODES, ABSENT = 4, 2
 
 
-def be_node(place: Place, told: Path) -> None:
+def be_node(place: NodeRank, told: Path) -> None:
     """The life of a node's only rank."""
     end_with_parent(signal.SIGKILL)
     with open(told, "w") as stream, contextlib.redirect_stdout(stream):
@@ -28,9 +28,7 @@ def be_node(place: Place, told: Path) -> None:
 
 def report(node: int, told: Path) -> NodeReport:
     lines = [json.loads(line) for line in told.read_text().splitlines()]
-    groups = tuple(
-        GroupResult(members=tuple(line["members"]), bytes_per_s=1.0, error=line["error"]) for line in lines
-    )
+    groups = tuple(GroupResult(members=tuple(line["members"]), bytes_per_s=1.0, error=line["error"]) for line in lines)
     return NodeReport(node=f"n{node}", problems=(), software="", gpus=(), clock_s=0.0, groups=groups)
 
 
@@ -41,7 +39,7 @@ def test_a_node_that_is_not_there_is_blamed_alone(tmp_path: Path, monkeypatch: p
     nodes = [node for node in range(NUM_NODES) if node != ABSENT]
     processes = []
     for node in nodes:
-        place = Place(
+        place = NodeRank(
             nodes=("127.0.0.1",) * NUM_NODES, node=node, rank=0, ranks_per_node=1, port=port,
             store=str(tmp_path / f"store{node}"), timeout_s=2.0, is_gpu=False,
         )  # fmt: skip
@@ -54,4 +52,4 @@ def test_a_node_that_is_not_there_is_blamed_alone(tmp_path: Path, monkeypatch: p
     reports = [report(node, tmp_path / f"told{node}") if node in nodes else None for node in range(NUM_NODES)]
     failed = {group.members for one in reports if one for group in one.groups if group.error}
     assert failed == {(1, 2), (2, 3)}
-    assert list(judge_nodes([f"n{node}" for node in range(NUM_NODES)], reports)) == [f"n{ABSENT}"]
+    assert list(evaluate_nodes([f"n{node}" for node in range(NUM_NODES)], reports)) == [f"n{ABSENT}"]

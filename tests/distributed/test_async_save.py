@@ -14,18 +14,16 @@ import torch.distributed as dist
 from ranks import run_ranks
 from small_run import FP8, PLAIN, build_run, fingerprint, small_config, train, weights
 
-from megafp8 import faults
+from megafp8.analysis.runs import load_run
 from megafp8.checkpoint import save as saving
-from megafp8.checkpoint.background import BackgroundSaves
-from megafp8.checkpoint.choose import choose_checkpoint
-from megafp8.checkpoint.folder import POINTER, saved_steps
-from megafp8.checkpoint.host_copies import Copy, HostCopies
+from megafp8.checkpoint.async_save import BackgroundSaves, Copy, HostCopies
+from megafp8.checkpoint.directory import POINTER, choose_checkpoint, saved_steps
 from megafp8.checkpoint.load import load_checkpoint
 from megafp8.checkpoint.manifest import read_manifest
+from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import save_checkpoint
-from megafp8.checkpoint.state import Progress
 from megafp8.errors import CheckpointError
-from megafp8.reports.load import load_run
+from megafp8.resilience import fault_injection
 from megafp8.training.pretrain import train as train_loop
 from megafp8.training.run import Run
 
@@ -51,7 +49,8 @@ def files_of(path: Path) -> dict[str, str]:
         pytest.param(2, "--bf16 --fp8-format hybrid --fp8-recipe delayed --tensor-model-parallel-size 2", id="delayed"),
         pytest.param(2, f"--bf16 {FP8} --fp8-param-gather {DISTRIBUTED}", id="fp8-param-gather"),
         pytest.param(
-            4, f"--bf16 {FP8} --tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 2 {DISTRIBUTED}",
+            4,
+            f"--bf16 {FP8} --tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 2 {DISTRIBUTED}",
             id="tp2-dp2",
         ),
         pytest.param(
@@ -188,7 +187,7 @@ def test_a_writer_that_hangs_is_a_failed_save(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["save.before_rename", "save.before_pointer", "save.after_pointer"])
 def test_a_save_that_was_given_up_publishes_and_deletes_nothing_later(place: str, tmp_path: Path) -> None:
-    config, point = small_config("llama", PLAIN), faults.point
+    config, point = small_config("llama", PLAIN), fault_injection.point
     is_there, may_go_on = threading.Event(), threading.Event()
 
     def held(name: str, step: Optional[int] = None) -> None:
@@ -204,7 +203,7 @@ def test_a_save_that_was_given_up_publishes_and_deletes_nothing_later(place: str
         run = build_run(config)
         save_checkpoint(tmp_path, config, run.trainee, Progress(1, 8))
         saves = BackgroundSaves(config, run.trainee, 60.0, run.platform.device)
-        with mock.patch.object(faults, "point", held):
+        with mock.patch.object(fault_injection, "point", held):
             under_way = saves.begin(tmp_path, Progress(2, 16), keep=1)
             while not is_there.wait(0.05):
                 assert under_way.poll() is None

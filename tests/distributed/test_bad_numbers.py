@@ -17,9 +17,9 @@ from torch import Tensor
 
 from megafp8.config.schema import RunConfig
 from megafp8.errors import NumericsError
-from megafp8.optim.one_pass import OnePassOptimizer
+from megafp8.optimizer.fused_adam import FusedAdamOptimizer
 from megafp8.training.run import Run
-from megafp8.training.setup import build_watch
+from megafp8.training.setup import build_gradient_monitor
 
 BAD_STEP = 3
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
@@ -30,7 +30,7 @@ VIRTUAL = f"{PIPELINE} --num-virtual-stages-per-pipeline-rank 2"
 Spoil = Callable[[Run], Run]
 
 
-class WithNorm(OnePassOptimizer):
+class WithNorm(FusedAdamOptimizer):
     """Gives the norm of reduced gradients as the one-pass optimizer does, whose kernels need a GPU."""
 
     def __init__(self, run: Run):
@@ -185,7 +185,7 @@ def test_gradients_are_looked_at_before_where_the_norm_does_not_tell_whose(
 
     def watched() -> bool:
         run = judged_by_norm(build_run(config), unspoiled)
-        return build_watch(config, run.trainee, torch.device("cpu")) is not None
+        return build_gradient_monitor(config, run.trainee, torch.device("cpu")) is not None
 
     assert run_ranks(world_size, watched) == [is_watched] * world_size
 

@@ -14,9 +14,10 @@ from test_loop import curves, run_loop
 from test_quantizer_state import DELAYED, RECOMPUTE, quantizer_states
 from torch import Tensor
 
-from megafp8.checkpoint.state import Progress, random_state
+from megafp8.analysis.runs import load_run
+from megafp8.checkpoint.progress import Progress
+from megafp8.checkpoint.state_dict import random_state
 from megafp8.config.schema import RunConfig
-from megafp8.reports.load import load_run
 from megafp8.training.evaluation import build_batches
 from megafp8.training.extensions.calibration import calibrate, needs_calibration
 from megafp8.training.run import Run

@@ -15,16 +15,16 @@ from ranks import RankFailed, run_ranks
 from small_run import FP8, PLAIN, Curve, build_run, curve_of, fingerprint, small_config, train, weights
 from tolerances import LAYOUT_GRAD_NORM, LAYOUT_LOSS
 
-from megafp8.checkpoint.folder import COMPLETE, find_checkpoint
+from megafp8.checkpoint.directory import COMPLETE, find_checkpoint
 from megafp8.checkpoint.load import load_checkpoint
-from megafp8.checkpoint.optimizer_parts import MOMENTS, own_values
-from megafp8.checkpoint.reading import read_config
+from megafp8.checkpoint.metadata import read_config
+from megafp8.checkpoint.optimizer_state import MOMENTS, local_values
+from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import save_checkpoint
-from megafp8.checkpoint.state import Progress, model_state, parts_of, random_state
-from megafp8.checkpoint.vocabulary import EMBEDDING, OUTPUT_LAYER
+from megafp8.checkpoint.state_dict import EMBEDDING, OUTPUT_LAYER, model_state, parts_of, random_state
 from megafp8.config.schema import RunConfig
 from megafp8.errors import CheckpointError
-from megafp8.optim.schedule import current_learning_rate
+from megafp8.optimizer.schedules import current_learning_rate
 from megafp8.training.run import Run
 
 STEPS = 3
@@ -340,7 +340,7 @@ def kept_state(run: Run, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     """Master weight and moments."""
     (part,) = parts_of(run.trainee.optimizer)
     if run.config.parallel.use_distributed_optimizer:
-        return {name: value.detach() for name, value in own_values(part, parameter).items()}
+        return {name: value.detach() for name, value in local_values(part, parameter).items()}
     master = getattr(parameter, "main_param", None)
     master = parameter if master is None else master
     return {"param": master.detach(), **{name: part.optimizer.state[master][name] for name in MOMENTS}}

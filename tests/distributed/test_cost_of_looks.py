@@ -20,12 +20,12 @@ from small_run import build_run, look_of, small_config
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.operations import OperationCount, Operations  # noqa: E402
-from megafp8.fp8 import quantize  # noqa: E402
-from megafp8.model import observation  # noqa: E402
-from megafp8.model.watched_linears import HookedLinear, WatchedLinear  # noqa: E402
-from megafp8.telemetry.tensor_sums import TensorTable  # noqa: E402
-from megafp8.training.extensions.statistics import StatisticsCollector  # noqa: E402
+from benchmarks.operations import OperationCount, Operations
+from megafp8.metrics import collector as observation
+from megafp8.metrics.tensor_table import StatisticsTable
+from megafp8.quantization import quantize
+from megafp8.training.extensions.statistics import StatisticsCollector
+from megafp8.training.extensions.statistics_hooks import HookedLinear, TrackedLinear
 
 FLAGS = "--bf16 --lr-warmup-iters 0 --num-layers 2 --hidden-size 128 --fp8-log-interval 2"
 RECIPES = {
@@ -75,14 +75,14 @@ def cost_of_look(flags: str) -> tuple[Operations, int]:
 
         return method
 
-    def to_host(table: TensorTable) -> None:
+    def to_host(table: StatisticsTable) -> None:
         """The one wait; what comes after is on the host."""
         marks.append(Operations(count.launched, count.waits + 1))
         table.sums.zero_()
 
     marks: list[Operations] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HookedLinear, "delayed_scale", WatchedLinear.delayed_scale)
+        patch.setattr(HookedLinear, "delayed_scale", TrackedLinear.delayed_scale)
         look_of(run, 1, collector)
         triton = stand_in_for_triton(count)
         patch.setitem(sys.modules, "triton", triton)
@@ -92,8 +92,8 @@ def cost_of_look(flags: str) -> tuple[Operations, int]:
         for module in (quantize, observation):
             patch.setattr(module, "has_kernels", lambda tensor: is_watching)
         patch.setattr(HookedLinear, "_show", on_gpu(HookedLinear._show))
-        patch.setattr(WatchedLinear, "weight_codes", on_gpu(WatchedLinear.weight_codes))
-        patch.setattr(TensorTable, "to_host", to_host)
+        patch.setattr(TrackedLinear, "weight_codes", on_gpu(TrackedLinear.weight_codes))
+        patch.setattr(StatisticsTable, "to_host", to_host)
         for step in (2, 3, 4):
             marks.append(Operations(count.launched, count.waits))
             with count:

@@ -13,7 +13,7 @@ from tolerances import LAYOUT_LOSS
 from torch import Tensor
 
 from megafp8.config.schema import RunConfig
-from megafp8.telemetry.records import EvalRecord
+from megafp8.metrics.records import EvalRecord
 from megafp8.training.cuda_graph import Batch, ForwardBackward
 from megafp8.training.evaluation import build_batches, evaluate
 from megafp8.training.extensions.statistics import StatisticsCollector
@@ -120,5 +120,5 @@ def test_dropout_is_off() -> None:
         samples = SourceSamples(run.config.data.seq_length)
         return evaluate(run, "valid", samples, 0, 0).loss, evaluate(run, "valid", samples, 0, 0).loss
 
-    (first, second), = run_ranks(1, twice)
+    ((first, second),) = run_ranks(1, twice)
     assert first == second

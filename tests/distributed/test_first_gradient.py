@@ -9,7 +9,7 @@ from ranks import run_ranks
 from small_run import PLAIN, build_run, small_config
 from torch import Tensor
 
-from megafp8.optim.first_gradient import FirstGradient
+from megafp8.optimizer.gradient_communication import WgradOverwrite
 from megafp8.training.evaluation import build_batches
 from megafp8.training.step import clear_gradients, forward_backward
 
@@ -25,7 +25,7 @@ def gradients_of(in_layer: bool) -> dict[str, Tensor]:
     (chunk,) = run.trainee.chunks
     if in_layer:
         weights = [chunk.module.output_layer.weight]
-        run = dataclasses.replace(run, first_gradient=FirstGradient(run.trainee.chunks, weights))
+        run = dataclasses.replace(run, first_gradient=WgradOverwrite(run.trainee.chunks, weights))
     for _ in range(NUM_PASSES):
         clear_gradients(run)
         batches = build_batches(run, run.datasets[0], 0, run.global_batch_size, num_workers=0)

@@ -17,14 +17,15 @@ from small_run import Curve, SourceSamples, build_run, small_config, train
 from test_checkpoint import OVERLAP, STEPS, VIRTUAL, load_newest, run_leg
 from torch import Tensor
 
-from megafp8.checkpoint.folder import find_checkpoint
+from megafp8.checkpoint.directory import find_checkpoint
+from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import save_checkpoint, sync_parameters
-from megafp8.checkpoint.state import Progress, parts_of
+from megafp8.checkpoint.state_dict import parts_of
 from megafp8.config.schema import RunConfig
-from megafp8.fp8.delayed import DelayedScale
-from megafp8.fp8.parameter import WEIGHT, QuantizedParameter, quantized_parameters
-from megafp8.fp8.quantize import quantize
 from megafp8.planning.memory import estimate_memory
+from megafp8.quantization.delayed_scaling import DelayedScale
+from megafp8.quantization.fp8_parameter import WEIGHT, QuantizedParameter, quantized_parameters
+from megafp8.quantization.quantize import quantize
 from megafp8.training.evaluation import build_batches, evaluate
 from megafp8.training.extensions.calibration import calibrate, needs_calibration
 from megafp8.training.run import Run
@@ -109,8 +110,12 @@ def test_codes_and_scales_are_those_of_the_whole_weight(flags: str) -> None:
                 assert torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8))
                 assert torch.equal(found.dequant_scale, expected.dequant_scale)
                 assert delayed is None or torch.equal(codes.amax, delayed.amax)
-            seen.append([hash(codes.raw.numpy().tobytes()) for codes in
-                         (weight.codes for weight in quantized_parameters(run.trainee.chunks))])
+            seen.append(
+                [
+                    hash(codes.raw.numpy().tobytes())
+                    for codes in (weight.codes for weight in quantized_parameters(run.trainee.chunks))
+                ]
+            )
         return seen
 
     ranks = run_ranks(4, steps)

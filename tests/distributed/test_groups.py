@@ -7,7 +7,7 @@ from megatron.core import parallel_state
 from ranks import run_ranks
 from small_run import PLAIN, small_config
 
-from megafp8.parallel.groups import build_groups, leave_groups
+from megafp8.mcore.process_groups import build_groups, leave_groups
 
 
 def known_groups() -> tuple[bool, bool]:

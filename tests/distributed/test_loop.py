@@ -9,11 +9,11 @@ import pytest
 from ranks import run_ranks
 from small_run import PLAIN, build_run, fingerprint, small_config, weights
 
-from megafp8.checkpoint.folder import saved_steps
-from megafp8.checkpoint.state import Progress
+from megafp8.analysis.runs import LoadedRun as Recorded
+from megafp8.analysis.runs import load_run
+from megafp8.checkpoint.directory import saved_steps
+from megafp8.checkpoint.progress import Progress
 from megafp8.errors import CheckpointError
-from megafp8.reports.load import Run as Recorded
-from megafp8.reports.load import load_run
 from megafp8.training.pretrain import train
 
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"

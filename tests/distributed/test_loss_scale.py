@@ -11,11 +11,12 @@ from megatron.core.utils import unwrap_model
 from ranks import run_ranks
 from small_run import FP8, PLAIN, Curve, build_run, fingerprint, look_of, small_config, train, weights
 
+from megafp8.analysis.runs import load_run
+from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import save_checkpoint
-from megafp8.checkpoint.state import Progress, parts_of
+from megafp8.checkpoint.state_dict import parts_of
 from megafp8.errors import NumericsError
-from megafp8.optim.loss_scale import can_fall, current_loss_scale, scaler_of
-from megafp8.reports.load import load_run
+from megafp8.optimizer.schedules import can_fall, current_loss_scale, scaler_of
 from megafp8.training.pretrain import train as train_whole
 from megafp8.training.resume import resume
 from megafp8.training.run import Run
@@ -196,7 +197,8 @@ def test_gradient_noise_is_that_of_the_gradients_without_the_scale() -> None:
     ]
     assert records[0].gradient_signal is not None
     assert (records[1].gradient_signal, records[1].gradient_noise) == (
-        records[0].gradient_signal, records[0].gradient_noise
+        records[0].gradient_signal,
+        records[0].gradient_noise,
     )
 
 

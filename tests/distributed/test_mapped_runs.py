@@ -15,16 +15,16 @@ from test_loop import curves as curves_of_records
 from test_loop import run_loop
 from test_quantizer_state import DELAYED, quantizer_states
 
+from megafp8.analysis.runs import load_run
+from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import save_checkpoint
-from megafp8.checkpoint.state import Progress
 from megafp8.config import precision_map
 from megafp8.config.schema import RunConfig
-from megafp8.fp8.delayed import DelayedState
-from megafp8.model.emulated_layers import emulated_linears
-from megafp8.model.watched_linears import linears_of
+from megafp8.mcore.modules import linears_of
+from megafp8.models.emulated_layers import emulated_linears
+from megafp8.quantization.delayed_scaling import DelayedState
 from megafp8.recipes import blockwise, mxfp8, tensorwise
 from megafp8.recipes.base import OPERANDS_OF, Gemm, LinearRecipe
-from megafp8.reports.load import load_run
 from megafp8.training.evaluation import evaluate
 from megafp8.training.extensions.calibration import calibrate, needs_calibration
 from megafp8.training.extensions.precision_schedule import changes_at

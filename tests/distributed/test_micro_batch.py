@@ -20,13 +20,13 @@ from forked_runs import prepare, run_forked
 from ranks import run_ranks
 from small_run import COMMON, FP8, STYLES
 
+from megafp8.analysis.runs import load_run
 from megafp8.config import flags
-from megafp8.config.micro_batch import is_auto
 from megafp8.config.schema import RunConfig
 from megafp8.device.platform import Platform, detect_platform, peak_resident_bytes, resident_bytes
 from megafp8.errors import PREEMPTED, CheckpointError, ConfigError, DataError
-from megafp8.reports.load import load_run
-from megafp8.training.guard import Guard
+from megafp8.planning.micro_batch import is_auto
+from megafp8.resilience.watchdog import Guard
 from megafp8.training.micro_batch_search import search
 from megafp8.training.micro_batch_search.messages import EXCEEDED, Answer, Failed, Measured, TooLarge, TrialSetup
 from megafp8.training.micro_batch_search.search import CHOICE_FILE, choose_micro_batch, introduction, read_choice

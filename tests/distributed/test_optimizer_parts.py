@@ -13,9 +13,9 @@ from ranks import run_ranks
 from small_run import PLAIN, build_run, small_config, train
 
 from megafp8.checkpoint.load import read_tensors
+from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import save_checkpoint
-from megafp8.checkpoint.state import (
-    Progress,
+from megafp8.checkpoint.state_dict import (
     load_optimizer_state,
     model_state,
     optimizer_state,
@@ -139,7 +139,7 @@ def test_a_run_can_save_before_its_first_step(flags: str, tmp_path: Path) -> Non
         return train(run, 2).losses
 
     def load() -> list[float]:
-        from megafp8.checkpoint.choose import choose_checkpoint
+        from megafp8.checkpoint.directory import choose_checkpoint
         from megafp8.checkpoint.load import load_checkpoint
 
         run = build_run(config)

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from ranks import run_ranks
 from small_run import PLAIN, build_run, small_config
 
-from megafp8 import faults
 from megafp8.errors import NumericsError
-from megafp8.optim.finite import StepTotals
-from megafp8.telemetry.sinks import Sinks
+from megafp8.metrics.sinks import Sinks
+from megafp8.optimizer.gradient_checks import StepTotals
+from megafp8.resilience import fault_injection
+from megafp8.resilience.watchdog import Guard
 from megafp8.training import pretrain
 from megafp8.training.extension import Extension, LoopState
 from megafp8.training.extensions import build_extensions
-from megafp8.training.guard import Guard
 from megafp8.training.step import StepResult
 
 FLAGS = (
@@ -88,7 +88,7 @@ class Recorder(Extension):
 def calls_of_run(folder: Path) -> list[str]:
     """What happens in a run whose third step is bad, and which gets a signal in its fourth."""
     calls: list[str] = []
-    made = faults.Plan(faults.read_plan(f"nan:step={BAD_STEP},at=step.loss"), dist.get_rank())
+    made = fault_injection.FaultPlan(fault_injection.read_plan(f"nan:step={BAD_STEP},at=step.loss"), dist.get_rank())
     run = build_run(small_config("llama", f"{FLAGS} --save {folder} --load {folder}"))
 
     def point(name: str, step: Optional[int] = None) -> None:
@@ -107,8 +107,8 @@ def calls_of_run(folder: Path) -> list[str]:
 
     plain_write = Sinks.write
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(faults, "point", point)
-        patch.setattr(faults, "poison", made.poison)
+        patch.setattr(fault_injection, "point", point)
+        patch.setattr(fault_injection, "poison", made.poison)
         patch.setattr(Sinks, "write", write)
         patch.setattr(Guard, "enter", enter)
         patch.setattr(pretrain, "build_extensions", lambda: [Recorder(calls), *build_extensions()])

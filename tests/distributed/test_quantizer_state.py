@@ -13,8 +13,8 @@ from small_run import Curve, build_run, curve_of, small_config, train
 from test_checkpoint import OVERLAP, PIPELINE, STEPS, TENSOR, VIRTUAL, load_newest, run_leg
 from torch import Tensor
 
+from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import save_checkpoint
-from megafp8.checkpoint.state import Progress
 from megafp8.config.schema import RunConfig
 from megafp8.training.evaluation import inference_mode
 from megafp8.training.precision import delayed_state

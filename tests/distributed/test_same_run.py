@@ -11,8 +11,8 @@ from ranks import run_ranks
 from small_run import PLAIN, build_run, small_config
 from test_checkpoint import DISTRIBUTED, load_newest, run_leg
 
-from megafp8.checkpoint.folder import find_checkpoint
-from megafp8.checkpoint.same_run import check_same_model, check_same_vocabulary
+from megafp8.checkpoint.compatibility import check_same_model, check_same_vocabulary
+from megafp8.checkpoint.directory import find_checkpoint
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 from megafp8.errors import CheckpointError

@@ -12,13 +12,13 @@ from ranks import run_ranks
 from shard_writer import ShardWriter
 from small_run import PLAIN, small_config
 
-from megafp8.checkpoint.folder import checkpoint_path
-from megafp8.checkpoint.reading import common_state
-from megafp8.checkpoint.state import Progress
-from megafp8.data.sample_chain import SampleMark
+from megafp8.analysis.runs import load_run
+from megafp8.checkpoint.directory import checkpoint_path
+from megafp8.checkpoint.metadata import common_state
+from megafp8.checkpoint.progress import Progress
+from megafp8.data.sample_hash import SampleMark
 from megafp8.device import platform
 from megafp8.errors import CheckpointError
-from megafp8.reports.load import load_run
 from megafp8.training.pretrain import train
 from megafp8.training.setup import assemble
 

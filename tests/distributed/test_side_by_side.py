@@ -10,10 +10,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu"))
 
-from gpu_sizes import RECIPES, SIZES  # noqa: E402
-from side_by_side import End, Gpus, Launch, run_all, run_folder  # noqa: E402
+from gpu_sizes import RECIPES, SIZES
+from side_by_side import End, Gpus, Launch, run_all, run_folder
 
-from megafp8.reports.load import load_run  # noqa: E402
+from megafp8.analysis.runs import load_run
 
 STEPS, HALF = 4, 2
 RUN = (

@@ -13,15 +13,14 @@ import torch
 from ranks import run_ranks
 from small_run import build_run, fingerprint, look_of, small_config, statistics_step, weights
 
+from megafp8.analysis.runs import load_run
 from megafp8.errors import NumericsError
-from megafp8.fp8.linear import LinearPlan
-from megafp8.model.watched_linears import HookedLinear
-from megafp8.optim.one_pass import OnePassOptimizer
-from megafp8.optim.updates import signal_and_noise
-from megafp8.reports.load import load_run
-from megafp8.telemetry.records import QuantizationRecord
+from megafp8.metrics.records import QuantizationRecord
+from megafp8.optimizer.fused_adam import FusedAdamOptimizer
+from megafp8.quantization.linear import LinearPlan
 from megafp8.training.evaluation import build_batches
 from megafp8.training.extensions.statistics import StatisticsCollector
+from megafp8.training.extensions.statistics_hooks import HookedLinear, signal_and_noise
 from megafp8.training.pretrain import train
 from megafp8.training.run import Run
 from megafp8.training.step import clear_gradients, forward_backward
@@ -122,7 +121,7 @@ def test_a_rank_may_have_no_gradient_of_what_is_watched() -> None:
 
     def look() -> list[float]:
         run = build_run(config)
-        optimizer = OnePassOptimizer.__new__(OnePassOptimizer)
+        optimizer = FusedAdamOptimizer.__new__(FusedAdamOptimizer)
         optimizer.grad_factor = torch.ones(1, device="meta")
         trainee = dataclasses.replace(run.trainee, optimizer=optimizer)
         collector = StatisticsCollector(dataclasses.replace(run, trainee=trainee))
@@ -343,8 +342,6 @@ def test_the_first_layer_with_a_nan_is_named(tmp_path: Path) -> None:
     (told,) = run_ranks(1, start)
     expected = "numbers that are not finite: layers.2.linear_proj.weight: 1 values"
     assert any(each.startswith(expected) for each in told)
-
-
 
 
 def test_a_run_without_a_look_says_why(tmp_path: Path) -> None:

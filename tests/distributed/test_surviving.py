@@ -12,13 +12,12 @@ import torch.distributed as dist
 from ranks import run_ranks
 from small_run import PLAIN, build_run, fingerprint, small_config, weights
 
-from megafp8.checkpoint.choose import choose_checkpoint
-from megafp8.checkpoint.folder import POINTER, named_steps, saved_steps
+from megafp8.analysis.runs import load_run
+from megafp8.checkpoint.directory import POINTER, choose_checkpoint, named_steps, saved_steps
 from megafp8.checkpoint.manifest import MANIFEST
+from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import save_checkpoint
-from megafp8.checkpoint.state import Progress
 from megafp8.errors import CheckpointError
-from megafp8.reports.load import load_run
 from megafp8.training.extensions.checkpoints import least_bytes
 from megafp8.training.pretrain import train
 

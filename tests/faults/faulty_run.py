@@ -8,9 +8,9 @@ from pathlib import Path
 
 from forked_runs import Ended, ForkedRun, run_forked, started
 
-from megafp8.checkpoint.fingerprint import fingerprint
-from megafp8.checkpoint.folder import checkpoint_path, saved_steps
-from megafp8.reports.load import load_run
+from megafp8.analysis.runs import load_run
+from megafp8.checkpoint.directory import checkpoint_path, saved_steps
+from megafp8.checkpoint.standalone import fingerprint
 
 STEPS, SAVE_INTERVAL, EVAL_INTERVAL = 16, 2, 3
 COMMON = (

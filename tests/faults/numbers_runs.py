@@ -9,9 +9,9 @@ import torch.distributed as dist
 from ranks import run_ranks
 from small_run import build_run, fingerprint, small_config, weights
 
-from megafp8 import faults
-from megafp8.checkpoint.state import Progress
+from megafp8.checkpoint.progress import Progress
 from megafp8.errors import NumericsError
+from megafp8.resilience import fault_injection
 from megafp8.training.pretrain import train
 
 LENGTH = "--lr-warmup-iters 1 --eval-iters 0 --no-progress-bar"
@@ -19,8 +19,8 @@ LENGTH = "--lr-warmup-iters 1 --eval-iters 0 --no-progress-bar"
 
 def inject(plan: str) -> None:
     """Take a plan of faults over in a rank that is forked already."""
-    made = faults.Plan(faults.read_plan(plan), dist.get_rank())
-    faults.point, faults.poison = made.point, made.poison
+    made = fault_injection.FaultPlan(fault_injection.read_plan(plan), dist.get_rank())
+    fault_injection.point, fault_injection.poison = made.point, made.poison
 
 
 @dataclass(frozen=True)

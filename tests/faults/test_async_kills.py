@@ -8,9 +8,9 @@ import pytest
 from faulty_run import STEPS, FaultyRun
 from test_kill_anywhere import assert_equal, run_through
 
-from megafp8.checkpoint.folder import checkpoint_path, saved_steps
+from megafp8.analysis.runs import load_run
+from megafp8.checkpoint.directory import checkpoint_path, saved_steps
 from megafp8.checkpoint.manifest import damage_seen
-from megafp8.reports.load import load_run
 
 # The step is that of the checkpoint, also where threads come by later. Those that have a name by then need one each.
 KILLS = (

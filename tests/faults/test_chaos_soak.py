@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import chaos_soak
-from megafp8.faults import POINTS, POISONS, read_plan
+from megafp8.resilience.fault_injection import POINTS, POISONS, read_plan
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

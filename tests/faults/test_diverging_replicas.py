@@ -14,11 +14,11 @@ from ranks import run_ranks
 from small_run import FP8, PLAIN, build_run, small_config, train
 from torch import Tensor
 
-from megafp8.checkpoint.folder import saved_steps
+from megafp8.analysis.runs import load_run
+from megafp8.checkpoint.directory import saved_steps
 from megafp8.errors import NumericsError
-from megafp8.fp8.delayed import DelayedState
-from megafp8.fp8.parameter import quantized_parameters
-from megafp8.reports.load import load_run
+from megafp8.quantization.delayed_scaling import DelayedState
+from megafp8.quantization.fp8_parameter import quantized_parameters
 from megafp8.training.extensions.replica_check import check_replicas
 from megafp8.training.run import Run
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from faulty_run import FaultyRun, assert_died
 
-from megafp8.checkpoint.folder import POINTER, checkpoint_path, saved_steps, sweep
+from megafp8.checkpoint.directory import POINTER, checkpoint_path, saved_steps, sweep
 from megafp8.checkpoint.manifest import damage_seen
-from megafp8.faults import POINTS
+from megafp8.resilience.fault_injection import POINTS
 from megafp8.training import pretrain
 
 LAYOUT, SAVED = "dp2", 4

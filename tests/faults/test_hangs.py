@@ -16,11 +16,10 @@ from pathlib import Path
 import pytest
 from faulty_run import FaultyRun
 
-from megafp8.launch.process import stat_of, this_process
-from megafp8.launch.run_state import judge
-from megafp8.training import guard as guards
-from megafp8.training.guard import STACKS_FOLDER, Guard
-from megafp8.training.phases import STEP, Phases
+from megafp8.resilience import watchdog
+from megafp8.resilience.run_state import current_state
+from megafp8.resilience.watchdog import STACKS_FOLDER, STEP, Guard, Phases
+from megafp8.utils.process import stat_of, this_process
 
 LAYOUT, LIMIT_S, SPARE_S = "dp2", 4.0, 8.0
 LIMITS = f"--step-timeout-s {LIMIT_S:g} --checkpoint-timeout-s {LIMIT_S:g}"
@@ -38,7 +37,7 @@ def test_a_rank_that_sleeps(tmp_path: Path, cache: Path) -> None:
     assert set(ended.statuses) == {71}, ended.told()
     assert ended.num_orphans == 0
     assert ended.seconds_after_first < SPARE_S, ended.told()
-    state = judge(run.folder)
+    state = current_state(run.folder)
     assert state is not None and (state.state, state.exit_status) == ("failed", 71)
     assert "hangs in save at step 2, for " in state.reason and f"(limit {LIMIT_S:g} s)" in state.reason
     assert "faults.py" in stacks(run, 1) and "faults.py" not in stacks(run, 0)
@@ -51,7 +50,7 @@ def test_a_rank_that_is_stopped(tmp_path: Path, cache: Path) -> None:
     ended = run.start("stop:rank=1,step=3,at=step.begin", f"--save {run.folder} --load {run.folder} {LIMITS}")
     assert ended.statuses[0] == 71 and ended.statuses[1] in (70, 71), ended.told()
     assert ended.num_orphans == 0
-    state = judge(run.folder)
+    state = current_state(run.folder)
     assert state is not None and "rank 1 (process " in state.reason and "is stopped" in state.reason
 
 
@@ -61,7 +60,7 @@ def test_four_ranks_end_when_one_is_killed(tmp_path: Path, cache: Path) -> None:
     ended = run.start("kill:rank=3,step=2,at=step.begin")
     assert ended.statuses[3] == -signal.SIGKILL and set(ended.statuses[:3]) == {70}, ended.told()
     assert ended.seconds_after_first < SPARE_S
-    state = judge(run.folder)
+    state = current_state(run.folder)
     assert state is not None and "rank 3 (process " in state.reason and "has ended" in state.reason
 
 
@@ -69,7 +68,7 @@ def test_an_error_of_one_rank_ends_the_others(tmp_path: Path, cache: Path) -> No
     run = FaultyRun(LAYOUT, tmp_path / "run", cache)
     ended = run.start("raise:rank=1,step=3,at=step.before_update")
     assert ended.statuses == (70, 70), ended.told()
-    state = judge(run.folder)
+    state = current_state(run.folder)
     assert state is not None and state.exit_status == 70
     assert state.reason.startswith("rank 1: OSError: ") and "injected" in state.reason
     assert "rank 1 (process " in ended.output[0]
@@ -106,7 +105,7 @@ class Looks:
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards look around ten times a second, and give others less time."""
     for name, seconds in (("TICK_S", 0.1), ("LOST_S", 1.0), ("LINGER_S", 0.5)):
-        monkeypatch.setattr(guards, name, seconds)
+        monkeypatch.setattr(watchdog, name, seconds)
 
 
 def test_a_rank_that_waits_in_c_code_sees_a_dead_one(tmp_path: Path, often: None) -> None:
@@ -150,7 +149,7 @@ def wait_until(is_so: Callable[[], bool], process: BaseProcess) -> None:
 
 def test_c_code_that_lets_no_thread_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, often: None) -> None:
     """A PyDLL keeps the interpreter's lock while it sleeps. The timer in C ends the process, with its stacks."""
-    monkeypatch.setattr(guards, "TIMER_SPARE_S", 0.5)
+    monkeypatch.setattr(watchdog, "TIMER_SPARE_S", 0.5)
 
     def hold_the_lock() -> None:
         os.dup2(os.open(tmp_path / "stacks", os.O_WRONLY | os.O_CREAT), sys.__stderr__.fileno())
@@ -168,7 +167,7 @@ def test_c_code_that_lets_no_thread_run(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_pause_of_the_whole_process_is_no_hang(monkeypatch: pytest.MonkeyPatch, often: None) -> None:
     """It is stopped for longer than its limit, and goes on."""
     limit_s = 2.0
-    monkeypatch.setattr(guards, "PAUSED_S", 1.0)
+    monkeypatch.setattr(watchdog, "PAUSED_S", 1.0)
 
     def pause() -> None:
         guard = Guard(Phases(limit_s, 0.0))

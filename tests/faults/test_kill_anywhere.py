@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from faulty_run import EVAL_INTERVAL, LAYOUTS, SAVE_INTERVAL, STEPS, FaultyRun, assert_died
 
-from megafp8.faults import BEFORE_STEPS, POINTS
+from megafp8.resilience.fault_injection import BEFORE_STEPS, POINTS
 
 # Only while a checkpoint replaces another of its step, which no unbroken run does: see test_half_checkpoints.py.
 ELSEWHERE = {"save.between_renames"}

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from ranks import become_child
 
-from megafp8.launch.supervise import PR_SET_CHILD_SUBREAPER
+from megafp8.launch.supervisor import PR_SET_CHILD_SUBREAPER
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2

@@ -17,10 +17,10 @@ import pytest
 from faulty_run import COMMON, STEPS
 from forked_runs import ForkedRun, members
 
-from megafp8.checkpoint.folder import saved_steps
-from megafp8.launch.process import STOPPED, stat_of
-from megafp8.launch.run_state import RUN_STATE_FILE, judge
-from megafp8.reports.load import load_run
+from megafp8.analysis.runs import load_run
+from megafp8.checkpoint.directory import saved_steps
+from megafp8.resilience.run_state import RUN_STATE_FILE, current_state
+from megafp8.utils.process import STOPPED, stat_of
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_a_full_disk_and_a_removed_folder(tmp_path: Path, cache: Path, place: Pa
     assert ended.statuses == (0,), ended.told()
     assert saved_steps(folder)[-1] == STEPS
     assert any(boards.iterdir())
-    state = judge(folder)
+    state = current_state(folder)
     assert state is not None and (state.state, state.step, state.saved_step) == ("done", STEPS, STEPS)
     output = ended.output[0]
     assert "Traceback" not in output
@@ -102,7 +102,7 @@ def test_last_words_on_a_full_disk(tmp_path: Path, cache: Path, place: Path) -> 
         run.processes[0].join()
         (place / "output0").unlink()
         assert run.wait(600).statuses == (71,)
-    state = judge(folder)
+    state = current_state(folder)
     assert state is not None and (state.state, state.exit_status) == ("failed", 71)
 
 
@@ -128,7 +128,7 @@ def test_a_closed_terminal_saves_and_stops(tmp_path: Path, cache: Path, place: P
                 terminal.wait()
                 os.kill(run.processes[0].pid or 0, signal.SIGHUP)
             assert run.wait(600).statuses == (75,)
-    state = judge(folder)
+    state = current_state(folder)
     assert state is not None and (state.state, state.reason) == ("preempted", "SIGHUP to rank 0")
     assert state.step == state.saved_step == saved_steps(folder)[-1] == 3
 
@@ -143,5 +143,5 @@ def test_under_nohup_a_closed_terminal_stops_nothing(tmp_path: Path, cache: Path
     finally:
         signal.signal(signal.SIGHUP, before)
     assert ended.statuses == (0,), ended.told()
-    state = judge(folder)
+    state = current_state(folder)
     assert state is not None and (state.state, state.step) == ("stopped", 2)

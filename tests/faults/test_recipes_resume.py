@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from forked_runs import Ended, run_forked
 
-from megafp8.checkpoint.fingerprint import fingerprint
-from megafp8.checkpoint.folder import checkpoint_path
-from megafp8.reports.load import load_run
+from megafp8.analysis.runs import load_run
+from megafp8.checkpoint.directory import checkpoint_path
+from megafp8.checkpoint.standalone import fingerprint
 
 STEPS, SAVED = 4, 2
 COMMON = (

@@ -14,9 +14,9 @@ import pytest
 from faulty_run import EVAL_INTERVAL, STEPS, FaultyRun
 from forked_runs import Ended
 
-from megafp8.launch.run_state import RunState, judge, last_recorded_step, read_run_state
-from megafp8.reports.load import load_run
-from megafp8.training import guard
+from megafp8.analysis.runs import load_run
+from megafp8.resilience import watchdog
+from megafp8.resilience.run_state import RunState, current_state, last_recorded_step, read_run_state
 
 LAYOUT = "dp2"
 # When a signal comes, and after which step all stop. Steps that are not even are saved because of it. After the last
@@ -40,7 +40,7 @@ def assert_preempted(run: FaultyRun, ended: Ended) -> RunState:
     """All ranks say so with their status, the folder says so, and what was done is saved."""
     assert set(ended.statuses) == {75}, ended.told()
     assert ended.num_orphans == 0, ended.told()
-    state = judge(run.folder)
+    state = current_state(run.folder)
     assert state is not None and (state.state, state.exit_status) == ("preempted", 75), state
     assert state.step == state.saved_step == run.newest, ended.told()
     return state
@@ -54,7 +54,7 @@ def assert_done(run: FaultyRun, unbroken: FaultyRun) -> None:
         [(record.step, record.split, record.loss) for record in load_run(each.folder).evals] for each in (run, unbroken)
     ]
     assert evaluations[0] == evaluations[1]
-    state = judge(run.folder)
+    state = current_state(run.folder)
     assert state is not None and (state.state, state.exit_status, state.step) == ("done", 0, STEPS)
 
 
@@ -132,7 +132,7 @@ def test_a_rank_whose_data_do_not_come_gives_up_when_the_grace_ends(tmp_path: Pa
         ended = forked.wait(60)
     assert time.monotonic() - began < 20, "not the default's 30"
     assert set(ended.statuses) == {75} and ended.num_orphans == 0, ended.told()
-    state = judge(run.folder)
+    state = current_state(run.folder)
     assert state is not None and state.state == "preempted" and state.saved_step == run.newest == 2
     assert "3 s after a signal still in " in state.reason
     assert "faults.py" in (run.folder / "logs/watchdog/rank1.txt").read_text()
@@ -140,17 +140,17 @@ def test_a_rank_whose_data_do_not_come_gives_up_when_the_grace_ends(tmp_path: Pa
 
 def test_a_second_signal_ends_it_at_once(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that comes later than any echo. The checkpoint that was being written has no name."""
-    monkeypatch.setattr(guard, "SAME_S", 0.5)
+    monkeypatch.setattr(watchdog, "SAME_S", 0.5)
     run = FaultyRun(LAYOUT, tmp_path / "run", cache)
     flags = f"--save {run.folder} --load {run.folder} --exit-signal-grace-s 60"
     with run.started("sleep:rank=0,seconds=600,step=4,at=save.before_rename", flags) as forked:
         wait_until(lambda: list(run.fired.glob("*before_rename*")))
         for _ in range(2):
             send([process.pid for process in forked.processes], signal.SIGINT)
-            time.sleep(guard.SAME_S + 1.0)
+            time.sleep(watchdog.SAME_S + 1.0)
         ended = forked.wait(60)
     assert set(ended.statuses) == {75} and ended.num_orphans == 0, ended.told()
-    state = judge(run.folder)
+    state = current_state(run.folder)
     assert state is not None and "a second SIGINT" in state.reason
     assert run.newest == 2
 

@@ -17,13 +17,12 @@ from ranks import run_ranks
 from small_run import COMMON, FP8, PLAIN, STYLES, SourceSamples, build_run, fingerprint, small_config, weights
 from torch import Tensor
 
-from megafp8.checkpoint.contents import read_contents
-from megafp8.checkpoint.folder import checkpoint_path
-from megafp8.checkpoint.skipped import NOT_FINITE, History, SkippedSamples
-from megafp8.checkpoint.state import Progress
-from megafp8.fp8.delayed import DelayedState
-from megafp8.launch.run_state import read_run_state
-from megafp8.reports.load import load_run
+from megafp8.analysis.runs import load_run
+from megafp8.checkpoint.directory import checkpoint_path
+from megafp8.checkpoint.metadata import read_contents
+from megafp8.checkpoint.progress import NOT_FINITE, History, Progress, SkippedSamples
+from megafp8.quantization.delayed_scaling import DelayedState
+from megafp8.resilience.run_state import read_run_state
 from megafp8.training.bad_steps import next_progress
 from megafp8.training.evaluation import build_batches
 from megafp8.training.run import Run
@@ -139,8 +138,6 @@ def test_a_step_left_out_changes_nothing(world_size: int, flags: str, fault: str
     assert len(set(answers[0].states)) == STEPS - 1, "the other steps moved nothing"
     assert answers[0].progress.history == History((SkippedSamples(16, 24, BAD_STEP, NOT_FINITE),))
     assert f"rank {world_size - 1}: " in text and "samples 16-23" in text
-
-
 
 
 def test_every_skip_is_recorded_and_in_the_checkpoint(tmp_path: Path) -> None:

@@ -16,11 +16,11 @@ import pytest
 from faulty_run import STEPS, FaultyRun
 from slurm_cluster import NODES, Cluster, slurm_cluster, wait_until, why_not
 
-from megafp8 import faults
 from megafp8.launch import slurm
 from megafp8.launch.job import Job
-from megafp8.launch.run_state import judge, last_recorded_step, read_run_state
-from megafp8.launch.supervise import RESTARTS_FILE
+from megafp8.launch.supervisor import RESTARTS_FILE
+from megafp8.resilience import fault_injection
+from megafp8.resilience.run_state import current_state, last_recorded_step, read_run_state
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -52,8 +52,8 @@ class SlurmRun:
     def __init__(self, cluster: Cluster, folder: Path, cache: Path, options: str = "--no-check-nodes", pause_s=0.3):
         self.cluster, self.run = cluster, FaultyRun("dp2", folder / "run", cache)
         words = f"{self.run.text(None)} --num-threads 1".split()
-        plan = {faults.VARIABLE: f"sleep:seconds={pause_s},at=step.begin,times=9",
-                faults.FIRED_VARIABLE: str(self.run.fired)}  # fmt: skip
+        plan = {fault_injection.VARIABLE: f"sleep:seconds={pause_s},at=step.begin,times=9",
+                fault_injection.FIRED_VARIABLE: str(self.run.fired)}  # fmt: skip
         self.job = submit(cluster, f"--name hit --nodes 2 {options}", words, **plan)
 
     def wait_for_step(self, step: int) -> None:
@@ -69,7 +69,7 @@ class SlurmRun:
         assert self.cluster.wait_for_state(self.job, "COMPLETED", "FAILED", "CANCELLED") == "COMPLETED", (
             self.cluster.output(self.job)
         )
-        state = judge(self.run.folder)
+        state = current_state(self.run.folder)
         assert state is not None and state.state == "done"
         assert self.run.fingerprint(STEPS) == unbroken.fingerprint(STEPS)
         assert self.run.losses() == unbroken.losses()
@@ -156,6 +156,7 @@ slurm:
 
 
 # ---- runs that do not train: what Slurm and the scripts do between them ---------------------------------------------
+
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:

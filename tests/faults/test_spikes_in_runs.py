@@ -8,10 +8,9 @@ from numbers_runs import LENGTH, run_loop
 from ranks import run_ranks
 from small_run import FP8, PLAIN, build_run, fingerprint, small_config, weights
 
-from megafp8.checkpoint.folder import saved_steps
-from megafp8.checkpoint.skipped import ROLLBACK, SPIKE, SkippedSamples
-from megafp8.checkpoint.state import Progress
-from megafp8.reports.load import load_run
+from megafp8.analysis.runs import load_run
+from megafp8.checkpoint.directory import saved_steps
+from megafp8.checkpoint.progress import ROLLBACK, SPIKE, Progress, SkippedSamples
 from megafp8.training.bad_steps import next_progress
 from megafp8.training.evaluation import build_batches
 from megafp8.training.resume import resume

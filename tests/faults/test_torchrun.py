@@ -15,9 +15,9 @@ import pytest
 from faulty_run import STEPS, FaultyRun
 from forked_runs import PATIENCE_S
 
-from megafp8 import faults
-from megafp8.launch.run_state import judge, last_recorded_step
-from megafp8.launch.supervise import RESTARTS_FILE
+from megafp8.launch.supervisor import RESTARTS_FILE
+from megafp8.resilience import fault_injection
+from megafp8.resilience.run_state import current_state, last_recorded_step
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUT = "dp2"
@@ -33,7 +33,8 @@ class Supervised:
         command = [sys.executable, "launcher/supervise.py", "--backoff-s", "0", "--", *torchrun, "pretrain_gpt.py"]
         environment = os.environ | {
             "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
-            faults.VARIABLE: "sleep:seconds=0.3,at=step.begin,times=9", faults.FIRED_VARIABLE: str(run.fired),
+            fault_injection.VARIABLE: "sleep:seconds=0.3,at=step.begin,times=9",
+            fault_injection.FIRED_VARIABLE: str(run.fired),
         }  # fmt: skip
         self.output = run.folder.with_name("output")
         with open(self.output, "w") as stream:
@@ -65,7 +66,7 @@ class Supervised:
 
 
 def assert_done(run: FaultyRun, unbroken: FaultyRun) -> None:
-    state = judge(run.folder)
+    state = current_state(run.folder)
     assert state is not None and state.state == "done"
     assert run.fingerprint(STEPS) == unbroken.fingerprint(STEPS)
     assert run.losses() == unbroken.losses()
@@ -106,5 +107,5 @@ def test_a_signal_for_the_supervisor_ends_all(tmp_path: Path, cache: Path) -> No
     supervised.process.send_signal(signal.SIGTERM)
     assert supervised.end() == 75
     assert supervised.ends() == ["preempted"]
-    state = judge(supervised.run.folder)
+    state = current_state(supervised.run.folder)
     assert state is not None and state.saved_step == state.step == supervised.run.newest >= 3

@@ -10,12 +10,11 @@ from pathlib import Path
 from faulty_run import FaultyRun
 from forked_runs import run_forked
 
-from megafp8.checkpoint.folder import saved_steps
-from megafp8.launch.process import STOPPED, stat_of
-from megafp8.launch.run_lock import LOCK_FILE
-from megafp8.launch.run_state import judge
-from megafp8.reports.load import load_run
-from megafp8.reports.unfinished import is_unfinished
+from megafp8.analysis.runs import is_unfinished, load_run
+from megafp8.checkpoint.directory import saved_steps
+from megafp8.resilience.run_lock import LOCK_FILE
+from megafp8.resilience.run_state import current_state
+from megafp8.utils.process import STOPPED, stat_of
 
 LAYOUT = "dp2"
 
@@ -45,12 +44,12 @@ def test_the_lock_of_a_killed_run_is_taken_over(tmp_path: Path, cache: Path) -> 
     assert set(ended.statuses) == {-9}
     assert ended.num_orphans == 0, "loader processes end with their rank"
     assert (run.folder / LOCK_FILE).exists()
-    died = judge(run.folder)
+    died = current_state(run.folder)
     assert died is not None and died.state == "died"
     ended = run.start()
     assert set(ended.statuses) == {0}, ended.told()
     assert "which is gone, is taken over" in ended.output[0]
-    state = judge(run.folder)
+    state = current_state(run.folder)
     assert state is not None and (state.starts, state.state) == (2, "done")
 
 
@@ -82,7 +81,7 @@ def test_a_checkpoint_that_crashes_the_load_is_set_aside(tmp_path: Path, cache: 
         for _ in range(2):
             assert max(saved_steps(run.folder)) == newest
             assert start_alone(run, "raise:at=load.begin")[0] == 70
-        state = judge(run.folder)
+        state = current_state(run.folder)
         assert state is not None and (state.loading, state.loads, state.crashes) == (newest, 2, 1)
         assert start_alone(run, f"term:step={4 if newest == 2 else 3},at=step.begin")[0] == 75
     assert saved_steps(run.folder) == [2, 3] and (run.folder / "iter_0000004.corrupt").is_dir()

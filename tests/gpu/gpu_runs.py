@@ -13,18 +13,19 @@ from small_run import Curve, build_run, train
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from megafp8.config import flags, rules
-from megafp8.config.schema.parallel import ParallelConfig
-from megafp8.device import capability, mcore_cpu, platform
+from megafp8.config.schema.model import ParallelConfig
+from megafp8.device import capability, platform
+from megafp8.mcore import cpu_patches
 
 __all__ = ["FP8_RECIPES", "RECIPES", "SIZES", "gpu_run", "straight_and_resumed"]
-mcore_cpu.install()
+cpu_patches.install()
 platform.compute_deterministically()  # equal runs give equal bits
 
-from megafp8.checkpoint.load import load_checkpoint  # noqa: E402
-from megafp8.checkpoint.save import save_checkpoint  # noqa: E402
-from megafp8.checkpoint.state import Progress  # noqa: E402
-from megafp8.parallel.groups import leave_groups  # noqa: E402
-from megafp8.training.run import Run  # noqa: E402
+from megafp8.checkpoint.load import load_checkpoint
+from megafp8.checkpoint.progress import Progress
+from megafp8.checkpoint.save import save_checkpoint
+from megafp8.mcore.process_groups import leave_groups
+from megafp8.training.run import Run
 
 
 @contextmanager

@@ -108,7 +108,7 @@ def start_and_wait(folder: Path, num_gpus: int) -> None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(str(gpu) for gpu in range(num_gpus))
     gpus = Gpus(visible.split(",")[:num_gpus] if num_gpus else [""] * max(launch.num_ranks for launch in launches))
     if num_gpus:
-        for name in ("megafp8.model.te_layers", "megafp8.optim.adam_kernel"):
+        for name in ("megafp8.te.layers", "megafp8.kernels.adam"):
             importlib.import_module(name)
     waiting, ends = list(launches), dict[str, End]()
     running: dict[str, tuple[forked_runs.ForkedRun, list[int]]] = {}

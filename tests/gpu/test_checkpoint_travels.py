@@ -10,7 +10,7 @@ import torch
 from gpu_sizes import RECIPES, SIZES
 from side_by_side import Launch, run_all, run_folder
 
-from megafp8.reports.load import load_run
+from megafp8.analysis.runs import load_run
 
 pytestmark = pytest.mark.gpu
 if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megafp8.launch.run_state import judge
-from megafp8.studies.local import visible_gpus
+from megafp8.launch.study_execution import visible_gpus
+from megafp8.resilience.run_state import current_state
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,6 +43,6 @@ def test_every_gpu_gets_runs(tmp_path: Path) -> None:
     assert len(runs) == 2 * len(gpus)
     for run in runs:
         folder = tmp_path / "runs" / run["folder"]
-        assert judge(folder).state == "done"
+        assert current_state(folder).state == "done"
         opened = json.loads((folder / "records.jsonl").read_text().splitlines()[0])
         assert (opened["device_name"], opened["world_size"]) == (torch.cuda.get_device_name(), 1)

@@ -19,8 +19,8 @@ import torch
 from gpu_sizes import FP8_RECIPES, RECIPES, SIZES
 from side_by_side import End, Launch, run_all, run_folder
 
-from megafp8.launch.run_state import judge
-from megafp8.reports.load import load_run
+from megafp8.analysis.runs import load_run
+from megafp8.resilience.run_state import current_state
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.gpu
@@ -205,7 +205,7 @@ def test_ranks_end_when_one_is_killed(runs: Runs) -> None:
     end = runs.ends["killed"]
     assert end.statuses == (70, -signal.SIGKILL), end.output
     assert end.seconds_after_first < KILLED_SOON_S, end.output
-    state = judge(run_folder(runs.folder, "killed"))
+    state = current_state(run_folder(runs.folder, "killed"))
     assert state is not None and state.state == "failed" and "rank 1" in state.reason, state
 
 
@@ -221,7 +221,7 @@ def test_the_rank_with_bad_gradients_is_named(runs: Runs, rank: int) -> None:
 def test_a_signal_to_one_rank_stops_and_saves_all(runs: Runs) -> None:
     end = runs.ends["stopped"]
     assert end.statuses == (75, 75), end.output
-    state = judge(run_folder(runs.folder, "stopped"))
+    state = current_state(run_folder(runs.folder, "stopped"))
     assert state is not None and state.state == "preempted" and state.saved_step == state.step == 3, state
 
 

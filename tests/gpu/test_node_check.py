@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from benchmarks.ports import free_ports
-from megafp8.doctor.node import measure_node
-from megafp8.launch.nodes import read_report
+from megafp8.launch.node_check import measure_node, read_report
 
 pytestmark = [pytest.mark.gpu]
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,12 +13,12 @@ pytestmark = pytest.mark.gpu
 if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
     pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
 
-from gpu_runs import FP8_RECIPES, RECIPES, gpu_run, straight_and_resumed  # noqa: E402
-from small_run import SourceSamples, statistics_step, train, weights  # noqa: E402
+from gpu_runs import FP8_RECIPES, RECIPES, gpu_run, straight_and_resumed
+from small_run import SourceSamples, statistics_step, train, weights
 
-from megafp8.training.evaluation import build_batches, evaluate  # noqa: E402
-from megafp8.training.extensions.statistics import StatisticsCollector  # noqa: E402
-from megafp8.training.run import Run  # noqa: E402
+from megafp8.training.evaluation import build_batches, evaluate
+from megafp8.training.extensions.statistics import StatisticsCollector
+from megafp8.training.run import Run
 
 GRAPH = "--cuda-graph-impl local --cuda-graph-warmup-steps 2"
 FUSER = "--use-transformer-engine-op-fuser"

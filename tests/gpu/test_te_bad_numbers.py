@@ -11,18 +11,24 @@ pytestmark = [pytest.mark.gpu]
 if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
     pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
 
-from gpu_runs import RECIPES, gpu_run  # noqa: E402
-from small_run import SourceSamples, weights  # noqa: E402
+from gpu_runs import RECIPES, gpu_run
+from small_run import SourceSamples, weights
 
-from megafp8.checkpoint.skipped import NOT_FINITE, SPIKE  # noqa: E402
-from megafp8.checkpoint.state import Progress  # noqa: E402
-from megafp8.optim.bit_hash import BitHash  # noqa: E402
-from megafp8.training.bad_steps import next_progress  # noqa: E402
-from megafp8.training.evaluation import build_batches  # noqa: E402
-from megafp8.training.extensions.replica_check import check_replicas, replicas_of  # noqa: E402
-from megafp8.training.precision import delayed_state  # noqa: E402
-from megafp8.training.run import Run  # noqa: E402
-from megafp8.training.step import StepResult, train_step  # noqa: E402
+from megafp8.checkpoint.progress import (
+    NOT_FINITE,
+    SPIKE,
+    Progress,
+)
+from megafp8.training.bad_steps import next_progress
+from megafp8.training.evaluation import build_batches
+from megafp8.training.extensions.replica_check import (
+    BitHash,
+    check_replicas,
+    replicas_of,
+)
+from megafp8.training.precision import delayed_state
+from megafp8.training.run import Run
+from megafp8.training.step import StepResult, train_step
 
 SPIKES = "--spike-policy skip --spike-window 8 --spike-min-steps 2"
 

@@ -12,14 +12,15 @@ import torch
 if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
     pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
 
-import transformer_engine.pytorch as te  # noqa: E402
-import transformer_engine_torch as tex  # noqa: E402
-from transformer_engine.common.recipe import Float8CurrentScaling  # noqa: E402
+import transformer_engine.pytorch as te
+import transformer_engine_torch as tex
+from transformer_engine.common.recipe import Float8CurrentScaling
 
-from megafp8.model import te_quantize, tensor_kernels  # noqa: E402
-from megafp8.model.rotary_attention import split_and_rotate  # noqa: E402
-from megafp8.model.te_operations import QuantizingSwiGLU  # noqa: E402
-from megafp8.model.te_patches import cast_by_kernels  # noqa: E402
+from megafp8.kernels import tensorwise
+from megafp8.kernels.rope import split_and_rotate
+from megafp8.te import quantizers as te_quantize
+from megafp8.te.fused_mlp import QuantizingSwiGLU
+from megafp8.te.patches import cast_by_kernels
 
 pytestmark = pytest.mark.gpu
 KINDS = {"e4m3": tex.DType.kFloat8E4M3, "e5m2": tex.DType.kFloat8E5M2}
@@ -137,8 +138,8 @@ def test_a_joined_gradient_with_its_amax_noted_gives_the_bytes_without_a_pass(mo
     inputs = torch.randn(*sizes, 256, device="cuda").bfloat16().requires_grad_()
     angles = torch.rand(sizes[0], 1, 1, dim, device="cuda")
     gradients = [torch.randn(*sizes, count, dim, device="cuda").bfloat16() for count in (heads, groups, groups)]
-    passes, plain = [], tensor_kernels._amaxes
-    monkeypatch.setattr(tensor_kernels, "_amaxes", lambda inputs: passes.append(inputs) or plain(inputs))
+    passes, plain = [], tensorwise._amaxes
+    monkeypatch.setattr(tensorwise, "_amaxes", lambda inputs: passes.append(inputs) or plain(inputs))
     found = []
     cast_by_kernels(("tensorwise",))
     for notes_amax in (False, True):
@@ -155,7 +156,7 @@ def test_a_joined_gradient_with_its_amax_noted_gives_the_bytes_without_a_pass(mo
 @pytest.mark.parametrize("are_used", [True, False])
 def test_the_fused_mlp_hands_factors_to_its_backward_pass(are_used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they are not taken, gradients are the same."""
-    found, plain = [], tensor_kernels.noted
+    found, plain = [], tensorwise.annotation
 
     def noted(tensor: torch.Tensor, name: str) -> Optional[torch.Tensor]:
         found.append((name, plain(tensor, name)))
@@ -166,7 +167,7 @@ def test_the_fused_mlp_hands_factors_to_its_backward_pass(are_used: bool, monkey
     inputs = torch.linspace(-2, 2, 64 * 4 * 256, device="cuda").reshape(64, 4, 256).bfloat16().requires_grad_()
     gradients = []
     for patch in (plain, noted):
-        monkeypatch.setattr(tensor_kernels, "noted", patch)
+        monkeypatch.setattr(tensorwise, "noted", patch)
         with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
             gradients += torch.autograd.grad(mlp(inputs).square().sum(), inputs)
     assert [value is not None for name, value in found if name == "factors"] == [True]

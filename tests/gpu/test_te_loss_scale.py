@@ -11,10 +11,10 @@ pytestmark = [pytest.mark.gpu]
 if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
     pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
 
-from gpu_runs import RECIPES, gpu_run  # noqa: E402
-from small_run import Curve, train, weights  # noqa: E402
+from gpu_runs import RECIPES, gpu_run
+from small_run import Curve, train, weights
 
-from megafp8.optim.loss_scale import current_loss_scale  # noqa: E402
+from megafp8.optimizer.schedules import current_loss_scale
 
 
 @pytest.mark.parametrize("optimizer", ["", "--overlap-grad-reduce --overlap-param-gather"])

@@ -14,15 +14,15 @@ if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_a
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch.optimizers import FusedAdam
 
-from megafp8.model import te_patches
+from megafp8.te import patches
 
 pytestmark = pytest.mark.gpu
-EVIDENCE = [(patch.name, *evidence) for patch in te_patches.PATCHES for evidence in patch.evidence]
+EVIDENCE = [(patch.name, *evidence) for patch in patches.PATCHES for evidence in patch.evidence]
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _install() -> None:
-    te_patches.install()
+    patches.install()
 
 
 @pytest.mark.parametrize(("name", "file", "text"), EVIDENCE)
@@ -69,11 +69,11 @@ def test_moments_are_stored_as_they_were_read() -> None:
 
 def test_tensors_survive_being_packed() -> None:
     tensors = {"scale_fwd": torch.rand(3, device="cuda"), "amax_history_fwd": torch.rand(16, 3, device="cuda")}
-    unpacked = te_patches.unpacked(te_patches.packed(tensors))
+    unpacked = patches.unpacked(patches.packed(tensors))
     assert all(torch.equal(unpacked[name], tensor.cpu()) for name, tensor in tensors.items())
 
 
 def test_other_states_are_left_to_transformer_engine() -> None:
-    assert te_patches.unpacked(None) is None
-    assert te_patches.unpacked(torch.empty(0, dtype=torch.uint8)) is None
-    assert te_patches.unpacked(torch.frombuffer(bytearray(b"\x80\x04N."), dtype=torch.uint8)) is None
+    assert patches.unpacked(None) is None
+    assert patches.unpacked(torch.empty(0, dtype=torch.uint8)) is None
+    assert patches.unpacked(torch.frombuffer(bytearray(b"\x80\x04N."), dtype=torch.uint8)) is None

@@ -19,19 +19,19 @@ pytestmark = [
 if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
     pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
 
-from gpu_runs import RECIPES, gpu_run  # noqa: E402
-from small_run import Curve, look_of, train, weights  # noqa: E402
-from transformer_engine.common import recipe as te_recipe  # noqa: E402
+from gpu_runs import RECIPES, gpu_run
+from small_run import Curve, look_of, train, weights
+from transformer_engine.common import recipe as te_recipe
 
-from megafp8.checkpoint.folder import find_checkpoint  # noqa: E402
-from megafp8.checkpoint.load import load_checkpoint  # noqa: E402
-from megafp8.checkpoint.save import save_checkpoint  # noqa: E402
-from megafp8.checkpoint.state import Progress  # noqa: E402
-from megafp8.config.precision_map import Choice, LinearChoice  # noqa: E402
-from megafp8.model import te_layers  # noqa: E402
-from megafp8.model.te_precision import build_te_recipe  # noqa: E402
-from megafp8.training.extensions.calibration import calibrate, needs_calibration  # noqa: E402
-from megafp8.training.extensions.precision_schedule import changes_at  # noqa: E402
+from megafp8.checkpoint.directory import find_checkpoint
+from megafp8.checkpoint.load import load_checkpoint
+from megafp8.checkpoint.progress import Progress
+from megafp8.checkpoint.save import save_checkpoint
+from megafp8.config.precision_map import GemmChoice, LinearChoice
+from megafp8.te import layers as te_layers
+from megafp8.te.recipes import build_te_recipe
+from megafp8.training.extensions.calibration import calibrate, needs_calibration
+from megafp8.training.extensions.precision_schedule import changes_at
 
 TENSORWISE, BLOCKWISE, DELAYED = RECIPES["tensorwise"], RECIPES["blockwise"], RECIPES["delayed"]
 LAYERS = "--no-use-transformer-engine-op-fuser"  # which runs with a mapped MLP or a schedule do without in any case
@@ -45,7 +45,7 @@ def curve(extra: str, num_steps: int = STEPS) -> Curve:
 
 
 def test_recipes_are_transformer_engines() -> None:
-    tensor, block = Choice("tensorwise", "hybrid"), Choice("blockwise", "e4m3")
+    tensor, block = GemmChoice("tensorwise", "hybrid"), GemmChoice("blockwise", "e4m3")
     assert build_te_recipe(LinearChoice()) is None
     plain = build_te_recipe(LinearChoice(block, block, block))
     assert isinstance(plain, te_recipe.Float8BlockScaling) and plain.fp8_format is te_recipe.Format.E4M3
@@ -100,9 +100,9 @@ def test_an_output_layer_of_another_recipe_leaves_delayed_scales_alone(layers: s
             train(run, 1)
             states = [linear.fp8_meta for chunk in run.trainee.chunks for linear in te_layers.fusing_linears(chunk)]
             states = [state for state in states if hasattr(state["scaling_fwd"], "amax_history")]
-            histories.append([
-                [state[f"scaling_{way}"].amax_history.clone() for state in states] for way in ("fwd", "bwd")
-            ])
+            histories.append(
+                [[state[f"scaling_{way}"].amax_history.clone() for state in states] for way in ("fwd", "bwd")]
+            )
     (forward, backward), (mapped_forward, mapped_backward) = histories
     assert len(forward) == len(mapped_forward) > 0
     assert all(torch.equal(a, b) for a, b in zip(forward, mapped_forward, strict=True))

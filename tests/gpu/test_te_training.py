@@ -19,18 +19,19 @@ pytestmark = [
 if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
     pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
 
-import transformer_engine.pytorch  # noqa: E402, F401 - loads the extension module that comes next
-import transformer_engine_torch as tex  # noqa: E402
-from gpu_runs import FP8_RECIPES, RECIPES, gpu_run, straight_and_resumed  # noqa: E402
-from small_run import Curve, SourceSamples, train, weights  # noqa: E402
+import transformer_engine.pytorch  # noqa: F401 - loads the extension module that comes next
+import transformer_engine_torch as tex
+from gpu_runs import FP8_RECIPES, RECIPES, gpu_run, straight_and_resumed
+from small_run import Curve, SourceSamples, train, weights
 
-from megafp8.checkpoint.load import load_checkpoint  # noqa: E402
-from megafp8.checkpoint.save import save_checkpoint, sync_parameters  # noqa: E402
-from megafp8.checkpoint.state import Progress, parts_of  # noqa: E402
-from megafp8.model import te_layers  # noqa: E402
-from megafp8.optim.one_pass import OnePassOptimizer  # noqa: E402
-from megafp8.training.evaluation import build_batches, inference_mode  # noqa: E402
-from megafp8.training.step import forward_backward  # noqa: E402
+from megafp8.checkpoint.load import load_checkpoint
+from megafp8.checkpoint.progress import Progress
+from megafp8.checkpoint.save import save_checkpoint, sync_parameters
+from megafp8.checkpoint.state_dict import parts_of
+from megafp8.optimizer.fused_adam import FusedAdamOptimizer
+from megafp8.te import layers as te_layers
+from megafp8.training.evaluation import build_batches, inference_mode
+from megafp8.training.step import forward_backward
 
 PLAIN = "--no-one-pass-optimizer --no-gradient-overwrite --no-split-rope-fusion"
 FUSER = "--use-transformer-engine-op-fuser"
@@ -184,8 +185,10 @@ def test_fp8_weights_follow_bf16_weights(recipe: str, fuser: str) -> None:
     with gpu_run(f"{extra} --fp8-param-gather") as run:
         fp8 = train(run, STEPS)
         sizes = {buffer.param_data.dtype: buffer.param_data.numel() for buffer in run.trainee.chunks[0].buffers}
-    print(f"\n{recipe} {fuser}: gap {gap(fp8, plain):.2e}; {plain.losses[0]!r} {fp8.losses[0]!r}, "
-          f"{plain.grad_norms[0]!r} {fp8.grad_norms[0]!r}")
+    print(
+        f"\n{recipe} {fuser}: gap {gap(fp8, plain):.2e}; {plain.losses[0]!r} {fp8.losses[0]!r}, "
+        f"{plain.grad_norms[0]!r} {fp8.grad_norms[0]!r}"
+    )
     assert sizes[torch.uint8] > sizes[torch.bfloat16], sizes
     # The weights that it starts with are the same, quantized once instead of in every forward pass.
     assert fp8.losses[0] == pytest.approx(plain.losses[0], rel=1e-4)
@@ -295,7 +298,7 @@ def test_scaled_moments_are_transformer_engines(states: str) -> None:
     found = []
     for extra in ("--no-one-pass-optimizer", ""):
         with gpu_run(f"--clip-grad 0 {with_states(states)} {extra}") as run:
-            assert isinstance(run.trainee.optimizer, OnePassOptimizer) == (not extra)
+            assert isinstance(run.trainee.optimizer, FusedAdamOptimizer) == (not extra)
             train(run, 1)
             parts = [part.optimizer for part in parts_of(run.trainee.optimizer)]
             shards = [(part, shard) for part in parts for group in part.param_groups for shard in group["params"]]

@@ -19,16 +19,16 @@ pytestmark = [
 if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
     pytest.skip("needs Transformer Engine and a GPU", allow_module_level=True)
 
-from gpu_runs import FP8_RECIPES, RECIPES, gpu_run  # noqa: E402
-from small_run import look_of, train  # noqa: E402
+from gpu_runs import FP8_RECIPES, RECIPES, gpu_run
+from small_run import look_of, train
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.operations import count_operations  # noqa: E402
-from megafp8.model.watched_linears import HookedLinear  # noqa: E402
-from megafp8.recipes.base import Gemm, Operand  # noqa: E402
-from megafp8.telemetry.records import QuantizationRecord  # noqa: E402
-from megafp8.training.extensions.statistics import StatisticsCollector  # noqa: E402
+from benchmarks.operations import count_operations
+from megafp8.metrics.records import QuantizationRecord
+from megafp8.recipes.base import Gemm, Operand
+from megafp8.training.extensions.statistics import StatisticsCollector
+from megafp8.training.extensions.statistics_hooks import HookedLinear
 
 LOOK = "--fp8-log-interval 1 --fp8-what-if mxfp8,nvfp4"
 # More than in tests/distributed/test_cost_of_looks.py: a sum may be two kernels, and norms are taken before.

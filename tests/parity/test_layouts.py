@@ -12,7 +12,7 @@ from small_run import PLAIN, STYLES, Curve, build_run, curve_of, fingerprint, sm
 from tolerances import LAYOUT_GRAD_NORM, LAYOUT_LOSS
 
 from megafp8.config.schema import RunConfig
-from megafp8.parallel.groups import Place
+from megafp8.mcore.process_groups import RankPosition
 
 NUM_STEPS = 20
 TENSOR = "--tensor-model-parallel-size 2"
@@ -47,7 +47,8 @@ LLAMA_LAYOUTS = {
     "tp2-cp2-sp": (4, f"{TENSOR} {CONTEXT} {SEQUENCE}"),
     "pp4": (4, "--pipeline-model-parallel-size 4 --micro-batch-size 1"),
     "recompute-full-tp2-sp": (
-        2, f"{TENSOR} {SEQUENCE} --recompute-granularity full --recompute-method block --recompute-num-layers 1"
+        2,
+        f"{TENSOR} {SEQUENCE} --recompute-granularity full --recompute-method block --recompute-num-layers 1",
     ),
     "recompute-mlp": (1, "--recompute-granularity selective --recompute-modules core_attn layernorm mlp"),
 }
@@ -78,7 +79,7 @@ def one_rank() -> CurveOf:
 class Report:
     """One rank's part of a training, and its weights afterwards: the split ones, and those every rank has whole."""
 
-    place: Place
+    place: RankPosition
     curve: Curve
     split: str
     whole: str

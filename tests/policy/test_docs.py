@@ -14,9 +14,9 @@ from documented_commands import commands_in
 from test_import_levels import LEVELS
 
 from megafp8.config import flags, megatron_flags, rules
-from megafp8.config.presets import PRESETS
+from megafp8.config.model_shapes import PRESETS
 from megafp8.config.settings import settings_by_name
-from megafp8.device.mcore_cpu import PATCHES
+from megafp8.mcore.cpu_patches import PATCHES
 from megafp8.recipes import registry
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,8 +34,18 @@ TORCHRUN_FLAGS = {
 # Of pytest and the chaos soak.
 TEST_FLAGS = {"--long", "--write-snapshots", "--collect-only", "--steps", "--faults", "--fork"}
 # Made by a run, not shipped.
-RUN_FILES = {"records.jsonl", "config.json", "tensorboard/", "iter_0000200/", "latest_checkpointed_iteration.txt",
-             "run_state.json", "restarts.jsonl", "report.md", "comparison.md", "logs/watchdog/"}
+RUN_FILES = {
+    "records.jsonl",
+    "config.json",
+    "tensorboard/",
+    "iter_0000200/",
+    "latest_checkpointed_iteration.txt",
+    "run_state.json",
+    "restarts.jsonl",
+    "report.md",
+    "comparison.md",
+    "logs/watchdog/",
+}
 WORLD_SIZE = 1
 
 each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
@@ -80,7 +90,7 @@ def test_files_exist(path: Path) -> None:
 @each_document
 def test_flags_are_answered(path: Path, known_flags: set[str]) -> None:
     mentioned = set(FLAG.findall(path.read_text(encoding="utf-8")))
-    unknown = [flag for flag in mentioned - known_flags if megatron_flags.judge(flag, []) is None]
+    unknown = [flag for flag in mentioned - known_flags if megatron_flags.classify(flag, []) is None]
     assert unknown == []
 
 

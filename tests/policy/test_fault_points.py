@@ -9,7 +9,7 @@ from collections import Counter
 from test_docs import ROOT, table_rows
 from test_import_levels import package_trees
 
-from megafp8 import faults
+from megafp8.resilience import fault_injection
 
 MOST_NS = 1000
 
@@ -24,19 +24,19 @@ def named(function: str) -> Counter[str]:
 
 
 def test_the_points_of_the_table_are_those_of_the_code() -> None:
-    assert set(named("point")) == set(faults.POINTS)
-    assert set(named("poison")) == set(faults.POISONS)
+    assert set(named("point")) == set(fault_injection.POINTS)
+    assert set(named("poison")) == set(fault_injection.POISONS)
 
 
 def test_the_document_has_the_table() -> None:
     text = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
     rows = table_rows(text, "point") + table_rows(text, "number that goes wrong")
-    assert {row[0].strip("`"): row[1] for row in rows} == faults.POINTS | faults.POISONS
+    assert {row[0].strip("`"): row[1] for row in rows} == fault_injection.POINTS | fault_injection.POISONS
 
 
 def test_without_a_plan_points_cost_nothing() -> None:
-    assert faults.point is faults.no_point
-    assert faults.poison is faults.no_poison
+    assert fault_injection.point is fault_injection.no_point
+    assert fault_injection.poison is fault_injection.no_poison
     calls = 10_000
-    seconds = min(timeit.repeat(lambda: faults.point("step.begin", step=7), number=calls, repeat=5))
+    seconds = min(timeit.repeat(lambda: fault_injection.point("step.begin", step=7), number=calls, repeat=5))
     assert seconds / calls * 1e9 < MOST_NS

@@ -7,9 +7,9 @@ import pytest
 
 from megafp8.config import rules
 from megafp8.config.flags import build_parser
-from megafp8.config.presets import PRESETS
-from megafp8.config.rules.not_yet import NOT_YET
-from megafp8.config.rules.numbers import RANGES
+from megafp8.config.model_shapes import PRESETS
+from megafp8.config.rules.base import NOT_YET
+from megafp8.config.rules.training import RANGES
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import all_settings, settings_by_name, with_values
 
@@ -38,18 +38,23 @@ EXAMPLES = {
     "one_activation": ({"model.squared_relu": True}, 1, "keep one"),
     "mlp_has_width": ({"model.hidden_size": 16, "model.ffn_hidden_size": None}, 1, "give --ffn-hidden-size"),
     "positions_reach_the_sequence": (
-        {"model.position_embedding_type": "learned_absolute", "model.max_position_embeddings": 64}, 1,
+        {"model.position_embedding_type": "learned_absolute", "model.max_position_embeddings": 64},
+        1,
         "64 is less than --seq-length 128",
     ),
     "rotary_settings_need_rope": (
-        {"model.position_embedding_type": "none", "model.use_rope_scaling": True}, 1, "--use-rope-scaling has no effect"
+        {"model.position_embedding_type": "none", "model.use_rope_scaling": True},
+        1,
+        "--use-rope-scaling has no effect",
     ),
     "rotated_channels_are_pairs": ({"model.rotary_percent": 0.04}, 1, "of a head's 32 channels is 1"),
     "numbers_are_in_range": ({"model.hidden_dropout": 1.0}, 1, "--hidden-dropout 1.0 must be in [0, 1)"),
     "profiled_ranks_exist": ({"logging.profile": True, "logging.profile_ranks": (0, 8)}, 4, "0 to 3"),
     "profile_ends_after_it_starts": ({"logging.profile": True, "logging.profile_step_end": 10}, 1, "must be above"),
     "world_size_divides": (
-        {"parallel.tensor_model_parallel_size": 2, "parallel.context_parallel_size": 2}, 6, "2 x 1 x 2 = 4"
+        {"parallel.tensor_model_parallel_size": 2, "parallel.context_parallel_size": 2},
+        6,
+        "2 x 1 x 2 = 4",
     ),
     "tensor_ranks_divide_the_model": ({"parallel.tensor_model_parallel_size": 4}, 4, "--num-query-groups 2 does not"),
     "stages_divide_the_layers": ({"parallel.pipeline_model_parallel_size": 4}, 4, "2 / 4 = 0.5"),
@@ -58,7 +63,8 @@ EXAMPLES = {
             "parallel.num_layers_per_virtual_pipeline_stage": 1,
             "parallel.num_virtual_stages_per_pipeline_rank": 2,
         },
-        1, "in two ways",
+        1,
+        "in two ways",
     ),
     "virtual_stages_divide_the_layers": (
         {
@@ -66,7 +72,8 @@ EXAMPLES = {
             "parallel.pipeline_model_parallel_size": 2,
             "parallel.num_layers_per_virtual_pipeline_stage": 2,
         },
-        2, "6 / 2 = 3 layers",
+        2,
+        "6 / 2 = 3 layers",
     ),
     "interleaving_needs_a_pipeline": (
         {
@@ -75,24 +82,35 @@ EXAMPLES = {
             "parallel.num_virtual_stages_per_pipeline_rank": 2,
             "training.global_batch_size": 6,
         },
-        2, "6 / (2 x 1) = 3: use --global-batch-size 8",
+        2,
+        "6 / (2 x 1) = 3: use --global-batch-size 8",
     ),
     "sequence_divides": (
-        {"parallel.context_parallel_size": 2, "data.seq_length": 130}, 2, "2 x --context-parallel-size = 2 x 2 = 4"
+        {"parallel.context_parallel_size": 2, "data.seq_length": 130},
+        2,
+        "2 x --context-parallel-size = 2 x 2 = 4",
     ),
     "context_exchange_divides_heads": (
-        {"parallel.context_parallel_size": 4, "parallel.cp_comm_type": "a2a"}, 4, "1 x 4 = 4"
+        {"parallel.context_parallel_size": 4, "parallel.cp_comm_type": "a2a"},
+        4,
+        "1 x 4 = 4",
     ),
     "parameter_gather_overlap_has_its_parts": (
-        {"parallel.overlap_param_gather": True}, 1, "--use-distributed-optimizer and --overlap-grad-reduce"
+        {"parallel.overlap_param_gather": True},
+        1,
+        "--use-distributed-optimizer and --overlap-grad-reduce",
     ),
     "tensor_overlap_has_its_parts": (
-        {"parallel.tp_comm_overlap": True, "precision.fp8_recipe": "blockwise"}, 1, "blockwise"
+        {"parallel.tp_comm_overlap": True, "precision.fp8_recipe": "blockwise"},
+        1,
+        "blockwise",
     ),
     "batch_is_given": ({"training.micro_batch_size": None}, 1, "--micro-batch-size is missing"),
     "global_batch_divides": ({"training.global_batch_size": 10}, 4, "use --global-batch-size 16"),
     "automatic_size_divides_a_given_batch": (
-        {"training.micro_batch_size_memory_limit": 8.0}, 1, "without --micro-batch-size auto"
+        {"training.micro_batch_size_memory_limit": 8.0},
+        1,
+        "without --micro-batch-size auto",
     ),
     "length_is_given_once": ({"training.train_samples": 1000}, 1, "keep one"),
     "samples_fill_a_batch": ({"training.train_iters": None, "training.train_samples": 8}, 1, "at least 16"),
@@ -102,72 +120,103 @@ EXAMPLES = {
     "low_formats_are_not_with_fp16": ({"precision.fp16": True, "precision.bf16": False}, 1, "use --bf16"),
     "low_format_settings_need_a_format": ({"precision.fp8_format": None}, 1, "--fp8-recipe tensorwise has no effect"),
     "recipe_settings_need_their_recipe": (
-        {"precision.fp8_recipe": "blockwise", "precision.fp8_power_2_scale": True}, 1, "not blockwise"
+        {"precision.fp8_recipe": "blockwise", "precision.fp8_power_2_scale": True},
+        1,
+        "not blockwise",
     ),
     "its_products_can_be_in_fp8": (
-        {"precision.fp8_recipe": "tensorwise", "precision.fp8_dot_product_attention": True}, 1,
-        "give --fp8-recipe delayed"
+        {"precision.fp8_recipe": "tensorwise", "precision.fp8_dot_product_attention": True},
+        1,
+        "give --fp8-recipe delayed",
     ),
     "fp8_weights_need_sharded_optimizer": (
-        {"precision.fp8_param_gather": True}, 1, "needs --use-distributed-optimizer"
+        {"precision.fp8_param_gather": True},
+        1,
+        "needs --use-distributed-optimizer",
     ),
     "fp8_weights_need_masters": (
         {
-            "precision.fp8_param_gather": True, "precision.bf16": False, "parallel.use_distributed_optimizer": True,
+            "precision.fp8_param_gather": True,
+            "precision.bf16": False,
+            "parallel.use_distributed_optimizer": True,
         },
-        1, "needs --bf16",
+        1,
+        "needs --bf16",
     ),
     "low_formats_need_quantizing_layers": ({"precision.transformer_impl": "local"}, 1, "do not quantize"),
     "high_precision_layers_fit_a_stage": (
-        {"precision.first_last_layers_bf16": True, "precision.num_layers_at_end_in_bf16": 3}, 1, "2 / 1 = 2 layers"
+        {"precision.first_last_layers_bf16": True, "precision.num_layers_at_end_in_bf16": 3},
+        1,
+        "2 / 1 = 2 layers",
     ),
     "gradient_reduction_has_one_format": (
-        {"precision.grad_reduce_in_bf16": True, "precision.accumulate_allreduce_grads_in_fp32": True}, 1, "contradict"
+        {"precision.grad_reduce_in_bf16": True, "precision.accumulate_allreduce_grads_in_fp32": True},
+        1,
+        "contradict",
     ),
     "loss_fusion_is_on_for_its_implementation": (
-        {"precision.cross_entropy_fusion_impl": "te"}, 1, "--cross-entropy-loss-fusion"
+        {"precision.cross_entropy_fusion_impl": "te"},
+        1,
+        "--cross-entropy-loss-fusion",
     ),
     "split_rope_needs_whole_rotations": (
-        {"precision.split_rope_fusion": True, "model.rotary_percent": 0.5}, 1, "rotated whole",
+        {"precision.split_rope_fusion": True, "model.rotary_percent": 0.5},
+        1,
+        "rotated whole",
     ),
     "swiglu_fusion_has_what_it_fuses": (
-        {"precision.swiglu_quantize_fusion": True}, 1, "without --quantize-kernels triton",
+        {"precision.swiglu_quantize_fusion": True},
+        1,
+        "without --quantize-kernels triton",
     ),
     "residual_fusion_has_its_norm": (
-        {"precision.residual_norm_fusion": True, "model.normalization": "LayerNorm"}, 1,
+        {"precision.residual_norm_fusion": True, "model.normalization": "LayerNorm"},
+        1,
         "without --normalization RMSNorm",
     ),
     "quantize_kernels_have_what_they_quantize": (
-        {"precision.quantize_kernels": "triton", "precision.fp8_recipe": "mxfp8"}, 1,
+        {"precision.quantize_kernels": "triton", "precision.fp8_recipe": "mxfp8"},
+        1,
         "without --fp8-recipe tensorwise or delayed or blockwise",
     ),
     "determinism_excludes_its_opposites": (
-        {"precision.deterministic_mode": True, "precision.cross_entropy_loss_fusion": True}, 1, "not deterministic"
+        {"precision.deterministic_mode": True, "precision.cross_entropy_loss_fusion": True},
+        1,
+        "not deterministic",
     ),
     "entries_can_be_read": ({"precision.precision_map": ("*.linear_fc2=fp7",)}, 1, "'fp7' is no recipe"),
     "entries_name_linears": ({"precision.precision_map": ("*.fc2=mxfp8",)}, 1, "names no linear"),
     "high_precision_is_that_of_the_weights": ({"precision.precision_map": ("*=fp32",)}, 1, "give bf16"),
     "delayed_scales_have_one_format": (
-        {"precision.precision_map": ("*:fprop=delayed/e4m3", "*:wgrad=delayed/hybrid")}, 1, "e4m3 and hybrid"
+        {"precision.precision_map": ("*:fprop=delayed/e4m3", "*:wgrad=delayed/hybrid")},
+        1,
+        "e4m3 and hybrid",
     ),
     "schedule_can_be_read": ({"precision.fp8_schedule": "bf16:100"}, 1, "has no last step: give bf16"),
     "schedule_ends_within_the_run": (
-        {"precision.fp8_schedule": "bf16:10000000,fp8"}, 1, "nothing comes after bf16:10000000"
+        {"precision.fp8_schedule": "bf16:10000000,fp8"},
+        1,
+        "nothing comes after bf16:10000000",
     ),
     "weights_in_fp8_have_one_form": (
         {
-            "precision.fp8_param_gather": True, "parallel.use_distributed_optimizer": True,
+            "precision.fp8_param_gather": True,
+            "parallel.use_distributed_optimizer": True,
             "precision.precision_map": ("*.linear_fc1:dgrad=bf16",),
         },
-        1, "one recipe for fprop and another for dgrad",
+        1,
+        "one recipe for fprop and another for dgrad",
     ),
     "gemm_dimensions_suit_the_recipe": ({"model.ffn_hidden_size": 388}, 1, "use --ffn-hidden-size 400"),
     "layout_free_scales_need_whole_blocks": (
         {
-            "precision.fp8_recipe": "blockwise", "precision.fp8_amax_reduction": "all",
-            "parallel.tensor_model_parallel_size": 2, "parallel.sequence_parallel": True,
+            "precision.fp8_recipe": "blockwise",
+            "precision.fp8_amax_reduction": "all",
+            "parallel.tensor_model_parallel_size": 2,
+            "parallel.sequence_parallel": True,
         },
-        2, "linear_proj's inputs per rank are 64",
+        2,
+        "linear_proj's inputs per rank are 64",
     ),
     "learning_rate_is_given": ({"optimizer.lr": None}, 1, "--lr is missing"),
     "learning_rate_is_the_peak": ({"optimizer.min_lr": 0.01}, 1, "above --lr 0.001"),
@@ -176,21 +225,30 @@ EXAMPLES = {
     "warmup_ends_within_the_schedule": ({"optimizer.lr_warmup_iters": 100}, 1, "(100 steps)"),
     "wsd_has_its_decay": ({"optimizer.lr_decay_style": "WSD"}, 1, "--lr-wsd-decay-iters"),
     "weight_decay_has_its_ends": (
-        {"optimizer.weight_decay_incr_style": "linear"}, 1, "--start-weight-decay and --end-weight-decay"
+        {"optimizer.weight_decay_incr_style": "linear"},
+        1,
+        "--start-weight-decay and --end-weight-decay",
     ),
     "fixed_loss_scale_has_a_scaler": (
-        {"optimizer.loss_scale": 8.0, "precision.bf16": False}, 1, "--use-distributed-optimizer"
+        {"optimizer.loss_scale": 8.0, "precision.bf16": False},
+        1,
+        "--use-distributed-optimizer",
     ),
     "dynamic_loss_scale_can_move": ({"optimizer.loss_scale_window": 2.5}, 1, "no whole number of steps"),
     "sharded_state_is_adams": (
-        {"optimizer.optimizer": "sgd", "parallel.use_distributed_optimizer": True}, 1, "not sgd: leave one of them out"
+        {"optimizer.optimizer": "sgd", "parallel.use_distributed_optimizer": True},
+        1,
+        "not sgd: leave one of them out",
     ),
     "low_precision_state_needs_its_switch": ({"optimizer.exp_avg_dtype": "bf16"}, 1, "--use-precision-aware-optimizer"),
     "full_recompute_says_which_layers": (
-        {"training.recompute_granularity": "full", "training.recompute_method": "uniform"}, 1, "--recompute-num-layers"
+        {"training.recompute_granularity": "full", "training.recompute_method": "uniform"},
+        1,
+        "--recompute-num-layers",
     ),
     "layer_choice_needs_full_recompute": (
-        {"training.recompute_granularity": "selective", "training.recompute_method": "block"}, 1,
+        {"training.recompute_granularity": "selective", "training.recompute_method": "block"},
+        1,
         "--recompute-granularity full",
     ),
     "module_choice_needs_selective_recompute": ({"training.recompute_modules": ("mlp",)}, 1, "selective"),
@@ -200,7 +258,8 @@ EXAMPLES = {
             "training.recompute_activations": True,
             "training.recompute_modules": ("layernorm",),
         },
-        1, "leave layernorm out",
+        1,
+        "leave layernorm out",
     ),
     "mlp_recompute_excludes_biases": (
         {
@@ -208,13 +267,17 @@ EXAMPLES = {
             "training.recompute_activations": True,
             "training.recompute_modules": ("mlp",),
         },
-        1, "--disable-bias-linear",
+        1,
+        "--disable-bias-linear",
     ),
     "saved_activations_have_ranks_to_spread_over": (
-        {"training.distribute_saved_activations": True}, 1, "--tensor-model-parallel-size 2"
+        {"training.distribute_saved_activations": True},
+        1,
+        "--tensor-model-parallel-size 2",
     ),
     "steps_are_alike": (
-        {"training.cuda_graph_impl": "local", "training.recompute_activations": True}, 1,
+        {"training.cuda_graph_impl": "local", "training.recompute_activations": True},
+        1,
         "--recompute-granularity selective with --cuda-graph-impl local",
     ),
     "warm_up_is_for_graphs": ({"training.cuda_graph_warmup_steps": 5}, 1, "without --cuda-graph-impl local"),
@@ -226,20 +289,25 @@ EXAMPLES = {
     "overrides_name_a_field": ({"overrides": ("model.num_layers=3",)}, 1, "transformer.FIELD=VALUE"),
     "second_folder_is_used": (
         {"checkpoint.save": "here", "checkpoint.non_persistent_global_ckpt_dir": "there"},
-        1, "without --non-persistent-save-interval",
+        1,
+        "without --non-persistent-save-interval",
     ),
     "late_saves_end_before_collectives": (
         {"checkpoint.save": "here", "checkpoint.async_save": True, "checkpoint.async_save_timeout": 600},
-        1, "--distributed-timeout-minutes 10",
+        1,
+        "--distributed-timeout-minutes 10",
     ),
     "late_saves_end_before_the_run": (
         {"checkpoint.save": "here", "checkpoint.async_save": True, "training.checkpoint_timeout_s": 200.0},
-        1, "lower the first",
+        1,
+        "lower the first",
     ),
     "saving_needs_a_folder": ({"checkpoint.save_interval": 10}, 1, "without --save"),
     "loading_needs_a_folder": ({"checkpoint.finetune": True}, 1, "--finetune has no effect without --load"),
     "grace_is_for_signals": (
-        {"training.exit_signal_grace_s": 60.0, "training.exit_signal_handler": False}, 1, "--no-exit-signal-handler"
+        {"training.exit_signal_grace_s": 60.0, "training.exit_signal_handler": False},
+        1,
+        "--no-exit-signal-handler",
     ),
     "schedule_has_one_source": (
         {
@@ -247,42 +315,59 @@ EXAMPLES = {
             "checkpoint.use_checkpoint_opt_param_scheduler": True,
             "checkpoint.override_opt_param_scheduler": True,
         },
-        1, "contradict",
+        1,
+        "contradict",
     ),
     "wandb_settings_need_a_project": ({"logging.wandb_entity": "us"}, 1, "--wandb-project"),
     "skipping_needs_the_check": (
-        {"training.check_for_nan_in_loss_and_grad": False, "training.max_skipped_steps": 2}, 1, "keep one"
+        {"training.check_for_nan_in_loss_and_grad": False, "training.max_skipped_steps": 2},
+        1,
+        "keep one",
     ),
     "skipping_spikes_has_a_limit": ({"training.spike_policy": "skip"}, 1, "may skip no step"),
     "spike_settings_need_their_policy": (
-        {"training.spike_policy": "skip", "training.max_skipped_steps": 1, "training.max_rollbacks": 1}, 1,
+        {"training.spike_policy": "skip", "training.max_skipped_steps": 1, "training.max_rollbacks": 1},
+        1,
         "--max-rollbacks 1 has no effect without --spike-policy rollback",
     ),
     "spikes_can_be_told": (
-        {"training.spike_policy": "skip", "training.max_skipped_steps": 1, "training.spike_window": 32}, 1,
+        {"training.spike_policy": "skip", "training.max_skipped_steps": 1, "training.spike_window": 32},
+        1,
         "--spike-min-steps 64 is above --spike-window 32",
     ),
     "rollback_has_somewhere_to_go": ({"training.spike_policy": "rollback"}, 1, "give --save and --save-interval"),
     "unhonoured_settings_are_refused": (
-        {"parallel.ddp_average_in_collective": True}, 1, "--ddp-average-in-collective: "
+        {"parallel.ddp_average_in_collective": True},
+        1,
+        "--ddp-average-in-collective: ",
     ),
     "shards_are_there": ({"data.data_path": ("/nowhere/a.bin",)}, 1, "without .bin or .idx"),
     "tokenizer_files_are_there": (
-        {"data.tokenizer_type": "SentencePieceTokenizer", "data.tokenizer_model": "/nowhere/m"}, 1, "no such file"
+        {"data.tokenizer_type": "SentencePieceTokenizer", "data.tokenizer_model": "/nowhere/m"},
+        1,
+        "no such file",
     ),
     "looks_have_an_interval": ({"logging.fp8_what_if": "mxfp8"}, 1, "give --fp8-log-interval"),
     "looks_have_an_object": ({"logging.fp8_log_interval": 10, "precision.fp8_format": None}, 1, "--fp8-what-if"),
     "patterns_name_linears": (
-        {"logging.fp8_log_interval": 10, "logging.fp8_log_layers": "*fc3"}, 1, "*fc3 names no linear"
+        {"logging.fp8_log_interval": 10, "logging.fp8_log_layers": "*fc3"},
+        1,
+        "*fc3 names no linear",
     ),
     "tried_recipes_can_be_tried": (
-        {"logging.fp8_log_interval": 10, "logging.fp8_what_if": "delayed"}, 1, "can try tensorwise"
+        {"logging.fp8_log_interval": 10, "logging.fp8_what_if": "delayed"},
+        1,
+        "can try tensorwise",
     ),
     "fused_operations_are_not_looked_at": (
-        {"logging.fp8_log_interval": 10, "precision.use_transformer_engine_op_fuser": True}, 1, "remove one"
+        {"logging.fp8_log_interval": 10, "precision.use_transformer_engine_op_fuser": True},
+        1,
+        "remove one",
     ),
     "checkpoints_to_load_are_there": (
-        {"checkpoint.load": "/nowhere/a", "checkpoint.save": "/tmp"}, 1, "it is not --save /tmp either"
+        {"checkpoint.load": "/nowhere/a", "checkpoint.save": "/tmp"},
+        1,
+        "it is not --save /tmp either",
     ),
     "outputs_can_be_written": ({"checkpoint.save": "/dev/null/run"}, 1, "/dev/null is not a folder"),
 }
@@ -350,7 +435,10 @@ def test_data_that_contradicts_itself(changes, part):
 
 def test_all_problems_come_at_once():
     changes = {
-        "model.num_layers": 3, "parallel.pipeline_model_parallel_size": 2, "optimizer.lr": None, "data.split": "x"
+        "model.num_layers": 3,
+        "parallel.pipeline_model_parallel_size": 2,
+        "optimizer.lr": None,
+        "data.split": "x",
     }
     found = rules.problems(config_of(changes), 3)
     for part in ("world size 3", "--num-layers 3", "--lr is missing", "--split"):
@@ -363,7 +451,8 @@ def test_tables_name_settings_and_numbers():
     for entry in NOT_YET:
         assert not entry.is_asked(settings_by_name()[entry.setting].default), f"{entry.setting}: the default is refused"
     unchecked = {
-        setting.name for setting in all_settings()
+        setting.name
+        for setting in all_settings()
         if setting.type in (int, float) and not setting.choices and setting.name not in RANGES
     }
     assert unchecked == {"logging.profile_ranks"}  # they have a rule of their own
@@ -372,8 +461,10 @@ def test_tables_name_settings_and_numbers():
 def test_no_rule_raises_whatever_is_missing_or_out_of_range():
     generator = random.Random(0)
     choices = {
-        int: [0, -1, 1, 2, 3, 7, 16, 128], float: [0.0, -1.0, 0.5, 1.0, 3e-4],
-        bool: [False, True], str: ["", "1", "x", "0,0,0", "90,10"],
+        int: [0, -1, 1, 2, 3, 7, 16, 128],
+        float: [0.0, -1.0, 0.5, 1.0, 3e-4],
+        bool: [False, True],
+        str: ["", "1", "x", "0,0,0", "90,10"],
     }
     base = config_of({})
     for _ in range(300):

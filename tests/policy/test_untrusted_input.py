@@ -20,9 +20,9 @@ PARSERS = {
 }
 EXCEPTIONS = {
     "megafp8/utils/strict_json.py": "the reader itself",
-    "megafp8/data/documents.py": "lines of training text, of which millions are parsed; their own reader bounds them",
-    "megafp8/data/preprocess.py": "what it wrote itself a moment ago, to have tuples as lists",
-    "megafp8/data/gigatoken_encoder.py": "text that a library makes of a model, in memory",
+    "megafp8/data/preprocessing/documents.py": "lines of training text, by the million; their own reader bounds them",
+    "megafp8/data/preprocessing/preprocess.py": "what it wrote itself a moment ago, to have tuples as lists",
+    "megafp8/data/tokenizers/encoders.py": "text that a library makes of a model, in memory",
 }
 
 
@@ -70,7 +70,7 @@ def test_only_the_reader_parses() -> None:
 
 def test_paths_on_command_lines_are_checked() -> None:
     found = {file: lines for file, tree in sources() if (lines := list(unchecked_paths(tree)))}
-    assert not found, f"use path_argument of megafp8/utils/paths.py: {found}"
+    assert not found, f"use path_argument of megafp8/utils/files.py: {found}"
 
 
 @functools.cache

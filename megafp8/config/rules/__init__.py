@@ -7,50 +7,33 @@ or out of range are another rule's problem, so a rule that needs them is silent 
 
 from __future__ import annotations
 
-from megafp8.config.rules import (
-    bad_numbers,
-    batch,
-    checkpointing,
-    data,
-    fp8_attention,
-    graphs,
-    layout,
-    model,
-    not_yet,
-    numbers,
-    paths,
-    precision,
-    precision_map,
-    recompute,
-    schedule,
-    telemetry,
-)
+from megafp8.config.rules import base, checkpoint, data, model, optimizer, precision, precision_map, recompute, training
+from megafp8.config.rules.base import Rule
 from megafp8.config.rules.notices import notices
-from megafp8.config.rules.rule import Rule
 from megafp8.config.schema import RunConfig
 
 __all__ = ["ALL_RULES", "PATH_RULES", "SETTING_RULES", "notices", "path_problems", "problems", "setting_problems"]
 
 SETTING_RULES: tuple[Rule, ...] = (
     *model.RULES,
-    *numbers.RULES,
-    *layout.RULES,
-    *batch.RULES,
+    *training.RANGE_RULES,
+    *model.LAYOUT_RULES,
+    *training.BATCH_RULES,
     *precision.RULES,
     *precision_map.RULES,
-    *fp8_attention.RULES,
-    *schedule.RULES,
+    *precision_map.FP8_ATTENTION_RULES,
+    *optimizer.RULES,
     *recompute.RULES,
-    *graphs.RULES,
+    *recompute.CUDA_GRAPH_RULES,
     *data.RULES,
-    *checkpointing.RULES,
-    *telemetry.RULES,
-    *bad_numbers.RULES,
-    *not_yet.RULES,
+    *checkpoint.RULES,
+    *precision_map.STATISTICS_RULES,
+    *training.BAD_STEP_RULES,
+    *base.RULES,
 )
 """Rules about the settings alone: they hold or fail alike on every machine."""
 
-PATH_RULES: tuple[Rule, ...] = paths.RULES
+PATH_RULES: tuple[Rule, ...] = data.PATH_RULES
 """Rules about files and folders of this machine."""
 
 ALL_RULES: tuple[Rule, ...] = SETTING_RULES + PATH_RULES

@@ -1,13 +1,19 @@
-"""Training data and tokenizer."""
+"""Training data and tokenizer.
+
+Files and folders: what must be there, and where something will be written. These rules look at this machine.
+"""
 
 from __future__ import annotations
 
+import glob
+import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from megafp8.config import derived
-from megafp8.config.blend import parse_blend
-from megafp8.config.rules.rule import Rule, shards_by_flag
+from megafp8.config.data_blend import parse_blend
+from megafp8.config.rules.base import Rule, shards_by_flag
 from megafp8.config.schema import RunConfig
 
 _OVERRIDE = re.compile(r"(transformer|ddp|optimizer)\.[A-Za-z_]\w*=.*", re.DOTALL)
@@ -82,9 +88,7 @@ def overrides_name_a_field(config: RunConfig, world_size: int) -> Iterator[str]:
     """--override has the form SECTION.FIELD=VALUE; the field and its type are checked by whoever knows them."""
     for override in config.overrides:
         if not _OVERRIDE.fullmatch(override):
-            yield (
-                f"--override {override!r} is not transformer.FIELD=VALUE, ddp.FIELD=VALUE or optimizer.FIELD=VALUE"
-            )
+            yield (f"--override {override!r} is not transformer.FIELD=VALUE, ddp.FIELD=VALUE or optimizer.FIELD=VALUE")
 
 
 RULES: tuple[Rule, ...] = (
@@ -94,4 +98,101 @@ RULES: tuple[Rule, ...] = (
     blends_are_pairs,
     tokenizer_has_its_files,
     overrides_name_a_field,
+)
+
+
+def shards_are_there(config: RunConfig, world_size: int) -> Iterator[str]:
+    """A shard prefix stands for two files, PREFIX.bin and PREFIX.idx."""
+    for flag, words in shards_by_flag(config.data):
+        for prefix in _prefixes(words):
+            missing = [prefix + suffix for suffix in (".bin", ".idx") if not os.path.isfile(prefix + suffix)]
+            if missing:
+                yield f"{flag} {prefix}: no file {' and no '.join(missing)}{_likely_slip(prefix)}"
+
+
+def _likely_slip(prefix: str) -> str:
+    """What to give instead of a prefix without files: often it is what tools/preprocess_data.py had as its own."""
+    if prefix.endswith((".bin", ".idx")):
+        return " (give the prefix, without .bin or .idx)"
+    shards = [path.removesuffix(".idx") for path in sorted(glob.glob(f"{glob.escape(prefix)}_*_document.idx"))]
+    return f"; there is {' and '.join(shards)}" if shards else ""
+
+
+def tokenizer_files_are_there(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The tokenizer's files exist and can be read."""
+    data = config.data
+    for flag, path in (
+        ("--tokenizer-model", data.tokenizer_model),
+        ("--vocab-file", data.vocab_file),
+        ("--merge-file", data.merge_file),
+    ):
+        if path is None or data.tokenizer_type in ("NullTokenizer", "ByteLevelTokenizer"):
+            continue
+        if data.tokenizer_type == "TikTokenizer" and path.isidentifier():
+            continue  # may be the name of an encoding, which tiktoken knows
+        if not os.path.exists(path):
+            yield f"{flag} {path}: no such file"
+        elif not os.access(path, os.R_OK):
+            yield f"{flag} {path}: this user may not read it"
+
+
+def checkpoints_to_load_are_there(config: RunConfig, world_size: int) -> Iterator[str]:
+    """A folder to load from exists, unless it is the one that this run saves to and resumes from later."""
+    checkpoint = config.checkpoint
+    if checkpoint.load is not None and not os.path.isdir(checkpoint.load):
+        if checkpoint.exit_on_missing_checkpoint or checkpoint.save is None:
+            yield f"--load {checkpoint.load}: no such folder"
+        elif os.path.abspath(checkpoint.load) != os.path.abspath(checkpoint.save):
+            yield (
+                f"--load {checkpoint.load}: no such folder, and it is not --save {checkpoint.save} either, so there "
+                "will never be anything to resume"
+            )
+    if checkpoint.pretrained_checkpoint is not None and not os.path.isdir(checkpoint.pretrained_checkpoint):
+        yield f"--pretrained-checkpoint {checkpoint.pretrained_checkpoint}: no such folder"
+
+
+def outputs_can_be_written(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Folders to write to exist, or can be made."""
+    for flag, path in (
+        ("--save", config.checkpoint.save),
+        ("--tensorboard-dir", config.logging.tensorboard_dir),
+        ("--wandb-save-dir", config.logging.wandb_save_dir or None),
+    ):
+        fault = None if path is None else write_fault(path)
+        if fault:
+            yield f"{flag} {path}: {fault}; choose another folder"
+    cache = config.data.data_cache_path
+    # One that is there may hold all that the run needs: whether it must be written shows when the indices are opened.
+    if cache is not None and not os.path.isdir(cache) and (fault := write_fault(cache)):
+        yield f"--data-cache-path {cache}: {fault}; choose another folder"
+
+
+def write_fault(path: str) -> str:
+    """Why no file can be made in the folder `path` or below its nearest existing parent; empty if one can."""
+    if not path:
+        return "the name is empty"
+    if "://" in path:
+        return "only folders of this machine's file systems can be written"
+    absolute = Path(path).absolute()
+    nearest = next(folder for folder in (absolute, *absolute.parents) if os.path.lexists(folder))
+    if not nearest.is_dir():
+        return f"{nearest} is not a folder"
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        return f"this user may not write to {nearest}"
+    return ""
+
+
+def _prefixes(words: tuple[str, ...]) -> tuple[str, ...]:
+    """The shards of a blend; none of one that is malformed, which is another rule's problem."""
+    try:
+        return parse_blend(words).prefixes
+    except ValueError:
+        return ()
+
+
+PATH_RULES: tuple[Rule, ...] = (
+    shards_are_there,
+    tokenizer_files_are_there,
+    checkpoints_to_load_are_there,
+    outputs_can_be_written,
 )

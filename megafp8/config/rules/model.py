@@ -1,4 +1,7 @@
-"""The shape of the model."""
+"""The shape of the model.
+
+Splitting the work over ranks.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ import math
 from collections.abc import Iterator
 
 from megafp8.config import derived
-from megafp8.config.rules.rule import Rule, positive, round_up, without
-from megafp8.config.schema import ModelConfig, RunConfig
+from megafp8.config.rules.base import Rule, has_shape, microbatches, positive, round_up, without
+from megafp8.config.schema import AUTO, ModelConfig, RunConfig
+from megafp8.recipes import registry
 
 
 def shape_is_given(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -125,4 +129,203 @@ RULES: tuple[Rule, ...] = (
     positions_reach_the_sequence,
     rotary_settings_need_rope,
     rotated_channels_are_pairs,
+)
+
+
+def world_size_divides(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Tensor x pipeline x context ranks hold one copy of the model; the world is a whole number of copies."""
+    parallel = config.parallel
+    tp, pp, cp = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.context_parallel_size,
+    )
+    if world_size < 1:
+        yield f"world size {world_size} must be at least 1"
+    elif positive(tp, pp, cp) and world_size % (tp * pp * cp):
+        ranks = tp * pp * cp
+        yield (
+            f"world size {world_size} is not a multiple of tensor x pipeline x context parallel size = "
+            f"{tp} x {pp} x {cp} = {ranks} ({world_size} / {ranks} = {world_size / ranks:.3g}): "
+            f"start {round_up(world_size, ranks)} ranks, or change --tensor-model-parallel-size, "
+            "--pipeline-model-parallel-size or --context-parallel-size"
+        )
+
+
+def tensor_ranks_divide_the_model(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Each tensor-parallel rank holds equally many heads, key/value heads and MLP channels."""
+    if not has_shape(config) or config.parallel.tensor_model_parallel_size == 1:
+        return
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    parts = {
+        "--num-attention-heads": model.num_attention_heads,
+        "--num-query-groups": derived.num_query_groups(model) if model.group_query_attention else tp,
+        "--ffn-hidden-size": derived.ffn_hidden_size(model),
+    }
+    for flag, size in parts.items():
+        assert size is not None
+        if size % tp:
+            yield (
+                f"{flag} {size} does not divide over --tensor-model-parallel-size {tp} "
+                f"({size} / {tp} = {size / tp:.4g}): use {flag} {round_up(size, tp)}, or fewer tensor-parallel ranks"
+            )
+
+
+def stages_divide_the_layers(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Each pipeline stage holds equally many layers."""
+    layers, pp = config.model.num_layers, config.parallel.pipeline_model_parallel_size
+    if positive(layers, pp) and layers is not None and layers % pp:
+        yield (
+            f"--num-layers {layers} does not divide over --pipeline-model-parallel-size {pp} "
+            f"({layers} / {pp} = {layers / pp:.4g}): use {round_up(layers, pp)} layers, or another number of stages"
+        )
+
+
+def one_spelling_of_virtual_stages(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The interleaved schedule is asked for by layers per chunk or by chunks per rank."""
+    parallel = config.parallel
+    per_stage, chunks = parallel.num_layers_per_virtual_pipeline_stage, parallel.num_virtual_stages_per_pipeline_rank
+    if per_stage is not None and chunks is not None:
+        yield (
+            f"--num-layers-per-virtual-pipeline-stage {per_stage} and --num-virtual-stages-per-pipeline-rank {chunks} "
+            "say the same thing in two ways: keep one"
+        )
+
+
+def virtual_stages_divide_the_layers(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Each chunk of the interleaved schedule holds equally many layers."""
+    layers, parallel = config.model.num_layers, config.parallel
+    pp, per_chunk = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
+    chunks = parallel.num_virtual_stages_per_pipeline_rank
+    if not positive(layers, pp) or layers is None or layers % pp:
+        return
+    if per_chunk is not None and per_chunk > 0 and (layers // pp) % per_chunk:
+        yield (
+            f"--num-layers-per-virtual-pipeline-stage {per_chunk} does not divide the {layers} / {pp} = {layers // pp} "
+            "layers of a pipeline rank: use a divisor"
+        )
+    if chunks is not None and chunks > 0 and (layers // pp) % chunks:
+        yield (
+            f"--num-virtual-stages-per-pipeline-rank {chunks} does not divide the {layers} / {pp} = {layers // pp} "
+            "layers of a pipeline rank: use a divisor"
+        )
+
+
+def interleaving_needs_a_pipeline(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The interleaved schedule has at least two stages, and microbatches in whole rounds of them."""
+    parallel = config.parallel
+    asked = (parallel.num_layers_per_virtual_pipeline_stage, parallel.num_virtual_stages_per_pipeline_rank)
+    if not any(positive(value) for value in asked):
+        return
+    pp = parallel.pipeline_model_parallel_size
+    if pp < 2:
+        yield (
+            f"virtual pipeline stages need --pipeline-model-parallel-size of at least 2, not {pp}: remove "
+            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank, or add stages"
+        )
+        return
+    count = microbatches(config, world_size)
+    if count is not None and count % pp:
+        micro, dp = config.training.micro_batch_size, derived.data_parallel_size(config, world_size)
+        assert micro is not None
+        yield (
+            f"the interleaved schedule takes microbatches in rounds of --pipeline-model-parallel-size {pp}, and a "
+            f"step has {derived.global_batch_size(config, world_size)} / ({micro} x {dp}) = {count}: use "
+            f"--global-batch-size {round_up(count, pp) * micro * dp}"
+        )
+
+
+def sequence_divides(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Context-parallel ranks hold two slices of the sequence each (for balance), sequence-parallel ranks one."""
+    seq, parallel = config.data.seq_length, config.parallel
+    cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
+    if not positive(seq, cp, tp) or seq is None:
+        return
+    if cp > 1 and seq % (2 * cp):
+        yield (
+            f"--seq-length {seq} is not a multiple of 2 x --context-parallel-size = 2 x {cp} = {2 * cp}: "
+            f"use --seq-length {round_up(seq, 2 * cp)}"
+        )
+    elif parallel.sequence_parallel and (seq // cp) % tp:
+        yield (
+            f"--sequence-parallel splits {seq} / {cp} = {seq // cp} tokens over --tensor-model-parallel-size {tp}, "
+            f"which does not divide them: use --seq-length {round_up(seq, 2 * cp * tp if cp > 1 else tp)}"
+        )
+
+
+def context_exchange_divides_heads(config: RunConfig, world_size: int) -> Iterator[str]:
+    """--cp-comm-type a2a spreads a rank's heads over the context-parallel ranks."""
+    parallel = config.parallel
+    cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
+    if parallel.cp_comm_type != "a2a" or not has_shape(config) or cp == 1:
+        return
+    groups = derived.num_query_groups(config.model)
+    if groups % (tp * cp):
+        yield (
+            f"--cp-comm-type a2a spreads key/value heads over tensor x context ranks, and {groups} heads do not divide "
+            f"over {tp} x {cp} = {tp * cp}: use --cp-comm-type p2p, or other sizes"
+        )
+
+
+def parameter_gather_overlap_has_its_parts(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Gathering parameters during the forward pass needs sharded parameters and the overlapped gradient buckets."""
+    parallel = config.parallel
+    if not parallel.overlap_param_gather:
+        return
+    needed = {
+        "--use-distributed-optimizer": parallel.use_distributed_optimizer,
+        "--overlap-grad-reduce": parallel.overlap_grad_reduce,
+    }
+    missing = [flag for flag, given in needed.items() if not given]
+    if missing:
+        yield f"--overlap-param-gather needs {' and '.join(missing)} too"
+
+
+def tensor_overlap_has_its_parts(config: RunConfig, world_size: int) -> Iterator[str]:
+    """What is overlapped are the gathers and scatters of sequence parallelism, into buffers of one shape."""
+    parallel, precision = config.parallel, config.precision
+    if not parallel.tp_comm_overlap:
+        backend = parallel.tp_comm_bootstrap_backend
+        is_given = {
+            "--tp-comm-overlap-cfg": parallel.tp_comm_overlap_cfg is not None,
+            "--disable-tp-comm-overlap-ag": not parallel.tp_comm_overlap_ag,
+            "--disable-tp-comm-overlap-rs": not parallel.tp_comm_overlap_rs,
+            "--tp-comm-overlap-rs-dgrad": parallel.tp_comm_overlap_rs_dgrad,
+            "--disable-tp-comm-bulk-dgrad": not parallel.tp_comm_bulk_dgrad,
+            "--disable-tp-comm-bulk-wgrad": not parallel.tp_comm_bulk_wgrad,
+            f"--tp-comm-bootstrap-backend {backend}": backend != "nccl",
+        }
+        yield from (without(flag, "--tp-comm-overlap") for flag, given in is_given.items() if given)
+        return
+    if parallel.tensor_model_parallel_size == 1 or not parallel.sequence_parallel:
+        yield "--tp-comm-overlap needs --tensor-model-parallel-size above 1 and --sequence-parallel"
+    if precision.use_transformer_engine_op_fuser:
+        yield (
+            "--tp-comm-overlap with --use-transformer-engine-op-fuser: communication is overlapped by Transformer "
+            "Engine's layers, not by its fused operations; remove one"
+        )
+    if precision.precision_map:
+        yield "--tp-comm-overlap with a precision map: its buffers are made for one recipe; leave the overlap out"
+    if config.training.micro_batch_size == AUTO:
+        yield "--tp-comm-overlap has buffers of one size: give a number to --micro-batch-size, not auto"
+    recipe = derived.quantization_recipe(precision)
+    if recipe is not None and not registry.get(recipe).supports_userbuffers:
+        known = ", ".join(each.name for each in registry.recipes() if each.supports_userbuffers)
+        yield (
+            f"--tp-comm-overlap with {recipe}: Transformer Engine's user buffers send codes of {known}; leave the "
+            "overlap out"
+        )
+
+
+LAYOUT_RULES: tuple[Rule, ...] = (
+    world_size_divides,
+    tensor_ranks_divide_the_model,
+    stages_divide_the_layers,
+    one_spelling_of_virtual_stages,
+    virtual_stages_divide_the_layers,
+    interleaving_needs_a_pipeline,
+    sequence_divides,
+    context_exchange_divides_heads,
+    parameter_gather_overlap_has_its_parts,
+    tensor_overlap_has_its_parts,
 )

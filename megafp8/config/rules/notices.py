@@ -10,14 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megafp8.config import derived, precision_map
-from megafp8.config.rules import graphs
-from megafp8.config.rules.precision import (
-    TILE_LENGTH,
-    fuses_operations,
-    quantizes_in_swiglu,
-    recipes_of_our_kernels,
-)
-from megafp8.config.rules.schedule import schedule_samples
+from megafp8.config.rules import recompute
+from megafp8.config.rules.optimizer import schedule_samples
+from megafp8.config.rules.precision import TILE_LENGTH, fuses_operations, quantizes_in_swiglu, recipes_of_our_kernels
 from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import settings_by_name, value_of, with_values
 from megafp8.recipes import registry
@@ -50,7 +45,7 @@ def _launches(config: RunConfig, implementation: str, world_size: int) -> Iterat
                 f"--cuda-graph-impl {config.training.cuda_graph_impl}: slow ranks are not told apart, since a graph "
                 "shows no moment within a step"
             )
-    elif implementation == "transformer_engine" and not any(graphs.obstacles(config)):
+    elif implementation == "transformer_engine" and not any(recompute.obstacles(config)):
         yield "steps are launched kernel by kernel, and small layers wait for the host: --cuda-graph-impl local"
 
 

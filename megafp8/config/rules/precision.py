@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megafp8.config import derived, gemms, precision_map
-from megafp8.config.rules.rule import Rule, has_shape, positive, without
+from megafp8.config import derived, model_shapes, precision_map
+from megafp8.config.rules.base import Rule, has_shape, positive, without
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import settings_by_name, value_of
 from megafp8.recipes import registry
@@ -178,7 +178,7 @@ def swiglu_fusion_has_what_it_fuses(config: RunConfig, world_size: int) -> Itera
     elif not recipe.fuses_swiglu and name not in recipes_wanted_of_our_kernels(config):
         yield without(f"{flag} with {recipe.flag}", "--quantize-kernels triton")
     if config.model.swiglu and not swiglu_has_tiles(config):
-        fc2 = gemms.gemm_dimensions(config)[-1]
+        fc2 = model_shapes.gemm_dimensions(config)[-1]
         yield (
             f"{flag} takes {TILE_LENGTH} tokens and channels at a time, and a rank's SwiGLU makes {fc2.rows} x "
             f"{fc2.in_features}: choose --seq-length, --micro-batch-size and --ffn-hidden-size for multiples, or "
@@ -214,7 +214,7 @@ def swiglu_has_tiles(config: RunConfig) -> bool:
     """Whether the kernels take what a rank's SwiGLU makes, linear_fc2's input: they know whole tiles only."""
     if not has_gemms(config):
         return True
-    fc2 = gemms.gemm_dimensions(config)[-1]
+    fc2 = model_shapes.gemm_dimensions(config)[-1]
     return fc2.rows % TILE_LENGTH == fc2.in_features % TILE_LENGTH == 0
 
 
@@ -225,7 +225,7 @@ def quantize_kernels_have_what_they_quantize(config: RunConfig, world_size: int)
         return
     if not any(recipe in registry.with_triton_casts() for recipe in recipes):
         yield without(flag, f"--fp8-recipe {' or '.join(registry.with_triton_casts())}")
-    elif has_gemms(config) and (tokens := gemms.rows_per_rank(config)) % TILE_LENGTH:
+    elif has_gemms(config) and (tokens := model_shapes.rows_per_rank(config)) % TILE_LENGTH:
         yield (
             f"{flag} takes {TILE_LENGTH} tokens at a time, and a rank quantizes {tokens} of a microbatch: choose "
             "--seq-length and --micro-batch-size for a multiple, or remove it"
@@ -235,7 +235,7 @@ def quantize_kernels_have_what_they_quantize(config: RunConfig, world_size: int)
 def recipes_of_our_kernels(config: RunConfig) -> tuple[str, ...]:
     """Recipes whose activations and gradients our kernels quantize: as asked, or else where they can and are faster."""
     is_asked = config.precision.quantize_kernels is not None
-    has_tiles = not has_gemms(config) or gemms.rows_per_rank(config) % TILE_LENGTH == 0
+    has_tiles = not has_gemms(config) or model_shapes.rows_per_rank(config) % TILE_LENGTH == 0
     return recipes_wanted_of_our_kernels(config) if is_asked or has_tiles else ()
 
 
@@ -293,7 +293,7 @@ def determinism_excludes_its_opposites(config: RunConfig, world_size: int) -> It
 def gemm_dimensions_suit_the_recipe(config: RunConfig, world_size: int) -> Iterator[str]:
     """Every dimension of every quantized GEMM is a multiple of what the recipe needs."""
     if precision_map.is_quantized(config.precision) and has_gemms(config):
-        yield from gemms.misfits(config)
+        yield from model_shapes.misfits(config)
 
 
 def layout_free_scales_need_whole_blocks(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -317,13 +317,13 @@ def layout_free_scales_need_whole_blocks(config: RunConfig, world_size: int) -> 
     if parallel.tensor_model_parallel_size > 1:
         parts = {
             f"{linear.name}'s {what} per rank": size
-            for linear in gemms.gemm_dimensions(config)
+            for linear in model_shapes.gemm_dimensions(config)
             for what, size in (("outputs", linear.out_features), ("inputs", linear.in_features))
         }
     if parallel.context_parallel_size > 1 or parallel.sequence_parallel:
         # A context-parallel rank has two pieces of the sequence, an early and a late one.
         pieces = 2 if parallel.context_parallel_size > 1 else 1
-        parts["tokens in one piece per rank"] = gemms.rows_per_rank(config) / pieces
+        parts["tokens in one piece per rank"] = model_shapes.rows_per_rank(config) / pieces
     for what, size in parts.items():
         if size % length:
             yield (

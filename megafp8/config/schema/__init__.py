@@ -9,15 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megafp8.config.schema.checkpoint import CheckpointConfig
-from megafp8.config.schema.data import DataConfig
-from megafp8.config.schema.logging import LoggingConfig
-from megafp8.config.schema.model import ModelConfig
-from megafp8.config.schema.optimizer import OptimizerConfig
-from megafp8.config.schema.parallel import ParallelConfig
+from megafp8.config.schema.io import CheckpointConfig, DataConfig, LoggingConfig
+from megafp8.config.schema.model import ModelConfig, ParallelConfig
 from megafp8.config.schema.precision import PrecisionConfig
 from megafp8.config.schema.setting import AUTO, setting
-from megafp8.config.schema.training import TrainingConfig
+from megafp8.config.schema.training import OptimizerConfig, TrainingConfig
 
 __all__ = [
     "AUTO", "CheckpointConfig", "DataConfig", "LoggingConfig", "ModelConfig", "OptimizerConfig", "ParallelConfig",
@@ -40,5 +36,7 @@ class RunConfig:
     overrides: tuple[str, ...] = setting(
         (),
         "set a megatron-core configuration field: transformer.FIELD=VALUE, ddp.FIELD=VALUE or optimizer.FIELD=VALUE",
-        flags=("--override",), many=True, metavar="SECTION.FIELD=VALUE",
+        flags=("--override",),
+        many=True,
+        metavar="SECTION.FIELD=VALUE",
     )

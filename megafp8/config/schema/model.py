@@ -1,4 +1,7 @@
-"""Settings: the shape of the GPT."""
+"""Settings: the shape of the GPT.
+
+Settings: how the work is split over ranks. world = tensor x pipeline x context x data.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ class ModelConfig:
     num_layers: Optional[int] = setting(None, "number of transformer layers", maximum=10_000)
     hidden_size: Optional[int] = setting(None, "width of the residual stream", maximum=MAX_WIDTH)
     ffn_hidden_size: Optional[int] = setting(
-        None, "width of the MLP; default 4 x hidden size, with --swiglu 4 x hidden x 2/3 rounded to 64",
+        None,
+        "width of the MLP; default 4 x hidden size, with --swiglu 4 x hidden x 2/3 rounded to 64",
         maximum=MAX_WIDTH,
     )
     num_attention_heads: Optional[int] = setting(None, "number of query heads", maximum=MAX_HEADS)
@@ -31,7 +35,8 @@ class ModelConfig:
     group_query_attention: bool = setting(False, "share key and value heads (grouped-query attention)")
     num_query_groups: int = setting(1, "number of key/value heads, with --group-query-attention", maximum=MAX_HEADS)
     max_position_embeddings: Optional[int] = setting(
-        None, "longest sequence that the position embeddings allow; must be at least the sequence length",
+        None,
+        "longest sequence that the position embeddings allow; must be at least the sequence length",
         maximum=INT32_MAX,
     )
     position_embedding_type: str = setting(
@@ -68,3 +73,60 @@ class ModelConfig:
     attention_softmax_in_fp32: bool = setting(True, "attention softmax in FP32", flags=("--attention-softmax-in-fp32",))
     apply_query_key_layer_scaling: bool = setting(False, "scale Q*K by 1 / layer number (implies FP32 softmax)")
     window_size: Optional[int] = setting(None, "sliding attention window in tokens; default full causal attention")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the work is split over ranks. world = tensor x pipeline x context x data."""
+
+    tensor_model_parallel_size: int = setting(1, "ranks that share each layer's matrices")
+    pipeline_model_parallel_size: int = setting(1, "ranks that share the stack of layers")
+    num_layers_per_virtual_pipeline_stage: Optional[int] = setting(
+        None, "layers in one chunk of the interleaved pipeline schedule"
+    )
+    num_virtual_stages_per_pipeline_rank: Optional[int] = setting(
+        None, "chunks per pipeline rank of the interleaved schedule"
+    )
+    context_parallel_size: int = setting(1, "ranks that share each sequence")
+    cp_comm_type: str = setting(
+        "p2p", "how context-parallel attention communicates (TE)", choices=("p2p", "a2a", "allgather")
+    )
+    sequence_parallel: bool = setting(
+        False, "split norms and dropout over the tensor-parallel ranks along the sequence"
+    )
+    use_distributed_optimizer: bool = setting(False, "shard optimizer state over the data-parallel ranks")
+    overlap_grad_reduce: bool = setting(False, "reduce gradients while the backward pass runs")
+    overlap_param_gather: bool = setting(False, "gather parameters while the forward pass runs")
+    overlap_p2p_comm: bool = setting(
+        True, "overlap pipeline sends with computation (interleaved schedule)", off=("--no-overlap-p2p-communication",)
+    )
+    tp_comm_overlap: bool = setting(
+        False, "send activations between tensor-parallel ranks while GEMMs run (Transformer Engine's user buffers)"
+    )
+    tp_comm_overlap_cfg: Optional[str] = setting(
+        None,
+        "YAML file with how each GEMM's communication is overlapped (`ub_cfgs` of Transformer Engine)",
+        metavar="FILE",
+        path=True,
+    )
+    tp_comm_overlap_ag: bool = setting(True, "overlap all-gathers", off=("--disable-tp-comm-overlap-ag",))
+    tp_comm_overlap_rs: bool = setting(True, "overlap reduce-scatters", off=("--disable-tp-comm-overlap-rs",))
+    tp_comm_overlap_rs_dgrad: bool = setting(False, "overlap reduce-scatters with dgrad, not with wgrad")
+    tp_comm_bulk_dgrad: bool = setting(
+        True, "overlap all-gathers of inputs with dgrad as a whole", off=("--disable-tp-comm-bulk-dgrad",)
+    )
+    tp_comm_bulk_wgrad: bool = setting(
+        True, "overlap reduce-scatters with wgrad as a whole", off=("--disable-tp-comm-bulk-wgrad",)
+    )
+    tp_comm_bootstrap_backend: str = setting(
+        "nccl", "collectives that set up the user buffers", choices=("nccl", "gloo", "mpi")
+    )
+    ddp_bucket_size: Optional[int] = setting(None, "parameters in one gradient bucket; default megatron-core's")
+    ddp_average_in_collective: bool = setting(False, "average gradients inside the collective")
+    distributed_backend: Optional[str] = setting(
+        None, "collective backend; default nccl on CUDA and gloo on CPU", choices=("nccl", "gloo")
+    )
+    distributed_timeout_minutes: int = setting(10, "minutes after which a collective gives up")
+    rendezvous_timeout_s: float = setting(
+        300.0, "seconds that the ranks have to reach each other at the start; those that did not come are named"
+    )

@@ -18,7 +18,8 @@ class PrecisionConfig:
     bf16: bool = setting(False, "BF16 weights and activations with FP32 master weights")
     fp16: bool = setting(False, "FP16 weights and activations with loss scaling")
     fp8_format: Optional[str] = setting(
-        None, "FP8 in the linears: e4m3 for all tensors, hybrid: e4m3 forward and e5m2 gradients, e5m2 for all tensors "
+        None,
+        "FP8 in the linears: e4m3 for all tensors, hybrid: e4m3 forward and e5m2 gradients, e5m2 for all tensors "
         "(emulated only: Transformer Engine has no such format)",
         choices=FP8_FORMATS,
     )
@@ -54,12 +55,14 @@ class PrecisionConfig:
     )
     fp8_wgrad: bool = setting(True, "weight gradient GEMM in FP8", off=("--no-fp8-wgrad", "--disable-fp8-wgrad"))
     fp8_param_gather: bool = setting(
-        False, "keep the linears' weights as FP8 codes and scales, without a BF16 copy, and gather those: half the "
+        False,
+        "keep the linears' weights as FP8 codes and scales, without a BF16 copy, and gather those: half the "
         "bytes; emulated with tensorwise, delayed and blockwise",
     )
     fp8_power_2_scale: bool = setting(False, "tensorwise: round scales down to powers of two")
     fp8_block_scaling_fp32_scales: bool = setting(
-        False, "blockwise: FP32 scales instead of powers of two (emulated; in Transformer Engine the environment "
+        False,
+        "blockwise: FP32 scales instead of powers of two (emulated; in Transformer Engine the environment "
         "variable NVTE_FP8_BLOCK_SCALING_FP32_SCALES does it)",
     )
     fp8_amax_reduction: str = setting(
@@ -72,12 +75,16 @@ class PrecisionConfig:
     num_layers_at_start_in_bf16: int = setting(1, "layers at the start, with --first-last-layers-bf16")
     num_layers_at_end_in_bf16: int = setting(1, "layers at the end, with --first-last-layers-bf16")
     precision_map: tuple[str, ...] = setting(
-        (), "recipes by linear and GEMM: PATTERN[:GEMMS]=RECIPE[/FORMAT], for example '*.linear_fc2=blockwise' "
+        (),
+        "recipes by linear and GEMM: PATTERN[:GEMMS]=RECIPE[/FORMAT], for example '*.linear_fc2=blockwise' "
         "'layers.20-23.*:dgrad,wgrad=bf16' output_layer=mxfp8; adds up, later entries win (see docs/precision.md)",
-        flags=("--precision",), many=True, metavar="ENTRY",
+        flags=("--precision",),
+        many=True,
+        metavar="ENTRY",
     )
     fp8_schedule: Optional[str] = setting(
-        None, "steps in FP8 and steps in high precision, each stretch with its last step: bf16:100,fp8:900,bf16",
+        None,
+        "steps in FP8 and steps in high precision, each stretch with its last step: bf16:100,fp8:900,bf16",
         metavar="STRETCHES",
     )
     transformer_impl: str = setting(
@@ -95,12 +102,15 @@ class PrecisionConfig:
     cross_entropy_loss_fusion: bool = setting(False, "fused cross entropy")
     cross_entropy_fusion_impl: str = setting("native", "which fused cross entropy", choices=("native", "te"))
     gradient_accumulation_fusion: bool = setting(
-        True, "accumulate weight gradients inside the GEMM where the layer can",
+        True,
+        "accumulate weight gradients inside the GEMM where the layer can",
         off=("--no-gradient-accumulation-fusion",),
     )
     gradient_overwrite: bool = setting(
-        True, "a step's first weight gradients overwrite their buffers instead of being added to zeros "
-        "(Transformer Engine's linears, without pipeline stages)", off=("--no-gradient-overwrite",),
+        True,
+        "a step's first weight gradients overwrite their buffers instead of being added to zeros "
+        "(Transformer Engine's linears, without pipeline stages)",
+        off=("--no-gradient-overwrite",),
     )
     fp8_dot_product_attention: bool = setting(
         False, "both products of attention in FP8, too, under delayed scaling (Transformer Engine's layers, cuDNN)"
@@ -111,26 +121,35 @@ class PrecisionConfig:
     bias_dropout_fusion: bool = setting(True, "fused bias, dropout and residual add", off=("--no-bias-dropout-fusion",))
     apply_rope_fusion: bool = setting(True, "fused rotary embedding (CUDA)", off=("--no-rope-fusion",))
     split_rope_fusion: Optional[bool] = setting(
-        None, "one kernel splits queries, keys and values and rotates them; default where Transformer Engine's layers "
-        "rotate whole heads", flags=("--split-rope-fusion",), off=("--no-split-rope-fusion",),
+        None,
+        "one kernel splits queries, keys and values and rotates them; default where Transformer Engine's layers "
+        "rotate whole heads",
+        flags=("--split-rope-fusion",),
+        off=("--no-split-rope-fusion",),
     )
     swiglu_quantize_fusion: Optional[bool] = setting(
-        None, "SwiGLU writes both FP8 copies of its result by kernels of ours (delayed, blockwise, and tensorwise "
+        None,
+        "SwiGLU writes both FP8 copies of its result by kernels of ours (delayed, blockwise, and tensorwise "
         "where these quantize it, see --quantize-kernels); default with fused operations",
-        flags=("--swiglu-quantize-fusion",), off=("--no-swiglu-quantize-fusion",),
+        flags=("--swiglu-quantize-fusion",),
+        off=("--no-swiglu-quantize-fusion",),
     )
     quantize_kernels: Optional[str] = setting(
-        None, "who quantizes activations and gradients in Transformer Engine's layers, tensorwise, delayed and "
+        None,
+        "who quantizes activations and gradients in Transformer Engine's layers, tensorwise, delayed and "
         "blockwise: its kernels (te), or ours to the same bytes; default triton for blockwise and in graphs, else te",
         choices=("te", "triton"),
     )
     residual_norm_fusion: bool = setting(
-        False, "with fused operations: the kernel of the MLP's RMSNorm adds the residual's gradient to its own, which "
-        "rounds their sum once instead of twice"
+        False,
+        "with fused operations: the kernel of the MLP's RMSNorm adds the residual's gradient to its own, which "
+        "rounds their sum once instead of twice",
     )
     use_transformer_engine_op_fuser: Optional[bool] = setting(
-        None, "Transformer Engine's fused operations for the MLP; default where they are known to train as its layers",
-        flags=("--use-transformer-engine-op-fuser",), off=("--no-use-transformer-engine-op-fuser",),
+        None,
+        "Transformer Engine's fused operations for the MLP; default where they are known to train as its layers",
+        flags=("--use-transformer-engine-op-fuser",),
+        off=("--no-use-transformer-engine-op-fuser",),
     )
     accumulate_allreduce_grads_in_fp32: bool = setting(
         False, "FP32 gradient buffers and reduction; with --bf16 they are FP32 unless --grad-reduce-in-bf16"

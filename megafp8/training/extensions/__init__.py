@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megafp8.training.extension import Extension
 from megafp8.training.extensions.attention_report import AttentionReport
-from megafp8.training.extensions.calibration import Calibration
+from megafp8.training.extensions.calibration import AmaxCalibration
 from megafp8.training.extensions.checkpoints import AsyncSaves, Checkpoints
 from megafp8.training.extensions.heartbeat import Heartbeat
 from megafp8.training.extensions.memory import GarbageCollection
@@ -24,7 +24,7 @@ def build_extensions() -> list[Extension]:
     checkpoints = Checkpoints()
     return [
         PrecisionSchedule(),
-        Calibration(),  # a change of precision may need scales
+        AmaxCalibration(),  # a change of precision may need scales
         StepRecords(),  # a step's record comes before all others of the step
         QuantizationStatistics(),
         Heartbeat(),  # the step is done before anything that may hang

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from megafp8.config.fp8_schedule import is_quantized_at
+from megafp8.config.precision_options import is_quantized_at
 from megafp8.errors import CapabilityError
-from megafp8.telemetry.records import EventRecord
-from megafp8.telemetry.sinks import Sinks
+from megafp8.metrics.records import EventRecord
+from megafp8.metrics.sinks import Sinks
 from megafp8.training.extension import Extension, LoopState
 from megafp8.training.run import Run
 from megafp8.training.step import StepResult
@@ -32,7 +32,7 @@ def report_attention(run: Run, sinks: Sinks, step: int) -> None:
     if run.implementation != "transformer_engine":
         sinks.write(EventRecord(step=step, name="attention", detail="torch SDPA"))
         return
-    from megafp8.model.te_layers import selected_attention_backend  # needs Transformer Engine
+    from megafp8.te.layers import selected_attention_backend  # needs Transformer Engine
 
     chosen = selected_attention_backend()
     if chosen is None:

@@ -22,11 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megafp8.checkpoint.load import requantize_weights
-from megafp8.checkpoint.state import Progress, random_state, restore_random_state
+from megafp8.checkpoint.progress import Progress
+from megafp8.checkpoint.state_dict import random_state, restore_random_state
 from megafp8.config import derived
-from megafp8.config.fp8_schedule import is_quantized_at
-from megafp8.fp8.delayed import DelayedState
-from megafp8.telemetry.records import EventRecord
+from megafp8.config.precision_options import is_quantized_at
+from megafp8.metrics.records import EventRecord
+from megafp8.quantization.delayed_scaling import DelayedState
 from megafp8.training.evaluation import build_batches
 from megafp8.training.extension import Extension, LoopState
 from megafp8.training.extensions.precision_schedule import changes_at
@@ -37,7 +38,7 @@ from megafp8.training.step import clear_gradients, forward_backward
 NUM_ITERATIONS = 2
 
 
-class Calibration(Extension):
+class AmaxCalibration(Extension):
     """Calibrates before the first quantized step of this process, and wherever `--fp8-schedule` changes the precision.
 
     A checkpoint may have no scales either.
@@ -82,9 +83,9 @@ def needs_calibration(run: Run) -> bool:
 def delayed_scales(run: Run) -> list[Tensor]:
     """The scales that this rank's linears remember: FP32 tensors, all 1 before the first pass, or none."""
     if run.implementation == "transformer_engine":
-        from megafp8.model import te_layers  # needs Transformer Engine
+        from megafp8.te import layers  # needs Transformer Engine
 
-        return [scale for chunk in run.trainee.chunks for scale in te_layers.delayed_scales(chunk)]
+        return [scale for chunk in run.trainee.chunks for scale in layers.delayed_scales(chunk)]
     modules = (module for chunk in run.trainee.chunks for module in chunk.modules())
     return [module.quant_scale for module in modules if isinstance(module, DelayedState)]
 

@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
-from megafp8 import faults
-from megafp8.checkpoint.background import BackgroundSave, BackgroundSaves
-from megafp8.checkpoint.folder import probe
+from megafp8.checkpoint.async_save import BackgroundSave, BackgroundSaves
+from megafp8.checkpoint.directory import probe
+from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import save_checkpoint
-from megafp8.checkpoint.state import Progress
-from megafp8.checkpoint.together import together
-from megafp8.config import derived, size
+from megafp8.config import derived, model_shapes
 from megafp8.config.schema import RunConfig
+from megafp8.device.collective_errors import call_on_all_ranks
 from megafp8.errors import CheckpointError, NumericsError
-from megafp8.telemetry.records import EventRecord
-from megafp8.telemetry.sinks import Sinks
+from megafp8.metrics.records import EventRecord
+from megafp8.metrics.sinks import Sinks
+from megafp8.resilience import fault_injection
+from megafp8.resilience.watchdog import BETWEEN
 from megafp8.training.extension import Extension, LoopState, is_multiple
-from megafp8.training.phases import BETWEEN
 from megafp8.training.run import Run, non_persistent_folder, run_folder
 from megafp8.training.signals import is_asked_to_stop, stopped_by_signals
 from megafp8.training.step import StepResult
@@ -58,7 +58,7 @@ def check_folders(run: Run) -> None:
     num_bytes = least_bytes(run)
     for folder in (run_folder(run.config), non_persistent_folder(run.config)):
         if folder is not None:
-            together(lambda folder=folder: probe(folder, num_bytes, run.place.rank))  # type: ignore[misc]
+            call_on_all_ranks(lambda folder=folder: probe(folder, num_bytes, run.place.rank))  # type: ignore[misc]
 
 
 def least_bytes(run: Run) -> int:
@@ -68,7 +68,7 @@ def least_bytes(run: Run) -> int:
     if not config.checkpoint.no_save_optim:
         weight += 8 if settings.optimizer == "adam" else 0
         weight += 4 if derived.params_dtype(config.precision) != "fp32" else 0
-    return weight * size.count_parameters(config.model, run.vocab_size).total
+    return weight * model_shapes.count_parameters(config.model, run.vocab_size).total
 
 
 class Checkpoints(Extension):
@@ -158,7 +158,7 @@ class Saver:
                 self._under_way = self._in_background.begin(series.folder, progress, samples, keep=series.keep)
         except CheckpointError as error:
             self._failed(progress.step, error, is_last)
-        faults.point("save.end")
+        fault_injection.point("save.end")
         if is_last:
             self.finish(is_last)
         run.guard.enter(BETWEEN, progress.step)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from megafp8.resilience.watchdog import BETWEEN, STEP
 from megafp8.training.extension import Extension, LoopState
-from megafp8.training.phases import BETWEEN, STEP
 from megafp8.training.step import StepResult
 
 

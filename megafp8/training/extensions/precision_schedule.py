@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megafp8.config.fp8_schedule import is_quantized_at
+from megafp8.config.precision_options import is_quantized_at
 from megafp8.config.schema import PrecisionConfig
-from megafp8.telemetry.records import EventRecord
+from megafp8.metrics.records import EventRecord
 from megafp8.training.extension import Extension, LoopState
 
 

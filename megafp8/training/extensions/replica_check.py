@@ -4,6 +4,19 @@ Data-parallel ranks (context-parallel ones too) hold the same weights, and tenso
 and positions. Nothing in training compares them: a rank whose memory or arithmetic went wrong once continues with other
 weights, and every gradient is an average over different models. Here each rank hashes what it holds on its device, the
 hashes of all ranks travel in one gather, and every rank sees which one differs. Only then is the tensor searched for.
+
+A hash of a tensor's bits, taken on its device, that the order of a sum does not change.
+
+A tensor's bytes are words of 32 bits w_0, w_1, ..., the last one filled with zeros. Modulo 2^64,
+
+    hash = sum over blocks b of  n_b * sum over i of  m_i * w_(b * BLOCK + i)
+
+with odd, random multipliers m and n of 64 bits that every rank has alike. Integers wrap and never round, so the value
+is exact whatever the order of the sums. A change of any one word changes it for certain, since an odd multiplier takes
+no number but 0 to 0; several changes cancel by chance only, once in 2^32 or less. (Words as wide as the sum would not
+do: multiplied by any odd number, the highest bit is the highest bit, and the signs of two numbers would cancel.)
+
+It costs one read of the tensor. Products are made block by block in one buffer that stays in a GPU's cache.
 """
 
 from __future__ import annotations
@@ -11,6 +24,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,12 +34,11 @@ from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 
 from megafp8.checkpoint.save import sync_parameters
-from megafp8.checkpoint.together import together
+from megafp8.device.collective_errors import call_on_all_ranks
 from megafp8.errors import NumericsError
-from megafp8.fp8.delayed import DelayedState
-from megafp8.fp8.parameter import QuantizedParameter
-from megafp8.optim.bit_hash import BitHash
-from megafp8.telemetry.records import EventRecord
+from megafp8.metrics.records import EventRecord
+from megafp8.quantization.delayed_scaling import DelayedState
+from megafp8.quantization.fp8_parameter import QuantizedParameter
 from megafp8.training.extension import Extension, LoopState, is_multiple
 from megafp8.training.run import Run
 from megafp8.training.step import StepResult
@@ -192,7 +205,7 @@ def disagreements(rows: Sequence[RankHashes]) -> list[Disagreement]:
 def hashes_by_rank(copies: Sequence[Replica], hashes: Tensor) -> list[Hashes]:
     """The hash of each copy, by rank."""
     mine = [(copy.name, copy.is_on_tensor_ranks, value) for copy, value in zip(copies, hashes.tolist(), strict=True)]
-    return together(lambda: mine)
+    return call_on_all_ranks(lambda: mine)
 
 
 def describe(found: Disagreement, by_rank: Sequence[Hashes]) -> str:
@@ -207,3 +220,59 @@ def describe(found: Disagreement, by_rank: Sequence[Hashes]) -> str:
     odd = f"rank{'s' if len(found.odd) > 1 else ''} {', '.join(map(str, found.odd))}"
     text = f"{odd} unlike {', '.join(map(str, others))}" if others else f"{odd}, of which none has a majority"
     return f"{found.kind}: {text}; first tensor: {first}"
+
+
+BLOCK = 1 << 20
+MOST_BLOCKS = MOST_TENSORS = 1 << 16
+SEED = 20_261_120
+WORD_BYTES = 4
+
+
+class BitHash:
+    """Hashes tensors of one device."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    @cached_property
+    def multipliers(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the words of a block, of the blocks of a tensor, and of tensors: int64, odd.
+
+        They are drawn on the CPU, where a seed gives the same numbers everywhere.
+        """
+        sizes = [BLOCK, MOST_BLOCKS, MOST_TENSORS]
+        drawn = torch.empty(sum(sizes), dtype=torch.int64)
+        drawn.random_(-(1 << 63), None, generator=torch.Generator().manual_seed(SEED))
+        return (drawn | 1).to(self.device).split(sizes)
+
+    @torch.no_grad()
+    def of(self, tensor: Tensor) -> Tensor:
+        """The hash of one tensor, int64 scalar on the device; its type and shape do not enter."""
+        of_words, of_blocks, _ = self.multipliers
+        return weighed(torch.stack([weighed(block, of_words) for block in words(tensor).split(BLOCK)]), of_blocks)
+
+    @torch.no_grad()
+    def of_all(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The hashes of several, int64 [tensors]."""
+        if not tensors:
+            return torch.zeros(0, dtype=torch.int64, device=self.device)
+        return torch.stack([self.of(tensor) for tensor in tensors])
+
+    @torch.no_grad()
+    def combined(self, hashes: Tensor) -> Tensor:
+        """One hash of the hashes of several tensors, int64 scalar."""
+        return weighed(hashes, self.multipliers[2])
+
+
+def weighed(numbers: Tensor, multipliers: Tensor) -> Tensor:
+    """The sum of numbers times their multipliers, int64 scalar."""
+    assert len(numbers) <= len(multipliers), (len(numbers), len(multipliers))
+    return (numbers * multipliers[: len(numbers)]).sum()
+
+
+def words(tensor: Tensor) -> Tensor:
+    """A tensor's bits, int32 [ceil(bytes / 4)]: a view of it, or a copy where its memory does not divide."""
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    if flat.data_ptr() % WORD_BYTES or len(flat) % WORD_BYTES:
+        flat = torch.nn.functional.pad(flat, (0, -len(flat) % WORD_BYTES))
+    return flat.view(torch.int32)

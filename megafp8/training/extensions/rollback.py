@@ -10,16 +10,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Optional
 
-from megafp8.checkpoint.choose import choose_to_go_back, retire_newer
+from megafp8.checkpoint.directory import choose_to_go_back, retire_newer
 from megafp8.checkpoint.load import load_checkpoint
+from megafp8.checkpoint.progress import ROLLBACK, Progress, SkippedSamples
 from megafp8.checkpoint.save import sync_parameters
-from megafp8.checkpoint.skipped import ROLLBACK, SkippedSamples
-from megafp8.checkpoint.state import Progress
 from megafp8.config.schema import RunConfig
 from megafp8.data.loader import describe_samples
 from megafp8.errors import NumericsError
-from megafp8.telemetry.records import EventRecord
-from megafp8.telemetry.sinks import Sinks
+from megafp8.metrics.records import EventRecord
+from megafp8.metrics.sinks import Sinks
 from megafp8.training.extension import Extension, LoopState
 from megafp8.training.extensions.checkpoints import Checkpoints
 from megafp8.training.run import Run, non_persistent_folder, run_folder
@@ -60,9 +59,7 @@ def may_roll_back(run: Run, progress: Progress) -> bool:
     return training.spike_policy == "rollback" and progress.history.num_rollbacks < training.max_rollbacks
 
 
-def roll_back(
-    run: Run, sinks: Sinks, progress: Progress, total_steps: int, error: NumericsError
-) -> Progress:
+def roll_back(run: Run, sinks: Sinks, progress: Progress, total_steps: int, error: NumericsError) -> Progress:
     """Load a checkpoint into the run and skip batches; all ranks call it.
 
     Args:

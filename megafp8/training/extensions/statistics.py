@@ -1,6 +1,6 @@
 """Quantization statistics, every `--fp8-log-interval` steps; the steps between know nothing of them.
 
-In a statistics step the linears show their operands (`model/observation.py`), the weights are compared before and after
+In a statistics step the linears show their operands (`metrics/collector.py`), the weights are compared before and after
 the update, and the gradient of the first microbatch with that of the whole batch. Every rank fills its part of one
 small table, which two reductions bring to rank 0, where it becomes a record, and findings about the run's health.
 """
@@ -18,22 +18,30 @@ from torch import Tensor
 
 from megafp8.checkpoint.save import sync_parameters
 from megafp8.config import derived
-from megafp8.config.fp8_schedule import is_quantized_at
+from megafp8.config.precision_options import is_quantized_at
 from megafp8.errors import NumericsError
-from megafp8.fp8.linear import Observer
-from megafp8.model.observation import TensorObserver, collect, plan_observation
-from megafp8.model.watched_linears import WatchedLinear, find_linears
-from megafp8.optim.finite import StepTotals
-from megafp8.optim.loss_scale import current_loss_scale
-from megafp8.optim.one_pass import OnePassOptimizer
-from megafp8.optim.updates import before_reduction, norms, reduced_gradient, signal_and_noise, squared, trained_values
+from megafp8.metrics.collector import TensorObserver, collect, plan_observation
+from megafp8.metrics.health import HealthMonitor
+from megafp8.metrics.records import QuantizationRecord, Record
+from megafp8.metrics.tensor_table import StatisticsTable
+from megafp8.optimizer.fused_adam import FusedAdamOptimizer
+from megafp8.optimizer.gradient_checks import StepTotals
+from megafp8.optimizer.schedules import current_loss_scale
+from megafp8.quantization.linear import Observer
 from megafp8.recipes.base import Operand
-from megafp8.telemetry.health import HealthWatch
-from megafp8.telemetry.records import QuantizationRecord, Record
-from megafp8.telemetry.tensor_sums import TensorTable
 from megafp8.training.checks import machine_problems
 from megafp8.training.evaluation import build_batches
 from megafp8.training.extension import Extension, LoopState
+from megafp8.training.extensions.statistics_hooks import (
+    TrackedLinear,
+    before_reduction,
+    find_linears,
+    norms,
+    reduced_gradient,
+    signal_and_noise,
+    squared,
+    trained_values,
+)
 from megafp8.training.run import Run
 from megafp8.training.step import StepResult, clear_gradients, forward_backward
 
@@ -104,7 +112,7 @@ class StatisticsCollector:
         self.linears = find_linears(unwrap_model(self.trainee.chunks), self.plan.recipes)
         world_size = run.place.world_size
         warmup_steps = derived.lr_warmup_samples(config, world_size) / self.global_batch_size
-        self.health = HealthWatch(config, world_size, warmup_steps, machine_problems)
+        self.health = HealthMonitor(config, world_size, warmup_steps, machine_problems)
         self.current: Optional[StatisticsStep] = None
 
     def is_due(self, step: int) -> bool:
@@ -164,7 +172,7 @@ class StatisticsStep:
 
     def __init__(self, collector: StatisticsCollector):
         self.collector, self.plan = collector, collector.plan
-        self.table = TensorTable(collector.plan.rows(), collector.device)
+        self.table = StatisticsTable(collector.plan.rows(), collector.device)
         self.has_masters = not collector.config.optimizer.use_precision_aware_optimizer
         self.names = {id(linear.weight): linear.name for linear in collector.linears}
         self.few: dict[str, Tensor] = {}
@@ -186,7 +194,7 @@ class StatisticsStep:
         for linear in self.collector.linears:
             linear.detach()
 
-    def observer(self, linear: WatchedLinear) -> Observer:
+    def observer(self, linear: TrackedLinear) -> Observer:
         """What a linear shows its operands to. When the second microbatch's gradient comes, the first one's is in."""
         enter = TensorObserver(self.plan, self.table, linear.name, linear.first_channel)
         num_gradients = 0
@@ -220,7 +228,7 @@ class StatisticsStep:
         of_rank = ((linear.name, reduced_gradient(optimizer, linear.weight)) for linear in noted)
         reduced = {name: gradient for name, gradient in of_rank if gradient is not None}
         all = squared(norms(list(reduced.values()))) / loss_scale**2
-        if reduced and isinstance(optimizer, OnePassOptimizer):  # where nothing is, it is not on the factor's device
+        if reduced and isinstance(optimizer, FusedAdamOptimizer):  # where nothing is, it is not on the factor's device
             all = all * optimizer.grad_factor.double().square()
         self.table.add_of_weights("all_gradient", list(reduced), all)
         for linear in collector.linears:

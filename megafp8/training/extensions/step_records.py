@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from megafp8.checkpoint.save import sync_parameters
-from megafp8.device.peaks import peak_flops
+from megafp8.device.gpus import peak_flops
 from megafp8.errors import NumericsError
-from megafp8.telemetry.records import EventRecord, StepRecord
+from megafp8.metrics.records import EventRecord, StepRecord
 from megafp8.training.extension import Extension, LoopState
 from megafp8.training.run import Run
 from megafp8.training.run_record import matmul_dtype, model_flops_per_token

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Optional
 
-from megafp8.telemetry.records import EventRecord
+from megafp8.metrics.records import EventRecord
 from megafp8.training.extension import Extension, LoopState
 from megafp8.training.run import run_folder
 from megafp8.training.signals import any_rank, stopped_by_signals

@@ -16,8 +16,8 @@ from typing import Any, Optional, Union
 import torch
 import torch.distributed as dist
 
-from megafp8.optim.reduction import on_reduction
-from megafp8.telemetry.records import EventRecord
+from megafp8.metrics.records import EventRecord
+from megafp8.optimizer.gradient_communication import on_reduction
 from megafp8.training.extension import Extension, LoopState
 from megafp8.training.run import Run
 from megafp8.training.step import StepResult

@@ -20,7 +20,7 @@ from typing import Any, Optional
 
 import torch.distributed as dist
 
-from megafp8.checkpoint.together import on_rank_0, together
+from megafp8.device.collective_errors import call_on_all_ranks, on_rank_0
 from megafp8.device.platform import world_size
 from megafp8.training.micro_batch_search import trial
 from megafp8.training.micro_batch_search.messages import EXCEEDED, Answer, Failed, Measured, TooLarge, TrialSetup
@@ -52,9 +52,7 @@ class TrialProcess:
         timeout_s: of silence, after which a trial has failed; default the run's of collectives.
     """
 
-    def __init__(
-        self, setup: TrialSetup, serve: Callable[..., Any] = trial.serve, timeout_s: Optional[float] = None
-    ):
+    def __init__(self, setup: TrialSetup, serve: Callable[..., Any] = trial.serve, timeout_s: Optional[float] = None):
         self.setup, self.serve = setup, serve
         self.timeout_s = timeout_s or 60.0 * setup.config.parallel.distributed_timeout_minutes
         self.num_started = 0
@@ -77,7 +75,7 @@ class TrialProcess:
             self.store = self.store or dist.TCPStore(*self.meeting)
 
         self.meeting = on_rank_0(open_store)
-        together(join_store)  # an error on one rank is one on all
+        call_on_all_ranks(join_store)  # an error on one rank is one on all
 
     def measure(self, size: int) -> Answer:
         """Try a size on all ranks: the worst answer, the same on all."""
@@ -86,7 +84,7 @@ class TrialProcess:
         answer = self.ask(size)
         if not isinstance(answer, Measured):
             self.call_off()
-        answers = together(lambda: answer)
+        answers = call_on_all_ranks(lambda: answer)
         if all(isinstance(each, Measured) for each in answers):
             return Measured(max(each.peak_bytes for each in answers), max(each.ms_per_sample for each in answers))
         self.close()
@@ -94,13 +92,13 @@ class TrialProcess:
 
     def start(self) -> None:
         """Start this rank's process."""
-        together(lambda: None)  # a device has room again only when the others' old processes are gone, too
+        call_on_all_ranks(lambda: None)  # a device has room again only when the others' old processes are gone, too
         self.num_started += 1
         setup = dataclasses.replace(self.setup, meeting=self.meeting, name=f"trials{self.num_started}")
         context = multiprocessing.get_context("spawn")  # a forked one could not use CUDA, nor forget torch.distributed
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=self.serve, args=(setup, theirs), daemon=True)
-        together(self.process.start)
+        call_on_all_ranks(self.process.start)
         theirs.close()
 
     def ask(self, size: int) -> Answer:

@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from megafp8.checkpoint.together import on_rank_0, together
 from megafp8.config import derived
-from megafp8.config.micro_batch import possible_sizes, refused_sizes, with_size
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import all_settings, value_of
-from megafp8.data.atomic import atomic_write_json
-from megafp8.data.tokenizer import build_tokenizer
+from megafp8.data.tokenizers.build import build_tokenizer
+from megafp8.device.collective_errors import call_on_all_ranks, on_rank_0
 from megafp8.device.platform import Platform, rank, resident_bytes, world_size
 from megafp8.errors import ConfigError, DataError
 from megafp8.planning.layouts import MARGIN_FRACTION
@@ -31,15 +29,19 @@ from megafp8.planning.micro_batch import (
     gib,
     hopeful_sizes,
     next_size,
+    possible_sizes,
     predicted_bytes,
+    refused_sizes,
     row,
+    with_size,
 )
+from megafp8.resilience.watchdog import Guard
 from megafp8.training.extensions.stop import stopped_by_signals
-from megafp8.training.guard import Guard
 from megafp8.training.micro_batch_search.messages import Answer, Failed, TooLarge, TrialSetup
 from megafp8.training.micro_batch_search.processes import TrialProcess
 from megafp8.training.run import run_folder
 from megafp8.training.setup import print_progress
+from megafp8.utils.files import atomic_write_json
 from megafp8.utils.strict_json import read_json
 
 CHOICE_FILE = "micro_batch_size.json"
@@ -188,12 +190,12 @@ def find_choice(config: RunConfig, platform: Platform, implementation: str, guar
     Raises:
         ConfigError: none fits.
     """
-    limit_bytes = min(together(lambda: memory_limit(config, platform)))
+    limit_bytes = min(call_on_all_ranks(lambda: memory_limit(config, platform)))
     sizes, ranks = possible_sizes(config, world_size()), world_size()
     vocab_size = build_tokenizer(config.data, config.model.vocab_size).vocab_size
     padded_vocab = derived.padded_vocab_size(config, derived.vocabulary_size(config, vocab_size))
     predicted = {size: predicted_bytes(config, size, ranks, padded_vocab, implementation) for size in sizes}
-    outside = outside_bytes(config, ranks) if platform.kind == "cuda" else max(together(resident_bytes))
+    outside = outside_bytes(config, ranks) if platform.kind == "cuda" else max(call_on_all_ranks(resident_bytes))
     needed = {size: each + outside for size, each in predicted.items()}
     hopeful, first = hopeful_sizes(needed, limit_bytes), first_size(needed, limit_bytes)
     report: Callable[[str], None] = print_progress if rank() == 0 else lambda text: None
@@ -230,7 +232,7 @@ def find_choice(config: RunConfig, platform: Platform, implementation: str, guar
 
 def is_stopped(guard: Guard) -> bool:
     """Whether a signal asked any rank to stop, which is noted then; all ranks call it."""
-    guard.agree(sum(map(bool, together(lambda: guard.asked))))
+    guard.agree(sum(map(bool, call_on_all_ranks(lambda: guard.asked))))
     if guard.stop_agreed:
         stopped_by_signals(guard)
     return guard.stop_agreed
@@ -270,6 +272,4 @@ def as_trial(size: int, predicted: int, answer: Answer) -> Trial:
         raise RuntimeError(f"the trial of --micro-batch-size {size} failed: {answer.reason}")
     if isinstance(answer, TooLarge):
         return Trial(size=size, predicted_bytes=predicted, note=f"does not fit: {answer.reason}")
-    return Trial(
-        size=size, predicted_bytes=predicted, peak_bytes=answer.peak_bytes, ms_per_sample=answer.ms_per_sample
-    )
+    return Trial(size=size, predicted_bytes=predicted, peak_bytes=answer.peak_bytes, ms_per_sample=answer.ms_per_sample)

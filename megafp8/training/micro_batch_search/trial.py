@@ -19,11 +19,9 @@ from typing import NoReturn, Optional
 import torch
 import torch.distributed as dist
 
-from megafp8.config.fp8_schedule import parse_schedule
-from megafp8.config.micro_batch import with_size
+from megafp8.config.precision_options import parse_schedule
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
-from megafp8.device import mcore_cpu
 from megafp8.device.platform import (
     Platform,
     compute_deterministically,
@@ -32,8 +30,10 @@ from megafp8.device.platform import (
     order_kernels,
     resident_bytes,
 )
-from megafp8.launch.process import STOP_SIGNALS, end_with_starter
+from megafp8.mcore import cpu_patches
+from megafp8.planning.micro_batch import with_size
 from megafp8.training.micro_batch_search.messages import EXCEEDED, Answer, Failed, Measured, TooLarge, TrialSetup
+from megafp8.utils.process import STOP_SIGNALS, end_with_starter
 
 # The first step makes optimizer state and compiles kernels.
 WARM_UP_STEPS = 2
@@ -88,7 +88,7 @@ class TrialRun:
         order_kernels(config.parallel.tensor_model_parallel_size)
         if config.precision.deterministic_mode:
             compute_deterministically()
-        mcore_cpu.install()
+        cpu_patches.install()
         # These import megatron-core, which has been made ready only now.
         from megafp8.training.extensions.statistics import StatisticsCollector
         from megafp8.training.setup import assemble
@@ -147,7 +147,7 @@ class TrialRun:
             number: of the step, whose precision the schedule knows.
             has_statistics: a statistics step, where the run has such steps: they take memory.
         """
-        from megafp8.checkpoint.state import Progress
+        from megafp8.checkpoint.progress import Progress
         from megafp8.training.step import train_step
 
         run, batch = self.run, size * num_microbatches * self.run.place.data_size

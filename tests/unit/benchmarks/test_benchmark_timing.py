@@ -13,7 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from benchmarks import timing  # noqa: E402
+from benchmarks import timing
 
 
 def test_sides_take_turns_in_changing_order() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from benchmarks import (  # noqa: E402
+from benchmarks import (
     checkpoints,
     data_loading,
     engine_overhead,

@@ -11,8 +11,8 @@ from test_benchmarks_run import result_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from benchmarks import delayed_start, stdlib_text  # noqa: E402
-from benchmarks.delayed_start import BASELINE, CALIBRATED, STARTS, TE, Start  # noqa: E402
+from benchmarks import delayed_start, stdlib_text
+from benchmarks.delayed_start import BASELINE, CALIBRATED, STARTS, TE, Start
 
 SMALL = (
     "--hidden-size 64 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 --attention-dropout 0 "

@@ -11,10 +11,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from benchmarks import gpu_attention, gpu_gemm  # noqa: E402
-from benchmarks.gpu_attention import Inputs, Shape, row_of, shape_of  # noqa: E402
-from benchmarks.gpu_gemm import model_of  # noqa: E402
-from megafp8.planning.hardware import GPUS  # noqa: E402
+from benchmarks import gpu_attention, gpu_gemm
+from benchmarks.gpu_attention import Inputs, Shape, row_of, shape_of
+from benchmarks.gpu_gemm import model_of
+from megafp8.device.gpus import GPUS
 
 SMALL = Shape("small", 16, 2, 4, 2, 8)
 

@@ -9,11 +9,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from benchmarks import gpu_gemm  # noqa: E402
-from benchmarks.gpu_gemm import Cast, model_of  # noqa: E402
-from megafp8.errors import ConfigError  # noqa: E402
-from megafp8.planning.hardware import GPUS  # noqa: E402
-from megafp8.planning.products import OUTPUT_LAYER, Product  # noqa: E402
+from benchmarks import gpu_gemm
+from benchmarks.gpu_gemm import Cast, model_of
+from megafp8.device.gpus import GPUS
+from megafp8.errors import ConfigError
+from megafp8.planning.planned_run import OUTPUT_LAYER, Product
 
 FLAGS = (
     "--model-preset llama3-8b --seq-length 4096 --micro-batch-size 2 --global-batch-size 4 "

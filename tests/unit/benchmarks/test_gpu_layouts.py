@@ -12,10 +12,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from benchmarks import gpu_layouts  # noqa: E402
-from benchmarks.gpu_layouts import LAYOUTS, Row, Task, mode_text, place, table  # noqa: E402
-from benchmarks.gpu_train import MODES, SHAPES  # noqa: E402
-from megafp8.config import flags, rules  # noqa: E402
+from benchmarks import gpu_layouts
+from benchmarks.gpu_layouts import LAYOUTS, Row, Task, mode_text, place, table
+from benchmarks.gpu_train import MODES, SHAPES
+from megafp8.config import flags as config_flags
+from megafp8.config import rules
 
 HUNG_S = 240
 
@@ -39,8 +40,10 @@ def test_small_layouts_run_side_by_side() -> None:
 @pytest.mark.parametrize("mode", gpu_layouts.MODES)
 def test_every_mode_is_legal_under_every_layout(name: str, mode: str) -> None:
     recipe, _, extra = mode_text(Task(name, mode)).partition(" ")
-    config = flags.parse(f"{SHAPES['B']} --bf16 --mock-data --tokenizer-type NullTokenizer --train-iters 9 --lr 1e-4 "
-                         f"{MODES[recipe]} {extra}".split()).config
+    config = config_flags.parse(
+        f"{SHAPES['B']} --bf16 --mock-data --tokenizer-type NullTokenizer --train-iters 9 --lr 1e-4 "
+        f"{MODES[recipe]} {extra}".split()
+    ).config
     assert rules.setting_problems(config, LAYOUTS[name].num_gpus) == []
 
 

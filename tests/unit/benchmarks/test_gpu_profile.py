@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from benchmarks.gpu_profile import Kernel, Profile, group_of  # noqa: E402
+from benchmarks.gpu_profile import Kernel, Profile, group_of
 
 
 @pytest.mark.parametrize(

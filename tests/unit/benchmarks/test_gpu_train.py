@@ -10,8 +10,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from benchmarks import gpu_steps, gpu_train  # noqa: E402
-from megafp8.config import derived, flags, rules, size  # noqa: E402
+from benchmarks import gpu_steps, gpu_train
+from megafp8.config import derived, flags, model_shapes, rules
 
 
 def process(mode: str, number: int, step_ms: float) -> gpu_train.Process:
@@ -42,7 +42,7 @@ def test_command_lines_are_right(shape: str, parameters: int, mode: str) -> None
     options = gpu_train.parse(["--shape", shape])
     config = flags.parse(gpu_train.command_of(options, mode, "run")[1:]).config
     assert rules.setting_problems(config, 1) == []
-    assert size.count_parameters(config.model, 50_304).total == parameters
+    assert model_shapes.count_parameters(config.model, 50_304).total == parameters
     assert (derived.quantization_recipe(config.precision) is None) == (mode == "bf16")
 
 

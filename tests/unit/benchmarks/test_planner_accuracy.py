@@ -10,10 +10,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from benchmarks import planner_accuracy, planner_fit, planner_published  # noqa: E402
-from benchmarks.planner_measurements import FIT, GROUPS, HELD_OUT, MEASUREMENTS, SMALL_LINEARS  # noqa: E402
-from megafp8.config import rules  # noqa: E402
-from megafp8.planning.calibration import CALIBRATION  # noqa: E402
+from benchmarks import planner_accuracy, planner_fit, planner_published
+from benchmarks.planner_measurements import FIT, GROUPS, HELD_OUT, MEASUREMENTS, SMALL_LINEARS
+from megafp8.config import rules
+from megafp8.planning.planned_run import CALIBRATION
 
 OUTSIDE_THE_TIME_BAR = {"mcore B delayed TP 4", "megafp8 B bf16 TP 2, DP 2", "megafp8 B bf16 TP 4"}
 """docs/planning.md says why."""
@@ -37,9 +37,7 @@ def test_recipes_are_predicted_in_the_published_order(published) -> None:
     """Of rows that differ in recipe alone."""
     compared = set()
     for rows in planner_published.groups():
-        speeds = {
-            row: published[row].layouts[0].step.tokens_per_s_per_gpu for row in rows if published[row].layouts
-        }
+        speeds = {row: published[row].layouts[0].step.tokens_per_s_per_gpu for row in rows if published[row].layouts}
         by_speed = sorted(speeds, key=speeds.__getitem__)
         assert by_speed == sorted(speeds, key=lambda row: row.tokens_per_s), rows
         compared |= {(slow.recipe, fast.recipe) for slow, fast in itertools.combinations(by_speed, 2)}

@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from benchmarks import preprocess  # noqa: E402
+from benchmarks import preprocess
 
 SMALL = "--megabytes 1 --sample-megabytes 1 --vocab-size 2000 --rounds 1 --workers 2"
 

@@ -7,7 +7,7 @@ from math import prod
 import pytest
 import torch
 
-from megafp8.checkpoint.optimizer_parts import Box, boxes
+from megafp8.checkpoint.optimizer_state import Box, boxes
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (4, 5), (3, 1, 4), (2, 3, 4), (1, 6)])

@@ -11,10 +11,10 @@ import pytest
 from ranks import run_ranks
 from saved_run import STEP, build_initial, configure
 
-from megafp8.checkpoint.fingerprint import fingerprint
-from megafp8.checkpoint.folder import checkpoint_path
+from megafp8.checkpoint.directory import checkpoint_path
+from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import save_checkpoint
-from megafp8.checkpoint.state import Progress
+from megafp8.checkpoint.standalone import fingerprint
 from megafp8.config.schema import RunConfig
 
 FLAGS = (

@@ -18,8 +18,8 @@ from megafp8.checkpoint.manifest import (
     share,
     write_manifest,
 )
-from megafp8.data.atomic import file_sha256
 from megafp8.errors import CheckpointError
+from megafp8.utils.files import file_sha256
 
 FILES = {"__0_0.distcp": b"tensors of rank 0" * 40, "__1_0.distcp": b"tensors of rank 1" * 40, ".metadata": b"places"}
 

@@ -23,11 +23,11 @@ from saved_run import STEP, build_initial, configure, save_initial
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from megafp8.checkpoint import save
-from megafp8.checkpoint.folder import find_checkpoint, saved_steps
+from megafp8.checkpoint.directory import find_checkpoint, saved_steps
 from megafp8.checkpoint.load import load_weights
-from megafp8.checkpoint.plain_save import Source, save_weights
-from megafp8.checkpoint.reading import read_config
-from megafp8.checkpoint.safe_load import METADATA, MetadataUnpickler, SafeReader
+from megafp8.checkpoint.metadata import read_config
+from megafp8.checkpoint.serialization import METADATA, MetadataUnpickler, SafeReader
+from megafp8.checkpoint.standalone import LazyTensor, save_weights
 from megafp8.errors import CheckpointError
 
 FLAGS = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 64 --transformer-impl local"
@@ -142,15 +142,15 @@ def test_a_save_whose_metadata_cannot_be_read_fails(tmp_path: Path, newer_python
 
 
 def test_weights_whose_metadata_cannot_be_read_are_not_saved(tmp_path: Path, newer_python: None) -> None:
-    source = Source((2, 2), torch.float32, lambda: torch.ones(2, 2))
+    source = LazyTensor((2, 2), torch.float32, lambda: torch.ones(2, 2))
     with pytest.raises(CheckpointError, match=REFUSED):
         save_weights(tmp_path, configure(FLAGS), {"decoder.final_layernorm.weight": source})
     assert saved_steps(tmp_path) == []
 
 
 def test_a_save_whose_plain_values_cannot_be_read_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = save.whole_state
-    monkeypatch.setattr(save, "whole_state", lambda *args: plain(*args) | {"step": Fraction(1)})
+    plain = save.complete_state
+    monkeypatch.setattr(save, "complete_state", lambda *args: plain(*args) | {"step": Fraction(1)})
     with pytest.raises(RankFailed, match="(?s)cannot be read back.*fractions.Fraction"):
         save_initial(tmp_path, configure(FLAGS))
     assert list(tmp_path.iterdir()) == []

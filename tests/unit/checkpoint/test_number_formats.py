@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.checkpoint import number_formats
-from megafp8.checkpoint.number_formats import check_same_formats
+from megafp8.checkpoint import compatibility
+from megafp8.checkpoint.compatibility import check_same_formats
 from megafp8.config import flags
 from megafp8.config.schema import RunConfig
 from megafp8.errors import CheckpointError
@@ -25,7 +25,7 @@ def config_of(text: str) -> RunConfig:
 
 
 def checked(before: str, now: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    monkeypatch.setattr(number_formats, "read_config", lambda path: config_of(before))
+    monkeypatch.setattr(compatibility, "read_config", lambda path: config_of(before))
     return check_same_formats(Path("iter_0000007"), config_of(now))
 
 
@@ -41,13 +41,17 @@ def checked(before: str, now: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str
         (NVFP4, f"{NVFP4} --no-fp4-stochastic-rounding", "precision.fp4_stochastic_rounding: True -> False"),
         ("", "--bf16", "precision.bf16: False -> True"),
         (
-            MAPPED, f"{MAPPED} --precision layers.1.*:wgrad=bf16",
+            MAPPED,
+            f"{MAPPED} --precision layers.1.*:wgrad=bf16",
             "precision of layers.1.linear_qkv, layers.1.linear_proj, layers.1.linear_fc1: tensorwise hybrid -> fprop "
             "tensorwise hybrid, dgrad tensorwise hybrid, wgrad high precision",
         ),
         (f"{TENSORWISE} --num-layers 2", MAPPED, "layers.1.linear_fc2: tensorwise hybrid -> mxfp8 hybrid"),
-        (f"{MAPPED} --precision output_layer=delayed", f"{MAPPED} --precision output_layer=delayed --fp8-margin 1",
-         "precision.fp8_margin: 0 -> 1"),
+        (
+            f"{MAPPED} --precision output_layer=delayed",
+            f"{MAPPED} --precision output_layer=delayed --fp8-margin 1",
+            "precision.fp8_margin: 0 -> 1",
+        ),
         (TENSORWISE, f"{TENSORWISE} --fp8-schedule bf16:9,fp8", "precision.fp8_schedule: None -> bf16:9,fp8"),
     ],
 )

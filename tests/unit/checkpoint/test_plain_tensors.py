@@ -11,29 +11,35 @@ import torch
 from saved_run import configure
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
-from megafp8.checkpoint.folder import COMPLETE
-from megafp8.checkpoint.hashing_writer import FILES_PER_RANK
+from megafp8.checkpoint.directory import COMPLETE
 from megafp8.checkpoint.manifest import damage_seen
-from megafp8.checkpoint.plain_save import Source, save_weights
-from megafp8.checkpoint.plain_tensors import Place, PlainTensors, load_matching, places_of
+from megafp8.checkpoint.standalone import (
+    LazyTensor,
+    PlainTensors,
+    TensorLocation,
+    load_matching,
+    places_of,
+    save_weights,
+)
+from megafp8.checkpoint.writer import FILES_PER_RANK
 from megafp8.errors import CheckpointError
 
 FLAGS = "--num-layers 3 --hidden-size 4 --num-attention-heads 1 --vocab-size 7"
 
 
 def test_stacked_layers_get_their_numbers() -> None:
-    def places(key: str, shape: tuple[int, ...]) -> dict[str, Place]:
+    def places(key: str, shape: tuple[int, ...]) -> dict[str, TensorLocation]:
         kind = TensorStorageMetadata(TensorProperties(dtype=torch.bfloat16), torch.Size(shape), [])
         return dict(places_of(key, kind))
 
     for prefix in ("", "optimizer.state.exp_avg."):
         key = prefix + "decoder.layers.mlp.linear_fc1.weight"
         assert places(key, (2, 8, 4)) == {
-            f"{prefix}decoder.layers.{layer}.mlp.linear_fc1.weight": Place(key, layer, (8, 4), torch.bfloat16)
+            f"{prefix}decoder.layers.{layer}.mlp.linear_fc1.weight": TensorLocation(key, layer, (8, 4), torch.bfloat16)
             for layer in (0, 1)
         }
     for key in ("embedding.word_embeddings.weight", "decoder.layers.1.mlp.linear_fc2.weight"):
-        assert places(key, (8, 4)) == {key: Place(key, None, (8, 4), torch.bfloat16)}
+        assert places(key, (8, 4)) == {key: TensorLocation(key, None, (8, 4), torch.bfloat16)}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +54,7 @@ def weights() -> dict[str, torch.Tensor]:
 @pytest.fixture
 def saved(weights: dict[str, torch.Tensor], tmp_path: Path) -> Path:
     sources = {
-        name: Source(tuple(value.shape), value.dtype, partial(weights.get, name)) for name, value in weights.items()
+        name: LazyTensor(tuple(value.shape), value.dtype, partial(weights.get, name)) for name, value in weights.items()
     }
     return save_weights(tmp_path / "run", configure(FLAGS), sources)
 
@@ -73,14 +79,16 @@ def test_one_tensor_is_made_at_a_time_by_each_writer(weights: dict[str, torch.Te
         alive.add(tensor)
         return tensor
 
-    sources = {name: Source(tuple(value.shape), value.dtype, partial(make, name)) for name, value in weights.items()}
+    sources = {
+        name: LazyTensor(tuple(value.shape), value.dtype, partial(make, name)) for name, value in weights.items()
+    }
     save_weights(tmp_path / "run", configure(FLAGS), sources)
     assert most <= 2 * FILES_PER_RANK < len(weights)
 
 
 def test_a_source_that_gives_something_else(weights: dict[str, torch.Tensor], tmp_path: Path) -> None:
     name = "embedding.word_embeddings.weight"
-    sources = {name: Source((8, 5), torch.bfloat16, lambda: weights[name])}
+    sources = {name: LazyTensor((8, 5), torch.bfloat16, lambda: weights[name])}
     with pytest.raises(CheckpointError, match="was made as"):
         save_weights(tmp_path / "run", configure(FLAGS), sources)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megafp8.checkpoint.remainders import joined, split
+from megafp8.checkpoint.optimizer_state import joined, split
 
 
 def test_split_weights_are_joined_again_bit_by_bit() -> None:

@@ -11,10 +11,10 @@ from megatron.core.utils import unwrap_model
 from ranks import run_ranks
 from saved_run import build_initial, configure, save_initial
 
-from megafp8.checkpoint.folder import find_checkpoint
+from megafp8.checkpoint.compatibility import LENIENT, check_keys
+from megafp8.checkpoint.directory import find_checkpoint
 from megafp8.checkpoint.load import load_checkpoint
-from megafp8.checkpoint.state import Trainee
-from megafp8.checkpoint.strictness import LENIENT, check_keys
+from megafp8.checkpoint.progress import Trainee
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import settings_by_name, with_values
 from megafp8.errors import CheckpointError

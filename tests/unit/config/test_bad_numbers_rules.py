@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megafp8.config import flags
-from megafp8.config.rules import bad_numbers
+from megafp8.config.rules import training
 
 SKIP = "--spike-policy skip --max-skipped-steps 2"
 BACK = "--spike-policy rollback --save runs/a --save-interval 10"
@@ -13,7 +13,7 @@ BACK = "--spike-policy rollback --save runs/a --save-interval 10"
 
 def problems(text: str) -> list[str]:
     config = flags.parse(text.split()).config
-    return [problem for rule in bad_numbers.RULES for problem in rule(config, 2)]
+    return [problem for rule in training.BAD_STEP_RULES for problem in rule(config, 2)]
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,9 @@ def test_heads():
     model = config_of(model__hidden_size=64, model__num_attention_heads=4, model__num_query_groups=2).model
     assert derived.num_query_groups(model) == 4  # not grouped without the switch
     grouped = config_of(
-        model__hidden_size=64, model__num_attention_heads=4, model__num_query_groups=2,
+        model__hidden_size=64,
+        model__num_attention_heads=4,
+        model__num_query_groups=2,
         model__group_query_attention=True,
     ).model
     assert (derived.num_query_groups(grouped), derived.kv_projection_size(grouped)) == (2, 32)
@@ -80,10 +82,13 @@ def test_heads():
         ({"model__make_vocab_size_divisible_by": 1, "precision__fp8_format": "e4m3"}, 257, 272),
         (
             {
-                "model__make_vocab_size_divisible_by": 3, "precision__fp8_format": "e4m3",
-                "precision__fp8_recipe": "mxfp8", "parallel__tensor_model_parallel_size": 2,
+                "model__make_vocab_size_divisible_by": 3,
+                "precision__fp8_format": "e4m3",
+                "precision__fp8_recipe": "mxfp8",
+                "parallel__tensor_model_parallel_size": 2,
             },
-            100, 192,
+            100,
+            192,
         ),
     ],
 )
@@ -102,7 +107,9 @@ def test_dimensions_are_multiples_of_what_the_strictest_recipe_needs():
 
 def test_schedule_in_steps():
     config = config_of(
-        training__train_iters=100, training__global_batch_size=8, optimizer__lr_warmup_iters=10,
+        training__train_iters=100,
+        training__global_batch_size=8,
+        optimizer__lr_warmup_iters=10,
         optimizer__lr_wsd_decay_iters=20,
     )
     assert derived.train_samples(config, 1) == 800
@@ -117,7 +124,9 @@ def test_schedule_in_steps():
 
 def test_schedule_in_samples():
     config = config_of(
-        training__train_samples=805, training__global_batch_size=8, optimizer__lr_warmup_samples=13,
+        training__train_samples=805,
+        training__global_batch_size=8,
+        optimizer__lr_warmup_samples=13,
         optimizer__lr_wsd_decay_samples=100,
     )
     assert derived.train_iters(config, 1) == 100
@@ -144,7 +153,10 @@ def test_split():
 @pytest.mark.parametrize(
     ("text", "shares"),
     [
-        ("969,30,1", (969, 30, 1)), ("1", (1,)), ("99,1", (99, 1)), ("0.9,.1,0", (0.9, 0.1, 0)),
+        ("969,30,1", (969, 30, 1)),
+        ("1", (1,)),
+        ("99,1", (99, 1)),
+        ("0.9,.1,0", (0.9, 0.1, 0)),
         ("'99,1,0'", (99, 1, 0)),
     ],
 )

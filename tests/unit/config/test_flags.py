@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from megafp8.config import flags, serialize
+from megafp8.config import flags, settings
 from megafp8.config.flags import parse
-from megafp8.config.presets import PRESETS
+from megafp8.config.model_shapes import PRESETS
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import all_settings, value_of, with_values
 from megafp8.errors import ConfigError
@@ -80,9 +80,31 @@ def test_a_boolean_with_three_states():
 
 def test_all_problems_come_at_once():
     found = problems_of(
-        "stray", "--hiden-size", "3", "--lr", "--min-lr", "abc", "--num-layers", "1.5", "--bf16", "yes", "--clip-grad",
-        "nan", "--position-embedding-type", "foo", "--hidden-size", "1", "2", "--num-experts", "8", "--world-size", "0",
-        "--model-preset", "huge", "--config", "/nowhere.json",
+        "stray",
+        "--hiden-size",
+        "3",
+        "--lr",
+        "--min-lr",
+        "abc",
+        "--num-layers",
+        "1.5",
+        "--bf16",
+        "yes",
+        "--clip-grad",
+        "nan",
+        "--position-embedding-type",
+        "foo",
+        "--hidden-size",
+        "1",
+        "2",
+        "--num-experts",
+        "8",
+        "--world-size",
+        "0",
+        "--model-preset",
+        "huge",
+        "--config",
+        "/nowhere.json",
     )
     expected = [
         "'stray' belongs to no flag",
@@ -124,7 +146,7 @@ def test_flags_win_over_file_over_preset_over_default(tmp_path):
 
 def test_a_preset_on_the_command_line_replaces_the_files_model(tmp_path):
     file = tmp_path / "run.json"
-    file.write_text(serialize.to_json(parse(["--model-preset", "llama3-8b", "--lr", "0.5"]).config))
+    file.write_text(settings.to_json(parse(["--model-preset", "llama3-8b", "--lr", "0.5"]).config))
     invocation = parse(["--config", str(file), "--model-preset", "gpt2-124m", "--num-layers", "3"])
     alone = parse(["--model-preset", "gpt2-124m", "--num-layers", "3", "--lr", "0.5"])
     assert invocation.config == alone.config
@@ -154,7 +176,10 @@ def test_options_that_are_no_settings():
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_configuration_can_be_spelled_as_flags(preset):
     changes = {
-        "optimizer.min_lr": 1e-5, "data.data_path": ("1", "a"), "precision.fp8_wgrad": False, "overrides": ("ddp.a=1",)
+        "optimizer.min_lr": 1e-5,
+        "data.data_path": ("1", "a"),
+        "precision.fp8_wgrad": False,
+        "overrides": ("ddp.a=1",),
     }
     config = with_values(parse(["--model-preset", preset]).config, changes)
     assert parse(flags.to_argv(config)).config == config

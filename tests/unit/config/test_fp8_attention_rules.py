@@ -2,9 +2,9 @@
 
 import pytest
 
-from megafp8.checkpoint.number_formats import number_formats
+from megafp8.checkpoint.compatibility import number_formats
 from megafp8.config import flags
-from megafp8.config.rules import fp8_attention, precision
+from megafp8.config.rules import precision, precision_map
 from megafp8.device.capability import TARGETS, problems
 
 ASKED = "--bf16 --attention-dropout 0 --fp8-format hybrid --fp8-dot-product-attention"
@@ -13,7 +13,7 @@ MODEL = "--transformer-impl transformer_engine --hidden-size 1024 --num-attentio
 
 def found(text: str) -> list[str]:
     config = flags.parse(text.split()).config
-    return [problem for rule in (*fp8_attention.RULES, *precision.RULES) for problem in rule(config, 2)]
+    return [problem for rule in (*precision_map.FP8_ATTENTION_RULES, *precision.RULES) for problem in rule(config, 2)]
 
 
 @pytest.mark.parametrize(

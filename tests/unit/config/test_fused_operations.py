@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megafp8.config.presets import PRESETS
+from megafp8.config.model_shapes import PRESETS
 from megafp8.config.rules import notices
 from megafp8.config.rules.precision import (
     casts_by_amax,
@@ -94,9 +94,7 @@ def test_swiglu_takes_128_tokens_and_channels_at_a_time(
     tiny = PRESETS["tiny"] | {"model.ffn_hidden_size": 384, "training.micro_batch_size": 2} | sizes
     config = with_values(RunConfig(), recipe | tiny)
     assert quantizes_in_swiglu(config) == (made is None)
-    found = list(
-        swiglu_fusion_has_what_it_fuses(with_values(config, {"precision.swiglu_quantize_fusion": True}), 1)
-    )
+    found = list(swiglu_fusion_has_what_it_fuses(with_values(config, {"precision.swiglu_quantize_fusion": True}), 1))
     assert len(found) == (made is not None) and all(f"a rank's SwiGLU makes {made}" in problem for problem in found)
 
 

@@ -1,15 +1,16 @@
 """GEMM dimensions after splitting, and what mends those that an FP8 recipe cannot take."""
 
-from megafp8.config.gemms import GemmDimensions, gemm_dimensions, misfits
-from megafp8.config.presets import PRESETS
+from megafp8.config.model_shapes import PRESETS, GemmDimensions, gemm_dimensions, misfits
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 
 
 def config_of(preset="llama3-8b", **changes):
     values = {
-        "data.seq_length": 8192, "training.micro_batch_size": 1,
-        "precision.fp8_format": "hybrid", "precision.fp8_recipe": "tensorwise",
+        "data.seq_length": 8192,
+        "training.micro_batch_size": 1,
+        "precision.fp8_format": "hybrid",
+        "precision.fp8_recipe": "tensorwise",
     }
     names = {name.replace("__", "."): value for name, value in changes.items()}
     return with_values(RunConfig(), PRESETS[preset] | values | names)
@@ -31,8 +32,12 @@ def test_good_shapes_have_no_misfit():
 
 
 def test_each_misfit_names_the_padding_that_mends_it():
-    changes = {"model__hidden_size": 4088, "model__kv_channels": 4, "model__ffn_hidden_size": 14_328,
-               "data__seq_length": 8190}
+    changes = {
+        "model__hidden_size": 4088,
+        "model__kv_channels": 4,
+        "model__ffn_hidden_size": 14_328,
+        "data__seq_length": 8190,
+    }
     found = list(misfits(config_of(**changes, precision__fp8_recipe="mxfp8", model__num_query_groups=1)))
     mends = ["--hidden-size 4096", "--kv-channels 32", "--ffn-hidden-size 14336", "--seq-length 8192"]
     assert len(found) == len(mends)
@@ -53,7 +58,9 @@ def test_rows_can_be_mended_by_sequence_or_batch():
 
 def test_sequence_shards_must_fit_too():
     config = config_of(
-        data__seq_length=64, parallel__tensor_model_parallel_size=4, parallel__sequence_parallel=True,
+        data__seq_length=64,
+        parallel__tensor_model_parallel_size=4,
+        parallel__sequence_parallel=True,
         parallel__context_parallel_size=2,
     )
     (problem,) = misfits(config)

@@ -7,7 +7,7 @@ from typing import Optional
 import pytest
 
 from megafp8.config import flags
-from megafp8.config.rules import graphs, notices
+from megafp8.config.rules import notices, recompute
 from megafp8.device import capability
 
 BASE = "--attention-dropout 0 --hidden-dropout 0 --use-distributed-optimizer"
@@ -16,7 +16,7 @@ ASKED = f"--cuda-graph-impl local {BASE}"
 
 def problems(text: str) -> list[str]:
     config = flags.parse(text.split()).config
-    return [problem for rule in graphs.RULES for problem in rule(config, 2)]
+    return [problem for rule in recompute.CUDA_GRAPH_RULES for problem in rule(config, 2)]
 
 
 @pytest.mark.parametrize(

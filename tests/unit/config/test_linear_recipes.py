@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from megafp8.config.linear_recipes import build_recipe
+from megafp8.config.precision_map import build_recipe
 from megafp8.config.schema import PrecisionConfig
 from megafp8.errors import ConfigError
 from megafp8.recipes import registry
@@ -28,9 +28,7 @@ def test_tensorwise_formats(fp8_format: str, backward: object) -> None:
 
 
 def test_tensorwise_options() -> None:
-    precision = PrecisionConfig(
-        fp8_format="hybrid", fp8_recipe="tensorwise", fp8_power_2_scale=True, fp8_wgrad=False
-    )
+    precision = PrecisionConfig(fp8_format="hybrid", fp8_recipe="tensorwise", fp8_power_2_scale=True, fp8_wgrad=False)
     recipe = build_recipe(precision)
     assert recipe.rule(Operand.INPUT, Gemm.FPROP).scale_rule is ScaleRule.POWER_OF_TWO
     assert [recipe.is_quantized(gemm) for gemm in Gemm] == [True, True, False]
@@ -76,9 +74,7 @@ def test_nvfp4() -> None:
         assert (rule.block == (16, 16)) == (operand is Operand.WEIGHT)
     assert recipe.is_stochastic
     plain = build_recipe(
-        PrecisionConfig(
-            fp4_format="e2m1", fp4_hadamard=False, fp4_stochastic_rounding=False, fp4_2d_weights=False
-        )
+        PrecisionConfig(fp4_format="e2m1", fp4_hadamard=False, fp4_stochastic_rounding=False, fp4_2d_weights=False)
     )
     assert not any(rule.is_transformed or rule.is_stochastic for *_, rule in plain.rules)
     assert plain.rule(Operand.WEIGHT, Gemm.DGRAD).block == (16, 1)
@@ -86,9 +82,7 @@ def test_nvfp4() -> None:
 
 def test_blockwise_scales() -> None:
     for asked, scale_rule in ((False, ScaleRule.POWER_OF_TWO), (True, ScaleRule.FP32)):
-        precision = PrecisionConfig(
-            fp8_format="e4m3", fp8_recipe="blockwise", fp8_block_scaling_fp32_scales=asked
-        )
+        precision = PrecisionConfig(fp8_format="e4m3", fp8_recipe="blockwise", fp8_block_scaling_fp32_scales=asked)
         assert {rule.scale_rule for *_, rule in build_recipe(precision).rules} == {scale_rule}
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from megafp8.config import flags, precision_map, rules
-from megafp8.config.fp8_schedule import Stretch, is_quantized_at, parse_schedule
-from megafp8.config.precision_map import Choice, LinearChoice, parse_entry, resolve
+from megafp8.config.precision_map import GemmChoice, LinearChoice, parse_entry, resolve
+from megafp8.config.precision_options import Stretch, is_quantized_at, parse_schedule
 from megafp8.config.schema import ModelConfig, PrecisionConfig
-from megafp8.config.serialize import from_json, to_json
+from megafp8.config.settings import from_json, to_json
 from megafp8.errors import ConfigError
 
-TENSORWISE, BLOCKWISE, HIGH = Choice("tensorwise", "hybrid"), Choice("blockwise", "e4m3"), Choice()
+TENSORWISE, BLOCKWISE, HIGH = GemmChoice("tensorwise", "hybrid"), GemmChoice("blockwise", "e4m3"), GemmChoice()
 BASE = {"bf16": True, "fp8_format": "hybrid", "fp8_recipe": "tensorwise"}
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "precision_map.yaml"
 RUN = (
@@ -88,7 +88,7 @@ def test_the_map_of_the_documents() -> None:
         "layers.20.linear_qkv": (TENSORWISE, HIGH, HIGH),
         "layers.22.linear_fc2": (BLOCKWISE, HIGH, HIGH),
         "layers.23.linear_proj": (HIGH,) * 3,
-        "output_layer": (Choice("mxfp8", "e4m3"),) * 3,
+        "output_layer": (GemmChoice("mxfp8", "e4m3"),) * 3,
     }
     assert {name: tuple(chosen[name]) for name in expected} == expected
 
@@ -257,9 +257,7 @@ def test_the_example_is_a_map_for_the_model_that_it_names() -> None:
 
 
 def test_a_schedule_has_stretches() -> None:
-    assert parse_schedule("bf16:100,fp8:900,bf16") == (
-        Stretch("bf16", 100), Stretch("fp8", 900), Stretch("bf16", None)
-    )
+    assert parse_schedule("bf16:100,fp8:900,bf16") == (Stretch("bf16", 100), Stretch("fp8", 900), Stretch("bf16", None))
     precision = PrecisionConfig(fp8_schedule="bf16:100,fp8:900,bf16")
     quantized = [step for step in range(1, 2000) if is_quantized_at(precision, step)]
     assert quantized == list(range(101, 901))

@@ -56,7 +56,7 @@ OURS = frozenset(build_parser()._option_string_actions)
 @pytest.mark.parametrize("name", FLAGS_IN_USE.split())
 def test_every_flag_in_use_has_a_place(name):
     flag = f"--{name}"
-    assert flag in OURS or flag in REPLACED or megatron_flags.judge(flag, ()) is not None
+    assert flag in OURS or flag in REPLACED or megatron_flags.classify(flag, ()) is not None
 
 
 def _flags(groups):
@@ -74,7 +74,7 @@ def test_no_flag_has_two_places():
 def test_refused_flags_give_a_reason_and_name_flags_that_exist():
     not_ours = {"--max-restarts"}
     for flag in [*_flags(_REFUSED_GROUPS), *_OVERRIDABLE]:
-        verdict = megatron_flags.judge(flag, ())
+        verdict = megatron_flags.classify(flag, ())
         assert not verdict.accepted
         assert verdict.text.startswith(f"{flag}: ")
         reason = verdict.text.removeprefix(f"{flag}: ")
@@ -86,15 +86,15 @@ def test_harmless_values_belong_to_refused_flags():
     for flag, values in _HARMLESS_VALUES.items():
         assert megatron_flags.refusal(flag), flag
         for value in values:
-            assert megatron_flags.judge(flag, [value]).accepted
-        assert not megatron_flags.judge(flag, ["another"]).accepted
+            assert megatron_flags.classify(flag, [value]).accepted
+        assert not megatron_flags.classify(flag, ["another"]).accepted
 
 
 def test_accepted_flags_are_accepted_with_a_notice_and_check_their_arity():
     for flags, arity, _ in _ACCEPTED_GROUPS:
         for flag in flags.split():
-            assert megatron_flags.judge(flag, ["1"] * arity).accepted
-            assert not megatron_flags.judge(flag, ["1"] * (arity + 1)).accepted
+            assert megatron_flags.classify(flag, ["1"] * arity).accepted
+            assert not megatron_flags.classify(flag, ["1"] * (arity + 1)).accepted
 
 
 def test_replacements_are_read_as_todays_spelling():
@@ -110,7 +110,8 @@ def test_overridable_fields_are_megatron_cores():
     config_module = pytest.importorskip("megatron.core.transformer.transformer_config")
     ddp_module = pytest.importorskip("megatron.core.distributed.distributed_data_parallel_config")
     classes = {
-        "transformer": config_module.TransformerConfig, "ddp": ddp_module.DistributedDataParallelConfig,
+        "transformer": config_module.TransformerConfig,
+        "ddp": ddp_module.DistributedDataParallelConfig,
     }
     for target in _OVERRIDABLE.values():
         section, field = target.split("=")[0].split(".")

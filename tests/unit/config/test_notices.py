@@ -15,14 +15,16 @@ CASES = (
     ({"parallel.sequence_parallel": True}, "emulated", "--sequence-parallel"),
     ({"data.tiktoken_pattern": "v2", "data.tokenizer_type": "NullTokenizer"}, "emulated", "--tiktoken-pattern v2"),
     (
-        {"data.tiktoken_num_special_tokens": 9, "data.tokenizer_type": "NullTokenizer"}, "emulated",
+        {"data.tiktoken_num_special_tokens": 9, "data.tokenizer_type": "NullTokenizer"},
+        "emulated",
         "--tiktoken-num-special-tokens 9",
     ),
     ({"parallel.cp_comm_type": "a2a", "parallel.context_parallel_size": 2}, "emulated", "--cp-comm-type a2a"),
     ({"data.mock_data": True, "data.split": "99,1,0"}, "emulated", "--split 99,1,0"),
     ({"optimizer.initial_loss_scale": 65536.0, "precision.bf16": True}, "emulated", "--initial-loss-scale 65536"),
     (
-        {"optimizer.loss_scale": 8.0, "optimizer.hysteresis": 1, "precision.fp16": True}, "emulated",
+        {"optimizer.loss_scale": 8.0, "optimizer.hysteresis": 1, "precision.fp16": True},
+        "emulated",
         "--hysteresis 1: --loss-scale 8 is fixed",
     ),
 )
@@ -115,10 +117,10 @@ def test_a_warmup_beyond_the_schedule_is_refused() -> None:
 
 
 def test_none_takes_back_what_a_file_gives(tmp_path) -> None:
-    from megafp8.config import flags, serialize
+    from megafp8.config import flags, settings
 
     config = with_values(RunConfig(), {"precision.fp8_format": "hybrid", "training.exit_interval": 5})
     path = tmp_path / "config.json"
-    path.write_text(serialize.to_json(config), encoding="utf-8")
+    path.write_text(settings.to_json(config), encoding="utf-8")
     taken_back = flags.parse(["--config", str(path), "--fp8-format", "none", "--exit-interval", "none"]).config
     assert taken_back == dataclasses.replace(RunConfig())

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megafp8.config import serialize
+from megafp8.config import settings
 from megafp8.config.flags import parse, to_argv
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import all_settings, with_values
@@ -22,14 +22,14 @@ CHANGED = {
 
 def test_round_trip():
     config = with_values(RunConfig(), CHANGED)
-    again = serialize.from_json(serialize.to_json(config))
+    again = settings.from_json(settings.to_json(config))
     assert again == config
     assert isinstance(again.data.data_path, tuple)
-    assert serialize.from_json("{}") == RunConfig()
+    assert settings.from_json("{}") == RunConfig()
 
 
 def test_the_file_holds_every_setting():
-    tree = json.loads(serialize.to_json(RunConfig()))
+    tree = json.loads(settings.to_json(RunConfig()))
     for setting in all_settings():
         holder = tree[setting.section] if setting.section else tree
         assert setting.field in holder
@@ -37,23 +37,23 @@ def test_the_file_holds_every_setting():
 
 def test_hash_depends_on_settings_only():
     config = with_values(RunConfig(), CHANGED)
-    assert serialize.stable_hash(config) == serialize.stable_hash(serialize.from_json(serialize.to_json(config)))
-    assert serialize.stable_hash(config) != serialize.stable_hash(RunConfig())
+    assert settings.stable_hash(config) == settings.stable_hash(settings.from_json(settings.to_json(config)))
+    assert settings.stable_hash(config) != settings.stable_hash(RunConfig())
     # One value, spelled as int and as float.
     as_int, as_float = (with_values(config, {"optimizer.clip_grad": value}) for value in (1, 1.0))
-    assert serialize.stable_hash(as_int) == serialize.stable_hash(as_float)
-    assert len(serialize.stable_hash(config)) == 64
+    assert settings.stable_hash(as_int) == settings.stable_hash(as_float)
+    assert len(settings.stable_hash(config)) == 64
 
 
 def test_diff_is_one_line_per_setting():
     before = parse(["--num-layers", "12"]).config
     after = parse(["--num-layers", "24", "--data-path", "a", "--disable-bias-linear"]).config
-    assert serialize.diff(before, after) == [
+    assert settings.diff(before, after) == [
         "model.num_layers: 12 -> 24",
         "model.add_bias_linear: true -> false",
         'data.data_path: [] -> ["a"]',
     ]
-    assert serialize.diff(before, before) == []
+    assert settings.diff(before, before) == []
 
 
 def test_all_faults_of_a_file_come_at_once():
@@ -67,7 +67,7 @@ def test_all_faults_of_a_file_come_at_once():
         }
     )
     with pytest.raises(ConfigError) as caught:
-        serialize.from_json(text)
+        settings.from_json(text)
     assert caught.value.problems == [
         "unknown key 'model.num_layer'; did you mean 'model.num_layers'?",
         "model.hidden_size: '64' is not of type int",
@@ -83,24 +83,24 @@ def test_all_faults_of_a_file_come_at_once():
 @pytest.mark.parametrize("text", ["", "[1]", "{", '{"model": {"a": 1}', "NaN"])
 def test_what_is_no_json_object_is_refused(text):
     with pytest.raises(ConfigError):
-        serialize.from_json(text)
+        settings.from_json(text)
 
 
 def test_a_number_that_is_not_finite_is_refused():
     with pytest.raises(ConfigError, match="NaN is no JSON number"):
-        serialize.from_json('{"optimizer": {"lr": NaN}}')
+        settings.from_json('{"optimizer": {"lr": NaN}}')
 
 
 def test_the_word_auto_is_kept() -> None:
     config = parse(["--micro-batch-size", "auto"]).config
-    tree = json.loads(serialize.to_json(config))
+    tree = json.loads(settings.to_json(config))
     assert tree["training"]["micro_batch_size"] == "auto"
-    assert serialize.from_json(json.dumps(tree)) == config
+    assert settings.from_json(json.dumps(tree)) == config
     assert parse(to_argv(config)).config == config
     number = with_values(config, {"training.micro_batch_size": 4})
-    assert serialize.diff(config, number) == ['training.micro_batch_size: "auto" -> 4']
+    assert settings.diff(config, number) == ['training.micro_batch_size: "auto" -> 4']
     for wrong in ("0", '"big"', "false"):
         with pytest.raises(ConfigError, match="micro_batch_size"):
-            serialize.from_json(f'{{"training": {{"micro_batch_size": {wrong}}}}}')
+            settings.from_json(f'{{"training": {{"micro_batch_size": {wrong}}}}}')
     with pytest.raises(ConfigError, match="--micro-batch-size: 0 must be at least 1, or auto"):
         parse(["--micro-batch-size", "0"])

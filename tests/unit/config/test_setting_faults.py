@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megafp8.config import flags, serialize
+from megafp8.config import flags, settings
 from megafp8.config.settings import all_settings, settings_by_name
 from megafp8.errors import ConfigError
 
@@ -22,7 +22,7 @@ def test_paths(setting, path: str) -> None:
     if path.isascii():  # JSON of the others is refused before
         text = json.dumps({setting.section: {setting.field: [path] if setting.many else path}})
         with pytest.raises(ConfigError, match=f"{setting.name}: .* is no path of a file"):
-            serialize.read_settings(text)
+            settings.read_settings(text)
 
 
 def test_every_path_is_known_as_one() -> None:
@@ -41,13 +41,13 @@ def test_sizes(name: str) -> None:
         _, problems = flags.read([setting.flags[0], str(value)])
         assert f"{setting.flags[0]}: {text}" in problems
         with pytest.raises(ConfigError) as caught:
-            serialize.read_settings(json.dumps({setting.section: {setting.field: value}}))
+            settings.read_settings(json.dumps({setting.section: {setting.field: value}}))
         assert caught.value.problems == [f"{name}: {text}"]
     assert flags.parse([setting.flags[0], str(most)]).given == {name}
-    assert serialize.read_settings(json.dumps({setting.section: {setting.field: most}})) == {name: most}
+    assert settings.read_settings(json.dumps({setting.section: {setting.field: most}})) == {name: most}
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"data": {"seq_length": ' + "9" * 10_000 + "}}", "[NaN]", "[1e999]"])
 def test_json_beyond_all_bounds(text: str) -> None:
     with pytest.raises(ConfigError):
-        serialize.read_settings(text)
+        settings.read_settings(text)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megafp8.config import derived, size
-from megafp8.config.presets import PRESETS
+from megafp8.config import derived, model_shapes
+from megafp8.config.model_shapes import PRESETS
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 
@@ -16,7 +16,7 @@ def config_of(preset, **changes):
 def count(preset, **changes):
     config = config_of(preset, **changes)
     padded = derived.padded_vocab_size(config, config.model.vocab_size or 0)
-    return size.count_parameters(config.model, padded)
+    return model_shapes.count_parameters(config.model, padded)
 
 
 @pytest.mark.parametrize(
@@ -51,20 +51,20 @@ def test_switches_change_what_they_should():
 
 def test_flops_of_the_measured_shape():
     model = config_of("llama-1b").model
-    assert size.flops_per_token(model, 50_304, 2048) == pytest.approx(9.240e9, rel=1e-4)
+    assert model_shapes.flops_per_token(model, 50_304, 2048) == pytest.approx(9.240e9, rel=1e-4)
 
 
 def test_flops_formula():
     model = config_of("gpt2-124m").model
-    parameters = size.count_parameters(model, 50_304).total
-    assert size.flops_per_token(model, 50_304, 1024) == 6 * parameters + 6 * 12 * 768 * 1024
+    parameters = model_shapes.count_parameters(model, 50_304).total
+    assert model_shapes.flops_per_token(model, 50_304, 1024) == 6 * parameters + 6 * 12 * 768 * 1024
 
 
 def test_a_window_saves_attention():
     model = config_of("llama-1b").model
     windowed = config_of("llama-1b", window_size=512).model
     whole = config_of("llama-1b", window_size=2048).model
-    full = size.flops_per_token(model, 50_304, 2048)
-    assert size.flops_per_token(whole, 50_304, 2048) == full
-    saved = full - size.flops_per_token(windowed, 50_304, 2048)
+    full = model_shapes.flops_per_token(model, 50_304, 2048)
+    assert model_shapes.flops_per_token(whole, 50_304, 2048) == full
+    saved = full - model_shapes.flops_per_token(windowed, 50_304, 2048)
     assert saved == 6 * 24 * 2048 * (2048 - 2 * (512 - 512 * 512 / 4096))

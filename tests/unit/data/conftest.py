@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from megafp8.config.schema import DataConfig
-from megafp8.data import preprocess as preprocess_module
-from megafp8.data import preprocess_plan
-from megafp8.data.preprocess import PreprocessJob, preprocess
-from megafp8.data.tokenizer_training import train_sentencepiece
+from megafp8.data.preprocessing import plan
+from megafp8.data.preprocessing import preprocess as preprocess_module
+from megafp8.data.preprocessing.preprocess import PreprocessJob, preprocess
+from megafp8.data.preprocessing.tokenizer_training import train_sentencepiece
 
 
 @pytest.fixture(scope="session")
@@ -62,6 +62,6 @@ def job(tmp_path: Path, corpus_file: Path, tokenizer_config: DataConfig) -> Prep
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of about 2 kB, so that a small corpus has many, and an encoder that is asked for is used."""
-    monkeypatch.setattr(preprocess_plan, "SMALLEST_PART_BYTES", 2000)
-    monkeypatch.setattr(preprocess_plan, "MIN_PARTS", 1 << 30)
+    monkeypatch.setattr(plan, "SMALLEST_PART_BYTES", 2000)
+    monkeypatch.setattr(plan, "MIN_PARTS", 1 << 30)
     monkeypatch.setattr(preprocess_module, "SMALL_INPUT_BYTES", 0)

@@ -14,7 +14,7 @@ from shard_writer import ShardWriter
 from megafp8.config.schema import CheckpointConfig, DataConfig, RunConfig, TrainingConfig
 from megafp8.data.datasets import build_datasets
 from megafp8.data.shards import read_index
-from megafp8.data.tokenizer import build_tokenizer
+from megafp8.data.tokenizers.build import build_tokenizer
 from megafp8.errors import DataError
 
 pytest.importorskip("megatron.core")

@@ -11,8 +11,8 @@ import pytest
 from shard_files import SUFFIXES, patch, write_megatron_shard, write_shard
 
 pytest.importorskip("megatron.core")
-from megafp8.data.guarded_dataset import GuardedIndexedDataset
-from megafp8.data.manifest import manifest_path
+from megafp8.data.gpt_dataset import GuardedIndexedDataset
+from megafp8.data.shards import manifest_path
 from megafp8.errors import DataError
 
 DOCUMENTS = [[1, 2, 3], [4], [], [5, 6]]

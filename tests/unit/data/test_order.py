@@ -10,7 +10,7 @@ from shard_files import write_shard
 from megafp8.config.schema import DataConfig, RunConfig
 from megafp8.data.datasets import build_datasets
 from megafp8.data.loader import build_loader
-from megafp8.data.tokenizer import build_tokenizer
+from megafp8.data.tokenizers.build import build_tokenizer
 
 pytest.importorskip("megatron.core")
 

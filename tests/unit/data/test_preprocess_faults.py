@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 from shard_files import names_in, null_job, shard_bytes
 
-from megafp8.data import part_files, preprocess_work
-from megafp8.data import preprocess as preprocess_module
-from megafp8.data.atomic import file_sha256
-from megafp8.data.part_files import PartFolder
-from megafp8.data.preprocess import preprocess
-from megafp8.data.shard_assembly import skipped_path
+from megafp8.data.preprocessing import part_files
+from megafp8.data.preprocessing import preprocess as preprocess_module
+from megafp8.data.preprocessing import workers as preprocess_work
+from megafp8.data.preprocessing.part_files import PartFolder
+from megafp8.data.preprocessing.plan import skipped_path
+from megafp8.data.preprocessing.preprocess import preprocess
 from megafp8.errors import DataError
+from megafp8.utils.files import file_sha256
 
 # ---- documents that are none ----------------------------------------------------------------------------------------
 

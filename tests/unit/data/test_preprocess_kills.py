@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 from shard_files import content_of
 
-from megafp8.data import preprocess as preprocess_module
-from megafp8.data import preprocess_plan, preprocess_work, shards
-from megafp8.data.part_files import PartFolder, PartWriter
-from megafp8.data.preprocess import PreprocessJob, preprocess
-from megafp8.data.shard_checks import check_shard
+from megafp8.data import shards
+from megafp8.data.preprocessing import plan
+from megafp8.data.preprocessing import preprocess as preprocess_module
+from megafp8.data.preprocessing import workers as preprocess_work
+from megafp8.data.preprocessing.part_files import PartFolder, PartWriter
+from megafp8.data.preprocessing.preprocess import PreprocessJob, preprocess
+from megafp8.data.shard_verification import check_shard
 from megafp8.errors import DataError
 
 KILLS = 6
@@ -47,8 +49,8 @@ class SlowParts:
 @pytest.fixture
 def slow_parts(monkeypatch, tmp_path):
     """About seventy parts, each of which takes a moment."""
-    monkeypatch.setattr(preprocess_plan, "SMALLEST_PART_BYTES", 200)
-    monkeypatch.setattr(preprocess_plan, "MIN_PARTS", 1 << 30)
+    monkeypatch.setattr(plan, "SMALLEST_PART_BYTES", 200)
+    monkeypatch.setattr(plan, "MIN_PARTS", 1 << 30)
     parts = SlowParts(tmp_path / "begun")
     parts.path.touch()
     enter = PartWriter.__enter__

@@ -12,11 +12,9 @@ from shard_files import content_of, patch, read_sequences, write_megatron_shard,
 from shard_writer import ShardWriter
 
 from megafp8.data import shard_merge
-from megafp8.data.manifest import ShardManifest, load_manifest, manifest_path, save_manifest
-from megafp8.data.merge_plan import MergeJob, find_shards
-from megafp8.data.shard_checks import check_shard
-from megafp8.data.shard_merge import merge_shards
-from megafp8.data.shard_verify import failures, verify_shard
+from megafp8.data.shard_merge import MergeJob, find_shards, merge_shards
+from megafp8.data.shard_verification import check_shard, failures, verify_shard
+from megafp8.data.shards import ShardManifest, load_manifest, manifest_path, save_manifest
 from megafp8.errors import ConfigError, DataError
 
 A = [[[1, 2], [3]], [], [[4]]]

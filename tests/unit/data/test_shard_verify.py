@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from shard_files import SUFFIXES, patch, write_megatron_shard, write_shard
 
-from megafp8.data import shard_summary, shard_verify, shards
-from megafp8.data.manifest import load_manifest, manifest_path, save_manifest
+from megafp8.data import shard_summary, shard_verification, shards
 from megafp8.data.shard_summary import LengthBin, document_lengths, read_documents, summarize_shard
-from megafp8.data.shard_verify import ENDS, INDEX_HASH, MANIFEST, STRUCTURE, TOKEN_IDS, TOKENS_HASH, verify_shard
-from megafp8.data.shards import read_index
+from megafp8.data.shard_verification import ENDS, INDEX_HASH, MANIFEST, STRUCTURE, TOKEN_IDS, TOKENS_HASH, verify_shard
+from megafp8.data.shards import load_manifest, manifest_path, read_index, save_manifest
 
 DOCUMENTS = [[[1, 2], [3]], [], [[4]], [[], [5, 6, 7]], [[8] * 9], []]
 
@@ -58,7 +57,7 @@ def test_every_changed_byte_is_found(copy, suffix):
 
 @pytest.mark.parametrize("block_bytes", [8, 1 << 24])
 def test_the_first_id_beyond_the_vocabulary_is_named(tmp_path, monkeypatch, block_bytes):
-    monkeypatch.setattr(shard_verify, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(shard_verification, "BLOCK_BYTES", block_bytes)
     prefix = write_shard(tmp_path / "s", [[1] * 10, [], [2, 3, 70], [90]])
     (finding,) = [each for each in verify_shard(prefix, vocab_size=50) if each.check == TOKEN_IDS]
     assert finding.passed is False
@@ -81,7 +80,7 @@ def test_counts_that_the_manifest_has_wrong(copy):
 
 @pytest.mark.parametrize("block", [1, 2, 1 << 20])
 def test_documents_that_do_not_end(tmp_path, monkeypatch, shard, block):
-    monkeypatch.setattr(shard_verify, "INDEX_BLOCK", block)
+    monkeypatch.setattr(shard_verification, "INDEX_BLOCK", block)
     known = dataclasses.replace(load_manifest(shard), tokenizer={"eod": 9, "vocab_size": 10})
     good = write_megatron_shard(tmp_path / "good", [[[1], [9]], [], [[9]], [[], [5, 9], []], []])
     bad = write_megatron_shard(tmp_path / "bad", [[[1], [9]], [], [[9]], [[9], [5]], [[9]]])
@@ -100,7 +99,7 @@ def test_nothing_is_said_of_what_cannot_be_read(copy):
 
 @pytest.mark.parametrize("block", [1, 2, 1 << 20])
 def test_lengths_and_documents(tmp_path, monkeypatch, block):
-    for module in (shards, shard_verify, shard_summary):
+    for module in (shards, shard_verification, shard_summary):
         monkeypatch.setattr(module, "INDEX_BLOCK", block)
     prefix = write_megatron_shard(tmp_path / "s", DOCUMENTS, np.int32, modes=True)
     whole = [[token for sequence in document for token in sequence] for document in DOCUMENTS]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megafp8.config.linear_recipes import build_recipe
+from megafp8.config.precision_map import build_recipe
 from megafp8.config.schema import LoggingConfig, ModelConfig, PrecisionConfig, RunConfig
 from megafp8.device import capability
 from megafp8.device.capability import TARGETS, Target, problems, resolve_implementation

@@ -19,8 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from megafp8.launch.process import this_process
-from megafp8.launch.run_state import RECORDS_FILE, RUN_STATE_FILE, RunState, read_run_state
+from megafp8.resilience.run_state import RECORDS_FILE, RUN_STATE_FILE, RunState, read_run_state
+from megafp8.utils.process import this_process
 
 
 def main(folder: Path, ends: list[str]) -> int:

@@ -13,11 +13,10 @@ import yaml
 
 from megafp8.errors import ConfigError
 from megafp8.launch import slurm, torchrun
-from megafp8.launch.control_characters import check_lines, control_problems
 from megafp8.launch.job import Job, build_job, read_job
-from megafp8.studies.array import build_jobs
-from megafp8.studies.runs import expand
-from megafp8.studies.study import read_study
+from megafp8.launch.study import expand, read_study
+from megafp8.launch.study_execution import build_jobs
+from megafp8.utils.formatting import check_lines, control_problems
 
 TOUCH = "touch FLAG"
 CONTROL = [f"\n{TOUCH}", f"\n{TOUCH}\n", f"\r{TOUCH}", f"\r\n{TOUCH}\r\n", "\x00", "\x1b[2J", "\x7f", "\x85", "\u2028",

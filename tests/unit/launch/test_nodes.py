@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.launch.nodes import (
+from megafp8.launch.node_check import (
     GIB,
     GpuState,
     GroupResult,
     NodeReport,
     clock_ahead_s,
-    judge_nodes,
+    evaluate_nodes,
     links_of,
     members_of,
     read_report,
@@ -48,7 +48,7 @@ def reports_of(num_nodes: int, fails: Callable[[set[int]], bool] = lambda _: Fal
 
 
 def judged(reports: list) -> dict[str, list[str]]:
-    return judge_nodes([f"n{number}" for number in range(len(reports))], reports)
+    return evaluate_nodes([f"n{number}" for number in range(len(reports))], reports)
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 4, 7, 8])

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Optional
 
 import pytest
-from test_supervise import command
+from test_supervisor import command
 
-from megafp8.launch import requeue
+from megafp8.launch import slurm
 
 STANDIN = """#!/usr/bin/env bash
 echo "$(basename "$0") $*" >> "{folder}/said"
@@ -150,13 +150,13 @@ def test_requeues_after_which_the_run_saved_are_not_fruitless(tmp_path: Path) ->
 def test_another_job_counts_anew(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    (folder / requeue.REQUEUES_FILE).write_text("job 16 saved_step 0\n" * 3)
+    (folder / slurm.REQUEUES_FILE).write_text("job 16 saved_step 0\n" * 3)
     job = Job(tmp_path, left_s=100)
     assert job.supervise("preempted:40:40", "--least-time-s", "360")[0] == 75 and job.requeued
 
 
 def test_requeues_that_cannot_be_counted_are_still_made(tmp_path: Path) -> None:
-    (tmp_path / "run" / requeue.REQUEUES_FILE).mkdir(parents=True)
+    (tmp_path / "run" / slurm.REQUEUES_FILE).mkdir(parents=True)
     job = Job(tmp_path, left_s=100)
     status, told = job.supervise("preempted:40:40", "--least-time-s", "360")
     assert status == 75 and job.requeued and "requeues are not counted: Is a directory" in told
@@ -174,11 +174,11 @@ def put_back(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[bool, list[str]
     for name, value in job.environment.items():
         monkeypatch.setenv(name, value)
     now = [0.0]
-    monkeypatch.setattr(requeue.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(requeue.time, "sleep", lambda pause_s: now.__setitem__(0, now[0] + pause_s))
-    monkeypatch.setattr(requeue.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(slurm.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(slurm.time, "sleep", lambda pause_s: now.__setitem__(0, now[0] + pause_s))
+    monkeypatch.setattr(slurm.signal, "signal", lambda *_: None)
     told: list[str] = []
-    return requeue.requeue(5, told.append), told
+    return slurm.requeue(5, told.append), told
 
 
 def test_what_slurm_refuses_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import pytest
 from megafp8.errors import ConfigError
 from megafp8.launch import slurm, torchrun
 from megafp8.launch.job import Job, words_of
-from megafp8.launch.nodes import PORTS
+from megafp8.launch.node_check import PORTS
 
 SNAPSHOTS = Path(__file__).with_name("snapshots")
 ROOT = Path(__file__).resolve().parents[3]
@@ -75,9 +75,7 @@ def test_shell_scripts_are_sound() -> None:
     files = sorted({*listed, ROOT / ".ci/run", *SNAPSHOTS.iterdir()})
     assert len(files) > 15
     # SC1091: a virtual environment is elsewhere. SC2016: what is quoted is for the nodes to expand.
-    found = subprocess.run(
-        ["shellcheck", "--exclude=SC1091,SC2016", *map(str, files)], capture_output=True, text=True
-    )
+    found = subprocess.run(["shellcheck", "--exclude=SC1091,SC2016", *map(str, files)], capture_output=True, text=True)
     assert found.returncode == 0, found.stdout + found.stderr
 
 
@@ -142,7 +140,7 @@ def test_what_is_awkward_to_say_in_shell_arrives(nodes: int, tmp_path: Path) -> 
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"#!/usr/bin/env bash\n{text}\n")
         path.chmod(0o755)
-    job = Job(name="a", training=training, nodes=nodes, project=str(project), environment={"TAG": '"$x" \'y\''})
+    job = Job(name="a", training=training, nodes=nodes, project=str(project), environment={"TAG": "\"$x\" 'y'"})
     script = tmp_path / "job.sbatch"
     script.write_text(slurm.script(job))
     environment = {"PATH": f"{project}/bin:/usr/bin:/bin", "SLURMD_NODENAME": "n7", "SLURM_JOB_ID": "41",

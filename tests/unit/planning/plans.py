@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from megafp8.config import derived
-from megafp8.config.presets import PRESETS
+from megafp8.config.model_shapes import PRESETS
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
-from megafp8.planning.hardware import GPUS
+from megafp8.device.gpus import GPUS
 from megafp8.planning.planned_run import PlannedRun
 
 SETTINGS = {

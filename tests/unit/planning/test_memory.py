@@ -2,11 +2,11 @@
 
 import pytest
 
-from megafp8.config import derived, size
-from megafp8.config.presets import PRESETS
+from megafp8.config import derived, model_shapes
+from megafp8.config.model_shapes import PRESETS
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
-from megafp8.planning.beside_graph import beside_graph_bytes
+from megafp8.planning.layouts import outside_graph_bytes
 from megafp8.planning.memory import (
     COMMUNICATOR_BYTES,
     estimate_ends,
@@ -20,9 +20,15 @@ from megafp8.planning.memory import (
 GIB = 2**30
 IMPLEMENTATIONS = ("transformer_engine", "emulated")
 GPT = {
-    "model.num_layers": 8, "model.hidden_size": 256, "model.num_attention_heads": 8,
-    "model.max_position_embeddings": 128, "data.seq_length": 128, "training.micro_batch_size": 4,
-    "training.global_batch_size": 64, "precision.bf16": True, "precision.attention_backend": "unfused",
+    "model.num_layers": 8,
+    "model.hidden_size": 256,
+    "model.num_attention_heads": 8,
+    "model.max_position_embeddings": 128,
+    "data.seq_length": 128,
+    "training.micro_batch_size": 4,
+    "training.global_batch_size": 64,
+    "precision.bf16": True,
+    "precision.attention_backend": "unfused",
     "training.train_iters": 1,
 }
 SBH = 128 * 4 * 256
@@ -55,7 +61,9 @@ def test_selective_recompute_is_the_papers():
 
 def test_full_recompute_keeps_the_input_of_each_layer():
     config = config_of(
-        training__recompute_granularity="full", training__recompute_method="uniform", training__recompute_num_layers=1,
+        training__recompute_granularity="full",
+        training__recompute_method="uniform",
+        training__recompute_num_layers=1,
         model__hidden_dropout=0.0,
     )
     layer = layer_activations(config)
@@ -98,14 +106,18 @@ def test_few_microbatches_fill_no_pipeline():
 @pytest.mark.parametrize(("tensor", "stages"), [(1, 1), (2, 1), (1, 4), (2, 2)])
 def test_parameters_of_all_ranks_are_the_models(tensor, stages, tied):
     config = config_of(
-        parallel__tensor_model_parallel_size=tensor, parallel__pipeline_model_parallel_size=stages,
+        parallel__tensor_model_parallel_size=tensor,
+        parallel__pipeline_model_parallel_size=stages,
         model__share_embeddings_and_output_weights=tied,
     )
     held = sum(sum(parameters_on_stage(config, 1024, stage)) for stage in range(stages))
-    count = size.count_parameters(config.model, 1024)
-    split = count.num_layers * (
-        count.attention_weights_per_layer + count.mlp_weights_per_layer + count.biases_per_layer - 2 * 256
-    ) + count.word_embeddings + count.output_layer
+    count = model_shapes.count_parameters(config.model, 1024)
+    split = (
+        count.num_layers
+        * (count.attention_weights_per_layer + count.mlp_weights_per_layer + count.biases_per_layer - 2 * 256)
+        + count.word_embeddings
+        + count.output_layer
+    )
     tied_copy = count.word_embeddings if tied and stages > 1 else 0
     assert held == count.total - split + (split + tied_copy) // tensor
 
@@ -127,8 +139,10 @@ def test_optimizer_is_sharded_over_data_and_context_ranks():
         ({"precision__grad_reduce_in_bf16": True}, 2 + 2 + 16),
         (
             {
-                "optimizer__use_precision_aware_optimizer": True, "parallel__use_distributed_optimizer": True,
-                "optimizer__exp_avg_dtype": "fp8", "optimizer__exp_avg_sq_dtype": "bf16",
+                "optimizer__use_precision_aware_optimizer": True,
+                "parallel__use_distributed_optimizer": True,
+                "optimizer__exp_avg_dtype": "fp8",
+                "optimizer__exp_avg_sq_dtype": "bf16",
             },
             2 + 4 + 2 + 1 + 2,
         ),
@@ -158,8 +172,10 @@ def test_fp8_halves_saved_inputs_and_keeps_copies_of_weights():
 @pytest.mark.parametrize(("stages", "stage", "kept"), [(1, 0, 3), (2, 0, 1), (2, 1, 2), (4, 1, 0)])
 def test_layers_in_high_precision_have_no_copies(stages, stage, kept):
     config = config_of(
-        precision__fp8_format="hybrid", parallel__pipeline_model_parallel_size=stages,
-        precision__first_last_layers_bf16=True, precision__num_layers_at_end_in_bf16=2,
+        precision__fp8_format="hybrid",
+        parallel__pipeline_model_parallel_size=stages,
+        precision__first_last_layers_bf16=True,
+        precision__num_layers_at_end_in_bf16=2,
     )
     layers = 8 // stages
     quantizable, _ = parameters_on_stage(config, 1024, stage)
@@ -177,9 +193,15 @@ def test_ends_of_a_pipeline():
 
 
 SHAPE_B = {
-    "model.num_layers": 8, "model.hidden_size": 4096, "model.num_attention_heads": 32, "model.ffn_hidden_size": 14_336,
-    "model.group_query_attention": True, "model.num_query_groups": 8, "model.vocab_size": 50_304,
-    "data.seq_length": 4096, "training.micro_batch_size": 2,
+    "model.num_layers": 8,
+    "model.hidden_size": 4096,
+    "model.num_attention_heads": 32,
+    "model.ffn_hidden_size": 14_336,
+    "model.group_query_attention": True,
+    "model.num_query_groups": 8,
+    "model.vocab_size": 50_304,
+    "data.seq_length": 4096,
+    "training.micro_batch_size": 2,
 }
 SHAPE_A = {"data.seq_length": 2048, "training.micro_batch_size": 8}
 FP8 = {"precision.fp8_format": "hybrid", "precision.fp8_recipe": "delayed"}
@@ -192,8 +214,11 @@ FP8 = {"precision.fp8_format": "hybrid", "precision.fp8_recipe": "delayed"}
 def test_measured_peaks(shape, fp8, measured_gib):
     """One H200, megatron-core with the distributed optimizer and TE's fused loss."""
     common = {
-        "precision.bf16": True, "parallel.use_distributed_optimizer": True, "training.train_iters": 1,
-        "precision.cross_entropy_loss_fusion": True, "precision.cross_entropy_fusion_impl": "te",
+        "precision.bf16": True,
+        "parallel.use_distributed_optimizer": True,
+        "training.train_iters": 1,
+        "precision.cross_entropy_loss_fusion": True,
+        "precision.cross_entropy_fusion_impl": "te",
     }
     config = with_values(RunConfig(), PRESETS["llama-1b"] | shape | common | fp8)
     estimate = estimate_memory(config, 1, derived.padded_vocab_size(config, 50_304))
@@ -210,7 +235,7 @@ def test_passes_beside_a_graph_have_memory_of_their_own():
     def beside(**changes):
         config = config_of(**changes)
         estimate = estimate_memory(config, 1, 1024)
-        return beside_graph_bytes(config, estimate), estimate
+        return outside_graph_bytes(config, estimate), estimate
 
     graph = {"training__cuda_graph_impl": "local"}
     looked, estimate = beside(**graph, logging__fp8_log_interval=100)

@@ -7,9 +7,10 @@ from plans import FP8, config_of
 
 from megafp8.config import derived, flags, rules
 from megafp8.config.settings import settings_by_name
+from megafp8.device.gpus import GPUS
 from megafp8.errors import ConfigError
-from megafp8.planning import layouts, plan
-from megafp8.planning.hardware import GPUS
+from megafp8.planning import layouts
+from megafp8.planning import plan as planning_plan
 from megafp8.planning.layouts import MARGIN_FRACTION, find_layouts
 from megafp8.planning.plan import make_plan, scaling_limits
 from megafp8.planning.report import plan_data, plan_text
@@ -105,7 +106,7 @@ def test_what_is_given_is_not_assumed():
 
 @pytest.mark.parametrize(("gpus", "batch"), [(8, 512), (512, 512), (24, 384), (6, 384), (1000, 500), (16384, 512)])
 def test_the_batch_that_is_taken_divides_over_the_gpus(gpus, batch):
-    assert plan.batch_for(gpus, 512) == batch
+    assert planning_plan.batch_for(gpus, 512) == batch
 
 
 def test_any_number_of_gpus_is_planned():
@@ -210,7 +211,7 @@ def test_mxfp8_is_planned_where_it_is_native():
 
 def test_a_slower_network_costs_speed_between_nodes_only():
     def speed(gbit_per_s, gpus):
-        gpu = plan.with_network(GPUS["h200"], gbit_per_s)
+        gpu = planning_plan.with_network(GPUS["h200"], gbit_per_s)
         found = find_layouts(config_of(FP8), gpu, gpus, lambda c: 128_256)
         return found.layouts[0].step.tokens_per_s_per_gpu
 

@@ -5,8 +5,7 @@ from plans import FP8, run_of
 
 from megafp8.planning.compute import logits_s, output_casts_s, product_s
 from megafp8.planning.memory import estimate_memory, layer_activations, parameters_on_stage
-from megafp8.planning.products import output_products
-from megafp8.planning.recipe_shares import BACKWARD, FORWARD, layer_shares, layers_of_stage
+from megafp8.planning.planned_run import BACKWARD, FORWARD, layer_shares, layers_of_stage, output_products
 from megafp8.planning.step_time import stage_time, weight_casts_s
 
 # Runs whose map changes an MLP have no fused operations: the others here do without, too.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megafp8.config import flags
-from megafp8.planning.hardware import GPUS
+from megafp8.device.gpus import GPUS
 from megafp8.planning.plan import Plan, make_plan
 from megafp8.planning.remarks import hard_to_divide, nearby_counts
 from megafp8.planning.report import plan_data, plan_text

@@ -8,17 +8,21 @@ from typing import Optional
 import pytest
 
 from megafp8.config import flags
-from megafp8.config.micro_batch import is_auto, possible_sizes, refused_sizes, setting_problems, with_size
 from megafp8.planning.micro_batch import (
     HEADING,
     Trial,
     best_size,
     first_size,
     hopeful_sizes,
+    is_auto,
     next_size,
+    possible_sizes,
     predicted_bytes,
+    refused_sizes,
     row,
+    setting_problems,
     table,
+    with_size,
 )
 
 POWERS = [1, 2, 4, 8, 16, 32, 64]

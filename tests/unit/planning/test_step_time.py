@@ -8,9 +8,9 @@ import pytest
 from plans import FP8, TENSOR, run_of
 
 from megafp8.config import derived
+from megafp8.device.gpus import GPUS
 from megafp8.planning import communication, compute
 from megafp8.planning.communication import START_S, Group, ring_s
-from megafp8.planning.hardware import GPUS
 from megafp8.planning.step_time import (
     bytes_by_group,
     optimizer_s,
@@ -241,9 +241,7 @@ def test_one_gpu_waits_for_nobody():
     assert not {"bubble", "pipeline sends", "data parallel", "tensor parallel", "host"} & set(step.parts)
     assert step.seconds == pytest.approx(sum(step.parts.values()))
     assert step.tokens == 64 * 8192
-    assert step.mfu_fraction == pytest.approx(
-        step.flops_per_token * step.tokens / step.seconds / step.peak_flops
-    )
+    assert step.mfu_fraction == pytest.approx(step.flops_per_token * step.tokens / step.seconds / step.peak_flops)
 
 
 def test_the_bubble_is_the_other_stages_once():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megafp8.fp8.rounding import CODE_DTYPES
+from megafp8.quantization.rounding import CODE_DTYPES
 from megafp8.recipes.formats import E4M3, E5M2, FORMATS, Format
 
 

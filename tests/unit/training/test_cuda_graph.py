@@ -12,10 +12,10 @@ import torch
 from megatron.core import tensor_parallel
 from torch import Tensor
 
-from megafp8.checkpoint.state import Progress
+from megafp8.checkpoint.progress import Progress
 from megafp8.config.schema import RunConfig
 from megafp8.errors import NumericsError
-from megafp8.training import step
+from megafp8.training import step as training_step
 from megafp8.training.cuda_graph import StepGraph
 from megafp8.training.extensions import rollback
 
@@ -140,11 +140,13 @@ def test_a_statistics_step_runs_without_the_graph(device: Device, monkeypatch: p
     trainer = Trainer(device, graph_of())
     trainee = SimpleNamespace(chunks=[])
     run = SimpleNamespace(graph=trainer.graph, trainee=trainee, num_microbatches=MICROBATCHES)
-    monkeypatch.setattr(step, "forward_backward", lambda run, batches, *_, **__: trainer.passes(batches))
+    monkeypatch.setattr(training_step, "forward_backward", lambda run, batches, *_, **__: trainer.passes(batches))
     losses = []
     for number in range(6):
         is_eager = number in (0, 4)
-        losses += [report["loss"].item() for report in step.forward_backward_or_replay(run, trainer.batches, is_eager)]
+        losses += [
+            report["loss"].item() for report in training_step.forward_backward_or_replay(run, trainer.batches, is_eager)
+        ]
     assert losses == [9.0 * number + 3 for number in range(6)]
     (graph,) = device.graphs
     assert graph.num_replays == 2  # of steps 3 and 5: steps 0 and 4 are eager, 1 and 2 warm up

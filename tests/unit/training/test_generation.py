@@ -7,15 +7,22 @@ import torch
 from ranks import run_ranks
 from saved_run import STEP, build_initial, configure, save_initial
 
-from megafp8.checkpoint.folder import find_checkpoint
+from megafp8.checkpoint.directory import find_checkpoint
 from megafp8.checkpoint.load import load_weights
-from megafp8.checkpoint.reading import read_config
+from megafp8.checkpoint.metadata import read_config
 from megafp8.config.schema import RunConfig
 from megafp8.device.capability import TARGETS
 from megafp8.errors import CapabilityError, CheckpointError, DataError
-from megafp8.model.norm import Norm
-from megafp8.training.generation import TextStream, generate_ids, generate_text, load_language_model, one_rank_config
-from megafp8.training.sampling import GREEDY, Sampling
+from megafp8.models.layer_specs import Norm
+from megafp8.training.generation import (
+    GREEDY,
+    Sampling,
+    TextStream,
+    generate_ids,
+    generate_text,
+    load_language_model,
+    one_rank_config,
+)
 
 FP8 = "--fp8-format hybrid --fp8-recipe tensorwise"
 PROMPT = [5, 3, 250, 8]

@@ -9,13 +9,13 @@ from typing import Any, Optional
 
 import pytest
 
-from megafp8.device import mcore_cpu
+from megafp8.mcore import cpu_patches
 
-mcore_cpu.install()
+cpu_patches.install()
 
-from megafp8.errors import NumericsError  # noqa: E402
-from megafp8.training import loop  # noqa: E402
-from megafp8.training.extension import Extension  # noqa: E402
+from megafp8.errors import NumericsError
+from megafp8.training import loop
+from megafp8.training.extension import Extension
 
 EXTENSION_METHODS = ("open", "before_step", "before_update", "after_step", "recover", "close")
 

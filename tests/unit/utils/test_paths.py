@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.utils.paths import path_argument, path_fault, path_text
+from megafp8.utils.files import path_argument, path_fault, path_text
 
 FAULTS = {
     "x" * 256: "256 bytes",

@@ -10,7 +10,7 @@ import hostile_files
 import pytest
 
 from megafp8.utils import strict_yaml
-from megafp8.utils.small_files import MAX_BYTES, UnreadableFile, open_regular, read_bytes, read_text
+from megafp8.utils.files import MAX_BYTES, UnreadableFile, open_regular, read_bytes, read_text
 from megafp8.utils.strict_json import MAX_DEPTH, parse_json, read_json
 from megafp8.utils.strict_yaml import compose_yaml, parse_yaml, read_yaml
 

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.device import mcore_cpu
+from megafp8.mcore import cpu_patches
 
-mcore_cpu.install()
+cpu_patches.install()
 
-from megafp8.config.schema import PrecisionConfig, RunConfig  # noqa: E402
-from megafp8.errors import CapabilityError  # noqa: E402
-from megafp8.training.extensions.attention_report import report_attention  # noqa: E402
+from megafp8.config.schema import PrecisionConfig, RunConfig
+from megafp8.errors import CapabilityError
+from megafp8.training.extensions.attention_report import report_attention
 
 
 def report(chosen: str, monkeypatch: pytest.MonkeyPatch, **precision: Any) -> list[str]:
     """What is recorded of attention that Transformer Engine chose."""
-    layers: Any = ModuleType("megafp8.model.te_layers")
+    layers: Any = ModuleType("megafp8.te.layers")
     layers.selected_attention_backend = lambda: chosen
     monkeypatch.setitem(sys.modules, layers.__name__, layers)
     written: list[Any] = []

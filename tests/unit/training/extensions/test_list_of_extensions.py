@@ -10,16 +10,16 @@ from typing import Any, Optional
 
 import pytest
 
-from megafp8.device import mcore_cpu
+from megafp8.mcore import cpu_patches
 
-mcore_cpu.install()
+cpu_patches.install()
 
-from megafp8.config.schema import RunConfig, TrainingConfig  # noqa: E402
-from megafp8.errors import CheckpointError, NumericsError  # noqa: E402
-from megafp8.training import extensions  # noqa: E402
-from megafp8.training.extension import Extension  # noqa: E402
-from megafp8.training.extensions import build_extensions, checkpoints, stop  # noqa: E402
-from megafp8.training.extensions.memory import GarbageCollection  # noqa: E402
+from megafp8.config.schema import RunConfig, TrainingConfig
+from megafp8.errors import CheckpointError, NumericsError
+from megafp8.training import extensions
+from megafp8.training.extension import Extension
+from megafp8.training.extensions import build_extensions, checkpoints, stop
+from megafp8.training.extensions.memory import GarbageCollection
 
 NAMES = [type(extension).__name__ for extension in build_extensions()]
 

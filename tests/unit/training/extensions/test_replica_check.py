@@ -11,9 +11,7 @@ def rows(data: int, tensor: int = 1, pipeline: int = 1, **changed: int) -> list[
     for rank in range(data * tensor * pipeline):
         place = (rank // (data * tensor), rank % tensor, rank // tensor % data)
         whole, shared = 100 * place[0] + place[1], 1000 + place[0]
-        made.append(
-            RankHashes(rank, *place, changed.get(f"whole{rank}", whole), changed.get(f"shared{rank}", shared))
-        )
+        made.append(RankHashes(rank, *place, changed.get(f"whole{rank}", whole), changed.get(f"shared{rank}", shared)))
     return made
 
 

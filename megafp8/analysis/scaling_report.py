@@ -1,0 +1,310 @@
+"""What a study says: loss over compute and size, each recipe's law, whether a recipe shifts it, speed.
+
+A scaling report in words and tables, for its page, for Markdown and for a terminal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Optional
+
+from megafp8.analysis.power_laws import REPLICATES, Estimate
+from megafp8.analysis.scaling_laws import (
+    BOTH,
+    COMPUTE,
+    PARAMETERS,
+    Axis,
+    CellRow,
+    GapRow,
+    cell_rows,
+    fit_axis,
+    gap_rows,
+    passed_over,
+)
+from megafp8.analysis.seed_statistics import CONFIDENCE
+from megafp8.analysis.study_points import SpeedRow, StudyPoints, speed_rows
+from megafp8.errors import DataError
+from megafp8.utils.formatting import aligned, escaped, markdown_of_texts
+from megafp8.utils.strict_json import to_strict_json
+
+USUAL_BASELINE = "bf16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingReport:
+    """Everything that the page shows.
+
+    Attributes:
+        recipes: the baseline first.
+        arithmetic: of each recipe, as records have it.
+        replicates: resamples behind the intervals of the laws; 0 without intervals.
+        notes: what could not be said and why, and what was passed over.
+    """
+
+    name: str
+    baseline: str
+    recipes: tuple[str, ...]
+    arithmetic: tuple[str, ...]
+    num_runs: int
+    replicates: int
+    cells: tuple[CellRow, ...]
+    gaps: tuple[GapRow, ...]
+    axes: tuple[Axis, ...]
+    speeds: tuple[SpeedRow, ...]
+    missing: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def axis(self, name: str) -> Optional[Axis]:
+        """The laws over one axis; None where they could not be fitted."""
+        return next((axis for axis in self.axes if axis.name == name), None)
+
+    def to_json(self) -> str:
+        """All fields but the replicates' laws; null for what is infinite (effective compute, say) or no number."""
+        plain = dataclasses.asdict(self)
+        for axis in plain["axes"]:
+            del axis["fits"]
+        return to_strict_json(plain, indent=1)
+
+
+def analyse(
+    study: StudyPoints, *, baseline: Optional[str] = None, replicates: int = REPLICATES, seed: int = 0
+) -> ScalingReport:
+    """Work out a report.
+
+    Args:
+        baseline: recipe that others are compared with; default `bf16` if there is one, else the first.
+        replicates: of the bootstrap.
+        seed: of the bootstrap.
+
+    Raises:
+        DataError: the baseline is none of the study's recipes.
+    """
+    recipes = list(dict.fromkeys(point.recipe for point in study.points))
+    if baseline is not None and baseline not in recipes:
+        raise DataError(f"baseline {baseline!r} is none of the study's recipes {', '.join(recipes)}")
+    baseline = baseline or (USUAL_BASELINE if USUAL_BASELINE in recipes else recipes[0])
+    recipes.sort(key=lambda recipe: recipe != baseline)
+    cells = cell_rows(study.points)
+    best = [cell for cell in cells if cell.is_best]
+    notes = passed_over(cells)
+    axes = [fit_axis(name, best, recipes, notes, replicates, seed) for name in (COMPUTE, PARAMETERS, BOTH)]
+    drawn = max((len(axis.fits.replicates[0]) for axis in axes if axis is not None), default=0)
+    return ScalingReport(
+        name=study.name, baseline=baseline, recipes=tuple(recipes), num_runs=len(study.points),
+        replicates=drawn, cells=tuple(cells),
+        arithmetic=tuple(next(one.arithmetic for one in study.points if one.recipe == recipe) for recipe in recipes),
+        gaps=tuple(gap_rows(best, recipes)), axes=tuple(axis for axis in axes if axis is not None),
+        speeds=tuple(speed_rows(study.points, baseline)), missing=study.missing, notes=tuple(notes),
+    )  # fmt: skip
+
+
+MIB = 2**20
+ALT_TEXT = "Loss over compute and over parameters, the laws, and the gaps between recipes"
+LETTERS = (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
+PERCENT, PLAIN = "{:+.2%}", "{:.3f}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table with its title and what has to be said about it. `sides` is that of `text_table`."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+    sides: str = "l"
+
+
+def count_text(number: float) -> str:
+    """1,230,000 as `1.23M`."""
+    return next((f"{number / size:.3g}{letter}" for letter, size in LETTERS if number >= size), f"{number:.3g}")
+
+
+def headline(report: ScalingReport) -> str:
+    """Whether a recipe shifts the law, in a sentence for each."""
+    if len(report.recipes) == 1:
+        return f"One recipe, {report.recipes[0]}: there is nothing to compare its law with."
+    axis = report.axis(COMPUTE)
+    overall = {row.recipe: row for row in report.gaps if row.parameters is None}
+    sentences = []
+    for recipe in report.recipes[1:]:
+        if recipe in overall:
+            row = overall[recipe]
+            sentences.append(
+                f"{recipe} ends {row.gap.text(PERCENT)} from {report.baseline}'s loss, over {row.num_pairs} pairs of "
+                "one seed."
+            )
+        factor = dict(axis.factors).get(recipe) if axis else None
+        if factor is not None:
+            sentences.append(f"Its compute is worth {factor.text(PLAIN)} of {report.baseline}'s: {verdict(factor)}.")
+    return " ".join(sentences)
+
+
+def conditions(report: ScalingReport) -> str:
+    """How much was trained, and in which arithmetic."""
+    named = [
+        recipe if recipe == arithmetic else f"{recipe}: {arithmetic}"
+        for recipe, arithmetic in zip(report.recipes, report.arithmetic, strict=True)
+    ]
+    return f"{report.num_runs} runs. " + "; ".join(named)
+
+
+def verdict(factor: Estimate) -> str:
+    """What an interval for a factor allows to say."""
+    if factor.low is None or factor.high is None:
+        return "without more seeds it is not known how sure that is"
+    if factor.low <= 1 <= factor.high:
+        return "no shift of the law that these runs can tell from noise"
+    return "the law is shifted, by these runs" if factor.high < 1 else "better than the baseline, by these runs"
+
+
+def tables(report: ScalingReport) -> list[Table]:
+    """All tables of a report, in order."""
+    found = [gap_table(report)] if report.gaps else []
+    for axis in report.axes:
+        found.append(law_table(axis))
+        if axis.shifts:
+            found.append(shift_table(axis, report.baseline))
+    return [*found, speed_table(report), cell_table(report)]
+
+
+def gap_table(report: ScalingReport) -> Table:
+    """Recipes against the baseline, seed by seed."""
+    rows = tuple(
+        (
+            row.recipe, "all" if row.parameters is None else count_text(row.parameters),
+            "" if row.tokens is None else count_text(row.tokens), str(row.num_pairs), row.gap.text(PERCENT),
+        )
+        for row in report.gaps
+    )  # fmt: skip
+    return Table(
+        title=f"Gap to {report.baseline}", header=("recipe", "parameters", "tokens", "pairs", "gap"), rows=rows,
+        note="Validation loss against the baseline's of the same seed (initial weights, order of samples), with "
+        f"Student's {CONFIDENCE:.0%} interval over seeds. No law has a part in it.",
+    )  # fmt: skip
+
+
+def law_table(axis: Axis) -> Table:
+    """Parameters of the laws."""
+    symbols = {COMPUTE: ("C",), PARAMETERS: ("N",), BOTH: ("N", "D")}[axis.name]
+    header = ["recipe", "E"]
+    for symbol in symbols:
+        header += [f"A of {symbol}", f"exponent of {symbol}"]
+    rows = []
+    for law in axis.laws:
+        cells = [law.recipe, law.floor.text(PLAIN)]
+        for coefficient, exponent in zip(law.coefficients, law.exponents, strict=True):
+            cells += [coefficient.text(PLAIN), exponent.text(PLAIN)]
+        rows.append((*cells, f"{law.worst_residual:.2%}", str(law.num_cells)))
+    formula = " + ".join(
+        f"A ({symbol} / {count_text(reference)})^-exponent"
+        for symbol, reference in zip(symbols, axis.laws[0].references, strict=True)
+    )
+    differences = [
+        f"{recipe} minus {axis.recipes[0]}: E {floor.text('{:+.3f}')}, exponent {exponent.text('{:+.3f}')}."
+        for recipe, floor, exponent in axis.differences
+    ]
+    return Table(
+        title=f"Law over {axis.name}", header=(*header, "worst residual", "cells"), rows=tuple(rows),
+        note=f"loss = E + {formula}, fitted to the logarithm of the loss. Intervals: {CONFIDENCE:.0%} of a bootstrap "
+        "over seeds, with the same draws for all recipes; what a law misses beyond the noise of seeds is the worst "
+        "residual. " + " ".join(differences),
+    )  # fmt: skip
+
+
+def shift_table(axis: Axis, baseline: str) -> Table:
+    """The laws beside each other, and what x is worth."""
+    rows = [(row.recipe, count_text(row.x), row.gap.text(PERCENT), row.effective.text(PLAIN)) for row in axis.shifts]
+    rows += [(recipe, "common law", "", factor.text(PLAIN)) for recipe, factor in axis.factors]
+    what = "FLOPs" if axis.name == COMPUTE else "parameters"
+    return Table(
+        title=f"Is the law over {axis.name} shifted?",
+        header=("recipe", what, "gap of the laws", f"effective {axis.name}"), rows=tuple(rows),
+        note=f"Effective {axis.name}: the share of it at which {baseline} comes to the same loss; 0.9 is as if a tenth "
+        "were lost. In the last lines all recipes have one E and one exponent, and the share takes their place.",
+    )  # fmt: skip
+
+
+def speed_table(report: ScalingReport) -> Table:
+    """Speed, efficiency and memory."""
+    rows = tuple(
+        (
+            row.recipe, row.device, row.layout, count_text(row.parameters), str(row.world_size),
+            f"{row.tokens_per_second:,.0f}", f"{row.efficiency:.0%}",
+            "-" if row.speedup is None else f"{row.speedup:.2f}x",
+            "-" if row.model_tflops_per_device is None else f"{row.model_tflops_per_device:.3g}",
+            "-" if row.mfu_fraction is None else f"{row.mfu_fraction:.1%}",
+            "-" if row.memory_peak_bytes is None else f"{row.memory_peak_bytes / MIB:,.0f}",
+        )
+        for row in report.speeds
+    )  # fmt: skip
+    return Table(
+        title="Speed",
+        header=("recipe", "device", "layout", "parameters", "devices", "tokens/s", "efficiency",
+                f"against {report.baseline}", "TFLOP/s a device", "MFU", "peak MiB"),
+        rows=rows, sides="lll",
+        note="Medians over steps after warm-up and over seeds, with the fastest layout. Efficiency is tokens/s of a "
+        "device over that with the fewest devices in the study.",
+    )  # fmt: skip
+
+
+def cell_table(report: ScalingReport) -> Table:
+    """Every configuration."""
+    rows = tuple(
+        (
+            cell.recipe, ", ".join(cell.options.values()), "yes" if cell.is_best else "", count_text(cell.parameters),
+            count_text(cell.tokens), count_text(cell.flops), f"{cell.mean:.4f}",
+            "-" if cell.spread is None else f"{cell.spread:.4f}", str(len(cell.losses)),
+        )
+        for cell in report.cells
+    )  # fmt: skip
+    return Table(
+        title="Runs",
+        header=("recipe", "options", "stands for its size", "parameters", "tokens", "FLOPs", "mean loss",
+                "spread over seeds", "seeds"),
+        rows=rows, sides="lll",
+        note="Parameters with embeddings; FLOPs of the model, forward and backward; loss of the last validation in "
+        "nats a token.",
+    )  # fmt: skip
+
+
+def remarks(report: ScalingReport) -> list[str]:
+    """What the numbers do not say."""
+    found = list(report.notes)
+    if any("emulated" in text for text in report.arithmetic):
+        found.append(
+            "Recipes were emulated: the losses are those of the format, speed and memory are not those of hardware "
+            "that has it."
+        )
+    if report.missing:
+        found.append(f"{len(report.missing)} runs are not done: {', '.join(report.missing)}")
+    return found
+
+
+def method(report: ScalingReport) -> str:
+    """How intervals were made."""
+    if not report.replicates:
+        return "The laws have no intervals, as nothing was resampled."
+    return (
+        f"{report.replicates} resamples of the seeds within each size and length; deviations are widened for the few "
+        "seeds (megafp8/analysis/power_laws.py). An interval covers the noise of seeds, not whether a law of this form "
+        "holds, nor anything beyond the range that was trained."
+    )
+
+
+def to_markdown(report: ScalingReport, picture: str) -> str:
+    """The report as Markdown, with the file of its picture."""
+    parts = [f"# {escaped(f'Scaling study {report.name}')}", escaped(headline(report)), escaped(conditions(report))]
+    parts += [f"- {escaped(text)}" for text in remarks(report)] + [f"![{ALT_TEXT}]({picture})"]
+    for table in tables(report):
+        title, body = escaped(table.title), markdown_of_texts(table.header, table.rows, table.sides)
+        parts += [f"## {title}", body, escaped(table.note)]
+    return "\n\n".join([*filter(None, parts), "## Method", method(report)]) + "\n"
+
+
+def to_text(report: ScalingReport) -> str:
+    """For a terminal: the headline, and tables with columns in line."""
+    parts = [f"{report.name}: {headline(report)}", conditions(report), *remarks(report)]
+    parts += [f"{one.title}\n{aligned(one.header, one.rows, one.sides)}" for one in tables(report)]
+    return "\n\n".join(parts)

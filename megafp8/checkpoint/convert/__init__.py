@@ -1,0 +1,1 @@
+"""Conversion of checkpoints from and to the files of Hugging Face transformers."""

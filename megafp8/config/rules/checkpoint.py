@@ -1,0 +1,130 @@
+"""Saving, loading, and where records go."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from megafp8.config.rules.base import Rule, without
+from megafp8.config.schema import RunConfig
+
+
+def saving_needs_a_folder(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Settings of saving belong to --save."""
+    checkpoint = config.checkpoint
+    if checkpoint.save is not None:
+        return
+    asked = {
+        f"--save-interval {checkpoint.save_interval}": checkpoint.save_interval is not None,
+        f"--ckpt-keep {checkpoint.ckpt_keep}": checkpoint.ckpt_keep is not None,
+        "--async-save": checkpoint.async_save,
+        f"--non-persistent-save-interval {checkpoint.non_persistent_save_interval}": (
+            checkpoint.non_persistent_save_interval is not None
+        ),
+        "--no-save-optim": checkpoint.no_save_optim,
+        "--no-save-rng": checkpoint.no_save_rng,
+    }
+    for flag in (flag for flag, given in asked.items() if given):
+        yield without(flag, "--save")
+
+
+def second_folder_is_used(config: RunConfig, world_size: int) -> Iterator[str]:
+    """A folder for the second kind of checkpoint is for runs that write such, and not the folder of the first."""
+    checkpoint = config.checkpoint
+    second = checkpoint.non_persistent_global_ckpt_dir
+    if second is None:
+        return
+    if checkpoint.non_persistent_save_interval is None:
+        yield without(f"--non-persistent-global-ckpt-dir {second}", "--non-persistent-save-interval")
+    elif checkpoint.save is not None and os.path.abspath(second) == os.path.abspath(checkpoint.save):
+        yield f"--non-persistent-global-ckpt-dir {second} is --save, whose checkpoints would be deleted: choose another"
+
+
+def late_saves_end_before_collectives(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Ranks wait in a collective for one that writes, and it should be the save that gives up and not the run."""
+    timeout_s, collective_s = config.checkpoint.async_save_timeout, 60 * config.parallel.distributed_timeout_minutes
+    if config.checkpoint.async_save and timeout_s >= collective_s:
+        yield (
+            f"--async-save-timeout {timeout_s} is not below the {collective_s} seconds after which a collective gives "
+            f"up (--distributed-timeout-minutes {config.parallel.distributed_timeout_minutes}): lower the first or "
+            "raise the second"
+        )
+
+
+def late_saves_end_before_the_run(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Waiting for one that writes is limited as a whole too, by what ends a run that hangs."""
+    timeout_s, limit_s = config.checkpoint.async_save_timeout, config.training.checkpoint_timeout_s
+    if config.checkpoint.async_save and 0 < limit_s <= timeout_s:
+        yield (
+            f"--async-save-timeout {timeout_s} is not below --checkpoint-timeout-s {limit_s:g}, after which the whole "
+            "run counts as hung: lower the first or raise the second"
+        )
+
+
+def loading_needs_a_folder(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Settings of loading belong to --load."""
+    checkpoint = config.checkpoint
+    if checkpoint.load is not None:
+        return
+    asked = {
+        "--no-load-optim": checkpoint.no_load_optim,
+        "--no-load-rng": checkpoint.no_load_rng,
+        "--finetune": checkpoint.finetune and checkpoint.pretrained_checkpoint is None,
+        "--exit-on-missing-checkpoint": checkpoint.exit_on_missing_checkpoint,
+        f"--ckpt-step {checkpoint.ckpt_step}": checkpoint.ckpt_step is not None,
+        "--use-checkpoint-opt_param-scheduler": checkpoint.use_checkpoint_opt_param_scheduler,
+        "--override-opt_param-scheduler": checkpoint.override_opt_param_scheduler,
+        "--override-sample-order": checkpoint.override_sample_order,
+        "--override-precision": checkpoint.override_precision,
+        f"--ckpt-verify {checkpoint.ckpt_verify}": checkpoint.ckpt_verify != "hash"
+        and checkpoint.pretrained_checkpoint is None,
+    }
+    for flag in (flag for flag, given in asked.items() if given):
+        yield without(flag, "--load")
+
+
+def grace_is_for_signals(config: RunConfig, world_size: int) -> Iterator[str]:
+    """A grace begins with a signal that is handled."""
+    training = config.training
+    if training.exit_signal_grace_s is not None and not training.exit_signal_handler:
+        yield (
+            f"--exit-signal-grace-s {training.exit_signal_grace_s:g} has no effect with --no-exit-signal-handler: a "
+            "signal ends the process at once; remove one"
+        )
+
+
+def schedule_has_one_source(config: RunConfig, world_size: int) -> Iterator[str]:
+    """On resuming, the schedule comes from the checkpoint or from the flags."""
+    checkpoint = config.checkpoint
+    if checkpoint.use_checkpoint_opt_param_scheduler and checkpoint.override_opt_param_scheduler:
+        yield (
+            "--use-checkpoint-opt_param-scheduler and --override-opt_param-scheduler contradict each other: keep one"
+        )
+
+
+def wandb_settings_need_a_project(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Settings of Weights & Biases belong to --wandb-project."""
+    logging = config.logging
+    if logging.wandb_project:
+        return
+    asked = {
+        "--wandb-entity": logging.wandb_entity,
+        "--wandb-exp-name": logging.wandb_exp_name,
+        "--wandb-save-dir": logging.wandb_save_dir,
+    }
+    # Megatron-LM's scripts pass empty names when nobody set them.
+    for flag, value in asked.items():
+        if value:
+            yield without(f"{flag} {value}", "--wandb-project")
+
+
+RULES: tuple[Rule, ...] = (
+    saving_needs_a_folder,
+    second_folder_is_used,
+    late_saves_end_before_collectives,
+    late_saves_end_before_the_run,
+    loading_needs_a_folder,
+    grace_is_for_signals,
+    schedule_has_one_source,
+    wandb_settings_need_a_project,
+)

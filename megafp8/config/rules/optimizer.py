@@ -1,0 +1,201 @@
+"""Optimizer and learning-rate schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Optional
+
+from megafp8.config import derived
+from megafp8.config.rules.base import Rule, batch_size, positive, without
+from megafp8.config.schema import OptimizerConfig, RunConfig
+
+
+def learning_rate_is_given(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The learning rate has no default."""
+    if config.optimizer.lr is None:
+        yield "--lr is missing: the peak learning rate, for example 3e-4"
+
+
+def learning_rate_is_the_peak(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The schedule starts and ends below its peak."""
+    optimizer = config.optimizer
+    if optimizer.lr is not None:
+        if optimizer.min_lr > optimizer.lr:
+            yield f"--min-lr {optimizer.min_lr:g} is above --lr {optimizer.lr:g}: lower it"
+        if optimizer.lr_warmup_init > optimizer.lr:
+            yield f"--lr-warmup-init {optimizer.lr_warmup_init:g} is above --lr {optimizer.lr:g}: lower it"
+    if optimizer.decoupled_lr is None:
+        if optimizer.decoupled_min_lr is not None:
+            yield without(f"--decoupled-min-lr {optimizer.decoupled_min_lr:g}", "--decoupled-lr")
+    elif optimizer.decoupled_min_lr is not None and optimizer.decoupled_min_lr > optimizer.decoupled_lr:
+        yield (
+            f"--decoupled-min-lr {optimizer.decoupled_min_lr:g} is above --decoupled-lr {optimizer.decoupled_lr:g}: "
+            "lower it"
+        )
+
+
+def schedule_is_counted_like_the_run(config: RunConfig, world_size: int) -> Iterator[str]:
+    """A run in steps has a schedule in steps; a run in samples, one in samples."""
+    optimizer = config.optimizer
+    in_steps = {
+        "--lr-decay-iters": optimizer.lr_decay_iters,
+        "--lr-warmup-iters": optimizer.lr_warmup_iters or None,
+        "--lr-wsd-decay-iters": optimizer.lr_wsd_decay_iters,
+    }
+    in_samples = {
+        "--lr-decay-samples": optimizer.lr_decay_samples,
+        "--lr-warmup-samples": optimizer.lr_warmup_samples or None,
+        "--lr-wsd-decay-samples": optimizer.lr_wsd_decay_samples,
+    }
+    by_samples = config.training.train_iters is None and config.training.train_samples is not None
+    length = "--train-samples" if by_samples else "--train-iters"
+    for flag, value in (in_steps if by_samples else in_samples).items():
+        if value is not None:
+            other = flag.replace("-iters", "-samples") if by_samples else flag.replace("-samples", "-iters")
+            yield f"{flag} {value} with {length}: the run is counted otherwise; use {other}"
+
+
+def warmup_is_given_once(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Warm-up is a fraction or a count."""
+    optimizer = config.optimizer
+    if optimizer.lr_warmup_fraction is None:
+        return
+    for flag, value in (
+        ("--lr-warmup-iters", optimizer.lr_warmup_iters),
+        ("--lr-warmup-samples", optimizer.lr_warmup_samples),
+    ):
+        if value:
+            yield f"--lr-warmup-fraction {optimizer.lr_warmup_fraction:g} and {flag} {value} are both given: keep one"
+
+
+def warmup_ends_within_the_schedule(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Warm-up is shorter than the schedule."""
+    steps = schedule_samples(config, world_size)
+    if steps is None:
+        return
+    warmup = derived.lr_warmup_samples(config, world_size)
+    if warmup >= steps:
+        batch = derived.global_batch_size(config, world_size)
+        yield (
+            f"the warm-up of {warmup:g} samples ({warmup / batch:g} steps) is not shorter than the schedule of {steps} "
+            f"samples ({steps / batch:g} steps): lower --lr-warmup-iters, --lr-warmup-samples or --lr-warmup-fraction, "
+            "or make the schedule longer"
+        )
+
+
+def wsd_has_its_decay(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Warm-up, stable, decay: the length of the decay has no default, and fits the schedule."""
+    optimizer, default = config.optimizer, OptimizerConfig()
+    if optimizer.lr_decay_style != "WSD":
+        if optimizer.lr_wsd_decay_iters is not None or optimizer.lr_wsd_decay_samples is not None:
+            yield without("--lr-wsd-decay-iters or --lr-wsd-decay-samples", "--lr-decay-style WSD")
+        if optimizer.lr_wsd_decay_style != default.lr_wsd_decay_style:
+            yield without(f"--lr-wsd-decay-style {optimizer.lr_wsd_decay_style}", "--lr-decay-style WSD")
+        return
+    if optimizer.lr_wsd_decay_iters is None and optimizer.lr_wsd_decay_samples is None:
+        yield "--lr-decay-style WSD needs the length of its decay: --lr-wsd-decay-iters (or --lr-wsd-decay-samples)"
+        return
+    steps = schedule_samples(config, world_size)
+    decay = None if steps is None else derived.lr_wsd_decay_samples(config, world_size)
+    if steps is not None and decay is not None and decay + derived.lr_warmup_samples(config, world_size) > steps:
+        yield (
+            f"WSD's decay of {decay} samples and the warm-up of {derived.lr_warmup_samples(config, world_size):g} are "
+            f"more than the schedule of {steps}: lower --lr-wsd-decay-iters or --lr-wsd-decay-samples"
+        )
+
+
+def weight_decay_has_its_ends(config: RunConfig, world_size: int) -> Iterator[str]:
+    """A changing weight decay has a start and an end, a constant one neither."""
+    optimizer = config.optimizer
+    start, end, style = (optimizer.start_weight_decay, optimizer.end_weight_decay, optimizer.weight_decay_incr_style)
+    if style == "constant":
+        if start is not None or end is not None:
+            yield (
+                "--start-weight-decay and --end-weight-decay have no effect with --weight-decay-incr-style constant: "
+                "use linear or cosine, or give --weight-decay alone"
+            )
+    elif start is None or end is None:
+        yield f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay"
+    elif end < start:
+        yield f"--end-weight-decay {end:g} is below --start-weight-decay {start:g}: weight decay can only rise"
+
+
+def fixed_loss_scale_has_a_scaler(config: RunConfig, world_size: int) -> Iterator[str]:
+    """megatron-core's optimizer for FP32 weights that are not sharded leaves a loss scale out."""
+    scale, dtype = config.optimizer.loss_scale, derived.params_dtype(config.precision)
+    if scale is not None and dtype == "fp32" and not config.parallel.use_distributed_optimizer:
+        yield (
+            f"--loss-scale {scale:g} has no effect on megatron-core's FP32 optimizer: give "
+            "--use-distributed-optimizer (also for one rank), --bf16 or --fp16, or remove it"
+        )
+
+
+def dynamic_loss_scale_can_move(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The dynamic scale starts at its minimum or above it, and its window is counted in whole steps."""
+    optimizer = config.optimizer
+    if optimizer.min_loss_scale > optimizer.initial_loss_scale:
+        yield (
+            f"--min-loss-scale {optimizer.min_loss_scale:g} is above --initial-loss-scale "
+            f"{optimizer.initial_loss_scale:g}: lower it"
+        )
+    if optimizer.loss_scale_window % 1:
+        yield (
+            f"--loss-scale-window {optimizer.loss_scale_window:g} is no whole number of steps, and would never be "
+            "reached: round it"
+        )
+
+
+def sharded_state_is_adams(config: RunConfig, world_size: int) -> Iterator[str]:
+    """megatron-core's distributed optimizer knows how to shard and save the state of Adam."""
+    name = config.optimizer.optimizer
+    if config.parallel.use_distributed_optimizer and name != "adam":
+        yield f"--use-distributed-optimizer is for --optimizer adam, not {name}: leave one of them out"
+
+
+def low_precision_state_needs_its_switch(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The four dtypes of optimizer state are read by the precision-aware optimizer only, which shards its state."""
+    optimizer = config.optimizer
+    dtypes = {
+        "--main-grads-dtype": optimizer.main_grads_dtype,
+        "--main-params-dtype": optimizer.main_params_dtype,
+        "--exp-avg-dtype": optimizer.exp_avg_dtype,
+        "--exp-avg-sq-dtype": optimizer.exp_avg_sq_dtype,
+    }
+    if not optimizer.use_precision_aware_optimizer:
+        for flag, dtype in dtypes.items():
+            if dtype != "fp32":
+                yield without(f"{flag} {dtype}", "--use-precision-aware-optimizer")
+        return
+    if optimizer.optimizer != "adam":
+        yield f"--use-precision-aware-optimizer is for --optimizer adam, not {optimizer.optimizer}"
+    if not config.parallel.use_distributed_optimizer:
+        yield "--use-precision-aware-optimizer needs --use-distributed-optimizer"
+    if optimizer.main_grads_dtype == "bf16" and not config.precision.grad_reduce_in_bf16:
+        yield (
+            "--main-grads-dtype bf16: the optimizer reads the gradients that are reduced, and those are FP32; give "
+            "--grad-reduce-in-bf16 too"
+        )
+
+
+def schedule_samples(config: RunConfig, world_size: int) -> Optional[int]:
+    """Samples of the schedule, if run and batch are known."""
+    length = config.training.train_iters or config.training.train_samples
+    if batch_size(config, world_size) is None or not positive(length):
+        return None
+    steps = derived.lr_decay_samples(config, world_size)
+    return steps if steps > 0 else None
+
+
+RULES: tuple[Rule, ...] = (
+    learning_rate_is_given,
+    learning_rate_is_the_peak,
+    schedule_is_counted_like_the_run,
+    warmup_is_given_once,
+    warmup_ends_within_the_schedule,
+    wsd_has_its_decay,
+    weight_decay_has_its_ends,
+    fixed_loss_scale_has_a_scaler,
+    dynamic_loss_scale_can_move,
+    sharded_state_is_adams,
+    low_precision_state_needs_its_switch,
+)

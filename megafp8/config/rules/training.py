@@ -1,0 +1,272 @@
+"""Batch, and length of the run.
+
+Numbers that are out of range by themselves.
+
+What a run does about numbers that are not finite, and about spikes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Optional
+
+from megafp8.config import derived
+from megafp8.config.rules.base import Rule, batch_size, positive, round_up, without
+from megafp8.config.schema import AUTO, RunConfig
+from megafp8.config.settings import settings_by_name, value_of
+from megafp8.errors import ConfigError
+
+
+def batch_is_given(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Micro batch and sequence length have no default."""
+    if config.training.micro_batch_size is None:
+        yield (
+            "--micro-batch-size is missing: sequences in one forward pass of one rank; 1 always fits best, auto finds "
+            "the fastest that fits"
+        )
+    if config.data.seq_length is None:
+        yield "--seq-length is missing: tokens in one training sequence"
+
+
+def global_batch_divides(config: RunConfig, world_size: int) -> Iterator[str]:
+    """A step is a whole number of microbatches on each data-parallel rank."""
+    micro, batch = config.training.micro_batch_size, config.training.global_batch_size
+    if not positive(micro, batch) or micro is None or batch is None:
+        return
+    try:
+        ranks = derived.data_parallel_size(config, world_size)
+    except ConfigError:
+        return
+    if batch % (micro * ranks):
+        yield (
+            f"--global-batch-size {batch} is not a multiple of --micro-batch-size x data-parallel size = {micro} x "
+            f"{ranks} = {micro * ranks} ({batch} / {micro * ranks} = {batch / (micro * ranks):.4g}): "
+            f"use --global-batch-size {round_up(batch, micro * ranks)}"
+        )
+
+
+def automatic_size_divides_a_given_batch(config: RunConfig, world_size: int) -> Iterator[str]:
+    """--micro-batch-size auto accumulates up to a batch that does not depend on memory, and is for training."""
+    training = config.training
+    if training.micro_batch_size != AUTO:
+        if training.micro_batch_size_memory_limit is not None:
+            effect = f"--micro-batch-size-memory-limit {training.micro_batch_size_memory_limit:g}"
+            yield without(effect, "--micro-batch-size auto")
+        return
+    if training.global_batch_size is None:
+        yield "--micro-batch-size auto keeps to --global-batch-size, which is missing: sequences in one optimizer step"
+    if training.skip_train:
+        yield "--micro-batch-size auto tries training steps, and --skip-train makes none: give a number"
+
+
+def length_is_given_once(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The run's length is steps or samples."""
+    iters, samples = config.training.train_iters, config.training.train_samples
+    if iters is None and samples is None:
+        yield "the length of the run is missing: give --train-iters (optimizer steps) or --train-samples (sequences)"
+    elif iters is not None and samples is not None:
+        yield f"--train-iters {iters} and --train-samples {samples} are both given: keep one"
+
+
+def samples_fill_a_batch(config: RunConfig, world_size: int) -> Iterator[str]:
+    """--train-samples make at least one step."""
+    samples, batch = config.training.train_samples, batch_size(config, world_size)
+    if positive(samples) and samples is not None and batch is not None and samples < batch:
+        yield f"--train-samples {samples} do not fill one global batch of {batch}: use at least {batch}"
+
+
+def garbage_interval_needs_manual_collection(config: RunConfig, world_size: int) -> Iterator[str]:
+    """--manual-gc-interval belongs to --manual-gc."""
+    if config.training.manual_gc_interval > 0 and not config.training.manual_gc:
+        yield f"--manual-gc-interval {config.training.manual_gc_interval} has no effect without --manual-gc: add it"
+
+
+BATCH_RULES: tuple[Rule, ...] = (
+    batch_is_given,
+    global_batch_divides,
+    automatic_size_divides_a_given_batch,
+    length_is_given_once,
+    samples_fill_a_batch,
+    garbage_interval_needs_manual_collection,
+)
+
+
+@dataclass(frozen=True)
+class _Range:
+    low: float
+    high: Optional[float] = None
+    low_open: bool = False
+    high_open: bool = False
+
+    def holds(self, value: float) -> bool:
+        above = value > self.low if self.low_open else value >= self.low
+        if self.high is None:
+            return above
+        return above and (value < self.high if self.high_open else value <= self.high)
+
+    def __str__(self) -> str:
+        if self.high is None:
+            return f"above {self.low:g}" if self.low_open else f"at least {self.low:g}"
+        return f"in {'(' if self.low_open else '['}{self.low:g}, {self.high:g}{')' if self.high_open else ']'}"
+
+
+_COUNT = _Range(1)
+_NOT_NEGATIVE = _Range(0)
+_ABOVE_0 = _Range(0, low_open=True)
+_SHARE = _Range(0, 1, high_open=True)
+_PART = _Range(0, 1, low_open=True)
+_PAIR = _Range(2)
+_FP32_POWER = _Range(-126, 126)  # of two
+_SETTINGS_OF_RANGE: tuple[tuple[_Range, str], ...] = (
+    (
+        _COUNT,
+        "model.num_layers model.hidden_size model.ffn_hidden_size model.num_attention_heads model.kv_channels "
+        "model.num_query_groups model.max_position_embeddings model.rotary_base model.vocab_size "
+        "model.rotary_seq_len_interpolation_factor model.make_vocab_size_divisible_by model.window_size "
+        "parallel.tensor_model_parallel_size parallel.pipeline_model_parallel_size parallel.context_parallel_size "
+        "parallel.num_layers_per_virtual_pipeline_stage parallel.num_virtual_stages_per_pipeline_rank "
+        "parallel.ddp_bucket_size parallel.distributed_timeout_minutes "
+        "precision.fp8_amax_history_len optimizer.lr_decay_iters optimizer.lr_decay_samples "
+        "optimizer.lr_wsd_decay_iters optimizer.lr_wsd_decay_samples optimizer.hysteresis "
+        "data.seq_length data.tiktoken_num_special_tokens "
+        "training.micro_batch_size training.global_batch_size training.train_iters training.train_samples "
+        "training.eval_interval training.exit_interval training.exit_duration_in_mins "
+        "training.recompute_num_layers training.num_threads checkpoint.save_interval checkpoint.ckpt_keep "
+        "training.spike_rollback_steps training.spike_skip_batches training.max_rollbacks "
+        "training.check_weight_hash_across_dp_replicas_interval training.cuda_graph_warmup_steps "
+        "checkpoint.ckpt_step checkpoint.async_save_timeout "
+        "checkpoint.non_persistent_save_interval "
+        "logging.log_interval logging.tensorboard_log_interval logging.fp8_log_interval",
+    ),
+    (
+        _NOT_NEGATIVE,
+        "checkpoint.ckpt_max_failures "
+        "model.init_method_std precision.num_layers_at_start_in_bf16 precision.num_layers_at_end_in_bf16 "
+        "optimizer.min_lr optimizer.lr_warmup_init optimizer.lr_warmup_iters optimizer.lr_warmup_samples "
+        "optimizer.decoupled_min_lr optimizer.weight_decay optimizer.start_weight_decay optimizer.end_weight_decay "
+        "optimizer.clip_grad data.num_workers training.eval_iters training.seed training.manual_gc_interval "
+        "training.step_timeout_s training.checkpoint_timeout_s training.max_crashes training.max_skipped_steps "
+        "logging.profile_step_start logging.profile_step_end logging.logging_level",
+    ),
+    (
+        _ABOVE_0,
+        "model.norm_epsilon model.rope_scaling_factor optimizer.lr optimizer.decoupled_lr optimizer.adam_eps "
+        "optimizer.loss_scale optimizer.initial_loss_scale optimizer.min_loss_scale optimizer.loss_scale_window "
+        "training.exit_signal_grace_s training.spike_sigma training.micro_batch_size_memory_limit "
+        "parallel.rendezvous_timeout_s",
+    ),
+    (
+        _SHARE,
+        "model.attention_dropout model.hidden_dropout optimizer.adam_beta1 optimizer.adam_beta2 "
+        "optimizer.sgd_momentum optimizer.lr_warmup_fraction",
+    ),
+    (_PART, "model.rotary_percent"),
+    (_PAIR, "training.spike_window training.spike_min_steps"),
+    (_FP32_POWER, "precision.fp8_margin"),
+)
+RANGES: Mapping[str, _Range] = MappingProxyType(
+    {name: allowed for allowed, names in _SETTINGS_OF_RANGE for name in names.split()}
+)
+"""The values that a setting may have, under its name."""
+
+
+def numbers_are_in_range(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Every count is at least 1, every probability below 1, and so on."""
+    for name, allowed in RANGES.items():
+        setting, value = settings_by_name()[name], value_of(config, name)
+        if value is not None and not allowed.holds(value) and not (setting.auto and value == AUTO):
+            yield f"{setting.flags[0]} {value} must be {allowed}"
+
+
+def profiled_ranks_exist(config: RunConfig, world_size: int) -> Iterator[str]:
+    """--profile-ranks are ranks of this run."""
+    outside = [rank for rank in config.logging.profile_ranks if not 0 <= rank < world_size]
+    if outside and config.logging.profile:
+        yield f"--profile-ranks {' '.join(map(str, outside))}: the ranks of this run are 0 to {world_size - 1}"
+
+
+def profile_ends_after_it_starts(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The profiled steps are at least one."""
+    logging = config.logging
+    if logging.profile and logging.profile_step_end <= logging.profile_step_start:
+        yield (
+            f"--profile-step-end {logging.profile_step_end} must be above --profile-step-start "
+            f"{logging.profile_step_start}: the end is the step after the last profiled one"
+        )
+
+
+RANGE_RULES: tuple[Rule, ...] = (numbers_are_in_range, profiled_ranks_exist, profile_ends_after_it_starts)
+OF_EVERY_POLICY = ("spike_window", "spike_sigma", "spike_min_steps")
+OF_ROLLBACK = ("spike_rollback_steps", "spike_skip_batches", "max_rollbacks")
+
+
+def skipping_needs_the_check(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Without the check for numbers that are not finite, there is nothing to skip by."""
+    training = config.training
+    asked = {
+        f"--max-skipped-steps {training.max_skipped_steps}": training.max_skipped_steps > 0,
+        f"--spike-policy {training.spike_policy}": training.spike_policy != "off",
+    }
+    for flag in (flag for flag, given in asked.items() if given and not training.check_for_nan_in_loss_and_grad):
+        yield f"{flag} contradicts --no-check-for-nan-in-loss-and-grad: keep one"
+
+
+def skipping_spikes_has_a_limit(config: RunConfig, world_size: int) -> Iterator[str]:
+    """--spike-policy skip says how many steps in a row it may skip."""
+    if config.training.spike_policy == "skip" and config.training.max_skipped_steps == 0:
+        yield (
+            "--spike-policy skip with --max-skipped-steps 0 may skip no step: give how many in a row, for example "
+            "--max-skipped-steps 10"
+        )
+
+
+def spike_settings_need_their_policy(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Settings of a policy belong to it."""
+    policy = config.training.spike_policy
+    for names, needs, is_there in (
+        (OF_EVERY_POLICY, "--spike-policy", policy != "off"),
+        (OF_ROLLBACK, "--spike-policy rollback", policy == "rollback"),
+    ):
+        for setting in (settings_by_name()[f"training.{name}"] for name in names):
+            value = value_of(config, setting.name)
+            if value != setting.default and not is_there:
+                yield without(f"{setting.flags[0]} {value}", needs)
+
+
+def spikes_are_detectable(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The window holds as many updates as there must be."""
+    training = config.training
+    if training.spike_policy != "off" and training.spike_min_steps > training.spike_window:
+        yield (
+            f"--spike-min-steps {training.spike_min_steps} is above --spike-window {training.spike_window}: no step "
+            "would ever be a spike"
+        )
+
+
+def rollback_has_somewhere_to_go(config: RunConfig, world_size: int) -> Iterator[str]:
+    """--spike-policy rollback needs whole checkpoints of this run, and of no other."""
+    checkpoint = config.checkpoint
+    if config.training.spike_policy != "rollback":
+        return
+    if checkpoint.save is None or checkpoint.save_interval is None:
+        yield "--spike-policy rollback goes back to a checkpoint of this run: give --save and --save-interval"
+    elif checkpoint.finetune or checkpoint.load is None or Path(checkpoint.load) != Path(checkpoint.save):
+        yield (
+            f"--spike-policy rollback takes every checkpoint in --save {checkpoint.save} for this run's: give --load "
+            f"{checkpoint.save} and no --finetune (--pretrained-checkpoint gives weights to start from)"
+        )
+    for flag, given in (("--no-save-optim", checkpoint.no_save_optim), ("--no-save-rng", checkpoint.no_save_rng)):
+        if given:
+            yield f"--spike-policy rollback goes on from a checkpoint, which {flag} makes incomplete: remove one"
+
+
+BAD_STEP_RULES: tuple[Rule, ...] = (
+    skipping_needs_the_check,
+    skipping_spikes_has_a_limit,
+    spike_settings_need_their_policy,
+    spikes_are_detectable,
+    rollback_has_somewhere_to_go,
+)

@@ -1,0 +1,206 @@
+"""Which rank stands where: pure arithmetic on rank numbers, without torch and without any process group.
+
+The rank order
+--------------
+A run of W ranks is a box with four sides, W = tensor x context x data x pipeline, and a rank's number is its
+position in that box with the tensor side running fastest and the pipeline side slowest (megatron-core's order
+`tp-cp-ep-dp-pp`; there are no experts here, so that side is 1):
+
+    rank = t + tensor * (c + context * (d + data * p))
+
+The order follows how often the ranks of a group talk to each other. Tensor-parallel ranks exchange activations several
+times in every layer, so they get neighbouring numbers and, as launchers number ranks node by node, one node's
+NVLink. Context-parallel ranks pass keys and values in every layer; data-parallel ranks reduce gradients once a step;
+pipeline ranks send one activation between neighbouring stages per microbatch, the least, and so may be farthest apart.
+
+Example: 16 ranks, tensor 2, context 1, pipeline 2, hence data 4.
+
+    stage 0:  [0 1] [2 3] [4 5] [6 7]          a bracket is one tensor-parallel group;
+    stage 1:  [8 9] [10 11] [12 13] [14 15]    {0 2 4 6} is a data-parallel group, {0 8} a pipeline.
+
+Layers
+------
+Without virtual stages, stage p holds the p-th run of L/pipeline consecutive layers. The interleaved schedule gives each
+rank `virtual` shorter chunks instead: chunk v of stage p starts at layer v*(L/virtual) + p*(L/(virtual*pipeline)).
+A microbatch then passes every stage `virtual` times, each time through a chunk, and the pipeline's idle part at the
+start and end of a step shrinks by that factor (Narayanan et al. 2021, section 2.2). With 8 layers, 2 stages, 2 chunks:
+
+    stage 0:  layers 0 1 and 4 5        stage 1:  layers 2 3 and 6 7
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Optional
+
+from megafp8.config import derived
+from megafp8.config.schema import RunConfig
+
+Groups = tuple[tuple[int, ...], ...]
+"""Groups of ranks along one axis; every rank is in exactly one of them."""
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """A rank's position in the box."""
+
+    tensor: int
+    context: int
+    data: int
+    pipeline: int
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((self.tensor, self.context, self.data, self.pipeline))
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """The sides of the box. `virtual` is the number of chunks per pipeline rank; None without interleaving."""
+
+    world_size: int
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+    virtual: Optional[int] = None
+
+    def __post_init__(self) -> None:
+        ranks = self.tensor * self.context * self.pipeline
+        if ranks < 1 or self.world_size < 1 or self.world_size % ranks:
+            raise ValueError(
+                f"world size {self.world_size} is not a multiple of tensor {self.tensor} x context {self.context} x "
+                f"pipeline {self.pipeline} = {ranks}"
+            )
+
+    @property
+    def data(self) -> int:
+        """Ranks that read different samples."""
+        return self.world_size // (self.tensor * self.context * self.pipeline)
+
+    @property
+    def sides(self) -> tuple[int, int, int, int]:
+        """(tensor, context, data, pipeline), fastest first."""
+        return (self.tensor, self.context, self.data, self.pipeline)
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Position of `rank`. Raises ValueError for a rank outside the world."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is not in a world of {self.world_size}")
+        position = []
+        for side in self.sides:
+            rank, here = divmod(rank, side)
+            position.append(here)
+        return Coordinates(*position)
+
+    def rank_at(self, *, tensor: int = 0, context: int = 0, data: int = 0, pipeline: int = 0) -> int:
+        """The inverse of `coordinates`."""
+        return tensor + self.tensor * (context + self.context * (data + self.data * pipeline))
+
+    # ---- groups ---------------------------------------------------------------------------------------------------
+
+    def groups(self, *axes: str) -> Groups:
+        """Groups of the ranks that differ in the named axes only, each in ascending order.
+
+        Args:
+            axes: some of `tensor`, `context`, `data`, `pipeline`. More than one gives a joint group, for example
+                `groups("data", "context")`: the ranks among which gradients are reduced.
+        """
+        unknown = set(axes) - {"tensor", "context", "data", "pipeline"}
+        if unknown:
+            raise ValueError(f"no such axis: {', '.join(sorted(unknown))}")
+        members: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            position = vars(self.coordinates(rank))
+            key = tuple(here for axis, here in position.items() if axis not in axes)
+            members.setdefault(key, []).append(rank)
+        return tuple(map(tuple, members.values()))
+
+    def embedding_groups(self) -> Groups:
+        """First and last stage of each pipeline: the ranks that share a tied embedding's gradient."""
+        return tuple(tuple(sorted({pipeline[0], pipeline[-1]})) for pipeline in self.groups("pipeline"))
+
+    # ---- layers ---------------------------------------------------------------------------------------------------
+
+    @property
+    def chunks_per_rank(self) -> int:
+        """Model chunks on each pipeline rank; 1 without interleaving."""
+        return self.virtual or 1
+
+    def layers_of(self, pipeline_rank: int, virtual_rank: int, num_layers: int) -> range:
+        """Global indices, from 0, of the layers in one chunk.
+
+        Args:
+            pipeline_rank: stage, from 0.
+            virtual_rank: chunk of that stage, from 0; 0 without interleaving.
+            num_layers: layers of the whole model; a multiple of pipeline x chunks.
+        """
+        chunks = self.chunks_per_rank
+        if not (0 <= pipeline_rank < self.pipeline and 0 <= virtual_rank < chunks):
+            raise ValueError(f"no chunk {virtual_rank} of stage {pipeline_rank} in {self}")
+        if num_layers % (self.pipeline * chunks):
+            raise ValueError(f"{num_layers} layers do not divide over {self.pipeline} stages x {chunks} chunks")
+        length = num_layers // (self.pipeline * chunks)
+        start = virtual_rank * (num_layers // chunks) + pipeline_rank * length
+        return range(start, start + length)
+
+    def layers_on(self, pipeline_rank: int, num_layers: int) -> tuple[int, ...]:
+        """Global indices of all layers of one stage, over its chunks."""
+        chunks = (self.layers_of(pipeline_rank, chunk, num_layers) for chunk in range(self.chunks_per_rank))
+        return tuple(layer for chunk in chunks for layer in chunk)
+
+    def stage_of(self, layer: int, num_layers: int) -> tuple[int, int]:
+        """The inverse of `layers_of`: (pipeline rank, virtual rank) of the chunk that holds `layer`."""
+        for stage, chunk in product(range(self.pipeline), range(self.chunks_per_rank)):
+            if layer in self.layers_of(stage, chunk, num_layers):
+                return stage, chunk
+        raise ValueError(f"no layer {layer} among {num_layers}")
+
+    def describe_stages(self, num_layers: int) -> list[str]:
+        """One line per pipeline stage, for worlds too large to list."""
+        ranks_per_stage, lines = self.world_size // self.pipeline, []
+        for stage in range(self.pipeline):
+            first = stage * ranks_per_stage
+            ends = ["embedding"] * (stage == 0) + [f"layers {as_ranges(self.layers_on(stage, num_layers))}"]
+            ends += ["output"] * (stage == self.pipeline - 1)
+            lines.append(f"stage {stage}: ranks {first}-{first + ranks_per_stage - 1}: {' + '.join(ends)}")
+        neighbours = f"groups of {self.tensor} neighbouring ranks" if self.tensor > 1 else "single ranks"
+        lines.append(f"within a stage: tensor-parallel {neighbours} x context {self.context} x data {self.data}")
+        return lines
+
+    def describe(self, num_layers: int) -> list[str]:
+        """One line per tensor-parallel group, as a person reads it; stages in order."""
+        lines = []
+        for ranks in self.groups("tensor"):
+            here = self.coordinates(ranks[0])
+            parts = [f"stage {here.pipeline}", f"data {here.data}"]
+            if self.context > 1:
+                parts.append(f"context {here.context}")
+            layers = as_ranges(self.layers_on(here.pipeline, num_layers))
+            ends = ["embedding"] * (here.pipeline == 0) + [f"layers {layers}"]
+            ends += ["output"] * (here.pipeline == self.pipeline - 1)
+            lines.append(f"ranks {as_ranges(ranks)}: {', '.join(parts)}: {' + '.join(ends)}")
+        return lines
+
+
+def layout_of(config: RunConfig, world_size: int) -> ParallelLayout:
+    """The layout that a configuration asks for. Raises ValueError when the world size does not divide."""
+    parallel = config.parallel
+    return ParallelLayout(
+        world_size,
+        tensor=parallel.tensor_model_parallel_size,
+        context=parallel.context_parallel_size,
+        pipeline=parallel.pipeline_model_parallel_size,
+        virtual=derived.virtual_pipeline_size(config),
+    )
+
+
+def as_ranges(numbers: Sequence[int]) -> str:
+    """(0, 1, 4, 5) -> "0-1, 4-5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

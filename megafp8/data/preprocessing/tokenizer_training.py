@@ -1,0 +1,294 @@
+"""Training of lossless tokenizers: SentencePiece (BPE or unigram, with bytes for what the vocabulary lacks), or a
+byte-level BPE as GPT-2's.
+
+Lossless means that decoding gives back the text to the byte, which code needs. For SentencePiece: no normalization, no
+space put in front, no whitespace merged, newline and tab as pieces of their own. One character is beyond it: U+2581,
+with which it writes the space, comes back as a space.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Optional
+
+import sentencepiece
+
+from megafp8.data.preprocessing.documents import read_texts
+from megafp8.data.preprocessing.readers import MAX_DOCUMENT_BYTES, InputSource, find_sources
+from megafp8.data.tokenizers.files import load_library
+from megafp8.errors import DataError
+from megafp8.utils.files import LIST_BYTES, UnreadableFile, atomic_write, atomic_write_json, file_sha256
+from megafp8.utils.strict_json import read_json
+
+SPACE_MARK = "\u2581"
+NUM_FIXED_PIECES = 3 + 2 + 256  # unknown, begin, end; newline, tab; bytes
+MAX_LINE_BYTES = 100_000
+MAX_LINE_CHARACTERS = MAX_LINE_BYTES // 4  # UTF-8 has 4 bytes a character at most
+NUM_VERIFIED_DOCUMENTS = 200
+SENTENCEPIECE_MODEL_TYPES = ("bpe", "unigram")
+BYTE_BPE = "byte-bpe"
+MODEL_TYPES = (*SENTENCEPIECE_MODEL_TYPES, BYTE_BPE)
+END_OF_TEXT = "<|endoftext|>"
+NUM_FIXED_BYTE_TOKENS = 256 + 1  # bytes; end of text
+BYTE_BPE_FILES = ("vocab.json", "merges.txt", "tokenizer_config.json", "tokenizer.json")
+
+
+@dataclass(frozen=True)
+class TrainingSummary:
+    """What a training made. `trained` is False when the same model was there already."""
+
+    model_path: Path
+    num_verified_documents: int
+    num_lossy_documents: int
+    trained: bool
+
+
+def train_sentencepiece(
+    inputs: Sequence[str],
+    model_prefix: str,
+    *,
+    vocab_size: int,
+    model_type: str = "bpe",
+    json_key: str = "text",
+    max_text_bytes: Optional[int] = None,
+    max_document_bytes: int = MAX_DOCUMENT_BYTES,
+    num_threads: int = 1,
+    overwrite: bool = False,
+    on_notice: Callable[[str], None] = lambda _: None,
+) -> TrainingSummary:
+    """Train `PREFIX.model` (and `PREFIX.vocab`, for people), check that it is lossless, write it whole or not at all.
+
+    `PREFIX.json` records settings and inputs; when it says that the same training was done, nothing is done again.
+
+    Args:
+        inputs: files, folders and glob patterns, see `readers.find_sources`.
+        model_prefix: path without suffix.
+        vocab_size: pieces in all, 261 fixed ones among them.
+        model_type: bpe or unigram.
+        json_key: where the text is, in JSONL.
+        max_text_bytes: train on the documents that begin within so much text; the trainer holds them in memory.
+        max_document_bytes: a longer document is an error.
+        num_threads: threads of the trainer.
+        overwrite: train although another model is there.
+        on_notice: called with what the user should know: files that are left out.
+
+    Raises:
+        DataError: inputs that cannot be read, too little text for the vocabulary, another model is there, or a text
+            that does not come back.
+        OSError: the model cannot be written.
+    """
+    sources = find_sources(inputs, on_notice=on_notice, max_document_bytes=max_document_bytes)
+    settings = _settings(sources, vocab_size, model_type, json_key, max_text_bytes)
+    model_path, record_path = Path(f"{model_prefix}.model"), Path(f"{model_prefix}.json")
+    if model_path.exists() and not overwrite:
+        return _finished_before(model_path, record_path, settings)
+    if vocab_size <= NUM_FIXED_PIECES:
+        raise DataError(f"--vocab-size {vocab_size} leaves no room beside the {NUM_FIXED_PIECES} fixed pieces.")
+
+    model = _train(_first_bytes(read_texts(sources, json_key), max_text_bytes), vocab_size, model_type, num_threads)
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    num_verified, num_lossy = check_lossless(processor.encode, processor.decode, read_texts(sources, json_key))
+
+    record_path.unlink(missing_ok=True)  # it must not vouch for the new model before that is complete
+    with atomic_write(model_path) as stream:
+        stream.write(model)
+    with atomic_write(Path(f"{model_prefix}.vocab")) as stream:
+        for piece in range(processor.get_piece_size()):
+            text = processor.id_to_piece(piece).replace("\n", "\\n").replace("\t", "\\t")
+            stream.write(f"{text}\t{processor.get_score(piece):g}\n".encode())
+    return _record(record_path, settings, TrainingSummary(model_path, num_verified, num_lossy, trained=True))
+
+
+def train_byte_bpe(
+    inputs: Sequence[str],
+    folder: str,
+    *,
+    vocab_size: int,
+    json_key: str = "text",
+    max_text_bytes: Optional[int] = None,
+    max_document_bytes: int = MAX_DOCUMENT_BYTES,
+    overwrite: bool = False,
+    on_notice: Callable[[str], None] = lambda _: None,
+) -> TrainingSummary:
+    """Train a byte-level BPE as GPT-2's, with <|endoftext|> as id 0, check that it is lossless, and write it.
+
+    The folder gets `tokenizer.json` and `tokenizer_config.json` for HuggingFaceTokenizer, and `vocab.json` and
+    `merges.txt` for GPT2BPETokenizer, which give the same ids. `training.json` records settings and inputs; when it
+    says that the same training was done, nothing is done again.
+
+    Args:
+        folder: to write to; made if it is not there.
+        vocab_size: tokens in all, 257 fixed ones among them.
+        inputs, json_key, max_text_bytes, max_document_bytes, overwrite, on_notice: as for `train_sentencepiece`. The
+            trainer counts words: its memory follows the number of different ones.
+
+    Raises:
+        CapabilityError: the library `tokenizers` is not installed.
+        DataError, OSError: as `train_sentencepiece`.
+    """
+    tokenizers = load_library("tokenizers", "HuggingFaceTokenizer")
+    sources = find_sources(inputs, on_notice=on_notice, max_document_bytes=max_document_bytes)
+    settings = _settings(sources, vocab_size, BYTE_BPE, json_key, max_text_bytes)
+    model_path, record_path = Path(folder) / "tokenizer.json", Path(folder) / "training.json"
+    if model_path.exists() and not overwrite:
+        return _finished_before(model_path, record_path, settings)
+    if vocab_size <= NUM_FIXED_BYTE_TOKENS:
+        raise DataError(f"--vocab-size {vocab_size} leaves no room beside the {NUM_FIXED_BYTE_TOKENS} fixed tokens.")
+
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = byte_level, tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=byte_level.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_first_bytes(read_texts(sources, json_key), max_text_bytes), trainer)
+    if tokenizer.get_vocab_size() < vocab_size:
+        raise DataError(
+            f"Only {tokenizer.get_vocab_size()} tokens could be learned from this text. Give it more text or a smaller "
+            f"--vocab-size than {vocab_size}."
+        )
+    num_verified, _ = check_lossless(
+        lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
+        lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
+        read_texts(sources, json_key),
+    )
+
+    record_path.unlink(missing_ok=True)  # it must not vouch for the new model before that is complete
+    with tempfile.TemporaryDirectory() as made:
+        tokenizer.model.save(made)
+        tokenizer.save(str(Path(made) / "tokenizer.json"))
+        atomic_write_json(Path(made) / "tokenizer_config.json", {"eos_token": END_OF_TEXT})
+        for name in BYTE_BPE_FILES:
+            with atomic_write(Path(folder) / name) as stream:
+                stream.write((Path(made) / name).read_bytes())
+    return _record(record_path, settings, TrainingSummary(model_path, num_verified, 0, trained=True))
+
+
+def check_lossless(
+    encode: Callable[[str], list[int]],
+    decode: Callable[[list[int]], str],
+    texts: Iterator[str],
+    *,
+    limit: int = NUM_VERIFIED_DOCUMENTS,
+) -> tuple[int, int]:
+    """Encode and decode up to `limit` texts and compare.
+
+    Returns:
+        Number of texts that came back exactly, and of those that hold U+2581 and so cannot with SentencePiece.
+
+    Raises:
+        DataError: another text did not come back; shows where.
+    """
+    num_exact = num_lossy = 0
+    for text in islice(texts, limit):
+        decoded = decode(encode(text))
+        if decoded == text:
+            num_exact += 1
+        elif SPACE_MARK in text:
+            num_lossy += 1
+        else:
+            place = len(os.path.commonprefix([text, decoded]))
+            raise DataError(
+                f"The tokenizer is not lossless: {text[place : place + 40]!r} came back as "
+                f"{decoded[place : place + 40]!r}. No model was written."
+            )
+    return num_exact, num_lossy
+
+
+def _train(texts: Iterator[str], vocab_size: int, model_type: str, num_threads: int) -> bytes:
+    """Run the trainer on the lines of `texts`; return the bytes of the model."""
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_lines(texts),
+            model_writer=model,
+            vocab_size=vocab_size,
+            model_type=model_type,
+            byte_fallback=True,
+            character_coverage=0.9999,  # the rarest characters are left to the bytes
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,
+            split_digits=True,
+            user_defined_symbols=["\n", "\t"],
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            pad_id=-1,
+            max_sentence_length=MAX_LINE_BYTES,
+            num_threads=num_threads,
+            minloglevel=2,
+        )
+    except (RuntimeError, OSError) as error:
+        raise DataError(
+            f"SentencePiece could not train {vocab_size} pieces ({model_type}) on this text: {error} "
+            "Give it more text or another --vocab-size."
+        ) from error
+    return model.getvalue()
+
+
+def _lines(texts: Iterator[str]) -> Iterator[str]:
+    """The lines of texts; long ones in parts, for the trainer passes over lines above its limit without a word."""
+    for text in texts:
+        for line in text.split("\n"):
+            for start in range(0, len(line), MAX_LINE_CHARACTERS):
+                yield line[start : start + MAX_LINE_CHARACTERS]
+
+
+def _settings(
+    sources: Sequence[InputSource], vocab_size: int, model_type: str, json_key: str, max_text_bytes: Optional[int]
+) -> dict[str, Any]:
+    """What decides the model."""
+    return {
+        "vocab_size": vocab_size,
+        "model_type": model_type,
+        "json_key": json_key,
+        "max_text_bytes": max_text_bytes,
+        "inputs": [{"bytes": source.num_bytes, "sha256": file_sha256(source.path)} for source in sources],
+    }
+
+
+def _first_bytes(texts: Iterator[str], max_bytes: Optional[int]) -> Iterator[str]:
+    """The texts that begin within the first `max_bytes` bytes of all."""
+    num_bytes = 0
+    for text in texts:
+        if max_bytes is not None and num_bytes >= max_bytes:
+            return
+        num_bytes += len(text.encode("utf-8"))
+        yield text
+
+
+def _record(record_path: Path, settings: dict[str, Any], summary: TrainingSummary) -> TrainingSummary:
+    """Write down what a model was made from; the last thing that a training does."""
+    record = {
+        "settings": settings,
+        "model_sha256": file_sha256(summary.model_path),
+        "num_verified_documents": summary.num_verified_documents,
+        "num_lossy_documents": summary.num_lossy_documents,
+    }
+    atomic_write_json(record_path, record)
+    return summary
+
+
+def _finished_before(model_path: Path, record_path: Path, settings: dict[str, Any]) -> TrainingSummary:
+    """Accept the model that is there if its record says that it came from the same settings and inputs."""
+    try:
+        record = read_json(record_path, LIST_BYTES)
+    except UnreadableFile:
+        record = {}
+    if record.get("settings") != settings or record.get("model_sha256") != file_sha256(model_path):
+        raise DataError(
+            f"{model_path} is there already, but not from these settings and inputs (its record is {record_path}). "
+            "Choose another --model-prefix, or --overwrite."
+        )
+    return TrainingSummary(model_path, record["num_verified_documents"], record["num_lossy_documents"], trained=False)

@@ -1,0 +1,356 @@
+"""Whether a shard can be trusted, asked before the first step; megatron-core asks nothing and hands out garbage.
+
+What an index says is said twice: lengths and pointers follow from each other, and both from the size of the tokens. So
+damage to any of them shows without reading the tokens. What can only be seen by comparing hashes (a flipped bit in the
+tokens that leaves them within the vocabulary) is `shard_verify`'s part.
+
+Everything that can be said about the soundness of a shard, from one pass over its files.
+
+`shard_checks` asks before a run what is cheap to ask; here every byte is read, hashed and compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import numpy as np
+
+from megafp8.data.shards import (
+    INDEX_BLOCK,
+    REMAKE,
+    ShardIndex,
+    ShardManifest,
+    bin_path,
+    idx_path,
+    load_manifest,
+    manifest_path,
+    read_index,
+)
+from megafp8.data.tokenizers.build import describe_tokenizer
+from megafp8.errors import DataError
+from megafp8.utils.files import file_sha256
+
+# Shards up to so many tokens are searched in full for ids beyond the vocabulary, larger ones in evenly spread chunks.
+FULL_SCAN_TOKENS = 1 << 24
+SCAN_CHUNKS = 256
+SCAN_CHUNK_TOKENS = 1 << 14
+READ_TOKENS = 1 << 20
+
+
+def check_shard(prefix: str, vocab_size: int, *, tokenizer_identifiers: Optional[dict[str, Any]] = None) -> ShardIndex:
+    """Check that a shard is whole and fits the tokenizer.
+
+    Always: files, header, sizes, every length, pointer and document entry; with a manifest also the index's SHA-256 and
+    the tokenizer. Token ids are all compared with the vocabulary up to 2^24 tokens (16.8 million); of a larger shard,
+    256 evenly spread chunks of 16,384.
+
+    Args:
+        prefix: path without suffix.
+        vocab_size: of the tokenizer, without padding.
+        tokenizer_identifiers: `unique_identifiers` of the tokenizer; None compares the vocabulary only.
+
+    Returns:
+        The index.
+
+    Raises:
+        DataError: what is wrong, with the two numbers that differ.
+    """
+    index = read_index(prefix)
+    check_structure(prefix, index)
+    if index.num_tokens == 0:
+        raise DataError(f"{bin_path(prefix)} holds no tokens.")
+    manifest = load_manifest(prefix)
+    if manifest is not None:
+        _check_manifest(prefix, manifest, tokenizer_identifiers)
+    _check_token_range(prefix, index, vocab_size)
+    return index
+
+
+def check_structure(prefix: str, index: ShardIndex) -> None:
+    """Check that lengths, pointers, document index and the size of the tokens fit each other.
+
+    Time: one pass over the index; the tokens are not read.
+
+    Raises:
+        DataError: the first place that does not fit, and what it should be.
+    """
+    end = _check_sequences(prefix, index)
+    _check_documents(prefix, index)
+    num_bytes = bin_path(prefix).stat().st_size
+    if num_bytes != end:
+        raise DataError(
+            f"{bin_path(prefix)} is {num_bytes} bytes long, but its index counts {end // index.dtype.itemsize} tokens "
+            f"of {index.dtype.itemsize} bytes, which are {end} bytes.{REMAKE}"
+        )
+
+
+def content_key(prefix: str) -> str:
+    """Return a SHA-256 that changes when a shard is replaced under its path.
+
+    It stays the same when the shard is copied or moved. With a manifest that describes the index on disk it covers the
+    content of both files. Without, it covers the content of the index, and of the tokens their number and those that
+    `check_shard` looks at, because reading all tokens of a large shard takes too long.
+    """
+    manifest = load_manifest(prefix)
+    index_sha256 = file_sha256(idx_path(prefix))
+    if manifest is not None and manifest.idx_sha256 == index_sha256:
+        tokens = manifest.bin_sha256
+    else:
+        digest = hashlib.sha256()
+        for chunk in _sampled_tokens(prefix, read_index(prefix).dtype):
+            digest.update(chunk)
+        tokens = f"{bin_path(prefix).stat().st_size}:{digest.hexdigest()}"
+    return hashlib.sha256(f"{index_sha256}:{tokens}".encode()).hexdigest()
+
+
+def _sampled_tokens(prefix: str, dtype: np.dtype) -> Iterator[np.ndarray]:
+    """All tokens of a shard of up to 2^24, 2^20 at a time, or 256 evenly spread chunks of a larger one.
+
+    Read and not mapped: of a mapped file the kernel fetches much more than is asked for.
+    """
+    try:
+        with open(bin_path(prefix), "rb", buffering=0) as stream:
+            num_tokens = os.fstat(stream.fileno()).st_size // dtype.itemsize
+            if num_tokens <= FULL_SCAN_TOKENS:
+                starts, count = np.arange(0, num_tokens, READ_TOKENS), READ_TOKENS
+            else:
+                starts, count = np.linspace(0, num_tokens - SCAN_CHUNK_TOKENS, SCAN_CHUNKS), SCAN_CHUNK_TOKENS
+            for start in starts.astype(np.int64).tolist():
+                stream.seek(start * dtype.itemsize)
+                yield np.fromfile(stream, dtype=dtype, count=count)
+    except OSError as error:
+        raise DataError(f"{bin_path(prefix)} cannot be read: {error.strerror}.") from error
+
+
+def _check_sequences(prefix: str, index: ShardIndex) -> int:
+    """Check each length, and each pointer against the lengths before it; return the byte at which the last one ends."""
+    path, end = idx_path(prefix), 0
+    for first in range(0, len(index.sequence_lengths), INDEX_BLOCK):
+        block = slice(first, first + INDEX_BLOCK)
+        lengths, pointers = index.sequence_lengths[block].astype(np.int64), index.sequence_pointers[block]
+        negative = np.flatnonzero(lengths < 0)
+        if len(negative):
+            place = int(negative[0])
+            raise DataError(f"{path}: sequence {first + place} has the length {lengths[place]}.{REMAKE}")
+        sizes = lengths * index.dtype.itemsize
+        ends = end + np.cumsum(sizes)
+        wrong = np.flatnonzero(pointers != ends - sizes)
+        if len(wrong):
+            place = int(wrong[0])
+            raise DataError(
+                f"{path}: sequence {first + place} starts at byte {pointers[place]}, but the sequences before it end "
+                f"at byte {ends[place] - sizes[place]}.{REMAKE}"
+            )
+        end = int(ends[-1])
+    return end
+
+
+def _check_documents(prefix: str, index: ShardIndex) -> None:
+    documents, num_sequences = index.document_indices, len(index.sequence_lengths)
+    bounds = (int(documents[0]), int(documents[-1])) if len(documents) else None
+    rises = all(
+        (np.diff(documents[first : first + INDEX_BLOCK + 1]) >= 0).all()
+        for first in range(0, len(documents), INDEX_BLOCK)
+    )
+    if bounds != (0, num_sequences) or not rises:
+        text = "is empty" if bounds is None else f"goes from {bounds[0]} to {bounds[1]} over {len(documents)} entries"
+        raise DataError(
+            f"{idx_path(prefix)}: the document index {text}; it must rise from 0 to {num_sequences}.{REMAKE}"
+        )
+
+
+def _check_manifest(prefix: str, manifest: ShardManifest, tokenizer_identifiers: Optional[dict[str, Any]]) -> None:
+    found = file_sha256(idx_path(prefix))
+    num_bytes = bin_path(prefix).stat().st_size
+    if (found, num_bytes) != (manifest.idx_sha256, manifest.bin_bytes):
+        raise DataError(
+            f"Shard {prefix} is not the one that {manifest_path(prefix)} describes: SHA-256 of the index {found}, "
+            f"expected {manifest.idx_sha256}; {num_bytes} bytes of tokens, expected {manifest.bin_bytes}.{REMAKE} "
+            "If you replaced it on purpose, delete the manifest."
+        )
+    if None in (tokenizer_identifiers, manifest.tokenizer):
+        return
+    if manifest.tokenizer != dict(tokenizer_identifiers):
+        raise DataError(
+            f"Shard {prefix} was made with another tokenizer:\n"
+            f"  the shard's: {describe_tokenizer(manifest.tokenizer)}\n"
+            f"  this run's:  {describe_tokenizer(tokenizer_identifiers)}\n"
+            "Give the shard's with --tokenizer-type and --tokenizer-model, or preprocess the text again. If you know "
+            "that the ids mean the same, --allow-other-tokenizer compares the size of the vocabulary only."
+        )
+
+
+def _check_token_range(prefix: str, index: ShardIndex, vocab_size: int) -> None:
+    if index.dtype.kind == "i" and np.iinfo(index.dtype).max < vocab_size - 1:
+        # Else the ids above the limit would read as negative numbers, and few of them may lie in the chunks below.
+        raise DataError(
+            f"{idx_path(prefix)} says that the ids are {index.dtype.name}, which ends at "
+            f"{np.iinfo(index.dtype).max}, but the vocabulary has {vocab_size}.{REMAKE}"
+        )
+    bounds = [(int(chunk.min()), int(chunk.max())) for chunk in _sampled_tokens(prefix, index.dtype)]
+    smallest, largest = min(low for low, _ in bounds), max(high for _, high in bounds)
+    if smallest < 0 or largest >= vocab_size:
+        raise DataError(
+            f"{bin_path(prefix)} holds token ids from {smallest} to {largest}, but the vocabulary has {vocab_size} "
+            f"(0 to {vocab_size - 1}). Give the tokenizer that the shard was made with, or preprocess the text again."
+        )
+
+
+BLOCK_BYTES = 1 << 24
+STRUCTURE = "structure of the index, size of the tokens"
+MANIFEST = "counts of the manifest"
+INDEX_HASH = "SHA-256 of the index"
+TOKENS_HASH = "SHA-256 of the tokens"
+TOKEN_IDS = "token ids within the vocabulary"
+ENDS = "every document ends with the end-of-document token"
+
+
+@dataclass(frozen=True)
+class ShardCheckResult:
+    """One thing that was looked at.
+
+    Attributes:
+        check: what.
+        passed: whether it is sound; None where nothing is known to compare with.
+        detail: the numbers.
+    """
+
+    check: str
+    passed: Optional[bool]
+    detail: str
+
+
+def verify_shard(
+    prefix: str, *, vocab_size: Optional[int] = None, on_progress: Optional[Callable[[int], None]] = None
+) -> list[ShardCheckResult]:
+    """Read all of a shard and compare it with itself and with its manifest.
+
+    Memory: 16 MiB of tokens and 2^20 entries of the index at a time.
+
+    Args:
+        prefix: path without suffix.
+        vocab_size: ids must be below; None takes the manifest's.
+        on_progress: called with the number of bytes of tokens that were read since.
+
+    Returns:
+        What was looked at, in the order in which it was. What could not be looked at any more is not in it.
+    """
+    try:
+        index = read_index(prefix)
+        check_structure(prefix, index)
+    except DataError as error:
+        return [ShardCheckResult(STRUCTURE, False, str(error))]
+    findings = [ShardCheckResult(STRUCTURE, True, f"{index.num_documents} documents, {index.num_tokens} tokens")]
+    try:
+        manifest = load_manifest(prefix)
+    except DataError as error:
+        manifest, findings = None, [*findings, ShardCheckResult(MANIFEST, False, str(error))]
+    else:
+        findings.append(_compare_counts(index, manifest))
+    findings.append(_compare(INDEX_HASH, file_sha256(idx_path(prefix)), manifest and manifest.idx_sha256))
+    if vocab_size is None and manifest is not None and manifest.tokenizer is not None:
+        vocab_size = manifest.tokenizer.get("vocab_size")
+    found_sha256, ids = _read_tokens(prefix, index, vocab_size, on_progress)
+    findings += [_compare(TOKENS_HASH, found_sha256, manifest and manifest.bin_sha256), ids]
+    if manifest is not None and manifest.append_eod and "eod" in (manifest.tokenizer or {}):
+        findings.append(_check_ends(prefix, index, manifest.tokenizer["eod"]))
+    return findings
+
+
+def failures(findings: list[ShardCheckResult]) -> list[ShardCheckResult]:
+    """Return what is not sound."""
+    return [finding for finding in findings if finding.passed is False]
+
+
+def _compare(check: str, found: str, expected: Optional[str]) -> ShardCheckResult:
+    if expected is None:
+        return ShardCheckResult(check, None, f"{found}; no manifest to compare with")
+    if found == expected:
+        return ShardCheckResult(check, True, found)
+    return ShardCheckResult(check, False, f"{found}, but the manifest says {expected}")
+
+
+def _compare_counts(index: ShardIndex, manifest: Optional[ShardManifest]) -> ShardCheckResult:
+    if manifest is None:
+        return ShardCheckResult(MANIFEST, None, "there is no manifest")
+    counted = {
+        "dtype": index.dtype.name,
+        "num_documents": index.num_documents,
+        "num_sequences": len(index.sequence_lengths),
+        "num_tokens": index.num_tokens,
+        "bin_bytes": index.num_tokens * index.dtype.itemsize,
+    }
+    wrong = [
+        f"{name} {value} instead of {getattr(manifest, name)}"
+        for name, value in counted.items()
+        if value != getattr(manifest, name)
+    ]
+    return ShardCheckResult(MANIFEST, not wrong, ", ".join(wrong) or "as counted")
+
+
+def _read_tokens(
+    prefix: str, index: ShardIndex, vocab_size: Optional[int], on_progress: Optional[Callable[[int], None]]
+) -> tuple[str, ShardCheckResult]:
+    """Hash the tokens and look for the first id that is not in the vocabulary."""
+    digest, smallest, largest, first_wrong, position = hashlib.sha256(), None, None, None, 0
+    with open(bin_path(prefix), "rb") as stream:
+        while block := stream.read(BLOCK_BYTES):
+            digest.update(block)
+            ids = np.frombuffer(block, dtype=index.dtype, count=len(block) // index.dtype.itemsize)
+            low, high = int(ids.min()), int(ids.max())
+            smallest = low if smallest is None else min(smallest, low)
+            largest = high if largest is None else max(largest, high)
+            if first_wrong is None and vocab_size is not None and (low < 0 or high >= vocab_size):
+                first_wrong = position + int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
+            position += len(ids)
+            if on_progress is not None:
+                on_progress(len(block))
+    seen = "no tokens" if smallest is None else f"ids from {smallest} to {largest}"
+    if vocab_size is None:
+        return digest.hexdigest(), ShardCheckResult(TOKEN_IDS, None, f"{seen}; the size of the vocabulary is not known")
+    if first_wrong is None:
+        return digest.hexdigest(), ShardCheckResult(TOKEN_IDS, True, f"{seen}, vocabulary 0 to {vocab_size - 1}")
+    where = f"token {first_wrong} of the shard, in document {_document_of(index, first_wrong)}"
+    return digest.hexdigest(), ShardCheckResult(
+        TOKEN_IDS, False, f"{seen}, vocabulary 0 to {vocab_size - 1}: first {where}"
+    )
+
+
+def _document_of(index: ShardIndex, position: int) -> int:
+    """Number of the document that holds the token at `position`."""
+    sequence = int(np.searchsorted(index.sequence_pointers, position * index.dtype.itemsize, side="right")) - 1
+    return int(np.searchsorted(index.document_indices, sequence, side="right")) - 1
+
+
+def _check_ends(prefix: str, index: ShardIndex, eod: int) -> ShardCheckResult:
+    if index.num_tokens == 0:
+        return ShardCheckResult(ENDS, None, "no document has tokens")
+    tokens = np.memmap(bin_path(prefix), dtype=index.dtype, mode="r")
+    number = 0
+    for starts, ends in document_bounds(index):
+        holds_tokens = np.flatnonzero(ends > starts)
+        wrong = holds_tokens[tokens[ends[holds_tokens] - 1] != eod]
+        if len(wrong):
+            last = tokens[ends[wrong[0]] - 1]
+            return ShardCheckResult(ENDS, False, f"document {number + wrong[0]} ends with {last} instead of {eod}")
+        number += len(ends)
+    return ShardCheckResult(ENDS, True, f"token {eod}")
+
+
+def document_bounds(index: ShardIndex) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield first token and last token + 1 of documents, counted over the whole shard, 2^20 documents at a time.
+
+    Args:
+        index: of a whole shard, and sound.
+    """
+    num_sequences, num_tokens = len(index.sequence_lengths), index.num_tokens
+    for first in range(0, index.num_documents, INDEX_BLOCK):
+        entries = index.document_indices[first : first + INDEX_BLOCK + 1]
+        bounds = np.full(len(entries), num_tokens, dtype=np.int64)
+        is_inside = entries < num_sequences
+        bounds[is_inside] = index.sequence_pointers[entries[is_inside]] // index.dtype.itemsize
+        yield bounds[:-1], bounds[1:]

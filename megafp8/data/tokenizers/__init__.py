@@ -1,0 +1,1 @@
+"""Tokenizers: building them, the libraries behind them, and encoding many texts at once."""

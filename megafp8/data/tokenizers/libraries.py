@@ -1,0 +1,346 @@
+"""The kinds of tokenizers but for tiktoken's, each through the library made for it; see `tokenizer`.
+
+Tokenizers through tiktoken: Megatron's files of ranks, and the encodings that tiktoken has by name.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Optional
+
+from megafp8.data.tokenizers.files import existing_file, hashes_of, identifiers_of, load_library, read_json
+from megafp8.errors import ConfigError, DataError
+
+
+class SentencePieceTokenizer:
+    """A `.model` file through sentencepiece; the end of a document is the model's end-of-sentence piece."""
+
+    def __init__(self, model_file: str):
+        sentencepiece = load_library("sentencepiece", "SentencePieceTokenizer")
+        path = existing_file(model_file, "--tokenizer-model")
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        except (RuntimeError, OSError) as error:
+            raise DataError(
+                f"--tokenizer-model {path} is not a SentencePiece model ({path.stat().st_size} bytes): {error}"
+            ) from error
+        self.vocab_size: int = self._processor.get_piece_size()
+        self.eod: int = self._processor.eos_id()
+        if self.eod < 0:
+            raise DataError(
+                f"--tokenizer-model {path} has no end-of-sentence piece, which marks the end of a document. "
+                "Train it with an eos piece (tools/train_tokenizer.py does)."
+            )
+        self.unique_identifiers = identifiers_of(self, hashes_of(path))
+
+    @property
+    def library_object(self) -> Any:
+        """sentencepiece's processor."""
+        return self._processor
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._processor.encode(text)
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._processor.encode(list(texts), num_threads=1)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return self._processor.decode([int(token) for token in ids])
+
+
+class _OfTokenizers:
+    """What tokenizers through `tokenizers` have in common; `_tokenizer` is the library's."""
+
+    _tokenizer: Any
+
+    @property
+    def library_object(self) -> Any:
+        """The library's tokenizer."""
+        return self._tokenizer
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [one.ids for one in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
+
+
+class HuggingFaceTokenizer(_OfTokenizers):
+    """A `tokenizer.json`, or a folder with one, through `tokenizers`.
+
+    The end of a document is `eos_token` of `tokenizer_config.json` or `special_tokens_map.json` in the same folder.
+    Special tokens of the library's post-processor (a leading <s>) are not added. Text that spells a special token is
+    that token, as with the library.
+    """
+
+    def __init__(self, model: str):
+        tokenizers = load_library("tokenizers", "HuggingFaceTokenizer")
+        path = Path(model)
+        if not path.exists():
+            raise DataError(
+                f"--tokenizer-model {model} is neither a tokenizer.json nor a folder with one. A tokenizer of the "
+                f"Hugging Face hub is fetched first: hf download {model} tokenizer.json tokenizer_config.json "
+                "--local-dir FOLDER"
+            )
+        path = existing_file(str(path / "tokenizer.json" if path.is_dir() else path), "--tokenizer-model")
+        self._tokenizer = _load_tokenizers_file(tokenizers, path)
+        # The file may hold the settings of a fine-tuning, which would cut documents short or lengthen them.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.vocab_size: int = _number_of_ids(self._tokenizer)
+        self.eod: int = self._eos_id(path.parent)
+        self.unique_identifiers = identifiers_of(self, hashes_of(path))
+
+    def _eos_id(self, folder: Path) -> int:
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+            token = read_json(folder / name).get("eos_token") if (folder / name).is_file() else None
+            text = token.get("content") if isinstance(token, dict) else token
+            if text is None:
+                continue
+            token_id = self._tokenizer.token_to_id(text)
+            if token_id is None:
+                raise DataError(f"{folder / name} names the eos_token {text!r}, which the tokenizer does not have.")
+            return token_id
+        raise DataError(
+            f"No eos_token, which marks the end of a document, for the tokenizer in {folder}: put the model's "
+            "tokenizer_config.json beside tokenizer.json."
+        )
+
+
+class GPT2BPETokenizer(_OfTokenizers):
+    """GPT-2's byte-level BPE from `vocab.json` and `merges.txt`, through `tokenizers`.
+
+    Text that spells <|endoftext|> stays text.
+    """
+
+    END_OF_TEXT = "<|endoftext|>"
+
+    def __init__(self, vocab_file: str, merge_file: str):
+        tokenizers = load_library("tokenizers", "GPT2BPETokenizer")
+        vocab_path = existing_file(vocab_file, "--vocab-file")
+        merge_path = existing_file(merge_file, "--merge-file")
+        try:
+            model = tokenizers.models.BPE.from_file(str(vocab_path), str(merge_path))
+        except Exception as error:  # the library raises bare Exception for every malformed file
+            raise DataError(
+                f"--vocab-file {vocab_path} and --merge-file {merge_path} are not a GPT-2 vocabulary: {error}"
+            ) from error
+        self._tokenizer = tokenizers.Tokenizer(model)
+        self._tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        self._tokenizer.decoder = tokenizers.decoders.ByteLevel()
+        self.vocab_size: int = _number_of_ids(self._tokenizer)
+        end_of_text = self._tokenizer.token_to_id(self.END_OF_TEXT)
+        if end_of_text is None:
+            raise DataError(f"--vocab-file {vocab_path} has no {self.END_OF_TEXT}, which marks the end of a document.")
+        self.eod: int = end_of_text
+        self.unique_identifiers = identifiers_of(self, hashes_of(vocab_path, merge_path))
+
+
+class ByteLevelTokenizer:
+    """The bytes of the text in UTF-8, as megatron-core's class of that name: 512 ids, and id 0 ends a document.
+
+    So a text with the character U+0000 cannot be told from two documents, and is refused.
+    """
+
+    def __init__(self) -> None:
+        self.vocab_size: int = 512
+        self.eod: int = 0
+        self.unique_identifiers = identifiers_of(self, [])
+
+    def tokenize(self, text: str) -> list[int]:
+        if "\0" in text:
+            raise DataError(
+                f"ByteLevelTokenizer takes no text with U+0000 (character {text.index(chr(0))}): the byte 0 ends a "
+                "document"
+            )
+        return list(text.encode("utf-8"))
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.tokenize(text) for text in texts]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return bytes(int(token) for token in ids if token < 256).decode("utf-8", errors="replace")
+
+
+class NullTokenizer:
+    """Text that is token ids already, separated by spaces. --vocab-size N: ids 0 to N-1, and N ends a document."""
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size: int = vocab_size + 1
+        self.eod: int = vocab_size
+        self.unique_identifiers = identifiers_of(self, [])
+
+    def tokenize(self, text: str) -> list[int]:
+        try:
+            return [int(word) for word in text.split()]
+        except ValueError as error:
+            raise DataError(f"NullTokenizer takes text that is token ids separated by spaces: {error}") from error
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.tokenize(text) for text in texts]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return " ".join(str(int(token)) for token in ids)
+
+
+def _number_of_ids(tokenizer: Any) -> int:
+    """Largest id of a tokenizer of the library `tokenizers`, plus 1: ids may have gaps."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+
+def _load_tokenizers_file(tokenizers: ModuleType, path: Path) -> Any:
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for every malformed file
+        raise DataError(f"--tokenizer-model {path} is not a tokenizer.json: {error}") from error
+
+
+# Megatron's splitting patterns (--tiktoken-pattern) and its layout of the vocabulary: so many special tokens first, the
+# ranks of the file after them.
+TIKTOKEN_PATTERNS = {
+    "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    "v2": (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+}
+SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
+END_OF_DOCUMENT = "</s>"
+DEFAULT_NUM_SPECIAL_TOKENS = 1000
+DEFAULT_VOCAB_SIZE = 2**17
+
+
+class TikTokenizer:
+    """Text that spells a special token stays text, with either.
+
+    - A file is Megatron's JSON of byte-pair ranks: a list of `rank`, `token_bytes` (in base64) and `token_str`. The
+      first 1000 ids (--tiktoken-num-special-tokens) are special tokens, of which `</s>`, id 2, ends a document; rank r
+      is id 1000 + r; ranks for which --vocab-size leaves no room are cut off.
+    - A name, such as cl100k_base, is an encoding of tiktoken's; `<|endoftext|>` ends a document.
+
+    Args:
+        model: file or name.
+        pattern: splitting pattern of a file, v1 or v2 (default).
+        num_special_tokens: of a file, default 1000.
+        vocab_size: of a file, special tokens included, default 2^17.
+    """
+
+    def __init__(
+        self, model: str, pattern: Optional[str], num_special_tokens: Optional[int], vocab_size: Optional[int]
+    ):
+        tiktoken = load_library("tiktoken", "TikTokenizer")
+        if Path(model).is_file():
+            self._from_file(tiktoken, Path(model), pattern, num_special_tokens, vocab_size)
+        else:
+            self._from_name(tiktoken, model, pattern, num_special_tokens)
+
+    @property
+    def library_object(self) -> Any:
+        """tiktoken's encoding."""
+        return self._encoding
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._encoding.encode_ordinary(text)
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self._encoding.encode_ordinary(text) for text in texts]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return self._encoding.decode([int(token) for token in ids])
+
+    def _from_file(
+        self,
+        tiktoken: ModuleType,
+        path: Path,
+        pattern: Optional[str],
+        num_special_tokens: Optional[int],
+        vocab_size: Optional[int],
+    ) -> None:
+        pattern = pattern or "v2"
+        if pattern not in TIKTOKEN_PATTERNS:
+            raise ConfigError(f"--tiktoken-pattern {pattern} is unknown; known are {', '.join(TIKTOKEN_PATTERNS)}.")
+        num_special = DEFAULT_NUM_SPECIAL_TOKENS if num_special_tokens is None else num_special_tokens
+        if num_special < len(SPECIAL_TOKENS):
+            raise ConfigError(
+                f"--tiktoken-num-special-tokens {num_special} is less than the {len(SPECIAL_TOKENS)} that there are: "
+                f"{' '.join(SPECIAL_TOKENS)}."
+            )
+        self.vocab_size: int = vocab_size or DEFAULT_VOCAB_SIZE
+        num_ranks, ranks = self.vocab_size - num_special, _read_ranks(path)
+        if not 256 <= num_ranks <= len(ranks):
+            raise DataError(
+                f"--tokenizer-model {path} holds {len(ranks)} ranks, but --vocab-size {self.vocab_size} less "
+                f"{num_special} special tokens needs {num_ranks} (at least 256)."
+            )
+        special = [*SPECIAL_TOKENS, *(f"<SPECIAL_{number}>" for number in range(len(SPECIAL_TOKENS), num_special))]
+        self._encoding = tiktoken.Encoding(
+            name=path.stem,
+            pat_str=TIKTOKEN_PATTERNS[pattern],
+            mergeable_ranks={token: num_special + rank for rank, token in enumerate(ranks[:num_ranks])},
+            special_tokens={token: number for number, token in enumerate(special)},
+        )
+        self.eod: int = special.index(END_OF_DOCUMENT)
+        self.unique_identifiers = identifiers_of(self, hashes_of(path), pattern=pattern, num_special_tokens=num_special)
+
+    def _from_name(
+        self, tiktoken: ModuleType, name: str, pattern: Optional[str], num_special_tokens: Optional[int]
+    ) -> None:
+        known = tiktoken.list_encoding_names()
+        if name not in known:
+            raise DataError(
+                f"--tokenizer-model {name} is neither a file nor an encoding of tiktoken's: {', '.join(sorted(known))}."
+            )
+        if pattern is not None or num_special_tokens is not None:
+            flag = "--tiktoken-pattern" if pattern is not None else "--tiktoken-num-special-tokens"
+            raise ConfigError(f"{flag} is for a file of ranks; the encoding {name} has its own.")
+        try:
+            self._encoding = tiktoken.get_encoding(name)
+        except Exception as error:  # requests' errors, tiktoken's own, and those of a plugin
+            raise DataError(
+                f"tiktoken cannot load the encoding {name}: {error}. It fetches the encoding's file once; without a "
+                "network, set TIKTOKEN_CACHE_DIR to a folder in which that was done elsewhere."
+            ) from error
+        self.vocab_size = self._encoding.n_vocab
+        if "<|endoftext|>" not in self._encoding.special_tokens_set:
+            raise DataError(f"The encoding {name} has no <|endoftext|>, which marks the end of a document.")
+        self.eod = self._encoding.eot_token
+        self.unique_identifiers = identifiers_of(self, [_hash_of(self._encoding)], encoding=name)
+
+
+def _read_ranks(path: Path) -> list[bytes]:
+    """The tokens of Megatron's file in the order of their ranks.
+
+    Raises:
+        DataError: the file is not one.
+    """
+    entries = read_json(path)
+    try:
+        ranks = [base64.b64decode(entry["token_bytes"], validate=True) for entry in entries]
+        if [entry["rank"] for entry in entries] != list(range(len(ranks))) or len(set(ranks)) != len(ranks):
+            raise ValueError("ranks must count from 0, each with another token")
+        if ranks[:256] != [bytes([number]) for number in range(256)]:
+            raise ValueError("the first 256 ranks must be the bytes")
+    except (TypeError, KeyError, ValueError, binascii.Error) as error:
+        raise DataError(
+            f"--tokenizer-model {path} is not Megatron's list of byte-pair ranks (rank, token_bytes, token_str): "
+            f"{error!r}"
+        ) from error
+    return ranks
+
+
+def _hash_of(encoding: Any) -> str:
+    """SHA-256 of all that decides the ids of an encoding; it has no file of its own to hash."""
+    digest = hashlib.sha256(json.dumps([encoding._pat_str, sorted(encoding._special_tokens.items())]).encode())
+    for token, rank in sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1]):
+        digest.update(b"%d %s\n" % (rank, base64.b64encode(token)))
+    return digest.hexdigest()

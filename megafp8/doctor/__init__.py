@@ -1,1 +1,0 @@
-"""What this machine has, whether that set was tested, and what mends what is wrong. Works where much is broken."""

@@ -1,1 +1,0 @@
-"""Low-precision numerics on any device: formats, rounding, scales, recipes, the emulated linear. No megatron-core."""

@@ -1,1 +1,0 @@
-"""Checkpoints to and from the files of Hugging Face's transformers."""

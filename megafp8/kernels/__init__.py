@@ -1,0 +1,1 @@
+"""Triton kernels, by what they compute. All modules but `annotations` need Triton to be imported."""

@@ -1,0 +1,366 @@
+"""AdamW over many tensors in one kernel: scale and clip the gradient, update the moments and the master weight, and
+write the weight in the model's format, each number read and written once.
+
+    g = (grad * grad_factor) * clip
+    m = beta1 m + (1 - beta1) g;    v = beta2 v + (1 - beta2) g^2
+    p = p - lr ((m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay p)
+
+In FP32, in the order of Transformer Engine's kernel, from which it differs by roundings; that one leaves scaling,
+clipping and the copy to passes of their own. Elementwise it is bound by memory: 30 bytes an element
+with FP32 state, 20 with BF16 moments and 16-bit remainders.
+
+Moments in FP16 and FP8 (E4M3) lie in memory divided by a scale of their tensor. The scale that they will have must be
+known before the first of them is stored: `moment_scales` finds it in a pass of its own.
+
+The tensors are given as a table of addresses, cut into chunks of equal length, a program each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megafp8.kernels.rounding import cast_to_code, grid_of
+from megafp8.recipes.formats import E4M3
+
+# Elements of a program, measured with benchmarks/gpu_adam.py. The sum makes a number of each program: fewer are better.
+BLOCK = 1024
+NUM_WARPS = 4
+SUM_BLOCK = 2048
+SUM_BLOCKS = 8
+SUM_CHUNK = SUM_BLOCK * SUM_BLOCKS
+SUM_WARPS = 8
+ALIGNMENT = 16  # bytes; what the widest loads need
+TRITON_TYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.int16: tl.int16,
+    torch.uint8: tl.uint8,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamStep:
+    """The numbers of one update.
+
+    Attributes:
+        step: number of this update, from 1.
+        clip: factor that brings the gradients to the largest allowed norm; 1 leaves them.
+    """
+
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    clip: float
+
+
+class TensorTable:
+    """Tensors of equal dtypes as a kernel finds them: addresses, lengths, and which chunk belongs to which row.
+
+    It keeps the tensors, since the addresses would outlive them.
+
+    Args:
+        rows: one or more tensors each, contiguous, of one length in a row; None has the address 0.
+        chunk: elements that a program works on: `BLOCK` for an update, `SUM_CHUNK` for a sum.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[Optional[Tensor]]], chunk: int):
+        self.rows = rows
+        first = rows[0][0]
+        assert first is not None
+        self.device = first.device
+        for row in rows:
+            sizes = {tensor.numel() for tensor in row if tensor is not None}
+            assert len(sizes) == 1 and all(t is None or t.is_contiguous() for t in row), sizes
+        lengths = [row[0].numel() for row in rows]
+        addresses = [[0 if tensor is None else tensor.data_ptr() for tensor in row] for row in rows]
+        self.is_aligned = not any(address % ALIGNMENT for row in addresses for address in row)
+        counts = [-(-length // chunk) for length in lengths]
+        self.num_chunks = sum(counts)
+        self.addresses = torch.tensor(addresses, dtype=torch.int64).to(self.device)
+        self.lengths = torch.tensor(lengths, dtype=torch.int64).to(self.device)
+        of_row = torch.arange(len(rows), dtype=torch.int32)
+        self.row_of_chunk = torch.repeat_interleave(of_row, torch.tensor(counts)).to(self.device)
+        self.place_of_chunk = torch.cat([torch.arange(count, dtype=torch.int32) for count in counts]).to(self.device)
+
+
+@triton.jit
+def address(table, row, column: tl.constexpr, columns: tl.constexpr, dtype: tl.constexpr, aligned: tl.constexpr):
+    """Pointer to a tensor of the table."""
+    pointer = tl.load(table + row * columns + column).to(tl.pointer_type(dtype))
+    if aligned:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def restored_master(model, remainder):
+    """FP32 weight from its BF16 rounding and the low half of its bits."""
+    # The low half counts from -2^15: where it is negative, the high half was rounded up.
+    low = remainder.to(tl.int32)
+    high = model.to(tl.int16, bitcast=True).to(tl.int32)
+    return ((high << 16) + low).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def is_scaled(dtype: tl.constexpr) -> tl.constexpr:
+    """Whether a moment of this type has a scale."""
+    return dtype == tl.float16 or dtype == tl.uint8
+
+
+@triton.jit
+def loaded(pointers, offsets, mask):
+    """A block of numbers; zeros where it is masked."""
+    if mask is None:
+        values = tl.load(pointers + offsets)
+    else:
+        values = tl.load(pointers + offsets, mask=mask, other=0)
+    return values
+
+
+@triton.jit
+def loaded_moment(pointers, offsets, mask, scales):
+    """A block of a moment in FP32. Where it has a scale, the first of `scales` is multiplied with what is stored."""
+    stored = loaded(pointers, offsets, mask)
+    if stored.dtype == tl.uint8:
+        moment = stored.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        moment = stored.to(tl.float32)
+    if is_scaled(stored.dtype):
+        moment *= tl.load(scales)
+    return moment
+
+
+@triton.jit
+def store_moment(pointers, offsets, mask, moment, scales, GRID: tl.constexpr):
+    """Round a block of a moment to its type and store it; where it has a scale, times the second of `scales`."""
+    dtype: tl.constexpr = pointers.dtype.element_ty
+    if is_scaled(dtype):
+        moment *= tl.load(scales + 1)
+    if dtype == tl.uint8:
+        tl.store(pointers + offsets, cast_to_code(moment, GRID), mask=mask)
+    else:
+        tl.store(pointers + offsets, moment.to(dtype), mask=mask)
+
+
+@triton.jit
+def first_moment(m, g, beta1):
+    return tl.fma(m, beta1, (1.0 - beta1) * g)
+
+
+@triton.jit
+def second_moment(v, g, beta2):
+    return tl.fma(v, beta2, ((1.0 - beta2) * g) * g)
+
+
+@triton.jit
+def update_block(
+    grads, masters, exp_avgs, exp_avg_sqs, models, scales, offsets, mask, grad_factor, clip, learning_rate, beta1,
+    beta2, eps, weight_decay, correction1, correction2, HAS_MODEL: tl.constexpr, REMAINDER: tl.constexpr,
+    GRID: tl.constexpr,
+):  # fmt: skip
+    """One block of one parameter."""
+    grad = loaded(grads, offsets, mask).to(tl.float32)
+    p = loaded(masters, offsets, mask)
+    m = loaded_moment(exp_avgs, offsets, mask, scales)
+    v = loaded_moment(exp_avg_sqs, offsets, mask, scales + 2)
+    if REMAINDER:
+        p = restored_master(loaded(models, offsets, mask), p)
+
+    g = (grad * grad_factor) * clip
+    m = first_moment(m, g, beta1)
+    v = second_moment(v, g, beta2)
+    root = tl.sqrt_rn(tl.div_rn(v, correction2)) + eps
+    update = tl.fma(p, weight_decay, tl.div_rn(tl.div_rn(m, correction1), root))
+    p = tl.fma(update, -learning_rate, p)
+
+    kept = p
+    rounded = p.to(tl.bfloat16)
+    if REMAINDER:
+        bits = p.to(tl.int32, bitcast=True)
+        kept = bits.to(tl.int16)
+        # Rounded up in magnitude where the low half is 2^15 or more, ties included, so that it can be undone.
+        rounded = ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    tl.store(masters + offsets, kept, mask=mask)
+    store_moment(exp_avgs, offsets, mask, m, scales, GRID)
+    store_moment(exp_avg_sqs, offsets, mask, v, scales + 2, GRID)
+    if HAS_MODEL:
+        tl.store(models + offsets, rounded, mask=mask)
+
+
+@triton.jit
+def adam_kernel(
+    table, lengths, row_of_chunk, place_of_chunk, all_scales, grad_factors, clip, learning_rate, beta1, beta2, eps,
+    weight_decay, correction1, correction2, GRAD: tl.constexpr, MASTER: tl.constexpr, EXP_AVG: tl.constexpr,
+    EXP_AVG_SQ: tl.constexpr, HAS_MODEL: tl.constexpr, REMAINDER: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr, GRID: tl.constexpr,
+):  # fmt: skip
+    """One block of one parameter."""
+    chunk = tl.program_id(0)
+    row = tl.load(row_of_chunk + chunk)
+    start = tl.load(place_of_chunk + chunk).to(tl.int64) * BLOCK
+    left = tl.load(lengths + row) - start
+    grad_factor = tl.load(grad_factors)
+    grads = address(table, row, 0, 5, GRAD, ALIGNED) + start
+    masters = address(table, row, 1, 5, MASTER, ALIGNED) + start
+    exp_avgs = address(table, row, 2, 5, EXP_AVG, ALIGNED) + start
+    exp_avg_sqs = address(table, row, 3, 5, EXP_AVG_SQ, ALIGNED) + start
+    models = address(table, row, 4, 5, tl.bfloat16, ALIGNED) + start
+    scales = all_scales + 4 * row
+    offsets = tl.arange(0, BLOCK)
+    if left >= BLOCK:
+        update_block(
+            grads, masters, exp_avgs, exp_avg_sqs, models, scales, offsets, None, grad_factor, clip, learning_rate,
+            beta1, beta2, eps, weight_decay, correction1, correction2, HAS_MODEL, REMAINDER, GRID,
+        )  # fmt: skip
+    else:
+        update_block(
+            grads, masters, exp_avgs, exp_avg_sqs, models, scales, offsets, offsets < left, grad_factor, clip,
+            learning_rate, beta1, beta2, eps, weight_decay, correction1, correction2, HAS_MODEL, REMAINDER, GRID,
+        )  # fmt: skip
+
+
+@triton.jit
+def squared_sum_kernel(
+    table, lengths, row_of_chunk, place_of_chunk, factors, sums, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Sum of the squares of one chunk of one tensor, times a factor each."""
+    chunk = tl.program_id(0)
+    row = tl.load(row_of_chunk + chunk)
+    first = tl.load(place_of_chunk + chunk).to(tl.int64) * (BLOCK * BLOCKS)
+    left = tl.load(lengths + row) - first
+    factor = tl.load(factors)
+    values = address(table, row, 0, 1, DTYPE, ALIGNED) + first
+    total = tl.zeros((BLOCK,), tl.float32)
+    for block in range(BLOCKS):
+        offsets = block * BLOCK + tl.arange(0, BLOCK)
+        if (block + 1) * BLOCK <= left:
+            value = tl.load(values + offsets).to(tl.float32) * factor
+            total += value * value
+        elif block * BLOCK < left:
+            value = tl.load(values + offsets, mask=offsets < left, other=0.0).to(tl.float32) * factor
+            total += value * value
+    tl.store(sums + chunk, tl.sum(total))
+
+
+def update_rows(table: TensorTable, grad_factor: Tensor, numbers: AdamStep, scales: Optional[Tensor] = None) -> None:
+    """One AdamW update of all rows of a table, in place. They are `Row.tensors` and have the same dtypes.
+
+    Args:
+        grad_factor: one FP32 number on the device, multiplied to the gradients before they are clipped.
+        scales: `MomentScales.renew`'s, for moments in FP16 or FP8.
+    """
+    grad, master, exp_avg, exp_avg_sq, model = (None if t is None else t.dtype for t in table.rows[0])
+    assert model in (None, torch.bfloat16) and (master != torch.int16 or model is not None)
+    assert scales is not None or not {exp_avg, exp_avg_sq} & {torch.uint8, torch.float16}
+    beta1, beta2 = (float(torch.tensor(beta, dtype=torch.float32)) for beta in (numbers.beta1, numbers.beta2))
+    adam_kernel[(table.num_chunks,)](
+        table.addresses,
+        table.lengths,
+        table.row_of_chunk,
+        table.place_of_chunk,
+        grad_factor if scales is None else scales,  # where no moment has a scale nothing is read there
+        grad_factor,
+        numbers.clip,
+        numbers.learning_rate,
+        numbers.beta1,
+        numbers.beta2,
+        numbers.eps,
+        numbers.weight_decay,
+        1.0 - beta1**numbers.step,
+        1.0 - beta2**numbers.step,
+        GRAD=TRITON_TYPES[grad],
+        MASTER=TRITON_TYPES[master],
+        EXP_AVG=TRITON_TYPES[exp_avg],
+        EXP_AVG_SQ=TRITON_TYPES[exp_avg_sq],
+        HAS_MODEL=model is not None,
+        REMAINDER=master == torch.int16,
+        ALIGNED=table.is_aligned,
+        BLOCK=BLOCK,
+        GRID=grid_of(E4M3),
+        num_warps=NUM_WARPS,
+    )
+
+
+def squared_sum(table: TensorTable, factor: Tensor) -> Tensor:
+    """Sum over all tensors of a table of (element * factor)^2, an FP64 scalar on the device; not finite if an element
+    is not, or if 2^14 squares in a row overflow FP32.
+
+    Args:
+        factor: one FP32 number on the device.
+    """
+    sums = torch.empty(table.num_chunks, dtype=torch.float32, device=table.device)
+    squared_sum_kernel[(table.num_chunks,)](
+        table.addresses,
+        table.lengths,
+        table.row_of_chunk,
+        table.place_of_chunk,
+        factor,
+        sums,
+        DTYPE=TRITON_TYPES[table.rows[0][0].dtype],
+        ALIGNED=table.is_aligned,
+        BLOCK=SUM_BLOCK,
+        BLOCKS=SUM_BLOCKS,
+        num_warps=SUM_WARPS,
+    )
+    return sums.sum(dtype=torch.float64)
+
+
+@triton.jit
+def largest_of_block(
+    top_m, top_v, grads, exp_avgs, exp_avg_sqs, scales, offsets, mask, grad_factor, clip, beta1, beta2
+):  # fmt: skip
+    """The larger ones of what was found and of a block's updated moments."""
+    g = (loaded(grads, offsets, mask).to(tl.float32) * grad_factor) * clip
+    if is_scaled(exp_avgs.dtype.element_ty):
+        m = first_moment(loaded_moment(exp_avgs, offsets, mask, scales), g, beta1)
+        top_m = tl.maximum(top_m, tl.abs(m))
+    if is_scaled(exp_avg_sqs.dtype.element_ty):
+        v = second_moment(loaded_moment(exp_avg_sqs, offsets, mask, scales + 2), g, beta2)
+        top_v = tl.maximum(top_v, v)
+    return top_m, top_v
+
+
+@triton.jit
+def largest_kernel(
+    table, lengths, row_of_chunk, place_of_chunk, all_scales, grad_factors, clip, beta1, beta2, largest,
+    GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """The largest magnitudes of the updated moments of one chunk of one parameter."""
+    chunk = tl.program_id(0)
+    row = tl.load(row_of_chunk + chunk)
+    start = tl.load(place_of_chunk + chunk).to(tl.int64) * (BLOCK * BLOCKS)
+    left = tl.load(lengths + row) - start
+    grad_factor = tl.load(grad_factors)
+    grads = address(table, row, 0, 3, GRAD, ALIGNED) + start
+    exp_avgs = address(table, row, 1, 3, EXP_AVG, ALIGNED) + start
+    exp_avg_sqs = address(table, row, 2, 3, EXP_AVG_SQ, ALIGNED) + start
+    scales = all_scales + 4 * row
+    top_m = tl.zeros((BLOCK,), tl.float32)
+    top_v = tl.zeros((BLOCK,), tl.float32)
+    for block in range(BLOCKS):
+        offsets = block * BLOCK + tl.arange(0, BLOCK)
+        if (block + 1) * BLOCK <= left:
+            top_m, top_v = largest_of_block(
+                top_m, top_v, grads, exp_avgs, exp_avg_sqs, scales, offsets, None, grad_factor, clip, beta1, beta2
+            )  # fmt: skip
+        elif block * BLOCK < left:
+            top_m, top_v = largest_of_block(
+                top_m, top_v, grads, exp_avgs, exp_avg_sqs, scales, offsets, offsets < left, grad_factor, clip, beta1,
+                beta2,
+            )  # fmt: skip
+    if is_scaled(EXP_AVG):
+        tl.atomic_max(largest + 2 * row, tl.max(top_m))
+    if is_scaled(EXP_AVG_SQ):
+        tl.atomic_max(largest + 2 * row + 1, tl.max(top_v))

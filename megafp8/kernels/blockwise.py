@@ -1,0 +1,190 @@
+"""Kernels that write blockwise FP8 by rows and transposed in one pass: a cast, SwiGLU, and SwiGLU's gradients.
+
+Of a tensor [T, W] a GEMM of the forward pass reads rows in blocks of 1 x 128, and one of the backward pass the
+transpose in blocks of 128 tokens, quantized on its own. Both come from one reading of a tile of 128 x 128:
+
+    row codes [T, W], row scales [W / 128, T], column codes [W, T], column scales [T / 128, W]
+
+Results of SwiGLU are rounded to the input's type before they are quantized, as if they had been written and read again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megafp8.kernels.rounding import Grid, cast_to_code, cast_to_words, power_of_two_scales, quant_scale_of
+from megafp8.kernels.swiglu import gate_gradient_tile, swiglu_tile
+from megafp8.kernels.tiles import SIDE, corner, load_tile, part_of, store_words, tile_from_the_end
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """Where the blocks of a tensor [T, W] go; T and W are multiples of 128.
+
+    Attributes:
+        row_codes: uint8 [T, W]; None leaves rows out.
+        row_scales: FP32 [W / 128, T], what codes are multiplied with to give values.
+        column_codes: uint8 [W, T]; None leaves columns out.
+        column_scales: FP32 [T / 128, W].
+        grid: the format.
+        is_power_of_two: of the scales.
+    """
+
+    row_codes: Optional[Tensor]
+    row_scales: Optional[Tensor]
+    column_codes: Optional[Tensor]
+    column_scales: Optional[Tensor]
+    grid: Grid
+    is_power_of_two: bool
+
+
+@triton.jit
+def scales_of(largest, on_overflow, POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr):
+    """Multipliers of blocks and their inverses."""
+    if POWER_OF_TWO:
+        scale, inverse = power_of_two_scales(largest, GRID)
+    else:
+        scale = quant_scale_of(largest, on_overflow, False, GRID)
+        inverse = tl.div_rn(1.0, scale)
+    return scale, inverse
+
+
+@triton.jit
+def store_rows(
+    y, tile_row, tile_column, num_tokens, width, on_overflow, codes, scales, POWER_OF_TWO: tl.constexpr,
+    GRID: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """A tile's blocks of rows."""
+    scale0, inverse0 = scales_of(tl.max(tl.abs(y[0]), axis=1), on_overflow, POWER_OF_TWO, GRID)
+    scale1, inverse1 = scales_of(tl.max(tl.abs(y[1]), axis=1), on_overflow, POWER_OF_TWO, GRID)
+    scale2, inverse2 = scales_of(tl.max(tl.abs(y[2]), axis=1), on_overflow, POWER_OF_TWO, GRID)
+    scale3, inverse3 = scales_of(tl.max(tl.abs(y[3]), axis=1), on_overflow, POWER_OF_TWO, GRID)
+    inverse = tl.reshape(tl.join(tl.join(inverse0, inverse2), tl.join(inverse1, inverse3)), [SIDE])
+    tl.store(scales + tile_column.to(tl.int64) * num_tokens + tile_row * SIDE + tl.arange(0, SIDE), inverse)
+    codes += corner(tile_row, tile_column, width, SIDE)
+    tl.store(part_of(codes, width, 0, SIDE), cast_to_code(y[0] * scale0[:, None], GRID))
+    tl.store(part_of(codes, width, 1, SIDE), cast_to_code(y[1] * scale1[:, None], GRID))
+    tl.store(part_of(codes, width, 2, SIDE), cast_to_code(y[2] * scale2[:, None], GRID))
+    tl.store(part_of(codes, width, 3, SIDE), cast_to_code(y[3] * scale3[:, None], GRID))
+
+
+@triton.jit
+def store_columns(
+    y, tile_row, tile_column, num_tokens, width, on_overflow, codes, scales, POWER_OF_TWO: tl.constexpr,
+    GRID: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """A tile's blocks of columns."""
+    largest = tl.maximum(tl.maximum(tl.abs(y[0]), tl.abs(y[1])), tl.maximum(tl.abs(y[2]), tl.abs(y[3])))
+    scale, inverse = scales_of(tl.max(largest, axis=0), on_overflow, POWER_OF_TWO, GRID)
+    tl.store(scales + tile_row.to(tl.int64) * width + tile_column * SIDE + tl.arange(0, SIDE), inverse)
+    scale = scale[None, :]
+    words = cast_to_words(y[0] * scale, y[1] * scale, y[2] * scale, y[3] * scale, GRID)
+    store_words(words, codes, tile_row, tile_column, num_tokens, SIDE)
+
+
+@triton.jit
+def store_tile(
+    y, tile_row, tile_column, num_tokens, width, on_overflow, row_codes, row_scales, column_codes, column_scales,
+    POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """Quantize a tile, given as its four parts, by rows and by columns."""
+    if row_codes is not None:
+        store_rows(
+            y, tile_row, tile_column, num_tokens, width, on_overflow, row_codes, row_scales, POWER_OF_TWO, GRID, SIDE
+        )
+    if column_codes is not None:
+        store_columns(
+            y, tile_row, tile_column, num_tokens, width, on_overflow, column_codes, column_scales, POWER_OF_TWO, GRID,
+            SIDE,
+        )  # fmt: skip
+
+
+@triton.jit
+def cast_kernel(
+    inputs, num_tokens, width, on_overflow, row_codes, row_scales, column_codes, column_scales,
+    POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """inputs [T, W] to their blocks."""
+    tile_row, tile_column = tile_from_the_end()
+    store_tile(
+        load_tile(inputs + corner(tile_row, tile_column, width, SIDE), width, SIDE), tile_row, tile_column,
+        num_tokens, width, on_overflow, row_codes, row_scales, column_codes, column_scales, POWER_OF_TWO, GRID, SIDE,
+    )  # fmt: skip
+
+
+@triton.jit
+def swiglu_kernel(
+    inputs, num_tokens, width, on_overflow, row_codes, row_scales, column_codes, column_scales,
+    POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """inputs [T, 2 W] to the blocks of silu(a) b [T, W]."""
+    tile_row, tile_column = tile_from_the_end()
+    inputs += corner(tile_row, tile_column, 2 * width, SIDE)
+    a, b = load_tile(inputs, 2 * width, SIDE), load_tile(inputs + width, 2 * width, SIDE)
+    store_tile(
+        swiglu_tile(a, b, inputs.dtype.element_ty), tile_row, tile_column, num_tokens, width, on_overflow, row_codes,
+        row_scales, column_codes, column_scales, POWER_OF_TWO, GRID, SIDE,
+    )  # fmt: skip
+
+
+@triton.jit
+def swiglu_backward_kernel(
+    gradients, inputs, num_tokens, width, on_overflow, row_codes, row_scales, column_codes, column_scales,
+    POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """gradients [T, W] and inputs [T, 2 W] to the blocks of the inputs' gradients [T, 2 W].
+
+    A tile of da is done before one of db is begun, for which a and dy are read again, from the cache: registers hold
+    one tile of results.
+    """
+    TYPE: tl.constexpr = inputs.dtype.element_ty
+    tile_row, tile_column = tile_from_the_end()
+    inputs += corner(tile_row, tile_column, 2 * width, SIDE)
+    gradients += corner(tile_row, tile_column, width, SIDE)
+    a, b = load_tile(inputs, 2 * width, SIDE), load_tile(inputs + width, 2 * width, SIDE)
+    dy = load_tile(gradients, width, SIDE)
+    store_tile(
+        gate_gradient_tile(a, b, dy, TYPE), tile_row, tile_column, num_tokens, 2 * width, on_overflow, row_codes,
+        row_scales, column_codes, column_scales, POWER_OF_TWO, GRID, SIDE,
+    )  # fmt: skip
+    a, dy = load_tile(inputs, 2 * width, SIDE), load_tile(gradients, width, SIDE)
+    store_tile(
+        swiglu_tile(a, dy, TYPE), tile_row, tile_column + width // SIDE, num_tokens, 2 * width, on_overflow, row_codes,
+        row_scales, column_codes, column_scales, POWER_OF_TWO, GRID, SIDE,
+    )  # fmt: skip
+
+
+def _launch(
+    kernel: triton.JITFunction, tensors: tuple[Tensor, ...], width: int, to: Blocks, num_warps: int, registers: int
+) -> None:
+    """A program for each tile of the last of `tensors`, or of its first `width` columns.
+
+    Of registers, a thread gets as many as made the kernel fastest: the compiler's own choice costs 4 to 11%.
+    """
+    tokens, largest = tensors[-1].shape[0], torch.finfo(tensors[-1].dtype).max
+    kernel[(width // SIDE, tokens // SIDE)](
+        *tensors, tokens, width, largest, to.row_codes, to.row_scales, to.column_codes, to.column_scales,
+        POWER_OF_TWO=to.is_power_of_two, GRID=to.grid, SIDE=SIDE, num_warps=num_warps, maxnreg=registers,
+        enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+def cast(inputs: Tensor, to: Blocks) -> None:
+    """Write the blocks of inputs [T, W]; contiguous; BF16, FP16, FP32."""
+    _launch(cast_kernel, (inputs,), inputs.shape[1], to, num_warps=4, registers=192)
+
+
+def swiglu(inputs: Tensor, to: Blocks) -> None:
+    """Write the blocks of silu(a) b [T, W]; a and b are the halves of inputs [T, 2 W], contiguous; BF16, FP16, FP32."""
+    _launch(swiglu_kernel, (inputs,), inputs.shape[1] // 2, to, num_warps=4, registers=168)
+
+
+def swiglu_backward(gradients: Tensor, inputs: Tensor, to: Blocks) -> None:
+    """Write the blocks of the gradients [T, 2 W] of inputs, given those of the result [T, W]; as `swiglu`."""
+    _launch(swiglu_backward_kernel, (gradients, inputs), inputs.shape[1] // 2, to, num_warps=8, registers=112)

@@ -1,0 +1,260 @@
+"""The passes of emulated quantization over a GPU's memory, each a Triton kernel.
+
+    amax_kernel                largest magnitude of a tensor
+    transformed_amax_kernel    the same of a tensor and of its Hadamard transform, from one read
+    quantize_tensor_kernel     codes or values under one scale
+    quantize_blocks_kernel     codes or values of rows' blocks and of columns' blocks, from one read
+    decode_tensor_kernel       codes to values
+    decode_blocks_kernel       codes and their blocks' scales to values
+    finish_product_kernel      factor x product + bias, rounded once
+
+"Values" are what a GEMM multiplies: decoded codes with the scales of their blocks. Where nobody keeps the codes, they
+are never written. Results that are not wanted are passed as None and cost nothing. `triton_quantize.py` starts these.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megafp8.kernels.rounding import (
+    FP32_MAX,
+    TOP,
+    bits_of,
+    e8m0_scales,
+    e8m0_value,
+    quant_scale_of,
+    round_to_code,
+    round_to_value,
+    two_level_scales,
+    value_of_code,
+    without_nan,
+)
+
+
+@triton.jit
+def store_amax(bits_ptr, x):
+    """Raise an amax, kept as the bits of an FP32 number: those of magnitudes are ordered as the numbers are.
+
+    Most programs find it high enough already and spare the others the atomic operation.
+    """
+    bits = bits_of(without_nan(tl.max(tl.abs(x))))
+    if bits > tl.load(bits_ptr):
+        tl.atomic_max(bits_ptr, bits)
+
+
+@triton.jit
+def amax_kernel(x_ptr, amax_bits_ptr, count, PART: tl.constexpr):
+    """Largest magnitude of `count` elements, each program taking every `num_programs`-th part of them."""
+    largest = tl.zeros([PART], tl.float32)
+    for start in range(tl.program_id(0).to(tl.int64) * PART, count, tl.num_programs(0) * PART):
+        at = start + tl.arange(0, PART)
+        x = tl.load(x_ptr + at, mask=at < count, other=0.0)
+        largest = tl.maximum(largest, without_nan(tl.abs(x.to(tl.float32))))
+    store_amax(amax_bits_ptr, largest)
+
+
+@triton.jit
+def quantize_tensor_kernel(
+    x_ptr, scale_ptr, codes_ptr, values_ptr, dequant_ptr, note_ptr, count,
+    POWER_OF_TWO: tl.constexpr, IS_DELAYED: tl.constexpr, GRID: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """One scale for all: `scale_ptr` is the tensor's amax, or with delayed scaling the scale itself; then the amax is
+    noted at `note_ptr`."""
+    scale = tl.load(scale_ptr)
+    if not IS_DELAYED:
+        scale = quant_scale_of(scale, FP32_MAX, POWER_OF_TWO, GRID)
+    if tl.program_id(0) == 0:
+        tl.store(dequant_ptr, tl.div_rn(1.0, scale))
+    at = tl.program_id(0).to(tl.int64) * PART + tl.arange(0, PART)
+    x = tl.load(x_ptr + at, mask=at < count, other=0.0).to(tl.float32)
+    if note_ptr is not None:
+        store_amax(note_ptr, x)
+    scaled = x * scale
+    if codes_ptr is not None:
+        tl.store(codes_ptr + at, round_to_code(scaled, None, GRID).to(tl.uint8), mask=at < count)
+    if values_ptr is not None:
+        tl.store(values_ptr + at, round_to_value(scaled, None, GRID).to(values_ptr.dtype.element_ty), mask=at < count)
+
+
+@triton.jit
+def decode_tensor_kernel(codes_ptr, values_ptr, count, GRID: tl.constexpr, PART: tl.constexpr):
+    """Codes to values, without their one scale."""
+    at = tl.program_id(0).to(tl.int64) * PART + tl.arange(0, PART)
+    codes = tl.load(codes_ptr + at, mask=at < count, other=0).to(tl.int32)
+    tl.store(values_ptr + at, value_of_code(codes, GRID).to(values_ptr.dtype.element_ty), mask=at < count)
+
+
+# --- blocks -----------------------------------------------------------------------------------------------------------
+#
+# A program has a tile of SIDE rows and TILES x SIDE columns, as a tensor [SIDE, TILES, SIDE]: blocks of a row are its
+# last dimension, blocks of a column its first, square blocks both.
+
+
+@triton.jit
+def place_of_tile(num_columns, SIDE: tl.constexpr, TILES: tl.constexpr):
+    """Where this program's tile is: the number of its row of blocks (int64), and those of its squares [1, TILES, 1]."""
+    across = tl.cdiv(num_columns, SIDE * TILES)
+    squares = (tl.program_id(0) % across) * TILES + tl.arange(0, TILES)[None, :, None]
+    return (tl.program_id(0) // across).to(tl.int64), squares
+
+
+@triton.jit
+def offsets_of_tile(squares, num_columns, num_rows_left, SIDE: tl.constexpr, WIDTH: tl.constexpr):
+    """Offsets [SIDE, TILES, WIDTH] from the tile's first row in a matrix of WIDTH columns a square, and which of them
+    are inside of it."""
+    rows, columns = tl.arange(0, SIDE)[:, None, None], squares * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+    return rows * num_columns + columns, (rows < num_rows_left) & (columns < num_columns)
+
+
+@triton.jit
+def transformed(x, matrix_ptr, SIDE: tl.constexpr, TILES: tl.constexpr):
+    """The Hadamard transform along the rows of a BF16 tile; SIDE is 16."""
+    at = tl.arange(0, SIDE)
+    matrix = tl.load(matrix_ptr + at[:, None] * SIDE + at[None, :])
+    product = tl.dot(matrix, tl.reshape(x, [SIDE, TILES * SIDE]), out_dtype=tl.float32)
+    return tl.reshape(product.to(tl.bfloat16), [SIDE, TILES, SIDE])
+
+
+@triton.jit
+def transformed_amax_kernel(
+    x_ptr, matrix_ptr, amax_bits_ptr, num_rows, num_columns, SIDE: tl.constexpr, TILES: tl.constexpr
+):
+    """Largest magnitudes of a tensor and of its transform, at `amax_bits_ptr` and after it."""
+    block_row, squares = place_of_tile(num_columns, SIDE, TILES)
+    at, inside = offsets_of_tile(squares, num_columns, num_rows - block_row * SIDE, SIDE, SIDE)
+    x = tl.load(x_ptr + block_row * SIDE * num_columns + at, mask=inside, other=0.0)
+    store_amax(amax_bits_ptr, x.to(tl.float32))
+    store_amax(amax_bits_ptr + 1, transformed(x, matrix_ptr, SIDE, TILES).to(tl.float32))
+
+
+@triton.jit
+def quantize_blocks_kernel(
+    x_ptr, matrix_ptr, num_rows, num_columns, on_overflow,
+    row_amax_ptr, row_noise_ptr, row_codes_ptr, row_scales_ptr, row_values_ptr, row_factor_ptr,
+    column_amax_ptr, column_noise_ptr, column_codes_ptr, column_scales_ptr, column_values_ptr, column_factor_ptr,
+    IS_SQUARE: tl.constexpr, RULE: tl.constexpr, GRID: tl.constexpr, SCALE_GRID: tl.constexpr, SIDE: tl.constexpr,
+    TILES: tl.constexpr,
+):  # fmt: skip
+    """Blocks of 1 x SIDE, or SIDE x SIDE if square, and blocks of SIDE x 1, these of the transform if there is a
+    matrix. With two levels of scales the tensors' amaxes are given, and their factors are stored."""
+    block_row, squares = place_of_tile(num_columns, SIDE, TILES)
+    num_rows_left = num_rows - block_row * SIDE
+    at, inside = offsets_of_tile(squares, num_columns, num_rows_left, SIDE, SIDE)
+    x = tl.load(x_ptr + block_row * SIDE * num_columns + at, mask=inside, other=0.0)
+    if row_codes_ptr is not None or row_values_ptr is not None:
+        largest = tl.max(tl.abs(x.to(tl.float32)), axis=2, keep_dims=True)
+        across = tl.cdiv(num_columns, SIDE)
+        if IS_SQUARE:
+            largest = tl.max(largest, axis=0, keep_dims=True)
+            scale_at, scale_inside = block_row * across + squares, squares < across
+        else:
+            rows = tl.arange(0, SIDE)[:, None, None]
+            scale_at = block_row * SIDE * across + rows * across + squares
+            scale_inside = (rows < num_rows_left) & (squares < across)
+        store_blocks(
+            x, largest, scale_at, scale_inside, block_row, squares, num_rows, num_columns, across * SIDE, on_overflow,
+            row_amax_ptr, row_noise_ptr, row_codes_ptr, row_scales_ptr, row_values_ptr, row_factor_ptr,
+            RULE, GRID, SCALE_GRID, SIDE,
+        )  # fmt: skip
+    if column_codes_ptr is not None or column_values_ptr is not None:
+        if matrix_ptr is not None:
+            x = transformed(x, matrix_ptr, SIDE, TILES)
+        largest = tl.max(tl.abs(x.to(tl.float32)), axis=0, keep_dims=True)
+        columns = squares * SIDE + tl.arange(0, SIDE)[None, None, :]
+        store_blocks(
+            x, largest, block_row * num_columns + columns, columns < num_columns,
+            block_row, squares, num_rows, num_columns, num_columns, on_overflow,
+            column_amax_ptr, column_noise_ptr, column_codes_ptr, column_scales_ptr, column_values_ptr,
+            column_factor_ptr, RULE, GRID, SCALE_GRID, SIDE,
+        )  # fmt: skip
+
+
+@triton.jit
+def store_blocks(
+    x, largest, scale_at, scale_inside, block_row, squares, num_rows, num_columns, noise_width, on_overflow,
+    amax_ptr, noise_ptr, codes_ptr, scales_ptr, values_ptr, factor_ptr,
+    RULE: tl.constexpr, GRID: tl.constexpr, SCALE_GRID: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """Scale and round a tile whose blocks have these amaxes."""
+    largest = without_nan(largest)
+    if RULE == "two_level":
+        tensor_largest = tl.load(amax_ptr)
+        quant, dequant, scale_codes = two_level_scales(largest, tensor_largest, SCALE_GRID)
+        if tl.program_id(0) == 0:
+            tl.store(factor_ptr, tl.div_rn(tensor_largest, TOP))
+    elif RULE == "e8m0":
+        quant, dequant, scale_codes = e8m0_scales(largest, GRID)
+    else:
+        quant = quant_scale_of(largest, on_overflow, RULE == "power_of_two", GRID)
+        dequant = tl.div_rn(1.0, quant)
+        scale_codes = dequant
+    scaled = x.to(tl.float32) * quant
+    first_row = block_row * SIDE
+    at, inside = offsets_of_tile(squares, num_columns, num_rows - first_row, SIDE, SIDE)
+    noise = None
+    if noise_ptr is not None:
+        noise_at, noise_inside = offsets_of_tile(squares, noise_width, num_rows - first_row, SIDE, SIDE)
+        noise = tl.load(noise_ptr + first_row * noise_width + noise_at, mask=noise_inside, other=0)
+    if codes_ptr is not None:
+        tl.store(scales_ptr + scale_at, scale_codes, mask=scale_inside)
+        codes = round_to_code(scaled, noise, GRID)
+        if GRID.code_bits == 4:  # the even element in the low half of a byte
+            even, odd = tl.split(tl.reshape(codes, [SIDE, codes.shape[1], SIDE // 2, 2]))
+            codes, num_columns = even | (odd << 4), num_columns // 2
+            at, inside = offsets_of_tile(squares, num_columns, num_rows - first_row, SIDE, SIDE // 2)
+        tl.store(codes_ptr + first_row * num_columns + at, codes.to(tl.uint8), mask=inside)
+    if values_ptr is not None:
+        values = round_to_value(scaled, noise, GRID) * dequant
+        at, inside = offsets_of_tile(squares, num_columns, num_rows - first_row, SIDE, SIDE)
+        tl.store(values_ptr + first_row * num_columns + at, values.to(values_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def decode_blocks_kernel(
+    codes_ptr, scales_ptr, values_ptr, num_rows, num_columns,
+    IS_TALL: tl.constexpr, IS_WIDE: tl.constexpr, RULE: tl.constexpr, GRID: tl.constexpr, SCALE_GRID: tl.constexpr,
+    SIDE: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Codes times the scales of their blocks, which have SIDE rows if tall and SIDE columns if wide, else one."""
+    block_row, squares = place_of_tile(num_columns, SIDE, TILES)
+    first_row = block_row * SIDE
+    num_rows_left = num_rows - first_row
+    at, inside = offsets_of_tile(squares, num_columns, num_rows_left, SIDE, SIDE)
+    if GRID.code_bits == 8:
+        codes = tl.load(codes_ptr + first_row * num_columns + at, mask=inside, other=0).to(tl.int32)
+    else:
+        width = num_columns // 2
+        pair_at, pair_inside = offsets_of_tile(squares, width, num_rows_left, SIDE, SIDE // 2)
+        pairs = tl.load(codes_ptr + first_row * width + pair_at, mask=pair_inside, other=0).to(tl.int32)
+        codes = tl.reshape(tl.join(pairs & 0xF, pairs >> 4), [SIDE, TILES, SIDE])
+    rows, columns = tl.arange(0, SIDE)[:, None, None], squares * SIDE + tl.arange(0, SIDE)[None, None, :]
+    across = num_columns
+    if IS_WIDE:
+        columns, across = squares, tl.cdiv(num_columns, SIDE)
+    if IS_TALL:
+        scale = tl.load(scales_ptr + block_row * across + columns, mask=columns < across, other=0)
+    else:
+        scale_inside = (rows < num_rows_left) & (columns < across)
+        scale = tl.load(scales_ptr + first_row * across + rows * across + columns, mask=scale_inside, other=0)
+    if RULE == "two_level":
+        scale = value_of_code(scale.to(tl.int32), SCALE_GRID)
+    elif RULE == "e8m0":
+        scale = e8m0_value(scale.to(tl.int32))
+    values = value_of_code(codes, GRID) * scale
+    tl.store(values_ptr + first_row * num_columns + at, values.to(values_ptr.dtype.element_ty), mask=inside)
+
+
+# --- after a GEMM -----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def finish_product_kernel(product_ptr, factor_ptr, bias_ptr, out_ptr, count, num_columns, PART: tl.constexpr):
+    """factor x product + bias."""
+    at = tl.program_id(0).to(tl.int64) * PART + tl.arange(0, PART)
+    value = tl.load(product_ptr + at, mask=at < count, other=0.0).to(tl.float32)
+    if factor_ptr is not None:
+        value *= tl.load(factor_ptr)
+    if bias_ptr is not None:
+        value += tl.load(bias_ptr + at % num_columns, mask=at < count, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=at < count)

@@ -1,0 +1,252 @@
+"""Rounding and scales inside Triton kernels: `rounding.py`, `fp4.py` and `scaling.py` once more, step by step.
+
+A format is a grid: below its smallest normal number the values are evenly spaced, above it each power of two has
+2^mantissa_bits of them. An FP32 number that large that its own spacing is that of the grid rounds to it by itself, so
+|v| + c with c = 1.5 x 2^23 steps is |v| rounded to nearest, ties to even, and the low bits of the sum count the steps.
+That serves E4M3, E5M2 and E2M1, on any GPU and in Triton's interpreter, without a conversion instruction.
+
+To make the same bytes as torch's operations: divisions are `div_rn` (IEEE; `/` is an approximation), NaN is kept or
+dropped by name, kernels are launched with `enable_fp_fusion=False`, and Triton flushes no subnormals to zero.
+
+The GPU's own conversion to FP8, for kernels that write what Transformer Engine would.
+
+Four FP32 to four FP8 in one register. Triton's own cast makes pairs; where one is stored twice, once through shared
+memory, ptxas before 13.0 stores what another register holds (seen with 12.8 and 12.9; triton-lang/triton 11111).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from megafp8.recipes.formats import E2M1, E4M3, Format
+
+FP32_MAX = tl.constexpr(3.4028234663852886e38)
+FP32_EXPONENT = tl.constexpr(0x7F800000)
+FP32_SIGN = tl.constexpr(-0x80000000)
+INFINITY = tl.constexpr(float("inf"))
+LARGEST_E8M0 = tl.constexpr(254)
+SMALLEST_POWER = tl.constexpr(1 << 22)  # 2^-127 as FP32 bits, subnormal
+TOP = tl.constexpr(E4M3.max * E2M1.max)  # what two-level scales bring a tensor's amax to
+PER_STEP = tl.constexpr(struct.unpack("f", struct.pack("f", 1 / E2M1.max))[0])  # 1/6, rounded to FP32
+
+
+class Grid(NamedTuple):
+    """A number format, as kernels need it: compile-time constants.
+
+    Attributes:
+        max: largest finite magnitude, (1 + max_mantissa / 2^23) 2^max_exponent.
+        mantissa_bits: stored ones.
+        min_exponent: of the smallest normal number.
+        code_bits: of a code; two codes of 4 share a byte.
+        special: smallest code above the finite ones; 0x80 where every code is finite.
+        nan: the code that NaN becomes.
+    """
+
+    max: float
+    max_mantissa: int
+    max_exponent: int
+    mantissa_bits: int
+    min_exponent: int
+    code_bits: int
+    special: int
+    nan: int
+
+
+def grid_of(fmt: Format) -> Grid:
+    """The grid of E4M3, E5M2 or E2M1, which has no NaN: there it becomes the largest value."""
+    (max_bits,) = struct.unpack("i", struct.pack("f", fmt.max))
+    return Grid(
+        max=fmt.max,
+        max_mantissa=max_bits & 0x7FFFFF,
+        max_exponent=(max_bits >> 23) - 127,
+        mantissa_bits=fmt.mantissa_bits,
+        min_exponent=1 - fmt.exponent_bias,
+        code_bits=8 // fmt.codes_per_byte,
+        special=0x80 if fmt.first_special_code is None else fmt.first_special_code,
+        nan=0x7 if fmt.nan_code is None else fmt.nan_code,
+    )
+
+
+@triton.jit
+def bits_of(x):
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def float_of(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def without_nan(largest):
+    """A maximum of magnitudes: `tl.max` takes NaN for smaller than any number, so that only NaNs give NaN."""
+    return tl.where(largest == largest, largest, 0.0)
+
+
+@triton.jit
+def count_steps(v, noise, GRID: tl.constexpr):
+    """|v| rounded, as a count on top of a counter; the counter; and the power of two below |v|. All are FP32.
+
+    `noise` is a byte for each value, or None to round to nearest. It moves |v| by up to half a step.
+    """
+    magnitude = tl.minimum(tl.abs(v), GRID.max, propagate_nan=tl.PropagateNan.ALL)
+    power = float_of(tl.maximum(bits_of(magnitude) & FP32_EXPONENT, (127 + GRID.min_exponent) << 23))
+    if noise is not None:  # exact, but for the sum
+        half_step: tl.constexpr = 0.5 ** (GRID.mantissa_bits + 8)
+        magnitude = tl.fma(tl.fma(noise.to(tl.float32), half_step, -127.5 * half_step), power, magnitude)
+    counter = power * (1.5 * 2.0 ** (23 - GRID.mantissa_bits))
+    return magnitude + counter, counter, power
+
+
+@triton.jit
+def round_to_value(v, noise, GRID: tl.constexpr):
+    """The value on the grid that v is rounded to, FP32; NaN stays NaN where the format has one."""
+    if GRID.code_bits == 4:
+        v = tl.where(v == v, v, GRID.max)
+    counted, counter, _ = count_steps(v, noise, GRID)
+    return float_of(bits_of(counted - counter) | (bits_of(v) & FP32_SIGN))
+
+
+@triton.jit
+def round_to_code(v, noise, GRID: tl.constexpr):
+    """The code that v is rounded to, in the low bits of an int32."""
+    counted, counter, power = count_steps(v, noise, GRID)
+    steps = bits_of(counted) - bits_of(counter)
+    # A power of two is 2^mantissa_bits codes above the one below it, and 2^mantissa_bits steps of its own above zero.
+    power_codes = (bits_of(power) - ((127 + GRID.min_exponent) << 23)) >> (23 - GRID.mantissa_bits)
+    sign = (bits_of(v) >> (32 - GRID.code_bits)) & (1 << (GRID.code_bits - 1))
+    return tl.where(v == v, (steps + power_codes) | sign, GRID.nan)
+
+
+@triton.jit
+def value_of_code(code, GRID: tl.constexpr):
+    """The value of a code in the low bits of an int32; FP32, exact.
+
+    Sign, exponent and mantissa are put where FP32 has its own; a power of two then accounts for the other bias.
+    """
+    sign = code >> (GRID.code_bits - 1)
+    magnitude = code & ((1 << (GRID.code_bits - 1)) - 1)
+    value = float_of((sign << 31) | (magnitude << (23 - GRID.mantissa_bits))) * 2.0 ** (126 + GRID.min_exponent)
+    if GRID.code_bits == 8:
+        value = tl.where(magnitude >= GRID.special, float("nan"), value)
+        if GRID.special < GRID.nan:  # E5M2 has infinities; the casts here make none
+            value = tl.where(magnitude == GRID.special, float_of((sign << 31) | FP32_EXPONENT), value)
+    return value
+
+
+@triton.jit
+def power_of_two_exponent(largest, GRID: tl.constexpr):
+    """Biased exponent of the smallest power of two that `largest` / format max does not exceed."""
+    return ((bits_of(largest) + (0x7FFFFF - GRID.max_mantissa)) >> 23) - GRID.max_exponent
+
+
+@triton.jit
+def quant_scale_of(largest, on_overflow, POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr):
+    """`scaling.quant_scale_of`."""
+    if POWER_OF_TWO:
+        scale = float_of(tl.minimum(254 - power_of_two_exponent(largest, GRID), LARGEST_E8M0) << 23)
+    else:
+        scale = tl.div_rn(GRID.max, largest)
+        scale = tl.where(scale == INFINITY, on_overflow, scale)
+    return tl.where((largest > 0) & (largest < INFINITY), scale, 1.0)
+
+
+@triton.jit
+def e8m0_value(byte):
+    """The power of two of an E8M0 byte."""
+    return float_of(tl.where(byte == 0, SMALLEST_POWER, byte << 23))
+
+
+@triton.jit
+def power_of_two_scales(largest, GRID: tl.constexpr):
+    """`quant_scale_of` with powers of two, and its inverse: additions of exponents, where bits stay in place."""
+    bits = largest.to(tl.uint32, bitcast=True)
+    power = (bits + (0x7FFFFF - GRID.max_mantissa)) & 0xFF800000
+    scale = tl.minimum(((254 + GRID.max_exponent) << 23) - power, 254 << 23)
+    scale = tl.where(bits - 1 < 0x7F7FFFFF, scale, 127 << 23).to(tl.int32)  # 0, infinity and NaN give 1
+    return float_of(scale), float_of(tl.maximum((254 << 23) - scale, SMALLEST_POWER))
+
+
+@triton.jit
+def e8m0_scales(largest, GRID: tl.constexpr):
+    """`scaling.e8m0_scales`: multiplier, its inverse, and the byte."""
+    byte = tl.maximum(power_of_two_exponent(largest, GRID), 0)
+    byte = tl.where(largest == INFINITY, LARGEST_E8M0, byte)
+    rounds_down = bits_of(largest) == (GRID.max_exponent << 23) + GRID.max_mantissa + 1
+    byte = tl.where(rounds_down, byte - 1, byte)
+    return e8m0_value(LARGEST_E8M0 - byte), e8m0_value(byte), byte.to(tl.uint8)
+
+
+@triton.jit
+def two_level_scales(largest, tensor_largest, SCALE_GRID: tl.constexpr):
+    """`scaling.two_level_scales`: multiplier, the block's scale as a value, and as a code."""
+    encode = tl.minimum(tl.div_rn(TOP, tensor_largest), FP32_MAX)
+    encode = tl.where((encode == 0) | (tensor_largest == 0), 1.0, encode)
+    scaled = tl.minimum(largest * (encode * PER_STEP), FP32_MAX)
+    dequant = round_to_value(scaled, None, SCALE_GRID)
+    quant = tl.minimum(tl.div_rn(1.0, dequant * tl.div_rn(1.0, encode)), FP32_MAX)
+    return quant, dequant, round_to_code(scaled, None, SCALE_GRID).to(tl.uint8)
+
+
+FOUR_CASTS = (
+    "{{ .reg .b16 low, high; cvt.rn.satfinite.{0}.f32 low, $2, $1; cvt.rn.satfinite.{0}.f32 high, $4, $3;"
+    " mov.b32 $0, {{low, high}}; }}"
+)
+TO_E4M3 = tl.constexpr(FOUR_CASTS.format("e4m3x2"))
+TO_E5M2 = tl.constexpr(FOUR_CASTS.format("e5m2x2"))
+FROM_BF16 = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
+TO_BF16 = tl.constexpr(
+    "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000; }"
+)
+# Triton's interpreter knows no instructions of a GPU.
+IS_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@triton.jit
+def cast_to_code(y, GRID: tl.constexpr):
+    """FP32 to codes of E4M3 or E5M2, uint8, rounded to nearest, ties to even; what is beyond the largest saturates."""
+    if IS_INTERPRETED:
+        codes = round_to_code(y, None, GRID).to(tl.uint8)
+    elif GRID.mantissa_bits == 3:
+        codes = tl.inline_asm_elementwise(TO_E4M3, "=r,r,r,r,r", [y], dtype=tl.uint8, is_pure=True, pack=4)
+    else:
+        codes = tl.inline_asm_elementwise(TO_E5M2, "=r,r,r,r,r", [y], dtype=tl.uint8, is_pure=True, pack=4)
+    return codes
+
+
+@triton.jit
+def cast_to_words(a, b, c, d, GRID: tl.constexpr):
+    """As `cast_to_code`, codes of four numbers in one int32, that of `a` in the lowest byte."""
+    if IS_INTERPRETED:
+        low = round_to_code(a, None, GRID) | (round_to_code(b, None, GRID) << 8)
+        words = low | (round_to_code(c, None, GRID) << 16) | (round_to_code(d, None, GRID) << 24)
+    elif GRID.mantissa_bits == 3:
+        words = tl.inline_asm_elementwise(TO_E4M3, "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        words = tl.inline_asm_elementwise(TO_E5M2, "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
+    return words
+
+
+@triton.jit
+def widen(x):
+    """BF16, FP16 or FP32 as FP32; BF16 two at a time."""
+    if x.dtype.is_bf16() and not IS_INTERPRETED:
+        x = tl.inline_asm_elementwise(FROM_BF16, "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2)
+    else:
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def round_to_type(y, TYPE: tl.constexpr):
+    """FP32 rounded to BF16, FP16 or FP32, as FP32; BF16 two at a time."""
+    if TYPE.is_bf16() and not IS_INTERPRETED:
+        y = tl.inline_asm_elementwise(TO_BF16, "=r,=r,r,r", [y], dtype=tl.float32, is_pure=True, pack=2)
+    else:
+        y = y.to(TYPE).to(tl.float32)
+    return y

@@ -1,0 +1,131 @@
+"""Kernels that cast to FP8 with one scale a row and one a column: both sets of codes in two launches.
+
+    amaxes   read the tensor; raise the amax of each row and of each column by those of a tile
+    cast     read it again; codes [T, W] by the rows' scales, and codes by the columns' scales, transposed to [W, T]
+
+Bytes for each BF16 number: 4 read, 2 written. Rows' scales lie along what fprop and dgrad sum over, columns' along what
+wgrad (and dgrad, of weights) sums over. Hopper multiplies FP8 matrices only if both lie along the sum in memory, so the
+columns' codes are written transposed, which a GEMM's second pass over the tensor would otherwise have to do.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Optional
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megafp8.kernels.rounding import Grid, cast_to_code, cast_to_words, quant_scale_of, without_nan
+from megafp8.kernels.tiles import SIDE, corner, load_tile, part_of, store_words
+
+
+class RowCodes(NamedTuple):
+    """Codes of a tensor [T, W] by one set of scales.
+
+    Attributes:
+        codes: uint8, [T, W] by rows or [W, T] by columns.
+        scale_inv: FP32, what codes are multiplied with to give values: [T] or [W].
+    """
+
+    codes: Tensor
+    scale_inv: Tensor
+
+
+@triton.jit
+def amaxes_kernel(inputs, row_amax, column_amax, width, SIDE: tl.constexpr):
+    """Raise row_amax [T] and column_amax [W] to those of this program's tile; either may be None.
+
+    FP32 amaxes start at 0. Their bits are ordered as the numbers are, so that an atomic maximum is exact in any order.
+    """
+    tile_column, tile_row = tl.program_id(0), tl.program_id(1)
+    y = load_tile(inputs + corner(tile_row, tile_column, width, SIDE), width, SIDE)
+    y0, y1, y2, y3 = tl.abs(y[0]), tl.abs(y[1]), tl.abs(y[2]), tl.abs(y[3])
+    if row_amax is not None:
+        rows = row_amax + tile_row * SIDE + 4 * tl.arange(0, SIDE // 4)  # a part has every fourth row
+        tl.atomic_max(rows, without_nan(tl.max(y0, axis=1)))
+        tl.atomic_max(rows + 1, without_nan(tl.max(y1, axis=1)))
+        tl.atomic_max(rows + 2, without_nan(tl.max(y2, axis=1)))
+        tl.atomic_max(rows + 3, without_nan(tl.max(y3, axis=1)))
+    if column_amax is not None:
+        largest = tl.maximum(
+            tl.maximum(without_nan(tl.max(y0, axis=0)), without_nan(tl.max(y1, axis=0))),
+            tl.maximum(without_nan(tl.max(y2, axis=0)), without_nan(tl.max(y3, axis=0))),
+        )
+        tl.atomic_max(column_amax + tile_column * SIDE + tl.arange(0, SIDE), largest)
+
+
+@triton.jit
+def store_part(
+    y, row_amax, rows, row_scale_inv, tile_row, tile_column, width, overflow, PART: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """One part [SIDE / 4, SIDE] of a tile to its rows' codes; the first tile of a row writes its scale."""
+    index = tile_row * SIDE + 4 * tl.arange(0, SIDE // 4) + PART
+    scale = quant_scale_of(tl.load(row_amax + index), overflow, POWER_OF_TWO, GRID)
+    tl.store(part_of(rows + corner(tile_row, tile_column, width, SIDE), width, PART, SIDE),
+             cast_to_code(y * scale[:, None], GRID))  # fmt: skip
+    if tile_column == 0:
+        tl.store(row_scale_inv + index, tl.div_rn(1.0, scale))
+
+
+@triton.jit
+def cast_kernel(
+    inputs, row_amax, column_amax, rows, row_scale_inv, columns, column_scale_inv, num_tokens, width, overflow,
+    POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """Codes of inputs [T, W] by rows [T, W], by columns [W, T], or both, and their scales."""
+    tile_column, tile_row = tl.program_id(0), tl.program_id(1)
+    y = load_tile(inputs + corner(tile_row, tile_column, width, SIDE), width, SIDE)
+    if rows is not None:
+        store_part(y[0], row_amax, rows, row_scale_inv, tile_row, tile_column, width, overflow, 0, POWER_OF_TWO, GRID,
+                   SIDE)  # fmt: skip
+        store_part(y[1], row_amax, rows, row_scale_inv, tile_row, tile_column, width, overflow, 1, POWER_OF_TWO, GRID,
+                   SIDE)  # fmt: skip
+        store_part(y[2], row_amax, rows, row_scale_inv, tile_row, tile_column, width, overflow, 2, POWER_OF_TWO, GRID,
+                   SIDE)  # fmt: skip
+        store_part(y[3], row_amax, rows, row_scale_inv, tile_row, tile_column, width, overflow, 3, POWER_OF_TWO, GRID,
+                   SIDE)  # fmt: skip
+    if columns is not None:
+        index = tile_column * SIDE + tl.arange(0, SIDE)
+        scale = quant_scale_of(tl.load(column_amax + index), overflow, POWER_OF_TWO, GRID)
+        by_column = scale[None, :]
+        words = cast_to_words(y[0] * by_column, y[1] * by_column, y[2] * by_column, y[3] * by_column, GRID)
+        store_words(words, columns, tile_row, tile_column, num_tokens, SIDE)
+        if tile_row == 0:
+            tl.store(column_scale_inv + index, tl.div_rn(1.0, scale))
+
+
+def cast(
+    inputs: Tensor, grid: Grid, *, rows: bool = True, columns: bool = True, is_power_of_two: bool = True
+) -> tuple[Optional[RowCodes], Optional[RowCodes]]:
+    """Codes by rows' and by columns' scales, those that are wanted.
+
+    Args:
+        inputs: [T, W], BF16, FP16 or FP32, contiguous; T and W are multiples of 128.
+        grid: the format.
+        is_power_of_two: scales are rounded down to powers of two; else they are FP32 quotients.
+
+    Numerics: as `quantize.quantize_by_torch` with blocks (1, W) and (T, 1), byte for byte.
+    """
+    tokens, width = inputs.shape
+
+    def empty(size: int, *shape: int) -> RowCodes:
+        codes = torch.empty(shape, dtype=torch.uint8, device=inputs.device)
+        return RowCodes(codes, torch.empty(size, device=inputs.device))
+
+    by_row = empty(tokens, tokens, width) if rows else None
+    by_column = empty(width, width, tokens) if columns else None
+    amaxes = torch.zeros(tokens * rows + width * columns, device=inputs.device)
+    row_amax, column_amax = amaxes[: tokens * rows], amaxes[tokens * rows :]
+    tiles = (width // SIDE, tokens // SIDE)
+    amaxes_kernel[tiles](
+        inputs, row_amax if rows else None, column_amax if columns else None, width, SIDE=SIDE, num_warps=8
+    )
+    cast_kernel[tiles](
+        inputs, row_amax, column_amax, *(by_row or (None, None)), *(by_column or (None, None)), tokens, width,
+        torch.finfo(inputs.dtype).max, POWER_OF_TWO=is_power_of_two, GRID=grid, SIDE=SIDE, num_warps=8,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return by_row, by_column

@@ -1,0 +1,127 @@
+"""Sums and maxima of a quantized tensor in one pass over a GPU's memory: what `torch_tally.py` finds.
+
+Values, codes and scales are read once and nothing is looked at on the way, so that the host need not wait. A program
+goes down a strip of columns, RUNS runs of neighbours wide, ROWS rows at a time. Its sums are its own, FP64, and are
+added up afterwards in a fixed order; the largest of each column is kept by an atomic maximum, which has no order."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megafp8.kernels.rounding import bits_of, e8m0_value, value_of_code
+
+ROWS, RUNS = 4, 4  # of more, the registers of a program do not hold the sums
+PROGRAMS = 1024  # about; few enough for their sums to be added at no cost
+BINS = tl.constexpr(64)  # a power of two above MAX_EXPONENTS
+UNCOUNTED = tl.constexpr(63)
+DB_OF_OCTAVE = tl.constexpr(3.010299956639812)
+
+
+@triton.jit
+def statistics_kernel(
+    values_ptr, codes_ptr, scales_ptr, factor_ptr, channel_bits_ptr, sums_ptr, maxima_ptr, num_rows, num_columns,
+    saturates_above, staleness_unit,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, RULE: tl.constexpr, IS_KNOWN: tl.constexpr,
+    CAN_SATURATE: tl.constexpr, IS_DELAYED: tl.constexpr, GRID: tl.constexpr, SCALE_GRID: tl.constexpr,
+    MAX_EXPONENTS: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr, RUNS: tl.constexpr, RUN_VALUES: tl.constexpr,
+):  # fmt: skip
+    """Sums (OF_VALUES, then codes by exponent) and maxima (OF_MAXIMA) of each program, and the columns' maxima.
+
+    BLOCK_ROWS 0 is one scale for all, at `factor_ptr`. Of a tensor that is not IS_KNOWN nothing is compared.
+    """
+    column = (tl.program_id(0) * RUNS + tl.arange(0, RUNS))[None, :, None] * RUN_VALUES
+    column += tl.arange(0, RUN_VALUES)[None, None, :]
+    factor = 1.0
+    if factor_ptr is not None:
+        factor = tl.load(factor_ptr)
+    signals, noises = tl.zeros([ROWS, RUNS], tl.float64), tl.zeros([ROWS, RUNS], tl.float64)
+    decibels, runs = tl.zeros([ROWS, RUNS], tl.float32), tl.zeros([ROWS, RUNS], tl.int32)
+    num_values, num_bad = tl.zeros([ROWS, RUNS], tl.int32), tl.zeros([ROWS, RUNS], tl.int32)
+    nonzero, underflow = tl.zeros([ROWS, RUNS], tl.int32), tl.zeros([ROWS, RUNS], tl.int32)
+    saturated = tl.zeros([ROWS, RUNS], tl.int32)
+    exponents = tl.zeros([BINS], tl.int32)
+    channels = tl.zeros([RUNS, RUN_VALUES], tl.float32)
+    scale_min = tl.full([ROWS, RUNS], float("inf"), tl.float32)
+    scale_max = tl.zeros([ROWS, RUNS], tl.float32)
+    for first_row in range(tl.program_id(1) * ROWS, num_rows, tl.num_programs(1) * ROWS):
+        row = (first_row + tl.arange(0, ROWS)).to(tl.int64)[:, None, None]
+        inside = (row < num_rows) & (column < num_columns)
+        x = tl.load(values_ptr + row * num_columns + column, mask=inside, other=0.0).to(tl.float32)
+        is_finite = tl.abs(x) < float("inf")  # false for NaN
+        x = tl.where(is_finite, x, 0.0)
+        is_nonzero = x != 0
+        if GRID.code_bits == 8:
+            code = tl.load(codes_ptr + row * num_columns + column, mask=inside, other=0).to(tl.int32)
+        else:  # the even element in the low half of a byte
+            pair = tl.load(codes_ptr + row * (num_columns // 2) + column // 2, mask=inside, other=0).to(tl.int32)
+            code = (pair >> (column % 2 * 4)) & 0xF
+        magnitude = code & ((1 << (GRID.code_bits - 1)) - 1)
+        scale = 1.0
+        is_used = is_nonzero
+        is_zero = magnitude == 0
+        if BLOCK_ROWS > 0:
+            across = tl.cdiv(num_columns, BLOCK_COLUMNS)
+            scale_at = row // BLOCK_ROWS * across + column // BLOCK_COLUMNS
+            scale = tl.load(scales_ptr + scale_at, mask=inside, other=0)
+            if RULE == "two_level":
+                scale = value_of_code(scale.to(tl.int32), SCALE_GRID)
+            elif RULE == "e8m0":
+                scale = e8m0_value(scale.to(tl.int32))
+            is_zero = is_zero | (scale == 0)
+            is_used = (is_zero == 0) & is_nonzero
+        dequant = tl.broadcast_to(scale * factor, [ROWS, RUNS, RUN_VALUES])
+
+        num_values += tl.sum(inside.to(tl.int32), 2)
+        num_bad += tl.sum((is_finite == 0).to(tl.int32), 2)
+        channels = tl.maximum(channels, tl.max(tl.abs(x), 0))
+        scale_min = tl.minimum(scale_min, tl.min(tl.where(is_used, dequant, float("inf")), 2))
+        scale_max = tl.maximum(scale_max, tl.max(tl.where(is_used, dequant, 0.0), 2))
+        field = tl.where(magnitude == 0, 0, 1 + (magnitude >> GRID.mantissa_bits))
+        field = tl.where(inside & (magnitude < GRID.special), field, UNCOUNTED)
+        exponents += tl.histogram(tl.reshape(field, [ROWS * RUNS * RUN_VALUES]), BINS)
+        if IS_KNOWN:
+            nonzero += tl.sum(is_nonzero.to(tl.int32), 2)
+            underflow += tl.sum((is_nonzero & is_zero).to(tl.int32), 2)
+            if CAN_SATURATE:
+                is_beyond = (tl.abs(x) > dequant * saturates_above) & (dequant > 0)
+                saturated += tl.sum(is_beyond.to(tl.int32), 2)
+            error = value_of_code(code, GRID) * scale * factor - x
+            error = tl.where(is_finite, error, 0.0).to(tl.float64)
+            wide = x.to(tl.float64)
+            signal, noise = tl.sum(wide * wide, 2), tl.sum(error * error, 2)
+            has_signal = signal > 0
+            ratio = tl.where(has_signal, signal, 1.0) / tl.where(noise > 0, noise, 1.0)
+            db = tl.minimum(tl.maximum(tl.log2(ratio.to(tl.float32)) * DB_OF_OCTAVE, 0.0), LIMIT)
+            signals += signal
+            noises += noise
+            decibels += tl.where(has_signal, tl.where(noise > 0, db, LIMIT), 0.0)
+            runs += has_signal.to(tl.int32)
+
+    if channel_bits_ptr is not None:
+        tl.atomic_max(channel_bits_ptr + tl.reshape(column, [RUNS, RUN_VALUES]), bits_of(channels),
+                      mask=tl.reshape(column, [RUNS, RUN_VALUES]) < num_columns)  # fmt: skip
+    program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    own = sums_ptr + program * (10 + MAX_EXPONENTS)
+    tl.store(own, tl.sum(num_values))
+    tl.store(own + 1, tl.sum(num_bad))
+    tl.store(own + 2, tl.sum(num_values) * IS_KNOWN)
+    tl.store(own + 3, tl.sum(nonzero))
+    tl.store(own + 4, tl.sum(underflow))
+    tl.store(own + 5, tl.sum(saturated))
+    tl.store(own + 6, tl.sum(signals))
+    tl.store(own + 7, tl.sum(noises))
+    tl.store(own + 8, tl.sum(decibels))
+    tl.store(own + 9, tl.sum(runs))
+    bins = tl.arange(0, BINS)
+    tl.store(own + 10 + bins, exponents, mask=bins < MAX_EXPONENTS)
+    largest, smallest_scale, largest_scale = tl.max(channels), tl.min(scale_min), tl.max(scale_max)
+    has_scale = largest_scale > 0
+    own = maxima_ptr + program * 4
+    tl.store(own, largest)
+    tl.store(own + 1, tl.where(has_scale, 1.0 / smallest_scale.to(tl.float64), float("-inf")))
+    tl.store(own + 2, tl.where(has_scale, largest_scale, float("-inf")))
+    tl.store(own + 3, float("-inf"))
+    if IS_DELAYED:
+        expressed = factor.to(tl.float64) * staleness_unit
+        tl.store(own + 3, tl.where(has_scale, largest.to(tl.float64) / expressed, float("-inf")))

@@ -1,0 +1,1 @@
+"""Checks of a machine and its installation. They work where much is broken."""

@@ -1,0 +1,376 @@
+"""One short function a check: facts of a machine to findings. Each says what is there, also when nothing is wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Optional
+
+from megafp8.device.capability import Target
+from megafp8.launch.doctor import facts
+from megafp8.launch.doctor.facts import Machine
+from megafp8.launch.doctor.findings import DoctorFinding, error, import_finding, ok, warning, within
+from megafp8.recipes import registry
+
+LIBRARIES = (
+    "numpy", "psutil", "pyyaml", "sentencepiece", "tensorboard", "matplotlib", "scipy", "jinja2", "tqdm",
+)  # fmt: skip
+LEAST_SHARED_MEMORY_BYTES = 2**30
+LEAST_OPEN_FILES = 4096
+LEAST_FREE_BYTES, FULL_BYTES = 20 * 2**30, 2**30
+LEAST_DISK_BYTES_PER_S = 50e6
+MB, GIB = 1e6, 2**30
+DRIVER_FIX = (
+    "dmesg | grep -i nvrm says why; restart the machine or install the driver again (no GPU: remove nvidia-smi)"
+)
+
+
+Check = Callable[[Machine], Iterator[DoctorFinding]]
+
+
+# ---- libraries ----------------------------------------------------------------------------------------------------
+
+
+def python(machine: Machine) -> Iterator[DoctorFinding]:
+    """The range that setup.py has; of 3.11 the patch version, too."""
+    version = ".".join(map(str, machine.python))
+    if not facts.PYTHON_FROM <= machine.python[:2] < facts.PYTHON_BELOW:
+        mend = "install python3.11, then: bash tests/run.sh"
+        yield error("Python", f"{version}: megafp8 needs 3.10, 3.11 or 3.12", mend)
+    elif (3, 11) <= machine.python < (3, 11, 4):
+        text = (
+            f"{version}: Python 3.11.0 to 3.11.3 pickle enum members as calls of getattr. megafp8 reads such "
+            "checkpoints; other loaders that refuse unknown functions may not"
+        )
+        yield warning("Python", text, "install Python 3.11.4 or newer")
+    else:
+        yield ok("Python", version)
+
+
+def torch(machine: Machine) -> Iterator[DoctorFinding]:
+    """torch is there, can be imported and is not too old."""
+    version = machine.torch_version or machine.packages.get("torch")
+    if version is None:
+        yield error("torch", "is not installed", "pip install -c constraints.txt torch")
+    elif problem := import_finding(machine, "torch", "torch", version, "pip install --force-reinstall torch"):
+        yield problem
+    elif numbers(version) < facts.TORCH_FROM:
+        least = ".".join(map(str, facts.TORCH_FROM))
+        yield error("torch", f"{version} is older than {least}", f"pip install --upgrade 'torch>={least}'")
+    else:
+        yield ok("torch", version + (f", CUDA {machine.torch_cuda}" if machine.torch_cuda else ", built without CUDA"))
+
+
+def megatron_core(machine: Machine) -> Iterator[DoctorFinding]:
+    """The engine, in the one version that the project's patches and checks are for."""
+    version = machine.packages.get("megatron-core")
+    mend = f"pip install 'megatron-core=={facts.MEGATRON_CORE}'"
+    then = f"mend what it names, then: {mend}"
+    if version is None:
+        yield error("megatron-core", "is not installed", mend)
+    elif version != facts.MEGATRON_CORE:
+        yield error("megatron-core", f"{version}: megafp8 is written for {facts.MEGATRON_CORE}", mend)
+    elif machine.works("torch") and (
+        problem := import_finding(machine, "megatron-core", "megatron.core", version, then)
+    ):
+        # Without torch nothing imports, which is said once, there.
+        yield problem
+    else:
+        yield ok("megatron-core", version)
+
+
+def libraries(machine: Machine) -> Iterator[DoctorFinding]:
+    """What setup.py installs beside the large ones."""
+    missing = [name for name in LIBRARIES if name not in machine.packages]
+    if missing:
+        yield error("libraries", f"not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}")
+    elif problem := import_finding(machine, "libraries", "numpy", "numpy", "pip install --force-reinstall numpy"):
+        yield problem
+    else:
+        yield ok("libraries", ", ".join(f"{name} {machine.packages[name]}" for name in LIBRARIES))
+
+
+def transformer_engine(machine: Machine) -> Iterator[DoctorFinding]:
+    """The arithmetic on GPUs; where it is broken, megatron-core cannot be imported either."""
+    version, check = machine.packages.get("transformer-engine"), "Transformer Engine"
+    remove = "pip uninstall transformer-engine"
+    again = f"pip install --force-reinstall --no-deps 'transformer-engine[pytorch]=={version}', or: {remove}"
+    if version is None:
+        if machine.has_gpu:
+            yield warning(
+                check, "is not installed: layers are emulated, slower than BF16", "pip install 'megafp8[te]'"
+            )  # fmt: skip
+        else:
+            yield ok(check, "not installed, and not needed without a GPU")
+    elif not machine.has_te_torch_part:
+        state = "is installed without its torch part"
+        if "transformer-engine-torch" not in machine.packages:
+            state = "is the empty meta package, without transformer-engine-torch"
+        yield error(
+            check, f"{version} {state}; megatron-core cannot be imported",
+            f"pip install 'transformer-engine[pytorch]=={version}', or: {remove}",
+        )  # fmt: skip
+    elif machine.works("torch") and (
+        problem := import_finding(machine, check, "transformer_engine.pytorch", version, again)
+    ):
+        yield problem
+    else:
+        yield ok("Transformer Engine", version)
+
+
+def cuda_libraries(machine: Machine) -> Iterator[DoctorFinding]:
+    """One major version of CUDA in torch, Transformer Engine and the libraries beside them."""
+    if machine.cuda_major is None:
+        return
+    suffix = re.compile(r"^(transformer-engine|nvidia-cudnn|nvidia-nccl)-cu(\d+)$")
+    found = {name: int(match[2]) for name in machine.packages if (match := suffix.match(name))}
+    others = sorted(name for name, major in found.items() if major != machine.cuda_major)
+    if any(name.startswith("transformer-engine") for name in others):
+        yield error(
+            "CUDA libraries", f"torch is built for CUDA {machine.torch_cuda}, and {', '.join(others)} is not",
+            f"pip uninstall {' '.join(others)} && pip install 'transformer-engine[pytorch]'",
+        )  # fmt: skip
+    elif others:
+        yield warning(
+            "CUDA libraries", f"torch is built for CUDA {machine.torch_cuda}; {', '.join(others)} lies beside it",
+            f"pip uninstall {' '.join(others)}",
+        )  # fmt: skip
+    else:
+        nccl = f", NCCL {machine.nccl_version}" if machine.nccl_version else ""
+        yield ok("CUDA libraries", f"all of CUDA {machine.cuda_major}{nccl}")
+
+
+def cudnn(machine: Machine) -> Iterator[DoctorFinding]:
+    """One cuDNN. With two, Transformer Engine may fall back to attention that is 30% slower without a word."""
+    if machine.cuda_major is None or "transformer-engine" not in machine.packages:
+        return
+    wheel, found = machine.wheel_cudnn, machine.found_cudnn
+    version = machine.cudnn_version
+    shown = f"{version // 10000}.{version // 100 % 100}.{version % 100}" if version else "of unknown version"
+    mend = f"export CUDNN_HOME={wheel}" if wheel else "unset CUDNN_HOME CUDNN_PATH, and keep one cuDNN"
+    if len(machine.loaded_cudnn) > 1:
+        yield error("cuDNN", f"two are loaded at once: {', '.join(machine.loaded_cudnn)}; attention falls back", mend)
+    elif wheel and found and not found[0].startswith(wheel):
+        yield error(
+            "cuDNN", f"torch brings {shown} in {wheel}, and Transformer Engine finds another in {found[0]} "
+            f"({found[1]}): mixed, attention falls back to unfused, 30% slower", mend,
+        )  # fmt: skip
+    else:
+        yield ok("cuDNN", shown + (f" in {wheel}" if wheel else ""))
+
+
+def tested_set(machine: Machine) -> Iterator[DoctorFinding]:
+    """Whether these versions have been seen together."""
+    expected = facts.H200 if machine.has_gpu else facts.CPU
+    differences = [
+        f"{name} {machine.packages.get(name, 'missing')} (tested {version})"
+        for name, version in expected.packages.items()
+        if not has_version(machine.packages.get(name), version)
+    ]
+    if machine.python[:2] not in expected.pythons:
+        pythons = ", ".join(".".join(map(str, version)) for version in expected.pythons)
+        differences.append(f"Python {'.'.join(map(str, machine.python[:2]))} (tested {pythons})")
+    if differences:
+        mend = "not needed if it works: "
+        mend += "bash tests/run.sh" if not machine.has_gpu else "python -m pytest -m gpu tests"
+        yield warning("tested set", f"not that of {expected.name}: {', '.join(differences)}", mend)
+    else:
+        yield ok("tested set", expected.name)
+
+
+# ---- GPUs ---------------------------------------------------------------------------------------------------------
+
+
+def driver(machine: Machine) -> Iterator[DoctorFinding]:
+    """The driver is new enough for torch's CUDA, and torch sees what the driver sees."""
+    if machine.driver_error is not None:
+        usable = f"; torch can use {len(machine.gpus)}" if machine.gpus else ""
+        text = f"broken driver: {machine.driver_error}{usable}"
+        yield (warning if machine.gpus else error)("GPU", text, DRIVER_FIX)
+        return
+    if "CUDA" in machine.slow_imports:
+        text = f"{named(machine.driver_gpus)}; CUDA did not start {within(machine, 'CUDA')}: not known whether it works"
+        yield warning("GPU", text, "run the doctor again on an idle machine; nvidia-smi shows what the GPUs do")
+        return
+    if not machine.has_gpu:
+        yield ok("GPU", "none: runs are on the CPU, with every recipe emulated")
+        return
+    least = facts.MINIMUM_DRIVER.get(machine.cuda_major or 0)
+    if machine.torch_version is not None and machine.torch_cuda is None:
+        text = f"{named(machine.driver_gpus)}, and torch {machine.torch_version} is built without CUDA"
+        yield error("GPU", text, "pip uninstall torch && pip install -c constraints.txt torch")
+    elif machine.driver and least and numbers(machine.driver)[0] < least:
+        yield error(
+            "GPU", f"driver {machine.driver} is too old for torch's CUDA {machine.torch_cuda}, which needs {least}",
+            f"update the NVIDIA driver to {least} or newer, or install a torch for an older CUDA",
+        )  # fmt: skip
+    elif machine.works("torch") and len(machine.gpus) < len(machine.driver_gpus):
+        why = machine.cuda_error or f"CUDA_VISIBLE_DEVICES={machine.environment.get('CUDA_VISIBLE_DEVICES', 'not set')}"
+        text = f"the driver has {named(machine.driver_gpus)}, torch can use {len(machine.gpus)}: {why}"
+        hidden = "CUDA_VISIBLE_DEVICES" in machine.environment and machine.cuda_error is None
+        yield (warning if hidden else error)("GPU", text, "unset CUDA_VISIBLE_DEVICES" if hidden else "nvidia-smi -q")
+    else:
+        names = named(machine.driver_gpus or tuple(gpu.name for gpu in machine.gpus))
+        yield ok("GPU", names + (f", driver {machine.driver}" if machine.driver else ""))
+
+
+def links(machine: Machine) -> Iterator[DoctorFinding]:
+    """GPUs of one machine are joined by NVLink."""
+    if not machine.links:
+        return
+    slow = [link for link in machine.links if not link.startswith("NV")]
+    if slow:
+        yield warning(
+            "GPU links", f"between some GPUs there is no NVLink ({', '.join(slow)}): tensor parallelism will be slow",
+            "keep --tensor-model-parallel-size at 1, or within the GPUs that nvidia-smi topo -m joins by NV",
+        )  # fmt: skip
+    else:
+        yield ok("GPU links", f"NVLink ({', '.join(machine.links)})")
+
+
+def triton(machine: Machine) -> Iterator[DoctorFinding]:
+    """Triton compiles a launcher for each kernel, in C, against Python's headers."""
+    if not machine.gpus:
+        return
+    if "triton" not in machine.packages:
+        yield error("Triton", "is not installed", "pip install triton")
+    elif machine.compiler is None:
+        yield error("Triton", "finds no C compiler", "apt-get install gcc, or export CC=COMPILER")
+    elif not machine.has_python_headers:
+        version = ".".join(map(str, machine.python[:2]))
+        yield error("Triton", "finds no Python.h", f"apt-get install python{version}-dev")
+    else:
+        yield ok("Triton", f"{machine.packages['triton']}, {machine.compiler}")
+
+
+def apex(machine: Machine) -> Iterator[DoctorFinding]:
+    """megatron-core takes the output layer's weight gradients from NVIDIA's Apex, and else from where we tell it."""
+    version = machine.packages.get("apex", "not installed")
+    if machine.has_other_apex:
+        text = f"{version} is not NVIDIA's: PyPI's apex is a toolkit for Pyramid, and megatron-core imports it"
+        yield warning("Apex", text, "pip uninstall apex")
+    else:
+        yield ok("Apex", f"{version}; not needed")
+
+
+def switches(machine: Machine) -> Iterator[DoctorFinding]:
+    """Environment variables that change what Transformer Engine computes or which attention it takes."""
+    changed = [
+        (variable, f"{recipe.name}: {effect}")
+        for recipe in registry.recipes()
+        for variable, effect in recipe.te_switches
+        if machine.environment.get(variable) == "1"
+    ]
+    if machine.environment.get("NVTE_FUSED_ATTN") == "0":
+        changed.append(("NVTE_FUSED_ATTN", "no fused attention"))
+    for variable, effect in changed:
+        value = machine.environment[variable]
+        yield warning("environment", f"{variable}={value} ({effect})", f"unset {variable}")
+    if not changed:
+        yield ok("environment", "no variable changes a recipe or the attention")
+
+
+# ---- the rest of the machine --------------------------------------------------------------------------------------
+
+
+def shared_memory(machine: Machine) -> Iterator[DoctorFinding]:
+    """Loader processes hand batches over in /dev/shm, NCCL's ranks of one machine meet there."""
+    size = machine.shared_memory_bytes
+    if size is None:
+        yield warning("shared memory", "there is no /dev/shm", "mount -t tmpfs tmpfs /dev/shm, or --num-workers 0")
+    elif size < LEAST_SHARED_MEMORY_BYTES:
+        yield warning(
+            "shared memory", f"{size / MB:,.0f} MB: loader processes and NCCL may run out of it",
+            "docker run --shm-size 8g (or --ipc host), or train with --num-workers 0",
+        )  # fmt: skip
+    else:
+        yield ok("shared memory", f"{size / GIB:,.1f} GiB")
+
+
+def open_files(machine: Machine) -> Iterator[DoctorFinding]:
+    """Shards, loaders and sockets of many ranks."""
+    limit = machine.open_files
+    if limit is not None and 0 <= limit < LEAST_OPEN_FILES:
+        yield warning("open files", f"at most {limit} for a process", "ulimit -n 65536")
+    else:
+        yield ok("open files", "unlimited" if limit is None or limit < 0 else f"{limit:,}")
+
+
+def disk(machine: Machine) -> Iterator[DoctorFinding]:
+    """Where runs are saved."""
+    if machine.disk_error is not None:
+        mend = "free space, or give another --folder"
+        yield error("disk", f"{machine.folder} cannot be written: {machine.disk_error}", mend)
+        return
+    free, speed = machine.disk_free_bytes or 0, machine.disk_bytes_per_s
+    text = f"{free / GIB:,.0f} GiB free in {machine.folder}" + (f", writes {speed / MB:,.0f} MB/s" if speed else "")
+    if free < FULL_BYTES:
+        text = f"full: {free / MB:,.0f} MB free in {machine.folder}"
+        yield error("disk", text + ", and checkpoints take 14 to 18 bytes a parameter", "free space, or another --save")
+    elif free < LEAST_FREE_BYTES:
+        yield warning("disk", text + ": checkpoints take 14 to 18 bytes a parameter", "free space, or another --save")
+    elif speed is not None and speed < LEAST_DISK_BYTES_PER_S:
+        yield warning("disk", text + ": checkpoints will take long", "a faster file system, or --async-save")
+    else:
+        yield ok("disk", text)
+
+
+CHECKS: tuple[Check, ...] = (
+    python, torch, megatron_core, libraries, driver, transformer_engine, cuda_libraries, cudnn, triton, apex, links,
+    tested_set, switches, shared_memory, open_files, disk,
+)  # fmt: skip
+
+
+def examine(machine: Machine, num_gpus: int = 0) -> list[DoctorFinding]:
+    """What every check finds.
+
+    Args:
+        num_gpus: GPUs that must be there.
+    """
+    findings = [finding for check in CHECKS for finding in check(machine)]
+    # Where torch had no time to count them, the driver's count.
+    is_counted = not {"torch", "CUDA"} & set(machine.slow_imports)
+    count = len(machine.gpus if is_counted else machine.driver_gpus)
+    if count < num_gpus:
+        text = f"{num_gpus} were asked for, {'torch can use' if is_counted else 'the driver has'} {count}"
+        findings.append(error("GPU", text, "nvidia-smi, then mend what the line above says, or another machine"))
+    return findings
+
+
+def recipes(machine: Machine) -> dict[str, str]:
+    """How each recipe runs: `native`, `emulated`, or why not at all."""
+    if machine.slow_imports:
+        return dict.fromkeys(registry.names(), "not known: see above")
+    if not (machine.works("torch") and machine.works("megatron.core")):
+        return dict.fromkeys(registry.names(), "does not run: see above")
+    target = target_of(machine)
+    has_kernels = target.kind == "cuda" and target.transformer_engine is not None
+    return {
+        recipe.name: "native" if has_kernels and recipe.is_native(target.compute_capability) else "emulated"
+        for recipe in registry.recipes()
+    }
+
+
+def target_of(machine: Machine) -> Target:
+    """The machine as the legality checks see it. Unlike GPUs count as the least capable one."""
+    if not machine.gpus:
+        return Target("cpu", "cpu")
+    least = min(machine.gpus, key=lambda gpu: gpu.compute_capability)
+    has_engine = machine.has_te_torch_part and machine.works("transformer_engine.pytorch")
+    version = machine.packages.get("transformer-engine") if has_engine else None
+    return Target(least.name, "cuda", least.compute_capability, version)
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: (2, 11, 0) of 2.11.0+cu130."""
+    return tuple(map(int, re.findall(r"\d+", version.split("+")[0])))
+
+
+def has_version(found: Optional[str], wanted: str) -> bool:
+    """Whether a version is the wanted one, or begins with it."""
+    return found is not None and numbers(found)[: len(numbers(wanted))] == numbers(wanted)
+
+
+def named(gpus: tuple[str, ...]) -> str:
+    """`8 x NVIDIA H200`."""
+    return ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)) or "no GPU"

@@ -1,0 +1,76 @@
+"""Imports what may break, in a process of its own: run by path, prints a JSON object a line.
+
+A library that ends the process or never returns is then one more finding. Needs nothing beside the standard library.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from typing import Any
+
+
+def report(**facts: Any) -> None:
+    """One line for the parent, out before anything else can go wrong."""
+    print(json.dumps(facts), flush=True)
+
+
+def try_import(name: str) -> bool:
+    """Import a module and tell how it went."""
+    report(begin=name)
+    try:
+        importlib.import_module(name)
+    except BaseException as error:  # also SystemExit, which some libraries raise
+        report(module=name, error=f"{type(error).__name__}: {error}")
+        return False
+    report(module=name, error=None)
+    return True
+
+
+def torch_facts() -> dict[str, Any]:
+    """What torch says of itself and of the GPUs."""
+    torch = sys.modules["torch"]
+    facts: dict[str, Any] = {"torch_version": torch.__version__, "torch_cuda": torch.version.cuda}
+    if torch.version.cuda is None:
+        return facts
+    facts["cudnn_version"] = torch.backends.cudnn.version()
+    facts["nccl_version"] = ".".join(map(str, torch.cuda.nccl.version()))
+    if not torch.cuda.is_available():
+        try:
+            torch.cuda.init()
+        except Exception as error:
+            facts["cuda_error"] = str(error).splitlines()[0]
+        return facts
+    facts["gpus"] = [
+        {"name": gpu.name, "memory_bytes": gpu.total_memory, "compute_capability": [gpu.major, gpu.minor]}
+        for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    ]
+    return facts
+
+
+def loaded_folders(library: str) -> list[str]:
+    """Folders of the loaded files of a library, by the kernel's list."""
+    try:
+        with open("/proc/self/maps", encoding="utf-8") as lines:
+            return sorted(set(re.findall(rf"(/\S*)/{library}\S*\.so", lines.read())))
+    except OSError:
+        return []
+
+
+def main() -> None:
+    """Import the modules named, torch's facts between."""
+    for name in sys.argv[1:]:
+        if try_import(name) and name == "torch":
+            report(begin="CUDA")
+            try:
+                report(**torch_facts())
+                report(module="CUDA", error=None)
+            except Exception as error:
+                report(module="CUDA", error=f"{type(error).__name__}: {error}")
+    report(loaded_cudnn=loaded_folders("libcudnn"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Findings as text, as data, and as an exit status."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from megafp8.errors import ConfigError
+from megafp8.launch.doctor.checks import recipes
+from megafp8.launch.doctor.facts import Machine
+from megafp8.launch.doctor.findings import ERROR, OK, WARNING, DoctorFinding
+
+WARNINGS_STATUS = 1
+
+
+def exit_status(findings: Sequence[DoctorFinding], strict: bool = False) -> int:
+    """0 where training can run, 64 where it cannot; 1 for warnings when they are asked to count."""
+    levels = {finding.level for finding in findings}
+    if ERROR in levels:
+        return ConfigError.exit_status
+    return WARNINGS_STATUS if strict and WARNING in levels else 0
+
+
+def report_text(machine: Machine, findings: Sequence[DoctorFinding]) -> str:
+    """All findings, recipes, and a verdict."""
+    width = max(len(finding.check) for finding in findings)
+    lines = []
+    for finding in findings:
+        mark = "" if finding.level == OK else finding.level
+        lines.append(f"{mark:<8}{finding.check:<{width}}  {finding.text}")
+        if finding.mend is not None:
+            lines.append(f"{'':8}{'':{width}}  -> {finding.mend}")
+    shown = ", ".join(f"{name} {how}" for name, how in recipes(machine).items())
+    lines += ["", f"recipes: {shown}", verdict(machine, findings)]
+    return "\n".join(lines)
+
+
+def verdict(machine: Machine, findings: Sequence[DoctorFinding]) -> str:
+    """One sentence."""
+    errors = sum(finding.level == ERROR for finding in findings)
+    warnings = sum(finding.level == WARNING for finding in findings)
+    if errors:
+        return f"training cannot run as this machine is: {errors} to mend, {warnings} to look at"
+    if machine.slow_imports:
+        return "not known whether training can run: imports took too long"
+    return f"training can run; {warnings} to look at" if warnings else "training can run; nothing to mend"
+
+
+def report_data(machine: Machine, findings: Sequence[DoctorFinding]) -> dict[str, Any]:
+    """The same for programs, with all facts. Environment variables are told by name only: values may be secret."""
+    facts = dataclasses.asdict(machine)
+    facts["environment"] = sorted(machine.environment)
+    has_errors = any(finding.level == ERROR for finding in findings)
+    return {
+        "can_train": None if machine.slow_imports and not has_errors else not has_errors,
+        "findings": [dataclasses.asdict(finding) for finding in findings],
+        "recipes": recipes(machine),
+        "machine": facts,
+    }

@@ -1,0 +1,376 @@
+"""The file of a study: what is common to its runs, and the grids in which they differ.
+
+    name: stdlib                         # default: the file's name
+    folder: runs/stdlib                  # default: runs/NAME; a run's own folder is in it
+    flags: --seq-length 128 --bf16 ...   # of every run, as on the command line
+    tokens_per_parameter: 20             # or tokens: 2e9; or give --train-iters among the flags
+    gpus: 1                              # of a run; on a CPU: ranks
+    grid:                                # an axis is a list of values or a mapping of named options
+      size:
+        small: --num-layers 2 --hidden-size 64 --num-attention-heads 2
+        large: {flags: --num-layers 4 --hidden-size 128 --num-attention-heads 4, gpus: 2, tokens: 4e9}
+      recipe:
+        bf16: ""
+        fp8: --fp8-format hybrid --fp8-recipe tensorwise
+      lr: [1e-3, 3e-3]                   # a list's axis is a flag (--lr), or gpus, tokens, tokens_per_parameter
+      seed: [1, 2, 3]
+    slurm: {time: 4:00:00, partition: gpu}  # of the jobs, as in a job file of launcher/slurm.py
+
+`grid` may be a list of such grids. A run is one option of every axis of a grid; where options say the same thing, the
+axis further down wins.
+
+A study's runs: what each would do, under an id that stays when the grid grows.
+
+The id is a hash of what decides a run: its settings that differ from the defaults, and its ranks. Where it writes and
+what it logs is left out. So another axis, other names of options and other files around them lead to the same run, and
+another learning rate never passes for one that is finished.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Optional
+
+from megafp8.config import derived, model_shapes, rules
+from megafp8.config import flags as config_flags
+from megafp8.config.flags import Invocation
+from megafp8.config.schema import RunConfig
+from megafp8.config.settings import all_settings, value_of, with_values
+from megafp8.config.variants import NEUTRAL_SETTINGS
+from megafp8.errors import ConfigError
+from megafp8.launch.job import name_problems
+from megafp8.planning import plan
+from megafp8.utils.files import UnreadableFile, path_fault, shown
+from megafp8.utils.formatting import control_problems
+from megafp8.utils.strict_yaml import read_yaml
+
+SIZES = ("tokens", "tokens_per_parameter", "gpus")
+"""Numbers of a run that no flag of its own gives."""
+KEYS = ("name", "folder", "flags", "grid", "slurm", *SIZES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One choice on an axis, or what is common to all runs.
+
+    Attributes:
+        flags: training flags, one word each.
+        sizes: some of `SIZES`.
+    """
+
+    name: str = ""
+    flags: tuple[str, ...] = ()
+    sizes: Mapping[str, float] = field(default_factory=dict)
+
+
+Grid = Mapping[str, tuple[Option, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """What a file asks for.
+
+    Attributes:
+        path: of the file.
+        folder: of the study; runs have theirs in it.
+        slurm: fields of the jobs (`launch/job.py`), texts as the file has them.
+    """
+
+    path: Path
+    name: str
+    folder: Path
+    common: Option
+    grids: tuple[Grid, ...]
+    slurm: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_study(path: Path, folder: Optional[Path] = None) -> Study:
+    """Read a study's file.
+
+    Args:
+        folder: takes the place of the file's.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no study; all problems of it.
+    """
+    try:
+        # Every value as it is written: to YAML's usual reader 24:00:00 is 86400, and 1e-3 a text beside the number 0.1.
+        plain = read_yaml(path, as_written=True)
+    except UnreadableFile as error:
+        raise ConfigError(f"{path}: cannot be read: {error.reason}") from None
+    if not isinstance(plain, dict):
+        raise ConfigError(f"{path}: not a mapping with the keys {', '.join(KEYS)}")
+    problems = [f"unknown key {key!r}; there are {', '.join(KEYS)}" for key in plain if key not in KEYS]
+    common = read_option("", {key: plain[key] for key in ("flags", *SIZES) if key in plain}, "of all runs", problems)
+    plain_grids = plain.get("grid", {})
+    plain_grids = plain_grids if isinstance(plain_grids, list) else [plain_grids]
+    grids = tuple(read_grid(grid, problems) for grid in plain_grids)
+    slurm = plain.get("slurm") or {}
+    if not isinstance(slurm, dict):
+        problems.append(f"slurm: {slurm!r} is not a mapping of settings")
+    name = str(plain.get("name") or path.stem)
+    problems += name_problems(name)  # of folders, and of jobs where there is Slurm
+    folder = folder or Path(str(plain.get("folder") or f"runs/{name}"))
+    problems += control_problems("folder", folder)
+    problems += control_problems("flags", common.flags)
+    for grid in grids:
+        for axis, options in grid.items():
+            problems += control_problems("grid", axis)
+            for option in options:
+                problems += control_problems(f"grid: {axis}", (option.name, *option.flags))
+    if fault := path_fault(str(folder)):
+        problems.append(f"folder: {shown(str(folder))} {fault}")
+    if problems:
+        raise ConfigError([f"{path}: {problem}" for problem in problems])
+    return Study(path=path, name=name, folder=folder, common=common, grids=grids, slurm=slurm)
+
+
+def read_grid(plain: Any, problems: list[str]) -> Grid:
+    """One grid; what is wrong with it is appended."""
+    if not isinstance(plain, dict) or not plain:
+        problems.append(f"grid: {plain!r} is not a mapping of axes, such as seed: [1, 2, 3]")
+        return {}
+    return {str(axis): read_axis(str(axis), options, problems) for axis, options in plain.items()}
+
+
+def read_axis(axis: str, plain: Any, problems: list[str]) -> tuple[Option, ...]:
+    """Options of an axis: of a list, values for the flag that it is named after, of a mapping named ones."""
+    if isinstance(plain, dict) and plain:
+        return tuple(read_option(str(name), option, f"{axis}: {name}", problems) for name, option in plain.items())
+    if isinstance(plain, list) and plain:
+        return tuple(read_value(axis, value, problems) for value in plain)
+    problems.append(f"grid: {axis}: {plain!r} is neither a list of values nor a mapping of names to flags")
+    return ()
+
+
+def read_value(axis: str, value: Any, problems: list[str]) -> Option:
+    """A value of an axis that is a list."""
+    if not isinstance(value, str):
+        problems.append(f"grid: {axis}: {value!r} is no value of a flag; options that are more are named ones")
+        return Option()
+    if axis in SIZES:
+        return read_option(f"{axis}{value}", {axis: value}, f"grid: {axis}", problems)
+    return Option(name=f"{axis}{value}", flags=(f"--{axis.replace('_', '-')}", value))
+
+
+def read_option(name: str, plain: Any, where: str, problems: list[str]) -> Option:
+    """An option: its flags as a text, or a mapping of flags and sizes."""
+    plain = plain if isinstance(plain, dict) else {"flags": plain}
+    problems += [
+        f"{where}: unknown key {key!r}; there are flags, {', '.join(SIZES)}"
+        for key in plain if key not in ("flags", *SIZES)
+    ]  # fmt: skip
+    flags = plain.get("flags") or ""
+    if not isinstance(flags, str):
+        problems.append(f"{where}: {flags!r} is not a text of flags")
+        flags = ""
+    sizes = {key: read_number(plain[key], f"{where}: {key}", problems) for key in SIZES if key in plain}
+    try:
+        words = tuple(shlex.split(flags, comments=True))
+    except ValueError as error:
+        problems.append(f"{where}: {flags!r}: {error}")
+        words = ()
+    return Option(name=name, flags=words, sizes=sizes)
+
+
+def read_number(value: Any, where: str, problems: list[str]) -> float:
+    """A number above 0."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = 0.0
+    if not 0 < number < float("inf"):
+        problems.append(f"{where}: {value!r} is not a number above 0")
+        return 1.0
+    return number
+
+
+ID_DIGITS = 8
+# Where a run starts decides it, though they are settings of checkpoints.
+DECISIVE = ("checkpoint.pretrained_checkpoint", "checkpoint.finetune")
+BUDGETS = ("tokens", "tokens_per_parameter")
+# Longer than any schedule: for rules that are asked before the length is known.
+MANY_STEPS = 10**9
+# Megatron's class of that name.
+BYTE_LEVEL_VOCABULARY = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyRun:
+    """One run.
+
+    Attributes:
+        label: the options that were chosen, for people.
+        choice: name of the option on each axis.
+        flags: of pretrain_gpt.py, whole.
+        world_size: GPUs, or ranks on a CPU.
+        folder: of its checkpoints and records.
+    """
+
+    id: str
+    label: str
+    choice: Mapping[str, str]
+    flags: tuple[str, ...]
+    config: RunConfig
+    world_size: int
+    folder: Path
+
+    @property
+    def tokens(self) -> int:
+        """That it trains on."""
+        config = self.config
+        return derived.train_iters(config, self.world_size) * derived.tokens_per_step(config, self.world_size)
+
+    @property
+    def padded_vocab(self) -> Optional[int]:
+        """Rows of the embedding; None where only the tokenizer's files tell."""
+        known = vocabulary_size(self.config)
+        return None if known is None else derived.padded_vocab_size(self.config, known)
+
+    @property
+    def parameters(self) -> Optional[int]:
+        """All of them, embeddings included; None without the vocabulary."""
+        rows = self.padded_vocab
+        return None if rows is None else model_shapes.count_parameters(self.config.model, rows).total
+
+    @property
+    def flops(self) -> Optional[float]:
+        """Model FLOPs of the whole run; None without the vocabulary."""
+        rows, seq_length = self.padded_vocab, self.config.data.seq_length
+        if rows is None or seq_length is None:
+            return None
+        return self.tokens * model_shapes.flops_per_token(self.config.model, rows, seq_length)
+
+    @property
+    def recipe(self) -> str:
+        """`bf16`, or the FP8 or FP4 recipe of the linears; `fp32` or `fp16` where those were asked for."""
+        return derived.quantization_recipe(self.config.precision) or derived.params_dtype(self.config.precision)
+
+
+def expand(study: Study) -> list[StudyRun]:
+    """All runs, in the order of the file: the last axis changes fastest. A run of two grids is one run.
+
+    Raises:
+        ConfigError: flags of a run are wrong (no run is meant to start then), or two options of a grid mean the same.
+    """
+    runs: dict[str, StudyRun] = {}
+    problems: dict[str, list[str]] = {}
+    for grid in study.grids:
+        of_grid: dict[str, str] = {}
+        for options in itertools.product(*grid.values()):
+            run, found = build_run(study, grid, options)
+            for problem in found:
+                problems.setdefault(problem, []).append(run.label)
+            if run.id in of_grid and not found:
+                problems.setdefault(f"the same run as {of_grid[run.id]}", []).append(run.label)
+            of_grid[run.id] = run.label
+            runs.setdefault(run.id, run)
+    if problems:
+        raise ConfigError([f"{labels_text(labels)}: {problem}" for problem, labels in problems.items()])
+    return list(runs.values())
+
+
+def build_run(study: Study, grid: Grid, options: Sequence[Option]) -> tuple[StudyRun, list[str]]:
+    """A run, and what is wrong with it. With problems, the run is good for its label only."""
+    chosen = (study.common, *options)
+    label = "-".join(safe(option.name) for option in options) or study.name
+    gpus = last_size(chosen, ("gpus",)) or ("gpus", 1.0)
+    budget = last_size(chosen, BUDGETS)
+    words = [word for option in chosen for word in option.flags]
+    invocation, problems = config_flags.read(words)
+    config, world_size = invocation.config, int(gpus[1])
+    problems += own_problems(invocation, gpus[1], budget)
+    config = saved_in(config, study.folder / label)
+    if budget is not None and not problems:
+        # The rules first, at any length: arithmetic takes sound settings for granted.
+        problems += rules.setting_problems(with_values(config, {"training.train_iters": MANY_STEPS}), world_size)
+        if not problems:
+            steps = budget_steps(config, world_size, *budget)
+            words += ["--train-iters", str(steps)]
+            config = with_values(config, {"training.train_iters": steps})
+    if not problems:
+        problems += rules.setting_problems(config, world_size)
+    run_id = id_of(config, world_size)
+    folder = folder_of(study.folder, run_id, label)
+    run = StudyRun(
+        id=run_id, label=label, choice={axis: option.name for axis, option in zip(grid, options, strict=True)},
+        flags=(*words, "--save", str(folder), "--load", str(folder)), config=saved_in(config, folder),
+        world_size=world_size, folder=folder,
+    )  # fmt: skip
+    return run, problems
+
+
+def saved_in(config: RunConfig, folder: Path) -> RunConfig:
+    """The configuration of a run that saves there, and goes on from there."""
+    return with_values(config, {"checkpoint.save": str(folder), "checkpoint.load": str(folder)})
+
+
+def last_size(options: Sequence[Option], names: Sequence[str]) -> Optional[tuple[str, float]]:
+    """The one of these sizes that is named last, and its value."""
+    named = [(name, option.sizes[name]) for option in options for name in names if name in option.sizes]
+    return named[-1] if named else None
+
+
+def own_problems(invocation: Invocation, gpus: float, budget: Optional[tuple[str, float]]) -> list[str]:
+    """What a study does not take, though a run would."""
+    config, problems = invocation.config, []
+    if invocation.dry_run or config.checkpoint.save or config.checkpoint.load:
+        problems.append("--save, --load and --dry-run: each run has a folder of its own in the study's; remove them")
+    if gpus % 1:
+        problems.append(f"gpus: {gpus:g} is no whole number")
+    if budget is None:
+        return problems
+    if config.training.train_iters is not None or config.training.train_samples is not None:
+        problems.append(f"--train-iters and --train-samples follow from {budget[0]}: give one of both")
+    if budget[0] == "tokens_per_parameter" and vocabulary_size(config) is None:
+        problems.append("tokens_per_parameter: the vocabulary is the tokenizer's, which is not read: give --vocab-size")
+    return problems
+
+
+def budget_steps(config: RunConfig, world_size: int, kind: str, amount: float) -> int:
+    """Steps for at least so many tokens, or tokens a parameter (all parameters, embeddings included)."""
+    if kind == "tokens_per_parameter":
+        rows = derived.padded_vocab_size(config, vocabulary_size(config) or 0)
+        amount *= model_shapes.count_parameters(config.model, rows).total
+    return math.ceil(amount / derived.tokens_per_step(config, world_size))
+
+
+def vocabulary_size(config: RunConfig) -> Optional[int]:
+    """Token ids before padding, as far as they are known without the tokenizer's files."""
+    is_byte_level = config.model.vocab_size is None and config.data.tokenizer_type == "ByteLevelTokenizer"
+    return BYTE_LEVEL_VOCABULARY if is_byte_level else plan.vocabulary_size(config)
+
+
+def id_of(config: RunConfig, world_size: int) -> str:
+    """The hash of what decides a run; a setting that a later version adds changes nothing at its default."""
+    decisive = {
+        setting.name: value_of(config, setting.name)
+        for setting in all_settings()
+        if value_of(config, setting.name) != setting.default
+        and (setting.name in DECISIVE or not setting.name.startswith(NEUTRAL_SETTINGS))
+    }
+    canonical = json.dumps([world_size, decisive], sort_keys=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:ID_DIGITS]
+
+
+def folder_of(study_folder: Path, run_id: str, label: str) -> Path:
+    """Where a run is: the folder that ends with its id, or the one that it will have."""
+    return next(iter(sorted(study_folder.glob(f"*-{run_id}"))), study_folder / f"{label}-{run_id}")
+
+
+def safe(text: str) -> str:
+    """A part of a file's name."""
+    return re.sub(r"[^\w.+=-]+", "_", text)
+
+
+def labels_text(labels: Sequence[str]) -> str:
+    """Runs that share a problem."""
+    return labels[0] if len(labels) == 1 else f"{labels[0]} and {len(labels) - 1} more"

@@ -1,0 +1,1 @@
+"""Everything that configures or patches megatron-core: configuration, process groups, overrides, patches."""

@@ -1,0 +1,333 @@
+"""RunConfig -> megatron-core's configuration objects: the one translation.
+
+After megatron-core has built an object (and adjusted it), every field is compared with what was asked for: a value
+that it changed by itself is an error, not a surprise in the loss curve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.enums import AttnBackend, CudaGraphScope
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megafp8.config import derived
+from megafp8.config.schema import RunConfig
+from megafp8.errors import ConfigError
+from megafp8.mcore.overrides import DTYPES, parsed_overrides
+
+OVERRIDDEN = {"transformer": TransformerConfig, "ddp": DistributedDataParallelConfig, "optimizer": OptimizerConfig}
+"""What `--override` reaches, under the name that it has there."""
+
+
+def leave_uninitialized(tensor: torch.Tensor) -> torch.Tensor:
+    """An init method that writes nothing: `model.initialize` fills every parameter from its global name."""
+    return tensor
+
+
+def build_transformer_config(config: RunConfig, implementation: str, on_cuda: bool) -> TransformerConfig:
+    """The model's configuration for one rank.
+
+    Args:
+        implementation: `transformer_engine`, `emulated` or `local`, already resolved.
+        on_cuda: fused kernels and the device of new parameters follow from it.
+
+    Raises:
+        ConfigError: megatron-core refuses a value, or keeps another one than was asked for.
+    """
+    fields = {
+        **shape_fields(config),
+        **parallel_fields(config),
+        **precision_fields(config, implementation),
+        **kernel_fields(config, implementation, on_cuda),
+        **recompute_fields(config),
+    }
+    # Delayed scaling, and others, count on one update per step: megatron-core reads this while building layers.
+    fields["calculate_per_token_loss"] = True
+    fields |= parsed_overrides(config, "transformer", TransformerConfig)
+    faults = wrong_without_an_error(fields)
+    if faults:
+        raise ConfigError(faults)
+    return build_checked(TransformerConfig, fields)
+
+
+def wrong_without_an_error(fields: Mapping[str, Any]) -> list[str]:
+    """What only `--override` can bring about, and megatron-core then trains another model without a word."""
+    chunks, stages = fields["virtual_pipeline_model_parallel_size"], fields["pipeline_model_parallel_size"]
+    checks = (
+        (
+            chunks is not None and stages == 2 and fields["batch_p2p_comm"],
+            "transformer.batch_p2p_comm=True with two interleaved stages: the messages between them are mixed up",
+        ),
+        (
+            fields["overlap_p2p_comm"] and fields["deallocate_pipeline_outputs"],
+            "transformer.deallocate_pipeline_outputs=True with overlapped messages: outputs are freed while being sent",
+        ),
+        (
+            not fields["perform_initialization"],
+            "transformer.perform_initialization=False: split weights go unmarked, and the gradient norm is wrong",
+        ),
+    )
+    return [f"--override {text}; leave it out" for is_wrong, text in checks if is_wrong]
+
+
+def shape_fields(config: RunConfig) -> dict[str, Any]:
+    """What the model is."""
+    model = config.model
+    activation: Callable[[torch.Tensor], torch.Tensor] = F.gelu
+    if model.swiglu:
+        activation = F.silu
+    elif model.squared_relu:
+        activation = squared_relu
+    return {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": derived.ffn_hidden_size(model),
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": derived.num_query_groups(model),
+        "kv_channels": derived.kv_channels(model),
+        "normalization": model.normalization,
+        "layernorm_epsilon": model.norm_epsilon,
+        "layernorm_zero_centered_gamma": model.apply_layernorm_1p,
+        "gated_linear_unit": model.swiglu,
+        "activation_func": activation,
+        "add_bias_linear": model.add_bias_linear,
+        "add_qkv_bias": model.add_qkv_bias,
+        "qk_layernorm": model.qk_layernorm,
+        "rotary_interleaved": model.rotary_interleaved,
+        "attention_dropout": model.attention_dropout,
+        "hidden_dropout": model.hidden_dropout,
+        "attention_softmax_in_fp32": derived.softmax_in_fp32(model),
+        "apply_query_key_layer_scaling": model.apply_query_key_layer_scaling,
+        "window_size": None if model.window_size is None else (model.window_size, 0),
+        "init_method_std": model.init_method_std,
+        "init_method": leave_uninitialized,
+        "output_layer_init_method": leave_uninitialized,
+        "embedding_init_method": leave_uninitialized,
+        "perform_initialization": True,
+    }
+
+
+def tanh_gelu(x: torch.Tensor) -> torch.Tensor:
+    """GELU by its tanh approximation, as in GPT-2: what the fused kernel computes, without the kernel."""
+    return F.gelu(x, approximate="tanh")
+
+
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """ReLU squared (So et al. 2021, Primer)."""
+    return torch.pow(F.relu(x), 2)
+
+
+def parallel_fields(config: RunConfig) -> dict[str, Any]:
+    """How the model is split, and how stages talk."""
+    parallel = config.parallel
+    stages, chunks = parallel.pipeline_model_parallel_size, derived.virtual_pipeline_size(config)
+    overlap = chunks is not None and parallel.overlap_p2p_comm
+    return {
+        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": stages,
+        "virtual_pipeline_model_parallel_size": chunks,
+        "context_parallel_size": parallel.context_parallel_size,
+        "cp_comm_type": parallel.cp_comm_type,
+        # Over one rank there is nothing to split: the flag, which example scripts always give, is then an identity.
+        "sequence_parallel": parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1,
+        "overlap_p2p_comm": overlap,
+        # With two interleaved stages a rank's two neighbours are one peer. Batched, the two messages to it are matched
+        # in posting order, which is wrong: the loss is off and the gradients explode without an error.
+        "batch_p2p_comm": not overlap and not (chunks is not None and stages == 2),
+        # megatron-core frees a stage's output right after it has started to send it. Unless the send is waited for, the
+        # buffer is used again while it goes out, and the next stage gets other numbers (mended upstream after 0.16).
+        "deallocate_pipeline_outputs": not overlap,
+        "tp_comm_overlap": parallel.tp_comm_overlap,
+        "tp_comm_overlap_ag": parallel.tp_comm_overlap_ag,
+        "tp_comm_overlap_rs": parallel.tp_comm_overlap_rs,
+        "tp_comm_overlap_rs_dgrad": parallel.tp_comm_overlap_rs_dgrad,
+        "tp_comm_bulk_dgrad": parallel.tp_comm_bulk_dgrad,
+        "tp_comm_bulk_wgrad": parallel.tp_comm_bulk_wgrad,
+    }
+
+
+def precision_fields(config: RunConfig, implementation: str) -> dict[str, Any]:
+    """Number formats. Emulated layers quantize by themselves: megatron-core is told of FP8 and FP4 only with TE."""
+    precision = config.precision
+    dtype = DTYPES[derived.params_dtype(precision)]
+    fields: dict[str, Any] = {
+        "bf16": precision.bf16,
+        "fp16": precision.fp16,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "transformer_impl": "transformer_engine" if implementation == "transformer_engine" else "local",
+    }
+    if implementation == "transformer_engine" and precision.fp8_format is not None:
+        fields |= {
+            "fp8": precision.fp8_format,
+            "fp8_recipe": precision.fp8_recipe,
+            "fp8_margin": precision.fp8_margin,
+            "fp8_amax_history_len": precision.fp8_amax_history_len,
+            "fp8_amax_compute_algo": precision.fp8_amax_compute_algo,
+            "tp_only_amax_red": precision.tp_only_amax_red,
+            "fp8_param": precision.fp8_param_gather,
+            "fp8_dot_product_attention": precision.fp8_dot_product_attention,
+        }
+    if implementation == "transformer_engine" and precision.fp4_format is not None:
+        fields |= {"fp4": precision.fp4_format, "fp4_recipe": precision.fp4_recipe}
+    if implementation == "transformer_engine" and derived.quantization_recipe(precision) is not None:
+        fields |= {
+            "first_last_layers_bf16": precision.first_last_layers_bf16,
+            "num_layers_at_start_in_bf16": precision.num_layers_at_start_in_bf16,
+            "num_layers_at_end_in_bf16": precision.num_layers_at_end_in_bf16,
+        }
+    return fields
+
+
+def kernel_fields(config: RunConfig, implementation: str, on_cuda: bool) -> dict[str, Any]:
+    """Which kernels compute it. Fusions that exist on a GPU only stay off on a CPU: what is computed is the same."""
+    precision, model = config.precision, config.model
+    # GELU is fused with its bias or not at all, as in Megatron-LM.
+    bias_activation = (
+        precision.bias_swiglu_fusion if model.swiglu else precision.bias_gelu_fusion and model.add_bias_linear
+    )
+    is_gelu = not (model.swiglu or model.squared_relu)
+    fields: dict[str, Any] = {
+        "use_cpu_initialization": not on_cuda,
+        "attention_backend": AttnBackend[attention_backend(precision.attention_backend, implementation)],
+        "bias_activation_fusion": on_cuda and bias_activation and not model.squared_relu,
+        "bias_dropout_fusion": on_cuda and precision.bias_dropout_fusion,
+        "masked_softmax_fusion": on_cuda and precision.masked_softmax_fusion,
+        "apply_rope_fusion": (
+            on_cuda
+            and precision.apply_rope_fusion
+            and model.position_embedding_type == "rope"
+            and (implementation == "transformer_engine" or has_rope_kernel())
+        ),
+        "cross_entropy_loss_fusion": precision.cross_entropy_loss_fusion,
+        "cross_entropy_fusion_impl": precision.cross_entropy_fusion_impl,
+        # Set on each layer that can (model.builder): megatron-core's output layer would demand Apex here.
+        "gradient_accumulation_fusion": False,
+        "deterministic_mode": precision.deterministic_mode,
+    }
+    if derived.has_step_graph(config):
+        # Of this, megatron-core's loss leaves out a look at its gradient, which would wait. The graph is ours.
+        fields["cuda_graph_scope"] = [CudaGraphScope.full_iteration]
+    if is_gelu and bias_activation and not on_cuda:
+        fields["activation_func"] = tanh_gelu
+    return fields
+
+
+def has_rope_kernel() -> bool:
+    """Did megatron-core find Transformer Engine's rotary embedding? It rotates any layers' queries and keys."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    return rope_utils.fused_apply_rotary_pos_emb is not None
+
+
+def attention_backend(asked: str, implementation: str) -> str:
+    """megatron-core's name; torch's SDPA, which the emulated layers use, is `local` there."""
+    return asked if implementation == "transformer_engine" else "local"
+
+
+def recompute_fields(config: RunConfig) -> dict[str, Any]:
+    """Which activations are computed again in the backward pass."""
+    training = config.training
+    granularity = derived.recompute_granularity(training)
+    if granularity is None:
+        return {}
+    fields: dict[str, Any] = {
+        "recompute_granularity": granularity,
+        "recompute_method": training.recompute_method,
+        "recompute_num_layers": training.recompute_num_layers,
+        "distribute_saved_activations": training.distribute_saved_activations,
+    }
+    if granularity == "selective":
+        fields["recompute_modules"] = list(derived.recompute_modules(training))
+    return fields
+
+
+def build_ddp_config(config: RunConfig) -> DistributedDataParallelConfig:
+    """Gradient buffers and their reduction."""
+    parallel, precision = config.parallel, config.precision
+    fields = {
+        "grad_reduce_in_fp32": derived.grad_dtype(precision) == "fp32",
+        "overlap_grad_reduce": parallel.overlap_grad_reduce,
+        "overlap_param_gather": parallel.overlap_param_gather,
+        "use_distributed_optimizer": parallel.use_distributed_optimizer,
+        "bucket_size": parallel.ddp_bucket_size,
+        "average_in_collective": parallel.ddp_average_in_collective,
+        "fp8_param_gather": precision.fp8_param_gather,
+    }
+    fields |= parsed_overrides(config, "ddp", DistributedDataParallelConfig)
+    return build_checked(DistributedDataParallelConfig, fields)
+
+
+def build_optimizer_config(config: RunConfig, implementation: str) -> OptimizerConfig:
+    """The optimizer's own settings; the schedule is `optim.schedule`'s."""
+    optimizer, parallel, precision = config.optimizer, config.parallel, config.precision
+    # Told of a recipe when no weight is in FP8, it would keep FP32 master weights where 16-bit remainders do.
+    has_te_weights = implementation == "transformer_engine" and precision.fp8_param_gather
+    fields = {
+        "optimizer": optimizer.optimizer,
+        "lr": optimizer.lr,
+        "min_lr": optimizer.min_lr,
+        "decoupled_lr": optimizer.decoupled_lr,
+        "decoupled_min_lr": optimizer.decoupled_min_lr,
+        "weight_decay": optimizer.weight_decay,
+        "bf16": precision.bf16,
+        "fp16": precision.fp16,
+        "params_dtype": DTYPES[derived.params_dtype(precision)],
+        "loss_scale": optimizer.loss_scale,
+        "initial_loss_scale": optimizer.initial_loss_scale,
+        "min_loss_scale": optimizer.min_loss_scale,
+        "loss_scale_window": optimizer.loss_scale_window,
+        "hysteresis": optimizer.hysteresis,
+        "adam_beta1": optimizer.adam_beta1,
+        "adam_beta2": optimizer.adam_beta2,
+        "adam_eps": optimizer.adam_eps,
+        "sgd_momentum": optimizer.sgd_momentum,
+        "clip_grad": optimizer.clip_grad,
+        "use_distributed_optimizer": parallel.use_distributed_optimizer,
+        "overlap_param_gather": parallel.overlap_param_gather,
+        "use_precision_aware_optimizer": optimizer.use_precision_aware_optimizer,
+        "main_grads_dtype": DTYPES[optimizer.main_grads_dtype],
+        "main_params_dtype": DTYPES[optimizer.main_params_dtype],
+        "exp_avg_dtype": DTYPES[optimizer.exp_avg_dtype],
+        "exp_avg_sq_dtype": DTYPES[optimizer.exp_avg_sq_dtype],
+        "log_num_zeros_in_grad": config.logging.log_num_zeros_in_grad,
+        "fp8_recipe": precision.fp8_recipe if has_te_weights else None,
+    }
+    return build_checked(OptimizerConfig, fields | parsed_overrides(config, "optimizer", OptimizerConfig))
+
+
+def build_checked(kind: type, fields: Mapping[str, Any]) -> Any:
+    """Build a megatron-core configuration and compare what it kept with what was asked.
+
+    Raises:
+        ConfigError: it refuses the fields, or a field came out different.
+    """
+    try:
+        built = kind(**fields)
+    except (ValueError, AssertionError, TypeError, RuntimeError) as error:
+        raise ConfigError(f"megatron-core's {kind.__name__} refuses the configuration: {error}") from error
+    changed = [
+        f"megatron-core's {kind.__name__} changed {name} from {asked!r} to {getattr(built, name)!r}"
+        for name, asked in fields.items()
+        if asked is not None and getattr(built, name) != asked
+    ]
+    if changed:
+        raise ConfigError(changed)
+    return built
+
+
+def override_problems(config: RunConfig) -> list[str]:
+    """What is wrong with all `--override` entries: fields that megatron-core does not have, values of another type."""
+    found: list[str] = []
+    for section, kind in OVERRIDDEN.items():
+        try:
+            parsed_overrides(config, section, kind)
+        except ConfigError as error:
+            found += error.problems
+    return found

@@ -1,0 +1,190 @@
+"""Progress for people: one plain line every few steps, and on a terminal a live bar below the lines."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Optional, TextIO
+
+from megafp8.metrics.records import EvalRecord, EventRecord, Record, RunRecord, StepRecord
+
+ETA_WINDOW_STEPS = 50
+
+
+class ConsoleSink:
+    """Prints ` step 120/400 | loss 3.1234 | grad norm 1.23 | lr 3.00e-04 | 410 ms | 12.3k tok/s | ... | ETA 1:23`.
+
+    A line comes at the first step of the process, at every multiple of `log_interval` and at the last step. Loss,
+    time and rates are means over the steps since the line before; gradient norm and learning rate are the last
+    step's. The ETA is taken from the wall clock, so evaluations and checkpoints count.
+    """
+
+    def __init__(
+        self,
+        *,
+        total_steps: int,
+        log_interval: int = 100,
+        progress_bar: Optional[bool] = None,
+        show_throughput: bool = True,
+        stream: Optional[TextIO] = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """
+        Args:
+            total_steps: step at which the run ends.
+            progress_bar: None shows the bar where `stream` is a terminal.
+            show_throughput: print TFLOP/s and MFU.
+            stream: default standard output.
+            clock: seconds; replaced in tests.
+        """
+        self._total_steps = total_steps
+        self._log_interval = log_interval
+        self._show_throughput = show_throughput
+        self._stream = sys.stdout if stream is None else stream
+        self._clock = clock
+        self._pending: list[StepRecord] = []
+        self._is_first_step = True
+        self._step_times: deque[float] = deque(maxlen=ETA_WINDOW_STEPS + 1)
+        show_bar = self._stream.isatty() if progress_bar is None else progress_bar
+        self._bar = _build_bar(total_steps, self._stream) if show_bar else None
+
+    def write(self, record: Record) -> None:
+        if isinstance(record, StepRecord):
+            self._write_step(record)
+        elif isinstance(record, RunRecord):
+            self._print(describe_run(record))
+        elif isinstance(record, EvalRecord):
+            self._print(f"{self._position(record.step)} | {describe_eval(record)}")
+        elif isinstance(record, EventRecord):
+            detail = f": {record.detail}" if record.detail else ""
+            self._print(f"{self._position(record.step)} | {record.name}{detail}")
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def _write_step(self, record: StepRecord) -> None:
+        self._pending.append(record)
+        self._step_times.append(self._clock())
+        is_due = self._is_first_step or record.step % self._log_interval == 0 or record.step >= self._total_steps
+        if is_due:
+            line = describe_steps(self._pending, show_throughput=self._show_throughput)
+            remaining = self._remaining_seconds(record)
+            eta = f" | ETA {format_duration(remaining)}" if remaining > 0 else ""
+            self._print(f"{self._position(record.step)} | {line}{eta}")
+            self._pending.clear()
+            self._is_first_step = False
+        if self._bar is not None:
+            self._bar.set_postfix_str(
+                f"loss {record.loss:.4f}, {format_count(record.tokens_per_second)} tok/s, "
+                f"ETA {format_duration(self._remaining_seconds(record))}",
+                refresh=False,
+            )
+            self._bar.update(record.step - self._bar.n)
+
+    def _remaining_seconds(self, record: StepRecord) -> float:
+        num_intervals = len(self._step_times) - 1
+        if num_intervals > 0:
+            seconds_per_step = (self._step_times[-1] - self._step_times[0]) / num_intervals
+        else:
+            seconds_per_step = record.step_ms / 1000
+        return seconds_per_step * max(self._total_steps - record.step, 0)
+
+    def _position(self, step: int) -> str:
+        return f" step {step:>{len(str(self._total_steps))}}/{self._total_steps}"
+
+    def _print(self, line: str) -> None:
+        if self._bar is not None:
+            self._bar.write(line, file=self._stream)
+        else:
+            print(line, file=self._stream, flush=True)
+
+
+def describe_run(record: RunRecord) -> str:
+    """What runs, on what, in one or two lines."""
+    axes = " ".join(f"{axis} {size}" for axis, size in record.layout.items())
+    parts = [f" run {record.config_hash[:8]}", record.recipe, f"{record.world_size} x {record.device_name} ({axes})"]
+    if record.num_threads is not None:
+        parts.append(f"{record.num_threads} threads a rank" if record.num_threads > 1 else "1 thread a rank")
+    if record.num_parameters is not None:
+        parts.append(f"{format_count(record.num_parameters)} parameters")
+    if record.resumed_from_step is not None:
+        parts.append(f"resumed from step {record.resumed_from_step}")
+    peak = (record.peak_flops or {}).get(record.mfu_dtype or "")
+    if peak is not None:
+        parts.append(f"MFU against {peak / 1e12:g} TFLOP/s {record.mfu_dtype} ({record.peak_source})")
+    else:
+        parts.append("no MFU: the device's peak is not known")
+    return " | ".join(parts)
+
+
+def describe_steps(records: list[StepRecord], *, show_throughput: bool) -> str:
+    """One line over some consecutive steps; means as `ConsoleSink` says."""
+    last = records[-1]
+    total_ms = sum(record.step_ms for record in records)
+
+    def mean_rate(name: str) -> Optional[float]:
+        rates = [getattr(record, name) for record in records]
+        if any(rate is None for rate in rates) or total_ms == 0:
+            return None
+        return sum(rate * record.step_ms for rate, record in zip(rates, records, strict=True)) / total_ms
+
+    parts = [f"loss {sum(record.loss for record in records) / len(records):.4f}"]
+    if last.grad_norm is not None:
+        parts.append(f"grad norm {last.grad_norm:.3g}")
+    parts.append(f"lr {last.learning_rate:.2e}")
+    if last.loss_scale is not None:
+        parts.append(f"loss scale {last.loss_scale:g}")
+    parts.append(f"{total_ms / len(records):.{0 if total_ms >= 100 * len(records) else 1}f} ms")
+    tokens_per_second = mean_rate("tokens_per_second")
+    if tokens_per_second is not None:
+        parts.append(f"{format_count(tokens_per_second)} tok/s")
+    tflops = mean_rate("model_tflops_per_device")
+    if show_throughput and tflops is not None:
+        parts.append(f"{tflops:.3g} TFLOP/s per device")
+    mfu_fraction = mean_rate("mfu_fraction")
+    if show_throughput and mfu_fraction is not None:
+        parts.append(f"MFU {mfu_fraction:.1%}")
+    num_skipped = sum(record.is_skipped for record in records)
+    if num_skipped:
+        parts.append(f"{num_skipped} skipped")
+    return " | ".join(parts)
+
+
+def describe_eval(record: EvalRecord) -> str:
+    name = "validation" if record.split == "valid" else record.split
+    return (
+        f"{name} loss {record.loss:.4f} | perplexity {record.perplexity:.4g} | "
+        f"{format_count(record.num_tokens)} tokens | {record.eval_ms / 1000:.1f} s"
+    )
+
+
+def format_count(value: float) -> str:
+    """Three significant digits with k, M, G or T: 12345 -> 12.3k."""
+    for suffix in ("", "k", "M", "G"):
+        if abs(value) < 999.5:
+            return f"{value:.3g}{suffix}"
+        value /= 1000
+    return f"{value:.3g}T"
+
+
+def format_duration(seconds: float) -> str:
+    """83 -> 1:23, 3700 -> 1:01:40."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def _build_bar(total_steps: int, stream: TextIO) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(
+        total=total_steps,
+        file=stream,
+        unit="step",
+        dynamic_ncols=True,
+        leave=False,
+        bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]",
+    )

@@ -1,0 +1,269 @@
+"""TensorBoard event files, in the format of tensorboard's own record writer: no torch and no TensorFlow in between.
+
+tensorboard's `EventFileWriter` writes in a thread, which ends at the first error of the disk. Here events are records
+of a `LogFile`, which survives it.
+
+Weights & Biases, for those who have it.
+
+The numbers of a record under the names that users of Megatron-LM know from its TensorBoard.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Optional, Union
+
+from megafp8.errors import CapabilityError
+from megafp8.metrics.records import (
+    EvalRecord,
+    EventRecord,
+    QuantizationRecord,
+    Record,
+    RunRecord,
+    StepRecord,
+    TensorStats,
+)
+from megafp8.utils.best_effort import LogFile, Outage
+
+# As tensorboard's writer begins its files; readers ask for it.
+FILE_VERSION = "brain.Event:2"
+VERSUS_SAMPLES = ("lm loss", "learning-rate")
+
+
+class TensorBoardSink:
+    """Writes scalars over steps; loss and learning rate also over samples, as Megatron-LM does.
+
+    A run record writes the configuration as a text, and on resumption tells TensorBoard to hide the points that
+    the run went back behind.
+    """
+
+    def __init__(
+        self,
+        folder: Union[str, Path],
+        *,
+        log_interval: int = 1,
+        log_memory: bool = False,
+        log_timers: bool = False,
+    ):
+        """
+        Args:
+            log_interval: steps between points; evaluations and looks at quantization are always written.
+
+        Raises:
+            CapabilityError: the package tensorboard is not installed.
+        """
+        try:
+            from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2
+            from tensorboard.summary.writer.record_writer import RecordWriter
+        except ImportError as error:
+            raise CapabilityError(
+                f"TensorBoard files need the package tensorboard, which is not importable ({error}): "
+                "pip install tensorboard, or run without --save and --tensorboard-dir"
+            ) from error
+        self._event_pb2, self._summary_pb2 = event_pb2, summary_pb2
+        self._tensor_pb2, self._tensor_shape_pb2 = tensor_pb2, tensor_shape_pb2
+        self._framed = io.BytesIO()
+        self._record_writer = RecordWriter(self._framed)
+        seconds, nanoseconds = divmod(time.time_ns(), 10**9)
+        name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.{nanoseconds:09d}"
+        self._file = LogFile(Path(folder) / name, "TensorBoard events", is_text=False)
+        self._add_event(0, is_header=True, file_version=FILE_VERSION)
+        self._log_interval = log_interval
+        self._log_memory = log_memory
+        self._log_timers = log_timers
+
+    def write(self, record: Record) -> None:
+        if isinstance(record, RunRecord):
+            self._write_run(record)
+        elif isinstance(record, (EvalRecord, QuantizationRecord)):
+            self._add_scalars(scalars(record), record.step)
+            if isinstance(record, QuantizationRecord):
+                self._add_histograms(record)
+        elif isinstance(record, StepRecord) and record.step % self._log_interval == 0:
+            values = scalars(record, with_memory=self._log_memory, with_timers=self._log_timers)
+            self._add_scalars(values, record.step)
+            versus_samples = {f"{name} vs samples": values[name] for name in VERSUS_SAMPLES}
+            self._add_scalars(versus_samples, record.consumed_samples)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write_run(self, record: RunRecord) -> None:
+        first_step = (record.resumed_from_step or 0) + 1
+        session = self._event_pb2.SessionLog(status=self._event_pb2.SessionLog.START)
+        self._add_event(first_step, is_header=True, session_log=session)
+        self._add_text("config", "```\n" + json.dumps(record.config, indent=2, default=str) + "\n```", first_step)
+
+    def _add_scalars(self, values: dict[str, float], step: int) -> None:
+        items = [self._summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._add_event(step, summary=self._summary_pb2.Summary(value=items))
+
+    def _add_histograms(self, record: QuantizationRecord) -> None:
+        """Codes by exponent, `fp8/exponents/TENSOR`."""
+        items = []
+        for name, stats in record.tensors.items():
+            edges, counts = exponent_edges(stats), stats.exponent_counts
+            middles = [edge + 0.5 for edge in edges[:-1]]
+            histogram = self._summary_pb2.HistogramProto(
+                min=edges[0],
+                max=edges[-1],
+                num=sum(counts),
+                sum=sum(count * middle for count, middle in zip(counts, middles, strict=True)),
+                sum_squares=sum(count * middle**2 for count, middle in zip(counts, middles, strict=True)),
+                bucket_limit=edges[1:],
+                bucket=counts,
+            )
+            items.append(self._summary_pb2.Summary.Value(tag=f"fp8/exponents/{name}", histo=histogram))
+        self._add_event(record.step, summary=self._summary_pb2.Summary(value=items))
+
+    def _add_text(self, tag: str, text: str, step: int) -> None:
+        summary_pb2, shape_pb2 = self._summary_pb2, self._tensor_shape_pb2
+        plugin = summary_pb2.SummaryMetadata.PluginData(plugin_name="text")
+        tensor = self._tensor_pb2.TensorProto(
+            dtype="DT_STRING",
+            string_val=[text.encode()],
+            tensor_shape=shape_pb2.TensorShapeProto(dim=[shape_pb2.TensorShapeProto.Dim(size=1)]),
+        )
+        metadata = summary_pb2.SummaryMetadata(plugin_data=plugin)
+        value = summary_pb2.Summary.Value(tag=f"{tag}/text_summary", metadata=metadata, tensor=tensor)
+        self._add_event(step, is_header=True, summary=summary_pb2.Summary(value=[value]))
+
+    def _add_event(self, step: int, *, is_header: bool = False, **content: Any) -> None:
+        event = self._event_pb2.Event(wall_time=time.time(), step=step, **content)
+        self._record_writer.write(event.SerializeToString())
+        self._file.append(self._framed.getvalue(), is_header=is_header)
+        self._framed.seek(0)
+        self._framed.truncate()
+
+
+class WandbSink:
+    """Logs every step, look at quantization and evaluation to one W&B run; the run record becomes its configuration.
+
+    Best effort: the service, the network and the disk may fail in ways that only wandb knows, so every exception of it
+    is reported and counted.
+    """
+
+    def __init__(
+        self, *, project: str, entity: Optional[str] = None, name: Optional[str] = None, folder: Optional[str] = None
+    ):
+        """
+        Raises:
+            CapabilityError: wandb is not installed.
+        """
+        try:
+            import wandb
+        except ImportError as error:
+            raise CapabilityError(
+                f"--wandb-project {project} needs the package wandb, which is not importable ({error}): "
+                "pip install wandb, or leave the flag out (records.jsonl and TensorBoard hold the same numbers)"
+            ) from error
+        self._histogram = wandb.Histogram
+        self._outage = Outage("Weights & Biases", "records")
+        self._run: Any = None
+        try:
+            self._run = wandb.init(project=project, entity=entity, name=name, dir=folder)
+        except Exception as error:
+            self._outage.failed(error)
+
+    def write(self, record: Record) -> None:
+        if isinstance(record, EventRecord):
+            return
+        if self._run is None:  # another attempt would hold training up until it times out
+            self._outage.lose(1)
+            return
+        try:
+            self._log(record)
+        except Exception as error:
+            self._outage.failed(error, num_lost=1)
+        else:
+            self._outage.ended()
+
+    def close(self) -> None:
+        if self._run is not None:
+            try:
+                self._run.finish()
+            except Exception as error:
+                self._outage.failed(error)
+        self._outage.close()
+
+    def _log(self, record: Record) -> None:
+        if isinstance(record, RunRecord):
+            self._run.config.update(dataclasses.asdict(record), allow_val_change=True)
+            return
+        # W&B keeps a row open until a later step arrives, so an evaluation joins the row of its step.
+        values: dict[str, Any] = dict(scalars(record))
+        if isinstance(record, QuantizationRecord):
+            values |= {
+                f"fp8/exponents/{name}": self._histogram(np_histogram=(stats.exponent_counts, exponent_edges(stats)))
+                for name, stats in record.tensors.items()
+            }
+        self._run.log(values, step=record.step)
+        if isinstance(record, EvalRecord):
+            self._run.summary[f"final {record.split} loss"] = record.loss
+
+
+EVAL_NAMES = {"valid": "validation", "test": "test"}
+OF_TENSORS = ("amax", "num_non_finite", "quant_scale_min", "quant_scale_max", "scale_spread_octaves",
+              "underflow_fraction", "saturated_fraction", "sqnr_db", "mean_local_sqnr_db", "staleness_octaves",
+              "outlier_octaves", "update_to_weight", "codes_changed_fraction")  # fmt: skip
+OF_STATISTICS = ("gradient_signal", "gradient_noise", "gradient_noise_scale", "gradient_snr", "update_to_weight",
+            "codes_changed_fraction")  # fmt: skip
+
+
+def scalars(
+    record: Union[StepRecord, QuantizationRecord, EvalRecord], *, with_memory: bool = True, with_timers: bool = True
+) -> dict[str, float]:
+    """Scalars of one record, without those that were not measured: those of tensors under `fp8/FIELD/TENSOR`, those of
+    recipes that were tried under `what-if/RECIPE/FIELD/TENSOR`.
+
+    Units: "iteration-time" and the timers in seconds, "throughput" in TFLOP/s of one device, as in Megatron-LM.
+    """
+    if isinstance(record, QuantizationRecord):
+        return dict(_of_statistics(record))
+    if isinstance(record, EvalRecord):
+        name = f"lm loss {EVAL_NAMES[record.split]}"
+        return {name: record.loss, f"{name} ppl": record.perplexity}
+    values = {
+        "lm loss": record.loss,
+        "learning-rate": record.learning_rate,
+        "grad-norm": record.grad_norm,
+        "iteration-time": record.step_ms / 1000,
+        "tokens-per-second": record.tokens_per_second,
+        "throughput": record.model_tflops_per_device,
+        "mfu": record.mfu_fraction,
+        "loss-scale": record.loss_scale,
+        "num-zeros": record.num_zeros_in_grad,
+        "params-norm": record.params_norm,
+        "param-gather-bytes": record.param_gather_bytes,
+    }
+    if with_memory:
+        values["mem-max-allocated-bytes"] = record.memory_peak_bytes
+    if with_timers:
+        values |= {f"{name}-time": ms / 1000 for name, ms in (record.timers_ms or {}).items()}
+    return {name: float(value) for name, value in values.items() if value is not None}
+
+
+def _of_statistics(record: QuantizationRecord) -> Iterator[tuple[str, float]]:
+    named = [("fp8", record.tensors), *((f"what-if/{name}", tensors) for name, tensors in record.what_if.items())]
+    for prefix, tensors in named:
+        for tensor, stats in tensors.items():
+            for field in OF_TENSORS:
+                if (value := getattr(stats, field)) is not None:
+                    yield f"{prefix}/{field}/{tensor}", float(value)
+    for field in OF_STATISTICS:
+        value: Optional[float] = getattr(record, field)
+        if value is not None:
+            yield f"fp8/{field}", value
+
+
+def exponent_edges(stats: TensorStats) -> list[float]:
+    """Edges of the bins of `exponent_counts`, one more than there are: zeros at -1, subnormals at 0, then the exponent
+    fields."""
+    return [index - 1.5 for index in range(len(stats.exponent_counts) + 1)]

@@ -1,0 +1,162 @@
+"""The model of one rank: its chunks of the GPT, their gradient buffers, and the optimizer over them."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Optional
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megafp8.config import derived
+from megafp8.config.precision_map import OUTPUT_LAYER
+from megafp8.config.schema import RunConfig
+from megafp8.mcore import patches
+from megafp8.mcore.config import build_ddp_config, build_optimizer_config
+from megafp8.models.emulated_layers import EmulatedOutputLayer, keep_weights_as_codes
+from megafp8.models.initialization import initialize_parameters
+from megafp8.models.layer_specs import build_block_spec, linear_recipes
+from megafp8.quantization.fp8_parameter import settle
+from megafp8.quantization.scaled_gemm import accumulate
+
+
+def build_model(
+    config: RunConfig, transformer_config: TransformerConfig, implementation: str, vocab_size: int
+) -> list[torch.nn.Module]:
+    """The GPT's chunks on this pipeline rank, initialized; one chunk without the interleaved schedule.
+
+    Args:
+        implementation: `transformer_engine`, `emulated` or `local`, already resolved.
+        vocab_size: rows of the embedding, already padded.
+    """
+    if config.parallel.tp_comm_overlap:
+        from megafp8.te import userbuffers  # needs Transformer Engine
+
+        userbuffers.start(config, transformer_config.params_dtype)
+    num_chunks = derived.virtual_pipeline_size(config)
+    stages: list[Optional[int]] = [None] if num_chunks is None else list(range(num_chunks))
+    chunks = [build_chunk(config, transformer_config, implementation, vocab_size, stage) for stage in stages]
+    with writable_weights(config, chunks, implementation):
+        initialize_parameters(chunks, transformer_config, config.training.seed)
+    if config.precision.gradient_accumulation_fusion:
+        accumulate_gradients_in_gemm(chunks, implementation)
+    if config.precision.bf16 or config.precision.fp16:
+        chunks = [Float16Module(transformer_config, chunk) for chunk in chunks]
+    if config.precision.fp8_param_gather and implementation == "emulated":
+        keep_weights_as_codes(chunks)
+    return chunks
+
+
+def writable_weights(
+    config: RunConfig, chunks: list[torch.nn.Module], implementation: str
+) -> AbstractContextManager[None]:
+    """Within, every weight can be written to, also those that Transformer Engine keeps in FP8."""
+    if implementation != "transformer_engine" or not config.precision.fp8_param_gather:
+        return nullcontext()
+    from megafp8.te import layers  # needs Transformer Engine
+
+    return layers.high_precision_weights(chunks)
+
+
+def build_chunk(
+    config: RunConfig,
+    transformer_config: TransformerConfig,
+    implementation: str,
+    vocab_size: int,
+    vp_stage: Optional[int],
+) -> GPTModel:
+    """One chunk, uninitialized, on this rank's device."""
+    model = config.model
+    positions = model.max_position_embeddings or config.data.seq_length
+    assert positions is not None
+    chunk = GPTModel(
+        config=transformer_config,
+        transformer_layer_spec=build_block_spec(config, transformer_config, implementation, vp_stage),
+        vocab_size=vocab_size,
+        max_sequence_length=positions,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        parallel_output=True,
+        share_embeddings_and_output_weights=model.share_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+        rotary_percent=model.rotary_percent,
+        rotary_base=model.rotary_base,
+        rope_scaling=model.use_rope_scaling,
+        rope_scaling_factor=model.rope_scaling_factor,
+        seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
+        vp_stage=vp_stage,
+    )
+    if not transformer_config.use_cpu_initialization:
+        for module in chunk.modules():
+            if isinstance(module, torch.nn.Embedding):
+                module.cuda()  # learned positions, which megatron-core makes on the host
+    if implementation == "transformer_engine" and config.precision.precision_map:
+        from megafp8.te import recipes  # needs Transformer Engine
+
+        recipes.give_recipes(chunk, config)
+    recipe = linear_recipes(config)[OUTPUT_LAYER] if implementation == "emulated" else None
+    if chunk.post_process and recipe is not None:
+        chunk.output_layer = EmulatedOutputLayer.in_place_of(
+            chunk.output_layer, chunk.shared_embedding_or_output_weight(), recipe,
+            amax_reduction=config.precision.fp8_amax_reduction,
+            noise_name=f"{config.training.seed}|{OUTPUT_LAYER}",
+        )  # fmt: skip
+    return chunk
+
+
+def accumulate_gradients_in_gemm(chunks: list[torch.nn.Module], implementation: str) -> None:
+    """Let the linears add their weight gradient straight into the main gradient, without rounding it to BF16 before.
+
+    Set layer by layer, because megatron-core's own linears would ask for Apex when they are built.
+    """
+    if implementation == "transformer_engine":
+        from megafp8.te import layers  # needs Transformer Engine
+
+        for chunk in chunks:
+            layers.accumulate_gradients_in_gemm(chunk)
+        return
+    patches.provide(patches.overwriting(add_weight_gradient))
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+            module.gradient_accumulation_fusion = True
+
+
+def add_weight_gradient(inputs: torch.Tensor, grad_outputs: torch.Tensor, main_grad: torch.Tensor) -> None:
+    """main_grad [N, K] plus grad_outputs^T [N, T] times inputs [T, K], summed in FP32, in place."""
+    accumulate(main_grad, grad_outputs.t(), inputs)
+
+
+def add_gradient_buffers(
+    config: RunConfig, transformer_config: TransformerConfig, chunks: list[torch.nn.Module]
+) -> list[DistributedDataParallel]:
+    """Wrap each chunk with megatron-core's gradient buffers and data-parallel reduction."""
+    ddp_config = build_ddp_config(config)
+    # Later chunks of a rank finish their backward pass first: splitting their buffers would overlap nothing.
+    return [
+        DistributedDataParallel(transformer_config, ddp_config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+
+
+def build_optimizer(
+    config: RunConfig, transformer_config: TransformerConfig, chunks: list[DistributedDataParallel]
+) -> MegatronOptimizer:
+    """The optimizer, and the hooks by which the schedules of megatron-core reach gradients and parameters."""
+    optimizer = get_megatron_optimizer(build_optimizer_config(config, transformer_config.transformer_impl), chunks)
+    settle(chunks)  # master weights are there
+    transformer_config.grad_scale_func = optimizer.scale_loss
+    transformer_config.finalize_model_grads_func = finalize_model_grads
+    single = len(chunks) == 1
+    parallel = config.parallel
+    transformer_config.no_sync_func = chunks[0].no_sync if single else [chunk.no_sync for chunk in chunks]
+    if parallel.overlap_grad_reduce and not single:
+        transformer_config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
+    if parallel.overlap_param_gather and not single:
+        transformer_config.param_sync_func = [chunk.start_param_sync for chunk in chunks]
+    return optimizer

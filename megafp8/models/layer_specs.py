@@ -1,0 +1,162 @@
+"""Which class computes each part of a transformer layer: megatron-core's layer spec for every implementation.
+
+The emulated layer and Transformer Engine's have the same parameters under the same checkpoint keys, so a checkpoint
+moves between them.
+
+LayerNorm and RMSNorm for the layers that run without Transformer Engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Optional, Union
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+from torch import Tensor
+
+from megafp8.config import precision_map
+from megafp8.config.precision_map import LINEARS, build_linear_recipe
+from megafp8.config.schema import RunConfig
+from megafp8.models.attention import CausalAttention
+from megafp8.models.emulated_layers import EmulatedColumnParallelLinear, EmulatedRowParallelLinear
+from megafp8.quantization.delayed_scaling import AmaxExchange
+from megafp8.recipes.base import LinearRecipe
+
+# The norm before a linear is stored under that linear's key, as Transformer Engine's fused layer has it.
+CHECKPOINT_KEYS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+
+
+def build_block_spec(
+    config: RunConfig, transformer_config: TransformerConfig, implementation: str, vp_stage: Optional[int]
+) -> TransformerBlockSubmodules:
+    """The layers of one model chunk of this pipeline rank.
+
+    Args:
+        implementation: `transformer_engine`, `emulated` or `local`, already resolved.
+        vp_stage: which chunk of the interleaved schedule; None without it.
+    """
+    if implementation == "transformer_engine":
+        from megafp8.te import layers as te_layers  # needs Transformer Engine
+
+        layer, norm = te_layers.layer_spec(config), te_layers.norm()
+        return TransformerBlockSubmodules([layer] * get_num_layers_to_build(transformer_config, vp_stage), norm)
+    recipes = linear_recipes(config) if implementation == "emulated" else {}
+    exchange = AmaxExchange()  # one for all layers of the chunk
+    first = get_transformer_layer_offset(transformer_config, vp_stage)
+    layers = range(first, first + get_num_layers_to_build(transformer_config, vp_stage))
+    specs = [
+        layer_spec(
+            config, [recipes.get(f"layers.{layer}.{linear}") for linear in LINEARS], exchange,
+            f"{config.training.seed}|layer {layer}",
+        )
+        for layer in layers
+    ]  # fmt: skip
+    return TransformerBlockSubmodules(specs, Norm)
+
+
+def linear_recipes(config: RunConfig) -> dict[str, Optional[LinearRecipe]]:
+    """The recipe of every linear of the model, by name; None in high precision."""
+    chosen = precision_map.resolve(config.model, config.precision)
+    return {name: build_linear_recipe(config.precision, choice) for name, choice in chosen.items()}
+
+
+def layer_spec(
+    config: RunConfig, recipes: Sequence[Optional[LinearRecipe]], exchange: AmaxExchange, noise_name: str
+) -> ModuleSpec:
+    """One layer without Transformer Engine: quantizing linears with a recipe, megatron-core's own without.
+
+    Args:
+        recipes: of the layer's linears, in the order of LINEARS.
+        exchange: what the linears update their scales by, under delayed scaling.
+        noise_name: whose random numbers the linears round by, under stochastic rounding.
+    """
+
+    def linear(plain: type, emulated: type, recipe: Optional[LinearRecipe]) -> Union[type, ModuleSpec]:
+        if recipe is None:
+            return plain
+        params: dict[str, Any] = {"recipe": recipe, "amax_reduction": config.precision.fp8_amax_reduction}
+        if recipe.delayed is not None:
+            params["amax_exchange"] = exchange
+        if recipe.is_stochastic:
+            params["noise_name"] = noise_name
+        return ModuleSpec(emulated, params)
+
+    column, row = (ColumnParallelLinear, EmulatedColumnParallelLinear), (RowParallelLinear, EmulatedRowParallelLinear)
+    qkv, proj, fc1, fc2 = (linear(*kind, recipe) for kind, recipe in zip((column, row) * 2, recipes, strict=True))
+    query_key_norm = Norm if config.model.qk_layernorm else IdentityOp
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=qkv,
+            core_attention=CausalAttention,
+            linear_proj=proj,
+            q_layernorm=query_key_norm,
+            k_layernorm=query_key_norm,
+        ),
+    )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=Norm,
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=Norm,
+            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=fc1, linear_fc2=fc2)),
+            mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=CHECKPOINT_KEYS,
+        ),
+    )
+
+
+class Norm(torch.nn.Module):
+    """LayerNorm or RMSNorm over the last dimension, as `config.normalization` says.
+
+    Shapes: input and output (..., hidden_size); weight (and bias of LayerNorm) (hidden_size,).
+    Numerics: torch's own kernels, statistics in FP32. With `layernorm_zero_centered_gamma` the weight is stored - 1.
+
+    Under sequence parallelism each tensor-parallel rank sees another part of the sequence, so the weights' gradients
+    are sums over the ranks: megatron-core adds them for parameters marked `sequence_parallel`. (Its own torch norm
+    refuses sequence parallelism; unmarked, the ranks' weights would drift apart unnoticed.)
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any):
+        super().__init__()
+        self.eps = eps
+        self.shape = (hidden_size,)
+        self.is_rms = config.normalization == "RMSNorm"
+        self.is_zero_centered = config.layernorm_zero_centered_gamma
+        device = torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = self.parameter(device, config)
+        self.bias = None if self.is_rms else self.parameter(device, config)
+
+    def parameter(self, device: torch.device, config: TransformerConfig) -> torch.nn.Parameter:
+        """An uninitialized vector, marked for megatron-core's gradient reduction."""
+        parameter = torch.nn.Parameter(torch.empty(self.shape, dtype=config.params_dtype, device=device))
+        parameter.sequence_parallel = config.sequence_parallel
+        return parameter
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize the last dimension."""
+        weight = self.weight + 1 if self.is_zero_centered else self.weight
+        if self.is_rms:
+            return F.rms_norm(x, self.shape, weight, self.eps)
+        return F.layer_norm(x, self.shape, weight, self.bias, self.eps)

@@ -1,0 +1,59 @@
+"""The loss: one weight per token, whatever the micro-batch, data-parallel or context-parallel split.
+
+Every rank returns the sum over its tokens and their number; megatron-core divides the gradients by the number of tokens
+of the whole global batch. A mean of per-microbatch means would weight the tokens of a half-masked sequence double.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from megatron.core.utils import get_batch_on_this_cp_rank
+from torch import Tensor
+
+from megafp8.resilience import fault_injection
+
+LossOutput = tuple[Tensor, Tensor, dict[str, Tensor]]
+
+
+def token_loss(loss_mask: Tensor, losses: Tensor) -> LossOutput:
+    """Sum of the losses of the tokens that count.
+
+    Args:
+        loss_mask: (B, S), 1 where the token counts.
+        losses: (B, S), cross entropy in nats.
+
+    Returns:
+        The sum (differentiable), the number of tokens (int32), and `{"loss": (sum, tokens)}` in FP32 for the record.
+    """
+    losses, loss_mask = losses.float(), loss_mask.float()
+    total = (losses * loss_mask).sum()
+    num_tokens = loss_mask.sum()
+    return total, num_tokens.to(torch.int32), {"loss": torch.stack((total.detach(), num_tokens))}
+
+
+def build_forward_step(
+    device: torch.device, context_parallel_size: int
+) -> Callable[[Iterator[dict[str, Tensor]], torch.nn.Module], tuple[Tensor, Callable[[Tensor], LossOutput]]]:
+    """megatron-core's forward step: take a batch, run the chunk, say how to compute the loss from its output.
+
+    Only the first stage reads tokens and only the last one labels; other stages are given no batches.
+    """
+
+    def forward_step(
+        batches: Iterator[dict[str, Tensor]], model: torch.nn.Module
+    ) -> tuple[Tensor, Callable[[Tensor], LossOutput]]:
+        tokens = labels = loss_mask = positions = None
+        if batches is not None:
+            fault_injection.point("data.wait")
+            batch = {name: tensor.to(device, non_blocking=True) for name, tensor in next(batches).items()}
+            if context_parallel_size > 1:
+                batch = get_batch_on_this_cp_rank(batch)
+            tokens, positions = batch["tokens"], batch["position_ids"]
+            labels, loss_mask = batch["labels"], batch["loss_mask"]
+        output = model(tokens, positions, None, labels=labels)
+        return output, partial(token_loss, loss_mask)
+
+    return forward_step

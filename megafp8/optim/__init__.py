@@ -1,1 +1,0 @@
-"""Learning-rate schedule, and the checks between gradients and update."""

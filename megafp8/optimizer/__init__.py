@@ -1,0 +1,1 @@
+"""Optimizer, schedules, and the checks between gradients and update."""

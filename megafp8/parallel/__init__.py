@@ -1,1 +1,0 @@
-"""How the ranks of a run are laid out and grouped."""

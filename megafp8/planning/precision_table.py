@@ -1,0 +1,68 @@
+"""The resolved precision of every GEMM of the model, as tables for people: what is quantized and what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megafp8.config import derived, precision_map
+from megafp8.config.precision_map import GEMMS, LINEARS, OUTPUT_LAYER, LinearChoice, build_linear_recipe
+from megafp8.config.schema import PrecisionConfig, RunConfig
+from megafp8.config.topology import as_ranges
+from megafp8.recipes.description import describe
+from megafp8.utils.formatting import aligned
+
+HEADER = ("GEMM of", "layers", *GEMMS)
+WORDS = "l" * len(HEADER)
+
+
+@dataclass(frozen=True)
+class GemmPrecision:
+    """One row: a linear, in which layers, its choices, and what its three GEMMs multiply."""
+
+    linear: str
+    layers: str
+    chosen: LinearChoice
+    fprop: str
+    dgrad: str
+    wgrad: str
+
+
+def resolve_precision_map(config: RunConfig) -> list[GemmPrecision]:
+    """Rows for the four linears of a layer (once for each precision) and the output layer, whichever layers compute
+    them."""
+    chosen = precision_map.resolve(config.model, config.precision)
+    rows = []
+    for linear in LINEARS:
+        layers: dict[LinearChoice, list[int]] = {}
+        for name, choice in chosen.items():
+            if name.endswith(f".{linear}"):
+                layers.setdefault(choice, []).append(int(name.split(".")[1]))
+        rows += [row_of(linear, as_ranges(numbers), choice, config.precision) for choice, numbers in layers.items()]
+    return [*rows, row_of(OUTPUT_LAYER, "-", chosen[OUTPUT_LAYER], config.precision)]
+
+
+def row_of(linear: str, layers: str, chosen: LinearChoice, precision: PrecisionConfig) -> GemmPrecision:
+    """Operand formats of fprop (input x weight), dgrad (grad_output x weight) and wgrad (grad_output x input).
+
+    The emulated layers and Transformer Engine's follow the same rules; what it does not have is refused earlier.
+    """
+    high = derived.params_dtype(precision)
+    fprop, dgrad, wgrad = (
+        f"{row.operands} per {row.granularity}, {row.scale} scale" if row.is_quantized else f"{high} x {high}"
+        for row in describe(build_linear_recipe(precision, chosen))
+    )
+    return GemmPrecision(linear, layers, chosen, fprop, dgrad, wgrad)
+
+
+def format_precision_map(rows: Iterable[GemmPrecision]) -> str:
+    """The table as aligned text, with formats and scales."""
+    cells = [(row.linear, row.layers, row.fprop, row.dgrad, row.wgrad) for row in rows]
+    return aligned(HEADER, cells, WORDS)
+
+
+def format_recipes(rows: Iterable[GemmPrecision], precision: PrecisionConfig) -> str:
+    """The table with the names of recipes alone."""
+    high = derived.params_dtype(precision)
+    names = [(row.linear, row.layers, *(choice.name or high for choice in row.chosen)) for row in rows]
+    return aligned(HEADER, names, WORDS)

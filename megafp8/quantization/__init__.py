@@ -1,0 +1,1 @@
+"""Low-precision numerics on any device: formats, rounding, scales and the emulated linear. No megatron-core."""

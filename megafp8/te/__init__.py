@@ -1,0 +1,1 @@
+"""Everything that imports Transformer Engine: layers, recipes, fused operations, patches."""

@@ -1,0 +1,188 @@
+"""Transformer Engine's layers through megatron-core's own spec. It and `te_patches` import Transformer Engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Optional
+
+import torch
+import transformer_engine.pytorch as te
+from megatron.core.extensions.transformer_engine import TENorm
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.spec_utils import ModuleSpec
+from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch.cpp_extensions import general_gemm
+from transformer_engine.pytorch.tensor import QuantizedTensor
+from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+
+from megafp8.config.rules.precision import (
+    casts_by_amax,
+    fuses_operations,
+    quantizes_in_swiglu,
+    recipes_of_our_kernels,
+    rotates_in_one_kernel,
+)
+from megafp8.config.schema import RunConfig
+from megafp8.mcore import patches as mcore_wgrad
+from megafp8.te import patches
+from megafp8.te.attention import AmaxRotarySelfAttention, FP8Attention, RotarySelfAttention
+from megafp8.te.fused_mlp import FusedMLP, ResidualLayer, SwiGLUFusedMLP
+
+FP8_SUB_BACKEND = 2  # NVTE_FP8 among Transformer Engine's fused attentions
+
+
+def layer_spec(config: RunConfig) -> ModuleSpec:
+    """One transformer layer on Transformer Engine; megatron-core enters the FP8 context around it."""
+    patches.install()
+    patches.cast_by_kernels(recipes_of_our_kernels(config))
+    is_fused = fuses_operations(config)
+    spec = get_gpt_layer_with_transformer_engine_spec(
+        qk_layernorm=config.model.qk_layernorm,
+        use_te_op_fuser=is_fused,
+    )
+    if rotates_in_one_kernel(config):
+        attention = AmaxRotarySelfAttention if casts_by_amax(config) else RotarySelfAttention
+        spec.submodules.self_attention.module = attention
+    if config.precision.fp8_dot_product_attention:
+        spec.submodules.self_attention.submodules.core_attention = FP8Attention
+    if is_fused:
+        spec.submodules.mlp.module = SwiGLUFusedMLP if quantizes_in_swiglu(config) else FusedMLP
+    if config.precision.residual_norm_fusion:
+        spec.module, spec.submodules.mlp.params = ResidualLayer, {"returns_input": True}
+    return spec
+
+
+def norm() -> type:
+    """The final norm."""
+    return TENorm
+
+
+def accumulate_gradients_in_gemm(model: torch.nn.Module) -> None:
+    """Let every linear add its weight gradient to `main_grad` inside the GEMM, the output layer too."""
+    for linear in fusing_linears(model):
+        linear.fuse_wgrad_accumulation = True
+    mcore_wgrad.provide(add_weight_gradient)
+    for layer in output_layers(model):
+        layer.gradient_accumulation_fusion = True
+
+
+def add_weight_gradient(inputs: torch.Tensor, gradients: torch.Tensor, main_grad: torch.Tensor) -> None:
+    """main_grad [N, K] plus gradients^T [N, T] times inputs [T, K], in one GEMM with sums in FP32, in place.
+
+    With `main_grad.is_overwritten` it is the product alone.
+    """
+    general_gemm(
+        inputs, gradients, out_dtype=main_grad.dtype, layout="NT", out=main_grad, grad=True,
+        accumulate=not getattr(main_grad, "is_overwritten", False),
+    )  # fmt: skip
+
+
+def output_layers(model: torch.nn.Module) -> list[ColumnParallelLinear]:
+    """megatron-core's own linears: the output layer, where this stage has it with a weight of its own.
+
+    A weight that it shares with the embedding has its gradient from autograd.
+    """
+    linears = [module for module in model.modules() if type(module) is ColumnParallelLinear]
+    return [
+        linear for linear in linears
+        if linear.weight is not None and not hasattr(linear.weight, "shared_embedding")
+    ]  # fmt: skip
+
+
+def delayed_scales(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The scales of delayed scaling, FP32, a tensor for each direction of each linear.
+
+    There are none before the first forward pass, unless a checkpoint or FP8 weights brought some. Scales that nothing
+    has used, such as those of outputs, stay 1.
+    """
+    states = [
+        linear.fp8_meta.get(direction)
+        for linear in fusing_linears(model)
+        for direction in ("scaling_fwd", "scaling_bwd")
+    ]
+    return [state.scale for state in states if hasattr(state, "amax_history")]
+
+
+def delayed_scale(linear: torch.nn.Module, operand: str) -> Optional[torch.Tensor]:
+    """The scale by which a linear quantizes an operand next under delayed scaling, a copy; None if it has none yet."""
+    # Transformer Engine's order: input, weight, output; then gradients of the output and of the input.
+    direction, index = {"input": ("fwd", 0), "weight": ("fwd", 1), "grad_output": ("bwd", 0)}[operand]
+    state = linear.fp8_meta.get(f"scaling_{direction}")
+    return state.scale[index].clone() if hasattr(state, "amax_history") else None
+
+
+def delayed_state(model: torch.nn.Module) -> list[torch.Tensor]:
+    """All that delayed scaling remembers, histories too: the tensors themselves. None before the first forward pass.
+
+    Attention in BF16 has scales as well once it has run, which nothing uses and no checkpoint has: they are left out.
+    """
+    modules = [*fusing_linears(model), *fp8_attentions(model)]
+    metas = [m.fp8_meta for m in modules if isinstance(m.fp8_meta.get("recipe"), DelayedScaling)]
+    return [tensor for meta in metas for tensor in patches.delayed_tensors(meta).values()]
+
+
+def lacks_scales_of_attention(model: torch.nn.Module) -> bool:
+    """Whether attention in FP8 has not run yet, nor found scales in a checkpoint, as linears may have."""
+    return any("scaling_fwd" not in attention.fp8_meta for attention in fp8_attentions(model))
+
+
+def fp8_attentions(model: torch.nn.Module) -> list[FP8Attention]:
+    """The attentions whose products are in FP8."""
+    return [module for module in model.modules() if isinstance(module, FP8Attention)]
+
+
+def fusing_linears(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The linears that can add their weight gradient to `main_grad` themselves."""
+    modules = [m for m in model.modules() if isinstance(m, te.module.base.TransformerEngineBaseModule)]
+    return [m for m in modules if hasattr(m, "fuse_wgrad_accumulation")]
+
+
+def weights_with_fused_gradients(chunks: list[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    """Weights whose linears do so, and heed `overwrite_main_grad`."""
+    linears = [linear for chunk in chunks for linear in fusing_linears(chunk) if linear.fuse_wgrad_accumulation]
+    outputs = [layer for chunk in chunks for layer in output_layers(chunk) if layer.gradient_accumulation_fusion]
+    return [linear.weight for linear in [*linears, *outputs]]
+
+
+@contextmanager
+def high_precision_weights(chunks: list[torch.nn.Module]) -> Iterator[None]:
+    """Within, weights that are kept in FP8 stand in the model in high precision; afterwards they are quantized from it.
+
+    The optimizer makes its master weights from the high-precision values, which they carry until then.
+    """
+    quantized = [
+        (module, name, weight)
+        for chunk in chunks
+        for module in chunk.modules()
+        for name, weight in module._parameters.items()
+        if isinstance(weight, QuantizedTensor)
+    ]
+    for module, name, weight in quantized:
+        plain = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        module._parameters[name] = torch.nn.Parameter(plain)
+    yield
+    for module, name, weight in quantized:
+        plain = module._parameters[name].detach()
+        module._parameters[name] = weight
+        if isinstance(weight._quantizer, Float8Quantizer):
+            weight._quantizer.amax.zero_()  # of the memory as it was found, and kept in delayed scaling's history
+        with torch.no_grad():
+            weight.quantize_(plain)
+        weight._high_precision_init_val = plain
+
+
+def selected_attention_backend() -> Optional[str]:
+    """The attention kernels that Transformer Engine chose in the last forward pass; None before the first one."""
+    from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention
+
+    chosen = dot_product_attention._attention_backends
+    if chosen.get("attention_params") is None:
+        return None
+    if chosen["use_flash_attention"]:
+        return f"flash {chosen['flash_attention_backend']}"
+    if chosen["use_fused_attention"]:
+        kind = int(chosen["fused_attention_backend"])
+        return f"fused (cuDNN, sub-backend {kind}{', FP8' if kind == FP8_SUB_BACKEND else ''})"
+    return "unfused"

@@ -1,0 +1,246 @@
+"""What Transformer Engine 2.20 does slowly or wrongly, mended from outside. The only file that patches it.
+
+Every patch says what needs it: `evidence` names a file below `transformer_engine/` and a text in it. A test fails when
+a text is gone, so that a patch does not outlive its reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import io
+import pickle
+from collections.abc import Callable, Collection
+from typing import Any, Optional
+
+import torch
+from megatron.core.fp8_utils import get_fp8_recipe
+from torch import Tensor
+from transformer_engine.common.recipe import DelayedScaling
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.ops._common import get_dummy_wgrads_for_params
+from transformer_engine.pytorch.ops.basic import BasicLinear
+from transformer_engine.pytorch.optimizers.fused_adam import FusedAdam
+from transformer_engine.pytorch.tensor import Quantizer
+from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer, Float8Tensor
+
+from megafp8.mcore.patches import Patch
+from megafp8.quantization.scaling import FORMAT_MAX, dequant_scale_of
+from megafp8.recipes import registry
+from megafp8.te import quantizers
+
+DELAYED_TENSORS = ("scale", "amax_history")
+DIRECTIONS = ("fwd", "bwd")
+
+
+def is_flat(tensor: Tensor) -> bool:
+    """Whether a tensor is one row: a part of a weight as the distributed optimizer has it."""
+    return tensor.dim() == 1 or (tensor.dim() == 2 and tensor.shape[0] == 1)
+
+
+def cast_flat_shards_by_rows() -> None:
+    """The transpose of a shard is of no use: that of the whole weight is made after the gather."""
+    plain = Float8Quantizer.update_quantized
+
+    @functools.wraps(plain)
+    def update_quantized(
+        self: Float8Quantizer, src: Tensor, dst: Float8Tensor, *, noop_flag: Optional[Tensor] = None
+    ) -> Float8Tensor:
+        quantizer = self
+        if self.columnwise_usage and is_flat(src) and getattr(dst, "_transpose", None) is None:
+            quantizer = self.copy()
+            quantizer.set_usage(columnwise=False)
+        return plain(quantizer, src, dst, noop_flag=noop_flag)
+
+    Float8Quantizer.update_quantized = update_quantized
+
+
+def scale_moments_to_stay() -> None:
+    """An FP8 moment that is all zero gets the scale 0, whose reciprocal makes NaN of every element; and one that is
+    read in FP32 and stored again may get the scale beside its own, so that resuming is not going on to the bit."""
+    plain = FusedAdam._apply_scale
+
+    @functools.wraps(plain)
+    def apply_scale(self: FusedAdam, name: str, values: Tensor, stored: Tensor, scale: Tensor) -> None:
+        is_fp8 = isinstance(stored, Float8Tensor)
+        if name == "master_param" or not (is_fp8 or stored.dtype == torch.float16):
+            plain(self, name, values, stored, scale)
+            return
+        smallest, largest = torch.aminmax(values)
+        format_max = FORMAT_MAX[torch.uint8 if is_fp8 else torch.float16]
+        scale.copy_(dequant_scale_of(torch.maximum(-smallest, largest), format_max))
+        if is_fp8:
+            stored._quantizer.scale.copy_(1 / scale)
+            stored.copy_(values)
+        else:
+            stored.copy_(values.to(scale.device) * (1 / scale))
+
+    FusedAdam._apply_scale = apply_scale
+
+
+def keep_moments_by_rows() -> None:
+    """No GEMM reads a moment: its transpose, where the GPU's GEMMs want one, is a second copy and a slow cast."""
+    plain = FusedAdam._initialize_state
+
+    @functools.wraps(plain)
+    def initialize_state(self: FusedAdam, parameter: Tensor, name: str, *options: Any, **named: Any) -> None:
+        plain(self, parameter, name, *options, **named)
+        stored = self.state[parameter][name]
+        if isinstance(stored, Float8Tensor):
+            stored._quantizer.set_usage(columnwise=False)
+            stored.update_usage(columnwise_usage=False)
+
+    FusedAdam._initialize_state = initialize_state
+
+
+def save_delayed_state_as_tensors() -> None:
+    """Amax histories and scales are written as tensors: what is pickled with a recipe, Transformer Engine refuses."""
+    plain_get, plain_set = TransformerEngineBaseModule.get_extra_state, TransformerEngineBaseModule.set_extra_state
+
+    @functools.wraps(plain_get)
+    def get_extra_state(self: TransformerEngineBaseModule) -> Tensor:
+        if not isinstance(self.fp8_meta.get("recipe"), DelayedScaling) or "scaling_fwd" not in self.fp8_meta:
+            return plain_get(self)
+        return packed(delayed_tensors(self.fp8_meta))
+
+    @functools.wraps(plain_set)
+    def set_extra_state(self: TransformerEngineBaseModule, state: Optional[Tensor]) -> None:
+        tensors = unpacked(state)
+        if tensors is None:
+            plain_set(self, state)
+            return
+        recipe = get_fp8_recipe(self.config) if self.config.fp8 else None
+        if not isinstance(recipe, DelayedScaling):
+            return  # a checkpoint of delayed scaling goes on under another recipe, which has no memory
+        self.fp8_meta["recipe"] = recipe
+        self.fp8_meta.setdefault("num_gemms", 1)  # a linear that has not run yet does not know how many it has
+        self.init_fp8_meta_tensors(recipe)
+        for name, current in delayed_tensors(self.fp8_meta).items():
+            current.copy_(tensors[name])
+
+    TransformerEngineBaseModule.get_extra_state = get_extra_state
+    TransformerEngineBaseModule.set_extra_state = set_extra_state
+
+
+def delayed_tensors(fp8_meta: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors that delayed scaling remembers in one module, by name; those themselves, not copies."""
+    return {
+        f"{kind}_{direction}": getattr(fp8_meta[f"scaling_{direction}"], kind)
+        for direction in DIRECTIONS
+        if f"scaling_{direction}" in fp8_meta
+        for kind in DELAYED_TENSORS
+    }
+
+
+def packed(tensors: dict[str, Tensor]) -> Tensor:
+    """Tensors as one of bytes, on the CPU."""
+    file = io.BytesIO()
+    torch.save({name: tensor.detach().cpu() for name, tensor in tensors.items()}, file)
+    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+
+
+def unpacked(state: Optional[Tensor]) -> Optional[dict[str, Tensor]]:
+    """What `packed` was given; None for anything else. Nothing in it is executed."""
+    if not isinstance(state, Tensor) or not state.numel():
+        return None
+    try:
+        return torch.load(io.BytesIO(state.cpu().numpy().tobytes()), weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError):
+        return None  # Transformer Engine says what it does with it
+
+
+def overwrite_without_adding() -> None:
+    """A gradient that overwrote `main_grad` is handed to autograd as well, and added to itself there."""
+    plain = BasicLinear.op_backward
+
+    @functools.wraps(plain)
+    def op_backward(self: BasicLinear, ctx: Any, grad_output: Tensor) -> tuple[Tensor, list[Optional[Tensor]]]:
+        grad_input, gradients = plain(self, ctx, grad_output)
+        if ctx.weight_requires_grad and self._accumulate_into_main_grad:
+            gradients = get_dummy_wgrads_for_params([self.weight])
+        return grad_input, gradients
+
+    BasicLinear.op_backward = op_backward
+
+
+PATCHES = (
+    Patch(
+        "flat shards",
+        "FP8 weights are cast shard by shard, each a single row, through a kernel that transposes: 40% of a step",
+        (
+            ("pytorch/tensor/utils.py", "quantizer.update_quantized(master_weight.view(1, -1),"),
+            ("pytorch/tensor/utils.py", "quantizer.update_quantized(master_weight, model_weight_fragment)"),
+            ("pytorch/tensor/float8_tensor.py", "tex.quantize(src, self, dst, noop_flag)"),
+        ),
+        cast_flat_shards_by_rows,
+    ),
+    Patch(
+        "scales of moments",
+        "a moment in FP8 that is all zero becomes NaN; one in FP8 or FP16 that is read and stored again changes",
+        (
+            ("pytorch/optimizers/fused_adam.py", "scaled_state._quantizer.scale.copy_(1 / scale)"),
+            ("pytorch/optimizers/fused_adam.py", "torch.div(absmax, max_range, out=scale)"),
+        ),
+        scale_moments_to_stay,
+    ),
+    Patch(
+        "transposed FP8 moments",
+        "moments in FP8 take two bytes a number on GPUs whose GEMMs want transposed codes, and a slow cast",
+        (
+            ("pytorch/optimizers/fused_adam.py", "self.state[param][state_name] = quantizer.make_empty(data.shape)"),
+            ("pytorch/tensor/float8_tensor.py", "columnwise: bool = True,"),
+        ),
+        keep_moments_by_rows,
+    ),
+    Patch(
+        "overwritten gradients",
+        "with `overwrite_main_grad` a fused operation's weight has twice its gradient",
+        (
+            ("pytorch/ops/basic/basic_linear.py", "accumulate_into_main_grad = get_accumulate_flag_in_param("),
+            ("pytorch/ops/basic/basic_linear.py", "grad_weight = get_dummy_wgrads_for_params([self.weight])[0]"),
+        ),
+        overwrite_without_adding,
+    ),
+    Patch(
+        "delayed scaling's state",
+        "it is pickled, and refused when read",
+        (
+            ("pytorch/module/base.py", "state_serialized = bytearray(pickle.dumps(state))"),
+            ("pytorch/_extra_state.py", "Refusing to load pickled Transformer Engine extra state"),
+        ),
+        save_delayed_state_as_tensors,
+    ),
+)
+
+
+@functools.cache
+def install() -> None:
+    """Patch Transformer Engine; a second call does nothing."""
+    for patch in PATCHES:
+        patch.apply()
+
+
+def cast_by_kernels(recipes: Collection[str]) -> None:
+    """From now on activations and gradients of these recipes are cast by our kernels, where they take a tensor, and the
+    others' by Transformer Engine's. What a normalization or another fused kernel quantizes itself stays Transformer
+    Engine's.
+
+    Args:
+        recipes: of `registry.with_triton_casts`.
+    """
+    for recipe in registry.with_triton_casts():
+        module, name = registry.get(recipe).te_quantizer
+        quantizer = getattr(importlib.import_module(f"transformer_engine.pytorch.tensor.{module}"), name)
+        plain = getattr(quantizer.quantize_impl, "__wrapped__", quantizer.quantize_impl)
+        quantizer.quantize_impl = _with_kernels(plain) if recipe in recipes else plain
+
+
+def _with_kernels(plain: Callable[[Quantizer, Tensor], Any]) -> Callable[[Quantizer, Tensor], Any]:
+    """A quantizer's method that asks our kernels first."""
+
+    @functools.wraps(plain)
+    def quantize_impl(self: Quantizer, tensor: Tensor) -> Any:
+        kernels = quantizers.kernels_for(self, tensor.shape)
+        return plain(self, tensor) if kernels is None else quantizers.cast(tensor, self, kernels)
+
+    return quantize_impl

@@ -1,0 +1,77 @@
+"""The picture of a run's looks."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megafp8.analysis.plot_quantization import FIELDS, grid_of, natural, plot_telemetry
+from megafp8.analysis.runs import LoadedRun
+from megafp8.errors import DataError
+from megafp8.metrics.records import QuantizationRecord, TensorStats
+
+NAMES = [f"layers.{layer}.{linear}" for layer in (0, 10, 2) for linear in ("linear_fc2", "linear_qkv")]
+
+
+def stats(**changes: object) -> TensorStats:
+    fields = {"format": "e4m3", "num_values": 8, "num_non_finite": 0, "amax": 2.0, "underflow_fraction": 0.01,
+              "exponent_counts": (1, 2, 5)}  # fmt: skip
+    return TensorStats(**fields | changes)
+
+
+def run_with(*looks: QuantizationRecord) -> LoadedRun:
+    return LoadedRun(name="a", folder=Path("a"), runs=(), stages=(), steps=(), evals=(), events=(), looks=looks)
+
+
+def look(step: int, **changes: object) -> QuantizationRecord:
+    tensors = {f"{name}.{operand}": stats() for name in NAMES for operand in ("input", "weight", "grad_output.row")}
+    return QuantizationRecord(**{"step": step, "recipe": "blockwise", "tensors": tensors} | changes)
+
+
+def pixels(path: Path) -> np.ndarray:
+    from matplotlib.image import imread
+
+    return imread(path)
+
+
+def test_the_picture_shows_the_field_and_the_recipe(tmp_path: Path) -> None:
+    other = {name: stats(underflow_fraction=0.5) for name in look(1).tensors}
+    run = run_with(look(10), look(20, what_if={"mxfp8": other}))
+    own = pixels(plot_telemetry(run, tmp_path / "own.png"))
+    tried = pixels(plot_telemetry(run, tmp_path / "deep" / "tried.png", recipe="mxfp8"))
+    same = run_with(look(10), look(20, what_if={"mxfp8": look(1).tensors}))
+    plain = pixels(plot_telemetry(same, tmp_path / "plain.png", recipe="mxfp8"))
+    assert own.shape[1] == tried.shape[1] == 1500
+    assert tried.shape[0] < own.shape[0], "the codes of a recipe that was tried are not recorded"
+    assert plain.shape == tried.shape and not np.array_equal(plain, tried)
+
+
+def test_layers_are_in_the_order_of_the_forward_pass() -> None:
+    assert [name.split(".", 1)[1] for name in sorted(NAMES, key=natural)] == [
+        "0.linear_qkv", "0.linear_fc2", "2.linear_qkv", "2.linear_fc2", "10.linear_qkv", "10.linear_fc2"
+    ]  # fmt: skip
+
+
+def test_rows_and_columns_are_averaged_and_unknown_numbers_left_out() -> None:
+    name = NAMES[0]
+    tensors = {f"{name}.input.row": stats(sqnr_db=20.0), f"{name}.input.column": stats(sqnr_db=30.0)}
+    unknown = {f"{name}.input": stats(sqnr_db=math.inf)}
+    grid = grid_of([tensors, unknown, {}], [name], "input", lambda each: each.sqnr_db)
+    assert grid[0, 0] == 25 and np.isnan(grid[0, 1:]).all()
+
+
+def test_what_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="--fp8-log-interval"):
+        plot_telemetry(run_with(), tmp_path / "x.png")
+    with pytest.raises(DataError, match="nothing of mxfp8; tried: none"):
+        plot_telemetry(run_with(look(1)), tmp_path / "x.png", recipe="mxfp8")
+    with pytest.raises(DataError, match="never knew staleness_octaves"):
+        plot_telemetry(run_with(look(1)), tmp_path / "x.png", field="staleness_octaves")
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_fields_are_those_of_the_statistics(field: str) -> None:
+    assert hasattr(stats(), field)

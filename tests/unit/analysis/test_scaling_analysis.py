@@ -1,0 +1,255 @@
+"""What a study says, on points whose losses are known."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from megafp8.analysis.power_laws import Estimate
+from megafp8.analysis.scaling_laws import BOTH, COMPUTE, PARAMETERS
+from megafp8.analysis.scaling_page import render_page, sweep_lines, swept_axes
+from megafp8.analysis.scaling_report import analyse, headline, method, remarks, tables, to_markdown, to_text
+from megafp8.analysis.study_points import Point, StudyPoints, load_points
+from megafp8.errors import DataError
+
+SIZES = (50_000, 100_000, 200_000, 400_000, 800_000)
+SHIFT = 0.6
+
+
+def point(parameters: int, recipe: str = "bf16", seed: int = 1, loss: float = 1.0, **fields) -> Point:
+    tokens = fields.pop("tokens", 10 * parameters)
+    return Point(**{
+        "label": f"{parameters}-{recipe}-{seed}",
+        "choice": {"size": str(parameters), "recipe": recipe, "seed": str(seed)},
+        "recipe": recipe,
+        "arithmetic": "bf16" if recipe == "bf16" else f"{recipe}, emulated", "device": "EPYC",
+        "layout": {"data": 1}, "world_size": 1, "seed": seed,
+        "parameters": parameters, "tokens": tokens, "flops": 6.0 * parameters * tokens, "loss": loss,
+        "validation_tokens": 1000, "tokens_per_second": 100.0, "model_tflops_per_device": None, "mfu_fraction": None,
+        "memory_peak_bytes": None, "settings": f"{parameters}-{tokens}-{recipe}",
+    } | fields)  # fmt: skip
+
+
+def law(flops: float) -> float:
+    return 1.0 + 0.6 * (flops / 1e12) ** -0.2
+
+
+def study_of(sizes=SIZES, seeds=(1, 2, 3), recipes=("bf16", "fp8"), **fields) -> StudyPoints:
+    rng = np.random.default_rng(0)
+    points = []
+    for size in sizes:
+        for seed in seeds:
+            common = 0.01 * rng.standard_normal()
+            for recipe in recipes:
+                factor = SHIFT if recipe == "fp8" else 1.0
+                loss = law(factor * 60.0 * size * size) * np.exp(common + 0.001 * rng.standard_normal())
+                points.append(point(size, recipe, seed, loss, **fields))
+    return StudyPoints(name="planted", points=tuple(points))
+
+
+@pytest.fixture(scope="module")
+def report():
+    return analyse(study_of(), replicates=50)
+
+
+def test_the_shift_is_found_with_its_interval(report) -> None:
+    axis = report.axis(COMPUTE)
+    ((recipe, factor),) = axis.factors
+    assert recipe == "fp8" and factor.low < SHIFT < factor.high and factor.high < 0.8
+    middle = axis.shifts[1]
+    assert middle.effective.low < SHIFT < middle.effective.high
+    exact = law(SHIFT * middle.x) / law(middle.x) - 1
+    assert middle.gap.low < exact < middle.gap.high and middle.gap.low > 0
+    assert "the law is shifted, by these runs" in headline(report)
+
+
+def test_laws_have_intervals_and_say_what_they_miss(report) -> None:
+    for row in report.axis(COMPUTE).laws:
+        assert row.floor.low < 1.0 < row.floor.high and row.exponents[0].low < 0.2 < row.exponents[0].high
+        assert row.num_cells == 5 and 0 < row.worst_residual < 0.02
+
+
+def test_a_law_over_parameters_is_fitted_too_and_one_of_both_is_not(report) -> None:
+    assert report.axis(PARAMETERS) is not None and report.axis(BOTH) is None
+    (note,) = report.notes
+    assert note.startswith("no law of parameters and tokens: it needs at least three sizes and three lengths")
+
+
+def test_gaps_are_students_of_the_pairs(report) -> None:
+    pairs = {cell.recipe: np.array(cell.losses) for cell in report.cells if cell.parameters == SIZES[2]}
+    ratios = pairs["fp8"] / pairs["bf16"] - 1
+    (row,) = [row for row in report.gaps if row.parameters == SIZES[2]]
+    expected = stats.ttest_1samp(ratios, 0).confidence_interval(0.95)
+    assert (row.gap.low, row.gap.high) == pytest.approx((expected.low, expected.high))
+    assert row.gap.value == pytest.approx(ratios.mean()) and row.num_pairs == 3
+    overall = report.gaps[-1]
+    assert overall.parameters is None and overall.num_pairs == 15
+    assert overall.gap.value == pytest.approx(np.mean([row.gap.value for row in report.gaps[:-1]]))
+    assert overall.gap.high - overall.gap.low < row.gap.high - row.gap.low
+
+
+def test_no_shift_is_not_called_one() -> None:
+    points = study_of(recipes=("bf16",)).points
+    rng = np.random.default_rng(9)
+    twins = [
+        dataclasses.replace(one, recipe="fp8", loss=one.loss * np.exp(0.001 * rng.standard_normal())) for one in points
+    ]
+    text = headline(analyse(StudyPoints(name="same", points=(*points, *twins)), replicates=40))
+    assert "no shift of the law that these runs can tell from noise" in text
+
+
+def test_a_grid_of_sizes_and_tokens_gives_a_law_of_both() -> None:
+    points = [
+        point(size, seed=seed, tokens=tokens, loss=1 + 0.5 * (size / 1e5) ** -0.3 + 0.5 * (tokens / 1e6) ** -0.4)
+        for size in SIZES[:4] for tokens in (200_000, 1_000_000, 5_000_000) for seed in (1, 2)
+    ]  # fmt: skip
+    report = analyse(StudyPoints(name="grid", points=tuple(points)), replicates=3)
+    (row,) = report.axis(BOTH).laws
+    assert [one.value for one in row.exponents] == pytest.approx([0.3, 0.4], rel=1e-2)
+    assert report.axis(PARAMETERS) is None and "several numbers of tokens" in report.notes[0]
+    assert report.axis(COMPUTE).laws[0].num_cells < 12  # the frontier only
+
+
+def test_too_few_sizes_have_no_law() -> None:
+    report = analyse(study_of(SIZES[:3]), replicates=2)
+    assert report.axes == () and "no law over compute: it needs 4 cells, and bf16 has 3" in report.notes
+    assert len(report.gaps) == 4
+
+
+def test_one_seed_has_no_intervals() -> None:
+    report = analyse(study_of(seeds=(1,)))
+    assert report.axis(COMPUTE).laws[0].floor.low is None and report.gaps[0].gap.low is None
+    assert "without more seeds it is not known how sure that is" in headline(report)
+    assert any("no intervals for the laws over compute" in note for note in report.notes)
+
+
+def test_of_a_sweep_the_best_stands_for_its_size() -> None:
+    points = [
+        point(50_000, seed=seed, loss=loss + 0.01 * seed, settings=lr, choice={"lr": f"lr{lr}", "seed": str(seed)})
+        for lr, loss in (("1e-3", 2.1), ("3e-3", 2.0), ("9e-3", 2.2)) for seed in (1, 2)
+    ]  # fmt: skip
+    report = analyse(StudyPoints(name="sweep", points=tuple(points)))
+    cells = report.cells
+    assert [(dict(cell.options), cell.is_best) for cell in cells] == [
+        ({"lr": "lr3e-3"}, True), ({"lr": "lr1e-3"}, False), ({"lr": "lr9e-3"}, False),
+    ]  # fmt: skip
+    assert cells[0].mean == pytest.approx(2.015) and cells[0].spread == pytest.approx(np.std([2.01, 2.02], ddof=1))
+    assert swept_axes(report) == ["lr"]
+    (line,) = sweep_lines(report, "lr").values()
+    values, means, spreads = zip(*sorted(line), strict=True)
+    assert values == (1e-3, 3e-3, 9e-3) and means == pytest.approx([2.115, 2.015, 2.215])
+    assert spreads == pytest.approx([cells[0].spread] * 3)
+    assert "<h2>Swept flags</h2>" in render_page(report)
+
+
+def test_one_lucky_seed_of_a_sweep_stands_for_nothing() -> None:
+    study = study_of()
+    lucky = point(SIZES[1], "fp8", loss=0.1, settings="lucky", choice={"lr": "9e-3"})
+    report = analyse(dataclasses.replace(study, points=(*study.points, lucky)), replicates=3)
+    best = [cell for cell in report.cells if cell.is_best]
+    assert len(best) == 10 and all(len(cell.seeds) == 3 for cell in best)
+    assert report.axis(COMPUTE).laws[1].floor.low is not None
+    (note,) = [note for note in report.notes if note.startswith("passed over")]
+    assert "fp8, 9e-3, 100,000 parameters, 1,000,000 tokens (0.1000 with 1 of 3 seeds, not " in note
+    assert note in remarks(report)
+
+
+def test_the_page_says_how_many_resamples_there_were(report) -> None:
+    assert method(report).startswith("50 resamples of the seeds") and "50 resamples of" in render_page(report)
+    assert "no intervals" in method(analyse(study_of(seeds=(1,)), replicates=50))
+
+
+def test_json_has_no_infinity(report) -> None:
+    axis = report.axes[0]
+    endless = dataclasses.replace(axis.shifts[0], effective=Estimate(float("inf"), 0.5, float("nan")))
+    text = dataclasses.replace(report, axes=(dataclasses.replace(axis, shifts=(endless,)),)).to_json()
+    (shift,) = json.loads(text)["axes"][0]["shifts"]
+    assert "Infinity" not in text and "NaN" not in text
+    assert shift["effective"] == {"value": None, "low": 0.5, "high": None}
+
+
+def test_speed_takes_the_fastest_layout_and_compares() -> None:
+    def run(recipe: str, world_size: int, speed: float, **layout: int) -> Point:
+        fields = {"world_size": world_size, "layout": layout, "tokens_per_second": speed, "settings": f"{layout}"}
+        return point(50_000, recipe, **fields)
+
+    points = (
+        run("bf16", 1, 100.0, tensor=1), run("bf16", 4, 300.0, tensor=4), run("bf16", 4, 360.0, tensor=1, data=4),
+        run("fp8", 1, 150.0, tensor=1), run("fp8", 4, 540.0, data=4),
+    )  # fmt: skip
+    report = analyse(StudyPoints(name="speed", points=points))
+    shown = [(row.recipe, row.world_size, row.layout, row.efficiency, row.speedup) for row in report.speeds]
+    assert shown == [
+        ("bf16", 1, "one rank", 1.0, 1.0), ("fp8", 1, "one rank", 1.0, 1.5),
+        ("bf16", 4, "data 4", pytest.approx(0.9), 1.0), ("fp8", 4, "data 4", pytest.approx(0.9), pytest.approx(1.5)),
+    ]  # fmt: skip
+    assert "speed over devices" in render_page(report).lower()
+
+
+def test_an_unknown_baseline() -> None:
+    with pytest.raises(DataError, match="baseline 'mxfp8' is none of the study's recipes bf16, fp8"):
+        analyse(study_of(), baseline="mxfp8")
+
+
+# ---- as text ------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_needs_nothing_else(report) -> None:
+    page = render_page(report)
+    assert page.count("<svg") == 1 and "Swept flags" not in page and page.rstrip().endswith("</html>")
+    assert all(word not in page for word in ("<script", "<img", "src=", "@import", "url(http"))
+    for table in tables(report):
+        assert f"<h2>{table.title}</h2>" in page
+    assert len(page) < 400_000
+    assert render_page(report) == page
+
+
+def test_texts_of_a_study_are_no_markup() -> None:
+    page = render_page(analyse(StudyPoints(name="a<b>", points=(point(50_000, "<i>"),))))
+    assert "<b>" not in page and "<i>" not in page and "a&lt;b&gt;" in page
+
+
+def test_markdown_tables_are_even(report) -> None:
+    blocks = [block for block in to_markdown(report, "laws.svg").split("\n\n") if block.startswith("|")]
+    assert len(blocks) == len(tables(report))
+    for block in blocks:
+        assert len({line.count("|") for line in block.splitlines()}) == 1
+
+
+def test_a_terminal_gets_the_same_tables(report) -> None:
+    text = to_text(report)
+    assert headline(report) in text and all(table.title in text for table in tables(report))
+
+
+def test_json_is_strict_and_has_no_replicates(report) -> None:
+    plain = json.loads(report.to_json(), parse_constant=pytest.fail)
+    assert plain["axes"][0]["factors"][0][0] == "fp8" and "fits" not in plain["axes"][0]
+
+
+def test_emulation_and_missing_runs_are_told(report) -> None:
+    assert any("emulated" in text for text in remarks(report))
+    partial = dataclasses.replace(study_of(SIZES[:2]), missing=("x (failed)",))
+    assert "1 runs are not done: x (failed)" in remarks(analyse(partial))
+
+
+# ---- the committed study ------------------------------------------------------------------------------------------
+
+
+def test_the_committed_report_is_of_its_points() -> None:
+    folder = Path(__file__).resolve().parents[3] / "docs/reports/stdlib_cpu"
+    study, published = load_points(folder / "points.json"), json.loads((folder / "report.json").read_text())
+    report = analyse(study, replicates=0)
+    assert study.missing == () and len(study.points) == published["num_runs"]
+    assert len({point.parameters for point in study.points}) >= 5 and len(report.recipes) == 2
+    assert all(len(cell.seeds) >= 3 for cell in report.cells)
+    assert json.loads(report.to_json())["cells"] == published["cells"]
+    for axis, written in zip(report.axes, published["axes"], strict=True):
+        for law, row in zip(axis.laws, written["laws"], strict=True):
+            assert law.exponents[0].value == pytest.approx(row["exponents"][0]["value"], rel=0.01)
+            assert law.worst_residual == pytest.approx(row["worst_residual"], rel=0.01)
+        assert axis.factors[0][1].value == pytest.approx(written["factors"][0][1]["value"], rel=0.01)

@@ -1,0 +1,34 @@
+"""State of an optimizer that has made no step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from types import SimpleNamespace
+
+import torch
+
+from megafp8.checkpoint.state_dict import start_state
+
+
+class FusedAdam:
+    """What of Transformer Engine's Adam is asked for."""
+
+    store_param_remainders = True
+
+    def __init__(self) -> None:
+        self.weights = [torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2)]
+        self.param_groups = [{"params": self.weights}]
+        self.state: dict[torch.Tensor, dict[str, bool]] = defaultdict(dict)
+
+    def initialize_state(self, parameter: torch.Tensor, store_param_remainders: bool) -> None:
+        assert not self.state[parameter]
+        self.state[parameter]["remainders"] = store_param_remainders
+
+
+def test_fused_adam_is_told_how_it_keeps_master_weights() -> None:
+    """Remainders go with BF16 weights; state that is there stays."""
+    optimizer = FusedAdam()
+    part = SimpleNamespace(optimizer=optimizer, init_state_fn=None, config=None)
+    for _ in range(2):
+        start_state(part)
+    assert [optimizer.state[weight] for weight in optimizer.weights] == [{"remainders": True}, {"remainders": False}]

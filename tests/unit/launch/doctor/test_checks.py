@@ -1,0 +1,297 @@
+"""Every check against a machine that is right and against each way in which one was wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from megafp8.launch.doctor import facts
+from megafp8.launch.doctor.checks import CHECKS, LIBRARIES, examine, recipes
+from megafp8.launch.doctor.facts import InstalledGpu, Machine
+from megafp8.launch.doctor.findings import ERROR, OK, WARNING
+from megafp8.launch.doctor.report import exit_status, report_data, report_text
+
+ROOT = Path(__file__).resolve().parents[3]
+WHEEL = "/site/nvidia/cudnn"
+CPU = Machine(
+    python=(3, 11, 7),
+    packages={"torch": "2.13.0+cpu", "megatron-core": "0.16.1"} | dict.fromkeys(LIBRARIES, "1.0"),
+    import_errors={"torch": None, "numpy": None, "megatron.core": None},
+    torch_version="2.13.0+cpu",
+    compiler="gcc", has_python_headers=True, shared_memory_bytes=2**34, open_files=65536,
+    disk_free_bytes=2**40, disk_bytes_per_s=1e9,
+)  # fmt: skip
+H200 = dataclasses.replace(
+    CPU,
+    python=(3, 12, 3),
+    packages={
+        **CPU.packages, "torch": "2.11.0+cu130", "transformer-engine": "2.20.2", "transformer-engine-cu13": "2.20.2",
+        "transformer-engine-torch": "2.20.2", "triton": "3.6.0", "nvidia-cudnn-cu13": "9.19.0.56",
+    },
+    import_errors=CPU.import_errors | {"transformer_engine.pytorch": None},
+    has_te_torch_part=True, torch_version="2.11.0+cu130", torch_cuda="13.0", nccl_version="2.28.9", cudnn_version=91900,
+    driver="580.159.04", driver_gpus=("NVIDIA H200",) * 8, links=("NV18",),
+    gpus=(InstalledGpu(name="NVIDIA H200", memory_bytes=150 * 10**9, compute_capability=(9, 0)),) * 8,
+    wheel_cudnn=WHEEL, loaded_cudnn=(WHEEL + "/lib",),
+)  # fmt: skip
+BROKEN_TORCH = "ImportError: libcudart.so.13: cannot open shared object file"
+
+
+def without(machine: Machine, *names: str, **others: str) -> dict:
+    """The packages without some, and others as well."""
+    return {name: version for name, version in machine.packages.items() if name not in names} | others
+
+
+def change(machine: Machine, **values) -> Machine:
+    return dataclasses.replace(machine, **values)
+
+
+def failing(machine: Machine, **errors: str) -> dict:
+    return dict(machine.import_errors) | {name.replace("__", "."): text for name, text in errors.items()}
+
+
+@pytest.mark.parametrize("machine", [CPU, H200], ids=["CPU", "H200"])
+def test_a_machine_that_is_right_has_nothing_to_mend(machine: Machine) -> None:
+    findings = examine(machine)
+    assert {finding.level for finding in findings} == {OK}
+    assert all(finding.mend is None for finding in findings)
+    assert exit_status(findings, strict=True) == 0
+    assert "nothing to mend" in report_text(machine, findings)
+
+
+CASES = {
+    "python": ({"python": (3, 13, 0)}, ERROR, "Python", "3.13.0", "python3.11"),
+    "an early Python 3.11": ({"python": (3, 11, 3)}, WARNING, "Python", "3.11.3: Python 3.11.0 to 3.11.3", "3.11.4"),
+    "torch is missing": (
+        {"packages": without(CPU, "torch"), "torch_version": None,
+         "import_errors": failing(CPU, torch="ModuleNotFoundError: No module named 'torch'")},
+        ERROR, "torch", "not installed", "pip install",
+    ),
+    "torch is broken": (
+        {"import_errors": failing(CPU, torch=BROKEN_TORCH)}, ERROR, "torch", "libcudart.so.13", "--force-reinstall"
+    ),
+    "torch is old": ({"torch_version": "2.5.1"}, ERROR, "torch", "older than 2.6", "torch>=2.6"),
+    "megatron-core is missing": (
+        {"packages": without(CPU, "megatron-core")}, ERROR, "megatron-core", "not installed", "megatron-core==0.16.1"
+    ),
+    "another megatron-core": (
+        {"packages": without(CPU) | {"megatron-core": "0.19.2"}}, ERROR, "megatron-core", "0.19.2",
+        "megatron-core==0.16.1",
+    ),
+    "megatron-core is broken": (
+        {"import_errors": failing(CPU, megatron__core="AttributeError: x")}, ERROR, "megatron-core",
+        "AttributeError: x", "pip install",
+    ),
+    "a library is missing": (
+        {"packages": without(CPU, "psutil", "tqdm")}, ERROR, "libraries", "psutil, tqdm", "pip install psutil tqdm"
+    ),
+    "numpy is broken": (
+        {"import_errors": failing(CPU, numpy="ImportError: x")}, ERROR, "libraries", "numpy cannot", "numpy"
+    ),
+    "not tested together": (
+        {"packages": without(CPU, torch="2.12.1")}, WARNING, "tested set", "torch 2.12.1 (tested 2.13)", "tests/run.sh"
+    ),
+    "little shared memory": (
+        {"shared_memory_bytes": 64 * 2**20}, WARNING, "shared memory", "67 MB", "--shm-size"
+    ),
+    "no shared memory": ({"shared_memory_bytes": None}, WARNING, "shared memory", "no /dev/shm", "mount"),
+    "few open files": ({"open_files": 1024}, WARNING, "open files", "1024", "ulimit -n"),
+    "little space": ({"disk_free_bytes": 2**30, "disk_bytes_per_s": None}, WARNING, "disk", "1 GiB free", "space"),
+    "a full disk": ({"disk_free_bytes": 2**29, "disk_bytes_per_s": None}, ERROR, "disk", "full: 537 MB free", "space"),
+    "no space for a file": ({"disk_error": "No space left on device"}, ERROR, "disk", "No space left", "free space"),
+    "a slow disk": ({"disk_bytes_per_s": 5e6}, WARNING, "disk", "5 MB/s", "faster"),
+    "torch without the driver's library": (
+        {"import_errors": failing(CPU, torch="ImportError: libcuda.so.1: cannot open shared object file")}, ERROR,
+        "torch", "libcuda.so.1", "install NVIDIA's driver",
+    ),
+    "torch without memory": (
+        {"import_errors": failing(CPU, torch="the process ended with status -9")}, ERROR, "torch", "status -9",
+        "free memory",
+    ),
+    "nvidia-smi without a driver": (
+        {"driver_error": "nvidia-smi ended with status 9: NVIDIA-SMI has failed"}, ERROR, "GPU",
+        "broken driver: nvidia-smi ended with status 9: NVIDIA-SMI has failed", "dmesg | grep -i nvrm",
+    ),
+    "the other Apex": (
+        {"packages": without(CPU, apex="0.9.10.dev0"), "has_other_apex": True}, WARNING, "Apex",
+        "0.9.10.dev0 is not NVIDIA's: PyPI's apex is a toolkit for Pyramid", "pip uninstall apex",
+    ),
+    "no writing": ({"disk_error": "Read-only file system"}, ERROR, "disk", "Read-only file system", "--folder"),
+}  # fmt: skip
+
+GPU_CASES = {
+    "no GPU for torch": (
+        {"gpus": (), "cuda_error": "Found no NVIDIA driver on your system"}, ERROR, "GPU",
+        "torch can use 0: Found no NVIDIA driver", "nvidia-smi",
+    ),
+    "hidden GPUs": (
+        {"gpus": H200.gpus[:2], "environment": {"CUDA_VISIBLE_DEVICES": "0,1"}}, WARNING, "GPU",
+        "torch can use 2: CUDA_VISIBLE_DEVICES=0,1", "unset",
+    ),
+    "torch for CPUs": (
+        {"gpus": (), "torch_cuda": None, "torch_version": "2.11.0+cpu"}, ERROR, "GPU", "built without CUDA", "torch"
+    ),
+    "an old driver": (
+        {"gpus": (), "driver": "550.54.15"}, ERROR, "GPU", "550.54.15 is too old for torch's CUDA 13.0", "580"
+    ),
+    "Transformer Engine is missing": (
+        {"packages": without(H200, "transformer-engine"), "has_te_torch_part": False}, WARNING, "Transformer Engine",
+        "emulated", "megafp8[te]",
+    ),
+    "half a Transformer Engine": (
+        {"has_te_torch_part": False}, ERROR, "Transformer Engine", "without its torch part", "pip uninstall"
+    ),
+    "Transformer Engine's Python alone": (
+        {"packages": without(H200, "transformer-engine-torch"), "has_te_torch_part": False}, ERROR,
+        "Transformer Engine", "2.20.2 is the empty meta package, without transformer-engine-torch",
+        "pip install 'transformer-engine[pytorch]==2.20.2', or: pip uninstall transformer-engine",
+    ),
+    "a driver that hangs beside working GPUs": (
+        {"driver_error": "nvidia-smi did not answer in 60 s", "driver": None, "driver_gpus": ()}, WARNING, "GPU",
+        "broken driver: nvidia-smi did not answer in 60 s; torch can use 8", "dmesg",
+    ),
+    "CUDA that does not start": (
+        {"gpus": (), "slow_imports": {"CUDA": 120}}, WARNING, "GPU",
+        "8 x NVIDIA H200; CUDA did not start within 120 s", "idle machine",
+    ),
+    "a broken Transformer Engine": (
+        {"import_errors": failing(H200, transformer_engine__pytorch="ImportError: undefined symbol")}, ERROR,
+        "Transformer Engine", "undefined symbol", "--force-reinstall",
+    ),
+    "Transformer Engine for another CUDA": (
+        {"packages": without(H200, "transformer-engine-cu13") | {"transformer-engine-cu12": "2.20.2"}}, ERROR,
+        "CUDA libraries", "transformer-engine-cu12", "pip uninstall transformer-engine-cu12",
+    ),
+    "two cuDNN wheels": (
+        {"packages": without(H200) | {"nvidia-cudnn-cu12": "9.10.2"}}, WARNING, "CUDA libraries", "nvidia-cudnn-cu12",
+        "pip uninstall nvidia-cudnn-cu12",
+    ),
+    "the system's cuDNN": (
+        {"found_cudnn": ("/usr/lib/x86_64-linux-gnu", "the loader's cache")}, ERROR, "cuDNN",
+        "brings 9.19.0 in /site/nvidia/cudnn, and Transformer Engine finds another in /usr/lib/x86_64-linux-gnu",
+        "export CUDNN_HOME=/site/nvidia/cudnn",
+    ),
+    "two loaded cuDNNs": (
+        {"loaded_cudnn": (WHEEL + "/lib", "/usr/lib")}, ERROR, "cuDNN", "two are loaded", f"CUDNN_HOME={WHEEL}"
+    ),
+    "no Triton": ({"packages": without(H200, "triton")}, ERROR, "Triton", "not installed", "pip install triton"),
+    "no compiler": ({"compiler": None}, ERROR, "Triton", "no C compiler", "gcc"),
+    "no headers": ({"has_python_headers": False}, ERROR, "Triton", "Python.h", "python3.12-dev"),
+    "no NVLink": ({"links": ("NV18", "SYS")}, WARNING, "GPU links", "SYS", "--tensor-model-parallel-size"),
+    "a switch": (
+        {"environment": {"NVTE_NVFP4_DISABLE_RHT": "1"}}, WARNING, "environment", "nothing is Hadamard-transformed",
+        "unset NVTE_NVFP4_DISABLE_RHT",
+    ),
+    "no fused attention": (
+        {"environment": {"NVTE_FUSED_ATTN": "0"}}, WARNING, "environment", "no fused attention", "unset NVTE_FUSED_ATTN"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("machine", "values", "level", "check", "text", "mend"),
+    [(CPU, *case) for case in CASES.values()] + [(H200, *case) for case in GPU_CASES.values()],
+    ids=[*CASES, *GPU_CASES],
+)
+def test_each_fault_is_found_with_its_mend(machine, values, level, check, text, mend) -> None:
+    found = [
+        finding for finding in examine(change(machine, **values)) if finding.check == check and finding.level == level
+    ]
+    assert len(found) == 1, [finding for finding in examine(change(machine, **values)) if finding.level != OK]
+    assert text in found[0].text and found[0].mend is not None and mend in found[0].mend
+    assert exit_status(found) == (64 if level == ERROR else 0)
+    assert exit_status(found, strict=True) == (64 if level == ERROR else 1)
+
+
+def test_every_check_has_a_fault() -> None:
+    named = {case[2] for case in (*CASES.values(), *GPU_CASES.values())}
+    spoken = {check.__name__: {finding.check for finding in check(H200)} for check in CHECKS}
+    assert {name for name, checks in spoken.items() if not checks & named} == set()
+
+
+def test_a_machine_with_nothing_has_every_problem_at_once() -> None:
+    nothing = Machine(python=(3, 9, 2), import_errors={"torch": "ModuleNotFoundError"}, disk_error="gone")
+    findings = examine(nothing, num_gpus=8)
+    errors = {finding.check for finding in findings if finding.level == ERROR}
+    assert errors == {"Python", "torch", "megatron-core", "libraries", "disk", "GPU"}
+    assert set(recipes(nothing).values()) == {"does not run: see above"}
+    assert "training cannot run" in report_text(nothing, findings)
+
+
+def test_one_broken_torch_is_said_once() -> None:
+    others = dict.fromkeys(("torch", "megatron.core", "transformer_engine.pytorch"), BROKEN_TORCH)
+    findings = examine(change(H200, import_errors=others, torch_version=None, gpus=(), torch_cuda=None))
+    assert [finding.check for finding in findings if BROKEN_TORCH in finding.text] == ["torch"]
+
+
+@pytest.mark.parametrize(
+    ("module", "check"),
+    [("torch", "torch"), ("megatron.core", "megatron-core"), ("numpy", "libraries"),
+     ("transformer_engine.pytorch", "Transformer Engine")],
+)  # fmt: skip
+def test_an_import_that_took_too_long_is_not_called_broken(module: str, check: str) -> None:
+    """Those after it were not tried."""
+    tried = dict(list(H200.import_errors.items())[: list(H200.import_errors).index(module)])
+    machine = change(H200, import_errors=tried, slow_imports={module: 120.0}, load_per_core=5.25)
+    found = [finding for finding in examine(machine) if finding.level != OK]
+    assert [(finding.check, finding.level) for finding in found] == [(check, WARNING)]
+    assert "not imported within 120 s (load of 5.2 a core): not known whether it works" in found[0].text
+    assert "reinstall" not in str(found) and "pip" not in str(found)
+    assert exit_status(found) == 0 and exit_status(found, strict=True) == 1
+    assert "not known whether training can run" in report_text(machine, found)
+    assert set(recipes(machine).values()) == {"not known: see above"}
+    assert report_data(machine, found)["can_train"] is None
+
+
+def test_a_gpu_that_torch_cannot_use_is_a_gpu() -> None:
+    """Of Transformer Engine nobody says that it is not needed without one."""
+    no_engine = {"packages": without(H200, "transformer-engine"), "gpus": (), "has_te_torch_part": False}
+    for changes in ({}, {"driver": None, "driver_gpus": (), "driver_error": "nvidia-smi ended with status 9: failed"}):
+        machine = change(H200, **no_engine, **changes)
+        text = report_text(machine, examine(machine))
+        assert "without a GPU" not in text and "layers are emulated" in text
+        assert "none: runs are on the CPU" not in text
+
+
+def test_gpus_that_were_asked_for_must_be_there() -> None:
+    assert exit_status(examine(H200, num_gpus=8)) == 0
+    assert exit_status(examine(CPU, num_gpus=1)) == 64
+    assert "16 were asked for, torch can use 8" in report_text(H200, examine(H200, num_gpus=16))
+    late = change(H200, gpus=(), slow_imports={"CUDA": 120})
+    assert exit_status(examine(late, num_gpus=8)) == 0
+    assert "16 were asked for, the driver has 8" in report_text(late, examine(late, num_gpus=16))
+
+
+def test_recipes_are_native_emulated_or_not_at_all() -> None:
+    hopper = {"tensorwise": "native", "delayed": "native", "blockwise": "native"}
+    assert recipes(H200) == hopper | {"rowwise": "emulated", "mxfp8": "emulated", "nvfp4": "emulated"}
+    blackwell = InstalledGpu(name="NVIDIA B200", memory_bytes=1, compute_capability=(10, 0))
+    found = recipes(change(H200, gpus=(blackwell,)))
+    assert [name for name, how in found.items() if how != "native"] == ["rowwise"]
+    # Unlike GPUs: what the least of them has.
+    assert recipes(change(H200, gpus=(blackwell, H200.gpus[0])))["mxfp8"] == "emulated"
+    assert set(recipes(CPU).values()) == {"emulated"}
+    assert recipes(change(H200, packages=without(H200, "transformer-engine")))["delayed"] == "emulated"
+
+
+def test_the_tested_cpu_set_is_the_one_in_constraints() -> None:
+    pinned = dict(re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.M))
+    for name, version in facts.CPU.packages.items():
+        assert (pinned[name] + ".").startswith(version + "."), name
+    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
+    assert f"megatron-core=={facts.MEGATRON_CORE}" in setup
+    assert f"torch>={'.'.join(map(str, facts.TORCH_FROM))}" in setup
+    required = setup.partition("install_requires")[2].partition("extras_require")[0].lower()
+    assert {*re.findall(r'"([\w-]+)', required)} == {*LIBRARIES, "torch", "megatron-core"}
+    lowest, highest = (".".join(map(str, version)) for version in (facts.PYTHON_FROM, facts.PYTHON_BELOW))
+    assert f'python_requires=">={lowest},<{highest}"' in setup
+
+
+def test_json_tells_no_value_of_the_environment() -> None:
+    machine = change(H200, environment={"NCCL_SOCKET_IFNAME": "a-secret"})
+    data = report_data(machine, examine(machine))
+    assert data["can_train"] and data["machine"]["environment"] == ["NCCL_SOCKET_IFNAME"]
+    assert "a-secret" not in str(data)

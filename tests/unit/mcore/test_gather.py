@@ -1,0 +1,81 @@
+"""Forced gathers of weights."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+from megafp8.mcore import process_groups
+from megafp8.training.evaluation import inference_mode
+
+
+class Chunk(torch.nn.Module):
+    """One whose only weight counts as kept in FP8."""
+
+    def __init__(self, is_overlapped: bool, done: list[str]):
+        super().__init__()
+        self.ddp_config = SimpleNamespace(overlap_param_gather=is_overlapped)
+        self.weight = torch.nn.Parameter(torch.zeros(2))
+        self.weight.done = self.done = done
+
+    def start_param_sync(self, **options: Any) -> None:
+        assert options == {"force_sync": True}
+        self.done.append("gather")
+
+    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
+        if param_sync:
+            self.start_param_sync(force_sync=True)
+
+    def enable_forward_pre_hook(self) -> None:
+        self.done.append("hook")
+
+
+@pytest.fixture(autouse=True)
+def _weights_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_groups, "is_float8tensor", lambda weight: True)
+    monkeypatch.setattr(
+        process_groups, "post_all_gather_processing", lambda weights: weights[0].done.append("transpose")
+    )
+
+
+@pytest.mark.parametrize(("is_overlapped", "expected"), [(True, ["gather", "transpose"]), (False, ["gather"])])
+def test_second_copies_are_made_after_the_gather(is_overlapped: bool, expected: list[str]) -> None:
+    """Without overlap megatron-core makes them itself."""
+    done: list[str] = []
+    process_groups.gather_weights([Chunk(is_overlapped, done)])
+    assert done == expected
+
+
+@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize(("is_overlapped", "expected"), [(True, ["gather", "transpose", "hook"]), (False, [])])
+def test_an_evaluation_gathers_in_that_way(is_overlapped: bool, expected: list[str], fails: bool) -> None:
+    """The next step gathers nothing, and its backward pass reads the second copies. Scales are put back, too."""
+    done: list[str] = []
+    remembered: list[str] = []
+    run: Any = SimpleNamespace(
+        config=SimpleNamespace(parallel=SimpleNamespace(overlap_param_gather=is_overlapped)),
+        trainee=SimpleNamespace(chunks=[Chunk(is_overlapped, done)]),
+        transformer_config=SimpleNamespace(param_sync_func=None),
+        delayed=SimpleNamespace(
+            remember=lambda: remembered.append("remember"), restore=lambda: remembered.append("restore")
+        ),
+    )
+    with contextlib.suppress(ValueError), inference_mode(run):
+        assert done == expected[:2] and remembered == ["remember"]
+        if fails:
+            raise ValueError
+    assert done == expected and remembered == ["remember", "restore"]
+
+
+def test_megatron_core_does_not_yet() -> None:
+    """Only after a gather that it waits for itself, or where none is overlapped."""
+    assert "post_all_gather_processing" not in inspect.getsource(_ParamAndGradBucketGroup.start_param_sync)
+    of_model = inspect.getsource(DistributedDataParallel.start_param_sync)
+    assert of_model.index("if not self.ddp_config.overlap_param_gather") < of_model.index("post_all_gather_processing")

@@ -1,0 +1,85 @@
+"""megatron-core takes our weights for FP8 weights, and what is of another kind as before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_cpu_patches import core_source
+
+from megafp8.mcore import cpu_patches, patches
+
+cpu_patches.install()
+
+ENTERED = {
+    "fp8_utils": (
+        "FP8_TENSOR_CLASS", "HAVE_TE_FP8_TENSOR_CLASS", "_modify_underlying_storage_impl", "_quantize_param_shard_impl",
+        "te_post_all_gather_processing", "dequantize_fp8_tensor",
+    ),
+    "optimizer.distrib_optimizer": ("dequantize_fp8_tensor",),
+}  # fmt: skip
+
+
+class Codes:
+    """Remembers where it was moved to."""
+
+    def move_to(self, buffer: Any) -> None:
+        self.place = buffer
+
+
+class Weight(torch.nn.Parameter):
+    """The least that a quantized weight is."""
+
+    def dequantize(self) -> torch.Tensor:
+        return self.data + 1
+
+
+@pytest.fixture
+def quantized(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """`Weight` is entered, and taken out again; what is asked to be quantized."""
+    for module, names in ENTERED.items():
+        for name in names:
+            patches.original(module, name)
+            monkeypatch.setattr(patches.core(module), name, getattr(patches.core(module), name))
+    calls: list[Any] = []
+    patches.enter(Weight, lambda *arguments: calls.append(arguments))
+    return calls
+
+
+@pytest.mark.parametrize(("file", "text"), patches.WEIGHT_EVIDENCE)
+def test_megatron_core_still_knows_one_kind_only(file: str, text: str) -> None:
+    assert text in core_source(file), "megatron-core no longer has this: see whether it can be told otherwise"
+
+
+def test_our_weights_are_fp8_weights(quantized: list[Any]) -> None:
+    fp8_utils, weight = patches.core("fp8_utils"), Weight(torch.zeros(2))
+    weight.codes = Codes()
+    assert fp8_utils.is_float8tensor(weight)
+    buffer = torch.zeros(2, dtype=torch.uint8)
+    fp8_utils.modify_underlying_storage(weight, buffer)
+    assert weight.codes.place is buffer
+    fp8_utils.quantize_param_shard([weight], [None], [3], "group")
+    assert quantized == [([weight], [None], [3], "group")]
+    fp8_utils.post_all_gather_processing([weight])
+    for module in ENTERED:
+        assert patches.core(module).dequantize_fp8_tensor(weight).tolist() == [1.0, 1.0]
+
+
+def test_other_tensors_are_what_they_were(quantized: list[Any]) -> None:
+    fp8_utils, plain = patches.core("fp8_utils"), torch.nn.Parameter(torch.zeros(2))
+    assert not fp8_utils.is_float8tensor(plain)
+    fp8_utils.quantize_param_shard([], [], [], "group")
+    with pytest.raises(RuntimeError, match="Transformer Engine"):
+        fp8_utils.modify_underlying_storage(plain, torch.zeros(2, dtype=torch.uint8))
+    with pytest.raises(RuntimeError, match="Transformer Engine"):
+        fp8_utils.quantize_param_shard([plain], [None], [None], "group")
+    assert quantized == []
+
+
+def test_the_last_to_enter_is_asked(quantized: list[Any]) -> None:
+    later: list[Any] = []
+    patches.enter(Weight, lambda *arguments: later.append(arguments))
+    patches.core("fp8_utils").quantize_param_shard([Weight(torch.zeros(2))], [None], [None], "group")
+    assert len(later) == 1
+    assert quantized == []

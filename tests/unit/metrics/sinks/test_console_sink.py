@@ -1,0 +1,140 @@
+import io
+import math
+
+import pytest
+
+from megafp8.metrics.records import EventRecord
+from megafp8.metrics.sinks.console import ConsoleSink, format_count, format_duration
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    """Goes on by a fixed time at each look."""
+
+    def __init__(self, seconds: float):
+        self.now, self.seconds = 0.0, seconds
+
+    def __call__(self) -> float:
+        self.now += self.seconds
+        return self.now
+
+
+def test_lines_come_at_the_first_step_the_interval_and_the_end(make_step) -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink(total_steps=23, log_interval=10, stream=stream)
+    for step in range(1, 24):
+        sink.write(make_step(step))
+    sink.close()
+    assert [line.split("|")[0].strip() for line in stream.getvalue().splitlines()] == [
+        "step  1/23",
+        "step 10/23",
+        "step 20/23",
+        "step 23/23",
+    ]
+
+
+def test_a_line_says_what_people_watch(make_step) -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink(total_steps=400, log_interval=2, stream=stream, clock=Clock(0.5))
+    common = {"learning_rate": 3e-4, "model_tflops_per_device": 0.125, "mfu_fraction": 0.412}
+    sink.write(make_step(118, loss=9.0, **common))
+    sink.write(make_step(119, loss=3.0, step_ms=300.0, tokens_per_second=10000.0, **common))
+    sink.write(make_step(120, loss=4.0, step_ms=100.0, tokens_per_second=30000.0, grad_norm=0.5, **common))
+    assert stream.getvalue().splitlines()[-1] == (
+        " step 120/400 | loss 3.5000 | grad norm 0.5 | lr 3.00e-04 | 200 ms | 15k tok/s | "
+        "0.125 TFLOP/s per device | MFU 41.2% | ETA 2:20"
+    )
+
+
+def test_what_was_not_measured_or_not_asked_for_is_left_out(make_step) -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink(total_steps=1, stream=stream, show_throughput=False)
+    sink.write(make_step(1, grad_norm=None, model_tflops_per_device=1.0, mfu_fraction=0.5))
+    line = stream.getvalue()
+    assert "loss 4.0000" in line
+    for absent in ("grad norm", "TFLOP", "MFU", "ETA", "loss scale", "skipped"):
+        assert absent not in line
+
+
+def test_a_loss_that_is_not_a_number_is_shown(make_step) -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink(total_steps=9, log_interval=1, stream=stream)
+    sink.write(make_step(1, loss=math.nan, loss_scale=1024.0, is_skipped=True))
+    assert "loss nan" in stream.getvalue()
+    assert "loss scale 1024" in stream.getvalue()
+    assert "1 skipped" in stream.getvalue()
+
+
+def test_the_eta_counts_time_between_steps(make_step) -> None:
+    """Steps of 100 ms that come every 2 s, since evaluations lie between: 2 s a step remain."""
+    stream = io.StringIO()
+    sink = ConsoleSink(total_steps=100, log_interval=40, stream=stream, clock=Clock(2.0))
+    for step in range(1, 41):
+        sink.write(make_step(step))
+    assert stream.getvalue().splitlines()[-1].endswith("ETA 2:00")
+
+
+def test_run_evaluation_and_event_lines(make_run, make_eval) -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink(total_steps=400, stream=stream)
+    sink.write(make_run(num_parameters=4_200_000, resumed_from_step=20))
+    sink.write(
+        make_run(device_name="NVIDIA H200", peak_flops={"bf16": 989.4e12}, peak_source="sheet", mfu_dtype="bf16")
+    )
+    sink.write(make_run(device_name="NVIDIA GB300", peak_flops={"bf16": 2500e12}, mfu_dtype="fp32"))
+    sink.write(make_eval(20, 3.0))
+    sink.write(make_eval(20, 3.0, split="test"))
+    sink.write(EventRecord(step=20, name="checkpoint saved", detail="runs/a"))
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == (
+        " run 01234567 | bf16 | 2 x cpu (tensor 1 data 2) | 4.2M parameters | resumed from step 20 | "
+        "no MFU: the device's peak is not known"
+    )
+    assert lines[1].endswith("MFU against 989.4 TFLOP/s bf16 (sheet)")
+    assert lines[2].endswith("no MFU: the device's peak is not known")
+    assert lines[3] == " step  20/400 | validation loss 3.0000 | perplexity 20.09 | 65.5k tokens | 1.5 s"
+    assert " test loss 3.0000" in lines[4]
+    assert lines[5] == " step  20/400 | checkpoint saved: runs/a"
+
+
+def test_the_bar_shows_on_a_terminal_only(make_step) -> None:
+    terminal, pipe = Terminal(), io.StringIO()
+    for stream in (terminal, pipe):
+        sink = ConsoleSink(total_steps=3, log_interval=1, stream=stream)
+        for step in range(1, 4):
+            sink.write(make_step(step))
+        sink.close()
+    assert "\r" not in pipe.getvalue()
+    assert len(pipe.getvalue().splitlines()) == 3
+    assert "0/3" in terminal.getvalue()
+    for line in pipe.getvalue().splitlines():
+        assert line.split(" | ETA")[0] in terminal.getvalue()
+
+
+@pytest.mark.parametrize("stream_type", [Terminal, io.StringIO])
+def test_the_flag_decides_over_the_terminal(make_step, stream_type: type) -> None:
+    shown = {}
+    for progress_bar in (True, False):
+        stream = stream_type()
+        sink = ConsoleSink(total_steps=3, progress_bar=progress_bar, stream=stream)
+        sink.write(make_step(1))
+        sink.close()
+        shown[progress_bar] = "\r" in stream.getvalue()
+    assert shown == {True: True, False: False}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (7.5, "7.5"), (999, "999"), (999.9, "1k"), (12345, "12.3k"), (4.2e6, "4.2M"), (8.03e9, "8.03G")],
+)
+def test_format_count(value: float, text: str) -> None:
+    assert format_count(value) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (83, "1:23"), (3700, "1:01:40")])
+def test_format_duration(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text

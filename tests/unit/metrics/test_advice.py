@@ -1,0 +1,111 @@
+"""What is advised is taken by the command line of the run, and changes it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Optional
+
+import pytest
+from test_health import TINY
+
+from megafp8.config import flags, rules
+from megafp8.config.precision_map import resolve
+from megafp8.device import capability
+from megafp8.metrics.health import RULES
+from megafp8.metrics.health_advice import (
+    Case,
+    advice,
+    of_bad_numbers,
+    of_noise,
+    of_outliers,
+    of_saturation,
+    of_underflow,
+    taken,
+)
+
+LOOK = "--fp8-log-interval 2"
+RUNS = {
+    "bf16": "--fp8-log-interval 2 --fp8-what-if mxfp8",
+    "bf16-not-looked-at": "",
+    "tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",
+    "tensorwise-e4m3": f"--fp8-format e4m3 --fp8-recipe tensorwise {LOOK} --fp8-power-2-scale",
+    "delayed": f"--fp8-format hybrid --fp8-recipe delayed {LOOK} --clip-grad 0",
+    "delayed-margin": f"--fp8-format e4m3 --fp8-recipe delayed {LOOK} --fp8-margin 1 --fp8-amax-history-len 1024",
+    "blockwise": f"--fp8-format e4m3 --fp8-recipe blockwise {LOOK} --lr-warmup-fraction 0.1",
+    "mxfp8": f"--fp8-format e4m3 --fp8-recipe mxfp8 {LOOK} --fp8-what-if nvfp4 --lr-warmup-iters 10",
+    "nvfp4": f"--fp4-format e2m1 {LOOK}",
+    "nvfp4-1d": f"--fp4-format e2m1 {LOOK} --no-fp4-2d-weights --first-last-layers-bf16 --num-layers 4",
+    "map": f"--fp8-format e4m3 --fp8-recipe tensorwise {LOOK} --precision layers.0.*=nvfp4 output_layer=mxfp8",
+    "weights-in-fp8": "--fp8-format hybrid --fp8-recipe delayed --fp8-param-gather --use-distributed-optimizer",
+    "schedule": f"--fp8-format hybrid --fp8-recipe tensorwise --fp8-schedule bf16:20,fp8 {LOOK} --min-lr 9e-4",
+    "op-fuser": "--fp8-format hybrid --fp8-recipe delayed --use-transformer-engine-op-fuser --disable-bias-linear",
+}
+
+
+def case_of(name: str, linear: Optional[str] = "layers.1.linear_fc1") -> Case:
+    return Case(flags.parse(f"{TINY} {RUNS[name]}".split()).config, 1, linear)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name.replace(" ", "-"))
+@pytest.mark.parametrize("name", RUNS)
+def test_the_command_line_takes_every_advice(name: str, rule: object) -> None:
+    """Behind the flags that it has, for every linear."""
+    config = case_of(name).config
+    command = f"{TINY} {RUNS[name]}".split()
+    assert rules.setting_problems(config, 1) == []
+    for linear in (None, *resolve(config.model, config.precision)):
+        for remedy in taken(Case(config, 1, linear), rule.remedies(Case(config, 1, linear))):
+            together, problems = flags.read([*command, *remedy.words])
+            assert not problems and not rules.setting_problems(together.config, 1), remedy
+            assert not remedy.words or together.config != config, remedy
+            assert all(word in str(remedy) for word in remedy.words)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_something_helps_against_bad_numbers(name: str) -> None:
+    assert "--clip-grad" in advice(case_of(name, None), of_bad_numbers)
+
+
+def test_advice_is_for_the_recipe_of_the_run() -> None:
+    assert "--fp8-recipe tensorwise" in advice(case_of("delayed"), of_saturation)
+    assert "tensorwise" not in advice(case_of("tensorwise"), of_bad_numbers)
+    margin = advice(case_of("delayed-margin"), of_saturation)
+    assert "--precision layers.1.linear_fc1=tensorwise" in margin, "--fp8-margin refuses another recipe for all"
+    assert "--fp8-margin 2" in margin and "--fp8-amax-history-len 2048" in margin
+
+
+def test_four_bits_are_advised_eight_or_more() -> None:
+    assert "fp8-recipe" not in advice(case_of("nvfp4"), of_underflow)
+    for remedies in (of_saturation, of_underflow, of_outliers):
+        assert "--precision layers.1.linear_fc1=mxfp8" in advice(case_of("nvfp4"), remedies)
+    assert "--precision layers.1.linear_fc1:dgrad,wgrad=bf16" in advice(case_of("nvfp4"), of_underflow)
+    assert "layers.0.linear_qkv=mxfp8" in advice(case_of("map", "layers.0.linear_qkv"), of_underflow)
+
+
+def test_a_format_that_reaches_further_down_is_advised_where_there_is_one() -> None:
+    assert "--fp8-format hybrid" in advice(case_of("tensorwise-e4m3"), of_underflow)
+    assert "--fp8-format" not in advice(case_of("delayed"), of_underflow)
+    assert "output_layer=mxfp8/hybrid" in advice(case_of("map", "output_layer"), of_underflow)
+
+
+def test_looks_are_advised_where_nobody_looks() -> None:
+    assert "--fp8-log-interval 100 names" in advice(case_of("tensorwise", None), of_bad_numbers)
+    tried = advice(case_of("bf16-not-looked-at", None), of_bad_numbers)
+    assert "--fp8-log-interval 100 --fp8-what-if tensorwise" in tried
+    assert "--fp8-log-interval" not in advice(case_of("op-fuser", None), of_bad_numbers), "it shows no operands"
+    assert "--fp8-log-interval" not in advice(case_of("bf16", None), of_bad_numbers)
+
+
+def test_what_the_machine_cannot_do_is_no_advice() -> None:
+    """Hopper has no MXFP8, and Transformer Engine's fused operations no recipes of their own."""
+    native = "--transformer-impl transformer_engine --no-emulation"
+    words = f"{TINY} --fp8-format hybrid --fp8-recipe tensorwise --disable-bias-linear {native}"
+    for flag, refused in (("", "mxfp8"), ("--use-transformer-engine-op-fuser", "linear_fc1=bf16")):
+        config = flags.parse(f"{words} {flag}".split()).config
+        anywhere = Case(config, 1, "layers.1.linear_fc1")
+        on_hopper = dataclasses.replace(
+            anywhere, of_machine=lambda changed: capability.problems(changed, capability.TARGETS["h100"])
+        )
+        for remedies in (of_underflow, of_noise, of_outliers, of_bad_numbers):
+            assert refused not in advice(on_hopper, remedies).replace("--fp8-what-if mxfp8", "")
+        assert any(refused in advice(anywhere, remedies) for remedies in (of_noise, of_bad_numbers))

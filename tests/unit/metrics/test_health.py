@@ -1,0 +1,171 @@
+"""Every rule is provoked by looks made for it, and silent on healthy ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megafp8.config.flags import parse
+from megafp8.config.schema import RunConfig
+from megafp8.metrics.health import RULES, HealthMonitor
+from megafp8.metrics.records import QuantizationRecord
+
+FC1 = "layers.0.linear_fc1"
+TINY = (
+    "--model-preset tiny --seq-length 64 --micro-batch-size 2 --global-batch-size 8 --train-iters 40 --lr 1e-3 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 500 --bf16"
+)
+SATURATED, SMALL = {"saturated_fraction": 0.02}, {"underflow_fraction": 0.2}
+FOUR_BITS, NOISY = {"format": "e2m1", "mean_local_sqnr_db": 17.5}, {"mean_local_sqnr_db": 5.0}
+STALE, LOOSE = {"staleness_octaves": 1.5}, {"staleness_octaves": -4.0}
+BAD = {"num_non_finite": 3}
+STALLED, FROZEN = {"update_to_weight": 1e-9}, {"codes_changed_fraction": 0.0}
+
+# Rule -> changes of some looks in a row (of the input, of the weight, of the gradient), the tensor and a part of the
+# text of what is found at the last one.
+PROVOKED = {
+    "numbers that are not finite": [
+        ([(None, None, BAD)], f"{FC1}.grad_output: 3 values are not finite"),
+        ([(BAD, None, BAD)], f"{FC1}.input: 3 values are not finite; of 2 such operands of linears the first"),
+    ],
+    "saturation": [
+        ([(SATURATED, None, None)] * 2, f"{FC1}.input: 2.00% of its values are cut off"),
+        ([(FOUR_BITS | {"saturated_fraction": 0.3, "mean_local_sqnr_db": 11.0}, None, None)] * 2, "30.00% of its"),
+    ],
+    "gradients underflow": [
+        ([(None, None, SMALL)] * 2, f"{FC1}.grad_output: 20.0% of its values become zero"),
+        ([(None, None, FOUR_BITS | {"underflow_fraction": 0.74})] * 2, "74.0% of its values become zero"),
+    ],
+    "quantization noise": [
+        ([(NOISY, None, None)] * 2, f"{FC1}.input: its values lie 5.0 dB above their errors"),
+        ([(None, FOUR_BITS | NOISY, None)] * 2, f"{FC1}.weight: its values lie 5.0 dB above their errors"),
+    ],
+    "scales still moving after warm-up": [
+        ([({"amax": 2.0}, None, None), ({"amax": 9.0}, None, None), ({"amax": 1.0}, None, None)], "2 -> 9 -> 1")
+    ],
+    "stale delayed scales": [
+        ([(STALE, None, None)] * 2, f"{FC1}.input: its amax is 2.83 times what its scale was made for"),
+        ([(None, None, LOOSE)] * 2, f"{FC1}.grad_output: its scale was made for 16 times its amax"),
+    ],
+    "stalled weights": [
+        ([(None, STALLED, None)] * 2, f"{FC1}.weight: a step moves it by 1e-09 of its norm"),
+        ([(None, FROZEN, None)] * 2, f"{FC1}.weight: a step changes 0 of its codes"),
+    ],
+    "an outlier channel grows": [
+        ([({"outlier_octaves": octaves}, None, None) for octaves in (5.0, 5.5, 6.0, 7.0)], "channel 3 has 128 times")
+    ],
+}
+CASES = [pytest.param(name, *case, id=name.replace(" ", "-")) for name, cases in PROVOKED.items() for case in cases]
+Make = Callable[..., QuantizationRecord]
+
+
+def run_of(flags: str = "--fp8-format hybrid --fp8-recipe delayed --fp8-log-interval 10") -> RunConfig:
+    return parse(f"{TINY} {flags}".split()).config
+
+
+def details(make_look: Make, looks: list[tuple[Any, Any, Any]], first_step: int = 100) -> list[list[str]]:
+    """What is said at each look."""
+    watch = HealthMonitor(run_of(), warmup_steps=50)
+    return [
+        [event.detail for event in watch.look(make_look(first_step + 10 * index, *changes))]
+        for index, changes in enumerate(looks)
+    ]
+
+
+def test_every_rule_is_provoked() -> None:
+    assert set(PROVOKED) == {rule.name for rule in RULES}
+
+
+@pytest.mark.parametrize(("name", "looks", "text"), CASES)
+def test_a_rule_speaks_when_it_should(name: str, looks: list, text: str, make_look: Make) -> None:
+    said = details(make_look, looks)
+    assert not any(said[:-1]), "one look may be chance"
+    (detail,) = said[-1]
+    assert detail.startswith(f"{name}: ") and text in detail and "; try: " in detail, detail
+
+
+def test_a_healthy_run_is_silent(make_look: Make) -> None:
+    assert not any(details(make_look, [(None, None, None)] * 6))
+
+
+@pytest.mark.parametrize(
+    "looks",
+    [
+        pytest.param([(SATURATED, None, None), (None, None, None), (SATURATED, None, None)], id="now-and-then"),
+        pytest.param([(SMALL, None, None)] * 3, id="inputs-that-underflow"),
+        pytest.param([(FOUR_BITS | {"saturated_fraction": 0.035}, None, None)] * 3, id="block-scales-rounded-down"),
+        pytest.param(
+            [(FOUR_BITS | {"saturated_fraction": 0.97, "mean_local_sqnr_db": 32.0}, None, None)] * 3, id="blocks-alike"
+        ),
+        pytest.param([(None, None, FOUR_BITS | {"underflow_fraction": 0.28})] * 3, id="what-four-bits-lose"),
+        pytest.param([({"amax": 2.0**-i}, None, None) for i in range(5)], id="scales-that-drift"),
+        pytest.param([(None, None, {"amax": 9.0**-i}) for i in range(5)], id="gradients-that-fall"),
+        pytest.param([({"staleness_octaves": 0.7}, None, None)] * 3, id="scales-a-little-old"),
+        pytest.param([({"outlier_octaves": 8.0}, None, None)] * 5, id="outliers-that-stay"),
+        pytest.param(
+            [({"outlier_octaves": 5.0 + i, "outlier_channel": i}, None, None) for i in range(5)], id="other-channels"
+        ),
+    ],
+)
+def test_what_is_no_illness(looks: list, make_look: Make) -> None:
+    assert not any(details(make_look, looks))
+
+
+def test_warm_up_may_move_scales_and_leave_weights(make_look: Make) -> None:
+    looks = [({"amax": 5.0**index}, STALLED, None) for index in range(4)]
+    assert not any(details(make_look, looks, first_step=10))
+    assert any(details(make_look, looks, first_step=100))
+
+
+def test_a_tensor_is_told_once_and_all_are_summed_up(make_look: Make) -> None:
+    watch = HealthMonitor(run_of())
+    events = [watch.look(make_look(step, of_input=SATURATED)) for step in (10, 20, 30)]
+    assert [len(each) for each in events] == [0, 1, 0]
+    expected = "3 looks at quantization, 3 tensors: saturation (1 tensors, first at step 20)"
+    assert watch.summary(1, 30).detail == expected
+    calm = HealthMonitor(run_of())
+    calm.look(make_look(10))
+    assert calm.summary(1, 10).detail == "1 look at quantization, 3 tensors: nothing to report"
+
+
+def test_many_tensors_are_one_event(make_look: Make) -> None:
+    watch = HealthMonitor(run_of())
+    for step in (10, 20):
+        look = make_look(step, of_gradient=SMALL)
+        gradient = look.tensors[f"{FC1}.grad_output"]
+        look.tensors.update({f"layers.{layer}.linear_fc2.grad_output": gradient for layer in range(9)})
+        events = watch.look(look)
+    (event,) = events
+    assert event.detail.count("become zero") == 3 and "and 7 more" in event.detail
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ("--fp8-log-interval 100", "none of the steps 1 to 8 is a multiple of --fp8-log-interval 100"),
+        ("--fp8-log-interval 5 --fp8-schedule bf16:5,fp8", "has those of the steps 1 to 8 in high precision"),
+        ("--fp8-log-interval 5 --fp8-schedule bf16:9,fp8", "bf16:9,fp8 has the steps 1 to 8 in high precision"),
+    ],
+)
+def test_a_run_without_a_look_says_why(flags: str, why: str) -> None:
+    said = HealthMonitor(run_of(f"--fp8-format hybrid --fp8-recipe tensorwise {flags}")).summary(1, 8).detail
+    assert said.startswith("no look at quantization: ") and why in said
+
+
+def test_tried_recipes_are_asked_for_bad_numbers(make_look: Make) -> None:
+    """In high precision they are all that there is, and show the operands' values."""
+    config = run_of("--fp8-log-interval 1 --fp8-what-if mxfp8,tensorwise")
+
+    def tried(step: int, **changes: Any) -> QuantizationRecord:
+        look = make_look(step, **changes)
+        return dataclasses.replace(look, recipe="", tensors={}, what_if={"mxfp8": look.tensors, "tensorwise": {}})
+
+    calm = HealthMonitor(config)
+    assert calm.look(tried(1)) == []
+    said = calm.summary(1, 1).detail
+    assert said.startswith("1 look at quantization, 3 tensors, in high precision, asked for numbers that are not")
+    (told,) = HealthMonitor(config).look(tried(1, of_input=BAD, of_gradient=BAD))
+    assert told.detail.startswith(f"numbers that are not finite: {FC1}.input: 3 values are not finite; of 2 such")

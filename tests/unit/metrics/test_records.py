@@ -1,0 +1,121 @@
+import dataclasses
+import json
+import math
+
+import pytest
+
+from megafp8.errors import DataError
+from megafp8.metrics.records import EvalRecord, EventRecord, RunRecord, StepRecord, TornLineError, from_json, to_json
+
+RUN = RunRecord(
+    config_hash="0123abcd",
+    config={"model": {"num_layers": 2}, "overrides": []},
+    world_size=2,
+    layout={"tensor": 1, "data": 2},
+    recipe="bf16",
+    device_name="NVIDIA H200",
+    peak_flops={"bf16": 989.4e12},
+    peak_source="a datasheet",
+    mfu_dtype="bf16",
+    num_parameters=1000,
+    versions={"torch": "2.13.0"},
+    resumed_from_step=40,
+)
+STEP = StepRecord(
+    step=41,
+    consumed_samples=41 * 16,
+    consumed_tokens=41 * 16 * 256,
+    loss=3.25,
+    learning_rate=3e-4,
+    step_ms=410.5,
+    tokens_per_second=9978.0,
+    grad_norm=1.5,
+    num_zeros_in_grad=7,
+    timers_ms={"forward-backward": 300.25},
+)
+EVAL = EvalRecord(
+    step=50, split="valid", loss=3.0, perplexity=20.0855, num_tokens=4096, eval_ms=900.0, consumed_tokens=204800
+)
+EVENT = EventRecord(step=50, name="checkpoint saved", detail="a folder with ü in it")
+
+
+@pytest.mark.parametrize("record", [RUN, STEP, EVAL, EVENT], ids=lambda record: record.kind)
+def test_a_line_gives_the_record_back(record) -> None:
+    line = to_json(record)
+    assert "\n" not in line
+    assert line.isascii()
+    assert json.loads(line)["kind"] == record.kind
+    assert from_json(line) == record
+
+
+def test_non_finite_numbers_are_texts_in_strict_json() -> None:
+    record = dataclasses.replace(STEP, loss=math.nan, grad_norm=math.inf, timers_ms={"forward": -math.inf})
+
+    def refuse(constant: str) -> None:
+        pytest.fail(f"{constant} is no JSON")
+
+    content = json.loads(to_json(record), parse_constant=refuse)
+    assert (content["loss"], content["grad_norm"], content["timers_ms"]) == ("nan", "inf", {"forward": "-inf"})
+    back = from_json(to_json(record))
+    assert math.isnan(back.loss)
+    assert back.grad_norm == math.inf
+    assert back.timers_ms == {"forward": -math.inf}
+
+
+def test_an_integer_is_a_number_too() -> None:
+    content = json.loads(to_json(STEP)) | {"loss": 3}
+    loss = from_json(json.dumps(content)).loss
+    assert loss == 3.0
+    assert isinstance(loss, float)
+
+
+def test_fields_that_an_older_writer_did_not_know_get_their_defaults() -> None:
+    content = json.loads(to_json(STEP))
+    del content["memory_peak_bytes"]
+    assert from_json(json.dumps(content)) == STEP
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "footstep"}, "unknown kind"),
+        ({"kind": None}, "unknown kind"),
+        ({"flavour": 1}, "unknown fields flavour"),
+        ({"loss": "three"}, "step.loss should be of type float and is 'three'"),
+        ({"loss": None}, "step.loss should be of type float"),
+        ({"loss": True}, "step.loss should be of type float"),
+        ({"step": 1.5}, "step.step should be of type int"),
+        ({"step": True}, "step.step should be of type int"),
+        ({"timers_ms": {"forward": "long"}}, r"step.timers_ms\['forward'\]"),
+    ],
+)
+def test_a_record_off_the_schema_is_refused(change: dict, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        from_json(json.dumps(json.loads(to_json(STEP)) | change))
+
+
+def test_a_missing_field_is_named() -> None:
+    content = json.loads(to_json(STEP))
+    del content["step_ms"], content["loss"]
+    with pytest.raises(DataError, match="lacks loss, step_ms"):
+        from_json(json.dumps(content))
+
+
+def test_half_a_line_is_told_from_a_wrong_one() -> None:
+    for length in (1, 10, len(to_json(STEP)) - 1):
+        with pytest.raises(TornLineError):
+            from_json(to_json(STEP)[:length])
+    with pytest.raises(DataError, match="JSON object"):
+        from_json("[1]")
+    with pytest.raises(DataError, match="NaN is no JSON"):
+        from_json('{"kind": "step", "loss": NaN}')
+
+
+def test_an_unknown_split_is_refused() -> None:
+    with pytest.raises(DataError, match="train"):
+        dataclasses.replace(EVAL, split="train")
+
+
+def test_records_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        STEP.loss = 1.0

@@ -1,0 +1,89 @@
+"""A program that `test_te_without_cuda.py` runs: which tensors our kernels quantize, and which Transformer Engine's."""
+
+from types import SimpleNamespace
+
+import te_without_cuda  # noqa: F401  (first)
+import torch
+from transformer_engine.pytorch.constants import DType
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
+
+from megafp8.kernels import blockwise, delayed, tensorwise
+from megafp8.kernels.rope import split_and_rotate
+from megafp8.te import fused_mlp, patches, quantizers
+
+E4M3 = DType.kFloat8E4M3
+blocks, weights = (
+    Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=number) for number in (1, 2)
+)
+whole, reduced = (Float8CurrentScalingQuantizer(E4M3, torch.device("cpu")) for _ in range(2))
+reduced.with_amax_reduction = True
+scaled = Float8Quantizer(*torch.tensor([[2.0], [0.0]]), E4M3)
+
+KERNELS = [(blocks, blockwise), (whole, tensorwise), (scaled, delayed)]
+for quantizer, kernels in KERNELS:
+    assert quantizers.kernels_for(quantizer, (2, 64, 256)) is kernels
+    assert quantizers.kernels_for(quantizer, (128, 144)) is quantizers.kernels_for(quantizer, (16, 128)) is None
+for quantizer in (weights, reduced, None):
+    assert quantizers.kernels_for(quantizer, (128, 128)) is None
+
+# Casts: recipe by recipe, and again when they change.
+found: list[object] = []
+plain_cast = quantizers.cast
+quantizers.cast = lambda tensor, quantizer, kernels: found.append(kernels)
+for recipes in (("blockwise", "tensorwise", "delayed"), ("blockwise",), (), ("tensorwise",), ("delayed",), ()):
+    patches.cast_by_kernels(recipes)
+    found.clear()
+    for quantizer in (blocks, whole, scaled, weights):
+        quantizer.quantize_impl(torch.zeros(128, 128))
+    by_recipe = {"blockwise": blockwise, "tensorwise": tensorwise, "delayed": delayed}
+    assert found == [by_recipe[recipe] for recipe in by_recipe if recipe in recipes], recipes
+
+# SwiGLU hands them its halves, and the parts of a tensor whose transpose counts; other sizes go the usual way.
+launched: list[object] = []
+delayed.swiglu = lambda *given: launched.append(given)
+delayed.swiglu_backward = lambda *given: launched.append(given)
+Float8Quantizer.make_empty = lambda self, shape, dtype: SimpleNamespace(
+    _data=torch.zeros(shape), _transpose=torch.zeros(shape[-1], *shape[:-1]), _scale_inv=None, _transpose_invalid=True
+)
+swiglu, x, dy = fused_mlp.QuantizingSwiGLU(), torch.zeros(2, 64, 512), torch.zeros(2, 64, 256)
+y, dx = swiglu._tex_swiglu_forward(x, scaled), swiglu._tex_swiglu_backward(dy, x, scaled)
+assert [tuple(tensor.shape for tensor in given[:-1]) for given in launched] == [
+    ((128, 512),), ((128, 256), (128, 512)),
+]  # fmt: skip
+for result, width, (*_, parts) in ((y, 256, launched[0]), (dx, 512, launched[1])):
+    assert result._data.shape == (2, 64, width) and not result._transpose_invalid
+    assert parts.rows is result._data and parts.columns is result._transpose and parts.scale_inv is result._scale_inv
+    assert parts.scale is scaled.scale and parts.amax is scaled.amax and parts.grid.mantissa_bits == 3
+swiglu._tex_swiglu_forward(torch.zeros(2, 64, 288), scaled)
+assert len(launched) == 2
+
+# What the rotation notes of the gradient that it joins reaches the cast that Transformer Engine asks for.
+quantizers.cast = plain_cast
+patches.cast_by_kernels(["tensorwise"])
+Float8CurrentScalingQuantizer.make_empty = Float8Quantizer.make_empty
+tensorwise._amaxes = lambda inputs: "a pass"
+tensorwise._quantize = lambda inputs, amaxes, to: found.append(amaxes)
+
+
+class Linear(torch.autograd.Function):
+    """The start of a linear's backward pass."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.fp8, ctx.backward_override, ctx.debug, ctx.use_bias, ctx.sequence_parallel = True, None, False, False, True
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        TransformerEngineBaseModule.grad_output_preprocess(ctx, gradient, False, whole)
+        return gradient
+
+
+inputs, angles = torch.zeros(64, 2, 384, requires_grad=True), torch.zeros(64, 1, 1, 128)
+for notes_amax in (True, False):
+    found.clear()
+    torch.cat(split_and_rotate(Linear.apply(inputs), angles, 1, 1, notes_amax)).sum().backward()
+    (amaxes,) = found
+    assert amaxes.dtype == torch.float32 and amaxes.shape == (1,) if notes_amax else amaxes == "a pass"

@@ -1,0 +1,55 @@
+"""Tables as text, letter for letter."""
+
+from __future__ import annotations
+
+import pytest
+
+from megafp8.utils.formatting import aligned, escaped, markdown, markdown_of_texts
+
+HEADER, ROWS = ("run", "steps", "layout"), [("bf16", "7", "one rank"), ("x", "1,000", "")]
+
+
+def test_words_are_to_the_left_and_numbers_to_the_right() -> None:
+    assert aligned(HEADER, ROWS, "lrl").splitlines() == [
+        "run   steps  layout", "----  -----  --------", "bf16      7  one rank", "x     1,000",
+    ]  # fmt: skip
+    assert aligned(HEADER, ROWS).splitlines()[0] == "run   steps    layout"
+
+
+def test_markdown_says_the_same() -> None:
+    assert markdown(HEADER, ROWS, "lrl").splitlines() == [
+        "| run  | steps | layout   |",
+        "|------|------:|----------|",
+        "| bf16 |     7 | one rank |",
+        "| x    | 1,000 |          |",
+    ]
+
+
+def test_a_table_without_rows_has_its_header() -> None:
+    assert aligned(("run", "steps"), []) == "run  steps\n---  -----"
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("bf16_run-2 (+0.50%)", "bf16_run-2 (+0.50%)"),
+        ("-", "-"),
+        ("+0.50%", "+0.50%"),
+        ("a -> b", "a -> b"),
+        ("a|b\\|c", r"a\|b\\\|c"),
+        ("<b>&lt;", "&lt;b>&amp;lt;"),
+        ("![x](y)`*", r"!\[x\](y)\`\*"),
+        ("two\r\n\tlines\u2028\x1b[0m", r"two   lines  \[0m"),
+        ("# x", r"\# x"),
+        ("- x", r"\- x"),
+        ("12. x", r"12\. x"),
+        ("> x", r"\> x"),
+        ("12.5 x", "12.5 x"),
+    ],
+)
+def test_markdown_shows_a_text_as_it_is(text: str, expected: str) -> None:
+    assert escaped(text) == expected
+
+
+def test_cells_may_be_texts() -> None:
+    assert markdown_of_texts(("a|b",), [("<i>\n",)]).splitlines() == [r"| a\|b   |", "|--------|", "| &lt;i> |"]
