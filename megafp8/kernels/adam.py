@@ -1,18 +1,22 @@
-"""AdamW over many tensors in one kernel: scale and clip the gradient, update the moments and the master weight, and
-write the weight in the model's format, each number read and written once.
+"""Fused multi-tensor AdamW: one kernel scales and clips the gradient, updates both moments and the master weight, and
+writes the weight in the model's dtype. Each number is read and written once.
 
     g = (grad * grad_factor) * clip
     m = beta1 m + (1 - beta1) g;    v = beta2 v + (1 - beta2) g^2
     p = p - lr ((m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay p)
 
-In FP32, in the order of Transformer Engine's kernel, from which it differs by roundings; that one leaves scaling,
-clipping and the copy to passes of their own. Elementwise it is bound by memory: 30 bytes an element
-with FP32 state, 20 with BF16 moments and 16-bit remainders.
+The arithmetic is FP32, in the order of Transformer Engine's kernel, from which it differs by roundings; that one leaves
+scaling, clipping and the model's copy to passes of their own. The kernel is memory-bound: 30 bytes an element with FP32
+state, 20 with BF16 moments and 16-bit remainders.
 
-Moments in FP16 and FP8 (E4M3) lie in memory divided by a scale of their tensor. The scale that they will have must be
-known before the first of them is stored: `moment_scales` finds it in a pass of its own.
+The tensors of a group are given as a table of addresses (`TensorTable`). Each tensor is cut into chunks of equal
+length, and a program has one chunk. A complete chunk is processed without masks; only a tensor's last chunk may need
+one.
 
-The tensors are given as a table of addresses, cut into chunks of equal length, a program each."""
+Moments in FP16 and FP8 (E4M3) are stored divided by a scale of their tensor, which must be known before the first
+number of the updated moment is stored. `largest_kernel` computes the amaxes of the updated moments in a pass of its
+own, and `optimizer/moment_scales.py` turns them into scales.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +32,15 @@ from torch import Tensor
 from megafp8.kernels.rounding import cast_to_code, grid_of
 from megafp8.recipes.formats import E4M3
 
-# Elements of a program, measured with benchmarks/gpu_adam.py. The sum makes a number of each program: fewer are better.
+# Elements of a program, tuned with benchmarks/gpu_adam.py. The sum stores one number for each program: fewer programs,
+# each with SUM_BLOCKS blocks, are better.
 BLOCK = 1024
 NUM_WARPS = 4
 SUM_BLOCK = 2048
 SUM_BLOCKS = 8
 SUM_CHUNK = SUM_BLOCK * SUM_BLOCKS
 SUM_WARPS = 8
-ALIGNMENT = 16  # bytes; what the widest loads need
+ALIGNMENT_BYTES = 16  # of the widest loads
 TRITON_TYPES = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
@@ -47,11 +52,11 @@ TRITON_TYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class AdamStep:
-    """The numbers of one update.
+    """The hyperparameters of one update.
 
     Attributes:
         step: number of this update, from 1.
-        clip: factor that brings the gradients to the largest allowed norm; 1 leaves them.
+        clip: factor of gradient clipping; 1 does not clip.
     """
 
     learning_rate: float
@@ -64,26 +69,28 @@ class AdamStep:
 
 
 class TensorTable:
-    """Tensors of equal dtypes as a kernel finds them: addresses, lengths, and which chunk belongs to which row.
+    """The argument tables of a multi-tensor kernel: addresses, lengths, and the row and position of each chunk.
 
-    It keeps the tensors, since the addresses would outlive them.
+    A row has the tensors of one parameter. The table keeps references to the tensors, whose addresses it holds.
 
     Args:
-        rows: one or more tensors each, contiguous, of one length in a row; None has the address 0.
-        chunk: elements that a program works on: `BLOCK` for an update, `SUM_CHUNK` for a sum.
+        rows: one or more contiguous tensors each, of the same length within a row and of the same dtypes in all rows;
+            None has the address 0.
+        chunk: elements of a program: `BLOCK` for an update, `SUM_CHUNK` for a sum.
     """
 
     def __init__(self, rows: Sequence[Sequence[Optional[Tensor]]], chunk: int):
         self.rows = rows
         first = rows[0][0]
         assert first is not None
-        self.device = first.device
+        self.device, self.dtypes = first.device, [None if tensor is None else tensor.dtype for tensor in rows[0]]
+        lengths: list[int] = []
         for row in rows:
             sizes = {tensor.numel() for tensor in row if tensor is not None}
             assert len(sizes) == 1 and all(t is None or t.is_contiguous() for t in row), sizes
-        lengths = [row[0].numel() for row in rows]
+            lengths += sizes
         addresses = [[0 if tensor is None else tensor.data_ptr() for tensor in row] for row in rows]
-        self.is_aligned = not any(address % ALIGNMENT for row in addresses for address in row)
+        self.is_aligned = not any(address % ALIGNMENT_BYTES for row in addresses for address in row)
         counts = [-(-length // chunk) for length in lengths]
         self.num_chunks = sum(counts)
         self.addresses = torch.tensor(addresses, dtype=torch.int64).to(self.device)
@@ -95,7 +102,7 @@ class TensorTable:
 
 @triton.jit
 def address(table, row, column: tl.constexpr, columns: tl.constexpr, dtype: tl.constexpr, aligned: tl.constexpr):
-    """Pointer to a tensor of the table."""
+    """Pointer to a tensor of the table, with its alignment declared, which permits the widest loads."""
     pointer = tl.load(table + row * columns + column).to(tl.pointer_type(dtype))
     if aligned:
         pointer = tl.multiple_of(pointer, 16)
@@ -104,8 +111,8 @@ def address(table, row, column: tl.constexpr, columns: tl.constexpr, dtype: tl.c
 
 @triton.jit
 def restored_master(model, remainder):
-    """FP32 weight from its BF16 rounding and the low half of its bits."""
-    # The low half counts from -2^15: where it is negative, the high half was rounded up.
+    """FP32 weight from its BF16 rounding `model` and the low half of its bits."""
+    # The low half is signed: where it is negative, the high half was rounded up.
     low = remainder.to(tl.int32)
     high = model.to(tl.int16, bitcast=True).to(tl.int32)
     return ((high << 16) + low).to(tl.float32, bitcast=True)
@@ -119,7 +126,7 @@ def is_scaled(dtype: tl.constexpr) -> tl.constexpr:
 
 @triton.jit
 def loaded(pointers, offsets, mask):
-    """A block of numbers; zeros where it is masked."""
+    """Load a block; zeros where it is masked. A mask of None is complete."""
     if mask is None:
         values = tl.load(pointers + offsets)
     else:
@@ -129,7 +136,7 @@ def loaded(pointers, offsets, mask):
 
 @triton.jit
 def loaded_moment(pointers, offsets, mask, scales):
-    """A block of a moment in FP32. Where it has a scale, the first of `scales` is multiplied with what is stored."""
+    """Load a block of a moment in FP32. `scales` are its dequantization and its quantization scale, if it has them."""
     stored = loaded(pointers, offsets, mask)
     if stored.dtype == tl.uint8:
         moment = stored.to(tl.float8e4nv, bitcast=True).to(tl.float32)
@@ -142,7 +149,7 @@ def loaded_moment(pointers, offsets, mask, scales):
 
 @triton.jit
 def store_moment(pointers, offsets, mask, moment, scales, GRID: tl.constexpr):
-    """Round a block of a moment to its type and store it; where it has a scale, times the second of `scales`."""
+    """Round a block of a moment to its dtype and store it; `scales` as for `loaded_moment`."""
     dtype: tl.constexpr = pointers.dtype.element_ty
     if is_scaled(dtype):
         moment *= tl.load(scales + 1)
@@ -168,7 +175,7 @@ def update_block(
     beta2, eps, weight_decay, correction1, correction2, HAS_MODEL: tl.constexpr, REMAINDER: tl.constexpr,
     GRID: tl.constexpr,
 ):  # fmt: skip
-    """One block of one parameter."""
+    """Update one block of one parameter. `scales` are two of each moment: dequantization and quantization scale."""
     grad = loaded(grads, offsets, mask).to(tl.float32)
     p = loaded(masters, offsets, mask)
     m = loaded_moment(exp_avgs, offsets, mask, scales)
@@ -188,7 +195,7 @@ def update_block(
     if REMAINDER:
         bits = p.to(tl.int32, bitcast=True)
         kept = bits.to(tl.int16)
-        # Rounded up in magnitude where the low half is 2^15 or more, ties included, so that it can be undone.
+        # Rounding up in magnitude from a low half of 2^15 on, ties included, is what `restored_master` undoes.
         rounded = ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     tl.store(masters + offsets, kept, mask=mask)
     store_moment(exp_avgs, offsets, mask, m, scales, GRID)
@@ -204,7 +211,7 @@ def adam_kernel(
     EXP_AVG_SQ: tl.constexpr, HAS_MODEL: tl.constexpr, REMAINDER: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr, GRID: tl.constexpr,
 ):  # fmt: skip
-    """One block of one parameter."""
+    """Update one block of one parameter. A program has one chunk, which is one block."""
     chunk = tl.program_id(0)
     row = tl.load(row_of_chunk + chunk)
     start = tl.load(place_of_chunk + chunk).to(tl.int64) * BLOCK
@@ -234,7 +241,7 @@ def squared_sum_kernel(
     table, lengths, row_of_chunk, place_of_chunk, factors, sums, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Sum of the squares of one chunk of one tensor, times a factor each."""
+    """Sum of (element * factor)^2 of one chunk of one tensor: BLOCKS blocks in a program, at `sums` + chunk."""
     chunk = tl.program_id(0)
     row = tl.load(row_of_chunk + chunk)
     first = tl.load(place_of_chunk + chunk).to(tl.int64) * (BLOCK * BLOCKS)
@@ -254,65 +261,44 @@ def squared_sum_kernel(
 
 
 def update_rows(table: TensorTable, grad_factor: Tensor, numbers: AdamStep, scales: Optional[Tensor] = None) -> None:
-    """One AdamW update of all rows of a table, in place. They are `Row.tensors` and have the same dtypes.
+    """One AdamW update of all rows of a table, in place.
+
+    A row is gradient, master weight, first moment, second moment, and model weight or None
+    (`ParameterRow.tensors`). A master weight in INT16 is the remainder of the BF16 model weight.
 
     Args:
-        grad_factor: one FP32 number on the device, multiplied to the gradients before they are clipped.
-        scales: `MomentScales.renew`'s, for moments in FP16 or FP8.
+        grad_factor: FP32 [1] on the device, multiplies the gradients before they are clipped.
+        scales: result of `MomentScales.update`, for moments in FP16 or FP8.
     """
-    grad, master, exp_avg, exp_avg_sq, model = (None if t is None else t.dtype for t in table.rows[0])
+    grad, master, exp_avg, exp_avg_sq, model = table.dtypes
     assert model in (None, torch.bfloat16) and (master != torch.int16 or model is not None)
     assert scales is not None or not {exp_avg, exp_avg_sq} & {torch.uint8, torch.float16}
     beta1, beta2 = (float(torch.tensor(beta, dtype=torch.float32)) for beta in (numbers.beta1, numbers.beta2))
     adam_kernel[(table.num_chunks,)](
-        table.addresses,
-        table.lengths,
-        table.row_of_chunk,
-        table.place_of_chunk,
-        grad_factor if scales is None else scales,  # where no moment has a scale nothing is read there
-        grad_factor,
-        numbers.clip,
-        numbers.learning_rate,
-        numbers.beta1,
-        numbers.beta2,
-        numbers.eps,
-        numbers.weight_decay,
-        1.0 - beta1**numbers.step,
-        1.0 - beta2**numbers.step,
-        GRAD=TRITON_TYPES[grad],
-        MASTER=TRITON_TYPES[master],
-        EXP_AVG=TRITON_TYPES[exp_avg],
-        EXP_AVG_SQ=TRITON_TYPES[exp_avg_sq],
-        HAS_MODEL=model is not None,
-        REMAINDER=master == torch.int16,
-        ALIGNED=table.is_aligned,
-        BLOCK=BLOCK,
-        GRID=grid_of(E4M3),
-        num_warps=NUM_WARPS,
-    )
+        table.addresses, table.lengths, table.row_of_chunk, table.place_of_chunk,
+        grad_factor if scales is None else scales,  # not read if no moment has a scale
+        grad_factor, numbers.clip, numbers.learning_rate, numbers.beta1, numbers.beta2, numbers.eps,
+        numbers.weight_decay, 1.0 - beta1**numbers.step, 1.0 - beta2**numbers.step,
+        GRAD=TRITON_TYPES[grad], MASTER=TRITON_TYPES[master], EXP_AVG=TRITON_TYPES[exp_avg],
+        EXP_AVG_SQ=TRITON_TYPES[exp_avg_sq], HAS_MODEL=model is not None, REMAINDER=master == torch.int16,
+        ALIGNED=table.is_aligned, BLOCK=BLOCK, GRID=grid_of(E4M3), num_warps=NUM_WARPS,
+    )  # fmt: skip
 
 
 def squared_sum(table: TensorTable, factor: Tensor) -> Tensor:
-    """Sum over all tensors of a table of (element * factor)^2, an FP64 scalar on the device; not finite if an element
-    is not, or if 2^14 squares in a row overflow FP32.
+    """Sum over all tensors of a table of (element * factor)^2, an FP64 scalar on the device.
+
+    It is not finite if an element is not, or if the squares of one chunk overflow FP32.
 
     Args:
-        factor: one FP32 number on the device.
+        factor: FP32 [1] on the device.
     """
     sums = torch.empty(table.num_chunks, dtype=torch.float32, device=table.device)
     squared_sum_kernel[(table.num_chunks,)](
-        table.addresses,
-        table.lengths,
-        table.row_of_chunk,
-        table.place_of_chunk,
-        factor,
-        sums,
-        DTYPE=TRITON_TYPES[table.rows[0][0].dtype],
-        ALIGNED=table.is_aligned,
-        BLOCK=SUM_BLOCK,
-        BLOCKS=SUM_BLOCKS,
+        table.addresses, table.lengths, table.row_of_chunk, table.place_of_chunk, factor, sums,
+        DTYPE=TRITON_TYPES[table.dtypes[0]], ALIGNED=table.is_aligned, BLOCK=SUM_BLOCK, BLOCKS=SUM_BLOCKS,
         num_warps=SUM_WARPS,
-    )
+    )  # fmt: skip
     return sums.sum(dtype=torch.float64)
 
 
@@ -320,7 +306,7 @@ def squared_sum(table: TensorTable, factor: Tensor) -> Tensor:
 def largest_of_block(
     top_m, top_v, grads, exp_avgs, exp_avg_sqs, scales, offsets, mask, grad_factor, clip, beta1, beta2
 ):  # fmt: skip
-    """The larger ones of what was found and of a block's updated moments."""
+    """Elementwise maxima of `top_m` and `top_v` and the magnitudes of a block's updated moments."""
     g = (loaded(grads, offsets, mask).to(tl.float32) * grad_factor) * clip
     if is_scaled(exp_avgs.dtype.element_ty):
         m = first_moment(loaded_moment(exp_avgs, offsets, mask, scales), g, beta1)
@@ -337,7 +323,10 @@ def largest_kernel(
     GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The largest magnitudes of the updated moments of one chunk of one parameter."""
+    """Raise `largest` [rows, 2] to the amaxes of the updated moments of one chunk of one parameter.
+
+    The moments are computed exactly as `update_block` computes them, so that the scales fit.
+    """
     chunk = tl.program_id(0)
     row = tl.load(row_of_chunk + chunk)
     start = tl.load(place_of_chunk + chunk).to(tl.int64) * (BLOCK * BLOCKS)

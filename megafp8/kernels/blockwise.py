@@ -1,11 +1,13 @@
 """Kernels that write blockwise FP8 by rows and transposed in one pass: a cast, SwiGLU, and SwiGLU's gradients.
 
-Of a tensor [T, W] a GEMM of the forward pass reads rows in blocks of 1 x 128, and one of the backward pass the
-transpose in blocks of 128 tokens, quantized on its own. Both come from one reading of a tile of 128 x 128:
+A forward GEMM reads a tensor [T, W] in row blocks of 1 x 128; a backward GEMM reads the transpose in blocks of 128
+tokens, which are quantized separately. A program makes both from one read of a tile of 128 x 128, which has complete
+blocks of both kinds, so that programs exchange nothing:
 
     row codes [T, W], row scales [W / 128, T], column codes [W, T], column scales [T / 128, W]
 
-Results of SwiGLU are rounded to the input's type before they are quantized, as if they had been written and read again.
+Results of SwiGLU are rounded to the input's dtype before they are quantized, as if they had been written and read
+again.
 """
 
 from __future__ import annotations
@@ -20,18 +22,18 @@ from torch import Tensor
 
 from megafp8.kernels.rounding import Grid, cast_to_code, cast_to_words, power_of_two_scales, quant_scale_of
 from megafp8.kernels.swiglu import gate_gradient_tile, swiglu_tile
-from megafp8.kernels.tiles import SIDE, corner, load_tile, part_of, store_words, tile_from_the_end
+from megafp8.kernels.tiles import SIDE, load_tile, part_pointers, reversed_tile, store_words, tile_offset
 
 
 @dataclass(frozen=True, kw_only=True)
-class Blocks:
-    """Where the blocks of a tensor [T, W] go; T and W are multiples of 128.
+class BlockwiseOutput:
+    """Output tensors for a tensor [T, W]; T and W are multiples of 128.
 
     Attributes:
         row_codes: uint8 [T, W]; None leaves rows out.
-        row_scales: FP32 [W / 128, T], what codes are multiplied with to give values.
+        row_scales: FP32 [W / 128, T], dequantization scales.
         column_codes: uint8 [W, T]; None leaves columns out.
-        column_scales: FP32 [T / 128, W].
+        column_scales: FP32 [T / 128, W], dequantization scales.
         grid: the format.
         is_power_of_two: of the scales.
     """
@@ -46,7 +48,7 @@ class Blocks:
 
 @triton.jit
 def scales_of(largest, on_overflow, POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr):
-    """Multipliers of blocks and their inverses."""
+    """Quantization scales of blocks and their reciprocals."""
     if POWER_OF_TWO:
         scale, inverse = power_of_two_scales(largest, GRID)
     else:
@@ -60,18 +62,19 @@ def store_rows(
     y, tile_row, tile_column, num_tokens, width, on_overflow, codes, scales, POWER_OF_TWO: tl.constexpr,
     GRID: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """A tile's blocks of rows."""
+    """Quantize and store a tile in row blocks."""
     scale0, inverse0 = scales_of(tl.max(tl.abs(y[0]), axis=1), on_overflow, POWER_OF_TWO, GRID)
     scale1, inverse1 = scales_of(tl.max(tl.abs(y[1]), axis=1), on_overflow, POWER_OF_TWO, GRID)
     scale2, inverse2 = scales_of(tl.max(tl.abs(y[2]), axis=1), on_overflow, POWER_OF_TWO, GRID)
     scale3, inverse3 = scales_of(tl.max(tl.abs(y[3]), axis=1), on_overflow, POWER_OF_TWO, GRID)
+    # Part i has the rows 4 n + i. Joining puts the inverses of rows 4 n to 4 n + 3 next to each other.
     inverse = tl.reshape(tl.join(tl.join(inverse0, inverse2), tl.join(inverse1, inverse3)), [SIDE])
     tl.store(scales + tile_column.to(tl.int64) * num_tokens + tile_row * SIDE + tl.arange(0, SIDE), inverse)
-    codes += corner(tile_row, tile_column, width, SIDE)
-    tl.store(part_of(codes, width, 0, SIDE), cast_to_code(y[0] * scale0[:, None], GRID))
-    tl.store(part_of(codes, width, 1, SIDE), cast_to_code(y[1] * scale1[:, None], GRID))
-    tl.store(part_of(codes, width, 2, SIDE), cast_to_code(y[2] * scale2[:, None], GRID))
-    tl.store(part_of(codes, width, 3, SIDE), cast_to_code(y[3] * scale3[:, None], GRID))
+    codes += tile_offset(tile_row, tile_column, width, SIDE)
+    tl.store(part_pointers(codes, width, 0, SIDE), cast_to_code(y[0] * scale0[:, None], GRID))
+    tl.store(part_pointers(codes, width, 1, SIDE), cast_to_code(y[1] * scale1[:, None], GRID))
+    tl.store(part_pointers(codes, width, 2, SIDE), cast_to_code(y[2] * scale2[:, None], GRID))
+    tl.store(part_pointers(codes, width, 3, SIDE), cast_to_code(y[3] * scale3[:, None], GRID))
 
 
 @triton.jit
@@ -79,7 +82,7 @@ def store_columns(
     y, tile_row, tile_column, num_tokens, width, on_overflow, codes, scales, POWER_OF_TWO: tl.constexpr,
     GRID: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """A tile's blocks of columns."""
+    """Quantize and store a tile in column blocks, transposed."""
     largest = tl.maximum(tl.maximum(tl.abs(y[0]), tl.abs(y[1])), tl.maximum(tl.abs(y[2]), tl.abs(y[3])))
     scale, inverse = scales_of(tl.max(largest, axis=0), on_overflow, POWER_OF_TWO, GRID)
     tl.store(scales + tile_row.to(tl.int64) * width + tile_column * SIDE + tl.arange(0, SIDE), inverse)
@@ -93,7 +96,7 @@ def store_tile(
     y, tile_row, tile_column, num_tokens, width, on_overflow, row_codes, row_scales, column_codes, column_scales,
     POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile, given as its four parts, by rows and by columns."""
+    """Quantize a tile, given as its four parts, in row blocks and in column blocks."""
     if row_codes is not None:
         store_rows(
             y, tile_row, tile_column, num_tokens, width, on_overflow, row_codes, row_scales, POWER_OF_TWO, GRID, SIDE
@@ -110,10 +113,10 @@ def cast_kernel(
     inputs, num_tokens, width, on_overflow, row_codes, row_scales, column_codes, column_scales,
     POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """inputs [T, W] to their blocks."""
-    tile_row, tile_column = tile_from_the_end()
+    """inputs [T, W] to their quantized blocks."""
+    tile_row, tile_column = reversed_tile()
     store_tile(
-        load_tile(inputs + corner(tile_row, tile_column, width, SIDE), width, SIDE), tile_row, tile_column,
+        load_tile(inputs + tile_offset(tile_row, tile_column, width, SIDE), width, SIDE), tile_row, tile_column,
         num_tokens, width, on_overflow, row_codes, row_scales, column_codes, column_scales, POWER_OF_TWO, GRID, SIDE,
     )  # fmt: skip
 
@@ -123,9 +126,9 @@ def swiglu_kernel(
     inputs, num_tokens, width, on_overflow, row_codes, row_scales, column_codes, column_scales,
     POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """inputs [T, 2 W] to the blocks of silu(a) b [T, W]."""
-    tile_row, tile_column = tile_from_the_end()
-    inputs += corner(tile_row, tile_column, 2 * width, SIDE)
+    """inputs [T, 2 W] to the quantized blocks of silu(a) b [T, W]."""
+    tile_row, tile_column = reversed_tile()
+    inputs += tile_offset(tile_row, tile_column, 2 * width, SIDE)
     a, b = load_tile(inputs, 2 * width, SIDE), load_tile(inputs + width, 2 * width, SIDE)
     store_tile(
         swiglu_tile(a, b, inputs.dtype.element_ty), tile_row, tile_column, num_tokens, width, on_overflow, row_codes,
@@ -138,15 +141,15 @@ def swiglu_backward_kernel(
     gradients, inputs, num_tokens, width, on_overflow, row_codes, row_scales, column_codes, column_scales,
     POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """gradients [T, W] and inputs [T, 2 W] to the blocks of the inputs' gradients [T, 2 W].
+    """gradients [T, W] and inputs [T, 2 W] to the quantized blocks of the inputs' gradients [T, 2 W].
 
-    A tile of da is done before one of db is begun, for which a and dy are read again, from the cache: registers hold
-    one tile of results.
+    A tile of da is stored before that of db is computed, for which a and dy are read again, from the cache: registers
+    hold only one tile of results.
     """
     TYPE: tl.constexpr = inputs.dtype.element_ty
-    tile_row, tile_column = tile_from_the_end()
-    inputs += corner(tile_row, tile_column, 2 * width, SIDE)
-    gradients += corner(tile_row, tile_column, width, SIDE)
+    tile_row, tile_column = reversed_tile()
+    inputs += tile_offset(tile_row, tile_column, 2 * width, SIDE)
+    gradients += tile_offset(tile_row, tile_column, width, SIDE)
     a, b = load_tile(inputs, 2 * width, SIDE), load_tile(inputs + width, 2 * width, SIDE)
     dy = load_tile(gradients, width, SIDE)
     store_tile(
@@ -161,11 +164,16 @@ def swiglu_backward_kernel(
 
 
 def _launch(
-    kernel: triton.JITFunction, tensors: tuple[Tensor, ...], width: int, to: Blocks, num_warps: int, registers: int
+    kernel: triton.JITFunction,
+    tensors: tuple[Tensor, ...],
+    width: int,
+    to: BlockwiseOutput,
+    num_warps: int,
+    registers: int,
 ) -> None:
-    """A program for each tile of the last of `tensors`, or of its first `width` columns.
+    """Launch a program for each tile of the first `width` columns of the last of `tensors`.
 
-    Of registers, a thread gets as many as made the kernel fastest: the compiler's own choice costs 4 to 11%.
+    `registers` per thread are tuned: the compiler's own choice costs 4 to 11%.
     """
     tokens, largest = tensors[-1].shape[0], torch.finfo(tensors[-1].dtype).max
     kernel[(width // SIDE, tokens // SIDE)](
@@ -175,16 +183,16 @@ def _launch(
     )  # fmt: skip
 
 
-def cast(inputs: Tensor, to: Blocks) -> None:
-    """Write the blocks of inputs [T, W]; contiguous; BF16, FP16, FP32."""
+def cast(inputs: Tensor, to: BlockwiseOutput) -> None:
+    """Quantize inputs [T, W], contiguous, BF16, FP16 or FP32."""
     _launch(cast_kernel, (inputs,), inputs.shape[1], to, num_warps=4, registers=192)
 
 
-def swiglu(inputs: Tensor, to: Blocks) -> None:
-    """Write the blocks of silu(a) b [T, W]; a and b are the halves of inputs [T, 2 W], contiguous; BF16, FP16, FP32."""
+def swiglu(inputs: Tensor, to: BlockwiseOutput) -> None:
+    """Quantize silu(a) b [T, W]; a and b are the halves of inputs [T, 2 W], contiguous, BF16, FP16 or FP32."""
     _launch(swiglu_kernel, (inputs,), inputs.shape[1] // 2, to, num_warps=4, registers=168)
 
 
-def swiglu_backward(gradients: Tensor, inputs: Tensor, to: Blocks) -> None:
-    """Write the blocks of the gradients [T, 2 W] of inputs, given those of the result [T, W]; as `swiglu`."""
+def swiglu_backward(gradients: Tensor, inputs: Tensor, to: BlockwiseOutput) -> None:
+    """Quantize the gradients [T, 2 W] of inputs, given those of the result [T, W]; as `swiglu`."""
     _launch(swiglu_backward_kernel, (gradients, inputs), inputs.shape[1] // 2, to, num_warps=8, registers=112)

@@ -1,15 +1,17 @@
-"""The passes of emulated quantization over a GPU's memory, each a Triton kernel.
+"""Triton kernels of the emulated quantization, each one pass over memory.
 
-    amax_kernel                largest magnitude of a tensor
-    transformed_amax_kernel    the same of a tensor and of its Hadamard transform, from one read
-    quantize_tensor_kernel     codes or values under one scale
-    quantize_blocks_kernel     codes or values of rows' blocks and of columns' blocks, from one read
+    amax_kernel                amax of a tensor
+    transformed_amax_kernel    amaxes of a tensor and of its Hadamard transform, from one read
+    quantize_tensor_kernel     codes or values with one scale
+    quantize_blocks_kernel     codes or values of row blocks and of column blocks, from one read
     decode_tensor_kernel       codes to values
-    decode_blocks_kernel       codes and their blocks' scales to values
+    decode_blocks_kernel       codes and block scales to values
     finish_product_kernel      factor x product + bias, rounded once
 
-"Values" are what a GEMM multiplies: decoded codes with the scales of their blocks. Where nobody keeps the codes, they
-are never written. Results that are not wanted are passed as None and cost nothing. `triton_quantize.py` starts these.
+"Values" are what a GEMM multiplies: decoded codes times the scales of their blocks. Where they are written, codes need
+not be. A result that is not wanted is passed as None: Triton compiles a kernel without its stores. Ragged edges are
+masked: masked elements load as 0, which changes no amax, and are not stored. `quantization/triton_quantize.py` launches
+the kernels.
 """
 
 from __future__ import annotations
@@ -34,9 +36,11 @@ from megafp8.kernels.rounding import (
 
 @triton.jit
 def store_amax(bits_ptr, x):
-    """Raise an amax, kept as the bits of an FP32 number: those of magnitudes are ordered as the numbers are.
+    """Raise an amax in memory to that of x.
 
-    Most programs find it high enough already and spare the others the atomic operation.
+    The amax is stored as the bits of an FP32 number, which for magnitudes are ordered as the numbers are, so that an
+    integer atomic maximum is exact in any order. The load before it may be outdated, but the amax only grows: most
+    programs find it high enough already and skip the atomic operation.
     """
     bits = bits_of(without_nan(tl.max(tl.abs(x))))
     if bits > tl.load(bits_ptr):
@@ -45,7 +49,7 @@ def store_amax(bits_ptr, x):
 
 @triton.jit
 def amax_kernel(x_ptr, amax_bits_ptr, count, PART: tl.constexpr):
-    """Largest magnitude of `count` elements, each program taking every `num_programs`-th part of them."""
+    """Amax of `count` elements. A program takes every `num_programs`-th chunk of PART elements."""
     largest = tl.zeros([PART], tl.float32)
     for start in range(tl.program_id(0).to(tl.int64) * PART, count, tl.num_programs(0) * PART):
         at = start + tl.arange(0, PART)
@@ -56,11 +60,14 @@ def amax_kernel(x_ptr, amax_bits_ptr, count, PART: tl.constexpr):
 
 @triton.jit
 def quantize_tensor_kernel(
-    x_ptr, scale_ptr, codes_ptr, values_ptr, dequant_ptr, note_ptr, count,
+    x_ptr, scale_ptr, codes_ptr, values_ptr, dequant_ptr, recorded_amax_ptr, count,
     POWER_OF_TWO: tl.constexpr, IS_DELAYED: tl.constexpr, GRID: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """One scale for all: `scale_ptr` is the tensor's amax, or with delayed scaling the scale itself; then the amax is
-    noted at `note_ptr`."""
+    """Quantize with one scale; a program has PART elements.
+
+    `scale_ptr` is the tensor's amax, or with delayed scaling its quantization scale. `recorded_amax_ptr` is raised to
+    the tensor's amax, for delayed scaling; None records nothing.
+    """
     scale = tl.load(scale_ptr)
     if not IS_DELAYED:
         scale = quant_scale_of(scale, FP32_MAX, POWER_OF_TWO, GRID)
@@ -68,8 +75,8 @@ def quantize_tensor_kernel(
         tl.store(dequant_ptr, tl.div_rn(1.0, scale))
     at = tl.program_id(0).to(tl.int64) * PART + tl.arange(0, PART)
     x = tl.load(x_ptr + at, mask=at < count, other=0.0).to(tl.float32)
-    if note_ptr is not None:
-        store_amax(note_ptr, x)
+    if recorded_amax_ptr is not None:
+        store_amax(recorded_amax_ptr, x)
     scaled = x * scale
     if codes_ptr is not None:
         tl.store(codes_ptr + at, round_to_code(scaled, None, GRID).to(tl.uint8), mask=at < count)
@@ -87,13 +94,14 @@ def decode_tensor_kernel(codes_ptr, values_ptr, count, GRID: tl.constexpr, PART:
 
 # --- blocks -----------------------------------------------------------------------------------------------------------
 #
-# A program has a tile of SIDE rows and TILES x SIDE columns, as a tensor [SIDE, TILES, SIDE]: blocks of a row are its
-# last dimension, blocks of a column its first, square blocks both.
+# A program has a tile of SIDE rows and TILES x SIDE columns, as a tensor [SIDE, TILES, SIDE] of TILES squares. Row
+# blocks (1 x SIDE) are reduced along its last dim, column blocks (SIDE x 1) along its first, square blocks along both.
+# Programs are numbered along the rows of tiles.
 
 
 @triton.jit
 def place_of_tile(num_columns, SIDE: tl.constexpr, TILES: tl.constexpr):
-    """Where this program's tile is: the number of its row of blocks (int64), and those of its squares [1, TILES, 1]."""
+    """This program's tile: the index of its row of blocks (int64), and column indices [1, TILES, 1] of its squares."""
     across = tl.cdiv(num_columns, SIDE * TILES)
     squares = (tl.program_id(0) % across) * TILES + tl.arange(0, TILES)[None, :, None]
     return (tl.program_id(0) // across).to(tl.int64), squares
@@ -101,8 +109,10 @@ def place_of_tile(num_columns, SIDE: tl.constexpr, TILES: tl.constexpr):
 
 @triton.jit
 def offsets_of_tile(squares, num_columns, num_rows_left, SIDE: tl.constexpr, WIDTH: tl.constexpr):
-    """Offsets [SIDE, TILES, WIDTH] from the tile's first row in a matrix of WIDTH columns a square, and which of them
-    are inside of it."""
+    """Offsets [SIDE, TILES, WIDTH] from the tile's first row in a matrix with WIDTH columns per square, and their mask.
+
+    WIDTH is SIDE, or SIDE / 2 for two codes in a byte. Offsets are relative to a row, so that they fit into int32.
+    """
     rows, columns = tl.arange(0, SIDE)[:, None, None], squares * WIDTH + tl.arange(0, WIDTH)[None, None, :]
     return rows * num_columns + columns, (rows < num_rows_left) & (columns < num_columns)
 
@@ -110,6 +120,7 @@ def offsets_of_tile(squares, num_columns, num_rows_left, SIDE: tl.constexpr, WID
 @triton.jit
 def transformed(x, matrix_ptr, SIDE: tl.constexpr, TILES: tl.constexpr):
     """The Hadamard transform along the rows of a BF16 tile; SIDE is 16."""
+    # All columns of the tile share one matrix product on the tensor cores: [16, 16] . [16, TILES x 16].
     at = tl.arange(0, SIDE)
     matrix = tl.load(matrix_ptr + at[:, None] * SIDE + at[None, :])
     product = tl.dot(matrix, tl.reshape(x, [SIDE, TILES * SIDE]), out_dtype=tl.float32)
@@ -120,7 +131,7 @@ def transformed(x, matrix_ptr, SIDE: tl.constexpr, TILES: tl.constexpr):
 def transformed_amax_kernel(
     x_ptr, matrix_ptr, amax_bits_ptr, num_rows, num_columns, SIDE: tl.constexpr, TILES: tl.constexpr
 ):
-    """Largest magnitudes of a tensor and of its transform, at `amax_bits_ptr` and after it."""
+    """Amaxes of a tensor and of its Hadamard transform, in two consecutive words at `amax_bits_ptr`."""
     block_row, squares = place_of_tile(num_columns, SIDE, TILES)
     at, inside = offsets_of_tile(squares, num_columns, num_rows - block_row * SIDE, SIDE, SIDE)
     x = tl.load(x_ptr + block_row * SIDE * num_columns + at, mask=inside, other=0.0)
@@ -136,15 +147,18 @@ def quantize_blocks_kernel(
     IS_SQUARE: tl.constexpr, RULE: tl.constexpr, GRID: tl.constexpr, SCALE_GRID: tl.constexpr, SIDE: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of 1 x SIDE, or SIDE x SIDE if square, and blocks of SIDE x 1, these of the transform if there is a
-    matrix. With two levels of scales the tensors' amaxes are given, and their factors are stored."""
+    """Quantize a tile in row blocks 1 x SIDE (SIDE x SIDE if IS_SQUARE) and in column blocks SIDE x 1, from one read.
+
+    With a matrix, column blocks are those of the Hadamard transform. With two-level scaling `row_amax_ptr` and
+    `column_amax_ptr` are the amaxes of the tensor and its transform, and the tensor scales are stored in the factors.
+    """
     block_row, squares = place_of_tile(num_columns, SIDE, TILES)
     num_rows_left = num_rows - block_row * SIDE
     at, inside = offsets_of_tile(squares, num_columns, num_rows_left, SIDE, SIDE)
     x = tl.load(x_ptr + block_row * SIDE * num_columns + at, mask=inside, other=0.0)
     if row_codes_ptr is not None or row_values_ptr is not None:
         largest = tl.max(tl.abs(x.to(tl.float32)), axis=2, keep_dims=True)
-        across = tl.cdiv(num_columns, SIDE)
+        across = tl.cdiv(num_columns, SIDE)  # scales in a row of row blocks
         if IS_SQUARE:
             largest = tl.max(largest, axis=0, keep_dims=True)
             scale_at, scale_inside = block_row * across + squares, squares < across
@@ -176,7 +190,7 @@ def store_blocks(
     amax_ptr, noise_ptr, codes_ptr, scales_ptr, values_ptr, factor_ptr,
     RULE: tl.constexpr, GRID: tl.constexpr, SCALE_GRID: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """Scale and round a tile whose blocks have these amaxes."""
+    """Scale, round and store a tile whose blocks have the amaxes `largest`, which broadcast to the tile."""
     largest = without_nan(largest)
     if RULE == "two_level":
         tensor_largest = tl.load(amax_ptr)
@@ -193,13 +207,13 @@ def store_blocks(
     first_row = block_row * SIDE
     at, inside = offsets_of_tile(squares, num_columns, num_rows - first_row, SIDE, SIDE)
     noise = None
-    if noise_ptr is not None:
+    if noise_ptr is not None:  # `noise_width` columns: random bytes exist for padded blocks, too
         noise_at, noise_inside = offsets_of_tile(squares, noise_width, num_rows - first_row, SIDE, SIDE)
         noise = tl.load(noise_ptr + first_row * noise_width + noise_at, mask=noise_inside, other=0)
     if codes_ptr is not None:
         tl.store(scales_ptr + scale_at, scale_codes, mask=scale_inside)
         codes = round_to_code(scaled, noise, GRID)
-        if GRID.code_bits == 4:  # the even element in the low half of a byte
+        if GRID.code_bits == 4:  # two codes in a byte, the even element in its low half
             even, odd = tl.split(tl.reshape(codes, [SIDE, codes.shape[1], SIDE // 2, 2]))
             codes, num_columns = even | (odd << 4), num_columns // 2
             at, inside = offsets_of_tile(squares, num_columns, num_rows - first_row, SIDE, SIDE // 2)
@@ -216,7 +230,7 @@ def decode_blocks_kernel(
     IS_TALL: tl.constexpr, IS_WIDE: tl.constexpr, RULE: tl.constexpr, GRID: tl.constexpr, SCALE_GRID: tl.constexpr,
     SIDE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Codes times the scales of their blocks, which have SIDE rows if tall and SIDE columns if wide, else one."""
+    """Codes times the scales of their blocks, which have SIDE rows if IS_TALL, else 1, and SIDE columns if IS_WIDE."""
     block_row, squares = place_of_tile(num_columns, SIDE, TILES)
     first_row = block_row * SIDE
     num_rows_left = num_rows - first_row
@@ -245,12 +259,12 @@ def decode_blocks_kernel(
     tl.store(values_ptr + first_row * num_columns + at, values.to(values_ptr.dtype.element_ty), mask=inside)
 
 
-# --- after a GEMM -----------------------------------------------------------------------------------------------------
+# --- GEMM epilogue ----------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def finish_product_kernel(product_ptr, factor_ptr, bias_ptr, out_ptr, count, num_columns, PART: tl.constexpr):
-    """factor x product + bias."""
+    """factor x product + bias of a matrix with `num_columns` columns; a program has PART elements."""
     at = tl.program_id(0).to(tl.int64) * PART + tl.arange(0, PART)
     value = tl.load(product_ptr + at, mask=at < count, other=0.0).to(tl.float32)
     if factor_ptr is not None:

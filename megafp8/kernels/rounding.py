@@ -1,17 +1,18 @@
-"""Rounding and scales inside Triton kernels: `rounding.py`, `fp4.py` and `scaling.py` once more, step by step.
+"""Casts and scales inside Triton kernels, bit for bit those of `quantization/rounding.py`, `nvfp4.py` and `scaling.py`.
 
-A format is a grid: below its smallest normal number the values are evenly spaced, above it each power of two has
-2^mantissa_bits of them. An FP32 number that large that its own spacing is that of the grid rounds to it by itself, so
-|v| + c with c = 1.5 x 2^23 steps is |v| rounded to nearest, ties to even, and the low bits of the sum count the steps.
-That serves E4M3, E5M2 and E2M1, on any GPU and in Triton's interpreter, without a conversion instruction.
+A format is described by a `Grid`: below its smallest normal number the values are evenly spaced, above it each power of
+two has 2^mantissa_bits of them. At a magnitude where FP32's own spacing equals that of the grid, an FP32 addition
+rounds to the grid: with c = 1.5 x 2^23 steps, |v| + c is |v| rounded to nearest, ties to even, and the low bits of the
+sum are the number of steps. This serves E4M3, E5M2 and E2M1, on any GPU and in Triton's interpreter, without a
+conversion instruction (`round_to_value`, `round_to_code`).
 
-To make the same bytes as torch's operations: divisions are `div_rn` (IEEE; `/` is an approximation), NaN is kept or
-dropped by name, kernels are launched with `enable_fp_fusion=False`, and Triton flushes no subnormals to zero.
+The results equal torch's to the bit because divisions are `div_rn` (IEEE; `/` is an approximation), NaN is handled
+explicitly, kernels are launched with `enable_fp_fusion=False`, and Triton does not flush subnormals to zero.
 
-The GPU's own conversion to FP8, for kernels that write what Transformer Engine would.
-
-Four FP32 to four FP8 in one register. Triton's own cast makes pairs; where one is stored twice, once through shared
-memory, ptxas before 13.0 stores what another register holds (seen with 12.8 and 12.9; triton-lang/triton 11111).
+`cast_to_code` and `cast_to_words` are for kernels that write what Transformer Engine would: they use the GPU's own
+conversion, four FP32 to four FP8 in one register. Triton's own cast converts pairs. Where such a pair is stored twice,
+once through shared memory, ptxas before 13.0 stores the contents of another register (seen with 12.8 and 12.9;
+triton-lang/triton 11111).
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ FP32_SIGN = tl.constexpr(-0x80000000)
 INFINITY = tl.constexpr(float("inf"))
 LARGEST_E8M0 = tl.constexpr(254)
 SMALLEST_POWER = tl.constexpr(1 << 22)  # 2^-127 as FP32 bits, subnormal
-TOP = tl.constexpr(E4M3.max * E2M1.max)  # what two-level scales bring a tensor's amax to
+TOP = tl.constexpr(E4M3.max * E2M1.max)  # two-level scaling maps the amax of the tensor to this
 PER_STEP = tl.constexpr(struct.unpack("f", struct.pack("f", 1 / E2M1.max))[0])  # 1/6, rounded to FP32
 
 
 class Grid(NamedTuple):
-    """A number format, as kernels need it: compile-time constants.
+    """A number format as compile-time constants of a kernel.
 
     Attributes:
         max: largest finite magnitude, (1 + max_mantissa / 2^23) 2^max_exponent.
-        mantissa_bits: stored ones.
+        mantissa_bits: stored mantissa bits.
         min_exponent: of the smallest normal number.
-        code_bits: of a code; two codes of 4 share a byte.
+        code_bits: 8, or 4 with two codes in a byte.
         special: smallest code above the finite ones; 0x80 where every code is finite.
         nan: the code that NaN becomes.
     """
@@ -58,7 +59,7 @@ class Grid(NamedTuple):
 
 
 def grid_of(fmt: Format) -> Grid:
-    """The grid of E4M3, E5M2 or E2M1, which has no NaN: there it becomes the largest value."""
+    """The grid of E4M3, E5M2 or E2M1. E2M1 has no NaN: its `nan` is the code of the largest value."""
     (max_bits,) = struct.unpack("i", struct.pack("f", fmt.max))
     return Grid(
         max=fmt.max,
@@ -84,18 +85,21 @@ def float_of(bits):
 
 @triton.jit
 def without_nan(largest):
-    """A maximum of magnitudes: `tl.max` takes NaN for smaller than any number, so that only NaNs give NaN."""
+    """A maximum of magnitudes with NaN replaced by 0. `tl.max` ignores NaN, and is NaN only if all elements are."""
     return tl.where(largest == largest, largest, 0.0)
 
 
 @triton.jit
 def count_steps(v, noise, GRID: tl.constexpr):
-    """|v| rounded, as a count on top of a counter; the counter; and the power of two below |v|. All are FP32.
+    """Round |v| by an FP32 addition.
 
-    `noise` is a byte for each value, or None to round to nearest. It moves |v| by up to half a step.
+    Returns `magnitude + counter`, whose low bits count the steps, `counter`, and the power of two below |v|, all FP32.
+    `noise` is a random byte for each value, which moves |v| by up to half a step; None rounds to nearest.
     """
+    # Saturation comes first, so that rounding cannot overflow. NaN must survive: its code is set at the end.
     magnitude = tl.minimum(tl.abs(v), GRID.max, propagate_nan=tl.PropagateNan.ALL)
     power = float_of(tl.maximum(bits_of(magnitude) & FP32_EXPONENT, (127 + GRID.min_exponent) << 23))
+    # Below the smallest normal number the step is that of the smallest normal number: subnormals need no case.
     if noise is not None:  # exact, but for the sum
         half_step: tl.constexpr = 0.5 ** (GRID.mantissa_bits + 8)
         magnitude = tl.fma(tl.fma(noise.to(tl.float32), half_step, -127.5 * half_step), power, magnitude)
@@ -105,7 +109,7 @@ def count_steps(v, noise, GRID: tl.constexpr):
 
 @triton.jit
 def round_to_value(v, noise, GRID: tl.constexpr):
-    """The value on the grid that v is rounded to, FP32; NaN stays NaN where the format has one."""
+    """v rounded to the grid, FP32. NaN stays NaN where the format has one."""
     if GRID.code_bits == 4:
         v = tl.where(v == v, v, GRID.max)
     counted, counter, _ = count_steps(v, noise, GRID)
@@ -114,10 +118,10 @@ def round_to_value(v, noise, GRID: tl.constexpr):
 
 @triton.jit
 def round_to_code(v, noise, GRID: tl.constexpr):
-    """The code that v is rounded to, in the low bits of an int32."""
+    """The code of v rounded to the grid, in the low bits of an int32."""
     counted, counter, power = count_steps(v, noise, GRID)
     steps = bits_of(counted) - bits_of(counter)
-    # A power of two is 2^mantissa_bits codes above the one below it, and 2^mantissa_bits steps of its own above zero.
+    # Adjacent powers of two are 2^mantissa_bits codes apart, and each is 2^mantissa_bits of its own steps above zero.
     power_codes = (bits_of(power) - ((127 + GRID.min_exponent) << 23)) >> (23 - GRID.mantissa_bits)
     sign = (bits_of(v) >> (32 - GRID.code_bits)) & (1 << (GRID.code_bits - 1))
     return tl.where(v == v, (steps + power_codes) | sign, GRID.nan)
@@ -127,21 +131,23 @@ def round_to_code(v, noise, GRID: tl.constexpr):
 def value_of_code(code, GRID: tl.constexpr):
     """The value of a code in the low bits of an int32; FP32, exact.
 
-    Sign, exponent and mantissa are put where FP32 has its own; a power of two then accounts for the other bias.
+    Sign, exponent and mantissa are shifted into FP32's fields; a power of two accounts for the different bias. The
+    product is exact for subnormal codes, too.
     """
     sign = code >> (GRID.code_bits - 1)
     magnitude = code & ((1 << (GRID.code_bits - 1)) - 1)
     value = float_of((sign << 31) | (magnitude << (23 - GRID.mantissa_bits))) * 2.0 ** (126 + GRID.min_exponent)
     if GRID.code_bits == 8:
         value = tl.where(magnitude >= GRID.special, float("nan"), value)
-        if GRID.special < GRID.nan:  # E5M2 has infinities; the casts here make none
+        if GRID.special < GRID.nan:  # E5M2 has infinities, though no cast here produces them
             value = tl.where(magnitude == GRID.special, float_of((sign << 31) | FP32_EXPONENT), value)
     return value
 
 
 @triton.jit
 def power_of_two_exponent(largest, GRID: tl.constexpr):
-    """Biased exponent of the smallest power of two that `largest` / format max does not exceed."""
+    """Biased exponent of the smallest power of two >= `largest` / format max."""
+    # The addition carries into the exponent exactly if the mantissa of `largest` exceeds that of the format's max.
     return ((bits_of(largest) + (0x7FFFFF - GRID.max_mantissa)) >> 23) - GRID.max_exponent
 
 
@@ -164,17 +170,17 @@ def e8m0_value(byte):
 
 @triton.jit
 def power_of_two_scales(largest, GRID: tl.constexpr):
-    """`quant_scale_of` with powers of two, and its inverse: additions of exponents, where bits stay in place."""
+    """`quant_scale_of` with powers of two, and its reciprocal, in integer arithmetic on the exponent fields."""
     bits = largest.to(tl.uint32, bitcast=True)
     power = (bits + (0x7FFFFF - GRID.max_mantissa)) & 0xFF800000
     scale = tl.minimum(((254 + GRID.max_exponent) << 23) - power, 254 << 23)
-    scale = tl.where(bits - 1 < 0x7F7FFFFF, scale, 127 << 23).to(tl.int32)  # 0, infinity and NaN give 1
+    scale = tl.where(bits - 1 < 0x7F7FFFFF, scale, 127 << 23).to(tl.int32)  # unsigned: 0, infinity and NaN give 1
     return float_of(scale), float_of(tl.maximum((254 << 23) - scale, SMALLEST_POWER))
 
 
 @triton.jit
 def e8m0_scales(largest, GRID: tl.constexpr):
-    """`scaling.e8m0_scales`: multiplier, its inverse, and the byte."""
+    """`scaling.e8m0_scales`: quantization scale, dequantization scale, and the E8M0 byte of the latter."""
     byte = tl.maximum(power_of_two_exponent(largest, GRID), 0)
     byte = tl.where(largest == INFINITY, LARGEST_E8M0, byte)
     rounds_down = bits_of(largest) == (GRID.max_exponent << 23) + GRID.max_mantissa + 1
@@ -184,7 +190,7 @@ def e8m0_scales(largest, GRID: tl.constexpr):
 
 @triton.jit
 def two_level_scales(largest, tensor_largest, SCALE_GRID: tl.constexpr):
-    """`scaling.two_level_scales`: multiplier, the block's scale as a value, and as a code."""
+    """`scaling.two_level_scales`: quantization scale, and the block's dequantization scale as a value and as a code."""
     encode = tl.minimum(tl.div_rn(TOP, tensor_largest), FP32_MAX)
     encode = tl.where((encode == 0) | (tensor_largest == 0), 1.0, encode)
     scaled = tl.minimum(largest * (encode * PER_STEP), FP32_MAX)
@@ -193,6 +199,7 @@ def two_level_scales(largest, tensor_largest, SCALE_GRID: tl.constexpr):
     return quant, dequant, round_to_code(scaled, None, SCALE_GRID).to(tl.uint8)
 
 
+# PTX. `cvt` puts its first source into the upper half: operands are passed in reverse order.
 FOUR_CASTS = (
     "{{ .reg .b16 low, high; cvt.rn.satfinite.{0}.f32 low, $2, $1; cvt.rn.satfinite.{0}.f32 high, $4, $3;"
     " mov.b32 $0, {{low, high}}; }}"
@@ -203,13 +210,13 @@ FROM_BF16 = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
 TO_BF16 = tl.constexpr(
     "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000; }"
 )
-# Triton's interpreter knows no instructions of a GPU.
+# Triton's interpreter has no inline assembly: each function below has a path without it.
 IS_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @triton.jit
 def cast_to_code(y, GRID: tl.constexpr):
-    """FP32 to codes of E4M3 or E5M2, uint8, rounded to nearest, ties to even; what is beyond the largest saturates."""
+    """FP32 to codes of E4M3 or E5M2, uint8: rounded to nearest, ties to even, saturating."""
     if IS_INTERPRETED:
         codes = round_to_code(y, None, GRID).to(tl.uint8)
     elif GRID.mantissa_bits == 3:
@@ -221,7 +228,7 @@ def cast_to_code(y, GRID: tl.constexpr):
 
 @triton.jit
 def cast_to_words(a, b, c, d, GRID: tl.constexpr):
-    """As `cast_to_code`, codes of four numbers in one int32, that of `a` in the lowest byte."""
+    """As `cast_to_code`, for four numbers: their codes in one int32, that of `a` in the lowest byte."""
     if IS_INTERPRETED:
         low = round_to_code(a, None, GRID) | (round_to_code(b, None, GRID) << 8)
         words = low | (round_to_code(c, None, GRID) << 16) | (round_to_code(d, None, GRID) << 24)

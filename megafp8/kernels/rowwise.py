@@ -1,11 +1,12 @@
-"""Kernels that cast to FP8 with one scale a row and one a column: both sets of codes in two launches.
+"""Kernels that cast to FP8 with one scale for each row and one for each column, in two launches.
 
-    amaxes   read the tensor; raise the amax of each row and of each column by those of a tile
-    cast     read it again; codes [T, W] by the rows' scales, and codes by the columns' scales, transposed to [W, T]
+    amaxes   read the tensor; raise the amax of each row and of each column to those of a tile
+    cast     read it again; codes [T, W] by the row scales, and codes by the column scales, transposed to [W, T]
 
-Bytes for each BF16 number: 4 read, 2 written. Rows' scales lie along what fprop and dgrad sum over, columns' along what
-wgrad (and dgrad, of weights) sums over. Hopper multiplies FP8 matrices only if both lie along the sum in memory, so the
-columns' codes are written transposed, which a GEMM's second pass over the tensor would otherwise have to do.
+Bytes for each BF16 number: 4 read, 2 written. Row scales lie along what fprop and dgrad sum over, column scales along
+what wgrad sums over, and dgrad for weights. Hopper multiplies FP8 matrices only if both are contiguous along the sum.
+The column-scaled codes are therefore written transposed, which otherwise would take a second pass over the tensor.
+A program has one tile of 128 x 128.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ import triton.language as tl
 from torch import Tensor
 
 from megafp8.kernels.rounding import Grid, cast_to_code, cast_to_words, quant_scale_of, without_nan
-from megafp8.kernels.tiles import SIDE, corner, load_tile, part_of, store_words
+from megafp8.kernels.tiles import SIDE, load_tile, part_pointers, store_words, tile_offset
 
 
-class RowCodes(NamedTuple):
-    """Codes of a tensor [T, W] by one set of scales.
+class RowwiseOutput(NamedTuple):
+    """Codes of a tensor [T, W] with row scales or with column scales.
 
     Attributes:
         codes: uint8, [T, W] by rows or [W, T] by columns.
-        scale_inv: FP32, what codes are multiplied with to give values: [T] or [W].
+        scale_inv: FP32, dequantization scales: [T] or [W].
     """
 
     codes: Tensor
@@ -37,10 +38,10 @@ class RowCodes(NamedTuple):
 def amaxes_kernel(inputs, row_amax, column_amax, width, SIDE: tl.constexpr):
     """Raise row_amax [T] and column_amax [W] to those of this program's tile; either may be None.
 
-    FP32 amaxes start at 0. Their bits are ordered as the numbers are, so that an atomic maximum is exact in any order.
+    They start at 0. The bits of magnitudes are ordered as the numbers are: atomic maxima are exact in any order.
     """
     tile_column, tile_row = tl.program_id(0), tl.program_id(1)
-    y = load_tile(inputs + corner(tile_row, tile_column, width, SIDE), width, SIDE)
+    y = load_tile(inputs + tile_offset(tile_row, tile_column, width, SIDE), width, SIDE)
     y0, y1, y2, y3 = tl.abs(y[0]), tl.abs(y[1]), tl.abs(y[2]), tl.abs(y[3])
     if row_amax is not None:
         rows = row_amax + tile_row * SIDE + 4 * tl.arange(0, SIDE // 4)  # a part has every fourth row
@@ -61,10 +62,10 @@ def store_part(
     y, row_amax, rows, row_scale_inv, tile_row, tile_column, width, overflow, PART: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """One part [SIDE / 4, SIDE] of a tile to its rows' codes; the first tile of a row writes its scale."""
+    """Cast one part [SIDE / 4, SIDE] of a tile with row scales. The first tile of a row stores the scale."""
     index = tile_row * SIDE + 4 * tl.arange(0, SIDE // 4) + PART
     scale = quant_scale_of(tl.load(row_amax + index), overflow, POWER_OF_TWO, GRID)
-    tl.store(part_of(rows + corner(tile_row, tile_column, width, SIDE), width, PART, SIDE),
+    tl.store(part_pointers(rows + tile_offset(tile_row, tile_column, width, SIDE), width, PART, SIDE),
              cast_to_code(y * scale[:, None], GRID))  # fmt: skip
     if tile_column == 0:
         tl.store(row_scale_inv + index, tl.div_rn(1.0, scale))
@@ -75,9 +76,9 @@ def cast_kernel(
     inputs, row_amax, column_amax, rows, row_scale_inv, columns, column_scale_inv, num_tokens, width, overflow,
     POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """Codes of inputs [T, W] by rows [T, W], by columns [W, T], or both, and their scales."""
+    """Codes of inputs [T, W] with row scales [T, W], with column scales [W, T], or both, and the inverse scales."""
     tile_column, tile_row = tl.program_id(0), tl.program_id(1)
-    y = load_tile(inputs + corner(tile_row, tile_column, width, SIDE), width, SIDE)
+    y = load_tile(inputs + tile_offset(tile_row, tile_column, width, SIDE), width, SIDE)
     if rows is not None:
         store_part(y[0], row_amax, rows, row_scale_inv, tile_row, tile_column, width, overflow, 0, POWER_OF_TWO, GRID,
                    SIDE)  # fmt: skip
@@ -99,21 +100,21 @@ def cast_kernel(
 
 def cast(
     inputs: Tensor, grid: Grid, *, rows: bool = True, columns: bool = True, is_power_of_two: bool = True
-) -> tuple[Optional[RowCodes], Optional[RowCodes]]:
-    """Codes by rows' and by columns' scales, those that are wanted.
+) -> tuple[Optional[RowwiseOutput], Optional[RowwiseOutput]]:
+    """Cast a tensor with row scales, with column scales, or with both.
 
     Args:
         inputs: [T, W], BF16, FP16 or FP32, contiguous; T and W are multiples of 128.
         grid: the format.
-        is_power_of_two: scales are rounded down to powers of two; else they are FP32 quotients.
+        is_power_of_two: round scales down to powers of two; otherwise they are FP32 quotients.
 
     Numerics: as `quantize.quantize_by_torch` with blocks (1, W) and (T, 1), byte for byte.
     """
     tokens, width = inputs.shape
 
-    def empty(size: int, *shape: int) -> RowCodes:
+    def empty(size: int, *shape: int) -> RowwiseOutput:
         codes = torch.empty(shape, dtype=torch.uint8, device=inputs.device)
-        return RowCodes(codes, torch.empty(size, device=inputs.device))
+        return RowwiseOutput(codes, torch.empty(size, device=inputs.device))
 
     by_row = empty(tokens, tokens, width) if rows else None
     by_column = empty(width, width, tokens) if columns else None

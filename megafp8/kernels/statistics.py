@@ -1,8 +1,13 @@
-"""Sums and maxima of a quantized tensor in one pass over a GPU's memory: what `torch_tally.py` finds.
+"""Kernel of the quantization statistics: sums and maxima of a quantized tensor, in one pass over a GPU's memory.
 
-Values, codes and scales are read once and nothing is looked at on the way, so that the host need not wait. A program
-goes down a strip of columns, RUNS runs of neighbours wide, ROWS rows at a time. Its sums are its own, FP64, and are
-added up afterwards in a fixed order; the largest of each column is kept by an atomic maximum, which has no order."""
+It computes what `accumulate` of `metrics/accumulators.py` computes in torch operations. Values, codes and scales are
+read once, and nothing is returned to the host, which need not wait.
+
+A program goes down a strip of RUNS x RUN_VALUES columns, ROWS rows at a time; a run is RUN_VALUES adjacent values of a
+row, the unit of the local signal-to-noise ratio. Its partial results stay in registers, one for each row and run. At
+the end it stores their sums in FP64 in its own place, and the caller adds those of all programs in a fixed order, so
+that results are reproducible. The amax of each column is an atomic maximum, which is exact in any order.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +16,11 @@ import triton.language as tl
 
 from megafp8.kernels.rounding import bits_of, e8m0_value, value_of_code
 
-ROWS, RUNS = 4, 4  # of more, the registers of a program do not hold the sums
-PROGRAMS = 1024  # about; few enough for their sums to be added at no cost
+ROWS, RUNS = 4, 4  # with more, the partial results do not fit into the registers of a program
+PROGRAMS = 1024  # approximate; few enough that adding their sums costs nothing
 BINS = tl.constexpr(64)  # a power of two above MAX_EXPONENTS
-UNCOUNTED = tl.constexpr(63)
-DB_OF_OCTAVE = tl.constexpr(3.010299956639812)
+UNCOUNTED = tl.constexpr(63)  # the bin of masked elements and of codes that are not finite
+DB_OF_OCTAVE = tl.constexpr(3.010299956639812)  # 10 log10(2)
 
 
 @triton.jit
@@ -26,15 +31,18 @@ def statistics_kernel(
     CAN_SATURATE: tl.constexpr, IS_DELAYED: tl.constexpr, GRID: tl.constexpr, SCALE_GRID: tl.constexpr,
     MAX_EXPONENTS: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr, RUNS: tl.constexpr, RUN_VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Sums (OF_VALUES, then codes by exponent) and maxima (OF_MAXIMA) of each program, and the columns' maxima.
+    """Sums, maxima and the amaxes of columns.
 
-    BLOCK_ROWS 0 is one scale for all, at `factor_ptr`. Of a tensor that is not IS_KNOWN nothing is compared.
+    A program stores QUANTIZATION_SUMS and then its counts of codes by exponent at `sums_ptr`, and QUANTIZATION_MAXIMA
+    at `maxima_ptr`. BLOCK_ROWS is 0 for a tensor with one scale, which is at `factor_ptr`. Without IS_KNOWN the values
+    are not compared with their codes.
     """
     column = (tl.program_id(0) * RUNS + tl.arange(0, RUNS))[None, :, None] * RUN_VALUES
     column += tl.arange(0, RUN_VALUES)[None, None, :]
-    factor = 1.0
     if factor_ptr is not None:
         factor = tl.load(factor_ptr)
+    else:
+        factor = 1.0
     signals, noises = tl.zeros([ROWS, RUNS], tl.float64), tl.zeros([ROWS, RUNS], tl.float64)
     decibels, runs = tl.zeros([ROWS, RUNS], tl.float32), tl.zeros([ROWS, RUNS], tl.int32)
     num_values, num_bad = tl.zeros([ROWS, RUNS], tl.int32), tl.zeros([ROWS, RUNS], tl.int32)
@@ -49,11 +57,11 @@ def statistics_kernel(
         inside = (row < num_rows) & (column < num_columns)
         x = tl.load(values_ptr + row * num_columns + column, mask=inside, other=0.0).to(tl.float32)
         is_finite = tl.abs(x) < float("inf")  # false for NaN
-        x = tl.where(is_finite, x, 0.0)
+        x = tl.where(is_finite, x, 0.0)  # values that are not finite are counted, and contribute nothing else
         is_nonzero = x != 0
         if GRID.code_bits == 8:
             code = tl.load(codes_ptr + row * num_columns + column, mask=inside, other=0).to(tl.int32)
-        else:  # the even element in the low half of a byte
+        else:  # two codes in a byte, the even element in its low half
             pair = tl.load(codes_ptr + row * (num_columns // 2) + column // 2, mask=inside, other=0).to(tl.int32)
             code = (pair >> (column % 2 * 4)) & 0xF
         magnitude = code & ((1 << (GRID.code_bits - 1)) - 1)
@@ -86,11 +94,13 @@ def statistics_kernel(
             if CAN_SATURATE:
                 is_beyond = (tl.abs(x) > dequant * saturates_above) & (dequant > 0)
                 saturated += tl.sum(is_beyond.to(tl.int32), 2)
+            # FP32 differences, whose squares are summed in FP64: sums of millions of FP32 squares would lose digits.
             error = value_of_code(code, GRID) * scale * factor - x
             error = tl.where(is_finite, error, 0.0).to(tl.float64)
             wide = x.to(tl.float64)
             signal, noise = tl.sum(wide * wide, 2), tl.sum(error * error, 2)
             has_signal = signal > 0
+            # The quotient of a run without signal or noise is computed from 1s and not used.
             ratio = tl.where(has_signal, signal, 1.0) / tl.where(noise > 0, noise, 1.0)
             db = tl.minimum(tl.maximum(tl.log2(ratio.to(tl.float32)) * DB_OF_OCTAVE, 0.0), LIMIT)
             signals += signal

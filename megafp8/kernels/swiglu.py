@@ -1,6 +1,8 @@
-"""SwiGLU and its gradients inside Triton kernels.
+"""SwiGLU and its gradients inside Triton kernels, for tiles that are given as four parts (`tiles.py`).
 
-y = silu(a) b                     da = silu'(a) b dy,  db = silu(a) dy
+y = silu(a) b
+da = silu'(a) b dy
+db = silu(a) dy
 """
 
 from __future__ import annotations
@@ -11,14 +13,15 @@ from triton.language.extra import libdevice
 
 from megafp8.kernels.rounding import IS_INTERPRETED, round_to_type
 
-# 1 / (1 + 2^x). The hardware's reciprocal takes subnormal results for zero: a quarter of the sum keeps clear of them,
-# and the bits are those of `1.0 / (1.0 + tl.exp(-a))`, which guards every step.
+# 1 / (1 + 2^x). The approximate reciprocal flushes subnormal results to zero. Taking it of a quarter of the sum keeps
+# the result normal, and the bits are those of `1.0 / (1.0 + tl.exp(-a))`, which guards every step.
 INVERSE = tl.constexpr(
     "{ .reg .f32 sum; ex2.approx.ftz.f32 sum, $1; fma.rn.f32 sum, sum, 0f3E800000, 0f3E800000;"
     " rcp.approx.ftz.f32 sum, sum; mul.rn.f32 $0, sum, 0f3E800000; }"
 )
 PER_E = tl.constexpr(-1.4426950408889634)
-# 1 / x as IEEE rounds it, for 1 <= x <= 2^126, and 2^-126 above: `rcp.rn` without its branch for all other numbers.
+# 1 / x in IEEE rounding for 1 <= x <= 2^126, and 2^-126 above: `rcp.rn` without its branch for all other numbers. One
+# Newton step with a fused multiply-add corrects the approximation.
 EXACT_INVERSE = tl.constexpr(
     "{ .reg .f32 x, y, e; min.f32 x, $1, 0f7E800000; rcp.approx.ftz.f32 y, x;"
     " neg.f32 x, x; fma.rn.f32 e, x, y, 0f3F800000; fma.rn.f32 $0, y, e, y; }"
@@ -27,7 +30,7 @@ EXACT_INVERSE = tl.constexpr(
 
 @triton.jit
 def sigmoid(a):
-    """Of FP32."""
+    """Sigmoid of FP32, by approximate instructions."""
     if IS_INTERPRETED:
         inverse = 1.0 / (1.0 + tl.exp(-a))
     else:
@@ -37,7 +40,7 @@ def sigmoid(a):
 
 @triton.jit
 def exact_sigmoid(a):
-    """CUDA's `1.f / (1.f + expf(-a))` to the bit, where that is not below 2^-126: Transformer Engine's."""
+    """Transformer Engine's sigmoid: CUDA's `1.f / (1.f + expf(-a))` to the bit, where that is not below 2^-126."""
     if IS_INTERPRETED:
         inverse = 1.0 / (1.0 + tl.exp(-a))
     else:
@@ -54,7 +57,7 @@ def gate_gradient(a, s, b, dy):
 
 @triton.jit
 def sigmoid_of(a, IS_EXACT: tl.constexpr):
-    """By `exact_sigmoid`, or by the faster one."""
+    """`exact_sigmoid`, or the faster `sigmoid`."""
     return exact_sigmoid(a) if IS_EXACT else sigmoid(a)
 
 

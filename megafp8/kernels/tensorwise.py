@@ -1,21 +1,22 @@
-"""Kernels that write FP8 by a tensor's own amax, by rows and transposed: a cast, SwiGLU, and SwiGLU's gradients.
+"""Kernels that write FP8 codes by current scaling, by rows and transposed: a cast, SwiGLU, and SwiGLU's gradients.
 
-Two launches each: the first one finds the amax, the second one writes codes [T, W] and their transpose [W, T]. Results
-of SwiGLU are rounded to the input's type before they are quantized, as if they had been written and read again; their
-amax is that of the FP32 results, as in Transformer Engine, so that the largest may saturate.
+Each takes two launches: the first one computes the amax, the second one writes codes [T, W] and their transpose [W, T].
+Results of SwiGLU are rounded to the input's dtype before they are quantized, as if they had been written and read
+again. Their amax is that of the FP32 results, as in Transformer Engine, so that the largest may saturate.
 
-What the first launch has to read, which is most of what a scale of the tensor's own costs, depends:
+Most of the cost of current scaling is what the first launch reads:
 
-- A cast reads its tensor, unless the kernel that wrote the tensor noted the amax. Then there is no first launch.
-- SwiGLU reads its input and writes the results, for the second launch to read.
-- SwiGLU's gradients are products of the result's gradient and a factor that the forward pass had at hand. It noted the
-  largest factor of each 128 channels of a token, from which follows how large their gradients can be at most. Few of
-  them can hold the amax of millions, and the inputs of the others are not read (`swiglu_gradients_amax_kernel`). The
-  second launch computes the gradients once more.
+- A cast reads its tensor, unless the kernel that wrote the tensor annotated its amax (`annotations.py`). Then there is
+  no first launch.
+- SwiGLU reads its input and writes its results, which the second launch reads.
+- SwiGLU's gradients are products of the result's gradient and a factor that depends on the forward inputs alone. The
+  forward kernel annotates the largest factor of each 128 channels of a token, which bounds their gradients. In a large
+  tensor few bounds exceed the amax, and the inputs of the others are not read (`swiglu_gradients_amax_kernel`). The
+  second launch computes the gradients again.
 
-The first launch goes through its tensor from the end, the second one from the start: the end is what the L2 cache still
-has of the kernel that wrote the tensor, and the start is what it then has of the first launch. A cast that has the
-second launch alone goes from the end.
+The first launch traverses its tensor in reverse and the second one forward. The end of the tensor is what the L2 cache
+still holds of the kernel that wrote it, and its start is what the cache then holds of the first launch. A cast without
+a first launch goes in reverse.
 """
 
 from __future__ import annotations
@@ -31,26 +32,26 @@ from torch import Tensor
 from megafp8.kernels.annotations import annotate, annotation
 from megafp8.kernels.rounding import FP32_MAX, Grid, quant_scale_of, widen, without_nan
 from megafp8.kernels.swiglu import exact_sigmoid, gate_gradient, gate_gradient_tile, swiglu_tile
-from megafp8.kernels.tiles import SIDE, corner, load_tile, store_codes, tile_from_the_end
+from megafp8.kernels.tiles import SIDE, load_tile, reversed_tile, store_codes, tile_offset
 
-PROGRAMS, GRADIENTS_PROGRAMS = 1024, 4096  # of the first launch
-GRADIENTS_SIDE = 64  # of a tile of the second one
-# What rounding can add to a product of a gradient and a factor, and to silu', which is a sum of opposite terms. Where a
-# product on the way is subnormal rounding can add more: an amax of less than 1e-33 may be 0.2% off.
+PROGRAMS, GRADIENTS_PROGRAMS = 1024, 4096  # of the first launch; each loops over tiles
+GRADIENTS_SIDE = 64  # tile of the second launch
+# Bounds of rounding errors: relative, of a product of a gradient and a factor; absolute, of silu', whose terms have
+# opposite signs. Subnormal intermediate products can exceed them: an amax below 1e-33 may be 0.2% off.
 SLACK = tl.constexpr(1 + 2.0**-16)
 SLACK_OF_SUM = tl.constexpr(2.0**-20)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Codes:
-    """Where the codes of a tensor [T, W] go; T and W are multiples of 128.
+class TensorwiseOutput:
+    """Output tensors for a tensor [T, W]; T and W are multiples of 128.
 
     Attributes:
         rows: uint8 [T, W]; None leaves them out.
         columns: uint8 [W, T]; None leaves them out.
-        scale_inv: FP32 [1], what codes are multiplied with to give values.
+        scale_inv: FP32 [1], set to the dequantization scale.
         grid: the format.
-        is_power_of_two: of the scale.
+        is_power_of_two: round the scale down to a power of two.
     """
 
     rows: Optional[Tensor]
@@ -62,7 +63,7 @@ class Codes:
 
 @triton.jit
 def start_of(num_tokens, width, index, ROWS: tl.constexpr, SIDE: tl.constexpr):
-    """Row (int64) and column of the first element of a tile, counted back from the last one, of a matrix [T, W]."""
+    """Row (int64) and column of the first element of a tile of a matrix [T, W]; tile 0 is the last one."""
     across = width // SIDE
     tile = num_tokens // ROWS * across - 1 - index
     return (tile // across).to(tl.int64) * ROWS, tile % across * SIDE
@@ -70,7 +71,7 @@ def start_of(num_tokens, width, index, ROWS: tl.constexpr, SIDE: tl.constexpr):
 
 @triton.jit
 def offsets(width, ROWS: tl.constexpr, SIDE: tl.constexpr):
-    """Of a tile's elements from its first in a matrix of this width."""
+    """Offsets of a tile's elements from its first one, in a matrix of this width."""
     return tl.arange(0, ROWS)[:, None] * width + tl.arange(0, SIDE)[None, :]
 
 
@@ -82,7 +83,7 @@ def tokens_of(num_tokens, row, column, ROWS: tl.constexpr, SIDE: tl.constexpr):
 
 @triton.jit
 def amax_kernel(inputs, amaxes, num_tokens, width, ROWS: tl.constexpr, SIDE: tl.constexpr):
-    """amaxes [programs] of inputs [T, W]."""
+    """One amax for each program, amaxes [programs], of inputs [T, W]; the second launch takes their maximum."""
     largest = tl.zeros([ROWS, SIDE], tl.float32)
     for index in range(tl.program_id(0), num_tokens // ROWS * (width // SIDE), tl.num_programs(0)):
         row, column = start_of(num_tokens, width, index, ROWS, SIDE)
@@ -93,8 +94,10 @@ def amax_kernel(inputs, amaxes, num_tokens, width, ROWS: tl.constexpr, SIDE: tl.
 
 @triton.jit
 def swiglu_kernel(inputs, results, factors, amaxes, num_tokens, width, ROWS: tl.constexpr, SIDE: tl.constexpr):
-    """inputs [T, 2 W] to results [T, W], silu(a) b, with amaxes [programs], and to factors [W / SIDE, T]: the largest
-    |silu'(a) b| and |silu(a)| of a token's channels of a tile."""
+    """inputs [T, 2 W] to results silu(a) b [T, W], their amaxes [programs], and factors [W / SIDE, T].
+
+    A factor bounds the gradients of a token's channels in a tile: the maximum of |silu'(a) b| and |silu(a)|.
+    """
     largest = tl.zeros([ROWS, SIDE], tl.float32)
     for index in range(tl.program_id(0), num_tokens // ROWS * (width // SIDE), tl.num_programs(0)):
         row, column = start_of(num_tokens, width, index, ROWS, SIDE)
@@ -115,16 +118,17 @@ def swiglu_gradients_amax_kernel(
 ):  # fmt: skip
     """Raise amax to that of the gradients of inputs [T, 2 W], given those of SwiGLU's result [T, W] and its factors.
 
-    A token's channels of a tile are left out where the largest gradient times the largest factor is not above what is
-    found already, by any program. That is behind at times, which costs a reading and no more.
+    A token's channels in a tile are skipped where the largest gradient times the largest factor does not exceed the
+    amax that all programs have found so far. A program may see an older, smaller amax: then it reads inputs that it
+    could have skipped, and the result is the same.
     """
     for index in range(tl.program_id(0), num_tokens // ROWS * (width // SIDE), tl.num_programs(0)):
         row, column = start_of(num_tokens, width, index, ROWS, SIDE)
         dy = widen(tl.load(gradients + row * width + column + offsets(width, ROWS, SIDE)))
         factor = tl.load(factors + tokens_of(num_tokens, row, column, ROWS, SIDE))
         bound = tl.max(tl.abs(dy), axis=1) * factor * SLACK
-        # Not so with NaN. Each thread loads the amax for itself, and may see another one. The warps have rows of their
-        # own, whose minimum they exchange: so all of them go one way.
+        # False for a NaN bound: its inputs are read. Threads load the amax separately and may see different values. The
+        # minimum over all rows is exchanged between the warps, so that the branch is uniform.
         is_left_out = bound <= tl.load(amax, volatile=True)
         if tl.min(is_left_out.to(tl.int32)) == 0:
             at = inputs + row * (2 * width) + column + offsets(2 * width, ROWS, SIDE)
@@ -140,11 +144,11 @@ def quantize_kernel(
     inputs, amaxes, rows, columns, scale_inv, num_tokens, width, POWER_OF_TWO: tl.constexpr, GRID: tl.constexpr,
     NUM_AMAXES: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """inputs [T, W] with amaxes [NUM_AMAXES] to codes and to their transpose."""
+    """inputs [T, W] with amaxes [NUM_AMAXES] to their codes and the transpose. A program has one tile."""
     tile_column, tile_row = tl.program_id(0), tl.program_id(1)
-    if NUM_AMAXES == 1:  # noted: nothing has read the inputs before
-        tile_row, tile_column = tile_from_the_end()
-    y = load_tile(inputs + corner(tile_row, tile_column, width, SIDE), width, SIDE)
+    if NUM_AMAXES == 1:  # annotated: there was no first launch
+        tile_row, tile_column = reversed_tile()
+    y = load_tile(inputs + tile_offset(tile_row, tile_column, width, SIDE), width, SIDE)
     largest = tl.max(tl.load(amaxes + tl.arange(0, NUM_AMAXES)))
     scale = quant_scale_of(largest, FP32_MAX, POWER_OF_TWO, GRID)
     if (tile_row == 0) & (tile_column == 0):
@@ -157,12 +161,15 @@ def quantize_swiglu_gradients_kernel(
     gradients, inputs, amax, rows, columns, scale_inv, num_tokens, width, POWER_OF_TWO: tl.constexpr,
     GRID: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """gradients [T, W] and inputs [T, 2 W] to the codes of the inputs' gradients [T, 2 W], whose amax is given."""
+    """gradients [T, W] and inputs [T, 2 W] to the codes of the inputs' gradients [T, 2 W], given their amax.
+
+    A program has one tile of a, b and dy, and stores two tiles: da in the first W columns, and db in the others.
+    """
     TYPE: tl.constexpr = inputs.dtype.element_ty
     tile_column, tile_row = tl.program_id(0), tl.program_id(1)
-    inputs += corner(tile_row, tile_column, 2 * width, SIDE)
+    inputs += tile_offset(tile_row, tile_column, 2 * width, SIDE)
     a, b = load_tile(inputs, 2 * width, SIDE), load_tile(inputs + width, 2 * width, SIDE)
-    dy = load_tile(gradients + corner(tile_row, tile_column, width, SIDE), width, SIDE)
+    dy = load_tile(gradients + tile_offset(tile_row, tile_column, width, SIDE), width, SIDE)
     scale = quant_scale_of(tl.load(amax), FP32_MAX, POWER_OF_TWO, GRID)
     if (tile_row == 0) & (tile_column == 0):
         tl.store(scale_inv, tl.div_rn(1.0, scale))
@@ -172,8 +179,8 @@ def quantize_swiglu_gradients_kernel(
     store_codes(db, scale, tile_row, tile_column + width // SIDE, num_tokens, 2 * width, rows, columns, GRID, SIDE)
 
 
-def _quantize(inputs: Tensor, amaxes: Tensor, to: Codes) -> None:
-    """The second launch."""
+def _quantize(inputs: Tensor, amaxes: Tensor, to: TensorwiseOutput) -> None:
+    """The second launch of a cast and of SwiGLU."""
     tokens, width = inputs.shape
     quantize_kernel[(width // SIDE, tokens // SIDE)](
         inputs, amaxes, to.rows, to.columns, to.scale_inv, tokens, width, POWER_OF_TWO=to.is_power_of_two,
@@ -188,16 +195,16 @@ def _amaxes(inputs: Tensor) -> Tensor:
     return amaxes
 
 
-def cast(inputs: Tensor, to: Codes) -> None:
-    """Write the codes of inputs [T, W]; contiguous; BF16, FP16, FP32."""
+def cast(inputs: Tensor, to: TensorwiseOutput) -> None:
+    """Quantize inputs [T, W], contiguous, BF16, FP16 or FP32."""
     amaxes = annotation(inputs, "amax")
     _quantize(inputs, _amaxes(inputs) if amaxes is None else amaxes, to)
 
 
-def swiglu(inputs: Tensor, to: Codes) -> None:
-    """Write the codes of silu(a) b [T, W]; a and b are the halves of inputs [T, 2 W], contiguous; BF16, FP16, FP32.
+def swiglu(inputs: Tensor, to: TensorwiseOutput) -> None:
+    """Quantize silu(a) b [T, W]; a and b are the halves of inputs [T, 2 W], contiguous, BF16, FP16 or FP32.
 
-    Notes the factors of its gradients at the inputs.
+    The inputs are annotated with the factors of their gradients.
     """
     tokens, width = inputs.shape[0], inputs.shape[1] // 2
     results, amaxes = inputs.new_empty(tokens, width), inputs.new_empty(PROGRAMS, dtype=torch.float32)
@@ -209,10 +216,11 @@ def swiglu(inputs: Tensor, to: Codes) -> None:
     _quantize(results, amaxes, to)
 
 
-def swiglu_backward(gradients: Tensor, inputs: Tensor, to: Codes) -> None:
-    """Write the codes of the gradients [T, 2 W] of inputs, given those of the result [T, W]; as `swiglu`.
+def swiglu_backward(gradients: Tensor, inputs: Tensor, to: TensorwiseOutput) -> None:
+    """Quantize the gradients [T, 2 W] of inputs, given those of the result [T, W]; as `swiglu`.
 
-    Where no factors are noted at the inputs, another kernel's `swiglu` was theirs, and all of them are read.
+    Inputs without an annotation went through another SwiGLU kernel. Infinite factors then make the first launch read
+    all of them.
     """
     tokens, width = gradients.shape
     factors = annotation(inputs, "factors")

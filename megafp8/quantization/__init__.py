@@ -1,1 +1,1 @@
-"""Low-precision numerics on any device: formats, rounding, scales and the emulated linear. No megatron-core."""
+"""Low-precision numerics on any device: scaling, casts, quantized tensors and the emulated linear. No megatron-core."""

@@ -1,25 +1,24 @@
-"""Delayed scaling: a tensor's scale comes from the amaxes that it had before.
+"""Delayed scaling: the scale of a tensor comes from its amax history.
 
-So a tensor is quantized in one pass, with the scale at hand, while its amax is noted for later. After a microbatch has
-run forward, amaxes of inputs and weights are reduced over the ranks and become scales; after it has run backward, those
-of grad_outputs. A linear keeps for each operand
+A tensor is quantized in one pass with the scale at hand, while its amax is recorded for later. After the forward pass
+of a microbatch the amaxes of inputs and weights are reduced over the ranks and become scales; after its backward pass
+those of grad_outputs. A linear keeps for each operand
 
-    amax_history [length]   entry 0 collects the amaxes since the last update; from 1 on, older ones come first
-    quant_scale             what the operand is multiplied by until the next update; 1 in the beginning, unless a run
-                            calibrates before its first step (`training/extensions/calibration.py`)
+    amax_history [length]   entry 0 collects the amaxes since the last update; entries from 1 on are older to newer
+    quant_scale             multiplies the operand until the next update; initially 1, unless the run calibrates before
+                            its first step (`training/extensions/calibration.py`)
 
-and an update with the reduced amax a is, as in Transformer Engine's fused kernel (`common/recipe/delayed_scaling.cu`,
-read at 2.20):
+An update with the reduced amax a follows Transformer Engine's fused kernel (`common/recipe/delayed_scaling.cu`, release
+2.20):
 
-    a = 0         nothing happens, not even a roll: the tensor was not there (a weight after the first microbatch); so
-                  with a = NaN, which leaves no trace
+    a = 0 or NaN  no change, not even a roll: the tensor was not quantized (a weight after the first microbatch)
     roll          entries move down by one, a becomes the last one, entry 0 becomes 0
     amax          the largest of the entries ("max"), or a ("most_recent")
-    quant_scale   (format max / 2^margin) / amax; kept as it is where amax is infinite, the largest FP32 if it overflows
+    quant_scale   (format max / 2^margin) / amax; unchanged where amax is infinite, the largest FP32 on overflow
 
-Two things differ from Transformer Engine on purpose: amaxes seen in evaluation are not noted, so that evaluating does
-not change training; and all linears of a model chunk are updated when the last of them has run, which is when the
-chunk's autocast ends there.
+Two differences from Transformer Engine are deliberate. Amaxes of evaluation are not recorded, so that evaluation does
+not change training. All linears of a model chunk are updated when the last of them has run, which is when Transformer
+Engine's autocast of the chunk ends.
 """
 
 from __future__ import annotations
@@ -44,17 +43,17 @@ class DelayedScale(NamedTuple):
     """The scale of one operand, for one use.
 
     Attributes:
-        quant: FP32 scalar.
-        amax: FP32 scalar that the tensor's amax is entered into; None leaves no trace.
+        quant_scale: FP32 scalar.
+        amax: FP32 scalar that records the tensor's amax; None records nothing.
     """
 
-    quant: Tensor
+    quant_scale: Tensor
     amax: Optional[Tensor]
 
-    def note(self, largest: Tensor) -> None:
-        """Remember an amax until the next update."""
+    def record(self, amax: Tensor) -> None:
+        """Record an amax for the next update."""
         if self.amax is not None:
-            torch.maximum(self.amax, largest, out=self.amax)
+            torch.maximum(self.amax, amax, out=self.amax)
 
 
 class DelayedScales(NamedTuple):
@@ -66,31 +65,36 @@ class DelayedScales(NamedTuple):
 
 
 @torch.no_grad()
-def update(history: Tensor, quant_scale: Tensor, largest: Tensor, format_max: Tensor, options: DelayedOptions) -> None:
-    """Update n tensors' history and scale in place.
+def update_scales(
+    history: Tensor, quant_scale: Tensor, new_amax: Tensor, format_max: Tensor, options: DelayedOptions
+) -> None:
+    """Update the amax history and the scale of n tensors in place.
 
     Args:
         history: FP32 [length, n].
         quant_scale: FP32 [n].
-        largest: FP32 [n], reduced amaxes.
+        new_amax: FP32 [n], reduced amaxes.
         format_max: FP32 [n], largest value of each tensor's format.
     """
-    was_there = largest > 0
-    rolled = torch.cat([history[1:], largest[None]])
-    amax = rolled.amax(dim=0) if options.algorithm == "max" else largest
-    scale = (format_max * 2.0**-options.margin / amax).clamp_(max=FP32_MAX)
+    was_quantized = new_amax > 0  # false for NaN
+    rolled = torch.cat([history[1:], new_amax[None]])
+    amax = rolled.amax(dim=0) if options.algorithm == "max" else new_amax
+    new_scale = (format_max * 2.0**-options.margin / amax).clamp_(max=FP32_MAX)
     rolled[0] = 0
-    history.copy_(torch.where(was_there, rolled, history))
+    history.copy_(torch.where(was_quantized, rolled, history))
     history[0] = 0
-    quant_scale.copy_(torch.where(was_there & (amax < torch.inf), scale, quant_scale))
+    quant_scale.copy_(torch.where(was_quantized & (amax < torch.inf), new_scale, quant_scale))
 
 
 class DelayedState(nn.Module):
-    """Histories and scales of a linear's operands: FP32 buffers, so that a checkpoint holds them.
+    """Amax histories and scales of a linear's operands, in FP32 buffers that checkpoints contain.
 
     Args:
         recipe: of delayed scaling.
     """
+
+    amax_history: Tensor
+    quant_scale: Tensor
 
     def __init__(self, recipe: LinearRecipe):
         super().__init__()
@@ -99,45 +103,46 @@ class DelayedState(nn.Module):
         self.format_max = tuple(_format_max(recipe, operand) for operand in OPERANDS)
         self.register_buffer("amax_history", torch.zeros(self.options.history_len, len(OPERANDS)))
         self.register_buffer("quant_scale", torch.ones(len(OPERANDS)))
-        self.kept_scales: deque[Tensor] = deque()
+        self.kept_scales: deque[Tensor] = deque()  # of forward passes that will be recomputed
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DelayedState:
         """Move with the model, but stay FP32 when the model becomes BF16."""
         for name, buffer in self._buffers.items():
+            assert buffer is not None
             self._buffers[name] = buffer.to(fn(buffer).device)
         return self
 
-    def scales(self, is_noted: bool, forward_scale: Optional[Tensor] = None) -> DelayedScales:
-        """What the operands are multiplied by now.
+    def scales(self, records_amax: bool, forward_scale: Optional[Tensor] = None) -> DelayedScales:
+        """The current scales of the operands.
 
         Args:
-            is_noted: note the amaxes.
-            forward_scale: those of input and weight, where they are not today's: their amaxes were noted then.
+            records_amax: record the amaxes in the history.
+            forward_scale: earlier scales to use for input and weight, whose amaxes were recorded then.
         """
-        entries = [entry if is_noted else None for entry in self.amax_history[0]]
+        entries = [entry if records_amax else None for entry in self.amax_history[0]]
         scales = [DelayedScale(*pair) for pair in zip(self.quant_scale, entries, strict=True)]
         if forward_scale is not None:
-            scales[FORWARD] = [DelayedScale(scale, None) for scale in forward_scale[FORWARD]]
+            scales[FORWARD] = [DelayedScale(quant_scale, None) for quant_scale in forward_scale[FORWARD]]
         return DelayedScales(*scales)
 
     def scales_for_forward(self) -> tuple[DelayedScales, bool]:
         """The scales for a forward pass, and whether this is its first run.
 
-        Activation recomputation runs it twice: first without gradients, then with them, maybe after updates. The second
-        run has the scales of the first and leaves no trace in the history. Microbatches come back in order.
+        Activation recomputation runs a forward pass twice, first without gradients, then with them, possibly after
+        updates. The second run uses the scales of the first one and records nothing. Microbatches are recomputed in
+        the order in which they ran.
         """
         if not self.training:
-            return self.scales(is_noted=False), False
+            return self.scales(records_amax=False), False
         if torch.is_grad_enabled() and self.kept_scales:
-            return self.scales(is_noted=True, forward_scale=self.kept_scales.popleft()), False
+            return self.scales(records_amax=True, forward_scale=self.kept_scales.popleft()), False
         if not torch.is_grad_enabled():
             self.kept_scales.append(self.quant_scale.clone())
-        return self.scales(is_noted=True), True
+        return self.scales(records_amax=True), True
 
 
 def _format_max(recipe: LinearRecipe, operand: Operand) -> float:
-    """The largest number that an operand's codes stand for; 1 where delayed scaling has no part in it, which then never
-    has an amax either."""
+    """The largest value of an operand's format; 1 for an operand without delayed scaling, which records no amax."""
     rules = {rule for each, _, rule in recipe.rules if each is operand and rule is not None}
     formats = {rule.format for rule in rules if rule.scale_rule is ScaleRule.DELAYED}
     assert len(formats) <= 1, "one scale for codes of two formats"
@@ -145,9 +150,9 @@ def _format_max(recipe: LinearRecipe, operand: Operand) -> float:
 
 
 class AmaxExchange:
-    """The linears of a model chunk, whose amaxes travel together: one all-reduce a microbatch and direction.
+    """Reduces the amaxes of all linears of a model chunk together: one all-reduce per microbatch and direction.
 
-    Each calls `forward_ran` and `backward_ran` once a microbatch; with the last of them all are updated.
+    Each linear calls `forward_ran` and `backward_ran` once a microbatch; the last call updates all scales.
     """
 
     def __init__(self) -> None:
@@ -173,7 +178,7 @@ class AmaxExchange:
         self._arrive(state, "backward", BACKWARD)
 
     def start_step(self) -> None:
-        """Forget an unfinished microbatch, which an error has left."""
+        """Discard a microbatch that an error left unfinished."""
         for ran in self._ran.values():
             ran.clear()
 
@@ -183,19 +188,21 @@ class AmaxExchange:
         ran.add(id(state))
         if len(ran) == len(self.states):
             ran.clear()
-            update_together(self.states, operands, self.group)
+            reduce_and_update_scales(self.states, operands, self.group)
 
 
 @torch.no_grad()
-def update_together(states: Sequence[DelayedState], operands: slice, group: Optional[dist.ProcessGroup]) -> None:
-    """Reduce the noted amaxes of some operands of all linears over the ranks, and update them."""
+def reduce_and_update_scales(
+    states: Sequence[DelayedState], operands: slice, group: Optional[dist.ProcessGroup]
+) -> None:
+    """Reduce the recorded amaxes of some operands of all linears over the ranks, and update histories and scales."""
     history = torch.stack([state.amax_history[:, operands] for state in states], dim=1)  # [length, linears, operands]
-    scale = torch.stack([state.quant_scale[operands] for state in states])
-    format_max = torch.tensor([state.format_max[operands] for state in states], device=scale.device)
+    quant_scale = torch.stack([state.quant_scale[operands] for state in states])
+    format_max = torch.tensor([state.format_max[operands] for state in states], device=quant_scale.device)
     fault_injection.poison("step.amax", history[0])
-    largest = reduce_amax(history[0].clone(), group)
+    amax = reduce_amax(history[0].clone(), group)
     length = len(history)
-    update(history.view(length, -1), scale.view(-1), largest.view(-1), format_max.view(-1), states[0].options)
+    update_scales(history.view(length, -1), quant_scale.view(-1), amax.view(-1), format_max.view(-1), states[0].options)
     for index, state in enumerate(states):
         state.amax_history[:, operands] = history[:, index]
-        state.quant_scale[operands] = scale[index]
+        state.quant_scale[operands] = quant_scale[index]

@@ -1,27 +1,22 @@
-"""E2M1, the 4-bit format: rounding by FP32 additions, and two codes to a byte.
+"""NVFP4: the cast to packed E2M1 codes, the Hadamard transform, and random numbers for stochastic rounding.
 
-E2M1 holds 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with a sign; code n is the n-th of them. Between powers of two the values are
-half a power of two apart (0.5 below 2, then 1, then 2). FP32 numbers that large that their own spacing is a given step
-round to multiples of the step by themselves, so v + c with c = 1.5 x 2^23 steps is v rounded to nearest, ties to even,
-and the low bits of the sum are the number of steps. No rounding comes before that one.
+E2M1 represents 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with a sign, and code n is the n-th of these values. Its spacing is 0.5
+below 2, then 1, then 2. The cast uses FP32 additions: at a magnitude where FP32's own spacing equals the step, adding
+rounds to a multiple of the step. With c = 1.5 x 2^23 steps, v + c is v rounded to nearest, ties to even, and the low
+bits of the sum are the number of steps. Nothing is rounded before that.
 
-Stochastic rounding moves v by up to half a step, at random, before it is rounded: up with a probability that is v's
-place between its two neighbours, in units of 1/256. Blackwell's conversion has 8 random bits an element too.
+Stochastic rounding adds a random number of up to half a step before that rounding. The probability of rounding up is
+v's position between its two neighbors, in units of 1/256: Blackwell's conversion also uses 8 random bits an element.
 
-The Hadamard transform of NVFP4's column operands.
+The Hadamard transform replaces 16 consecutive tokens of a channel by their product with an orthogonal 16 x 16 matrix Q,
+which spreads an outlier over all of them, so that the block's scale need not cover it. Both operands of wgrad are
+transformed along the summed dim, and the transform cancels: (Q dy)^T (Q x) = dy^T x. The matrix is Transformer
+Engine's: Sylvester's Hadamard matrix with fixed signs on its rows, times 1/4. The product has FP32 sums and is rounded
+to BF16.
 
-Sixteen consecutive tokens of one channel are replaced by their products with an orthogonal 16 x 16 matrix, so that an
-outlier among them is spread over all and the block's scale need not cover it. Both operands of wgrad are transformed
-along the summed dimension, and the transform drops out of the product: (Q dy)^T (Q x) = dy^T x.
-
-Transformer Engine's matrix: Sylvester's Hadamard matrix with the fixed signs below on its rows, times 1/4. Its
-transform is a BF16 product with FP32 sums, the result rounded to BF16.
-
-Random numbers for stochastic rounding that a run can repeat.
-
-Each draw of a linear has a generator of its own, seeded with who draws (run, layer, linear, rank) and how often it has
-drawn before. So the numbers depend neither on other layers, nor on dropout, nor on whether activations are recomputed,
-which draws nothing: only gradients are rounded stochastically. The count is in the checkpoint.
+The random numbers are reproducible. Each draw of a linear has its own generator, seeded with the linear's name (run,
+layer, linear, rank) and its number of earlier draws, which checkpoints contain. So they depend neither on other layers
+nor on dropout. Activation recomputation draws nothing, because only gradients are rounded stochastically.
 """
 
 from __future__ import annotations
@@ -34,43 +29,44 @@ from typing import Optional
 import torch
 from torch import Tensor, nn
 
-MAX = 6.0
+E2M1_MAX = 6.0
 EXPONENT_FIELD = 0x7F800000
 ONE = 0x3F800000  # the bits of 1.0
 EXPONENT_UNIT = 1 << 23
 HALF_UNIT_MANTISSA = 0x400000
-# From 2^e as bits to those of 1.5 x 2^(e + 22), whose neighbours in FP32 are 2^(e - 1) apart: E2M1's step at 2^e.
+# Added to the bits of 2^e it gives those of 1.5 x 2^(e + 22), where FP32's spacing is 2^(e - 1): E2M1's step at 2^e.
 TO_COUNTER = 22 * EXPONENT_UNIT + HALF_UNIT_MANTISSA
 NOISE_LEVELS = 256
 
+HADAMARD_SIZE = 16
+HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+
+
+# --- E2M1 -------------------------------------------------------------------------------------------------------------
+
 
 def cast(values: Tensor, out: Tensor, noise: Optional[Tensor] = None) -> Tensor:
-    """Round FP32 to packed E2M1 codes. `values` is overwritten.
+    """Round FP32 values to packed E2M1 codes. `values` is overwritten.
 
     Args:
         values: FP32 [..., K], K even.
         out: uint8 [..., K / 2]: element 2i in the low half of byte i.
-        noise: uint8 [..., K], random; None rounds to nearest, ties to even.
+        noise: uint8 [..., K], random; None rounds to nearest.
 
-    Numerics: saturates at 6; the sign of zero is kept; NaN becomes 6 (Transformer Engine's conversion).
+    Numerics: saturates at 6; the sign of zero is kept; NaN becomes 6, as in Transformer Engine's conversion.
     """
-    values.nan_to_num_(nan=MAX)
+    values.nan_to_num_(nan=E2M1_MAX)
     sign = values.view(torch.int32).bitwise_right_shift(28).bitwise_and_(8)
-    magnitude = values.abs_().clamp_(max=MAX)
+    magnitude = values.abs_().clamp_(max=E2M1_MAX)
     power = magnitude.view(torch.int32).bitwise_and(EXPONENT_FIELD).clamp_(min=ONE)  # 2^e as bits, e = 0, 1 or 2
     if noise is not None:
         half_steps = noise.to(torch.float32).add_(0.5 - NOISE_LEVELS / 2).mul_(1 / (2 * NOISE_LEVELS))
         magnitude.add_(half_steps.mul_(power.view(torch.float32)))
     counter = power + TO_COUNTER
     steps = magnitude.add_(counter.view(torch.float32)).view(torch.int32).sub_(counter)
-    # A power of two is at code 2 + 2e and 2 steps of its own above zero.
+    # 2^e has the code 2 + 2e and is 2 of its steps above zero.
     codes = steps.add_(power.sub_(ONE).bitwise_right_shift_(22)).add_(sign)
-    return _pack(codes.to(torch.uint8), out)
-
-
-def _pack(codes: Tensor, out: Tensor) -> Tensor:
-    """Codes [..., K], one a byte, to bytes [..., K / 2]."""
-    pairs = codes.view(torch.int16)  # little-endian: the even element is the low byte
+    pairs = codes.to(torch.uint8).view(torch.int16)  # little-endian: the even element is the low byte
     return out.copy_(pairs.bitwise_right_shift(4).bitwise_or_(pairs).bitwise_and_(0xFF))
 
 
@@ -81,53 +77,57 @@ def unpack(packed: Tensor) -> Tensor:
     return even.bitwise_or_(odd).view(torch.uint8)
 
 
-SIZE = 16
-SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+# --- Hadamard transform -----------------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=8)
-def transform_matrix(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Q [16, 16], orthogonal; 16 values of a channel become Q times them."""
+def hadamard_matrix(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Q [16, 16], orthogonal."""
     matrix = torch.ones(1, 1)
-    while len(matrix) < SIZE:
+    while len(matrix) < HADAMARD_SIZE:
         matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
-    signed = torch.tensor(SIGNS, dtype=torch.float32)[:, None] * matrix
+    signed = torch.tensor(HADAMARD_SIGNS, dtype=torch.float32)[:, None] * matrix
     return (signed.t() / 4).contiguous().to(device=device, dtype=dtype)
 
 
-def transform_columns(rows: Tensor) -> Tensor:
+def hadamard_transform(rows: Tensor) -> Tensor:
     """Transform each channel of [T, K] in groups of 16 rows.
 
     Numerics: FP32 sums, rounded to the dtype of `rows`.
 
     Raises:
-        ValueError: T is no multiple of 16.
+        ValueError: T is not a multiple of 16.
     """
     num_rows, channels = rows.shape
-    check_groups(num_rows)
-    groups = rows.reshape(num_rows // SIZE, SIZE, channels)
-    return torch.matmul(transform_matrix(rows.dtype, rows.device), groups).view(num_rows, channels)
+    check_hadamard_rows(num_rows)
+    groups = rows.reshape(num_rows // HADAMARD_SIZE, HADAMARD_SIZE, channels)
+    return torch.matmul(hadamard_matrix(rows.dtype, rows.device), groups).view(num_rows, channels)
 
 
-def check_groups(num_rows: int) -> None:
-    """Refuse rows that are no whole groups.
+def check_hadamard_rows(num_rows: int) -> None:
+    """Check that rows can be transformed in groups.
 
     Raises:
-        ValueError: they are no multiple of 16.
+        ValueError: their number is not a multiple of 16.
     """
-    if num_rows % SIZE:
+    if num_rows % HADAMARD_SIZE:
         raise ValueError(
-            f"the Hadamard transform takes rows in groups of {SIZE}, here are {num_rows}: choose --seq-length and "
-            "--micro-batch-size so that each rank has a multiple, or give --no-fp4-hadamard"
+            f"the Hadamard transform takes rows in groups of {HADAMARD_SIZE}, here are {num_rows}: choose "
+            "--seq-length and --micro-batch-size so that each rank has a multiple, or give --no-fp4-hadamard"
         )
 
 
+# --- random numbers ---------------------------------------------------------------------------------------------------
+
+
 class RoundingNoise(nn.Module):
-    """A stream of generators.
+    """A reproducible stream of random generators for stochastic rounding.
 
     Args:
-        name: of the stream; equal names give equal numbers, device by device.
+        name: of the stream; equal names give equal numbers on equal devices.
     """
+
+    num_draws: Tensor
 
     def __init__(self, name: str):
         super().__init__()
@@ -135,7 +135,7 @@ class RoundingNoise(nn.Module):
         self.register_buffer("num_draws", torch.zeros(1, dtype=torch.int64))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RoundingNoise:
-        """Stay on the CPU: reading a count must not stop a device."""
+        """Stay on the CPU: reading the count must not synchronize with a device."""
         return self
 
     def next_generator(self, device: torch.device) -> torch.Generator:
@@ -146,6 +146,6 @@ class RoundingNoise(nn.Module):
 
 
 def random_bytes(count: int, generator: torch.Generator) -> Tensor:
-    """uint8 [count], all values alike. Eight of them are one draw of 64 bits."""
+    """uint8 [count], uniformly distributed. Eight of them are one draw of 64 bits."""
     words = torch.empty(-(-count // 8), dtype=torch.int64, device=generator.device)
     return words.random_(-(1 << 63), None, generator=generator).view(torch.uint8)[:count]

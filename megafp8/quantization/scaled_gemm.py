@@ -1,14 +1,16 @@
-"""The product of two decoded operands by a factor, with FP32 sums and one rounding, on a CPU or a GPU.
+"""GEMMs of quantized operands: of decoded operands on any device, and of FP8 codes on Hopper's tensor cores.
 
-GEMMs of codes with a scale a row and a column, by Hopper's tensor cores (torch's `scaled_mm`).
+`emulated_gemm` and `accumulate` multiply decoded operands, sum in FP32 and round once. `multiply` takes codes with one
+scale for each row and column (rowwise scaling) to torch's scaled GEMM:
 
     product [M, N] = diag(a_scale) (a [M, K] . b [K, N]) diag(b_scale)
 
-Scales along the sum come out of it, so the tensor core multiplies codes and its epilogue the scales. Both operands must
-lie along the sum in memory: a by rows, b by columns.
+Scales along the summed dimension factor out of the sum, so that the tensor core multiplies codes and its epilogue the
+scales. Hopper needs both operands contiguous along the sum: a by rows, b by columns.
 
-Numerics: products are exact. With `is_fast` all of a sum stays in the tensor core, which keeps about 14 bits of it;
-else parts of it are added in FP32. Transformer Engine has the same choice, and takes the fast one in fprop alone.
+Numerics of `multiply`: products are exact. With `is_fast` a sum stays in the tensor core, which keeps about 14 bits of
+it; otherwise parts of the sum are added in FP32. Transformer Engine has the same choice, and uses the fast one in fprop
+alone.
 """
 
 from __future__ import annotations
@@ -21,13 +23,15 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from megafp8.quantization.quantize import Quantized, has_kernels
-from megafp8.recipes.base import OPERANDS_OF, WHOLE, Gemm, LinearRecipe, along_sum
+from megafp8.quantization.quantize import has_kernels
+from megafp8.quantization.quantized_tensor import Quantized
+from megafp8.recipes import registry
+from megafp8.recipes.base import FULL_DIM, OPERANDS_OF, Gemm, LinearRecipe, along_sum
 from megafp8.recipes.formats import E5M2
 
 
 def product_of(a: Optional[Tensor], b: Optional[Tensor]) -> Optional[Tensor]:
-    """The product of two factors, None being 1."""
+    """The product of two factors, where None is 1."""
     if a is None or b is None:
         return a if b is None else b
     return a * b
@@ -36,6 +40,9 @@ def product_of(a: Optional[Tensor], b: Optional[Tensor]) -> Optional[Tensor]:
 def rows_of(tensor: Tensor) -> Tensor:
     """[..., K] as [T, K]."""
     return tensor.reshape(-1, tensor.shape[-1])
+
+
+# --- decoded operands -------------------------------------------------------------------------------------------------
 
 
 def emulated_gemm(
@@ -54,13 +61,13 @@ def emulated_gemm(
         product = torch.mm(a, b) if a.dtype == torch.float32 else torch.mm(a, b, out_dtype=torch.float32)
         return _finish(product, factor, bias, dtype)
     alpha = 1.0 if factor is None else factor.item()
-    if bias is None:  # beta 0: the first operand is not read
+    if bias is None:  # beta is 0: the first operand is not read
         return torch.addmm(a.new_empty(1), a, b, beta=0, alpha=alpha).to(dtype)
     return torch.addmm(bias.to(a.dtype), a, b, alpha=alpha).to(dtype)
 
 
 def _finish(product: Tensor, factor: Optional[Tensor], bias: Optional[Tensor], dtype: torch.dtype) -> Tensor:
-    """factor x product + bias of an FP32 product on a GPU, rounded once to `dtype`."""
+    """factor x product + bias for an FP32 product on a GPU, rounded once to `dtype`."""
     if factor is None and bias is None:
         return product.to(dtype)
     if has_kernels(product):
@@ -72,14 +79,14 @@ def _finish(product: Tensor, factor: Optional[Tensor], bias: Optional[Tensor], d
 
 
 def accumulate(main_grad: Tensor, a: Tensor, b: Tensor, factor: Optional[Tensor] = None) -> None:
-    """main_grad += factor (a . b), summed in FP32 and rounded once, to the type of main_grad.
+    """main_grad += factor (a . b), summed in FP32 and rounded once to the type of main_grad.
 
-    A BF16 GEMM of a CPU has a BF16 result: added to an FP32 main_grad it would bring a relative error of up to 2^-9
-    with every microbatch. BF16 operands are therefore multiplied as FP32 numbers.
+    A CPU's BF16 GEMM has a BF16 result: adding it to an FP32 main_grad would bring a relative error of up to 2^-9 with
+    every microbatch. BF16 operands are therefore multiplied as FP32 numbers.
 
     Args:
         main_grad: [M, N], FP32, BF16 or FP16; changed in place.
-        a, b: [M, K] and [K, N], of one type.
+        a, b: [M, K] and [K, N], of one dtype.
         factor: FP32 scalar on their device; None is 1.
     """
     if a.is_cuda:
@@ -91,15 +98,15 @@ def accumulate(main_grad: Tensor, a: Tensor, b: Tensor, factor: Optional[Tensor]
     if dtype != main_grad.dtype:
         main_grad.add_(emulated_gemm(a, b, factor, dtype))
         return
-    with _bf16_units() if is_bf16 else contextlib.nullcontext():
+    with _allow_bf16_units() if is_bf16 else contextlib.nullcontext():
         main_grad.addmm_(a, b, alpha=1.0 if factor is None else factor.item())
 
 
 @contextlib.contextmanager
-def _bf16_units() -> Iterator[None]:
+def _allow_bf16_units() -> Iterator[None]:
     """Within, oneDNN may multiply FP32 matrices in the BF16 units of a CPU that has them.
 
-    For operands that are BF16 numbers: rounding them changes nothing, sums and results stay FP32, and it takes a
+    For operands that are BF16 numbers: rounding them changes nothing, sums and results stay FP32, and the GEMM takes a
     quarter to a half of the time.
     """
     matmul = torch.backends.mkldnn.matmul
@@ -126,7 +133,7 @@ def _accumulate_on_gpu(main_grad: Tensor, a: Tensor, b: Tensor, factor: Optional
 
 @functools.lru_cache(maxsize=1)
 def _addmm_accumulates() -> bool:
-    """Does this torch add a product of BF16 to FP32 in one GEMM? Its first versions with `out_dtype` refuse to."""
+    """Whether this torch adds a product of BF16 to FP32 in one GEMM; its first versions with `out_dtype` refuse."""
     total, ones = torch.zeros(8, 8, device="cuda"), torch.ones(8, 8, dtype=torch.bfloat16, device="cuda")
     try:
         torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
@@ -135,36 +142,42 @@ def _addmm_accumulates() -> bool:
     return True
 
 
-CAPABILITY = (9, 0)
-"""The compute capability that this was tried on."""
+# --- codes ------------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=16)
+def supports_scaled_mm(device: torch.device) -> bool:
+    """Whether a GPU is one on which some recipe's codes are multiplied (`Recipe.scaled_mm_capabilities`)."""
+    capability = torch.cuda.get_device_capability(device)
+    ranges = (limits for recipe in registry.recipes() for limits in recipe.scaled_mm_capabilities)
+    return any(since <= capability < end for since, end in ranges)
 
 
 def multiplies_codes(recipe: LinearRecipe, gemm: Gemm, activation: Tensor) -> bool:
-    """Are the codes of this GEMM multiplied as they are? Else they are decoded first."""
+    """Whether a GEMM multiplies its operands' codes; otherwise they are decoded first."""
     if not activation.is_cuda or activation.dtype != torch.bfloat16:
         return False
-    if torch.cuda.get_device_capability(activation.device) != CAPABILITY:
-        return False
     rules = [(operand, recipe.rule(operand, gemm)) for operand in dict(OPERANDS_OF)[gemm]]
-    has_scales_along_sum = all(rule.block == along_sum(WHOLE, operand, gemm) for operand, rule in rules)
-    return has_scales_along_sum and not all(rule.format is E5M2 for _, rule in rules)
+    if any(rule is None or rule.block != along_sum(FULL_DIM, operand, gemm) for operand, rule in rules):
+        return False
+    # Hopper has no product of two E5M2 operands.
+    is_all_e5m2 = all(rule is not None and rule.format is E5M2 for _, rule in rules)
+    return not is_all_e5m2 and supports_scaled_mm(activation.device)
 
 
 def rows_along_sum(quantized: Quantized) -> tuple[Tensor, Tensor]:
     """(codes [M, K] by rows, scale [M, 1]) of the first operand of fprop and dgrad."""
-    codes = quantized.codes
-    return codes.reshape(-1, codes.shape[-1]).contiguous(), quantized.dequant_scale
+    return rows_of(quantized.codes).contiguous(), quantized.dequant_scale
+
+
+def columns_along_sum(quantized: Quantized) -> tuple[Tensor, Tensor]:
+    """(codes [K, N] by columns, scale [1, N]) of the second operand of dgrad and wgrad."""
+    return rows_of(quantized.codes).t().contiguous().t(), quantized.dequant_scale
 
 
 def transposed(operand: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """An operand's codes and scales transposed."""
     return operand[0].t(), operand[1].t()
-
-
-def columns_along_sum(quantized: Quantized) -> tuple[Tensor, Tensor]:
-    """(codes [K, N] by columns, scale [1, N]) of the second operand of dgrad and wgrad."""
-    codes = quantized.codes.reshape(-1, quantized.codes.shape[-1])
-    return codes.t().contiguous().t(), quantized.dequant_scale
 
 
 def multiply(
@@ -174,8 +187,8 @@ def multiply(
     """The product [M, N] of codes a [M, K] and b [K, N] with their scales, in BF16 or FP32.
 
     Args:
-        a: as `rows_along_sum` gives it; K and N are multiples of 16.
-        b: as `columns_along_sum` gives it, or such an operand `transposed`.
+        a: as `rows_along_sum` returns it; K and N are multiples of 16.
+        b: as `columns_along_sum` returns it, or such an operand `transposed`.
         bias: BF16 [N].
         is_fast: sums stay in the tensor core.
     """

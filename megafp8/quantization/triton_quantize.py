@@ -1,8 +1,8 @@
-"""Quantization on a GPU in as few passes over memory as its data flow allows.
+"""Quantization on a GPU by Triton kernels, in as few passes over memory as the data flow allows.
 
-A tensor is read once for all its uses, after one more read for its amax where the scale of the whole tensor comes from
-it. Each use gets codes and scales, or the values that its GEMM multiplies, which then are the only thing written. Codes
-and scales are byte for byte those of the torch operations in `quantize.py`.
+A tensor is read once for all its uses, and once more before that where its amax is needed first (current scaling, and
+the tensor scale of two-level scaling). Each use gets codes and scales, or decoded values, which then are the only
+result that is written. Codes and scales are byte for byte those of the torch operations in `quantize.py`.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from megafp8.kernels.quantize import (
 from megafp8.kernels.rounding import grid_of
 from megafp8.kernels.tiles import has_complete_tiles
 from megafp8.quantization.delayed_scaling import DelayedScale
-from megafp8.quantization.nvfp4 import SIZE, check_groups, random_bytes, transform_matrix
-from megafp8.quantization.quantize import Decoded, Quantized, Use, decode_operand, matrix_shape
+from megafp8.quantization.nvfp4 import HADAMARD_SIZE, check_hadamard_rows, hadamard_matrix, random_bytes
+from megafp8.quantization.quantized_tensor import Decoded, Quantized, Use, matrix_shape, sized_block
 from megafp8.quantization.rounding import CODE_DTYPES, codes_shape
 from megafp8.quantization.scaling import FP32_MAX, reduce_amax
 from megafp8.recipes.base import Block, OperandRule, ScaleRule
 from megafp8.recipes.formats import E4M3
 
-PART = 4096  # elements of a program, where there are no blocks
+CHUNK_ELEMENTS = 4096  # of a program of an elementwise kernel
 AMAX_PROGRAMS = 1024
-TILINGS = {16: (4, 1), 32: (2, 1), 64: (1, 4), 128: (1, 16)}  # length of a block to squares of a tile and warps
+TILINGS = {16: (4, 1), 32: (2, 1), 64: (1, 4), 128: (1, 16)}  # block length: (squares of a tile, warps)
 SCALE_DTYPES = {ScaleRule.E8M0: torch.float8_e8m0fnu, ScaleRule.TWO_LEVEL: torch.float8_e4m3fn}
 RULE_NAMES = {
     ScaleRule.FP32: "fp32",
@@ -49,40 +49,46 @@ RULE_NAMES = {
 
 
 def can_quantize(tensor: Tensor, rule: OperandRule) -> bool:
-    """Do the kernels have this rule for this tensor? If not, torch operations do."""
+    """Whether `quantize_for` supports this rule for this tensor; otherwise torch operations quantize it."""
     if not tensor.numel():
         return False
     if rule.block is None:
         return rule.format.codes_per_byte == 1
-    if has_whole_dimension(tensor, rule):
-        return True
-    if rule.is_transformed and (rule.block != (SIZE, 1) or tensor.dtype != torch.bfloat16):
+    if rule.is_transformed and (rule.block != (HADAMARD_SIZE, 1) or tensor.dtype != torch.bfloat16):
         return False
-    return _is_known(rule.block)
+    return _is_supported_block(sized_block(rule))
 
 
 def can_decode(quantized: Quantized) -> bool:
-    """Do the kernels decode this? If not, torch operations do."""
+    """Whether `decode` supports this tensor; otherwise torch operations decode it."""
     rule = quantized.rule
-    is_known = rule.format.codes_per_byte == 1 if rule.block is None else _is_known(rule.block)
-    return is_known and quantized.codes.numel() > 0 and quantized.codes.is_contiguous()
+    is_supported = rule.format.codes_per_byte == 1 if rule.block is None else _is_supported_block(sized_block(rule))
+    return is_supported and quantized.codes.numel() > 0 and quantized.codes.is_contiguous()
 
 
-def _is_known(block: Block) -> bool:
-    """Rows, columns or squares of a length that is used?"""
+def has_row_scales(tensor: Tensor, rule: OperandRule) -> bool:
+    """Whether a rule gives each row or each column a scale, and `kernels/rowwise.py` supports it for this tensor."""
+    shape = matrix_shape(tensor)
+    is_supported = rule.block in ((1, shape[1]), (shape[0], 1)) and has_complete_tiles(*shape)
+    has_scale = rule.scale_rule in (ScaleRule.FP32, ScaleRule.POWER_OF_TWO)
+    return is_supported and has_scale and rule.format.codes_per_byte == 1 and not rule.is_stochastic
+
+
+def _is_supported_block(block: Block) -> bool:
+    """Whether a block is a row, a column or a square of a supported length."""
     return max(block) in TILINGS and min(block) in (1, max(block))
 
 
 @dataclass
 class RuleOutputs:
-    """What is made of a tensor by one rule; None is not wanted, or not there by this rule.
+    """The outputs of a kernel for one rule; None is not written.
 
     Attributes:
         codes: uint8.
-        scales: of the blocks, in the type in which they are kept.
+        scales: block scales, in the dtype in which they are stored.
         values: decoded codes.
-        factor: FP32 scalar, of the whole tensor.
-        noise: random bytes, one an element, ragged blocks filled up.
+        factor: FP32 scalar: the dequantization scale of the tensor, or the tensor scale of two-level scaling.
+        noise: random bytes, one an element, with ragged blocks padded.
     """
 
     rule: OperandRule
@@ -95,11 +101,12 @@ class RuleOutputs:
     def of_use(self, use: Use) -> Union[Quantized, Decoded]:
         """The result for one use."""
         if use.dtype is not None:
+            assert self.values is not None
             return Decoded(self.values, self.factor, self.rule)
-        codes = self.codes.view(CODE_DTYPES[self.rule.format.name])
-        if self.rule.block is None:
-            return Quantized(codes, self.factor, None, self.rule)
-        return Quantized(codes, self.scales, self.factor, self.rule)
+        assert self.codes is not None
+        dequant_scale, tensor_scale = (self.factor, None) if self.scales is None else (self.scales, self.factor)
+        assert dequant_scale is not None
+        return Quantized(self.codes.view(CODE_DTYPES[self.rule.format.name]), dequant_scale, tensor_scale, self.rule)
 
 
 def quantize_for(
@@ -109,104 +116,100 @@ def quantize_for(
     delayed: Optional[DelayedScale] = None,
     generators: Sequence[Optional[torch.Generator]] = (),
 ) -> list[Union[Quantized, Decoded]]:
-    """`quantize.quantize_for`, where `can_quantize` says so for every rule."""
+    """`quantize.quantize_for`, for rules that all `can_quantize`."""
     source = tensor.detach().contiguous()
-    if all(has_whole_dimension(source, use.rule) for use in uses):
-        return _quantize_dimensions(source, uses)
-    parts: dict[OperandRule, RuleOutputs] = {}
+    outputs: dict[OperandRule, RuleOutputs] = {}
     for index, use in enumerate(uses):
-        part = parts.setdefault(use.rule, RuleOutputs(use.rule))
-        _prepare(part, source, use, generators[index] if generators else None)
-    for part in parts.values():
-        if part.rule.block is None:
-            _quantize_tensor(source, part, group, delayed)
-    wanted = [part for part in parts.values() if part.rule.block is not None]
-    if len(wanted) == 2 and _share_a_read(*wanted):
-        _quantize_blocks(source, *sorted(wanted, key=lambda part: _is_tall(part.rule)), group)
+        of_rule = outputs.setdefault(use.rule, RuleOutputs(use.rule))
+        _allocate(of_rule, source, use, generators[index] if generators else None)
+    for of_rule in outputs.values():
+        if of_rule.rule.block is None:
+            _quantize_tensor(source, of_rule, group, delayed)
+    with_blocks = [of_rule for of_rule in outputs.values() if of_rule.rule.block is not None]
+    if len(with_blocks) == 2 and _share_a_read(*with_blocks):
+        row, column = sorted(with_blocks, key=lambda of_rule: _has_column_blocks(of_rule.rule))
+        _quantize_blocks(source, row, column, group)
     else:
-        for part in wanted:
-            _quantize_blocks(source, *((None, part) if _is_tall(part.rule) else (part, None)), group)
-    return [parts[use.rule].of_use(use) for use in uses]
+        for of_rule in with_blocks:
+            is_column = _has_column_blocks(of_rule.rule)
+            _quantize_blocks(source, None if is_column else of_rule, of_rule if is_column else None, group)
+    return [outputs[use.rule].of_use(use) for use in uses]
 
 
-def has_whole_dimension(tensor: Tensor, rule: OperandRule) -> bool:
-    """Does a scale belong to a whole row or column, in a tensor and by a rule that `row_kernels` have?"""
-    shape = matrix_shape(tensor)
-    is_known = rule.block in ((1, shape[1]), (shape[0], 1)) and has_complete_tiles(*shape)
-    has_scale = rule.scale_rule in (ScaleRule.FP32, ScaleRule.POWER_OF_TWO)
-    return is_known and has_scale and rule.format.codes_per_byte == 1 and not rule.is_stochastic
-
-
-def _quantize_dimensions(source: Tensor, uses: Sequence[Use]) -> list[Union[Quantized, Decoded]]:
-    """Codes by rows' and by columns' scales in two launches; those by columns lie by columns in memory."""
-    shape = matrix_shape(source)
-    found: dict[OperandRule, Quantized] = {}
-    for kind in dict.fromkeys((use.rule.format, use.rule.scale_rule) for use in uses):
-        rules = {use.rule.block: use.rule for use in uses if (use.rule.format, use.rule.scale_rule) == kind}
-        by_row, by_column = rowwise.cast(
-            source.view(shape), grid_of(kind[0]), rows=(1, shape[1]) in rules, columns=(shape[0], 1) in rules,
-            is_power_of_two=kind[1] is ScaleRule.POWER_OF_TWO,
-        )  # fmt: skip
-        dtype = CODE_DTYPES[kind[0].name]
-        if by_row is not None:
-            codes = by_row.codes.view(dtype).view(source.shape)
-            rule = rules[(1, shape[1])]
-            found[rule] = Quantized(codes, by_row.scale_inv.view(-1, 1), None, rule)
-        if by_column is not None:
-            codes = by_column.codes.view(dtype).t().unflatten(0, source.shape[:-1])
-            rule = rules[(shape[0], 1)]
-            found[rule] = Quantized(codes, by_column.scale_inv.view(1, -1), None, rule)
-    results = [found[use.rule] for use in uses]
-    return [
-        each if use.dtype is None else decode_operand(each, use.dtype) for use, each in zip(uses, results, strict=True)
-    ]
-
-
-def _prepare(part: RuleOutputs, source: Tensor, use: Use, generator: Optional[torch.Generator]) -> None:
-    """Make room for what a use wants."""
-    rule, device = part.rule, source.device
+def _allocate(outputs: RuleOutputs, source: Tensor, use: Use, generator: Optional[torch.Generator]) -> None:
+    """Allocate the outputs that a use needs."""
+    rule, device = outputs.rule, source.device
     if use.dtype is not None:
-        assert part.values is None or part.values.dtype == use.dtype, "values of one rule in two types"
-        part.values = torch.empty(source.shape, dtype=use.dtype, device=device) if part.values is None else part.values
-    elif part.codes is None:
-        part.codes = torch.empty(codes_shape(source.shape, rule.format), dtype=torch.uint8, device=device)
+        assert outputs.values is None or outputs.values.dtype == use.dtype, "values of one rule in two types"
+        if outputs.values is None:
+            outputs.values = torch.empty(source.shape, dtype=use.dtype, device=device)
+    elif outputs.codes is None:
+        outputs.codes = torch.empty(codes_shape(source.shape, rule.format), dtype=torch.uint8, device=device)
         if rule.block is not None:
             dtype = SCALE_DTYPES.get(rule.scale_rule, torch.float32)
-            part.scales = torch.empty(_num_blocks(source, rule), dtype=dtype, device=device)
+            outputs.scales = torch.empty(_num_blocks(source, rule), dtype=dtype, device=device)
     if rule.block is None or rule.scale_rule is ScaleRule.TWO_LEVEL:
-        part.factor = torch.empty((), device=device)
+        outputs.factor = torch.empty((), device=device)
     if generator is not None:
-        padded = [count * length for count, length in zip(_num_blocks(source, rule), rule.block, strict=True)]
-        part.noise = random_bytes(math.prod(padded), generator)
+        num_padded = math.prod(_num_blocks(source, rule)) * math.prod(sized_block(rule))
+        outputs.noise = random_bytes(num_padded, generator)
 
 
-# --- one scale --------------------------------------------------------------------------------------------------------
+# --- one scale for each row or column ---------------------------------------------------------------------------------
+
+
+def quantize_rowwise(tensor: Tensor, rules: Sequence[OperandRule]) -> dict[OperandRule, Quantized]:
+    """Quantize a tensor by rules of which each `has_row_scales`: two launches for each pair of format and scale rule.
+
+    Column-scaled codes are laid out by columns in memory, as Hopper's FP8 GEMMs need them.
+    """
+    source = tensor.detach().contiguous()
+    shape = matrix_shape(source)
+    quantized: dict[OperandRule, Quantized] = {}
+    for fmt, scale_rule in dict.fromkeys((rule.format, rule.scale_rule) for rule in rules):
+        of_block = {rule.block: rule for rule in rules if (rule.format, rule.scale_rule) == (fmt, scale_rule)}
+        row_rule, column_rule = of_block.get((1, shape[1])), of_block.get((shape[0], 1))
+        by_row, by_column = rowwise.cast(
+            source.view(shape), grid_of(fmt), rows=row_rule is not None, columns=column_rule is not None,
+            is_power_of_two=scale_rule is ScaleRule.POWER_OF_TWO,
+        )  # fmt: skip
+        dtype = CODE_DTYPES[fmt.name]
+        if by_row is not None and row_rule is not None:
+            codes = by_row.codes.view(dtype).view(source.shape)
+            quantized[row_rule] = Quantized(codes, by_row.scale_inv.view(-1, 1), None, row_rule)
+        if by_column is not None and column_rule is not None:
+            codes = by_column.codes.view(dtype).t().unflatten(0, source.shape[:-1])
+            quantized[column_rule] = Quantized(codes, by_column.scale_inv.view(1, -1), None, column_rule)
+    return quantized
+
+
+# --- one scale for the tensor -----------------------------------------------------------------------------------------
 
 
 def _quantize_tensor(
-    source: Tensor, part: RuleOutputs, group: Optional[dist.ProcessGroup], delayed: Optional[DelayedScale]
+    source: Tensor, outputs: RuleOutputs, group: Optional[dist.ProcessGroup], delayed: Optional[DelayedScale]
 ) -> None:
-    rule, count, note = part.rule, source.numel(), None
+    rule, count, recorded_amax = outputs.rule, source.numel(), None
     is_delayed = rule.scale_rule is ScaleRule.DELAYED
     if is_delayed:
         assert delayed is not None, "delayed scaling has its scale from before"
-        scale = delayed.quant
-        note = None if delayed.amax is None else delayed.amax.view(torch.int32)
+        scale_or_amax = delayed.quant_scale
+        recorded_amax = None if delayed.amax is None else delayed.amax.view(torch.int32)
     else:
-        scale = reduce_amax(_amax(source), group)
-    quantize_tensor_kernel[(_cdiv(count, PART),)](
-        source, scale, part.codes, part.values, part.factor, note, count,
+        scale_or_amax = reduce_amax(_amax(source), group)
+    quantize_tensor_kernel[(_cdiv(count, CHUNK_ELEMENTS),)](
+        source, scale_or_amax, outputs.codes, outputs.values, outputs.factor, recorded_amax, count,
         POWER_OF_TWO=rule.scale_rule is ScaleRule.POWER_OF_TWO, IS_DELAYED=is_delayed, GRID=grid_of(rule.format),
-        PART=PART, enable_fp_fusion=False,
+        PART=CHUNK_ELEMENTS, enable_fp_fusion=False,
     )  # fmt: skip
 
 
 def _amax(source: Tensor) -> Tensor:
     """FP32 [1]."""
-    largest = torch.zeros(1, device=source.device)
-    programs = min(AMAX_PROGRAMS, _cdiv(source.numel(), PART))
-    amax_kernel[(programs,)](source, largest.view(torch.int32), source.numel(), PART=PART)
-    return largest
+    amax = torch.zeros(1, device=source.device)
+    num_programs = min(AMAX_PROGRAMS, _cdiv(source.numel(), CHUNK_ELEMENTS))
+    amax_kernel[(num_programs,)](source, amax.view(torch.int32), source.numel(), PART=CHUNK_ELEMENTS)
+    return amax
 
 
 # --- blocks -----------------------------------------------------------------------------------------------------------
@@ -215,65 +218,72 @@ def _amax(source: Tensor) -> Tensor:
 def _quantize_blocks(
     source: Tensor, row: Optional[RuleOutputs], column: Optional[RuleOutputs], group: Optional[dist.ProcessGroup]
 ) -> None:
-    """Rows' or square blocks, and columns' blocks, from one read."""
-    rule = (row or column).rule
+    """Quantize in row or square blocks, in column blocks, or in both from one read."""
+    given = row or column
+    assert given is not None
+    rule = given.rule
     num_rows, num_columns = matrix_shape(source)
-    side = max(rule.block)
-    tiles, num_warps, programs = _tiling(num_rows, num_columns, side)
-    is_transformed = column is not None and column.rule.is_transformed
-    if is_transformed:
-        check_groups(num_rows)
-    matrix = transform_matrix(source.dtype, source.device) if is_transformed else None
+    side = max(sized_block(rule))
+    tiles, num_warps, num_programs = _tiling(num_rows, num_columns, side)
+    matrix = None
+    if column is not None and column.rule.is_transformed:
+        check_hadamard_rows(num_rows)
+        matrix = hadamard_matrix(source.dtype, source.device)
     row_amax = column_amax = None
     if rule.scale_rule is ScaleRule.TWO_LEVEL:
-        row_amax, column_amax = _two_amaxes(source, matrix, group)
+        row_amax, column_amax = _tensor_amaxes(source, matrix, group)
     row, column = row or RuleOutputs(rule), column or RuleOutputs(rule)
-    quantize_blocks_kernel[(programs,)](
+    quantize_blocks_kernel[(num_programs,)](
         source, matrix, num_rows, num_columns, min(torch.finfo(source.dtype).max, FP32_MAX),
         row_amax, row.noise, row.codes, _raw(row.scales), row.values, row.factor,
         column_amax, column.noise, column.codes, _raw(column.scales), column.values, column.factor,
-        IS_SQUARE=min(row.rule.block) > 1, RULE=RULE_NAMES[rule.scale_rule], GRID=grid_of(rule.format),
+        IS_SQUARE=min(sized_block(row.rule)) > 1, RULE=RULE_NAMES[rule.scale_rule], GRID=grid_of(rule.format),
         SCALE_GRID=grid_of(E4M3), SIDE=side, TILES=tiles, num_warps=num_warps, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def _two_amaxes(source: Tensor, matrix: Optional[Tensor], group: Optional[dist.ProcessGroup]) -> tuple[Tensor, Tensor]:
-    """Of a tensor and of its transform by `matrix`, or twice its own: FP32 scalars."""
+def _tensor_amaxes(
+    source: Tensor, matrix: Optional[Tensor], group: Optional[dist.ProcessGroup]
+) -> tuple[Tensor, Tensor]:
+    """FP32 scalars: the amax of a tensor, and that of its transform by `matrix`; without a matrix the same twice."""
     if matrix is None:
-        (largest,) = reduce_amax(_amax(source), group)
-        return largest, largest
+        (amax,) = reduce_amax(_amax(source), group)
+        return amax, amax
     num_rows, num_columns = matrix_shape(source)
-    tiles, num_warps, programs = _tiling(num_rows, num_columns, SIZE)
-    largest = torch.zeros(2, device=source.device)
-    transformed_amax_kernel[(programs,)](
-        source, matrix, largest.view(torch.int32), num_rows, num_columns, SIDE=SIZE, TILES=tiles, num_warps=num_warps
-    )
-    of_rows, of_columns = reduce_amax(largest, group)
-    return of_rows, of_columns
+    tiles, num_warps, num_programs = _tiling(num_rows, num_columns, HADAMARD_SIZE)
+    amaxes = torch.zeros(2, device=source.device)
+    transformed_amax_kernel[(num_programs,)](
+        source, matrix, amaxes.view(torch.int32), num_rows, num_columns, SIDE=HADAMARD_SIZE, TILES=tiles,
+        num_warps=num_warps,
+    )  # fmt: skip
+    row_amax, column_amax = reduce_amax(amaxes, group)
+    return row_amax, column_amax
 
 
 def decode(quantized: Quantized, dtype: torch.dtype) -> Tensor:
-    """`Quantized.operand`, where `can_decode` says so: codes times the scales of their blocks, without `factor`."""
+    """`quantize.decode_values`, for a tensor that `can_decode`."""
     rule, codes = quantized.rule, quantized.codes.contiguous()
     shape = (*codes.shape[:-1], codes.shape[-1] * rule.format.codes_per_byte)
     values = torch.empty(shape, dtype=dtype, device=codes.device)
     if rule.block is None:
         count, grid = values.numel(), grid_of(rule.format)
-        decode_tensor_kernel[(_cdiv(count, PART),)](codes.view(torch.uint8), values, count, GRID=grid, PART=PART)
+        decode_tensor_kernel[(_cdiv(count, CHUNK_ELEMENTS),)](
+            codes.view(torch.uint8), values, count, GRID=grid, PART=CHUNK_ELEMENTS
+        )
         return values
     num_rows, num_columns = matrix_shape(values)
-    side = max(rule.block)
-    tiles, num_warps, programs = _tiling(num_rows, num_columns, side)
-    decode_blocks_kernel[(programs,)](
+    block = sized_block(rule)
+    tiles, num_warps, num_programs = _tiling(num_rows, num_columns, max(block))
+    decode_blocks_kernel[(num_programs,)](
         codes.view(torch.uint8), _raw(quantized.dequant_scale.contiguous()), values, num_rows, num_columns,
-        IS_TALL=rule.block[0] > 1, IS_WIDE=rule.block[1] > 1, RULE=RULE_NAMES[rule.scale_rule],
-        GRID=grid_of(rule.format), SCALE_GRID=grid_of(E4M3), SIDE=side, TILES=tiles, num_warps=num_warps,
+        IS_TALL=block[0] > 1, IS_WIDE=block[1] > 1, RULE=RULE_NAMES[rule.scale_rule],
+        GRID=grid_of(rule.format), SCALE_GRID=grid_of(E4M3), SIDE=max(block), TILES=tiles, num_warps=num_warps,
         enable_fp_fusion=False,
     )  # fmt: skip
     return values
 
 
-# --- after a GEMM -----------------------------------------------------------------------------------------------------
+# --- GEMM epilogue ----------------------------------------------------------------------------------------------------
 
 
 def finish_product(product: Tensor, factor: Optional[Tensor], bias: Optional[Tensor], dtype: torch.dtype) -> Tensor:
@@ -286,8 +296,8 @@ def finish_product(product: Tensor, factor: Optional[Tensor], bias: Optional[Ten
     """
     out = torch.empty(product.shape, dtype=dtype, device=product.device)
     if count := product.numel():
-        finish_product_kernel[(_cdiv(count, PART),)](
-            product, factor, bias, out, count, product.shape[-1], PART=PART, enable_fp_fusion=False
+        finish_product_kernel[(_cdiv(count, CHUNK_ELEMENTS),)](
+            product, factor, bias, out, count, product.shape[-1], PART=CHUNK_ELEMENTS, enable_fp_fusion=False
         )
     return out
 
@@ -296,28 +306,28 @@ def finish_product(product: Tensor, factor: Optional[Tensor], bias: Optional[Ten
 
 
 def _num_blocks(tensor: Tensor, rule: OperandRule) -> list[int]:
-    return [_cdiv(size, length) for size, length in zip(matrix_shape(tensor), rule.block, strict=True)]
+    return [_cdiv(size, length) for size, length in zip(matrix_shape(tensor), sized_block(rule), strict=True)]
 
 
 def _tiling(num_rows: int, num_columns: int, side: int) -> tuple[int, int, int]:
-    """Squares of a tile, warps of a program, and programs."""
+    """Squares of a tile, warps of a program, and number of programs."""
     tiles, num_warps = TILINGS[side]
     return tiles, num_warps, _cdiv(num_rows, side) * _cdiv(num_columns, side * tiles)
 
 
-def _is_tall(rule: OperandRule) -> bool:
-    """Blocks of columns?"""
-    return rule.block[0] > 1 and rule.block[1] == 1
+def _has_column_blocks(rule: OperandRule) -> bool:
+    num_rows, num_columns = sized_block(rule)
+    return num_rows > 1 and num_columns == 1
 
 
 def _share_a_read(a: RuleOutputs, b: RuleOutputs) -> bool:
-    """Do two rules go into one kernel? Blocks of rows, or squares, and blocks of columns, alike otherwise."""
-    kinds = [(part.rule.format, part.rule.scale_rule, max(part.rule.block)) for part in (a, b)]
-    return kinds[0] == kinds[1] and _is_tall(a.rule) != _is_tall(b.rule)
+    """Whether one kernel can serve two rules: row or square blocks, and column blocks, otherwise alike."""
+    kinds = [(outputs.rule.format, outputs.rule.scale_rule, max(sized_block(outputs.rule))) for outputs in (a, b)]
+    return kinds[0] == kinds[1] and _has_column_blocks(a.rule) != _has_column_blocks(b.rule)
 
 
 def _raw(scales: Optional[Tensor]) -> Optional[Tensor]:
-    """Scales as a kernel knows them: FP32, or bytes."""
+    """Block scales in the dtypes of the kernels: FP32, or bytes."""
     return scales if scales is None or scales.dtype == torch.float32 else scales.view(torch.uint8)
 
 

@@ -1,4 +1,4 @@
-"""Transformer Engine's attention in FP8, with what delayed scaling remembers of it in checkpoints."""
+"""Self-attention on Transformer Engine: fused QKV split with RoPE, and FP8 attention with its scales in checkpoints."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from megafp8.kernels.rope import split_and_rotate
 
 
 class RotarySelfAttention(SelfAttention):
-    """megatron-core's self-attention with these kernels; for heads whose D is a power of two, rotated whole."""
+    """megatron-core's self-attention with the QKV split and RoPE in one kernel (`kernels/rope.py`).
+
+    For head dims that are powers of two, and rotary embeddings of the complete head.
+    """
 
     angles: Optional[Tensor] = None
-    notes_amax = False  # of the gradient that `linear_qkv` is given
+    records_amax = False  # of the gradient of `linear_qkv`'s output
 
     def forward(
         self, hidden_states: Tensor, *args: Any, rotary_pos_emb: Optional[Tensor] = None, **options: Any
     ) -> tuple[Tensor, Optional[Tensor]]:
-        """As upstream, which is given no angles where the kernels take them."""
+        """megatron-core's forward pass without rotary embeddings, which the kernel applies."""
         self.angles = rotary_pos_emb
         return super().forward(hidden_states, *args, rotary_pos_emb=None, **options)
 
@@ -29,25 +32,24 @@ class RotarySelfAttention(SelfAttention):
         self, hidden_states: Tensor, key_value_states: Optional[Tensor] = None, **options: Any
     ) -> tuple[Tensor, ...]:
         """Queries, keys and values [S, B, heads, D]."""
-        assert self.angles is not None and self.angles.shape[0] == hidden_states.shape[0] * self.gathered_ranks()
+        num_gathered = self.world_size if self.config.sequence_parallel else 1  # ranks whose tokens the linear gathers
+        assert self.angles is not None and self.angles.shape[0] == hidden_states.shape[0] * num_gathered
         joined, _ = self.linear_qkv(hidden_states)
         heads, groups = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
-        return split_and_rotate(joined, self.angles, heads, groups, self.notes_amax)
-
-    def gathered_ranks(self) -> int:
-        """Ranks whose tokens the linear gathers."""
-        return self.world_size if self.config.sequence_parallel else 1
+        return split_and_rotate(joined, self.angles, heads, groups, self.records_amax)
 
 
 class AmaxRotarySelfAttention(RotarySelfAttention):
-    """Before it, a linear whose gradient our kernels cast by its amax."""
+    """For current scaling by our kernels: the gradient of `linear_qkv`'s output is annotated with its amax."""
 
-    notes_amax = True
+    records_amax = True
 
 
 class FP8Attention(TEDotProductAttention):
-    """megatron-core's, which leaves the scales of queries, keys, values, probabilities and output, and of their
-    gradients, out of checkpoints."""
+    """megatron-core's attention, with the state of delayed scaling in checkpoints.
+
+    megatron-core leaves out the scales of queries, keys, values, probabilities and output, and of their gradients.
+    """
 
     def sharded_state_dict(
         self,
@@ -55,7 +57,7 @@ class FP8Attention(TEDotProductAttention):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: Optional[dict[str, Any]] = None,
     ) -> dict[str, Any]:
-        """As of a linear: one object of this layer, the same on all ranks that share its scales."""
+        """One object for this layer, as for a linear; it is the same on all ranks that share its scales."""
         assert metadata is not None
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True), prefix, {"softmax_offset": 0}, sharded_offsets,

@@ -1,5 +1,5 @@
-"""Transformer Engine's fused MLP: its scales are its linears', SwiGLU has kernels that save a pass, and the backward
-pass of its norm can take the residual's gradient in."""
+"""Transformer Engine's fused MLP, with the FP8 state of its linears, quantizing SwiGLU kernels, and a residual
+connection whose gradient is added in the backward kernel of the norm."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from transformer_engine.pytorch.tensor import Quantizer
 
 from megafp8.te.quantizers import empty_result, kernels_for
 
-# An operation's passes, and what Transformer Engine calls their scales.
+# Directions of an operation, and the keys of their state in `fp8_meta`.
 MODES = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 
 
 class QuantizingSwiGLU(te.ops.SwiGLU):
-    """SwiGLU that makes both FP8 copies of its result at once, each way, where there are kernels for the quantizer and
-    the tensor; else Transformer Engine's."""
+    """SwiGLU that writes its result, and its gradient, quantized by rows and by columns at once.
+
+    Where no kernel supports the quantizer or the shape, it is Transformer Engine's.
+    """
 
     def _tex_swiglu_forward(self, input_: Tensor, quantizer: Optional[Quantizer]) -> Tensor:
         shape = [*input_.shape[:-1], input_.shape[-1] // 2]
@@ -33,7 +35,7 @@ class QuantizingSwiGLU(te.ops.SwiGLU):
         return result
 
     def _tex_swiglu_backward(self, grad_output: Tensor, input_: Tensor, quantizer: Optional[Quantizer]) -> Tensor:
-        # The kernels go through tiles of the result's gradient.
+        # `grad_output` has half the columns of `input_`: the kernels tile it, so that its shape must be divisible.
         kernels = kernels_for(quantizer, grad_output.shape)
         if kernels is None:
             return super()._tex_swiglu_backward(grad_output, input_, quantizer)
@@ -43,13 +45,13 @@ class QuantizingSwiGLU(te.ops.SwiGLU):
 
 
 class FusedMLP(TEFusedMLP):
-    """megatron-core's; what delayed scaling remembers is its linears', as without fused operations.
+    """megatron-core's fused MLP with the state of delayed scaling in its linears, as without operation fusion.
 
-    A checkpoint, a look at scales or a step that is taken back find it there, and a run can go on with or without.
+    Checkpoints, statistics and rollback of a step find the state there, and a run can resume with or without fusion.
 
     Args:
-        returns_input: beside its output, for `ResidualLayer` to add to: a pair in the output's place. Of the gradients
-            of both, Transformer Engine's kernel of the RMSNorm's backward pass then makes the input's.
+        returns_input: return the pair (output, input) in place of the output, for `ResidualLayer` to add. Transformer
+            Engine's backward kernel of the RMSNorm then adds the gradients of both.
     """
 
     def __init__(self, *args: Any, returns_input: bool = False, **options: Any):
@@ -62,23 +64,24 @@ class FusedMLP(TEFusedMLP):
             fused.insert(0, te.ops.MakeExtraOutput())
         operations = [operation for operation in fused if isinstance(operation, te.ops.BasicLinear)]
         for operation, linear in zip(operations, (self.linear_fc1, self.linear_fc2), strict=True):
-            remember_in(linear, operation)
+            share_fp8_state(linear, operation)
         return fused
 
 
-def remember_in(linear: TransformerEngineBaseModule, operation: te.ops.BasicLinear) -> None:
-    """Let an operation use the scales and amax histories of the linear that it stands for.
+def share_fp8_state(linear: TransformerEngineBaseModule, operation: te.ops.BasicLinear) -> None:
+    """Let an operation use the scales and amax histories of the linear that it replaces.
 
-    A linear has those of input, weight and output, and of the gradients of output and input; an operation uses the
-    first two and the first. The fuser forgets an operation's state when quantization is off for a while: what is
-    remembered here comes back, and stands once in Transformer Engine's list of what a step updates.
+    A linear has state for input, weight and output, and for the gradients of output and input; an operation uses the
+    first two of the former and the first of the latter. The fuser drops an operation's state while quantization is
+    off. The state that is kept here is then restored, and is listed only once among what Transformer Engine updates.
     """
-    reset, metas = operation.reset_recipe_state, {}
+    reset = operation.reset_recipe_state
+    metas: dict[str, dict[str, Any]] = {}
 
     def reset_recipe_state(*, recipe: Optional[Recipe]) -> None:
         if isinstance(recipe, DelayedScaling):
             linear.fp8_meta["recipe"] = recipe
-            linear.fp8_meta.setdefault("num_gemms", 1)  # a linear that has not run yet does not know how many it has
+            linear.fp8_meta.setdefault("num_gemms", 1)  # a linear sets it in its first forward pass
             linear.init_fp8_meta_tensors(recipe)
             for mode, key in MODES.items():
                 if metas.get(mode, {}).get(key) is not linear.fp8_meta[key]:
@@ -90,9 +93,10 @@ def remember_in(linear: TransformerEngineBaseModule, operation: te.ops.BasicLine
 
 
 class ResidualLayer(TransformerLayer):
-    """A layer whose residual around the MLP is what the MLP returns of its input (`FusedMLP.returns_input`).
+    """A layer whose residual connection adds the input that the MLP returns (`FusedMLP.returns_input`).
 
-    Autograd adds nothing then: the sum of both gradients is neither written by the norm nor read and added after it.
+    The gradients of the MLP and the residual are added inside the norm's backward kernel instead of by autograd, which
+    saves a write and a read of the gradient.
     """
 
     def _forward_post_mlp(
@@ -103,7 +107,7 @@ class ResidualLayer(TransformerLayer):
 
 
 class SwiGLUFusedMLP(FusedMLP):
-    """With SwiGLU of our own."""
+    """`FusedMLP` with `QuantizingSwiGLU`."""
 
     def _make_activation_op(self, *args: Any, **options: Any) -> te.ops.FusibleOperation:
         operation = super()._make_activation_op(*args, **options)

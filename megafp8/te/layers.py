@@ -1,4 +1,4 @@
-"""Transformer Engine's layers through megatron-core's own spec. It and `te_patches` import Transformer Engine."""
+"""Transformer Engine layers through megatron-core's spec, and access to their FP8 state and wgrad fusion."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from transformer_engine.pytorch.tensor import QuantizedTensor
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
 from megafp8.config.rules.precision import (
-    casts_by_amax,
-    fuses_operations,
-    quantizes_in_swiglu,
-    recipes_of_our_kernels,
-    rotates_in_one_kernel,
+    fuses_swiglu_quantization,
+    triton_cast_recipes,
+    triton_casts_need_amax_pass,
+    uses_op_fuser,
+    uses_split_rope_kernel,
 )
 from megafp8.config.schema import RunConfig
 from megafp8.mcore import patches as mcore_wgrad
@@ -34,21 +34,21 @@ FP8_SUB_BACKEND = 2  # NVTE_FP8 among Transformer Engine's fused attentions
 
 
 def layer_spec(config: RunConfig) -> ModuleSpec:
-    """One transformer layer on Transformer Engine; megatron-core enters the FP8 context around it."""
+    """Spec of a transformer layer on Transformer Engine; megatron-core enters the FP8 autocast around it."""
     patches.install()
-    patches.cast_by_kernels(recipes_of_our_kernels(config))
-    is_fused = fuses_operations(config)
+    patches.cast_by_kernels(triton_cast_recipes(config))
+    is_fused = uses_op_fuser(config)
     spec = get_gpt_layer_with_transformer_engine_spec(
         qk_layernorm=config.model.qk_layernorm,
         use_te_op_fuser=is_fused,
     )
-    if rotates_in_one_kernel(config):
-        attention = AmaxRotarySelfAttention if casts_by_amax(config) else RotarySelfAttention
+    if uses_split_rope_kernel(config):
+        attention = AmaxRotarySelfAttention if triton_casts_need_amax_pass(config) else RotarySelfAttention
         spec.submodules.self_attention.module = attention
     if config.precision.fp8_dot_product_attention:
         spec.submodules.self_attention.submodules.core_attention = FP8Attention
     if is_fused:
-        spec.submodules.mlp.module = SwiGLUFusedMLP if quantizes_in_swiglu(config) else FusedMLP
+        spec.submodules.mlp.module = SwiGLUFusedMLP if fuses_swiglu_quantization(config) else FusedMLP
     if config.precision.residual_norm_fusion:
         spec.module, spec.submodules.mlp.params = ResidualLayer, {"returns_input": True}
     return spec
@@ -59,19 +59,19 @@ def norm() -> type:
     return TENorm
 
 
-def accumulate_gradients_in_gemm(model: torch.nn.Module) -> None:
-    """Let every linear add its weight gradient to `main_grad` inside the GEMM, the output layer too."""
+def fuse_wgrad_accumulation(model: torch.nn.Module) -> None:
+    """Let every linear, the output layer too, add its weight gradient to `main_grad` inside the wgrad GEMM."""
     for linear in fusing_linears(model):
         linear.fuse_wgrad_accumulation = True
-    mcore_wgrad.provide(add_weight_gradient)
+    mcore_wgrad.provide_wgrad_gemm(add_weight_gradient)
     for layer in output_layers(model):
         layer.gradient_accumulation_fusion = True
 
 
 def add_weight_gradient(inputs: torch.Tensor, gradients: torch.Tensor, main_grad: torch.Tensor) -> None:
-    """main_grad [N, K] plus gradients^T [N, T] times inputs [T, K], in one GEMM with sums in FP32, in place.
+    """main_grad [N, K] += gradients^T [N, T] . inputs [T, K], in one GEMM with FP32 sums.
 
-    With `main_grad.is_overwritten` it is the product alone.
+    With `main_grad.is_overwritten` the product overwrites `main_grad` (wgrad overwrite).
     """
     general_gemm(
         inputs, gradients, out_dtype=main_grad.dtype, layout="NT", out=main_grad, grad=True,
@@ -80,9 +80,9 @@ def add_weight_gradient(inputs: torch.Tensor, gradients: torch.Tensor, main_grad
 
 
 def output_layers(model: torch.nn.Module) -> list[ColumnParallelLinear]:
-    """megatron-core's own linears: the output layer, where this stage has it with a weight of its own.
+    """The output layer, megatron-core's own linear, if this pipeline stage has it and its weight is not shared.
 
-    A weight that it shares with the embedding has its gradient from autograd.
+    The gradient of a weight that is shared with the embedding comes from autograd.
     """
     linears = [module for module in model.modules() if type(module) is ColumnParallelLinear]
     return [
@@ -92,10 +92,10 @@ def output_layers(model: torch.nn.Module) -> list[ColumnParallelLinear]:
 
 
 def delayed_scales(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The scales of delayed scaling, FP32, a tensor for each direction of each linear.
+    """The scales of delayed scaling, FP32, one tensor for each direction of each linear.
 
-    There are none before the first forward pass, unless a checkpoint or FP8 weights brought some. Scales that nothing
-    has used, such as those of outputs, stay 1.
+    Before the first forward pass there are none, unless a checkpoint or FP8 weights created them. Unused scales, such
+    as those of outputs, stay 1.
     """
     states = [
         linear.fp8_meta.get(direction)
@@ -106,7 +106,7 @@ def delayed_scales(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def delayed_scale(linear: torch.nn.Module, operand: str) -> Optional[torch.Tensor]:
-    """The scale by which a linear quantizes an operand next under delayed scaling, a copy; None if it has none yet."""
+    """A copy of the quantization scale of an operand under delayed scaling; None if it has none yet."""
     # Transformer Engine's order: input, weight, output; then gradients of the output and of the input.
     direction, index = {"input": ("fwd", 0), "weight": ("fwd", 1), "grad_output": ("bwd", 0)}[operand]
     state = linear.fp8_meta.get(f"scaling_{direction}")
@@ -114,9 +114,9 @@ def delayed_scale(linear: torch.nn.Module, operand: str) -> Optional[torch.Tenso
 
 
 def delayed_state(model: torch.nn.Module) -> list[torch.Tensor]:
-    """All that delayed scaling remembers, histories too: the tensors themselves. None before the first forward pass.
+    """The scales and amax histories of delayed scaling, not copied; empty before the first forward pass.
 
-    Attention in BF16 has scales as well once it has run, which nothing uses and no checkpoint has: they are left out.
+    BF16 attention also has scales once it has run. Nothing uses or saves them: they are left out.
     """
     modules = [*fusing_linears(model), *fp8_attentions(model)]
     metas = [m.fp8_meta for m in modules if isinstance(m.fp8_meta.get("recipe"), DelayedScaling)]
@@ -124,23 +124,23 @@ def delayed_state(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def lacks_scales_of_attention(model: torch.nn.Module) -> bool:
-    """Whether attention in FP8 has not run yet, nor found scales in a checkpoint, as linears may have."""
+    """Whether some FP8 attention has no scales: it has not run, and no checkpoint had them, as it may for linears."""
     return any("scaling_fwd" not in attention.fp8_meta for attention in fp8_attentions(model))
 
 
 def fp8_attentions(model: torch.nn.Module) -> list[FP8Attention]:
-    """The attentions whose products are in FP8."""
+    """All FP8 attention modules."""
     return [module for module in model.modules() if isinstance(module, FP8Attention)]
 
 
 def fusing_linears(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The linears that can add their weight gradient to `main_grad` themselves."""
+    """The linears that can add their weight gradient to `main_grad` inside the wgrad GEMM."""
     modules = [m for m in model.modules() if isinstance(m, te.module.base.TransformerEngineBaseModule)]
     return [m for m in modules if hasattr(m, "fuse_wgrad_accumulation")]
 
 
 def weights_with_fused_gradients(chunks: list[torch.nn.Module]) -> list[torch.nn.Parameter]:
-    """Weights whose linears do so, and heed `overwrite_main_grad`."""
+    """Weights whose linears fuse wgrad accumulation, and support `overwrite_main_grad`."""
     linears = [linear for chunk in chunks for linear in fusing_linears(chunk) if linear.fuse_wgrad_accumulation]
     outputs = [layer for chunk in chunks for layer in output_layers(chunk) if layer.gradient_accumulation_fusion]
     return [linear.weight for linear in [*linears, *outputs]]
@@ -148,9 +148,9 @@ def weights_with_fused_gradients(chunks: list[torch.nn.Module]) -> list[torch.nn
 
 @contextmanager
 def high_precision_weights(chunks: list[torch.nn.Module]) -> Iterator[None]:
-    """Within, weights that are kept in FP8 stand in the model in high precision; afterwards they are quantized from it.
+    """Within, the model has high-precision parameters in place of its FP8 weights, which are quantized from them after.
 
-    The optimizer makes its master weights from the high-precision values, which they carry until then.
+    The FP8 weights keep the high-precision values until the optimizer has made its master weights from them.
     """
     quantized = [
         (module, name, weight)
@@ -167,14 +167,14 @@ def high_precision_weights(chunks: list[torch.nn.Module]) -> Iterator[None]:
         plain = module._parameters[name].detach()
         module._parameters[name] = weight
         if isinstance(weight._quantizer, Float8Quantizer):
-            weight._quantizer.amax.zero_()  # of the memory as it was found, and kept in delayed scaling's history
+            weight._quantizer.amax.zero_()  # it is the amax of uninitialized memory, and would enter the amax history
         with torch.no_grad():
             weight.quantize_(plain)
         weight._high_precision_init_val = plain
 
 
 def selected_attention_backend() -> Optional[str]:
-    """The attention kernels that Transformer Engine chose in the last forward pass; None before the first one."""
+    """The attention backend that Transformer Engine selected in the last forward pass; None before the first one."""
     from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention
 
     chosen = dot_product_attention._attention_backends

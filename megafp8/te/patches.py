@@ -1,7 +1,7 @@
-"""What Transformer Engine 2.20 does slowly or wrongly, mended from outside. The only file that patches it.
+"""Patches of Transformer Engine 2.20, for performance and for bugs. No other file patches it.
 
-Every patch says what needs it: `evidence` names a file below `transformer_engine/` and a text in it. A test fails when
-a text is gone, so that a patch does not outlive its reason.
+The evidence of a patch names files below `transformer_engine/` and a text in each that makes it necessary. A test fails
+when a text is gone, so that a patch does not outlive its reason.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformer_engine.pytorch.tensor import Quantizer
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer, Float8Tensor
 
 from megafp8.mcore.patches import Patch
-from megafp8.quantization.scaling import FORMAT_MAX, dequant_scale_of
+from megafp8.quantization.scaling import MOMENT_FORMAT_MAX, moment_dequant_scale
 from megafp8.recipes import registry
 from megafp8.te import quantizers
 
@@ -34,12 +34,12 @@ DIRECTIONS = ("fwd", "bwd")
 
 
 def is_flat(tensor: Tensor) -> bool:
-    """Whether a tensor is one row: a part of a weight as the distributed optimizer has it."""
+    """Whether a tensor is one row, as the distributed optimizer's shards of weights are."""
     return tensor.dim() == 1 or (tensor.dim() == 2 and tensor.shape[0] == 1)
 
 
 def cast_flat_shards_by_rows() -> None:
-    """The transpose of a shard is of no use: that of the whole weight is made after the gather."""
+    """Do not transpose shards of weights: the transpose of the complete weight is made after the gather."""
     plain = Float8Quantizer.update_quantized
 
     @functools.wraps(plain)
@@ -56,8 +56,11 @@ def cast_flat_shards_by_rows() -> None:
 
 
 def scale_moments_to_stay() -> None:
-    """An FP8 moment that is all zero gets the scale 0, whose reciprocal makes NaN of every element; and one that is
-    read in FP32 and stored again may get the scale beside its own, so that resuming is not going on to the bit."""
+    """Use `moment_dequant_scale` for Adam's moments.
+
+    Transformer Engine gives an all-zero FP8 moment the scale 0, whose reciprocal makes every element NaN. A moment that
+    is read in FP32 and stored again may get an adjacent scale, so that a resumed run is not identical to the bit.
+    """
     plain = FusedAdam._apply_scale
 
     @functools.wraps(plain)
@@ -67,8 +70,8 @@ def scale_moments_to_stay() -> None:
             plain(self, name, values, stored, scale)
             return
         smallest, largest = torch.aminmax(values)
-        format_max = FORMAT_MAX[torch.uint8 if is_fp8 else torch.float16]
-        scale.copy_(dequant_scale_of(torch.maximum(-smallest, largest), format_max))
+        format_max = MOMENT_FORMAT_MAX[torch.uint8 if is_fp8 else torch.float16]
+        scale.copy_(moment_dequant_scale(torch.maximum(-smallest, largest), format_max))
         if is_fp8:
             stored._quantizer.scale.copy_(1 / scale)
             stored.copy_(values)
@@ -79,7 +82,7 @@ def scale_moments_to_stay() -> None:
 
 
 def keep_moments_by_rows() -> None:
-    """No GEMM reads a moment: its transpose, where the GPU's GEMMs want one, is a second copy and a slow cast."""
+    """Do not transpose FP8 moments: no GEMM reads them, and the transpose is a second copy and a slow cast."""
     plain = FusedAdam._initialize_state
 
     @functools.wraps(plain)
@@ -94,26 +97,26 @@ def keep_moments_by_rows() -> None:
 
 
 def save_delayed_state_as_tensors() -> None:
-    """Amax histories and scales are written as tensors: what is pickled with a recipe, Transformer Engine refuses."""
+    """Save amax histories and scales as tensors: Transformer Engine pickles them, and then refuses to load pickles."""
     plain_get, plain_set = TransformerEngineBaseModule.get_extra_state, TransformerEngineBaseModule.set_extra_state
 
     @functools.wraps(plain_get)
     def get_extra_state(self: TransformerEngineBaseModule) -> Tensor:
         if not isinstance(self.fp8_meta.get("recipe"), DelayedScaling) or "scaling_fwd" not in self.fp8_meta:
             return plain_get(self)
-        return packed(delayed_tensors(self.fp8_meta))
+        return serialize_tensors(delayed_tensors(self.fp8_meta))
 
     @functools.wraps(plain_set)
     def set_extra_state(self: TransformerEngineBaseModule, state: Optional[Tensor]) -> None:
-        tensors = unpacked(state)
+        tensors = deserialize_tensors(state)
         if tensors is None:
             plain_set(self, state)
             return
         recipe = get_fp8_recipe(self.config) if self.config.fp8 else None
         if not isinstance(recipe, DelayedScaling):
-            return  # a checkpoint of delayed scaling goes on under another recipe, which has no memory
+            return  # a checkpoint of delayed scaling resumes under a stateless recipe
         self.fp8_meta["recipe"] = recipe
-        self.fp8_meta.setdefault("num_gemms", 1)  # a linear that has not run yet does not know how many it has
+        self.fp8_meta.setdefault("num_gemms", 1)  # a linear sets it in its first forward pass
         self.init_fp8_meta_tensors(recipe)
         for name, current in delayed_tensors(self.fp8_meta).items():
             current.copy_(tensors[name])
@@ -123,7 +126,7 @@ def save_delayed_state_as_tensors() -> None:
 
 
 def delayed_tensors(fp8_meta: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors that delayed scaling remembers in one module, by name; those themselves, not copies."""
+    """The scales and amax histories of one module by name, not copied."""
     return {
         f"{kind}_{direction}": getattr(fp8_meta[f"scaling_{direction}"], kind)
         for direction in DIRECTIONS
@@ -132,25 +135,25 @@ def delayed_tensors(fp8_meta: dict[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def packed(tensors: dict[str, Tensor]) -> Tensor:
-    """Tensors as one of bytes, on the CPU."""
+def serialize_tensors(tensors: dict[str, Tensor]) -> Tensor:
+    """Serialize tensors to one uint8 tensor on the CPU."""
     file = io.BytesIO()
     torch.save({name: tensor.detach().cpu() for name, tensor in tensors.items()}, file)
     return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
 
 
-def unpacked(state: Optional[Tensor]) -> Optional[dict[str, Tensor]]:
-    """What `packed` was given; None for anything else. Nothing in it is executed."""
+def deserialize_tensors(state: Optional[Tensor]) -> Optional[dict[str, Tensor]]:
+    """The tensors that `serialize_tensors` was given; None for other states. Loading executes no code of the state."""
     if not isinstance(state, Tensor) or not state.numel():
         return None
     try:
         return torch.load(io.BytesIO(state.cpu().numpy().tobytes()), weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError):
-        return None  # Transformer Engine says what it does with it
+        return None  # Transformer Engine reports what is wrong with it
 
 
 def overwrite_without_adding() -> None:
-    """A gradient that overwrote `main_grad` is handed to autograd as well, and added to itself there."""
+    """Return dummy weight gradients to autograd: one that overwrote `main_grad` would be added to itself."""
     plain = BasicLinear.op_backward
 
     @functools.wraps(plain)
@@ -215,28 +218,30 @@ PATCHES = (
 
 @functools.cache
 def install() -> None:
-    """Patch Transformer Engine; a second call does nothing."""
+    """Apply all patches; a second call does nothing."""
     for patch in PATCHES:
         patch.apply()
 
 
 def cast_by_kernels(recipes: Collection[str]) -> None:
-    """From now on activations and gradients of these recipes are cast by our kernels, where they take a tensor, and the
-    others' by Transformer Engine's. What a normalization or another fused kernel quantizes itself stays Transformer
-    Engine's.
+    """Cast activations and gradients of these recipes by our kernels, where they support the tensor.
+
+    Other recipes are cast by Transformer Engine, and so is what its norms and other fused kernels quantize themselves.
 
     Args:
         recipes: of `registry.with_triton_casts`.
     """
     for recipe in registry.with_triton_casts():
-        module, name = registry.get(recipe).te_quantizer
+        te_quantizer = registry.get(recipe).te_quantizer
+        assert te_quantizer is not None
+        module, name = te_quantizer
         quantizer = getattr(importlib.import_module(f"transformer_engine.pytorch.tensor.{module}"), name)
         plain = getattr(quantizer.quantize_impl, "__wrapped__", quantizer.quantize_impl)
         quantizer.quantize_impl = _with_kernels(plain) if recipe in recipes else plain
 
 
 def _with_kernels(plain: Callable[[Quantizer, Tensor], Any]) -> Callable[[Quantizer, Tensor], Any]:
-    """A quantizer's method that asks our kernels first."""
+    """A `quantize_impl` that uses our kernels where they support the tensor."""
 
     @functools.wraps(plain)
     def quantize_impl(self: Quantizer, tensor: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Transformer Engine's FP8 tensors, as our kernels write them."""
+"""Which of our kernels can replace a Transformer Engine quantizer, and the FP8 tensors that they write."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8Bloc
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 
 from megafp8.kernels import blockwise, delayed, tensorwise
-from megafp8.kernels.blockwise import Blocks
-from megafp8.kernels.delayed import ScaledCodes
+from megafp8.kernels.blockwise import BlockwiseOutput
+from megafp8.kernels.delayed import DelayedOutput
 from megafp8.kernels.rounding import grid_of
-from megafp8.kernels.tensorwise import Codes
+from megafp8.kernels.tensorwise import TensorwiseOutput
 from megafp8.kernels.tiles import has_complete_tiles
 from megafp8.recipes.formats import E4M3, E5M2
 
-Parts = Union[Blocks, Codes, ScaledCodes]
-# Transformer Engine counts FP8 formats on its own.
+Parts = Union[BlockwiseOutput, TensorwiseOutput, DelayedOutput]
+# By the names of Transformer Engine's DType.
 FORMATS = {"kFloat8E4M3": E4M3, "kFloat8E5M2": E5M2}
 
 
 def kernels_for(quantizer: Optional[Quantizer], shape: Sequence[int]) -> Optional[ModuleType]:
-    """The kernels that write what this quantizer makes of a tensor of this shape; None where only its own do."""
+    """The module of kernels that can replace a quantizer for a tensor of this shape; None if there is none."""
     if not has_complete_tiles(math.prod(shape[:-1]), shape[-1]):
         return None
     kernels = None
@@ -41,53 +41,30 @@ def kernels_for(quantizer: Optional[Quantizer], shape: Sequence[int]) -> Optiona
 
 
 def empty_result(quantizer: Quantizer, shape: Sequence[int], dtype: torch.dtype) -> tuple[Any, Parts]:
-    """A quantized tensor without its data, and the parts of it that the kernels of `kernels_for` write."""
+    """An uninitialized quantized tensor, and its parts that the kernels of `kernels_for` write."""
     result = quantizer.make_empty(shape, dtype=dtype)
+    grid = grid_of(FORMATS[quantizer.dtype.name])
     if isinstance(quantizer, Float8BlockQuantizer):
-        return result, blocks_of(result, quantizer)
+        return result, BlockwiseOutput(
+            row_codes=result._rowwise_data, row_scales=result._rowwise_scale_inv,
+            column_codes=result._columnwise_data, column_scales=result._columnwise_scale_inv,
+            grid=grid, is_power_of_two=quantizer.force_pow_2_scales,
+        )  # fmt: skip
     if result._transpose is not None:
         result._transpose_invalid = False
-    is_delayed = isinstance(quantizer, Float8Quantizer)
-    return result, scaled_codes_of(result, quantizer) if is_delayed else codes_of(result, quantizer)
+    if isinstance(quantizer, Float8Quantizer):
+        return result, DelayedOutput(
+            rows=result._data, columns=result._transpose, scale=quantizer.scale, amax=quantizer.amax,
+            scale_inv=result._scale_inv, grid=grid,
+        )  # fmt: skip
+    return result, TensorwiseOutput(
+        rows=result._data, columns=result._transpose, scale_inv=result._scale_inv, grid=grid,
+        is_power_of_two=quantizer.force_pow_2_scales,
+    )  # fmt: skip
 
 
 def cast(tensor: Tensor, quantizer: Quantizer, kernels: ModuleType) -> Any:
-    """A tensor quantized by the kernels of `kernels_for`."""
+    """Quantize a tensor by the kernels of `kernels_for`."""
     result, parts = empty_result(quantizer, tensor.shape, tensor.dtype)
     kernels.cast(tensor.contiguous().flatten(0, -2), parts)
     return result
-
-
-def blocks_of(result: Any, quantizer: Float8BlockQuantizer) -> Blocks:
-    """The parts of a blockwise tensor."""
-    return Blocks(
-        row_codes=result._rowwise_data,
-        row_scales=result._rowwise_scale_inv,
-        column_codes=result._columnwise_data,
-        column_scales=result._columnwise_scale_inv,
-        grid=grid_of(FORMATS[quantizer.dtype.name]),
-        is_power_of_two=quantizer.force_pow_2_scales,
-    )
-
-
-def codes_of(result: Any, quantizer: Float8CurrentScalingQuantizer) -> Codes:
-    """The parts of a tensor with one scale."""
-    return Codes(
-        rows=result._data,
-        columns=result._transpose,
-        scale_inv=result._scale_inv,
-        grid=grid_of(FORMATS[quantizer.dtype.name]),
-        is_power_of_two=quantizer.force_pow_2_scales,
-    )
-
-
-def scaled_codes_of(result: Any, quantizer: Float8Quantizer) -> ScaledCodes:
-    """The parts of a tensor whose scale is given, and that scale and amax."""
-    return ScaledCodes(
-        rows=result._data,
-        columns=result._transpose,
-        scale=quantizer.scale,
-        amax=quantizer.amax,
-        scale_inv=result._scale_inv,
-        grid=grid_of(FORMATS[quantizer.dtype.name]),
-    )

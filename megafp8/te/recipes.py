@@ -1,13 +1,13 @@
-"""Recipes of single linears that Transformer Engine computes: each runs in a context of its own.
+"""Precision maps on Transformer Engine: per-linear recipes, and an FP8 output layer.
 
-megatron-core enters one context around a layer, or around all layers of a chunk under delayed scaling. It can also give
-a linear another recipe (its `TEQuantizationRecipe`), but not one whose backward pass is in high precision, and where
-the layer's context is not quantized it never tells the linear that weights have changed.
+megatron-core enters one autocast around a layer, or around all layers of a chunk under delayed scaling. It can give a
+linear another recipe (`TEQuantizationRecipe`), but not one whose backward pass is in high precision. Where the layer's
+autocast is not quantized, it also never tells the linear that weights have changed. Here such a linear runs in an
+autocast of its own.
 
-The output layer as one of Transformer Engine's linears, to compute logits and their gradients in FP8.
-
-megatron-core makes its own, in high precision. A recipe with a memory (delayed scaling) is not for it: megatron-core
-takes what an output layer remembers out of checkpoints. Beside layers that have one it leaves theirs alone.
+megatron-core's output layer is in high precision. `OutputLayer` is a Transformer Engine linear, which computes logits
+and their gradients in FP8. It does not support delayed scaling, whose state megatron-core removes from checkpoints for
+an output layer, but works in a model whose layers use it.
 """
 
 from __future__ import annotations
@@ -33,14 +33,16 @@ from megafp8.config import precision_map
 from megafp8.config.precision_map import OUTPUT_LAYER, LinearChoice
 from megafp8.config.schema import RunConfig
 from megafp8.errors import CapabilityError
-from megafp8.mcore.modules import linears_of
+from megafp8.mcore.modules import named_linears
 from megafp8.recipes import registry
 
 FORMATS = {"e4m3": te_recipe.Format.E4M3, "hybrid": te_recipe.Format.HYBRID}
 
 
 def build_te_recipe(chosen: LinearChoice) -> Optional[te_recipe.Recipe]:
-    """Transformer Engine's recipe for a linear's three GEMMs, which `device.capability.map_problems` has let pass.
+    """Transformer Engine's recipe for a linear's three GEMMs.
+
+    `device.capability.precision_map_obstacles` has accepted the choice.
 
     Returns:
         None in high precision.
@@ -59,7 +61,7 @@ def build_te_recipe(chosen: LinearChoice) -> Optional[te_recipe.Recipe]:
     if override is not None:
         options["backward_override"] = override
     built = getattr(te_recipe, recipe.te_recipe_class)(**options)
-    if getattr(built, "backward_override", None) != override:  # recipes pass over options that they do not know
+    if getattr(built, "backward_override", None) != override:  # recipes ignore unknown options
         raise CapabilityError(
             f"the precision map gives a linear {chosen}, and this release of Transformer Engine has no recipe whose "
             "backward pass is in high precision: upgrade it, or give --transformer-impl emulated"
@@ -67,32 +69,32 @@ def build_te_recipe(chosen: LinearChoice) -> Optional[te_recipe.Recipe]:
     return built
 
 
-def give_recipes(chunk: GPTModel, config: RunConfig) -> None:
-    """Let each linear that the map gives another recipe than its layer's run under that, and the output layer too."""
+def apply_precision_map(chunk: GPTModel, config: RunConfig) -> None:
+    """Run the linears whose recipe differs from their layer's, and the output layer, under their own recipes."""
     precision = config.precision
     chosen = precision_map.resolve(config.model, precision)
     names = precision_map.changed_linears(config.model, precision)
     group = parallel_state.get_amax_reduction_group(
         with_context_parallel=True, tp_only_amax_red=precision.tp_only_amax_red
     )
-    changed = [(name, linear) for name, linear in linears_of(chunk) if name in names]
+    changed = [(name, linear) for name, linear in named_linears(chunk) if name in names]
     for name, linear in changed:
-        run_under(linear, build_te_recipe(chosen[name]), group)
+        wrap_with_recipe(linear, build_te_recipe(chosen[name]), group)
     output_recipe = build_te_recipe(chosen[OUTPUT_LAYER])
     if chunk.post_process and output_recipe is not None:
-        chunk.output_layer = OutputLayer.in_place_of(chunk.output_layer, output_recipe)
+        chunk.output_layer = OutputLayer.from_plain(chunk.output_layer, output_recipe)
         changed.append((OUTPUT_LAYER, chunk.output_layer))
     if not precision_map.base_choice(precision).is_quantized:
-        # megatron-core says which microbatch is the first only where its own context is quantized; without, codes of
-        # the weights would be kept for ever.
+        # megatron-core reports the first microbatch of a step only where its own autocast is quantized. Without that
+        # the cached codes of weights would never be renewed.
         for _, linear in changed:
             linear.disable_parameter_transpose_cache = True
 
 
-def run_under(linear: torch.nn.Module, recipe: Optional[te_recipe.Recipe], group: Any) -> None:
-    """Run a linear's forward pass under a recipe, None being high precision; its backward pass follows it.
+def wrap_with_recipe(linear: torch.nn.Module, recipe: Optional[te_recipe.Recipe], group: Any) -> None:
+    """Run a linear's forward pass, and with it its backward pass, under a recipe; None is high precision.
 
-    With the attribute `is_quantizing` set to False it runs as the context around it says.
+    While the linear's attribute `is_quantizing` is False, the surrounding autocast applies.
     """
     plain = linear.forward
 
@@ -108,12 +110,13 @@ def run_under(linear: torch.nn.Module, recipe: Optional[te_recipe.Recipe], group
 
 
 @contextmanager
-def after_layers() -> Iterator[None]:
-    """Within, a context counts as one inside another: Transformer Engine updates no scales of delayed scaling for it.
+def nested_autocast() -> Iterator[None]:
+    """Within, an autocast counts as nested, so that Transformer Engine does not update delayed scaling for it.
 
-    It updates those of all layers when an outermost context ends, and when the context's first linear has had its
-    backward pass. The layers' own context sees to both. For the output layer it would be once more, each way: amaxes of
-    0 in the histories, and in the backward pass before any layer had its gradients.
+    Transformer Engine updates the scales of all layers when an outermost autocast ends, and after the backward pass of
+    that autocast's first linear. The autocast of the layers causes both updates. An outermost autocast of the output
+    layer would cause each of them once more: amaxes of 0 would enter the histories, in the backward pass before any
+    layer had its gradients.
     """
     state = FP8GlobalStateManager.quantization_state
     state.autocast_depth += 1
@@ -131,8 +134,8 @@ class OutputLayer(TEColumnParallelLinear):
     is_quantizing = True
 
     @classmethod
-    def in_place_of(cls, plain: ColumnParallelLinear, recipe: Recipe) -> OutputLayer:
-        """A layer with the weight of megatron-core's own, which must not be the embedding's."""
+    def from_plain(cls, plain: ColumnParallelLinear, recipe: Recipe) -> OutputLayer:
+        """A layer with the weight of megatron-core's output layer, which must not be shared with the embedding."""
         config = copy.copy(plain.config)
         config.tp_comm_overlap = False  # there are no buffers of this shape
         layer = cls(
@@ -146,13 +149,13 @@ class OutputLayer(TEColumnParallelLinear):
     def forward(
         self, input_: Tensor, weight: Optional[Tensor] = None, runtime_gather_output: Optional[bool] = None
     ) -> tuple[Tensor, Any]:
-        """Logits, and None for the bias that there is not."""
+        """Logits, and None in place of a bias."""
         assert weight is None and not runtime_gather_output, "logits stay split over the vocabulary, for the loss"
-        with after_layers(), te.autocast(enabled=self.is_quantizing, recipe=self.recipe):
+        with nested_autocast(), te.autocast(enabled=self.is_quantizing, recipe=self.recipe):
             return super().forward(input_)
 
     def get_extra_state(self) -> None:
-        """None: megatron-core asks for its truth, which Transformer Engine's tensor without elements does not have."""
+        """None. megatron-core tests the truth value of the state, which an empty tensor does not have."""
 
     def set_extra_state(self, state: Any) -> None:
-        """There is none."""
+        """Ignored: there is no state."""

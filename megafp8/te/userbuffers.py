@@ -1,7 +1,7 @@
-"""Buffers through which Transformer Engine's linears talk to tensor-parallel ranks while their GEMMs run.
+"""Userbuffers: Transformer Engine's overlap of tensor-parallel communication with GEMMs (`--tp-comm-overlap`).
 
-The GPUs write into each other's memory, without NCCL. What is sent in FP8 is sent as codes: all-gathers of inputs and
-of gradients; what is reduced is in the run's own type.
+The GPUs write into each other's memory, without NCCL. All-gathers of inputs and gradients send codes where the linear
+quantizes to FP8; reductions are in the run's dtype.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from megafp8.utils.strict_yaml import read_yaml
 
 
 def start(config: RunConfig, dtype: torch.dtype) -> None:
-    """Allocate them; all ranks call it, before the first forward pass. A second call makes them anew.
+    """Allocate the buffers; a second call replaces them. All ranks call it before the first forward pass.
 
     Raises:
         CapabilityError: the GPUs cannot write into each other's memory.
     """
     parallel, model = config.parallel, config.model
     assert config.data.seq_length is not None and model.hidden_size is not None
+    assert config.training.micro_batch_size is not None
     tokens = config.data.seq_length * config.training.micro_batch_size // parallel.context_parallel_size
     modes = [UserBufferQuantizationMode.FP8] if is_fp8(config) else []
     if has_high_precision_layers(config):
@@ -43,26 +44,26 @@ def start(config: RunConfig, dtype: torch.dtype) -> None:
         )
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
-        mend = "" if os.environ.get("UB_SKIPMC") == "1" else "; without NVLink multicast, set the variable UB_SKIPMC=1"
-        raise CapabilityError(f"--tp-comm-overlap: {reason}{mend}; or leave the flag out") from error
+        fix = "" if os.environ.get("UB_SKIPMC") == "1" else "; without NVLink multicast, set the variable UB_SKIPMC=1"
+        raise CapabilityError(f"--tp-comm-overlap: {reason}{fix}; or leave the flag out") from error
 
 
 def is_fp8(config: RunConfig) -> bool:
-    """Whether any linear of a layer quantizes."""
+    """Whether any linear of a layer is quantized."""
     return derived.quantization_recipe(config.precision) is not None
 
 
 def has_high_precision_layers(config: RunConfig) -> bool:
-    """Whether any layer does not, or not in all steps."""
+    """Whether any layer runs in high precision, in all steps or in some."""
     precision = config.precision
     return not is_fp8(config) or precision.first_last_layers_bf16 or precision.fp8_schedule is not None
 
 
 def read_settings(path: Optional[str]) -> Optional[dict[str, Any]]:
-    """How each GEMM's communication is overlapped, by its name: `qkv_fprop`, `fc2_dgrad`...
+    """Read the overlap settings of each GEMM, by its name (`qkv_fprop`, `fc2_dgrad`, ...).
 
     Raises:
-        ConfigError: the file is no such table.
+        ConfigError: the file cannot be read, or is not a table of settings.
     """
     if path is None:
         return None
@@ -72,9 +73,7 @@ def read_settings(path: Optional[str]) -> Optional[dict[str, Any]]:
         raise ConfigError(f"--tp-comm-overlap-cfg {path}: cannot be read: {error.reason}") from error
     if not isinstance(table, dict) or not all(isinstance(entry, dict) for entry in table.values()):
         raise ConfigError(
-            [
-                f"--tp-comm-overlap-cfg {path}: give a table of settings for each GEMM, such as "
-                "`qkv_fprop: {method: ring_exchange}`"
-            ]
+            f"--tp-comm-overlap-cfg {path}: give a table of settings for each GEMM, such as "
+            "`qkv_fprop: {method: ring_exchange}`"
         )
     return table

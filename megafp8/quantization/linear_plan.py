@@ -1,0 +1,144 @@
+"""The plan of a quantized linear: which operand is quantized for which GEMM, in which dtype each GEMM multiplies, and
+the codes of a weight that several forward passes share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Optional, Union
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megafp8.quantization import scaled_gemm
+from megafp8.quantization.delayed_scaling import DelayedScales
+from megafp8.quantization.fp8_parameter import QuantizedParameter
+from megafp8.quantization.nvfp4 import RoundingNoise
+from megafp8.quantization.quantize import decode_operand, quantize_for
+from megafp8.quantization.quantized_tensor import Decoded, Quantized, Use
+from megafp8.recipes.base import OPERANDS_OF, Gemm, LinearRecipe, Operand, OperandRule
+
+
+class AmaxGroups(NamedTuple):
+    """Ranks whose shards of an operand share one scale; None: each rank scales its own shard."""
+
+    input: Optional[dist.ProcessGroup] = None
+    weight: Optional[dist.ProcessGroup] = None
+    grad_output: Optional[dist.ProcessGroup] = None
+
+
+# Called with an operand, its high-precision tensor, and its codes for each GEMM that it is quantized for.
+Observer = Callable[[Operand, Tensor, Mapping[Gemm, Quantized]], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearPlan:
+    """Everything a linear needs besides its tensors.
+
+    Attributes:
+        recipe: how each operand is quantized.
+        tensor_group: the tensor-parallel ranks; None with one rank.
+        gather_input: the input is a shard along dim 0 (sequence parallelism): its codes are gathered over
+            `tensor_group`, and its gradient is reduce-scattered.
+        allreduce_dgrad: sum the input gradient over `tensor_group`.
+        amax_groups: where amaxes are reduced.
+        fuse_wgrad: add the weight gradient to `weight.main_grad`, where data parallelism has made one.
+        delayed: with delayed scaling, the scales of the operands.
+        noise: with stochastic rounding, the source of its random numbers.
+        after_backward: called at the end of the backward pass.
+        observer: called with every operand that is quantized. Operands are then quantized to codes first and decoded
+            from them.
+    """
+
+    recipe: LinearRecipe
+    tensor_group: Optional[dist.ProcessGroup] = None
+    gather_input: bool = False
+    allreduce_dgrad: bool = False
+    amax_groups: AmaxGroups = AmaxGroups()
+    fuse_wgrad: bool = False
+    delayed: Optional[DelayedScales] = None
+    noise: Optional[RoundingNoise] = None
+    after_backward: Optional[Callable[[], None]] = None
+    observer: Optional[Observer] = None
+
+    def quantize(self, tensor: Tensor, operand: Operand, gemm: Gemm) -> Quantized:
+        """The codes of one operand for one GEMM."""
+        return self.quantize_to_codes(tensor, operand, (gemm,))[gemm]
+
+    def quantize_to_codes(self, tensor: Tensor, operand: Operand, gemms: tuple[Gemm, ...]) -> dict[Gemm, Quantized]:
+        """The codes of one operand for some of its GEMMs, which the observer sees."""
+        quantized: dict[Gemm, Quantized] = {}
+        for gemm, result in self._quantize(tensor, operand, dict.fromkeys(gemms)).items():
+            assert isinstance(result, Quantized)
+            quantized[gemm] = result
+        if self.observer is not None:
+            self.observer(operand, tensor, quantized)
+        return quantized
+
+    def quantize_for(
+        self, tensor: Tensor, operand: Operand, dtypes: Mapping[Gemm, Optional[torch.dtype]]
+    ) -> dict[Gemm, Union[Quantized, Decoded]]:
+        """One operand for some of its GEMMs: decoded to the dtype of the GEMM, or codes where the dtype is None."""
+        if self.observer is None:
+            return self._quantize(tensor, operand, dtypes)
+        codes = self.quantize_to_codes(tensor, operand, tuple(dtypes))
+        return {
+            gemm: codes[gemm] if dtype is None else decode_operand(codes[gemm], dtype) for gemm, dtype in dtypes.items()
+        }
+
+    def _quantize(
+        self, tensor: Tensor, operand: Operand, dtypes: Mapping[Gemm, Optional[torch.dtype]]
+    ) -> dict[Gemm, Union[Quantized, Decoded]]:
+        uses = [Use(self._rule(operand, gemm), dtype) for gemm, dtype in dtypes.items()]
+        group = getattr(self.amax_groups, operand.value)
+        delayed = None if self.delayed is None else getattr(self.delayed, operand.value)
+        generators = [
+            self.noise.next_generator(tensor.device) if self.noise is not None and use.rule.is_stochastic else None
+            for use in uses
+        ]
+        return dict(zip(dtypes, quantize_for(tensor, uses, group, delayed, generators), strict=True))
+
+    def _rule(self, operand: Operand, gemm: Gemm) -> OperandRule:
+        rule = self.recipe.rule(operand, gemm)
+        assert rule is not None, f"{gemm.value} is in high precision"
+        return rule
+
+    def gemm_dtype(self, activation: Tensor, gemm: Gemm) -> Optional[torch.dtype]:
+        """The dtype in which a GEMM multiplies decoded operands; None: it multiplies their codes.
+
+        BF16 where that holds the operands exactly. A CUDA GEMM takes BF16 operands to an FP32 result; a CPU GEMM
+        returns the type of its operands, so that an FP32 result needs FP32 operands.
+        """
+        if scaled_gemm.multiplies_codes(self.recipe, gemm, activation):
+            return None
+        is_exact = all(self._rule(operand, gemm).is_bf16_exact for operand in dict(OPERANDS_OF)[gemm])
+        fits = activation.is_cuda or activation.dtype == torch.bfloat16
+        return torch.bfloat16 if fits and is_exact else torch.float32
+
+
+class QuantizedWeight(NamedTuple):
+    """A weight [N, K] for the two GEMMs that read it; the same codes twice where the rules are the same.
+
+    None is for a GEMM in high precision, which reads the weight itself.
+    """
+
+    fprop: Optional[Quantized]
+    dgrad: Optional[Quantized]
+
+
+def quantize_weight(weight: Tensor, plan: LinearPlan) -> QuantizedWeight:
+    """Quantize a weight [N, K] for fprop and dgrad. The result is valid until the weight changes.
+
+    A weight that is stored as codes (`QuantizedParameter`) is returned as it is.
+    """
+    if isinstance(weight, QuantizedParameter):
+        if plan.delayed is not None:
+            plan.delayed.weight.record(weight.codes.amax)
+        codes = weight.codes.quantized()
+        if plan.observer is not None:
+            plan.observer(Operand.WEIGHT, weight, {Gemm.FPROP: codes, Gemm.DGRAD: codes})
+        return QuantizedWeight(codes, codes)
+    gemms = tuple(gemm for gemm in (Gemm.FPROP, Gemm.DGRAD) if plan.recipe.is_quantized(gemm))
+    quantized = plan.quantize_to_codes(weight, Operand.WEIGHT, gemms) if gemms else {}
+    return QuantizedWeight(quantized.get(Gemm.FPROP), quantized.get(Gemm.DGRAD))
