@@ -1,10 +1,8 @@
-"""A checkpoint that is written while training goes on.
+"""Asynchronous checkpoint saves: copy to host memory, then write in a background thread.
 
-Ranks agree in the training thread only, at most once a step and with one number: the threads beside it talk to no other
-rank. So no collective of theirs can meet one of the training, and a rank that writes for ever is noticed by the others'
-deadlines. A checkpoint is told of once it has its final name.
-
-Copies of what a save writes, in memory of the host that is kept from one save to the next.
+Ranks synchronize in the training thread only, at most once per step and with one scalar. Background threads never
+call a collective, so theirs cannot interleave with those of training, and a rank whose write hangs is detected by the
+other ranks' deadlines. A checkpoint is reported once it has its final name.
 """
 
 from __future__ import annotations
@@ -25,81 +23,81 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
-from megafp8.checkpoint.progress import Progress, Trainee
-from megafp8.checkpoint.save import ReusableSavePlan, Save, Written, failure_explained, prepare_save
+from megafp8.checkpoint.progress import Progress, TrainingState
+from megafp8.checkpoint.save import PreparedSave, ReusableSavePlan, WriteOutput, prepare_save, save_errors
 from megafp8.config.schema import RunConfig
-from megafp8.data.sample_hash import SampleMark
+from megafp8.data.sample_hash import SampleHash
 from megafp8.device.collective_errors import call_on_all_ranks
 from megafp8.errors import CheckpointError
 from megafp8.utils.process import in_thread
 
 
-class BackgroundSaves:
-    """Begins saves, one after the other; keeps between them what they share.
+class AsyncSaver:
+    """Starts saves one after the other, and keeps the plan and the host buffers between them.
 
     Args:
         timeout_s: a save that takes longer has failed.
-        device: on which ranks agree.
+        device: for the collective on which ranks agree.
     """
 
-    def __init__(self, config: RunConfig, trainee: Trainee, timeout_s: float, device: torch.device):
-        self._config, self._trainee = config, trainee
+    def __init__(self, config: RunConfig, training_state: TrainingState, timeout_s: float, device: torch.device):
+        self._config, self._training_state = config, training_state
         self._timeout_s, self._device = timeout_s, device
         self.forget()
 
     def forget(self) -> None:
-        """Share nothing with the next save: a thread that is left behind may still read and write it."""
-        self._copies = HostCopies()
+        """Drop the plan and the buffers: a thread of a failed save may still use them."""
+        self._copies = HostBuffers()
         self._plan: Optional[ReusableSavePlan] = None
 
     def begin(
-        self, folder: Path, progress: Progress, samples: Optional[SampleMark] = None, *, keep: Optional[int] = None
-    ) -> BackgroundSave:
-        """Begin a save, with the arguments of `save_checkpoint`; all ranks call it, and the one before has ended.
+        self, folder: Path, progress: Progress, samples: Optional[SampleHash] = None, *, keep: Optional[int] = None
+    ) -> AsyncSave:
+        """Start a save with the arguments of `save_checkpoint`; all ranks call it after the previous save has ended.
 
         Raises:
-            CheckpointError: on all ranks: it cannot be begun.
+            CheckpointError: on all ranks: the save cannot be started.
         """
-        with failure_explained(folder, progress.step):
+        with save_errors(folder, progress.step):
             save = prepare_save(
-                folder, self._config, self._trainee, progress, samples,
+                folder, self._config, self._training_state, progress, samples,
                 keep=keep, last=self._plan, is_written_later=True,
             )  # fmt: skip
         self._plan = save.plan
-        copy = Copy(save.plan.items, save.planner, self._copies)
-        self._trainee.being_copied.append(lambda: copy.wait(self._timeout_s))
-        return BackgroundSave(save, copy, self._timeout_s, self._device)
+        copy = HostCopy(save.plan.items, save.planner, self._copies)
+        self._training_state.pending_copies.append(lambda: copy.wait(self._timeout_s))
+        return AsyncSave(save, copy, self._timeout_s, self._device)
 
 
-class BackgroundSave:
-    """A save that is under way.
+class AsyncSave:
+    """A save in progress.
 
     Attributes:
-        progress: how far the run was when it began.
+        progress: of the run when the save started.
     """
 
-    def __init__(self, save: Save, copy: Copy, timeout_s: float, device: torch.device):
-        self.progress = save.progress
-        self._save, self._timeout_s, self._device = save, timeout_s, device
+    def __init__(self, prepared: PreparedSave, copy: HostCopy, timeout_s: float, device: torch.device):
+        self.progress = prepared.progress
+        self._prepared, self._timeout_s, self._device = prepared, timeout_s, device
         self._deadline = time.monotonic() + timeout_s
         self._is_written = False
 
-        def work() -> Written:
+        def work() -> WriteOutput:
             copy.make()
-            return save.write(copy.data)
+            return prepared.write(copy.data)
 
         self._work: Future[Any] = in_thread(work)
 
     def poll(self, is_waiting: bool = False) -> Optional[Path]:
-        """The checkpoint's folder if it has its name, else None; all ranks call it.
+        """Return the checkpoint's folder once it has its final name, else None; all ranks call it.
 
         Args:
-            is_waiting: return when it has.
+            is_waiting: block until then.
 
         Raises:
-            CheckpointError: on all ranks: it could not be written, or not in time.
+            CheckpointError: on all ranks: the save failed or timed out.
         """
-        with failure_explained(self._save.folder, self.progress.step):
+        with save_errors(self._prepared.folder, self.progress.step):
             while self._is_done_everywhere(is_waiting):
                 results = call_on_all_ranks(self._result)
                 if self._is_written:
@@ -108,48 +106,49 @@ class BackgroundSave:
                 self._work = in_thread(self._finish, results)
             return None
 
-    def _finish(self, written: list[Written]) -> Optional[Path]:
-        return self._save.finish(written) if dist.get_rank() == 0 else None
+    def _finish(self, written: list[WriteOutput]) -> Optional[Path]:
+        return self._prepared.finish(written) if dist.get_rank() == 0 else None
 
     def _is_done_everywhere(self, is_waiting: bool) -> bool:
         if is_waiting:
             wait([self._work], max(0.0, self._deadline - time.monotonic()))
-        is_over = self._work.done() or time.monotonic() >= self._deadline
-        flag = torch.tensor(int(is_over), device=self._device)
+        is_done = self._work.done() or time.monotonic() >= self._deadline
+        flag = torch.tensor(int(is_done), device=self._device)
         dist.all_reduce(flag, op=dist.ReduceOp.MIN)
         return bool(flag)
 
     def _result(self) -> Any:
         if not self._work.done():
-            self._save.permit.revoke()  # the thread goes on, when its disk answers
+            # The thread may still be blocked on the disk. It must not change the folder when the disk responds.
+            self._prepared.lease.revoke()
             raise CheckpointError(
                 f"it is not written after {self._timeout_s:g} s; --async-save-timeout gives it more time"
             )
         return self._work.result()
 
 
-Data = Union[Tensor, io.BytesIO]
+ItemData = Union[Tensor, io.BytesIO]
 
 
-class HostCopies:
-    """Memory for one copy of what this rank writes; one save at a time uses it."""
+class HostBuffers:
+    """Host memory for one copy of what this rank writes. One save at a time uses it."""
 
     def __init__(self) -> None:
         self._tensors: dict[MetadataIndex, Tensor] = {}
 
-    def places_for(self, data: dict[MetadataIndex, Data]) -> dict[MetadataIndex, Tensor]:
-        """A tensor on the host for each tensor; page-locked where there is a GPU, which then copies by itself.
+    def allocate(self, data: dict[MetadataIndex, ItemData]) -> dict[MetadataIndex, Tensor]:
+        """Return a host tensor for each tensor, reusing those of the previous save; pinned if there is a GPU.
 
         Raises:
-            CheckpointError: the host has no room for them.
+            CheckpointError: the host has not enough free memory.
         """
         wanted = {index: value for index, value in data.items() if isinstance(value, Tensor)}
-        kept = {
-            index: place
-            for index, value in wanted.items()
-            if is_place_for(value, place := self._tensors.get(index))  # fmt: skip
-        }
-        needed = sum(value.nbytes for index, value in wanted.items() if index not in kept)
+        reused = {}
+        for index, value in wanted.items():
+            buffer = self._tensors.get(index)
+            if buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype:
+                reused[index] = buffer
+        needed = sum(value.nbytes for index, value in wanted.items() if index not in reused)
         free = psutil.virtual_memory().available
         if needed > free:
             raise CheckpointError(
@@ -157,69 +156,64 @@ class HostCopies:
                 "without it, or use more ranks"
             )
         is_pinned = torch.cuda.is_available()
-        self._tensors = {
-            index: kept[index] if index in kept else torch.empty(value.shape, dtype=value.dtype, pin_memory=is_pinned)
-            for index, value in wanted.items()
-        }
+        for index, value in wanted.items():
+            if index not in reused:
+                reused[index] = torch.empty(value.shape, dtype=value.dtype, pin_memory=is_pinned)
+        self._tensors = reused
         return self._tensors
 
 
-def is_place_for(value: Tensor, place: Optional[Tensor]) -> bool:
-    """Whether a tensor on the host can take a value."""
-    return place is not None and place.shape == value.shape and place.dtype == value.dtype
+class HostCopy:
+    """A copy of what a rank writes, made in a thread during the next step's forward-backward.
 
-
-class Copy:
-    """One copy of what a rank writes, made in a thread while the next step computes gradients.
-
-    Weights and moments stay as they are until the optimizer's next update, so it is early enough if the copy is made
-    by then: whoever changes them calls `wait` first.
+    Weights and moments do not change until the next optimizer update. Whoever updates them calls `wait` first.
 
     Args:
-        plan: what is written.
-        planner: knows where it is.
+        plan: the items to write.
+        planner: resolves an item to its data.
     """
 
-    def __init__(self, plan: SavePlan, planner: SavePlanner, places: HostCopies):
-        self._plan, self._planner, self._places = plan, planner, places
-        self._is_issued, self._is_given_up = threading.Event(), False
-        self._data: dict[MetadataIndex, Data] = {}
-        self._device = DeviceOrder() if torch.cuda.is_available() else None
+    def __init__(self, plan: SavePlan, planner: SavePlanner, buffers: HostBuffers):
+        self._plan, self._planner, self._buffers = plan, planner, buffers
+        self._is_issued, self._is_abandoned = threading.Event(), False
+        self._data: dict[MetadataIndex, ItemData] = {}
+        self._stream = CopyStream() if torch.cuda.is_available() else None
 
     def make(self) -> None:
-        """Copy everything; for another thread than the one that trains.
+        """Copy everything. Runs in the background thread.
 
         Raises:
-            CheckpointError: the host has no room, or `wait` has given the copy up.
+            CheckpointError: the host has not enough memory, or `wait` has timed out.
         """
         try:
             data = {item.index: self._planner.resolve_data(item) for item in self._plan.items}
-            self._data = data | self._places.places_for(data)
-            with self._device.in_thread() if self._device else nullcontext():
+            copies = self._buffers.allocate(data)
+            self._data = data | copies
+            with self._stream.in_thread() if self._stream else nullcontext():
                 for index, value in data.items():
                     if isinstance(value, Tensor):
-                        self._data[index].copy_(value.detach(), non_blocking=True)  # type: ignore[union-attr]
+                        copies[index].copy_(value.detach(), non_blocking=True)
         finally:
             self._is_issued.set()
-        if self._device:
-            self._device.copied.synchronize()
-        if self._is_given_up:
+        if self._stream:
+            self._stream.copied.synchronize()
+        if self._is_abandoned:
             raise CheckpointError("the copy to host memory was not made in time: weights have changed since")
 
     def wait(self, timeout_s: float) -> None:
-        """Return when weights and moments may change. A copy that is not made in time is given up."""
+        """Block until weights and moments may change. A copy that is not made in time is abandoned."""
         if not self._is_issued.wait(timeout_s):
-            self._is_given_up = True
-        if self._device:
-            torch.cuda.current_stream().wait_event(self._device.copied)
+            self._is_abandoned = True
+        if self._stream:
+            torch.cuda.current_stream().wait_event(self._stream.copied)
 
-    def data(self, item: WriteItem) -> Data:
-        """The copy of an item of the plan."""
+    def data(self, item: WriteItem) -> ItemData:
+        """Return the copy of an item of the plan."""
         return self._data[item.index]
 
 
-class DeviceOrder:
-    """The order of what a GPU does: copies come after what was computed before, and before the next update."""
+class CopyStream:
+    """Orders device-to-host copies after the computation so far and before the next update."""
 
     def __init__(self) -> None:
         self._device, self._computed, self.copied = torch.cuda.current_device(), torch.cuda.Event(), torch.cuda.Event()
@@ -227,7 +221,7 @@ class DeviceOrder:
 
     @contextmanager
     def in_thread(self) -> Iterator[None]:
-        """Within, in another thread, copies are put on a stream of their own."""
+        """Run copies of the calling thread on a stream of their own."""
         torch.cuda.set_device(self._device)  # each thread has its own
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):

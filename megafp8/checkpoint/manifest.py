@@ -1,8 +1,8 @@
 """The manifest of a checkpoint: every file with its size and SHA-256, written last.
 
-A folder is a checkpoint if it has a manifest, and whole if its files are those of the manifest. The manifest has a hash
-of itself, and is written in one form only, so that no byte of it can change unnoticed either. Hashes stop accidents:
-whoever may write to the folder can also write another manifest.
+A folder with a manifest is a checkpoint. It is complete if its files match the manifest. The manifest includes a hash
+of itself and has one canonical encoding, so any changed byte is detected. Hashes protect against accidents only:
+whoever can write to the folder can also replace the manifest.
 """
 
 from __future__ import annotations
@@ -13,26 +13,27 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 from megafp8.errors import CheckpointError
-from megafp8.utils.files import LIST_BYTES, UnreadableFile, atomic_write, file_sha256, read_bytes
+from megafp8.utils.files import LIST_BYTES, UnreadableFile, atomic_write, file_sha256, read_bytes, sync_file
+from megafp8.utils.formatting import utc_now
 from megafp8.utils.strict_json import parse_json
 
 MANIFEST = "manifest.json"
-VERSION = 1
-SHOWN = 4
-NAME = re.compile(r"iter_(\d{7,})")
+MANIFEST_VERSION = 1
+MAX_LISTED_PROBLEMS = 4
+FOLDER_NAME = re.compile(r"iter_(\d{7,})")
 
 
 def folder_name(step: int) -> str:
-    """What a checkpoint's folder is called."""
+    """Return the name of a checkpoint's folder."""
     return f"iter_{step:07d}"
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file as it was written: its size, and its SHA-256 in hexadecimal."""
+    """Size and SHA-256 (hexadecimal) of a file."""
 
     num_bytes: int
     sha256: str
@@ -40,11 +41,11 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint is and what lies in its folder.
+    """Description of a checkpoint and of the files in its folder.
 
     Attributes:
         step: optimizer steps done.
-        consumed_samples: training sequences read.
+        consumed_samples: training samples read.
         layout: sizes of the parallel axes: pipeline, tensor, data x context.
         saved_at: UTC, ISO 8601.
         files: by path relative to the folder.
@@ -58,21 +59,37 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files, the manifest itself left out."""
+        """Size of all files except the manifest."""
         return sum(entry.num_bytes for entry in self.files.values())
 
 
+def build_manifest(
+    folder: Path,
+    step: int,
+    consumed_samples: int,
+    layout: tuple[int, ...],
+    hashed: Optional[Mapping[str, FileEntry]] = None,
+) -> Manifest:
+    """Build the manifest of the files in a folder. Those not in `hashed` are synced and hashed here."""
+    files = dict(hashed or {})
+    for name in relative_files(folder):
+        if name not in files:
+            sync_file(folder / name)
+            files[name] = FileEntry((folder / name).stat().st_size, file_sha256(folder / name))
+    return Manifest(step=step, consumed_samples=consumed_samples, layout=layout, saved_at=utc_now(), files=files)
+
+
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write it into the checkpoint's folder, whole or not at all, and wait until it is on the disk."""
+    """Write and sync the manifest atomically."""
     with atomic_write(folder / MANIFEST) as stream:
         stream.write(_encode(manifest))
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest in a checkpoint's folder.
+    """Read the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: there is none, or it is not what was written.
+        CheckpointError: it is missing or damaged.
     """
     path = folder / MANIFEST
     try:
@@ -94,45 +111,44 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def damage_seen(path: Path, with_hashes: bool = True, rank: int = 0, num_ranks: int = 1) -> list[str]:
-    """What one of some ranks finds wrong with a checkpoint: all look at the sizes, and each reads its share."""
+def find_damage(path: Path, with_hashes: bool = True, rank: int = 0, num_ranks: int = 1) -> list[str]:
+    """Return the problems of a checkpoint. With several ranks, each hashes its share of the files."""
     try:
         manifest = read_manifest(path)
         found = differences(path, manifest)
         if found or not with_hashes:
             return found
-        return changed(path, share(manifest.files, rank, num_ranks))
+        return changed_files(path, rank_share(manifest.files, rank, num_ranks))
     except (CheckpointError, OSError) as error:
         return [str(error)]
 
 
 def check_complete(path: Path) -> None:
-    """Read all of a checkpoint, in one process.
+    """Verify a checkpoint with hashes, in one process.
 
     Raises:
         CheckpointError: it is damaged.
     """
-    if problems := damage_seen(path):
-        raise CheckpointError(f"{path} cannot be read as a checkpoint: {listed(problems)}")
+    if problems := find_damage(path):
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: {summarize(problems)}")
 
 
-def listed(problems: list[str]) -> str:
-    """The first problems in one line."""
-    more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-    return "; ".join(problems[:SHOWN]) + more
+def summarize(problems: list[str]) -> str:
+    """Join the first problems in one line."""
+    more = f" and {len(problems) - MAX_LISTED_PROBLEMS} more" if len(problems) > MAX_LISTED_PROBLEMS else ""
+    return "; ".join(problems[:MAX_LISTED_PROBLEMS]) + more
 
 
 def differences(folder: Path, manifest: Manifest) -> list[str]:
-    """How folder and files differ from the manifest by name, kind and size; empty if they do not."""
+    """Return how names, types and sizes of a folder's files differ from the manifest."""
     found = []
-    if NAME.fullmatch(folder.name) and folder.name != folder_name(manifest.step):
+    if FOLDER_NAME.fullmatch(folder.name) and folder.name != folder_name(manifest.step):
         found.append(f"{MANIFEST} is of step {manifest.step}")
-    there = set(relative_files(folder)) - {MANIFEST}
-    for name in sorted(there - set(manifest.files)):
-        found.append(f"{name} is not in {MANIFEST}")
+    present = set(relative_files(folder)) - {MANIFEST}
+    found += [f"{name} is not in {MANIFEST}" for name in sorted(present - set(manifest.files))]
     for name, entry in sorted(manifest.files.items()):
         path = folder / name
-        if name not in there:
+        if name not in present:
             found.append(f"{name} is missing")
         elif path.is_symlink() or not path.is_file():
             found.append(f"{name} is not a plain file")
@@ -141,8 +157,8 @@ def differences(folder: Path, manifest: Manifest) -> list[str]:
     return found
 
 
-def changed(folder: Path, entries: Mapping[str, FileEntry]) -> list[str]:
-    """Which of these files have other bytes than were written: reads all of them."""
+def changed_files(folder: Path, entries: Mapping[str, FileEntry]) -> list[str]:
+    """Hash files and return those that differ from the manifest."""
     return [
         f"{name} is damaged: SHA-256 {found[:12]}... instead of {entry.sha256[:12]}..."
         for name, entry in sorted(entries.items())
@@ -150,27 +166,27 @@ def changed(folder: Path, entries: Mapping[str, FileEntry]) -> list[str]:
     ]
 
 
-def share(files: Mapping[str, FileEntry], rank: int, num_ranks: int) -> dict[str, FileEntry]:
-    """The files that a rank reads when the ranks divide them: shares are disjoint and of about equal size."""
+def rank_share(files: Mapping[str, FileEntry], rank: int, num_ranks: int) -> dict[str, FileEntry]:
+    """Return the files that a rank hashes: disjoint shares of about equal size."""
     loads = [0] * num_ranks
-    mine = {}
+    share = {}
     for name, entry in sorted(files.items(), key=lambda item: (-item[1].num_bytes, item[0])):
-        taker = loads.index(min(loads))
-        loads[taker] += entry.num_bytes
-        if taker == rank:
-            mine[name] = entry
-    return mine
+        least_loaded = loads.index(min(loads))
+        loads[least_loaded] += entry.num_bytes
+        if least_loaded == rank:
+            share[name] = entry
+    return share
 
 
 def relative_files(folder: Path) -> Iterable[str]:
-    """Everything in a folder that is not a folder, links included, by relative path."""
+    """Return the relative paths of everything in a folder except directories; links are included."""
     for path in folder.rglob("*"):
         if path.is_symlink() or not path.is_dir():
             yield path.relative_to(folder).as_posix()
 
 
 def _encode(manifest: Manifest) -> bytes:
-    content = {"version": VERSION} | asdict(manifest)
+    content = {"version": MANIFEST_VERSION} | asdict(manifest)
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return (json.dumps(content | {"sha256": digest}, indent=1, sort_keys=True) + "\n").encode()
 

@@ -1,7 +1,4 @@
-"""What a checkpoint says of itself, read without its tensors.
-
-What a checkpoint holds, told without building its model; and a manifest for one that has none.
-"""
+"""Metadata of a checkpoint, read without its tensors: configuration, plain values, names and shapes."""
 
 from __future__ import annotations
 
@@ -22,19 +19,18 @@ from megatron.core.safe_globals import register_safe_globals
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megafp8.checkpoint.manifest import MANIFEST, NAME, FileEntry, Manifest, relative_files, write_manifest
-from megafp8.checkpoint.progress import History
-from megafp8.checkpoint.serialization import COMMON, SafeReader, SafeStrategy, check_before_reading
+from megafp8.checkpoint.manifest import FOLDER_NAME, MANIFEST, Manifest, build_manifest, write_manifest
+from megafp8.checkpoint.progress import SkipHistory
+from megafp8.checkpoint.serialization import COMMON_FILE, SafeLoadStrategy, SafeReader, check_before_reading
 from megafp8.checkpoint.state_dict import EMBEDDING
 from megafp8.config import settings
 from megafp8.config.schema import RunConfig
-from megafp8.device.collective_errors import raise_peer_lost, reason
+from megafp8.device.collective_errors import error_text, raise_peer_lost
 from megafp8.errors import CheckpointError, PeerLost
-from megafp8.utils.files import file_sha256
-from megafp8.utils.formatting import utc_now
 
-# What megatron-core and torch raise on a file that is missing, cut off or of another model.
-UNREADABLE = (
+OPTIMIZER_PREFIX = "optimizer."
+# Raised by megatron-core and torch for files that are missing, truncated or of another model.
+LOAD_EXCEPTIONS = (
     CheckpointingException, CheckpointException, OSError, RuntimeError, AttributeError, EOFError, KeyError,
     pickle.UnpicklingError, TypeError, ValueError, IndexError, ImportError, zipfile.BadZipFile, RecursionError,
     MemoryError,
@@ -42,17 +38,17 @@ UNREADABLE = (
 
 
 def read_config(path: Path) -> RunConfig:
-    """The configuration that a checkpoint was made with, without reading its tensors.
+    """Return the configuration of the run that saved a checkpoint.
 
     Raises:
-        CheckpointError: not a checkpoint of this project.
+        CheckpointError: it is not a checkpoint of megafp8.
     """
-    return settings.from_json(common_state(path)["config"])
+    return settings.from_json(load_common_state(path)["config"])
 
 
-def common_state(path: Path) -> dict[str, Any]:
-    """The plain values of a checkpoint."""
-    with readable(path):
+def load_common_state(path: Path) -> dict[str, Any]:
+    """Load the plain values of a checkpoint."""
+    with load_errors(path):
         state = dist_checkpointing.load_common_state_dict(str(path))
     if "config" not in state:
         raise CheckpointError(f"{path} is a megatron-core checkpoint without megafp8's configuration")
@@ -60,9 +56,9 @@ def common_state(path: Path) -> dict[str, Any]:
 
 
 def check_readable(path: Path) -> None:
-    """Read back what a save has written besides tensors.
+    """Read back everything but tensors after a save.
 
-    Another version of Python or torch may write a form that the safe loader refuses. The save has to fail then: the run
+    Another version of Python or torch may write a form that the safe loader refuses. The save then fails while the run
     still has its weights.
 
     Raises:
@@ -71,50 +67,47 @@ def check_readable(path: Path) -> None:
     register_safe_globals()
     try:
         SafeReader(path).read_metadata()
-        torch.load(path / COMMON, map_location="cpu", weights_only=True)
-    except UNREADABLE as error:
+        torch.load(path / COMMON_FILE, map_location="cpu", weights_only=True)
+    except LOAD_EXCEPTIONS as error:
         raise CheckpointError(
             f"it was written, but cannot be read back with Python {platform.python_version()} and torch "
-            f"{torch.__version__} (constraints.txt has the versions that were tested): {reason(error)}"
+            f"{torch.__version__} (constraints.txt has the versions that were tested): {error_text(error)}"
         ) from error
 
 
-def history_in(common: dict[str, Any]) -> History:
-    """What a checkpoint's plain values tell of bad numbers; nothing in one that is older than that."""
-    return History.from_plain(common["history"]) if "history" in common else History()
+def skip_history(common: dict[str, Any]) -> SkipHistory:
+    """Return the skip-update history in a checkpoint's plain values; empty for older checkpoints."""
+    return SkipHistory.from_plain(common["history"]) if "history" in common else SkipHistory()
 
 
 def embedding_rows(path: Path) -> int:
-    """Rows of the embedding in a checkpoint: the padded vocabulary of the run that made it.
+    """Return the number of embedding rows: the padded vocabulary size of the run that saved the checkpoint.
 
-    megatron-core loads an embedding of another size without a word, so whoever can be wrong about it should compare.
+    megatron-core loads an embedding of another size without a warning, so callers compare it first.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
     """
-    with readable(path):
-        return dist_checkpointing.load_tensors_metadata(str(path), SafeStrategy())[EMBEDDING].global_shape[0]
+    with load_errors(path):
+        return dist_checkpointing.load_tensors_metadata(str(path), SafeLoadStrategy())[EMBEDDING].global_shape[0]
 
 
 @contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """Within, what a missing, damaged or other checkpoint raises becomes a CheckpointError, and none runs code."""
+def load_errors(path: Path) -> Iterator[None]:
+    """Convert errors of a missing, damaged or foreign checkpoint to CheckpointError, after the safety checks."""
     try:
         check_before_reading(path)
         yield
     except (CheckpointError, PeerLost):
         raise
-    except UNREADABLE as error:
+    except LOAD_EXCEPTIONS as error:
         raise_peer_lost(error)
-        raise CheckpointError(f"{path} cannot be read as a checkpoint: {reason(error)}") from error
-
-
-OPTIMIZER_PREFIX = "optimizer."
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: {error_text(error)}") from error
 
 
 @dataclass(frozen=True)
-class TensorShape:
-    """A tensor of a checkpoint: its name there, whole shape, type and number of parts."""
+class TensorSummary:
+    """Name, global shape, dtype, size and number of stored chunks of a tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -124,68 +117,64 @@ class TensorShape:
 
 
 @dataclass(frozen=True)
-class Contents:
-    """What is in a checkpoint.
+class CheckpointContents:
+    """Contents of a checkpoint.
 
     Attributes:
         config: the run's settings as JSON text.
-        samples: which samples were read, where that is known.
-        history: of bad numbers, with the samples that changed no weight.
-        tensors: in the order of their names.
-        objects: names of what is no tensor.
+        samples: position in the sample order, if known.
+        history: skipped updates.
+        tensors: sorted by name.
+        objects: names of non-tensor entries.
     """
 
     config: str
     samples: Any
-    history: History
-    tensors: tuple[TensorShape, ...]
+    history: SkipHistory
+    tensors: tuple[TensorSummary, ...]
     objects: tuple[str, ...]
 
     @property
     def num_parameters(self) -> int:
-        """Elements of the weights, and of the buffers beside them."""
+        """Number of elements of weights and buffers."""
         weights = (tensor for tensor in self.tensors if not tensor.name.startswith(OPTIMIZER_PREFIX))
         return sum(prod(tensor.shape) for tensor in weights)
 
 
-def read_contents(path: Path) -> Contents:
-    """Names, shapes and settings of a checkpoint; tensors are not read.
+def read_contents(path: Path) -> CheckpointContents:
+    """Return names, shapes and settings of a checkpoint, without reading tensors.
 
     Raises:
         CheckpointError: it cannot be read.
     """
-    common = common_state(path)
-    with readable(path):
-        kinds = SafeReader(path).read_metadata().state_dict_metadata
+    common = load_common_state(path)
+    with load_errors(path):
+        entries = sorted(SafeReader(path).read_metadata().state_dict_metadata.items())
         tensors = []
-        for name, kind in sorted(kinds.items()):
-            if isinstance(kind, TensorStorageMetadata):
-                shape, dtype = tuple(kind.size), kind.properties.dtype
-                size = prod(shape) * dtype.itemsize
-                tensors.append(TensorShape(name, shape, str(dtype).removeprefix("torch."), size, len(kind.chunks)))
-    objects = tuple(name for name, kind in sorted(kinds.items()) if not isinstance(kind, TensorStorageMetadata))
-    return Contents(common["config"], common.get("samples"), history_in(common), tuple(tensors), objects)
+        for name, entry in entries:
+            if isinstance(entry, TensorStorageMetadata):
+                shape, dtype = tuple(entry.size), str(entry.properties.dtype).removeprefix("torch.")
+                num_bytes = prod(shape) * entry.properties.dtype.itemsize
+                tensors.append(TensorSummary(name, shape, dtype, num_bytes, len(entry.chunks)))
+    objects = tuple(name for name, entry in entries if not isinstance(entry, TensorStorageMetadata))
+    return CheckpointContents(common["config"], common.get("samples"), skip_history(common), tuple(tensors), objects)
 
 
 def seal(path: Path) -> Manifest:
-    """Write a manifest of a checkpoint's files as they are: for one that is older than manifests.
+    """Write a manifest for a checkpoint that was saved before manifests existed.
 
     Raises:
-        CheckpointError: it has one, or is no checkpoint.
+        CheckpointError: it has a manifest, or is not a checkpoint.
     """
     if (path / MANIFEST).exists():
         raise CheckpointError(f"{path} has a manifest already")
-    match = NAME.fullmatch(path.resolve().name)
+    match = FOLDER_NAME.fullmatch(path.resolve().name)
     if match is None:
         raise CheckpointError(f"{path} is not named as a checkpoint is: iter_ and at least seven digits")
     read_contents(path)
-    common = common_state(path)
+    common = load_common_state(path)
     if common["step"] != int(match[1]):
         raise CheckpointError(f"{path} holds step {common['step']}")
-    files = {name: FileEntry((path / name).stat().st_size, file_sha256(path / name)) for name in relative_files(path)}
-    manifest = Manifest(
-        step=common["step"], consumed_samples=common["consumed_samples"], layout=tuple(common["layout"]),
-        saved_at=utc_now(), files=files,
-    )  # fmt: skip
+    manifest = build_manifest(path, common["step"], common["consumed_samples"], tuple(common["layout"]))
     write_manifest(path, manifest)
     return manifest

@@ -1,6 +1,7 @@
-"""What a run remembers of bad numbers: the samples that changed no weight, and what it judges the next step by.
+"""Training state and progress that a checkpoint saves: skip-update history, step, consumed samples.
 
-It is in the checkpoint, so that a resumed run decides as the one that was never stopped would."""
+The history is part of the checkpoint, so a resumed run takes the same skip-update decisions as an uninterrupted one.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ NOT_FINITE, SPIKE, ROLLBACK = "not finite", "spike", "rollback"
 
 @dataclass(frozen=True)
 class SkippedSamples:
-    """Samples of the run's order that no update was made from.
+    """A range of samples that no update was made from.
 
     Attributes:
-        first, end: the first one and the one after the last.
-        step: at which it was decided.
-        reason: one of the words above.
+        first, end: half-open range in the run's sample order.
+        step: optimizer step at which they were skipped.
+        reason: `NOT_FINITE`, `SPIKE` or `ROLLBACK`.
     """
 
     first: int
@@ -31,15 +32,15 @@ class SkippedSamples:
 
 
 @dataclass(frozen=True)
-class History:
-    """What is behind a run, as far as it decides what to do about bad numbers.
+class SkipHistory:
+    """Skipped updates and rollbacks, and the window by which loss spikes are detected.
 
     Attributes:
-        skipped: all samples that changed no weight, in their order.
-        num_in_row: updates left out since the last one that was made.
-        num_rollbacks: times that the run went back to a checkpoint.
-        window: (loss, gradient norm) of the last updates, the newest last; empty where spikes are not looked for.
-        num_overflows: updates that were left out while a loss scale was being found.
+        skipped: all samples that changed no weight, in order.
+        num_in_row: updates skipped since the last one that was made.
+        num_rollbacks: rollbacks to a checkpoint.
+        window: (loss, grad norm) of recent updates, newest last; empty without spike detection.
+        num_overflows: updates skipped because gradients overflowed at their loss scale.
     """
 
     skipped: tuple[SkippedSamples, ...] = ()
@@ -48,47 +49,46 @@ class History:
     window: tuple[tuple[float, float], ...] = ()
     num_overflows: int = 0
 
-    def after_skip(self, samples: SkippedSamples) -> History:
-        """An update was left out."""
+    def after_skip(self, samples: SkippedSamples) -> SkipHistory:
+        """Return the history after a skipped update."""
         return replace(self, skipped=(*self.skipped, samples), num_in_row=self.num_in_row + 1)
 
-    def after_update(self, window: tuple[tuple[float, float], ...] = ()) -> History:
-        """An update was made."""
+    def after_update(self, window: tuple[tuple[float, float], ...] = ()) -> SkipHistory:
+        """Return the history after an update that was made."""
         return replace(self, num_in_row=0, window=window) if self.num_in_row or window != self.window else self
 
-    def after_overflow(self) -> History:
-        """A loss scale was too high."""
+    def after_overflow(self) -> SkipHistory:
+        """Return the history after an overflow at the current loss scale."""
         return replace(self, num_overflows=self.num_overflows + 1)
 
     def summary(self) -> str:
-        """How much was skipped, and why; empty if nothing was."""
-        parts = [self._skipped_samples()] if self.skipped else []
+        """Return what was skipped and why, as text; empty if nothing was."""
+        parts = []
+        if self.skipped:
+            counts = {
+                reason: sum(samples.end - samples.first for samples in self.skipped if samples.reason == reason)
+                for reason in (NOT_FINITE, SPIKE, ROLLBACK)
+            }
+            reasons = ", ".join(f"{count} {reason}" for reason, count in counts.items() if count)
+            ranges = ", ".join(f"{samples.first}-{samples.end - 1}" for samples in self.skipped)
+            parts.append(f"{sum(counts.values())} samples changed no weight ({reasons}): {ranges}")
         if self.num_overflows:
             parts.append(f"{self.num_overflows} steps made no update because gradients overflowed at their loss scale")
         return "; ".join(parts)
 
-    def _skipped_samples(self) -> str:
-        numbers = {
-            reason: sum(samples.end - samples.first for samples in self.skipped if samples.reason == reason)
-            for reason in (NOT_FINITE, SPIKE, ROLLBACK)
-        }
-        parts = ", ".join(f"{number} {reason}" for reason, number in numbers.items() if number)
-        ranges = ", ".join(f"{samples.first}-{samples.end - 1}" for samples in self.skipped)
-        return f"{sum(numbers.values())} samples changed no weight ({parts}): {ranges}"
-
     def plain(self) -> dict[str, Any]:
-        """Plain values, which `from_plain` takes."""
+        """Return plain values for `from_plain`."""
         return asdict(self)
 
     @classmethod
-    def from_plain(cls, values: Mapping[str, Any]) -> History:
-        """The history again."""
+    def from_plain(cls, values: Mapping[str, Any]) -> SkipHistory:
+        """Build the history from the values of `plain`."""
         return cls(
             skipped=tuple(SkippedSamples(**samples) for samples in values["skipped"]),
             num_in_row=values["num_in_row"],
             num_rollbacks=values["num_rollbacks"],
             window=tuple((loss, norm) for loss, norm in values["window"]),
-            num_overflows=values.get("num_overflows", 0),  # older checkpoints do not count them
+            num_overflows=values.get("num_overflows", 0),  # older checkpoints lack it
         )
 
 
@@ -97,30 +97,30 @@ class Progress:
     """How far a run is.
 
     Attributes:
-        step: optimizer steps done, also those whose update was left out.
-        consumed_samples: training sequences read or passed over; the whole state of the data loader.
-        history: of bad numbers.
+        step: optimizer steps done, skipped updates included.
+        consumed_samples: samples read or skipped; the whole state of the data loader.
+        history: skipped updates.
     """
 
     step: int = 0
     consumed_samples: int = 0
-    history: History = History()
+    history: SkipHistory = SkipHistory()
 
 
 @dataclass(frozen=True)
-class Trainee:
-    """What training changes: the parts that a checkpoint saves and restores.
+class TrainingState:
+    """The model chunks, optimizer and scheduler that training changes and a checkpoint saves.
 
     Attributes:
-        being_copied: how to wait for copies of weights and moments that are still being made.
+        pending_copies: each call waits for an unfinished copy of weights and moments.
     """
 
     chunks: list[Any]
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
-    being_copied: list[Callable[[], None]] = field(default_factory=list)
+    pending_copies: list[Callable[[], None]] = field(default_factory=list)
 
     def wait_for_copies(self) -> None:
-        """Return when weights and moments may change; whoever changes them calls it first."""
-        while self.being_copied:
-            self.being_copied.pop()()
+        """Block until weights and moments may change. Call it before changing them."""
+        while self.pending_copies:
+            self.pending_copies.pop()()

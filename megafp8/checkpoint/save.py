@@ -1,6 +1,7 @@
-"""Writing a checkpoint: whole and hashed, or not at all.
+"""Synchronous checkpoint save, and the parts that asynchronous saves share.
 
-Leave to change what others see in a folder of checkpoints, which a save loses when it takes too long.
+A checkpoint is either complete, with hashes of all files, or absent. A save that times out loses its `WriteLease` and
+with it the right to change the checkpoint folder.
 """
 
 from __future__ import annotations
@@ -32,41 +33,33 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megafp8.checkpoint import directory
-from megafp8.checkpoint.manifest import FileEntry, Manifest, relative_files
+from megafp8.checkpoint import directory, state_dict
+from megafp8.checkpoint.manifest import FileEntry, build_manifest
 from megafp8.checkpoint.metadata import check_readable
-from megafp8.checkpoint.progress import Progress, Trainee
-from megafp8.checkpoint.serialization import COMMON
-from megafp8.checkpoint.state_dict import (
-    content_metadata,
-    layout,
-    model_state,
-    optimizer_state,
-    put_rounded_masters,
-    random_state,
-)
+from megafp8.checkpoint.progress import Progress, TrainingState
+from megafp8.checkpoint.serialization import COMMON_FILE
 from megafp8.checkpoint.writer import HashingWriter
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import to_json
-from megafp8.data.sample_hash import SampleMark
-from megafp8.device.collective_errors import call_on_all_ranks, on_rank_0, raise_peer_lost, reason
+from megafp8.data.sample_hash import SampleHash
+from megafp8.device.collective_errors import call_on_all_ranks, call_on_rank_0, error_text, raise_peer_lost
 from megafp8.errors import CheckpointError, PeerLost
 from megafp8.mcore.process_groups import gather_weights
 from megafp8.resilience import fault_injection
-from megafp8.utils.files import file_sha256, sync_file
-from megafp8.utils.formatting import utc_now
 
 BACKEND = CheckpointingConfig("torch_dist", 1)
+# Time for a rename or a small write in progress to end. A hanging disk is not waited for.
+LEASE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
 class ReusableSavePlan:
-    """What of a checkpoint's writing is the same as long as its tensors are.
+    """The part of a save that stays the same while the tensors to write do.
 
     Attributes:
-        structure: names, shapes, types and places of everything that this rank writes.
-        items: what this rank writes.
-        metadata: of all ranks, on rank 0.
+        structure: names, shapes, dtypes and offsets of everything that this rank writes.
+        items: the items that this rank writes.
+        metadata: of all ranks; on rank 0 only.
     """
 
     structure: list[Any]
@@ -75,52 +68,56 @@ class ReusableSavePlan:
 
 
 @dataclass(frozen=True)
-class Written:
-    """What a rank has written: where in its files everything lies, and the files."""
+class WriteOutput:
+    """Output of one rank's writer: locations of the items in its files, and the files."""
 
     results: list[WriteResult]
     files: dict[str, FileEntry]
 
 
 class WriteLease:
-    """`with permit:` around each change. A thread cannot be ended from outside, so it asks before what it does."""
+    """Context manager around each visible change of the checkpoint folder; revocable from another thread.
+
+    Python cannot stop a thread from outside, so the writing thread enters the lease before each change.
+    """
 
     def __init__(self) -> None:
         self._is_revoked = False
-        self._change = threading.Lock()
+        self._lock = threading.Lock()
 
     def __enter__(self) -> None:
-        """
+        """Begin a change.
+
         Raises:
-            CheckpointError: it is revoked.
+            CheckpointError: the lease is revoked.
         """
-        self._change.acquire()
+        self._lock.acquire()
         if self._is_revoked:
-            self._change.release()
+            self._lock.release()
             raise CheckpointError("the save was given up before")
 
     def __exit__(
         self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
     ) -> None:
-        self._change.release()
+        self._lock.release()
 
     def revoke(self) -> None:
-        """No change begins any more; the one that is under way has ended when this returns, unless it hangs."""
+        """Prevent further changes. A change in progress has ended when this returns, unless the disk hangs."""
         self._is_revoked = True
-        if self._change.acquire(timeout=LEASE_TIMEOUT_S):
-            self._change.release()
+        if self._lock.acquire(timeout=LEASE_TIMEOUT_S):
+            self._lock.release()
 
 
 @dataclass(frozen=True)
-class Save:
-    """A save that all ranks have agreed on: what remains is each rank's own.
+class PreparedSave:
+    """A save that all ranks have agreed on. What remains needs no collectives.
 
     Attributes:
         folder: of all checkpoints.
-        keep: newest ones that stay in it; None: all.
-        plan: can serve the next save.
-        planner: knows where the data is.
-        permit: to change what others see; revoked when the save is given up.
+        keep: number of newest checkpoints to keep; None keeps all.
+        plan: reusable by the next save.
+        planner: resolves an item to its data.
+        lease: for visible changes of the folder; revoked when the save is abandoned.
     """
 
     folder: Path
@@ -129,104 +126,100 @@ class Save:
     writer: HashingWriter
     plan: ReusableSavePlan
     planner: MCoreSavePlanner
-    permit: WriteLease = field(default_factory=WriteLease)
+    lease: WriteLease = field(default_factory=WriteLease)
 
-    def write(self, data_of: Callable[[WriteItem], object]) -> Written:
-        """Write this rank's files; in any thread.
+    def write(self, resolve_data: Callable[[WriteItem], object]) -> WriteOutput:
+        """Write this rank's files. May run in any thread.
 
         Args:
-            data_of: the data of an item of the plan.
+            resolve_data: returns the data of an item of the plan.
 
         Raises:
             OSError: the disk is full, or the folder cannot be written to.
         """
-        results = self.writer.write(data_of, self.progress.step)
+        results = self.writer.write(resolve_data, self.progress.step)
         fault_injection.point("save.shards_written", step=self.progress.step)
-        return Written(results, self.writer.written)
+        return WriteOutput(results, self.writer.written)
 
-    def finish(self, written: list[Written]) -> Path:
-        """Rank 0's last part: metadata and other small files, the manifest, the name, and older checkpoints."""
-        place = directory.unfinished_path(self.folder, self.progress.step)
+    def finish(self, written: list[WriteOutput]) -> Path:
+        """On rank 0: write metadata and manifest, publish the checkpoint and prune older ones."""
+        unfinished = directory.unfinished_path(self.folder, self.progress.step)
         self.writer.finish(self.plan.metadata, [each.results for each in written])
-        save_config(BACKEND, str(place))
-        check_readable(place)
+        save_config(BACKEND, str(unfinished))
+        check_readable(unfinished)
         files = {name: entry for each in written for name, entry in each.files.items()}
-        files |= {name: sync_and_hash(place / name) for name in relative_files(place) if name not in files}
-        manifest = Manifest(
-            step=self.progress.step, consumed_samples=self.progress.consumed_samples, layout=layout(),
-            saved_at=utc_now(), files=files,
-        )  # fmt: skip
-        path = directory.finish(self.folder, self.progress.step, manifest, self.permit)
+        step, consumed_samples = self.progress.step, self.progress.consumed_samples
+        manifest = build_manifest(unfinished, step, consumed_samples, state_dict.parallel_layout(), files)
+        path = directory.publish(self.folder, step, manifest, self.lease)
         if self.keep is not None:
-            directory.prune(self.folder, self.keep, never=self.progress.step, permit=self.permit)
+            directory.prune(self.folder, self.keep, protected_step=step, lease=self.lease)
         return path
 
 
 def save_checkpoint(
     folder: Path,
     config: RunConfig,
-    trainee: Trainee,
+    training_state: TrainingState,
     progress: Progress,
-    samples: Optional[SampleMark] = None,
+    samples: Optional[SampleHash] = None,
     *,
     keep: Optional[int] = None,
 ) -> Path:
-    """Write model, optimizer, schedule, random state, progress and configuration; all ranks call it.
+    """Save model, optimizer, scheduler, RNG state, progress and configuration; all ranks call it.
 
     Args:
-        samples: which samples the run has read, where that is known.
-        keep: delete older checkpoints than so many of the newest; None keeps all.
+        samples: position in the sample order, if known.
+        keep: number of newest checkpoints to keep; None keeps all.
 
     Returns:
-        The finished checkpoint's folder, under its final name.
+        The folder of the published checkpoint.
 
     Raises:
-        CheckpointError: on all ranks: it could not be written. Checkpoints that were there are still there, and the
-            trainee is as before.
+        CheckpointError: on all ranks: the save failed. Earlier checkpoints and the training state are unchanged.
     """
-    with failure_explained(folder, progress.step):
-        save = prepare_save(folder, config, trainee, progress, samples, keep=keep)
+    with save_errors(folder, progress.step):
+        prepared = prepare_save(folder, config, training_state, progress, samples, keep=keep)
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # other threads copy, and do not know this one's stream
-        written = call_on_all_ranks(lambda: save.write(save.planner.resolve_data))
-        return on_rank_0(lambda: save.finish(written))
+            torch.cuda.synchronize()  # writer threads copy on other streams than this thread's
+        written = call_on_all_ranks(lambda: prepared.write(prepared.planner.resolve_data))
+        return call_on_rank_0(lambda: prepared.finish(written))
 
 
 def prepare_save(
     folder: Path,
     config: RunConfig,
-    trainee: Trainee,
+    training_state: TrainingState,
     progress: Progress,
-    samples: Optional[SampleMark] = None,
+    samples: Optional[SampleHash] = None,
     *,
     keep: Optional[int] = None,
     last: Optional[ReusableSavePlan] = None,
     is_written_later: bool = False,
-) -> Save:
-    """Everything about a save that ranks have to agree on; all ranks call it, inside `failure_explained`.
+) -> PreparedSave:
+    """Do the part of a save that needs collectives; all ranks call it, inside `save_errors`.
 
     Args:
-        last: of the save before. It is taken again if it fits on all ranks.
-        is_written_later: what changes before the next update of the weights is copied; else nothing is.
+        last: plan of the previous save, reused if it fits on all ranks.
+        is_written_later: clone what changes before the next optimizer update.
     """
     fault_injection.point("save.begin")
-    state = complete_state(config, trainee, progress, samples, is_written_later)
+    state = build_state_dict(config, training_state, progress, samples, is_written_later)
     fault_injection.point("save.state_gathered")
     sharded, common = save_preprocess(state, validate_access_integrity=False)
     flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
-    structure = [description(leaf) for leaves in flat.values() for leaf in leaves]
-    told = call_on_all_ranks(lambda: (bytes_to_write(sharded), last is not None and last.structure == structure))
-    if not all(is_same for _, is_same in told):
+    structure = [plan_signature(leaf) for leaves in flat.values() for leaf in leaves]
+    by_rank = call_on_all_ranks(lambda: (num_bytes_to_write(sharded), last is not None and last.structure == structure))
+    if not all(is_same for _, is_same in by_rank):
         last = None
         validate_sharding_integrity(determine_global_metadata(sharded)[1], common)
-    place = directory.unfinished_path(folder, progress.step)
+    unfinished = directory.unfinished_path(folder, progress.step)
 
-    def make_place() -> None:
-        directory.make_unfinished(folder, progress.step, sum(num_bytes for num_bytes, _ in told))
-        torch.save(common, place / COMMON)
+    def make_folder() -> None:
+        directory.make_unfinished_folder(folder, progress.step, sum(num_bytes for num_bytes, _ in by_rank))
+        torch.save(common, unfinished / COMMON_FILE)
 
-    on_rank_0(make_place)
-    writer = HashingWriter(place)
+    call_on_rank_0(make_folder)
+    writer = HashingWriter(unfinished)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
     data = mcore_to_pyt_state_dict(flat, False)
     if last is None:
@@ -235,93 +228,83 @@ def prepare_save(
     else:
         planner.set_up_planner(data, is_coordinator=dist.get_rank() == 0)
         writer.prepare_write_data(last.items, planner)
-    return Save(folder, keep, progress, writer, last, planner)
+    return PreparedSave(folder, keep, progress, writer, last, planner)
 
 
-def description(leaf: Any) -> Any:
-    """All of a sharded tensor or object that a plan depends on."""
+def plan_signature(leaf: Any) -> Any:
+    """Return everything about a sharded tensor or object that the save plan depends on."""
     if isinstance(leaf, ShardedTensor):
         return leaf.key, leaf.dtype, leaf.local_shape, leaf.global_shape, leaf.global_offset, leaf.data.requires_grad
     return leaf.unique_key
 
 
-def complete_state(
+def build_state_dict(
     config: RunConfig,
-    trainee: Trainee,
+    training_state: TrainingState,
     progress: Progress,
-    samples: Optional[SampleMark],
+    samples: Optional[SampleHash],
     is_written_later: bool = False,
 ) -> dict[str, Any]:
-    """Everything that a checkpoint holds, as megatron-core's sharded state; all ranks call it.
+    """Build the complete sharded state dictionary of a checkpoint; all ranks call it.
 
     Args:
-        is_written_later: only weights and moments are still those of the run, which the next update changes.
+        is_written_later: clone buffers, so that only weights and moments alias the run's.
     """
-    sync_parameters(config, trainee)
-    state = model_state(trainee.chunks)
+    finish_param_gather(config, training_state)
+    state = state_dict.model_state(training_state.chunks)
     model = dict(state)
     if not config.checkpoint.no_save_optim:
-        state["optimizer"] = optimizer_state(trainee, model, is_loading=False)
-        state["schedule"] = trainee.schedule.state_dict()
+        state["optimizer"] = state_dict.optimizer_state(training_state, model, is_loading=False)
+        state["schedule"] = training_state.schedule.state_dict()
     if not config.checkpoint.no_save_rng:
-        state["random_state"] = random_state()
+        state["random_state"] = state_dict.rng_state()
     if is_written_later:
-        copy_buffers(model)
-    put_rounded_masters(model, trainee.optimizer)
+        clone_buffers(model)
+    state_dict.use_rounded_master_weights(model, training_state.optimizer)
     return state | {
         "step": progress.step,
         "consumed_samples": progress.consumed_samples,
         "history": progress.history.plain(),
         "samples": None if samples is None else samples.plain(),
         "config": to_json(config),
-        "layout": list(layout()),
+        "layout": list(state_dict.parallel_layout()),
         "num_threads": torch.get_num_threads(),
-        "content_metadata": content_metadata(),
+        "content_metadata": state_dict.content_metadata(),
     }
 
 
-def copy_buffers(model: dict[str, Any]) -> None:
-    """Take what is no parameter (a recipe's scales and histories) out of the run's reach: a forward pass changes it."""
+def clone_buffers(model: dict[str, Any]) -> None:
+    """Clone what is not a parameter, such as scales and amax histories: a forward pass changes it."""
     for leaf in nested_values(model):
         if isinstance(leaf, ShardedTensor) and not isinstance(leaf.data, torch.nn.Parameter):
             leaf.data = leaf.data.clone()
 
 
-def bytes_to_write(sharded: dict[str, Any]) -> int:
-    """Bytes of the tensors that this rank writes."""
+def num_bytes_to_write(sharded: dict[str, Any]) -> int:
+    """Return the size of the tensors that this rank writes."""
     leaves = (leaf for leaf in nested_values(sharded) if isinstance(leaf, ShardedTensor))
     return sum(leaf.data.numel() * leaf.data.element_size() for leaf in leaves if is_main_replica(leaf.replica_id))
 
 
 @contextmanager
-def failure_explained(folder: Path, step: int) -> Iterator[None]:
-    """Within, what goes wrong becomes a CheckpointError, and what was written so far makes room again.
+def save_errors(folder: Path, step: int) -> Iterator[None]:
+    """Convert errors of a save to CheckpointError and remove the unfinished folder.
 
     Raises:
-        PeerLost: a rank is gone, and the run with it.
+        PeerLost: another rank has ended.
     """
     try:
         yield
     except PeerLost:
         raise
-    except (Exception, CheckpointException) as error:  # torch's is no Exception
+    except (Exception, CheckpointException) as error:  # CheckpointException derives from BaseException
         raise_peer_lost(error)
         if dist.get_rank() == 0:
             shutil.rmtree(directory.unfinished_path(folder, step), ignore_errors=True)
-        raise CheckpointError(f"step {step} cannot be saved to {folder}: {reason(error)}") from error
+        raise CheckpointError(f"step {step} cannot be saved to {folder}: {error_text(error)}") from error
 
 
-def sync_parameters(config: RunConfig, trainee: Trainee) -> None:
-    """With overlapped gathers, weights right after an update are still on their way: wait for them."""
+def finish_param_gather(config: RunConfig, training_state: TrainingState) -> None:
+    """Complete overlapped parameter all-gathers after the last update."""
     if config.parallel.overlap_param_gather:
-        gather_weights(trainee.chunks)
-
-
-def sync_and_hash(path: Path) -> FileEntry:
-    """Wait until a small file is on the disk, and describe it."""
-    sync_file(path)
-    return FileEntry(path.stat().st_size, file_sha256(path))
-
-
-# For a rename or a small file that is under way; a disk that hangs in one is not waited for.
-LEASE_TIMEOUT_S = 5.0
+        gather_weights(training_state.chunks)

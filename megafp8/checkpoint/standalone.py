@@ -1,18 +1,12 @@
-"""A checkpoint of weights alone, written without the model that they are of, in one process without groups.
+"""Checkpoint access without a model or process groups: write weights, read single tensors, fingerprint.
 
-Each tensor is made when its turn comes, so that no more than those being written are in memory. Names are those of
-`plain_tensors`.
+Tensors are written and read one at a time, so memory holds only the current ones. megatron-core stacks equal tensors
+of all layers in one tensor with the layer as dim 0. Here each layer's tensor has its own name, such as
+`decoder.layers.0.mlp.linear_fc1.weight`.
 
-Single tensors of a checkpoint, read without the model that they are of, in one process without groups.
-
-Only the tensor at hand is in memory. megatron-core stacks what all layers have in one tensor, a layer an entry of
-dim 0; here each layer's tensor has a name of its own, `decoder.layers.0.mlp.linear_fc1.weight`.
-
-What a checkpoint holds, in a few hashes: two runs that did the same have the same, however their files are cut.
-
-Files of equal checkpoints differ: in times, in paths, in how tensors are divided among ranks. Here each tensor is read
-whole, one after the other, and hashed by name, type, shape and bits. Hashes of weights, optimizer and scales are the
-same for every layout; random states belong to ranks.
+A fingerprint identifies the content of a checkpoint. Files of equal checkpoints differ in times, paths and sharding, so
+each tensor is read completely and hashed by name, dtype, shape and bits. Hashes of weights, optimizer and scales do not
+depend on the parallel layout; RNG states belong to ranks.
 """
 
 from __future__ import annotations
@@ -46,29 +40,33 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megafp8.checkpoint import directory
-from megafp8.checkpoint.compatibility import is_of_layers
-from megafp8.checkpoint.manifest import FileEntry, Manifest, check_complete, relative_files
-from megafp8.checkpoint.metadata import OPTIMIZER_PREFIX, check_readable, common_state, readable
-from megafp8.checkpoint.save import BACKEND, sync_and_hash
-from megafp8.checkpoint.serialization import COMMON, SafePlanner, SafeReader
+from megafp8.checkpoint.compatibility import is_extra_state
+from megafp8.checkpoint.manifest import FileEntry, build_manifest, check_complete
+from megafp8.checkpoint.metadata import OPTIMIZER_PREFIX, check_readable, load_common_state, load_errors
+from megafp8.checkpoint.save import BACKEND
+from megafp8.checkpoint.serialization import COMMON_FILE, SafeLoadPlanner, SafeReader
 from megafp8.checkpoint.state_dict import content_metadata
 from megafp8.checkpoint.writer import HashingWriter
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import to_json
 from megafp8.errors import CheckpointError
-from megafp8.utils.formatting import utc_now
 
-LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
-STEP = 0
-ONE_RANK = (1, 1, 1)
+LAYER_PATTERN = re.compile(r"(^|\.)layers\.(\d+)\.")
+IMPORT_STEP = 0
+SINGLE_RANK_LAYOUT = (1, 1, 1)
+STACKED_LAYERS_PATTERN = re.compile(r"(^|\.)layers\.(?!\d)")
+MAX_LISTED_NAMES = 12
+# Plain values that depend on how the run was started or sharded.
+NON_STATE_KEYS = ("config", "layout", "content_metadata")
+RNG_STATE_PREFIX = "random_state"
 
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is made when it is written, by a thread of the writer.
+    """A tensor that a writer thread makes when it is written.
 
     Attributes:
-        make: gives it, of this shape and type.
+        make: returns the tensor, of this shape and dtype.
     """
 
     shape: tuple[int, ...]
@@ -77,77 +75,77 @@ class LazyTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Its size."""
+        """Size of the tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 def save_weights(folder: Path, config: RunConfig, sources: Mapping[str, LazyTensor]) -> Path:
-    """Write a checkpoint of step 0 that holds weights alone: what `--no-save-optim --no-save-rng` would leave.
+    """Save a weights-only checkpoint of step 0, as `--no-save-optim --no-save-rng` would.
 
     Args:
         sources: every weight of the model, by name.
 
     Returns:
-        The finished checkpoint's folder.
+        The folder of the checkpoint.
 
     Raises:
-        CheckpointError: it cannot be written or read back, or a tensor is not what its source says.
+        CheckpointError: it cannot be written or read back, or a tensor does not match its source's shape or dtype.
     """
-    place = directory.unfinished_path(folder, STEP)
+    unfinished = directory.unfinished_path(folder, IMPORT_STEP)
     common = {
-        "step": STEP, "consumed_samples": 0, "samples": None, "config": to_json(config), "layout": list(ONE_RANK),
-        "content_metadata": content_metadata(),
+        "step": IMPORT_STEP, "consumed_samples": 0, "samples": None, "config": to_json(config),
+        "layout": list(SINGLE_RANK_LAYOUT), "content_metadata": content_metadata(),
     }  # fmt: skip
     try:
-        directory.make_unfinished(folder, STEP, sum(source.num_bytes for source in sources.values()))
-        torch.save(common, place / COMMON)
-        save_config(BACKEND, str(place))
-        files = write_shards(place, sources)
-        check_readable(place)
-        files |= {name: sync_and_hash(place / name) for name in relative_files(place) if name not in files}
-        manifest = Manifest(step=STEP, consumed_samples=0, layout=ONE_RANK, saved_at=utc_now(), files=files)
-        return directory.finish(folder, STEP, manifest)
+        directory.make_unfinished_folder(folder, IMPORT_STEP, sum(source.num_bytes for source in sources.values()))
+        torch.save(common, unfinished / COMMON_FILE)
+        save_config(BACKEND, str(unfinished))
+        files = write_shards(unfinished, sources)
+        check_readable(unfinished)
+        manifest = build_manifest(unfinished, IMPORT_STEP, 0, SINGLE_RANK_LAYOUT, files)
+        return directory.publish(folder, IMPORT_STEP, manifest)
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written: {error}") from error
 
 
-def write_shards(place: Path, sources: Mapping[str, LazyTensor]) -> dict[str, FileEntry]:
-    """Write the tensors and the metadata that tells where they are; the tensors' files."""
-    items = write_items(sources)
-    of_index = {item.index: source for item, source in zip(items, sources.values(), strict=True)}
-    writer = HashingWriter(place)
+def write_shards(folder: Path, sources: Mapping[str, LazyTensor]) -> dict[str, FileEntry]:
+    """Write the tensors and the metadata; return the manifest entries of the tensor files."""
+    items = build_write_items(sources)
+    source_by_index = {item.index: source for item, source in zip(items, sources.values(), strict=True)}
+    writer = HashingWriter(folder)
     plans, metadata = create_default_global_save_plan([SavePlan(items)])
     (plan,) = writer.prepare_global_plan(plans)
     writer.prepare_write_data(plan, planner=None)
-    results = writer.write(lambda item: made(of_index[item.index], item), STEP)
+    results = writer.write(lambda item: make_tensor(source_by_index[item.index], item), IMPORT_STEP)
     writer.finish(metadata, [results])
     return writer.written
 
 
-def write_items(sources: Mapping[str, LazyTensor]) -> list[WriteItem]:
-    """What torch has to know of each tensor, in their order."""
-    places = [place_of(name, source) for name, source in sources.items()]
-    lengths = Counter(place.key for place in places)
+def build_write_items(sources: Mapping[str, LazyTensor]) -> list[WriteItem]:
+    """Return torch's write items for the tensors, in their order."""
+    locations = [tensor_location(name, source) for name, source in sources.items()]
+    num_layers = Counter(location.key for location in locations)
     items = []
-    for place in places:
-        whole = place.shape if place.layer is None else (lengths[place.key], *place.shape)
-        data = TensorWriteData(place.chunk, TensorProperties(dtype=place.dtype), torch.Size(whole))
-        items.append(WriteItem(MetadataIndex(place.key, place.chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+    for location in locations:
+        shape = location.shape if location.layer is None else (num_layers[location.key], *location.shape)
+        data = TensorWriteData(location.chunk, TensorProperties(dtype=location.dtype), torch.Size(shape))
+        index = MetadataIndex(location.key, location.chunk.offsets)
+        items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
     return items
 
 
-def place_of(name: str, source: LazyTensor) -> TensorLocation:
-    """Where a tensor of this name lies: that of a layer in the stack of all layers."""
-    match = LAYER.search(name)
-    key = LAYER.sub(r"\g<1>layers.", name, count=1)
+def tensor_location(name: str, source: LazyTensor) -> TensorLocation:
+    """Return the location of a tensor. A layer's tensor lies in the stack of all layers."""
+    match = LAYER_PATTERN.search(name)
+    key = LAYER_PATTERN.sub(r"\g<1>layers.", name, count=1)
     return TensorLocation(key, None if match is None else int(match[2]), source.shape, source.dtype)
 
 
-def made(source: LazyTensor, item: WriteItem) -> Tensor:
-    """A tensor as it lies in the checkpoint.
+def make_tensor(source: LazyTensor, item: WriteItem) -> Tensor:
+    """Make a tensor in the shape of its chunk.
 
     Raises:
-        CheckpointError: it is not what its source says.
+        CheckpointError: shape or dtype is not the source's.
     """
     tensor = source.make()
     if (tuple(tensor.shape), tensor.dtype) != (source.shape, source.dtype):
@@ -157,18 +155,14 @@ def made(source: LazyTensor, item: WriteItem) -> Tensor:
     return tensor.view(item.tensor_data.chunk.sizes)
 
 
-STACK = re.compile(r"(^|\.)layers\.(?!\d)")
-SHOWN_NAMES = 12
-
-
 @dataclass(frozen=True)
 class TensorLocation:
-    """Where a tensor lies in a checkpoint.
+    """Location of a tensor in a checkpoint.
 
     Attributes:
-        key: its name there.
-        layer: its entry of a stack; None if it is no part of one.
-        shape: of the tensor itself.
+        key: of the stored tensor.
+        layer: index in dim 0 of a stack of layers; None if it is not stacked.
+        shape: of this tensor, without the stack's dim.
     """
 
     key: str
@@ -178,21 +172,21 @@ class TensorLocation:
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
-        """The part of the whole tensor under `key`."""
+        """The part of the stored tensor under `key`."""
         offsets, sizes = [0] * len(self.shape), list(self.shape)
         if self.layer is not None:
             offsets, sizes = [self.layer, *offsets], [1, *sizes]
         return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
 
-class PlainTensors:
-    """The tensors of a checkpoint.
+class CheckpointTensors:
+    """The tensors of a checkpoint, by name.
 
     Args:
-        path: a checkpoint's own folder; compare it with its manifest first.
+        path: a checkpoint's own folder; verify it with its manifest first.
 
     Attributes:
-        places: by name.
+        locations: by name.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
@@ -200,14 +194,14 @@ class PlainTensors:
 
     def __init__(self, path: Path):
         self.path = path
-        with readable(path):
+        with load_errors(path):
             self._reader = SafeReader(path)
             metadata = self._reader.read_metadata()
             self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         self._kinds = {
             key: kind for key, kind in metadata.state_dict_metadata.items() if isinstance(kind, TensorStorageMetadata)
         }
-        self.places = dict(chain.from_iterable(places_of(key, kind) for key, kind in self._kinds.items()))
+        self.locations = dict(chain.from_iterable(tensor_locations(key, kind) for key, kind in self._kinds.items()))
 
     def load(self, name: str) -> Tensor:
         """Read one tensor.
@@ -215,112 +209,110 @@ class PlainTensors:
         Raises:
             CheckpointError: it cannot be read.
         """
-        place = self.places[name]
-        tensor = torch.empty(place.chunk.sizes, dtype=place.dtype)
-        items = create_read_items_for_chunk_list(place.key, self._kinds[place.key], [place.chunk])
+        location = self.locations[name]
+        tensor = torch.empty(location.chunk.sizes, dtype=location.dtype)
+        items = create_read_items_for_chunk_list(location.key, self._kinds[location.key], [location.chunk])
         if sum(prod(item.lengths) for item in items) != tensor.numel():
             raise CheckpointError(f"{self.path} does not hold all of {name}")
-        with readable(self.path):
-            self._reader.read_data(LoadPlan(items), PartPlanner(tensor)).wait()
-        return tensor.view(place.shape)
+        with load_errors(self.path):
+            self._reader.read_data(LoadPlan(items), SingleTensorPlanner(tensor)).wait()
+        return tensor.view(location.shape)
 
 
-class PartPlanner(DefaultLoadPlanner):
-    """torch's, for one part of one tensor.
-
-    Args:
-        tensor: what to read into.
-    """
+class SingleTensorPlanner(DefaultLoadPlanner):
+    """Load planner that reads into one given tensor."""
 
     def __init__(self, tensor: Tensor):
         super().__init__()
         self.tensor = tensor
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """What to read into."""
+        """Return the tensor to read into."""
         return self.tensor
 
 
-def places_of(key: str, kind: TensorStorageMetadata) -> Iterator[tuple[str, TensorLocation]]:
-    """The tensors under a key of a checkpoint, by name."""
+def tensor_locations(key: str, kind: TensorStorageMetadata) -> Iterator[tuple[str, TensorLocation]]:
+    """Yield names and locations of the tensors that are stored under a key."""
     shape, dtype = tuple(kind.size), kind.properties.dtype
-    if STACK.search(key) is None:
+    if STACKED_LAYERS_PATTERN.search(key) is None:
         yield key, TensorLocation(key, None, shape, dtype)
         return
     for layer in range(shape[0]):
-        yield STACK.sub(rf"\g<1>layers.{layer}.", key, count=1), TensorLocation(key, layer, shape[1:], dtype)
+        yield (
+            STACKED_LAYERS_PATTERN.sub(rf"\g<1>layers.{layer}.", key, count=1),
+            TensorLocation(key, layer, shape[1:], dtype),
+        )
 
 
 def load_matching(path: Path, pattern: str) -> Iterator[tuple[str, Tensor]]:
-    """Read the tensors whose names match a shell pattern, one after the other.
+    """Yield the tensors whose names match a shell pattern.
 
     Raises:
         CheckpointError: nothing matches, or the checkpoint is damaged or cannot be read.
     """
     check_complete(path)
-    tensors = PlainTensors(path)
+    tensors = CheckpointTensors(path)
     wanted = [
-        name for name, place in tensors.places.items() if fnmatchcase(name, pattern) or fnmatchcase(place.key, pattern)
+        name
+        for name, location in tensors.locations.items()
+        if fnmatchcase(name, pattern) or fnmatchcase(location.key, pattern)
     ]
     if not wanted:
-        have = ", ".join(list(tensors.places)[:SHOWN_NAMES]) + (", ..." if len(tensors.places) > SHOWN_NAMES else "")
+        have = ", ".join(list(tensors.locations)[:MAX_LISTED_NAMES]) + (
+            ", ..." if len(tensors.locations) > MAX_LISTED_NAMES else ""
+        )
         raise CheckpointError(f"{path}: no tensor's name matches {pattern!r}; they are {have}")
     for name in wanted:
         yield name, tensors.load(name)
 
 
-# Of the plain values: what says how the run was started, or how it was divided.
-NOT_STATE = ("config", "layout", "content_metadata")
-RANDOM = "random_state"
-
-
 def fingerprint(path: Path) -> dict[str, str]:
-    """SHA-256 of each part of a checkpoint, and of all of them.
+    """Return the SHA-256 of each part of a checkpoint and of all of them.
 
-    The parts are weights, optimizer, scales (what recipes remember), random (states of generators) and progress (step,
-    samples, schedule). One that is not there has the hash of nothing.
+    The parts are weights, optimizer, scales (quantizer state), random (RNG states) and progress (step, samples,
+    schedule). A part that is absent has the hash of no bytes.
 
     Raises:
         CheckpointError: it cannot be read.
     """
     digests = {name: hashlib.sha256() for name in ("weights", "optimizer", "scales", "random", "progress")}
-    for name, content in tensors_of(path):
-        digests[part_of(name)].update(name.encode() + b"\0" + content)
-    plain = {name: value for name, value in common_state(path).items() if name not in NOT_STATE}
-    digests["optimizer"].update(described(plain.pop("optimizer", None)).encode())
-    digests["progress"].update(described(plain).encode())
+    for name, content in canonical_tensors(path):
+        digests[fingerprint_part(name)].update(name.encode() + b"\0" + content)
+    plain = {name: value for name, value in load_common_state(path).items() if name not in NON_STATE_KEYS}
+    digests["optimizer"].update(canonical_text(plain.pop("optimizer", None)).encode())
+    digests["progress"].update(canonical_text(plain).encode())
     parts = {name: digest.hexdigest() for name, digest in digests.items()}
     return parts | {"all": hashlib.sha256(json.dumps(parts).encode()).hexdigest()}
 
 
-def part_of(name: str) -> str:
-    """The part that a key of the checkpoint belongs to."""
+def fingerprint_part(name: str) -> str:
+    """Return the part that a key belongs to."""
     if name.startswith(OPTIMIZER_PREFIX):
         return "optimizer"
-    if name.startswith(RANDOM):
+    if name.startswith(RNG_STATE_PREFIX):
         return "random"
-    return "scales" if is_of_layers(name) else "weights"
+    return "scales" if is_extra_state(name) else "weights"
 
 
-def tensors_of(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Name and description of every tensor and object, one whole tensor in memory at a time."""
-    with readable(path), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # so it is, on purpose
+def canonical_tensors(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield name and canonical bytes of every tensor and object, with one tensor in memory at a time."""
+    with load_errors(path), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
         reader = SafeReader(path)
         for name, kind in sorted(reader.read_metadata().state_dict_metadata.items()):
             is_tensor = isinstance(kind, TensorStorageMetadata)
             wanted: dict[str, Any] = {name: torch.empty(kind.size, dtype=kind.properties.dtype) if is_tensor else None}
-            checkpoint.load(wanted, storage_reader=reader, planner=SafePlanner(), no_dist=True)
-            yield name, described(wanted[name]).encode()
+            checkpoint.load(wanted, storage_reader=reader, planner=SafeLoadPlanner(), no_dist=True)
+            yield name, canonical_text(wanted[name]).encode()
 
 
-def described(value: Any) -> str:
-    """A value as text that is the same for the same bits."""
+def canonical_text(value: Any) -> str:
+    """Return a value as text that is equal for equal bits."""
     if isinstance(value, torch.Tensor):
         bits = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
         return f"{value.dtype} {list(value.shape)} {hashlib.sha256(bits).hexdigest()}"
     if isinstance(value, dict):
-        return json.dumps({str(key): described(each) for key, each in value.items()}, sort_keys=True)
+        return json.dumps({str(key): canonical_text(each) for key, each in value.items()}, sort_keys=True)
     if isinstance(value, (list, tuple)):
-        return json.dumps([described(each) for each in value])
+        return json.dumps([canonical_text(each) for each in value])
     return repr(value)

@@ -1,18 +1,15 @@
-"""What a checkpoint holds, as megatron-core's sharded state dictionary.
+"""Contents of a checkpoint as a megatron-core sharded state dictionary.
 
-Model and optimizer are sharded by global name, so another layout can load them. Random state belongs to a rank's place
-and to a kind of device, and is left out when either changes. Progress and the configuration are plain values.
+Model and optimizer state are sharded by global name, so any parallel layout can load them. RNG state belongs to a rank
+and a device type, and is not loaded when either changes. Progress and configuration are plain values.
 
-Rows of the vocabulary that only the layout asks for.
+Vocabulary padding: an embedding is padded to a multiple of the tensor-parallel size, so another layout may need rows
+that the checkpoint does not have. megatron-core loads those rows and their moments as zeros. Their logits would be 0,
+which dominates the softmax of a model whose logits are far below zero, such as GPT-2. `fill_new_vocab_rows` sets them
+to the mean row instead.
 
-An embedding is padded to a multiple of the tensor-parallel size, so that a layout may need rows that a checkpoint does
-not have. megatron-core reads them and their moments as zeros, and their tokens take part in the softmax: with a model
-whose logits are far below zero, as GPT-2's, they would take all of the probability.
-
-The weights in a checkpoint of a run that keeps FP8 codes: those that it would have without.
-
-Master weights are the truth, and a checkpoint has to serve runs with and without FP8 weights, also without its
-optimizer state. So it holds what the master weights are rounded to before they are quantized, in the weights' own type.
+FP8 weights (`--fp8-param-gather`): the checkpoint stores the master weights rounded to the parameter type, before
+quantization. It then serves runs with and without FP8 weights, also without the optimizer state.
 """
 
 from __future__ import annotations
@@ -32,17 +29,18 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megafp8.checkpoint import optimizer_state as optimizer_parts
-from megafp8.checkpoint.progress import Trainee
+from megafp8.checkpoint.progress import TrainingState
 from megafp8.mcore.process_groups import gather_weights
 from megafp8.quantization.fp8_parameter import QuantizedParameter
 
-# Settings of a group of parameters that come from flags, and those of them that belong to the schedule.
+# Settings of a parameter group that flags set; GROUP_RATES belong to the learning-rate schedule.
 GROUP_SETTINGS = ("betas", "eps", "momentum")
 GROUP_RATES = ("max_lr", "min_lr")
+EMBEDDING, OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 def content_metadata() -> dict[str, Any]:
-    """How the optimizer state is laid out: the one way that every layout can load."""
+    """Return the layout of the optimizer state: the one that every parallel layout can load."""
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "singleton_local_shards": False,
@@ -51,91 +49,98 @@ def content_metadata() -> dict[str, Any]:
 
 
 def sharding_metadata() -> dict[str, Any]:
-    """The same with the group that holds copies, as megatron-core's modules want it."""
+    """Return `content_metadata` with the data-parallel group, as megatron-core's modules expect it."""
     return content_metadata() | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
 
 
 def model_state(chunks: list[Any]) -> dict[str, Any]:
-    """The weights of this rank's chunks: `model`, or `model0`, `model1`... with the interleaved schedule."""
+    """Return the sharded weights of this rank's chunks: `model`, or `model0`, `model1`... if interleaved."""
     metadata = sharding_metadata()
-    names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
-    states = [unwrap_model(chunk).sharded_state_dict(metadata=metadata) for chunk in chunks]
-    return dict(zip(names, states, strict=True))
+    return {
+        "model" if len(chunks) == 1 else f"model{index}": unwrap_model(chunk).sharded_state_dict(metadata=metadata)
+        for index, chunk in enumerate(chunks)
+    }
 
 
-def parts_of(optimizer: Any) -> list[Any]:
-    """The optimizers behind megatron-core's chain of them."""
+def chained_optimizers(optimizer: Any) -> list[Any]:
+    """Return the optimizers in megatron-core's `ChainedOptimizer`, or the single one."""
     return list(getattr(optimizer, "chained_optimizers", (optimizer,)))
 
 
-def optimizer_state(trainee: Trainee, model: dict[str, Any], is_loading: bool) -> dict[str, Any]:
-    """Master weights and moments, by the names of the weights in `model`; before the first step, zero moments."""
-    parts = parts_of(trainee.optimizer)
+def optimizer_state(training_state: TrainingState, model: dict[str, Any], is_loading: bool) -> dict[Any, Any]:
+    """Return sharded master weights and moments by the names of the weights in `model`.
+
+    Before the first step the moments are zero.
+    """
+    parts = chained_optimizers(training_state.optimizer)
     is_distributed = isinstance(parts[0], DistributedOptimizer)
     for part in parts:
-        if not (is_distributed and is_loading):  # whose load gives it its state
-            start_state(part)
+        if not (is_distributed and is_loading):  # `sharded_state` initializes a distributed optimizer on load
+            initialize_optimizer_state(part)
     if not is_distributed:
-        return trainee.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=sharding_metadata())
+        return training_state.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=sharding_metadata())
     if len(parts) > 1:
-        trainee.optimizer._synchronize_steps()
+        training_state.optimizer._synchronize_steps()
     states = [optimizer_parts.sharded_state(part, model, is_loading) for part in parts]
     return states[0] if len(parts) == 1 else dict(enumerate(states))
 
 
-def load_optimizer_state(trainee: Trainee, state: dict[str, Any], known_rows: dict[torch.Tensor, int]) -> None:
-    """Give the optimizer what was read for its `optimizer_state`; settings of its groups stay those of the flags.
+def load_optimizer_state(
+    training_state: TrainingState, state: dict[Any, Any], known_rows: dict[torch.Tensor, int]
+) -> None:
+    """Load what was read into `optimizer_state`. Parameter-group settings from flags are kept.
 
-    The rates of the schedule are the saved run's with --use-checkpoint-opt_param-scheduler.
+    With --use-checkpoint-opt_param-scheduler the learning rates of the schedule are the checkpoint's.
 
     Args:
-        known_rows: from `rows_known`: the master weights of further rows are copies of the weights.
+        known_rows: from `known_vocab_rows`. Master weights of further rows are copied from the weights.
     """
-    parts = parts_of(trainee.optimizer)
-    own = [group_settings(part, trainee.schedule) for part in parts]
-    if isinstance(parts[0], DistributedOptimizer):
-        one = len(parts) == 1
-        state = optimizer_parts.join_pieces(parts[0], state, known_rows) if one else {
-            index: optimizer_parts.join_pieces(parts[index], each, known_rows) for index, each in state.items()
-        }  # fmt: skip
+    parts = chained_optimizers(training_state.optimizer)
+    preserved = [preserved_group_settings(part, training_state.schedule) for part in parts]
     states = [state] if len(parts) == 1 else list(state.values())
-    for part, of_part in zip(parts, states, strict=True):
-        # A fixed loss scale leaves nothing; a dynamic one that comes after it begins anew.
-        if "grad_scaler" in of_part and not of_part["grad_scaler"]:
-            of_part["grad_scaler"] = part.grad_scaler.state_dict()
-    trainee.optimizer.load_state_dict(state)
     if isinstance(parts[0], DistributedOptimizer):
-        for part, of_part in zip(parts, states, strict=True):
-            optimizer_parts.store_moments(part, of_part)
+        states = [
+            optimizer_parts.flatten_loaded_state(part, part_state, known_rows)
+            for part, part_state in zip(parts, states, strict=True)
+        ]
+        state = states[0] if len(parts) == 1 else dict(zip(state, states, strict=True))
+    for part, part_state in zip(parts, states, strict=True):
+        # A run with a fixed loss scale saves no scaler state. A dynamic loss scale then starts from its initial value.
+        if "grad_scaler" in part_state and not part_state["grad_scaler"]:
+            part_state["grad_scaler"] = part.grad_scaler.state_dict()
+    training_state.optimizer.load_state_dict(state)
+    if isinstance(parts[0], DistributedOptimizer):
+        for part, part_state in zip(parts, states, strict=True):
+            optimizer_parts.store_moments(part, part_state)
     else:
         for parameter, num_known in known_rows.items():
             if (master := getattr(parameter, "main_param", None)) is not None:
                 master[num_known:] = parameter[num_known:]
-    for part, settings in zip(parts, own, strict=True):
+    for part, settings in zip(parts, preserved, strict=True):
         for group, values in zip(part.optimizer.param_groups, settings, strict=True):
             group.update(values)
     if getattr(parts[0].config, "use_precision_aware_optimizer", False):
-        # A weight that is rounded from its master stood half a step off in the checkpoint where that was a tie.
-        gather_weights(trainee.chunks)
+        # With BF16 remainders, the saved weight and the one rounded from its master weight may differ on ties.
+        gather_weights(training_state.chunks)
 
 
-def group_settings(part: Any, schedule: OptimizerParamScheduler) -> list[dict[str, Any]]:
-    """What a load should leave as it is in each group of parameters: megatron-core would take the saved run's."""
+def preserved_group_settings(part: Any, schedule: OptimizerParamScheduler) -> list[dict[str, Any]]:
+    """Return the settings of each parameter group that megatron-core's load would overwrite."""
     names = GROUP_SETTINGS + (() if schedule.use_checkpoint_opt_param_scheduler else GROUP_RATES)
     return [{name: group[name] for name in names if name in group} for group in part.optimizer.param_groups]
 
 
-def start_state(part: Any) -> None:
-    """Give an optimizer that has not made a step the state that its first step would begin with."""
+def initialize_optimizer_state(part: Any) -> None:
+    """Give an optimizer that has not made a step its initial state."""
     if hasattr(part.optimizer, "initialize_state"):
-        part.init_state_fn = start_fused_adam
+        part.init_state_fn = initialize_fused_adam
     elif part.init_state_fn is None:
-        part.init_state_fn = start_momentum
+        part.init_state_fn = initialize_momentum
     part.init_state_fn(part.optimizer, part.config)
 
 
-def start_fused_adam(optimizer: Any, config: Any) -> None:
-    """The same for Transformer Engine's Adam; megatron-core's function leaves out an argument."""
+def initialize_fused_adam(optimizer: Any, config: Any) -> None:
+    """Initialize Transformer Engine's FusedAdam. megatron-core's function omits `store_param_remainders`."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if not optimizer.state[parameter]:
@@ -143,15 +148,15 @@ def start_fused_adam(optimizer: Any, config: Any) -> None:
                 optimizer.initialize_state(parameter, has_remainders)
 
 
-def start_momentum(optimizer: torch.optim.Optimizer, config: Any) -> None:
-    """Give SGD the state that a checkpoint is read into. megatron-core has such a function for Adam only."""
+def initialize_momentum(optimizer: torch.optim.Optimizer, config: Any) -> None:
+    """Initialize SGD's momentum buffers. megatron-core initializes Adam only."""
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["momentum"] else ():
             optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
-def layout() -> tuple[int, int, int]:
-    """Sizes that a rank's random state depends on: pipeline, tensor, data x context."""
+def parallel_layout() -> tuple[int, int, int]:
+    """Return the sizes that RNG state depends on: pipeline, tensor, data x context."""
     return (
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_tensor_model_parallel_world_size(),
@@ -159,42 +164,39 @@ def layout() -> tuple[int, int, int]:
     )
 
 
-def random_state() -> ShardedObject:
-    """This rank's generators: torch's, and megatron-core's tracker of tensor-parallel streams."""
+def rng_state() -> ShardedObject:
+    """Return this rank's RNG states: torch's, and megatron-core's tracker of tensor-parallel streams."""
     state = {
         "cpu": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state(),
         "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
     }
-    place = (
+    coordinates = (
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_data_parallel_rank(with_context_parallel=True),
     )
-    return ShardedObject("random_state", state, layout(), place)
+    return ShardedObject("random_state", state, parallel_layout(), coordinates)
 
 
-def is_of_this_kind_of_device(state: dict[str, Any]) -> bool:
-    """Whether `random_state` was taken from generators like this machine's: a CPU's states are longer than CUDA's."""
+def is_rng_state_of_this_device(state: dict[str, Any]) -> bool:
+    """Return whether `rng_state` was saved on this device type. CPU and CUDA states differ in length."""
     return state["device"].numel() == torch.cuda.get_rng_state().numel()
 
 
-def restore_random_state(state: dict[str, Any]) -> None:
-    """Set the generators to a state that `random_state` took on this kind of device."""
+def restore_rng_state(state: dict[str, Any]) -> None:
+    """Restore RNG states that `rng_state` returned on this device type."""
     torch.set_rng_state(state["cpu"])
     torch.cuda.set_rng_state(state["device"])
     tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
 
 
-EMBEDDING, OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
-
-
-def rows_known(model: dict[str, Any], num_rows: int) -> dict[Tensor, int]:
-    """The vocabulary's parameters that are longer than in a checkpoint, and how many of this rank's rows it has.
+def known_vocab_rows(model: dict[str, Any], num_rows: int) -> dict[Tensor, int]:
+    """Map vocabulary parameters with more rows than the checkpoint to the number of local rows that it has.
 
     Args:
-        model: the sharded state that will be loaded; its data are the model's parameters.
-        num_rows: that the checkpoint has.
+        model: sharded state to be loaded; its data are the parameters.
+        num_rows: embedding rows in the checkpoint.
     """
     return {
         leaf.data: min(len(leaf.data), max(0, num_rows - leaf.global_offset[0]))
@@ -204,15 +206,14 @@ def rows_known(model: dict[str, Any], num_rows: int) -> dict[Tensor, int]:
 
 
 @torch.no_grad()
-def fill_new_rows(rows: dict[Tensor, int], num_rows: int) -> None:
-    """Give rows that a checkpoint did not have the mean of those that it had; all ranks call it.
+def fill_new_vocab_rows(rows: dict[Tensor, int], num_rows: int) -> None:
+    """Set the rows that a checkpoint does not have to the mean of its rows; all ranks call it.
 
-    A row's logit is then the mean of the others', and its probability, as the exponential is convex, at most
-    1 / num_rows of what they have together.
+    The logit of such a row is the mean logit. As exp is convex, its probability is at most 1 / num_rows of the total.
 
     Args:
-        rows: from `rows_known`; loaded by now.
-        num_rows: that the checkpoint had.
+        rows: from `known_vocab_rows`; already loaded.
+        num_rows: embedding rows in the checkpoint.
     """
     for parameter, num_known in rows.items():
         mean = parameter[:num_known].sum(dim=0, dtype=torch.float32) / num_rows
@@ -220,41 +221,40 @@ def fill_new_rows(rows: dict[Tensor, int], num_rows: int) -> None:
         parameter[num_known:] = mean.to(parameter.dtype)
 
 
-def put_rounded_masters(model: dict[str, Any], optimizer: MegatronOptimizer) -> None:
-    """Replace quantized weights in a sharded model state by their rounded master weights; all ranks call it.
+def use_rounded_master_weights(model: dict[str, Any], optimizer: MegatronOptimizer) -> None:
+    """Replace quantized weights in a sharded model state by rounded master weights; all ranks call it.
 
-    Only the rank that writes a weight holds it whole, in CPU memory, and for the time of one bucket on the device.
+    Only the rank that writes a weight keeps a copy, in CPU memory. The device holds one gathered bucket at a time.
     """
-    mine = {
+    main_replicas = {
         id(leaf.data.codes): leaf
         for leaf in nested_values(model)
         if isinstance(leaf, (ShardedTensor, ShardedTensorFactory))
         and isinstance(leaf.data, QuantizedParameter)
         and is_main_replica(leaf.replica_id)
     }
-    for part in parts_of(optimizer):
+    for part in chained_optimizers(optimizer):
         for index, buffer in enumerate(getattr(part, "buffers", ())):
             if not isinstance(buffer.params[0], QuantizedParameter):
                 continue
             for number, bucket in enumerate(buffer.buckets):
-                rounded = gather_rounded(part, index, number)
+                rounded = gather_rounded_master_weights(part, index, number)
                 for weight in bucket.params_list:
-                    if id(weight.codes) in mine:
+                    if leaf := main_replicas.get(id(weight.codes)):
                         first, last, _ = buffer.param_index_map[weight]
-                        whole = rounded[first - bucket.offset : last - bucket.offset].view(weight.shape)
-                        mine[id(weight.codes)].data = whole.cpu()
+                        leaf.data = rounded[first - bucket.offset : last - bucket.offset].view(weight.shape).cpu()
 
 
 @torch.no_grad()
-def gather_rounded(optimizer: Any, buffer_index: int, bucket_index: int) -> Tensor:
-    """A bucket of master weights, rounded to the weights' type, on every data-parallel rank. Shape: (elements,)."""
+def gather_rounded_master_weights(optimizer: Any, buffer_index: int, bucket_index: int) -> Tensor:
+    """Gather a bucket of master weights, rounded to the parameter type, on all ranks. Shape: (elements,)."""
     buffer, group = optimizer.buffers[buffer_index], optimizer.data_parallel_group
     weight, bucket = buffer.params[0], buffer.buckets[bucket_index]
-    whole = torch.zeros(bucket.grad_data.numel(), dtype=weight.dtype, device=weight.device)
-    shard = shard_buffer(whole, group.size())[group.rank()]
+    rounded = torch.zeros(bucket.grad_data.numel(), dtype=weight.dtype, device=weight.device)
+    shard = shard_buffer(rounded, group.size())[group.rank()]
     (ranges,) = optimizer.gbuf_ranges[buffer_index].values()
-    for parameter, places in ranges[bucket_index]["param_map"].items():
-        place = places["gbuf_local"]
-        shard[place.start : place.end].copy_(parameter.main_param)
-    dist.all_gather_into_tensor(whole, shard, group=group)
-    return whole
+    for parameter, param_ranges in ranges[bucket_index]["param_map"].items():
+        local = param_ranges["gbuf_local"]
+        shard[local.start : local.end].copy_(parameter.main_param)
+    dist.all_gather_into_tensor(rounded, shard, group=group)
+    return rounded

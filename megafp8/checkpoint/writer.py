@@ -1,7 +1,7 @@
-"""torch's writer of sharded checkpoints, which also hashes what it writes.
+"""Writer of sharded checkpoints that hashes what it writes.
 
-The hash is taken from memory, not from the file read back: what the disk makes of it is found out at loading. Files are
-written by threads of this process, so that there is no child whose death could be waited for without end.
+The hash is computed from memory and not from the file, so disk errors are detected on load. Files are written by
+threads: there is no child process whose death could leave the save waiting forever.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from megafp8.resilience import fault_injection
 from megafp8.utils.process import in_thread
 
 FILES_PER_RANK = 2
-# Less than this is copied for the thread that hashes.
+# Smaller buffers are copied for the hashing thread.
 MIN_SHARED_BYTES = 1 << 18
-# Written and not hashed yet, of a file: copies from a GPU are kept for so long.
+# Limit of bytes written to a file but not hashed yet. It bounds the CPU copies of GPU tensors kept in memory.
 MAX_LAG_BYTES = 1 << 30
 
 
 class HashingWriter(FileSystemWriter):
-    """Writes this rank's part of a checkpoint to `FILES_PER_RANK` files, each synced to the disk.
+    """Writes this rank's part of a checkpoint to `FILES_PER_RANK` files, and syncs each to the disk.
 
     Attributes:
-        written: what this rank has written so far, by file name.
+        written: manifest entries of the files written so far, by name.
     """
 
     def __init__(self, path: Path):
@@ -48,19 +48,19 @@ class HashingWriter(FileSystemWriter):
 
     @property
     def checkpoint_id(self) -> str:
-        """The folder as text: it goes into the metadata, which holds plain values only."""
+        """The folder as text: the metadata stores it, and holds plain values only."""
         return str(self.path)
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Keep what is to be written; megatron-core's planning ends with this."""
+        """Store the plan. megatron-core's planning ends with this call."""
         self.plan, self.planner = plan, planner
 
-    def write(self, data_of: Callable[[WriteItem], object], step: int) -> list[WriteResult]:
+    def write(self, resolve_data: Callable[[WriteItem], object], step: int) -> list[WriteResult]:
         """Write this rank's items.
 
         Args:
-            data_of: the data of an item: a tensor or bytes.
-            step: of the checkpoint, for messages.
+            resolve_data: returns the data of an item: a tensor or bytes.
+            step: of the checkpoint, for fault injection.
 
         Raises:
             OSError: the disk is full, or the folder cannot be written to.
@@ -68,29 +68,29 @@ class HashingWriter(FileSystemWriter):
         buckets = [bucket for bucket in _split_by_size_and_type(self.thread_count, self.plan.items) if bucket]
         names = [f"{self.plan.storage_data.prefix}{number}{DEFAULT_SUFFIX}" for number in range(len(buckets))]
         jobs = [
-            in_thread(self._write_file, name, bucket, data_of, step)
+            in_thread(self._write_file, name, bucket, resolve_data, step)
             for name, bucket in zip(names, buckets, strict=True)
         ]
         wait(jobs)
         return [result for job in jobs for result in job.result()]
 
     def _write_file(
-        self, name: str, items: list[WriteItem], data_of: Callable[[WriteItem], object], step: int
+        self, name: str, items: list[WriteItem], resolve_data: Callable[[WriteItem], object], step: int
     ) -> list[WriteResult]:
-        # Objects first: tensors then follow each other without small pieces between them.
+        # Objects first, so that tensors are contiguous in the file.
         items = sorted(items, key=lambda item: item.type != WriteItemType.BYTE_IO)
         results = []
-        # The archive's own checksum costs a third of SHA-256, and torch does not look at it when it loads.
+        # CRC-32 costs a third of SHA-256, and torch does not verify it on load.
         with no_checksum(), open(self.path / name, "xb", buffering=0) as file:
             with HashingStream(file) as stream:
                 try:
                     for item in items:
                         fault_injection.point("save.mid_shard", step=step)
-                        stream.owner = data = on_cpu(data_of(item))
+                        stream.owner = data = to_cpu(resolve_data(item))
                         written = _write_item(self.transforms, stream, data, item, name, self.serialization_format)
                         results.append(written)
                 except RuntimeError as error:
-                    # torch closes its archive when a write fails, and then complains of the archive.
+                    # When a write fails, torch closes its archive, and raises for that instead of the write.
                     raise (error.__context__ or error) from None
             os.fsync(file.fileno())
         self.written[name] = FileEntry(stream.tell(), stream.sha256())
@@ -98,21 +98,21 @@ class HashingWriter(FileSystemWriter):
 
 
 def no_checksum() -> AbstractContextManager[Any]:
-    """Within, and in this thread, torch writes archives without their CRC-32."""
+    """Disable the CRC-32 of torch archives in this thread."""
     return config.patch("save.compute_crc32", False)
 
 
 class HashingStream:
-    """A file that is written from front to back; another thread hashes what this one writes, and may lag behind.
+    """A sequential output file whose content a second thread hashes.
 
-    So a hash is still taken while the disk syncs. Memory of `MIN_SHARED_BYTES` or more that is written has to stay as
-    it is until the hash is there; of less, a copy is hashed. Written to inside a `with` block; the hash comes after it.
+    Hashing may lag behind and continue while the disk syncs. Buffers of at least `MIN_SHARED_BYTES` are not copied and
+    must not change until they are hashed. Write within the `with` block; the hash is available after it.
 
     Args:
         file: unbuffered.
 
     Attributes:
-        owner: of the memory that is written next; kept until it is hashed.
+        owner: of the memory that is written next; kept alive until it is hashed.
     """
 
     def __init__(self, file: BinaryIO):
@@ -120,51 +120,51 @@ class HashingStream:
         self.owner: object = None
         self._num_bytes = self._lag = 0
         self._hashed = threading.Condition()
-        self._pieces: SimpleQueue[Any] = SimpleQueue()
+        self._chunks: SimpleQueue[Any] = SimpleQueue()
         self._hashing = in_thread(self._hash)
 
     def __enter__(self) -> HashingStream:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pieces.put(None)
+        self._chunks.put(None)
 
     def _hash(self) -> str:
         digest = hashlib.sha256()
-        while (piece := self._pieces.get()) is not None:
-            digest.update(piece[0])
+        while (chunk := self._chunks.get()) is not None:
+            digest.update(chunk[0])
             with self._hashed:
-                self._lag -= len(piece[0])
+                self._lag -= len(chunk[0])
                 self._hashed.notify()
         return digest.hexdigest()
 
     def sha256(self) -> str:
-        """SHA-256 of everything written, in hexadecimal."""
+        """Return the SHA-256 of everything written, in hexadecimal."""
         return self._hashing.result()
 
     def write(self, content: memoryview | bytes) -> int:
         """Write all of `content`."""
-        whole = memoryview(content).cast("B")
+        view = memoryview(content).cast("B")
         with self._hashed:
-            self._hashed.wait_for(lambda: self._lag + len(whole) <= MAX_LAG_BYTES or not self._lag)
-            self._lag += len(whole)
-        self._pieces.put((whole, self.owner) if len(whole) >= MIN_SHARED_BYTES else (bytes(whole), None))
-        rest = whole
-        while len(rest):
-            rest = rest[self._file.write(rest) :]  # at most 2 GiB at a time
-        self._num_bytes += len(whole)
-        return len(whole)
+            self._hashed.wait_for(lambda: self._lag + len(view) <= MAX_LAG_BYTES or not self._lag)
+            self._lag += len(view)
+        self._chunks.put((view, self.owner) if len(view) >= MIN_SHARED_BYTES else (bytes(view), None))
+        remaining = view
+        while len(remaining):
+            remaining = remaining[self._file.write(remaining) :]  # writes at most 2 GiB at a time
+        self._num_bytes += len(view)
+        return len(view)
 
     def tell(self) -> int:
-        """Bytes written so far."""
+        """Return the number of bytes written."""
         return self._num_bytes
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: the file is unbuffered."""
 
 
-def on_cpu(data: object) -> object:
-    """A tensor's own elements in CPU memory; a view would be written with all that it is a view of."""
+def to_cpu(data: Any) -> Any:
+    """Copy a tensor's elements to the CPU. A view is cloned: torch would write its whole storage."""
     if not isinstance(data, torch.Tensor):
         return data
     data = data.detach()

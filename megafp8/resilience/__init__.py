@@ -1,1 +1,1 @@
-"""What keeps a run alive or ends it cleanly: locks, run state, watchdog, fault injection. Standard library only."""
+"""Fault tolerance of a run: run lock, run state, watchdog, fault injection. Standard library only."""

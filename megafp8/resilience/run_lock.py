@@ -1,9 +1,9 @@
-"""One run a folder: the lock that it holds while it runs.
+"""The run lock: at most one run writes to a folder.
 
-The lock is a file that names its holder. It comes into being by a hard link, which on every file system, also on NFS,
-one process makes and all others fail to. The holder touches it as a sign of life. A lock is stale when its process is
-gone from this machine, or when a process of another machine has given no sign for `STALE_S`; it is then replaced. A
-sign that lies in the future says nothing, since clocks are set back: silence is counted from when it was found.
+The lock is a file that names its holder. It is created by a hard link, which is atomic on every file system, including
+NFS. The holder touches it as a heartbeat. A lock is stale, and is replaced, when its process is gone from this machine
+or when a process on another machine has sent no heartbeat for `STALE_S`. Clocks may be set back, so a heartbeat in the
+future is not evidence: the silence is then counted from when it was found.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Optional
 
 from megafp8.errors import RunFolderInUse
 from megafp8.utils.files import UnreadableFile
-from megafp8.utils.process import Process, this_process
+from megafp8.utils.process import Process, current_process
 from megafp8.utils.strict_json import read_json
 
 LOCK_FILE = "run.lock"
@@ -33,7 +33,7 @@ class RunLock:
     """A lock that this process holds.
 
     Attributes:
-        taken_over: words on the stale lock that was in the way.
+        taken_over: note on the stale lock that was replaced.
     """
 
     path: Path
@@ -41,53 +41,55 @@ class RunLock:
     taken_over: Optional[str] = None
 
     def touch(self) -> None:
-        """Give a sign of life."""
-        with contextlib.suppress(OSError):
-            os.utime(self.path)
+        """Send a heartbeat."""
+        touch(self.path)
 
     def release(self) -> None:
-        """Let the folder go, if it is still ours."""
-        if holder_of(self.path) == self.holder:
-            with contextlib.suppress(OSError):  # a disk that is gone took the lock along
+        """Remove the lock if this process still holds it."""
+        if read_holder(self.path) == self.holder:
+            with contextlib.suppress(OSError):  # e.g. a disk that is gone
                 self.path.unlink(missing_ok=True)
 
 
-def take_lock(folder: Path) -> RunLock:
-    """Hold a run's folder, which is made if it is not there.
+def acquire_run_lock(folder: Path) -> RunLock:
+    """Lock a run's folder, which is made if absent.
 
     Raises:
-        RunFolderInUse: another run holds it.
-        OSError: the folder cannot be written.
+        RunFolderInUse: another run holds the lock.
+        OSError: the folder is not writable.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path, me = folder / LOCK_FILE, this_process()
+    path, me = folder / LOCK_FILE, current_process()
     draft = path.with_name(f".{LOCK_FILE}.{me.host}.{me.pid}")
-    draft.unlink(missing_ok=True)  # of a killed process of our number; it may be the lock itself
+    draft.unlink(missing_ok=True)  # left by a killed process with this PID; it may be a link to the lock
     draft.write_text(json.dumps(dataclasses.asdict(me)) + "\n", encoding="utf-8")
     try:
         taken_over = None
-        while not (taken_over or linked(draft, path)):
+        while not (taken_over or try_link(draft, path)):
             os.utime(draft)
-            words = check_stale(path, now=draft.stat().st_mtime)  # both times by the file server's clock
-            if words is not None:
-                taken_over = replace_stale(draft, path, words)
+            description = describe_stale_lock(path, now=draft.stat().st_mtime)  # both times are the file server's
+            if description is not None:
+                taken_over = replace_stale(draft, path, description)
         return RunLock(path, me, taken_over)
     finally:
         draft.unlink(missing_ok=True)
 
 
-def forget_lock_of(job: str, folder: Path) -> bool:
-    """Remove the lock that an earlier start of the same Slurm job left on whichever node; for who starts them, one
-    after the other, and knows that it has ended. Without this a node that died would keep the folder for `STALE_S`."""
-    holder = holder_of(folder / LOCK_FILE)
+def remove_stale_job_lock(job: str, folder: Path) -> bool:
+    """Remove the lock of an earlier start of the same Slurm job, which may have run on another node.
+
+    For a launcher that starts them one after the other and knows that it has ended. Otherwise a node that died would
+    keep the folder locked for `STALE_S`.
+    """
+    holder = read_holder(folder / LOCK_FILE)
     if holder is None or holder.job != job or holder.is_alive():
         return False
     (folder / LOCK_FILE).unlink(missing_ok=True)
     return True
 
 
-def linked(draft: Path, path: Path) -> bool:
-    """Give a file a second name unless another file has it."""
+def try_link(draft: Path, path: Path) -> bool:
+    """Make a hard link; return whether the name was free."""
     try:
         os.link(draft, path)
     except FileExistsError:
@@ -95,56 +97,56 @@ def linked(draft: Path, path: Path) -> bool:
     return True
 
 
-def check_stale(path: Path, now: float) -> Optional[str]:
-    """Words on a lock that nobody holds any more; None when there is no lock now.
+def describe_stale_lock(path: Path, now: float) -> Optional[str]:
+    """Return a note on a stale lock; None if there is no lock.
 
     Raises:
-        RunFolderInUse: somebody holds it.
+        RunFolderInUse: the lock is held.
     """
     try:
         touched = path.stat().st_mtime
     except FileNotFoundError:
         return None
-    holder, silent_s = holder_of(path), now - touched
+    holder, silent_s = read_holder(path), now - touched
     is_alive = None if holder is None else holder.is_alive()
     if is_alive or (is_alive is None and silent_s < STALE_S):
         if silent_s < 0:
-            count_silence_from_now(path)
-        raise RunFolderInUse(refusal(path.parent, holder, touched, silent_s))
+            touch(path)  # a live holder touches it again
+        raise RunFolderInUse(in_use_message(path.parent, holder, touched, silent_s))
     how = "is gone" if is_alive is False else f"has given no sign of life for {silent_s / 60:.0f} minutes"
     return f"the lock of {holder or 'a run'}, which {how}, is taken over"
 
 
-def count_silence_from_now(path: Path) -> None:
-    """Give a lock the file server's time. A holder that lives will change it again."""
+def touch(path: Path) -> None:
+    """Set a lock's time to the file server's current time."""
     with contextlib.suppress(OSError):
         os.utime(path)
 
 
-def replace_stale(draft: Path, path: Path, words: str) -> Optional[str]:
-    """Put our lock in a stale one's place; None when another process is about to, or was faster.
+def replace_stale(draft: Path, path: Path, description: str) -> Optional[str]:
+    """Replace a stale lock; None if another process was faster or is about to.
 
-    One process at a time does this, under a second lock: else one of two would replace the other's new lock.
+    A second lock serializes takeovers: otherwise one of two processes would replace the other's new lock.
     """
-    turn = path.with_name(path.name + ".takeover")
-    if not linked(draft, turn):
+    takeover_lock = path.with_name(path.name + ".takeover")
+    if not try_link(draft, takeover_lock):
         with contextlib.suppress(FileNotFoundError):
-            # It was killed in these few instructions. In the future: the clock was set back since.
-            if abs(draft.stat().st_mtime - turn.stat().st_mtime) > TAKEOVER_S:
-                turn.unlink()
+            # Its holder was killed during a takeover. A time in the future means that the clock was set back.
+            if abs(draft.stat().st_mtime - takeover_lock.stat().st_mtime) > TAKEOVER_S:
+                takeover_lock.unlink()
         time.sleep(0.05)
         return None
     try:
-        if check_stale(path, draft.stat().st_mtime) != words:
+        if describe_stale_lock(path, draft.stat().st_mtime) != description:
             return None
         os.replace(draft, path)
-        return words
+        return description
     finally:
-        turn.unlink(missing_ok=True)
+        takeover_lock.unlink(missing_ok=True)
 
 
-def refusal(folder: Path, holder: Optional[Process], touched: float, silent_s: float) -> str:
-    """What the second run is told."""
+def in_use_message(folder: Path, holder: Optional[Process], touched: float, silent_s: float) -> str:
+    """Return the error message for the second run."""
     if silent_s > -1:
         at = datetime.datetime.fromtimestamp(touched, datetime.timezone.utc).isoformat(timespec="seconds")
         sign = f"last sign of life {max(0.0, silent_s):.0f} s ago at {at}"
@@ -157,8 +159,8 @@ def refusal(folder: Path, holder: Optional[Process], touched: float, silent_s: f
     )
 
 
-def holder_of(path: Path) -> Optional[Process]:
-    """Who holds a lock; None if there is none or it cannot be read."""
+def read_holder(path: Path) -> Optional[Process]:
+    """Return the holder of a lock; None if there is none or it cannot be read."""
     try:
         return Process(**read_json(path))
     except (UnreadableFile, TypeError):

@@ -1,17 +1,17 @@
-"""What became of a run: the file that launchers go by.
+"""The run state file `run_state.json`, by which launchers decide what to do with a run.
 
-torchrun's exit status is 1 whatever its ranks say, so a run writes its state into its folder, whole or not at all:
+torchrun's exit status is 1 for any failure of its ranks, so a run writes its state atomically into its folder:
 
-| state | what it means |
+| state | meaning |
 |---|---|
-| `running` | it runs, as far as it could still tell |
+| `running` | it runs, as far as it was last able to write |
 | `done` | the last step is done and saved |
-| `stopped` | it ended before, as flags asked it to (`--exit-interval`, `--exit-duration-in-mins`) |
+| `stopped` | flags ended it earlier (`--exit-interval`, `--exit-duration-in-mins`) |
 | `preempted` | a signal ended it; start it again |
-| `failed` | it ended with an error: `reason` and `exit_status` say which |
-| `died` | never in the file: a reader says it of a run that is `running` there, and whose process is gone |
+| `failed` | it ended with an error: see `reason` and `exit_status` |
+| `died` | never in the file: readers report it for a `running` state whose process is gone |
 
-The run's side of `run_state.json`: rank 0 writes it while the run goes on, and whoever ends first says why.
+Rank 0 writes the state while the run is active. The first rank that ends records the reason.
 """
 
 from __future__ import annotations
@@ -28,34 +28,36 @@ from typing import Any, Optional
 from megafp8.errors import HUNG, INTERNAL
 from megafp8.utils.best_effort import Outage
 from megafp8.utils.files import UnreadableFile, atomic_write_json, open_regular
-from megafp8.utils.process import Process, this_process
+from megafp8.utils.process import Process, current_process
 from megafp8.utils.strict_json import parse_json, read_json
 
 RUN_STATE_FILE = "run_state.json"
 RECORDS_FILE = "records.jsonl"
-# Beyond what a machine may be slow, and its clock be wrong.
+# Tolerance for slow machines and clock differences.
 SILENT_S = 300.0
 TAIL_BYTES = 1 << 16
+# A rank that is being aborted does not wait longer for a thread whose write hangs.
+LOCK_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """One start of a run.
+    """State of one start of a run.
 
     Attributes:
-        step: last step done; that of the loaded checkpoint in the beginning. Up to a few seconds old while it runs.
+        step: last step done; initially that of the loaded checkpoint. A few seconds old while the run is active.
         saved_step: of the newest checkpoint; None without one.
-        last_step: where the run will be done.
-        reason: why it ended, in words.
-        exit_status: what its ranks ended with; None while it runs.
-        process: rank 0, or whoever had the last word.
-        starts: how often this run was started in its folder, this time included.
-        started_at, first_step_at, updated_at: seconds since 1970 by rank 0's clock; the second when the first step of
-            this start was done.
-        evaluation_due: a step after which a validation was broken off; a run that goes on from there does it again.
-        loading: step of a checkpoint that is being loaded; it stays when the load kills the run.
-        loads: how often in a row that was begun.
-        crashes: starts in a row before this one that crashed and saved nothing.
+        last_step: at which the run is done.
+        reason: why it ended, as text.
+        exit_status: of its ranks; None while it runs.
+        process: rank 0, or the rank that recorded the end.
+        starts: number of starts of this run in its folder, including this one.
+        started_at, first_step_at, updated_at: seconds since 1970 by rank 0's clock; `first_step_at` when the first step
+            of this start was done.
+        evaluation_due: step after which an evaluation was interrupted; a run that resumes from it repeats it.
+        loading: step of a checkpoint that is being loaded; it remains if the load crashes the run.
+        loads: consecutive starts that began to load this checkpoint.
+        crashes: consecutive previous starts that crashed without saving.
     """
 
     state: str
@@ -76,34 +78,34 @@ class RunState:
     crashes: int = 0
 
     def to_plain(self) -> dict[str, Any]:
-        """What stands in the file."""
+        """Return the content of the file."""
         return dataclasses.asdict(self)
 
     @property
     def has_crashed(self) -> bool:
-        """Whether it ended in a way that no flag, no file and no signal explains."""
+        """Whether no flag, file or signal explains its end."""
         return self.state == "died" or (self.state == "failed" and self.exit_status in (INTERNAL, HUNG))
 
     def is_of(self, other: "Optional[RunState]") -> bool:
-        """Whether both are of the same start."""
+        """Return whether both states are of the same start."""
         return other is not None and (self.starts, self.started_at) == (other.starts, other.started_at)
 
 
 def read_run_state(folder: Path) -> Optional[RunState]:
-    """What the file of a run's folder says; None when it has none that can be read."""
+    """Read a run's state; None if there is no readable file."""
     try:
         plain = read_json(folder / RUN_STATE_FILE)
         names = {field.name for field in dataclasses.fields(RunState)}
-        known = {name: value for name, value in plain.items() if name in names}  # a newer one may say more
+        known = {name: value for name, value in plain.items() if name in names}  # a newer version may write more
         return RunState(**known | {"process": Process(**plain["process"])})
     except (UnreadableFile, TypeError, KeyError, AttributeError):
         return None
 
 
 def current_state(folder: Path) -> Optional[RunState]:
-    """The state of a run, with `died` for one that can say nothing more; None when none ever began in the folder.
+    """Return a run's state, or `died` if its process is gone; None if there is no state.
 
-    On another machine a run counts as dead when it has been silent for `SILENT_S`.
+    A run on another machine counts as dead when its state is older than `SILENT_S`.
     """
     found = read_run_state(folder)
     if found is None or found.state != "running":
@@ -120,13 +122,13 @@ def current_state(folder: Path) -> Optional[RunState]:
 
 
 def finished_state(folder: Path) -> Optional[RunState]:
-    """The state of a run that has made its last step and saved; None of any other."""
+    """Return the state of a run that is done; None for other runs."""
     known = read_run_state(folder)
     return known if known is not None and known.state == "done" else None
 
 
 def last_recorded_step(folder: Path) -> int:
-    """The newest step in a run's records, which are newer than its state; 0 without any."""
+    """Return the last step in a run's records, which are newer than its state; 0 without records."""
     try:
         with open_regular(folder / RECORDS_FILE) as stream:
             stream.seek(max(0, stream.seek(0, 2) - TAIL_BYTES))
@@ -137,23 +139,19 @@ def last_recorded_step(folder: Path) -> int:
         try:
             record = parse_json(line)
         except UnreadableFile:
-            continue  # half a line
+            continue  # a partially written line
         if isinstance(record, dict) and record.get("kind") == "step":
             return int(record["step"])
     return 0
 
 
-# A rank that ends by force does not wait longer for one that is writing to a disk that hangs.
-JOURNAL_TIMEOUT_S = 2.0
-
-
-class Journal:
-    """The state of this start of a run, as one rank knows it.
+class RunStateWriter:
+    """Writes the state of this start, as one rank knows it.
 
     Args:
-        state: at the start, the same on all ranks.
+        state: initial state, the same on all ranks.
         is_writer: this is rank 0.
-        finished: the state of a run that is done, until this start has something to do with it; None of others.
+        finished: state of a previous start that was done, until this start resumes; otherwise None.
     """
 
     def __init__(self, folder: Path, state: RunState, is_writer: bool, finished: Optional[RunState] = None):
@@ -162,70 +160,70 @@ class Journal:
         self.outage = Outage(str(folder / RUN_STATE_FILE), "states")
 
     def begin(self) -> None:
-        """Rank 0: put the first state of this start in the place of the last one's."""
+        """On rank 0: replace the previous start's state."""
         if self.is_writer:
-            self.put(self.state)
+            self.store(self.state)
 
-    def note(self, **changes: Any) -> None:
-        """Change fields, to be written with the next `write`."""
+    def update(self, **changes: Any) -> None:
+        """Change fields, to be written by the next `write`."""
         self.state = dataclasses.replace(self.state, **changes)
 
     def write(self) -> None:
-        """Rank 0: put the state on the disk, unless the run has ended there. A disk that fails stops no run."""
+        """On rank 0: write the state, unless the run's end is recorded. Disk errors do not stop the run."""
         if not self.is_writer:
             return
         with self.lock:
             if not self.has_ended():
-                self.put(dataclasses.replace(self.state, updated_at=time.time()))
+                self.store(dataclasses.replace(self.state, updated_at=time.time()))
 
     def end(self, state: str, reason: str, exit_status: int) -> None:
-        """Any rank: say how it ended. The first one has the last word: what comes after follows from it.
+        """On any rank: record how the run ended. The first record wins, since later failures follow from it.
 
-        A signal leaves a run done that has no step left: it may come before this start finds that out, as in a search
-        for a micro batch size.
+        A signal may come before this start has found that no step is left, as in a search for a micro batch size. The
+        run then stays done.
         """
         if state == "preempted" and self.has_no_step_left():
-            self.take_back()
+            self.restore_finished()
             return
-        with self.held():
-            self.note(state=state, reason=reason, exit_status=exit_status)
+        with self.locked():
+            self.update(state=state, reason=reason, exit_status=exit_status)
             if not self.has_ended():
                 known = read_run_state(self.folder) or self.state
                 newest = self.state if self.is_writer or not known.is_of(self.state) else known
-                ended = {"state": state, "reason": reason, "exit_status": exit_status}
-                self.put(dataclasses.replace(newest, **ended, process=this_process(), updated_at=time.time()))
+                ended: dict[str, Any] = {"state": state, "reason": reason, "exit_status": exit_status}
+                self.store(dataclasses.replace(newest, **ended, process=current_process(), updated_at=time.time()))
 
-    def take_back(self) -> None:
-        """Any rank: this start came to nothing, and the run is as done as it was before."""
+    def restore_finished(self) -> None:
+        """On any rank: restore the state of the previous start, because this one has done nothing."""
         assert self.finished is not None
-        with self.held():
+        with self.locked():
             if not self.has_ended():
-                self.put(self.finished)
+                self.store(self.finished)
 
     def has_no_step_left(self) -> bool:
-        """Whether this start, which has not resumed anything yet, has nothing to do."""
+        """Return whether this start has not resumed yet and has no step to do."""
         last_step = self.state.last_step
         return self.finished is not None and last_step is not None and self.finished.step >= last_step
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Within, nobody else in this process writes, unless that takes too long."""
-        is_ours = self.lock.acquire(timeout=JOURNAL_TIMEOUT_S)
+    def locked(self) -> Iterator[None]:
+        """Exclude other writers of this process, unless that takes too long."""
+        is_acquired = self.lock.acquire(timeout=LOCK_TIMEOUT_S)
         try:
             yield
         finally:
-            if is_ours:
+            if is_acquired:
                 self.lock.release()
 
     def has_ended(self) -> bool:
-        """Whether some rank has said how this start ended, or taken it back."""
+        """Return whether some rank has recorded the end of this start or restored the previous state."""
         known = read_run_state(self.folder)
         if known is None:
             return False
         return known.is_of(self.finished) or (known.is_of(self.state) and known.state != "running")
 
-    def put(self, state: RunState) -> None:
-        """Write the file, whole or not at all. The newest state counts: one that the disk refuses is not kept."""
+    def store(self, state: RunState) -> None:
+        """Write the file atomically. A state that the disk refuses is dropped: only the newest one matters."""
         try:
             atomic_write_json(self.folder / RUN_STATE_FILE, state.to_plain())
         except OSError as error:
@@ -235,20 +233,21 @@ class Journal:
 
 
 def first_state(folder: Path, world_size: int, last_step: Optional[int]) -> RunState:
-    """The state with which a start begins, the one before in mind. Rank 0 calls this, and tells the others."""
+    """Return the initial state of this start, based on the previous one's. Called on rank 0."""
     before, now = current_state(folder), time.time()
     first = RunState(
-        state="running", last_step=last_step, world_size=world_size, process=this_process(), started_at=now,
+        state="running", last_step=last_step, world_size=world_size, process=current_process(), started_at=now,
         updated_at=now,
     )  # fmt: skip
     if before is None:
         return first
-    after_crash = {"loading": before.loading, "loads": before.loads, "crashes": before.crashes + 1}
-    return dataclasses.replace(
+    first = dataclasses.replace(
         first,
         step=before.step,
         saved_step=before.saved_step,
         starts=before.starts + 1,
         evaluation_due=before.evaluation_due,
-        **(after_crash if before.has_crashed else {}),
     )
+    if not before.has_crashed:
+        return first
+    return dataclasses.replace(first, loading=before.loading, loads=before.loads, crashes=before.crashes + 1)

@@ -1,7 +1,7 @@
-"""Llama (Touvron et al. 2023; with grouped queries, tied embeddings and Llama 3.1's rotary scaling).
+"""Llama (Touvron et al. 2023), with grouped-query attention, tied embeddings and Llama 3.1's RoPE scaling.
 
-Both sides rotate the two halves of a head's channels (megatron-core without --rotary-interleaved), so queries and keys
-need no permutation.
+transformers and megatron-core (without --rotary-interleaved) both rotate the two halves of a head's channels, so query
+and key weights need no permutation.
 """
 
 from __future__ import annotations
@@ -10,31 +10,30 @@ import re
 from typing import Any
 
 from megafp8.checkpoint.convert.tensor_mapping import (
-    Family,
-    QueryGroups,
-    Same,
-    Stacked,
+    GatedPair,
+    GroupedQKV,
+    HFConfig,
+    HFFamily,
+    Identity,
+    PaddedVocab,
     TensorMapping,
-    TheirConfig,
-    Vocabulary,
-    foreign_to_all,
-    in_layers,
-    named,
+    repeat_per_layer,
+    unsupported_by_all,
 )
 from megafp8.config import derived
 from megafp8.config.schema import ModelConfig, RunConfig
 
-# megatron-core's, which no flag changes.
+# Constants of megatron-core's RoPE scaling; no flag changes them.
 ROTARY_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def rows(model: ModelConfig, num_tokens: int, num_rows: int) -> list[TensorMapping]:
-    """The tensors of a model."""
+def tensor_table(model: ModelConfig, num_tokens: int, num_rows: int) -> list[TensorMapping]:
+    """Return the tensors of a model."""
     assert model.hidden_size is not None and model.num_layers is not None
     hidden, ffn = model.hidden_size, derived.ffn_hidden_size(model)
     query, key = derived.query_projection_size(model), derived.kv_projection_size(model)
-    groups = QueryGroups(derived.num_query_groups(model), derived.kv_channels(model))
-    tokens, same, gated = Vocabulary(num_tokens, num_rows), Same(), Stacked()
+    groups = GroupedQKV(derived.num_query_groups(model), derived.kv_channels(model))
+    tokens, same, gated = PaddedVocab(num_tokens, num_rows), Identity(), GatedPair()
     projections = ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
     linears = [
         TensorMapping("self_attention.linear_qkv.weight", (query + 2 * key, hidden), groups, projections, True),
@@ -52,7 +51,7 @@ def rows(model: ModelConfig, num_tokens: int, num_rows: int) -> list[TensorMappi
     ]
     table = [
         TensorMapping("embedding.word_embeddings.weight", (num_rows, hidden), tokens, ("model.embed_tokens.weight",)),
-        *in_layers(layer, model.num_layers, "decoder.layers.{}.", "model.layers.{}."),
+        *repeat_per_layer(layer, model.num_layers, "decoder.layers.{}.", "model.layers.{}."),
         TensorMapping("decoder.final_layernorm.weight", (hidden,), same, ("model.norm.weight",)),
     ]
     if not model.share_embeddings_and_output_weights:
@@ -60,32 +59,32 @@ def rows(model: ModelConfig, num_tokens: int, num_rows: int) -> list[TensorMappi
     return table
 
 
-def inexpressible(config: RunConfig) -> list[str]:
-    """What Llama does not have."""
+def unsupported_features(config: RunConfig) -> list[str]:
+    """Return what of a run's model Llama does not support, as text."""
     model = config.model
-    return [
-        *named(
+    checks = (
+        (
             model.position_embedding_type != "rope",
             f"--position-embedding-type {model.position_embedding_type}: Llama has rope",
         ),
-        *named(model.normalization != "RMSNorm", f"--normalization {model.normalization}: Llama has RMSNorm"),
-        *named(not (model.swiglu or model.squared_relu), "GELU: Llama has --swiglu"),
-        *named(model.rotary_interleaved, "--rotary-interleaved: Llama rotates halves"),
-        *named(model.rotary_percent != 1, f"--rotary-percent {model.rotary_percent:g}: Llama rotates all channels"),
-        *named(
+        (model.normalization != "RMSNorm", f"--normalization {model.normalization}: Llama has RMSNorm"),
+        (not (model.swiglu or model.squared_relu), "GELU: Llama has --swiglu"),
+        (model.rotary_interleaved, "--rotary-interleaved: Llama rotates halves"),
+        (model.rotary_percent != 1, f"--rotary-percent {model.rotary_percent:g}: Llama rotates all channels"),
+        (
             model.add_qkv_bias and not model.add_bias_linear,
             "--add-qkv-bias: Llama has biases in all linears or in none",
         ),
-        *named(
+        (
             model.use_rope_scaling and model.rotary_seq_len_interpolation_factor is not None,
             "--use-rope-scaling with --rotary-seq-len-interpolation-factor: Llama scales in one way",
         ),
-        *foreign_to_all(config),
-    ]
+    )
+    return [text for is_unsupported, text in checks if is_unsupported] + unsupported_by_all(config)
 
 
-def to_theirs(config: RunConfig) -> dict[str, Any]:
-    """The fields of config.json."""
+def to_hf_config(config: RunConfig) -> dict[str, Any]:
+    """Return the fields of config.json."""
     model = config.model
     return {
         "hidden_size": model.hidden_size,
@@ -108,7 +107,7 @@ def to_theirs(config: RunConfig) -> dict[str, Any]:
 
 
 def rotary_scaling(model: ModelConfig) -> dict[str, Any] | None:
-    """How positions are stretched; None where they are not."""
+    """Return `rope_scaling` of config.json; None without scaling."""
     if model.use_rope_scaling:
         return {"rope_type": "llama3", "factor": model.rope_scaling_factor} | ROTARY_SCALING
     if model.rotary_seq_len_interpolation_factor is not None:
@@ -116,24 +115,27 @@ def rotary_scaling(model: ModelConfig) -> dict[str, Any] | None:
     return None
 
 
-def from_theirs(theirs: TheirConfig) -> dict[str, Any]:
-    """Settings of the model."""
-    theirs.demand("hidden_act", "silu", default="silu")
-    hidden, heads = theirs.whole("hidden_size"), theirs.whole("num_attention_heads")
-    groups, channels = theirs.whole("num_key_value_heads", heads), theirs.whole("head_dim", max(1, hidden // heads))
-    has_biases = theirs.flag("attention_bias", False), theirs.flag("mlp_bias", False)
+def from_hf_config(hf_config: HFConfig) -> dict[str, Any]:
+    """Return settings of the model."""
+    hf_config.require("hidden_act", "silu", default="silu")
+    hidden, heads = hf_config.positive_int("hidden_size"), hf_config.positive_int("num_attention_heads")
+    groups, channels = (
+        hf_config.positive_int("num_key_value_heads", heads),
+        hf_config.positive_int("head_dim", max(1, hidden // heads)),
+    )
+    has_biases = hf_config.flag("attention_bias", False), hf_config.flag("mlp_bias", False)
     if has_biases[0] != has_biases[1]:
-        theirs.problems.append(
+        hf_config.problems.append(
             f"config.json: attention_bias {has_biases[0]} and mlp_bias {has_biases[1]}; here all linears have biases "
             "or none has"
         )
     if heads % groups:
-        theirs.problems.append(f"config.json: {heads} heads cannot share {groups} key/value heads evenly")
-    max_positions = theirs.whole("max_position_embeddings", 2048)
+        hf_config.problems.append(f"config.json: {heads} heads cannot share {groups} key/value heads evenly")
+    max_positions = hf_config.positive_int("max_position_embeddings", 2048)
     values = {
-        "num_layers": theirs.whole("num_hidden_layers"),
+        "num_layers": hf_config.positive_int("num_hidden_layers"),
         "hidden_size": hidden,
-        "ffn_hidden_size": theirs.whole("intermediate_size"),
+        "ffn_hidden_size": hf_config.positive_int("intermediate_size"),
         "num_attention_heads": heads,
         "kv_channels": None if channels * heads == hidden else channels,
         "group_query_attention": groups != heads,
@@ -141,44 +143,44 @@ def from_theirs(theirs: TheirConfig) -> dict[str, Any]:
         "max_position_embeddings": max_positions,
         "position_embedding_type": "rope",
         "normalization": "RMSNorm",
-        "norm_epsilon": theirs.number("rms_norm_eps", 1e-6),
+        "norm_epsilon": hf_config.number("rms_norm_eps", 1e-6),
         "swiglu": True,
         "add_bias_linear": has_biases[0],
-        "share_embeddings_and_output_weights": theirs.flag("tie_word_embeddings", False),
-        "attention_dropout": theirs.number("attention_dropout", 0.0),
+        "share_embeddings_and_output_weights": hf_config.flag("tie_word_embeddings", False),
+        "attention_dropout": hf_config.number("attention_dropout", 0.0),
         "hidden_dropout": 0.0,
-        "init_method_std": theirs.number("initializer_range", 0.02),
-        **rotary_settings(theirs),
+        "init_method_std": hf_config.number("initializer_range", 0.02),
+        **rotary_settings(hf_config),
     }
     return {f"model.{name}": value for name, value in values.items()} | {"data.seq_length": max_positions}
 
 
-def rotary_settings(theirs: TheirConfig) -> dict[str, Any]:
-    """The rotary embedding; transformers 5 has `rope_parameters` where it had two fields before."""
-    together = theirs.part("rope_parameters")
-    scaling = theirs.part("rope_scaling") if theirs.fields.get("rope_scaling") else together
-    base = together if "rope_theta" in together.fields else theirs
-    theirs.demand("partial_rotary_factor", 1, default=1)
-    together.demand("partial_rotary_factor", 1, default=1)
-    values: dict[str, Any] = {"rotary_base": base.whole("rope_theta", 10_000)}
+def rotary_settings(hf_config: HFConfig) -> dict[str, Any]:
+    """Return settings of RoPE. transformers 5 has `rope_parameters` in place of two earlier fields."""
+    parameters = hf_config.section("rope_parameters")
+    scaling = hf_config.section("rope_scaling") if hf_config.fields.get("rope_scaling") else parameters
+    base = parameters if "rope_theta" in parameters.fields else hf_config
+    hf_config.require("partial_rotary_factor", 1, default=1)
+    parameters.require("partial_rotary_factor", 1, default=1)
+    values: dict[str, Any] = {"rotary_base": base.positive_int("rope_theta", 10_000)}
     spelling = "rope_type" if "rope_type" in scaling.fields else "type"
-    kind = scaling.demand(spelling, "default", "linear", "llama3", default="default")
+    kind = scaling.require(spelling, "default", "linear", "llama3", default="default")
     if kind == "linear":
-        values["rotary_seq_len_interpolation_factor"] = scaling.whole("factor")
+        values["rotary_seq_len_interpolation_factor"] = scaling.positive_int("factor")
     if kind == "llama3":
         values |= {"use_rope_scaling": True, "rope_scaling_factor": scaling.number("factor")}
         for field, value in ROTARY_SCALING.items():
-            scaling.demand(field, value, default=None)
+            scaling.require(field, value, default=None)
     return values
 
 
-FAMILY = Family(
+FAMILY = HFFamily(
     model_type="llama",
     architecture="LlamaForCausalLM",
-    inexpressible=inexpressible,
-    to_theirs=to_theirs,
-    from_theirs=from_theirs,
-    rows=rows,
+    unsupported_features=unsupported_features,
+    to_hf_config=to_hf_config,
+    from_hf_config=from_hf_config,
+    tensor_table=tensor_table,
     buffers=re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
     prefix="model.",
 )

@@ -1,16 +1,16 @@
-"""Files of transformers' models: safetensors read a tensor at a time and written a file at a time, and JSON.
+"""Safetensors files of Hugging Face models: read one tensor at a time, written one file at a time.
 
-Nothing here is pickle. Only one file's tensors are in memory when files are written.
+Nothing is pickled. While writing, only the tensors of one file are in memory.
 
-FP8 weights in the forms that others read (`recipes.base.ExportForm`): codes beside scales.
+FP8 weights are exported as codes and dequantization scales, in forms that others read (`recipes.base.ExportForm`).
 
-    recipe       config.json's quantization_config   scale beside `weight`                    read by
-    blockwise    fp8, weight_block_size 128 x 128    `weight_scale_inv`, FP32, one a block    transformers, vLLM, SGLang
-    rowwise      compressed-tensors, channel         `weight_scale`, FP32, one a row          transformers, vLLM
+    recipe       config.json's quantization_config   scale tensor                             read by
+    blockwise    fp8, weight_block_size 128 x 128    `weight_scale_inv`, FP32, per block      transformers, vLLM, SGLang
+    rowwise      compressed-tensors, channel         `weight_scale`, FP32, per row            transformers, vLLM
     tensorwise   compressed-tensors, tensor          `weight_scale`, FP32, one                transformers, vLLM
 
-In all of them a weight is its codes (E4M3) times its scale, `weight_scale_inv` notwithstanding: it is the inverse of
-what the weight was multiplied by. Blockwise is DeepSeek-V3's form.
+In all forms a weight is its codes (E4M3) times the scale. The name `weight_scale_inv` means the inverse of the scale
+that the weight was multiplied by. Blockwise is DeepSeek-V3's form.
 """
 
 from __future__ import annotations
@@ -32,20 +32,27 @@ from megafp8.checkpoint.convert.tensor_mapping import TensorMapping
 from megafp8.checkpoint.directory import SPARE_BYTES, UNFINISHED
 from megafp8.config.schema import PrecisionConfig
 from megafp8.errors import CapabilityError, CheckpointError
-from megafp8.quantization.quantize import Quantized, dequantize, quantize
+from megafp8.quantization.quantize import dequantize, quantize
+from megafp8.quantization.quantized_tensor import Quantized
 from megafp8.recipes import registry
-from megafp8.recipes.base import WHOLE, Block, BlockShape, Gemm, Operand, OperandRule
+from megafp8.recipes.base import FULL_DIM, Block, BlockShape, Gemm, Operand, OperandRule
 from megafp8.recipes.formats import E4M3
 from megafp8.utils import strict_json
 from megafp8.utils.files import LIST_BYTES, UnreadableFile, open_regular, sync_file, sync_folder
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-PICKLES = ("pytorch_model*.bin", "*.pth", "*.pt")
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn}
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+PICKLE_PATTERNS = ("pytorch_model*.bin", "*.pth", "*.pt")
+SAFETENSORS_DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+UNQUANTIZED_MODULES = ("lm_head",)
 
 
 def safetensors() -> Any:
-    """The library.
+    """Return the library.
 
     Raises:
         CapabilityError: it is not installed.
@@ -58,14 +65,14 @@ def safetensors() -> Any:
 
 
 @dataclass(frozen=True)
-class TheirTensor:
-    """What a file says about a tensor."""
+class TensorSpec:
+    """Shape and dtype of a tensor in a file."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-class TheirFiles:
+class SafetensorsFolder:
     """The tensors of a model's folder.
 
     Attributes:
@@ -73,67 +80,72 @@ class TheirFiles:
         tensors: by name.
 
     Raises:
-        CheckpointError: there are no safetensors, or they are damaged.
+        CheckpointError: there are no safetensors files, or they are damaged.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
         self._open: dict[str, Any] = {}
-        self.tensors: dict[str, TheirTensor] = {}
+        self.tensors: dict[str, TensorSpec] = {}
         for file in weight_files(folder):
             for name, tensor in self._read_header(folder / file):
                 if name in self.tensors:
                     raise CheckpointError(f"{folder} holds {name} twice")
                 self.tensors[name] = tensor
 
-    def _read_header(self, path: Path) -> Iterator[tuple[str, TheirTensor]]:
+    def _read_header(self, path: Path) -> Iterator[tuple[str, TensorSpec]]:
         library = safetensors()
         try:
-            open_regular(path).close()  # the library would wait for the writer of a named pipe
+            open_regular(path).close()  # safetensors would block on a named pipe
             file = library.safe_open(path, framework="pt")
         except (UnreadableFile, OSError, library.SafetensorError) as error:
             raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
-        for name in file.keys():  # noqa: SIM118 (no dictionary)
-            part = file.get_slice(name)
-            if part.get_dtype() not in DTYPES:
-                raise CheckpointError(f"{path}: {name} is {part.get_dtype()}; weights are {', '.join(DTYPES)}")
+        for name in file.keys():  # noqa: SIM118 (not a dict)
+            header = file.get_slice(name)
+            dtype = header.get_dtype()
+            if dtype not in SAFETENSORS_DTYPES:
+                raise CheckpointError(f"{path}: {name} is {dtype}; weights are {', '.join(SAFETENSORS_DTYPES)}")
             self._open[name] = file
-            yield name, TheirTensor(tuple(part.get_shape()), DTYPES[part.get_dtype()])
+            yield name, TensorSpec(tuple(header.get_shape()), SAFETENSORS_DTYPES[dtype])
 
     def load(self, name: str) -> Tensor:
-        """One tensor, on the CPU."""
+        """Load a tensor to the CPU."""
         return self._open[name].get_tensor(name)
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Names of the files with weights.
+    """Return the names of the files with weights.
 
     Raises:
-        CheckpointError: there are none, only pickles, or the index names others than its own folder's.
+        CheckpointError: there are none or only pickles, or the index names files outside the folder.
     """
-    if not (folder / INDEX).is_file():
-        if (folder / SINGLE).is_file():
-            return [SINGLE]
-        if pickles := sorted(path.name for pattern in PICKLES for path in folder.glob(pattern)):
+    if not (folder / INDEX_FILE).is_file():
+        if (folder / SINGLE_FILE).is_file():
+            return [SINGLE_FILE]
+        if pickles := sorted(path.name for pattern in PICKLE_PATTERNS for path in folder.glob(pattern)):
             raise CheckpointError(
                 f"{folder} has its weights in {pickles[0]}, a pickle, which could run code: convert it where you trust "
                 "it, with from_pretrained(FOLDER).save_pretrained(OTHER), and give that folder"
             )
-        raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}: it is no folder of a transformers model")
-    places = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(places, dict) or not places:
-        raise CheckpointError(f"{folder / INDEX} has no weight_map")
-    names = sorted({str(name) for name in places.values()})
-    if strange := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]:
-        raise CheckpointError(f"{folder / INDEX} names {strange[0]!r}: weights are in safetensors files of that folder")
+        raise CheckpointError(
+            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}: it is no folder of a transformers model"
+        )
+    weight_map = read_json(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{folder / INDEX_FILE} has no weight_map")
+    names = sorted({str(name) for name in weight_map.values()})
+    if invalid := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]:
+        raise CheckpointError(
+            f"{folder / INDEX_FILE} names {invalid[0]!r}: weights are in safetensors files of that folder"
+        )
     return names
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Read an object from a JSON file.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: the file cannot be read or is not a JSON object.
     """
     try:
         content = strict_json.read_json(path, LIST_BYTES)
@@ -146,78 +158,80 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TensorBatch:
-    """Tensors that are made, and written, together.
+    """Tensors that are made and written together.
 
     Attributes:
-        tensors: what they will be, by name.
-        make: gives them, contiguous and without memory in common.
+        tensors: specifications by name.
+        make: returns the tensors, contiguous and without shared memory.
     """
 
-    tensors: dict[str, TheirTensor]
+    tensors: dict[str, TensorSpec]
     make: Callable[[], dict[str, Tensor]]
 
     @property
     def num_bytes(self) -> int:
-        """Size of all of them."""
+        """Size of all tensors."""
         return sum(torch.Size(each.shape).numel() * each.dtype.itemsize for each in self.tensors.values())
 
 
-def write_pieces(
-    folder: Path, pieces: Sequence[TensorBatch], max_file_bytes: int, on_bytes: Callable[[int], Any]
+def write_batches(
+    folder: Path, batches: Sequence[TensorBatch], max_file_bytes: int, on_bytes: Callable[[int], Any]
 ) -> None:
-    """Write safetensors files, with an index where there is more than one.
+    """Write safetensors files, with an index if there is more than one.
 
     Args:
-        max_file_bytes: of tensors in a file; a piece that is larger has a file of its own.
-        on_bytes: told of bytes that were made.
+        max_file_bytes: of tensors per file; a larger batch gets a file of its own.
+        on_bytes: called with the size of each batch that was made.
 
     Raises:
-        CheckpointError: the disk has no room for them, or they cannot be written.
+        CheckpointError: the disk has not enough free space, or a file cannot be written.
     """
-    library, shards = safetensors(), shards_of(pieces, max_file_bytes)
-    num_bytes, free = sum(piece.num_bytes for piece in pieces), shutil.disk_usage(folder).free
+    library, shards = safetensors(), split_into_files(batches, max_file_bytes)
+    num_bytes, free = sum(batch.num_bytes for batch in batches), shutil.disk_usage(folder).free
     if num_bytes + SPARE_BYTES > free:
         raise CheckpointError(f"{folder} has {free / 1e9:.3f} GB free and the files take {num_bytes / 1e9:.3f} GB")
-    places: dict[str, str] = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
-        file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         tensors: dict[str, Tensor] = {}
-        for piece in shard:
-            tensors |= piece.make()
-            on_bytes(piece.num_bytes)
+        for batch in shard:
+            tensors |= batch.make()
+            on_bytes(batch.num_bytes)
         try:
             library.torch.save_file(tensors, folder / file, metadata={"format": "pt"})
         except (OSError, library.SafetensorError) as error:
             raise CheckpointError(f"{folder / file} cannot be written: {error}") from error
-        places |= dict.fromkeys(tensors, file)
+        weight_map |= dict.fromkeys(tensors, file)
     if len(shards) > 1:
-        write_json(folder / INDEX, {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(places.items()))})
+        write_json(
+            folder / INDEX_FILE, {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        )
 
 
-def shards_of(pieces: Sequence[TensorBatch], max_bytes: int) -> list[list[TensorBatch]]:
-    """Divide pieces over files, in their order."""
+def split_into_files(batches: Sequence[TensorBatch], max_bytes: int) -> list[list[TensorBatch]]:
+    """Divide batches over files, in order."""
     shards: list[list[TensorBatch]] = [[]]
     room = max_bytes
-    for piece in pieces:
-        if shards[-1] and piece.num_bytes > room:
+    for batch in batches:
+        if shards[-1] and batch.num_bytes > room:
             shards.append([])
             room = max_bytes
-        shards[-1].append(piece)
-        room -= piece.num_bytes
+        shards[-1].append(batch)
+        room -= batch.num_bytes
     return shards
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write an object, indented."""
+    """Write an object as indented JSON."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 @contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to write to, which gets its name when the block ends well, and is deleted when it does not.
+def publish_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder, which is renamed to `path` on success and deleted on failure.
 
     Raises:
-        CheckpointError: the name is taken, or the folder cannot be made.
+        CheckpointError: `path` exists, or the folder cannot be made.
     """
     unfinished = path.with_name(path.name + UNFINISHED)
     if path.exists():
@@ -242,22 +256,14 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise
 
 
-IN_HIGH_PRECISION = ("lm_head",)
-
-
 def scale_suffixes() -> tuple[str, ...]:
-    """What can stand for `weight` in the names of scales."""
+    """Return what replaces `weight` in the names of scales."""
     forms = (recipe.export_form for recipe in registry.recipes())
     return tuple(dict.fromkeys(form.scale_suffix for form in forms if form is not None))
 
 
-def recipes_without_blocks() -> tuple[str, ...]:
-    """Recipes with a form that no weight is too uneven for."""
-    return tuple(name for name in registry.with_export_form() if registry.get(name).block_length is None)
-
-
-def recipe_of_run(precision: PrecisionConfig) -> str:
-    """The form that is nearest to a run's own recipe."""
+def default_export_recipe(precision: PrecisionConfig) -> str:
+    """Return the recipe whose export form is closest to a run's own recipe."""
     if precision.fp8_format is None:
         return registry.DEFAULT_EXPORT
     recipe = registry.get(precision.fp8_recipe)
@@ -265,30 +271,29 @@ def recipe_of_run(precision: PrecisionConfig) -> str:
 
 
 class WeightForm(NamedTuple):
-    """How weights are written.
+    """How a weight is exported.
 
     Attributes:
-        rule: quantizes them, as the recipe does it in the run, with the run's choice of scales.
-        scale_suffix: follows a weight's name without `weight`.
+        rule: quantizes the weight as the recipe does during training, with the run's choice of scales.
+        scale_suffix: replaces `weight` in the name of the scale.
     """
 
     rule: OperandRule
     scale_suffix: str
 
     def scale_name(self, name: str) -> str:
-        """What the scale of a weight is called."""
+        """Return the name of a weight's scale."""
         return name.removesuffix("weight") + self.scale_suffix
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of a weight's scale."""
-        block = self.rule.for_shape((shape[0], shape[1])).block
-        if block is None:
+        """Return the shape of a weight's scale."""
+        if self.rule.block is None:
             return (1,)
-        return tuple(math.ceil(size / length) for size, length in zip(shape, block, strict=True))
+        return tuple(math.ceil(size / (length or size)) for size, length in zip(shape, self.rule.block, strict=True))
 
 
 def weight_form(precision: PrecisionConfig, recipe: str) -> WeightForm:
-    """The form of a recipe of `registry.with_export_form`."""
+    """Return the form of a recipe in `registry.with_export_form`."""
     known = registry.get(recipe)
     rule = known.rules("e4m3", vars(precision)).rule(Operand.WEIGHT, Gemm.FPROP)
     assert rule is not None and known.export_form is not None
@@ -296,77 +301,81 @@ def weight_form(precision: PrecisionConfig, recipe: str) -> WeightForm:
 
 
 def quantization_config(recipe: str, kept: Sequence[str]) -> dict[str, Any]:
-    """What config.json says about the weights.
+    """Return `quantization_config` of config.json.
 
     Args:
         kept: modules in high precision, besides embedding and output layer.
     """
     form = registry.get(recipe).export_form
     assert form is not None, f"{recipe} has no form that others read"
-    return {**form.quantization_config, form.excluded_key: [*IN_HIGH_PRECISION, *kept]}
+    return {**form.quantization_config, form.excluded_key: [*UNQUANTIZED_MODULES, *kept]}
 
 
-def quantized_parts(row: TensorMapping, whole: Tensor, form: WeightForm) -> dict[str, Tensor]:
-    """Codes and scales of a linear's weight under their names.
+def quantize_weight(row: TensorMapping, weight: Tensor, form: WeightForm) -> dict[str, Tensor]:
+    """Return codes and dequantization scales of a linear's weight, by Hugging Face name.
 
-    A scale of a whole tensor is that of ours, which a layer's queries, keys and values share, as gate and up projection
-    do. Blocks are those of each matrix there; they are the blocks of ours where no block of ours holds rows of two.
+    A per-tensor scale is that of the megatron-core weight: query, key and value share it, and so do gate and up
+    projection. Blocks are those of each Hugging Face matrix. They equal the blocks of the megatron-core weight unless
+    one of these contains rows of two matrices.
     """
     if form.rule.block is None:
-        quantized = quantize(whole, form.rule)
-        parts = row.layout.split(quantized.codes)
-        scales: Sequence[Tensor] = [quantized.dequant_scale.reshape(1).clone() for _ in parts]
+        quantized = quantize(weight, form.rule)
+        parts = [(codes, quantized.dequant_scale.reshape(1).clone()) for codes in row.layout.split(quantized.codes)]
     else:
-        each = [quantize(part, form.rule) for part in row.layout.split(whole)]
-        parts, scales = [one.codes for one in each], [one.dequant_scale for one in each]
-    named: dict[str, Tensor] = {}
-    for name, codes, scale in zip(row.theirs, parts, scales, strict=True):
-        named[name] = codes
-        named[form.scale_name(name)] = scale
-    return named
+        quantized_parts = [quantize(part, form.rule) for part in row.layout.split(weight)]
+        parts = [(part.codes, part.dequant_scale) for part in quantized_parts]
+    tensors: dict[str, Tensor] = {}
+    for name, (codes, dequant_scale) in zip(row.hf_names, parts, strict=True):
+        tensors[name] = codes
+        tensors[form.scale_name(name)] = dequant_scale
+    return tensors
 
 
-def ragged(rows: Sequence[TensorMapping], block: BlockShape) -> list[str]:
-    """The weights there that end within a block, which is then mistaken: transformers divides a weight evenly."""
+def uneven_weights(rows: Sequence[TensorMapping], block: BlockShape) -> list[str]:
+    """Return the weights that blocks do not divide evenly: transformers would misread them."""
 
     def is_uneven(shape: Sequence[int]) -> bool:
-        lengths = [(size, length) for size, length in zip(shape, block, strict=True) if length is not WHOLE]
+        lengths = [(size, length) for size, length in zip(shape, block, strict=True) if length is not FULL_DIM]
         return any(size > length and size % length for size, length in lengths)
 
     return [
         f"{name} is {' x '.join(map(str, shape))}"
         for row in rows
-        for name, shape in row.their_shapes().items()
+        for name, shape in row.hf_shapes().items()
         if is_uneven(shape)
     ]
 
 
-def has_blocks_of_two(row: TensorMapping, block: BlockShape) -> bool:
-    """Whether a block of our weight holds rows of two blocks of theirs."""
-    height = row.shape[0] if block[0] is WHOLE else block[0]
+def has_blocks_across_matrices(row: TensorMapping, block: BlockShape) -> bool:
+    """Return whether a block of a megatron-core weight contains rows of two Hugging Face blocks."""
+    height = row.shape[0] if block[0] is FULL_DIM else block[0]
     labels = [
         torch.arange(shape[0])[:, None] // height + index * row.shape[0]
-        for index, shape in enumerate(row.their_shapes().values())
+        for index, shape in enumerate(row.hf_shapes().values())
     ]
     return any(len(part.unique()) > 1 for part in row.layout.join(labels).split(height))
 
 
-def dequantized(codes: Tensor, scale: Tensor, block: Optional[Block], dtype: torch.dtype) -> Tensor:
-    """codes x scale in FP32, rounded to `dtype`.
+def dequantize_weight(codes: Tensor, dequant_scale: Tensor, block: Optional[Block], dtype: torch.dtype) -> Tensor:
+    """Return codes x scale in FP32, rounded to `dtype`.
 
     Args:
-        block: that shares a scale; None is the whole tensor.
+        block: that shares a scale; None for a per-tensor scale.
     """
-    scale = scale.float()
-    rule = OperandRule(format=E4M3, block=block)
-    return dequantize(Quantized(codes, scale.reshape(()) if block is None else scale, None, rule), dtype)
+    dequant_scale = dequant_scale.float()
+    if block is None:
+        dequant_scale = dequant_scale.reshape(())
+    return dequantize(Quantized(codes, dequant_scale, None, OperandRule(format=E4M3, block=block)), dtype)
 
 
-def block_of(shape: Sequence[int], scale: Sequence[int], block_size: Any) -> Block | str | None:
-    """What part of a weight shares a scale, from the shapes; None is all of it, and a text what is wrong.
+def scale_block(shape: Sequence[int], scale: Sequence[int], block_size: Any) -> Block | str | None:
+    """Return the block shape that shares a scale, from the shapes of a weight and of its scales.
 
     Args:
-        block_size: of the quantization_config, where it has one.
+        block_size: `weight_block_size` of the quantization_config, if any.
+
+    Returns:
+        None for a per-tensor scale; a text if the shapes do not fit.
     """
     if math.prod(scale) == 1:
         return None

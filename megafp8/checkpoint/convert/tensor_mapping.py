@@ -1,19 +1,15 @@
-"""What a family of transformers' models is to a conversion.
+"""Mapping between megatron-core's tensors and those of Hugging Face model families.
 
-Which tensors of a model are which ones there: a table of names, shapes and layouts.
-
-How a matrix here lies in the matrices there. Every layout only moves elements, or drops and adds padding rows.
-
-Layouts take weights (rows, columns) and biases (rows,) alike, on any device; on the `meta` device they tell shapes.
-
-Reading a `config.json` of transformers: values of the right type, and everything that is wrong with them at once.
+A family is a table of tensor names, shapes and layouts, and a conversion of `config.json`. A layout converts between
+one megatron-core tensor and its Hugging Face tensors: it only moves elements, and adds or drops vocabulary padding.
+Layouts accept weights (rows, columns) and biases (rows,) on any device; on the `meta` device they compute shapes.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Optional, Protocol
 
@@ -24,141 +20,137 @@ from megafp8.config.schema import ModelConfig, RunConfig
 
 
 @dataclass(frozen=True)
-class Family:
-    """One family.
+class HFFamily:
+    """A family of Hugging Face models.
 
     Attributes:
-        model_type: as config.json has it.
-        architecture: its causal language model's class.
-        inexpressible: what of a run's model the family does not have, in words.
-        to_theirs: a run's model as fields of config.json, but for the vocabulary.
-        from_theirs: fields of config.json as settings by `section.field`; what it cannot take over is a problem there.
-        rows: the tensors, given tokens and rows of our embedding.
-        buffers: names of theirs that are no weights, and are made anew there.
-        prefix: of their names; some files leave it out.
+        model_type: in config.json.
+        architecture: class of its causal language model.
+        unsupported_features: returns what of a run's model the family does not support, as text.
+        to_hf_config: returns the fields of config.json for a run, except for the vocabulary.
+        from_hf_config: returns settings by `section.field`. Fields that it cannot convert become problems.
+        tensor_table: returns the tensors, given the number of tokens and the padded number of embedding rows.
+        buffers: names of Hugging Face tensors that are not weights.
+        prefix: of the Hugging Face names; some files omit it.
     """
 
     model_type: str
     architecture: str
-    inexpressible: Callable[[RunConfig], list[str]]
-    to_theirs: Callable[[RunConfig], dict[str, Any]]
-    from_theirs: Callable[[TheirConfig], dict[str, Any]]
-    rows: Callable[[ModelConfig, int, int], list[TensorMapping]]
+    unsupported_features: Callable[[RunConfig], list[str]]
+    to_hf_config: Callable[[RunConfig], dict[str, Any]]
+    from_hf_config: Callable[[HFConfig], dict[str, Any]]
+    tensor_table: Callable[[ModelConfig, int, int], list[TensorMapping]]
     buffers: re.Pattern[str]
     prefix: str
 
 
-def named(is_wrong: bool, text: str) -> list[str]:
-    """A problem or none."""
-    return [text] if is_wrong else []
-
-
-def foreign_to_all(config: RunConfig) -> list[str]:
-    """What no family has."""
+def unsupported_by_all(config: RunConfig) -> list[str]:
+    """Return what of a run's model no family supports, as text."""
     model = config.model
-    return [
-        *named(model.apply_layernorm_1p, "--apply-layernorm-1p: norm weights there are not stored - 1"),
-        *named(model.qk_layernorm, "--qk-layernorm: queries and keys are not normalized there"),
-        *named(model.squared_relu, "--squared-relu: not an activation there"),
-        *named(model.window_size is not None, f"--window-size {model.window_size}: attention sees all tokens there"),
-    ]
+    checks = (
+        (model.apply_layernorm_1p, "--apply-layernorm-1p: norm weights there are not stored - 1"),
+        (model.qk_layernorm, "--qk-layernorm: queries and keys are not normalized there"),
+        (model.squared_relu, "--squared-relu: not an activation there"),
+        (model.window_size is not None, f"--window-size {model.window_size}: attention sees all tokens there"),
+    )
+    return [text for is_unsupported, text in checks if is_unsupported]
 
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """One tensor of ours.
+    """One megatron-core tensor and the Hugging Face tensors that it corresponds to.
 
     Attributes:
-        ours: its name in a checkpoint.
-        shape: its shape.
-        layout: how it lies in theirs.
-        theirs: their names.
-        is_linear: a weight of a layer's linear, which FP8 recipes quantize.
+        name: in a checkpoint.
+        shape: of the checkpoint's tensor.
+        layout: converts between the two.
+        hf_names: names of the Hugging Face tensors.
+        is_linear: weight of a linear in a layer, which FP8 recipes quantize.
     """
 
-    ours: str
+    name: str
     shape: tuple[int, ...]
     layout: TensorLayout
-    theirs: tuple[str, ...]
+    hf_names: tuple[str, ...]
     is_linear: bool = False
 
-    def their_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes by their names."""
+    def hf_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the Hugging Face tensors by name."""
         parts = self.layout.split(torch.empty(self.shape, device="meta"))
-        return {name: tuple(part.shape) for name, part in zip(self.theirs, parts, strict=True)}
+        return {name: tuple(part.shape) for name, part in zip(self.hf_names, parts, strict=True)}
 
     def bias(self) -> TensorMapping:
-        """The bias beside a weight: its rows, by the same layout."""
-        theirs = tuple(name.removesuffix("weight") + "bias" for name in self.theirs)
-        ours = self.ours.removesuffix("weight") + "bias"
-        return replace(self, ours=ours, shape=self.shape[:1], theirs=theirs, is_linear=False)
+        """Return the mapping of the bias that belongs to a weight."""
+        name, *hf_names = (name.removesuffix("weight") + "bias" for name in (self.name, *self.hf_names))
+        return replace(self, name=name, shape=self.shape[:1], hf_names=tuple(hf_names), is_linear=False)
 
 
-def in_layers(rows: Iterable[TensorMapping], num_layers: int, ours: str, theirs: str) -> Iterator[TensorMapping]:
-    """The rows of one layer for each layer, with the layer's prefix before all names; `{}` in it is the layer."""
-    rows = list(rows)
+def repeat_per_layer(
+    layer_table: Sequence[TensorMapping], num_layers: int, prefix: str, hf_prefix: str
+) -> Iterator[TensorMapping]:
+    """Yield the table of one layer for each layer; `{}` in the prefixes is the layer's index."""
     for layer in range(num_layers):
-        for row in rows:
-            names = tuple(theirs.format(layer) + name for name in row.theirs)
-            yield replace(row, ours=ours.format(layer) + row.ours, theirs=names)
+        for row in layer_table:
+            hf_names = tuple(hf_prefix.format(layer) + name for name in row.hf_names)
+            yield replace(row, name=prefix.format(layer) + row.name, hf_names=hf_names)
 
 
 class TensorLayout(Protocol):
-    """A tensor of ours and its tensors there."""
+    """Conversion between one megatron-core tensor and its Hugging Face tensors."""
 
-    def split(self, whole: Tensor) -> tuple[Tensor, ...]:
-        """Theirs from ours; views where that is possible."""
+    def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Return the Hugging Face tensors; views where possible."""
         ...
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Ours from theirs, the inverse."""
+        """Return the megatron-core tensor; the inverse of `split`."""
         ...
 
 
-class Same:
-    """One tensor, the same on both sides."""
+class Identity:
+    """One tensor that is the same on both sides."""
 
-    def split(self, whole: Tensor) -> tuple[Tensor, ...]:
-        return (whole,)
+    def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return (tensor,)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         return parts[0]
 
 
 class Transposed:
-    """GPT-2's `Conv1D` has its weight as (inputs, outputs)."""
+    """Weight of GPT-2's `Conv1D`, of shape (inputs, outputs)."""
 
-    def split(self, whole: Tensor) -> tuple[Tensor, ...]:
-        return (whole.t(),)
+    def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return (tensor.t(),)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         return parts[0].t()
 
 
-class Stacked:
-    """Rows of several matrices of one size, one after the other: gate and up projection of a gated MLP."""
+class GatedPair:
+    """Gate and up projection of a gated MLP, concatenated along dim 0."""
 
-    def split(self, whole: Tensor) -> tuple[Tensor, ...]:
-        return whole.chunk(2)
+    def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return tensor.chunk(2)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         return torch.cat(tuple(parts))
 
 
 @dataclass(frozen=True)
-class QueryGroups:
-    """megatron-core's QKV rows, [groups, (queries of a group, key, value), channels], and three matrices there.
+class GroupedQKV:
+    """megatron-core's QKV rows [groups, (queries of a group, key, value), channels] and three separate matrices.
 
     Attributes:
-        num_groups: key and value heads.
-        channels: of a head.
+        num_groups: key/value heads.
+        channels: per head.
     """
 
     num_groups: int
     channels: int
 
-    def split(self, whole: Tensor) -> tuple[Tensor, ...]:
-        grouped = whole.unflatten(0, (self.num_groups, -1, self.channels))
+    def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        grouped = tensor.unflatten(0, (self.num_groups, -1, self.channels))
         queries = grouped.shape[1] - 2
         return tuple(part.flatten(0, 2) for part in grouped.split((queries, 1, 1), dim=1))
 
@@ -168,36 +160,36 @@ class QueryGroups:
 
 
 @dataclass(frozen=True)
-class FusedQueryGroups:
-    """The same with as many keys as queries, in one transposed matrix there (GPT-2's `c_attn`)."""
+class FusedTransposedQKV:
+    """megatron-core's QKV rows and one transposed matrix (GPT-2's `c_attn`), with as many keys as queries."""
 
-    groups: QueryGroups
+    groups: GroupedQKV
 
-    def split(self, whole: Tensor) -> tuple[Tensor, ...]:
-        return (torch.cat(self.groups.split(whole)).t(),)
+    def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return (torch.cat(self.groups.split(tensor)).t(),)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         return self.groups.join(parts[0].t().chunk(3))
 
 
 @dataclass(frozen=True)
-class Vocabulary:
-    """A row a token; ours has padding rows behind them.
+class PaddedVocab:
+    """An embedding with one row per token; megatron-core's has padding rows at the end.
 
-    A padding row becomes the mean of all tokens' rows. Then its logit is the mean of theirs, whatever the hidden state,
-    and as the exponential is convex, its probability at most 1 / tokens. (Rows of zeros have a logit of 0: with GPT-2,
-    whose logits are far below, they would take all of the probability.)
+    Padding rows are set to the mean row. Their logit is then the mean logit for any hidden state and, as exp is convex,
+    their probability at most 1 / tokens. Rows of zeros would have logit 0 and, with GPT-2, whose logits are far below
+    zero, take all of the probability.
 
     Attributes:
-        num_tokens: rows there.
-        num_rows: rows here.
+        num_tokens: rows of the Hugging Face tensor.
+        num_rows: rows of the megatron-core tensor.
     """
 
     num_tokens: int
     num_rows: int
 
-    def split(self, whole: Tensor) -> tuple[Tensor, ...]:
-        return (whole[: self.num_tokens],)
+    def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return (tensor[: self.num_tokens],)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         rows = parts[0]
@@ -207,23 +199,23 @@ class Vocabulary:
         return torch.cat((rows, mean.expand(self.num_rows - self.num_tokens, -1)))
 
 
-class TheirConfig:
-    """The fields of a model's configuration.
+class HFConfig:
+    """Typed access to the fields of a `config.json`, which collects all problems.
 
     Args:
-        fields: what the file holds.
-        name: how problems name the file, or the part of it.
+        fields: content of the file.
+        name: of the file or section, for problems.
 
     Attributes:
-        problems: what was found wrong so far. A field that is wrong reads as a stand-in of its type.
+        problems: found so far. An invalid field reads as a placeholder of its type.
     """
 
     def __init__(self, fields: Mapping[str, Any], name: str = "config.json"):
         self.fields, self.name = fields, name
         self.problems: list[str] = []
 
-    def whole(self, field: str, default: Optional[int] = None) -> int:
-        """A whole number above 0; 10000.0 is one."""
+    def positive_int(self, field: str, default: Optional[int] = None) -> int:
+        """Return a positive integer; 10000.0 is accepted."""
         value = self.number(field, default)
         if value != int(value) or value < 1:
             self.problems.append(f"{self.name}: {field} is {value}, and has to be a whole number above 0")
@@ -231,33 +223,33 @@ class TheirConfig:
         return int(value)
 
     def number(self, field: str, default: Optional[float] = None) -> float:
-        """A number."""
-        value = self._given(field, default)
+        """Return a finite number."""
+        value = self._get(field, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             self.problems.append(f"{self.name}: {field} is {value!r} and no number")
             return 1
         return value
 
     def flag(self, field: str, default: bool) -> bool:
-        """True or false."""
-        value = self._given(field, default)
+        """Return a boolean."""
+        value = self._get(field, default)
         if not isinstance(value, bool):
             self.problems.append(f"{self.name}: {field} is {value!r}, and has to be true or false")
         return bool(value)
 
-    def part(self, field: str) -> TheirConfig:
-        """An object inside; empty where it is left out. It shares the problems."""
+    def section(self, field: str) -> HFConfig:
+        """Return a nested object, empty if it is absent. It shares the problems."""
         value = self.fields.get(field) or {}
         if not isinstance(value, Mapping):
             self.problems.append(f"{self.name}: {field} is {value!r} and no object")
             value = {}
-        inner = TheirConfig(value, f"{self.name}: {field}")
-        inner.problems = self.problems
-        return inner
+        section = HFConfig(value, f"{self.name}: {field}")
+        section.problems = self.problems
+        return section
 
-    def demand(self, field: str, *allowed: Any, default: Any) -> Any:
-        """The value of a field of which only these can be expressed here."""
-        value = self._given(field, default)
+    def require(self, field: str, *allowed: Any, default: Any) -> Any:
+        """Return a field's value, which must be one of `allowed`."""
+        value = self._get(field, default)
         if value not in allowed:
             self.problems.append(
                 f"{self.name}: {field} is {value!r}; megafp8's models have {' or '.join(map(repr, allowed))}"
@@ -265,7 +257,7 @@ class TheirConfig:
             return allowed[0]
         return value
 
-    def _given(self, field: str, default: Any) -> Any:
-        """null is as good as absent."""
+    def _get(self, field: str, default: Any) -> Any:
+        """Return a field's value; null counts as absent."""
         value = self.fields.get(field)
         return default if value is None else value

@@ -1,4 +1,4 @@
-"""A checkpoint as the folder of a transformers model."""
+"""Conversion of a checkpoint to a Hugging Face model folder."""
 
 from __future__ import annotations
 
@@ -12,36 +12,38 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from megafp8.checkpoint.compatibility import is_extra_state
 from megafp8.checkpoint.convert import safetensors_files
 from megafp8.checkpoint.convert.families import family_of_run
-from megafp8.checkpoint.convert.safetensors_files import TensorBatch, TheirTensor, WeightForm, write_json, write_pieces
-from megafp8.checkpoint.convert.tensor_mapping import Family, TensorMapping
-from megafp8.checkpoint.convert.tokenizer import notes_on_tokenizer, open_tokenizer, write_tokenizer
+from megafp8.checkpoint.convert.safetensors_files import TensorBatch, TensorSpec, WeightForm, write_batches, write_json
+from megafp8.checkpoint.convert.tensor_mapping import HFFamily, TensorMapping
+from megafp8.checkpoint.convert.tokenizer import open_tokenizer, tokenizer_notes, write_tokenizer
 from megafp8.checkpoint.directory import find_checkpoint
-from megafp8.checkpoint.manifest import NAME, check_complete
-from megafp8.checkpoint.metadata import read_config
-from megafp8.checkpoint.standalone import PlainTensors
+from megafp8.checkpoint.manifest import FOLDER_NAME, check_complete
+from megafp8.checkpoint.metadata import OPTIMIZER_PREFIX, read_config
+from megafp8.checkpoint.standalone import CheckpointTensors
 from megafp8.checkpoint.state_dict import EMBEDDING
-from megafp8.checkpoint.writer import on_cpu
+from megafp8.checkpoint.writer import to_cpu
 from megafp8.config import derived, precision_map
 from megafp8.config.schema import RunConfig
 from megafp8.data.tokenizers.build import Tokenizer
 from megafp8.errors import CheckpointError
 from megafp8.mcore.overrides import DTYPES
+from megafp8.recipes import registry
 
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """What may be chosen.
+    """Options of a conversion.
 
     Attributes:
         step: of the checkpoint; None is the newest.
-        dtype: `bf16` or `fp32`; None is as stored.
-        quantizes: the linears' weights become FP8.
-        fp8_recipe: by which one; None is the one nearest to the run's.
-        tokenizer_files: fields of the data section that say where the tokenizer's files are now.
+        dtype: `bf16` or `fp32`; None keeps the stored dtype.
+        quantizes: export the linears' weights in FP8.
+        fp8_recipe: of the export; None is the one closest to the run's.
+        tokenizer_files: fields of the data section with the current paths of the tokenizer's files.
         ignores_overrides: accept a run with `--override transformer.FIELD=VALUE`.
     """
 
@@ -55,55 +57,55 @@ class ExportOptions:
 
 @dataclass(frozen=True)
 class Export:
-    """A conversion that is about to be made.
+    """A planned conversion.
 
     Attributes:
         path: the checkpoint.
         table: its tensors.
-        pieces: what will be written.
-        fields: config.json.
-        tokenizer: None where the run has none.
-        notes: what a person should know, in words.
+        batches: to write.
+        fields: of config.json.
+        tokenizer: None if the run has none.
+        notes: for the user.
     """
 
     path: Path
     config: RunConfig
     table: list[TensorMapping]
-    pieces: list[TensorBatch]
+    batches: list[TensorBatch]
     fields: dict[str, Any]
     tokenizer: Optional[Tokenizer]
     notes: list[str]
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors there."""
-        return sum(piece.num_bytes for piece in self.pieces)
+        """Size of all tensors to write."""
+        return sum(piece.num_bytes for piece in self.batches)
 
     def write(self, folder: Path, max_file_bytes: int, on_bytes: Callable[[int], Any]) -> None:
-        """Fill a folder.
+        """Write the model folder.
 
         Raises:
             CheckpointError: it cannot be written.
         """
-        write_pieces(folder, self.pieces, max_file_bytes, on_bytes)
+        write_batches(folder, self.batches, max_file_bytes, on_bytes)
         write_json(folder / "config.json", self.fields)
-        write_json(folder / "generation_config.json", ends(self.tokenizer))
+        write_json(folder / "generation_config.json", special_token_ids(self.tokenizer))
         write_tokenizer(self.config.data, folder)
 
 
 def plan_export(source: Path, options: ExportOptions) -> Export:
-    """Look at everything that could be wrong before anything is written.
+    """Check everything before anything is written.
 
     Args:
-        source: a run's folder, or a checkpoint's.
+        source: folder of a run or of a checkpoint.
 
     Raises:
-        CheckpointError: there is no checkpoint, it is damaged, or it cannot be expressed there.
+        CheckpointError: there is no checkpoint, it is damaged, or the model is not supported.
         DataError: the tokenizer's files are missing.
     """
-    path = checkpoint_of(source, options.step)
+    path = find_source_checkpoint(source, options.step)
     check_complete(path)
-    config = with_places(read_config(path), options.tokenizer_files)
+    config = resolved_config(read_config(path), options.tokenizer_files)
     family, problems = family_of_run(config)
     if config.overrides and not options.ignores_overrides:
         problems += [
@@ -115,38 +117,38 @@ def plan_export(source: Path, options: ExportOptions) -> Export:
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise CheckpointError(f"{path} cannot be expressed as a model of type {family.model_type}:\n{lines}")
-    tensors = PlainTensors(path)
+    tensors = CheckpointTensors(path)
     tokenizer = open_tokenizer(config.data, config.model.vocab_size)
-    num_tokens, num_rows = vocabulary(config, tokenizer), tensors.places[EMBEDDING].shape[0]
+    num_tokens, num_rows = num_model_tokens(config, tokenizer), tensors.locations[EMBEDDING].shape[0]
     if derived.padded_vocab_size(config, num_tokens) != num_rows:
         raise CheckpointError(
             f"the embedding in {path} has {num_rows} rows, which are no {num_tokens} tokens and their padding: "
             "--tokenizer-model names the tokenizer that it was trained with"
         )
-    table = family.rows(config.model, num_tokens, num_rows)
-    check_table(path, tensors, table)
-    dtype = DTYPES[options.dtype] if options.dtype else tensors.places[EMBEDDING].dtype
-    notes = notes_on(config, options, tensors.places[EMBEDDING].dtype, dtype, num_rows - num_tokens)
+    table = family.tensor_table(config.model, num_tokens, num_rows)
+    check_tensors(path, tensors, table)
+    dtype = DTYPES[options.dtype] if options.dtype else tensors.locations[EMBEDDING].dtype
+    notes = export_notes(config, options, tensors.locations[EMBEDDING].dtype, dtype, num_rows - num_tokens)
     fields = config_json(config, family, num_tokens, dtype, tokenizer)
     forms: dict[str, WeightForm] = {}
     if options.quantizes:
-        recipe = options.fp8_recipe or safetensors_files.recipe_of_run(config.precision)
-        forms, more = quantization(config, table, recipe)
-        kept = [name.removesuffix(".weight") for row in table if row.is_linear and row.ours not in forms
-                for name in row.theirs]  # fmt: skip
+        recipe = options.fp8_recipe or safetensors_files.default_export_recipe(config.precision)
+        forms, more = quantized_weight_forms(config, table, recipe)
+        kept = [name.removesuffix(".weight") for row in table if row.is_linear and row.name not in forms
+                for name in row.hf_names]  # fmt: skip
         fields["quantization_config"] = safetensors_files.quantization_config(recipe, kept)
         notes += more
-    pieces = [piece(tensors, row, dtype, forms.get(row.ours)) for row in table]
-    return Export(path, config, table, pieces, fields, tokenizer, notes)
+    batches = [tensor_batch(tensors, row, dtype, forms.get(row.name)) for row in table]
+    return Export(path, config, table, batches, fields, tokenizer, notes)
 
 
-def checkpoint_of(source: Path, step: Optional[int]) -> Path:
-    """The checkpoint that a run's folder, or its own, stands for.
+def find_source_checkpoint(source: Path, step: Optional[int]) -> Path:
+    """Return the checkpoint for a folder of a run or of a checkpoint.
 
     Raises:
         CheckpointError: there is none.
     """
-    if NAME.fullmatch(source.resolve().name) and step is None:
+    if FOLDER_NAME.fullmatch(source.resolve().name) and step is None:
         return source
     found = find_checkpoint(source, step)
     if found is None:
@@ -154,18 +156,18 @@ def checkpoint_of(source: Path, step: Optional[int]) -> Path:
     return found[1]
 
 
-def with_places(saved: RunConfig, tokenizer_files: Mapping[str, str]) -> RunConfig:
-    """The run's settings, with the tokenizer where it is now, and with the number of positions."""
+def resolved_config(saved: RunConfig, tokenizer_files: Mapping[str, str]) -> RunConfig:
+    """Return the run's settings with the tokenizer's current paths and an explicit number of positions."""
     positions = saved.model.max_position_embeddings or saved.data.seq_length
     return dataclasses.replace(
         saved,
         model=dataclasses.replace(saved.model, max_position_embeddings=positions),
-        data=dataclasses.replace(saved.data, **tokenizer_files),
+        data=dataclasses.replace(saved.data, **dict[str, Any](tokenizer_files)),
     )
 
 
-def vocabulary(config: RunConfig, tokenizer: Optional[Tokenizer]) -> int:
-    """Tokens of the model, without padding."""
+def num_model_tokens(config: RunConfig, tokenizer: Optional[Tokenizer]) -> int:
+    """Return the vocabulary size without padding."""
     if tokenizer is not None:
         return derived.vocabulary_size(config, tokenizer.vocab_size)
     if config.model.vocab_size is None:
@@ -173,16 +175,17 @@ def vocabulary(config: RunConfig, tokenizer: Optional[Tokenizer]) -> int:
     return config.model.vocab_size
 
 
-def check_table(path: Path, tensors: PlainTensors, table: list[TensorMapping]) -> None:
-    """Compare a checkpoint with what its settings say is in it.
+def check_tensors(path: Path, tensors: CheckpointTensors, table: list[TensorMapping]) -> None:
+    """Raise if a checkpoint's tensors do not match its settings.
 
     Raises:
-        CheckpointError: it holds other tensors.
+        CheckpointError: with all differences.
     """
-    found = {name: place.shape for name, place in tensors.places.items() if not name.startswith("optimizer.")}
-    expected = {row.ours: row.shape for row in table}
+    found = {name: at.shape for name, at in tensors.locations.items() if not name.startswith(OPTIMIZER_PREFIX)}
+    expected = {row.name: row.shape for row in table}
     problems = [f"{name} is missing" for name in expected.keys() - found.keys()]
-    problems += [f"{name} is not part of such a model" for name in found.keys() - expected.keys() if is_weight(name)]
+    unknown = [name for name in found.keys() - expected.keys() if not is_extra_state(name)]
+    problems += [f"{name} is not part of such a model" for name in unknown]
     problems += [
         f"{name} has shape {found[name]} instead of {shape}"
         for name, shape in expected.items() if name in found and found[name] != shape
@@ -191,33 +194,30 @@ def check_table(path: Path, tensors: PlainTensors, table: list[TensorMapping]) -
         raise CheckpointError(f"{path} does not hold what its settings say:\n  " + "\n  ".join(sorted(problems)))
 
 
-def is_weight(name: str) -> bool:
-    """Not what quantizing layers remember."""
-    return ".quantizer_state." not in name and "_extra_state" not in name
-
-
 def config_json(
-    config: RunConfig, family: Family, num_tokens: int, dtype: torch.dtype, tokenizer: Optional[Tokenizer]
+    config: RunConfig, family: HFFamily, num_tokens: int, dtype: torch.dtype, tokenizer: Optional[Tokenizer]
 ) -> dict[str, Any]:
-    """The whole of config.json."""
+    """Return the content of config.json."""
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         "torch_dtype": DTYPE_NAMES[dtype],
         "vocab_size": num_tokens,
-        **family.to_theirs(config),
-        **ends(tokenizer),
+        **family.to_hf_config(config),
+        **special_token_ids(tokenizer),
     }
 
 
-def ends(tokenizer: Optional[Tokenizer]) -> dict[str, Any]:
-    """The tokens that begin and end a text: each document followed the end of the one before."""
+def special_token_ids(tokenizer: Optional[Tokenizer]) -> dict[str, Any]:
+    """Return BOS and EOS: in training, each document follows the end-of-document token of the previous one."""
     token = None if tokenizer is None else tokenizer.eod
     return {"bos_token_id": token, "eos_token_id": token}
 
 
-def quantization(config: RunConfig, table: list[TensorMapping], recipe: str) -> tuple[dict[str, WeightForm], list[str]]:
-    """The form of each weight that becomes FP8, by our name, and what a person should know.
+def quantized_weight_forms(
+    config: RunConfig, table: list[TensorMapping], recipe: str
+) -> tuple[dict[str, WeightForm], list[str]]:
+    """Return the form of each weight that is exported in FP8, by name in the checkpoint, and notes.
 
     Raises:
         CheckpointError: blocks do not divide a weight.
@@ -225,27 +225,28 @@ def quantization(config: RunConfig, table: list[TensorMapping], recipe: str) -> 
     precision = config.precision
     form = safetensors_files.weight_form(precision, recipe)
     block = form.rule.block
-    chosen = [row for row in table if row.is_linear and may_be_fp8(row.ours, config)]
+    chosen = [row for row in table if row.is_linear and is_fp8_candidate(row.name, config)]
     notes = []
-    if block is not None and (uneven := safetensors_files.ragged(chosen, block)):
+    if block is not None and (uneven := safetensors_files.uneven_weights(chosen, block)):
+        without_blocks = [name for name in registry.with_export_form() if registry.get(name).block_length is None]
         raise CheckpointError(
             f"--fp8-recipe {recipe}: {uneven[0]}, which its blocks do not divide, and others would misread it; "
-            f"give --fp8-recipe {' or '.join(safetensors_files.recipes_without_blocks())}, which have no such blocks"
+            f"give --fp8-recipe {' or '.join(without_blocks)}, which have no such blocks"
         )
     if derived.is_stateful(precision):
         notes.append("scales are those of the weights as they are, not of the run's amax history")
     if precision.fp8_format == "e5m2":
         notes.append("weights are E4M3 here; the run had E5M2")
-    if block is not None and any(safetensors_files.has_blocks_of_two(row, block) for row in chosen):
+    if block is not None and any(safetensors_files.has_blocks_across_matrices(row, block) for row in chosen):
         notes.append(
             f"some blocks ({form.rule.granularity}) of the run's layers hold rows of two matrices there, which have "
             "blocks of their own"
         )
-    return {row.ours: form for row in chosen}, notes
+    return {row.name: form for row in chosen}, notes
 
 
-def may_be_fp8(name: str, config: RunConfig) -> bool:
-    """Whether a tensor is of a layer's linear that the run did not keep in high precision while it quantized others."""
+def is_fp8_candidate(name: str, config: RunConfig) -> bool:
+    """Return whether a tensor is of a linear that the run quantized, or any layer's linear if it quantized none."""
     found = re.match(r"decoder\.(layers\.\d+)\..*\.(linear_\w+)\.", name)
     if found is None:
         return False
@@ -253,39 +254,41 @@ def may_be_fp8(name: str, config: RunConfig) -> bool:
     return chosen.is_quantized or not precision_map.is_quantized(config.precision)
 
 
-def piece(tensors: PlainTensors, row: TensorMapping, dtype: torch.dtype, form: Optional[WeightForm]) -> TensorBatch:
-    """The tensors there that come of one tensor here."""
-    shapes = row.their_shapes()
+def tensor_batch(
+    tensors: CheckpointTensors, row: TensorMapping, dtype: torch.dtype, form: Optional[WeightForm]
+) -> TensorBatch:
+    """Return the batch of Hugging Face tensors for one tensor of the checkpoint."""
+    shapes = row.hf_shapes()
     if form is None:
-        described = {name: TheirTensor(shape, dtype) for name, shape in shapes.items()}
+        specs = {name: TensorSpec(shape, dtype) for name, shape in shapes.items()}
     else:
-        described = {name: TheirTensor(shape, torch.float8_e4m3fn) for name, shape in shapes.items()}
+        specs = {name: TensorSpec(shape, torch.float8_e4m3fn) for name, shape in shapes.items()}
         for name, shape in shapes.items():
-            described[form.scale_name(name)] = TheirTensor(form.scale_shape(shape), torch.float32)
+            specs[form.scale_name(name)] = TensorSpec(form.scale_shape(shape), torch.float32)
 
     def make() -> dict[str, Tensor]:
-        whole = tensors.load(row.ours)
+        tensor = tensors.load(row.name)
         if form is None:
-            made = dict(zip(row.theirs, row.layout.split(whole.to(dtype)), strict=True))
+            made = dict(zip(row.hf_names, row.layout.split(tensor.to(dtype)), strict=True))
         else:
-            made = safetensors_files.quantized_parts(row, whole, form)
-        return {name: on_cpu(tensor.contiguous()) for name, tensor in made.items()}
+            made = safetensors_files.quantize_weight(row, tensor, form)
+        return {name: to_cpu(tensor.contiguous()) for name, tensor in made.items()}
 
-    return TensorBatch(described, make)
+    return TensorBatch(specs, make)
 
 
-def notes_on(
+def export_notes(
     config: RunConfig, options: ExportOptions, stored: torch.dtype, dtype: torch.dtype, num_padding: int
 ) -> list[str]:
-    """What is another way there."""
+    """Return what differs from the run's model, as text."""
     notes = []
     if num_padding:
         notes.append(f"{num_padding} padding rows of the vocabulary are left out")
     if stored == torch.float32 and dtype != stored:
         notes.append(f"FP32 weights are rounded to {DTYPE_NAMES[dtype]}")
-    notes += notes_on_tokenizer(config.data)
+    notes += tokenizer_notes(config.data)
     recipes = precision_map.used_recipes(config.precision)
     if recipes and not options.quantizes:
         there = DTYPE_NAMES[dtype]
-        notes.append(f"the run computed in {', '.join(recipes)}; there it computes in {there} unless told otherwise")
+        notes.append(f"the run computed in {', '.join(recipes)}; there it computes in {there} by default")
     return notes

@@ -1,4 +1,4 @@
-"""A run's tokenizer as the files that transformers reads, and the other way round."""
+"""Conversion of a run's tokenizer to and from the files of transformers."""
 
 from __future__ import annotations
 
@@ -14,17 +14,28 @@ from megafp8.config.schema import DataConfig
 from megafp8.data.tokenizers.build import SENTENCEPIECE_TYPES, Tokenizer, build_tokenizer
 from megafp8.errors import CapabilityError, DataError
 
-SETTINGS, VOCABULARY, MERGES, SENTENCEPIECE = "tokenizer_config.json", "vocab.json", "merges.txt", "tokenizer.model"
-OF_TOKENIZERS = "tokenizer.json"
-# What may lie beside tokenizer.json and says more about it.
-COMPANIONS = (SETTINGS, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+SETTINGS_FILE, VOCAB_FILE, MERGES_FILE, SENTENCEPIECE_FILE = (
+    "tokenizer_config.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+TOKENIZERS_FILE = "tokenizer.json"
+# Fields of the data section and the files that they name, in order of preference.
+FILES_BY_TYPE = {
+    "HuggingFaceTokenizer": {"tokenizer_model": TOKENIZERS_FILE},
+    "GPT2BPETokenizer": {"vocab_file": VOCAB_FILE, "merge_file": MERGES_FILE},
+    "SentencePieceTokenizer": {"tokenizer_model": SENTENCEPIECE_FILE},
+}
+# Optional files that accompany tokenizer.json.
+COMPANION_FILES = (SETTINGS_FILE, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
 
 def open_tokenizer(data: DataConfig, vocab_size: Optional[int]) -> Optional[Tokenizer]:
-    """The run's tokenizer; None where its settings name none.
+    """Build the run's tokenizer; None if its settings name none.
 
     Raises:
-        DataError: its files are not where they were.
+        DataError: its files are not at their recorded paths.
     """
     if derived.tokenizer_type(data) is None:
         return None
@@ -35,47 +46,47 @@ def open_tokenizer(data: DataConfig, vocab_size: Optional[int]) -> Optional[Toke
         raise DataError(f"{error} The run was trained with it; {flags} says where it is now.") from error
 
 
-def notes_on_tokenizer(data: DataConfig) -> list[str]:
-    """What transformers does not make of the tokenizer's files, in words."""
+def tokenizer_notes(data: DataConfig) -> list[str]:
+    """Return what transformers handles differently in the tokenizer's files, as text."""
     kind = derived.tokenizer_type(data)
     if kind is None:
         return ["the run has no tokenizer"]
     if kind in SENTENCEPIECE_TYPES:
         return [
-            f"{SENTENCEPIECE} is written, but transformers' tokenizer of Llama makes other ids of it: {reason}"
-            for reason in foreign_to_llama(Path(data.tokenizer_model or ""))
+            f"{SENTENCEPIECE_FILE} is written, but transformers' tokenizer of Llama makes other ids of it: {reason}"
+            for reason in differences_from_llama(Path(data.tokenizer_model or ""))
         ]
     is_known = kind in ("HuggingFaceTokenizer", "GPT2BPETokenizer")
     return [] if is_known else [f"no tokenizer's files: transformers has no {kind}"]
 
 
 def write_tokenizer(data: DataConfig, folder: Path) -> None:
-    """Put a tokenizer's files into a model's folder, if transformers reads them.
+    """Write a tokenizer's files into a model's folder, if transformers can read them.
 
     Args:
-        data: with the files' places.
+        data: settings with the paths of the files.
     """
     kind = derived.tokenizer_type(data)
     if kind == "HuggingFaceTokenizer":
         source = Path(data.tokenizer_model or "")
-        file = source / OF_TOKENIZERS if source.is_dir() else source
-        shutil.copyfile(file, folder / OF_TOKENIZERS)
-        for name in COMPANIONS:
+        file = source / TOKENIZERS_FILE if source.is_dir() else source
+        shutil.copyfile(file, folder / TOKENIZERS_FILE)
+        for name in COMPANION_FILES:
             if (file.parent / name).is_file():
                 shutil.copyfile(file.parent / name, folder / name)
     elif kind == "GPT2BPETokenizer":
-        shutil.copyfile(data.vocab_file or "", folder / VOCABULARY)
-        shutil.copyfile(data.merge_file or "", folder / MERGES)
-        write_json(folder / SETTINGS, {"tokenizer_class": "GPT2Tokenizer"})
+        shutil.copyfile(data.vocab_file or "", folder / VOCAB_FILE)
+        shutil.copyfile(data.merge_file or "", folder / MERGES_FILE)
+        write_json(folder / SETTINGS_FILE, {"tokenizer_class": "GPT2Tokenizer"})
     elif kind in SENTENCEPIECE_TYPES:
-        shutil.copyfile(data.tokenizer_model or "", folder / SENTENCEPIECE)
-        write_json(folder / SETTINGS, sentencepiece_settings(folder / SENTENCEPIECE))
+        shutil.copyfile(data.tokenizer_model or "", folder / SENTENCEPIECE_FILE)
+        write_json(folder / SETTINGS_FILE, sentencepiece_settings(folder / SENTENCEPIECE_FILE))
 
 
 def sentencepiece_settings(path: Path) -> dict[str, Any]:
-    """Settings by which transformers' tokenizer of Llama makes of a text what the model makes of it, and adds nothing.
+    """Return settings with which transformers' Llama tokenizer encodes like the SentencePiece model.
 
-    (A text that spells a special token is that token there, as in all tokenizers of transformers.)
+    No tokens are added. As in all tokenizers of transformers, text that spells a special token becomes that token.
     """
     model = read_sentencepiece(path)
     pieces, ids = model.pieces, model.trainer_spec
@@ -91,8 +102,8 @@ def sentencepiece_settings(path: Path) -> dict[str, Any]:
     }
 
 
-def foreign_to_llama(path: Path) -> list[str]:
-    """What of a SentencePiece model transformers' tokenizer of Llama does in another way."""
+def differences_from_llama(path: Path) -> list[str]:
+    """Return how transformers' Llama tokenizer would differ from a SentencePiece model, as text."""
     model = read_sentencepiece(path)
     normalizer, trainer = model.normalizer_spec, model.trainer_spec
     checks = (
@@ -101,14 +112,15 @@ def foreign_to_llama(path: Path) -> list[str]:
         (normalizer.remove_extra_whitespaces, "it removes spaces"),
         (not trainer.byte_fallback, "it has no bytes to fall back on"),
     )
-    return [text for is_other, text in checks if is_other]
+    return [text for is_different, text in checks if is_different]
 
 
 def read_sentencepiece(path: Path) -> Any:
-    """The message in a SentencePiece model's file."""
-    from sentencepiece.sentencepiece_model_pb2 import ModelProto
+    """Return the protobuf message of a SentencePiece model."""
+    from sentencepiece import sentencepiece_model_pb2
 
-    return ModelProto.FromString(path.read_bytes())
+    # protobuf makes the class at import, so type checkers do not see it.
+    return vars(sentencepiece_model_pb2)["ModelProto"].FromString(path.read_bytes())
 
 
 @dataclass(frozen=True)
@@ -116,21 +128,21 @@ class FoundTokenizer:
     """A tokenizer in a model's folder.
 
     Attributes:
-        settings: of the data section: its type, and its files by name.
-        files: all that belong to it.
-        tokenizer: itself.
+        settings: of the data section: type and files.
+        files: all files that belong to it.
+        tokenizer: the tokenizer itself.
     """
 
-    settings: dict[str, str]
+    settings: dict[str, Any]
     files: tuple[Path, ...]
     tokenizer: Tokenizer
 
     def copy(self, folder: Path, final: Path) -> dict[str, str]:
-        """Copy the files, and give settings that name them.
+        """Copy the files and return settings that refer to the copies.
 
         Args:
-            folder: where to; made here.
-            final: what the folder will be called.
+            folder: destination; made here.
+            final: path that the destination will be renamed to.
         """
         folder.mkdir()
         for file in self.files:
@@ -142,27 +154,21 @@ class FoundTokenizer:
 
 
 def find_tokenizer(folder: Path) -> Optional[FoundTokenizer]:
-    """The tokenizer of a model's folder that megafp8 reads, ids and end of document as there; None without one."""
-    for settings in candidates(folder):
+    """Return the folder's tokenizer if megafp8 can read it with the same IDs and end of document; else None."""
+    for settings in candidate_settings(folder):
         paths = [folder / Path(value).name for field, value in settings.items() if field != "tokenizer_type"]
         try:
             tokenizer = build_tokenizer(DataConfig(**settings))
         except (DataError, CapabilityError):
             continue
-        beside = [folder / name for name in COMPANIONS] if paths[0].name == OF_TOKENIZERS else []
-        return FoundTokenizer(settings, tuple(path for path in (*paths, *beside) if path.is_file()), tokenizer)
+        companions = [folder / name for name in COMPANION_FILES] if paths[0].name == TOKENIZERS_FILE else []
+        return FoundTokenizer(settings, tuple(path for path in (*paths, *companions) if path.is_file()), tokenizer)
     return None
 
 
-def candidates(folder: Path) -> Iterator[dict[str, str]]:
-    """Settings of the tokenizers that a folder has files for."""
-    if (folder / OF_TOKENIZERS).is_file():
-        yield {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder / OF_TOKENIZERS)}
-    if (folder / VOCABULARY).is_file() and (folder / MERGES).is_file():
-        yield {
-            "tokenizer_type": "GPT2BPETokenizer",
-            "vocab_file": str(folder / VOCABULARY),
-            "merge_file": str(folder / MERGES),
-        }
-    if (folder / SENTENCEPIECE).is_file():
-        yield {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": str(folder / SENTENCEPIECE)}
+def candidate_settings(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield settings of the tokenizers that a folder has files for."""
+    for tokenizer_type, files in FILES_BY_TYPE.items():
+        if all((folder / name).is_file() for name in files.values()):
+            paths = {field: str(folder / name) for field, name in files.items()}
+            yield {"tokenizer_type": tokenizer_type, **paths}

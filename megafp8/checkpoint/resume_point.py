@@ -1,0 +1,140 @@
+"""Choice of the checkpoint that a run resumes from or rolls back to: the newest intact one.
+
+Damaged checkpoints are reported, and renamed in the run's own folder. Nothing is deleted here. A folder with damaged
+checkpoints only is an error: the run does not restart from step 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Optional
+
+import torch.distributed as dist
+
+from megafp8.checkpoint.directory import CORRUPT, RETIRED, checkpoint_path, find_checkpoint, list_steps, set_aside
+from megafp8.checkpoint.manifest import MAX_LISTED_PROBLEMS, find_damage, summarize
+from megafp8.device.collective_errors import call_on_all_ranks, call_on_rank_0
+from megafp8.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """An intact checkpoint.
+
+    Attributes:
+        notes: newer checkpoints that are damaged, as text.
+    """
+
+    step: int
+    path: Path
+    notes: tuple[str, ...] = ()
+
+
+def choose_checkpoint(
+    *folders: Path, step: Optional[int] = None, with_hashes: bool = True, is_own: bool = False
+) -> Optional[ResumePoint]:
+    """Return the checkpoint of `step`, or the newest intact one; None if there is none. All ranks call it.
+
+    Args:
+        folders: any of them may hold the newest checkpoint.
+        with_hashes: read all files, divided among the ranks; otherwise compare sizes only.
+        is_own: the run also saves to these folders: rename damaged checkpoints to `.corrupt`.
+
+    Raises:
+        CheckpointError: on all ranks: the checkpoint of `step` is absent or damaged, all checkpoints are damaged, or
+            the ranks do not see the same ones.
+    """
+    found = steps_on_all_ranks(folders)
+    if step is not None:
+        found = [pair for pair in found if pair[0] == step]
+        if not found:
+            find_checkpoint(folders[0], step)  # raises
+    intact, damaged = first_intact(found[::-1], with_hashes)
+    if intact is not None:
+        return dataclasses.replace(intact, notes=set_damaged_aside(damaged, is_own))
+    if not damaged:
+        return None
+    lines = "\n".join(f"  {path.name}: {text}" for path, text in damaged)
+    where, which = " and ".join(map(str, folders)), f" of step {step}" if step else ""
+    raise CheckpointError(f"{where} holds no complete checkpoint{which}:\n{lines}")
+
+
+def choose_rollback_checkpoint(*folders: Path, step: int, with_hashes: bool = True) -> Optional[ResumePoint]:
+    """Return the newest intact checkpoint not newer than `step`, else the oldest intact one, else None.
+
+    All ranks call it. The folders are the run's own.
+
+    Raises:
+        CheckpointError: on all ranks: they do not see the same checkpoints.
+    """
+    found = steps_on_all_ranks(folders)
+    older = [pair for pair in found if pair[0] <= step]
+    newer = [pair for pair in found if pair[0] > step]
+    intact, damaged = first_intact(older[::-1] + newer, with_hashes)
+    return None if intact is None else dataclasses.replace(intact, notes=set_damaged_aside(damaged, is_own=True))
+
+
+def first_intact(
+    candidates: Sequence[tuple[int, Path]], with_hashes: bool
+) -> tuple[Optional[ResumePoint], list[tuple[Path, str]]]:
+    """Return the first intact checkpoint, and the damaged ones before it with their problems. All ranks call it."""
+    damaged: list[tuple[Path, str]] = []
+    for step, folder in candidates:
+        path = checkpoint_path(folder, step)
+        by_rank = call_on_all_ranks(partial(find_damage, path, with_hashes, dist.get_rank(), dist.get_world_size()))
+        problems = list(dict.fromkeys(chain.from_iterable(by_rank)))
+        if not problems:
+            return ResumePoint(step, path), damaged
+        damaged.append((path, summarize(problems)))
+    return None, damaged
+
+
+def set_damaged_aside(damaged: list[tuple[Path, str]], is_own: bool) -> tuple[str, ...]:
+    """Return notes on damaged checkpoints, and rename them if `is_own`."""
+    notes = []
+    for path, text in damaged:
+        renamed = ""
+        if is_own:
+            renamed = f", now {call_on_rank_0(partial(set_aside, path, CORRUPT)).name}"
+        notes.append(f"{path} is damaged ({text}){renamed}: the one before is used")
+    return tuple(notes)
+
+
+def retire_newer(folder: Path, step: int) -> tuple[str, ...]:
+    """Rename the checkpoints newer than `step` before a run resumes from it; return notes. All ranks call it."""
+
+    def retire() -> list[str]:
+        newer = [checkpoint_path(folder, each) for each in list_steps(folder) if each > step]
+        return [f"{path.name} is newer than step {step}, now {set_aside(path, RETIRED).name}" for path in newer]
+
+    return tuple(call_on_rank_0(retire))
+
+
+def steps_on_all_ranks(folders: tuple[Path, ...]) -> list[tuple[int, Path]]:
+    """Return (step, folder) of all checkpoints, ascending by step. All ranks call it.
+
+    If machines see different folders, some ranks would resume and others restart.
+
+    Raises:
+        CheckpointError: on all ranks: they do not see the same checkpoints.
+    """
+    found = []
+    for folder in folders:
+        by_rank = call_on_all_ranks(partial(list_steps, folder))
+        other = next((rank for rank, steps in enumerate(by_rank) if steps != by_rank[0]), None)
+        if other is not None:
+            words = [
+                f"rank {rank} finds {', '.join(map(str, by_rank[rank][-MAX_LISTED_PROBLEMS:])) or 'none'}"
+                for rank in (0, other)
+            ]
+            raise CheckpointError(
+                f"{folder}: the ranks do not see the same checkpoints ({', '.join(words)}); "
+                "give a folder that all machines share"
+            )
+        found += [(step, folder) for step in by_rank[0]]
+    return sorted(found, key=lambda pair: pair[0])
