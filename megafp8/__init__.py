@@ -1,3 +1,3 @@
-"""megafp8: pretraining of GPT models in FP8, from one CPU to clusters of GPUs, on megatron-core."""
+"""megafp8: FP8 and FP4 pretraining of GPT models on megatron-core and Transformer Engine."""
 
 __version__ = "0.1.0"

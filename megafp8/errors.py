@@ -1,17 +1,21 @@
-"""The errors that megafp8 raises at its users, and the exit status that each gives a command line.
+"""Exceptions for user-facing errors, and the exit status of each.
 
-Exit statuses follow BSD's sysexits where one fits, so that a launcher can tell bad input from a bad run.
+Exit statuses follow BSD's sysexits where one fits, so that a launcher can tell invalid input from a failed run.
 """
 
 
 class Megafp8Error(ValueError):
-    """Base of every error that a user can mend. Its text says what is wrong, the values, the flag and the mend."""
+    """Base class of errors that a user can fix. The message names the problem, the values, the flag and the fix."""
 
     exit_status = 70
 
 
 class ConfigError(Megafp8Error):
-    """Flags that contradict each other or the machine. `problems` holds all of them, not the first only."""
+    """Invalid or contradictory settings.
+
+    Attributes:
+        problems: every problem that was found, not only the first.
+    """
 
     exit_status = 64
 
@@ -23,40 +27,40 @@ class ConfigError(Megafp8Error):
 
 
 class CapabilityError(ConfigError):
-    """Something that this machine cannot do (a missing device, library or kernel)."""
+    """A setting that this machine does not support: a missing device, library or kernel."""
 
 
 class DataError(Megafp8Error):
-    """Input data that is missing, damaged or does not fit the tokenizer or the model."""
+    """Training data that is missing, corrupt or incompatible with the tokenizer or the model."""
 
     exit_status = 66
 
 
 class NumericsError(Megafp8Error):
-    """A loss or gradient that is not finite."""
+    """A non-finite loss or gradient."""
 
     exit_status = 65
 
 
 class CheckpointError(Megafp8Error):
-    """A checkpoint that is missing, damaged or does not fit the model."""
+    """A checkpoint that is missing, corrupt or incompatible with the model."""
 
     exit_status = 74
 
 
 class RunFolderInUse(Megafp8Error):
-    """Another run writes to the same folder."""
+    """Another run holds the write lease of the same folder."""
 
     exit_status = 73
 
 
 class PeerLost(Megafp8Error):
-    """Another rank of this run is gone. A restart may help."""
+    """Another rank of this run has exited. A restart may help."""
 
     exit_status = 70
 
 
-# Ends that are no errors of the user's.
+# Exit statuses without an exception class: an internal error, a hang found by the watchdog, and preemption.
 INTERNAL = 70
 HUNG = 71
 PREEMPTED = 75

@@ -1,1 +1,1 @@
-"""What a run was asked to do: schema, command line, rules. No torch is imported, so that `--help` is instant."""
+"""Configuration of a run: schema, command line, derived values and rules. Does not import torch."""

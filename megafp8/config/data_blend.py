@@ -1,4 +1,4 @@
-"""What the words after `--data-path` mean, in Megatron's spelling."""
+"""Parser of the values of `--data-path`, a blend of token shards in Megatron-LM's syntax."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Optional
 
 @dataclass(frozen=True)
 class Blend:
-    """Shards and how often each is drawn from.
+    """Token shards and their sampling weights.
 
     Attributes:
-        prefixes: shards.
-        weights: share of the samples of each, not normalized; None draws each shard's samples once.
+        prefixes: path prefixes of the shards.
+        weights: sampling weight of each, not normalized; None draws every sample of each shard once.
     """
 
     prefixes: tuple[str, ...]
@@ -25,8 +25,8 @@ def parse_blend(words: Sequence[str]) -> Blend:
     """Parse `PREFIX`, `PREFIX PREFIX ...` or `WEIGHT PREFIX WEIGHT PREFIX ...`.
 
     Raises:
-        ValueError: numbers and prefixes do not alternate, a weight is not a positive number in ASCII, or it is 0 as a
-            share of their sum; with the reason.
+        ValueError: weights and prefixes do not alternate, or a weight is not a positive ASCII number or vanishes when
+            normalized.
     """
     if len(words) == 1:
         return Blend(tuple(words), None)
@@ -53,6 +53,6 @@ def _as_number(word: str) -> Optional[float]:
         number = float(word)
     except ValueError:
         return None
-    if not word.isascii():  # Python reads the digits of every script
+    if not word.isascii():  # float() accepts the digits of every script
         raise ValueError(f"a weight must be in the digits 0 to 9, and {word!r} is not")
     return number

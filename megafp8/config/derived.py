@@ -1,7 +1,7 @@
-"""What follows from the settings: pure functions from a RunConfig (and a world size) to a number or a name.
+"""Values derived from the settings: pure functions of a `RunConfig` and a world size.
 
-Meaning and arithmetic are Megatron-LM's (`validate_args`, `get_optimizer_param_scheduler`) wherever it has them.
-Functions assume that the settings they read are there and fit each other; `rules.py` makes sure of that first.
+They follow Megatron-LM's `validate_args` and `get_optimizer_param_scheduler`. The settings that they read must have
+passed the rules in `config/rules`.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ ELEMENTS_PER_THREAD = 2**16
 
 
 def model_parallel_size(config: RunConfig) -> int:
-    """Ranks that hold one copy of the model and share one batch: tensor x pipeline x context."""
+    """Ranks per model replica: tensor x pipeline x context."""
     parallel = config.parallel
     return parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
 
 
 def data_parallel_size(config: RunConfig, world_size: int) -> int:
-    """Copies of the model that read different data: world / (tensor x pipeline x context).
+    """Model replicas: world size / (tensor x pipeline x context).
 
     Raises:
-        ConfigError: the world size is not a multiple.
+        ConfigError: the world size is not a multiple of the ranks per replica.
     """
     ranks = model_parallel_size(config)
     if world_size < 1 or ranks < 1 or world_size % ranks:
@@ -53,7 +53,7 @@ def data_parallel_size(config: RunConfig, world_size: int) -> int:
 
 
 def virtual_pipeline_size(config: RunConfig) -> Optional[int]:
-    """Model chunks per pipeline rank of the interleaved schedule; None without it (also for one chunk)."""
+    """Model chunks per pipeline rank of the interleaved schedule; None without it and for one chunk."""
     parallel = config.parallel
     chunks = parallel.num_virtual_stages_per_pipeline_rank
     if parallel.num_layers_per_virtual_pipeline_stage is not None:
@@ -62,7 +62,7 @@ def virtual_pipeline_size(config: RunConfig) -> Optional[int]:
 
 
 def layers_per_pipeline_rank(config: RunConfig) -> int:
-    """Transformer layers on one pipeline rank, all its chunks together."""
+    """Transformer layers on one pipeline rank, over all its chunks."""
     assert config.model.num_layers is not None
     return config.model.num_layers // config.parallel.pipeline_model_parallel_size
 
@@ -71,7 +71,7 @@ def layers_per_pipeline_rank(config: RunConfig) -> int:
 
 
 def global_batch_size(config: RunConfig, world_size: int) -> int:
-    """Sequences in one optimizer step; without the flag, one micro batch on each data-parallel rank."""
+    """Sequences per optimizer step; without the flag, one micro-batch on each data-parallel rank."""
     if config.training.global_batch_size is not None:
         return config.training.global_batch_size
     assert config.training.micro_batch_size is not None
@@ -79,20 +79,21 @@ def global_batch_size(config: RunConfig, world_size: int) -> int:
 
 
 def useful_threads(config: RunConfig) -> int:
-    """The most CPU threads that make a rank's work faster: one for every 2^16 elements of an activation [T, H].
+    """The largest useful number of CPU threads per rank: one per 2^16 elements of an activation [T, H].
 
-    torch divides an elementwise operation into pieces of 2^15 elements at least. Below two of them a thread, a second
-    thread saves no time and costs as much CPU time as the first, because it waits by spinning (notes/LOG.md).
+    torch splits an elementwise operation into chunks of at least 2^15 elements. With fewer than two chunks per thread,
+    an additional thread saves no time but uses as much CPU time, because it waits by spinning.
     """
     parallel = config.parallel
-    length = config.data.seq_length or config.model.max_position_embeddings or 1  # an imported model has no settings
+    length = config.data.seq_length or config.model.max_position_embeddings or 1  # a converted model has no batch
     num_tokens = (config.training.micro_batch_size or 1) * length // parallel.context_parallel_size
+    assert config.model.hidden_size is not None
     num_elements = num_tokens * config.model.hidden_size // parallel.tensor_model_parallel_size
     return max(1, num_elements // ELEMENTS_PER_THREAD)
 
 
 def num_microbatches(config: RunConfig, world_size: int) -> int:
-    """Forward passes of one data-parallel rank in one optimizer step.
+    """Microbatches of one data-parallel rank per optimizer step.
 
     Raises:
         ConfigError: the global batch is not a multiple of micro batch x data-parallel size.
@@ -109,13 +110,13 @@ def num_microbatches(config: RunConfig, world_size: int) -> int:
 
 
 def tokens_per_step(config: RunConfig, world_size: int) -> int:
-    """Tokens in one optimizer step over all ranks."""
+    """Tokens per optimizer step over all ranks."""
     assert config.data.seq_length is not None
     return global_batch_size(config, world_size) * config.data.seq_length
 
 
 def train_iters(config: RunConfig, world_size: int) -> int:
-    """Optimizer steps of the whole run; with --train-samples, the full global batches in them."""
+    """Optimizer steps of the run; with --train-samples, the number of full global batches."""
     if config.training.train_iters is not None:
         return config.training.train_iters
     assert config.training.train_samples is not None
@@ -123,23 +124,23 @@ def train_iters(config: RunConfig, world_size: int) -> int:
 
 
 def train_samples(config: RunConfig, world_size: int) -> int:
-    """Sequences of the whole run; with --train-samples exactly those, though the last batch may not fill."""
+    """Sequences of the run; with --train-samples that number, even if the last batch is not full."""
     if config.training.train_iters is None and config.training.train_samples is not None:
         return config.training.train_samples
     return train_iters(config, world_size) * global_batch_size(config, world_size)
 
 
 def dataset_samples(config: RunConfig, world_size: int) -> tuple[int, int, int]:
-    """Sequences that the run will read for (training, validation, test).
+    """Sequences that the run reads for (training, validation, test).
 
-    Every validation reads the same samples, so that their losses compare, within a run and between runs.
+    Every validation reads the same samples, so that losses are comparable within a run and between runs.
     """
     held_out = config.training.eval_iters * global_batch_size(config, world_size)
     return train_samples(config, world_size), held_out, held_out
 
 
 def split(config: RunConfig) -> Optional[str]:
-    """Train, validation and test parts, for example `969,30,1`; None when each has shards of its own."""
+    """Fractions for training, validation and test, for example `969,30,1`; None if each has its own shards."""
     data = config.data
     if data.train_data_path or data.valid_data_path or data.test_data_path:
         return None
@@ -147,10 +148,10 @@ def split(config: RunConfig) -> Optional[str]:
 
 
 def split_shares(text: str) -> tuple[float, ...]:
-    """The numbers of a split. Quotes around it are dropped: Megatron-LM's own Llama script passes them on.
+    """Parse a split. Quotes around it are dropped, because Megatron-LM's Llama script passes them on.
 
     Raises:
-        ValueError: not one to three plain numbers (megatron-core reads no exponents) with a sum above 0.
+        ValueError: not one to three numbers without exponents, which megatron-core does not parse, or their sum is 0.
     """
     parts = [part.strip() for part in text.strip("'\"").split(",")]
     shares = tuple(float(part) for part in parts if re.fullmatch(r"\d+(\.\d*)?|\.\d+", part))
@@ -159,11 +160,11 @@ def split_shares(text: str) -> tuple[float, ...]:
     return shares
 
 
-# ---- learning-rate schedule, counted in samples -------------------------------------------------------------------
+# ---- learning-rate schedule, in samples ---------------------------------------------------------------------------
 
 
 def lr_decay_samples(config: RunConfig, world_size: int) -> int:
-    """Samples at which the schedule ends; default the whole run."""
+    """Samples at which the schedule ends; by default the end of the run."""
     optimizer = config.optimizer
     if config.training.train_iters is None:
         return optimizer.lr_decay_samples or train_samples(config, world_size)
@@ -172,7 +173,7 @@ def lr_decay_samples(config: RunConfig, world_size: int) -> int:
 
 
 def lr_warmup_samples(config: RunConfig, world_size: int) -> float:
-    """Samples of linear warm-up. With --lr-warmup-fraction it may be no whole number, as in Megatron."""
+    """Samples of linear warm-up. With --lr-warmup-fraction it may be fractional, as in Megatron-LM."""
     optimizer = config.optimizer
     if optimizer.lr_warmup_fraction is not None:
         return optimizer.lr_warmup_fraction * lr_decay_samples(config, world_size)
@@ -182,7 +183,7 @@ def lr_warmup_samples(config: RunConfig, world_size: int) -> float:
 
 
 def lr_wsd_decay_samples(config: RunConfig, world_size: int) -> Optional[int]:
-    """Samples of WSD's final decay; None when not given."""
+    """Samples of the final decay of WSD; None if not given."""
     if config.training.train_iters is None:
         return config.optimizer.lr_wsd_decay_samples
     steps = config.optimizer.lr_wsd_decay_iters
@@ -190,7 +191,7 @@ def lr_wsd_decay_samples(config: RunConfig, world_size: int) -> Optional[int]:
 
 
 def weight_decay_samples(config: RunConfig, world_size: int) -> int:
-    """Samples over which weight decay goes from its start to its end value: the whole run."""
+    """Samples over which weight decay changes from its start to its end value: those of the run."""
     return train_samples(config, world_size)
 
 
@@ -206,7 +207,7 @@ def weight_decay_range(optimizer: OptimizerConfig) -> tuple[float, float]:
 
 
 def ffn_hidden_size(model: ModelConfig) -> int:
-    """Width of the MLP. Default 4 x hidden; with SwiGLU 2/3 of that, rounded down to a multiple of 64."""
+    """Width of the MLP: by default 4 x hidden size; with SwiGLU 2/3 of that, rounded down to a multiple of 64."""
     if model.ffn_hidden_size is not None:
         return model.ffn_hidden_size
     assert model.hidden_size is not None
@@ -224,97 +225,99 @@ def kv_channels(model: ModelConfig) -> int:
 
 
 def num_query_groups(model: ModelConfig) -> int:
-    """Key/value heads: one per query head unless they are grouped."""
+    """Key/value heads: one per query head without grouped-query attention."""
     assert model.num_attention_heads is not None
     return model.num_query_groups if model.group_query_attention else model.num_attention_heads
 
 
 def query_projection_size(model: ModelConfig) -> int:
-    """Channels of all query heads: the width of attention's output."""
+    """Channels of all query heads, which is the width of the output of attention."""
     assert model.num_attention_heads is not None
     return kv_channels(model) * model.num_attention_heads
 
 
 def kv_projection_size(model: ModelConfig) -> int:
-    """Channels of all key heads (and as many of all value heads)."""
+    """Channels of all key heads, which is also that of all value heads."""
     return kv_channels(model) * num_query_groups(model)
 
 
 def gemm_alignment(precision: PrecisionConfig) -> int:
-    """What every dimension of a quantized GEMM must be a multiple of; 1 in high precision."""
-    return max((registry.get(recipe).gemm_alignment for recipe in precision_map.used_recipes(precision)), default=1)
+    """Every dimension of a quantized GEMM must be a multiple of this; 1 in high precision."""
+    return max((recipe.gemm_alignment for recipe in used_recipes(precision)), default=1)
 
 
 def used_recipes(precision: PrecisionConfig) -> tuple[Recipe, ...]:
-    """The recipes that a run names, each once."""
+    """The recipes of a run, each once."""
     return tuple(registry.get(name) for name in precision_map.used_recipes(precision))
 
 
 def is_stateful(precision: PrecisionConfig) -> bool:
-    """Does any of them remember amaxes from step to step?"""
+    """Whether any recipe of the run keeps an amax history (delayed scaling)."""
     return any(recipe.is_stateful for recipe in used_recipes(precision))
 
 
 def quantization_recipe(precision: PrecisionConfig) -> Optional[str]:
-    """Name of the FP8 or FP4 recipe of the layers' linears but for a precision map; None in high precision."""
-    if precision.fp8_format is not None:
-        return precision.fp8_recipe
-    return None if precision.fp4_format is None else precision.fp4_recipe
+    """Name of the recipe of the linears of layers without a precision map; None in high precision."""
+    return precision_map.base_choice(precision).fprop.recipe
 
 
 def log_layer_patterns(logging: LoggingConfig) -> tuple[str, ...]:
-    """Patterns of the linears whose operands are looked at."""
+    """Patterns of the linears with quantization statistics (--fp8-log-layers)."""
     return tuple(part.strip() for part in logging.fp8_log_layers.split(",") if part.strip())
 
 
 def what_if_recipes(logging: LoggingConfig) -> tuple[str, ...]:
-    """Recipes that are tried on the operands."""
+    """Recipes for which quantization statistics are simulated (--fp8-what-if)."""
     return tuple(part.strip() for part in (logging.fp8_what_if or "").split(",") if part.strip())
 
 
 def recipe_flag(precision: PrecisionConfig) -> str:
-    """How the command line chose the recipe: `--fp8-recipe mxfp8`. For a run that has one."""
+    """The flag of `quantization_recipe`, for example `--fp8-recipe mxfp8`. For runs that have a recipe."""
     return f"--{'fp4' if precision.fp8_format is None else 'fp8'}-recipe {quantization_recipe(precision)}"
 
 
 def tokenizer_type(data: DataConfig) -> Optional[str]:
-    """The tokenizer; GPT-2's files say which one they are for, and Megatron-LM's GPT scripts leave the type out."""
+    """The tokenizer. Megatron-LM's GPT scripts give the files of GPT-2's tokenizer without its type."""
     if data.tokenizer_type is None and (data.vocab_file is not None or data.merge_file is not None):
         return "GPT2BPETokenizer"
     return data.tokenizer_type
 
 
 def vocabulary_size(config: RunConfig, tokenizer_size: int) -> int:
-    """Token ids that the model must know, before padding: `--vocab-size` where given, else the tokenizer's.
+    """Size of the vocabulary before padding: `--vocab-size` if given, otherwise the tokenizer's.
 
-    NullTokenizer adds its end-of-document id behind the `--vocab-size` ids, as Megatron's does.
+    NullTokenizer adds its end-of-document id after the `--vocab-size` ids, as Megatron-LM's does.
 
     Raises:
-        ConfigError: the tokenizer has ids that the model would not know.
+        ConfigError: the tokenizer has more ids than `--vocab-size`.
     """
-    asked = config.model.vocab_size
-    if asked is None or config.data.tokenizer_type == "NullTokenizer":
+    requested = config.model.vocab_size
+    if requested is None or config.data.tokenizer_type == "NullTokenizer":
         return tokenizer_size
-    if tokenizer_size > asked:
+    if tokenizer_size > requested:
         raise ConfigError(
-            f"--vocab-size {asked} (given, or of the preset) is less than the tokenizer's {tokenizer_size} ids; "
+            f"--vocab-size {requested} (given, or of the preset) is less than the tokenizer's {tokenizer_size} ids; "
             f"use --vocab-size {tokenizer_size}"
         )
-    return asked
+    return requested
 
 
 def padded_vocab_size(config: RunConfig, vocab_size: int) -> int:
-    """Rows of the embedding and output matrices: `vocab_size` rounded up so that it divides evenly over the ranks.
+    """Rows of the embedding and of the output layer: `vocab_size` rounded up to `vocab_multiple`."""
+    return round_up(vocab_size, vocab_multiple(config))
 
-    Megatron's rule (a multiple of --make-vocab-size-divisible-by x tensor-parallel size), and in FP8 each rank's part
-    is a multiple of the recipe's GEMM alignment too, so that the output layer could be quantized.
-    """
-    multiple = vocab_multiple(config)
-    return math.ceil(vocab_size / multiple) * multiple
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is not below `value`."""
+    return -(-value // multiple) * multiple
 
 
 def vocab_multiple(config: RunConfig) -> int:
-    """What the rows of the embedding are padded to a multiple of."""
+    """The vocabulary is padded to a multiple of this.
+
+    As in Megatron-LM it is a multiple of --make-vocab-size-divisible-by x tensor-parallel size. In addition, the rows
+    of each rank are a multiple of the recipe's GEMM alignment, so that the output layer can be quantized.
+    """
     per_rank = math.lcm(config.model.make_vocab_size_divisible_by, gemm_alignment(config.precision))
     return per_rank * config.parallel.tensor_model_parallel_size
 
@@ -323,16 +326,16 @@ def vocab_multiple(config: RunConfig) -> int:
 
 
 def params_dtype(precision: PrecisionConfig) -> str:
-    """Format of the weights that the GEMMs read (before FP8): `fp32`, `bf16` or `fp16`."""
+    """Dtype of the model weights before quantization: `fp32`, `bf16` or `fp16`."""
     if precision.bf16:
         return "bf16"
     return "fp16" if precision.fp16 else "fp32"
 
 
 def grad_dtype(precision: PrecisionConfig) -> str:
-    """Format of the gradient buffers and of their reduction: `fp32`, `bf16` or `fp16`.
+    """Dtype of the gradient buffers and of their reduction: `fp32`, `bf16` or `fp16`.
 
-    Megatron turns FP32 on for BF16 weights unless --grad-reduce-in-bf16; FP16 weights reduce in FP16 unless
+    As in Megatron-LM: FP32 for BF16 weights unless --grad-reduce-in-bf16, and FP16 for FP16 weights unless
     --accumulate-allreduce-grads-in-fp32.
     """
     dtype = params_dtype(precision)
@@ -344,7 +347,7 @@ def grad_dtype(precision: PrecisionConfig) -> str:
 
 
 def softmax_in_fp32(model: ModelConfig) -> bool:
-    """Whether attention's softmax runs in FP32; scaling by layer number implies it."""
+    """Whether the attention softmax runs in FP32, which --apply-query-key-layer-scaling implies."""
     return model.attention_softmax_in_fp32 or model.apply_query_key_layer_scaling
 
 
@@ -352,7 +355,7 @@ def softmax_in_fp32(model: ModelConfig) -> bool:
 
 
 def fused_adam_obstacle(config: RunConfig) -> Optional[str]:
-    """The setting that keeps a run from the one-pass optimizer; None where none does."""
+    """The setting that prevents the one-pass optimizer; None if it can be used."""
     settings, precision = config.optimizer, config.precision
     obstacles = (
         (not settings.one_pass_optimizer, "--no-one-pass-optimizer"),
@@ -371,11 +374,11 @@ def fused_adam_obstacle(config: RunConfig) -> Optional[str]:
     return next((text for is_there, text in obstacles if is_there), None)
 
 
-# ---- graphs -------------------------------------------------------------------------------------------------------
+# ---- CUDA graphs --------------------------------------------------------------------------------------------------
 
 
-def has_step_graph(config: RunConfig) -> bool:
-    """Whether a step's passes are launched as a CUDA graph."""
+def uses_cuda_graph(config: RunConfig) -> bool:
+    """Whether the forward-backward of a step is launched as a CUDA graph."""
     return config.training.cuda_graph_impl != "none"
 
 
@@ -390,7 +393,7 @@ def recompute_granularity(training: TrainingConfig) -> Optional[str]:
 
 
 def recompute_modules(training: TrainingConfig) -> tuple[str, ...]:
-    """What selective recompute takes; empty when it is off."""
+    """The modules of selective recompute; empty without it."""
     if recompute_granularity(training) != "selective":
         return ()
     return training.recompute_modules or ("core_attn",)

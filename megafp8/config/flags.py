@@ -1,13 +1,12 @@
-"""argv -> Invocation. The parser is built from the schema: one argparse group a section, one option a field.
+"""Command line of a run. The argparse parser is built from the schema: one group per section, one option per field.
 
-argparse stops at its first error. So that a user sees every problem at once, the command line is first cut into
-options (`--flag` and the words after it), and argparse is given one option at a time. What it makes of them is laid
-over the other sources of a value, later ones winning:
+argparse stops at its first error. To report all problems at once, the command line is split into options (a flag and
+its values), and each is given to argparse by itself. The values then override those of other sources:
 
     default  <  preset  <  --config file  <  --precision-map file  <  flag
 
-A preset named on the command line together with --config replaces the file's whole model section: a mixture of two
-shapes is never what was meant.
+A --model-preset on the command line replaces the model section of the --config file completely, because a mixture of
+two model shapes is never intended.
 """
 
 from __future__ import annotations
@@ -16,62 +15,63 @@ import argparse
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Optional
 
 from megafp8 import __version__
-from megafp8.config import derived, megatron_flags, model_shapes, settings
-from megafp8.config.model_shapes import PRESETS
-from megafp8.config.precision_options import read_map
+from megafp8.config import megatron_flags, settings
 from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import Setting, all_settings, section_titles, value_of, with_values
 from megafp8.errors import ConfigError
-from megafp8.utils.files import UnreadableFile, path_text, read_text, shown
+from megafp8.utils.files import UnreadableFile, path_text, printable, read_text
 
 TARGETS = ("cpu", "h100", "h200", "b200")
-_INVOCATION_OPTIONS = ("config", "precision_map_file", "dry_run", "world_size", "target")
-_ADDED_UP = ("overrides", "precision.precision_map")
-"""Lists to which every spelling adds, where else the last one wins."""
+_ACCUMULATED = ("overrides", "precision.precision_map")
+"""List settings to which every occurrence adds. Of the others the last occurrence wins."""
 _NEGATIVE_NUMBER = re.compile(r"-\.?\d")
 
 
 @dataclass(frozen=True)
 class Invocation:
-    """What one command line asked for."""
+    """A parsed command line.
+
+    Attributes:
+        config: the settings of the run.
+        given: names of the settings given by flags, for example `model.num_layers`.
+        dry_run: whether to print the plan of the run and stop.
+        world_size: ranks of the dry run; None is the actual number.
+        target: machine of the dry run; None is this one.
+        notices: messages about flags without effect.
+    """
 
     config: RunConfig
     given: frozenset[str]
-    """Settings that the command line itself named, for example `model.num_layers`."""
     dry_run: bool = False
     world_size: Optional[int] = None
-    """Ranks to plan for, in a dry run; None is those that are there."""
     target: Optional[str] = None
-    """Machine to plan for, in a dry run; None is this one."""
     notices: tuple[str, ...] = ()
-    """What was accepted without effect, to be shown to the user."""
 
 
 def parse(argv: Sequence[str]) -> Invocation:
-    """Read a command line (without the program's name).
+    """Parse a command line, without the name of the program.
 
     `--help`, `--version` and `--list-presets` print and exit with status 0.
 
     Raises:
-        ConfigError: all that `read` finds wrong.
+        ConfigError: with all problems that `parse_with_problems` finds.
     """
-    invocation, problems = read(argv)
+    invocation, problems = parse_with_problems(argv)
     if problems:
         raise ConfigError(problems)
     return invocation
 
 
-def read(argv: Sequence[str]) -> tuple[Invocation, list[str]]:
-    """Read a command line as far as it can be read.
+def parse_with_problems(argv: Sequence[str]) -> tuple[Invocation, list[str]]:
+    """Parse a command line as far as possible, so that the caller can report these and other problems at once.
 
     Returns:
-        What could be read, and what is wrong: unknown, refused, incomplete or repeated-in-vain flags, bad values, an
-        unreadable --config. A caller that has more to check can so report everything at once.
+        The result and the problems: unknown, refused or incomplete flags, invalid values, an unreadable --config.
     """
     parser = build_parser()
     expanded, notices = megatron_flags.replace(_options_of(argv))
@@ -79,36 +79,28 @@ def read(argv: Sequence[str]) -> tuple[Invocation, list[str]]:
     problems: list[str] = []
     for option in expanded:
         _read_option(parser, option, values, notices, problems)
-    extras = {name: values.pop(name) for name in _INVOCATION_OPTIONS if name in values}
+    config_path, map_path = values.pop("config", None), values.pop("precision_map_file", None)
+    options = {name: values.pop(name) for name in ("dry_run", "world_size", "target") if name in values}
     given = frozenset(values)
-    config = _layered(values, extras.get("config"), extras.get("precision_map_file"), notices, problems)
-    if extras.get("world_size") is not None and extras["world_size"] < 1:
-        problems.append(f"--world-size {extras['world_size']}: must be at least 1")
-    invocation = Invocation(
-        config=config,
-        given=given,
-        dry_run=extras.get("dry_run", False),
-        world_size=extras.get("world_size"),
-        target=extras.get("target"),
-        notices=tuple(notices),
-    )
-    return invocation, problems
+    config = _merge_sources(values, config_path, map_path, notices, problems)
+    if options.get("world_size", 1) < 1:
+        problems.append(f"--world-size {options['world_size']}: must be at least 1")
+    return Invocation(config=config, given=given, notices=tuple(notices), **options), problems
 
 
 # ---- the parser ---------------------------------------------------------------------------------------------------
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse that raises instead of exiting on an error."""
+    """Argument parser that raises on an error instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser behind `parse`; also for documentation and shell completion."""
+    """Build the argparse parser of all flags."""
     parser = _Parser(
-        prog="pretrain_gpt.py",
         description="Pretrain a GPT in FP8 or BF16 on one rank or many. Flags are Megatron-LM's where it has them.",
         epilog="All problems with a command line are reported together, with exit status 64.",
         allow_abbrev=False,
@@ -142,19 +134,15 @@ def _add_invocation_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_setting(group: Any, setting: Setting) -> None:
-    """Add the flags of a setting to an argparse group; the value is under the setting's `section.field` name."""
+    """Add the flags of a setting to an argparse group. Their `dest` is the setting's `section.field` name."""
     help_text = _help_of(setting)
     if setting.type is bool and not setting.many:
         if setting.flags:
             note = help_text if not setting.default else f"{setting.help} (always on; accepted as confirmation)"
             group.add_argument(*setting.flags, dest=setting.name, action="store_true", help=note)
         if setting.off:
-            group.add_argument(
-                *setting.off,
-                dest=setting.name,
-                action="store_false",
-                help=f"turn off: {setting.help}".replace("%", "%%"),
-            )
+            note = f"turn off: {setting.help}".replace("%", "%%")
+            group.add_argument(*setting.off, dest=setting.name, action="store_false", help=note)
         return
     options: dict[str, Any] = {"dest": setting.name, "type": _converter(setting), "help": help_text}
     if setting.choices:
@@ -163,22 +151,22 @@ def add_setting(group: Any, setting: Setting) -> None:
     else:
         options["metavar"] = setting.metavar or {int: "N", float: "X", str: "TEXT"}[setting.type]
     if setting.many:
-        # Megatron's last spelling of a list wins; overrides name different fields, so they add up.
-        options.update(nargs="+", action="extend" if setting.name in _ADDED_UP else "store")
+        options.update(nargs="+", action="extend" if setting.name in _ACCUMULATED else "store")
     group.add_argument(*setting.flags, **options)
 
 
 def _help_of(setting: Setting) -> str:
-    shown = " ".join(map(str, setting.default)) if setting.many else setting.default
     text = setting.help
     if setting.type is not bool and setting.default not in (None, ()) and "default" not in text:
-        text += f" (default: {shown})"
+        default = " ".join(map(str, setting.default)) if setting.many else setting.default
+        text += f" (default: {default})"
     return text.replace("%", "%%")
 
 
-def _converter(setting: Setting) -> Any:
-    convert = {float: _number, int: _whole_number, str: str}[setting.type]
-    # `none`, so that a flag can take back what a --config file or a preset gives.
+def _converter(setting: Setting) -> Callable[[str], Any]:
+    converters: dict[type, Callable[[str], Any]] = {float: _number, int: _whole_number, str: str}
+    convert = converters[setting.type]
+    # `none` lets a flag reset what a --config file or a preset gives.
     words = ({"none": None} if setting.optional else {}) | ({"auto": AUTO} if setting.auto else {})
 
     def read(text: str) -> Any:
@@ -186,7 +174,7 @@ def _converter(setting: Setting) -> Any:
             return words[text]
         value = convert(text)
         if fault := setting.fault(value):
-            raise argparse.ArgumentTypeError(f"{shown(text)} {fault}")
+            raise argparse.ArgumentTypeError(f"{printable(text)} {fault}")
         if setting.auto and value == AUTO:
             raise argparse.ArgumentTypeError(f"{text} must be at least 1, or auto")
         return value
@@ -218,10 +206,12 @@ class _ListPresets(argparse.Action):
 
 
 def _preset_table() -> str:
+    from megafp8.config import derived, model_shapes
+
     lines = [
         f"{'preset':<12}{'layers':>7}{'hidden':>8}{'heads':>7}{'kv':>5}{'ffn':>8}{'vocabulary':>13}{'parameters':>13}\n"
     ]
-    for name, values in PRESETS.items():
+    for name, values in model_shapes.PRESETS.items():
         model = with_values(RunConfig(), values).model
         vocabulary = str(model.vocab_size) if model.vocab_size else "tokenizer's"
         padded = derived.padded_vocab_size(RunConfig(), model.vocab_size or 0)
@@ -239,7 +229,7 @@ def _preset_table() -> str:
 
 
 def _options_of(argv: Sequence[str]) -> list[list[str]]:
-    """The command line cut before every word that starts an option; `--flag=value` becomes two words."""
+    """Split a command line before every flag; `--flag=value` becomes two words."""
     options: list[list[str]] = []
     for word in argv:
         if word.startswith("-") and len(word) > 1 and not _NEGATIVE_NUMBER.match(word):
@@ -262,28 +252,28 @@ def _read_option(
     if flag not in parser._option_string_actions:
         verdict = megatron_flags.classify(flag, words)
         if verdict is None:
-            problems.append(f"unknown flag {flag}{_nearest(parser, flag)}")
+            problems.append(f"unknown flag {flag}{_suggestion(parser, flag)}")
         else:
             (notices if verdict.accepted else problems).append(verdict.text)
         return
-    # A value such as -1e-3 would read as an option; joined to its flag it cannot.
+    # argparse would take a value such as -1e-3 for an option, so it is joined to its flag.
     joined = [f"{flag}={words[0]}"] if len(words) == 1 and words[0].startswith("-") else option
     try:
         namespace, left_over = parser.parse_known_args(joined)
     except ConfigError as error:
-        problems.append(_plain(flag, error.problems[0]))
+        problems.append(_reword(flag, error.problems[0]))
         return
     if left_over:
         problems.append(f"{flag}: does not take {' '.join(map(repr, left_over))}")
     for name, value in vars(namespace).items():
         if isinstance(value, list):
-            earlier = values.get(name, ()) if name in _ADDED_UP else ()
+            earlier = values.get(name, ()) if name in _ACCUMULATED else ()
             value = (*earlier, *value)
         values[name] = value
 
 
-def _plain(flag: str, text: str) -> str:
-    """argparse's message in our words: the flag as it was spelled, then what is wrong."""
+def _reword(flag: str, text: str) -> str:
+    """Reword a message of argparse: the flag as given, then the problem."""
     _, _, fault = text.removeprefix("argument ").partition(": ")
     if fault.startswith(("expected one argument", "expected at least one argument")):
         fault = "a value is missing after it"
@@ -292,8 +282,8 @@ def _plain(flag: str, text: str) -> str:
     return f"{flag}: {fault}"
 
 
-def _nearest(parser: argparse.ArgumentParser, flag: str) -> str:
-    import difflib  # only on the way to an error: keeps --help quick
+def _suggestion(parser: argparse.ArgumentParser, flag: str) -> str:
+    import difflib  # here, so that --help does not import it
 
     near = difflib.get_close_matches(flag.replace("_", "-"), parser._option_string_actions, n=1, cutoff=0.75)
     return f"; did you mean {near[0]}?" if near else "; see --help for all flags"
@@ -302,10 +292,12 @@ def _nearest(parser: argparse.ArgumentParser, flag: str) -> str:
 # ---- sources of a value -------------------------------------------------------------------------------------------
 
 
-def _layered(
+def _merge_sources(
     values: dict[str, Any], path: Optional[str], map_path: Optional[str], notices: list[str], problems: list[str]
 ) -> RunConfig:
-    """Defaults, then preset, then files, then flags."""
+    """Combine defaults, preset, files and flags."""
+    from megafp8.config.model_shapes import PRESETS  # here, so that --help does not import it
+
     from_file = _read_config(path, problems) if path is not None else {}
     named = values.get("model.model_preset")
     if named is not None and any(name.startswith("model.") for name in from_file):
@@ -318,16 +310,16 @@ def _layered(
     config = with_values(RunConfig(), PRESETS[preset]) if preset is not None else RunConfig()
     config = with_values(config, from_file)
     if map_path is not None:
-        values["precision.precision_map"] = (
-            *_read_precision_map(map_path, problems),
-            *values.get("precision.precision_map", ()),
-        )
-    for name in set(_ADDED_UP) & set(values):
+        from_map = _read_precision_map(map_path, problems)
+        values["precision.precision_map"] = (*from_map, *values.get("precision.precision_map", ()))
+    for name in set(_ACCUMULATED) & set(values):
         values[name] = (*value_of(config, name), *values[name])
     return with_values(config, values)
 
 
 def _read_precision_map(path: str, problems: list[str]) -> tuple[str, ...]:
+    from megafp8.config.precision_options import read_map  # here, so that --help does not import it
+
     try:
         return read_map(path)
     except ConfigError as error:
@@ -349,11 +341,13 @@ def _read_config(path: str, problems: list[str]) -> dict[str, Any]:
 
 
 def to_argv(config: RunConfig) -> list[str]:
-    """The shortest command line that `parse` reads back as `config` (with the preset's fields spelled out).
+    """The shortest command line that `parse` turns into `config`.
 
     Raises:
-        ConfigError: a setting has a value that no flag can give (a boolean without a flag for it).
+        ConfigError: a boolean has a value for which there is no flag.
     """
+    from megafp8.config.model_shapes import PRESETS
+
     words: list[str] = []
     base = with_values(RunConfig(), PRESETS.get(config.model.model_preset or "", {}))
     for setting in all_settings():
@@ -361,10 +355,10 @@ def to_argv(config: RunConfig) -> list[str]:
         if value == value_of(base, setting.name):
             continue
         if setting.type is bool and not setting.many:
-            spellings = setting.flags if value else setting.off
-            if not spellings:
+            flags = setting.flags if value else setting.off
+            if not flags:
                 raise ConfigError(f"{setting.name} = {value}: no flag gives this value; use --config")
-            words.append(spellings[0])
+            words.append(flags[0])
         elif setting.many:
             words.extend([setting.flags[0], *map(str, value)])
         else:

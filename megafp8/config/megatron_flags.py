@@ -1,10 +1,10 @@
-"""Flags of Megatron-LM that are no settings of megafp8, and what becomes of each on a command line.
+"""Megatron-LM flags that are not settings of megafp8, and how each is handled.
 
-- replaced: an old spelling of something that is there; read as the new one, with a notice.
-- accepted: changes nothing in what is trained, and nothing that was promised is missing; a notice says so.
-- refused: would change the training, or asks for something that is not there; the reason names what to use instead.
+- replaced: an old spelling of a flag that exists; parsed as the new one, with a notice.
+- accepted: has no effect on training, and needs none; a notice says so.
+- refused: would change training, or asks for an unsupported feature; the reason names an alternative.
 
-A flag is refused rather than accepted whenever in doubt: nothing that was asked for is silently turned off.
+In doubt a flag is refused, so that no request is silently ignored.
 """
 
 from __future__ import annotations
@@ -16,22 +16,20 @@ from typing import Optional, Union
 
 MANY = "many"
 Arity = Union[int, str]
-"""Words that follow a flag: 0, 1, or `MANY` for one or more."""
+"""Number of values after a flag: 0, 1, or `MANY` for one or more."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What becomes of one flag of Megatron-LM."""
+    """How one Megatron-LM flag is handled.
+
+    Attributes:
+        accepted: whether `text` is a notice and not a problem.
+        text: the message, which begins with the flag.
+    """
 
     accepted: bool
     text: str
-    """The notice or the problem, beginning with the flag."""
-
-
-@dataclass(frozen=True)
-class _Accepted:
-    arity: Arity
-    reason: str
 
 
 # ---- replaced -----------------------------------------------------------------------------------------------------
@@ -45,14 +43,14 @@ REPLACED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "--fp8-hybrid": ("--fp8-format", "hybrid"),
     }
 )
-"""Old spelling -> words of the new one; words after the old flag follow them."""
+"""Old flag -> new flag and values. Values after the old flag follow them."""
 
 
 def replace(options: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[str]]:
-    """Put today's spelling for replaced flags.
+    """Substitute the new spelling of replaced flags.
 
     Args:
-        options: one list per option: the flag and the words after it.
+        options: one list per option: the flag and its values.
 
     Returns:
         The options and a notice for each replacement.
@@ -141,7 +139,7 @@ _HARMLESS_VALUES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "--moe-router-load-balancing-type": ("none",),
     }
 )
-"""Refused flags that say nothing new with these values."""
+"""Refused flags that are accepted with these values, because they ask for what holds anyway."""
 
 # ---- refused ------------------------------------------------------------------------------------------------------
 
@@ -156,14 +154,10 @@ _NO_INIT_CHOICE = "weights start normal with --init-method-std"
 _OLD = "no longer valid in Megatron-LM either; use "
 
 _REFUSED_PREFIXES: tuple[tuple[str, str], ...] = (
-    ("--moe-", _MOE),
-    ("--expert-", _MOE),
-    ("--megatron-fsdp-", _FSDP),
-    ("--torch-fsdp2-", _FSDP),
-    ("--fsdp-", _FSDP),
+    ("--moe- --expert-", _MOE),
+    ("--megatron-fsdp- --torch-fsdp2- --fsdp-", _FSDP),
     ("--kitchen-", "NVIDIA's internal quantization library is not used; use --fp8-format and --fp8-recipe"),
-    ("--tp-comm-split", "Transformer Engine has no such overlap any more; use --tp-comm-overlap"),
-    ("--tp-comm-atomic", "Transformer Engine has no such overlap any more; use --tp-comm-overlap"),
+    ("--tp-comm-split --tp-comm-atomic", "Transformer Engine has no such overlap any more; use --tp-comm-overlap"),
     ("--optimizer-offload-", "the optimizer stays on the device; remove it, or shard with --use-distributed-optimizer"),
     ("--non-persistent-local-", "such checkpoints lie in one folder; use --non-persistent-ckpt-type global"),
     ("--replication", "checkpoints are not replicated; use --save on a shared file system"),
@@ -171,40 +165,15 @@ _REFUSED_PREFIXES: tuple[tuple[str, str], ...] = (
     ("--inprocess-", "a failed run is restarted by its launcher; use torchrun --max-restarts"),
     ("--muon-", "optimizers are adam and sgd; see --optimizer"),
     ("--inference-", "this trains; tools/generate_text.py samples from a checkpoint"),
-    ("--rl-", "this pretrains; no reinforcement learning"),
-    ("--grpo-", "this pretrains; no reinforcement learning"),
-    ("--langrl-", "this pretrains; no reinforcement learning"),
+    ("--rl- --grpo- --langrl-", "this pretrains; no reinforcement learning"),
     ("--mtp-", "multi-token prediction is not there; remove it"),
     ("--heterogeneous-", "all layers are alike; remove it"),
     ("--straggler-", "no straggler detection; the JSONL records hold each step's time"),
-    ("--nproc", _LAUNCHER),
-    ("--nnodes", _LAUNCHER),
-    ("--node-rank", _LAUNCHER),
-    ("--node_rank", _LAUNCHER),
-    ("--master", _LAUNCHER),
-    ("--rdzv", _LAUNCHER),
-    *(
-        (f"--{word}-", _OTHER_MODEL)
-        for word in (
-            "retro",
-            "mamba",
-            "hybrid",
-            "dino",
-            "vision",
-            "swin",
-            "img",
-            "bert",
-            "ict",
-            "biencoder",
-            "retriever",
-            "indexer",
-            "mask",
-            "decoder-seq",
-            "relative-attention",
-            "qk-pos-emb",
-            "sft",
-            "mrope",
-        )
+    ("--nproc --nnodes --node-rank --node_rank --master --rdzv", _LAUNCHER),
+    (
+        "--retro- --mamba- --hybrid- --dino- --vision- --swin- --img- --bert- --ict- --biencoder- --retriever- "
+        "--indexer- --mask- --decoder-seq- --relative-attention- --qk-pos-emb- --sft- --mrope-",
+        _OTHER_MODEL,
     ),
 )
 
@@ -352,41 +321,34 @@ _OVERRIDABLE: Mapping[str, str] = MappingProxyType(
         "--no-gradient-reduce-div-fusion": "ddp.gradient_reduce_div_fusion=False",
     }
 )
-"""Flags that only set a field of megatron-core's configuration, which --override reaches."""
+"""Flags that only set a field of megatron-core's configuration, for which there is --override."""
 
 
 # ---- lookup -------------------------------------------------------------------------------------------------------
 
 
 def classify(flag: str, words: Sequence[str]) -> Optional[Verdict]:
-    """What becomes of a flag that is no setting; None for one that Megatron-LM does not have either."""
-    accepted = _accepted_flags().get(flag)
-    if accepted is not None:
-        if not _fits(accepted.arity, len(words)):
-            takes = {0: "no value", 1: "one value"}.get(accepted.arity, "one or more values")  # type: ignore[call-overload]
-            return Verdict(False, f"{flag}: takes {takes}, got {' '.join(map(repr, words)) or 'none'}")
-        return Verdict(True, f"{flag}: no effect; {accepted.reason}")
-    reason = refusal(flag)
-    if reason is None:
+    """How a flag that is not a setting is handled; None if Megatron-LM does not have it either."""
+    for flags, arity, reason in _ACCEPTED_GROUPS:
+        if flag in flags.split():
+            fits = len(words) >= 1 if arity == MANY else len(words) == arity
+            if not fits:
+                takes = {0: "no value", 1: "one value", MANY: "one or more values"}[arity]
+                return Verdict(False, f"{flag}: takes {takes}, got {' '.join(map(repr, words)) or 'none'}")
+            return Verdict(True, f"{flag}: no effect; {reason}")
+    refusal = refusal_reason(flag)
+    if refusal is None:
         return None
     if len(words) == 1 and words[0] in _HARMLESS_VALUES.get(flag, ()):
         return Verdict(True, f"{flag} {words[0]}: no effect; that is how it is here anyway")
-    return Verdict(False, f"{flag}: {reason}")
+    return Verdict(False, f"{flag}: {refusal}")
 
 
-def refusal(flag: str) -> Optional[str]:
-    """Why a flag is refused and what to use instead; None if it is not refused."""
+def refusal_reason(flag: str) -> Optional[str]:
+    """Why a flag is refused and what to use instead; None if it is not."""
     if flag in _OVERRIDABLE:
         return f"set megatron-core's field itself: --override {_OVERRIDABLE[flag]}"
     for flags, reason in _REFUSED_GROUPS:
         if flag in flags.split():
             return reason
-    return next((reason for prefix, reason in _REFUSED_PREFIXES if flag.startswith(prefix)), None)
-
-
-def _accepted_flags() -> dict[str, _Accepted]:
-    return {flag: _Accepted(arity, reason) for flags, arity, reason in _ACCEPTED_GROUPS for flag in flags.split()}
-
-
-def _fits(arity: Arity, count: int) -> bool:
-    return count >= 1 if arity == MANY else count == arity
+    return next((reason for prefixes, reason in _REFUSED_PREFIXES if flag.startswith(tuple(prefixes.split()))), None)

@@ -1,15 +1,12 @@
-"""Named model shapes. A preset sets fields of the model section only, never the batch, the layout or the numerics.
+"""Model presets, parameter counts, FLOPs per token, and the dimensions of GEMMs.
 
-`llama-1b` is the shape of our single-GPU measurements: 24 layers of width 2048 are 1.233e9 parameters, and the untied
-embedding and output matrices of 50,304 tokens (GPT-2's 50,257 padded to a multiple of 128) bring it to 1.439e9.
+A preset sets fields of the model section only, never batch, layout or precision. `llama-1b` has 1.439e9 parameters:
+1.233e9 in 24 layers of width 2048, and the rest in untied embedding and output matrices of 50,304 tokens, which are
+GPT-2's 50,257 padded to a multiple of 128.
 
-How many parameters a model has, and how many floating-point operations one of its tokens costs. Pure arithmetic.
-
-The GEMMs of one transformer layer on one rank, and whether their dimensions suit the FP8 recipe.
-
-A linear of `out_features` x `in_features` sees three GEMMs (fprop, dgrad, wgrad); between them every dimension is once
-the one that lies contiguous in memory. cuBLAS reads FP8 operands in units of 16 bytes along it, MXFP8 has blocks of 32,
-NVFP4 of 16, so all three of out, in and rows must be multiples (`derived.gemm_alignment`).
+Each dimension of a linear (`out_features`, `in_features` and rows) is the contiguous one of an operand in one of fprop,
+dgrad and wgrad. cuBLAS reads FP8 operands in units of 16 bytes along it, MXFP8 has blocks of 32 and NVFP4 of 16, so all
+three dimensions must be multiples of `derived.gemm_alignment`.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from megafp8.recipes import registry
 
 
 def _gpt2(num_layers: int, hidden_size: int, num_attention_heads: int, **others: Any) -> Mapping[str, Any]:
-    """GPT-2's style (Radford et al. 2019): learned positions, LayerNorm, GELU, biases, tied embeddings, dropout."""
+    """GPT-2 (Radford et al. 2019): learned positions, LayerNorm, GELU, biases, tied embeddings, dropout."""
     fields = {
         "num_layers": num_layers,
         "hidden_size": hidden_size,
@@ -43,13 +40,13 @@ def _gpt2(num_layers: int, hidden_size: int, num_attention_heads: int, **others:
         "attention_dropout": 0.1,
         "hidden_dropout": 0.1,
     }
-    return _of_model(fields | others)
+    return _model_settings(fields | others)
 
 
 def _llama(
     num_layers: int, hidden_size: int, num_attention_heads: int, ffn_hidden_size: int, **others: Any
 ) -> Mapping[str, Any]:
-    """Llama's style (Touvron et al. 2023): rotary positions, RMSNorm, SwiGLU, no biases, untied, no dropout."""
+    """Llama (Touvron et al. 2023): rotary positions, RMSNorm, SwiGLU, no biases, untied embeddings, no dropout."""
     fields = {
         "num_layers": num_layers,
         "hidden_size": hidden_size,
@@ -64,10 +61,10 @@ def _llama(
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
     }
-    return _of_model(fields | others)
+    return _model_settings(fields | others)
 
 
-def _of_model(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+def _model_settings(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     return MappingProxyType({f"model.{name}": value for name, value in fields.items()})
 
 
@@ -84,14 +81,17 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "llama3-70b": _llama(80, 8192, 64, 28_672, **_LLAMA3),
     }
 )
-"""Settings (`section.field` -> value) under the preset's name. The tiny ones leave the vocabulary to the tokenizer."""
-FORWARD_AND_BACKWARD = 3
-"""A backward pass does two GEMMs (dgrad, wgrad) for each one of the forward pass."""
+"""Preset name -> settings (`section.field` -> value). The tiny presets take the vocabulary size of the tokenizer."""
+FORWARD_AND_BACKWARD = 3  # the backward pass has two GEMMs, dgrad and wgrad, for each of the forward pass
 
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Parameters of a whole model, by part. The counts of a layer are those of one layer."""
+    """Parameters of a model, by part.
+
+    Attributes:
+        output_layer: 0 if it shares the word embeddings.
+    """
 
     num_layers: int
     word_embeddings: int
@@ -102,7 +102,6 @@ class ParameterCount:
     norms_per_layer: int
     final_norm: int
     output_layer: int
-    """0 when the output layer shares the word embeddings."""
 
     @property
     def per_layer(self) -> int:
@@ -112,12 +111,12 @@ class ParameterCount:
 
     @property
     def embeddings(self) -> int:
-        """Word and position embeddings and an output layer of its own."""
+        """Word embeddings, position embeddings and an untied output layer."""
         return self.word_embeddings + self.position_embeddings + self.output_layer
 
     @property
     def quantizable(self) -> int:
-        """Weights of the layers' linears: what an FP8 recipe covers."""
+        """Weights of the linears of all layers, which a recipe quantizes."""
         return self.num_layers * (self.attention_weights_per_layer + self.mlp_weights_per_layer)
 
     @property
@@ -126,10 +125,11 @@ class ParameterCount:
 
 
 def count_parameters(model: ModelConfig, padded_vocab: int) -> ParameterCount:
-    """Count the parameters of `model` with `padded_vocab` rows in the embedding.
+    """Count the parameters of a model.
 
-    Attention: hidden x (query + 2 key/value channels) in, query channels x hidden out. MLP: 2 matrices hidden x ffn,
-    3 with --swiglu. LayerNorm has a weight and a bias, RMSNorm a weight.
+    Args:
+        model: its shape.
+        padded_vocab: rows of the embedding.
     """
     assert model.num_layers is not None and model.hidden_size is not None
     hidden, ffn = model.hidden_size, derived.ffn_hidden_size(model)
@@ -160,17 +160,17 @@ def _biases_per_layer(model: ModelConfig, qkv_channels: int, ffn_in: int) -> int
 
 
 def flops_per_token(model: ModelConfig, padded_vocab: int, seq_length: int) -> float:
-    """Model FLOPs of one token, forward and backward, recomputation not counted.
+    """Model FLOPs per token, forward and backward, without recomputation.
 
         6 * N  +  6 * L * h * s
 
-    N: all parameters, embeddings included (two FLOPs each in the forward pass, four in the backward).
-    L: layers. h: channels of the query heads. s: sequence length. The second term is attention's Q*K and P*V:
-    2 GEMMs x 2 FLOPs x h x s/2 keys that a token sees on average under the causal mask, times 3 for the backward.
-    A sliding window of w tokens replaces s/2 by the mean number of keys w - w^2 / 2s.
+    N is the number of parameters, including embeddings: 2 FLOPs each in the forward pass and 4 in the backward. L is
+    the number of layers, h that of query channels, s the sequence length. The second term is Q*K and P*V of attention:
+    2 GEMMs x 2 FLOPs x h x s/2 keys, the mean under the causal mask, times 3 for forward and backward. With a sliding
+    window of w tokens the mean number of keys is w - w^2 / 2s.
 
-    The lookup in an untied embedding is counted as if it were a GEMM, so that the number is comparable with the
-    common `6 N` of others; Megatron-LM leaves it out (its number is 0.93 of this one for the preset llama-1b).
+    The lookup in an untied embedding counts as a GEMM, to be comparable with the common `6 N`. Megatron-LM does not
+    count it: its number is 0.93 of this one for the preset llama-1b.
     """
     assert model.num_layers is not None
     parameters = count_parameters(model, padded_vocab).total
@@ -182,29 +182,33 @@ def flops_per_token(model: ModelConfig, padded_vocab: int, seq_length: int) -> f
 
 @dataclass(frozen=True)
 class GemmDimensions:
-    """One linear as one rank computes it, for one microbatch."""
+    """Dimensions of one linear on one rank, for one microbatch.
+
+    Attributes:
+        rows: tokens of the quantized input, before sequence parallelism gathers them.
+    """
 
     name: str
     out_features: int
     in_features: int
     rows: int
-    """Tokens in the quantized input: all that the rank holds before any gather."""
 
 
 def rows_per_rank(config: RunConfig) -> int:
-    """Tokens of one microbatch whose activations one rank quantizes.
+    """Tokens of one microbatch that one rank quantizes.
 
-    sequence / context ranks x micro batch; with sequence parallelism the tensor-parallel ranks share them too.
+    This is sequence length x micro-batch size, divided by the context-parallel size and, with sequence parallelism, by
+    the tensor-parallel size.
     """
     assert config.data.seq_length is not None and config.training.micro_batch_size is not None
     return config.data.seq_length * config.training.micro_batch_size // _sequence_shards(config)
 
 
 def gemm_dimensions(config: RunConfig) -> list[GemmDimensions]:
-    """The four linears of a transformer layer after tensor-parallel splitting, in the order of the forward pass.
+    """The four linears of a transformer layer on one tensor-parallel rank, in the order of the forward pass.
 
-    The output layer, which only a precision map quantizes, is not among them: its inputs and rows are those of
-    linear_qkv, and the vocabulary is padded to what it needs.
+    The output layer is left out: it has the input dimension and the rows of linear_qkv, and the vocabulary is padded
+    to its alignment.
     """
     model, ranks = config.model, config.parallel.tensor_model_parallel_size
     assert model.hidden_size is not None
@@ -220,54 +224,54 @@ def gemm_dimensions(config: RunConfig) -> list[GemmDimensions]:
     ]
 
 
-def misfits(config: RunConfig) -> Iterator[str]:
-    """A problem for each setting that gives a GEMM a dimension which the recipe cannot take, with the padded value.
+def gemm_alignment_problems(config: RunConfig) -> Iterator[str]:
+    """Problems with GEMM dimensions that are no multiples of the recipe's alignment, with the padded value.
 
-    Expects a shape that is otherwise complete and divisible.
+    The shape must be complete and divisible by the parallel sizes.
     """
-    align, rule = _need(config, (*LINEARS, OUTPUT_LAYER))
+    align, rule = _required_alignment(config, (*LINEARS, OUTPUT_LAYER))
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     assert model.hidden_size is not None and model.num_attention_heads is not None
     qkv, proj, _, fc2 = gemm_dimensions(config)
     if model.hidden_size % align:
-        padded = _round_up(model.hidden_size, math.lcm(align, model.num_attention_heads))
-        yield (f"hidden size {model.hidden_size} is a dimension of every linear: {rule}; use --hidden-size {padded}")
-    align, rule = _need(config, LINEARS[:2])
+        padded = derived.round_up(model.hidden_size, math.lcm(align, model.num_attention_heads))
+        yield f"hidden size {model.hidden_size} is a dimension of every linear: {rule}; use --hidden-size {padded}"
+    align, rule = _required_alignment(config, LINEARS[:2])
     if qkv.out_features % align or proj.in_features % align:
         yield (
             f"linear_qkv gives {qkv.out_features} and linear_proj takes {proj.in_features} channels per rank "
             f"(heads of {derived.kv_channels(model)}, tensor-parallel size {tp}): {rule}; "
-            f"use --kv-channels {_round_up(derived.kv_channels(model), align)}"
+            f"use --kv-channels {derived.round_up(derived.kv_channels(model), align)}"
         )
-    align, rule = _need(config, LINEARS[2:])
+    align, rule = _required_alignment(config, LINEARS[2:])
     if fc2.in_features % align:
         ffn = derived.ffn_hidden_size(model)
         yield (
             f"linear_fc2 takes {ffn} / {tp} = {fc2.in_features} channels per rank: {rule}; "
-            f"use --ffn-hidden-size {_round_up(ffn, align * tp)}"
+            f"use --ffn-hidden-size {derived.round_up(ffn, align * tp)}"
         )
-    align, rule = _need(config, (*LINEARS, OUTPUT_LAYER))
+    align, rule = _required_alignment(config, (*LINEARS, OUTPUT_LAYER))
     if qkv.rows % align:
-        yield _rows_misfit(config, align, rule)
+        yield _rows_problem(config, align, rule)
 
 
-def _need(config: RunConfig, linears: tuple[str, ...]) -> tuple[int, str]:
-    """What dimensions of these linears, in whichever layers, must be a multiple of; and who says so."""
+def _required_alignment(config: RunConfig, linears: tuple[str, ...]) -> tuple[int, str]:
+    """The alignment of these linears in all layers, and a text that says which recipe needs it."""
     recipes = precision_map.recipes_of(config.model, config.precision, linears)
     if not recipes:
         return 1, ""
     strictest = max(recipes, key=lambda recipe: registry.get(recipe).gemm_alignment)
     align = registry.get(strictest).gemm_alignment
-    return align, f"{precision_map.asked_by(config.precision, strictest)} needs multiples of {align}"
+    return align, f"{precision_map.recipe_source(config.precision, strictest)} needs multiples of {align}"
 
 
-def _rows_misfit(config: RunConfig, align: int, rule: str) -> str:
+def _rows_problem(config: RunConfig, align: int, rule: str) -> str:
     micro, seq = config.training.micro_batch_size, config.data.seq_length
     assert micro is not None and seq is not None
     shards = _sequence_shards(config)
     unit = align * shards
-    padded_seq = _round_up(seq, unit // math.gcd(unit, micro))
-    padded_micro = _round_up(micro, unit // math.gcd(unit, seq))
+    padded_seq = derived.round_up(seq, unit // math.gcd(unit, micro))
+    padded_micro = derived.round_up(micro, unit // math.gcd(unit, seq))
     return (
         f"a microbatch gives each rank {micro} x {seq} / {shards} = {rows_per_rank(config)} rows: {rule}; "
         f"use --seq-length {padded_seq} or --micro-batch-size {padded_micro}"
@@ -278,7 +282,3 @@ def _sequence_shards(config: RunConfig) -> int:
     parallel = config.parallel
     shared = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     return parallel.context_parallel_size * shared
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return math.ceil(value / multiple) * multiple

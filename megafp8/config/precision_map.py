@@ -1,21 +1,20 @@
-"""Which recipe each GEMM of each linear has: pure arithmetic on `--precision`, `--precision-map` and their kin.
+"""Precision map: the recipe of each GEMM of each linear, from `--precision`, `--precision-map` and related flags.
 
-Linears are named as in records: `layers.3.linear_fc2`, counted from 0 over the whole model whatever the layout, and
-`output_layer`. What is said later wins:
+Linears are named as in records: `layers.3.linear_fc2`, counted from 0 over the whole model in every layout, and
+`output_layer`. Later sources win:
 
-    --fp8-format and --fp8-recipe (--fp4-...)   all linears of the layers; the output layer is in high precision
-    --first-last-layers-bf16                    layers at both ends in high precision
+    --fp8-format and --fp8-recipe (--fp4-...)   linears of all layers; the output layer is in high precision
+    --first-last-layers-bf16                    first and last layers in high precision
     --precision-map FILE                        its entries, from the first to the last
     --precision ENTRY...                        on the command line
 
 An entry is PATTERN[:GEMMS]=RECIPE[/FORMAT], for example `layers.20-23.*:dgrad,wgrad=bf16`.
 
-The quantization rules of linears: recipes with the options that the settings give them.
+`build_linear_recipe` makes the quantization rules of a linear from the recipes of its GEMMs and their options.
 """
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
 from collections.abc import Iterator
@@ -25,23 +24,24 @@ from typing import NamedTuple, Optional
 
 from megafp8.config.schema import ModelConfig, PrecisionConfig
 from megafp8.recipes import registry
-from megafp8.recipes.base import OPERANDS_OF, LinearRecipe
+from megafp8.recipes.base import HIGH_PRECISION, OPERANDS_OF, LinearRecipe
 
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-"""Those of a layer, in the order of the forward pass."""
+"""The linears of a layer, in the order of the forward pass."""
 MLP_LINEARS = ("linear_fc1", "linear_fc2")
 OUTPUT_LAYER = "output_layer"
 GEMMS = ("fprop", "dgrad", "wgrad")
-HIGH_PRECISION = ("bf16", "fp32")
-_ENTRY = re.compile(r"(?P<pattern>[^:=]+)(?::(?P<gemms>[^:=]+))?=(?P<recipe>[^:=/]+)(?:/(?P<format>[^:=/]+))?")
-_RANGE = re.compile(r"layers\.(\d+)-(\d+)\.(.+)")
+HIGH_PRECISION_DTYPES = ("bf16", "fp32")
+_ENTRY_PATTERN = re.compile(r"(?P<pattern>[^:=]+)(?::(?P<gemms>[^:=]+))?=(?P<recipe>[^:=/]+)(?:/(?P<format>[^:=/]+))?")
+_LAYER_RANGE = re.compile(r"layers\.(\d+)-(\d+)\.(.+)")
 
 
 class GemmChoice(NamedTuple):
-    """What a GEMM multiplies: codes by a recipe in a format (`e4m3`, `hybrid`, `e5m2`, `e2m1`), or numbers as they are.
+    """The recipe and format of one GEMM.
 
     Attributes:
-        recipe: None is high precision.
+        recipe: name of the recipe; None is high precision.
+        format: `e4m3`, `hybrid`, `e5m2` or `e2m1`; None in high precision.
     """
 
     recipe: Optional[str] = None
@@ -56,7 +56,7 @@ class GemmChoice(NamedTuple):
 
 
 class LinearChoice(NamedTuple):
-    """The choices for the three GEMMs of one linear."""
+    """The recipes and formats of the three GEMMs of one linear."""
 
     fprop: GemmChoice = GemmChoice()
     dgrad: GemmChoice = GemmChoice()
@@ -70,32 +70,34 @@ class LinearChoice(NamedTuple):
 
     @property
     def is_quantized(self) -> bool:
-        """Is any GEMM?"""
+        """Whether any GEMM is quantized."""
         return any(choice.recipe is not None for choice in self)
 
     @property
     def recipes(self) -> tuple[str, ...]:
-        """Those of the quantized GEMMs, each once."""
+        """The recipes of the quantized GEMMs, each once."""
         return tuple(dict.fromkeys(choice.recipe for choice in self if choice.recipe is not None))
 
 
 class MapFileEntry(str):
-    """The text of an entry that stands in a file.
+    """The text of an entry from a file.
 
     Attributes:
-        place: where, as an error says it: `--precision-map map.yaml: line 3`.
+        place: its source, for error messages: `--precision-map map.yaml: line 3`.
     """
 
     place: str
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One entry of a map.
+class MapEntry:
+    """One entry of a precision map.
 
     Attributes:
-        recipe: `bf16` and `fp32` stand for high precision.
-        format: None where the entry does not say.
+        pattern: linears that it applies to, see `matches_pattern`.
+        gemms: some of `GEMMS`.
+        recipe: name of a recipe, or one of `HIGH_PRECISION_DTYPES`.
+        format: None for the format of the run, or else the default of the recipe.
     """
 
     pattern: str
@@ -104,72 +106,71 @@ class Entry:
     format: Optional[str]
 
     def choice(self, precision: PrecisionConfig) -> GemmChoice:
-        """What it chooses in a run."""
-        if self.recipe in HIGH_PRECISION:
+        """The recipe and format that it gives to its GEMMs."""
+        if self.recipe in HIGH_PRECISION_DTYPES:
             return GemmChoice()
         recipe = registry.get(self.recipe)
-        asked = self.format or format_of(precision, recipe.family)
-        return GemmChoice(self.recipe, asked or recipe.default_format)
-
-    def matches(self, name: str) -> bool:
-        """Is it about this linear?"""
-        return is_named(name, self.pattern)
+        requested = self.format or format_of(precision, recipe.family)
+        return GemmChoice(self.recipe, requested or recipe.default_format)
 
 
-def is_named(linear: str, pattern: str) -> bool:
-    """Does a pattern name a linear? It is a shell's, or one behind a range of layers: `layers.1-23.linear_*`."""
-    layers = _RANGE.fullmatch(pattern)
+def matches_pattern(linear: str, pattern: str) -> bool:
+    """Whether a pattern matches the name of a linear.
+
+    It is a shell pattern, optionally after a range of layers: `layers.1-23.linear_*`.
+    """
+    layers = _LAYER_RANGE.fullmatch(pattern)
     if layers is None:
         return fnmatchcase(linear, pattern)
     first, last, rest = int(layers[1]), int(layers[2]), layers[3]
     return any(fnmatchcase(linear, f"layers.{layer}.{rest}") for layer in range(first, last + 1))
 
 
-def parse_entry(text: str) -> Entry:
-    """Read `PATTERN[:GEMMS]=RECIPE[/FORMAT]`.
+def parse_entry(text: str) -> MapEntry:
+    """Parse `PATTERN[:GEMMS]=RECIPE[/FORMAT]`.
 
     Raises:
-        ValueError: it is none; the message says why and what there is.
+        ValueError: it is not a valid entry, with the reason.
     """
-    parts = _ENTRY.fullmatch(text)
+    parts = _ENTRY_PATTERN.fullmatch(text)
     if parts is None:
         raise ValueError("give PATTERN=RECIPE or PATTERN:GEMMS=RECIPE, for example *.linear_fc2:dgrad,wgrad=bf16")
     gemms = tuple(parts["gemms"].split(",")) if parts["gemms"] else GEMMS
     if unknown := [gemm for gemm in gemms if gemm not in GEMMS]:
-        raise ValueError(f"{unknown[0]!r} is no GEMM: they are {', '.join(GEMMS)}{_nearest(unknown[0], GEMMS)}")
+        raise ValueError(f"{unknown[0]!r} is no GEMM: they are {', '.join(GEMMS)}{_suggestion(unknown[0], GEMMS)}")
     if twice := [gemm for gemm in GEMMS if gemms.count(gemm) > 1]:
         raise ValueError(f"{twice[0]} is there twice")
-    recipe, fmt, known = parts["recipe"], parts["format"], (*HIGH_PRECISION, *registry.names())
+    recipe, fmt, known = parts["recipe"], parts["format"], (*HIGH_PRECISION_DTYPES, *registry.names())
     if recipe not in known:
-        raise ValueError(f"{recipe!r} is no recipe: they are {', '.join(known)}{_nearest(recipe, known)}")
-    formats = () if recipe in HIGH_PRECISION else registry.get(recipe).formats
+        raise ValueError(f"{recipe!r} is no recipe: they are {', '.join(known)}{_suggestion(recipe, known)}")
+    formats = () if recipe in HIGH_PRECISION_DTYPES else registry.get(recipe).formats
     if fmt is not None and fmt not in formats:
         has = f"has {', '.join(formats)}" if formats else "has no format of its own"
         raise ValueError(f"{fmt!r} is no format of {recipe}, which {has}")
-    return Entry(parts["pattern"], gemms, recipe, fmt)
+    return MapEntry(parts["pattern"], gemms, recipe, fmt)
 
 
-def entries(precision: PrecisionConfig) -> tuple[Entry, ...]:
-    """The map's entries, those aside that cannot be read, which are a rule's problem."""
+def entries(precision: PrecisionConfig) -> tuple[MapEntry, ...]:
+    """The entries of the precision map. A rule reports invalid ones, which are left out here."""
     return tuple(entry for entry, _ in read_entries(precision.precision_map) if entry is not None)
 
 
-def said_entries(precision: PrecisionConfig) -> Iterator[tuple[str, Entry]]:
-    """The same entries, each after the words that it was given by."""
+def entries_with_source(precision: PrecisionConfig) -> Iterator[tuple[str, MapEntry]]:
+    """The same entries, each with its source for error messages."""
     for text, (entry, _) in zip(precision.precision_map, read_entries(precision.precision_map), strict=True):
         if entry is not None:
-            yield said(text), entry
+            yield entry_source(text), entry
 
 
-def said(text: str) -> str:
-    """How an entry was given: `--precision ENTRY`, or the place in a file and the entry."""
+def entry_source(text: str) -> str:
+    """Where an entry comes from: `--precision ENTRY`, or the line of a file and the entry."""
     return f"{text.place}: {text}" if isinstance(text, MapFileEntry) else f"--precision {text}"
 
 
 @functools.lru_cache(maxsize=64)
-def read_entries(texts: tuple[str, ...]) -> tuple[tuple[Optional[Entry], str], ...]:
-    """Each text as an entry, or None and what is wrong with it."""
-    found: list[tuple[Optional[Entry], str]] = []
+def read_entries(texts: tuple[str, ...]) -> tuple[tuple[Optional[MapEntry], str], ...]:
+    """Parse entries: each is (entry, "") or (None, what is wrong with it)."""
+    found: list[tuple[Optional[MapEntry], str]] = []
     for text in texts:
         try:
             found.append((parse_entry(text), ""))
@@ -179,164 +180,158 @@ def read_entries(texts: tuple[str, ...]) -> tuple[tuple[Optional[Entry], str], .
 
 
 def linear_names(num_layers: int) -> tuple[str, ...]:
-    """All that a map can name, in the order of the forward pass."""
+    """Names of all linears that a map can quantize, in the order of the forward pass."""
     layers = (f"layers.{layer}.{linear}" for layer in range(num_layers) for linear in LINEARS)
     return (*layers, OUTPUT_LAYER)
 
 
-def why_nothing(pattern: str, num_layers: int) -> str:
-    """Why a pattern names none of the model's linears, or not all that it says; empty if it does."""
-    layers = _RANGE.fullmatch(pattern)
+def pattern_problem(pattern: str, num_layers: int) -> str:
+    """Why a pattern matches no linear of the model, or a part of its range of layers does not exist; else empty."""
+    layers = _LAYER_RANGE.fullmatch(pattern)
     if layers is not None and int(layers[1]) > int(layers[2]):
         return f"layers.{layers[1]}-{layers[2]}: a range goes up; give layers.{layers[2]}-{layers[1]}"
     if layers is not None and int(layers[2]) >= num_layers:
         return f"layers.{layers[1]}-{layers[2]}: the layers are 0 to {num_layers - 1}"
     names = linear_names(num_layers)
-    if any(is_named(name, pattern) for name in names):
+    if any(matches_pattern(name, pattern) for name in names):
         return ""
     patterns = (*(f"*.{linear}" for linear in LINEARS), OUTPUT_LAYER, *names)
     return (
         f"{pattern} names no linear: they are layers.0 to layers.{num_layers - 1} with {', '.join(LINEARS)}, and "
-        f"{OUTPUT_LAYER}{_nearest(pattern, patterns)}"
+        f"{OUTPUT_LAYER}{_suggestion(pattern, patterns)}"
     )
 
 
-def _nearest(text: str, known: tuple[str, ...]) -> str:
+def _suggestion(text: str, known: tuple[str, ...]) -> str:
+    import difflib  # here, so that --help does not import it
+
     near = difflib.get_close_matches(text, known, n=3)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def format_of(precision: PrecisionConfig, family: str) -> Optional[str]:
-    """`--fp8-format` or `--fp4-format`, by family."""
+    """The value of `--fp8-format` or `--fp4-format`, by recipe family."""
     return {"fp8": precision.fp8_format, "fp4": precision.fp4_format}[family]
 
 
 def base_choice(precision: PrecisionConfig) -> LinearChoice:
-    """A layer's linears without a map."""
-    if precision.fp8_format is None and precision.fp4_format is None:
-        return LinearChoice()
+    """The choice for the linears of layers without a precision map."""
     if precision.fp8_format is not None:
         choice = GemmChoice(precision.fp8_recipe, precision.fp8_format)
-    else:
+    elif precision.fp4_format is not None:
         choice = GemmChoice(precision.fp4_recipe, precision.fp4_format)
+    else:
+        return LinearChoice()
     return LinearChoice(choice, choice, choice if precision.fp8_wgrad else GemmChoice())
 
 
 def unmapped_choice(name: str, num_layers: int, precision: PrecisionConfig) -> LinearChoice:
-    """What a linear has where no entry names it."""
-    if name == OUTPUT_LAYER or is_kept_high(int(name.split(".")[1]), num_layers, precision):
+    """The choice for a linear that no entry matches."""
+    if name == OUTPUT_LAYER or is_high_precision_layer(int(name.split(".")[1]), num_layers, precision):
         return LinearChoice()
     return base_choice(precision)
 
 
-def is_kept_high(layer: int, num_layers: int, precision: PrecisionConfig) -> bool:
-    """Whether `--first-last-layers-bf16` keeps a layer (counted from 0 over the whole model) out of FP8."""
+def is_high_precision_layer(layer: int, num_layers: int, precision: PrecisionConfig) -> bool:
+    """Whether `--first-last-layers-bf16` keeps a layer in high precision. Layers count from 0 over all stages."""
     start, end = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
     return precision.first_last_layers_bf16 and (layer < start or layer >= num_layers - end)
 
 
 def resolve(model: ModelConfig, precision: PrecisionConfig) -> dict[str, LinearChoice]:
-    """The choices for every linear of the model, by name, in the order of the forward pass."""
+    """The choice for every linear of the model, by name, in the order of the forward pass."""
     assert model.num_layers is not None
-    return dict(_resolved(model.num_layers, precision))
+    return dict(_resolve_cached(model.num_layers, precision))
 
 
 @functools.lru_cache(maxsize=16)
-def _resolved(num_layers: int, precision: PrecisionConfig) -> tuple[tuple[str, LinearChoice], ...]:
-    return tuple(_choices(num_layers, precision))
+def _resolve_cached(num_layers: int, precision: PrecisionConfig) -> tuple[tuple[str, LinearChoice], ...]:
+    chosen = {name: unmapped_choice(name, num_layers, precision) for name in linear_names(num_layers)}
+    for entry in entries(precision):
+        choices = dict.fromkeys(entry.gemms, entry.choice(precision))
+        for name in chosen:
+            if matches_pattern(name, entry.pattern):
+                chosen[name] = chosen[name]._replace(**choices)
+    return tuple(chosen.items())
 
 
-def observable_linears(model: ModelConfig, precision: PrecisionConfig) -> tuple[str, ...]:
-    """The linears whose quantization can be looked at, by name: the quantized ones. In a run in high precision recipes
-    are tried on the linears of all layers."""
+def linears_with_statistics(model: ModelConfig, precision: PrecisionConfig) -> tuple[str, ...]:
+    """Names of the linears that can have quantization statistics.
+
+    These are the quantized linears. In high precision, where statistics are of --fp8-what-if, the linears of layers.
+    """
     chosen = resolve(model, precision)
     if is_quantized(precision):
         return tuple(name for name, choice in chosen.items() if choice.is_quantized)
     return tuple(name for name in chosen if name != OUTPUT_LAYER)
 
 
-def changed_linears(model: ModelConfig, precision: PrecisionConfig) -> tuple[str, ...]:
-    """The linears to which the map gives other choices than they have without one, by name."""
-    assert model.num_layers is not None
-    return _changed(model.num_layers, precision) if precision.precision_map else ()
-
-
 @functools.lru_cache(maxsize=16)
-def _changed(num_layers: int, precision: PrecisionConfig) -> tuple[str, ...]:
-    resolved = _resolved(num_layers, precision)
+def changed_linears(model: ModelConfig, precision: PrecisionConfig) -> tuple[str, ...]:
+    """Names of the linears whose choice the precision map changes."""
+    num_layers = model.num_layers
+    assert num_layers is not None
+    resolved = _resolve_cached(num_layers, precision) if precision.precision_map else ()
     return tuple(name for name, choice in resolved if choice != unmapped_choice(name, num_layers, precision))
 
 
 def changes_mlps(model: ModelConfig, precision: PrecisionConfig) -> bool:
-    """Whether a linear of an MLP is among them."""
+    """Whether the precision map changes a linear of an MLP."""
     return any(name.endswith(MLP_LINEARS) for name in changed_linears(model, precision))
 
 
-def recipes_of(model: ModelConfig, precision: PrecisionConfig, linears: tuple[str, ...]) -> tuple[str, ...]:
-    """The recipes of linears of these kinds (`linear_qkv`...) in whichever layers, each once."""
-    assert model.num_layers is not None
-    return _recipes_of(model.num_layers, precision, linears)
-
-
-# A search over layouts asks for the same ones thousands of times.
+# Cached, because a search over layouts calls it thousands of times with the same arguments.
 @functools.lru_cache(maxsize=64)
-def _recipes_of(num_layers: int, precision: PrecisionConfig, linears: tuple[str, ...]) -> tuple[str, ...]:
-    chosen = (choice for name, choice in _resolved(num_layers, precision) if name.rpartition(".")[2] in linears)
+def recipes_of(model: ModelConfig, precision: PrecisionConfig, linears: tuple[str, ...]) -> tuple[str, ...]:
+    """The recipes of linears of these kinds (`linear_qkv`, ...) in all layers, each once."""
+    chosen = (choice for name, choice in resolve(model, precision).items() if name.rpartition(".")[2] in linears)
     return tuple(dict.fromkeys(recipe for choice in chosen for recipe in choice.recipes))
 
 
-def _choices(num_layers: int, precision: PrecisionConfig) -> Iterator[tuple[str, LinearChoice]]:
-    for name in linear_names(num_layers):
-        chosen = unmapped_choice(name, num_layers, precision)
-        for entry in entries(precision):
-            if entry.matches(name):
-                chosen = chosen._replace(**dict.fromkeys(entry.gemms, entry.choice(precision)))
-        yield name, chosen
-
-
 def used_recipes(precision: PrecisionConfig) -> tuple[str, ...]:
-    """Every recipe that a run names, that of all linears first; none in high precision."""
+    """Names of all recipes of a run, that of `base_choice` first; empty in high precision."""
     named = (*base_choice(precision), *(entry.choice(precision) for entry in entries(precision)))
     return tuple(dict.fromkeys(choice.recipe for choice in named if choice.recipe is not None))
 
 
 def is_quantized(precision: PrecisionConfig) -> bool:
-    """Does a run name any recipe?"""
+    """Whether a run uses any recipe."""
     return bool(used_recipes(precision))
 
 
-def asked_by(precision: PrecisionConfig, recipe: str) -> str:
-    """What asked for a recipe: `--fp8-recipe mxfp8`, or the first entry of the map that names it."""
+def recipe_source(precision: PrecisionConfig, recipe: str) -> str:
+    """Where a recipe comes from, for messages: `--fp8-recipe mxfp8`, or the first map entry with it."""
     if recipe in base_choice(precision).recipes:
         return f"--{'fp4' if precision.fp8_format is None else 'fp8'}-recipe {recipe}"
-    return next(words for words, entry in said_entries(precision) if entry.recipe == recipe)
+    return next(words for words, entry in entries_with_source(precision) if entry.recipe == recipe)
 
 
 def build_recipe(precision: PrecisionConfig) -> Optional[LinearRecipe]:
-    """The rules of a layer's linears without a precision map, or None in high precision."""
+    """The rules of the linears of layers without a precision map; None in high precision."""
     return build_linear_recipe(precision, base_choice(precision))
 
 
 @functools.lru_cache(maxsize=64)
 def build_linear_recipe(precision: PrecisionConfig, chosen: LinearChoice) -> Optional[LinearRecipe]:
-    """The rules of one linear, whose GEMMs may each have another recipe; None where all are in high precision.
+    """The rules of one linear, whose GEMMs may use different recipes; None if all are in high precision.
 
     Args:
-        precision: has the recipes' options, such as the amax history's length.
+        precision: gives the options of the recipes, such as the length of the amax history.
+        chosen: the choice for the linear.
     """
     if not chosen.is_quantized:
         return None
     if chosen == base_choice(precision):
-        whole = _rules(precision, chosen.fprop)
-        assert whole is not None
-        return whole if precision.fp8_wgrad else whole.without_wgrad()
+        recipe = _rules(precision, chosen.fprop)
+        assert recipe is not None
+        return recipe if precision.fp8_wgrad else recipe.without_wgrad()
     parts = [_rules(precision, choice) for choice in chosen]
     rules = tuple(
         (operand, gemm, None if part is None else part.rule(operand, gemm))
         for (gemm, operands), part in zip(OPERANDS_OF, parts, strict=True)
         for operand in operands
     )
-    names = [choice.recipe or "high" for choice in chosen]
+    names = [choice.recipe or HIGH_PRECISION for choice in chosen]
     options = next((part.delayed for part in parts if part is not None and part.delayed is not None), None)
     return LinearRecipe(name="/".join(names) if len(set(names)) > 1 else names[0], rules=rules, delayed=options)
 

@@ -1,4 +1,6 @@
-"""Reads the file of `--precision-map`: YAML in which each key is a pattern.
+"""Parsers of the file of `--precision-map` and of `--fp8-schedule`.
+
+A precision map file is YAML in which each key is a pattern of linears:
 
     "*.linear_fc2": blockwise
     layers.20-23.*:
@@ -6,19 +8,19 @@
       wgrad: bf16
     output_layer: mxfp8
 
-When a run computes by its recipes, and when in high precision: `--fp8-schedule bf16:100,fp8:900,bf16`.
-
-The stretches in their order, each with its last step; the last one has none and goes on to the end. `fp8` (or `fp4`) is
-the run with its recipes and its precision map, `bf16` (`fp32` without --bf16) the same run in high precision.
+A schedule such as `bf16:100,fp8:900,bf16` lists phases, each with its last step; the last phase has none and lasts to
+the end of the run. In an `fp8` or `fp4` phase the run uses its recipes and its precision map; in a `bf16` phase (`fp32`
+without --bf16) it computes in high precision.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Optional
 
-from megafp8.config.precision_map import MapFileEntry
+from megafp8.config.precision_map import HIGH_PRECISION_DTYPES, MapFileEntry
 from megafp8.config.schema import PrecisionConfig
 from megafp8.errors import ConfigError
 from megafp8.utils import strict_yaml
@@ -26,17 +28,17 @@ from megafp8.utils.files import UnreadableFile, read_text
 
 
 def read_map(path: str) -> tuple[MapFileEntry, ...]:
-    """The entries of a file, as `--precision` spells them, in their order.
+    """The entries of a precision map file in the syntax of `--precision`, in their order.
 
     Raises:
-        ConfigError: the file cannot be read, or is another kind of YAML; with the line, where there is one.
+        ConfigError: the file cannot be read or is not a precision map, with the line.
     """
     try:
         text = read_text(path, strict_yaml.MAX_BYTES)
     except UnreadableFile as error:
         raise ConfigError(f"--precision-map {path}: cannot be read: {error.reason}") from error
     try:
-        return tuple(_file_entry(path, line, entry) for line, entry in _entries(text))
+        return tuple(_file_entry(path, line, entry) for line, entry in _parse_entries(text))
     except ValueError as error:
         raise ConfigError(f"--precision-map {path}: {error}") from error
 
@@ -47,77 +49,75 @@ def _file_entry(path: str, line: str, text: str) -> MapFileEntry:
     return entry
 
 
-def _entries(text: str) -> Iterator[tuple[str, str]]:
-    """Where each stands in the file, and its text."""
-    import yaml  # only for those who have such a file: keeps --help quick
+def _parse_entries(text: str) -> Iterator[tuple[str, str]]:
+    """The line and the text of each entry."""
+    import yaml  # here, because --help imports this module
 
     try:
         root = strict_yaml.compose_yaml(text)
     except UnreadableFile as error:
-        raise ValueError(_syntax(text, error)) from error
-    for pattern, value in _pairs(root, "the file"):
+        raise ValueError(_syntax_error(text, error)) from error
+    for pattern, value in _mapping_items(root, "the file"):
         if isinstance(value, yaml.ScalarNode):
-            yield _place(pattern), f"{pattern.value}={value.value}"
+            yield _line_of(pattern), f"{pattern.value}={value.value}"
             continue
         given: dict[str, str] = {}
-        for gemms, recipe in _pairs(value, pattern.value):
+        for gemms, recipe in _mapping_items(value, pattern.value):
             if not isinstance(recipe, yaml.ScalarNode):
-                raise ValueError(f"{_place(recipe)}: {pattern.value}, {gemms.value}: give a recipe")
-            # A mapping has no order to win by: `dgrad` beside `dgrad,wgrad` says two things of one GEMM.
+                raise ValueError(f"{_line_of(recipe)}: {pattern.value}, {gemms.value}: give a recipe")
+            # The keys of a mapping have no order, so `dgrad` and `dgrad,wgrad` contradict each other.
             for gemm in gemms.value.split(","):
                 if (before := given.setdefault(gemm, gemms.value)) != gemms.value:
                     raise ValueError(
-                        f"{_place(gemms)}: {pattern.value}: {before!r} and {gemms.value!r} both say what {gemm} is; "
+                        f"{_line_of(gemms)}: {pattern.value}: {before!r} and {gemms.value!r} both say what {gemm} is; "
                         "give each GEMM once"
                     )
-            yield _place(gemms), f"{pattern.value}:{gemms.value}={recipe.value}"
+            yield _line_of(gemms), f"{pattern.value}:{gemms.value}={recipe.value}"
 
 
-def _syntax(text: str, error: UnreadableFile) -> str:
-    """What YAML does not understand, in a line, and the likeliest mend."""
+def _syntax_error(text: str, error: UnreadableFile) -> str:
+    """The message for a syntax error, with the most likely fix."""
     mark, problem = getattr(error.__cause__, "problem_mark", None), getattr(error.__cause__, "problem", None)
     if mark is None or problem is None:
         return error.reason
     line = next(iter(text.splitlines()[mark.line :]), "").strip()
-    told = f"line {mark.line + 1}: not YAML: {line!r}: {problem}"
-    quotes = ": a pattern that begins with * needs quotes, as in '*.linear_fc2': blockwise"
-    return told + (quotes if line.startswith("*") else "")
+    hint = ": a pattern that begins with * needs quotes, as in '*.linear_fc2': blockwise"
+    return f"line {mark.line + 1}: not YAML: {line!r}: {problem}" + (hint if line.startswith("*") else "")
 
 
-def _pairs(node: Any, name: str) -> Iterator[tuple[Any, Any]]:
-    """Keys and values of a mapping, which has some, and each key once."""
+def _mapping_items(node: Any, name: str) -> Iterator[tuple[Any, Any]]:
+    """The items of a mapping node, which must not be empty or repeat a key."""
     import yaml
 
     if not isinstance(node, yaml.MappingNode):
-        where = "" if node is None else f"{_place(node)}: "
+        where = "" if node is None else f"{_line_of(node)}: "
         raise ValueError(f"{where}{name} is to give recipes by name, as in '*.linear_fc2: blockwise'")
     if not node.value:
-        raise ValueError(f"{_place(node)}: {name} gives no recipe")
+        raise ValueError(f"{_line_of(node)}: {name} gives no recipe")
     seen: set[str] = set()
     for key, value in node.value:
         if not isinstance(key, yaml.ScalarNode):
-            raise ValueError(f"{_place(key)}: a name is one word")
-        # Parsed YAML would keep the last of two equal keys, and nobody would know.
+            raise ValueError(f"{_line_of(key)}: a name is one word")
+        # PyYAML would silently keep the last of two equal keys.
         if key.value in seen:
-            raise ValueError(f"{_place(key)}: {key.value} is there twice")
+            raise ValueError(f"{_line_of(key)}: {key.value} is there twice")
         seen.add(key.value)
         yield key, value
 
 
-def _place(node: Any) -> str:
+def _line_of(node: Any) -> str:
     return f"line {node.start_mark.line + 1}"
 
 
-QUANTIZED = ("fp8", "fp4")
-HIGH = ("bf16", "fp32")
+RECIPE_FAMILIES = ("fp8", "fp4")
 
 
-class Stretch(NamedTuple):
-    """Some steps on end.
+class SchedulePhase(NamedTuple):
+    """Consecutive steps of one precision.
 
     Attributes:
-        precision: a word of QUANTIZED or HIGH.
-        last_step: None for the last stretch.
+        precision: one of `RECIPE_FAMILIES` or `HIGH_PRECISION_DTYPES`.
+        last_step: None for the last phase.
     """
 
     precision: str
@@ -125,44 +125,44 @@ class Stretch(NamedTuple):
 
     @property
     def is_quantized(self) -> bool:
-        """Does the run compute by its recipes?"""
-        return self.precision in QUANTIZED
+        """Whether the run uses its recipes in this phase."""
+        return self.precision in RECIPE_FAMILIES
 
 
 @functools.lru_cache(maxsize=16)
-def parse_schedule(text: str) -> tuple[Stretch, ...]:
-    """Read `bf16:100,fp8:900,bf16`.
+def parse_schedule(text: str) -> tuple[SchedulePhase, ...]:
+    """Parse a schedule such as `bf16:100,fp8:900,bf16`.
 
     Raises:
-        ValueError: it is no schedule; the message says why.
+        ValueError: it is not a valid schedule, with the reason.
     """
-    stretches: list[Stretch] = []
+    phases: list[SchedulePhase] = []
     parts = text.split(",")
     for part in parts:
         word, colon, step = part.strip().partition(":")
-        if word not in (*QUANTIZED, *HIGH):
-            raise ValueError(f"{word!r} is none of {', '.join((*HIGH, *QUANTIZED))}")
+        if word not in (*RECIPE_FAMILIES, *HIGH_PRECISION_DTYPES):
+            raise ValueError(f"{word!r} is none of {', '.join((*HIGH_PRECISION_DTYPES, *RECIPE_FAMILIES))}")
         if colon and not step.isdecimal():
             raise ValueError(f"{part.strip()!r}: the last step of a stretch is a whole number")
-        stretches.append(Stretch(word, int(step) if colon else None))
-    steps = [stretch.last_step for stretch in stretches[:-1]]
-    if None in steps:
+        phases.append(SchedulePhase(word, int(step) if colon else None))
+    steps = [phase.last_step for phase in phases[:-1] if phase.last_step is not None]
+    if len(steps) < len(phases) - 1:
         raise ValueError("every stretch but the last has its last step, as in bf16:100,fp8:900,bf16")
-    if stretches[-1].last_step is not None:
+    if phases[-1].last_step is not None:
         raise ValueError(
             f"{parts[-1].strip()!r}: the last stretch goes to the end of the run and has no last step: give "
-            f"{stretches[-1].precision}, or another stretch behind it"
+            f"{phases[-1].precision}, or another stretch behind it"
         )
     if any(later <= earlier for earlier, later in zip([0, *steps], steps)):  # noqa: B905
         raise ValueError(f"last steps rise from 1: {', '.join(map(str, steps))}")
-    if any(a.is_quantized == b.is_quantized for a, b in zip(stretches, stretches[1:])):  # noqa: B905
+    if any(a.is_quantized == b.is_quantized for a, b in itertools.pairwise(phases)):
         raise ValueError("stretches in high precision and quantized ones take turns")
-    return tuple(stretches)
+    return tuple(phases)
 
 
 def is_quantized_at(precision: PrecisionConfig, step: int) -> bool:
-    """Whether a step (the first is 1) computes by the run's recipes; always without a schedule."""
+    """Whether a step (counted from 1) uses the run's recipes; always true without a schedule."""
     if precision.fp8_schedule is None:
         return True
-    stretches = parse_schedule(precision.fp8_schedule)
-    return next(each for each in stretches if each.last_step is None or step <= each.last_step).is_quantized
+    phases = parse_schedule(precision.fp8_schedule)
+    return next(phase for phase in phases if phase.last_step is None or step <= phase.last_step).is_quantized

@@ -1,15 +1,13 @@
-"""The schema as a flat table: one `Setting` per field, named `section.field`, with its type read from the annotation.
+"""Table of all settings, and conversion of a `RunConfig` to and from JSON, to a hash and to a diff.
 
-The command line, the JSON file, the presets and the diff all walk this table, so none of them can forget a field.
-
-RunConfig to JSON and back, a hash that depends on nothing but the settings, and a diff that a person can read.
+The table has one `Setting` per field of the schema, named `section.field`. The command line, JSON files, presets and
+diffs are all made from it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import json
 import math
 import types
@@ -20,39 +18,37 @@ from typing import Any, Union
 
 from megafp8.config.schema import AUTO, RunConfig
 from megafp8.errors import ConfigError
-from megafp8.utils.files import UnreadableFile, path_fault, shown
+from megafp8.utils.files import UnreadableFile, path_problem, printable
 from megafp8.utils.strict_json import parse_json
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One field of the schema."""
+    """One field of the schema. The attributes that are not described here are arguments of `schema.setting`.
+
+    Attributes:
+        name: `section.field`, or `field` for a field of `RunConfig` itself.
+        type: int, float, bool or str; with `many`, the type of each element.
+        optional: whether the value may be None.
+    """
 
     name: str
-    """`section.field`, or the field alone where it belongs to the run and to no section."""
     type: type
-    """int, float, bool or str: of the value, or of each value when `many`."""
     optional: bool
-    """The value may be None ("not given")."""
     many: bool
-    """The value is a tuple."""
     default: Any
     help: str
     flags: tuple[str, ...]
-    """Spellings that set the field (for a boolean: to True)."""
     off: tuple[str, ...]
-    """Spellings that set a boolean to False."""
     choices: tuple[Any, ...]
     auto: bool
-    """The word `auto` is a value, too."""
     metavar: "str | None"
     is_path: bool
     maximum: int
-    """Of a whole number."""
 
     @property
     def section(self) -> str:
-        """Name of the section; empty for a field of the run itself."""
+        """Name of the section; empty for a field of `RunConfig` itself."""
         return self.name.rpartition(".")[0]
 
     @property
@@ -60,13 +56,18 @@ class Setting:
         return self.name.rpartition(".")[2]
 
     def fault(self, value: Any) -> "str | None":
-        """Why nothing can be done with a value of the right type, whatever the other settings are; None if it can."""
+        """What is wrong with a value of the right type, regardless of other settings; None if nothing is."""
         if self.type is int and isinstance(value, int) and abs(value) > self.maximum:
             return f"must be at most {self.maximum:,}"
-        return path_fault(value) if self.is_path and isinstance(value, str) else None
+        return path_problem(value) if self.is_path and isinstance(value, str) else None
+
+    def as_flag(self, value: Any) -> str:
+        """The flag that gives a value, as messages show it."""
+        flag = (self.off if value is False and self.off else self.flags)[0]
+        return flag if isinstance(value, bool) else f"{flag} {value}"
 
     def written(self, value: Any) -> Any:
-        """A value as people and JSON write it."""
+        """A value as JSON and messages show it: `AUTO` is "auto"."""
         return "auto" if self.auto and value == AUTO and value is not None else value
 
 
@@ -74,29 +75,28 @@ class Setting:
 def all_settings() -> tuple[Setting, ...]:
     """Every setting, in the order of the schema."""
     table: list[Setting] = []
-    hints = typing.get_type_hints(RunConfig)
     for outer in dataclasses.fields(RunConfig):
-        section_class = hints[outer.name]
-        if dataclasses.is_dataclass(section_class):
-            inner_hints = typing.get_type_hints(section_class)
-            for inner in dataclasses.fields(section_class):
-                table.append(_setting(f"{outer.name}.{inner.name}", inner, inner_hints[inner.name]))
+        if dataclasses.is_dataclass(outer.type):
+            table += [_setting(f"{outer.name}.{inner.name}", inner) for inner in dataclasses.fields(outer.type)]
         else:
-            table.append(_setting(outer.name, outer, section_class))
+            table.append(_setting(outer.name, outer))
     return tuple(table)
 
 
 @functools.lru_cache(maxsize=1)
 def settings_by_name() -> Mapping[str, Setting]:
-    """Every setting under its `section.field` name."""
+    """Every setting by its `section.field` name."""
     return types.MappingProxyType({setting.name: setting for setting in all_settings()})
 
 
 def section_titles() -> Mapping[str, str]:
-    """First line of each section's docstring, under the section's name."""
-    hints = typing.get_type_hints(RunConfig)
-    sections = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
-    return {name: (section.__doc__ or name).splitlines()[0] for name, section in sections.items()}
+    """First line of each section's docstring, by the section's name."""
+    sections = {field.name: field.type for field in dataclasses.fields(RunConfig)}
+    return {
+        name: (section.__doc__ or name).splitlines()[0]
+        for name, section in sections.items()
+        if dataclasses.is_dataclass(section)
+    }
 
 
 def value_of(config: RunConfig, name: str) -> Any:
@@ -105,7 +105,7 @@ def value_of(config: RunConfig, name: str) -> Any:
 
 
 def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """A copy of `config` in which the named settings have the given values.
+    """A copy of `config` with some settings replaced.
 
     Example:
         >>> with_values(RunConfig(), {"model.num_layers": 2}).model.num_layers
@@ -120,7 +120,8 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     return dataclasses.replace(config, **sections, **of_run)
 
 
-def _setting(name: str, declared: dataclasses.Field, hint: Any) -> Setting:
+def _setting(name: str, declared: dataclasses.Field[Any]) -> Setting:
+    hint = declared.type
     optional = typing.get_origin(hint) in (Union, types.UnionType) and type(None) in typing.get_args(hint)
     if optional:
         (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
@@ -128,47 +129,34 @@ def _setting(name: str, declared: dataclasses.Field, hint: Any) -> Setting:
     if many:
         hint = typing.get_args(hint)[0]
     assert hint in (int, float, bool, str), f"{name}: {hint} has no command-line form"
-    metadata = declared.metadata
+    metadata = dict(declared.metadata)
     assert metadata["many"] == many, f"{name}: many={metadata['many']} does not fit its annotation"
-    flags = metadata["flags"]
-    if not flags and not metadata["off"]:
-        flags = ("--" + declared.name.replace("_", "-"),)
-    return Setting(
-        name,
-        hint,
-        optional,
-        many,
-        declared.default,
-        metadata["help"],
-        flags,
-        metadata["off"],
-        choices() if callable(choices := metadata["choices"]) else choices,
-        metadata["auto"],
-        metadata["metavar"],
-        metadata["path"],
-        metadata["maximum"],
-    )
+    if not metadata["flags"] and not metadata["off"]:
+        metadata["flags"] = ("--" + declared.name.replace("_", "-"),)
+    if callable(metadata["choices"]):
+        metadata["choices"] = metadata["choices"]()
+    return Setting(name=name, type=hint, optional=optional, default=declared.default, **metadata)
 
 
 def to_json(config: RunConfig) -> str:
-    """All settings as indented JSON with a newline at the end: `{"model": {"num_layers": 12, ...}, ...}`."""
+    """All settings as indented JSON with a final newline: `{"model": {"num_layers": 12, ...}, ...}`."""
     return json.dumps(to_dict(config), indent=2, allow_nan=False) + "\n"
 
 
 def from_json(text: str) -> RunConfig:
-    """The inverse of `to_json`. Settings that the text leaves out keep their defaults.
+    """The inverse of `to_json`. Settings that are missing have their defaults.
 
     Raises:
-        ConfigError: the text is not JSON, or names a setting that does not exist, or holds a value of the wrong type.
+        ConfigError: the text is not JSON, has an unknown setting, or has a value of the wrong type.
     """
     return with_values(RunConfig(), read_settings(text))
 
 
 def read_settings(text: str) -> dict[str, Any]:
-    """The settings that a JSON text holds, by `section.field` name, with the types of the schema.
+    """Parse JSON settings. Returns values by `section.field` name.
 
     Raises:
-        ConfigError: as `from_json`; all problems at once.
+        ConfigError: as `from_json`, with all problems.
     """
     try:
         tree = parse_json(text)
@@ -178,13 +166,13 @@ def read_settings(text: str) -> dict[str, Any]:
         raise ConfigError(f"not a JSON object of sections, but a {type(tree).__name__}")
     values: dict[str, Any] = {}
     problems: list[str] = []
-    for name, value in _flat(tree).items():
+    for name, value in _flatten(tree).items():
         setting = settings_by_name().get(name)
         if setting is None:
-            problems.append(f"unknown key {name!r}{_nearest_key(name)}")
+            problems.append(f"unknown key {name!r}{_suggestion(name)}")
             continue
         try:
-            values[name] = _typed(setting, value)
+            values[name] = _convert(setting, value)
         except ValueError as error:
             problems.append(f"{name}: {error}")
     if problems:
@@ -193,7 +181,9 @@ def read_settings(text: str) -> dict[str, Any]:
 
 
 def stable_hash(config: RunConfig) -> str:
-    """SHA-256 (hex) of the settings: equal for equal settings on every machine, Python and process."""
+    """SHA-256 of the settings in hexadecimal, the same on every machine and Python version."""
+    import hashlib  # here, because --help imports this module
+
     canonical = json.dumps(to_dict(config), sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -204,16 +194,16 @@ def diff(before: RunConfig, after: RunConfig) -> list[str]:
     for setting in all_settings():
         old, new = value_of(before, setting.name), value_of(after, setting.name)
         if old != new:
-            lines.append(f"{setting.name}: {_shown(setting.written(old))} -> {_shown(setting.written(new))}")
+            lines.append(f"{setting.name}: {_as_json(setting.written(old))} -> {_as_json(setting.written(new))}")
     return lines
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
-    """All settings as nested dictionaries and lists, section by section, ready for JSON."""
+    """All settings as nested dictionaries and lists for JSON, by section."""
     tree: dict[str, Any] = {}
     for setting in all_settings():
         value = value_of(config, setting.name)
-        # 1000 and 1000.0 are one setting, so they must be one text.
+        # 1000 and 1000.0 are equal settings and must serialize alike.
         if setting.type is float and value is not None:
             value = float(value)
         holder = tree.setdefault(setting.section, {}) if setting.section else tree
@@ -221,7 +211,7 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
     return tree
 
 
-def _flat(tree: dict[str, Any]) -> dict[str, Any]:
+def _flatten(tree: dict[str, Any]) -> dict[str, Any]:
     sections = {setting.section for setting in all_settings()} - {""}
     flat: dict[str, Any] = {}
     for key, value in tree.items():
@@ -232,7 +222,7 @@ def _flat(tree: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _typed(setting: Setting, value: Any) -> Any:
+def _convert(setting: Setting, value: Any) -> Any:
     if value is None and setting.optional:
         return None
     if setting.auto and value in ("auto", AUTO):
@@ -242,12 +232,12 @@ def _typed(setting: Setting, value: Any) -> Any:
     if setting.many:
         if not isinstance(value, list):
             raise ValueError(f"{value!r} is not a list")
-        return tuple(_typed_one(setting, item) for item in value)
-    return _typed_one(setting, value)
+        return tuple(_convert_one(setting, item) for item in value)
+    return _convert_one(setting, value)
 
 
-def _typed_one(setting: Setting, value: Any) -> Any:
-    # JSON keeps int and float apart by spelling only; bool is an int to Python and must not pass as a number.
+def _convert_one(setting: Setting, value: Any) -> Any:
+    # JSON writes 1 for a float, too. bool is a subclass of int and must not pass as a number.
     accepted = (int, float) if setting.type is float else (setting.type,)
     if not isinstance(value, accepted) or (isinstance(value, bool) and setting.type is not bool):
         raise ValueError(f"{value!r} is not of type {setting.type.__name__}")
@@ -256,16 +246,16 @@ def _typed_one(setting: Setting, value: Any) -> Any:
     if setting.choices and value not in setting.choices:
         raise ValueError(f"{value!r} is not one of {', '.join(map(str, setting.choices))}")
     if fault := setting.fault(value):
-        raise ValueError(f"{shown(str(value))} {fault}")
+        raise ValueError(f"{printable(str(value))} {fault}")
     return setting.type(value)
 
 
-def _nearest_key(name: str) -> str:
-    import difflib  # only on the way to an error: keeps --help quick
+def _suggestion(name: str) -> str:
+    import difflib  # here, because --help imports this module
 
     near = difflib.get_close_matches(name, settings_by_name(), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def _shown(value: Any) -> str:
+def _as_json(value: Any) -> str:
     return json.dumps(list(value) if isinstance(value, tuple) else value)

@@ -1,17 +1,16 @@
-"""Which rank stands where: pure arithmetic on rank numbers, without torch and without any process group.
+"""Parallel layout: ranks, groups and layers of each axis, computed without torch and without process groups.
 
-The rank order
---------------
-A run of W ranks is a box with four sides, W = tensor x context x data x pipeline, and a rank's number is its
-position in that box with the tensor side running fastest and the pipeline side slowest (megatron-core's order
-`tp-cp-ep-dp-pp`; there are no experts here, so that side is 1):
+Rank order
+----------
+W ranks form a grid with four axes, W = tensor x context x data x pipeline. The tensor axis varies fastest and the
+pipeline axis slowest, which is megatron-core's order `tp-cp-ep-dp-pp` with one expert-parallel rank:
 
     rank = t + tensor * (c + context * (d + data * p))
 
-The order follows how often the ranks of a group talk to each other. Tensor-parallel ranks exchange activations several
-times in every layer, so they get neighbouring numbers and, as launchers number ranks node by node, one node's
-NVLink. Context-parallel ranks pass keys and values in every layer; data-parallel ranks reduce gradients once a step;
-pipeline ranks send one activation between neighbouring stages per microbatch, the least, and so may be farthest apart.
+The order follows the communication volume. Tensor-parallel ranks exchange activations several times per layer, so they
+are neighbours and, since launchers number ranks by node, share a node's NVLink. Context-parallel ranks exchange keys
+and values in every layer. Data-parallel ranks reduce gradients once per step. Pipeline ranks communicate least: one
+activation per microbatch between neighbouring stages.
 
 Example: 16 ranks, tensor 2, context 1, pipeline 2, hence data 4.
 
@@ -20,10 +19,10 @@ Example: 16 ranks, tensor 2, context 1, pipeline 2, hence data 4.
 
 Layers
 ------
-Without virtual stages, stage p holds the p-th run of L/pipeline consecutive layers. The interleaved schedule gives each
-rank `virtual` shorter chunks instead: chunk v of stage p starts at layer v*(L/virtual) + p*(L/(virtual*pipeline)).
-A microbatch then passes every stage `virtual` times, each time through a chunk, and the pipeline's idle part at the
-start and end of a step shrinks by that factor (Narayanan et al. 2021, section 2.2). With 8 layers, 2 stages, 2 chunks:
+Without virtual stages, stage p has the p-th block of L/pipeline consecutive layers. In the interleaved schedule each
+rank has `virtual` shorter chunks: chunk v of stage p starts at layer v*(L/virtual) + p*(L/(virtual*pipeline)). A
+microbatch then passes every stage `virtual` times, once per chunk, and the pipeline bubble shrinks by that factor
+(Narayanan et al. 2021, section 2.2). With 8 layers, 2 stages and 2 chunks:
 
     stage 0:  layers 0 1 and 4 5        stage 1:  layers 2 3 and 6 7
 """
@@ -39,12 +38,12 @@ from megafp8.config import derived
 from megafp8.config.schema import RunConfig
 
 Groups = tuple[tuple[int, ...], ...]
-"""Groups of ranks along one axis; every rank is in exactly one of them."""
+"""A partition of all ranks into groups."""
 
 
 @dataclass(frozen=True)
-class Coordinates:
-    """A rank's position in the box."""
+class RankCoordinates:
+    """Position of a rank in the grid."""
 
     tensor: int
     context: int
@@ -57,7 +56,7 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """The sides of the box. `virtual` is the number of chunks per pipeline rank; None without interleaving."""
+    """Sizes of the axes. `virtual` is the number of chunks per pipeline rank; None without interleaving."""
 
     world_size: int
     tensor: int = 1
@@ -83,7 +82,7 @@ class ParallelLayout:
         """(tensor, context, data, pipeline), fastest first."""
         return (self.tensor, self.context, self.data, self.pipeline)
 
-    def coordinates(self, rank: int) -> Coordinates:
+    def coordinates(self, rank: int) -> RankCoordinates:
         """Position of `rank`. Raises ValueError for a rank outside the world."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is not in a world of {self.world_size}")
@@ -91,7 +90,7 @@ class ParallelLayout:
         for side in self.sides:
             rank, here = divmod(rank, side)
             position.append(here)
-        return Coordinates(*position)
+        return RankCoordinates(*position)
 
     def rank_at(self, *, tensor: int = 0, context: int = 0, data: int = 0, pipeline: int = 0) -> int:
         """The inverse of `coordinates`."""
@@ -100,11 +99,11 @@ class ParallelLayout:
     # ---- groups ---------------------------------------------------------------------------------------------------
 
     def groups(self, *axes: str) -> Groups:
-        """Groups of the ranks that differ in the named axes only, each in ascending order.
+        """Groups of ranks that differ in the given axes only, each in ascending order.
 
         Args:
-            axes: some of `tensor`, `context`, `data`, `pipeline`. More than one gives a joint group, for example
-                `groups("data", "context")`: the ranks among which gradients are reduced.
+            axes: some of `tensor`, `context`, `data`, `pipeline`. Gradients are reduced over
+                `groups("data", "context")`.
         """
         unknown = set(axes) - {"tensor", "context", "data", "pipeline"}
         if unknown:
@@ -117,7 +116,7 @@ class ParallelLayout:
         return tuple(map(tuple, members.values()))
 
     def embedding_groups(self) -> Groups:
-        """First and last stage of each pipeline: the ranks that share a tied embedding's gradient."""
+        """First and last stage of each pipeline, which sum the gradients of a tied embedding."""
         return tuple(tuple(sorted({pipeline[0], pipeline[-1]})) for pipeline in self.groups("pipeline"))
 
     # ---- layers ---------------------------------------------------------------------------------------------------
@@ -133,7 +132,7 @@ class ParallelLayout:
         Args:
             pipeline_rank: stage, from 0.
             virtual_rank: chunk of that stage, from 0; 0 without interleaving.
-            num_layers: layers of the whole model; a multiple of pipeline x chunks.
+            num_layers: layers of the model; a multiple of pipeline x chunks.
         """
         chunks = self.chunks_per_rank
         if not (0 <= pipeline_rank < self.pipeline and 0 <= virtual_rank < chunks):
@@ -157,34 +156,34 @@ class ParallelLayout:
         raise ValueError(f"no layer {layer} among {num_layers}")
 
     def describe_stages(self, num_layers: int) -> list[str]:
-        """One line per pipeline stage, for worlds too large to list."""
+        """One line per pipeline stage, for world sizes too large to list."""
         ranks_per_stage, lines = self.world_size // self.pipeline, []
         for stage in range(self.pipeline):
             first = stage * ranks_per_stage
-            ends = ["embedding"] * (stage == 0) + [f"layers {as_ranges(self.layers_on(stage, num_layers))}"]
-            ends += ["output"] * (stage == self.pipeline - 1)
-            lines.append(f"stage {stage}: ranks {first}-{first + ranks_per_stage - 1}: {' + '.join(ends)}")
+            modules = self._modules_on(stage, num_layers)
+            lines.append(f"stage {stage}: ranks {first}-{first + ranks_per_stage - 1}: {modules}")
         neighbours = f"groups of {self.tensor} neighbouring ranks" if self.tensor > 1 else "single ranks"
         lines.append(f"within a stage: tensor-parallel {neighbours} x context {self.context} x data {self.data}")
         return lines
 
     def describe(self, num_layers: int) -> list[str]:
-        """One line per tensor-parallel group, as a person reads it; stages in order."""
+        """One line per tensor-parallel group, in the order of stages."""
         lines = []
         for ranks in self.groups("tensor"):
             here = self.coordinates(ranks[0])
             parts = [f"stage {here.pipeline}", f"data {here.data}"]
             if self.context > 1:
                 parts.append(f"context {here.context}")
-            layers = as_ranges(self.layers_on(here.pipeline, num_layers))
-            ends = ["embedding"] * (here.pipeline == 0) + [f"layers {layers}"]
-            ends += ["output"] * (here.pipeline == self.pipeline - 1)
-            lines.append(f"ranks {as_ranges(ranks)}: {', '.join(parts)}: {' + '.join(ends)}")
+            lines.append(f"ranks {as_ranges(ranks)}: {', '.join(parts)}: {self._modules_on(here.pipeline, num_layers)}")
         return lines
+
+    def _modules_on(self, stage: int, num_layers: int) -> str:
+        modules = ["embedding"] * (stage == 0) + [f"layers {as_ranges(self.layers_on(stage, num_layers))}"]
+        return " + ".join(modules + ["output"] * (stage == self.pipeline - 1))
 
 
 def layout_of(config: RunConfig, world_size: int) -> ParallelLayout:
-    """The layout that a configuration asks for. Raises ValueError when the world size does not divide."""
+    """The layout of a configuration. Raises ValueError if the world size does not divide."""
     parallel = config.parallel
     return ParallelLayout(
         world_size,

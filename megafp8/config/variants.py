@@ -1,4 +1,4 @@
-"""What a comparison trains side by side: named recipes as flags, on top of the flags that all its runs share."""
+"""Variants of a comparison of runs: recipes by name as flags, which are added to the flags that all runs share."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from megafp8.recipes.base import FP8_FORMATS
 
 BASELINE, CONTROL = "bf16", "bf16-control"
 
-# Two runs that differ in these alone learn the same, but for the order of sums.
+# Runs that differ in these settings only train alike, up to the order of summation.
 NEUTRAL_SETTINGS = ("checkpoint.", "logging.", "training.num_threads", "data.num_workers", "data.data_cache_path")
-# Flags that a comparison gives to its runs itself.
+# Flags that the comparison adds to the flags of its runs.
 FOLDER_FLAGS = {"checkpoint.save": "--save", "checkpoint.load": "--load"}
 RECIPE_FLAGS = {"precision.fp8_format": "--fp8-format", "precision.fp8_recipe": "--fp8-recipe",
                 "precision.fp4_format": "--fp4-format", "precision.fp4_recipe": "--fp4-recipe"}  # fmt: skip
@@ -27,33 +27,35 @@ RECIPE_FLAGS = {"precision.fp8_format": "--fp8-format", "precision.fp8_recipe": 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One recipe of a comparison and the flags that make it."""
+    """A variant and its flags."""
 
     name: str
     flags: tuple[str, ...]
 
 
 def names() -> tuple[str, ...]:
-    """What `build_variant` knows without a format."""
+    """The names that `build_variant` accepts, without those that have a format."""
     return (BASELINE, CONTROL, *registry.names())
 
 
 def build_variant(name: str, shared: RunConfig, world_size: int) -> Variant:
-    """The variant of a name: `bf16`, `bf16-control`, a recipe, or a recipe and a format such as `delayed-e4m3`.
+    """Build a variant by name: `bf16`, `bf16-control`, a recipe, or a recipe and a format such as `delayed-e4m3`.
 
-    The control is the baseline with the batch cut into other microbatches: the same arithmetic, its gradients summed in
-    another order. What lies between it and the baseline is what any change of rounding does to a run.
+    The control is the baseline with another micro-batch size: the same arithmetic, but gradients are summed in another
+    order. Its difference from the baseline shows the effect of any change in rounding.
 
     Args:
-        shared: what all runs have in common.
+        name: of the variant.
+        shared: settings of all runs.
+        world_size: ranks of each run.
 
     Raises:
-        ConfigError: the name is unknown, or the batch cannot be cut otherwise.
+        ConfigError: the name is unknown, or the global batch has no other micro-batch size.
     """
     if name == BASELINE:
         return Variant(name=name, flags=("--bf16",))
     if name == CONTROL:
-        batch, micro = derived.global_batch_size(shared, world_size), other_micro_batch(shared, world_size)
+        batch, micro = derived.global_batch_size(shared, world_size), control_micro_batch_size(shared, world_size)
         return Variant(name=name, flags=("--bf16", "--micro-batch-size", str(micro), "--global-batch-size", str(batch)))
     recipe_name, _, number_format = name.partition("-")
     recipe = registry.get(recipe_name) if recipe_name in registry.names() else None
@@ -67,11 +69,11 @@ def build_variant(name: str, shared: RunConfig, world_size: int) -> Variant:
 
 
 def parse_variant(text: str) -> Variant:
-    """The variant of NAME='FLAGS'.
+    """Parse a variant of the form NAME='FLAGS'.
 
     Raises:
-        ConfigError: it is none, or its flags say two things, or what the comparison says itself, or what each run would
-            find out for itself.
+        ConfigError: the form is invalid, or a flag is repeated, is one that the comparison adds, or makes the runs
+            choose their own micro-batch size.
     """
     name, _, words = text.partition("=")
     if not words or not re.fullmatch(r"[\w.-]+", name):
@@ -80,14 +82,14 @@ def parse_variant(text: str) -> Variant:
         variant = Variant(name=name, flags=("--bf16", *shlex.split(words)))
     except ValueError as error:
         raise ConfigError(f"--variant {text}: {error}") from error
-    if problems := variant_problems(variant.flags):
+    if problems := _variant_problems(variant.flags):
         raise ConfigError([f"--variant {name}: {problem}" for problem in problems])
     return variant
 
 
-def variant_problems(words: Sequence[str]) -> list[str]:
-    """What only a variant's flags can have wrong; that they are flags and go together is checked with those of all."""
-    invocation, _ = config_flags.read(words)
+def _variant_problems(words: Sequence[str]) -> list[str]:
+    """Problems that only a variant's flags can have. Others are found when they are parsed with the shared flags."""
+    invocation, _ = config_flags.parse_with_problems(words)
     problems = [
         f"{flag}: the comparison gives it, from --output-dir and from --seeds and the --seed of all runs; remove it"
         for name, flag in (*FOLDER_FLAGS.items(), ("training.seed", "--seed"))
@@ -99,25 +101,25 @@ def variant_problems(words: Sequence[str]) -> list[str]:
         for flag in RECIPE_FLAGS.values()
         if names.count(flag) > 1
     ]
-    # The rule of all runs passes over a recipe that is the default.
+    # The rule about recipes without a format does not see a recipe that is the default.
     for kind in ("fp8", "fp4"):
         if f"precision.{kind}_recipe" in invocation.given and f"precision.{kind}_format" not in invocation.given:
             problems.append(f"--{kind}-recipe has no effect without --{kind}-format: give both, or remove it")
-    return problems + auto_problems(invocation.config)
+    return problems + _auto_micro_batch_problems(invocation.config)
 
 
-def auto_problems(config: RunConfig) -> list[str]:
-    """That runs would not have one size of micro-batches."""
+def _auto_micro_batch_problems(config: RunConfig) -> list[str]:
+    """A problem if each run would choose its own micro-batch size."""
     if config.training.micro_batch_size != AUTO:
         return []
     return ["--micro-batch-size auto: each run would find another size; give one"]
 
 
-def other_micro_batch(config: RunConfig, world_size: int) -> int:
-    """Half the micro-batch, or the double where it is odd.
+def control_micro_batch_size(config: RunConfig, world_size: int) -> int:
+    """Micro-batch size of the control: half that of the baseline, or twice that if it is odd.
 
     Raises:
-        ConfigError: the global batch cannot be cut that way.
+        ConfigError: it does not divide the global batch.
     """
     micro = config.training.micro_batch_size or 0
     per_rank = derived.global_batch_size(config, world_size) // derived.data_parallel_size(config, world_size)
@@ -131,13 +133,13 @@ def other_micro_batch(config: RunConfig, world_size: int) -> int:
 
 
 def differences(before: RunConfig, after: RunConfig) -> list[str]:
-    """The settings in which two configurations train something else, as lines of `serialize.diff`."""
+    """The settings that differ and affect training, as lines of `settings.diff`."""
     return [line for line in settings.diff(before, after) if not line.startswith(NEUTRAL_SETTINGS)]
 
 
-def read_shared(words: Sequence[str], folder: str) -> tuple[RunConfig, list[str]]:
-    """The settings that all runs share, as if one of them ran in `folder`, and which flags are the comparison's own."""
-    invocation, problems = config_flags.read(words)
+def parse_shared_flags(words: Sequence[str], folder: str) -> tuple[RunConfig, list[str]]:
+    """Parse the flags that all runs share. Returns the settings of a run in `folder`, and the problems."""
+    invocation, problems = config_flags.parse_with_problems(words)
     own = FOLDER_FLAGS | RECIPE_FLAGS
     problems += [
         f"{flag} among the flags of all runs: the comparison gives it, from --output-dir and --recipes"
@@ -146,12 +148,12 @@ def read_shared(words: Sequence[str], folder: str) -> tuple[RunConfig, list[str]
     ]
     config = invocation.config
     precision = config.precision
-    is_told = not invocation.given.isdisjoint(own)
-    is_apart = precision.fp8_schedule is not None or precision.first_last_layers_bf16
-    if is_apart or (precision_map.is_quantized(precision) and not is_told):
+    has_own_flags = not invocation.given.isdisjoint(own)
+    is_mixed = precision.fp8_schedule is not None or precision.first_last_layers_bf16
+    if is_mixed or (precision_map.is_quantized(precision) and not has_own_flags):
         problems.append(
             "the settings of all runs quantize, or have a precision map or schedule: the baseline would, too; give "
             "them to a variant of their own, --variant NAME='FLAGS'"
         )
-    problems += auto_problems(config)
+    problems += _auto_micro_batch_problems(config)
     return with_values(invocation.config, {"checkpoint.save": folder, "checkpoint.load": folder}), problems

@@ -1,1 +1,1 @@
-"""Quantization recipes: one file each, and a registry."""
+"""FP8 and FP4 quantization recipes, one module per recipe, and their registry."""

@@ -1,29 +1,29 @@
-"""What a recipe is: which format, block and scale each operand has in each GEMM, and what else is known of it.
+"""Quantization recipes: the format, block and scale of each operand in each GEMM, and properties of a recipe.
 
-A linear y = x w^T has three GEMMs and three operands, each operand in two of the GEMMs:
+A linear y = x w^T has three GEMMs and three operands. Each operand is used in two of the GEMMs:
 
     fprop   y  = x  w^T     input, weight
     dgrad   dx = dy w       grad_output, weight
     wgrad   dw = dy^T x     grad_output, input
 
-Hence six rules (`OperandRule`). Two uses of an operand under one rule share their codes: so it is in a per-tensor
-recipe, and for weights in square blocks. Other blocks lie along the summed dimension, which is another one in the
-second use: the operand is quantized twice, from high precision, into blocks of rows (1 x n) and of columns (n x 1).
+A linear therefore has six rules (`OperandRule`). Uses of an operand with equal rules share codes: per-tensor scales and
+weights in square blocks. Other blocks lie along the contracted dimension, which differs between the two uses, so the
+operand is quantized twice from high precision, rowwise (1 x n) and columnwise (n x 1).
 
-    recipe      input, grad_output    weight                scales
-    tensorwise  tensor                tensor                FP32, from the current amax (or powers of two)
-    delayed     tensor                tensor                FP32, from the amax history
-    rowwise     row                   output channel        powers of two (or FP32)
-    blockwise   128 along the sum     128 x 128             powers of two (or FP32)
-    mxfp8       32 along the sum      32 along the sum      E8M0: powers of two, in a byte
-    nvfp4       16 along the sum      16 x 16               E4M3 each, under one FP32 for the tensor
+    recipe      input, grad_output       weight                   scales
+    tensorwise  tensor                   tensor                   FP32 or powers of two, from the current amax
+    delayed     tensor                   tensor                   FP32, from the amax history
+    rowwise     row                      output channel           powers of two
+    blockwise   128 along contraction    128 x 128                powers of two or FP32
+    mxfp8       32 along contraction     32 along contraction     E8M0: powers of two in one byte
+    nvfp4       16 along contraction     16 x 16                  E4M3 per block and FP32 per tensor
 
-Formats: E4M3 forward; grad_output is E5M2 under `hybrid`, which is Transformer Engine's default for tensorwise and
-delayed. nvfp4 is E2M1 throughout; in its wgrad both operands are Hadamard-transformed, and grad_output is rounded
+Formats: input and weight are E4M3; grad_output is E5M2 under `hybrid`, Transformer Engine's default for tensorwise and
+delayed. All operands of nvfp4 are E2M1; in its wgrad both are Hadamard-transformed, and grad_output is rounded
 stochastically.
 
-A `Recipe` is what the registry holds: the rules as a function of its options, and every fact that flags, checks, the
-planner, checkpoints and exports ask for. Nothing outside this folder branches on a recipe's name.
+A `Recipe` holds the rules as a function of its options, and every property that flags, rules, the planner, checkpoints
+and exports depend on. No code outside this package branches on the name of a recipe.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megafp8.recipes.formats import E4M3, E5M2, Format
 
 
 class Operand(enum.Enum):
-    """What a linear multiplies."""
+    """The operands of a linear's GEMMs."""
 
     INPUT = "input"
     WEIGHT = "weight"
@@ -47,7 +47,7 @@ class Operand(enum.Enum):
 
 
 class Gemm(enum.Enum):
-    """The three products of a linear."""
+    """The GEMMs of a linear."""
 
     FPROP = "fprop"
     DGRAD = "dgrad"
@@ -62,14 +62,14 @@ OPERANDS_OF = (
     (Gemm.WGRAD, (Operand.GRAD_OUTPUT, Operand.INPUT)),
 )
 
-WHOLE = None
-"""As a length of a block: all of that dimension."""
+FULL_DIM = None  # as a block length: the full dimension
+HIGH_PRECISION = "high"  # in place of a recipe's name: GEMMs that are not quantized
 Block = tuple[int, int]
 BlockShape = tuple[Optional[int], Optional[int]]
 
 
 class ScaleRule(enum.Enum):
-    """Where scales come from and how they are kept. The arithmetic of each is in `quantization/scaling.py`."""
+    """How scales are computed and stored. The arithmetic is in `quantization/scaling.py`."""
 
     FP32 = "fp32"
     POWER_OF_TWO = "power of two"
@@ -83,11 +83,11 @@ class OperandRule:
     """How one operand is quantized for one GEMM.
 
     Attributes:
-        format: of the codes.
-        block: (rows, columns) of the part that shares a scale, in the tensor as [rows, columns]; a length of None is
-            the whole dimension, and no block at all is the whole tensor.
-        scale_rule: where scales come from.
-        is_transformed: Hadamard transform along the rows before anything else.
+        format: format of the codes.
+        block: (rows, columns) that share a scale in the tensor viewed as [rows, columns]. A length of `FULL_DIM` is the
+            full dimension; a block of None is the full tensor.
+        scale_rule: how scales are computed.
+        is_transformed: apply a Hadamard transform along the rows before quantization.
         is_stochastic: round stochastically.
     """
 
@@ -99,28 +99,29 @@ class OperandRule:
 
     @property
     def granularity(self) -> str:
-        """What shares a scale, the longer side last: blocks of columns are rows' blocks of the transposed tensor."""
+        """`tensor`, `row`, `column` or the block size. 1x128 and 128x1 are both `1x128`: one transposes the other."""
         if self.block is None:
             return "tensor"
-        if WHOLE in self.block:
-            return "row" if self.block[1] is WHOLE else "column"
-        return "x".join(map(str, sorted(self.block)))
+        rows, columns = self.block
+        if columns is FULL_DIM:
+            return "row"
+        return "column" if rows is FULL_DIM else f"{min(rows, columns)}x{max(rows, columns)}"
 
     @property
     def is_bf16_exact(self) -> bool:
-        """Are the codes times their blocks' scales BF16 numbers? Scales of a whole tensor wait until after the GEMM."""
+        """Whether codes times block scales are exact in BF16. Per-tensor scales are applied after the GEMM."""
         return self.block is None or self.scale_rule is not ScaleRule.FP32
 
     def for_shape(self, shape: Block) -> OperandRule:
-        """The same rule for a tensor of this many rows and columns: a whole dimension becomes a length."""
-        if self.block is None or WHOLE not in self.block:
+        """The same rule for a tensor of shape [rows, columns]: `FULL_DIM` is replaced by the size."""
+        if self.block is None or FULL_DIM not in self.block:
             return self
-        block = tuple(size if length is WHOLE else length for length, size in zip(self.block, shape, strict=True))
-        return dataclasses.replace(self, block=block)
+        rows, columns = self.block
+        return dataclasses.replace(self, block=(rows or shape[0], columns or shape[1]))
 
     @property
     def extras(self) -> str:
-        """What happens besides scaling and rounding to nearest, in words; empty if nothing does."""
+        """The Hadamard transform and stochastic rounding in words; empty without them."""
         words = ["Hadamard"] * self.is_transformed + ["stochastic rounding"] * self.is_stochastic
         return " and ".join(words)
 
@@ -131,13 +132,13 @@ class OperandRule:
 
 @dataclass(frozen=True, kw_only=True)
 class DelayedOptions:
-    """How delayed scaling makes scales of amaxes.
+    """How delayed scaling computes scales from the amax history.
 
     Attributes:
-        history_len: entries of the amax history, the one under way included.
+        history_len: entries of the amax history, including that of the current step.
         algorithm: "max" of the history, or "most_recent".
-        margin: scales are divided by 2^margin.
-        is_reduced_over_data: reduce amaxes over data-parallel ranks too, not over tensor and context ranks only.
+        margin: quant_scales are divided by 2^margin.
+        is_reduced_over_data: reduce amaxes over data-parallel ranks in addition to tensor- and context-parallel ranks.
     """
 
     history_len: int = 1
@@ -148,12 +149,12 @@ class DelayedOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportForm:
-    """How a checkpoint for transformers, vLLM and SGLang holds weights by a recipe: codes beside scales.
+    """Format of exported weights for transformers, vLLM and SGLang: codes and dequant_scales.
 
     Attributes:
-        scale_suffix: follows the weight's name without `weight`.
-        quantization_config: what config.json says, but for the modules that are left out.
-        excluded_key: the key under which it lists those.
+        scale_suffix: replaces `weight` in the name of the tensor of scales.
+        quantization_config: entry of config.json, without the list of excluded modules.
+        excluded_key: key of that list in `quantization_config`.
     """
 
     scale_suffix: str
@@ -163,12 +164,12 @@ class ExportForm:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearRecipe:
-    """All rules of one linear, whose GEMMs may follow several recipes.
+    """The six rules of one linear. Its GEMMs may use different recipes.
 
     Attributes:
-        name: as `--fp8-recipe` or `--fp4-recipe` spells it; of several, one a GEMM: `tensorwise/high/high`.
-        rules: (operand, GEMM, rule) for all six uses; a rule of None leaves the whole GEMM in high precision.
-        delayed: with delayed scaling, its options.
+        name: name of the recipe. If the GEMMs differ, one name per GEMM: `tensorwise/high/high`.
+        rules: (operand, GEMM, rule) of all six uses; None leaves the GEMM in high precision.
+        delayed: options of delayed scaling; None for other recipes.
     """
 
     name: str
@@ -176,7 +177,7 @@ class LinearRecipe:
     delayed: Optional[DelayedOptions] = None
 
     def rule(self, operand: Operand, gemm: Gemm) -> Optional[OperandRule]:
-        """The rule of one use; None is high precision."""
+        """The rule of one use of an operand; None is high precision."""
         for each_operand, each_gemm, rule in self.rules:
             if (each_operand, each_gemm) == (operand, gemm):
                 return rule
@@ -184,63 +185,62 @@ class LinearRecipe:
 
     @property
     def is_stochastic(self) -> bool:
-        """Is any operand rounded stochastically?"""
+        """Whether any operand is rounded stochastically."""
         return any(rule is not None and rule.is_stochastic for *_, rule in self.rules)
 
     def is_quantized(self, gemm: Gemm) -> bool:
-        """Does this GEMM multiply quantized operands?"""
+        """Whether the operands of this GEMM are quantized."""
         return all(self.rule(operand, gemm) is not None for operand in dict(OPERANDS_OF)[gemm])
 
     def without_wgrad(self) -> LinearRecipe:
-        """The same with the weight gradient's GEMM in high precision."""
+        """The same recipe with wgrad in high precision."""
         rules = tuple((operand, gemm, None if gemm is Gemm.WGRAD else rule) for operand, gemm, rule in self.rules)
         return dataclasses.replace(self, rules=rules)
 
 
 UNQUANTIZED = LinearRecipe(
-    name="high", rules=tuple((operand, gemm, None) for gemm, operands in OPERANDS_OF for operand in operands)
+    name=HIGH_PRECISION, rules=tuple((operand, gemm, None) for gemm, operands in OPERANDS_OF for operand in operands)
 )
 """All three GEMMs in high precision."""
 
-NATIVE_NOWHERE: tuple[tuple[tuple[int, int], tuple[int, int]], ...] = ()
+CapabilityRanges = tuple[tuple[tuple[int, int], tuple[int, int]], ...]  # of CUDA, the ends excluded
 ANY_LATER = (99, 0)
-BYTES_READ = 2  # of a BF16 number
+BF16_BYTES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One recipe: its rules, and all that is known of it.
+    """One recipe: its rules and properties.
 
     Attributes:
-        name: as flags spell it.
+        name: value of `--fp8-recipe` or `--fp4-recipe`.
         description: one line for `--help` and tables.
-        family: "fp8" or "fp4": the flags `--FAMILY-format` and `--FAMILY-recipe` choose it.
-        formats: values of `--FAMILY-format` that it has.
-        default_format: the one where nothing gives another.
-        build: the rules, from a format and the options by name. Its keywords' defaults are the settings' defaults.
-        option_names: settings that `build` takes, all of `config/schema/precision.py`.
-        run_option_names: further settings that act under this recipe only, but change no rule.
-        resume_option_names: options that a resumed run may not change unless told to.
-        gemm_alignment: what every dimension of a quantized GEMM must be a multiple of. Source: Transformer Engine's
+        family: "fp8" or "fp4"; it is selected with `--FAMILY-format` and `--FAMILY-recipe`.
+        formats: supported values of `--FAMILY-format`.
+        default_format: format where none is given.
+        build: makes the rules from a format and the options by name. Its keywords have the settings' defaults.
+        option_names: settings in `config/schema/precision.py` that `build` takes.
+        run_option_names: further settings that have an effect under this recipe only, but do not change the rules.
+        resume_option_names: options that must not change on resume without --override-precision.
+        gemm_alignment: every dimension of a quantized GEMM must be a multiple of this. Source: Transformer Engine's
             `get_align_size_for_quantization`, megatron-core's `get_fp8_align_size`.
-        native_capabilities: ranges of compute capabilities, the end not included, for which Transformer Engine has the
-            recipe (its FP8 support checks, release 2.20).
-        scaled_mm_capabilities: ranges for which the emulated layers multiply its codes through torch's `scaled_mm`
-            (`quantization/scaled_gemm.py`) instead of decoding them.
-        te_recipe_class: name in `transformer_engine.common.recipe`; None where it has none.
+        native_capabilities: compute capabilities on which Transformer Engine supports the recipe (its FP8 support
+            checks, release 2.20).
+        scaled_mm_capabilities: compute capabilities on which the emulated layers multiply codes with torch's
+            `scaled_mm` (`quantization/scaled_gemm.py`) instead of dequantizing them.
+        te_recipe_class: class in `transformer_engine.common.recipe`; None where there is none.
         te_quantizer: module and class, below `transformer_engine.pytorch.tensor`, of the quantizer that Triton kernels
-            can stand in for; None where they cannot.
-        te_switches: environment variables that change Transformer Engine's recipe, and what they do.
-        is_faster_with_kernels: the Triton casts save time even where each is launched by itself.
-        fuses_swiglu: SwiGLU kernels write its result quantized, whoever casts the other operands.
-        supports_userbuffers, supports_fp8_attention, supports_op_fuser: parts of Transformer Engine that know it.
-        export_form: how checkpoints for others hold weights that were quantized so; None takes another recipe's.
-        exported_as: that recipe; None is the registry's default.
-        slow_gemm_until: compute capability below which its GEMMs run at the rate of FP32 block scales.
-        is_ranked_on_blackwell: published speeds compare it there with BF16 or another recipe, and the planner has their
-            order.
-        slow_cast: its casts run at the rate of casts in blocks.
-        fallbacks: recipes to try when it is too coarse, each with the reason as the end of a sentence.
+            can replace; None where they cannot.
+        te_switches: environment variables that change Transformer Engine's recipe, and their effects.
+        is_faster_with_kernels: whether the Triton casts are faster even without CUDA graphs.
+        fuses_swiglu: whether the Triton SwiGLU can write quantized outputs whichever kernels cast the other operands.
+        supports_userbuffers, supports_fp8_attention, supports_op_fuser: support in parts of Transformer Engine.
+        export_form: format of exported weights; None exports as `exported_as`.
+        exported_as: name of the recipe to export as; None is the registry's default.
+        slow_gemm_until: compute capability below which GEMMs run at the speed of FP32 block scales.
+        is_ranked_on_blackwell: whether the planner can rank its speed on Blackwell, from published comparisons.
+        slow_cast: whether casts run at the speed of blockwise casts.
+        fallbacks: finer recipes to try, each with the reason as the end of a sentence.
     """
 
     name: str
@@ -253,8 +253,8 @@ class Recipe:
     run_option_names: tuple[str, ...] = ()
     resume_option_names: tuple[str, ...] = ()
     gemm_alignment: int = 16
-    native_capabilities: tuple[tuple[tuple[int, int], tuple[int, int]], ...] = NATIVE_NOWHERE
-    scaled_mm_capabilities: tuple[tuple[tuple[int, int], tuple[int, int]], ...] = NATIVE_NOWHERE
+    native_capabilities: CapabilityRanges = ()
+    scaled_mm_capabilities: CapabilityRanges = ()
     te_recipe_class: Optional[str] = None
     te_quantizer: Optional[tuple[str, str]] = None
     te_switches: tuple[tuple[str, str], ...] = ()
@@ -275,14 +275,14 @@ class Recipe:
 
         Args:
             number_format: one of `formats`; None is the default.
-            options: values of the settings `option_names`; others are ignored, missing ones have their defaults.
+            options: settings by name. Missing options have their defaults; names that are no options are ignored.
         """
         chosen = {name: options[name] for name in self.option_names if name in options} if options else {}
         return self.build(number_format or self.default_format, **chosen)
 
     @property
     def setting_names(self) -> tuple[str, ...]:
-        """All settings that have no effect without this recipe."""
+        """Settings that have no effect without this recipe."""
         return self.option_names + self.run_option_names
 
     @functools.cached_property
@@ -291,82 +291,81 @@ class Recipe:
 
     @property
     def is_stateful(self) -> bool:
-        """Does a linear remember amaxes from step to step?"""
+        """Whether linears keep an amax history between steps (delayed scaling)."""
         return any(rule.scale_rule is ScaleRule.DELAYED for rule in self._default_rules)
 
     def is_stochastic(self, options: Mapping[str, Any]) -> bool:
-        """Does it draw random numbers under these options?"""
+        """Whether any operand is rounded stochastically under these options."""
         return self.rules(None, options).is_stochastic
 
     @property
     def shares_weight_codes(self) -> bool:
-        """Do fprop and dgrad read the same codes of a weight?"""
+        """Whether fprop and dgrad read the same codes of a weight."""
         rules = self.rules()
         return rules.rule(Operand.WEIGHT, Gemm.FPROP) == rules.rule(Operand.WEIGHT, Gemm.DGRAD)
 
     @property
     def supports_param_gather(self) -> bool:
-        """Can a weight be its codes alone, a byte each (`--fp8-param-gather`)?"""
+        """Whether weights can be stored as codes of one byte alone (`--fp8-param-gather`)."""
         return self.shares_weight_codes and all(rule.format.codes_per_byte == 1 for rule in self._default_rules)
 
     @property
     def has_whole_dimensions(self) -> bool:
-        """Does a scale belong to a whole row or column?"""
-        return any(rule.block is not None and WHOLE in rule.block for rule in self._default_rules)
+        """Whether any scale covers a full row or column."""
+        return any(rule.block is not None and FULL_DIM in rule.block for rule in self._default_rules)
 
     @property
     def block_length(self) -> Optional[int]:
-        """The longest side of its blocks; None without blocks of a fixed size."""
-        sides = [side for rule in self._default_rules if rule.block for side in rule.block if side is not WHOLE]
-        return max(sides, default=1) if max(sides, default=1) > 1 else None
+        """The longest side of the blocks; None without blocks of a fixed size."""
+        longest = max((side or 1 for rule in self._default_rules for side in rule.block or ()), default=1)
+        return longest if longest > 1 else None
 
     @property
     def code_bytes(self) -> float:
-        """Bytes of one code."""
+        """Bytes per code."""
         return max(1 / rule.format.codes_per_byte for rule in self._default_rules)
 
     @property
     def needs_amax_pass(self) -> bool:
-        """Is a tensor read once for its amax before it is cast?"""
+        """Whether a cast reads the tensor a first time for its amax."""
         return any(
             rule.scale_rule is ScaleRule.TWO_LEVEL
-            or (rule.scale_rule is not ScaleRule.DELAYED and (rule.block is None or WHOLE in rule.block))
+            or (rule.scale_rule is not ScaleRule.DELAYED and (rule.block is None or FULL_DIM in rule.block))
             for rule in self._default_rules
         )
 
     @property
     def cast_bytes(self) -> float:
-        """Bytes that a cast reads and writes for each BF16 number: one read, one for the amax, one for a transform,
-        and codes by rows and by columns."""
+        """Bytes per element that a cast of a BF16 tensor reads, also for amax and transform, and writes, twice."""
         reads = 1 + self.needs_amax_pass + any(rule.is_transformed for rule in self._default_rules)
-        return reads * BYTES_READ + 2 * self.code_bytes
+        return reads * BF16_BYTES + 2 * self.code_bytes
 
     def is_native(self, capability: Optional[tuple[int, int]]) -> bool:
-        """Does Transformer Engine run it on GPUs of a compute capability? None is no GPU."""
+        """Whether Transformer Engine supports it on GPUs of a compute capability; None is no GPU."""
         return capability is not None and any(since <= capability < end for since, end in self.native_capabilities)
 
     def multiplies_codes(self, capability: tuple[int, int]) -> bool:
-        """Do tensor cores multiply its codes on GPUs of a compute capability? Else they multiply decoded numbers."""
+        """Whether tensor cores multiply its codes on GPUs of a compute capability, and not dequantized values."""
         ranges = self.native_capabilities + self.scaled_mm_capabilities
         return any(since <= capability < end for since, end in ranges)
 
     @property
     def flag(self) -> str:
-        """How the command line chooses it."""
+        """The flag that selects it, for example `--fp8-recipe mxfp8`."""
         return f"--{self.family}-recipe {self.name}"
 
 
-# --- for the recipes' own files ---------------------------------------------------------------------------------------
+# ---- helpers for the modules of recipes ---------------------------------------------------------------------------
 
 
-def linear_recipe(name: str, rule: Callable[[Operand, Gemm], OperandRule], **attributes: Any) -> LinearRecipe:
-    """All six rules from a function of operand and GEMM."""
-    uses = [(operand, gemm) for gemm, operands in OPERANDS_OF for operand in operands]
-    return LinearRecipe(name=name, rules=tuple((*use, rule(*use)) for use in uses), **attributes)
+def linear_recipe(name: str, rule: Callable[[Operand, Gemm], OperandRule]) -> LinearRecipe:
+    """A `LinearRecipe` whose six rules come from a function of operand and GEMM."""
+    rules = tuple((operand, gemm, rule(operand, gemm)) for gemm, operands in OPERANDS_OF for operand in operands)
+    return LinearRecipe(name=name, rules=rules)
 
 
 def compressed_tensors(strategy: str) -> Mapping[str, Any]:
-    """The quantization_config of compressed-tensors for FP8 weights with one scale a `tensor` or a `channel`."""
+    """The quantization_config of compressed-tensors for FP8 weights with one scale per "tensor" or "channel"."""
     numbers = {"num_bits": 8, "type": "float", "symmetric": True}
     activations = numbers | {"strategy": "token" if strategy == "channel" else "tensor", "dynamic": True}
     group = {
@@ -384,17 +383,17 @@ def compressed_tensors(strategy: str) -> Mapping[str, Any]:
 
 
 def operand_formats(number_format: str) -> Mapping[Operand, Format]:
-    """`e4m3` and `e5m2` are for all operands, `hybrid` is E4M3 with E5M2 gradients."""
+    """The format of each operand: `e4m3` and `e5m2` apply to all, `hybrid` is E4M3 with E5M2 for grad_output."""
     forward = E5M2 if number_format == "e5m2" else E4M3
     backward = E4M3 if number_format == "e4m3" else E5M2
     return {Operand.INPUT: forward, Operand.WEIGHT: forward, Operand.GRAD_OUTPUT: backward}
 
 
 def along_sum(length: Optional[int], operand: Operand, gemm: Gemm) -> BlockShape:
-    """A block of `length` elements that one sum of the GEMM runs over; None is all of them.
+    """A block of `length` elements along the contracted dimension of the GEMM; None is the full dimension.
 
-    fprop sums over the columns of x [T, K] and w [N, K]; dgrad over the columns of dy [T, N] and the rows of w; wgrad
-    over the rows of dy and x.
+    fprop contracts the columns of x [T, K] and w [N, K]; dgrad the columns of dy [T, N] and the rows of w; wgrad the
+    rows of dy and x.
     """
     sums_over_rows = gemm is Gemm.WGRAD or (operand is Operand.WEIGHT and gemm is Gemm.DGRAD)
     return (length, 1) if sums_over_rows else (1, length)

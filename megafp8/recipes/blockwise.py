@@ -1,4 +1,4 @@
-"""Block scaling as in DeepSeek-V3 (arXiv:2412.19437, section 3.3.2), with Transformer Engine's scales."""
+"""Blockwise scaling of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2), with Transformer Engine's scales."""
 
 from __future__ import annotations
 
@@ -55,6 +55,6 @@ RECIPE = Recipe(
         },
         excluded_key="modules_to_not_convert",
     ),
-    slow_gemm_until=(10, 0),  # from Blackwell on, its blocks are multiplied by the units for MXFP8
+    slow_gemm_until=(10, 0),  # Blackwell multiplies these blocks with its MXFP8 tensor cores
     slow_cast=True,
 )

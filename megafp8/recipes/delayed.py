@@ -1,4 +1,4 @@
-"""Delayed scaling: one scale per tensor, from the amax history (`quantization/delayed_scaling.py` keeps it)."""
+"""Delayed scaling: one scale per tensor, from its amax history, which `quantization/delayed_scaling.py` keeps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def build(
     fp8_amax_compute_algo: str = "most_recent",
     tp_only_amax_red: bool = False,
 ) -> LinearRecipe:
-    """The rules, with what makes scales of a history."""
+    """The rules and the options of delayed scaling."""
     formats = operand_formats(number_format)
     options = DelayedOptions(
         history_len=fp8_amax_history_len,

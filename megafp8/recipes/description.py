@@ -1,14 +1,14 @@
-"""Rules in words: the table of GEMMs that a dry run and the start of a run print."""
+"""Table of the precision of each GEMM, which a run prints at its start."""
 
 from __future__ import annotations
 
 from typing import NamedTuple, Optional
 
-from megafp8.recipes.base import OPERANDS_OF, DelayedOptions, LinearRecipe, OperandRule
+from megafp8.recipes.base import OPERANDS_OF, LinearRecipe
 
 
 class DescriptionRow(NamedTuple):
-    """One line of the table."""
+    """One row of the table."""
 
     gemm: str
     operands: str
@@ -18,30 +18,21 @@ class DescriptionRow(NamedTuple):
 
 
 def describe(recipe: Optional[LinearRecipe]) -> list[DescriptionRow]:
-    """The resolved precision of each GEMM: operand formats, granularity and scale."""
+    """The precision of each GEMM of a linear: operand formats, granularity and scales; None is high precision."""
     rows = []
     for gemm, operands in OPERANDS_OF:
-        names = [operand.value for operand in operands]
-        if recipe is None or not recipe.is_quantized(gemm):
-            rows.append(DescriptionRow(gemm.value, " x ".join(names), "high precision", "-", is_quantized=False))
+        rules = {operand.value: recipe.rule(operand, gemm) if recipe else None for operand in operands}
+        quantized = {name: rule for name, rule in rules.items() if rule is not None}
+        if recipe is None or len(quantized) < len(rules):
+            rows.append(DescriptionRow(gemm.value, " x ".join(rules), "high precision", "-", is_quantized=False))
             continue
-        rules = [recipe.rule(operand, gemm) for operand in operands]
-        rows.append(
-            DescriptionRow(
-                gemm.value,
-                " x ".join(_describe_operand(name, rule) for name, rule in zip(names, rules, strict=True)),
-                " x ".join(dict.fromkeys(rule.granularity for rule in rules)),
-                " x ".join(dict.fromkeys(_describe_scale(rule, recipe.delayed) for rule in rules)),
-            )
-        )
+        described = [
+            f"{name} {rule.format.name}" + (f" ({rule.extras})" if rule.extras else "")
+            for name, rule in quantized.items()
+        ]
+        granularities = dict.fromkeys(rule.granularity for rule in quantized.values())
+        scales = dict.fromkeys(rule.scale_rule.value for rule in quantized.values())
+        if delayed := recipe.delayed:
+            scales = {f"delayed ({delayed.algorithm} of {delayed.history_len}, margin {delayed.margin}) fp32": None}
+        rows.append(DescriptionRow(gemm.value, " x ".join(described), " x ".join(granularities), " x ".join(scales)))
     return rows
-
-
-def _describe_scale(rule: OperandRule, delayed: Optional[DelayedOptions]) -> str:
-    if delayed is None:
-        return rule.scale_rule.value
-    return f"delayed ({delayed.algorithm} of {delayed.history_len}, margin {delayed.margin}) fp32"
-
-
-def _describe_operand(name: str, rule: OperandRule) -> str:
-    return f"{name} {rule.format.name}" + (f" ({rule.extras})" if rule.extras else "")

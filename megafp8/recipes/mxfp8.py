@@ -1,4 +1,4 @@
-"""MXFP8: blocks of 32 along the sum, with power-of-two scales rounded up (arXiv:2506.08027)."""
+"""MXFP8: blocks of 32 along the contracted dimension, power-of-two scales rounded up (arXiv:2506.08027)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RECIPE = Recipe(
     build=build,
     default_format="e4m3",
     gemm_alignment=LENGTH,
-    native_capabilities=(((10, 0), (12, 0)),),  # not on the consumer GPUs of the generation
+    native_capabilities=(((10, 0), (12, 0)),),  # not on consumer Blackwell, 12.0
     te_recipe_class="MXFP8BlockScaling",
     supports_userbuffers=True,
     is_ranked_on_blackwell=True,

@@ -1,4 +1,4 @@
-"""NVFP4: FP4 in all operands (arXiv:2509.25149), blocks of 16, E4M3 scales under an FP32 scale of the tensor."""
+"""NVFP4 (arXiv:2509.25149): FP4 operands in blocks of 16, with E4M3 block scales and an FP32 scale per tensor."""
 
 from __future__ import annotations
 
@@ -29,9 +29,11 @@ def build(
     """The rules.
 
     Args:
+        number_format: "e2m1".
         fp4_hadamard: Hadamard-transform both operands of wgrad.
         fp4_stochastic_rounding: round grad_output stochastically.
-        fp4_2d_weights: weights have 16 x 16 blocks, so that both uses see the same values; else blocks along the sum.
+        fp4_2d_weights: quantize weights in 16 x 16 blocks, so that fprop and dgrad read the same codes; otherwise in
+            blocks along the contracted dimension.
     """
 
     def rule(operand: Operand, gemm: Gemm) -> OperandRule:

@@ -1,9 +1,9 @@
-"""All recipes by name: every file of this folder that defines `RECIPE`, and those that the environment adds.
+"""Recipe registry: every module of this package that defines `RECIPE`, and those that the environment adds.
 
     MEGAFP8_RECIPES=recipes/mine.py,team.recipe torchrun ... pretrain_gpt.py --fp8-recipe mine
 
-names Python files or modules that define a `RECIPE` as the files of this folder do. All ranks, and the tools that read
-the run's checkpoints and records, need the same value.
+The variable lists Python files or modules that define a `RECIPE`, as the modules of this package do. All ranks, and
+the tools that read the run's checkpoints and records, need the same value.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import megafp8.recipes
 from megafp8.errors import ConfigError
 from megafp8.recipes.base import Recipe
 
-VARIABLE = "MEGAFP8_RECIPES"
+RECIPES_VARIABLE = "MEGAFP8_RECIPES"
 DEFAULT_FP8, DEFAULT_FP4, DEFAULT_EXPORT = "delayed", "nvfp4", "blockwise"
 
 
 def get(name: str) -> Recipe:
-    """The recipe of a name.
+    """The recipe with this name.
 
     Raises:
-        ConfigError: there is none; the message lists those there are.
+        ConfigError: there is none; the message lists the known recipes.
     """
     known = _recipes()
     if name not in known:
@@ -37,33 +37,33 @@ def get(name: str) -> Recipe:
 
 
 def names(family: Optional[str] = None) -> tuple[str, ...]:
-    """Names of all recipes, or of those of a family, the coarsest scales first."""
+    """Names of all recipes, or of those of one family ("fp8" or "fp4"), in the order of `recipes`."""
     return tuple(each.name for each in recipes(family))
 
 
 def recipes(family: Optional[str] = None) -> tuple[Recipe, ...]:
-    """All recipes, or those of a family: FP8 before FP4, the coarsest scales first."""
+    """All recipes, or those of one family: FP8 before FP4, coarser scales before finer ones."""
     wanted = (each for each in _recipes().values() if family in (None, each.family))
-    return tuple(sorted(wanted, key=_order))
+    return tuple(sorted(wanted, key=_sort_key))
 
 
 def stateless() -> tuple[Recipe, ...]:
-    """Recipes that quantize a tensor without knowing what came before it."""
+    """Recipes without state from earlier steps: all but delayed scaling."""
     return tuple(each for each in recipes() if not each.is_stateful)
 
 
 def with_export_form() -> tuple[str, ...]:
-    """Names of the recipes whose weights have a form that others read."""
+    """Names of the recipes whose quantized weights can be exported."""
     return tuple(each.name for each in recipes() if each.export_form is not None)
 
 
 def with_triton_casts() -> tuple[str, ...]:
-    """Names of the recipes whose casts in Transformer Engine's layers our Triton kernels can make."""
+    """Names of the recipes for which Triton kernels can replace Transformer Engine's casts."""
     return tuple(each.name for each in recipes() if each.te_quantizer is not None)
 
 
-def clear() -> None:
-    """Forget what the environment added: for tests that change it."""
+def clear_cache() -> None:
+    """Read the environment variable again at the next use. For tests."""
     _recipes.cache_clear()
 
 
@@ -72,7 +72,7 @@ def _recipes() -> dict[str, Recipe]:
     found: dict[str, Recipe] = {}
     for recipe in (*_built_in(), *_external()):
         if recipe.name in found:
-            raise ConfigError(f"{VARIABLE}: there is a recipe {recipe.name!r} already; give it another name")
+            raise ConfigError(f"{RECIPES_VARIABLE}: there is a recipe {recipe.name!r} already; give it another name")
         found[recipe.name] = recipe
     return found
 
@@ -84,19 +84,19 @@ def _built_in() -> Iterator[Recipe]:
 
 
 def _external() -> Iterator[Recipe]:
-    for place in filter(None, os.environ.get(VARIABLE, "").split(",")):
+    for place in filter(None, os.environ.get(RECIPES_VARIABLE, "").split(",")):
         try:
             recipe = runpy.run_path(place)["RECIPE"] if place.endswith(".py") else importlib.import_module(place).RECIPE
-        except Exception as error:  # whatever its code raises
-            raise ConfigError(f"{VARIABLE}: {place}: {type(error).__name__}: {error}; it must define RECIPE") from error
-        if not isinstance(recipe, Recipe) or not recipe.name.replace("_", "").isalnum():
+        except Exception as error:  # user code may raise anything
             raise ConfigError(
-                f"{VARIABLE}: {place}: RECIPE is {recipe!r}; it must be a megafp8.recipes.base.Recipe whose name has "
-                "letters, digits and underscores only"
-            )
+                f"{RECIPES_VARIABLE}: {place}: {type(error).__name__}: {error}; it must define RECIPE"
+            ) from error
+        if not isinstance(recipe, Recipe) or not recipe.name.replace("_", "").isalnum():
+            kind = "a megafp8.recipes.base.Recipe whose name has letters, digits and underscores only"
+            raise ConfigError(f"{RECIPES_VARIABLE}: {place}: RECIPE is {recipe!r}; it must be {kind}")
         yield recipe
 
 
-def _order(recipe: Recipe) -> tuple[bool, float, bool, str]:
-    whole = {True: 1 << 30, False: float("inf")}[recipe.has_whole_dimensions]
-    return (recipe.family == "fp4", -float(recipe.block_length or whole), recipe.is_stateful, recipe.name)
+def _sort_key(recipe: Recipe) -> tuple[bool, float, bool, str]:
+    unblocked = {True: 1 << 30, False: float("inf")}[recipe.has_whole_dimensions]
+    return (recipe.family == "fp4", -float(recipe.block_length or unblocked), recipe.is_stateful, recipe.name)

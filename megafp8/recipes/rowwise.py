@@ -1,14 +1,14 @@
-"""Rowwise scaling: one scale for a token of activations and gradients, and for an output channel of weights.
+"""Rowwise scaling: one scale per token of activations and gradients, and one per output channel of weights.
 
-As torchao's `rowwise`: each operand has scales along what its GEMM sums over, so that they come out of the sums, and
-scales are powers of two. Both uses of an operand are cast from high precision. Source: torchao's
-`Float8LinearRecipeName.ROWWISE` and `tensor_to_scale`.
+Each operand has one scale per vector along the contracted dimension of the GEMM, so that the scales can be applied to
+the output. Scales are powers of two. The two uses of an operand are quantized separately from high precision. Source:
+torchao's `Float8LinearRecipeName.ROWWISE` and `tensor_to_scale`.
 """
 
 from __future__ import annotations
 
 from megafp8.recipes.base import (
-    WHOLE,
+    FULL_DIM,
     ExportForm,
     Gemm,
     LinearRecipe,
@@ -28,7 +28,7 @@ def build(number_format: str) -> LinearRecipe:
     formats = operand_formats(number_format)
 
     def rule(operand: Operand, gemm: Gemm) -> OperandRule:
-        block = along_sum(WHOLE, operand, gemm)
+        block = along_sum(FULL_DIM, operand, gemm)
         return OperandRule(format=formats[operand], block=block, scale_rule=ScaleRule.POWER_OF_TWO)
 
     return linear_recipe(RECIPE.name, rule)
@@ -39,7 +39,7 @@ RECIPE = Recipe(
     description="one power-of-two scale for a token, and for an output channel of weights",
     build=build,
     default_format="e4m3",
-    scaled_mm_capabilities=(((9, 0), (9, 1)),),  # what it was tried on
+    scaled_mm_capabilities=(((9, 0), (9, 1)),),  # only Hopper was tested
     export_form=ExportForm(
         scale_suffix="weight_scale", quantization_config=compressed_tensors("channel"), excluded_key="ignore"
     ),

@@ -1,4 +1,4 @@
-"""Current scaling: one scale per tensor, from the tensor's own amax."""
+"""Tensorwise current scaling: one scale per tensor, from the amax of the tensor itself."""
 
 from __future__ import annotations
 

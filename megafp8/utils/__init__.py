@@ -1,1 +1,1 @@
-"""What is low, general and needs the standard library only: reading small files, checking paths."""
+"""General utilities that need the standard library only: files, strict JSON and YAML, text tables, processes."""

@@ -1,7 +1,7 @@
-"""Output that never stops a run: logs on a disk that may be full or vanish, and a terminal that may be closed.
+"""Best-effort output: log files, optional files and console streams whose write errors do not stop training.
 
-Only checkpoints may end a run. Everything else that it writes is best effort: one warning when a place can no longer
-be written, a bounded backlog in memory, a count of what did not fit into it, and one notice when writing works again.
+Only a failed checkpoint may stop a run. For everything else there is one warning when writing fails, a bounded backlog
+in memory, a count of the entries that did not fit into it, and one notice when writing works again.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Optional, TextIO, Union
 
-# Lines that wait for a disk: about 40,000 records of steps.
-BACKLOG_BYTES = 16 << 20
-# In the place of a descriptor; the system refuses it.
-CLOSED = -1
+BACKLOG_BYTES = 16 << 20  # about 40,000 step records
+CLOSED = -1  # stands for a closed file descriptor
 REASONS = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
@@ -37,13 +35,13 @@ Report = Callable[[str], None]
 
 
 def warn(text: str) -> None:
-    """Print a warning; nobody may be there to read it."""
+    """Print a warning. A closed terminal is ignored."""
     with contextlib.suppress(OSError):
         print(f"warning: {text}", flush=True)
 
 
 def reason_of(error: Exception) -> str:
-    """Why something could not be written, in words."""
+    """A short text for a write error."""
     if isinstance(error, OSError):
         return REASONS.get(error.errno or 0) or error.strerror or str(error)
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
@@ -51,7 +49,7 @@ def reason_of(error: Exception) -> str:
 
 @contextlib.contextmanager
 def optional_write(path: Union[str, Path]) -> Iterator[None]:
-    """Within, a file is written that the run can do without: an error of the disk is a warning."""
+    """Context for writing a file that the run does not need: an `OSError` becomes a warning."""
     try:
         yield
     except OSError as error:
@@ -59,12 +57,13 @@ def optional_write(path: Union[str, Path]) -> Iterator[None]:
 
 
 class Outage:
-    """Reports that something cannot be written: once when that begins and once when it ends.
+    """Reports that writing fails and that it works again, once each, and counts lost entries.
 
     Args:
-        name: what is written.
-        unit: what is counted when it is lost.
-        meanwhile: what happens until it can be written again.
+        name: name of the output in the reports.
+        unit: name of the entries in the reports, in the plural.
+        meanwhile: what happens while writing fails.
+        report: function that prints a report.
     """
 
     def __init__(self, name: str, unit: str, meanwhile: str = "training continues", report: Report = warn):
@@ -72,19 +71,19 @@ class Outage:
         self.is_on, self.num_lost, self.total_lost = False, 0, 0
 
     def failed(self, error: Exception, num_lost: int = 0) -> None:
-        """Writing failed, and so many units are lost for good with it."""
+        """Record a write error and the entries that it lost."""
         if not self.is_on:
             self.report(f"{self.name} cannot be written: {reason_of(error)}; {self.meanwhile}")
         self.is_on = True
         self.lose(num_lost)
 
     def lose(self, num_lost: int) -> None:
-        """So many units are lost for good."""
+        """Record lost entries."""
         self.num_lost += num_lost
         self.total_lost += num_lost
 
     def ended(self) -> int:
-        """Writing works. Returns the number of units lost in the outage that this ends; 0 if there was none."""
+        """Record a successful write. Returns the number of entries lost in the outage that it ends, 0 without one."""
         num_lost = self.num_lost
         if self.is_on:
             lost = f"{num_lost} {self.unit} were lost" if num_lost else "nothing was lost"
@@ -93,24 +92,25 @@ class Outage:
         return num_lost
 
     def close(self) -> None:
-        """At the end: report what was lost in all."""
+        """Report the number of entries lost in all outages."""
         if self.total_lost:
             self.report(f"{self.name}: {self.total_lost} {self.unit} were lost in all")
         self.total_lost = 0
 
 
 class LogFile:
-    """A file that is appended to, and that survives its disk.
+    """An append-only file whose disk may fail.
 
-    An entry is with the operating system when `append` returns, unless the disk refuses it. It then waits in memory
-    and is written before the next one. Beyond `most_bytes` the oldest entries are lost. A file that was removed, or
-    whose folder was, is created again. There is never half an entry in the middle of the file.
+    `append` passes an entry to the operating system before it returns. If that fails, the entry waits in a backlog and
+    is written before the next one. When the backlog exceeds `most_bytes`, the oldest entries are dropped. A file that
+    was deleted is created again. An entry is written completely or not at all.
 
     Args:
-        path: its folder is created when it is needed.
-        unit: what an entry is called in reports.
-        most_bytes: that wait; `BACKLOG_BYTES` if not given.
-        is_text: entries are lines; half a line that a killed process left is ended first.
+        path: missing parent folders are created.
+        unit: name of the entries in reports, in the plural.
+        report: function that prints a report.
+        most_bytes: limit of the backlog; None is `BACKLOG_BYTES`.
+        is_text: entries are lines. A partial last line, left by a killed process, is terminated first.
     """
 
     def __init__(
@@ -127,21 +127,22 @@ class LogFile:
         self._descriptor = CLOSED
 
     def append(self, entry: bytes, *, is_header: bool = False, sync: bool = False) -> int:
-        """Write an entry behind those that wait.
+        """Write the backlog and an entry.
 
         Args:
-            is_header: a reader needs it: it is never lost, and repeated when the file must be created again.
-            sync: force the file to the disk.
+            entry: the bytes of the entry.
+            is_header: readers need it. It is never dropped, and written again when the file is created again.
+            sync: fsync the file.
 
         Returns:
-            The number of entries lost in an outage that this call ends; 0 without one.
+            The number of entries lost in an outage that this call ends, 0 without one.
         """
         self._backlog.append((entry, is_header))
         self._backlog_bytes += len(entry)
         return self._flush(sync)
 
     def close(self) -> None:
-        """Write what waits, and report what is lost. A closed file can be appended to again."""
+        """Write the backlog and report lost entries. A closed file can be appended to again."""
         if self._descriptor != CLOSED or self._backlog:
             self._flush(sync=True)
         if self._backlog:
@@ -170,7 +171,7 @@ class LogFile:
         return self._outage.ended()
 
     def _open(self) -> str:
-        """Open the file that the path names now, unless it is open. Returns what became of the one that was open."""
+        """Open the file at `path` unless it is open. Returns what happened to a file that was open before, or ""."""
         gone = ""
         if self._descriptor != CLOSED:
             if self._is_current():
@@ -188,7 +189,7 @@ class LogFile:
             try:
                 self._write(b"\n")
             except OSError:
-                self._close_descriptor()  # so that the next attempt ends it
+                self._close_descriptor()  # the next attempt opens the file and terminates the line
                 raise
         return gone
 
@@ -199,7 +200,7 @@ class LogFile:
             return False
 
     def _write(self, entry: bytes) -> None:
-        """Write the whole entry or, when the disk refuses a part, nothing."""
+        """Write an entry completely; truncate the file back when a part of it fails."""
         descriptor, rest = self._descriptor, memoryview(entry)
         end = os.fstat(descriptor).st_size
         try:
@@ -211,7 +212,7 @@ class LogFile:
             raise
 
     def _drop_oldest(self) -> int:
-        """Keep the backlog within its bound. Returns the number of entries that this takes."""
+        """Drop the oldest entries until the backlog is within its limit. Returns their number."""
         num_lost, headers = 0, []
         while self._backlog and self._backlog_bytes > self._most_bytes:
             entry, is_header = self._backlog.popleft()
@@ -231,7 +232,7 @@ class LogFile:
 
 
 class BestEffortStream:
-    """Standard output or standard error of a run: a full disk or a terminal that was closed takes text, not the run."""
+    """Standard output or standard error of which write errors are ignored: a closed terminal, a full disk."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -250,5 +251,5 @@ class BestEffortStream:
 
 
 def best_effort(stream: Any) -> Any:
-    """The stream, made such that writing to it never fails."""
+    """Wrap a stream so that writing to it never fails; None stays None."""
     return stream if stream is None or isinstance(stream, BestEffortStream) else BestEffortStream(stream)

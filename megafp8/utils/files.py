@@ -1,12 +1,11 @@
-"""Files that are either whole or absent: written under a temporary name, synced, then renamed; and their hashes.
+"""Atomic writes, bounded reads of untrusted files, file hashes, and checks of path arguments.
 
-Reads small files that anybody may have written: settings, manifests, locks, states.
+Writes go to a temporary file that is synced and then renamed, so that a file is either complete or absent.
 
-Only regular files are read: opening a named pipe would block forever, and a device may have no end. Sizes are limited.
-Everything that can be wrong with such a file is one error, `UnreadableFile`, which callers turn into their own.
-JSON and YAML are parsed by `strict_json` and `strict_yaml`.
-
-Paths as people give them: what no file system can have is refused before anything is opened or made.
+Reads are for small files that another program or a person may have written: settings, manifests, leases, states. Only
+regular files up to a size limit are read, because opening a named pipe blocks and a device may have no end. Every
+failure is an `UnreadableFile`, which callers turn into an error of their own. `strict_json` and `strict_yaml` parse
+the content.
 """
 
 from __future__ import annotations
@@ -14,30 +13,42 @@ from __future__ import annotations
 import argparse
 import errno
 import glob
-import hashlib
 import json
 import os
-import socket
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Optional, Union
 
+AnyPath = Union[str, "os.PathLike[str]"]
+MAX_BYTES = 1 << 24
+LIST_BYTES = 1 << 28  # for files that list other files, about a million of them
+MAX_NAME_BYTES = 255
+MAX_PATH_BYTES = 4095 - 1 - MAX_NAME_BYTES  # of a folder; leaves room for a file name in it
+MAX_PRINTED_CHARS = 60
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+_MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
+
+# ---- atomic writes ------------------------------------------------------------------------------------------------
+
 
 def temporary_name(path: Union[str, Path]) -> Path:
-    """Return the name in the same folder under which this process writes `path` until it is whole.
-
-    No other process has it, also not one of another machine that shares the folder.
-    """
+    """The name in the same folder under which this process writes `path`; unique across machines and processes."""
     path = Path(path)
-    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    return path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
 
 
-def discard_abandoned(path: Union[str, Path]) -> None:
-    """Delete what killed processes of this machine left of `path` under their temporary names."""
+def remove_stale_temporaries(path: Union[str, Path]) -> None:
+    """Delete the temporary files of `path` that killed processes of this machine left behind."""
     path = Path(path)
-    start, end = f".{path.name}.{socket.gethostname()}.", ".tmp"
+    start, end = f".{path.name}.{os.uname().nodename}.", ".tmp"
     for found in path.parent.glob(f"{glob.escape(start)}*{end}"):
         process = found.name[len(start) : -len(end)]
         if process.isdigit() and not _is_running(int(process)):
@@ -49,19 +60,19 @@ def _is_running(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # another user's
+    except PermissionError:  # a process of another user
         pass
     return True
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Give a closed and synced temporary file its name, and make the rename itself durable."""
+    """Rename a closed and synced temporary file to `path`, and sync the rename."""
     os.replace(temporary, path)
     sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
+    """fsync a folder: the names in it are then on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -70,20 +81,20 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync(stream: BinaryIO) -> None:
-    """Force the bytes of an open file to the disk."""
+    """Flush and fsync an open file."""
     stream.flush()
     os.fsync(stream.fileno())
 
 
 def sync_file(path: Path) -> None:
-    """Wait until a file that is written and closed is on the disk."""
+    """fsync a file that is closed."""
     with open(path, "rb") as stream:
         os.fsync(stream.fileno())
 
 
 @contextmanager
 def atomic_write(path: Union[str, Path]) -> Iterator[BinaryIO]:
-    """Open `path` for writing bytes; it appears when the block ends well, and stays as it was when the block raises.
+    """Open `path` for writing bytes. It is replaced when the block succeeds, and left as it was when the block raises.
 
     Raises:
         OSError: the folder cannot be written or the disk is full.
@@ -101,19 +112,24 @@ def atomic_write(path: Union[str, Path]) -> Iterator[BinaryIO]:
 
 
 def atomic_write_json(path: Union[str, Path], content: dict[str, Any]) -> None:
-    """Write `content` as indented JSON with a final newline, whole or not at all."""
+    """Write `content` atomically as indented JSON with a final newline."""
     with atomic_write(path) as stream:
         stream.write((json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode("utf-8"))
 
 
+# ---- hashes -------------------------------------------------------------------------------------------------------
+
+
 class HashedStream:
-    """Counts and hashes what is written to a binary file.
+    """Counts and hashes the bytes that are written to a binary file.
 
     Attributes:
-        num_bytes: written so far.
+        num_bytes: bytes written so far.
     """
 
     def __init__(self, stream: BinaryIO):
+        import hashlib  # here and below, because --help imports this module
+
         self._stream = stream
         self._digest = hashlib.sha256()
         self.num_bytes = 0
@@ -131,7 +147,9 @@ class HashedStream:
 
 
 def file_sha256(path: Union[str, Path, int]) -> str:
-    """Return the SHA-256 of a file's bytes in hexadecimal; of a descriptor, from its place on, and it is closed."""
+    """SHA-256 of a file in hexadecimal. A file descriptor is read from its current offset and closed."""
+    import hashlib
+
     digest = hashlib.sha256()
     with open(path, "rb") as stream:
         while block := stream.read(1 << 20):
@@ -139,18 +157,7 @@ def file_sha256(path: Union[str, Path, int]) -> str:
     return digest.hexdigest()
 
 
-AnyPath = Union[str, "os.PathLike[str]"]
-MAX_BYTES = 1 << 24
-LIST_BYTES = 1 << 28
-"""For files that list other files: about a million of them."""
-_KINDS = {
-    stat.S_IFDIR: "a directory",
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
-_MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
+# ---- reads of untrusted files -------------------------------------------------------------------------------------
 
 
 class UnreadableFile(ValueError):
@@ -158,8 +165,8 @@ class UnreadableFile(ValueError):
 
     Attributes:
         path: None for text that came from no file.
-        reason: what is wrong, in a few words, without the path.
-        is_missing: there is no file of that name.
+        reason: what is wrong, without the path.
+        is_missing: whether the file does not exist.
     """
 
     def __init__(self, reason: str, path: Optional[AnyPath] = None, *, is_missing: bool = False):
@@ -171,16 +178,16 @@ def open_regular(path: AnyPath) -> BinaryIO:
     """Open a regular file, or a link to one, for reading. Never blocks.
 
     Raises:
-        UnreadableFile: it is missing, of another kind, or may not be read.
+        UnreadableFile: it does not exist, is not a regular file, or permission is denied.
     """
     try:
-        # Without O_NONBLOCK the open of a named pipe waits for a writer.
+        # Without O_NONBLOCK, opening a named pipe waits for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError as error:
         if error.errno == errno.ENXIO:
             raise UnreadableFile("it is a socket, not a regular file", path) from error
         raise UnreadableFile(error.strerror or str(error), path, is_missing=error.errno in _MISSING) from error
-    except ValueError as error:  # a null character, or characters that no file name can have
+    except ValueError as error:  # a null character or a lone surrogate in the name
         raise UnreadableFile(str(error), path, is_missing=True) from error
     kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
     if kind != stat.S_IFREG:
@@ -193,7 +200,7 @@ def read_bytes(path: AnyPath, max_bytes: int = MAX_BYTES) -> bytes:
     """The content of a regular file.
 
     Raises:
-        UnreadableFile: as `open_regular`; or it has more bytes than the limit, or the disk fails.
+        UnreadableFile: as `open_regular`; or the file is larger than `max_bytes`, or an I/O error.
     """
     with open_regular(path) as stream:
         try:
@@ -215,7 +222,7 @@ def read_text(path: AnyPath, max_bytes: int = MAX_BYTES) -> str:
 
 
 def decode(content: bytes, path: Optional[AnyPath] = None) -> str:
-    """UTF-8 as text, without a byte order mark.
+    """Decode UTF-8, dropping a byte order mark.
 
     Raises:
         UnreadableFile: it is not UTF-8.
@@ -226,16 +233,14 @@ def decode(content: bytes, path: Optional[AnyPath] = None) -> str:
         raise UnreadableFile(f"not UTF-8: {error}", path) from error
 
 
-MAX_NAME_BYTES = 255
-MAX_PATH_BYTES = 4095 - 1 - MAX_NAME_BYTES  # of a folder that a file fits into
-SHOWN = 60
+# ---- path arguments -----------------------------------------------------------------------------------------------
 
 
-def path_fault(path: str) -> Optional[str]:
-    """Why no file can have this path; None if one can.
+def path_problem(path: str) -> Optional[str]:
+    """Why a string is not a valid path; None if it is.
 
-    Linux takes any bytes. Python reads those that are not UTF-8 as lone surrogates, which can be written neither to
-    JSON nor to most terminals, so they are refused, too.
+    Linux allows any bytes in a name. Python decodes bytes that are not UTF-8 to lone surrogates, which can be written
+    neither to JSON nor to most terminals, so such names are refused.
     """
     try:
         encoded = path.encode("utf-8")
@@ -251,23 +256,23 @@ def path_fault(path: str) -> Optional[str]:
     return None
 
 
-def shown(text: str) -> str:
-    """The beginning of a text for a message, with escapes for what cannot be printed."""
+def printable(text: str) -> str:
+    """The first characters of a text for an error message, with unprintable characters escaped."""
     text = text if text.isprintable() else ascii(text)[1:-1]
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+    return text if len(text) <= MAX_PRINTED_CHARS else f"{text[:MAX_PRINTED_CHARS]}..."
 
 
 def path_text(text: str) -> str:
-    """The `type` of an argparse argument that is a path or the prefix of some.
+    """argparse `type` of an argument that is a path or a path prefix.
 
     Raises:
-        argparse.ArgumentTypeError: no file can have this path.
+        argparse.ArgumentTypeError: `path_problem`.
     """
-    if fault := path_fault(text):
-        raise argparse.ArgumentTypeError(f"{shown(text)} {fault}")
+    if fault := path_problem(text):
+        raise argparse.ArgumentTypeError(f"{printable(text)} {fault}")
     return text
 
 
 def path_argument(text: str) -> Path:
-    """As `path_text`, for arguments that are a `Path`."""
+    """argparse `type` of a path argument that becomes a `Path`; errors as `path_text`."""
     return Path(path_text(text))

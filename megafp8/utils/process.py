@@ -1,47 +1,47 @@
-"""Which process wrote something, and whether it is still there. Linux: it reads /proc.
+"""Process identity, parent-death signals, stop signals and background threads. Linux only: it reads /proc.
 
-Work beside the training loop.
-
-A rank ends when the torchrun that started it ends, however it does and however early.
-
-Standard library only: a rank calls this before its imports, which take seconds, and minutes on a busy file system.
+Ranks import this module before torch, to learn that torchrun died while they were still importing. It therefore
+imports nothing that is slow to load.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import multiprocessing
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional, TypeVar
+from typing import TYPE_CHECKING, Any, Optional, TypeVar
 
 from megafp8.errors import PeerLost
 
-ENDED = ("Z", "X", "x")
-STOPPED = "T"
-PR_SET_PDEATHSIG = 1
-SLURM_JOB = "SLURM_JOB_ID"
-# Each lets a run save and stop. SIGHUP is a terminal that was closed.
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+# State letters of /proc/PID/stat.
+ENDED_STATES = ("Z", "X", "x")
+STOPPED_STATE = "T"
+PR_SET_PDEATHSIG = 1  # of prctl(2)
+SLURM_JOB_VARIABLE = "SLURM_JOB_ID"
+# Signals on which a run saves a checkpoint and exits. SIGHUP means that the terminal was closed.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+CONNECT_TIMEOUT_S = 5.0  # for a connection within this machine
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process that no other one is taken for.
+    """Identity of a process, unique across machines, reboots and reused PIDs.
 
     Attributes:
-        host: the machine's name, for people.
-        place: this start of the machine and this space of process numbers: only there `pid` means something.
-        started: ticks since the machine's start, as numbers are used again.
-        job: of Slurm that it belongs to; None outside of Slurm.
+        host: hostname, for messages.
+        place: boot id and PID namespace in which `pid` is valid.
+        started: start time in clock ticks since boot; it tells apart two processes with the same PID.
+        job: Slurm job id; None outside Slurm.
     """
 
     host: str
@@ -51,40 +51,40 @@ class Process:
     job: Optional[str] = None
 
     def state(self) -> Optional[str]:
-        """The kernel's letter for it; `X` when it is gone, None when that cannot be seen from here."""
-        if self.place != this_place():
+        """State letter from /proc/PID/stat, `X` if the process has exited, None if it is on another machine."""
+        if self.place != pid_namespace():
             return None
-        state, started = stat_of(self.pid) or ("X", self.started)
+        state, started = read_proc_stat(self.pid) or ("X", self.started)
         return state if started == self.started else "X"
 
     def is_alive(self) -> Optional[bool]:
-        """Whether it still runs (stopped ones do); None when that cannot be seen from here."""
+        """Whether the process is running or stopped; None if it is on another machine."""
         state = self.state()
-        return None if state is None else state not in ENDED
+        return None if state is None else state not in ENDED_STATES
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
 
 
-def this_process() -> Process:
-    """The one that asks."""
-    state_and_start = stat_of(os.getpid())
-    started = state_and_start[1] if state_and_start else 0
-    return Process(socket.gethostname(), this_place(), os.getpid(), started, os.environ.get(SLURM_JOB))
+def current_process() -> Process:
+    """Identity of the calling process."""
+    _, started = read_proc_stat(os.getpid()) or ("", 0)
+    host, job = os.uname().nodename, os.environ.get(SLURM_JOB_VARIABLE)
+    return Process(host, pid_namespace(), os.getpid(), started, job)
 
 
-def heeded_stop_signals() -> tuple[signal.Signals, ...]:
-    """The stop signals that this process should act on. `nohup` starts it with SIGHUP ignored, and it stays ignored."""
+def handled_stop_signals() -> tuple[signal.Signals, ...]:
+    """The stop signals to install handlers for: all but SIGHUP under `nohup`, which starts a process ignoring it."""
     has_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    return tuple(number for number in STOP_SIGNALS if number != signal.SIGHUP or not has_nohup)
+    return tuple(number for number in STOP_SIGNALS if not (has_nohup and number == signal.SIGHUP))
 
 
-def end_with_parent(number: int, parent: Optional[int] = None) -> None:
-    """Have the kernel send this process a signal when the thread that started it ends, however it ends.
+def set_parent_death_signal(number: int, parent: Optional[int] = None) -> None:
+    """Have the kernel send this process a signal when the thread that started it exits.
 
     Args:
-        parent: number of the process that started this one, where it is known. The signal is sent at once if that
-            process has ended before the kernel was asked.
+        number: the signal.
+        parent: PID of the starting process, if known. If it has exited before this call, the signal is sent now.
     """
     parent = os.getppid() if parent is None else parent
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
@@ -92,36 +92,37 @@ def end_with_parent(number: int, parent: Optional[int] = None) -> None:
         os.kill(os.getpid(), number)
 
 
-def end_with_starter(number: int) -> None:
-    """The same in a process of multiprocessing, which knows who started it."""
+def set_worker_death_signal(number: int) -> None:
+    """`set_parent_death_signal` in a worker of multiprocessing, which knows the PID of its parent."""
+    import multiprocessing
+
     starter = multiprocessing.parent_process()
-    end_with_parent(number, None if starter is None else starter.pid)
+    set_parent_death_signal(number, None if starter is None else starter.pid)
 
 
 @functools.cache
-def this_place() -> str:
-    """Another text after a reboot, on another machine and in another container."""
+def pid_namespace() -> str:
+    """Boot id and PID namespace: different after a reboot, on another machine and in another container."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
-def stat_of(pid: int) -> Optional[tuple[str, int]]:
-    """State and start of a process of this place; None if there is none."""
+def read_proc_stat(pid: int) -> Optional[tuple[str, int]]:
+    """State letter and start time in clock ticks of a process in this PID namespace; None if it does not exist."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = text[text.rindex(")") + 2 :].split()  # the name before it may hold anything
+    fields = text[text.rindex(")") + 2 :].split()  # the process name in parentheses may contain spaces
     return fields[0], int(fields[19])
 
 
-T = TypeVar("T")
-
-
 def in_thread(action: Callable[..., T], *arguments: Any) -> Future[T]:
-    """Start an action in a thread of its own; its result.
+    """Run `action(*arguments)` in a new daemon thread.
 
-    A thread that hangs (a disk that does not answer) is left behind: unlike a pool's it keeps no program from ending.
+    Unlike a thread of `ThreadPoolExecutor`, one that hangs on a dead file system does not keep the process alive.
     """
+    from concurrent.futures import Future
+
     future: Future[T] = Future()
 
     def work() -> None:
@@ -134,48 +135,44 @@ def in_thread(action: Callable[..., T], *arguments: Any) -> Future[T]:
     return future
 
 
-# For a connection within this machine.
-CONNECT_S = 5.0
-
-
 def is_under_torchrun() -> bool:
     """Whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def end_with_torchrun() -> None:
-    """Have the kernel kill this process when torchrun ends, and end it now if torchrun has ended already.
+def die_with_torchrun() -> None:
+    """Have the kernel kill this process when torchrun exits, and exit now if torchrun has exited already.
 
-    SIGKILL, since a rank that has not met the others has nothing to save; `save_at_end_of_torchrun` is for afterwards.
-    The kernel watches the thread that started this process, which in torchrun is the main one.
+    The signal is SIGKILL because a rank before its rendezvous has nothing to save; afterwards `stop_with_torchrun`
+    replaces it. The kernel watches the thread that started this process, which is torchrun's main thread.
     """
     if not is_under_torchrun():
         return
-    end_with_parent(signal.SIGKILL)
-    if is_torchrun_gone():
+    set_parent_death_signal(signal.SIGKILL)
+    if _is_torchrun_gone():
         print("torchrun, which started this rank, is gone: the rank ends too", file=sys.stderr, flush=True)
         sys.exit(PeerLost.exit_status)
 
 
-def save_at_end_of_torchrun() -> None:
-    """From now on the end of torchrun is a SIGTERM to this process, which saves."""
+def stop_with_torchrun() -> None:
+    """Replace the signal of `die_with_torchrun` by SIGTERM, on which a run saves a checkpoint."""
     if is_under_torchrun():
-        end_with_parent(signal.SIGTERM)
+        set_parent_death_signal(signal.SIGTERM)
 
 
-def is_torchrun_gone() -> bool:
-    """Whether this process was orphaned before it could ask the kernel for anything.
+def _is_torchrun_gone() -> bool:
+    """Whether torchrun exited before `set_parent_death_signal` was called.
 
-    The parent's number does not say so: a torchrun may be process 1, and an orphan's new parent may be any subreaper.
-    But the torchrun of the first node listens on the ranks' store from before it starts them. Elsewhere it does not,
-    and this is False.
+    The parent PID does not tell: torchrun may be PID 1, and any subreaper may adopt an orphan. But torchrun on the
+    first node hosts the ranks' TCPStore, so a refused connection means that it is gone. On other nodes, where it hosts
+    no store, the result is False.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or os.environ.get("GROUP_RANK") != "0":
         return False
+    import socket  # here, because --help imports this module
+
     try:
-        with socket.create_connection(("localhost", int(os.environ["MASTER_PORT"])), timeout=CONNECT_S):
+        with socket.create_connection(("localhost", int(os.environ["MASTER_PORT"])), timeout=CONNECT_TIMEOUT_S):
             return False
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)

@@ -1,7 +1,7 @@
-"""JSON as its standard has it, and bounded: no NaN, no infinity, no endless numbers, no deep nesting.
+"""Strict JSON: no NaN or infinity, and limits on the length of numbers and on nesting.
 
-Python's own parser accepts more than that, and each of these is an error of another class far from the file that caused
-it: a RecursionError, an OverflowError, a ValueError about a limit of the interpreter.
+Python's `json` accepts these, and they then fail far from the file that caused them, with a RecursionError, an
+OverflowError or a ValueError of the interpreter.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Optional, Union
 from megafp8.utils.files import MAX_BYTES, AnyPath, UnreadableFile, decode, read_bytes
 
 MAX_DEPTH = 100
-MAX_NUMBER_LENGTH = 64  # characters; every whole number of that length fits a float, also in products of a few
+MAX_NUMBER_LENGTH = 64  # characters; integers of this length, and products of a few of them, fit a float
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -32,18 +32,18 @@ def parse_json(text: Union[str, bytes], path: Optional[AnyPath] = None) -> Any:
 
     Args:
         text: bytes are UTF-8.
-        path: where it came from, for the error.
+        path: source of the text, for error messages.
 
     Raises:
-        UnreadableFile: it is not JSON, holds a number that is not finite or has more than `MAX_NUMBER_LENGTH`
-            characters, is nested deeper than `MAX_DEPTH`, or holds half of a surrogate pair, which UTF-8 does not have.
+        UnreadableFile: the text is not JSON, has a number that is not finite or longer than `MAX_NUMBER_LENGTH`
+            characters, is nested deeper than `MAX_DEPTH`, or has a lone surrogate, which UTF-8 cannot encode.
     """
     text = decode(text, path) if isinstance(text, bytes) else text
     try:
         tree = json.loads(text, parse_int=_whole_number, parse_float=_number, parse_constant=_refuse_constant)
         if _SURROGATE.search(text):
             json.dumps(tree, ensure_ascii=False).encode()
-    except RecursionError:  # a cause would carry a thousand frames
+    except RecursionError:  # `from None`, because its traceback has a thousand frames
         raise too_deep(path) from None
     except UnreadableFile as error:
         raise UnreadableFile(error.reason, path) from None
@@ -57,17 +57,17 @@ def parse_json(text: Union[str, bytes], path: Optional[AnyPath] = None) -> Any:
 
 
 def too_deep(path: Optional[AnyPath]) -> UnreadableFile:
-    """The error of a file whose nesting has more than `MAX_DEPTH` levels."""
+    """The error for a file that is nested deeper than `MAX_DEPTH` levels."""
     return UnreadableFile(f"nested deeper than {MAX_DEPTH} levels", path)
 
 
 def to_strict_json(content: Any, *, indent: int = 2) -> str:
-    """Plain data as a file's text; numbers that are not finite become null."""
+    """Serialize plain data as indented JSON with a final newline. Non-finite numbers become null."""
     return json.dumps(finite_or_null(content), indent=indent, allow_nan=False) + "\n"
 
 
 def finite_or_null(content: Any) -> Any:
-    """A copy of plain data in which numbers that JSON does not have are None."""
+    """A copy of plain data in which non-finite numbers are None."""
     if isinstance(content, dict):
         return {key: finite_or_null(item) for key, item in content.items()}
     if isinstance(content, (list, tuple)):
@@ -76,7 +76,7 @@ def finite_or_null(content: Any) -> Any:
 
 
 def check_number(text: str) -> None:
-    """Refuse a number that is too long to compute with.
+    """Check the length of a number's text.
 
     Raises:
         UnreadableFile: it has more than `MAX_NUMBER_LENGTH` characters.

@@ -1,8 +1,8 @@
-"""YAML, bounded: no deep nesting, no aliases that multiply, no tags.
+"""Strict YAML: no custom tags, and limits on nesting and on the number of values with aliases expanded.
 
-PyYAML composes a tree of nodes, in which an alias is another reference to its anchor's node. Values are made only of a
-tree that was checked: a few lines of aliases to lists of aliases stand for billions of values as soon as anything walks
-them. Its pure Python parser is used, whose recursion is bounded by the interpreter.
+PyYAML composes a tree of nodes in which an alias is a second reference to its anchor's node. A few lines of aliases to
+lists of aliases expand to billions of values, so the tree is checked before values are constructed. The pure Python
+parser is used because the interpreter limits its recursion.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ def read_yaml(path: AnyPath, *, as_written: bool = False) -> Any:
     """The content of a YAML file.
 
     Args:
-        as_written: scalars stay text. To YAML's usual rules `24:00:00` is 86400, and `on` is true.
+        path: the file.
+        as_written: keep scalars as text. By YAML's rules `24:00:00` is 86400 and `on` is true.
 
     Raises:
-        UnreadableFile: it cannot be read, or as `parse_yaml`.
+        UnreadableFile: the file cannot be read, or as `parse_yaml`.
     """
     return parse_yaml(read_text(path, MAX_BYTES), path, as_written=as_written)
 
@@ -35,23 +36,23 @@ def parse_yaml(text: str, path: Optional[AnyPath] = None, *, as_written: bool = 
     """Parse YAML text; the arguments are those of `read_yaml`.
 
     Raises:
-        UnreadableFile: it is not YAML or has several documents, is nested deeper than `MAX_DEPTH`, has more than
-            `MAX_NODES` values with its aliases written out, has tags, or numbers that are too long or not finite.
+        UnreadableFile: the text is not YAML or has several documents, is nested deeper than `MAX_DEPTH`, has more than
+            `MAX_NODES` values with aliases expanded, has custom tags, or has numbers that are too long or not finite.
     """
     return _parse(text, path, as_written, has_values=True)
 
 
 def compose_yaml(text: str, path: Optional[AnyPath] = None) -> Any:
-    """The tree of YAML's nodes, which know their lines; None of an empty text. Tags are as in `parse_yaml`.
+    """The tree of PyYAML nodes, which have line numbers; None for an empty text.
 
     Raises:
-        UnreadableFile: as `parse_yaml`; a `yaml.YAMLError` is its cause.
+        UnreadableFile: as `parse_yaml`; its cause is a `yaml.YAMLError` for a syntax error.
     """
     return _parse(text, path, as_written=False, has_values=False)
 
 
 def _parse(text: str, path: Optional[AnyPath], as_written: bool, has_values: bool) -> Any:
-    import yaml  # only for those who have such a file: keeps --help quick
+    import yaml  # here, because --help imports this module
 
     try:
         loader = (yaml.BaseLoader if as_written else yaml.SafeLoader)(text)
@@ -60,19 +61,20 @@ def _parse(text: str, path: Optional[AnyPath], as_written: bool, has_values: boo
             return None
         _check_node(root, {})
         return loader.construct_document(root) if has_values else root
-    except RecursionError:  # a cause would carry a thousand frames
+    except RecursionError:  # `from None`, because its traceback has a thousand frames
         raise too_deep(path) from None
     except UnreadableFile as error:
         raise UnreadableFile(error.reason, path) from None
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # an escaped character or a number out of range
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # also escapes and numbers that are out of range
         raise UnreadableFile(f"not YAML: {error}", path) from error
 
 
 def _check_node(node: Any, sizes: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """Number of values and of levels below a node, each alias written out.
+    """Count the values and levels below a node, with aliases expanded.
 
     Args:
-        sizes: of the nodes that were counted before, by identity; (0, 0) while one is being counted.
+        node: a PyYAML node.
+        sizes: results for nodes that were counted before, by identity; (0, 0) while a node is being counted.
     """
     if id(node) in sizes:
         if sizes[id(node)] == (0, 0):
@@ -97,7 +99,7 @@ def _check_node(node: Any, sizes: dict[int, tuple[int, int]]) -> tuple[int, int]
 
 
 def _check_scalar(node: Any) -> None:
-    node.value.encode()  # an escape may be half of a surrogate pair
+    node.value.encode()  # raises for an escape that is a lone surrogate
     if node.tag in (f"{_TAG}int", f"{_TAG}float"):
         check_number(node.value)
     if node.tag == f"{_TAG}float":

@@ -1,14 +1,11 @@
-"""What a rule is, and the arithmetic that rules share.
+"""The type of rules, helpers that rules share, and the rule about unsupported settings.
 
-Settings whose flag is read but which nothing honours yet: asked for, they are refused instead of ignored.
-
-An entry goes when the code that honours the setting comes. What depends on the machine is not here but in
-`device.capability`.
+Limits that depend on the machine are in `device.capability`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -20,15 +17,15 @@ from megafp8.errors import ConfigError
 Rule = Callable[[RunConfig, int], Iterator[str]]
 
 
-def positive(*values: Optional[float]) -> bool:
-    """Whether all values are there and above 0, so that a rule may compute with them."""
+def all_positive(*values: Optional[float]) -> bool:
+    """Whether no value is None and all are above 0, so that a rule can compute with them."""
     return all(value is not None and value > 0 for value in values)
 
 
 def has_shape(config: RunConfig) -> bool:
-    """Whether the numbers that give the model and its splitting their shape are there and above 0."""
+    """Whether the sizes of the model and of model parallelism are given and positive."""
     model, parallel = config.model, config.parallel
-    return positive(
+    return all_positive(
         model.num_layers,
         model.hidden_size,
         model.num_attention_heads,
@@ -42,8 +39,8 @@ def has_shape(config: RunConfig) -> bool:
 
 
 def batch_size(config: RunConfig, world_size: int) -> Optional[int]:
-    """Global batch, if it can be known."""
-    if config.training.global_batch_size is None and not positive(config.training.micro_batch_size):
+    """The global batch size; None if it cannot be computed."""
+    if config.training.global_batch_size is None and not all_positive(config.training.micro_batch_size):
         return None
     try:
         size = derived.global_batch_size(config, world_size)
@@ -53,8 +50,8 @@ def batch_size(config: RunConfig, world_size: int) -> Optional[int]:
 
 
 def microbatches(config: RunConfig, world_size: int) -> Optional[int]:
-    """Microbatches in a step, if the batch and the layout divide."""
-    if not positive(config.training.micro_batch_size) or batch_size(config, world_size) is None:
+    """The number of microbatches per step; None if it cannot be computed."""
+    if not all_positive(config.training.micro_batch_size) or batch_size(config, world_size) is None:
         return None
     try:
         return derived.num_microbatches(config, world_size)
@@ -62,13 +59,8 @@ def microbatches(config: RunConfig, world_size: int) -> Optional[int]:
         return None
 
 
-def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple that is not below `value`."""
-    return -(-value // multiple) * multiple
-
-
 def shards_by_flag(data: DataConfig) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """The words of each flag that names token shards: prefixes, with weights between them or without."""
+    """The values of each flag that gives token shards, as a blend of prefixes and weights."""
     return (
         ("--data-path", data.data_path),
         ("--train-data-path", data.train_data_path),
@@ -77,43 +69,51 @@ def shards_by_flag(data: DataConfig) -> tuple[tuple[str, tuple[str, ...]], ...]:
     )
 
 
-def without(effect: Any, needs: str) -> str:
-    """The problem of a setting that would do nothing."""
-    return f"{effect} has no effect without {needs}: give {needs}, or remove it"
+def no_effect_without(flag: str, needs: str) -> str:
+    """The message for a flag that has no effect without another."""
+    return f"{flag} has no effect without {needs}: give {needs}, or remove it"
+
+
+def flags_without_effect(is_given: Mapping[str, bool], needs: str) -> Iterator[str]:
+    """The messages for those of several flags that are given and have no effect without another."""
+    return (no_effect_without(flag, needs) for flag, given in is_given.items() if given)
 
 
 @dataclass(frozen=True)
-class NotYet:
-    """Values of one setting that are refused."""
+class UnsupportedSetting:
+    """A Megatron-LM setting that is parsed but not supported with some values.
+
+    Attributes:
+        setting: `section.field`.
+        is_asked: whether a value is one of those.
+        reason: why it is not supported, and what to use instead.
+    """
 
     setting: str
-    """`section.field`."""
     is_asked: Callable[[Any], bool]
-    """Whether a value asks for what is not there."""
     reason: str
-    """Why, and what to use instead."""
 
 
-NOT_YET: tuple[NotYet, ...] = (
-    NotYet(
+UNSUPPORTED_SETTINGS: tuple[UnsupportedSetting, ...] = (
+    UnsupportedSetting(
         "parallel.ddp_average_in_collective",
         bool,
         "gradients are summed over the ranks and divided by the number of tokens once; averaging as well would divide "
         "twice. Remove it",
     ),
-    NotYet(
+    UnsupportedSetting(
         "checkpoint.non_persistent_ckpt_type",
         lambda kind: kind != "global",
         "on each machine's own disk a checkpoint is lost with one of them, and nothing copies its parts to others. "
         "Give global and a folder that all ranks share (--non-persistent-global-ckpt-dir)",
     ),
-    NotYet(
+    UnsupportedSetting(
         "data.reset_attention_mask",
         bool,
         "attention is causal over the whole sequence in every layer, and a mask made by the loader would be ignored. "
         "Leave it out; --reset-position-ids and --eod-mask-loss work",
     ),
-    NotYet(
+    UnsupportedSetting(
         "training.data_parallel_random_init",
         bool,
         "weights start from their global names and the seed, equal on every data-parallel rank. Remove it",
@@ -121,15 +121,12 @@ NOT_YET: tuple[NotYet, ...] = (
 )
 
 
-def unhonoured_settings_are_refused(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Nothing that was asked for is silently turned off."""
-    for entry in NOT_YET:
+def unsupported_settings_are_refused(config: RunConfig, world_size: int) -> Iterator[str]:
+    """A request for an unsupported feature is an error and is not ignored."""
+    for entry in UNSUPPORTED_SETTINGS:
         value = value_of(config, entry.setting)
         if entry.is_asked(value):
-            setting = settings_by_name()[entry.setting]
-            flag = (setting.off if value is False and setting.off else setting.flags)[0]
-            shown = flag if isinstance(value, bool) else f"{flag} {value}"
-            yield f"{shown}: {entry.reason}"
+            yield f"{settings_by_name()[entry.setting].as_flag(value)}: {entry.reason}"
 
 
-RULES: tuple[Rule, ...] = (unhonoured_settings_are_refused,)
+RULES: tuple[Rule, ...] = (unsupported_settings_are_refused,)

@@ -1,20 +1,20 @@
-"""Saving, loading, and where records go."""
+"""Rules about saving and loading checkpoints, and about Weights & Biases."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 
-from megafp8.config.rules.base import Rule, without
+from megafp8.config.rules.base import Rule, flags_without_effect, no_effect_without
 from megafp8.config.schema import RunConfig
 
 
 def saving_needs_a_folder(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Settings of saving belong to --save."""
+    """Settings of saving need --save."""
     checkpoint = config.checkpoint
     if checkpoint.save is not None:
         return
-    asked = {
+    requested = {
         f"--save-interval {checkpoint.save_interval}": checkpoint.save_interval is not None,
         f"--ckpt-keep {checkpoint.ckpt_keep}": checkpoint.ckpt_keep is not None,
         "--async-save": checkpoint.async_save,
@@ -24,24 +24,23 @@ def saving_needs_a_folder(config: RunConfig, world_size: int) -> Iterator[str]:
         "--no-save-optim": checkpoint.no_save_optim,
         "--no-save-rng": checkpoint.no_save_rng,
     }
-    for flag in (flag for flag, given in asked.items() if given):
-        yield without(flag, "--save")
+    yield from flags_without_effect(requested, "--save")
 
 
 def second_folder_is_used(config: RunConfig, world_size: int) -> Iterator[str]:
-    """A folder for the second kind of checkpoint is for runs that write such, and not the folder of the first."""
+    """The folder of non-persistent checkpoints needs such checkpoints, and differs from --save."""
     checkpoint = config.checkpoint
     second = checkpoint.non_persistent_global_ckpt_dir
     if second is None:
         return
     if checkpoint.non_persistent_save_interval is None:
-        yield without(f"--non-persistent-global-ckpt-dir {second}", "--non-persistent-save-interval")
+        yield no_effect_without(f"--non-persistent-global-ckpt-dir {second}", "--non-persistent-save-interval")
     elif checkpoint.save is not None and os.path.abspath(second) == os.path.abspath(checkpoint.save):
         yield f"--non-persistent-global-ckpt-dir {second} is --save, whose checkpoints would be deleted: choose another"
 
 
 def late_saves_end_before_collectives(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Ranks wait in a collective for one that writes, and it should be the save that gives up and not the run."""
+    """A save times out before the collectives in which other ranks wait for it."""
     timeout_s, collective_s = config.checkpoint.async_save_timeout, 60 * config.parallel.distributed_timeout_minutes
     if config.checkpoint.async_save and timeout_s >= collective_s:
         yield (
@@ -52,7 +51,7 @@ def late_saves_end_before_collectives(config: RunConfig, world_size: int) -> Ite
 
 
 def late_saves_end_before_the_run(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Waiting for one that writes is limited as a whole too, by what ends a run that hangs."""
+    """A save times out before the watchdog ends the run."""
     timeout_s, limit_s = config.checkpoint.async_save_timeout, config.training.checkpoint_timeout_s
     if config.checkpoint.async_save and 0 < limit_s <= timeout_s:
         yield (
@@ -62,11 +61,11 @@ def late_saves_end_before_the_run(config: RunConfig, world_size: int) -> Iterato
 
 
 def loading_needs_a_folder(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Settings of loading belong to --load."""
+    """Settings of loading need --load."""
     checkpoint = config.checkpoint
     if checkpoint.load is not None:
         return
-    asked = {
+    requested = {
         "--no-load-optim": checkpoint.no_load_optim,
         "--no-load-rng": checkpoint.no_load_rng,
         "--finetune": checkpoint.finetune and checkpoint.pretrained_checkpoint is None,
@@ -79,12 +78,11 @@ def loading_needs_a_folder(config: RunConfig, world_size: int) -> Iterator[str]:
         f"--ckpt-verify {checkpoint.ckpt_verify}": checkpoint.ckpt_verify != "hash"
         and checkpoint.pretrained_checkpoint is None,
     }
-    for flag in (flag for flag, given in asked.items() if given):
-        yield without(flag, "--load")
+    yield from flags_without_effect(requested, "--load")
 
 
 def grace_is_for_signals(config: RunConfig, world_size: int) -> Iterator[str]:
-    """A grace begins with a signal that is handled."""
+    """The grace period applies to signals that are handled."""
     training = config.training
     if training.exit_signal_grace_s is not None and not training.exit_signal_handler:
         yield (
@@ -94,7 +92,7 @@ def grace_is_for_signals(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def schedule_has_one_source(config: RunConfig, world_size: int) -> Iterator[str]:
-    """On resuming, the schedule comes from the checkpoint or from the flags."""
+    """On resume, the schedule comes either from the checkpoint or from the flags."""
     checkpoint = config.checkpoint
     if checkpoint.use_checkpoint_opt_param_scheduler and checkpoint.override_opt_param_scheduler:
         yield (
@@ -103,19 +101,19 @@ def schedule_has_one_source(config: RunConfig, world_size: int) -> Iterator[str]
 
 
 def wandb_settings_need_a_project(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Settings of Weights & Biases belong to --wandb-project."""
+    """Settings of Weights & Biases need --wandb-project."""
     logging = config.logging
     if logging.wandb_project:
         return
-    asked = {
+    requested = {
         "--wandb-entity": logging.wandb_entity,
         "--wandb-exp-name": logging.wandb_exp_name,
         "--wandb-save-dir": logging.wandb_save_dir,
     }
-    # Megatron-LM's scripts pass empty names when nobody set them.
-    for flag, value in asked.items():
+    # Megatron-LM's scripts pass empty strings for names that are not set.
+    for flag, value in requested.items():
         if value:
-            yield without(f"{flag} {value}", "--wandb-project")
+            yield no_effect_without(f"{flag} {value}", "--wandb-project")
 
 
 RULES: tuple[Rule, ...] = (

@@ -1,7 +1,4 @@
-"""Training data and tokenizer.
-
-Files and folders: what must be there, and where something will be written. These rules look at this machine.
-"""
+"""Rules about training data and the tokenizer, and about files and folders on this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ _OVERRIDE = re.compile(r"(transformer|ddp|optimizer)\.[A-Za-z_]\w*=.*", re.DOTAL
 
 
 def data_has_one_source(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Tokens come from shards that are split, from shards for each purpose, or are made up."""
+    """Tokens come from shards to split, from shards per split, or are synthetic."""
     data = config.data
     sources = {
         "--data-path": bool(data.data_path),
@@ -35,7 +32,7 @@ def data_has_one_source(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def evaluation_shards_need_training_shards(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Shards of their own for validation or testing go with shards of their own for training."""
+    """Separate shards for validation or testing need separate shards for training."""
     data = config.data
     for flag, shards in (("--valid-data-path", data.valid_data_path), ("--test-data-path", data.test_data_path)):
         if shards and not data.train_data_path:
@@ -59,7 +56,7 @@ def split_has_three_parts(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def blends_are_pairs(config: RunConfig, world_size: int) -> Iterator[str]:
-    """A weighted blend is weight, prefix, weight, prefix, ..., with weights that are numbers above 0."""
+    """A weighted blend is weight, prefix, weight, prefix, ... with positive weights."""
     for flag, words in shards_by_flag(config.data):
         try:
             parse_blend(words)
@@ -68,24 +65,26 @@ def blends_are_pairs(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def tokenizer_has_its_files(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Each tokenizer is made from files, but for NullTokenizer, which is made from a number, and that of bytes."""
+    """Every tokenizer needs files, except NullTokenizer, which needs a size, and ByteLevelTokenizer."""
     data, kind = config.data, derived.tokenizer_type(config.data)
     if kind is None:
-        mend = "for --mock-data, --tokenizer-type NullTokenizer --vocab-size N" if data.mock_data else "see --help"
-        yield f"--tokenizer-type is missing: what the tokens mean and which ends a document; {mend}"
+        fix = "for --mock-data, --tokenizer-type NullTokenizer --vocab-size N" if data.mock_data else "see --help"
+        yield f"--tokenizer-type is missing: what the tokens mean and which ends a document; {fix}"
         return
-    needed = {
+    needed: dict[str, dict[str, object]] = {
         "GPT2BPETokenizer": {"--vocab-file": data.vocab_file, "--merge-file": data.merge_file},
         "NullTokenizer": {"--vocab-size": config.model.vocab_size},
         "ByteLevelTokenizer": {},
-    }.get(kind, {"--tokenizer-model": data.tokenizer_model})
-    missing = [flag for flag, value in needed.items() if value is None]
+    }
+    missing = [
+        flag for flag, value in needed.get(kind, {"--tokenizer-model": data.tokenizer_model}).items() if value is None
+    ]
     if missing:
         yield f"--tokenizer-type {kind} needs {' and '.join(missing)}"
 
 
 def overrides_name_a_field(config: RunConfig, world_size: int) -> Iterator[str]:
-    """--override has the form SECTION.FIELD=VALUE; the field and its type are checked by whoever knows them."""
+    """--override has the form SECTION.FIELD=VALUE. `mcore/overrides.py` checks the field and its type."""
     for override in config.overrides:
         if not _OVERRIDE.fullmatch(override):
             yield (f"--override {override!r} is not transformer.FIELD=VALUE, ddp.FIELD=VALUE or optimizer.FIELD=VALUE")
@@ -102,16 +101,20 @@ RULES: tuple[Rule, ...] = (
 
 
 def shards_are_there(config: RunConfig, world_size: int) -> Iterator[str]:
-    """A shard prefix stands for two files, PREFIX.bin and PREFIX.idx."""
+    """A shard consists of two files, PREFIX.bin and PREFIX.idx."""
     for flag, words in shards_by_flag(config.data):
-        for prefix in _prefixes(words):
+        try:
+            prefixes = parse_blend(words).prefixes
+        except ValueError:  # `blends_are_pairs` reports it
+            continue
+        for prefix in prefixes:
             missing = [prefix + suffix for suffix in (".bin", ".idx") if not os.path.isfile(prefix + suffix)]
             if missing:
-                yield f"{flag} {prefix}: no file {' and no '.join(missing)}{_likely_slip(prefix)}"
+                yield f"{flag} {prefix}: no file {' and no '.join(missing)}{_prefix_hint(prefix)}"
 
 
-def _likely_slip(prefix: str) -> str:
-    """What to give instead of a prefix without files: often it is what tools/preprocess_data.py had as its own."""
+def _prefix_hint(prefix: str) -> str:
+    """A hint for a prefix without files, which is often the --output-prefix of tools/preprocess_data.py."""
     if prefix.endswith((".bin", ".idx")):
         return " (give the prefix, without .bin or .idx)"
     shards = [path.removesuffix(".idx") for path in sorted(glob.glob(f"{glob.escape(prefix)}_*_document.idx"))]
@@ -129,7 +132,7 @@ def tokenizer_files_are_there(config: RunConfig, world_size: int) -> Iterator[st
         if path is None or data.tokenizer_type in ("NullTokenizer", "ByteLevelTokenizer"):
             continue
         if data.tokenizer_type == "TikTokenizer" and path.isidentifier():
-            continue  # may be the name of an encoding, which tiktoken knows
+            continue  # may be the name of a tiktoken encoding
         if not os.path.exists(path):
             yield f"{flag} {path}: no such file"
         elif not os.access(path, os.R_OK):
@@ -137,7 +140,7 @@ def tokenizer_files_are_there(config: RunConfig, world_size: int) -> Iterator[st
 
 
 def checkpoints_to_load_are_there(config: RunConfig, world_size: int) -> Iterator[str]:
-    """A folder to load from exists, unless it is the one that this run saves to and resumes from later."""
+    """The folder to load from exists, unless it is the one that the run saves to and will resume from."""
     checkpoint = config.checkpoint
     if checkpoint.load is not None and not os.path.isdir(checkpoint.load):
         if checkpoint.exit_on_missing_checkpoint or checkpoint.save is None:
@@ -152,23 +155,23 @@ def checkpoints_to_load_are_there(config: RunConfig, world_size: int) -> Iterato
 
 
 def outputs_can_be_written(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Folders to write to exist, or can be made."""
+    """Output folders exist or can be created."""
     for flag, path in (
         ("--save", config.checkpoint.save),
         ("--tensorboard-dir", config.logging.tensorboard_dir),
         ("--wandb-save-dir", config.logging.wandb_save_dir or None),
     ):
-        fault = None if path is None else write_fault(path)
+        fault = None if path is None else write_problem(path)
         if fault:
             yield f"{flag} {path}: {fault}; choose another folder"
     cache = config.data.data_cache_path
-    # One that is there may hold all that the run needs: whether it must be written shows when the indices are opened.
-    if cache is not None and not os.path.isdir(cache) and (fault := write_fault(cache)):
+    # An existing cache may hold every index that the run needs, so it need not be writable.
+    if cache is not None and not os.path.isdir(cache) and (fault := write_problem(cache)):
         yield f"--data-cache-path {cache}: {fault}; choose another folder"
 
 
-def write_fault(path: str) -> str:
-    """Why no file can be made in the folder `path` or below its nearest existing parent; empty if one can."""
+def write_problem(path: str) -> str:
+    """Why no file can be created in the folder `path` or its nearest existing parent; empty if one can."""
     if not path:
         return "the name is empty"
     if "://" in path:
@@ -180,14 +183,6 @@ def write_fault(path: str) -> str:
     if not os.access(nearest, os.W_OK | os.X_OK):
         return f"this user may not write to {nearest}"
     return ""
-
-
-def _prefixes(words: tuple[str, ...]) -> tuple[str, ...]:
-    """The shards of a blend; none of one that is malformed, which is another rule's problem."""
-    try:
-        return parse_blend(words).prefixes
-    except ValueError:
-        return ()
 
 
 PATH_RULES: tuple[Rule, ...] = (

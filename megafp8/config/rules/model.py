@@ -1,7 +1,4 @@
-"""The shape of the model.
-
-Splitting the work over ranks.
-"""
+"""Rules about the shape of the model and about parallelism."""
 
 from __future__ import annotations
 
@@ -9,13 +6,20 @@ import math
 from collections.abc import Iterator
 
 from megafp8.config import derived
-from megafp8.config.rules.base import Rule, has_shape, microbatches, positive, round_up, without
+from megafp8.config.rules.base import (
+    Rule,
+    all_positive,
+    flags_without_effect,
+    has_shape,
+    microbatches,
+    no_effect_without,
+)
 from megafp8.config.schema import AUTO, ModelConfig, RunConfig
 from megafp8.recipes import registry
 
 
 def shape_is_given(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Layers, width and heads have no default."""
+    """The number of layers, hidden size and number of heads have no default."""
     model = config.model
     required = {
         "--num-layers": model.num_layers,
@@ -28,16 +32,16 @@ def shape_is_given(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def heads_divide_hidden_size(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Without --kv-channels a head is hidden size / heads wide."""
+    """Without --kv-channels the width of a head is hidden size / heads."""
     model = config.model
     hidden, heads = model.hidden_size, model.num_attention_heads
-    if model.kv_channels is not None or not positive(hidden, heads):
+    if model.kv_channels is not None or not all_positive(hidden, heads):
         return
     assert hidden is not None and heads is not None
     if hidden % heads:
         yield (
             f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}: use --hidden-size "
-            f"{round_up(hidden, heads)}, or give the width of a head with --kv-channels"
+            f"{derived.round_up(hidden, heads)}, or give the width of a head with --kv-channels"
         )
 
 
@@ -47,9 +51,9 @@ def query_groups_divide_heads(config: RunConfig, world_size: int) -> Iterator[st
     heads, groups = model.num_attention_heads, model.num_query_groups
     if not model.group_query_attention:
         if groups != 1:
-            yield without(f"--num-query-groups {groups}", "--group-query-attention")
+            yield no_effect_without(f"--num-query-groups {groups}", "--group-query-attention")
         return
-    if positive(heads, groups) and heads is not None and heads % groups:
+    if all_positive(heads, groups) and heads is not None and heads % groups:
         divisor = math.gcd(heads, groups)
         yield (
             f"--num-attention-heads {heads} is not a multiple of --num-query-groups {groups}: "
@@ -58,20 +62,20 @@ def query_groups_divide_heads(config: RunConfig, world_size: int) -> Iterator[st
 
 
 def one_activation(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The MLP has one activation."""
+    """The MLP has one activation function."""
     if config.model.swiglu and config.model.squared_relu:
         yield "--swiglu and --squared-relu are both given: keep one"
 
 
 def mlp_has_width(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The derived width with SwiGLU is rounded down to a multiple of 64, which leaves nothing of a very small model."""
+    """The default width with SwiGLU is rounded down to a multiple of 64, which is 0 for very small models."""
     hidden = config.model.hidden_size
-    if positive(hidden) and derived.ffn_hidden_size(config.model) == 0:
+    if all_positive(hidden) and derived.ffn_hidden_size(config.model) == 0:
         yield f"--hidden-size {hidden} with --swiglu derives an MLP of width 0: give --ffn-hidden-size"
 
 
 def positions_reach_the_sequence(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Learned positions are a table with one row per token of the sequence."""
+    """Learned position embeddings have one row per position of the sequence."""
     model, seq = config.model, config.data.seq_length
     if model.position_embedding_type != "learned_absolute":
         return
@@ -88,28 +92,27 @@ def positions_reach_the_sequence(config: RunConfig, world_size: int) -> Iterator
 
 
 def rotary_settings_need_rope(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Settings of rotary embeddings do nothing without them."""
+    """Settings of rotary embeddings have no effect without them."""
     model, default = config.model, ModelConfig()
     if model.position_embedding_type != "rope":
-        asked = {
+        is_given = {
             "--rotary-base": model.rotary_base != default.rotary_base,
             "--rotary-percent": model.rotary_percent != default.rotary_percent,
             "--rotary-interleaved": model.rotary_interleaved,
             "--rotary-seq-len-interpolation-factor": model.rotary_seq_len_interpolation_factor is not None,
             "--use-rope-scaling": model.use_rope_scaling,
         }
-        for flag in (flag for flag, given in asked.items() if given):
-            yield without(flag, "--position-embedding-type rope")
+        yield from flags_without_effect(is_given, "--position-embedding-type rope")
     if model.rope_scaling_factor != default.rope_scaling_factor and not model.use_rope_scaling:
-        yield without(f"--rope-scaling-factor {model.rope_scaling_factor:g}", "--use-rope-scaling")
+        yield no_effect_without(f"--rope-scaling-factor {model.rope_scaling_factor:g}", "--use-rope-scaling")
 
 
 def rotated_channels_are_pairs(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Rotary embeddings turn pairs of channels."""
+    """Rotary embeddings rotate pairs of channels."""
     model = config.model
-    if model.position_embedding_type != "rope" or not positive(model.rotary_percent):
+    if model.position_embedding_type != "rope" or not all_positive(model.rotary_percent):
         return
-    if model.kv_channels is None and not positive(model.hidden_size, model.num_attention_heads):
+    if model.kv_channels is None and not all_positive(model.hidden_size, model.num_attention_heads):
         return
     channels = derived.kv_channels(model)
     rotated = int(channels * model.rotary_percent)
@@ -133,7 +136,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def world_size_divides(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Tensor x pipeline x context ranks hold one copy of the model; the world is a whole number of copies."""
+    """The world size is a multiple of tensor x pipeline x context, the ranks of one model replica."""
     parallel = config.parallel
     tp, pp, cp = (
         parallel.tensor_model_parallel_size,
@@ -142,18 +145,18 @@ def world_size_divides(config: RunConfig, world_size: int) -> Iterator[str]:
     )
     if world_size < 1:
         yield f"world size {world_size} must be at least 1"
-    elif positive(tp, pp, cp) and world_size % (tp * pp * cp):
+    elif all_positive(tp, pp, cp) and world_size % (tp * pp * cp):
         ranks = tp * pp * cp
         yield (
             f"world size {world_size} is not a multiple of tensor x pipeline x context parallel size = "
             f"{tp} x {pp} x {cp} = {ranks} ({world_size} / {ranks} = {world_size / ranks:.3g}): "
-            f"start {round_up(world_size, ranks)} ranks, or change --tensor-model-parallel-size, "
+            f"start {derived.round_up(world_size, ranks)} ranks, or change --tensor-model-parallel-size, "
             "--pipeline-model-parallel-size or --context-parallel-size"
         )
 
 
 def tensor_ranks_divide_the_model(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Each tensor-parallel rank holds equally many heads, key/value heads and MLP channels."""
+    """Tensor-parallel ranks have equal numbers of heads, key/value heads and MLP channels."""
     if not has_shape(config) or config.parallel.tensor_model_parallel_size == 1:
         return
     model, tp = config.model, config.parallel.tensor_model_parallel_size
@@ -167,22 +170,24 @@ def tensor_ranks_divide_the_model(config: RunConfig, world_size: int) -> Iterato
         if size % tp:
             yield (
                 f"{flag} {size} does not divide over --tensor-model-parallel-size {tp} "
-                f"({size} / {tp} = {size / tp:.4g}): use {flag} {round_up(size, tp)}, or fewer tensor-parallel ranks"
+                f"({size} / {tp} = {size / tp:.4g}): use {flag} {derived.round_up(size, tp)}, or fewer "
+                "tensor-parallel ranks"
             )
 
 
 def stages_divide_the_layers(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Each pipeline stage holds equally many layers."""
+    """Pipeline stages have equal numbers of layers."""
     layers, pp = config.model.num_layers, config.parallel.pipeline_model_parallel_size
-    if positive(layers, pp) and layers is not None and layers % pp:
+    if all_positive(layers, pp) and layers is not None and layers % pp:
         yield (
             f"--num-layers {layers} does not divide over --pipeline-model-parallel-size {pp} "
-            f"({layers} / {pp} = {layers / pp:.4g}): use {round_up(layers, pp)} layers, or another number of stages"
+            f"({layers} / {pp} = {layers / pp:.4g}): use {derived.round_up(layers, pp)} layers, or another number of "
+            "stages"
         )
 
 
 def one_spelling_of_virtual_stages(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The interleaved schedule is asked for by layers per chunk or by chunks per rank."""
+    """The interleaved schedule is given by layers per chunk or by chunks per rank."""
     parallel = config.parallel
     per_stage, chunks = parallel.num_layers_per_virtual_pipeline_stage, parallel.num_virtual_stages_per_pipeline_rank
     if per_stage is not None and chunks is not None:
@@ -193,29 +198,27 @@ def one_spelling_of_virtual_stages(config: RunConfig, world_size: int) -> Iterat
 
 
 def virtual_stages_divide_the_layers(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Each chunk of the interleaved schedule holds equally many layers."""
+    """The chunks of the interleaved schedule have equal numbers of layers."""
     layers, parallel = config.model.num_layers, config.parallel
-    pp, per_chunk = parallel.pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
-    chunks = parallel.num_virtual_stages_per_pipeline_rank
-    if not positive(layers, pp) or layers is None or layers % pp:
+    pp = parallel.pipeline_model_parallel_size
+    if not all_positive(layers, pp) or layers is None or layers % pp:
         return
-    if per_chunk is not None and per_chunk > 0 and (layers // pp) % per_chunk:
-        yield (
-            f"--num-layers-per-virtual-pipeline-stage {per_chunk} does not divide the {layers} / {pp} = {layers // pp} "
-            "layers of a pipeline rank: use a divisor"
-        )
-    if chunks is not None and chunks > 0 and (layers // pp) % chunks:
-        yield (
-            f"--num-virtual-stages-per-pipeline-rank {chunks} does not divide the {layers} / {pp} = {layers // pp} "
-            "layers of a pipeline rank: use a divisor"
-        )
+    for flag, divisor in (
+        ("--num-layers-per-virtual-pipeline-stage", parallel.num_layers_per_virtual_pipeline_stage),
+        ("--num-virtual-stages-per-pipeline-rank", parallel.num_virtual_stages_per_pipeline_rank),
+    ):
+        if divisor is not None and divisor > 0 and (layers // pp) % divisor:
+            yield (
+                f"{flag} {divisor} does not divide the {layers} / {pp} = {layers // pp} layers of a pipeline rank: use "
+                "a divisor"
+            )
 
 
 def interleaving_needs_a_pipeline(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The interleaved schedule has at least two stages, and microbatches in whole rounds of them."""
+    """The interleaved schedule needs at least two stages, and a number of microbatches that they divide."""
     parallel = config.parallel
-    asked = (parallel.num_layers_per_virtual_pipeline_stage, parallel.num_virtual_stages_per_pipeline_rank)
-    if not any(positive(value) for value in asked):
+    requested = (parallel.num_layers_per_virtual_pipeline_stage, parallel.num_virtual_stages_per_pipeline_rank)
+    if not any(all_positive(value) for value in requested):
         return
     pp = parallel.pipeline_model_parallel_size
     if pp < 2:
@@ -231,30 +234,30 @@ def interleaving_needs_a_pipeline(config: RunConfig, world_size: int) -> Iterato
         yield (
             f"the interleaved schedule takes microbatches in rounds of --pipeline-model-parallel-size {pp}, and a "
             f"step has {derived.global_batch_size(config, world_size)} / ({micro} x {dp}) = {count}: use "
-            f"--global-batch-size {round_up(count, pp) * micro * dp}"
+            f"--global-batch-size {derived.round_up(count, pp) * micro * dp}"
         )
 
 
 def sequence_divides(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Context-parallel ranks hold two slices of the sequence each (for balance), sequence-parallel ranks one."""
+    """The sequence divides into two slices per context-parallel rank, and one per sequence-parallel rank."""
     seq, parallel = config.data.seq_length, config.parallel
     cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
-    if not positive(seq, cp, tp) or seq is None:
+    if not all_positive(seq, cp, tp) or seq is None:
         return
     if cp > 1 and seq % (2 * cp):
         yield (
             f"--seq-length {seq} is not a multiple of 2 x --context-parallel-size = 2 x {cp} = {2 * cp}: "
-            f"use --seq-length {round_up(seq, 2 * cp)}"
+            f"use --seq-length {derived.round_up(seq, 2 * cp)}"
         )
     elif parallel.sequence_parallel and (seq // cp) % tp:
         yield (
             f"--sequence-parallel splits {seq} / {cp} = {seq // cp} tokens over --tensor-model-parallel-size {tp}, "
-            f"which does not divide them: use --seq-length {round_up(seq, 2 * cp * tp if cp > 1 else tp)}"
+            f"which does not divide them: use --seq-length {derived.round_up(seq, 2 * cp * tp if cp > 1 else tp)}"
         )
 
 
 def context_exchange_divides_heads(config: RunConfig, world_size: int) -> Iterator[str]:
-    """--cp-comm-type a2a spreads a rank's heads over the context-parallel ranks."""
+    """--cp-comm-type a2a distributes the heads of a rank over the context-parallel ranks."""
     parallel = config.parallel
     cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
     if parallel.cp_comm_type != "a2a" or not has_shape(config) or cp == 1:
@@ -268,7 +271,7 @@ def context_exchange_divides_heads(config: RunConfig, world_size: int) -> Iterat
 
 
 def parameter_gather_overlap_has_its_parts(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Gathering parameters during the forward pass needs sharded parameters and the overlapped gradient buckets."""
+    """--overlap-param-gather needs the distributed optimizer and the buckets of --overlap-grad-reduce."""
     parallel = config.parallel
     if not parallel.overlap_param_gather:
         return
@@ -282,7 +285,7 @@ def parameter_gather_overlap_has_its_parts(config: RunConfig, world_size: int) -
 
 
 def tensor_overlap_has_its_parts(config: RunConfig, world_size: int) -> Iterator[str]:
-    """What is overlapped are the gathers and scatters of sequence parallelism, into buffers of one shape."""
+    """--tp-comm-overlap overlaps the collectives of sequence parallelism, and its user buffers have one shape."""
     parallel, precision = config.parallel, config.precision
     if not parallel.tp_comm_overlap:
         backend = parallel.tp_comm_bootstrap_backend
@@ -295,7 +298,7 @@ def tensor_overlap_has_its_parts(config: RunConfig, world_size: int) -> Iterator
             "--disable-tp-comm-bulk-wgrad": not parallel.tp_comm_bulk_wgrad,
             f"--tp-comm-bootstrap-backend {backend}": backend != "nccl",
         }
-        yield from (without(flag, "--tp-comm-overlap") for flag, given in is_given.items() if given)
+        yield from flags_without_effect(is_given, "--tp-comm-overlap")
         return
     if parallel.tensor_model_parallel_size == 1 or not parallel.sequence_parallel:
         yield "--tp-comm-overlap needs --tensor-model-parallel-size above 1 and --sequence-parallel"
@@ -317,7 +320,7 @@ def tensor_overlap_has_its_parts(config: RunConfig, world_size: int) -> Iterator
         )
 
 
-LAYOUT_RULES: tuple[Rule, ...] = (
+PARALLEL_RULES: tuple[Rule, ...] = (
     world_size_divides,
     tensor_ranks_divide_the_model,
     stages_divide_the_layers,

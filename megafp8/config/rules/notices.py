@@ -1,8 +1,8 @@
-"""What a user should know of a command line that needs no mending.
+"""Notices about valid settings.
 
-Settings that change nothing in this run, though another run would heed them: Megatron-LM's own example scripts give
-each of them; refusing would stop a command line that means what it says. And choices of a recipe that surprise people
-who come from Transformer Engine or from papers. And values that Megatron-LM trains with, whose effect is rarely meant.
+They report settings without effect in this run, which Megatron-LM's example scripts give; defaults of recipes that
+differ from Transformer Engine's or from papers; values whose effect is rarely intended; and kernels that are chosen
+automatically.
 """
 
 from __future__ import annotations
@@ -12,82 +12,88 @@ from collections.abc import Iterator
 from megafp8.config import derived, precision_map
 from megafp8.config.rules import recompute
 from megafp8.config.rules.optimizer import schedule_samples
-from megafp8.config.rules.precision import TILE_LENGTH, fuses_operations, quantizes_in_swiglu, recipes_of_our_kernels
+from megafp8.config.rules.precision import TILE_LENGTH, fuses_swiglu_quantization, triton_cast_recipes, uses_op_fuser
 from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import settings_by_name, value_of, with_values
 from megafp8.recipes import registry
 
-# Megatron-LM's and Transformer Engine's default histories of delayed scaling: length and algorithm.
+# Defaults of the amax history of delayed scaling: length and algorithm.
 MEGATRON_HISTORY, TRANSFORMER_ENGINE_HISTORY = (1, "most_recent"), (1024, "max")
 DYNAMIC_LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
 
 def notices(config: RunConfig, implementation: str, world_size: int) -> list[str]:
-    """Everything of that kind, a line each.
+    """All notices about a configuration.
 
     Args:
-        implementation: the layers: `transformer_engine`, `emulated` or `local`.
+        config: the settings.
+        implementation: layer implementation: `transformer_engine`, `emulated` or `local`.
+        world_size: number of ranks.
     """
     return [
-        *_idle_settings(config, implementation),
-        *_surprises(config),
-        *short_of_the_warmup(config, world_size),
-        *_fused(config, implementation),
-        *_kernels(config, implementation),
-        *_launches(config, implementation, world_size),
+        *_unused_setting_notices(config, implementation),
+        *_recipe_notices(config),
+        *warmup_notices(config, world_size),
+        *_op_fuser_notices(config, implementation),
+        *_triton_cast_notices(config, implementation),
+        *_cuda_graph_notices(config, implementation, world_size),
     ]
 
 
-def _launches(config: RunConfig, implementation: str, world_size: int) -> Iterator[str]:
-    if derived.has_step_graph(config):
+def _cuda_graph_notices(config: RunConfig, implementation: str, world_size: int) -> Iterator[str]:
+    if derived.uses_cuda_graph(config):
         if world_size > derived.model_parallel_size(config):
             yield (
-                f"--cuda-graph-impl {config.training.cuda_graph_impl}: slow ranks are not told apart, since a graph "
+                f"--cuda-graph-impl {config.training.cuda_graph_impl}: slow ranks cannot be identified, since a graph "
                 "shows no moment within a step"
             )
-    elif implementation == "transformer_engine" and not any(recompute.obstacles(config)):
+    elif implementation == "transformer_engine" and not any(recompute.cuda_graph_obstacles(config)):
         yield "steps are launched kernel by kernel, and small layers wait for the host: --cuda-graph-impl local"
 
 
-def _fused(config: RunConfig, implementation: str) -> Iterator[str]:
+def _op_fuser_notices(config: RunConfig, implementation: str) -> Iterator[str]:
     if implementation != "transformer_engine" or config.precision.use_transformer_engine_op_fuser is not None:
         return
-    if fuses_operations(config):
-        swiglu = f", SwiGLU writing FP8 by kernels of ours{_with_tiles(config)}" if quantizes_in_swiglu(config) else ""
+    if uses_op_fuser(config):
+        swiglu = (
+            f", SwiGLU writing FP8 by kernels of ours{_tile_condition(config)}"
+            if fuses_swiglu_quantization(config)
+            else ""
+        )
         yield (
             f"the MLP runs in Transformer Engine's fused operations{swiglu}; "
             "--no-use-transformer-engine-op-fuser: in its layers"
         )
-    elif fuses_operations(with_values(config, {"precision.precision_map": ()})):
+    elif uses_op_fuser(with_values(config, {"precision.precision_map": ()})):
         yield (
             "the MLP runs in Transformer Engine's layers, not in its fused operations (the op fuser), which have one "
             "recipe: the precision map gives linears of an MLP another"
         )
 
 
-def _kernels(config: RunConfig, implementation: str) -> Iterator[str]:
+def _triton_cast_notices(config: RunConfig, implementation: str) -> Iterator[str]:
     if implementation != "transformer_engine" or config.precision.quantize_kernels is not None:
         return
-    for recipe in set(recipes_of_our_kernels(config)) & set(precision_map.used_recipes(config.precision)):
+    for recipe in set(triton_cast_recipes(config)) & set(precision_map.used_recipes(config.precision)):
         yield (
             f"{recipe} activations and gradients are cast by Triton kernels to Transformer Engine's "
-            f"bytes{_with_tiles(config)}; --quantize-kernels te: by its own"
+            f"bytes{_tile_condition(config)}; --quantize-kernels te: by its own"
         )
 
 
-def _with_tiles(config: RunConfig) -> str:
-    """For kernels of whole tiles: what they hang on while the micro batch size is yet to be found."""
+def _tile_condition(config: RunConfig) -> str:
+    """The condition of kernels that need complete tiles while the micro-batch size is not known; empty otherwise."""
     is_open = config.training.micro_batch_size == AUTO
     return f" if the micro batch that is found makes multiples of {TILE_LENGTH} tokens and channels" if is_open else ""
 
 
-def _surprises(config: RunConfig) -> Iterator[str]:
+def _recipe_notices(config: RunConfig) -> Iterator[str]:
     precision = config.precision
     recipe, used = f"--fp8-recipe {precision.fp8_recipe}", precision_map.used_recipes(precision)
     chosen = registry.get(precision.fp8_recipe)
     if used and derived.params_dtype(precision) == "fp32":
         yield (
-            f"{precision_map.asked_by(precision, used[0])} without --bf16: weights, activations and gradients are "
+            f"{precision_map.recipe_source(precision, used[0])} without --bf16: weights, activations and gradients are "
             "FP32 wherever they are not quantized; add --bf16 for BF16 with FP32 master weights"
         )
     if derived.is_stateful(precision) and precision.fp8_margin < 0:
@@ -107,8 +113,8 @@ def _surprises(config: RunConfig) -> Iterator[str]:
         )
 
 
-def short_of_the_warmup(config: RunConfig, world_size: int) -> Iterator[str]:
-    """A run that ends within its warm-up, as Megatron-LM's smoke tests do."""
+def warmup_notices(config: RunConfig, world_size: int) -> Iterator[str]:
+    """A run that ends during its warm-up, as Megatron-LM's smoke tests do."""
     schedule, peak = schedule_samples(config, world_size), config.optimizer.lr
     if schedule is None or peak is None:
         return
@@ -123,7 +129,7 @@ def short_of_the_warmup(config: RunConfig, world_size: int) -> Iterator[str]:
         )
 
 
-def _idle_settings(config: RunConfig, implementation: str) -> Iterator[str]:
+def _unused_setting_notices(config: RunConfig, implementation: str) -> Iterator[str]:
     parallel, data = config.parallel, config.data
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
         yield "--sequence-parallel has nothing to split: --tensor-model-parallel-size is 1"
@@ -134,8 +140,6 @@ def _idle_settings(config: RunConfig, implementation: str) -> Iterator[str]:
         ):
             if value is not None:
                 yield f"{flag} {value} is for TikTokenizer: {data.tokenizer_type} has its own"
-    if data.split is not None and data.mock_data:
-        yield f"--split {data.split}: made-up data is divided evenly"
     fixed = config.optimizer.loss_scale
     if fixed is not None or not config.precision.fp16:
         reason = "only --fp16 has a dynamic loss scale" if fixed is None else f"--loss-scale {fixed:g} is fixed"

@@ -1,4 +1,4 @@
-"""Optimizer and learning-rate schedule."""
+"""Rules about the optimizer and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Optional
 
 from megafp8.config import derived
-from megafp8.config.rules.base import Rule, batch_size, positive, without
+from megafp8.config.rules.base import Rule, all_positive, batch_size, flags_without_effect, no_effect_without
 from megafp8.config.schema import OptimizerConfig, RunConfig
 
 
@@ -17,25 +17,21 @@ def learning_rate_is_given(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def learning_rate_is_the_peak(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The schedule starts and ends below its peak."""
+    """The schedule starts and ends no higher than its peak."""
     optimizer = config.optimizer
-    if optimizer.lr is not None:
-        if optimizer.min_lr > optimizer.lr:
-            yield f"--min-lr {optimizer.min_lr:g} is above --lr {optimizer.lr:g}: lower it"
-        if optimizer.lr_warmup_init > optimizer.lr:
-            yield f"--lr-warmup-init {optimizer.lr_warmup_init:g} is above --lr {optimizer.lr:g}: lower it"
-    if optimizer.decoupled_lr is None:
-        if optimizer.decoupled_min_lr is not None:
-            yield without(f"--decoupled-min-lr {optimizer.decoupled_min_lr:g}", "--decoupled-lr")
-    elif optimizer.decoupled_min_lr is not None and optimizer.decoupled_min_lr > optimizer.decoupled_lr:
-        yield (
-            f"--decoupled-min-lr {optimizer.decoupled_min_lr:g} is above --decoupled-lr {optimizer.decoupled_lr:g}: "
-            "lower it"
-        )
+    for end_flag, end, peak_flag, peak in (
+        ("--min-lr", optimizer.min_lr, "--lr", optimizer.lr),
+        ("--lr-warmup-init", optimizer.lr_warmup_init, "--lr", optimizer.lr),
+        ("--decoupled-min-lr", optimizer.decoupled_min_lr, "--decoupled-lr", optimizer.decoupled_lr),
+    ):
+        if end is not None and peak is not None and end > peak:
+            yield f"{end_flag} {end:g} is above {peak_flag} {peak:g}: lower it"
+    if optimizer.decoupled_lr is None and optimizer.decoupled_min_lr is not None:
+        yield no_effect_without(f"--decoupled-min-lr {optimizer.decoupled_min_lr:g}", "--decoupled-lr")
 
 
 def schedule_is_counted_like_the_run(config: RunConfig, world_size: int) -> Iterator[str]:
-    """A run in steps has a schedule in steps; a run in samples, one in samples."""
+    """Run and schedule are both counted in steps or both in samples."""
     optimizer = config.optimizer
     in_steps = {
         "--lr-decay-iters": optimizer.lr_decay_iters,
@@ -56,7 +52,7 @@ def schedule_is_counted_like_the_run(config: RunConfig, world_size: int) -> Iter
 
 
 def warmup_is_given_once(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Warm-up is a fraction or a count."""
+    """Warm-up is given as a fraction or as a count."""
     optimizer = config.optimizer
     if optimizer.lr_warmup_fraction is None:
         return
@@ -84,13 +80,13 @@ def warmup_ends_within_the_schedule(config: RunConfig, world_size: int) -> Itera
 
 
 def wsd_has_its_decay(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Warm-up, stable, decay: the length of the decay has no default, and fits the schedule."""
+    """The decay of WSD (warm-up, stable, decay) has no default length, and fits the schedule."""
     optimizer, default = config.optimizer, OptimizerConfig()
     if optimizer.lr_decay_style != "WSD":
         if optimizer.lr_wsd_decay_iters is not None or optimizer.lr_wsd_decay_samples is not None:
-            yield without("--lr-wsd-decay-iters or --lr-wsd-decay-samples", "--lr-decay-style WSD")
+            yield no_effect_without("--lr-wsd-decay-iters or --lr-wsd-decay-samples", "--lr-decay-style WSD")
         if optimizer.lr_wsd_decay_style != default.lr_wsd_decay_style:
-            yield without(f"--lr-wsd-decay-style {optimizer.lr_wsd_decay_style}", "--lr-decay-style WSD")
+            yield no_effect_without(f"--lr-wsd-decay-style {optimizer.lr_wsd_decay_style}", "--lr-decay-style WSD")
         return
     if optimizer.lr_wsd_decay_iters is None and optimizer.lr_wsd_decay_samples is None:
         yield "--lr-decay-style WSD needs the length of its decay: --lr-wsd-decay-iters (or --lr-wsd-decay-samples)"
@@ -105,9 +101,9 @@ def wsd_has_its_decay(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def weight_decay_has_its_ends(config: RunConfig, world_size: int) -> Iterator[str]:
-    """A changing weight decay has a start and an end, a constant one neither."""
+    """A changing weight decay has a start and an end; a constant one has neither."""
     optimizer = config.optimizer
-    start, end, style = (optimizer.start_weight_decay, optimizer.end_weight_decay, optimizer.weight_decay_incr_style)
+    start, end, style = optimizer.start_weight_decay, optimizer.end_weight_decay, optimizer.weight_decay_incr_style
     if style == "constant":
         if start is not None or end is not None:
             yield (
@@ -121,17 +117,17 @@ def weight_decay_has_its_ends(config: RunConfig, world_size: int) -> Iterator[st
 
 
 def fixed_loss_scale_has_a_scaler(config: RunConfig, world_size: int) -> Iterator[str]:
-    """megatron-core's optimizer for FP32 weights that are not sharded leaves a loss scale out."""
-    scale, dtype = config.optimizer.loss_scale, derived.params_dtype(config.precision)
-    if scale is not None and dtype == "fp32" and not config.parallel.use_distributed_optimizer:
+    """megatron-core's FP32 optimizer without sharding ignores the loss scale."""
+    loss_scale, dtype = config.optimizer.loss_scale, derived.params_dtype(config.precision)
+    if loss_scale is not None and dtype == "fp32" and not config.parallel.use_distributed_optimizer:
         yield (
-            f"--loss-scale {scale:g} has no effect on megatron-core's FP32 optimizer: give "
+            f"--loss-scale {loss_scale:g} has no effect on megatron-core's FP32 optimizer: give "
             "--use-distributed-optimizer (also for one rank), --bf16 or --fp16, or remove it"
         )
 
 
 def dynamic_loss_scale_can_move(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The dynamic scale starts at its minimum or above it, and its window is counted in whole steps."""
+    """The dynamic loss scale starts at its minimum or above, and its window is an integer number of steps."""
     optimizer = config.optimizer
     if optimizer.min_loss_scale > optimizer.initial_loss_scale:
         yield (
@@ -146,14 +142,14 @@ def dynamic_loss_scale_can_move(config: RunConfig, world_size: int) -> Iterator[
 
 
 def sharded_state_is_adams(config: RunConfig, world_size: int) -> Iterator[str]:
-    """megatron-core's distributed optimizer knows how to shard and save the state of Adam."""
+    """megatron-core's distributed optimizer can shard and save the state of Adam only."""
     name = config.optimizer.optimizer
     if config.parallel.use_distributed_optimizer and name != "adam":
         yield f"--use-distributed-optimizer is for --optimizer adam, not {name}: leave one of them out"
 
 
 def low_precision_state_needs_its_switch(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The four dtypes of optimizer state are read by the precision-aware optimizer only, which shards its state."""
+    """The dtypes of optimizer state need the precision-aware optimizer, which needs the distributed optimizer."""
     optimizer = config.optimizer
     dtypes = {
         "--main-grads-dtype": optimizer.main_grads_dtype,
@@ -162,9 +158,8 @@ def low_precision_state_needs_its_switch(config: RunConfig, world_size: int) -> 
         "--exp-avg-sq-dtype": optimizer.exp_avg_sq_dtype,
     }
     if not optimizer.use_precision_aware_optimizer:
-        for flag, dtype in dtypes.items():
-            if dtype != "fp32":
-                yield without(f"{flag} {dtype}", "--use-precision-aware-optimizer")
+        is_given = {f"{flag} {dtype}": dtype != "fp32" for flag, dtype in dtypes.items()}
+        yield from flags_without_effect(is_given, "--use-precision-aware-optimizer")
         return
     if optimizer.optimizer != "adam":
         yield f"--use-precision-aware-optimizer is for --optimizer adam, not {optimizer.optimizer}"
@@ -178,9 +173,9 @@ def low_precision_state_needs_its_switch(config: RunConfig, world_size: int) -> 
 
 
 def schedule_samples(config: RunConfig, world_size: int) -> Optional[int]:
-    """Samples of the schedule, if run and batch are known."""
+    """Samples of the schedule; None if the length of the run or the batch size is unknown."""
     length = config.training.train_iters or config.training.train_samples
-    if batch_size(config, world_size) is None or not positive(length):
+    if batch_size(config, world_size) is None or not all_positive(length):
         return None
     steps = derived.lr_decay_samples(config, world_size)
     return steps if steps > 0 else None

@@ -1,112 +1,111 @@
-"""Number formats: what goes together, and dimensions that the recipe can take."""
+"""Rules about precision, recipes, kernels and GEMM dimensions, and the automatic choice of kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from megafp8.config import derived, model_shapes, precision_map
-from megafp8.config.rules.base import Rule, has_shape, positive, without
+from megafp8.config.rules.base import Rule, all_positive, flags_without_effect, has_shape, no_effect_without
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import settings_by_name, value_of
 from megafp8.recipes import registry
 
-# Settings without an effect in a run in high precision, in other than the named formats, or under another recipe.
+# Settings that have no effect in high precision, and without --fp8-format.
 QUANTIZED_SETTINGS = ("fp8_amax_reduction", "first_last_layers_bf16")
 FP8_SETTINGS = ("fp8_recipe", "fp8_wgrad", "fp8_param_gather", "fp8_dot_product_attention")
-TILE_LENGTH = 128  # of the kernels' tiles, tokens and channels
+TILE_LENGTH = 128  # tokens and channels of a tile of the Triton kernels
 
 
 def one_weight_format(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Weights are BF16, FP16 or, with neither flag, FP32."""
+    """Weights are BF16, FP16 or, without either flag, FP32."""
     if config.precision.bf16 and config.precision.fp16:
         yield "--bf16 and --fp16 are both given: keep one"
 
 
 def one_low_format(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The linears are in FP8 or in FP4."""
+    """The linears are in FP8 or in FP4, not in both."""
     precision = config.precision
     if precision.fp8_format is not None and precision.fp4_format is not None:
         yield f"--fp8-format {precision.fp8_format} and --fp4-format {precision.fp4_format} are both given: keep one"
 
 
 def low_formats_are_not_with_fp16(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The scales of recipes are for BF16 or FP32 weights; FP16's loss scale would be a second one."""
+    """Recipes scale BF16 or FP32 tensors; the loss scaling of FP16 would scale gradients a second time."""
     precision = config.precision
     if precision.fp16 and (recipes := precision_map.used_recipes(precision)):
-        yield f"{precision_map.asked_by(precision, recipes[0])} with --fp16: use --bf16 instead of --fp16"
+        yield f"{precision_map.recipe_source(precision, recipes[0])} with --fp16: use --bf16 instead of --fp16"
 
 
 def low_format_settings_need_a_format(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Settings of FP8 and FP4 without their format would leave the run in high precision unnoticed."""
+    """Settings of FP8 and FP4 have no effect without a format."""
     used = precision_map.used_recipes(config.precision)
     if config.precision.fp8_format is None:
         for name in FP8_SETTINGS:
-            yield from (without(flag, "--fp8-format") for flag in given_flags(config, name))
+            yield from (no_effect_without(flag, "--fp8-format") for flag in non_default_flags(config, name))
     for recipe in registry.recipes():
         if precision_map.format_of(config.precision, recipe.family) is None and recipe.name not in used:
             for name in recipe.setting_names:
-                yield from (without(flag, f"--{recipe.family}-format") for flag in given_flags(config, name))
+                yield from (
+                    no_effect_without(flag, f"--{recipe.family}-format") for flag in non_default_flags(config, name)
+                )
     if not used:
         for name in QUANTIZED_SETTINGS:
-            yield from (without(flag, "--fp8-format") for flag in given_flags(config, name))
+            yield from (no_effect_without(flag, "--fp8-format") for flag in non_default_flags(config, name))
 
 
 def recipe_settings_need_their_recipe(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Margin and amax history belong to delayed scaling, the choice of scales to tensorwise or blockwise."""
+    """Options of a recipe have no effect under another: margin and amax history are for delayed scaling."""
     chosen = config.precision.fp8_recipe
     if config.precision.fp8_format is None:
         return
     used = precision_map.used_recipes(config.precision)
-    for recipe in registry.recipes("fp8"):
-        for flag in (flag for name in recipe.setting_names for flag in given_flags(config, name)):
-            if recipe.name not in used:
-                yield f"{flag} belongs to {recipe.flag}, not {chosen}: remove it, or change the recipe"
+    for recipe in (recipe for recipe in registry.recipes("fp8") if recipe.name not in used):
+        for flag in (flag for name in recipe.setting_names for flag in non_default_flags(config, name)):
+            yield f"{flag} belongs to {recipe.flag}, not {chosen}: remove it, or change the recipe"
 
 
-def given_flags(config: RunConfig, name: str) -> Iterator[str]:
-    """The flag that gave a precision setting a value other than its default, if one did."""
+def non_default_flags(config: RunConfig, name: str) -> Iterator[str]:
+    """The flag of a precision setting and its value, if that is not the default."""
     setting = settings_by_name()[f"precision.{name}"]
     value = value_of(config, setting.name)
     if value != setting.default:
-        flag = (setting.off if value is False and setting.off else setting.flags)[0]
-        yield flag if isinstance(value, bool) else f"{flag} {value}"
+        yield setting.as_flag(value)
 
 
 def fp8_weights_need_sharded_optimizer(config: RunConfig, world_size: int) -> Iterator[str]:
-    """FP8 compute weights have no master weights of their own; the distributed optimizer keeps those."""
+    """FP8 weights need the distributed optimizer, which has the master weights."""
     if config.precision.fp8_param_gather and not config.parallel.use_distributed_optimizer:
         yield "--fp8-param-gather needs --use-distributed-optimizer, which keeps the high-precision weights"
 
 
 def fp8_weights_need_masters(config: RunConfig, world_size: int) -> Iterator[str]:
-    """FP8 compute weights are made of FP32 master weights, which only BF16 weights have beside them."""
+    """FP8 weights are cast from FP32 master weights, which exist only beside BF16 weights."""
     if config.precision.fp8_param_gather and derived.params_dtype(config.precision) == "fp32":
         yield "--fp8-param-gather needs --bf16: FP32 weights are their own master weights and stay as they are"
 
 
 def low_formats_need_quantizing_layers(config: RunConfig, world_size: int) -> Iterator[str]:
-    """megatron-core's own layers know no FP8 and no FP4."""
+    """megatron-core's local layers support neither FP8 nor FP4."""
     precision = config.precision
     if precision.transformer_impl == "local" and (recipes := precision_map.used_recipes(precision)):
         yield (
-            f"{precision_map.asked_by(precision, recipes[0])} with --transformer-impl local: megatron-core's own "
+            f"{precision_map.recipe_source(precision, recipes[0])} with --transformer-impl local: megatron-core's own "
             "layers do not quantize; use --transformer-impl auto"
         )
 
 
 def high_precision_layers_fit_a_stage(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The layers kept in high precision at each end all lie on the first or last stage."""
+    """The layers in high precision at each end are all on the first or the last pipeline stage."""
     precision, pp = config.precision, config.parallel.pipeline_model_parallel_size
     counts = {
         "--num-layers-at-start-in-bf16": precision.num_layers_at_start_in_bf16,
         "--num-layers-at-end-in-bf16": precision.num_layers_at_end_in_bf16,
     }
     if not precision.first_last_layers_bf16:
-        for flag, count in counts.items():
-            if count != 1:
-                yield without(f"{flag} {count}", "--first-last-layers-bf16")
+        is_given = {f"{flag} {count}": count != 1 for flag, count in counts.items()}
+        yield from flags_without_effect(is_given, "--first-last-layers-bf16")
         return
-    if not positive(config.model.num_layers, pp):
+    if not all_positive(config.model.num_layers, pp):
         return
     per_stage = derived.layers_per_pipeline_rank(config)
     for flag, count in counts.items():
@@ -118,39 +117,39 @@ def high_precision_layers_fit_a_stage(config: RunConfig, world_size: int) -> Ite
 
 
 def gradient_reduction_has_one_format(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Gradients are reduced in FP32 or in BF16."""
+    """Gradients are reduced in FP32 or in BF16, not in both."""
     precision = config.precision
     if precision.grad_reduce_in_bf16 and precision.accumulate_allreduce_grads_in_fp32:
         yield "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 contradict each other: keep one"
     if precision.grad_reduce_in_bf16 and not precision.bf16:
-        yield without("--grad-reduce-in-bf16", "--bf16")
+        yield no_effect_without("--grad-reduce-in-bf16", "--bf16")
 
 
 def loss_fusion_is_on_for_its_implementation(config: RunConfig, world_size: int) -> Iterator[str]:
-    """--cross-entropy-fusion-impl chooses among fused losses."""
+    """--cross-entropy-fusion-impl selects a fused loss, which must be on."""
     precision = config.precision
     if precision.cross_entropy_fusion_impl != "native" and not precision.cross_entropy_loss_fusion:
         flag = f"--cross-entropy-fusion-impl {precision.cross_entropy_fusion_impl}"
-        yield without(flag, "--cross-entropy-loss-fusion")
+        yield no_effect_without(flag, "--cross-entropy-loss-fusion")
 
 
 def split_rope_needs_whole_rotations(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The kernel rotates all of a head, as it comes from the linear."""
+    """The split-rope kernel rotates complete heads of the output of linear_qkv."""
     if config.precision.split_rope_fusion:
         yield from split_rope_obstacles(config)
 
 
-def rotates_in_one_kernel(config: RunConfig) -> bool:
-    """Whether Transformer Engine's layers split and rotate in one kernel: as asked, or else where they can."""
-    asked = config.precision.split_rope_fusion
-    return asked if asked is not None else not any(split_rope_obstacles(config))
+def uses_split_rope_kernel(config: RunConfig) -> bool:
+    """Whether Transformer Engine's layers split and rotate in one kernel: by default where that is possible."""
+    requested = config.precision.split_rope_fusion
+    return requested if requested is not None else not any(split_rope_obstacles(config))
 
 
 def split_rope_obstacles(config: RunConfig) -> Iterator[str]:
-    """What stands against --split-rope-fusion."""
+    """Why --split-rope-fusion is not possible."""
     model, flag = config.model, "--split-rope-fusion"
     if model.position_embedding_type != "rope":
-        yield without(flag, "--position-embedding-type rope")
+        yield no_effect_without(flag, "--position-embedding-type rope")
     if not config.precision.apply_rope_fusion:
         yield f"{flag} with --no-rope-fusion: remove one"
     if model.qk_layernorm or model.rotary_interleaved or model.rotary_percent != 1.0:
@@ -163,20 +162,20 @@ def split_rope_obstacles(config: RunConfig) -> Iterator[str]:
 
 
 def swiglu_fusion_has_what_it_fuses(config: RunConfig, world_size: int) -> Iterator[str]:
-    """It is part of Transformer Engine's fused operations, and knows the scales of some recipes."""
+    """--swiglu-quantize-fusion needs the op fuser, SwiGLU, a recipe that it supports and complete tiles."""
     precision, flag = config.precision, "--swiglu-quantize-fusion"
     if not precision.swiglu_quantize_fusion:
         return
-    if not fuses_operations(config):
-        yield without(flag, "--use-transformer-engine-op-fuser")
+    if not uses_op_fuser(config):
+        yield no_effect_without(flag, "--use-transformer-engine-op-fuser")
     if not config.model.swiglu:
-        yield without(flag, "--swiglu")
+        yield no_effect_without(flag, "--swiglu")
     name = derived.quantization_recipe(precision)
     recipe = None if name is None else registry.get(name)
     if recipe is None or recipe.te_quantizer is None:
-        yield without(flag, f"--fp8-recipe {' or '.join(recipes_that_fuse_swiglu())}")
-    elif not recipe.fuses_swiglu and name not in recipes_wanted_of_our_kernels(config):
-        yield without(f"{flag} with {recipe.flag}", "--quantize-kernels triton")
+        yield no_effect_without(flag, f"--fp8-recipe {' or '.join(recipes_that_fuse_swiglu())}")
+    elif not recipe.fuses_swiglu and name not in requested_triton_cast_recipes(config):
+        yield no_effect_without(f"{flag} with {recipe.flag}", "--quantize-kernels triton")
     if config.model.swiglu and not swiglu_has_tiles(config):
         fc2 = model_shapes.gemm_dimensions(config)[-1]
         yield (
@@ -187,133 +186,139 @@ def swiglu_fusion_has_what_it_fuses(config: RunConfig, world_size: int) -> Itera
 
 
 def residual_fusion_has_its_norm(config: RunConfig, world_size: int) -> Iterator[str]:
-    """It is part of Transformer Engine's fused operations, which know it of RMSNorm and keep the norm's input."""
+    """--residual-norm-fusion needs the op fuser, RMSNorm and the input of the norm from the forward pass."""
     flag = "--residual-norm-fusion"
     if not config.precision.residual_norm_fusion:
         return
-    if not fuses_operations(config):
-        yield without(flag, "--use-transformer-engine-op-fuser")
+    if not uses_op_fuser(config):
+        yield no_effect_without(flag, "--use-transformer-engine-op-fuser")
     if config.model.normalization != "RMSNorm":
-        yield without(flag, "--normalization RMSNorm")
+        yield no_effect_without(flag, "--normalization RMSNorm")
     if derived.recompute_granularity(config.training) is not None:
         yield f"{flag} takes the MLP's input from its forward pass, and recomputation runs that twice: remove one"
 
 
 def recipes_that_fuse_swiglu() -> tuple[str, ...]:
-    """Names of the recipes with a SwiGLU that quantizes, whoever casts the other operands."""
+    """Names of the recipes for which the Triton SwiGLU can quantize whichever kernels cast the other operands."""
     return tuple(recipe.name for recipe in registry.recipes() if recipe.fuses_swiglu)
 
 
-def has_quantizing_swiglu(config: RunConfig) -> bool:
-    """Whether there is a SwiGLU that quantizes by the recipe's rule."""
+def has_swiglu_quantization_kernel(config: RunConfig) -> bool:
+    """Whether the Triton SwiGLU can quantize its output for the run's recipe."""
     name = derived.quantization_recipe(config.precision)
-    return name in (*recipes_that_fuse_swiglu(), *recipes_of_our_kernels(config))
+    return name in (*recipes_that_fuse_swiglu(), *triton_cast_recipes(config))
 
 
 def swiglu_has_tiles(config: RunConfig) -> bool:
-    """Whether the kernels take what a rank's SwiGLU makes, linear_fc2's input: they know whole tiles only."""
-    if not has_gemms(config):
+    """Whether the input of linear_fc2, the output of SwiGLU on a rank, consists of complete tiles."""
+    if not has_gemm_dimensions(config):
         return True
     fc2 = model_shapes.gemm_dimensions(config)[-1]
     return fc2.rows % TILE_LENGTH == fc2.in_features % TILE_LENGTH == 0
 
 
 def quantize_kernels_have_what_they_quantize(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Only some recipes have kernels to choose between; ours take 128 tokens at a time."""
+    """--quantize-kernels triton needs a recipe with Triton casts, and complete tiles of tokens."""
     flag, recipes = "--quantize-kernels triton", precision_map.used_recipes(config.precision)
     if config.precision.quantize_kernels != "triton":
         return
     if not any(recipe in registry.with_triton_casts() for recipe in recipes):
-        yield without(flag, f"--fp8-recipe {' or '.join(registry.with_triton_casts())}")
-    elif has_gemms(config) and (tokens := model_shapes.rows_per_rank(config)) % TILE_LENGTH:
+        yield no_effect_without(flag, f"--fp8-recipe {' or '.join(registry.with_triton_casts())}")
+    elif has_gemm_dimensions(config) and (tokens := model_shapes.rows_per_rank(config)) % TILE_LENGTH:
         yield (
             f"{flag} takes {TILE_LENGTH} tokens at a time, and a rank quantizes {tokens} of a microbatch: choose "
             "--seq-length and --micro-batch-size for a multiple, or remove it"
         )
 
 
-def recipes_of_our_kernels(config: RunConfig) -> tuple[str, ...]:
-    """Recipes whose activations and gradients our kernels quantize: as asked, or else where they can and are faster."""
-    is_asked = config.precision.quantize_kernels is not None
-    has_tiles = not has_gemms(config) or model_shapes.rows_per_rank(config) % TILE_LENGTH == 0
-    return recipes_wanted_of_our_kernels(config) if is_asked or has_tiles else ()
+def triton_cast_recipes(config: RunConfig) -> tuple[str, ...]:
+    """Recipes whose activations and gradients Triton casts: by default where that is possible and faster."""
+    is_requested = config.precision.quantize_kernels is not None
+    has_tiles = not has_gemm_dimensions(config) or model_shapes.rows_per_rank(config) % TILE_LENGTH == 0
+    return requested_triton_cast_recipes(config) if is_requested or has_tiles else ()
 
 
-def recipes_wanted_of_our_kernels(config: RunConfig) -> tuple[str, ...]:
-    """The same, whether a rank's tokens make whole tiles or not."""
-    asked, known = config.precision.quantize_kernels, registry.with_triton_casts()
-    if asked is not None:
-        return known if asked == "triton" else ()
-    if derived.has_step_graph(config):
+def requested_triton_cast_recipes(config: RunConfig) -> tuple[str, ...]:
+    """The same without regard to the tiles of tokens."""
+    requested, known = config.precision.quantize_kernels, registry.with_triton_casts()
+    if requested is not None:
+        return known if requested == "triton" else ()
+    if derived.uses_cuda_graph(config):
         return known
-    # Launched one by one the kernels take more of the host's time, which not every recipe's savings make up for.
+    # Without a CUDA graph, launching them takes more host time, which only some recipes save on the device.
     return tuple(name for name in known if registry.get(name).is_faster_with_kernels)
 
 
-def casts_by_amax(config: RunConfig) -> bool:
-    """Whether our kernels quantize anything by its own amax, which then is a pass of its own."""
-    cast = recipes_of_our_kernels(config)
+def triton_casts_need_amax_pass(config: RunConfig) -> bool:
+    """Whether Triton casts any tensor with current scaling, which needs a first pass for the amax."""
+    cast = triton_cast_recipes(config)
     return any(recipe.needs_amax_pass and recipe.name in cast for recipe in derived.used_recipes(config.precision))
 
 
-def fuses_operations(config: RunConfig) -> bool:
-    """Whether Transformer Engine's layers have fused operations for the MLP: as asked, or else where that was seen to
-    train as without, and looks, maps and schedules work as without."""
-    asked = config.precision.use_transformer_engine_op_fuser
-    if asked is not None:
-        return asked
+def uses_op_fuser(config: RunConfig) -> bool:
+    """Whether the MLP uses Transformer Engine's op fuser.
+
+    By default it does where training was verified to be equivalent, and where statistics, precision maps, schedules
+    and recomputation do not need separate layers.
+    """
+    requested = config.precision.use_transformer_engine_op_fuser
+    if requested is not None:
+        return requested
     model, precision = config.model, config.precision
     is_plain = model.swiglu and not model.add_bias_linear and precision.bf16
     name = derived.quantization_recipe(precision)
-    is_known = name is None or registry.get(name).supports_op_fuser
+    is_supported = name is None or registry.get(name).supports_op_fuser
     is_split = derived.model_parallel_size(config) > 1
     has_layers = model.num_layers is not None
     is_mapped = precision_map.changes_mlps(model, precision) if has_layers else precision.precision_map
-    is_apart = (
+    needs_layers = (
         is_mapped or precision.fp8_schedule is not None or precision.first_last_layers_bf16
         or config.logging.fp8_log_interval is not None or derived.recompute_granularity(config.training) is not None
     )  # fmt: skip
-    return bool(is_plain and is_known and not is_split and not is_apart)
+    return bool(is_plain and is_supported and not is_split and not needs_layers)
 
 
-def quantizes_in_swiglu(config: RunConfig) -> bool:
-    """Whether fused operations have our SwiGLU: as asked, or else where it is faster."""
-    asked = config.precision.swiglu_quantize_fusion
-    can = config.model.swiglu and has_quantizing_swiglu(config) and swiglu_has_tiles(config)
-    return asked if asked is not None else can and fuses_operations(config)
+def fuses_swiglu_quantization(config: RunConfig) -> bool:
+    """Whether the op fuser uses the Triton SwiGLU that quantizes: by default where it is faster."""
+    requested = config.precision.swiglu_quantize_fusion
+    if requested is not None:
+        return requested
+    is_possible = config.model.swiglu and has_swiglu_quantization_kernel(config) and swiglu_has_tiles(config)
+    return is_possible and uses_op_fuser(config)
 
 
 def determinism_excludes_its_opposites(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Kernels whose sums depend on timing are out in deterministic mode."""
+    """Deterministic mode excludes kernels whose order of summation varies."""
     precision = config.precision
     if precision.deterministic_mode and precision.cross_entropy_loss_fusion:
         yield "--deterministic-mode with --cross-entropy-loss-fusion: the fused loss is not deterministic; remove one"
 
 
 def gemm_dimensions_suit_the_recipe(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Every dimension of every quantized GEMM is a multiple of what the recipe needs."""
-    if precision_map.is_quantized(config.precision) and has_gemms(config):
-        yield from model_shapes.misfits(config)
+    """Every dimension of every quantized GEMM is a multiple of the recipe's alignment."""
+    if precision_map.is_quantized(config.precision) and has_gemm_dimensions(config):
+        yield from model_shapes.gemm_alignment_problems(config)
 
 
-def layout_free_scales_need_whole_blocks(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Where a rank's part ends within a block, the block's scale depends on the layout."""
+def layout_independent_scales_need_complete_blocks(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Scales depend on the layout if a block or a scaled row is split over ranks."""
     precision, parallel = config.precision, config.parallel
-    if precision.fp8_amax_reduction == "te" or not has_gemms(config):
+    if precision.fp8_amax_reduction == "te" or not has_gemm_dimensions(config):
         return
     recipes = derived.used_recipes(precision)
     is_split = derived.model_parallel_size(config) > 1
     for recipe in (recipe for recipe in recipes if recipe.has_whole_dimensions and is_split):
         yield (
-            f"--fp8-amax-reduction all: {precision_map.asked_by(precision, recipe.name)} has scales of whole rows and "
-            "columns, of which each rank has a part, so that scales depend on the layout; give --fp8-amax-reduction te"
+            f"--fp8-amax-reduction all: {precision_map.recipe_source(precision, recipe.name)} has scales of whole rows "
+            "and columns, of which each rank has a part, so that scales depend on the layout; give "
+            "--fp8-amax-reduction te"
         )
     blocks = {recipe.name: recipe.block_length for recipe in recipes if recipe.block_length}
     if not blocks:
         return
     name = max(blocks, key=blocks.__getitem__)
-    length, asked = blocks[name], precision_map.asked_by(precision, name)
-    parts = {}
+    length, source = blocks[name], precision_map.recipe_source(precision, name)
+    parts: dict[str, float] = {}
     if parallel.tensor_model_parallel_size > 1:
         parts = {
             f"{linear.name}'s {what} per rank": size
@@ -327,16 +332,15 @@ def layout_free_scales_need_whole_blocks(config: RunConfig, world_size: int) -> 
     for what, size in parts.items():
         if size % length:
             yield (
-                f"--fp8-amax-reduction all: {asked} has blocks of {length}, and {what} are {size:g}, so that scales "
-                "would depend on the layout; choose multiples, or give "
-                "--fp8-amax-reduction te"
+                f"--fp8-amax-reduction all: {source} has blocks of {length}, and {what} are {size:g}, so that scales "
+                "would depend on the layout; choose multiples, or give --fp8-amax-reduction te"
             )
 
 
-def has_gemms(config: RunConfig) -> bool:
-    """Whether the settings give every GEMM its dimensions."""
+def has_gemm_dimensions(config: RunConfig) -> bool:
+    """Whether the dimensions of every GEMM can be computed."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
-    if not has_shape(config) or not positive(config.data.seq_length, config.training.micro_batch_size):
+    if not has_shape(config) or not all_positive(config.data.seq_length, config.training.micro_batch_size):
         return False
     assert model.num_attention_heads is not None
     sizes = (model.num_attention_heads, derived.num_query_groups(model), derived.ffn_hidden_size(model))
@@ -362,5 +366,5 @@ RULES: tuple[Rule, ...] = (
     quantize_kernels_have_what_they_quantize,
     determinism_excludes_its_opposites,
     gemm_dimensions_suit_the_recipe,
-    layout_free_scales_need_whole_blocks,
+    layout_independent_scales_need_complete_blocks,
 )

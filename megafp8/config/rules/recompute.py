@@ -1,41 +1,34 @@
-"""Recomputing activations in the backward pass.
-
-CUDA graphs: what is captured once has to be the same work on the same memory in every step.
-"""
+"""Rules about activation recomputation and CUDA graphs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from megafp8.config import derived
-from megafp8.config.rules.base import Rule, positive, without
+from megafp8.config.rules.base import Rule, all_positive, flags_without_effect, no_effect_without
 from megafp8.config.schema import RunConfig, TrainingConfig
 from megafp8.config.schema.setting import AUTO
 from megafp8.recipes import registry
 
 
 def full_recompute_says_which_layers(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Full recompute takes a method and a number of layers, within a stage."""
+    """Full recompute needs a method and a number of layers, which a pipeline stage must have."""
     training = config.training
     if training.recompute_granularity != "full":
         return
     if training.recompute_activations:
         yield "--recompute-activations means selective and --recompute-granularity says full: keep one"
-    missing = [
-        flag
-        for flag, value in (
-            ("--recompute-method", training.recompute_method),
-            ("--recompute-num-layers", training.recompute_num_layers),
-        )
-        if value is None
-    ]
-    if missing:
+    needed = {
+        "--recompute-method": training.recompute_method,
+        "--recompute-num-layers": training.recompute_num_layers,
+    }
+    if missing := [flag for flag, value in needed.items() if value is None]:
         yield (
             f"--recompute-granularity full needs {' and '.join(missing)}: --recompute-method uniform "
             "--recompute-num-layers 1 recomputes every layer"
         )
     count, pp = training.recompute_num_layers, config.parallel.pipeline_model_parallel_size
-    if count is None or not positive(config.model.num_layers, pp):
+    if count is None or not all_positive(config.model.num_layers, pp):
         return
     per_stage = derived.layers_per_pipeline_rank(config)
     if count > per_stage:
@@ -46,27 +39,25 @@ def full_recompute_says_which_layers(config: RunConfig, world_size: int) -> Iter
 
 
 def layer_choice_needs_full_recompute(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Method and number of layers belong to full recompute."""
+    """Method and number of layers are options of full recompute."""
     training = config.training
-    if training.recompute_granularity == "full":
-        return
-    asked = {
-        f"--recompute-method {training.recompute_method}": training.recompute_method is not None,
-        f"--recompute-num-layers {training.recompute_num_layers}": training.recompute_num_layers is not None,
-    }
-    for flag in (flag for flag, given in asked.items() if given):
-        yield without(flag, "--recompute-granularity full")
+    if training.recompute_granularity != "full":
+        is_given = {
+            f"--recompute-method {training.recompute_method}": training.recompute_method is not None,
+            f"--recompute-num-layers {training.recompute_num_layers}": training.recompute_num_layers is not None,
+        }
+        yield from flags_without_effect(is_given, "--recompute-granularity full")
 
 
 def module_choice_needs_selective_recompute(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Modules are chosen in selective recompute."""
+    """Modules are an option of selective recompute."""
     modules = config.training.recompute_modules
     if modules and derived.recompute_granularity(config.training) != "selective":
-        yield without(f"--recompute-modules {' '.join(modules)}", "--recompute-granularity selective")
+        yield no_effect_without(f"--recompute-modules {' '.join(modules)}", "--recompute-granularity selective")
 
 
 def delayed_scaling_excludes_norm_recompute(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Running a norm and the quantizer behind it twice would enter its amax into the history twice."""
+    """Recomputing a norm would quantize its output a second time and enter the amax into the history twice."""
     name = derived.quantization_recipe(config.precision)
     recipe = None if name is None else registry.get(name)
     if recipe and recipe.is_stateful and "layernorm" in derived.recompute_modules(config.training):
@@ -74,7 +65,7 @@ def delayed_scaling_excludes_norm_recompute(config: RunConfig, world_size: int) 
 
 
 def mlp_recompute_excludes_biases(config: RunConfig, world_size: int) -> Iterator[str]:
-    """megatron-core's recomputed MLP returns its bias untouched; the backward pass then calls itself without end."""
+    """megatron-core's recomputed MLP returns its bias unchanged, and its backward pass then recurses infinitely."""
     if config.model.add_bias_linear and "mlp" in derived.recompute_modules(config.training):
         yield (
             "--recompute-modules mlp does not go with biases in the linears: leave mlp out, "
@@ -83,12 +74,12 @@ def mlp_recompute_excludes_biases(config: RunConfig, world_size: int) -> Iterato
 
 
 def saved_activations_have_ranks_to_spread_over(config: RunConfig, world_size: int) -> Iterator[str]:
-    """--distribute-saved-activations splits what full recompute saves over tensor-parallel ranks."""
+    """--distribute-saved-activations splits the saved activations of full recompute over tensor-parallel ranks."""
     training, parallel = config.training, config.parallel
     if not training.distribute_saved_activations:
         return
     if training.recompute_granularity != "full":
-        yield without("--distribute-saved-activations", "--recompute-granularity full")
+        yield no_effect_without("--distribute-saved-activations", "--recompute-granularity full")
     if parallel.tensor_model_parallel_size == 1:
         yield (
             "--distribute-saved-activations spreads over tensor-parallel ranks and there is one: remove it, "
@@ -98,18 +89,8 @@ def saved_activations_have_ranks_to_spread_over(config: RunConfig, world_size: i
         yield "--distribute-saved-activations with --sequence-parallel, which spreads them already: remove the former"
 
 
-RULES: tuple[Rule, ...] = (
-    full_recompute_says_which_layers,
-    layer_choice_needs_full_recompute,
-    module_choice_needs_selective_recompute,
-    delayed_scaling_excludes_norm_recompute,
-    mlp_recompute_excludes_biases,
-    saved_activations_have_ranks_to_spread_over,
-)
-
-
-def obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """What keeps the passes of a run from being a graph: each setting, and why with the mend."""
+def cuda_graph_obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """The settings with which forward-backward cannot be captured in a CUDA graph: the flag, and why with the fix."""
     model, parallel, precision, training = config.model, config.parallel, config.precision, config.training
     sizes = (
         ("--pipeline-model-parallel-size", parallel.pipeline_model_parallel_size),
@@ -117,14 +98,14 @@ def obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
     )
     dropouts = (("--attention-dropout", model.attention_dropout), ("--hidden-dropout", model.hidden_dropout))
     granularity = derived.recompute_granularity(training)
-    noisy = next((each for each in derived.used_recipes(precision) if each.is_stochastic(vars(precision))), None)
+    stochastic = next((each for each in derived.used_recipes(precision) if each.is_stochastic(vars(precision))), None)
     optimizer = derived.fused_adam_obstacle(config)
     checks = (
         *((rate > 0, f"{flag} {rate}", f"a graph draws no random numbers; give {flag} 0") for flag, rate in dropouts),
         *((size > 1, f"{flag} {size}", "graphs hold one stage's whole step; give 1") for flag, size in sizes),
         (
-            noisy is not None,
-            "" if noisy is None else noisy.flag,
+            stochastic is not None,
+            "" if stochastic is None else stochastic.flag,
             "its gradients are rounded at random, and a graph draws no random numbers; launch kernel by kernel",
         ),
         (
@@ -162,18 +143,27 @@ def obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from ((flag, reason) for is_there, flag, reason in checks if is_there)
 
 
-def steps_are_alike(config: RunConfig, world_size: int) -> Iterator[str]:
-    """No host decision, no random numbers and no wait of another rank's inside the passes."""
-    if derived.has_step_graph(config):
-        for flag, reason in obstacles(config):
+def cuda_graph_steps_are_identical(config: RunConfig, world_size: int) -> Iterator[str]:
+    """A CUDA graph replays the same kernels: no host decisions, random numbers or waits inside forward-backward."""
+    if derived.uses_cuda_graph(config):
+        for flag, reason in cuda_graph_obstacles(config):
             yield f"{flag} with --cuda-graph-impl {config.training.cuda_graph_impl}: {reason}"
 
 
-def warm_up_is_for_graphs(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Steps before the capture need something to be captured."""
+def warmup_steps_need_a_cuda_graph(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Warm-up steps have no effect without a CUDA graph."""
     steps = config.training.cuda_graph_warmup_steps
-    if not derived.has_step_graph(config) and steps != TrainingConfig().cuda_graph_warmup_steps:
-        yield without(f"--cuda-graph-warmup-steps {steps}", "--cuda-graph-impl local")
+    if not derived.uses_cuda_graph(config) and steps != TrainingConfig().cuda_graph_warmup_steps:
+        yield no_effect_without(f"--cuda-graph-warmup-steps {steps}", "--cuda-graph-impl local")
 
 
-CUDA_GRAPH_RULES: tuple[Rule, ...] = (steps_are_alike, warm_up_is_for_graphs)
+RULES: tuple[Rule, ...] = (
+    full_recompute_says_which_layers,
+    layer_choice_needs_full_recompute,
+    module_choice_needs_selective_recompute,
+    delayed_scaling_excludes_norm_recompute,
+    mlp_recompute_excludes_biases,
+    saved_activations_have_ranks_to_spread_over,
+    cuda_graph_steps_are_identical,
+    warmup_steps_need_a_cuda_graph,
+)

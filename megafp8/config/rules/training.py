@@ -1,9 +1,4 @@
-"""Batch, and length of the run.
-
-Numbers that are out of range by themselves.
-
-What a run does about numbers that are not finite, and about spikes.
-"""
+"""Rules about batch size and length of the run, ranges of numbers, skipped updates and loss spikes."""
 
 from __future__ import annotations
 
@@ -14,14 +9,14 @@ from types import MappingProxyType
 from typing import Optional
 
 from megafp8.config import derived
-from megafp8.config.rules.base import Rule, batch_size, positive, round_up, without
+from megafp8.config.rules.base import Rule, all_positive, batch_size, no_effect_without
 from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import settings_by_name, value_of
 from megafp8.errors import ConfigError
 
 
 def batch_is_given(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Micro batch and sequence length have no default."""
+    """The micro-batch size and the sequence length have no default."""
     if config.training.micro_batch_size is None:
         yield (
             "--micro-batch-size is missing: sequences in one forward pass of one rank; 1 always fits best, auto finds "
@@ -32,9 +27,9 @@ def batch_is_given(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def global_batch_divides(config: RunConfig, world_size: int) -> Iterator[str]:
-    """A step is a whole number of microbatches on each data-parallel rank."""
+    """Every data-parallel rank has the same number of microbatches per step."""
     micro, batch = config.training.micro_batch_size, config.training.global_batch_size
-    if not positive(micro, batch) or micro is None or batch is None:
+    if not all_positive(micro, batch) or micro is None or batch is None:
         return
     try:
         ranks = derived.data_parallel_size(config, world_size)
@@ -44,17 +39,17 @@ def global_batch_divides(config: RunConfig, world_size: int) -> Iterator[str]:
         yield (
             f"--global-batch-size {batch} is not a multiple of --micro-batch-size x data-parallel size = {micro} x "
             f"{ranks} = {micro * ranks} ({batch} / {micro * ranks} = {batch / (micro * ranks):.4g}): "
-            f"use --global-batch-size {round_up(batch, micro * ranks)}"
+            f"use --global-batch-size {derived.round_up(batch, micro * ranks)}"
         )
 
 
 def automatic_size_divides_a_given_batch(config: RunConfig, world_size: int) -> Iterator[str]:
-    """--micro-batch-size auto accumulates up to a batch that does not depend on memory, and is for training."""
+    """--micro-batch-size auto needs a global batch size, which must not depend on memory, and training steps."""
     training = config.training
     if training.micro_batch_size != AUTO:
         if training.micro_batch_size_memory_limit is not None:
             effect = f"--micro-batch-size-memory-limit {training.micro_batch_size_memory_limit:g}"
-            yield without(effect, "--micro-batch-size auto")
+            yield no_effect_without(effect, "--micro-batch-size auto")
         return
     if training.global_batch_size is None:
         yield "--micro-batch-size auto keeps to --global-batch-size, which is missing: sequences in one optimizer step"
@@ -63,7 +58,7 @@ def automatic_size_divides_a_given_batch(config: RunConfig, world_size: int) -> 
 
 
 def length_is_given_once(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The run's length is steps or samples."""
+    """The length of the run is given in steps or in samples."""
     iters, samples = config.training.train_iters, config.training.train_samples
     if iters is None and samples is None:
         yield "the length of the run is missing: give --train-iters (optimizer steps) or --train-samples (sequences)"
@@ -72,14 +67,14 @@ def length_is_given_once(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def samples_fill_a_batch(config: RunConfig, world_size: int) -> Iterator[str]:
-    """--train-samples make at least one step."""
+    """--train-samples is at least one global batch."""
     samples, batch = config.training.train_samples, batch_size(config, world_size)
-    if positive(samples) and samples is not None and batch is not None and samples < batch:
+    if all_positive(samples) and samples is not None and batch is not None and samples < batch:
         yield f"--train-samples {samples} do not fill one global batch of {batch}: use at least {batch}"
 
 
 def garbage_interval_needs_manual_collection(config: RunConfig, world_size: int) -> Iterator[str]:
-    """--manual-gc-interval belongs to --manual-gc."""
+    """--manual-gc-interval needs --manual-gc."""
     if config.training.manual_gc_interval > 0 and not config.training.manual_gc:
         yield f"--manual-gc-interval {config.training.manual_gc_interval} has no effect without --manual-gc: add it"
 
@@ -113,16 +108,15 @@ class _Range:
         return f"in {'(' if self.low_open else '['}{self.low:g}, {self.high:g}{')' if self.high_open else ']'}"
 
 
-_COUNT = _Range(1)
+_AT_LEAST_1 = _Range(1)
 _NOT_NEGATIVE = _Range(0)
 _ABOVE_0 = _Range(0, low_open=True)
-_SHARE = _Range(0, 1, high_open=True)
-_PART = _Range(0, 1, low_open=True)
-_PAIR = _Range(2)
-_FP32_POWER = _Range(-126, 126)  # of two
-_SETTINGS_OF_RANGE: tuple[tuple[_Range, str], ...] = (
-    (
-        _COUNT,
+_FRACTION_BELOW_1 = _Range(0, 1, high_open=True)
+_FRACTION_ABOVE_0 = _Range(0, 1, low_open=True)
+_AT_LEAST_2 = _Range(2)
+_FP32_EXPONENT = _Range(-126, 126)  # of two
+_SETTINGS_BY_RANGE: Mapping[_Range, str] = {
+    _AT_LEAST_1: (
         "model.num_layers model.hidden_size model.ffn_hidden_size model.num_attention_heads model.kv_channels "
         "model.num_query_groups model.max_position_embeddings model.rotary_base model.vocab_size "
         "model.rotary_seq_len_interpolation_factor model.make_vocab_size_divisible_by model.window_size "
@@ -139,42 +133,39 @@ _SETTINGS_OF_RANGE: tuple[tuple[_Range, str], ...] = (
         "training.check_weight_hash_across_dp_replicas_interval training.cuda_graph_warmup_steps "
         "checkpoint.ckpt_step checkpoint.async_save_timeout "
         "checkpoint.non_persistent_save_interval "
-        "logging.log_interval logging.tensorboard_log_interval logging.fp8_log_interval",
+        "logging.log_interval logging.tensorboard_log_interval logging.fp8_log_interval"
     ),
-    (
-        _NOT_NEGATIVE,
+    _NOT_NEGATIVE: (
         "checkpoint.ckpt_max_failures "
         "model.init_method_std precision.num_layers_at_start_in_bf16 precision.num_layers_at_end_in_bf16 "
         "optimizer.min_lr optimizer.lr_warmup_init optimizer.lr_warmup_iters optimizer.lr_warmup_samples "
         "optimizer.decoupled_min_lr optimizer.weight_decay optimizer.start_weight_decay optimizer.end_weight_decay "
         "optimizer.clip_grad data.num_workers training.eval_iters training.seed training.manual_gc_interval "
         "training.step_timeout_s training.checkpoint_timeout_s training.max_crashes training.max_skipped_steps "
-        "logging.profile_step_start logging.profile_step_end logging.logging_level",
+        "logging.profile_step_start logging.profile_step_end logging.logging_level"
     ),
-    (
-        _ABOVE_0,
+    _ABOVE_0: (
         "model.norm_epsilon model.rope_scaling_factor optimizer.lr optimizer.decoupled_lr optimizer.adam_eps "
         "optimizer.loss_scale optimizer.initial_loss_scale optimizer.min_loss_scale optimizer.loss_scale_window "
         "training.exit_signal_grace_s training.spike_sigma training.micro_batch_size_memory_limit "
-        "parallel.rendezvous_timeout_s",
+        "parallel.rendezvous_timeout_s"
     ),
-    (
-        _SHARE,
+    _FRACTION_BELOW_1: (
         "model.attention_dropout model.hidden_dropout optimizer.adam_beta1 optimizer.adam_beta2 "
-        "optimizer.sgd_momentum optimizer.lr_warmup_fraction",
+        "optimizer.sgd_momentum optimizer.lr_warmup_fraction"
     ),
-    (_PART, "model.rotary_percent"),
-    (_PAIR, "training.spike_window training.spike_min_steps"),
-    (_FP32_POWER, "precision.fp8_margin"),
-)
+    _FRACTION_ABOVE_0: "model.rotary_percent",
+    _AT_LEAST_2: "training.spike_window training.spike_min_steps",
+    _FP32_EXPONENT: "precision.fp8_margin",
+}
 RANGES: Mapping[str, _Range] = MappingProxyType(
-    {name: allowed for allowed, names in _SETTINGS_OF_RANGE for name in names.split()}
+    {name: allowed for allowed, names in _SETTINGS_BY_RANGE.items() for name in names.split()}
 )
-"""The values that a setting may have, under its name."""
+"""The range of each numeric setting, by its name."""
 
 
 def numbers_are_in_range(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Every count is at least 1, every probability below 1, and so on."""
+    """Every number is in its range."""
     for name, allowed in RANGES.items():
         setting, value = settings_by_name()[name], value_of(config, name)
         if value is not None and not allowed.holds(value) and not (setting.auto and value == AUTO):
@@ -182,14 +173,14 @@ def numbers_are_in_range(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def profiled_ranks_exist(config: RunConfig, world_size: int) -> Iterator[str]:
-    """--profile-ranks are ranks of this run."""
+    """--profile-ranks are ranks of the run."""
     outside = [rank for rank in config.logging.profile_ranks if not 0 <= rank < world_size]
     if outside and config.logging.profile:
         yield f"--profile-ranks {' '.join(map(str, outside))}: the ranks of this run are 0 to {world_size - 1}"
 
 
 def profile_ends_after_it_starts(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The profiled steps are at least one."""
+    """At least one step is profiled."""
     logging = config.logging
     if logging.profile and logging.profile_step_end <= logging.profile_step_start:
         yield (
@@ -199,23 +190,24 @@ def profile_ends_after_it_starts(config: RunConfig, world_size: int) -> Iterator
 
 
 RANGE_RULES: tuple[Rule, ...] = (numbers_are_in_range, profiled_ranks_exist, profile_ends_after_it_starts)
-OF_EVERY_POLICY = ("spike_window", "spike_sigma", "spike_min_steps")
-OF_ROLLBACK = ("spike_rollback_steps", "spike_skip_batches", "max_rollbacks")
+SPIKE_SETTINGS = ("spike_window", "spike_sigma", "spike_min_steps")
+ROLLBACK_SETTINGS = ("spike_rollback_steps", "spike_skip_batches", "max_rollbacks")
 
 
 def skipping_needs_the_check(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Without the check for numbers that are not finite, there is nothing to skip by."""
+    """Updates can be skipped only with the check for non-finite values."""
     training = config.training
-    asked = {
+    requested = {
         f"--max-skipped-steps {training.max_skipped_steps}": training.max_skipped_steps > 0,
         f"--spike-policy {training.spike_policy}": training.spike_policy != "off",
     }
-    for flag in (flag for flag, given in asked.items() if given and not training.check_for_nan_in_loss_and_grad):
-        yield f"{flag} contradicts --no-check-for-nan-in-loss-and-grad: keep one"
+    for flag, given in requested.items():
+        if given and not training.check_for_nan_in_loss_and_grad:
+            yield f"{flag} contradicts --no-check-for-nan-in-loss-and-grad: keep one"
 
 
 def skipping_spikes_has_a_limit(config: RunConfig, world_size: int) -> Iterator[str]:
-    """--spike-policy skip says how many steps in a row it may skip."""
+    """--spike-policy skip needs a limit of consecutive skipped updates."""
     if config.training.spike_policy == "skip" and config.training.max_skipped_steps == 0:
         yield (
             "--spike-policy skip with --max-skipped-steps 0 may skip no step: give how many in a row, for example "
@@ -224,20 +216,20 @@ def skipping_spikes_has_a_limit(config: RunConfig, world_size: int) -> Iterator[
 
 
 def spike_settings_need_their_policy(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Settings of a policy belong to it."""
+    """Settings of a spike policy need it."""
     policy = config.training.spike_policy
     for names, needs, is_there in (
-        (OF_EVERY_POLICY, "--spike-policy", policy != "off"),
-        (OF_ROLLBACK, "--spike-policy rollback", policy == "rollback"),
+        (SPIKE_SETTINGS, "--spike-policy", policy != "off"),
+        (ROLLBACK_SETTINGS, "--spike-policy rollback", policy == "rollback"),
     ):
         for setting in (settings_by_name()[f"training.{name}"] for name in names):
             value = value_of(config, setting.name)
             if value != setting.default and not is_there:
-                yield without(f"{setting.flags[0]} {value}", needs)
+                yield no_effect_without(f"{setting.flags[0]} {value}", needs)
 
 
 def spikes_are_detectable(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The window holds as many updates as there must be."""
+    """The window is large enough for the required number of updates."""
     training = config.training
     if training.spike_policy != "off" and training.spike_min_steps > training.spike_window:
         yield (
@@ -247,7 +239,7 @@ def spikes_are_detectable(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def rollback_has_somewhere_to_go(config: RunConfig, world_size: int) -> Iterator[str]:
-    """--spike-policy rollback needs whole checkpoints of this run, and of no other."""
+    """--spike-policy rollback needs complete checkpoints, and a folder with those of this run only."""
     checkpoint = config.checkpoint
     if config.training.spike_policy != "rollback":
         return
@@ -260,10 +252,10 @@ def rollback_has_somewhere_to_go(config: RunConfig, world_size: int) -> Iterator
         )
     for flag, given in (("--no-save-optim", checkpoint.no_save_optim), ("--no-save-rng", checkpoint.no_save_rng)):
         if given:
-            yield f"--spike-policy rollback goes on from a checkpoint, which {flag} makes incomplete: remove one"
+            yield f"--spike-policy rollback resumes from a checkpoint, which {flag} makes incomplete: remove one"
 
 
-BAD_STEP_RULES: tuple[Rule, ...] = (
+SKIPPED_UPDATE_RULES: tuple[Rule, ...] = (
     skipping_needs_the_check,
     skipping_spikes_has_a_limit,
     spike_settings_need_their_policy,

@@ -1,11 +1,12 @@
-"""Every setting of a run, once: name, type, default, help and the command-line spelling.
+"""Schema of the settings: name, type, default, help text and flags of each.
 
-A section is a frozen dataclass in a file of its own; `RunConfig` holds one of each. A field `hidden_size` is the flag
-`--hidden-size` unless its metadata says otherwise. Spelling, default and meaning are Megatron-LM's wherever Megatron
-has the flag. `None` means "not given": what it then becomes is worked out in `derived.py`, never written back here.
+Each section is a frozen dataclass; `RunConfig` has one field per section. The flag of a field `hidden_size` is
+`--hidden-size` unless its declaration gives another. Flags, defaults and meanings are Megatron-LM's where Megatron-LM
+has the flag. `None` means "not given"; `derived.py` computes the value to use, and never writes it back.
+
+The modules of this package do without `from __future__ import annotations`, so that the types of fields are objects
+and not strings that would have to be evaluated.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """All sections of one run, and the overrides of megatron-core's own configuration fields."""
+    """All settings of one run."""
 
     model: ModelConfig = ModelConfig()
     parallel: ParallelConfig = ParallelConfig()

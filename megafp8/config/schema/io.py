@@ -1,11 +1,4 @@
-"""Settings: tokenizer and token shards.
-
-Settings: saving and loading.
-
-Settings: records of a run.
-"""
-
-from __future__ import annotations
+"""Settings of data, checkpoints and logging."""
 
 from dataclasses import dataclass
 from typing import Optional
@@ -67,7 +60,9 @@ class CheckpointConfig:
     """Saving and loading."""
 
     save: Optional[str] = setting(None, "folder for checkpoints, records and the configuration of this run", path=True)
-    load: Optional[str] = setting(None, "folder to resume from; a folder without checkpoints starts anew", path=True)
+    load: Optional[str] = setting(
+        None, "folder to resume from; a folder without checkpoints starts a new run", path=True
+    )
     save_interval: Optional[int] = setting(None, "steps between checkpoints; the last step is always saved")
     ckpt_keep: Optional[int] = setting(None, "newest checkpoints to keep, older ones are deleted; default all")
     non_persistent_save_interval: Optional[int] = setting(
@@ -82,7 +77,7 @@ class CheckpointConfig:
         path=True,
     )
     async_save: bool = setting(
-        False, "write checkpoints while training goes on, from a copy of the state in host memory"
+        False, "write checkpoints while training continues, from a copy of the state in host memory"
     )
     async_save_timeout: int = setting(300, "seconds after which a checkpoint that is still being written has failed")
     ckpt_max_failures: int = setting(3, "saves in a row that may fail before the run stops; 0: any number")

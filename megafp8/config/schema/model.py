@@ -1,16 +1,11 @@
-"""Settings: the shape of the GPT.
-
-Settings: how the work is split over ranks. world = tensor x pipeline x context x data.
-"""
-
-from __future__ import annotations
+"""Settings of the model and of parallelism."""
 
 from dataclasses import dataclass
 from typing import Optional
 
 from megafp8.config.schema.setting import setting
 
-# Of what nobody trains: tables of that many layers still fit in memory, and the size of no tensor exceeds an int64.
+# Far above any real model. Below these limits a table of the layers fits in memory and tensor sizes fit an int64.
 MAX_WIDTH = 1 << 20
 MAX_HEADS = 1 << 16
 INT32_MAX = (1 << 31) - 1

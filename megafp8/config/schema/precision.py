@@ -1,6 +1,4 @@
-"""Settings: number formats."""
-
-from __future__ import annotations
+"""Settings of precision, quantization and kernels."""
 
 import functools
 from dataclasses import dataclass

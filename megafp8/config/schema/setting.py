@@ -1,4 +1,4 @@
-"""How a field of a section is declared."""
+"""Declaration of a setting: a dataclass field with metadata for the command line."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import field
 from typing import Any, Optional, Union
 
-AUTO = 0
-"""What the word `auto` is read as, in settings that take it."""
+AUTO = 0  # value of `auto` in settings that accept it
 INT64_MAX = (1 << 63) - 1
 
 
@@ -27,19 +26,20 @@ def setting(
     """Declare one field of a section.
 
     Args:
-        default: value when the flag is absent.
-        help: one line for `--help`; says the unit where there is one.
-        flags: spellings that set the field; empty means `--` and the field's name with dashes.
-            For a boolean that is True by default and has only an `off` spelling, give `flags=()`.
-        off: spellings that set a boolean field to False (for example `--disable-bias-linear`).
-        choices: the values allowed, or a function that knows them when the flags are read.
-        many: the flag takes one or more values and the field is a tuple.
-        auto: a count that may also be the word `auto`, kept as `AUTO`.
-        maximum: of a whole number. Values above it are refused as they are read, before anything computes with them.
-        path: the text is a path, or the prefix of some; one that no file can have is refused.
+        default: value without the flag.
+        help: one line for `--help`, with the unit.
+        flags: flags that set the field, or that set a boolean to True. Empty means `--` and the field's name with
+            dashes, unless `off` is given.
+        off: flags that set a boolean to False, for example `--disable-bias-linear`.
+        choices: allowed values, or a function that returns them.
+        many: the flag takes one or more values, and the field is a tuple.
+        auto: the value may also be the word `auto`, which is stored as `AUTO`.
+        metavar: name of the value in `--help`.
+        maximum: limit of an integer, checked on parsing so that later arithmetic is safe.
+        path: the value is a path or a path prefix, and is checked with `path_problem`.
     """
     metadata = {
         "help": help, "flags": flags, "off": off, "choices": choices, "many": many, "auto": auto, "metavar": metavar,
-        "maximum": maximum, "path": path,
+        "maximum": maximum, "is_path": path,
     }  # fmt: skip
     return field(default=default, metadata=metadata)

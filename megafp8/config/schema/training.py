@@ -1,9 +1,4 @@
-"""Settings: length, batch, evaluation, recomputation, when to stop.
-
-Settings: optimizer and learning-rate schedule.
-"""
-
-from __future__ import annotations
+"""Settings of training and of the optimizer."""
 
 from dataclasses import dataclass
 from typing import Optional

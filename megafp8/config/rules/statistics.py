@@ -1,0 +1,110 @@
+"""Rules about quantization statistics: --fp8-log-interval, --fp8-log-layers and --fp8-what-if."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megafp8.config import derived, model_shapes, precision_map
+from megafp8.config.rules.base import Rule, all_positive, no_effect_without
+from megafp8.config.rules.precision import has_gemm_dimensions
+from megafp8.config.schema import LoggingConfig, RunConfig
+from megafp8.config.settings import with_values
+from megafp8.recipes import registry
+
+
+def statistics_have_an_interval(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Statistics are collected only with --fp8-log-interval."""
+    logging = config.logging
+    if logging.fp8_log_interval is None:
+        if logging.fp8_what_if is not None:
+            yield no_effect_without(f"--fp8-what-if {logging.fp8_what_if}", "--fp8-log-interval")
+        if logging.fp8_log_layers != LoggingConfig().fp8_log_layers:
+            yield no_effect_without(f"--fp8-log-layers {logging.fp8_log_layers}", "--fp8-log-interval")
+
+
+def statistics_have_an_object(config: RunConfig, world_size: int) -> Iterator[str]:
+    """In high precision there are statistics only with --fp8-what-if."""
+    logging = config.logging
+    is_quantized = precision_map.is_quantized(config.precision)
+    if logging.fp8_log_interval is not None and not is_quantized and not derived.what_if_recipes(logging):
+        yield no_effect_without(
+            f"--fp8-log-interval {logging.fp8_log_interval}", "--fp8-format, --fp4-format or recipes for --fp8-what-if"
+        )
+
+
+def patterns_name_linears(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Every pattern of --fp8-log-layers matches a linear that has statistics."""
+    num_layers, patterns = config.model.num_layers, derived.log_layer_patterns(config.logging)
+    if not patterns:
+        yield f"--fp8-log-layers {config.logging.fp8_log_layers!r} names nothing: leave it out to look at all linears"
+    if num_layers is None or not all_positive(num_layers):
+        return
+    for pattern in patterns:
+        if fault := precision_map.pattern_problem(pattern, num_layers):
+            yield f"--fp8-log-layers {pattern}: {fault}"
+        elif config.logging.fp8_log_interval is not None:
+            yield from missing_statistics_problems(config, pattern)
+
+
+def missing_statistics_problems(config: RunConfig, pattern: str) -> Iterator[str]:
+    """Why no linear that matches a pattern has statistics."""
+    observable, flag = (
+        precision_map.linears_with_statistics(config.model, config.precision),
+        f"--fp8-log-layers {pattern}",
+    )
+    if any(precision_map.matches_pattern(name, pattern) for name in observable):
+        return
+    if not observable:
+        yield f"--fp8-log-interval {config.logging.fp8_log_interval}: the run's recipes quantize no linear; remove it"
+    elif precision_map.is_quantized(config.precision):
+        yield (
+            f"{flag} names linears in high precision alone, at which nobody looks: quantized are {observable[0]} to "
+            f"{observable[-1]}, {len(observable)} linears; name some of those, or give these a recipe by --precision"
+        )
+    elif derived.what_if_recipes(config.logging):
+        yield f"{flag}: in high precision recipes are tried on the layers' linears alone; name some of layers.*"
+
+
+def tried_recipes_can_be_tried(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Recipes of --fp8-what-if exist, are given once, and support the GEMM dimensions."""
+    recipes, known = derived.what_if_recipes(config.logging), [recipe.name for recipe in registry.stateless()]
+    if config.logging.fp8_what_if is not None and not recipes:
+        yield f"--fp8-what-if {config.logging.fp8_what_if!r} names no recipe: give some of {', '.join(known)}"
+    for recipe in dict.fromkeys(recipes):
+        if recipe not in known:
+            yield f"--fp8-what-if {recipe}: can try {', '.join(known)}"
+        elif has_gemm_dimensions(config):
+            yield from (
+                f"--fp8-what-if {recipe}: {problem}"
+                for problem in model_shapes.gemm_alignment_problems(config_with_recipe(config, recipe))
+            )
+    if len(set(recipes)) < len(recipes):
+        yield f"--fp8-what-if {config.logging.fp8_what_if}: give each recipe once"
+
+
+def config_with_recipe(config: RunConfig, name: str) -> RunConfig:
+    """The same configuration with one recipe for all linears of the layers, in its default format."""
+    recipe = registry.get(name)
+    changes = {
+        "fp8_format": None, "fp4_format": None, f"{recipe.family}_recipe": name,
+        f"{recipe.family}_format": recipe.default_format, "precision_map": (), "first_last_layers_bf16": False,
+    }  # fmt: skip
+    return with_values(config, {f"precision.{field}": value for field, value in changes.items()})
+
+
+def fused_operations_have_no_statistics(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Transformer Engine's op fuser does not expose the operands of the MLP."""
+    if config.logging.fp8_log_interval is not None and config.precision.use_transformer_engine_op_fuser:
+        yield (
+            f"--fp8-log-interval {config.logging.fp8_log_interval} with --use-transformer-engine-op-fuser: the fused "
+            "MLP shows nobody its operands; remove one"
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    statistics_have_an_interval,
+    statistics_have_an_object,
+    patterns_name_linears,
+    tried_recipes_can_be_tried,
+    fused_operations_have_no_statistics,
+)
