@@ -1,5 +1,5 @@
-"""From text to microbatches: corpus, tokenizers, token shards, datasets on megatron-core, loader.
+"""Data pipeline: preprocessing, tokenizers, token shards, datasets on megatron-core, and the loader.
 
-Only `datasets` and `loader` need torch; everything up to the shards runs on numpy and the tokenizer's own library, so
-that the preprocessing tools start at once.
+Only `datasets`, `gpt_dataset`, `loader` and `sample_hash` need torch or megatron-core. Everything else needs only numpy
+and the tokenizer's library, so that the preprocessing tools start fast.
 """

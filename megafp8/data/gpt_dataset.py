@@ -1,35 +1,30 @@
-"""megatron-core's GPTDataset and BlendedDataset, with an order of samples that no length of a run changes.
+"""GPT datasets on megatron-core's, with a sample order independent of the run's length, and guarded shard files.
 
-megatron-core lays an epoch's documents end to end in shuffled order, cuts them into samples and shuffles the samples.
-Of several epochs it shuffles all documents together, the last epoch apart or not, as the number of samples asks for: a
-run that is made longer reads other samples from its first step on. Here every epoch is shuffled by itself, from a
-generator of the seed and the epoch's number:
+Order of samples. megatron-core concatenates the documents of an epoch in shuffled order, cuts them into samples and
+shuffles the samples. For several epochs it shuffles all documents together, with or without the last epoch, depending
+on the number of samples. A run that is made longer therefore reads other samples from its first step on. Here every
+epoch is shuffled by itself, with a generator seeded by the seed and the epoch's number:
 
-    documents   epoch 0 shuffled | epoch 1 shuffled | ...      laid end to end over the epochs' borders as well
+    documents   epoch 0 shuffled | epoch 1 shuffled | ...      concatenated, also across epochs
     samples     those that end in epoch 0, shuffled | those that end in epoch 1, shuffled | ...
 
-so that more epochs add to the order and change nothing before. The first epoch is megatron-core's own order, sample by
-sample, and so is a run that needs no second one. A blend adds to its order likewise: which shard is next follows from
-the weights and from what was drawn before.
+More epochs extend the order and do not change its beginning. The first epoch, and thus a run of one epoch, has exactly
+megatron-core's order. A blend is extended likewise: its next shard depends only on the weights and on earlier draws.
 
-Indices come from `IndexCache` instead of megatron-core's files, which it loads with `allow_pickle=True`, and which are
-named after the shards' paths.
+Indices come from `IndexCache`. megatron-core's own index files are loaded with `allow_pickle=True`, and named after the
+paths of the shards.
 
-megatron-core's dataset of a shard, which stops when the shard changes under it.
-
-megatron-core opens a shard once and trusts it ever after: rewritten in place it gives other tokens; cut short it ends
-the process (mapped memory) or gives whatever was in memory before (file reads). Here each read first asks the open
-files for size and modification time.
-
-A shard that is renamed or deleted does no harm: the open files stay as they were. A loader process that is started
-later and would open other files refuses them.
+Guarded files. megatron-core opens a shard once and never checks it again. If the shard is rewritten in place, it
+returns other tokens; if it is truncated, the process dies (mapped memory) or gets uninitialized memory (file reads).
+Here each read first checks size and modification time of the open files. Renaming or deleting a shard is harmless,
+because the open files remain. A loader process that is started later and would open other files raises an error.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -48,11 +43,11 @@ from megafp8.utils.files import file_sha256
 
 @dataclass
 class EpochsConfig(GPTDatasetConfig):
-    """megatron-core's settings of datasets, and what the ones here need besides.
+    """megatron-core's dataset configuration with additional fields.
 
     Attributes:
-        cache: where indices are kept.
-        contents: key of the content of each shard, by prefix.
+        cache: cache of the indices.
+        contents: prefix of each shard -> key of its content.
     """
 
     cache: IndexCache = IndexCache(None)
@@ -61,13 +56,13 @@ class EpochsConfig(GPTDatasetConfig):
 
 @dataclass(frozen=True)
 class ShardSource:
-    """One shard's part in a dataset.
+    """A shard's part of a dataset.
 
     Attributes:
         shard: prefix, for messages; the order of samples does not depend on it.
         content: key of the shard's content.
         documents: first and last + 1 sequence of the shard.
-        weight: share of the samples; None where there is no other source.
+        weight: fraction of the samples; None if it is the only source.
     """
 
     shard: str
@@ -76,32 +71,28 @@ class ShardSource:
     weight: Optional[float] = None
 
 
-class GuardedGPTDataset(GPTDataset):
-    """megatron-core's samples, out of guarded shards."""
+class EpochsDataset(GPTDataset):
+    """A part of one shard, of at least `num_samples` samples; None is one epoch."""
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> GuardedIndexedDataset:
-        """Open a shard; megatron-core calls it."""
+        """Open a shard; called by megatron-core."""
         return GuardedIndexedDataset(dataset_path, mmap=config.mmap_bin_files)
-
-
-class EpochsDataset(GuardedGPTDataset):
-    """A part of one shard, `num_samples` or more samples long; None is one epoch."""
 
     @property
     def sources(self) -> tuple[ShardSource, ...]:
-        """Where the samples come from."""
+        """The shard that the samples come from."""
         documents = int(self.indices[0]), int(self.indices[-1]) + 1
         return (ShardSource(self.dataset_path, self.config.contents[self.dataset_path], documents),)
 
     def sample_ids(self, indices: np.ndarray) -> np.ndarray:
-        """What samples are, apart from their number: int64 [samples, 3], source, sequence and offset of the start."""
+        """Identify samples: int64 [samples, 3], number of the source, sequence in it, and offset of the start."""
         starts = self.sample_index[self.shuffle_index[indices]]
         documents = self.document_index[starts[:, 0]]
         return np.stack([np.zeros(len(documents), np.int64), documents, starts[:, 1]], axis=1)
 
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """megatron-core's hook for the three indices."""
+        """Return the three indices; called by megatron-core."""
         tokens = self._get_num_tokens_per_epoch()
         num_epochs = self._get_num_epochs(tokens)
         (source,) = self.sources
@@ -118,26 +109,30 @@ class EpochsDataset(GuardedGPTDataset):
         return arrays["document_index"], arrays["sample_index"], arrays["shuffle_index"]
 
     def _build_epochs(self, num_epochs: int, tokens_per_epoch: int) -> Arrays:
-        """Documents of every epoch int32, starts of samples (place among them, offset) and the shuffled samples."""
-        generators = [epoch_generator(self.config.random_seed, epoch) for epoch in range(num_epochs)]
+        """Build the documents of every epoch, the starts of the samples (position in them, offset), and their order."""
+        seed = self.config.random_seed
+        # megatron-core's generator for the first epoch. numpy guarantees that the streams of RandomState do not change.
+        generators = [np.random.RandomState([seed, epoch] if epoch else seed) for epoch in range(num_epochs)]
         documents = np.tile(self.indices, num_epochs).reshape(num_epochs, -1)
         for generator, epoch in zip(generators, documents, strict=True):
             generator.shuffle(epoch)
-        # The copy of what is mapped from the disk lets megatron-core's loop run in memory, as its own caller does it.
+        # As in megatron-core's own caller: copied from the mapped file, so that its loop runs in memory.
         lengths = self.dataset.sequence_lengths.copy()
         length = self.config.sequence_length
         samples = helpers.build_sample_idx(lengths, documents.reshape(-1), length, num_epochs, tokens_per_epoch)
         num_samples = len(samples) - 1
-        wide = num_samples >= np.iinfo(np.uint32).max - 1
-        shuffled = np.arange(num_samples, dtype=np.int64 if wide else np.uint32)
+        dtype = np.int64 if num_samples >= np.iinfo(np.uint32).max - 1 else np.uint32
+        shuffled = np.arange(num_samples, dtype=dtype)
         ends = [max(0, (number * tokens_per_epoch - 1) // length) for number in range(num_epochs + 1)]
         for generator, start, end in zip(generators, ends[:-1], ends[1:], strict=True):
             generator.shuffle(shuffled[start:end])
         return {"document_index": documents.reshape(-1), "sample_index": samples, "shuffle_index": shuffled}
 
     def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
-        """megatron-core's hook for the tokens of a sample, with the ids checked: the embedding would read beyond its
-        rows, or raise without a word of where the id is from."""
+        """Return the tokens of a sample, with the ids checked; called by megatron-core.
+
+        With an invalid id, the embedding would read out of bounds, or raise without saying where the id comes from.
+        """
         tokens, documents = super()._query_document_sample_shuffle_indices(idx)
         vocab_size = self.config.tokenizer.vocab_size
         if tokens.max() >= vocab_size or tokens.min() < 0:
@@ -151,53 +146,48 @@ class EpochsDataset(GuardedGPTDataset):
 
 
 class MockEpochsDataset(EpochsDataset, MockGPTDataset):
-    """megatron-core's made-up documents, in the same order of epochs."""
+    """megatron-core's mock documents, in the same order."""
 
     build_low_level_dataset = staticmethod(MockGPTDataset.build_low_level_dataset)
 
 
 class EpochsBlend(BlendedDataset):
-    """Datasets drawn from in turn so that each keeps its weight at every moment."""
+    """Datasets interleaved so that their fractions of the samples match their weights at every point."""
 
     @property
     def sources(self) -> tuple[ShardSource, ...]:
-        """Where the samples come from, in the order of the datasets."""
+        """The shards that the samples come from, in the order of the datasets."""
         pairs = zip(self.datasets, self.weights, strict=True)
         return tuple(replace(source, weight=weight) for dataset, weight in pairs for source in dataset.sources)
 
     def sample_ids(self, indices: np.ndarray) -> np.ndarray:
-        """See `EpochsDataset.sample_ids`."""
+        """Identify samples, see `EpochsDataset.sample_ids`."""
         chosen, inner = self.dataset_index[indices], self.dataset_sample_index[indices]
         by_dataset = np.argsort(chosen, kind="stable")
         numbers, starts = np.unique(chosen[by_dataset], return_index=True)
         ids = np.empty((len(chosen), 3), np.int64)
-        for number, mine in zip(numbers, np.split(by_dataset, starts)[1:], strict=True):
-            ids[mine] = self.datasets[number].sample_ids(inner[mine])
-            ids[mine, 0] = number
+        for number, rows in zip(numbers, np.split(by_dataset, starts)[1:], strict=True):
+            ids[rows] = self.datasets[number].sample_ids(inner[rows])
+            ids[rows, 0] = number
         return ids
 
     def _build_indices(self) -> tuple[np.ndarray, np.ndarray]:
-        """megatron-core's hook for the number of the dataset of each sample, and the sample's number in it."""
+        """Return for each sample the number of its dataset, and its number in it; called by megatron-core."""
         content = {"kind": "blend", "weights": self.weights, "num_samples": self.size}
         label = f"blend of {len(self.datasets)} shards ({self.size} samples)"
-        arrays = self.config.cache.load_or_build(label, content, lambda: build_blend(self.weights, self.size))
+        arrays = self.config.cache.load_or_build(label, content, self._build_blend)
         return arrays["dataset_index"], arrays["dataset_sample_index"]
 
-
-def build_blend(weights: Sequence[float], num_samples: int) -> Arrays:
-    """megatron-core's choice of a dataset for each sample: the one that lags its weight most."""
-    datasets, samples = np.zeros(num_samples, np.int16), np.zeros(num_samples, np.int64)
-    helpers.build_blending_indices(datasets, samples, np.array(weights), len(weights), num_samples, False)
-    return {"dataset_index": datasets, "dataset_sample_index": samples}
-
-
-def epoch_generator(seed: int, epoch: int) -> np.random.RandomState:
-    """The source of an epoch's order; megatron-core's for the first. numpy keeps RandomState's streams as they are."""
-    return np.random.RandomState(seed if epoch == 0 else [seed, epoch])
+    def _build_blend(self) -> Arrays:
+        """Choose a dataset for each sample, as megatron-core does: the one that is furthest behind its weight."""
+        datasets, samples = np.zeros(self.size, np.int16), np.zeros(self.size, np.int64)
+        weights = np.array(self.weights)
+        helpers.build_blending_indices(datasets, samples, weights, len(weights), self.size, False)
+        return {"dataset_index": datasets, "dataset_sample_index": samples}
 
 
 class FileStamp(NamedTuple):
-    """What tells one content of a file from another without reading it."""
+    """File attributes that distinguish contents without reading them."""
 
     num_bytes: int
     mtime_ns: int
@@ -205,19 +195,18 @@ class FileStamp(NamedTuple):
     device: int
 
 
-def stamp_of(status: os.stat_result) -> FileStamp:
-    """Return the stamp of a file with this status."""
+def _file_stamp(status: os.stat_result) -> FileStamp:
     return FileStamp(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
 
 
 class GuardedFile:
-    """A file held open, whose content must stay what it was.
+    """An open file whose content must not change.
 
     Args:
-        path: of the file.
-        sha256: of its content, where it is known. A file that only its modification time (`touch`) or its place on the
-            disk (a copy put back) tells from what it was is then read once, and may go on.
-        stamp: what it must be at the start; None takes it as it is.
+        path: path of the file.
+        sha256: SHA-256 of its content, if known. A file of the same size with another modification time or inode (after
+            `touch`, or restored from a copy) is then read once, and accepted if the hash matches.
+        stamp: required stamp of the file; None accepts the file as it is.
     """
 
     def __init__(self, path: Path, sha256: Optional[str], stamp: Optional[FileStamp] = None):
@@ -227,15 +216,15 @@ class GuardedFile:
             self.descriptor = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror}.") from error
-        self.stamp = stamp or stamp_of(os.fstat(self.descriptor))
+        self.stamp = stamp or _file_stamp(os.fstat(self.descriptor))
 
     def check(self) -> None:
-        """Check that the content is what it was; a system call, unless something has changed.
+        """Check that the content has not changed. This takes one system call, unless the stamp has changed.
 
         Raises:
-            DataError: it is not.
+            DataError: the content has changed.
         """
-        now = stamp_of(os.fstat(self.descriptor))
+        now = _file_stamp(os.fstat(self.descriptor))
         if now == self.stamp:
             return
         if now.num_bytes != self.stamp.num_bytes or self._sha256 is None or self._hash() != self._sha256:
@@ -247,7 +236,7 @@ class GuardedFile:
         self.stamp = now
 
     def _hash(self) -> str:
-        os.lseek(self.descriptor, 0, os.SEEK_SET)  # all other reads bring their own position
+        os.lseek(self.descriptor, 0, os.SEEK_SET)  # no other read uses the file position
         return file_sha256(os.dup(self.descriptor))
 
     def __del__(self) -> None:
@@ -256,20 +245,20 @@ class GuardedFile:
 
 
 class GuardedReader:
-    """Reads tokens as megatron-core's readers do, from a file that is checked first.
+    """Reads tokens, with the interface of megatron-core's readers, and checks the files first.
 
     Args:
         tokens: the `.bin`.
-        index: the `.idx`, which megatron-core reads; here it is only checked.
-        is_mapped: map the tokens into memory, or read them from the file.
+        index: the `.idx`. It is only checked here; megatron-core reads it.
+        use_mmap: map the tokens into memory; False reads them from the file.
     """
 
-    def __init__(self, tokens: GuardedFile, index: GuardedFile, *, is_mapped: bool):
+    def __init__(self, tokens: GuardedFile, index: GuardedFile, *, use_mmap: bool):
         self._tokens, self._index = tokens, index
-        self._map = mmap.mmap(tokens.descriptor, 0, access=mmap.ACCESS_READ) if is_mapped else None
+        self._map = mmap.mmap(tokens.descriptor, 0, access=mmap.ACCESS_READ) if use_mmap else None
 
     def read(self, dtype: Any, count: int, offset: int) -> np.ndarray:
-        """Return `count` ids from the byte `offset` on. Shape: (count,).
+        """Return `count` ids from the byte `offset` on, of shape [count].
 
         Raises:
             DataError: the shard has changed since it was opened.
@@ -279,7 +268,7 @@ class GuardedReader:
         if self._map is not None:
             return np.frombuffer(self._map, dtype=dtype, count=count, offset=offset)
         ids = np.empty(count, dtype=dtype)
-        left = memoryview(ids).cast("B")
+        left = ids.data.cast("B")
         while len(left):
             num_bytes = os.preadv(self._tokens.descriptor, [left], int(offset))
             if num_bytes == 0:
@@ -289,17 +278,17 @@ class GuardedReader:
 
 
 class GuardedIndexedDataset(IndexedDataset):
-    """A shard; `dataset[i]` and `dataset.get(i, ...)` are megatron-core's."""
+    """megatron-core's IndexedDataset on guarded files."""
 
     stamps: tuple[Optional[FileStamp], Optional[FileStamp]] = (None, None)
 
     def initialize(self, path_prefix: str, multimodal: bool, mmap: bool, *args: Any) -> None:
-        """Open the shard; megatron-core calls it for a new dataset, and for one that comes from another process.
+        """Open the shard; called by megatron-core for a new dataset, and for one from another process.
 
         Raises:
-            DataError: the shard is not there, is being replaced, or is another one than in the other process.
+            DataError: the shard is missing, is being replaced, or differs from that in the other process.
         """
-        self.bin_reader = self.index = None  # megatron-core deletes both, even where opening fails
+        self.bin_reader = self.index = None  # megatron-core deletes both, even if opening fails
         check_files_exist(path_prefix)
         manifest = load_manifest(path_prefix)
         bin_sha256, idx_sha256 = (None, None) if manifest is None else (manifest.bin_sha256, manifest.idx_sha256)
@@ -311,14 +300,14 @@ class GuardedIndexedDataset(IndexedDataset):
         if tokens.stamp.num_bytes == 0:
             raise DataError(f"{tokens.path} is empty.")
         super().initialize(path_prefix, multimodal, mmap, *args)
-        self.bin_reader = GuardedReader(tokens, index, is_mapped=mmap)
-        # megatron-core opened the index by its name; that it is the one of above shows now.
-        if stamp_of(os.stat(index.path)) != index.stamp:
+        self.bin_reader = GuardedReader(tokens, index, use_mmap=mmap)
+        # megatron-core opened the index by its name. Check that it is the file that was opened above.
+        if _file_stamp(os.stat(index.path)) != index.stamp:
             raise DataError(f"{index.path} was replaced while this run opens it. Start again.")
 
     def __getstate__(self) -> Any:
         return super().__getstate__(), self.stamps
 
     def __setstate__(self, state: Any) -> None:
-        of_megatron, self.stamps = state
-        super().__setstate__(of_megatron)
+        megatron_state, self.stamps = state
+        super().__setstate__(megatron_state)

@@ -1,12 +1,12 @@
-"""The dataset indices on disk: arrays that are costly to make and the same for every rank and every job.
+"""On-disk cache of dataset indices: arrays that are costly to build and the same for every rank and every job.
 
-An entry is named after the SHA-256 of what decides its content, so a changed input is another entry and never meets an
-old one. It is one `.npy` file an array and a `.json` that tells what the entry is of, with type, shape and SHA-256 of
-each array. Each file is written under another name and renamed, the `.json` last; and since an entry's content is
-decided by its name, jobs that write the same one at once write the same bytes, and whoever reads in between is well.
+The name of an entry is the SHA-256 of everything that decides its content, so that a changed input has another entry.
+An entry has one `.npy` file per array, and a `.json` that describes it with dtype, shape and SHA-256 of each array.
+Every file is written under a temporary name and renamed, the `.json` last. Jobs that write the same entry at once write
+the same bytes, so that readers always see valid files.
 
-An entry is checked against its `.json` whenever it is opened: one that is cut short, changed, half written or not an
-array is built again, once. No pickle is ever loaded: files are mapped as plain arrays, and numpy refuses objects then.
+An entry is checked against its `.json` whenever it is opened. One that is truncated, changed or incomplete is built
+again, once. Pickles are never loaded: numpy maps files as plain arrays and refuses arrays of objects.
 """
 
 from __future__ import annotations
@@ -31,72 +31,74 @@ FORMAT = "megafp8-index-1"
 Arrays = dict[str, np.ndarray]
 
 
-class BrokenEntry(Exception):
-    """Files of the cache that are not what they should be; the text says how."""
+class CorruptEntryError(Exception):
+    """Files of the cache that do not match their description. The text says how."""
 
 
 @dataclass(frozen=True)
 class IndexCache:
-    """Entries in one folder.
+    """A cache in one folder.
 
     Attributes:
-        folder: None keeps nothing: every array is built in this process's memory.
-        on_build: called with the label of every entry before it is built, and why if it was there before.
+        folder: None disables the cache: arrays are built in this process's memory.
+        on_build: called before an entry is built, with its label, and the reason if it existed before.
     """
 
     folder: Optional[Path]
     on_build: Callable[[str], None] = lambda label: None
 
     def load_or_build(self, label: str, content: dict[str, Any], build: Callable[[], Arrays]) -> Arrays:
-        """Return an entry's arrays, mapped from the disk; build and write them where they are not there or broken.
+        """Return an entry's arrays, mapped from disk. Build and write them if they are missing or corrupt.
 
         Args:
-            label: what the entry is, for people.
-            content: everything that decides the arrays, as JSON has it.
-            build: makes the arrays; none may be empty.
+            label: name of the entry for messages.
+            content: everything that decides the arrays, as JSON values.
+            build: builds the arrays; none may be empty.
 
         Raises:
-            DataError: the folder cannot be written or read, or gives back other bytes than were written to it.
+            DataError: the folder cannot be written or read, or does not return the bytes that were written.
         """
         if self.folder is None:
             return build()
         name = entry_name(content)
         try:
             arrays = load_entry(self.folder, name)
-        except BrokenEntry as fault:
+        except CorruptEntryError as fault:
             arrays, label = None, f"{label} again: {fault}"
         if arrays is not None:
             return arrays
-        with _unwritable_explained(self.folder):
-            check_writable(self.folder)
+        with _convert_write_errors(self.folder):  # before the arrays are built, not after
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(self.folder, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.folder))
         self.on_build(label)
         built = build()
-        with _unwritable_explained(self.folder):
+        with _convert_write_errors(self.folder):
             save_entry(self.folder, name, content, built)
         try:
             arrays = load_entry(self.folder, name)
-        except BrokenEntry as fault:
+        except CorruptEntryError as fault:
             raise DataError(f"{self.folder} does not keep what is written to it: {fault}. Check the disk.") from fault
         assert arrays is not None
         return arrays
 
 
 def entry_name(content: dict[str, Any]) -> str:
-    """The name of the entry that this decides: 24 hexadecimal digits of its SHA-256."""
+    """Name of the entry with this content: 24 hexadecimal digits of its SHA-256."""
     text = json.dumps({"format": FORMAT, **content}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def array_path(folder: Path, name: str, array: str) -> Path:
-    """Where one array of an entry lies."""
+    """Path of one array of an entry."""
     return folder / f"{name}-{array}.npy"
 
 
 def load_entry(folder: Path, name: str) -> Optional[Arrays]:
-    """Map an entry's arrays, read-only; None where there is no such entry.
+    """Map an entry's arrays, read-only; None if there is no such entry.
 
     Raises:
-        BrokenEntry: a file is missing or is not what the entry's `.json` says.
+        CorruptEntryError: a file is missing or does not match the entry's `.json`.
     """
     path = folder / f"{name}.json"
     try:
@@ -104,27 +106,29 @@ def load_entry(folder: Path, name: str) -> Optional[Arrays]:
         return {array: _load_array(array_path(folder, name, array), **about) for array, about in described.items()}
     except UnreadableFile as error:
         if not error.is_missing:
-            raise BrokenEntry(f"{error.path} cannot be read: {error.reason}") from error
+            raise CorruptEntryError(f"{error.path} cannot be read: {error.reason}") from error
         if error.path == path:
             return None
-        raise BrokenEntry(f"{error.path} is missing") from error
+        raise CorruptEntryError(f"{error.path} is missing") from error
     except (ValueError, TypeError, KeyError, AttributeError, EOFError, OSError) as error:
-        raise BrokenEntry(f"{path} and its arrays cannot be read ({type(error).__name__}: {error})") from error
+        raise CorruptEntryError(f"{path} and its arrays cannot be read ({type(error).__name__}: {error})") from error
 
 
 def _load_array(path: Path, dtype: str, shape: list[int], sha256: str) -> np.ndarray:
     open_regular(path).close()  # numpy would wait for the writer of a named pipe
-    # Of all of numpy's readers this one knows no pickle and no zip, only the header of a plain array.
+    # In contrast to np.load, this reads neither pickles nor zip files.
     array = np.lib.format.open_memmap(path, mode="r")
     if array.dtype.str != dtype or list(array.shape) != shape or not array.flags.c_contiguous:
-        raise BrokenEntry(f"{path} is {array.dtype} {array.shape}, and should be {np.dtype(dtype)} {tuple(shape)}")
-    if hashlib.sha256(array).hexdigest() != sha256:
-        raise BrokenEntry(f"{path} has other bytes than were written")
-    return np.asarray(array)  # a plain array over the same mapping: single elements of a memmap are slow to read
+        raise CorruptEntryError(
+            f"{path} is {array.dtype} {array.shape}, and should be {np.dtype(dtype)} {tuple(shape)}"
+        )
+    if hashlib.sha256(array.data).hexdigest() != sha256:
+        raise CorruptEntryError(f"{path} has other bytes than were written")
+    return np.asarray(array)  # a view without np.memmap's slow access to single elements
 
 
 def save_entry(folder: Path, name: str, content: dict[str, Any], arrays: Arrays) -> None:
-    """Write an entry, each file whole or not at all, the `.json` that makes it valid last.
+    """Write an entry, each file atomically, the `.json` that makes it valid last.
 
     Raises:
         OSError: the folder cannot be written or the disk is full.
@@ -134,24 +138,13 @@ def save_entry(folder: Path, name: str, content: dict[str, Any], arrays: Arrays)
         values = np.ascontiguousarray(values)
         with atomic_write(array_path(folder, name, array)) as stream:
             np.lib.format.write_array(stream, values, allow_pickle=False)
-        sha256 = hashlib.sha256(values).hexdigest()
+        sha256 = hashlib.sha256(values.data).hexdigest()
         described[array] = {"dtype": values.dtype.str, "shape": list(values.shape), "sha256": sha256}
     atomic_write_json(folder / f"{name}.json", {"format": FORMAT, "content": content, "arrays": described})
 
 
-def check_writable(folder: Path) -> None:
-    """Find out before the work, not after it, that its result cannot be kept.
-
-    Raises:
-        OSError: the folder cannot be made or written.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
-
-
 @contextmanager
-def _unwritable_explained(folder: Path) -> Iterator[None]:
+def _convert_write_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -1,15 +1,13 @@
-"""Shards joined, and shards divided: one job, which lays shards end to end and cuts the whole anew.
+"""Merging and splitting of shards: concatenates shards, and divides the result into new ones.
 
-Tokens are copied as bytes, 8 MiB at a time; indices are written a block at a time. Each output is whole or not there,
-and one that is there from the same inputs is kept, so that a job that was stopped goes on where it was.
-
-What a merge is asked for, and which documents go into which output: arithmetic on indices.
+Tokens are copied as bytes, 8 MiB at a time, and indices are written one block at a time. Each output is complete or
+absent. An output that exists and was made from the same inputs is kept, so that a job that was stopped resumes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Optional
 
@@ -26,258 +24,29 @@ from megafp8.data.shards import (
     publish_shard,
     read_index,
     save_manifest,
-    write_index,
+    write_index_file,
 )
 from megafp8.data.tokenizers.build import describe_tokenizer
 from megafp8.errors import ConfigError, DataError
-from megafp8.utils.files import HashedStream, discard_abandoned, path_fault, shown, sync, temporary_name
+from megafp8.utils.files import HashedStream, path_problem, printable, remove_stale_temporaries, sync, temporary_name
 
 COPY_BYTES = 1 << 23
-
-
-@dataclass(frozen=True)
-class MergeSummary:
-    """What a job made: prefix and manifest of each shard, and which of them were there already."""
-
-    shards: tuple[tuple[str, ShardManifest], ...]
-    kept: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class _Input:
-    prefix: str
-    index: ShardIndex
-    manifest: Optional[ShardManifest]
-    key: str
-
-
-def merge_shards(job: MergeJob, on_progress: Optional[Callable[[int], None]] = None) -> MergeSummary:
-    """Join or divide shards.
-
-    Memory: 8 MiB and 2^20 entries of an index, beside the mapped indices.
-
-    Args:
-        job: what to make.
-        on_progress: called with the number of bytes that were verified or copied since.
-
-    Raises:
-        ConfigError: several ways to cut, or one that cannot be done.
-        DataError: inputs that are damaged or do not go together, or other shards under an output's name.
-        OSError: an output cannot be written.
-    """
-    check_job(job)
-    inputs = [_open(prefix) for prefix in job.inputs]
-    common = _common_manifest(inputs, job.trust_missing_manifests)
-    outputs = plan_outputs(job, [each.index for each in inputs])
-    if both := {output.prefix for output in outputs} & set(job.inputs):
-        raise DataError(f"--output-prefix names an input: {', '.join(sorted(both))}. Choose another.")
-    kept = [output for output in outputs if not job.overwrite and _is_there(output, inputs)]
-    if job.is_verified and len(kept) < len(outputs):
-        for each in inputs:
-            _verify(each, on_progress)
-    Path(job.output_prefix).parent.mkdir(parents=True, exist_ok=True)
-    shards = []
-    for output in outputs:
-        if output not in kept:
-            _write(output, inputs, common, on_progress)
-        manifest = load_manifest(output.prefix)
-        assert manifest is not None
-        shards.append((output.prefix, manifest))
-    return MergeSummary(tuple(shards), tuple(output.prefix for output in kept))
-
-
-def _open(prefix: str) -> _Input:
-    index = read_index(prefix)
-    check_structure(prefix, index)
-    return _Input(prefix, index, load_manifest(prefix), content_key(prefix))
-
-
-def _verify(shard: _Input, on_progress: Optional[Callable[[int], None]]) -> None:
-    """A manifest with new hashes must not be made for tokens that the old one does not vouch for."""
-    wrong = failures(verify_shard(shard.prefix, on_progress=on_progress))
-    if wrong:
-        details = "; ".join(f"{finding.check}: {finding.detail}" for finding in wrong)
-        raise DataError(f"Shard {shard.prefix} is damaged: {details}")
-
-
-def _common_manifest(inputs: Sequence[_Input], trust_missing: bool) -> dict[str, Any]:
-    """What the manifests of all outputs say alike.
-
-    Raises:
-        DataError: the inputs differ in what one shard has one of.
-    """
-    first = inputs[0]
-    for other in inputs[1:]:
-        if other.index.dtype != first.index.dtype:
-            raise DataError(
-                f"{first.prefix} has ids in {first.index.dtype.name}, {other.prefix} in {other.index.dtype.name}: "
-                "they were made for vocabularies of different size. Preprocess the text of one again."
-            )
-        if (other.index.sequence_modes is None) != (first.index.sequence_modes is None):
-            raise DataError(f"One of {first.prefix} and {other.prefix} has sequence modes and the other has none.")
-    known = [each for each in inputs if each.manifest is not None and each.manifest.tokenizer is not None]
-    unknown = [each.prefix for each in inputs if each.manifest is None or each.manifest.tokenizer is None]
-    if not known:
-        return {"tokenizer": None, "json_key": None, "append_eod": None, "sources": []}
-    if unknown and not trust_missing:
-        raise DataError(
-            f"{', '.join(unknown)}: no manifest says which tokenizer made it, but {known[0].prefix} has one. "
-            "--trust-missing-manifests takes it for the same."
-        )
-    manifests = [each.manifest for each in known if each.manifest is not None]
-    for each, manifest in zip(known, manifests, strict=True):
-        if manifest.tokenizer != manifests[0].tokenizer:
-            raise DataError(
-                f"{known[0].prefix} and {each.prefix} were made with different tokenizers:\n"
-                f"  {describe_tokenizer(manifests[0].tokenizer or {})}\n"
-                f"  {describe_tokenizer(manifest.tokenizer or {})}"
-            )
-        if manifest.append_eod != manifests[0].append_eod:
-            raise DataError(
-                f"Only one of {known[0].prefix} and {each.prefix} ends its documents with a token (--append-eod)."
-            )
-    sources = {source["path"]: source for manifest in manifests for source in manifest.sources}
-    return {
-        "tokenizer": manifests[0].tokenizer,
-        "json_key": _same([manifest.json_key for manifest in manifests]),
-        "append_eod": manifests[0].append_eod,
-        "sources": list(sources.values()),
-        "encoder": _same([manifest.encoder for manifest in manifests]),
-        "tokenizer_settings": manifests[0].tokenizer_settings,
-    }
-
-
-def _same(values: Sequence[Optional[str]]) -> Optional[str]:
-    return values[0] if len(set(values)) == 1 else None
-
-
-def _num_skipped(inputs: Sequence[_Input], output: Output) -> Optional[int]:
-    """Records left out of the sources; nobody knows of which part of a shard they would have been."""
-    counts = [each.manifest.num_skipped if each.manifest else None for each in inputs]
-    is_all = output.last - output.first == sum(each.index.num_documents for each in inputs)
-    return sum(count or 0 for count in counts) if is_all and None not in counts else None
-
-
-def _slices(output: Output, inputs: Sequence[_Input]) -> list[tuple[_Input, int, int]]:
-    """The documents of each input that go into an output, as numbers within the input."""
-    slices, start = [], 0
-    for each in inputs:
-        first, last = max(output.first - start, 0), min(output.last - start, each.index.num_documents)
-        if first < last:
-            slices.append((each, first, last))
-        start += each.index.num_documents
-    return slices
-
-
-def _parts(output: Output, inputs: Sequence[_Input]) -> list[dict[str, Any]]:
-    return [
-        {"prefix": each.prefix, "content_key": each.key, "first_document": first, "num_documents": last - first}
-        for each, first, last in _slices(output, inputs)
-    ]
-
-
-def _is_there(output: Output, inputs: Sequence[_Input]) -> bool:
-    """Whether an output was made before, whole and from the same. Without its index it is none, see `_write`.
-
-    Raises:
-        DataError: something else is there.
-    """
-    if not idx_path(output.prefix).exists():
-        return False
-    manifest = load_manifest(output.prefix)
-    if manifest is not None and _identity(manifest.parts) == _identity(_parts(output, inputs)):
-        sizes = [path.stat().st_size for path in (bin_path(output.prefix), idx_path(output.prefix)) if path.exists()]
-        if sizes == [manifest.bin_bytes, manifest.idx_bytes]:
-            return True
-    raise DataError(
-        f"{output.prefix} is there already, but not from these shards, or not whole. Choose another --output-prefix, "
-        "or --overwrite."
-    )
-
-
-def _identity(parts: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    return [(part["content_key"], part["first_document"], part["num_documents"]) for part in parts]
-
-
-def _write(
-    output: Output,
-    inputs: Sequence[_Input],
-    common: dict[str, Any],
-    on_progress: Optional[Callable[[int], None]],
-) -> None:
-    slices = [(each, each.index.documents(first, last)) for each, first, last in _slices(output, inputs)]
-    indices = [index for _, index in slices]
-    paths = (bin_path(output.prefix), idx_path(output.prefix))
-    for path in paths:
-        discard_abandoned(path)
-    bin_temporary, idx_temporary = map(temporary_name, paths)
-    try:
-        with open(bin_temporary, "wb") as stream:
-            tokens = HashedStream(stream)
-            for each, index in slices:
-                _copy_tokens(each.prefix, index, tokens, on_progress)
-            sync(stream)
-        with open(idx_temporary, "wb") as stream:
-            written = HashedStream(stream)
-            write_index(written, indices)
-            sync(stream)
-        manifest = ShardManifest(
-            **common,
-            dtype=indices[0].dtype.name,
-            num_documents=sum(index.num_documents for index in indices),
-            num_sequences=sum(len(index.sequence_lengths) for index in indices),
-            num_tokens=sum(index.num_tokens for index in indices),
-            bin_bytes=tokens.num_bytes,
-            bin_sha256=tokens.sha256,
-            idx_bytes=written.num_bytes,
-            idx_sha256=written.sha256,
-            num_skipped=_num_skipped(inputs, output),
-            parts=_parts(output, inputs),
-        )
-        # Without its index a shard is none: an old index goes first and the new one comes last, so that a job that is
-        # killed in between makes this output again.
-        idx_path(output.prefix).unlink(missing_ok=True)
-        save_manifest(output.prefix, manifest)
-        publish_shard(output.prefix, bin_temporary, idx_temporary)
-    finally:
-        bin_temporary.unlink(missing_ok=True)
-        idx_temporary.unlink(missing_ok=True)
-
-
-def _copy_tokens(
-    prefix: str, index: ShardIndex, output: HashedStream, on_progress: Optional[Callable[[int], None]]
-) -> None:
-    """Append the tokens of an index's documents."""
-    left = index.num_tokens * index.dtype.itemsize
-    buffer = memoryview(bytearray(min(COPY_BYTES, left)))
-    with open(bin_path(prefix), "rb", buffering=0) as stream:
-        stream.seek(int(index.sequence_pointers[0]) if left else 0)
-        while left:
-            num_bytes = stream.readinto(buffer[:left])
-            if not num_bytes:
-                raise DataError(f"{bin_path(prefix)} became shorter while it was copied; {left} bytes are missing.")
-            output.write(buffer[:num_bytes])
-            left -= num_bytes
-            if on_progress is not None:
-                on_progress(num_bytes)
-
-
 SPLIT_NAMES = ("train", "valid", "test")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergeJob:
-    """What to make of shards laid end to end. Without a way to cut, one shard.
+    """What to make of the concatenated shards: one shard, unless an option divides it.
 
     Attributes:
         inputs: prefixes.
-        output_prefix: of the one shard; what is cut gets `_00000-of-00004` or `_train` behind it.
-        num_parts: cut between documents into so many parts of about as many tokens.
-        documents_per_part: cut after every so many documents.
-        split: cut into training, validation and test, by documents, in Megatron's spelling (98,2,0).
-        overwrite: make shards again that are there.
-        is_verified: read the inputs first and compare them with their manifests.
-        trust_missing_manifests: take shards without a manifest for shards of the others' tokenizer.
+        output_prefix: prefix of the one shard; the shards of a division get `_00000-of-00004` or `_train` behind it.
+        num_parts: divide between documents into this many parts with about the same number of tokens.
+        documents_per_part: divide after every so many documents.
+        split: divide into training, validation and test, by documents, in Megatron's syntax (98,2,0).
+        overwrite: make shards again that exist.
+        is_verified: read the inputs first, and compare them with their manifests.
+        trust_missing_manifests: assume that shards without a manifest have the same tokenizer as the others.
     """
 
     inputs: tuple[str, ...]
@@ -291,8 +60,24 @@ class MergeJob:
 
 
 @dataclass(frozen=True)
-class Output:
-    """A shard that a job makes: documents `first` to `last` - 1 of all inputs together."""
+class MergeSummary:
+    """What a job made: prefix and manifest of each shard, and the prefixes of those that existed already."""
+
+    shards: tuple[tuple[str, ShardManifest], ...]
+    kept: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _InputShard:
+    prefix: str
+    index: ShardIndex
+    manifest: Optional[ShardManifest]
+    key: str
+
+
+@dataclass(frozen=True)
+class _OutputShard:
+    """A shard to make: documents `first` to `last` - 1 of the concatenated inputs."""
 
     prefix: str
     first: int
@@ -300,7 +85,7 @@ class Output:
 
 
 def find_shards(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the prefixes that names stand for: a folder for all shards in it, sorted; anything else for itself.
+    """Return the prefixes that names stand for: a folder for all shards in it, sorted; any other name for itself.
 
     Raises:
         DataError: a folder without shards.
@@ -315,26 +100,53 @@ def find_shards(names: Sequence[str]) -> tuple[str, ...]:
         if not found:
             raise DataError(f"--input {name}: the folder holds no shards (PREFIX.bin and PREFIX.idx).")
         for prefix in found:
-            if fault := path_fault(prefix):
-                raise DataError(f"--input {name}: {shown(prefix)} {fault}. Rename its files.")
+            if fault := path_problem(prefix):
+                raise DataError(f"--input {name}: {printable(prefix)} {fault}. Rename its files.")
         prefixes += found
     return tuple(prefixes)
 
 
-def check_job(job: MergeJob) -> None:
-    """Check what can be checked without the inputs.
+def merge_shards(job: MergeJob, on_progress: Callable[[int], None] = lambda _: None) -> MergeSummary:
+    """Merge or divide shards.
+
+    Memory: 8 MiB and 2^20 index entries, beside the mapped indices.
+
+    Args:
+        job: what to make.
+        on_progress: called with the number of bytes verified or copied since the last call.
 
     Raises:
-        ConfigError: several ways to cut, or one that cannot be done.
+        ConfigError: several ways to divide, or one that is not possible.
+        DataError: inputs that are damaged or incompatible, or other shards under the name of an output.
+        OSError: an output cannot be written.
     """
-    ways = {
-        "--num-parts": job.num_parts, "--documents-per-part": job.documents_per_part, "--split": job.split,
-    }  # fmt: skip
-    given = [flag for flag, value in ways.items() if value is not None]
+    _check_job(job)
+    inputs = [_open_input(prefix) for prefix in job.inputs]
+    common = _common_manifest(inputs, job.trust_missing_manifests)
+    outputs = _plan_outputs(job, [shard.index for shard in inputs])
+    if both := {output.prefix for output in outputs} & set(job.inputs):
+        raise DataError(f"--output-prefix names an input: {', '.join(sorted(both))}. Choose another.")
+    kept = [output for output in outputs if not job.overwrite and _is_up_to_date(output, inputs)]
+    if job.is_verified and len(kept) < len(outputs):
+        for shard in inputs:
+            _verify_input(shard, on_progress)
+    Path(job.output_prefix).parent.mkdir(parents=True, exist_ok=True)
+    shards = []
+    for output in outputs:
+        if output not in kept:
+            _write_output(output, inputs, common, on_progress)
+        manifest = load_manifest(output.prefix)
+        assert manifest is not None
+        shards.append((output.prefix, manifest))
+    return MergeSummary(tuple(shards), tuple(output.prefix for output in kept))
+
+
+def _check_job(job: MergeJob) -> None:
+    """Check what can be checked without the inputs."""
+    counts = {"--num-parts": job.num_parts, "--documents-per-part": job.documents_per_part}
+    given = [flag for flag, value in (*counts.items(), ("--split", job.split)) if value is not None]
     problems = [f"{' and '.join(given)} exclude each other."] if len(given) > 1 else []
-    problems += [
-        f"{flag} {ways[flag]}: must be at least 1." for flag in given if flag != "--split" and int(ways[flag] or 0) < 1
-    ]
+    problems += [f"{flag} {n}: must be at least 1." for flag, n in counts.items() if n is not None and n < 1]
     if job.split is not None:
         try:
             split_shares(job.split)
@@ -346,45 +158,205 @@ def check_job(job: MergeJob) -> None:
         raise ConfigError(problems)
 
 
-def plan_outputs(job: MergeJob, indices: Sequence[ShardIndex]) -> list[Output]:
-    """Return the shards that a job makes, in order.
+def _open_input(prefix: str) -> _InputShard:
+    index = read_index(prefix)
+    check_structure(prefix, index)
+    return _InputShard(prefix, index, load_manifest(prefix), content_key(prefix))
+
+
+def _verify_input(shard: _InputShard, on_progress: Callable[[int], None]) -> None:
+    """Verify an input, so that tokens which do not match its manifest do not get a new one with their hashes."""
+    wrong = failures(verify_shard(shard.prefix, on_progress=on_progress))
+    if wrong:
+        details = "; ".join(f"{result.check}: {result.detail}" for result in wrong)
+        raise DataError(f"Shard {shard.prefix} is damaged: {details}")
+
+
+def _common_manifest(inputs: Sequence[_InputShard], trust_missing: bool) -> dict[str, Any]:
+    """The fields that the manifests of all outputs have in common.
+
+    Raises:
+        DataError: the inputs differ in a field of which a shard has only one value.
+    """
+    first = inputs[0]
+    for other in inputs[1:]:
+        if other.index.dtype != first.index.dtype:
+            raise DataError(
+                f"{first.prefix} has ids in {first.index.dtype.name}, {other.prefix} in {other.index.dtype.name}: "
+                "they were made for vocabularies of different size. Preprocess the text of one again."
+            )
+        if (other.index.sequence_modes is None) != (first.index.sequence_modes is None):
+            raise DataError(f"One of {first.prefix} and {other.prefix} has sequence modes and the other has none.")
+    known = {
+        shard.prefix: shard.manifest
+        for shard in inputs
+        if shard.manifest is not None and shard.manifest.tokenizer is not None
+    }
+    unknown = [shard.prefix for shard in inputs if shard.prefix not in known]
+    if not known:
+        return {"tokenizer": None, "json_key": None, "append_eod": None, "sources": []}
+    first_prefix, first_manifest = next(iter(known.items()))
+    if unknown and not trust_missing:
+        raise DataError(
+            f"{', '.join(unknown)}: no manifest says which tokenizer made it, but {first_prefix} has one. "
+            "--trust-missing-manifests takes it for the same."
+        )
+    for prefix, manifest in known.items():
+        if manifest.tokenizer != first_manifest.tokenizer:
+            raise DataError(
+                f"{first_prefix} and {prefix} were made with different tokenizers:\n"
+                f"  {describe_tokenizer(first_manifest.tokenizer or {})}\n"
+                f"  {describe_tokenizer(manifest.tokenizer or {})}"
+            )
+        if manifest.append_eod != first_manifest.append_eod:
+            raise DataError(f"Only one of {first_prefix} and {prefix} ends its documents with a token (--append-eod).")
+    json_keys = {manifest.json_key for manifest in known.values()}
+    encoders = {manifest.encoder for manifest in known.values()}
+    sources = {source["path"]: source for manifest in known.values() for source in manifest.sources}
+    return {
+        "tokenizer": first_manifest.tokenizer,
+        "json_key": first_manifest.json_key if len(json_keys) == 1 else None,
+        "append_eod": first_manifest.append_eod,
+        "sources": list(sources.values()),
+        "encoder": first_manifest.encoder if len(encoders) == 1 else None,
+        "tokenizer_settings": first_manifest.tokenizer_settings,
+    }
+
+
+def _plan_outputs(job: MergeJob, indices: Sequence[ShardIndex]) -> list[_OutputShard]:
+    """The shards to make, in order.
 
     Raises:
         ConfigError: there are too few documents for them.
     """
-    total = sum(index.num_documents for index in indices)
+    prefix, total = job.output_prefix, sum(index.num_documents for index in indices)
     if job.split is not None:
         shares = split_shares(job.split)
         cuts = [round(sum(shares[:number]) / sum(shares) * total) for number in range(len(shares) + 1)]
         named = zip(SPLIT_NAMES, cuts[:-1], cuts[1:], shares, strict=False)
-        outputs = [Output(f"{job.output_prefix}_{name}", first, last) for name, first, last, share in named if share]
+        outputs = [_OutputShard(f"{prefix}_{name}", first, last) for name, first, last, share in named if share]
     elif job.num_parts is not None:
         cuts = [0, *(_cut_at_tokens(indices, part / job.num_parts) for part in range(1, job.num_parts)), total]
-        outputs = _numbered(job.output_prefix, cuts)
+        outputs = _number_outputs(prefix, cuts)
     elif job.documents_per_part is not None:
-        outputs = _numbered(job.output_prefix, [*range(0, total, job.documents_per_part), total])
+        outputs = _number_outputs(prefix, [*range(0, total, job.documents_per_part), total])
     else:
-        outputs = [Output(job.output_prefix, 0, total)]
+        outputs = [_OutputShard(prefix, 0, total)]
     if empty := [output.prefix for output in outputs if output.first >= output.last]:
         raise ConfigError(f"No document would be in {', '.join(empty)}: {total} documents do not divide so.")
     return outputs
 
 
-def _numbered(prefix: str, cuts: Sequence[int]) -> list[Output]:
+def _number_outputs(prefix: str, cuts: Sequence[int]) -> list[_OutputShard]:
     count = len(cuts) - 1
-    return [
-        Output(f"{prefix}_{number:05}-of-{count:05}", first, last)
-        for number, (first, last) in enumerate(zip(cuts[:-1], cuts[1:], strict=True))
-    ]
+    names = (f"{prefix}_{number:05}-of-{count:05}" for number in range(count))
+    return [_OutputShard(*fields) for fields in zip(names, cuts[:-1], cuts[1:], strict=True)]
 
 
-def _cut_at_tokens(indices: Sequence[ShardIndex], share: float) -> int:
-    """The document before which about this share of all tokens lies."""
-    target, documents = share * sum(index.num_tokens for index in indices), 0
+def _cut_at_tokens(indices: Sequence[ShardIndex], fraction: float) -> int:
+    """The number of the document before which about this fraction of all tokens lies."""
+    target, num_documents = fraction * sum(index.num_tokens for index in indices), 0
     for index in indices:
         if target < index.num_tokens:
             sequence = np.searchsorted(index.sequence_pointers, target * index.dtype.itemsize)
-            return documents + int(np.searchsorted(index.document_indices[:-1], sequence))
+            return num_documents + int(np.searchsorted(index.document_indices[:-1], sequence))
         target -= index.num_tokens
-        documents += index.num_documents
-    return documents
+        num_documents += index.num_documents
+    return num_documents
+
+
+def _slices(output: _OutputShard, inputs: Sequence[_InputShard]) -> list[tuple[_InputShard, int, int]]:
+    """The documents of each input that go into an output, as first and last + 1 number within the input."""
+    slices, start = [], 0
+    for shard in inputs:
+        first, last = max(output.first - start, 0), min(output.last - start, shard.index.num_documents)
+        if first < last:
+            slices.append((shard, first, last))
+        start += shard.index.num_documents
+    return slices
+
+
+def _parts(output: _OutputShard, inputs: Sequence[_InputShard]) -> list[dict[str, Any]]:
+    """The `parts` of the manifest of an output."""
+    return [
+        {"prefix": shard.prefix, "content_key": shard.key, "first_document": first, "num_documents": last - first}
+        for shard, first, last in _slices(output, inputs)
+    ]
+
+
+def _is_up_to_date(output: _OutputShard, inputs: Sequence[_InputShard]) -> bool:
+    """Whether a complete output from the same inputs exists. Without an index there is none, see `_write_output`.
+
+    Raises:
+        DataError: another shard exists.
+    """
+    if not idx_path(output.prefix).exists():
+        return False
+
+    def identity(parts: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
+        return [(part["content_key"], part["first_document"], part["num_documents"]) for part in parts]
+
+    manifest = load_manifest(output.prefix)
+    if manifest is not None and identity(manifest.parts) == identity(_parts(output, inputs)):
+        sizes = [path.stat().st_size for path in (bin_path(output.prefix), idx_path(output.prefix)) if path.exists()]
+        if sizes == [manifest.bin_bytes, manifest.idx_bytes]:
+            return True
+    raise DataError(
+        f"{output.prefix} is there already, but not from these shards, or not whole. Choose another --output-prefix, "
+        "or --overwrite."
+    )
+
+
+def _write_output(
+    output: _OutputShard, inputs: Sequence[_InputShard], common: dict[str, Any], on_progress: Callable[[int], None]
+) -> None:
+    slices = [(shard.prefix, shard.index.documents(first, last)) for shard, first, last in _slices(output, inputs)]
+    indices = [index for _, index in slices]
+    paths = (bin_path(output.prefix), idx_path(output.prefix))
+    for path in paths:
+        remove_stale_temporaries(path)
+    bin_temporary, idx_temporary = map(temporary_name, paths)
+    try:
+        with open(bin_temporary, "wb") as stream:
+            tokens = HashedStream(stream)
+            for prefix, index in slices:
+                _copy_tokens(prefix, index, tokens, on_progress)
+            sync(stream)
+        totals = write_index_file(idx_temporary, indices, bin_bytes=tokens.num_bytes, bin_sha256=tokens.sha256)
+        manifest = ShardManifest(
+            **common,
+            **asdict(totals),
+            dtype=indices[0].dtype.name,
+            num_skipped=_num_skipped(output, inputs),
+            parts=_parts(output, inputs),
+        )
+        # An old index is deleted first and the new one renamed last. A shard without an index does not count, so that a
+        # job that is killed in between makes this output again.
+        idx_path(output.prefix).unlink(missing_ok=True)
+        save_manifest(output.prefix, manifest)
+        publish_shard(output.prefix, bin_temporary, idx_temporary)
+    finally:
+        bin_temporary.unlink(missing_ok=True)
+        idx_temporary.unlink(missing_ok=True)
+
+
+def _num_skipped(output: _OutputShard, inputs: Sequence[_InputShard]) -> Optional[int]:
+    """Number of records skipped in the sources; unknown for a part of the documents."""
+    counts = [shard.manifest.num_skipped if shard.manifest else None for shard in inputs]
+    is_all = output.last - output.first == sum(shard.index.num_documents for shard in inputs)
+    return sum(count or 0 for count in counts) if is_all and None not in counts else None
+
+
+def _copy_tokens(prefix: str, index: ShardIndex, output: HashedStream, on_progress: Callable[[int], None]) -> None:
+    """Append the tokens of an index's documents."""
+    left = index.num_tokens * index.dtype.itemsize
+    buffer = memoryview(bytearray(min(COPY_BYTES, left)))
+    with open(bin_path(prefix), "rb", buffering=0) as stream:
+        stream.seek(int(index.sequence_pointers[0]) if left else 0)
+        while left:
+            num_bytes = stream.readinto(buffer[:left])
+            if not num_bytes:
+                raise DataError(f"{bin_path(prefix)} became shorter while it was copied; {left} bytes are missing.")
+            output.write(buffer[:num_bytes])
+            left -= num_bytes
+            on_progress(num_bytes)

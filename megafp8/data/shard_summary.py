@@ -1,4 +1,4 @@
-"""What a shard holds, for people: counts, and how long its documents are. Read from the index alone."""
+"""Summary of a shard from its index: counts, and the distribution of document lengths."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class LengthBin:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSummary:
-    """What a shard holds. Sizes in bytes, lengths in tokens.
+    """Contents of a shard. Sizes in bytes, lengths in tokens.
 
     Attributes:
-        has_modes: it was written as a multimodal one.
-        num_empty: documents without tokens.
-        quantiles: length below which that share of the documents is, under the share.
-        bins: number of documents by length, in powers of two.
-        manifest: None where there is none.
+        has_modes: it is a multimodal shard.
+        num_empty: number of documents without tokens.
+        quantiles: fraction of the documents -> length that they do not exceed.
+        bins: histogram of document lengths, in powers of two.
+        manifest: None if there is none.
     """
 
     prefix: str
@@ -63,9 +63,9 @@ class ShardSummary:
 
 
 def summarize_shard(prefix: str) -> ShardSummary:
-    """Read the index of a shard and count.
+    """Summarize a shard from its index.
 
-    Memory: 16 bytes a document.
+    Memory: 16 bytes per document.
 
     Raises:
         DataError: the shard is damaged.
@@ -93,17 +93,12 @@ def summarize_shard(prefix: str) -> ShardSummary:
 
 
 def document_lengths(index: ShardIndex) -> np.ndarray:
-    """Return the tokens in each document. Shape: int64 [documents]."""
-    lengths = np.empty(index.num_documents, dtype=np.int64)
-    place = 0
-    for starts, ends in document_bounds(index):
-        lengths[place : place + len(ends)] = ends - starts
-        place += len(ends)
-    return lengths
+    """Return the number of tokens of each document, int64 [documents]."""
+    return np.concatenate([np.empty(0, np.int64), *(ends - starts for starts, ends in document_bounds(index))])
 
 
 def read_documents(prefix: str, first: int, count: int, max_tokens: int) -> Sequence[np.ndarray]:
-    """Return the first `max_tokens` ids of `count` documents, from number `first` on; fewer where the shard ends.
+    """Return the first `max_tokens` ids of each of `count` documents, from number `first` on; fewer at the shard's end.
 
     Raises:
         DataError: the index cannot be read.
@@ -125,13 +120,13 @@ def read_documents(prefix: str, first: int, count: int, max_tokens: int) -> Sequ
 def _quantiles(lengths: np.ndarray) -> dict[float, int]:
     if len(lengths) == 0:
         return {}
-    places = {share: int(share * (len(lengths) - 1)) for share in QUANTILES}
-    ordered = np.partition(lengths, list(places.values()))
-    return {share: int(ordered[place]) for share, place in places.items()}
+    positions = {fraction: int(fraction * (len(lengths) - 1)) for fraction in QUANTILES}
+    ordered = np.partition(lengths, list(positions.values()))
+    return {fraction: int(ordered[position]) for fraction, position in positions.items()}
 
 
 def _bins(lengths: np.ndarray) -> tuple[LengthBin, ...]:
-    """Documents by the number of bits of their length: 0, 1, 2 to 3, 4 to 7, ..."""
+    """Histogram over the number of bits of the length: 0, 1, 2 to 3, 4 to 7, ..."""
     documents, tokens = np.zeros(64, np.int64), np.zeros(64, np.int64)
     for first in range(0, len(lengths), INDEX_BLOCK):
         block = lengths[first : first + INDEX_BLOCK]

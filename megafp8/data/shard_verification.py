@@ -1,12 +1,9 @@
-"""Whether a shard can be trusted, asked before the first step; megatron-core asks nothing and hands out garbage.
+"""Verification of shards: the check before a run, and the check of every byte.
 
-What an index says is said twice: lengths and pointers follow from each other, and both from the size of the tokens. So
-damage to any of them shows without reading the tokens. What can only be seen by comparing hashes (a flipped bit in the
-tokens that leaves them within the vocabulary) is `shard_verify`'s part.
-
-Everything that can be said about the soundness of a shard, from one pass over its files.
-
-`shard_checks` asks before a run what is cheap to ask; here every byte is read, hashed and compared.
+megatron-core does not check shards and returns garbage from damaged ones. The index is redundant: lengths and pointers
+follow from each other, and both from the size of the tokens. `check_shard` therefore finds damage to any of them
+without reading all tokens. Damage that only hashes reveal, such as a flipped bit that leaves the ids within the
+vocabulary, is found by `verify_shard`, which reads, hashes and compares both files.
 """
 
 from __future__ import annotations
@@ -34,30 +31,39 @@ from megafp8.data.tokenizers.build import describe_tokenizer
 from megafp8.errors import DataError
 from megafp8.utils.files import file_sha256
 
-# Shards up to so many tokens are searched in full for ids beyond the vocabulary, larger ones in evenly spread chunks.
+# Up to this number of tokens, `check_shard` compares all ids with the vocabulary; beyond, evenly spread chunks.
 FULL_SCAN_TOKENS = 1 << 24
 SCAN_CHUNKS = 256
 SCAN_CHUNK_TOKENS = 1 << 14
 READ_TOKENS = 1 << 20
+BLOCK_BYTES = 1 << 24
+
+# Names of the checks of `verify_shard`.
+STRUCTURE = "structure of the index, size of the tokens"
+MANIFEST = "counts of the manifest"
+INDEX_HASH = "SHA-256 of the index"
+TOKENS_HASH = "SHA-256 of the tokens"
+TOKEN_IDS = "token ids within the vocabulary"
+ENDS = "every document ends with the end-of-document token"
 
 
 def check_shard(prefix: str, vocab_size: int, *, tokenizer_identifiers: Optional[dict[str, Any]] = None) -> ShardIndex:
-    """Check that a shard is whole and fits the tokenizer.
+    """Check that a shard is complete and fits the tokenizer.
 
-    Always: files, header, sizes, every length, pointer and document entry; with a manifest also the index's SHA-256 and
-    the tokenizer. Token ids are all compared with the vocabulary up to 2^24 tokens (16.8 million); of a larger shard,
-    256 evenly spread chunks of 16,384.
+    Checks files, header, sizes, every length, pointer and document entry, and with a manifest the SHA-256 of the index
+    and the tokenizer. All token ids are compared with the vocabulary up to 2^24 tokens (16.8 million), of a larger
+    shard those of 256 evenly spread chunks of 16,384 tokens.
 
     Args:
         prefix: path without suffix.
-        vocab_size: of the tokenizer, without padding.
-        tokenizer_identifiers: `unique_identifiers` of the tokenizer; None compares the vocabulary only.
+        vocab_size: vocabulary size of the tokenizer, without padding.
+        tokenizer_identifiers: `unique_identifiers` of the tokenizer; None compares only the vocabulary size.
 
     Returns:
         The index.
 
     Raises:
-        DataError: what is wrong, with the two numbers that differ.
+        DataError: what is wrong, with the values that differ.
     """
     index = read_index(prefix)
     check_structure(prefix, index)
@@ -71,12 +77,12 @@ def check_shard(prefix: str, vocab_size: int, *, tokenizer_identifiers: Optional
 
 
 def check_structure(prefix: str, index: ShardIndex) -> None:
-    """Check that lengths, pointers, document index and the size of the tokens fit each other.
+    """Check that lengths, pointers, document index and the size of the tokens are consistent.
 
-    Time: one pass over the index; the tokens are not read.
+    This takes one pass over the index; the tokens are not read.
 
     Raises:
-        DataError: the first place that does not fit, and what it should be.
+        DataError: the first inconsistent entry, and what it should be.
     """
     end = _check_sequences(prefix, index)
     _check_documents(prefix, index)
@@ -91,9 +97,9 @@ def check_structure(prefix: str, index: ShardIndex) -> None:
 def content_key(prefix: str) -> str:
     """Return a SHA-256 that changes when a shard is replaced under its path.
 
-    It stays the same when the shard is copied or moved. With a manifest that describes the index on disk it covers the
-    content of both files. Without, it covers the content of the index, and of the tokens their number and those that
-    `check_shard` looks at, because reading all tokens of a large shard takes too long.
+    It is the same for a copy of the shard. With a manifest that describes the index on disk, it covers the content of
+    both files. Without one, it covers the content of the index, the number of tokens and the tokens that `check_shard`
+    samples, because reading all tokens of a large shard takes too long.
     """
     manifest = load_manifest(prefix)
     index_sha256 = file_sha256(idx_path(prefix))
@@ -102,24 +108,25 @@ def content_key(prefix: str) -> str:
     else:
         digest = hashlib.sha256()
         for chunk in _sampled_tokens(prefix, read_index(prefix).dtype):
-            digest.update(chunk)
+            digest.update(chunk.data)
         tokens = f"{bin_path(prefix).stat().st_size}:{digest.hexdigest()}"
     return hashlib.sha256(f"{index_sha256}:{tokens}".encode()).hexdigest()
 
 
 def _sampled_tokens(prefix: str, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """All tokens of a shard of up to 2^24, 2^20 at a time, or 256 evenly spread chunks of a larger one.
+    """All tokens of a shard of up to 2^24 tokens, 2^20 at a time, or 256 evenly spread chunks of a larger one.
 
-    Read and not mapped: of a mapped file the kernel fetches much more than is asked for.
+    They are read, not mapped, because the kernel reads much more of a mapped file than is accessed.
     """
     try:
         with open(bin_path(prefix), "rb", buffering=0) as stream:
             num_tokens = os.fstat(stream.fileno()).st_size // dtype.itemsize
             if num_tokens <= FULL_SCAN_TOKENS:
-                starts, count = np.arange(0, num_tokens, READ_TOKENS), READ_TOKENS
+                starts, count = list(range(0, num_tokens, READ_TOKENS)), READ_TOKENS
             else:
-                starts, count = np.linspace(0, num_tokens - SCAN_CHUNK_TOKENS, SCAN_CHUNKS), SCAN_CHUNK_TOKENS
-            for start in starts.astype(np.int64).tolist():
+                spread = np.linspace(0, num_tokens - SCAN_CHUNK_TOKENS, SCAN_CHUNKS)
+                starts, count = spread.astype(np.int64).tolist(), SCAN_CHUNK_TOKENS
+            for start in starts:
                 stream.seek(start * dtype.itemsize)
                 yield np.fromfile(stream, dtype=dtype, count=count)
     except OSError as error:
@@ -127,23 +134,21 @@ def _sampled_tokens(prefix: str, dtype: np.dtype) -> Iterator[np.ndarray]:
 
 
 def _check_sequences(prefix: str, index: ShardIndex) -> int:
-    """Check each length, and each pointer against the lengths before it; return the byte at which the last one ends."""
+    """Check each length, and each pointer against the lengths before it; return the byte where the last one ends."""
     path, end = idx_path(prefix), 0
     for first in range(0, len(index.sequence_lengths), INDEX_BLOCK):
         block = slice(first, first + INDEX_BLOCK)
         lengths, pointers = index.sequence_lengths[block].astype(np.int64), index.sequence_pointers[block]
-        negative = np.flatnonzero(lengths < 0)
-        if len(negative):
-            place = int(negative[0])
-            raise DataError(f"{path}: sequence {first + place} has the length {lengths[place]}.{REMAKE}")
+        if len(negative := np.flatnonzero(lengths < 0)):
+            number = int(negative[0])
+            raise DataError(f"{path}: sequence {first + number} has the length {lengths[number]}.{REMAKE}")
         sizes = lengths * index.dtype.itemsize
         ends = end + np.cumsum(sizes)
-        wrong = np.flatnonzero(pointers != ends - sizes)
-        if len(wrong):
-            place = int(wrong[0])
+        if len(wrong := np.flatnonzero(pointers != ends - sizes)):
+            number = int(wrong[0])
             raise DataError(
-                f"{path}: sequence {first + place} starts at byte {pointers[place]}, but the sequences before it end "
-                f"at byte {ends[place] - sizes[place]}.{REMAKE}"
+                f"{path}: sequence {first + number} starts at byte {pointers[number]}, but the sequences before it end "
+                f"at byte {ends[number] - sizes[number]}.{REMAKE}"
             )
         end = int(ends[-1])
     return end
@@ -172,7 +177,7 @@ def _check_manifest(prefix: str, manifest: ShardManifest, tokenizer_identifiers:
             f"expected {manifest.idx_sha256}; {num_bytes} bytes of tokens, expected {manifest.bin_bytes}.{REMAKE} "
             "If you replaced it on purpose, delete the manifest."
         )
-    if None in (tokenizer_identifiers, manifest.tokenizer):
+    if tokenizer_identifiers is None or manifest.tokenizer is None:
         return
     if manifest.tokenizer != dict(tokenizer_identifiers):
         raise DataError(
@@ -186,7 +191,7 @@ def _check_manifest(prefix: str, manifest: ShardManifest, tokenizer_identifiers:
 
 def _check_token_range(prefix: str, index: ShardIndex, vocab_size: int) -> None:
     if index.dtype.kind == "i" and np.iinfo(index.dtype).max < vocab_size - 1:
-        # Else the ids above the limit would read as negative numbers, and few of them may lie in the chunks below.
+        # Ids above the limit would be read as negative numbers, of which the chunks below may hold none.
         raise DataError(
             f"{idx_path(prefix)} says that the ids are {index.dtype.name}, which ends at "
             f"{np.iinfo(index.dtype).max}, but the vocabulary has {vocab_size}.{REMAKE}"
@@ -200,23 +205,14 @@ def _check_token_range(prefix: str, index: ShardIndex, vocab_size: int) -> None:
         )
 
 
-BLOCK_BYTES = 1 << 24
-STRUCTURE = "structure of the index, size of the tokens"
-MANIFEST = "counts of the manifest"
-INDEX_HASH = "SHA-256 of the index"
-TOKENS_HASH = "SHA-256 of the tokens"
-TOKEN_IDS = "token ids within the vocabulary"
-ENDS = "every document ends with the end-of-document token"
-
-
 @dataclass(frozen=True)
 class ShardCheckResult:
-    """One thing that was looked at.
+    """Result of one check.
 
     Attributes:
-        check: what.
-        passed: whether it is sound; None where nothing is known to compare with.
-        detail: the numbers.
+        check: name of the check.
+        passed: None if there is nothing to compare with.
+        detail: the values.
     """
 
     check: str
@@ -225,48 +221,50 @@ class ShardCheckResult:
 
 
 def verify_shard(
-    prefix: str, *, vocab_size: Optional[int] = None, on_progress: Optional[Callable[[int], None]] = None
+    prefix: str, *, vocab_size: Optional[int] = None, on_progress: Callable[[int], None] = lambda _: None
 ) -> list[ShardCheckResult]:
-    """Read all of a shard and compare it with itself and with its manifest.
+    """Read a complete shard, and check that it is consistent and matches its manifest.
 
     Memory: 16 MiB of tokens and 2^20 entries of the index at a time.
 
     Args:
         prefix: path without suffix.
-        vocab_size: ids must be below; None takes the manifest's.
-        on_progress: called with the number of bytes of tokens that were read since.
+        vocab_size: upper limit of the ids; None takes the manifest's.
+        on_progress: called with the number of bytes of tokens read since the last call.
 
     Returns:
-        What was looked at, in the order in which it was. What could not be looked at any more is not in it.
+        The results, in the order of the checks, without the checks that an earlier failure made impossible.
     """
     try:
         index = read_index(prefix)
         check_structure(prefix, index)
     except DataError as error:
         return [ShardCheckResult(STRUCTURE, False, str(error))]
-    findings = [ShardCheckResult(STRUCTURE, True, f"{index.num_documents} documents, {index.num_tokens} tokens")]
+    results = [ShardCheckResult(STRUCTURE, True, f"{index.num_documents} documents, {index.num_tokens} tokens")]
+    manifest: Optional[ShardManifest] = None
     try:
         manifest = load_manifest(prefix)
     except DataError as error:
-        manifest, findings = None, [*findings, ShardCheckResult(MANIFEST, False, str(error))]
+        results.append(ShardCheckResult(MANIFEST, False, str(error)))
     else:
-        findings.append(_compare_counts(index, manifest))
-    findings.append(_compare(INDEX_HASH, file_sha256(idx_path(prefix)), manifest and manifest.idx_sha256))
-    if vocab_size is None and manifest is not None and manifest.tokenizer is not None:
-        vocab_size = manifest.tokenizer.get("vocab_size")
+        results.append(_compare_counts(index, manifest))
+    idx_sha256, bin_sha256 = (None, None) if manifest is None else (manifest.idx_sha256, manifest.bin_sha256)
+    tokenizer = (manifest and manifest.tokenizer) or {}
+    results.append(_compare_hash(INDEX_HASH, file_sha256(idx_path(prefix)), idx_sha256))
+    vocab_size = tokenizer.get("vocab_size") if vocab_size is None else vocab_size
     found_sha256, ids = _read_tokens(prefix, index, vocab_size, on_progress)
-    findings += [_compare(TOKENS_HASH, found_sha256, manifest and manifest.bin_sha256), ids]
-    if manifest is not None and manifest.append_eod and "eod" in (manifest.tokenizer or {}):
-        findings.append(_check_ends(prefix, index, manifest.tokenizer["eod"]))
-    return findings
+    results += [_compare_hash(TOKENS_HASH, found_sha256, bin_sha256), ids]
+    if manifest is not None and manifest.append_eod and "eod" in tokenizer:
+        results.append(_check_ends(prefix, index, tokenizer["eod"]))
+    return results
 
 
-def failures(findings: list[ShardCheckResult]) -> list[ShardCheckResult]:
-    """Return what is not sound."""
-    return [finding for finding in findings if finding.passed is False]
+def failures(results: list[ShardCheckResult]) -> list[ShardCheckResult]:
+    """Return the results of the checks that failed."""
+    return [result for result in results if result.passed is False]
 
 
-def _compare(check: str, found: str, expected: Optional[str]) -> ShardCheckResult:
+def _compare_hash(check: str, found: str, expected: Optional[str]) -> ShardCheckResult:
     if expected is None:
         return ShardCheckResult(check, None, f"{found}; no manifest to compare with")
     if found == expected:
@@ -293,10 +291,11 @@ def _compare_counts(index: ShardIndex, manifest: Optional[ShardManifest]) -> Sha
 
 
 def _read_tokens(
-    prefix: str, index: ShardIndex, vocab_size: Optional[int], on_progress: Optional[Callable[[int], None]]
+    prefix: str, index: ShardIndex, vocab_size: Optional[int], on_progress: Callable[[int], None]
 ) -> tuple[str, ShardCheckResult]:
-    """Hash the tokens and look for the first id that is not in the vocabulary."""
-    digest, smallest, largest, first_wrong, position = hashlib.sha256(), None, None, None, 0
+    """Hash the tokens, and find the first id that is not in the vocabulary."""
+    digest, position = hashlib.sha256(), 0
+    smallest = largest = first_wrong = None
     with open(bin_path(prefix), "rb") as stream:
         while block := stream.read(BLOCK_BYTES):
             digest.update(block)
@@ -307,21 +306,21 @@ def _read_tokens(
             if first_wrong is None and vocab_size is not None and (low < 0 or high >= vocab_size):
                 first_wrong = position + int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
             position += len(ids)
-            if on_progress is not None:
-                on_progress(len(block))
-    seen = "no tokens" if smallest is None else f"ids from {smallest} to {largest}"
+            on_progress(len(block))
+    detail = "no tokens" if smallest is None else f"ids from {smallest} to {largest}"
     if vocab_size is None:
-        return digest.hexdigest(), ShardCheckResult(TOKEN_IDS, None, f"{seen}; the size of the vocabulary is not known")
-    if first_wrong is None:
-        return digest.hexdigest(), ShardCheckResult(TOKEN_IDS, True, f"{seen}, vocabulary 0 to {vocab_size - 1}")
-    where = f"token {first_wrong} of the shard, in document {_document_of(index, first_wrong)}"
-    return digest.hexdigest(), ShardCheckResult(
-        TOKEN_IDS, False, f"{seen}, vocabulary 0 to {vocab_size - 1}: first {where}"
-    )
+        result = ShardCheckResult(TOKEN_IDS, None, f"{detail}; the size of the vocabulary is not known")
+    else:
+        detail += f", vocabulary 0 to {vocab_size - 1}"
+        if first_wrong is not None:
+            document = _document_of(index, first_wrong)
+            detail += f": first token {first_wrong} of the shard, in document {document}"
+        result = ShardCheckResult(TOKEN_IDS, first_wrong is None, detail)
+    return digest.hexdigest(), result
 
 
 def _document_of(index: ShardIndex, position: int) -> int:
-    """Number of the document that holds the token at `position`."""
+    """Number of the document with the token at `position`."""
     sequence = int(np.searchsorted(index.sequence_pointers, position * index.dtype.itemsize, side="right")) - 1
     return int(np.searchsorted(index.document_indices, sequence, side="right")) - 1
 
@@ -332,8 +331,8 @@ def _check_ends(prefix: str, index: ShardIndex, eod: int) -> ShardCheckResult:
     tokens = np.memmap(bin_path(prefix), dtype=index.dtype, mode="r")
     number = 0
     for starts, ends in document_bounds(index):
-        holds_tokens = np.flatnonzero(ends > starts)
-        wrong = holds_tokens[tokens[ends[holds_tokens] - 1] != eod]
+        has_tokens = np.flatnonzero(ends > starts)
+        wrong = has_tokens[tokens[ends[has_tokens] - 1] != eod]
         if len(wrong):
             last = tokens[ends[wrong[0]] - 1]
             return ShardCheckResult(ENDS, False, f"document {number + wrong[0]} ends with {last} instead of {eod}")
@@ -342,10 +341,10 @@ def _check_ends(prefix: str, index: ShardIndex, eod: int) -> ShardCheckResult:
 
 
 def document_bounds(index: ShardIndex) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield first token and last token + 1 of documents, counted over the whole shard, 2^20 documents at a time.
+    """Yield the first token and the last token + 1 of each document in the shard, 2^20 documents at a time.
 
     Args:
-        index: of a whole shard, and sound.
+        index: valid index of a complete shard.
     """
     num_sequences, num_tokens = len(index.sequence_lengths), index.num_tokens
     for first in range(0, index.num_documents, INDEX_BLOCK):

@@ -1,6 +1,6 @@
 """Token shards in Megatron's format: `PREFIX.bin` and `PREFIX.idx`, exchangeable with megatron-core both ways.
 
-`.bin` is token ids and nothing else. `.idx`, little-endian:
+`.bin` holds only the token ids. `.idx`, little-endian:
 
     9 bytes   magic "MMIDIDX\0\0"
     uint64    version, 1
@@ -8,20 +8,18 @@
     uint64    S, number of sequences
     uint64    D, number of entries of the document index
     int32[S]  tokens in each sequence
-    int64[S]  byte in .bin at which each sequence starts
+    int64[S]  byte offset in .bin at which each sequence starts
     int64[D]  first sequence of each document, and S at the end
-    int8[S]   mode of each sequence; only where the shard was written as a multimodal one
+    int8[S]   mode of each sequence; only in multimodal shards
 
-What is written here has one sequence a document; a document without tokens is no sequence, but an entry of the document
-index (as Megatron's `preprocess_data.py` writes it). Shards of other writers may divide documents into sequences.
+This package writes one sequence per document. As with Megatron's `preprocess_data.py`, a document without tokens has no
+sequence, only an entry in the document index. Other writers may divide documents into several sequences.
 Source: megatron-core 0.16.1, `datasets/indexed_dataset.py`.
 
-This module reads and writes the format; `shard_checks` says whether a shard can be trusted.
+The manifest, `PREFIX.manifest.json`, records what a shard holds and what it was made from. A shard whose files do not
+match its manifest is refused. Shards made by other programs have none.
 
-The manifest beside a shard: what it holds and what it was made from.
-
-A shard whose files are not those that `PREFIX.manifest.json` describes is refused. Shards made by other programs have
-no manifest; they are checked as far as their own two files go.
+This module reads and writes the format; `shard_verification` checks shards.
 """
 
 from __future__ import annotations
@@ -35,18 +33,18 @@ from typing import Any, BinaryIO, Optional, Union
 import numpy as np
 
 from megafp8.errors import DataError
-from megafp8.utils.files import LIST_BYTES, HashedStream, UnreadableFile, atomic_write_json, publish, read_bytes
+from megafp8.utils.files import LIST_BYTES, HashedStream, UnreadableFile, atomic_write_json, publish, read_bytes, sync
 from megafp8.utils.strict_json import parse_json
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-# Megatron's codes; 6 and 7 are floats, which are no token ids.
+# Megatron's codes. 6 and 7 are floats, which cannot be token ids.
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 DTYPE_CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
-# Megatron's limit below which ids are two bytes wide.
+# Megatron's limit: ids of smaller vocabularies are two bytes wide.
 UINT16_MAX_VOCAB_SIZE = 65500
-# Entries of an index that are worked on at a time: what bounds the memory that it takes beside the mapped file.
+# Entries of an index that are processed at a time, which bounds the memory beside the mapped file.
 INDEX_BLOCK = 1 << 20
 REMAKE = " Make the shard again (tools/preprocess_data.py --overwrite) or copy it again."
 
@@ -68,7 +66,7 @@ def idx_path(prefix: str) -> Path:
 
 @dataclass(frozen=True)
 class ShardTotals:
-    """What a writer wrote. Sizes in bytes, hashes SHA-256 in hexadecimal."""
+    """Counts, sizes in bytes, and SHA-256 in hexadecimal of the two files of a shard."""
 
     num_documents: int
     num_sequences: int
@@ -84,11 +82,11 @@ class ShardIndex:
     """The index of a shard, or of consecutive documents of one.
 
     Attributes:
-        dtype: of the token ids.
+        dtype: dtype of the token ids.
         sequence_lengths: int32 [S], tokens.
         sequence_pointers: int64 [S], bytes.
-        document_indices: int64 [D]; in a slice the first entry is the first sequence's number in the whole shard.
-        sequence_modes: int8 [S], or None; of no meaning for text.
+        document_indices: int64 [D]; the first entry is the number of the first sequence in the complete shard.
+        sequence_modes: int8 [S], or None; has no meaning for text.
     """
 
     dtype: np.dtype
@@ -99,16 +97,16 @@ class ShardIndex:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in all sequences."""
+        """Number of tokens in all sequences."""
         return int(self.sequence_lengths.sum(dtype=np.int64))
 
     @property
     def num_documents(self) -> int:
-        """Documents, those without tokens included."""
+        """Number of documents, including those without tokens."""
         return len(self.document_indices) - 1
 
     def documents(self, first: int, last: int) -> "ShardIndex":
-        """Return the part of the index that is about documents first to last - 1; it shares the memory."""
+        """Return the index of documents first to last - 1, which shares the memory."""
         entries = self.document_indices[first : last + 1]
         sequences = slice(*(int(entry - self.document_indices[0]) for entry in (entries[0], entries[-1])))
         return ShardIndex(
@@ -121,22 +119,22 @@ class ShardIndex:
 
 
 def publish_shard(prefix: str, bin_temporary: Path, idx_temporary: Path) -> None:
-    """Give the two closed and synced files of a shard their names."""
-    # An old index goes first: should the machine stop in between, there is a shard with a file missing, which every
-    # reader notices, and never new tokens under an old index.
+    """Rename the two closed and synced files of a shard to their final names."""
+    # The old index is deleted first. If the machine stops in between, the shard lacks a file, which every reader
+    # notices; there are never new tokens under an old index.
     idx_path(prefix).unlink(missing_ok=True)
     publish(bin_temporary, bin_path(prefix))
     publish(idx_temporary, idx_path(prefix))
 
 
 def write_index(stream: Union[BinaryIO, HashedStream], parts: Sequence[ShardIndex]) -> None:
-    """Write the `.idx` of a shard whose tokens are those of `parts`, one after the other.
+    """Write the `.idx` of a shard whose tokens are those of `parts`, concatenated.
 
     Memory: 2^20 entries at a time.
 
     Args:
         stream: open for writing.
-        parts: of one dtype, all with modes or all without.
+        parts: all of the same dtype, and all with modes or all without.
     """
     dtype = parts[0].dtype
     assert all(part.dtype == dtype for part in parts)
@@ -161,8 +159,29 @@ def write_index(stream: Union[BinaryIO, HashedStream], parts: Sequence[ShardInde
         stream.write(modes.astype("i1").tobytes())
 
 
+def write_index_file(path: Path, parts: Sequence[ShardIndex], *, bin_bytes: int, bin_sha256: str) -> ShardTotals:
+    """Write and sync the `.idx` of `parts`, see `write_index`.
+
+    Returns:
+        The totals of the shard, whose tokens have the given size and hash.
+    """
+    with open(path, "wb") as stream:
+        index = HashedStream(stream)
+        write_index(index, parts)
+        sync(stream)
+    return ShardTotals(
+        num_documents=sum(part.num_documents for part in parts),
+        num_sequences=sum(len(part.sequence_lengths) for part in parts),
+        num_tokens=bin_bytes // parts[0].dtype.itemsize,
+        bin_bytes=bin_bytes,
+        bin_sha256=bin_sha256,
+        idx_bytes=index.num_bytes,
+        idx_sha256=index.sha256,
+    )
+
+
 def read_index(prefix: str) -> ShardIndex:
-    """Map the index of a shard into memory, after checking that its size is what its header says.
+    """Map the index of a shard into memory. Its size is checked against its header.
 
     Raises:
         DataError: a file is missing or cannot be read, or the header or the size is wrong.
@@ -206,10 +225,10 @@ def read_index(prefix: str) -> ShardIndex:
 
 
 def check_files_exist(prefix: str) -> None:
-    """Check that both files of a shard are there.
+    """Check that both files of a shard exist.
 
     Raises:
-        DataError: names what is missing, and the likely slip.
+        DataError: names the missing files, and the likely mistake.
     """
     missing = [str(path) for path in (idx_path(prefix), bin_path(prefix)) if not path.is_file()]
     if not missing:
@@ -222,20 +241,20 @@ def check_files_exist(prefix: str) -> None:
     raise DataError(f"Shard {prefix}: {' and '.join(missing)} missing.{hint}")
 
 
-def index_of_documents(document_lengths: np.ndarray, dtype: np.dtype) -> ShardIndex:
-    """Return the index of documents that are one sequence each, none when the length is 0.
+def build_document_index(document_lengths: np.ndarray, dtype: np.dtype) -> ShardIndex:
+    """Return the index of documents that are one sequence each, or none if the length is 0.
 
     Args:
         document_lengths: int32 [documents], tokens.
-        dtype: of the token ids.
+        dtype: dtype of the token ids.
     """
-    holds_tokens = document_lengths > 0
-    lengths = document_lengths[holds_tokens]
+    has_tokens = document_lengths > 0
+    lengths = document_lengths[has_tokens]
     return ShardIndex(
         dtype=dtype,
         sequence_lengths=lengths,
         sequence_pointers=(np.cumsum(lengths, dtype=np.int64) - lengths) * dtype.itemsize,
-        document_indices=np.concatenate([np.zeros(1, np.int64), np.cumsum(holds_tokens, dtype=np.int64)]),
+        document_indices=np.concatenate([np.zeros(1, np.int64), np.cumsum(has_tokens, dtype=np.int64)]),
     )
 
 
@@ -245,27 +264,27 @@ def _blocks(arrays: Iterator[np.ndarray] | Sequence[np.ndarray]) -> Iterator[np.
             yield array[first : first + INDEX_BLOCK]
 
 
-FORMAT = "megafp8-shard-1"
+MANIFEST_FORMAT = "megafp8-shard-1"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardManifest:
-    """Everything known about a shard. Sizes in bytes, hashes SHA-256 in hexadecimal.
+    """The manifest of a shard. Sizes in bytes, hashes SHA-256 in hexadecimal.
 
-    What is not known is None: a shard joined from shards without a manifest has hashes, but no tokenizer.
+    Unknown values are None: a shard joined from shards without a manifest has hashes, but no tokenizer.
 
     Attributes:
-        tokenizer: the tokenizer's `unique_identifiers`: what decides the ids.
-        json_key: where the text was in JSONL.
+        tokenizer: the tokenizer's `unique_identifiers`, which decide the ids.
+        json_key: key of the text in JSONL.
         append_eod: each document ends with the end-of-document token.
         dtype: numpy's name of the token dtype.
-        sources: `path`, `bytes` and `mtime_ns` of each input file, in order; of text its `separator`, of a dataset its
-            `fingerprint`, where there are any.
-        encoder: what gave the ids: the tokenizer's own library, or gigatoken.
-        num_skipped: records that were left out, since they were no documents; of a divided shard not known.
-        tokenizer_settings: how to build the tokenizer again, see `tokenizer_settings`; not compared with anything.
-        parts: of a joined or divided shard, what it was made from, in order: `prefix`, `content_key`, `first_document`
-            and `num_documents` of each shard.
+        sources: `path`, `bytes` and `mtime_ns` of each input file, in order; also the `separator` of a text file and
+            the `fingerprint` of a dataset.
+        encoder: encoder that gave the ids: the tokenizer's own library, or gigatoken.
+        num_skipped: records that were left out because they were no documents; unknown for a part of a shard.
+        tokenizer_settings: settings to rebuild the tokenizer, see `tokenizer_settings`; not compared with anything.
+        parts: what a joined or divided shard was made from, in order: `prefix`, `content_key`, `first_document` and
+            `num_documents` of each shard.
     """
 
     tokenizer: Optional[dict[str, Any]]
@@ -284,7 +303,7 @@ class ShardManifest:
     num_skipped: Optional[int] = 0
     tokenizer_settings: dict[str, Any] = field(default_factory=dict)
     parts: list[dict[str, Any]] = field(default_factory=list)
-    format: str = FORMAT
+    format: str = MANIFEST_FORMAT
 
 
 def manifest_path(prefix: str) -> Path:
@@ -293,15 +312,15 @@ def manifest_path(prefix: str) -> Path:
 
 
 def save_manifest(prefix: str, manifest: ShardManifest) -> None:
-    """Write the manifest, whole or not at all."""
+    """Write the manifest atomically."""
     atomic_write_json(manifest_path(prefix), asdict(manifest))
 
 
 def load_manifest(prefix: str) -> Optional[ShardManifest]:
-    """Return the manifest of a shard, or None when it has none.
+    """Return the manifest of a shard; None if it has none.
 
     Raises:
-        DataError: the file is there but is not such a manifest.
+        DataError: the file exists, but is not such a manifest.
     """
     path = manifest_path(prefix)
     try:
@@ -312,8 +331,8 @@ def load_manifest(prefix: str) -> Optional[ShardManifest]:
         raise DataError(f"{path} cannot be read: {error.reason}.") from error
     try:
         content = parse_json(text)
-        if content["format"] != FORMAT:
-            raise ValueError(f"its format is {content['format']!r}, expected {FORMAT!r}")
+        if content["format"] != MANIFEST_FORMAT:
+            raise ValueError(f"its format is {content['format']!r}, expected {MANIFEST_FORMAT!r}")
         return ShardManifest(**content)
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(

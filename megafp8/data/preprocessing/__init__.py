@@ -1,1 +1,1 @@
-"""From text to token shards: readers, worker processes, parts that a restart reuses, and tokenizer training."""
+"""Preprocessing: turns text files, tables and datasets into token shards."""

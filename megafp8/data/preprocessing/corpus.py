@@ -1,8 +1,8 @@
-"""A text corpus that every machine has: the source of Python's own standard library.
+"""A text corpus that every machine has: the source code of Python's standard library.
 
-Real code and English prose (comments, docstrings), about 10 MB, no network and no licence to accept. One document is
-one module. The order of the documents is a fixed shuffle: Megatron's `--split` gives validation the last documents, so
-validation holds other modules than training but the same kind of text.
+It is code and English prose (comments, docstrings), about 10 MB, and needs neither a network nor a licence. Each module
+is one document. The documents are in a fixed shuffled order: Megatron's `--split` takes the validation documents from
+the end, so that validation has the same kind of text as training, from other modules.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Optional
 
 from megafp8.errors import DataError
-from megafp8.utils.files import publish, sync, temporary_name
+from megafp8.utils.files import atomic_write
 
 DEFAULT_MAX_BYTES = 10_000_000
 
-# Installed packages are not the standard library; tests hold odd encodings and generated data; `encodings` is tables of
-# code points; lib2to3 holds Python 2 and broken files on purpose.
+# Installed packages, tests (odd encodings, generated data), tables of code points, and Python 2 code (lib2to3).
 SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "lib2to3"}
 )
@@ -29,7 +28,7 @@ SKIPPED_FOLDERS = frozenset(
 
 @dataclass(frozen=True)
 class Document:
-    """One module: its text and its path below the standard library's folder, with forward slashes."""
+    """One module: its text, and its path relative to the standard library's folder, with forward slashes."""
 
     text: str
     source: str
@@ -37,7 +36,7 @@ class Document:
 
 @dataclass(frozen=True)
 class CorpusSummary:
-    """What a corpus file holds. `changed` is False when the file was there already with the same bytes."""
+    """Contents of a corpus file. `changed` is False if the file existed with the same bytes."""
 
     path: Path
     num_documents: int
@@ -46,48 +45,40 @@ class CorpusSummary:
 
 
 def stdlib_folder() -> Path:
-    """Return the folder of the standard library of the running interpreter."""
+    """Return the folder of the running interpreter's standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def find_modules(folder: Path) -> list[Path]:
-    """Return the `.py` files below `folder` that belong in the corpus, as relative paths in sorted order."""
+    """Return the `.py` files of the corpus, as sorted paths relative to `folder`."""
     relative = (path.relative_to(folder) for path in folder.rglob("*.py"))
     return sorted(path for path in relative if SKIPPED_FOLDERS.isdisjoint(path.parts[:-1]))
-
-
-def read_document(folder: Path, relative: Path) -> Optional[Document]:
-    """Read one module; None when it is empty or not UTF-8."""
-    try:
-        text = (folder / relative).read_bytes().decode("utf-8")
-    except UnicodeDecodeError:
-        return None
-    text = text.replace("\r\n", "\n")
-    return Document(text, relative.as_posix()) if text.strip() else None
-
-
-def shuffle_key(source: str, seed: int) -> bytes:
-    """Sort key of a document. It depends on nothing but seed and path: one module more or less moves no other."""
-    return hashlib.sha256(f"{seed}:{source}".encode()).digest()
 
 
 def stdlib_documents(folder: Path, *, max_bytes: int, seed: int) -> Iterator[Document]:
     """Yield modules in the shuffled order, each that still fits into `max_bytes` of UTF-8 text in all.
 
+    Modules that are empty or not UTF-8 are left out.
+
     Raises:
         DataError: the folder holds no module that fits.
     """
-    relatives = sorted(find_modules(folder), key=lambda path: shuffle_key(path.as_posix(), seed))
+
+    def shuffle_key(relative: Path) -> bytes:
+        # It depends on nothing but the seed and the path, so that a new module does not change the order of the others.
+        return hashlib.sha256(f"{seed}:{relative.as_posix()}".encode()).digest()
+
     total_bytes = 0
-    for relative in relatives:
-        document = read_document(folder, relative)
-        if document is None:
+    for relative in sorted(find_modules(folder), key=shuffle_key):
+        try:
+            text = (folder / relative).read_bytes().decode("utf-8").replace("\r\n", "\n")
+        except UnicodeDecodeError:
             continue
-        num_bytes = len(document.text.encode("utf-8"))
-        if total_bytes + num_bytes > max_bytes:
+        num_bytes = len(text.encode("utf-8"))
+        if not text.strip() or total_bytes + num_bytes > max_bytes:
             continue
         total_bytes += num_bytes
-        yield document
+        yield Document(text, relative.as_posix())
     if total_bytes == 0:
         raise DataError(
             f"No Python module was found in {folder} that fits into {max_bytes} bytes. "
@@ -98,37 +89,28 @@ def stdlib_documents(folder: Path, *, max_bytes: int, seed: int) -> Iterator[Doc
 def write_stdlib_corpus(
     path: Path, *, folder: Optional[Path] = None, max_bytes: int = DEFAULT_MAX_BYTES, seed: int = 1234
 ) -> CorpusSummary:
-    """Write the corpus as JSON lines `{"text": ..., "source": ...}`, whole or not at all.
+    """Write the corpus as JSON lines `{"text": ..., "source": ...}`, atomically.
 
-    A file that is there with the same bytes keeps its modification time, so that what was made from it stays valid.
+    A file with the same bytes keeps its modification time, so that what was made from it stays valid.
 
     Args:
         path: the JSONL file.
-        folder: where to look for modules; default the running interpreter's standard library.
-        max_bytes: most bytes of UTF-8 text.
-        seed: of the order of the documents.
+        folder: where to look for modules; None: the running interpreter's standard library.
+        max_bytes: limit on the bytes of UTF-8 text.
+        seed: seed of the order of the documents.
 
     Raises:
         DataError: no module was found.
         OSError: the file cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = temporary_name(path)
-    num_documents = text_bytes = 0
-    digest = hashlib.sha256()
-    try:
-        with open(temporary, "wb") as stream:
-            for document in stdlib_documents(folder or stdlib_folder(), max_bytes=max_bytes, seed=seed):
-                line = json.dumps({"text": document.text, "source": document.source}, ensure_ascii=False)
-                encoded = line.encode("utf-8") + b"\n"
-                stream.write(encoded)
-                digest.update(encoded)
-                num_documents += 1
-                text_bytes += len(document.text.encode("utf-8"))
-            sync(stream)
-        changed = not (path.is_file() and hashlib.sha256(path.read_bytes()).digest() == digest.digest())
-        if changed:
-            publish(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return CorpusSummary(path, num_documents, text_bytes, changed)
+    lines, text_bytes = [], 0
+    for document in stdlib_documents(folder or stdlib_folder(), max_bytes=max_bytes, seed=seed):
+        line = json.dumps({"text": document.text, "source": document.source}, ensure_ascii=False) + "\n"
+        lines.append(line.encode("utf-8"))
+        text_bytes += len(document.text.encode("utf-8"))
+    content = b"".join(lines)
+    changed = not path.is_file() or path.read_bytes() != content
+    if changed:
+        with atomic_write(path) as stream:
+            stream.write(content)
+    return CorpusSummary(path, len(lines), text_bytes, changed)

@@ -1,22 +1,26 @@
-"""Records to texts: what is a document, and what is wrong with what is none."""
+"""Document parsing: extracts the texts from records, and says what is wrong with a record that is no document."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from megafp8.data.preprocessing import table_readers
-from megafp8.data.preprocessing.readers import JSONL, DamagedFileError, InputSource, read_range
+from megafp8.data.preprocessing.readers import DamagedFileError, read_range
+from megafp8.data.preprocessing.sources import JSONL, InputSource
 from megafp8.errors import DataError
 
 MAX_SHOWN = 60
 
-try:  # several times as fast as json; what it refuses is asked of json, so that both give the same documents
-    from orjson import loads as _fast_loads
-except ImportError:
-    _fast_loads = None
+# orjson is several times as fast as json. Lines that it refuses go to json, so that both give the same documents.
+_fast_loads: Optional[Callable[[bytes], Any]] = None
+with suppress(ImportError):
+    from orjson import loads as _orjson_loads
+
+    _fast_loads = _orjson_loads
 
 
 @dataclass
@@ -24,9 +28,9 @@ class Documents:
     """Consecutive documents of one file.
 
     Attributes:
-        columns: their texts, a list for each key.
-        numbers: the number of each document's record in its piece, from 0.
-        bad: record number and reason of each record that is no document.
+        columns: the texts, one list per key.
+        numbers: record number of each document, from 0.
+        bad: record number of each record that is no document, and the reason.
         num_records: records that were read, blank lines included.
     """
 
@@ -37,13 +41,13 @@ class Documents:
 
 
 def read_texts(sources: Sequence[InputSource], key: str) -> Iterator[str]:
-    """Yield the texts under one key of all documents, in order.
+    """Yield the text under one key of every document, in order.
 
     Raises:
         DataError: a record that is no document, with file and number.
     """
     for source in sources:
-        stop = table_readers.end_of(source) if source.is_table else source.num_bytes
+        stop = table_readers.table_end(source) if source.is_table else source.num_bytes
         try:
             for documents in read_documents(source, (key,), 0, stop):
                 for number, reason in documents.bad:
@@ -56,12 +60,12 @@ def read_texts(sources: Sequence[InputSource], key: str) -> Iterator[str]:
 def read_documents(
     source: InputSource, keys: Sequence[str], start: int, stop: int, first: int = 0
 ) -> Iterator[Documents]:
-    """Yield documents of a file, block by block.
+    """Yield the documents of a file, block by block.
 
     Args:
         source: the file.
-        keys: of the texts.
-        start, stop: what of it to read: bytes, see `readers.read_range`; of a table, see `table_readers.read_rows`.
+        keys: keys of the texts.
+        start, stop: range of bytes (see `readers.read_range`), or of a table (see `table_readers.read_rows`).
         first: number of the first record.
 
     Raises:
@@ -78,44 +82,44 @@ def read_documents(
 
 
 def parse_records(source: InputSource, records: Sequence[bytes], first: int, keys: Sequence[str]) -> Documents:
-    """Parse records of a file that is no table."""
+    """Parse records of a file that is not a table."""
     if source.kind == JSONL:
         return parse_json_lines(records, first, keys)
     return parse_plain_texts(records, first, len(keys))
 
 
 def parse_json_lines(lines: Sequence[bytes], first: int, keys: Sequence[str]) -> Documents:
-    """Take the texts under `keys` out of lines of JSON. Blank lines are no documents, and not bad.
+    """Extract the texts under `keys` from lines of JSON. Blank lines are no documents, and not bad.
 
     Args:
         lines: without line ends.
         first: number of the first line.
-        keys: of the texts.
+        keys: keys of the texts.
     """
-    fast = _parse_sound_lines(lines, keys)
-    if fast is not None:
-        return Documents(fast, range(first, first + len(lines)), num_records=len(lines))
-    return _collect(lines, first, len(keys), lambda line: _texts_of_line(line, keys))
+    columns = _parse_valid_lines(lines, keys)
+    if columns is not None:
+        return Documents(columns, range(first, first + len(lines)), num_records=len(lines))
+    return _parse_each(lines, first, len(keys), lambda line: _parse_line(line, keys))
 
 
 def parse_plain_texts(texts: Sequence[bytes], first: int, num_keys: int) -> Documents:
-    """Decode plain texts; each is the document of every key. Blank ones are no documents, and not bad."""
-    return _collect(texts, first, num_keys, lambda text: None if not text.strip() else (_decode(text),) * num_keys)
+    """Decode plain texts; each is the document of every key. Blank texts are no documents, and not bad."""
+    return _parse_each(texts, first, num_keys, lambda text: None if not text.strip() else (_decode(text),) * num_keys)
 
 
 def parse_rows(columns: Sequence[Sequence[Any]], first: int, keys: Sequence[str]) -> Documents:
-    """Take the texts of rows of a table, see `table_readers.read_rows`."""
+    """Take the texts from rows of a table, see `table_readers.read_rows`."""
     num_rows = len(columns[0])
-    if all(set(map(type, column)) <= {str} for column in columns):
+    if _are_strings(columns):
         return Documents([list(column) for column in columns], range(first, first + num_rows), num_records=num_rows)
     rows = list(zip(*columns, strict=True))
-    return _collect(rows, first, len(keys), lambda row: tuple(map(_text_of_cell, row, keys)))
+    return _parse_each(rows, first, len(keys), lambda row: tuple(map(_parse_cell, row, keys)))
 
 
-def _collect(
+def _parse_each(
     records: Sequence[Any], first: int, num_keys: int, parse: Callable[[Any], Optional[Sequence[str]]]
 ) -> Documents:
-    """Parse record by record; None is no document, a DataError a bad one."""
+    """Parse one record at a time. `parse` returns None for no document, and raises DataError for a bad one."""
     found, numbers, bad = [], [], []
     for number, record in enumerate(records, start=first):
         try:
@@ -130,8 +134,8 @@ def _collect(
     return Documents(columns, numbers, bad, len(records))
 
 
-def _parse_sound_lines(lines: Sequence[bytes], keys: Sequence[str]) -> Optional[list[list[str]]]:
-    """The texts of lines that are all in order, or None when one of them wants a closer look."""
+def _parse_valid_lines(lines: Sequence[bytes], keys: Sequence[str]) -> Optional[list[list[str]]]:
+    """Columns of texts with orjson; None without it, or if any line needs `_parse_line`."""
     if _fast_loads is None:
         return None
     try:
@@ -139,25 +143,28 @@ def _parse_sound_lines(lines: Sequence[bytes], keys: Sequence[str]) -> Optional[
         columns = [[item[key] for item in objects] for key in keys]
     except (ValueError, KeyError, TypeError, IndexError):
         return None
-    return columns if all(set(map(type, column)) <= {str} for column in columns) else None
+    return columns if _are_strings(columns) else None
 
 
-def _texts_of_line(line: bytes, keys: Sequence[str]) -> Optional[tuple[str, ...]]:
+def _are_strings(columns: Sequence[Sequence[Any]]) -> bool:
+    return all(set(map(type, column)) <= {str} for column in columns)
+
+
+def _parse_line(line: bytes, keys: Sequence[str]) -> Optional[tuple[str, ...]]:
     if not line.strip():
         return None
+    text = _decode(line)
     try:
-        document = json.loads(_decode(line))
-    except DataError:
-        raise
+        document = json.loads(text)
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise DataError(f"it is not JSON: {reason}") from error
     if not isinstance(document, dict):
         raise DataError(f"it is a JSON {type(document).__name__}, not an object with the keys {', '.join(keys)}")
-    return tuple(_text_of_key(document, key) for key in keys)
+    return tuple(_text_under_key(document, key) for key in keys)
 
 
-def _text_of_key(document: dict[str, Any], key: str) -> str:
+def _text_under_key(document: dict[str, Any], key: str) -> str:
     text = document.get(key)
     if not isinstance(text, str):
         state = f"a {type(text).__name__}" if key in document else "missing"
@@ -174,9 +181,9 @@ def _text_of_key(document: dict[str, Any], key: str) -> str:
     return text
 
 
-def _text_of_cell(cell: Any, key: str) -> str:
+def _parse_cell(cell: Any, key: str) -> str:
     if isinstance(cell, bytes):
-        _decode(cell)
+        _decode(cell)  # raises: `table_readers` returns bytes only for text that is not UTF-8
     if not isinstance(cell, str):
         state = "missing" if cell is None else f"a {type(cell).__name__}"
         raise DataError(f"the value of {key!r} is {state}, not text")
@@ -187,5 +194,5 @@ def _decode(content: bytes) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        place = content[max(error.start - MAX_SHOWN // 2, 0) : error.start + MAX_SHOWN // 2]
-        raise DataError(f"it is not UTF-8: {error.reason} at byte {error.start}, in {place!r}") from error
+        context = content[max(error.start - MAX_SHOWN // 2, 0) : error.start + MAX_SHOWN // 2]
+        raise DataError(f"it is not UTF-8: {error.reason} at byte {error.start}, in {context!r}") from error

@@ -1,13 +1,12 @@
-"""Text to token shards, as fast as the tokenizer.
+"""Preprocessing: tokenizes text into shards, as fast as the tokenizer allows.
 
-The input is divided into parts (`preprocess_plan`). Workers read, tokenize and write whole parts (`preprocess_work`,
-`part_files`); nothing but counts comes back to this process, which copies finished parts into the shards, in the order
-of the input, while the workers go on (`shard_assembly`). So the shards do not depend on the number of workers, and a
-job that was killed goes on with the parts that it has.
+The input is divided into parts (`plan`). Workers read and tokenize parts and write them to files (`workers`,
+`part_files`); only counts return to this process, which appends finished parts to the shards in the order of the input
+while the workers continue (`assembly`). The shards do not depend on the number of workers, and a job that was killed
+resumes from the parts that are complete.
 
-Memory: a worker's, see `preprocess_work`; here about a kilobyte a part, of which there are some thousands at most.
-Disk: the tokens twice, until the shards are whole, where the file system cannot share blocks.
-"""
+Memory: that of each worker, see `workers`; here about one kilobyte per part, of which there are a few thousand at most.
+Disk: the tokens twice until the shards are complete, where the file system cannot share blocks."""
 
 from __future__ import annotations
 
@@ -18,19 +17,12 @@ from datetime import datetime
 from glob import escape
 from typing import Any, Optional
 
-from megafp8.config.schema import DataConfig
+from megafp8.data.preprocessing.assembly import ShardAssembly
 from megafp8.data.preprocessing.part_files import PartFolder, PartRecord
-from megafp8.data.preprocessing.plan import InputPart, ShardAssembly, Unit, divide, part_bytes_for, tasks_of
-from megafp8.data.preprocessing.readers import MAX_DOCUMENT_BYTES, InputSource, find_sources
+from megafp8.data.preprocessing.plan import InputPart, PreprocessJob, Unit, build_tasks, choose_part_bytes, divide
+from megafp8.data.preprocessing.sources import find_sources
 from megafp8.data.preprocessing.table_readers import find_dataset
-from megafp8.data.preprocessing.workers import (
-    FinishedPart,
-    Worker,
-    WorkerDiedError,
-    WorkSettings,
-    run_tasks,
-    sample_texts,
-)
+from megafp8.data.preprocessing.workers import FinishedPart, Worker, WorkerDiedError, run_tasks, sample_texts
 from megafp8.data.shards import (
     ShardManifest,
     bin_path,
@@ -40,58 +32,25 @@ from megafp8.data.shards import (
     save_manifest,
     token_dtype,
 )
-from megafp8.data.tokenizers.build import Tokenizer, build_tokenizer, describe_tokenizer, tokenizer_settings
-from megafp8.data.tokenizers.encoder_names import AUTO, GIGATOKEN, LIBRARY
+from megafp8.data.tokenizers.build import (
+    AUTO,
+    GIGATOKEN,
+    LIBRARY,
+    build_tokenizer,
+    describe_tokenizer,
+    tokenizer_settings,
+)
 from megafp8.data.tokenizers.encoders import EncoderChoice, EncoderMismatchError, LibraryEncoder, choose_encoder
 from megafp8.errors import CapabilityError, DataError
 
-# Below, comparing encoders takes as long as the library does for all of it. What is compressed has more text.
+# Below this size, comparing encoders takes as long as encoding everything with the library.
 SMALL_INPUT_BYTES = 512 << 10
 COMPRESSION_FACTOR = 10
 
 
-@dataclass(frozen=True, kw_only=True)
-class PreprocessJob:
-    """What to make.
-
-    Attributes:
-        inputs: files, folders or glob patterns, see `readers`.
-        output_prefix: each key goes to `PREFIX_KEY_document.bin/.idx`.
-        tokenizer: the data section that names the tokenizer.
-        dataset: in place of inputs a Hugging Face dataset: name, configuration and split.
-        vocab_size: --vocab-size, see `build_tokenizer`.
-        json_keys: which texts of a JSON line, or columns of a table, to take, one shard each.
-        text_separator: what stands between the documents of a text file; None: each file is one.
-        max_document_bytes: a longer line or text stops the job.
-        append_eod: end each document with the end-of-document token.
-        skip_bad: leave out records that are no documents, and count them; else the first stops the job.
-        encoder: one of `encoder_choice.ENCODERS`.
-        workers: processes that tokenize; 1 tokenizes in this process.
-        overwrite: make shards again that are there.
-    """
-
-    inputs: tuple[str, ...] = ()
-    output_prefix: str
-    tokenizer: DataConfig
-    dataset: Optional[tuple[str, Optional[str], str]] = None
-    vocab_size: Optional[int] = None
-    json_keys: tuple[str, ...] = ("text",)
-    text_separator: Optional[str] = None
-    max_document_bytes: int = MAX_DOCUMENT_BYTES
-    append_eod: bool = False
-    skip_bad: bool = False
-    encoder: str = AUTO
-    workers: int = 1
-    overwrite: bool = False
-
-    def shard_prefix(self, key: str) -> str:
-        """Return the prefix of the shard of one key, named as Megatron names it."""
-        return f"{self.output_prefix}_{key}_document"
-
-
 @dataclass(frozen=True)
 class PreprocessProgress:
-    """How far a job is. `num_tokens` counts all keys; bytes are the input's, compressed where it is."""
+    """Progress of a job. `num_tokens` counts all keys; bytes are those of the input on disk."""
 
     input_bytes: int
     total_bytes: int
@@ -100,7 +59,7 @@ class PreprocessProgress:
     num_skipped: int = 0
 
     def plus(self, record: PartRecord) -> "PreprocessProgress":
-        """Return the progress with one part more."""
+        """Return the progress after one more part."""
         return PreprocessProgress(
             self.input_bytes + record.input_bytes,
             self.total_bytes,
@@ -112,7 +71,7 @@ class PreprocessProgress:
 
 @dataclass(frozen=True)
 class PreprocessSummary:
-    """What a job made: prefix and manifest of each shard. `made` is False when they were there already."""
+    """What a job made: prefix and manifest of each shard. `made` is False if the shards existed already."""
 
     shards: tuple[tuple[str, ShardManifest], ...]
     made: bool
@@ -123,251 +82,227 @@ def preprocess(
     on_progress: Callable[[PreprocessProgress], None] = lambda _: None,
     on_notice: Callable[[str], None] = lambda _: None,
 ) -> PreprocessSummary:
-    """Tokenize text into one shard a key, each whole or not at all.
+    """Tokenize text into one shard per key, each complete or absent.
 
     Args:
         job: what to make.
         on_progress: called at the start, with what an earlier run left, and after each part.
-        on_notice: called with what the user should know: files that are left out, which encoder runs and why, and what
-            is done again.
+        on_notice: called with messages for the user: files that are left out, which encoder runs and why, and what is
+            done again.
 
     Raises:
-        ConfigError, CapabilityError: the tokenizer's flags, or a library that is not there.
+        ConfigError, CapabilityError: the tokenizer's flags, or a library that is not installed.
         DataError: inputs that cannot be read, other shards under the same prefix, or a worker that died.
         OSError: the output cannot be written.
     """
-    if job.dataset:
-        sources: tuple[InputSource, ...] = (find_dataset(*job.dataset),)
-    else:
-        sources = tuple(find_sources(job.inputs, job.text_separator, on_notice, job.max_document_bytes))
-    tokenizer = build_tokenizer(job.tokenizer, job.vocab_size)
-    description = _describe_job(job, sources, tokenizer)
-    folder = PartFolder(job.output_prefix, len(job.json_keys), token_dtype(tokenizer.vocab_size))
-    begun = folder.load_job()
-    if not job.overwrite and (begun or {}).get("job") != description:
-        finished = _finished_before(job, description)
-        if finished is not None:
-            if folder.path.exists() and begun is None:  # killed while it deleted its parts
-                with folder.lock():
-                    folder.remove()
-            return finished
-    with folder.lock():
-        try:
-            summary = _make_shards(job, sources, tokenizer, folder, description, on_progress, on_notice)
-        except BaseException:
-            if not folder.holds_parts():
-                folder.remove()
-            raise
-        folder.remove()
-    return summary
+    return _JobRun(job, on_progress, on_notice).run()
 
 
-def _make_shards(
-    job: PreprocessJob,
-    sources: tuple[InputSource, ...],
-    tokenizer: Tokenizer,
-    folder: PartFolder,
-    description: dict[str, Any],
-    on_progress: Callable[[PreprocessProgress], None],
-    on_notice: Callable[[str], None],
-) -> PreprocessSummary:
-    """Make the shards with what parts the folder has, which nobody else uses now."""
-    begun = _begin(job, folder, description)
-    total_bytes = sum(source.num_bytes for source in sources)
-    choice = _choose(job, begun, sources, tokenizer)
-    on_notice(f"tokenizing with {choice.encoder.name}: {choice.reason}")
-    begun.setdefault("part_bytes", part_bytes_for(total_bytes, choice.encoder.part_bytes))
-    folder.save_job(begun)
-    units = divide(sources, job.json_keys, begun["part_bytes"])
-    settings = WorkSettings(
-        sources=sources,
-        json_keys=job.json_keys,
-        tokenizer=job.tokenizer,
-        vocab_size=job.vocab_size,
-        encoder=choice.kind,
-        append_eod=job.append_eod,
-        skip_bad=job.skip_bad,
-        output_prefix=job.output_prefix,
-    )
-    worker = Worker(settings, tokenizer, choice.encoder)
-    try:
-        with ShardAssembly(units, sources, folder) as assembly:
-            _make_parts(worker, units, assembly, job.workers, on_progress)
-            if assembly.num_tokens == 0:
-                folder.clear()
-                skipped = f", {assembly.num_skipped} records were skipped" if assembly.num_skipped else ""
-                raise DataError(f"--input holds no text: {len(sources)} files, 0 tokens{skipped}.")
-            return _publish(job, tokenizer, description, choice, assembly)
-    except EncoderMismatchError as error:
-        if job.encoder == GIGATOKEN:
-            raise CapabilityError(f"--encoder gigatoken cannot be used: {error}") from error
-        folder.clear()
-        folder.save_job({"job": description, "refused": f"gigatoken is not used, and all is done again: {error}"})
-        return _make_shards(job, sources, tokenizer, folder, description, on_progress, on_notice)
+class _JobRun:
+    """One run of a job, see `preprocess`."""
 
-
-def _describe_job(job: PreprocessJob, sources: Sequence[InputSource], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Everything that decides the bytes of the shards, but for what is skipped, as JSON has it."""
-    description = {
-        "sources": [source.describe() for source in sources],
-        "tokenizer": tokenizer.unique_identifiers,
-        "json_keys": job.json_keys,
-        "append_eod": job.append_eod,
-    }
-    return json.loads(json.dumps(description))
-
-
-def _begin(job: PreprocessJob, folder: PartFolder, description: dict[str, Any]) -> dict[str, Any]:
-    """Return what is to be known of the job's parts: `job`, its description; `refused`, why gigatoken was given up;
-    and `part_bytes`, when there are parts.
-
-    Raises:
-        DataError: parts of another job are there, and --overwrite was not given.
-    """
-    begun = folder.load_job()
-    if begun is not None and begun.get("job") == description:
-        return begun
-    if begun is not None and not job.overwrite:
-        found = begun.get("job", {})
-        other = [name.replace("_", " ") for name, value in description.items() if found.get(name) != value]
-        raise DataError(
-            f"{folder.path} holds an unfinished job with other {' and '.join(other)}. Run that again to finish it, "
-            "choose another --output-prefix, or --overwrite to drop it."
-        )
-    folder.clear()
-    return {"job": description, "refused": ""}
-
-
-def _choose(
-    job: PreprocessJob, begun: dict[str, Any], sources: Sequence[InputSource], tokenizer: Tokenizer
-) -> EncoderChoice:
-    if job.encoder == AUTO and begun["refused"]:
-        return EncoderChoice(LibraryEncoder(tokenizer), LIBRARY, begun["refused"])
-    text_bytes = sum(
-        source.num_bytes * (COMPRESSION_FACTOR if source.compression or source.is_table else 1) for source in sources
-    )
-    if job.encoder == AUTO and text_bytes < SMALL_INPUT_BYTES:
-        return EncoderChoice(LibraryEncoder(tokenizer), LIBRARY, "the input is small")
-    return choose_encoder(tokenizer, job.encoder, lambda: sample_texts(sources, job.json_keys))
-
-
-def _make_parts(
-    worker: Worker,
-    units: Sequence[Unit],
-    assembly: ShardAssembly,
-    workers: int,
-    on_progress: Callable[[PreprocessProgress], None],
-) -> None:
-    """Make the parts that are not there, and give all of them to the assembly.
-
-    Raises:
-        DataError: what `Worker` raises, or a process that died.
-    """
-    progress = PreprocessProgress(0, sum(source.num_bytes for source in worker.settings.sources))
-    missing: list[Unit] = []
-    for unit in units:
-        record = worker.finished_before(unit.name) if isinstance(unit, InputPart) else None
-        if record is None:
-            missing.append(unit)
+    def __init__(
+        self,
+        job: PreprocessJob,
+        on_progress: Callable[[PreprocessProgress], None],
+        on_notice: Callable[[str], None],
+    ):
+        self.job, self.on_progress, self.on_notice = job, on_progress, on_notice
+        if job.dataset:
+            self.sources = [find_dataset(*job.dataset)]
         else:
-            assembly.add(unit.name, record)
-            progress = progress.plus(record)
-    on_progress(progress)
-    try:
-        for result in run_tasks(worker, tasks_of(missing, workers), workers):
-            if isinstance(result, FinishedPart):
-                assembly.add(result.name, result.record)
-                progress = progress.plus(result.record)
-                on_progress(progress)
-            else:
-                assembly.end_stream(result.stream_name, result.num_parts)
-    except WorkerDiedError as error:
-        raise DataError(
-            f"A tokenizer process died: {error}. The machine may be out of memory; fewer --workers than {workers} take "
-            "less. What is done is kept: the same command goes on."
-        ) from error
+            self.sources = find_sources(job.inputs, job.text_separator, on_notice, job.max_document_bytes)
+        self.total_bytes = sum(source.num_bytes for source in self.sources)
+        self.tokenizer = build_tokenizer(job.tokenizer, job.vocab_size)
+        self.dtype = token_dtype(self.tokenizer.vocab_size)
+        self.folder = PartFolder(job.output_prefix, len(job.json_keys), self.dtype)
+        description = {
+            "sources": [source.describe() for source in self.sources],
+            "tokenizer": self.tokenizer.unique_identifiers,
+            "json_keys": job.json_keys,
+            "append_eod": job.append_eod,
+        }
+        # Everything that decides the bytes of the shards, except for what is skipped, as it reads back from JSON.
+        self.description = json.loads(json.dumps(description))
 
+    def run(self) -> PreprocessSummary:
+        saved = self.folder.load_job()
+        if not self.job.overwrite and (saved or {}).get("job") != self.description:
+            finished = self._load_finished()
+            if finished is not None:
+                if self.folder.path.exists() and saved is None:  # a run was killed while it deleted its parts
+                    with self.folder.lock():
+                        self.folder.remove()
+                return finished
+        with self.folder.lock():
+            try:
+                summary = self._make_shards()
+            except BaseException:
+                if not self.folder.holds_parts():
+                    self.folder.remove()
+                raise
+            self.folder.remove()
+        return summary
 
-def _publish(
-    job: PreprocessJob,
-    tokenizer: Tokenizer,
-    description: dict[str, Any],
-    choice: EncoderChoice,
-    assembly: ShardAssembly,
-) -> PreprocessSummary:
-    """Make the shards appear, each with its manifest last."""
-    prefixes = [job.shard_prefix(key) for key in job.json_keys]
-    for prefix in prefixes:
-        path = manifest_path(prefix)
-        path.unlink(missing_ok=True)
-        for left in path.parent.glob(f".{escape(path.name)}.*.tmp"):  # by a run that was killed while it wrote it
-            left.unlink(missing_ok=True)
-    shards = []
-    for key, prefix, totals in zip(job.json_keys, prefixes, assembly.publish(job.output_prefix, prefixes), strict=True):
-        manifest = ShardManifest(
-            tokenizer=description["tokenizer"],
-            json_key=key,
-            append_eod=job.append_eod,
-            dtype=token_dtype(tokenizer.vocab_size).name,
-            sources=description["sources"],
-            tokenizer_settings=tokenizer_settings(job.tokenizer, job.vocab_size),
-            encoder=choice.encoder.name,
-            num_skipped=assembly.num_skipped,
-            **asdict(totals),
-        )
-        save_manifest(prefix, manifest)
-        shards.append((prefix, manifest))
-    return PreprocessSummary(tuple(shards), made=True)
+    def _make_shards(self) -> PreprocessSummary:
+        """Make the shards from the parts in the locked folder and those that are missing."""
+        saved = self._resume_or_restart()
+        choice = self._choose_encoder(saved["refused"])
+        self.on_notice(f"tokenizing with {choice.encoder.name}: {choice.reason}")
+        saved.setdefault("part_bytes", choose_part_bytes(self.total_bytes, choice.encoder.part_bytes))
+        self.folder.save_job(saved)
+        units = divide(self.sources, self.job.json_keys, saved["part_bytes"])
+        worker = Worker(self.job, self.sources, choice.kind, self.tokenizer, choice.encoder)
+        try:
+            with ShardAssembly(units, self.sources, self.folder) as assembly:
+                self._make_parts(worker, units, assembly)
+                if assembly.num_tokens == 0:
+                    self.folder.clear()
+                    skipped = f", {assembly.num_skipped} records were skipped" if assembly.num_skipped else ""
+                    raise DataError(f"--input holds no text: {len(self.sources)} files, 0 tokens{skipped}.")
+                return self._publish(choice, assembly)
+        except EncoderMismatchError as error:
+            if self.job.encoder == GIGATOKEN:
+                raise CapabilityError(f"--encoder gigatoken cannot be used: {error}") from error
+            self.folder.clear()
+            refused = f"gigatoken is not used, and all is done again: {error}"
+            self.folder.save_job({"job": self.description, "refused": refused})
+            return self._make_shards()
 
+    def _resume_or_restart(self) -> dict[str, Any]:
+        """Return the content of job.json; delete the parts of another job.
 
-def _finished_before(job: PreprocessJob, description: dict[str, Any]) -> Optional[PreprocessSummary]:
-    """Return what is there when it came from the same inputs and settings, None when there is nothing.
+        Its keys are `job`, the description; `refused`, why gigatoken was given up; and `part_bytes`, if there are
+        parts.
 
-    Raises:
-        DataError: something else is there and --overwrite was not given.
-    """
-    shards = []
-    for key in job.json_keys:
-        prefix = job.shard_prefix(key)
-        if not (bin_path(prefix).exists() or idx_path(prefix).exists()):
-            continue
-        difference = _difference(job, key, description)
-        if difference:
+        Raises:
+            DataError: there are parts of another job, and --overwrite was not given.
+        """
+        saved = self.folder.load_job()
+        if saved is not None and saved.get("job") == self.description:
+            return saved
+        if saved is not None and not self.job.overwrite:
+            found = saved.get("job", {})
+            other = [name.replace("_", " ") for name, value in self.description.items() if found.get(name) != value]
             raise DataError(
-                f"{prefix} is there already, but {difference}. Choose another --output-prefix, or --overwrite."
+                f"{self.folder.path} holds an unfinished job with other {' and '.join(other)}. Run that again to "
+                "finish it, choose another --output-prefix, or --overwrite to drop it."
             )
-        manifest = load_manifest(prefix)
-        assert manifest is not None
-        shards.append((prefix, manifest))
-    # Some keys there and others not: keys were added. All of them are made again.
-    return PreprocessSummary(tuple(shards), made=False) if len(shards) == len(job.json_keys) else None
+        self.folder.clear()
+        return {"job": self.description, "refused": ""}
 
+    def _choose_encoder(self, refused: str) -> EncoderChoice:
+        job, tokenizer = self.job, self.tokenizer
+        if job.encoder == AUTO and refused:
+            return EncoderChoice(LibraryEncoder(tokenizer), LIBRARY, refused)
+        text_bytes = sum(
+            source.num_bytes * (COMPRESSION_FACTOR if source.compression or source.is_table else 1)
+            for source in self.sources
+        )
+        if job.encoder == AUTO and text_bytes < SMALL_INPUT_BYTES:
+            return EncoderChoice(LibraryEncoder(tokenizer), LIBRARY, "the input is small")
+        return choose_encoder(tokenizer, job.encoder, lambda: sample_texts(self.sources, job.json_keys))
 
-def _difference(job: PreprocessJob, key: str, description: dict[str, Any]) -> str:
-    """Say in what the shard of `key` differs from what the job asks for; an empty text when in nothing."""
-    prefix = job.shard_prefix(key)
-    manifest = load_manifest(prefix)
-    if manifest is None:
-        return f"without the manifest {manifest_path(prefix)} that says from what"
-    if manifest.tokenizer != description["tokenizer"]:
-        found = "an unknown one" if manifest.tokenizer is None else describe_tokenizer(manifest.tokenizer)
-        return f"with the tokenizer {found}, now asked for is {describe_tokenizer(description['tokenizer'])}"
-    if manifest.append_eod != job.append_eod:
-        return f"{'with' if manifest.append_eod else 'without'} --append-eod"
-    if manifest.num_skipped and not job.skip_bad:
-        return f"with {manifest.num_skipped} records skipped (--on-bad-document skip)"
-    files = {"tokens": (bin_path(prefix), manifest.bin_bytes), "index": (idx_path(prefix), manifest.idx_bytes)}
-    for name, (path, expected) in files.items():
-        found_bytes = path.stat().st_size if path.exists() else 0
-        if found_bytes != expected:
-            return f"its {name} file {path} is {found_bytes} bytes long instead of {expected}"
-    if len(manifest.sources) != len(description["sources"]):
-        return f"from {len(manifest.sources)} input files, now {len(description['sources'])}"
-    for before, now in zip(manifest.sources, description["sources"], strict=True):
-        # The folder may have moved; hashes are of manifests that older versions wrote.
-        if any(before.get(name) != now.get(name) for name in ("bytes", "mtime_ns", "separator", "fingerprint")):
-            return f"from {_describe_source(before)}, now {_describe_source(now)}"
-    return ""
+    def _make_parts(self, worker: Worker, units: Sequence[Unit], assembly: ShardAssembly) -> None:
+        """Make the parts that do not exist, and give all parts to the assembly.
+
+        Raises:
+            DataError: what `Worker` raises, or a process that died.
+        """
+        progress = PreprocessProgress(0, self.total_bytes)
+        missing: list[Unit] = []
+        for unit in units:
+            record = worker.load_finished(unit.name) if isinstance(unit, InputPart) else None
+            if record is None:
+                missing.append(unit)
+            else:
+                assembly.add(unit.name, record)
+                progress = progress.plus(record)
+        self.on_progress(progress)
+        workers = self.job.workers
+        try:
+            for result in run_tasks(worker, build_tasks(missing, workers), workers):
+                if isinstance(result, FinishedPart):
+                    assembly.add(result.name, result.record)
+                    progress = progress.plus(result.record)
+                    self.on_progress(progress)
+                else:
+                    assembly.end_stream(result.stream_name, result.num_parts)
+        except WorkerDiedError as error:
+            raise DataError(
+                f"A tokenizer process died: {error}. The machine may be out of memory; fewer --workers than {workers} "
+                "take less. What is done is kept: the same command resumes."
+            ) from error
+
+    def _publish(self, choice: EncoderChoice, assembly: ShardAssembly) -> PreprocessSummary:
+        """Publish the shards, each with its manifest last."""
+        job, prefixes = self.job, [self.job.shard_prefix(key) for key in self.job.json_keys]
+        for path in map(manifest_path, prefixes):
+            path.unlink(missing_ok=True)
+            for abandoned in path.parent.glob(f".{escape(path.name)}.*.tmp"):  # by a run that was killed in writing it
+                abandoned.unlink(missing_ok=True)
+        all_totals = assembly.publish(job.output_prefix, prefixes)
+        shards = []
+        for key, prefix, totals in zip(job.json_keys, prefixes, all_totals, strict=True):
+            manifest = ShardManifest(
+                tokenizer=self.description["tokenizer"],
+                json_key=key,
+                append_eod=job.append_eod,
+                dtype=self.dtype.name,
+                sources=self.description["sources"],
+                tokenizer_settings=tokenizer_settings(job.tokenizer, job.vocab_size),
+                encoder=choice.encoder.name,
+                num_skipped=assembly.num_skipped,
+                **asdict(totals),
+            )
+            save_manifest(prefix, manifest)
+            shards.append((prefix, manifest))
+        return PreprocessSummary(tuple(shards), made=True)
+
+    def _load_finished(self) -> Optional[PreprocessSummary]:
+        """Return the shards of an earlier run with the same inputs and settings; None if one is missing.
+
+        Raises:
+            DataError: there are other shards.
+        """
+        shards = []
+        for prefix in map(self.job.shard_prefix, self.job.json_keys):
+            if not (bin_path(prefix).exists() or idx_path(prefix).exists()):
+                continue
+            manifest = load_manifest(prefix)
+            difference = self._describe_difference(prefix, manifest)
+            if difference or manifest is None:
+                raise DataError(
+                    f"{prefix} is there already, but {difference}. Choose another --output-prefix, or --overwrite."
+                )
+            shards.append((prefix, manifest))
+        # With shards for only some of the keys, keys were added: all are made again.
+        return PreprocessSummary(tuple(shards), made=False) if len(shards) == len(self.job.json_keys) else None
+
+    def _describe_difference(self, prefix: str, manifest: Optional[ShardManifest]) -> str:
+        """Say how a shard differs from what the job asks for; an empty text if it does not."""
+        tokenizer, sources = self.description["tokenizer"], self.description["sources"]
+        if manifest is None:
+            return f"without the manifest {manifest_path(prefix)} that says from what"
+        if manifest.tokenizer != tokenizer:
+            found = "an unknown one" if manifest.tokenizer is None else describe_tokenizer(manifest.tokenizer)
+            return f"with the tokenizer {found}, now asked for is {describe_tokenizer(tokenizer)}"
+        if manifest.append_eod != self.job.append_eod:
+            return f"{'with' if manifest.append_eod else 'without'} --append-eod"
+        if manifest.num_skipped and not self.job.skip_bad:
+            return f"with {manifest.num_skipped} records skipped (--on-bad-document skip)"
+        files = {"tokens": (bin_path(prefix), manifest.bin_bytes), "index": (idx_path(prefix), manifest.idx_bytes)}
+        for name, (path, expected) in files.items():
+            num_bytes = path.stat().st_size if path.exists() else 0
+            if num_bytes != expected:
+                return f"its {name} file {path} is {num_bytes} bytes long instead of {expected}"
+        if len(manifest.sources) != len(sources):
+            return f"from {len(manifest.sources)} input files, now {len(sources)}"
+        for before, now in zip(manifest.sources, sources, strict=True):
+            # Paths are not compared, since the folder may have moved. Nor are the hashes that older versions wrote.
+            if any(before.get(name) != now.get(name) for name in ("bytes", "mtime_ns", "separator", "fingerprint")):
+                return f"from {_describe_source(before)}, now {_describe_source(now)}"
+        return ""
 
 
 def _describe_source(source: dict[str, Any]) -> str:

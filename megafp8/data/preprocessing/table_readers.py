@@ -1,6 +1,6 @@
-"""Tables as input of preprocessing: Parquet files by row groups, and Hugging Face datasets by rows, through pyarrow.
+"""Readers of tables, through pyarrow: Parquet files by row groups, Hugging Face datasets by rows.
 
-Only the columns that are asked for are read, about a block (4 MiB) at a time.
+Only the requested columns are read, about one block (4 MiB) at a time.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Optional
 
-from megafp8.data.preprocessing.readers import BLOCK_BYTES, DATASET, PARQUET, InputSource
+from megafp8.data.preprocessing.readers import BLOCK_BYTES
+from megafp8.data.preprocessing.sources import DATASET, PARQUET, InputSource
 from megafp8.errors import CapabilityError, DataError
 
 DATASET_ROWS = 1024
@@ -17,12 +18,12 @@ SAMPLED_ROWS = 256
 
 
 def find_dataset(name: str, config: Optional[str], split: str) -> InputSource:
-    """Return the source for a Hugging Face dataset, which is downloaded when it is not in the library's cache.
+    """Return the source of a Hugging Face dataset. It is downloaded if it is not in the library's cache.
 
     Args:
-        name: on the hub, or a folder.
+        name: name on the hub, or a folder.
         config: name of the dataset's configuration, such as sample-10BT.
-        split: such as train; the library's slices (train[:1%]) too.
+        split: such as train; slices (train[:1%]) work too.
 
     Raises:
         CapabilityError: the library is not installed.
@@ -30,16 +31,15 @@ def find_dataset(name: str, config: Optional[str], split: str) -> InputSource:
     """
     path = f"{name}:{config or ''}:{split}"
     dataset = _load_dataset(path)
-    return InputSource(
-        path, DATASET, int(dataset.dataset_size or dataset.data.nbytes), 0, fingerprint=dataset._fingerprint
-    )
+    num_bytes = int(dataset.dataset_size or dataset.data.nbytes)
+    return InputSource(path, DATASET, num_bytes, mtime_ns=0, fingerprint=dataset._fingerprint)
 
 
 def divide(source: InputSource, keys: Sequence[str], piece_bytes: int) -> list[tuple[int, int, int]]:
     """Divide a table into pieces of about `piece_bytes` of uncompressed text.
 
     Returns:
-        For each piece its first row group, the one after its last, and its share of `source.num_bytes`; of a dataset,
+        For each piece its first row group, its last row group + 1 and its share of `source.num_bytes`. For a dataset,
         rows in place of row groups.
 
     Raises:
@@ -49,18 +49,18 @@ def divide(source: InputSource, keys: Sequence[str], piece_bytes: int) -> list[t
     sizes = _row_group_bytes(source, keys) if source.kind == PARQUET else _dataset_bytes(source, keys)
     end, total = sum(count for count, _ in sizes), max(sum(size for _, size in sizes), 1)
     pieces: list[tuple[int, int, int]] = []
-    start = stop = filled = shared = 0
+    start = stop = piece_size = shared = 0
     for count, size in sizes:
-        stop, filled = stop + count, filled + size
-        if filled >= piece_bytes or stop == end:
-            share = source.num_bytes - shared if stop == end else source.num_bytes * filled // total
+        stop, piece_size = stop + count, piece_size + size
+        if piece_size >= piece_bytes or stop == end:
+            share = source.num_bytes - shared if stop == end else source.num_bytes * piece_size // total
             pieces.append((start, stop, share))
-            start, filled, shared = stop, 0, shared + share
+            start, piece_size, shared = stop, 0, shared + share
     return pieces
 
 
 def read_rows(source: InputSource, keys: Sequence[str], start: int, stop: int) -> Iterator[list[list[Any]]]:
-    """Yield the values of rows, block by block: for each key a list of str, of bytes that are not UTF-8, or of None.
+    """Yield the values of rows, block by block: one list per key, of str, bytes that are not UTF-8, and None.
 
     Args:
         source: a table.
@@ -72,8 +72,8 @@ def read_rows(source: InputSource, keys: Sequence[str], start: int, stop: int) -
         yield [_values(table.column(key)) for key in keys]
 
 
-def end_of(source: InputSource) -> int:
-    """Return the `stop` of `read_rows` that reads all of a table."""
+def table_end(source: InputSource) -> int:
+    """Return the `stop` with which `read_rows` reads the whole table."""
     return len(_load_dataset(source.path)) if source.kind == DATASET else _open_parquet(source).metadata.num_row_groups
 
 
@@ -86,7 +86,7 @@ def rows_before(source: InputSource, start: int) -> int:
 
 
 def _row_group_bytes(source: InputSource, keys: Sequence[str]) -> list[tuple[int, int]]:
-    """For each row group 1 and its bytes of text, uncompressed."""
+    """For each row group 1 and the bytes of its text, uncompressed."""
     file = _open_parquet(source)
     _check_columns(source, file.schema_arrow, keys)
     return [(1, _text_bytes(file.metadata.row_group(group), keys)) for group in range(file.metadata.num_row_groups)]
@@ -98,7 +98,7 @@ def _text_bytes(row_group: Any, keys: Sequence[str]) -> int:
 
 
 def _dataset_bytes(source: InputSource, keys: Sequence[str]) -> list[tuple[int, int]]:
-    """For each stretch of rows their number and bytes of text, estimated from the first rows."""
+    """For each block of rows the number of rows and the bytes of their text, estimated from the first rows."""
     dataset = _load_dataset(source.path)
     _check_columns(source, dataset.data.schema, keys)
     sample = dataset.with_format("arrow")[: min(SAMPLED_ROWS, len(dataset))]
@@ -109,14 +109,13 @@ def _dataset_bytes(source: InputSource, keys: Sequence[str]) -> list[tuple[int, 
 
 def _parquet_tables(source: InputSource, keys: Sequence[str], start: int, stop: int) -> Iterator[Any]:
     file = _open_parquet(source)
-    metadata = file.metadata
     try:
         for group in range(start, stop):
-            row_group = metadata.row_group(group)
+            row_group = file.metadata.row_group(group)
             row_bytes = _text_bytes(row_group, keys) / max(row_group.num_rows, 1)
-            rows = max(int(BLOCK_BYTES / max(row_bytes, 1)), 1)
-            yield from file.iter_batches(rows, row_groups=[group], columns=list(keys), use_threads=False)
-    except (OSError, _pyarrow(source.path).ArrowException) as error:
+            num_rows = max(int(BLOCK_BYTES / max(row_bytes, 1)), 1)
+            yield from file.iter_batches(num_rows, row_groups=[group], columns=list(keys), use_threads=False)
+    except (OSError, _import_pyarrow(source.path).ArrowException) as error:
         raise DataError(f"{source.path} is damaged ({error}). Fetch the file again.") from error
 
 
@@ -132,10 +131,10 @@ def _values(column: Any) -> list[Any]:
     except UnicodeDecodeError:
         import pyarrow
 
-        return [_decoded(value) for value in column.cast(pyarrow.large_binary()).to_pylist()]
+        return [_decode(value) for value in column.cast(pyarrow.large_binary()).to_pylist()]
 
 
-def _decoded(value: Optional[bytes]) -> Any:
+def _decode(value: Optional[bytes]) -> Any:
     try:
         return None if value is None else value.decode("utf-8")
     except UnicodeDecodeError:
@@ -155,7 +154,7 @@ def _check_columns(source: InputSource, schema: Any, keys: Sequence[str]) -> Non
 
 
 def _open_parquet(source: InputSource) -> Any:
-    pyarrow = _pyarrow(source.path)
+    pyarrow = _import_pyarrow(source.path)
     from pyarrow.parquet import ParquetFile
 
     try:
@@ -164,7 +163,7 @@ def _open_parquet(source: InputSource) -> Any:
         raise DataError(f"{source.path} is not a Parquet file, or damaged ({error}).") from error
 
 
-def _pyarrow(path: str) -> Any:
+def _import_pyarrow(path: str) -> Any:
     try:
         import pyarrow
     except ImportError as error:
@@ -185,7 +184,7 @@ def _load_dataset(path: str) -> Any:
         ) from error
     try:
         return datasets.load_dataset(name, config or None, split=split)
-    except Exception as error:  # the library raises many kinds, and those of what it calls
+    except Exception as error:  # the library raises errors of many types, its dependencies' among them
         raise DataError(
             f"--hf-dataset {name} (configuration {config or 'none'}, split {split}) cannot be loaded: {error}"
         ) from error

@@ -1,9 +1,8 @@
-"""Training of lossless tokenizers: SentencePiece (BPE or unigram, with bytes for what the vocabulary lacks), or a
-byte-level BPE as GPT-2's.
+"""Training of lossless tokenizers: SentencePiece (BPE or unigram, with byte fallback), or byte-level BPE as GPT-2's.
 
-Lossless means that decoding gives back the text to the byte, which code needs. For SentencePiece: no normalization, no
-space put in front, no whitespace merged, newline and tab as pieces of their own. One character is beyond it: U+2581,
-with which it writes the space, comes back as a space.
+Lossless means that decoding returns the text byte for byte, which code needs. For SentencePiece this means: no
+normalization, no leading space, no merged whitespace, and newline and tab as pieces of their own. The exception is
+U+2581, which SentencePiece uses for the space: it is decoded as a space.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from typing import Any, Optional
 import sentencepiece
 
 from megafp8.data.preprocessing.documents import read_texts
-from megafp8.data.preprocessing.readers import MAX_DOCUMENT_BYTES, InputSource, find_sources
-from megafp8.data.tokenizers.files import load_library
+from megafp8.data.preprocessing.sources import MAX_DOCUMENT_BYTES, InputSource, find_sources
+from megafp8.data.tokenizers.libraries import load_library
 from megafp8.errors import DataError
 from megafp8.utils.files import LIST_BYTES, UnreadableFile, atomic_write, atomic_write_json, file_sha256
 from megafp8.utils.strict_json import read_json
@@ -29,11 +28,10 @@ from megafp8.utils.strict_json import read_json
 SPACE_MARK = "\u2581"
 NUM_FIXED_PIECES = 3 + 2 + 256  # unknown, begin, end; newline, tab; bytes
 MAX_LINE_BYTES = 100_000
-MAX_LINE_CHARACTERS = MAX_LINE_BYTES // 4  # UTF-8 has 4 bytes a character at most
+MAX_LINE_CHARACTERS = MAX_LINE_BYTES // 4  # a character of UTF-8 has at most 4 bytes
 NUM_VERIFIED_DOCUMENTS = 200
-SENTENCEPIECE_MODEL_TYPES = ("bpe", "unigram")
 BYTE_BPE = "byte-bpe"
-MODEL_TYPES = (*SENTENCEPIECE_MODEL_TYPES, BYTE_BPE)
+MODEL_TYPES = ("bpe", "unigram", BYTE_BPE)
 END_OF_TEXT = "<|endoftext|>"
 NUM_FIXED_BYTE_TOKENS = 256 + 1  # bytes; end of text
 BYTE_BPE_FILES = ("vocab.json", "merges.txt", "tokenizer_config.json", "tokenizer.json")
@@ -41,7 +39,7 @@ BYTE_BPE_FILES = ("vocab.json", "merges.txt", "tokenizer_config.json", "tokenize
 
 @dataclass(frozen=True)
 class TrainingSummary:
-    """What a training made. `trained` is False when the same model was there already."""
+    """Result of a training. `trained` is False if the same model existed already."""
 
     model_path: Path
     num_verified_documents: int
@@ -62,47 +60,48 @@ def train_sentencepiece(
     overwrite: bool = False,
     on_notice: Callable[[str], None] = lambda _: None,
 ) -> TrainingSummary:
-    """Train `PREFIX.model` (and `PREFIX.vocab`, for people), check that it is lossless, write it whole or not at all.
+    """Train `PREFIX.model`, check that it is lossless, and write it atomically, with a readable `PREFIX.vocab`.
 
-    `PREFIX.json` records settings and inputs; when it says that the same training was done, nothing is done again.
+    `PREFIX.json` records settings and inputs. If it shows that the same training was done, nothing is done.
 
     Args:
-        inputs: files, folders and glob patterns, see `readers.find_sources`.
+        inputs: files, folders and glob patterns, see `sources.find_sources`.
         model_prefix: path without suffix.
-        vocab_size: pieces in all, 261 fixed ones among them.
+        vocab_size: number of pieces, including 261 fixed ones.
         model_type: bpe or unigram.
-        json_key: where the text is, in JSONL.
+        json_key: key of the text in JSONL.
         max_text_bytes: train on the documents that begin within so much text; the trainer holds them in memory.
         max_document_bytes: a longer document is an error.
         num_threads: threads of the trainer.
-        overwrite: train although another model is there.
-        on_notice: called with what the user should know: files that are left out.
+        overwrite: train even if another model exists.
+        on_notice: called with messages for the user: files that are left out.
 
     Raises:
-        DataError: inputs that cannot be read, too little text for the vocabulary, another model is there, or a text
-            that does not come back.
+        DataError: inputs that cannot be read, too little text for the vocabulary, another model exists, or a text that
+            is not decoded exactly.
         OSError: the model cannot be written.
     """
     sources = find_sources(inputs, on_notice=on_notice, max_document_bytes=max_document_bytes)
     settings = _settings(sources, vocab_size, model_type, json_key, max_text_bytes)
     model_path, record_path = Path(f"{model_prefix}.model"), Path(f"{model_prefix}.json")
     if model_path.exists() and not overwrite:
-        return _finished_before(model_path, record_path, settings)
+        return _load_finished(model_path, record_path, settings)
     if vocab_size <= NUM_FIXED_PIECES:
         raise DataError(f"--vocab-size {vocab_size} leaves no room beside the {NUM_FIXED_PIECES} fixed pieces.")
 
-    model = _train(_first_bytes(read_texts(sources, json_key), max_text_bytes), vocab_size, model_type, num_threads)
+    texts = _first_texts(sources, json_key, max_text_bytes)
+    model = _train_sentencepiece_model(texts, vocab_size, model_type, num_threads)
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-    num_verified, num_lossy = check_lossless(processor.encode, processor.decode, read_texts(sources, json_key))
+    verified = check_lossless(processor.encode, processor.decode, read_texts(sources, json_key))
 
-    record_path.unlink(missing_ok=True)  # it must not vouch for the new model before that is complete
+    record_path.unlink(missing_ok=True)  # it must not describe a model that is not complete
     with atomic_write(model_path) as stream:
         stream.write(model)
     with atomic_write(Path(f"{model_prefix}.vocab")) as stream:
         for piece in range(processor.get_piece_size()):
             text = processor.id_to_piece(piece).replace("\n", "\\n").replace("\t", "\\t")
             stream.write(f"{text}\t{processor.get_score(piece):g}\n".encode())
-    return _record(record_path, settings, TrainingSummary(model_path, num_verified, num_lossy, trained=True))
+    return _write_record(record_path, settings, TrainingSummary(model_path, *verified, trained=True))
 
 
 def train_byte_bpe(
@@ -119,14 +118,14 @@ def train_byte_bpe(
     """Train a byte-level BPE as GPT-2's, with <|endoftext|> as id 0, check that it is lossless, and write it.
 
     The folder gets `tokenizer.json` and `tokenizer_config.json` for HuggingFaceTokenizer, and `vocab.json` and
-    `merges.txt` for GPT2BPETokenizer, which give the same ids. `training.json` records settings and inputs; when it
-    says that the same training was done, nothing is done again.
+    `merges.txt` for GPT2BPETokenizer, which give the same ids. `training.json` records settings and inputs. If it shows
+    that the same training was done, nothing is done.
 
     Args:
-        folder: to write to; made if it is not there.
-        vocab_size: tokens in all, 257 fixed ones among them.
+        folder: output folder; created if missing.
+        vocab_size: number of tokens, including 257 fixed ones.
         inputs, json_key, max_text_bytes, max_document_bytes, overwrite, on_notice: as for `train_sentencepiece`. The
-            trainer counts words: its memory follows the number of different ones.
+            memory of the trainer grows with the number of different words.
 
     Raises:
         CapabilityError: the library `tokenizers` is not installed.
@@ -137,7 +136,7 @@ def train_byte_bpe(
     settings = _settings(sources, vocab_size, BYTE_BPE, json_key, max_text_bytes)
     model_path, record_path = Path(folder) / "tokenizer.json", Path(folder) / "training.json"
     if model_path.exists() and not overwrite:
-        return _finished_before(model_path, record_path, settings)
+        return _load_finished(model_path, record_path, settings)
     if vocab_size <= NUM_FIXED_BYTE_TOKENS:
         raise DataError(f"--vocab-size {vocab_size} leaves no room beside the {NUM_FIXED_BYTE_TOKENS} fixed tokens.")
 
@@ -150,7 +149,7 @@ def train_byte_bpe(
         initial_alphabet=byte_level.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_first_bytes(read_texts(sources, json_key), max_text_bytes), trainer)
+    tokenizer.train_from_iterator(_first_texts(sources, json_key, max_text_bytes), trainer)
     if tokenizer.get_vocab_size() < vocab_size:
         raise DataError(
             f"Only {tokenizer.get_vocab_size()} tokens could be learned from this text. Give it more text or a smaller "
@@ -162,54 +161,50 @@ def train_byte_bpe(
         read_texts(sources, json_key),
     )
 
-    record_path.unlink(missing_ok=True)  # it must not vouch for the new model before that is complete
-    with tempfile.TemporaryDirectory() as made:
-        tokenizer.model.save(made)
-        tokenizer.save(str(Path(made) / "tokenizer.json"))
-        atomic_write_json(Path(made) / "tokenizer_config.json", {"eos_token": END_OF_TEXT})
+    record_path.unlink(missing_ok=True)  # it must not describe a model that is not complete
+    with tempfile.TemporaryDirectory() as temporary:
+        tokenizer.model.save(temporary)
+        tokenizer.save(str(Path(temporary) / "tokenizer.json"))
+        atomic_write_json(Path(temporary) / "tokenizer_config.json", {"eos_token": END_OF_TEXT})
         for name in BYTE_BPE_FILES:
             with atomic_write(Path(folder) / name) as stream:
-                stream.write((Path(made) / name).read_bytes())
-    return _record(record_path, settings, TrainingSummary(model_path, num_verified, 0, trained=True))
+                stream.write((Path(temporary) / name).read_bytes())
+    return _write_record(record_path, settings, TrainingSummary(model_path, num_verified, 0, trained=True))
 
 
 def check_lossless(
-    encode: Callable[[str], list[int]],
-    decode: Callable[[list[int]], str],
-    texts: Iterator[str],
-    *,
-    limit: int = NUM_VERIFIED_DOCUMENTS,
+    encode: Callable[[str], list[int]], decode: Callable[[list[int]], str], texts: Iterator[str]
 ) -> tuple[int, int]:
-    """Encode and decode up to `limit` texts and compare.
+    """Encode and decode the first 200 texts, and compare.
 
     Returns:
-        Number of texts that came back exactly, and of those that hold U+2581 and so cannot with SentencePiece.
+        Number of texts that were decoded exactly, and of those that were not because they hold U+2581.
 
     Raises:
-        DataError: another text did not come back; shows where.
+        DataError: another text was not decoded exactly; shows where.
     """
     num_exact = num_lossy = 0
-    for text in islice(texts, limit):
+    for text in islice(texts, NUM_VERIFIED_DOCUMENTS):
         decoded = decode(encode(text))
         if decoded == text:
             num_exact += 1
         elif SPACE_MARK in text:
             num_lossy += 1
         else:
-            place = len(os.path.commonprefix([text, decoded]))
+            start = len(os.path.commonprefix([text, decoded]))
             raise DataError(
-                f"The tokenizer is not lossless: {text[place : place + 40]!r} came back as "
-                f"{decoded[place : place + 40]!r}. No model was written."
+                f"The tokenizer is not lossless: {text[start : start + 40]!r} came back as "
+                f"{decoded[start : start + 40]!r}. No model was written."
             )
     return num_exact, num_lossy
 
 
-def _train(texts: Iterator[str], vocab_size: int, model_type: str, num_threads: int) -> bytes:
+def _train_sentencepiece_model(texts: Iterator[str], vocab_size: int, model_type: str, num_threads: int) -> bytes:
     """Run the trainer on the lines of `texts`; return the bytes of the model."""
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_lines(texts),
+            sentence_iterator=_split_lines(texts),
             model_writer=model,
             vocab_size=vocab_size,
             model_type=model_type,
@@ -237,18 +232,28 @@ def _train(texts: Iterator[str], vocab_size: int, model_type: str, num_threads: 
     return model.getvalue()
 
 
-def _lines(texts: Iterator[str]) -> Iterator[str]:
-    """The lines of texts; long ones in parts, for the trainer passes over lines above its limit without a word."""
+def _split_lines(texts: Iterator[str]) -> Iterator[str]:
+    """The lines of texts. Long ones are cut, because the trainer silently skips lines above its limit."""
     for text in texts:
         for line in text.split("\n"):
             for start in range(0, len(line), MAX_LINE_CHARACTERS):
                 yield line[start : start + MAX_LINE_CHARACTERS]
 
 
+def _first_texts(sources: Sequence[InputSource], json_key: str, max_bytes: Optional[int]) -> Iterator[str]:
+    """The texts that begin within the first `max_bytes` bytes of all."""
+    num_bytes = 0
+    for text in read_texts(sources, json_key):
+        if max_bytes is not None and num_bytes >= max_bytes:
+            return
+        num_bytes += len(text.encode("utf-8"))
+        yield text
+
+
 def _settings(
     sources: Sequence[InputSource], vocab_size: int, model_type: str, json_key: str, max_text_bytes: Optional[int]
 ) -> dict[str, Any]:
-    """What decides the model."""
+    """Everything that decides the model."""
     return {
         "vocab_size": vocab_size,
         "model_type": model_type,
@@ -258,18 +263,8 @@ def _settings(
     }
 
 
-def _first_bytes(texts: Iterator[str], max_bytes: Optional[int]) -> Iterator[str]:
-    """The texts that begin within the first `max_bytes` bytes of all."""
-    num_bytes = 0
-    for text in texts:
-        if max_bytes is not None and num_bytes >= max_bytes:
-            return
-        num_bytes += len(text.encode("utf-8"))
-        yield text
-
-
-def _record(record_path: Path, settings: dict[str, Any], summary: TrainingSummary) -> TrainingSummary:
-    """Write down what a model was made from; the last thing that a training does."""
+def _write_record(record_path: Path, settings: dict[str, Any], summary: TrainingSummary) -> TrainingSummary:
+    """Record what a model was made from, as the last step of a training."""
     record = {
         "settings": settings,
         "model_sha256": file_sha256(summary.model_path),
@@ -280,8 +275,8 @@ def _record(record_path: Path, settings: dict[str, Any], summary: TrainingSummar
     return summary
 
 
-def _finished_before(model_path: Path, record_path: Path, settings: dict[str, Any]) -> TrainingSummary:
-    """Accept the model that is there if its record says that it came from the same settings and inputs."""
+def _load_finished(model_path: Path, record_path: Path, settings: dict[str, Any]) -> TrainingSummary:
+    """Accept an existing model if its record has the same settings and inputs."""
     try:
         record = read_json(record_path, LIST_BYTES)
     except UnreadableFile:

@@ -1,85 +1,125 @@
-"""The kinds of tokenizers but for tiktoken's, each through the library made for it; see `tokenizer`.
-
-Tokenizers through tiktoken: Megatron's files of ranks, and the encodings that tiktoken has by name.
-"""
+"""Tokenizer implementations, each through the library made for it. `build.build_tokenizer` selects one."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import hashlib
+import importlib
 import json
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Optional
 
-from megafp8.data.tokenizers.files import existing_file, hashes_of, identifiers_of, load_library, read_json
-from megafp8.errors import ConfigError, DataError
+from megafp8.errors import CapabilityError, ConfigError, DataError
+from megafp8.utils import strict_json
+from megafp8.utils.files import UnreadableFile, file_sha256
+
+# Megatron's splitting patterns (--tiktoken-pattern).
+TIKTOKEN_PATTERNS = {
+    "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    "v2": (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+}
+# Megatron's layout of the vocabulary: special tokens first, then the ranks of the file.
+SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
+END_OF_DOCUMENT = "</s>"
+DEFAULT_NUM_SPECIAL_TOKENS = 1000
+DEFAULT_VOCAB_SIZE = 2**17
 
 
-class SentencePieceTokenizer:
+class _BaseTokenizer:
+    """Common part of the tokenizers; see `build.Tokenizer`.
+
+    Attributes:
+        library_tokenizer: the library's own tokenizer, if there is a library.
+    """
+
+    vocab_size: int
+    eod: int
+    unique_identifiers: "OrderedDict[str, Any]"
+    library_tokenizer: Any = None
+
+    def tokenize(self, text: str) -> list[int]:
+        raise NotImplementedError
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.tokenize(text) for text in texts]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return self.library_tokenizer.decode([int(token) for token in ids])
+
+    def _set_identifiers(self, hashes: Sequence[str] = (), **options: Any) -> None:
+        """Collect everything that decides the ids: `hashes` of the files' contents, and options of this class."""
+        self.unique_identifiers = OrderedDict(
+            {
+                "class": type(self).__name__,
+                "sha256": list(hashes),
+                "vocab_size": self.vocab_size,
+                "eod": self.eod,
+                **options,
+            }
+        )
+
+
+class SentencePieceTokenizer(_BaseTokenizer):
     """A `.model` file through sentencepiece; the end of a document is the model's end-of-sentence piece."""
 
     def __init__(self, model_file: str):
         sentencepiece = load_library("sentencepiece", "SentencePieceTokenizer")
-        path = existing_file(model_file, "--tokenizer-model")
+        path = _existing_file(model_file, "--tokenizer-model")
         try:
-            self._processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
+            self.library_tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(path))
         except (RuntimeError, OSError) as error:
             raise DataError(
                 f"--tokenizer-model {path} is not a SentencePiece model ({path.stat().st_size} bytes): {error}"
             ) from error
-        self.vocab_size: int = self._processor.get_piece_size()
-        self.eod: int = self._processor.eos_id()
+        self.vocab_size = self.library_tokenizer.get_piece_size()
+        self.eod = self.library_tokenizer.eos_id()
         if self.eod < 0:
             raise DataError(
                 f"--tokenizer-model {path} has no end-of-sentence piece, which marks the end of a document. "
                 "Train it with an eos piece (tools/train_tokenizer.py does)."
             )
-        self.unique_identifiers = identifiers_of(self, hashes_of(path))
-
-    @property
-    def library_object(self) -> Any:
-        """sentencepiece's processor."""
-        return self._processor
+        self._set_identifiers([file_sha256(path)])
 
     def tokenize(self, text: str) -> list[int]:
-        return self._processor.encode(text)
+        return self.library_tokenizer.encode(text)
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return self._processor.encode(list(texts), num_threads=1)
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return self._processor.decode([int(token) for token in ids])
+        return self.library_tokenizer.encode(list(texts), num_threads=1)
 
 
-class _OfTokenizers:
-    """What tokenizers through `tokenizers` have in common; `_tokenizer` is the library's."""
-
-    _tokenizer: Any
-
-    @property
-    def library_object(self) -> Any:
-        """The library's tokenizer."""
-        return self._tokenizer
+class _TokenizersTokenizer(_BaseTokenizer):
+    """Common part of the tokenizers through Hugging Face's library `tokenizers`."""
 
     def tokenize(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self.library_tokenizer.encode(text, add_special_tokens=False).ids
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [one.ids for one in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [
+            encoding.ids for encoding in self.library_tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        ]
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
+        return self.library_tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
+
+    def _num_ids(self) -> int:
+        """Largest id + 1. Ids may have gaps."""
+        return max(self.library_tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
-class HuggingFaceTokenizer(_OfTokenizers):
+class HuggingFaceTokenizer(_TokenizersTokenizer):
     """A `tokenizer.json`, or a folder with one, through `tokenizers`.
 
     The end of a document is `eos_token` of `tokenizer_config.json` or `special_tokens_map.json` in the same folder.
-    Special tokens of the library's post-processor (a leading <s>) are not added. Text that spells a special token is
-    that token, as with the library.
+    Special tokens of the library's post-processor, such as a leading <s>, are not added. As with the library, text
+    that spells a special token is encoded as that token.
     """
 
     def __init__(self, model: str):
@@ -91,22 +131,25 @@ class HuggingFaceTokenizer(_OfTokenizers):
                 f"Hugging Face hub is fetched first: hf download {model} tokenizer.json tokenizer_config.json "
                 "--local-dir FOLDER"
             )
-        path = existing_file(str(path / "tokenizer.json" if path.is_dir() else path), "--tokenizer-model")
-        self._tokenizer = _load_tokenizers_file(tokenizers, path)
-        # The file may hold the settings of a fine-tuning, which would cut documents short or lengthen them.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self.vocab_size: int = _number_of_ids(self._tokenizer)
-        self.eod: int = self._eos_id(path.parent)
-        self.unique_identifiers = identifiers_of(self, hashes_of(path))
+        path = _existing_file(str(path / "tokenizer.json" if path.is_dir() else path), "--tokenizer-model")
+        try:
+            self.library_tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception for every malformed file
+            raise DataError(f"--tokenizer-model {path} is not a tokenizer.json: {error}") from error
+        # The file may hold the settings of a fine-tuning, which would truncate or pad documents.
+        self.library_tokenizer.no_truncation()
+        self.library_tokenizer.no_padding()
+        self.vocab_size = self._num_ids()
+        self.eod = self._eos_id(path.parent)
+        self._set_identifiers([file_sha256(path)])
 
     def _eos_id(self, folder: Path) -> int:
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
-            token = read_json(folder / name).get("eos_token") if (folder / name).is_file() else None
+            token = _read_json(folder / name).get("eos_token") if (folder / name).is_file() else None
             text = token.get("content") if isinstance(token, dict) else token
             if text is None:
                 continue
-            token_id = self._tokenizer.token_to_id(text)
+            token_id = self.library_tokenizer.token_to_id(text)
             if token_id is None:
                 raise DataError(f"{folder / name} names the eos_token {text!r}, which the tokenizer does not have.")
             return token_id
@@ -116,7 +159,7 @@ class HuggingFaceTokenizer(_OfTokenizers):
         )
 
 
-class GPT2BPETokenizer(_OfTokenizers):
+class GPT2BPETokenizer(_TokenizersTokenizer):
     """GPT-2's byte-level BPE from `vocab.json` and `merges.txt`, through `tokenizers`.
 
     Text that spells <|endoftext|> stays text.
@@ -126,35 +169,34 @@ class GPT2BPETokenizer(_OfTokenizers):
 
     def __init__(self, vocab_file: str, merge_file: str):
         tokenizers = load_library("tokenizers", "GPT2BPETokenizer")
-        vocab_path = existing_file(vocab_file, "--vocab-file")
-        merge_path = existing_file(merge_file, "--merge-file")
+        vocab_path = _existing_file(vocab_file, "--vocab-file")
+        merge_path = _existing_file(merge_file, "--merge-file")
         try:
             model = tokenizers.models.BPE.from_file(str(vocab_path), str(merge_path))
         except Exception as error:  # the library raises bare Exception for every malformed file
             raise DataError(
                 f"--vocab-file {vocab_path} and --merge-file {merge_path} are not a GPT-2 vocabulary: {error}"
             ) from error
-        self._tokenizer = tokenizers.Tokenizer(model)
-        self._tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-        self._tokenizer.decoder = tokenizers.decoders.ByteLevel()
-        self.vocab_size: int = _number_of_ids(self._tokenizer)
-        end_of_text = self._tokenizer.token_to_id(self.END_OF_TEXT)
+        tokenizer = self.library_tokenizer = tokenizers.Tokenizer(model)
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        tokenizer.decoder = tokenizers.decoders.ByteLevel()
+        self.vocab_size = self._num_ids()
+        end_of_text = tokenizer.token_to_id(self.END_OF_TEXT)
         if end_of_text is None:
             raise DataError(f"--vocab-file {vocab_path} has no {self.END_OF_TEXT}, which marks the end of a document.")
-        self.eod: int = end_of_text
-        self.unique_identifiers = identifiers_of(self, hashes_of(vocab_path, merge_path))
+        self.eod = end_of_text
+        self._set_identifiers([file_sha256(vocab_path), file_sha256(merge_path)])
 
 
-class ByteLevelTokenizer:
-    """The bytes of the text in UTF-8, as megatron-core's class of that name: 512 ids, and id 0 ends a document.
+class ByteLevelTokenizer(_BaseTokenizer):
+    """The UTF-8 bytes of the text, as megatron-core's class of that name: 512 ids, of which 0 ends a document.
 
-    So a text with the character U+0000 cannot be told from two documents, and is refused.
+    A text with U+0000 is an error, since it could not be distinguished from two documents.
     """
 
     def __init__(self) -> None:
-        self.vocab_size: int = 512
-        self.eod: int = 0
-        self.unique_identifiers = identifiers_of(self, [])
+        self.vocab_size, self.eod = 512, 0
+        self._set_identifiers()
 
     def tokenize(self, text: str) -> list[int]:
         if "\0" in text:
@@ -164,20 +206,16 @@ class ByteLevelTokenizer:
             )
         return list(text.encode("utf-8"))
 
-    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.tokenize(text) for text in texts]
-
     def detokenize(self, ids: Sequence[int]) -> str:
         return bytes(int(token) for token in ids if token < 256).decode("utf-8", errors="replace")
 
 
-class NullTokenizer:
-    """Text that is token ids already, separated by spaces. --vocab-size N: ids 0 to N-1, and N ends a document."""
+class NullTokenizer(_BaseTokenizer):
+    """Text that is token ids separated by spaces. With --vocab-size N: ids 0 to N-1, and N ends a document."""
 
     def __init__(self, vocab_size: int):
-        self.vocab_size: int = vocab_size + 1
-        self.eod: int = vocab_size
-        self.unique_identifiers = identifiers_of(self, [])
+        self.vocab_size, self.eod = vocab_size + 1, vocab_size
+        self._set_identifiers()
 
     def tokenize(self, text: str) -> list[int]:
         try:
@@ -185,54 +223,23 @@ class NullTokenizer:
         except ValueError as error:
             raise DataError(f"NullTokenizer takes text that is token ids separated by spaces: {error}") from error
 
-    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.tokenize(text) for text in texts]
-
     def detokenize(self, ids: Sequence[int]) -> str:
         return " ".join(str(int(token)) for token in ids)
 
 
-def _number_of_ids(tokenizer: Any) -> int:
-    """Largest id of a tokenizer of the library `tokenizers`, plus 1: ids may have gaps."""
-    return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-
-
-def _load_tokenizers_file(tokenizers: ModuleType, path: Path) -> Any:
-    try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception for every malformed file
-        raise DataError(f"--tokenizer-model {path} is not a tokenizer.json: {error}") from error
-
-
-# Megatron's splitting patterns (--tiktoken-pattern) and its layout of the vocabulary: so many special tokens first, the
-# ranks of the file after them.
-TIKTOKEN_PATTERNS = {
-    "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
-    "v2": (
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    ),
-}
-SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
-END_OF_DOCUMENT = "</s>"
-DEFAULT_NUM_SPECIAL_TOKENS = 1000
-DEFAULT_VOCAB_SIZE = 2**17
-
-
-class TikTokenizer:
-    """Text that spells a special token stays text, with either.
+class TikTokenizer(_BaseTokenizer):
+    """A tokenizer through tiktoken, from a file or by name. Text that spells a special token stays text.
 
     - A file is Megatron's JSON of byte-pair ranks: a list of `rank`, `token_bytes` (in base64) and `token_str`. The
-      first 1000 ids (--tiktoken-num-special-tokens) are special tokens, of which `</s>`, id 2, ends a document; rank r
-      is id 1000 + r; ranks for which --vocab-size leaves no room are cut off.
+      first 1000 ids (--tiktoken-num-special-tokens) are special tokens, of which `</s>`, id 2, ends a document. Rank r
+      is id 1000 + r. Ranks beyond --vocab-size are cut off.
     - A name, such as cl100k_base, is an encoding of tiktoken's; `<|endoftext|>` ends a document.
 
     Args:
         model: file or name.
         pattern: splitting pattern of a file, v1 or v2 (default).
-        num_special_tokens: of a file, default 1000.
-        vocab_size: of a file, special tokens included, default 2^17.
+        num_special_tokens: special tokens of a file, default 1000.
+        vocab_size: vocabulary of a file, special tokens included, default 2^17.
     """
 
     def __init__(
@@ -240,42 +247,25 @@ class TikTokenizer:
     ):
         tiktoken = load_library("tiktoken", "TikTokenizer")
         if Path(model).is_file():
-            self._from_file(tiktoken, Path(model), pattern, num_special_tokens, vocab_size)
+            self._from_file(tiktoken, Path(model), pattern or "v2", num_special_tokens, vocab_size)
         else:
             self._from_name(tiktoken, model, pattern, num_special_tokens)
 
-    @property
-    def library_object(self) -> Any:
-        """tiktoken's encoding."""
-        return self._encoding
-
     def tokenize(self, text: str) -> list[int]:
-        return self._encoding.encode_ordinary(text)
-
-    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self._encoding.encode_ordinary(text) for text in texts]
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return self._encoding.decode([int(token) for token in ids])
+        return self.library_tokenizer.encode_ordinary(text)
 
     def _from_file(
-        self,
-        tiktoken: ModuleType,
-        path: Path,
-        pattern: Optional[str],
-        num_special_tokens: Optional[int],
-        vocab_size: Optional[int],
+        self, tiktoken: ModuleType, path: Path, pattern: str, num_special: Optional[int], vocab_size: Optional[int]
     ) -> None:
-        pattern = pattern or "v2"
         if pattern not in TIKTOKEN_PATTERNS:
             raise ConfigError(f"--tiktoken-pattern {pattern} is unknown; known are {', '.join(TIKTOKEN_PATTERNS)}.")
-        num_special = DEFAULT_NUM_SPECIAL_TOKENS if num_special_tokens is None else num_special_tokens
+        num_special = DEFAULT_NUM_SPECIAL_TOKENS if num_special is None else num_special
         if num_special < len(SPECIAL_TOKENS):
             raise ConfigError(
                 f"--tiktoken-num-special-tokens {num_special} is less than the {len(SPECIAL_TOKENS)} that there are: "
                 f"{' '.join(SPECIAL_TOKENS)}."
             )
-        self.vocab_size: int = vocab_size or DEFAULT_VOCAB_SIZE
+        self.vocab_size = vocab_size or DEFAULT_VOCAB_SIZE
         num_ranks, ranks = self.vocab_size - num_special, _read_ranks(path)
         if not 256 <= num_ranks <= len(ranks):
             raise DataError(
@@ -283,14 +273,14 @@ class TikTokenizer:
                 f"{num_special} special tokens needs {num_ranks} (at least 256)."
             )
         special = [*SPECIAL_TOKENS, *(f"<SPECIAL_{number}>" for number in range(len(SPECIAL_TOKENS), num_special))]
-        self._encoding = tiktoken.Encoding(
+        self.library_tokenizer = tiktoken.Encoding(
             name=path.stem,
             pat_str=TIKTOKEN_PATTERNS[pattern],
             mergeable_ranks={token: num_special + rank for rank, token in enumerate(ranks[:num_ranks])},
             special_tokens={token: number for number, token in enumerate(special)},
         )
-        self.eod: int = special.index(END_OF_DOCUMENT)
-        self.unique_identifiers = identifiers_of(self, hashes_of(path), pattern=pattern, num_special_tokens=num_special)
+        self.eod = special.index(END_OF_DOCUMENT)
+        self._set_identifiers([file_sha256(path)], pattern=pattern, num_special_tokens=num_special)
 
     def _from_name(
         self, tiktoken: ModuleType, name: str, pattern: Optional[str], num_special_tokens: Optional[int]
@@ -304,17 +294,45 @@ class TikTokenizer:
             flag = "--tiktoken-pattern" if pattern is not None else "--tiktoken-num-special-tokens"
             raise ConfigError(f"{flag} is for a file of ranks; the encoding {name} has its own.")
         try:
-            self._encoding = tiktoken.get_encoding(name)
-        except Exception as error:  # requests' errors, tiktoken's own, and those of a plugin
+            encoding = self.library_tokenizer = tiktoken.get_encoding(name)
+        except Exception as error:  # errors of requests, of tiktoken itself, and of plugins
             raise DataError(
                 f"tiktoken cannot load the encoding {name}: {error}. It fetches the encoding's file once; without a "
                 "network, set TIKTOKEN_CACHE_DIR to a folder in which that was done elsewhere."
             ) from error
-        self.vocab_size = self._encoding.n_vocab
-        if "<|endoftext|>" not in self._encoding.special_tokens_set:
+        self.vocab_size = encoding.n_vocab
+        if "<|endoftext|>" not in encoding.special_tokens_set:
             raise DataError(f"The encoding {name} has no <|endoftext|>, which marks the end of a document.")
-        self.eod = self._encoding.eot_token
-        self.unique_identifiers = identifiers_of(self, [_hash_of(self._encoding)], encoding=name)
+        self.eod = encoding.eot_token
+        self._set_identifiers([_hash_encoding(encoding)], encoding=name)
+
+
+def load_library(name: str, kind: str) -> ModuleType:
+    """Import the library of a kind of tokenizer.
+
+    Raises:
+        CapabilityError: it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise CapabilityError(
+            f"--tokenizer-type {kind} needs the package {name}, which cannot be imported here ({error}). "
+            f"Install it: pip install {name}"
+        ) from error
+
+
+def _existing_file(path: str, flag: str) -> Path:
+    if not Path(path).is_file():
+        raise DataError(f"{flag} {path}: there is no such file.")
+    return Path(path)
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return strict_json.read_json(path)
+    except UnreadableFile as error:
+        raise DataError(f"{path} cannot be read: {error.reason}") from error
 
 
 def _read_ranks(path: Path) -> list[bytes]:
@@ -323,7 +341,7 @@ def _read_ranks(path: Path) -> list[bytes]:
     Raises:
         DataError: the file is not one.
     """
-    entries = read_json(path)
+    entries = _read_json(path)
     try:
         ranks = [base64.b64decode(entry["token_bytes"], validate=True) for entry in entries]
         if [entry["rank"] for entry in entries] != list(range(len(ranks))) or len(set(ranks)) != len(ranks):
@@ -338,8 +356,8 @@ def _read_ranks(path: Path) -> list[bytes]:
     return ranks
 
 
-def _hash_of(encoding: Any) -> str:
-    """SHA-256 of all that decides the ids of an encoding; it has no file of its own to hash."""
+def _hash_encoding(encoding: Any) -> str:
+    """SHA-256 of everything that decides the ids of an encoding, which has no file of its own to hash."""
     digest = hashlib.sha256(json.dumps([encoding._pat_str, sorted(encoding._special_tokens.items())]).encode())
     for token, rank in sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1]):
         digest.update(b"%d %s\n" % (rank, base64.b64encode(token)))
