@@ -1,4 +1,4 @@
-"""Everything that can be known to be wrong before any work: flags, arithmetic, paths, machine. All of it at once."""
+"""Checks before a run starts: flags, sizes, paths and machine. All problems are reported at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megafp8.config.flags import Invocation
 from megafp8.config.schema import RunConfig
 from megafp8.device import capability
 from megafp8.device.capability import Target
-from megafp8.device.platform import compute_deterministically, order_kernels, world_size
+from megafp8.device.platform import enable_determinism, limit_device_connections, world_size
 from megafp8.errors import ConfigError
 from megafp8.mcore import cpu_patches
 from megafp8.planning import micro_batch
@@ -18,13 +18,13 @@ from megafp8.planning import micro_batch
 
 @dataclass(frozen=True)
 class Checked:
-    """A command line that may run.
+    """A command line that passed the checks.
 
     Attributes:
-        target: the machine that it is meant for.
-        implementation: the layers: `transformer_engine`, `emulated` or `local`.
-        world_size: ranks, there or meant.
-        notices: what the user should know, and need not fix.
+        target: the machine on which it runs.
+        implementation: the layers in use: `transformer_engine`, `emulated` or `local`.
+        world_size: number of ranks.
+        notices: what the user should know but need not fix.
     """
 
     invocation: Invocation
@@ -35,21 +35,21 @@ class Checked:
 
 
 def check(invocation: Invocation, problems: list[str]) -> Checked:
-    """Check a command line and make megatron-core ready for this machine.
+    """Check a command line, and patch megatron-core for this machine.
 
     Args:
-        problems: what reading the command line found.
+        problems: found by the parser.
 
     Raises:
         ConfigError: all problems.
     """
     config, ranks = invocation.config, invocation.world_size or world_size()
-    order_kernels(config.parallel.tensor_model_parallel_size)
+    limit_device_connections(config.parallel.tensor_model_parallel_size)
     if config.precision.deterministic_mode:
-        compute_deterministically()
+        enable_determinism()
     target = capability.TARGETS[invocation.target] if invocation.target else capability.detect_target()
     found = micro_batch.setting_problems(config, ranks)
-    found += capability.problems(config, target)
+    found += capability.capability_problems(config, target)
     local_problems = rules.path_problems(config, ranks) + capability.package_problems(config.logging)
     notices = list(invocation.notices)
     implementation = capability.resolve_implementation(config, target)
@@ -61,9 +61,9 @@ def check(invocation: Invocation, problems: list[str]) -> Checked:
         found.append("--world-size and --target stand in for a machine that is not there: they go with --dry-run only")
     else:
         notices += (f"on this machine: {problem}" for problem in local_problems)
-    found = problems + without_echoes(found, problems)
+    found = problems + drop_misread_flags(found, problems)
     if config.overrides and target.problem is None:
-        # Only megatron-core knows its fields. Importing it takes seconds, which a wrong command line need not wait for.
+        # Imported only here: megatron-core takes seconds to import, which other errors should not wait for.
         cpu_patches.install()
         from megafp8.mcore.config import override_problems
 
@@ -75,11 +75,11 @@ def check(invocation: Invocation, problems: list[str]) -> Checked:
 
 
 def machine_problems(config: RunConfig) -> list[str]:
-    """What of a configuration this machine cannot do."""
-    return capability.problems(config, capability.detect_target())
+    """What a configuration needs and this machine does not support."""
+    return capability.capability_problems(config, capability.detect_target())
 
 
-def without_echoes(found: list[str], problems: list[str]) -> list[str]:
-    """Drop what the rules report about a flag only because it was misread."""
+def drop_misread_flags(found: list[str], problems: list[str]) -> list[str]:
+    """Drop problems with flags that the parser could not read, since the rules then saw another value."""
     misread = {match[0] for match in (re.match(r"--[a-z0-9-]+", problem) for problem in problems) if match}
     return [problem for problem in found if problem.split(" ", 1)[0].rstrip(":") not in misread]

@@ -1,13 +1,14 @@
-"""Forward-backward of a step as one CUDA graph.
+"""CUDA graph of the forward-backward of a step.
 
-Launched kernel by kernel, the forward pass of a small model on Hopper waits for the host: a layer takes Python longer
-than the GPU. A graph is captured once and replayed in one launch. It repeats the same kernels on the same memory, so
-everything outside must leave that memory where it is: weights, gradients and scales stay in place in every step, the
-batches are copied to where the captured ones lay, and what layers keep between iterations is allocated inside the
-capture.
+The forward pass of a small model on Hopper is bound by the host: launching the kernels of a layer from Python takes
+longer than running them. A CUDA graph is captured once and replayed in one launch. A replay runs the same kernels on
+the same addresses. Therefore weights, gradients and scales are updated in place, each batch is copied into the input
+tensors of the capture, and what layers cache between iterations is allocated within the capture.
 
-megatron-core has such a wrapper too (`full_cuda_graph.py`, release 0.16). It keeps one graph for the process, which it
-also launches for another number of microbatches and after weights were replaced, and it cannot leave a step out.
+The settings that do not go with a CUDA graph are rules of `config/rules/recompute.py`.
+
+megatron-core has a similar wrapper (`full_cuda_graph.py`, release 0.16). It keeps one graph for the process, replays it
+also for another number of microbatches and after weights were replaced, and cannot run a single step without it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ import torch
 from megatron.core import tensor_parallel
 from torch import Tensor
 
+from megafp8.config import derived
+from megafp8.config.schema import RunConfig
+from megafp8.errors import ConfigError
 from megafp8.resilience import fault_injection
 
 Batch = dict[str, Tensor]
@@ -27,20 +31,20 @@ ForwardBackward = Callable[[Iterator[Batch]], list[dict[str, Tensor]]]
 
 
 class StepGraph:
-    """The graph of one run's steps.
+    """The CUDA graph of a run's steps.
 
     Args:
         chunks: the model.
-        warm_up_steps: that run without the graph before it is captured: kernels are compiled, communicators and delayed
-            scales are made.
+        warm_up_steps: steps before the capture, in which kernels are compiled, communicators are created and delayed
+            scaling gets its scales.
     """
 
     def __init__(self, chunks: list[Any], warm_up_steps: int, device: torch.device):
         self.chunks, self.warm_up_steps, self.device = chunks, warm_up_steps, device
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
-        """Drop the graph, as tensors may be replaced; the next steps warm up again."""
+    def reset(self) -> None:
+        """Drop the graph, since tensors may be replaced. The next steps warm up again."""
         self.steps_left = self.warm_up_steps
         self.graph: Optional[torch.cuda.CUDAGraph] = None
         self.inputs: list[Batch] = []
@@ -49,10 +53,11 @@ class StepGraph:
     def run(
         self, forward_backward: ForwardBackward, batches: Iterator[Batch], num_microbatches: int
     ) -> list[dict[str, Tensor]]:
-        """Do what `forward_backward` does with the next microbatches, always the same number of them.
+        """Run forward-backward on the next microbatches, eagerly while warming up, then from the graph.
 
         Args:
-            forward_backward: runs the microbatches forward and backward; returns the reports of their losses.
+            forward_backward: runs forward-backward over an iterator of microbatches; returns the reports of the losses.
+            num_microbatches: the same in every step.
 
         Returns:
             The reports, valid until the next step.
@@ -60,38 +65,65 @@ class StepGraph:
         if self.steps_left:
             self.steps_left -= 1
             return forward_backward(batches)
-        self.load(batches, num_microbatches)
+        self.copy_inputs(batches, num_microbatches)
         if self.graph is None:
             self.capture(forward_backward)
         assert self.graph is not None
         self.graph.replay()
         return self.reports
 
-    def load(self, batches: Iterator[Batch], num_microbatches: int) -> None:
-        """Bring the next microbatches to where the graph reads them."""
+    def copy_inputs(self, batches: Iterator[Batch], num_microbatches: int) -> None:
+        """Copy the next microbatches into the input tensors of the graph."""
         for index in range(num_microbatches):
             fault_injection.point("data.wait")
             batch = next(batches)
             if index == len(self.inputs):
-                places = {name: torch.empty_like(tensor, device=self.device) for name, tensor in batch.items()}
-                self.inputs.append(places)
+                self.inputs.append(
+                    {name: torch.empty_like(tensor, device=self.device) for name, tensor in batch.items()}
+                )
             for name, tensor in batch.items():
                 self.inputs[index][name].copy_(tensor, non_blocking=True)
 
     def capture(self, forward_backward: ForwardBackward) -> None:
-        """Record the kernels without running them."""
-        forget_kept_weights(self.chunks)
+        """Capture the graph; its kernels do not run yet."""
+        clear_cached_weights(self.chunks)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile: loaders pin memory, and NCCL's watchdog asks for events.
-        with without_random_states(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        # Not "global": other threads use the device meanwhile. Loaders pin memory, and NCCL's watchdog queries events.
+        with without_rng_fork(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self.reports = forward_backward(iter(self.inputs))
         self.graph = graph
 
 
+def build_step_graph(config: RunConfig, chunks: list[Any], device: torch.device) -> Optional[StepGraph]:
+    """The CUDA graph of a run; None where kernels are launched one by one."""
+    if not derived.uses_cuda_graph(config):
+        return None
+    return StepGraph(chunks, config.training.cuda_graph_warmup_steps, device)
+
+
+def check_graph_optimizer(config: RunConfig, obstacle: Optional[str]) -> None:
+    """Refuse a CUDA graph with an optimizer that waits for the device.
+
+    Args:
+        obstacle: why the run does not have the fused optimizer.
+
+    Raises:
+        ConfigError: it does not, and has a CUDA graph.
+    """
+    if obstacle is not None and derived.uses_cuda_graph(config):
+        raise ConfigError(
+            f"--cuda-graph-impl {config.training.cuda_graph_impl}: needs the one-pass optimizer, which does not go "
+            f"with {obstacle} (megatron-core's waits for the number of tokens, which a graph cannot)"
+        )
+
+
 @contextmanager
-def off_default_stream() -> Iterator[None]:
-    """Within, hooks on gradients are made on another stream: autograd runs them where they were made, and what is
-    captured as a graph cannot go to the default one. torch would warn of that in every process."""
+def side_stream() -> Iterator[None]:
+    """Create gradient hooks on a side stream.
+
+    Autograd runs a hook on the stream on which it was created, and a capture may not use the default stream. torch's
+    warning about the streams is turned off.
+    """
     if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):  # torch 2.11
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
     stream, default = torch.cuda.Stream(), torch.cuda.current_stream()
@@ -101,10 +133,10 @@ def off_default_stream() -> Iterator[None]:
     default.wait_stream(stream)
 
 
-def forget_kept_weights(chunks: list[Any]) -> None:
-    """Drop the codes of weights that Transformer Engine's layers keep between iterations: they allocate them again.
+def clear_cached_weights(chunks: list[Any]) -> None:
+    """Clear the quantized weights that Transformer Engine's layers cache, so that the capture allocates new ones.
 
-    Those of the capture are in the graph's memory, which stays when a forward pass without gradients takes others.
+    Those are then in the memory pool of the graph, which keeps them when an eager forward pass caches others.
     """
     for chunk in chunks:
         for module in chunk.modules():
@@ -113,10 +145,10 @@ def forget_kept_weights(chunks: list[Any]) -> None:
 
 
 @contextmanager
-def without_random_states() -> Iterator[None]:
-    """Within, nothing exchanges the states of random generators, which a capture cannot.
+def without_rng_fork() -> Iterator[None]:
+    """Make megatron-core's RNG tracker do nothing, since a capture cannot switch RNG states.
 
-    megatron-core does it around an embedding's dropout also where that is 0.
+    megatron-core forks it around the dropout of the embedding even if the rate is 0.
     """
     tracker = tensor_parallel.get_cuda_rng_tracker()
     tracker.fork = lambda *names: nullcontext()

@@ -1,7 +1,7 @@
-"""What the training loop offers to its extensions: the moments at which it calls them, and the state that it shares.
+"""The interface between the training loop and its extensions: the hooks that it calls, and the state that they share.
 
-An extension is one concern of the loop: validation, checkpoints, replica checks. The loop knows none of them by name.
-`extensions/__init__.py` has the list, whose order is the order of the calls.
+An extension is one concern of the loop, such as validation, checkpoints or replica checks. The loop knows none of them
+by name. `extensions/__init__.py` lists them in the order of the calls.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megafp8.config import derived
 from megafp8.errors import NumericsError
 from megafp8.metrics.sinks import Sinks
 from megafp8.optimizer.gradient_checks import StepTotals
-from megafp8.training.bad_steps import next_progress
+from megafp8.training.bad_steps import progress_after_step
 from megafp8.training.evaluation import build_batches
 from megafp8.training.run import Run
 from megafp8.training.step import Batches, StepResult
@@ -25,13 +25,13 @@ class LoopState:
     """The state of the training loop. The loop and its extensions change it.
 
     Attributes:
-        sinks: where records go.
-        progress: after the last step.
-        started: when this process started to train, by `time.monotonic`.
+        sinks: write the records.
+        progress: after the last completed step.
+        started: start of training in this process, by `time.monotonic`.
         first_step: the first step of this process.
-        batches: this rank's microbatches from here to the end of the run.
+        batches: this rank's remaining microbatches.
         stop_reason: set by an extension to end the loop before the run's last step.
-        needs_eager_step: set by an extension in `before_step`: the step must not replay its CUDA graph.
+        needs_eager_step: set by an extension in `before_step`: the step must not replay the CUDA graph.
         saved_step: step of the newest checkpoint that this process wrote; None before the first.
     """
 
@@ -52,7 +52,7 @@ class LoopState:
 
     @property
     def step(self) -> int:
-        """The last step that was done."""
+        """The last completed step."""
         return self.progress.step
 
     @property
@@ -61,12 +61,15 @@ class LoopState:
         return self.stop_reason is not None or self.step >= self.total_steps
 
     def advance(self, result: StepResult) -> None:
-        """Count a step."""
-        numbers = None if result.is_skipped else (result.loss, result.grad_norm)
-        self.progress = next_progress(self.run, self.progress, result.finding, numbers)
+        """Count a completed step."""
+        values = None
+        if not result.is_skipped:
+            assert result.grad_norm is not None
+            values = result.loss, result.grad_norm
+        self.progress = progress_after_step(self.run, self.progress, result.bad_step, values)
 
     def move_to(self, progress: Progress) -> None:
-        """Continue from another place in the data."""
+        """Continue training from another position in the data."""
         run = self.run
         end = derived.train_samples(run.config, run.place.world_size)
         self.progress = progress
@@ -76,33 +79,33 @@ class LoopState:
 class Extension:
     """One concern of the training loop.
 
-    All ranks call all methods, extension by extension, in the order of the list.
+    All ranks call the methods of all extensions in the same order, so that extensions may use collectives.
     """
 
     def open(self, state: LoopState) -> None:
-        """Before the first step. May set `state.stop_reason`: then there is none."""
+        """Before the first step. There is no step if it sets `state.stop_reason`."""
 
     def before_step(self, state: LoopState) -> None:
         """Before each step."""
 
     def before_update(self, state: LoopState, totals: StepTotals) -> None:
-        """Within a step: gradients are finite and reduced, weights are as before."""
+        """Within a step: gradients are finite and reduced, weights are not updated yet."""
 
     def after_step(self, state: LoopState, result: StepResult) -> None:
-        """After each step that did not fail; `state` is that after the step."""
+        """After each completed step; `state` includes it."""
 
     def recover(self, state: LoopState, error: NumericsError) -> bool:
-        """After a step that failed with bad numbers; `state` is that before the step.
+        """After a bad step that may not be skipped; `state` is that before the step.
 
         Returns:
-            Whether the loop can continue from `state`. The extensions after this one are not asked then.
+            Whether the loop can continue from `state`. Then the extensions after this one are not called.
         """
         return False
 
     def close(self, state: LoopState, error: Optional[BaseException]) -> None:
-        """After the last step, or after an error. Called in reverse order, of all extensions that were opened."""
+        """After the last step or an error. Called in reverse order on every extension that was opened."""
 
 
 def is_multiple(step: int, interval: Optional[int]) -> bool:
-    """Whether a step is due at an interval; none is without one."""
+    """Whether a step falls on an interval; never if the interval is None or 0."""
     return bool(interval and step % interval == 0)

@@ -1,10 +1,8 @@
-"""Text from a checkpoint: its model on one device, sampled token by token.
+"""Text generation from a checkpoint on one device, token by token, with temperature, top-k and top-p sampling.
 
-The model is the one that was trained, FP8 layers included, without optimizer and gradient buffers. Each token costs a
-forward pass over all of the text so far: with per-tensor scales a cache of keys and values would be other arithmetic
-than the trained model's, since a scale then sees one token instead of the sequence.
-
-From logits to the next token.
+The model has the layers that it was trained with, FP8 included, without optimizer and gradient buffers. Each token
+takes a forward pass over the whole text so far. There is no KV cache: with per-tensor scaling it would change the
+arithmetic, since a scale would be computed from one token instead of the sequence.
 """
 
 from __future__ import annotations
@@ -28,12 +26,12 @@ from megafp8.config.schema import DataConfig, RunConfig
 from megafp8.config.settings import with_values
 from megafp8.data.tokenizers.build import Tokenizer, build_tokenizer
 from megafp8.device import capability
-from megafp8.device.platform import Platform, detect_platform, join_ranks, use_threads
+from megafp8.device.platform import Platform, detect_platform, init_distributed, set_num_threads
 from megafp8.errors import CapabilityError, CheckpointError, DataError, NumericsError
 from megafp8.mcore.config import build_transformer_config
-from megafp8.mcore.process_groups import build_groups
+from megafp8.mcore.process_groups import build_process_groups
 from megafp8.models.builder import build_model
-from megafp8.models.emulated_layers import weights_unchanged
+from megafp8.models.emulated_layers import cached_weight_codes
 
 INCOMPLETE_CHARACTER = "\ufffd"
 
@@ -43,11 +41,11 @@ class LanguageModel:
     """A trained model that predicts the next token.
 
     Attributes:
-        path: the checkpoint.
-        config: what it runs with here.
+        path: of the checkpoint.
+        config: of the model on this device.
         implementation: the layers in use: `transformer_engine`, `emulated` or `local`.
-        context_tokens: tokens that it sees at once.
-        length_multiple: lengths that its GEMMs take, in tokens.
+        context_tokens: length of the context window.
+        length_multiple: sequence lengths must be a multiple of it, for the GEMMs.
     """
 
     path: Path
@@ -69,10 +67,10 @@ class LanguageModel:
 
     @torch.no_grad()
     def next_logits(self, ids: Sequence[int]) -> Tensor:
-        """Logits after the last of `ids`. Shape: (tokenizer's vocabulary,), FP32, on the CPU."""
+        """Logits of the token after `ids`. Shape: (tokenizer's vocabulary,), FP32, on the CPU."""
         window = list(ids[-self.context_tokens :])
         last = len(window) - 1
-        # Attention is causal: what stands behind the last token changes nothing there but the padded tensor's scale.
+        # Attention is causal: padding after the last token affects its logits only through per-tensor scales.
         window += window[-1:] * (-len(window) % self.length_multiple)
         tokens = torch.tensor([window], device=self.device)
         positions = torch.arange(len(window), device=self.device)[None]
@@ -82,12 +80,12 @@ class LanguageModel:
 
 @dataclass(frozen=True)
 class Sample:
-    """One continuation.
+    """A generated continuation of a prompt.
 
     Attributes:
         text: without the prompt.
-        num_tokens: new ones, the end of the document not counted.
-        ended_by: `eod`, the end of the document, or `length`, as many tokens as were asked for.
+        num_tokens: generated tokens, without the end of the document.
+        ended_by: `eod` for the end of the document, `length` for the requested number of tokens.
     """
 
     prompt: str
@@ -104,18 +102,18 @@ def load_language_model(
     high_precision: bool = False,
     tokenizer_files: Optional[Mapping[str, str]] = None,
 ) -> LanguageModel:
-    """Build the model of a run's checkpoint on this process's device, whatever layout it was trained in.
+    """Build the model of a checkpoint, of any parallel layout, on this process's device.
 
     Args:
-        folder: what the run had as --save.
-        step: which checkpoint; default the newest.
-        high_precision: leave FP8 out, as --fp8-schedule may have done when the checkpoint was made.
+        folder: the run's `--save`.
+        step: of the checkpoint; default the newest.
+        high_precision: do not quantize. Checkpoints of a high-precision step of `--fp8-schedule` never are.
         tokenizer_files: fields of the data section (`tokenizer_type`, `tokenizer_model`...) in place of the saved ones.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
-        DataError: the tokenizer's files are not there, or are not the ones that it was trained with.
-        CapabilityError: its precision does not run here.
+        CheckpointError: there is no checkpoint, or it cannot be read.
+        DataError: the tokenizer's files are missing, or of another tokenizer.
+        CapabilityError: this device does not support the precision.
     """
     found = find_checkpoint(folder, step)
     if found is None:
@@ -124,9 +122,9 @@ def load_language_model(
     check_complete(path)
     saved = read_config(path)
     high_precision = high_precision or not is_quantized_at(saved.precision, max(1, found[0]))
-    config, implementation = one_rank_config(saved, capability.detect_target(), high_precision)
-    config = dataclasses.replace(config, data=dataclasses.replace(saved.data, **(tokenizer_files or {})))
-    tokenizer = open_tokenizer(config.data, saved.model.vocab_size)
+    config, implementation = single_device_config(saved, capability.detect_target(), high_precision)
+    config = with_values(config, {f"data.{name}": value for name, value in (tokenizer_files or {}).items()})
+    tokenizer = load_tokenizer(config.data, saved.model.vocab_size)
     vocab_size = embedding_rows(path)
     check_vocabulary(path, saved, tokenizer, vocab_size)
 
@@ -147,20 +145,20 @@ def load_language_model(
     )
 
 
-def one_rank_config(saved: RunConfig, target: capability.Target, high_precision: bool) -> tuple[RunConfig, str]:
-    """What a saved model needs in order to run forward on one device, and the layers for it.
+def single_device_config(saved: RunConfig, target: capability.Target, high_precision: bool) -> tuple[RunConfig, str]:
+    """The configuration for forward passes of a saved model on one device, and the layers in use.
 
-    The layers are those that the run had if the device has them, else others of the same precision.
+    The layers are those of the run if the device supports them, else others of the same precision.
 
     Raises:
-        CapabilityError: no layers here compute in the model's precision.
+        CapabilityError: no layers support the precision on this device.
     """
     precision = dataclasses.replace(
         saved.precision,
         fp8_format=None if high_precision else saved.precision.fp8_format,
         fp4_format=None if high_precision else saved.precision.fp4_format,
-        fp8_dot_product_attention=False,  # few devices have it, and what it remembers is for training
-        # Only for training, or other kernels for the same arithmetic.
+        fp8_dot_product_attention=False,  # supported by few devices, and its state is for training
+        # The rest is for training only, or selects other kernels for the same arithmetic.
         attention_backend="auto",
         fp8_param_gather=False,
         precision_map=() if high_precision else saved.precision.precision_map,
@@ -181,7 +179,7 @@ def one_rank_config(saved: RunConfig, target: capability.Target, high_precision:
         implementation = capability.resolve_implementation(config, target)
         if implementation == "transformer_engine":
             config = with_values(config, {"precision.quantize_kernels": "te"})
-        found = capability.problems(config, target)
+        found = capability.capability_problems(config, target)
         if not found:
             return config, implementation
         problems = problems or found
@@ -190,8 +188,8 @@ def one_rank_config(saved: RunConfig, target: capability.Target, high_precision:
     raise CapabilityError(problems + fix)
 
 
-def open_tokenizer(data: DataConfig, vocab_size: Optional[int]) -> Tokenizer:
-    """The run's tokenizer; its files may have moved since."""
+def load_tokenizer(data: DataConfig, vocab_size: Optional[int]) -> Tokenizer:
+    """The tokenizer of the run, whose files may have moved."""
     try:
         return build_tokenizer(data, vocab_size)
     except DataError as error:
@@ -200,10 +198,10 @@ def open_tokenizer(data: DataConfig, vocab_size: Optional[int]) -> Tokenizer:
 
 
 def check_vocabulary(path: Path, saved: RunConfig, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Refuse a tokenizer that the embedding was not made for, as far as sizes show.
+    """Check the size of the tokenizer's vocabulary against the embedding.
 
     Raises:
-        DataError: the tokenizer's vocabulary, padded, is not the embedding.
+        DataError: the padded vocabulary size is not that of the embedding.
     """
     is_other = saved.model.vocab_size is None and derived.padded_vocab_size(saved, tokenizer.vocab_size) != vocab_size
     if is_other or tokenizer.vocab_size > vocab_size:
@@ -214,20 +212,20 @@ def check_vocabulary(path: Path, saved: RunConfig, tokenizer: Tokenizer, vocab_s
 
 
 def build_module(config: RunConfig, implementation: str, vocab_size: int, platform: Platform) -> torch.nn.Module:
-    """The complete model on this device, ready for forward passes. Starts this process's groups of one rank."""
-    use_threads(config.training.num_threads, derived.useful_threads(config))
-    join_ranks(platform, config.parallel)
-    build_groups(config)
+    """The complete model on this device, in eval mode. Initializes process groups of one rank."""
+    set_num_threads(config.training.num_threads, derived.useful_threads(config))
+    init_distributed(platform, config.parallel)
+    build_process_groups(config)
     transformer_config = build_transformer_config(config, implementation, platform.kind == "cuda")
     (module,) = build_model(config, transformer_config, implementation, vocab_size)
     return module.eval()
 
 
 def encode_prompt(model: LanguageModel, prompt: str) -> list[int]:
-    """The prompt's tokens; for an empty one the end of the document before.
+    """The token ids of a prompt; for an empty one the end-of-document token.
 
     Raises:
-        DataError: tokens that the model does not have.
+        DataError: ids outside of the vocabulary.
     """
     ids = model.tokenizer.tokenize(prompt) or [model.tokenizer.eod]
     strange = [token for token in ids if not 0 <= token < model.tokenizer.vocab_size]
@@ -239,13 +237,13 @@ def encode_prompt(model: LanguageModel, prompt: str) -> list[int]:
 def generate_ids(
     model: LanguageModel, prompt_ids: Sequence[int], sampling: Sampling, max_new_tokens: int, seed: int
 ) -> Iterator[int]:
-    """Yield new tokens until the end of the document, which is not yielded, or until there are so many.
+    """Yield new tokens up to the end of the document, which is not yielded, or to the maximum number.
 
-    Equal logits and seeds give equal tokens on every device, because drawing is done on the CPU.
+    Equal logits and seeds give equal tokens on every device, because sampling is done on the CPU.
     """
     generator = torch.Generator().manual_seed(seed)
     ids = list(prompt_ids)
-    with weights_unchanged([model.module]):
+    with cached_weight_codes([model.module]):
         for _ in range(max_new_tokens):
             token = next_token(model.next_logits(ids), sampling, generator)
             if token == model.tokenizer.eod:
@@ -255,12 +253,12 @@ def generate_ids(
 
 
 class TextStream:
-    """Text of tokens that come one by one, in complete characters: the bytes of one may be spread over tokens.
+    """Incremental decoding of tokens into complete characters, whose bytes may be spread over several tokens.
 
-    All tokens are decoded together each time, because the text of one may depend on those before.
+    All tokens are decoded each time, since the text of a token may depend on those before.
 
     Attributes:
-        text: what was given out so far.
+        text: the text returned so far.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]):
@@ -270,12 +268,12 @@ class TextStream:
         self.prompt_length = len(tokenizer.detokenize(self.ids))
 
     def add(self, token: int) -> str:
-        """Take a token and return the characters that are complete by now; often one token's, sometimes none."""
+        """Add a token, and return the characters that it completes, if any."""
         self.ids.append(token)
         return self.advance(self.decoded().rstrip(INCOMPLETE_CHARACTER))
 
     def finish(self) -> str:
-        """Return the rest: bytes that never became a character."""
+        """Return the rest, with bytes that form no character."""
         return self.advance(self.decoded())
 
     def decoded(self) -> str:
@@ -283,7 +281,7 @@ class TextStream:
         return self.tokenizer.detokenize(self.ids)[self.prompt_length :]
 
     def advance(self, decoded: str) -> str:
-        """The part of a text that was not given out before."""
+        """The part of the decoded text that was not returned before."""
         piece = decoded[len(self.text) :]
         self.text += piece
         return piece
@@ -297,10 +295,10 @@ def generate_text(
     seed: int,
     show: Callable[[str], None],
 ) -> Sample:
-    """Continue a prompt, and show the new text in pieces while it is made.
+    """Continue a prompt, and show the new text in pieces as it is generated.
 
     Raises:
-        DataError: the prompt has tokens that the model does not have.
+        DataError: the prompt has ids outside of the vocabulary.
         NumericsError: the model's logits are not finite.
     """
     prompt_ids = encode_prompt(model, prompt)
@@ -321,12 +319,12 @@ def generate_text(
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn: scaled by temperature, then cut to the top k, then to the top p.
+    """Sampling of the next token: the top k are selected, temperature is applied, then the top p are selected.
 
     Attributes:
-        temperature: logits are divided by it; above 0.
-        top_k: only so many of the most probable tokens; 0 is all of them, 1 is greedy.
-        top_p: only the fewest most probable tokens whose probabilities add up to this, in (0, 1].
+        temperature: divides the logits; above 0.
+        top_k: number of most probable tokens to sample from; 0 for all, 1 for greedy decoding.
+        top_p: sample from the fewest most probable tokens with at least this total probability, in (0, 1].
     """
 
     temperature: float = 1.0
@@ -334,7 +332,7 @@ class Sampling:
     top_p: float = 1.0
 
     def problems(self) -> list[str]:
-        """What is wrong with the values."""
+        """Problems of the values, in words."""
         found = []
         if not 0 < self.temperature < float("inf"):
             found.append(f"--temperature {self.temperature:g}: must be above 0; for the most probable token: --greedy")
@@ -349,11 +347,11 @@ GREEDY = Sampling(top_k=1)
 
 
 def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """The tokens that may come next, the most probable first (of equal ones the lowest id), and their probabilities.
+    """The ids to sample from, the most probable first and of equal ones the lowest, and their probabilities.
 
     Shapes: logits (vocabulary,); both results (C,), 1 <= C <= vocabulary.
     Numerics: FP32; the probabilities add up to 1.
-    Source: top p is Holtzman et al. 2020, "nucleus sampling".
+    Source: top-p is nucleus sampling (Holtzman et al., arXiv:1904.09751).
     """
     ranked, ids = torch.sort(logits.float(), descending=True, stable=True)
     if sampling.top_k > 0:
@@ -367,10 +365,10 @@ def candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
 
 
 def next_token(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Draw one token. `logits` and `generator` are of one device; a single candidate draws nothing.
+    """Sample one token. Both arguments are on the same device; a single candidate draws no random number.
 
     Raises:
-        NumericsError: logits that are not finite.
+        NumericsError: the logits are not finite.
     """
     if not torch.isfinite(logits).all():
         raise NumericsError("the model's logits are not finite: its weights have diverged, or its precision overflows")

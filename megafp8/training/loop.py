@@ -1,14 +1,11 @@
-"""The training loop: steps, and the extensions around them."""
+"""The training loop: it makes steps and calls the extensions around them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from types import TracebackType
-from typing import Optional
 
-from megafp8.data.loader import loader_deaths_explained
+from megafp8.data.loader import loader_exits_as_data_errors
 from megafp8.errors import NumericsError
 from megafp8.optimizer.gradient_checks import StepTotals
 from megafp8.training.extension import Extension, LoopState
@@ -16,12 +13,12 @@ from megafp8.training.step import train_step
 
 
 def train_steps(state: LoopState, extensions: Sequence[Extension]) -> None:
-    """Train until the run is done or has to stop; all ranks call it.
+    """Train until the run is complete or has to stop; all ranks call it.
 
     Raises:
-        NumericsError: bad numbers that no extension recovers from.
+        NumericsError: a bad step that no extension recovers from.
     """
-    with loader_deaths_explained(), opened(extensions, state):
+    with loader_exits_as_data_errors(), opened(extensions, state):
         while not state.is_last:
             make_step(state, extensions)
 
@@ -49,18 +46,9 @@ def make_step(state: LoopState, extensions: Sequence[Extension]) -> None:
 
 @contextmanager
 def opened(extensions: Sequence[Extension], state: LoopState) -> Iterator[None]:
-    """Within, the extensions are open. They are closed in reverse order, also after an error."""
-
-    def close(
-        extension: Extension,
-        error_type: Optional[type[BaseException]],
-        error: Optional[BaseException],
-        traceback: Optional[TracebackType],
-    ) -> None:
-        extension.close(state, error)
-
+    """Open the extensions, and close them in reverse order at the end, also after an error."""
     with ExitStack() as stack:
         for extension in extensions:
             extension.open(state)
-            stack.push(partial(close, extension))
+            stack.push(lambda _type, error, _traceback, extension=extension: extension.close(state, error))
         yield

@@ -1,7 +1,7 @@
 """The precision of a step under `--fp8-schedule`, and the state of delayed scaling around a step.
 
-Nothing is rebuilt when the precision changes: weights, optimizer and the state of recipes (delayed scaling's scales,
-counts of random draws) stay where they are, and steps in high precision ignore that state. So every checkpoint has it.
+Nothing is rebuilt when the precision changes. Weights, optimizer and recipe state (scales of delayed scaling, counters
+of stochastic rounding) stay in place. Steps in high precision ignore the recipe state, and every checkpoint has it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from megafp8.quantization.delayed_scaling import DelayedState
 
 @contextmanager
 def high_precision(config: TransformerConfig, chunks: list[Any]) -> Iterator[None]:
-    """Within, no GEMM is quantized. megatron-core asks its configuration in each forward pass; linears with a recipe of
-    their own, and emulated ones, heed `is_quantizing`."""
+    """Quantize no GEMM within the context.
+
+    megatron-core reads its configuration in each forward pass. Emulated linears, and those with a recipe of their own,
+    read `is_quantizing`.
+    """
     linears = [module for chunk in chunks for module in chunk.modules() if hasattr(module, "is_quantizing")]
     formats = config.fp8, config.fp4
     config.fp8 = config.fp4 = None
@@ -34,17 +37,16 @@ def high_precision(config: TransformerConfig, chunks: list[Any]) -> Iterator[Non
             linear.is_quantizing = True
 
 
-class DelayedMemory:
-    """Amax histories and scales of this rank's layers, saved and restored around a step or a validation.
+class DelayedScalingSnapshot:
+    """A copy of the amax histories and scales of this rank's layers, restored after a skipped update or a validation.
 
-    A step whose update is skipped has entered its amaxes in histories and scales by the time that it is found out. An
-    infinite amax keeps a scale as it is for as long as the history is; one that is finite and far too large is worse,
-    since everything rounds to zero meanwhile. Forward passes of a validation enter amaxes in Transformer Engine's
-    layers. The copy is one operation over a few small tensors a layer.
+    When a step turns out to be bad, its amaxes are already in the amax history. An infinite amax would freeze the scale
+    for the length of the history, and one that is finite but too large would round tensors to zero. In Transformer
+    Engine's layers the forward passes of a validation record amaxes, too. The copy takes one `_foreach_copy_`.
 
     Args:
         chunks: the model.
-        implementation: of its layers.
+        implementation: the layers in use, see `Run`.
     """
 
     def __init__(self, chunks: list[Any], implementation: str):
@@ -54,29 +56,30 @@ class DelayedMemory:
         self._is_complete = False
 
     @torch.no_grad()
-    def remember(self) -> None:
-        """Before a step or a validation."""
+    def save(self) -> None:
+        """Copy the state, before a step or a validation."""
         if not self._is_complete:
-            self._find()
+            self._find_tensors()
         if self._tensors:
             torch._foreach_copy_(self._copies, self._tensors)
 
     @torch.no_grad()
     def restore(self) -> None:
-        """After it: undo what it entered."""
+        """Write the copy back."""
         if self._tensors:
             torch._foreach_copy_(self._tensors, self._copies)
 
-    def _find(self) -> None:
-        """Transformer Engine's layers have their tensors from their first passes on: search until no more come."""
-        found = [tensor for chunk in self.chunks for tensor in delayed_state(chunk, self.implementation)]
-        is_awaited = any(awaits_attention(chunk, self.implementation) for chunk in self.chunks)
-        self._is_complete = len(found) == len(self._tensors) > 0 and not is_awaited
+    def _find_tensors(self) -> None:
+        """Collect the tensors. Transformer Engine's layers create theirs in the first forward and backward pass, so
+        that the search is repeated until it finds no more."""
+        found = [tensor for chunk in self.chunks for tensor in delayed_scaling_tensors(chunk, self.implementation)]
+        is_stable = len(found) == len(self._tensors) > 0
+        self._is_complete = is_stable and not lacks_attention_scales(self.chunks, self.implementation)
         self._tensors, self._copies = found, [torch.empty_like(tensor) for tensor in found]
 
 
-def delayed_state(chunk: Any, implementation: str) -> list[Tensor]:
-    """The amax histories and scales of a chunk: the tensors themselves."""
+def delayed_scaling_tensors(chunk: Any, implementation: str) -> list[Tensor]:
+    """The amax histories and scales of a model chunk, not copied."""
     if implementation == "transformer_engine":
         from megafp8.te import layers  # needs Transformer Engine
 
@@ -85,10 +88,10 @@ def delayed_state(chunk: Any, implementation: str) -> list[Tensor]:
     return [tensor for state in states for tensor in (state.amax_history, state.quant_scale)]
 
 
-def awaits_attention(chunk: Any, implementation: str) -> bool:
-    """Whether a chunk will have scales of attention and has none yet."""
+def lacks_attention_scales(chunks: list[Any], implementation: str) -> bool:
+    """Whether layers with FP8 attention have no scales of attention yet."""
     if implementation != "transformer_engine":
         return False
     from megafp8.te import layers  # needs Transformer Engine
 
-    return layers.lacks_scales_of_attention(chunk)
+    return any(layers.lacks_scales_of_attention(chunk) for chunk in chunks)

@@ -1,4 +1,4 @@
-"""Pretraining from start to end: a checked configuration becomes a run on this process's device, which is trained."""
+"""Pretraining: builds the run of a checked command line, trains it, and handles errors that end it."""
 
 from __future__ import annotations
 
@@ -16,49 +16,49 @@ from typing import Optional, Union
 from megafp8.checkpoint.progress import Progress
 from megafp8.config import derived, settings
 from megafp8.config.schema import RunConfig
-from megafp8.device.collective_errors import call_on_all_ranks, on_rank_0
-from megafp8.device.platform import detect_platform, join_ranks, leave_ranks, rank, world_size
+from megafp8.device.collective_errors import call_on_all_ranks, call_on_rank_0
+from megafp8.device.platform import detect_platform, init_distributed, rank, shutdown_distributed, world_size
 from megafp8.errors import INTERNAL, CheckpointError, Megafp8Error, PeerLost, RunFolderInUse
 from megafp8.metrics.records import EventRecord
 from megafp8.metrics.sinks import Sinks, build_sinks
 from megafp8.planning.micro_batch import is_auto
 from megafp8.resilience import fault_injection
-from megafp8.resilience.run_lock import LOCK_FILE, RunLock, take_lock
-from megafp8.resilience.run_state import Journal, finished_state, first_state
-from megafp8.resilience.watchdog import Guard, Phases
+from megafp8.resilience.run_lock import LOCK_FILE, RunLock, acquire_run_lock
+from megafp8.resilience.run_state import RunStateWriter, finished_state, first_state
+from megafp8.resilience.watchdog import PhaseClock, Watchdog
 from megafp8.training.checks import Checked
 from megafp8.training.evaluation import record_evaluation, validate
 from megafp8.training.extension import LoopState
 from megafp8.training.extensions import build_extensions
-from megafp8.training.extensions.checkpoints import check_folders
+from megafp8.training.extensions.checkpoints import check_checkpoint_folders
 from megafp8.training.loop import train_steps
 from megafp8.training.micro_batch_search.search import choose_micro_batch
-from megafp8.training.resume import check_nothing_newer, resume, saves_where_it_loads
+from megafp8.training.resume import check_no_newer_checkpoint, resume, resumes_own_run
 from megafp8.training.run import Run, run_folder
 from megafp8.training.run_record import describe_threads, describe_update, recipe_lines, run_record
-from megafp8.training.setup import assemble
-from megafp8.training.signals import stopped_by_signals
+from megafp8.training.setup import build_training_run
+from megafp8.training.signals import record_stop_signals
 from megafp8.utils.best_effort import optional_write, reason_of
 from megafp8.utils.files import atomic_write
-from megafp8.utils.process import Process, this_process
+from megafp8.utils.process import Process, current_process
 
-# torchrun's, before it kills; also Slurm's.
-USUAL_GRACE_S = "30"
-# After a communication error, for the system to say that a process is gone.
+# Between a stop signal and a kill, by default of torchrun and of Slurm.
+DEFAULT_GRACE_S = "30"
+# After a communication error, until the system reports a process as ended.
 PEER_WAIT_S = 2.0
-# Communicators of ranks that are gone may never close.
-LEAVE_S = 60.0
+# Closing communicators may hang if a rank is gone.
+SHUTDOWN_TIMEOUT_S = 60.0
 
 
 def run_training(checked: Checked) -> int:
-    """Train from start to end, or until something ends it; all ranks call it.
+    """Build the run and train it; all ranks call it.
 
     Returns:
-        The exit status: 0, or 75 when a signal ended the run.
+        The exit status: 0, or 75 if a signal ended the run.
     """
     config = checked.invocation.config
     if config.logging.logging_level is not None:
-        # Without a handler of its own the root logger shows warnings and worse only, whatever its level.
+        # The root logger needs a handler: without one it prints warnings and errors only, whatever its level.
         logging.basicConfig(level=config.logging.logging_level, force=True)
     if rank() == 0:
         for notice in checked.notices:
@@ -67,47 +67,46 @@ def run_training(checked: Checked) -> int:
             print(line, flush=True)
     platform = detect_platform(config.parallel.distributed_backend)
     with guarded(config) as guard:
-        join_ranks(platform, config.parallel)
+        init_distributed(platform, config.parallel)
         claim_run(config, guard)
-        choices = {}
+        details = {}
         if is_auto(config):
-            config, choices["micro-batch size"] = choose_micro_batch(config, platform, checked.implementation, guard)
-        if not guard.stop_agreed:  # a signal may have ended the search for a size
-            run = dataclasses.replace(assemble(config, platform, checked.implementation), guard=guard)
-            train(run, choices | describe_threads(run))
+            config, details["micro-batch size"] = choose_micro_batch(config, platform, checked.implementation, guard)
+        if not guard.stop_agreed:  # a signal may have ended the search for a micro-batch size
+            run = dataclasses.replace(build_training_run(config, platform, checked.implementation), guard=guard)
+            train(run, details | describe_threads(run))
             if run.graph is not None:
-                run.graph.forget()  # NCCL ends a communicator only when no graph is left that uses it
+                run.graph.reset()  # NCCL cannot destroy a communicator that a CUDA graph uses
         guard.finish()
-    faulthandler.dump_traceback_later(LEAVE_S, exit=True)
-    leave_ranks()
+    faulthandler.dump_traceback_later(SHUTDOWN_TIMEOUT_S, exit=True)
+    shutdown_distributed()
     faulthandler.cancel_dump_traceback_later()
     return guard.exit_status
 
 
-def train(run: Run, choices: Optional[dict[str, str]] = None) -> Progress:
-    """Train to the end of the run, or to the first reason to stop; all ranks call it.
+def train(run: Run, details: Optional[dict[str, str]] = None) -> Progress:
+    """Resume the run if there is a checkpoint, and train until it is complete or has to stop; all ranks call it.
 
     Args:
-        choices: what was chosen before, for the record: details by name.
+        details: of the setup, by name; they are recorded as events.
 
     Returns:
-        How far the run came.
+        The progress at the end.
     """
     started = time.monotonic()
     fault_injection.point("run.start")
     run.guard.enter("load")
     if not run.config.training.skip_train:
-        check_folders(run)
+        check_checkpoint_folders(run)
     progress, notes = resume(run)
     if not run.config.training.skip_train:
-        check_nothing_newer(run, progress.step)
-    run.guard.resumed(progress.step, saves_where_it_loads(run.config))
+        check_no_newer_checkpoint(run, progress.step)
+    run.guard.resumed(progress.step, resumes_own_run(run.config))
     total_steps = derived.train_iters(run.config, run.place.world_size)
     with open_sinks(run, total_steps) as sinks:
         sinks.write(run_record(run, progress.step or None))
-        for note in notes:
-            sinks.write(EventRecord(step=progress.step, name="checkpoint", detail=note))
-        for name, detail in ((choices or {}) | describe_update(run)).items():
+        events = [("checkpoint", note) for note in notes]
+        for name, detail in [*events, *((details or {}) | describe_update(run)).items()]:
             sinks.write(EventRecord(step=progress.step, name=name, detail=detail))
         if not run.config.training.skip_train:
             state = LoopState(run, sinks, progress, total_steps, started)
@@ -118,7 +117,7 @@ def train(run: Run, choices: Optional[dict[str, str]] = None) -> Progress:
 
 
 def open_sinks(run: Run, total_steps: int) -> Sinks:
-    """Where records go: rank 0 writes them, and the resolved configuration beside them."""
+    """The sinks of the records, which only rank 0 writes. Rank 0 also saves the resolved configuration."""
     if run.place.rank != 0:
         return Sinks(())
     folder = run_folder(run.config)
@@ -130,27 +129,27 @@ def open_sinks(run: Run, total_steps: int) -> Sinks:
 
 
 def evaluate_at_end(run: Run, sinks: Sinks, progress: Progress, total_steps: int) -> None:
-    """After the last step: validation and, if there is such data, the test."""
+    """Evaluate on validation and test data after the last step, or under `--skip-train`."""
     if progress.step < total_steps and not run.config.training.skip_train:
         return
     if not (validate(run, sinks, progress) and record_evaluation(run, sinks, progress, "test", run.datasets[2])):
-        stopped_by_signals(run.guard)
+        record_stop_signals(run.guard)
 
 
-# ---- the guard and the run's folder ----------------------------------------------------------------------------------
+# ---- watchdog, errors and run folder ---------------------------------------------------------------------------------
 
 
 @contextmanager
-def guarded(config: RunConfig) -> Iterator[Guard]:
-    """A guard for as long as the run lasts; an error that ends the run is recorded in the run's state."""
+def guarded(config: RunConfig) -> Iterator[Watchdog]:
+    """Run the watchdog within the context. An error that ends the run is recorded in the run state."""
     guard = build_guard(config)
     guard.start()
     try:
         yield guard
     except BaseException as raised:
-        error = explained(raised, guard)
-        if guard.journal is not None:
-            record_failure(error, guard.rank, guard.journal)
+        error = explain_lost_peer(raised, guard)
+        if guard.run_state is not None:
+            record_failure(error, guard.rank, guard.run_state)
         clear_frames(raised)
         if error is raised:
             raise
@@ -161,90 +160,92 @@ def guarded(config: RunConfig) -> Iterator[Guard]:
             guard.lock.release()
 
 
-def record_failure(error: BaseException, rank: int, journal: Journal) -> None:
-    """Record that the run failed; but one that was done stays done where this start was refused."""
+def record_failure(error: BaseException, rank: int, journal: RunStateWriter) -> None:
+    """Record that the run failed. A completed run stays completed if this start of it was refused."""
     is_refusal = isinstance(error, Megafp8Error) and not isinstance(error, PeerLost)
     if is_refusal and journal.finished is not None:
-        journal.take_back()
+        journal.restore_finished()
         return
     status = error.exit_status if isinstance(error, Megafp8Error) else INTERNAL
     journal.end("failed", f"rank {rank}: {type(error).__name__}: {error}", status)
 
 
 def clear_frames(error: BaseException | None) -> None:
-    """Clear the variables of the functions that an error went through: loader processes live as long as these do."""
+    """Clear the local variables in the traceback of an error, since they keep loader processes alive."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
-def explained(error: BaseException, guard: Guard) -> BaseException:
-    """The error to report: a communication error often means that a peer died."""
+def explain_lost_peer(error: BaseException, guard: Watchdog) -> BaseException:
+    """The error to report: a lost peer instead of the communication error that it caused, else the error itself."""
     link: BaseException | None = error
     while link is not None and not isinstance(link, (RuntimeError, PeerLost)):
         link = link.__cause__ or link.__context__
-    lost = None if link is None else guard.lost_peer(PEER_WAIT_S)
+    lost = None if link is None else guard.find_lost_peer(PEER_WAIT_S)
     if lost is None:
         return error
     return PeerLost(f"{lost}, so rank {guard.rank} ends too. Its own output says why, unless it was killed")
 
 
-def build_guard(config: RunConfig) -> Guard:
-    """The guard of this rank, not yet started."""
+def build_guard(config: RunConfig) -> Watchdog:
+    """The watchdog of this rank, not yet started."""
     training = config.training
     grace_s = training.exit_signal_grace_s
     if grace_s is None:
-        grace_s = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", USUAL_GRACE_S))
-    phases = Phases(training.step_timeout_s, training.checkpoint_timeout_s)
-    return Guard(phases, rank=rank(), grace_s=grace_s, takes_signals=training.exit_signal_handler)
+        grace_s = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", DEFAULT_GRACE_S))
+    phases = PhaseClock(training.step_timeout_s, training.checkpoint_timeout_s)
+    return Watchdog(phases, rank=rank(), grace_s=grace_s, handles_signals=training.exit_signal_handler)
 
 
-def claim_run(config: RunConfig, guard: Guard) -> None:
-    """Lock the run's folder, and give the guard what it watches; all ranks call it, once they have met.
+def claim_run(config: RunConfig, guard: Watchdog) -> None:
+    """Lock the run folder, open the run state, and attach them and the local peers to the watchdog.
+
+    All ranks call it, after torch.distributed is initialized.
 
     Raises:
-        RunFolderInUse: on all ranks: another run writes there.
+        RunFolderInUse: on all ranks: another run writes to the folder.
     """
     folder, lock, journal = run_folder(config), None, None
     if folder is not None:
-        answer = on_rank_0(lambda: lock_or_refusal(folder))
-        if isinstance(answer, str):
-            raise RunFolderInUse(answer)
-        lock = answer if rank() == 0 else None
+        lock_or_error = call_on_rank_0(lambda: try_lock(folder))
+        if isinstance(lock_or_error, str):
+            raise RunFolderInUse(lock_or_error)
+        lock = lock_or_error if rank() == 0 else None
         if lock is not None and lock.taken_over:
             print(f"notice: {lock.taken_over}", flush=True)
         last_step = derived.train_iters(config, world_size())
-        finished, state = on_rank_0(lambda: (finished_state(folder), first_state(folder, world_size(), last_step)))
-        journal = Journal(folder, state, is_writer=rank() == 0, finished=finished)
+        finished, state = call_on_rank_0(lambda: (finished_state(folder), first_state(folder, world_size(), last_step)))
+        journal = RunStateWriter(folder, state, is_writer=rank() == 0, finished=finished)
         journal.begin()
-    guard.attach(journal, lock, peers_here())
+    guard.attach(journal, lock, local_peers())
     if journal is not None:
         check_crashes(journal, config.training.max_crashes)
 
 
-def check_crashes(journal: Journal, most: int) -> None:
-    """Stop a run that crashes again and again without saving anything.
+def check_crashes(journal: RunStateWriter, max_crashes: int) -> None:
+    """Refuse to start a run that crashed repeatedly without saving. The count is reset for the next start.
 
     Raises:
-        CheckpointError: on all ranks. The next start counts from zero.
+        CheckpointError: on all ranks.
     """
     crashes = journal.state.crashes
-    if most and crashes >= most:
-        journal.note(crashes=0)
+    if max_crashes and crashes >= max_crashes:
+        journal.update(crashes=0)
         raise CheckpointError(
             f"--save {journal.folder}: the last {crashes} starts of this run crashed before they saved anything "
-            f"(--max-crashes {most}). Their output says why; a start after this one counts anew"
+            f"(--max-crashes {max_crashes}). Their output says why; the count restarts with the next start"
         )
 
 
-def lock_or_refusal(folder: Path) -> Union[RunLock, str]:
-    """The lock of a run's folder, or why it cannot be had.
+def try_lock(folder: Path) -> Union[RunLock, str]:
+    """The lock of the run folder, or why another run holds it.
 
     Raises:
-        CheckpointError: nothing can be written there.
+        CheckpointError: the lock file cannot be written.
     """
     try:
-        return take_lock(folder)
+        return acquire_run_lock(folder)
     except RunFolderInUse as error:
         return str(error)
     except OSError as error:
@@ -252,9 +253,9 @@ def lock_or_refusal(folder: Path) -> Union[RunLock, str]:
         raise CheckpointError(text) from error
 
 
-def peers_here() -> dict[int, Process]:
-    """The other ranks on this machine; all ranks call it."""
-    me = this_process()
+def local_peers() -> dict[int, Process]:
+    """The processes of the other ranks on this machine, by rank; all ranks call it."""
+    me = current_process()
     return {
         number: process
         for number, process in enumerate(call_on_all_ranks(lambda: me))

@@ -1,4 +1,4 @@
-"""A run of this process: its settings, and everything that was built from them."""
+"""The run of this process: its configuration and everything that was built from it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Optional
 
-import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megafp8.checkpoint.directory import NON_PERSISTENT
-from megafp8.checkpoint.progress import Trainee
+from megafp8.checkpoint.progress import TrainingState
 from megafp8.config import derived
 from megafp8.config.precision_options import is_quantized_at
 from megafp8.config.schema import RunConfig
-from megafp8.data.sample_hash import SampleChain
+from megafp8.data.sample_hash import SampleHashChain
 from megafp8.data.tokenizers.build import Tokenizer
 from megafp8.device.platform import Platform
 from megafp8.mcore.process_groups import RankPosition
@@ -25,28 +24,29 @@ from megafp8.metrics.timers import StepTimer
 from megafp8.optimizer.gradient_checks import NonFiniteGradientMonitor
 from megafp8.optimizer.gradient_communication import ParameterTraffic, WgradOverwrite
 from megafp8.optimizer.skip_update import SpikeDetector
-from megafp8.resilience.watchdog import Guard
+from megafp8.resilience.watchdog import Watchdog
 from megafp8.training.cuda_graph import StepGraph
-from megafp8.training.precision import DelayedMemory, high_precision
+from megafp8.training.precision import DelayedScalingSnapshot, high_precision
 
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that a training step needs. `trainee` holds what training changes; no attribute is replaced.
+    """Everything that a training step needs. Training changes the contents of `trainee`, but replaces no attribute.
 
     Attributes:
         implementation: the layers in use: `transformer_engine`, `emulated` or `local`.
+        place: position of this rank in the parallel layout.
         vocab_size: rows of the embedding, padded.
         datasets: train, valid, test; None where there is none.
         forward_step: megatron-core's callback that runs one microbatch.
-        first_gradient: lets the first gradients of a step overwrite their buffers; None where these are zeroed.
-        spikes: detects loss spikes; None without `--spike-policy`.
-        delayed: saves and restores the amax histories of delayed scaling; None without it.
-        watch: notes gradients that are not finite; None where that check is off, or the optimizer's norm shows it.
-        traffic: counts the bytes of parameter gathers; None where every rank updates all weights, or a graph gathers.
-        graph: the CUDA graph of forward and backward; None where kernels are launched one by one.
-        timer: measures steps; every step waits for the loss, so the device is never ahead by more than one update.
-        guard: handles signals and time limits; one that was not started does neither.
+        wgrad_overwrite: lets the first wgrad of a step overwrite its buffer; None where buffers are zeroed.
+        spike_detector: detects loss spikes; None without `--spike-policy`.
+        delayed_snapshot: saves and restores the state of delayed scaling; None without it.
+        gradient_monitor: finds non-finite local gradients; None where the check is off or the gradient norm is enough.
+        parameter_traffic: counts the bytes of parameter gathers; None without them, or inside a CUDA graph.
+        graph: the CUDA graph of forward-backward; None where kernels are launched one by one.
+        timer: measures steps. Every step waits for the loss, so the device is at most one update behind the host.
+        guard: watchdog and signal handling; a guard that was not started does nothing.
     """
 
     config: RunConfig
@@ -57,20 +57,32 @@ class Run:
     vocab_size: int
     datasets: tuple[Any, Any, Any]
     transformer_config: TransformerConfig
-    trainee: Trainee
+    trainee: TrainingState
     forward_step: Callable[..., Any]
-    first_gradient: Optional[WgradOverwrite]
-    spikes: Optional[SpikeDetector]
-    delayed: Optional[DelayedMemory]
-    watch: Optional[NonFiniteGradientMonitor]
-    traffic: Optional[ParameterTraffic]
+    wgrad_overwrite: Optional[WgradOverwrite]
+    spike_detector: Optional[SpikeDetector]
+    delayed_snapshot: Optional[DelayedScalingSnapshot]
+    gradient_monitor: Optional[NonFiniteGradientMonitor]
+    parameter_traffic: Optional[ParameterTraffic]
     graph: Optional[StepGraph]
     timer: StepTimer
-    guard: Guard = field(default_factory=Guard)
+    guard: Watchdog = field(default_factory=Watchdog)
+
+    @property
+    def seq_length(self) -> int:
+        """Tokens in one sequence."""
+        assert self.config.data.seq_length is not None
+        return self.config.data.seq_length
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Sequences in one microbatch."""
+        assert self.config.training.micro_batch_size is not None
+        return self.config.training.micro_batch_size
 
     @property
     def num_microbatches(self) -> int:
-        """Forward passes of this rank in one step."""
+        """Microbatches of this rank in one step."""
         return derived.num_microbatches(self.config, self.place.world_size)
 
     @property
@@ -79,34 +91,31 @@ class Run:
         return derived.global_batch_size(self.config, self.place.world_size)
 
     def precision_at(self, step: int) -> AbstractContextManager[None]:
-        """Within, the run computes as `--fp8-schedule` says for a step; the first is 1."""
+        """A context that computes in the precision of a step under `--fp8-schedule`. Steps count from 1."""
         if is_quantized_at(self.config.precision, max(1, step)):
             return nullcontext()
         return high_precision(self.transformer_config, self.trainee.chunks)
 
     @cached_property
-    def sample_chain(self) -> Optional[SampleChain]:
+    def sample_chain(self) -> Optional[SampleHashChain]:
         """The hash of the training samples, the same on all ranks; None without training data."""
-        dataset, config = self.datasets[0], self.config
-        if dataset is None:
-            return None
-        assert config.data.seq_length is not None
-        return SampleChain(dataset, config.data.seq_length, config.training.seed)
+        dataset = self.datasets[0]
+        return None if dataset is None else SampleHashChain(dataset, self.seq_length, self.config.training.seed)
 
 
 def run_folder(config: RunConfig) -> Optional[Path]:
-    """Where the run keeps its records and checkpoints."""
+    """The folder of the run's records and checkpoints (`--save`), if it has one."""
     return Path(config.checkpoint.save) if config.checkpoint.save else None
 
 
 def non_persistent_folder(config: RunConfig) -> Optional[Path]:
-    """Where the run keeps the newest of its checkpoints of the second kind; None if it writes none."""
+    """The folder of the run's non-persistent checkpoints; None if it writes none."""
     checkpoint = config.checkpoint
     if checkpoint.save is None or checkpoint.non_persistent_save_interval is None:
         return None
     return Path(checkpoint.non_persistent_global_ckpt_dir or Path(checkpoint.save) / NON_PERSISTENT)
 
 
-def to_device_sum(reports: list[dict[str, torch.Tensor]]) -> Optional[torch.Tensor]:
-    """(loss sum, tokens) over the microbatches of a step; None on a rank that sees no loss."""
-    return torch.stack([report["loss"] for report in reports]).sum(0) if reports else None
+def checkpoint_folders(config: RunConfig) -> list[Path]:
+    """The folders to which the run writes checkpoints: persistent, then non-persistent ones."""
+    return [folder for folder in (run_folder(config), non_persistent_folder(config)) if folder is not None]

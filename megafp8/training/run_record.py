@@ -1,9 +1,10 @@
-"""What a run is, as its first record: configuration, layout, arithmetic, device and versions."""
+"""The run record, the first of a run: configuration, layout, arithmetic, device and versions."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import platform as python_platform
+from contextlib import suppress
 from typing import Optional
 
 import torch
@@ -23,7 +24,7 @@ LIBRARIES = ("torch", "megatron-core", "transformer-engine", "numpy", "sentencep
 
 
 def describe_arithmetic(precision: PrecisionConfig, implementation: str) -> str:
-    """The linears' arithmetic in a few words, for tables and legends: `fp8 hybrid tensorwise, emulated, on bf16`."""
+    """The arithmetic of the linears in short, for tables and legends: `fp8 hybrid tensorwise, emulated, on bf16`."""
     dtype, recipe = derived.params_dtype(precision), derived.quantization_recipe(precision)
     if not precision_map.is_quantized(precision):
         return dtype
@@ -37,15 +38,14 @@ def describe_arithmetic(precision: PrecisionConfig, implementation: str) -> str:
 
 
 def recipe_lines(config: RunConfig, implementation: str) -> list[str]:
-    """The resolved recipe for the start of a run, a line for each GEMM of a linear, or a table where linears differ;
-    none in high precision."""
+    """The resolved recipe as console lines: one per GEMM, or a table where linears differ; none in high precision."""
     precision = config.precision
     if not precision_map.is_quantized(precision):
         return []
     rows, arithmetic = resolve_precision_map(config), describe_arithmetic(precision, implementation)
     others = ["  weights are kept and gathered as codes and scales"] if precision.fp8_param_gather else []
     others += ["  attention's two products are in FP8 as well"] if precision.fp8_dot_product_attention else []
-    if are_mixed(rows, precision):
+    if has_mixed_recipes(rows, precision):
         table = [f"  {line}" for line in format_recipes(rows, precision).splitlines()]
         return [f"recipes: {arithmetic}", *table, *others]
     row = rows[0]
@@ -53,15 +53,15 @@ def recipe_lines(config: RunConfig, implementation: str) -> list[str]:
     return [f"recipe of layers {row.layers}: {arithmetic}", *gemms, *others]
 
 
-def are_mixed(rows: list[GemmPrecision], precision: PrecisionConfig) -> bool:
-    """Is there a map, or do the layers' linears differ without one, as with --first-last-layers-bf16?"""
+def has_mixed_recipes(rows: list[GemmPrecision], precision: PrecisionConfig) -> bool:
+    """Whether linears have different recipes, by a precision map or by a flag such as `--first-last-layers-bf16`."""
     return bool(precision.precision_map) or len({row.chosen for row in rows if row.linear != OUTPUT_LAYER}) > 1
 
 
 def mapped_recipes(config: RunConfig) -> dict[str, str]:
-    """The recipes of the linears where they differ, for the record: `linear_fc2 of layers 0-3`, in words."""
+    """The recipe of each linear where they differ, for the record, by name: `linear_fc2 of layers 0-3`."""
     rows = resolve_precision_map(config)
-    if not are_mixed(rows, config.precision):
+    if not has_mixed_recipes(rows, config.precision):
         return {}
     return {
         row.linear if row.layers == "-" else f"{row.linear} of layers {row.layers}": str(row.chosen) for row in rows
@@ -69,7 +69,7 @@ def mapped_recipes(config: RunConfig) -> dict[str, str]:
 
 
 def matmul_dtype(precision: PrecisionConfig, implementation: str) -> str:
-    """The dtype whose peak the linears could reach: FP8 and FP4 only where such units do the work."""
+    """The dtype whose peak FLOP/s the linears could reach; emulated FP8 and FP4 run in the dtype of the parameters."""
     families = {recipe.family for recipe in derived.used_recipes(precision)}
     if families and implementation == "transformer_engine":
         return "fp4" if "fp4" in families else "fp8"
@@ -77,13 +77,11 @@ def matmul_dtype(precision: PrecisionConfig, implementation: str) -> str:
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of what does the arithmetic."""
+    """Versions of the libraries that affect the arithmetic."""
     versions = {"megafp8": megafp8.__version__, "python": python_platform.python_version()}
     for name in LIBRARIES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions
 
 
@@ -101,12 +99,11 @@ def layout_sizes(run: Run) -> dict[str, int]:
 
 def model_flops_per_token(run: Run) -> float:
     """Model FLOPs of one token, forward and backward."""
-    assert run.config.data.seq_length is not None
-    return model_shapes.flops_per_token(run.config.model, run.vocab_size, run.config.data.seq_length)
+    return model_shapes.flops_per_token(run.config.model, run.vocab_size, run.seq_length)
 
 
 def describe_threads(run: Run) -> dict[str, str]:
-    """Where a rank has fewer CPU threads than its work could use, and nobody gave --num-threads; nothing on a GPU."""
+    """A note if a rank has fewer CPU threads than it could use and `--num-threads` is not given; empty on a GPU."""
     threads, useful = torch.get_num_threads(), min(cores_per_rank(), derived.useful_threads(run.config))
     if run.platform.kind != "cpu" or run.config.training.num_threads is not None or threads >= useful:
         return {}
@@ -117,7 +114,7 @@ def describe_threads(run: Run) -> dict[str, str]:
 
 
 def describe_update(run: Run) -> dict[str, str]:
-    """How weights are updated and gathered, in words; what is the same on every machine is left out."""
+    """How weights are updated and gathered, where that depends on the machine or the layout."""
     found = {}
     on_cuda = run.platform.kind == "cuda"
     if on_cuda:
@@ -129,7 +126,7 @@ def describe_update(run: Run) -> dict[str, str]:
 
 
 def describe_gather(run: Run) -> str:
-    """Bytes that this rank's weights have when they are gathered over the data-parallel ranks, a step, by format."""
+    """Size of this rank's weights that are gathered over the data-parallel ranks in each step, by format."""
     sizes: dict[str, int] = {}
     for chunk in run.trainee.chunks:
         for buffer in chunk.buffers:

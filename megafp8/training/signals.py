@@ -1,4 +1,4 @@
-"""Signals that end a run: the ranks agree on them, always at the same place."""
+"""Stop signals: all ranks agree on them, so that they stop at the same step."""
 
 from __future__ import annotations
 
@@ -9,28 +9,30 @@ import torch
 import torch.distributed as dist
 
 from megafp8.device.collective_errors import call_on_all_ranks
-from megafp8.resilience.watchdog import Guard
+from megafp8.resilience.watchdog import Watchdog
 from megafp8.training.run import Run
 
 
-def is_asked_to_stop(run: Run) -> bool:
-    """Whether a signal asked any rank to stop. For places outside of a step, whose totals tell it without this
-    all-reduce; all ranks call it."""
-    if run.guard.takes_signals and not run.guard.stop_agreed:
-        run.guard.agree(any_rank(run, bool(run.guard.asked)))
+def is_stop_requested(run: Run) -> bool:
+    """Whether any rank got a stop signal; all ranks call it, outside of a step.
+
+    Within a step the reduction of its totals exchanges the same, without this all-reduce.
+    """
+    if run.guard.handles_signals and not run.guard.stop_agreed:
+        run.guard.agree_to_stop(any_rank(run, bool(run.guard.received_signal)))
     return run.guard.stop_agreed
 
 
 def any_rank(run: Run, mine: bool) -> bool:
-    """Whether something holds on any rank; all ranks call it."""
+    """Logical OR over all ranks, which all call it."""
     flag = torch.tensor(float(mine), device=run.platform.device)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return bool(flag > 0)
 
 
-def stopped_by_signals(guard: Guard) -> str:
-    """Note that signals end the run; which came to which ranks, in words. All ranks call it."""
-    asked = call_on_all_ranks(lambda: guard.asked)
+def record_stop_signals(guard: Watchdog) -> str:
+    """Record in the guard that signals end the run, and return which ranks got which signals. All ranks call it."""
+    asked = call_on_all_ranks(lambda: guard.received_signal)
     counts = Counter(number for number in asked if number)
     reason = ", ".join(
         f"{signal.Signals(number).name} to " + (f"rank {asked.index(number)}" if count == 1 else f"{count} ranks")

@@ -1,51 +1,43 @@
-"""One optimizer step: forward-backward over the microbatches, the check for bad numbers, the update."""
+"""A training step: forward-backward over the microbatches, the check for bad steps, and the optimizer's update."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Optional, Union
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
-from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
 from megafp8.checkpoint.progress import Progress
-from megafp8.mcore.process_groups import gather_in_next_pass
-from megafp8.models.emulated_layers import weights_unchanged
+from megafp8.mcore.process_groups import reset_param_gather
+from megafp8.models.emulated_layers import cached_weight_codes
 from megafp8.optimizer.fused_adam import FusedAdamOptimizer
-from megafp8.optimizer.gradient_checks import StepTotals, agree, bad_ranks, local_bad_gradients
-from megafp8.optimizer.schedules import can_fall, current_learning_rate, current_loss_scale
+from megafp8.optimizer.gradient_checks import StepTotals
+from megafp8.optimizer.schedules import can_lower_loss_scale, current_learning_rate, current_loss_scale
 from megafp8.optimizer.skip_update import SkipUpdateOptimizer
-from megafp8.quantization.fp8_parameter import QuantizedParameter
 from megafp8.resilience import fault_injection
-from megafp8.training.bad_steps import BadNumbers, SpikeCheck, check_may_skip, not_finite, samples_of_rank
-from megafp8.training.run import Run, to_device_sum
+from megafp8.training import bad_steps
+from megafp8.training.run import Run
 
 Batches = Optional[Iterator[dict[str, Tensor]]]
-
-SUM_OVERFLOWS = "gradients overflow when those of all ranks are added up"
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step reports, the same on all ranks.
+    """The result of a step, the same on all ranks but for `param_gather_bytes`.
 
     Attributes:
         loss: mean over the tokens of the global batch, before the update.
-        grad_norm: global norm before clipping; None where numbers were not finite.
-        learning_rate: the one that the update used.
-        is_skipped: the weights were left as they are.
-        finding: why; None where a loss scale that can fall met an overflow, which is no bad number.
-        loss_scale: what the loss was multiplied by; None without a loss scale.
-        param_gather_bytes: what this rank got from others of updated weights while the step ran; None where nothing is
-            gathered, or a graph gathers.
+        grad_norm: global norm before clipping; None after non-finite values.
+        learning_rate: of the update.
+        is_skipped: no update was made.
+        bad_step: why it was skipped; None where a dynamic loss scale overflowed, which is no bad step.
+        loss_scale: factor of the loss; None without a loss scale.
+        param_gather_bytes: bytes of updated weights that this rank received during the step; None where nothing is
+            gathered, or inside a CUDA graph.
     """
 
     loss: float
@@ -53,7 +45,7 @@ class StepResult:
     learning_rate: float
     num_zeros_in_grad: Optional[int]
     is_skipped: bool
-    finding: Optional[BadNumbers]
+    bad_step: Optional[bad_steps.BadStep]
     loss_scale: Optional[float]
     param_gather_bytes: Optional[int]
 
@@ -68,77 +60,83 @@ def train_step(
     """Train on one global batch.
 
     Args:
-        batches: this rank's microbatches, None on a pipeline stage that needs none.
+        batches: this rank's microbatches, None on a pipeline stage that reads none.
         progress: before the step.
-        before_update: called between the reduction of the gradients and the update, if there is one.
-        is_eager: do not replay a CUDA graph, which would call no hooks.
+        before_update: called after the gradients are reduced, before the update; not if the step is bad.
+        is_eager: do not replay the CUDA graph, since a replay calls no hooks.
 
     Raises:
-        NumericsError: the update must not be made and may not be skipped; on all ranks, with the weights as they were.
+        NumericsError: on all ranks: the step is bad and may not be skipped. The weights are unchanged.
     """
     trainee = run.trainee
     fault_injection.point("step.begin", step=progress.step + 1)
     clear_gradients(run)
-    if run.watch is not None:
-        run.watch.reset()
-    if run.delayed is not None and run.config.training.max_skipped_steps:
-        run.delayed.remember()
-    in_one_pass = isinstance(trainee.optimizer, FusedAdamOptimizer)
+    if run.gradient_monitor is not None:
+        run.gradient_monitor.reset()
+    if run.delayed_snapshot is not None and run.config.training.max_skipped_steps:
+        run.delayed_snapshot.save()
     with run.timer.span("forward-backward"), run.precision_at(progress.step + 1):
         reports = forward_backward_or_replay(run, batches, is_eager)
-        squared_norm = trainee.optimizer.squared_norm() if in_one_pass else None
+        is_fused = isinstance(trainee.optimizer, FusedAdamOptimizer)
+        squared_norm = trainee.optimizer.squared_norm() if is_fused else None
         fault_injection.point("step.after_backward")
-        totals, finding = check_step(run, to_device_sum(reports), progress, squared_norm)
+        totals, bad_step = bad_steps.reduce_step_totals(run, sum_losses(reports), progress, squared_norm)
 
     learning_rate, loss_scale = current_learning_rate(trainee.optimizer), current_loss_scale(trainee.optimizer)
     is_updated, grad_norm, num_zeros = False, None, None
-    if finding is None:
+    if bad_step is None:
         fault_injection.point("step.before_update")
         trainee.wait_for_copies()
         before_update(totals)
         with run.timer.span("optimizer"):
-            is_updated, grad_norm, num_zeros, finding = update(run, progress, totals)
+            is_updated, grad_norm, num_zeros, bad_step = update(run, progress, totals)
         fault_injection.poison("step.weights", next(trainee.chunks[0].parameters()))
         fault_injection.point("step.after_update")
     if is_updated:
         trainee.schedule.step(increment=run.global_batch_size)
-    if finding is not None:
-        check_may_skip(run, progress, finding)
-        if run.delayed is not None:
-            run.delayed.restore()
-    # megatron-core counts in FP32, so that ranks can add up.
+    if bad_step is not None:
+        bad_steps.check_may_skip(run, progress, bad_step)
+        if run.delayed_snapshot is not None:
+            run.delayed_snapshot.restore()
+    # megatron-core counts zeros in FP32, to reduce them over the ranks.
     num_zeros = None if num_zeros is None else int(num_zeros)
-    gathered = None if run.traffic is None else run.traffic.take()
-    return StepResult(totals.loss, grad_norm, learning_rate, num_zeros, not is_updated, finding, loss_scale, gathered)
+    gathered = None if run.parameter_traffic is None else run.parameter_traffic.take()
+    return StepResult(totals.loss, grad_norm, learning_rate, num_zeros, not is_updated, bad_step, loss_scale, gathered)
 
 
 def update(
     run: Run, progress: Progress, totals: StepTotals
-) -> tuple[bool, Optional[float], Optional[float], Optional[BadNumbers]]:
-    """Let the optimizer change the weights, unless loss or gradient norm spike.
+) -> tuple[bool, Optional[float], Optional[float], Optional[bad_steps.BadStep]]:
+    """Update the weights, unless loss or gradient norm spike.
 
     Returns:
-        Whether it did, the norm before clipping, the zeros in the gradients if that is asked for, and what was wrong.
+        Whether the weights were updated, the norm before clipping, the number of zeros in the gradients if the run
+        logs it, and why the update was skipped.
     """
-    optimizer, check = run.trainee.optimizer, SpikeCheck(run, progress, totals.loss)
+    optimizer = run.trainee.optimizer
+    bad_step: Optional[bad_steps.BadStep] = None
     if isinstance(optimizer, FusedAdamOptimizer):
-        # The norm was waited for together with the loss.
-        if not check.allows(totals.grad_norm):
-            return False, totals.grad_norm, None, check.finding
-        return *optimizer.step(totals.grad_norm), None
-    may_overflow = not run.config.training.check_for_nan_in_loss_and_grad or can_fall(optimizer)
+        # Its norm was reduced together with the loss.
+        bad_step = bad_steps.find_spike(run, progress, totals.loss, totals.grad_norm)
+        return (False, totals.grad_norm, None, bad_step) if bad_step else (*optimizer.step(totals.grad_norm), None)
+
+    def is_allowed(grad_norm: float) -> bool:
+        nonlocal bad_step
+        bad_step = bad_steps.find_spike(run, progress, totals.loss, grad_norm)
+        return bad_step is None
+
+    may_overflow = not run.config.training.check_for_nan_in_loss_and_grad or can_lower_loss_scale(optimizer)
     can_skip = isinstance(optimizer, SkipUpdateOptimizer)
-    is_updated, grad_norm, num_zeros = optimizer.step(check.allows) if can_skip else optimizer.step()
-    finding = check.finding
-    if not is_updated and finding is None and not may_overflow:
-        finding = not_finite(run, progress, [SUM_OVERFLOWS])
-    return is_updated, grad_norm, num_zeros, finding
+    is_updated, grad_norm, num_zeros = optimizer.step(is_allowed) if can_skip else optimizer.step()
+    if not is_updated and bad_step is None and not may_overflow:
+        bad_step = bad_steps.non_finite_step(run, progress, [bad_steps.SUM_OVERFLOWS])
+    return is_updated, grad_norm, num_zeros, bad_step
 
 
 def clear_gradients(run: Run) -> None:
-    """Clear the gradients, and be ready to sum and reduce new ones."""
-    if run.first_gradient is not None:
-        run.first_gradient.start()
+    """Reset the gradient buffers for the next step."""
+    if run.wgrad_overwrite is not None:
+        run.wgrad_overwrite.start()
     else:
         for chunk in run.trainee.chunks:
             chunk.zero_grad_buffer()
@@ -146,11 +144,11 @@ def clear_gradients(run: Run) -> None:
 
 
 def forward_backward_or_replay(run: Run, batches: Batches, is_eager: bool = False) -> list[dict[str, Tensor]]:
-    """Forward-backward of a step, as a CUDA graph where the run has one and the step may use it."""
+    """Forward-backward of a step, replayed from a CUDA graph where the run has one and the step may use it."""
 
     def eager(batches: Batches) -> list[dict[str, Tensor]]:
         if run.graph is not None:
-            gather_in_next_pass(run.trainee.chunks)
+            reset_param_gather(run.trainee.chunks)
         return forward_backward(run, batches, run.num_microbatches, forward_only=False)
 
     if run.graph is None or batches is None or is_eager:
@@ -159,79 +157,36 @@ def forward_backward_or_replay(run: Run, batches: Batches, is_eager: bool = Fals
 
 
 def forward_backward(run: Run, batches: Batches, num_microbatches: int, forward_only: bool) -> list[dict[str, Tensor]]:
-    """megatron-core's schedule for the layout; the reports of the loss, on the last stage."""
+    """Run megatron-core's pipeline schedule; returns the reports of the losses on the last stage, else none."""
     chunks = run.trainee.chunks
     schedule = get_forward_backward_func()
-    # Emulated layers then quantize each weight once for all microbatches. For others the search is not worth its time.
-    with weights_unchanged(chunks) if run.implementation == "emulated" else nullcontext():
+    # Emulated layers then quantize each weight once for all microbatches.
+    with cached_weight_codes(chunks) if run.implementation == "emulated" else nullcontext():
         return schedule(
             forward_step_func=run.forward_step,
             data_iterator=batches_of_chunks(run, batches),
             model=chunks,
             num_microbatches=num_microbatches,
-            seq_length=run.config.data.seq_length,
-            micro_batch_size=run.config.training.micro_batch_size,
+            seq_length=run.seq_length,
+            micro_batch_size=run.micro_batch_size,
             forward_only=forward_only,
         )
 
 
 def batches_of_chunks(run: Run, batches: Batches) -> Union[Batches, list[Batches]]:
-    """Who takes from the batches: with the interleaved schedule the model's first chunk and its last one only.
+    """The data iterators of the model chunks, as megatron-core's schedule takes them.
 
-    A chunk between them that took batches too would take them from the others.
+    Under the interleaved schedule only the first chunk of the model and its last one read batches.
     """
     num_chunks, place = len(run.trainee.chunks), run.place
     if num_chunks == 1:
         return batches
-    takers = {0} if place.is_first_stage else set()
+    readers = {0} if place.is_first_stage else set()
     if place.is_last_stage:
-        takers.add(num_chunks - 1)
-    return [batches if chunk in takers else None for chunk in range(num_chunks)]
+        readers.add(num_chunks - 1)
+    return [batches if chunk in readers else None for chunk in range(num_chunks)]
 
 
-def check_step(
-    run: Run, local_loss: Optional[Tensor], progress: Progress, squared_norm: Optional[Tensor] = None
-) -> tuple[StepTotals, Optional[BadNumbers]]:
-    """Agree over all ranks on the loss, and on whether all numbers are finite.
-
-    Args:
-        progress: before the step.
-        squared_norm: of the gradients that this rank updates with; None where the optimizer takes the norm itself.
-    """
-    device = run.platform.device
-    mine = local_loss if run.place.reports_loss else None
-    if mine is not None:
-        fault_injection.poison("step.loss", mine[:1])
-    bad = torch.zeros((), device=device) if run.watch is None else run.watch.bad
-    if run.watch is None and squared_norm is not None:
-        bad = (~torch.isfinite(squared_norm)).float()
-    totals = agree(mine, bad, device, squared_norm, bool(run.guard.asked))
-    run.guard.agree(totals.num_asked_ranks)
-    if not totals.num_bad_ranks or not run.config.training.check_for_nan_in_loss_and_grad:
-        return totals, None
-    if math.isfinite(totals.loss_sum) and can_fall(run.trainee.optimizer):
-        return totals, None  # the optimizer will find the overflow, leave out the update and lower the scale
-    is_of_sums = run.watch is None and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
-    own = local_bad_gradients(run.trainee.chunks) if is_of_sums else None
-    ranks = bad_ranks(mine, bool(bad > 0), run.trainee.chunks, samples_of_rank(run, progress), own)
-    return totals, not_finite(run, progress, ranks)
-
-
-def params_norm(run: Run) -> float:
-    """L2 norm of all weights of the model, over all ranks; of FP8 weights, that of what they are quantized from."""
-    weights = [
-        parameter
-        for chunk in run.trainee.chunks
-        for parameter in chunk.parameters()
-        if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
-    ]
-    complete = [weight.detach().float() for weight in weights if not isinstance(weight, QuantizedParameter)]
-    norm = get_grad_norm_fp32(complete, grad_stats_parallel_group=parallel_state.get_model_parallel_group())
-    if not (run.implementation == "emulated" and run.config.precision.fp8_param_gather):
-        return norm
-    quantized = [weight for weight in weights if isinstance(weight, QuantizedParameter)]
-    # The ranks that have parts of the master weights are those that have parts of the gradients.
-    group = run.trainee.optimizer.get_grad_stats_parallel_group()
-    masters = [(weight.main_param, weight.dtype) for weight in quantized if weight.main_param is not None]
-    parts = [part.detach().to(dtype).float() for part, dtype in masters]
-    return math.hypot(norm, get_grad_norm_fp32(parts, grad_stats_parallel_group=group))
+def sum_losses(reports: list[dict[str, Tensor]]) -> Optional[Tensor]:
+    """(loss sum, tokens) over the microbatches of a step; None on a rank without reports."""
+    return torch.stack([report["loss"] for report in reports]).sum(0) if reports else None

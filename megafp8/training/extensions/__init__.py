@@ -1,4 +1,4 @@
-"""The extensions of the training loop, a module each, and their order."""
+"""The extensions of the training loop, one module each, and the order in which the loop calls them."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from megafp8.training.extensions.validation import Validation
 
 
 def build_extensions() -> list[Extension]:
-    """The extensions of a run, in the order in which the loop calls them. A new one gets its line here."""
+    """The extensions of a run, in the order of the calls. A new extension gets its line here."""
     checkpoints = Checkpoints()
     return [
         PrecisionSchedule(),
-        AmaxCalibration(),  # a change of precision may need scales
-        StepRecords(),  # a step's record comes before all others of the step
+        AmaxCalibration(),  # after a change of precision, which may need scales
+        StepRecords(),  # the step record is the first of a step
         QuantizationStatistics(),
-        Heartbeat(),  # the step is done before anything that may hang
-        Stragglers(),  # the last before the step: what other extensions do is not a rank's own time
+        Heartbeat(),  # ends the step phase before anything else that may hang
+        Stragglers(),  # the last before the step: other extensions are not part of the local step time
         AsyncSaves(checkpoints),
         ReplicaCheck(),  # before anything is saved
-        AttentionReport(),  # slow attention is refused before the first validation and save
+        AttentionReport(),  # refuses slow attention before the first validation and save
         Profiler(),
-        Validation(),  # it agrees on signals
-        StopConditions(),  # the last save ignores the interval
+        Validation(),  # agrees on stop signals
+        StopConditions(),  # before checkpoints: the last save ignores the interval
         Rollback(checkpoints),
         checkpoints,
-        GarbageCollection(),  # last, at the same step on all ranks
+        GarbageCollection(),  # last: nothing after it may allocate much
     ]

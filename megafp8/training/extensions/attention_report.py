@@ -1,4 +1,4 @@
-"""Which attention kernels ran, known after the first step."""
+"""Report of the attention kernels that ran, after the first step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class AttentionReport(Extension):
 
 
 def report_attention(run: Run, sinks: Sinks, step: int) -> None:
-    """Record the attention kernels that ran, and refuse slow ones that were not asked for.
+    """Record the attention kernels that ran, and refuse a fallback to slow ones.
 
     Raises:
         CapabilityError: Transformer Engine fell back to unfused attention, or from FP8 to BF16.

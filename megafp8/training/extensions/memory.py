@@ -1,4 +1,4 @@
-"""Memory between steps: Python's garbage (`--manual-gc`) and the allocator's cache (`--empty-unused-memory-level`)."""
+"""Memory between steps: garbage collection (`--manual-gc`) and the cache of CUDA's allocator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from megafp8.training.step import StepResult
 
 
 class GarbageCollection(Extension):
-    """With `--manual-gc`, collects on all ranks at the same step, so that no rank waits for another's collection."""
+    """Collects garbage on all ranks at the same step (`--manual-gc`), so that ranks do not wait for each other.
+
+    Also empties the allocator's cache after every step (`--empty-unused-memory-level 2`).
+    """
 
     def open(self, state: LoopState) -> None:
         if state.run.config.training.manual_gc:

@@ -1,4 +1,4 @@
-"""`--profile`: torch's profiler over a few steps, written as a trace that Chrome and Perfetto open."""
+"""`--profile`: torch.profiler over a few steps, written as a trace for Chrome or Perfetto."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megafp8.utils.best_effort import optional_write
 
 
 class Profiler(Extension):
-    """Profiles the steps that flags name, counted from the start of this process."""
+    """Profiles steps `--profile-step-start` to `--profile-step-end`, counted from the start of this process."""
 
     profile: Optional[torch.profiler.profile] = None
 
@@ -34,10 +34,7 @@ class Profiler(Extension):
 
 
 def build_profile(run: Run) -> torch.profiler.profile:
-    """The profiler of this rank.
-
-    The trace goes to `profile/rank<N>.json` in the run's folder (in the working folder without one).
-    """
+    """The profiler of this rank; it writes `profile/rank<N>.json` in the run's folder or the working folder."""
     logging = run.config.logging
     target = (run_folder(run.config) or Path(".")) / "profile" / f"rank{run.place.rank}.json"
     schedule = torch.profiler.schedule(

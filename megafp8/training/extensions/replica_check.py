@@ -1,22 +1,21 @@
-"""Weights that several ranks hold copies of, compared bit by bit.
+"""Replica check: weights that several ranks hold are compared bit by bit.
 
-Data-parallel ranks (context-parallel ones too) hold the same weights, and tensor-parallel ranks the same norms, biases
-and positions. Nothing in training compares them: a rank whose memory or arithmetic went wrong once continues with other
-weights, and every gradient is an average over different models. Here each rank hashes what it holds on its device, the
-hashes of all ranks travel in one gather, and every rank sees which one differs. Only then is the tensor searched for.
+Data- and context-parallel ranks hold the same weights, tensor-parallel ranks the same norms, biases and positions.
+Nothing else in training compares them: after a hardware error a rank continues with other weights, and gradients are
+averaged over different models. Here each rank hashes its weights on its device, one collective gathers the hashes, and
+all ranks see which rank differs. Only then is the first tensor that differs searched for.
 
-A hash of a tensor's bits, taken on its device, that the order of a sum does not change.
-
-A tensor's bytes are words of 32 bits w_0, w_1, ..., the last one filled with zeros. Modulo 2^64,
+The hash does not depend on the order of summation. The bytes of a tensor, padded with zeros, are 32-bit words w. Modulo
+2^64,
 
     hash = sum over blocks b of  n_b * sum over i of  m_i * w_(b * BLOCK + i)
 
-with odd, random multipliers m and n of 64 bits that every rank has alike. Integers wrap and never round, so the value
-is exact whatever the order of the sums. A change of any one word changes it for certain, since an odd multiplier takes
-no number but 0 to 0; several changes cancel by chance only, once in 2^32 or less. (Words as wide as the sum would not
-do: multiplied by any odd number, the highest bit is the highest bit, and the signs of two numbers would cancel.)
+with odd, random 64-bit multipliers m and n that are the same on all ranks. Integers wrap and do not round, so that the
+sum is exact. A change of one word always changes the hash, since an odd multiplier is invertible; several changes
+cancel with a probability of at most 2^-32. Words are narrower than the sum because the highest bit of a 64-bit word
+times any odd number is unchanged, and flipped signs of two words would cancel.
 
-It costs one read of the tensor. Products are made block by block in one buffer that stays in a GPU's cache.
+The hash reads a tensor once. Products are computed block by block, in a buffer that fits a GPU's cache.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from megatron.core import parallel_state
 from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 
-from megafp8.checkpoint.save import sync_parameters
+from megafp8.checkpoint.save import finish_param_gather
 from megafp8.device.collective_errors import call_on_all_ranks
 from megafp8.errors import NumericsError
 from megafp8.metrics.records import EventRecord
@@ -44,15 +43,15 @@ from megafp8.training.run import Run
 from megafp8.training.step import StepResult
 
 DATA, TENSOR = "data-parallel", "tensor-parallel"
-Hashes = list[tuple[str, bool, int]]  # name of a copy, whether tensor-parallel ranks have it, hash
+TensorHashes = list[tuple[str, bool, int]]  # name, whether tensor-parallel ranks have it, hash
 
 
 @dataclass(frozen=True)
 class Replica:
-    """A tensor that other ranks have too.
+    """A tensor that other ranks hold as well.
 
     Attributes:
-        is_on_tensor_ranks: the tensor-parallel ranks have it as well as the data-parallel ones.
+        is_on_tensor_ranks: held by the tensor-parallel ranks as well as by the data-parallel ones.
     """
 
     name: str
@@ -65,9 +64,9 @@ class RankHashes:
     """The combined hashes of one rank's replicas.
 
     Attributes:
-        pipeline, tensor, data: where it stands; data counts context-parallel ranks too.
-        complete: hash of all of them.
-        shared: of those that tensor-parallel ranks have too.
+        pipeline, tensor, data: position of the rank; data includes context-parallel ranks.
+        complete: hash of all replicas.
+        shared: hash of those that tensor-parallel ranks hold as well.
     """
 
     rank: int
@@ -79,28 +78,28 @@ class RankHashes:
 
 
 @dataclass(frozen=True)
-class Disagreement:
-    """Copies that differ within a group of ranks.
+class ReplicaMismatch:
+    """A group of ranks whose replicas differ.
 
     Attributes:
-        kind: of the group, DATA or TENSOR.
+        kind: DATA or TENSOR.
         ranks: of the group.
-        odd: those that differ from the most; all where no value has a majority.
+        outliers: ranks that differ from the majority; all of them without a majority.
     """
 
     kind: str
     ranks: tuple[int, ...]
-    odd: tuple[int, ...]
+    outliers: tuple[int, ...]
 
 
 class ReplicaCheck(Extension):
-    """Stops a run, before anything is saved, where ranks that hold the same weights differ."""
+    """Stops a run, before anything is saved, if replicas differ."""
 
     def after_step(self, state: LoopState, result: StepResult) -> None:
         """Compare at `--check-weight-hash-across-dp-replicas-interval`.
 
         Raises:
-            NumericsError: they differ.
+            NumericsError: replicas differ.
         """
         interval = state.run.config.training.check_weight_hash_across_dp_replicas_interval
         if not is_multiple(state.step, interval):
@@ -113,38 +112,44 @@ class ReplicaCheck(Extension):
 
 
 def check_replicas(run: Run, step: int) -> None:
-    """Compare the copies of all ranks; all ranks call it.
+    """Compare the replicas of all ranks; all ranks call it.
 
     Raises:
-        NumericsError: on all ranks: some differ.
+        NumericsError: on all ranks: replicas differ.
     """
-    sync_parameters(run.config, run.trainee)
+    finish_param_gather(run.config, run.trainee)
     copies, hasher = replicas_of(run), BitHash(run.platform.device)
     hashes = hasher.of_all([copy.tensor for copy in copies])
-    found = disagreements(gather_hashes(run, copies, hashes, hasher))
+    found = find_mismatches(gather_hashes(run, copies, hashes, hasher))
     if found:
         by_rank = hashes_by_rank(copies, hashes)
-        lines = "\n".join(f"  {describe(each, by_rank)}" for each in found)
+        lines = "\n".join(f"  {describe_mismatch(each, by_rank)}" for each in found)
         raise NumericsError(
             f"step {step}: ranks that hold the same weights differ "
             f"(--check-weight-hash-across-dp-replicas-interval):\n{lines}\n"
-            "mend: resume from the last checkpoint; a rank that is named again has a faulty device, and "
+            "fix: resume from the last checkpoint; a rank that is named again has a faulty device, and "
             "--deterministic-mode excludes kernels that add in changing order"
         )
 
 
 def replicas_of(run: Run) -> list[Replica]:
-    """Everything of this rank that other ranks should have bit by bit: weights, with FP8 their codes and scales, master
-    weights that are not sharded, and scales of delayed scaling that are reduced over the data-parallel ranks."""
+    """Everything on this rank that other ranks should hold bitwise the same.
+
+    That is weights (of FP8 weights codes and scales), master weights that are not sharded, and the state of delayed
+    scaling that is reduced over the data-parallel ranks.
+    """
     copies = []
-    with_masters = not run.config.parallel.use_distributed_optimizer
+    has_full_masters = not run.config.parallel.use_distributed_optimizer
     for number, chunk in enumerate(run.trainee.chunks):
         place = f"chunk {number} " if len(run.trainee.chunks) > 1 else ""
         for name, parameter in chunk.module.named_parameters():
-            name, is_shared = place + name.removeprefix("module."), not is_split_over_tensor_ranks(parameter)
-            copies += [Replica(name + part, tensor, is_shared) for part, tensor in stored(parameter)]
+            name, is_shared = (
+                place + name.removeprefix("module."),
+                not getattr(parameter, "tensor_model_parallel", False),
+            )
+            copies += [Replica(name + part, tensor, is_shared) for part, tensor in stored_tensors(parameter)]
             master = getattr(parameter, "main_param", None)
-            if with_masters and master is not None:
+            if has_full_masters and master is not None:
                 copies.append(Replica(f"master weight of {name}", master, is_shared))
         for name, module in chunk.module.named_modules():
             if isinstance(module, DelayedState) and module.options.is_reduced_over_data:
@@ -153,14 +158,11 @@ def replicas_of(run: Run) -> list[Replica]:
     return copies
 
 
-def is_split_over_tensor_ranks(parameter: Tensor) -> bool:
-    """Whether each tensor-parallel rank has a part of its own."""
-    return getattr(parameter, "tensor_model_parallel", False)
+def stored_tensors(parameter: Any) -> list[tuple[str, Tensor]]:
+    """The tensors of a weight to compare, with suffixes for its name.
 
-
-def stored(parameter: Any) -> list[tuple[str, Tensor]]:
-    """What a weight is in memory. Of Transformer Engine's FP8 weights, the numbers that they stand for in FP32: their
-    scales are padded with whatever was there."""
+    Transformer Engine's FP8 weights are dequantized to FP32, since their scales have uninitialized padding.
+    """
     if isinstance(parameter, QuantizedParameter):
         return [(" (codes)", parameter.codes.raw), (" (scales)", parameter.codes.dequant_scale)]
     if is_float8tensor(parameter):
@@ -169,22 +171,18 @@ def stored(parameter: Any) -> list[tuple[str, Tensor]]:
 
 
 def gather_hashes(run: Run, copies: Sequence[Replica], hashes: Tensor, hasher: BitHash) -> list[RankHashes]:
-    """The combined hashes of all ranks, by one gather of a few bytes."""
+    """The combined hashes of all ranks, by one all-gather of a few bytes."""
     is_shared = torch.tensor([copy.is_on_tensor_ranks for copy in copies], dtype=torch.bool, device=hashes.device)
-    place = (
-        run.place.pipeline_rank, run.place.tensor_rank,
-        parallel_state.get_data_parallel_rank(with_context_parallel=True),
-    )  # fmt: skip
-    mine = torch.stack(
-        [*torch.tensor(place, device=hashes.device), hasher.combined(hashes), hasher.combined(hashes * is_shared)]
-    )
-    rows = mine.new_empty(dist.get_world_size() * len(mine))
-    dist.all_gather_into_tensor(rows, mine)
-    return [RankHashes(rank, *values) for rank, values in enumerate(rows.view(-1, len(mine)).tolist())]
+    data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    position = torch.tensor([run.place.pipeline_rank, run.place.tensor_rank, data_rank], device=hashes.device)
+    local = torch.stack([*position, hasher.combined(hashes), hasher.combined(hashes * is_shared)])
+    rows = local.new_empty(dist.get_world_size() * len(local))
+    dist.all_gather_into_tensor(rows, local)
+    return [RankHashes(rank, *values) for rank, values in enumerate(rows.view(-1, len(local)).tolist())]
 
 
-def disagreements(rows: Sequence[RankHashes]) -> list[Disagreement]:
-    """The groups of ranks that should have the same hash and have not."""
+def find_mismatches(rows: Sequence[RankHashes]) -> list[ReplicaMismatch]:
+    """The groups of ranks that should have the same hash and do not."""
     found = []
     for kind, place, value in (
         (DATA, lambda row: (row.pipeline, row.tensor), lambda row: row.complete),
@@ -197,33 +195,33 @@ def disagreements(rows: Sequence[RankHashes]) -> list[Disagreement]:
             (most, count), *_ = Counter(map(value, group)).most_common()
             if count < len(group):
                 has_majority = 2 * count > len(group)
-                odd = tuple(row.rank for row in group if not has_majority or value(row) != most)
-                found.append(Disagreement(kind, tuple(row.rank for row in group), odd))
+                outliers = tuple(row.rank for row in group if not has_majority or value(row) != most)
+                found.append(ReplicaMismatch(kind, tuple(row.rank for row in group), outliers))
     return found
 
 
-def hashes_by_rank(copies: Sequence[Replica], hashes: Tensor) -> list[Hashes]:
-    """The hash of each copy, by rank."""
-    mine = [(copy.name, copy.is_on_tensor_ranks, value) for copy, value in zip(copies, hashes.tolist(), strict=True)]
-    return call_on_all_ranks(lambda: mine)
+def hashes_by_rank(copies: Sequence[Replica], hashes: Tensor) -> list[TensorHashes]:
+    """The hash of each replica, by rank."""
+    local = [(copy.name, copy.is_on_tensor_ranks, value) for copy, value in zip(copies, hashes.tolist(), strict=True)]
+    return call_on_all_ranks(lambda: local)
 
 
-def describe(found: Disagreement, by_rank: Sequence[Hashes]) -> str:
-    """One line: which ranks, and the first tensor that differs among them."""
+def describe_mismatch(found: ReplicaMismatch, by_rank: Sequence[TensorHashes]) -> str:
+    """One line: the ranks that differ, and the first tensor in which they do."""
     of_group = zip(*(by_rank[rank] for rank in found.ranks), strict=True)
     first = next(
         same[0][0]
         for same in of_group
         if (found.kind == DATA or same[0][1]) and len({value for _, _, value in same}) > 1
     )
-    others = [rank for rank in found.ranks if rank not in found.odd]
-    odd = f"rank{'s' if len(found.odd) > 1 else ''} {', '.join(map(str, found.odd))}"
-    text = f"{odd} unlike {', '.join(map(str, others))}" if others else f"{odd}, of which none has a majority"
+    others = [rank for rank in found.ranks if rank not in found.outliers]
+    outliers = f"rank{'s' if len(found.outliers) > 1 else ''} {', '.join(map(str, found.outliers))}"
+    text = f"{outliers} unlike {', '.join(map(str, others))}" if others else f"{outliers}, of which none has a majority"
     return f"{found.kind}: {text}; first tensor: {first}"
 
 
 BLOCK = 1 << 20
-MOST_BLOCKS = MOST_TENSORS = 1 << 16
+MAX_BLOCKS = MAX_TENSORS = 1 << 16
 SEED = 20_261_120
 WORD_BYTES = 4
 
@@ -236,24 +234,26 @@ class BitHash:
 
     @cached_property
     def multipliers(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the words of a block, of the blocks of a tensor, and of tensors: int64, odd.
+        """Multipliers of the words of a block, of the blocks of a tensor, and of tensors: int64, odd.
 
-        They are drawn on the CPU, where a seed gives the same numbers everywhere.
+        They are drawn on the CPU, where a seed gives the same numbers on every machine.
         """
-        sizes = [BLOCK, MOST_BLOCKS, MOST_TENSORS]
+        sizes = [BLOCK, MAX_BLOCKS, MAX_TENSORS]
         drawn = torch.empty(sum(sizes), dtype=torch.int64)
         drawn.random_(-(1 << 63), None, generator=torch.Generator().manual_seed(SEED))
         return (drawn | 1).to(self.device).split(sizes)
 
     @torch.no_grad()
     def of(self, tensor: Tensor) -> Tensor:
-        """The hash of one tensor, int64 scalar on the device; its type and shape do not enter."""
+        """The hash of the bytes of a tensor, whatever its dtype and shape: an int64 scalar on the device."""
         of_words, of_blocks, _ = self.multipliers
-        return weighed(torch.stack([weighed(block, of_words) for block in words(tensor).split(BLOCK)]), of_blocks)
+        return weighted_sum(
+            torch.stack([weighted_sum(block, of_words) for block in words(tensor).split(BLOCK)]), of_blocks
+        )
 
     @torch.no_grad()
     def of_all(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The hashes of several, int64 [tensors]."""
+        """The hashes of several tensors, int64 [tensors]."""
         if not tensors:
             return torch.zeros(0, dtype=torch.int64, device=self.device)
         return torch.stack([self.of(tensor) for tensor in tensors])
@@ -261,17 +261,17 @@ class BitHash:
     @torch.no_grad()
     def combined(self, hashes: Tensor) -> Tensor:
         """One hash of the hashes of several tensors, int64 scalar."""
-        return weighed(hashes, self.multipliers[2])
+        return weighted_sum(hashes, self.multipliers[2])
 
 
-def weighed(numbers: Tensor, multipliers: Tensor) -> Tensor:
+def weighted_sum(numbers: Tensor, multipliers: Tensor) -> Tensor:
     """The sum of numbers times their multipliers, int64 scalar."""
     assert len(numbers) <= len(multipliers), (len(numbers), len(multipliers))
     return (numbers * multipliers[: len(numbers)]).sum()
 
 
 def words(tensor: Tensor) -> Tensor:
-    """A tensor's bits, int32 [ceil(bytes / 4)]: a view of it, or a copy where its memory does not divide."""
+    """The bytes of a tensor as int32 [ceil(bytes / 4)]: a view if its memory is aligned, else a copy."""
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     if flat.data_ptr() % WORD_BYTES or len(flat) % WORD_BYTES:
         flat = torch.nn.functional.pad(flat, (0, -len(flat) % WORD_BYTES))

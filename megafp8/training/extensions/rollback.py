@@ -1,8 +1,9 @@
-"""Rollback to a checkpoint when loss or gradients spike, and past the batches that led there.
+"""Rollback to an earlier checkpoint after a bad step (`--spike-policy rollback`).
 
-As in PaLM's training: restart from a checkpoint well before the spike, and leave out some hundred batches, those before
-and during the spike among them. The batches that are left out count as steps without an update, so that the run still
-ends at its step, with its data, and its schedule is behind by so many steps.
+The run restarts from a checkpoint well before the spike and skips the batches before and during it, as PaLM's training
+did (Chowdhery et al., arXiv:2204.02311, section 5.1). Skipped batches count as steps without an update: the run ends at
+the same step with the same data, and its learning-rate schedule lags by the number of skipped steps.
+`training/bad_steps.py` decides whether a rollback is allowed.
 """
 
 from __future__ import annotations
@@ -10,35 +11,35 @@ from __future__ import annotations
 import dataclasses
 from typing import Optional
 
-from megafp8.checkpoint.directory import choose_to_go_back, retire_newer
 from megafp8.checkpoint.load import load_checkpoint
-from megafp8.checkpoint.progress import ROLLBACK, Progress, SkippedSamples
-from megafp8.checkpoint.save import sync_parameters
-from megafp8.config.schema import RunConfig
+from megafp8.checkpoint.progress import Progress
+from megafp8.checkpoint.resume_point import choose_rollback_checkpoint, retire_newer
+from megafp8.checkpoint.save import finish_param_gather
 from megafp8.data.loader import describe_samples
 from megafp8.errors import NumericsError
 from megafp8.metrics.records import EventRecord
 from megafp8.metrics.sinks import Sinks
+from megafp8.training.bad_steps import is_rollback_allowed, progress_after_rollback
 from megafp8.training.extension import Extension, LoopState
 from megafp8.training.extensions.checkpoints import Checkpoints
-from megafp8.training.run import Run, non_persistent_folder, run_folder
+from megafp8.training.run import Run, checkpoint_folders
 from megafp8.training.run_record import run_record
 
 
 class Rollback(Extension):
-    """Returns to a checkpoint after bad numbers where `--spike-policy rollback` asks for it."""
+    """Rolls back after a bad step, and records at the end which samples updated no weights."""
 
     def __init__(self, checkpoints: Checkpoints):
         self.checkpoints = checkpoints
 
     def recover(self, state: LoopState, error: NumericsError) -> bool:
-        """Roll back, and save at once, so that a run that is stopped now resumes from there.
+        """Roll back, and save at once, so that a restart resumes from the new position.
 
         Raises:
             NumericsError: there is no checkpoint to return to.
         """
         run, saver = state.run, self.checkpoints.saver
-        if not may_roll_back(run, state.progress):
+        if not is_rollback_allowed(run, state.progress):
             return False
         saver.finish(is_last=False)
         run.guard.enter("rollback", state.step + 1)
@@ -48,66 +49,50 @@ class Rollback(Extension):
         return True
 
     def close(self, state: LoopState, error: Optional[BaseException]) -> None:
-        """Record the samples that changed no weight, by rollbacks and by skipped updates."""
+        """Record the samples skipped by rollbacks and by skipped updates."""
         if error is None and (summary := state.progress.history.summary()):
             state.sinks.write(EventRecord(step=state.step, name="skipped", detail=summary))
 
 
-def may_roll_back(run: Run, progress: Progress) -> bool:
-    """Whether a run that cannot make its next step may roll back."""
-    training = run.config.training
-    return training.spike_policy == "rollback" and progress.history.num_rollbacks < training.max_rollbacks
-
-
 def roll_back(run: Run, sinks: Sinks, progress: Progress, total_steps: int, error: NumericsError) -> Progress:
-    """Load a checkpoint into the run and skip batches; all ranks call it.
+    """Load an earlier checkpoint into the run and skip batches; all ranks call it, while no save is under way.
 
     Args:
-        progress: before the step that failed; no checkpoint is being written.
-        error: what was wrong with the step.
+        progress: before the step that failed.
+        error: of that step.
 
     Returns:
-        Where the run continues.
+        The progress from which the run continues.
 
     Raises:
         NumericsError: there is no checkpoint to return to.
         CheckpointError: it cannot be loaded.
     """
     training, step = run.config.training, progress.step + 1
-    folders = [folder for folder in (run_folder(run.config), non_persistent_folder(run.config)) if folder]
-    sync_parameters(run.config, run.trainee)
+    folders = checkpoint_folders(run.config)
+    finish_param_gather(run.config, run.trainee)
     with_hashes = run.config.checkpoint.ckpt_verify == "hash"
-    chosen = choose_to_go_back(*folders, step=step - training.spike_rollback_steps, with_hashes=with_hashes)
+    chosen = choose_rollback_checkpoint(*folders, step=step - training.spike_rollback_steps, with_hashes=with_hashes)
     if chosen is None:
         raise NumericsError(
-            f"{error}\n--spike-policy rollback: {folders[0]} holds no whole checkpoint yet; lower --save-interval"
+            f"{error}\n--spike-policy rollback: {folders[0]} holds no complete checkpoint yet; lower --save-interval"
         ) from error
     if run.graph is not None:
-        run.graph.forget()
-    loaded = load_checkpoint(chosen.path, loading_all(run.config), run.trainee).progress
+        run.graph.reset()
+    # The run's own checkpoint is loaded completely, whatever flags the run started with.
+    checkpoint = dataclasses.replace(run.config.checkpoint, no_load_optim=False, no_load_rng=False)
+    config = dataclasses.replace(run.config, checkpoint=checkpoint)
+    loaded = load_checkpoint(chosen.path, config, run.trainee).progress
     notes = (*chosen.notes, *(note for folder in folders for note in retire_newer(folder, chosen.step)))
     num_batches = min(max(training.spike_skip_batches, step - chosen.step), total_steps - chosen.step)
-    first = loaded.consumed_samples
-    end = first + num_batches * run.global_batch_size
-    history = dataclasses.replace(
-        loaded.history,
-        skipped=(*loaded.history.skipped, SkippedSamples(first, end, step, ROLLBACK)),
-        num_in_row=0,
-        num_rollbacks=progress.history.num_rollbacks + 1,
-    )
+    resumed = progress_after_rollback(run, progress, loaded, num_batches)
     sinks.write(run_record(run, chosen.step))
     cause = str(error).splitlines()[0].rstrip(":")
-    past = f"past {num_batches} batches ({describe_samples(range(first, end))})"
+    past = f"past {num_batches} batches ({describe_samples(range(loaded.consumed_samples, resumed.consumed_samples))})"
     detail = f"to {chosen.path}, {past}, because of {cause}"
     sinks.write(EventRecord(step=chosen.step, name="rolled back", detail=detail))
     for note in notes:
         sinks.write(EventRecord(step=chosen.step, name="checkpoint", detail=note))
-    if run.traffic is not None:
-        run.traffic.take()  # none of it is the next step's
-    return Progress(chosen.step + num_batches, end, history)
-
-
-def loading_all(config: RunConfig) -> RunConfig:
-    """The settings under which everything of the run's own checkpoint is loaded, whatever it first started from."""
-    checkpoint = dataclasses.replace(config.checkpoint, no_load_optim=False, no_load_rng=False)
-    return dataclasses.replace(config, checkpoint=checkpoint)
+    if run.parameter_traffic is not None:
+        run.parameter_traffic.take()  # the gather of the load does not count for the next step
+    return resumed

@@ -1,8 +1,8 @@
-"""Quantization statistics, every `--fp8-log-interval` steps; the steps between know nothing of them.
+"""Quantization statistics, collected every `--fp8-log-interval` steps. Other steps have no hooks and no cost.
 
-In a statistics step the linears show their operands (`metrics/collector.py`), the weights are compared before and after
-the update, and the gradient of the first microbatch with that of the whole batch. Every rank fills its part of one
-small table, which two reductions bring to rank 0, where it becomes a record, and findings about the run's health.
+In a statistics step observers see the operands of the linears (`metrics/collector.py`), the weights are compared before
+and after the update, and the gradient norm of the first microbatch is compared with that of the global batch. Each rank
+fills its rows of one small table. Two reductions bring it to rank 0, which writes a record and health findings.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megafp8.checkpoint.save import sync_parameters
+from megafp8.checkpoint.save import finish_param_gather
 from megafp8.config import derived
 from megafp8.config.precision_options import is_quantized_at
 from megafp8.errors import NumericsError
-from megafp8.metrics.collector import TensorObserver, collect, plan_observation
+from megafp8.metrics.collector import TensorObserver, build_statistics_plan, collect
 from megafp8.metrics.health import HealthMonitor
 from megafp8.metrics.records import QuantizationRecord, Record
 from megafp8.metrics.tensor_table import StatisticsTable
 from megafp8.optimizer.fused_adam import FusedAdamOptimizer
 from megafp8.optimizer.gradient_checks import StepTotals
 from megafp8.optimizer.schedules import current_loss_scale
-from megafp8.quantization.linear import Observer
+from megafp8.quantization.linear_plan import Observer
 from megafp8.recipes.base import Operand
 from megafp8.training.checks import machine_problems
 from megafp8.training.evaluation import build_batches
 from megafp8.training.extension import Extension, LoopState
 from megafp8.training.extensions.statistics_hooks import (
     TrackedLinear,
-    before_reduction,
     find_linears,
-    norms,
-    reduced_gradient,
+    master_values,
+    observe_reductions,
+    reduced_gradient_shard,
     signal_and_noise,
-    squared,
-    trained_values,
+    squared_norms,
+    squares,
 )
 from megafp8.training.run import Run
 from megafp8.training.step import StepResult, clear_gradients, forward_backward
 
 
 class QuantizationStatistics(Extension):
-    """Records quantization statistics and what they say about the run's health; also of a step that failed."""
+    """Records quantization statistics and health findings, of statistics steps and of a step that failed."""
 
     collector: Optional[StatisticsCollector] = None
 
@@ -68,10 +68,10 @@ class QuantizationStatistics(Extension):
         self.write_records(state, state.step)
 
     def recover(self, state: LoopState, error: NumericsError) -> bool:
-        """Find where the bad numbers come from.
+        """Record the statistics of the failed step.
 
-        If the step was no statistics step, it runs forward and backward once more, with the weights that it had (the
-        update was not made) and other random numbers for dropout.
+        If it was no statistics step, its forward-backward runs again, with the same weights, since the update was not
+        made, and other random numbers for dropout.
         """
         if self.collector is None:
             return False
@@ -86,7 +86,7 @@ class QuantizationStatistics(Extension):
         return False
 
     def close(self, state: LoopState, error: Optional[BaseException]) -> None:
-        """Record a summary of the run's health."""
+        """Record the health summary of the run."""
         if self.collector is None:
             return
         self.collector.stop()
@@ -94,49 +94,46 @@ class QuantizationStatistics(Extension):
             state.sinks.write(self.collector.health.summary(state.first_step, state.step))
 
     def write_records(self, state: LoopState, step: int) -> None:
-        """Write the statistics of a step, if they were collected."""
+        """Write the records of a step, if statistics were collected."""
         for record in self.collector.take_records(step) if self.collector is not None else ():
             state.sinks.write(record)
 
 
 class StatisticsCollector:
-    """Collects the quantization statistics of a run, step by step; all ranks call it alike."""
+    """Collects the quantization statistics of a run; all ranks call its methods together."""
 
     def __init__(self, run: Run):
-        config = run.config
+        config, world_size = run.config, run.place.world_size
         assert config.logging.fp8_log_interval is not None
-        self.config, self.trainee, self.device = config, run.trainee, run.platform.device
-        self.rank, self.interval = run.place.rank, config.logging.fp8_log_interval
-        self.num_microbatches, self.global_batch_size = run.num_microbatches, run.global_batch_size
-        self.plan = plan_observation(config)
-        self.linears = find_linears(unwrap_model(self.trainee.chunks), self.plan.recipes)
-        world_size = run.place.world_size
-        warmup_steps = derived.lr_warmup_samples(config, world_size) / self.global_batch_size
+        self.run, self.interval = run, config.logging.fp8_log_interval
+        self.plan = build_statistics_plan(config)
+        self.linears = find_linears(unwrap_model(run.trainee.chunks), self.plan.recipes)
+        warmup_steps = derived.lr_warmup_samples(config, world_size) / run.global_batch_size
         self.health = HealthMonitor(config, world_size, warmup_steps, machine_problems)
         self.current: Optional[StatisticsStep] = None
 
     def is_due(self, step: int) -> bool:
-        """Whether a step is a statistics step: at the interval, and not in high precision by the schedule."""
-        return step % self.interval == 0 and is_quantized_at(self.config.precision, step)
+        """Whether a step is a statistics step: on the interval, and quantized under `--fp8-schedule`."""
+        return step % self.interval == 0 and is_quantized_at(self.run.config.precision, step)
 
     @property
     def is_collecting(self) -> bool:
-        """Whether a step was started whose records were not taken."""
+        """Whether a statistics step was started whose records were not taken yet."""
         return self.current is not None
 
     def start(self) -> None:
-        """Collect from now on."""
+        """Start a statistics step."""
         self.current = StatisticsStep(self)
         self.current.attach()
 
     def stop(self) -> None:
-        """Collect no more from the linears; `take_records` has what they showed."""
+        """Remove the hooks from the linears. `take_records` returns what was collected."""
         if self.current is not None:
             self.current.detach()
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Within, collect if the step is a statistics step. To be used where there are no extensions."""
+        """Collect within the context if the step is a statistics step. For use without the training loop."""
         self.current = None
         if self.is_due(number):
             self.start()
@@ -146,56 +143,58 @@ class StatisticsCollector:
             self.stop()
 
     def before_update(self, totals: StepTotals) -> None:
-        """Between the backward pass and the update."""
+        """Collect gradient norms and weights, after the reduction and before the update."""
         if self.current is not None:
-            loss_scale = current_loss_scale(self.trainee.optimizer) or 1.0
+            loss_scale = current_loss_scale(self.run.trainee.optimizer) or 1.0
             self.current.before_update(totals.num_tokens, loss_scale)
 
     def take_records(self, step: int) -> list[Record]:
-        """The statistics of the step that just ended, and findings, on rank 0; nothing on other ranks, nor after other
-        steps."""
+        """The records of the step that just ended, on rank 0; none on other ranks or if it was no statistics step."""
         self.stop()
         current, self.current = self.current, None
         if current is None:
             return []
         current.after_update()
         current.table.reduce()
-        if self.rank != 0:
+        if self.run.place.rank != 0:
             return []
         current.table.to_host()
         record = current.record(step)
-        return [record, *self.health.look(record)]
+        return [record, *self.health.update(record)]
 
 
 class StatisticsStep:
     """The statistics of one step."""
 
     def __init__(self, collector: StatisticsCollector):
-        self.collector, self.plan = collector, collector.plan
-        self.table = StatisticsTable(collector.plan.rows(), collector.device)
-        self.has_masters = not collector.config.optimizer.use_precision_aware_optimizer
-        self.names = {id(linear.weight): linear.name for linear in collector.linears}
-        self.few: dict[str, Tensor] = {}
-        self.before: dict[str, Tensor] = {}
+        self.run, self.linears, self.plan = collector.run, collector.linears, collector.plan
+        self.table = StatisticsTable(self.plan.rows(), self.run.platform.device)
+        self.has_masters = not self.run.config.optimizer.use_precision_aware_optimizer
+        self.names = {id(linear.weight): linear.name for linear in self.linears}
+        self.microbatch_norms: dict[str, Tensor] = {}
+        self.weights_before: dict[str, Tensor] = {}
         self.codes_before: dict[str, Tensor] = {}
         self._reduction_hooks = ExitStack()
 
     def attach(self) -> None:
-        """Have the linears show their operands and gradients."""
-        for linear in self.collector.linears:
+        """Attach the observers to the linears and the hooks to the gradient reductions."""
+        for linear in self.linears:
             linear.attach(self.observer(linear))
-        if self.collector.num_microbatches == 1:
-            hooks = before_reduction(self.collector.trainee.chunks, self.note_gradient)
-            self._reduction_hooks.enter_context(hooks)
+        if self.run.num_microbatches == 1:
+            chunks = self.run.trainee.chunks
+            self._reduction_hooks.enter_context(observe_reductions(chunks, self.record_microbatch_norm))
 
     def detach(self) -> None:
-        """Remove the hooks; again does nothing."""
+        """Remove the hooks. May be called again."""
         self._reduction_hooks.close()
-        for linear in self.collector.linears:
+        for linear in self.linears:
             linear.detach()
 
     def observer(self, linear: TrackedLinear) -> Observer:
-        """What a linear shows its operands to. When the second microbatch's gradient comes, the first one's is in."""
+        """The observer of a linear.
+
+        When the gradient of the second microbatch arrives, the wgrad of the first one is in the buffer.
+        """
         enter = TensorObserver(self.plan, self.table, linear.name, linear.first_channel)
         num_gradients = 0
 
@@ -205,60 +204,62 @@ class StatisticsStep:
             if operand is Operand.GRAD_OUTPUT:
                 num_gradients += 1
                 if num_gradients == 2:
-                    self.note_gradient(linear.weight)
+                    self.record_microbatch_norm(linear.weight)
 
         return observe
 
-    def note_gradient(self, weight: Tensor) -> None:
-        """Remember the norm of the gradient so far, a sum over the tokens of one microbatch."""
+    def record_microbatch_norm(self, weight: Tensor) -> None:
+        """Record the norm of the gradient so far: a sum over the tokens of the first microbatch."""
         name = self.names.get(id(weight))
         if name is not None and parallel_state.get_context_parallel_world_size() == 1:
-            self.few[name] = torch.linalg.vector_norm(weight.main_grad, dtype=torch.float32)
+            self.microbatch_norms[name] = torch.linalg.vector_norm(weight.main_grad, dtype=torch.float32)
 
     # --- the update ---------------------------------------------------------------------------------------------------
 
     def before_update(self, num_tokens: float, loss_scale: float) -> None:
-        """Enter the gradients' norms, and keep the weights and their codes."""
-        collector = self.collector
-        optimizer, data_size = collector.trainee.optimizer, parallel_state.get_data_parallel_world_size()
-        tokens_of_few = num_tokens * collector.config.training.micro_batch_size / collector.global_batch_size
-        few = squared(list(self.few.values())) / ((tokens_of_few * loss_scale) ** 2 * data_size)
-        self.table.add_of_weights("few_gradient", list(self.few), few)
-        noted = [linear for linear in collector.linears if linear.name in self.few]
-        of_rank = ((linear.name, reduced_gradient(optimizer, linear.weight)) for linear in noted)
-        reduced = {name: gradient for name, gradient in of_rank if gradient is not None}
-        all = squared(norms(list(reduced.values()))) / loss_scale**2
-        if reduced and isinstance(optimizer, FusedAdamOptimizer):  # where nothing is, it is not on the factor's device
+        """Add the gradient norms to the table, and copy the weights and their codes."""
+        optimizer, data_size = self.run.trainee.optimizer, parallel_state.get_data_parallel_world_size()
+        microbatch_tokens = num_tokens * self.run.micro_batch_size / self.run.global_batch_size
+        few = squares(list(self.microbatch_norms.values())) / ((microbatch_tokens * loss_scale) ** 2 * data_size)
+        self.table.add_weight_sums("few_gradient", list(self.microbatch_norms), few)
+        shards: dict[str, Tensor] = {}
+        for linear in self.linears:
+            if linear.name in self.microbatch_norms:
+                shard = reduced_gradient_shard(optimizer, linear.weight)
+                if shard is not None:
+                    shards[linear.name] = shard
+        all = squared_norms(list(shards.values())) / loss_scale**2
+        if shards and isinstance(optimizer, FusedAdamOptimizer):  # an empty result is on the CPU
             all = all * optimizer.grad_factor.double().square()
-        self.table.add_of_weights("all_gradient", list(reduced), all)
-        for linear in collector.linears:
-            values = trained_values(linear.weight, self.has_masters)
+        self.table.add_weight_sums("all_gradient", list(shards), all)
+        for linear in self.linears:
+            values = master_values(linear.weight, self.has_masters)
             if values is not None:
-                self.before[linear.name] = values.to(torch.float32, copy=True)
+                self.weights_before[linear.name] = values.to(torch.float32, copy=True)
             codes = linear.weight_codes()
             if codes is not None:
                 self.codes_before[linear.name] = codes
 
     @torch.no_grad()
     def after_update(self) -> None:
-        """Enter what the update changed."""
-        sync_parameters(self.collector.config, self.collector.trainee)
-        before, codes_before = self.before, self.codes_before
-        linears = {linear.name: linear for linear in self.collector.linears}
+        """Add the changes of weights and codes by the update to the table."""
+        finish_param_gather(self.run.config, self.run.trainee)
+        before, codes_before = self.weights_before, self.codes_before
+        linears = {linear.name: linear for linear in self.linears}
         values = list(before.values())
-        self.table.add_of_weights("weight", list(before), squared(norms(values)))
+        self.table.add_weight_sums("weight", list(before), squared_norms(values))
         if values:
-            torch._foreach_sub_(values, [trained_values(linears[name].weight, self.has_masters) for name in before])
-        self.table.add_of_weights("update", list(before), squared(norms(values)))
+            torch._foreach_sub_(values, [master_values(linears[name].weight, self.has_masters) for name in before])
+        self.table.add_weight_sums("update", list(before), squared_norms(values))
         changed = [torch.count_nonzero(codes != linears[name].weight_codes()) for name, codes in codes_before.items()]
         if changed:
-            self.table.add_of_weights("changed", list(codes_before), torch.stack(changed).double())
-        self.table.add_of_weights("codes", list(codes_before), [codes.numel() for codes in codes_before.values()])
+            self.table.add_weight_sums("changed", list(codes_before), torch.stack(changed).double())
+        self.table.add_weight_sums("codes", list(codes_before), [codes.numel() for codes in codes_before.values()])
 
     # --- rank 0 -------------------------------------------------------------------------------------------------------
 
     def record(self, step: int) -> QuantizationRecord:
-        """The record, from the reduced table."""
+        """The record of the step, from the reduced table."""
         tensors, what_if = collect(self.plan, self.table)
         return QuantizationRecord(
             step=step,
@@ -271,13 +272,13 @@ class StatisticsStep:
         )
 
     def gradient_noise(self) -> dict[str, Optional[float]]:
-        """Signal and noise of the gradient; nothing where no smaller batch than the whole was seen."""
-        num_few, num_all = self.collector.config.training.micro_batch_size, self.collector.global_batch_size
+        """The gradient noise scale and its parts; empty if a microbatch is the whole batch."""
+        num_few, num_all = self.run.micro_batch_size, self.run.global_batch_size
         few, all = (self.table.total(self.plan.linears, field) for field in ("few_gradient", "all_gradient"))
         if not few or num_few == num_all:
             return {}
         signal, noise = signal_and_noise(few, all, num_few, num_all)
-        is_sound = signal > 0 and noise > 0  # else the variance of the estimates has its way
+        is_sound = signal > 0 and noise > 0  # not so if the variance of the estimates is too high
         return {
             "gradient_signal": signal,
             "gradient_noise": noise,

@@ -1,18 +1,17 @@
-"""The linears of a model that can be looked at, whoever computes them.
-
-What a step does to weights: how far it moves them, and how much of their gradients is noise.
+"""Hooks of the quantization statistics: observers of a linear's operands, and access to its gradient and weight.
 
 The gradient noise scale is the "simple" one of McCandlish et al., "An Empirical Model of Large-Batch Training"
-(arXiv:1812.06162), appendix A.1. The squared norm of the mean gradient over b sequences is on average
+(arXiv:1812.06162), appendix A.1. The expected squared norm of the mean gradient over b sequences is
 
     E |G_b|^2 = |G|^2 + tr(S) / b
 
-with the expected gradient G and the covariance S of one sequence's. From a small b and the whole batch B
+with the expected gradient G and the covariance S of the gradient of one sequence. From a small batch b and the global
+batch B follow the estimates
 
     |G|^2 = (B |G_B|^2 - b |G_b|^2) / (B - b)        tr(S) = (|G_b|^2 - |G_B|^2) / (1 / b - 1 / B)
 
-and the noise scale is tr(S) / |G|^2, in sequences. Both estimates have no bias, and much variance: average them over
-steps before dividing. Here b is one microbatch of a rank, averaged over the data-parallel ranks.
+and the noise scale is tr(S) / |G|^2, in sequences. Both estimates are unbiased but have a high variance: average them
+over steps before dividing. Here b is one microbatch of a rank, and |G_b|^2 is averaged over the data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -29,25 +28,26 @@ from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
-from megafp8.mcore.modules import linears_of
+from megafp8.mcore.modules import named_linears
 from megafp8.metrics.collector import is_kept_as_codes, separate_generators
 from megafp8.metrics.recipe_comparison import GEMMS
 from megafp8.models.emulated_layers import EmulatedColumnParallelLinear, EmulatedOutputLayer, EmulatedRowParallelLinear
-from megafp8.optimizer.gradient_communication import on_reduction
+from megafp8.optimizer.gradient_communication import add_grad_sync_hook
 from megafp8.quantization.delayed_scaling import OPERANDS, DelayedScale
 from megafp8.quantization.fp8_parameter import QuantizedParameter
-from megafp8.quantization.linear import Observer
-from megafp8.quantization.quantize import Quantized, Use, quantize_for
+from megafp8.quantization.linear_plan import Observer
+from megafp8.quantization.quantize import quantize_for
+from megafp8.quantization.quantized_tensor import Quantized, Use
 from megafp8.recipes.base import Gemm, LinearRecipe, Operand, OperandRule, ScaleRule
 
 
 class TrackedLinear:
-    """A linear that quantizes by itself and shows its operands: an emulated one.
+    """An emulated linear, which calls its observer itself.
 
     Args:
         name: `layers.3.linear_fc1`.
         module: a column- or row-parallel linear.
-        recipe: its own.
+        recipe: of this linear; None in high precision.
     """
 
     def __init__(self, name: str, module: nn.Module, recipe: Optional[LinearRecipe]):
@@ -56,34 +56,34 @@ class TrackedLinear:
     @property
     def weight(self) -> Tensor:
         """[N, K], this rank's shard."""
-        return self.module.known_weight[0] if isinstance(self.module, EmulatedOutputLayer) else self.module.weight
+        return self.module.gemm_weight[0] if isinstance(self.module, EmulatedOutputLayer) else self.module.weight
 
     @property
     def first_channel(self) -> int:
-        """Number of the first input channel of this rank's shard."""
+        """Index of the first input channel of this rank's shard."""
         module, group = self.module, getattr(self.module, "tp_group", None)
         is_split = getattr(module, "input_is_parallel", False) or getattr(module, "parallel_mode", "") == "row"
         return group.rank() * self.weight.shape[1] if is_split and group is not None else 0
 
     def attach(self, observer: Observer) -> None:
-        """Show every operand from now on."""
+        """Call the observer with every operand from now on."""
         self.module.observer = observer
 
     def detach(self) -> None:
-        """Show nothing any more."""
+        """Remove the observer."""
         self.module.observer = None
 
     def delayed_scale(self, operand: Operand) -> Optional[DelayedScale]:
-        """The scale of delayed scaling, to be used without leaving a trace; None if there is none."""
+        """A copy of the delayed scale that records no amax; None if there is none."""
         scale = self.module.quantizer_state.quant_scale[OPERANDS.index(operand)]
         return DelayedScale(scale.clone(), amax=None)
 
     def scale_group(self, operand: Operand) -> Optional[dist.ProcessGroup]:
-        """Ranks that share the scale of an operand."""
+        """The process group that shares the scale of an operand."""
         return getattr(self.module.amax_groups(self.module.sequence_parallel), operand.value)
 
     def weight_codes(self) -> Optional[Tensor]:
-        """A copy of the bytes that fprop would multiply now; None in high precision."""
+        """A copy of the weight's codes for fprop, uint8; None in high precision."""
         rule = None if self.recipe is None else self.recipe.rule(Operand.WEIGHT, Gemm.FPROP)
         weight = self.weight
         if rule is None:
@@ -98,28 +98,31 @@ class TrackedLinear:
     def codes_of(
         self, tensor: Tensor, operand: Operand, rules: Collection[OperandRule]
     ) -> dict[OperandRule, Quantized]:
-        """An operand under the run's own rules, by the scales of the moment; without those of delayed scaling where it
-        has none yet."""
+        """An operand quantized by rules of its recipe with the current scales.
+
+        Rules of delayed scaling are left out while the operand has no scale yet.
+        """
         needs_delayed = any(rule.scale_rule is ScaleRule.DELAYED for rule in rules)
         delayed = self.delayed_scale(operand) if needs_delayed else None
         if delayed is None:
             rules = [rule for rule in rules if rule.scale_rule is not ScaleRule.DELAYED]
         uses, generators = [Use(rule) for rule in rules], separate_generators(rules, tensor.device)
-        return dict(zip(rules, quantize_for(tensor, uses, self.scale_group(operand), delayed, generators), strict=True))
+        quantized = quantize_for(tensor, uses, self.scale_group(operand), delayed, generators)
+        return {rule: codes for rule, codes in zip(rules, quantized, strict=True) if isinstance(codes, Quantized)}
 
 
 class HookedLinear(TrackedLinear):
-    """A linear of Transformer Engine or megatron-core, watched from outside."""
+    """A linear of Transformer Engine or megatron-core, observed by module hooks."""
 
     def __init__(self, name: str, module: nn.Module, recipe: Optional[LinearRecipe]):
         super().__init__(name, module, recipe)
         self.handles: list[Any] = []
         self.observer: Optional[Observer] = None
-        self.shown: set[Operand] = set()
+        self.seen: set[Operand] = set()
 
     def attach(self, observer: Observer) -> None:
-        """Show input and weight until they had codes once, and every gradient, with codes the first time."""
-        self.observer, self.shown = observer, set()
+        """Observe input and weight once with their codes, and every gradient, the first one with its codes."""
+        self.observer, self.seen = observer, set()
         self.handles = [
             self.module.register_forward_pre_hook(self._before_forward),
             self.module.register_forward_hook(self._after_forward),
@@ -138,15 +141,15 @@ class HookedLinear(TrackedLinear):
         return None if scale is None else DelayedScale(scale, amax=None)
 
     def scale_group(self, operand: Operand) -> Optional[dist.ProcessGroup]:
-        """As in Transformer Engine: the tensor-parallel ranks, where shards of one activation are gathered."""
+        """The tensor-parallel group if the operand is gathered over it, as in Transformer Engine; else None."""
         module = self.module
-        gathered = {"column": Operand.INPUT, "row": Operand.GRAD_OUTPUT}.get(getattr(module, "parallel_mode", None))
+        gathered = {"column": Operand.INPUT, "row": Operand.GRAD_OUTPUT}.get(getattr(module, "parallel_mode", ""))
         return module.tp_group if getattr(module, "sequence_parallel", False) and operand is gathered else None
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if Operand.INPUT not in self.shown:
-            self._show(Operand.INPUT, normed(module, args[0].detach()))
-        if Operand.WEIGHT not in self.shown:
+        if Operand.INPUT not in self.seen:
+            self._show(Operand.INPUT, linear_input(module, args[0].detach()))
+        if Operand.WEIGHT not in self.seen:
             self._show(Operand.WEIGHT, module.weight)
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -157,7 +160,7 @@ class HookedLinear(TrackedLinear):
     def _on_gradient(self, gradient: Tensor) -> None:
         if self.observer is None:
             return
-        if Operand.GRAD_OUTPUT in self.shown:
+        if Operand.GRAD_OUTPUT in self.seen:
             self.observer(Operand.GRAD_OUTPUT, gradient, {})
         else:
             self._show(Operand.GRAD_OUTPUT, gradient)
@@ -173,13 +176,13 @@ class HookedLinear(TrackedLinear):
             rules = {gemm: self.recipe.rule(operand, gemm) for gemm in GEMMS[operand].values()}
             found = self.codes_of(rows, operand, dict.fromkeys(rule for rule in rules.values() if rule is not None))
             codes = {gemm: found[rule] for gemm, rule in rules.items() if rule in found}
-        if codes or self.recipe is None:  # delayed scaling has no scale before the first pass
-            self.shown.add(operand)
+        if codes or self.recipe is None:  # delayed scaling has no scale before the first forward pass
+            self.seen.add(operand)
         self.observer(operand, tensor if is_kept else rows, codes)
 
 
-def normed(module: nn.Module, tensor: Tensor) -> Tensor:
-    """The input that the linear multiplies: of a linear with a norm in it, the norm's result, by torch's own norm."""
+def linear_input(module: nn.Module, tensor: Tensor) -> Tensor:
+    """The input of the linear's GEMM: for a linear with a fused norm the result of the norm, computed by torch."""
     weight = getattr(module, "layer_norm_weight", None)
     if weight is None:
         return tensor
@@ -192,17 +195,17 @@ def normed(module: nn.Module, tensor: Tensor) -> Tensor:
 
 
 def find_linears(chunks: Sequence[nn.Module], recipes: Mapping[str, Optional[LinearRecipe]]) -> list[TrackedLinear]:
-    """The linears of this rank that are named, with their recipes."""
+    """The linears of this rank that have an entry in `recipes`."""
     return [
         (TrackedLinear if is_emulated(module) else HookedLinear)(name, module, recipes[name])
         for chunk in chunks
-        for name, module in linears_of(chunk)
+        for name, module in named_linears(chunk)
         if name in recipes
     ]
 
 
 def is_emulated(module: nn.Module) -> bool:
-    """Does it quantize by itself?"""
+    """Whether a linear is an emulated one with a recipe."""
     return isinstance(module, (EmulatedColumnParallelLinear, EmulatedRowParallelLinear)) and module.recipe is not None
 
 
@@ -210,7 +213,7 @@ def signal_and_noise(few: float, all: float, num_few: int, num_all: int) -> tupl
     """Estimates of |G|^2 and tr(S).
 
     Args:
-        few, all: mean squared norms of the mean gradients over `num_few` and `num_all` sequences.
+        few, all: squared norms of the mean gradients over `num_few` and `num_all` sequences.
     """
     signal = (num_all * all - num_few * few) / (num_all - num_few)
     noise = (few - all) / (1 / num_few - 1 / num_all)
@@ -218,51 +221,51 @@ def signal_and_noise(few: float, all: float, num_few: int, num_all: int) -> tupl
 
 
 @contextmanager
-def before_reduction(chunks: Sequence[Any], note: Callable[[Tensor], None]) -> Iterator[None]:
-    """Within, show every weight whose gradient is about to be reduced over the data-parallel ranks."""
+def observe_reductions(chunks: Sequence[Any], observe: Callable[[Tensor], None]) -> Iterator[None]:
+    """Call a function with each weight just before its gradient is reduced over the data-parallel ranks."""
 
-    def show(group: Any) -> None:
+    def observe_group(group: Any) -> None:
         for bucket in group.buckets:
             for weight in bucket.params:
-                note(weight)
+                observe(weight)
 
     with ExitStack() as stack:
         for group in (group for chunk in chunks for group in chunk.bucket_groups):
-            stack.callback(on_reduction(group, partial(show, group)))
+            stack.callback(add_grad_sync_hook(group, partial(observe_group, group)))
         yield
 
 
-def reduced_gradient(optimizer: Any, weight: Tensor) -> Optional[Tensor]:
-    """The part of a weight's reduced gradient that this rank alone counts, flat; None where it has none."""
+def reduced_gradient_shard(optimizer: Any, weight: Tensor) -> Optional[Tensor]:
+    """This rank's shard of a weight's reduced gradient, flat; None if it has none. Shards of ranks are disjoint."""
     parts = [part for part in optimizer.chained_optimizers if isinstance(part, DistributedOptimizer)]
     if not parts:
         is_first = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
         return weight.main_grad.view(-1) if is_first else None
     for part in parts:
         if not part.is_stub_optimizer and weight in part.model_param_gbuf_map:
-            place = part._get_model_param_range_map(weight)["param"]
-            return weight.main_grad.view(-1)[place.start : place.end]
+            shard = part._get_model_param_range_map(weight)["param"]
+            return weight.main_grad.view(-1)[shard.start : shard.end]
     return None
 
 
-def trained_values(weight: Tensor, has_masters: bool) -> Optional[Tensor]:
-    """What the optimizer updates; None where other ranks have it.
+def master_values(weight: Tensor, has_masters: bool) -> Optional[Tensor]:
+    """The values that the optimizer updates; None if other ranks hold them.
 
     Args:
-        has_masters: whether FP32 master weights stand beside weights of fewer bits; else the weight itself is looked
-            at, and updates that its type rounds away are not seen.
+        has_masters: whether there are FP32 master weights; else the values are the weight itself, in which updates may
+            be lost to rounding.
     """
     if has_masters and hasattr(weight, "main_param"):
         return weight.main_param
     values = weight.detach()
-    return values.float() if is_float8tensor(values) else values  # which torch would round to the weight's BF16 first
+    return values.float() if is_float8tensor(values) else values  # else torch rounds to BF16 first
 
 
-def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Norm of each tensor, FP32 scalars; all of them in few operations on a GPU."""
-    return list(torch._foreach_norm(tensors, 2, torch.float32)) if tensors else []
+def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """The squared norm of each tensor, taken in FP32 in few kernel launches; FP64 [tensors]."""
+    return squares(torch._foreach_norm(tensors, 2, torch.float32) if tensors else [])
 
 
-def squared(norms: Sequence[Tensor]) -> Tensor:
-    """Their squares, FP64 [tensors]."""
+def squares(norms: Sequence[Tensor]) -> Tensor:
+    """The squares of norms, FP64 [tensors]."""
     return torch.stack(list(norms)).double().square() if norms else torch.zeros(0)

@@ -1,9 +1,9 @@
-"""Stragglers: which rank the others wait for.
+"""Stragglers: detection of ranks that the others wait for.
 
-Every step ends at the same time on all ranks, since they add up gradients. What tells them apart is when each has its
-own gradients ready: the time from the start of a step until its first bucket is given to the reduction, without waits
-for gathered parameters. It is exchanged with the lines of the log. Ranks are compared that do the same on other data.
-Tensor- and context-parallel ranks wait for each other in every layer, so that a slow one makes the others look as slow.
+The gradient reduction ends a step at the same time on all ranks. What differs is the local time: from the start of a
+step until the rank's first gradient bucket is ready for the reduction, without waits for gathered parameters. Its mean
+is exchanged at the steps that are logged, and compared among the ranks of a pipeline stage. Tensor- and
+context-parallel ranks wait for each other in every layer, so that a slow one makes its whole group look slow.
 """
 
 from __future__ import annotations
@@ -17,101 +17,87 @@ import torch
 import torch.distributed as dist
 
 from megafp8.metrics.records import EventRecord
-from megafp8.optimizer.gradient_communication import on_reduction
+from megafp8.optimizer.gradient_communication import add_grad_sync_hook
 from megafp8.training.extension import Extension, LoopState
-from megafp8.training.run import Run
 from megafp8.training.step import StepResult
 
 SLOW_FACTOR = 1.5
-Moment = Union[float, torch.cuda.Event]
+Timestamp = Union[float, torch.cuda.Event]
 
 
 class Stragglers(Extension):
-    """Records ranks that are slow, at the steps that are logged."""
+    """Measures the local time of this rank's steps, and records slow ranks at the steps that are logged."""
 
     def open(self, state: LoopState) -> None:
-        self.times = OwnTimes(state.run)
-
-    def before_step(self, state: LoopState) -> None:
-        self.times.start()
-
-    def after_step(self, state: LoopState, result: StepResult) -> None:
-        for event in self.times.found(state.step):
-            state.sinks.write(event)
-
-
-class OwnTimes:
-    """Times one rank's own part of its steps, and compares it with that of others."""
-
-    def __init__(self, run: Run):
-        self.on_cuda, self.interval = run.platform.kind == "cuda", run.config.logging.log_interval
-        self.device, self.stage = run.platform.device, run.place.pipeline_rank
-        self.started: Optional[Moment] = None
-        self.ready: Optional[Moment] = None
-        self.waits: list[tuple[Moment, Moment]] = []
+        run = state.run
+        self.on_cuda = run.platform.kind == "cuda"
+        self.started: Optional[Timestamp] = None
+        self.ready: Optional[Timestamp] = None
+        self.waits: list[tuple[Timestamp, Timestamp]] = []
         self.total_ms, self.num_steps = 0.0, 0
-        # A graph shows no moment within a step.
+        # A CUDA graph calls no hooks.
         for chunk in run.trainee.chunks if run.graph is None else ():
             for group in chunk.bucket_groups:
-                on_reduction(group, self.note_ready)
-                group.finish_param_sync = self.waiting(group.finish_param_sync)
+                add_grad_sync_hook(group, self.record_ready)
+                group.finish_param_sync = self.timed_wait(group.finish_param_sync)
 
-    def waiting(self, wait: Callable[..., Any]) -> Callable[..., Any]:
-        """A wait for parameters that others updated, whose time is theirs."""
+    def before_step(self, state: LoopState) -> None:
+        self.started, self.ready = self.now(), None
+        self.waits.clear()
 
-        def wait_noted(*args: Any, **kwargs: Any) -> Any:
+    def after_step(self, state: LoopState, result: StepResult) -> None:
+        """Add up the local time; at a step that is logged, compare the mean since the last one with other ranks'."""
+        run = state.run
+        if self.ready is not None and self.started is not None:
+            waited_ms = sum(elapsed_ms(*wait) for wait in self.waits)
+            self.total_ms += elapsed_ms(self.started, self.ready) - waited_ms
+            self.num_steps += 1
+        if state.step % run.config.logging.log_interval:
+            return
+        row = [self.total_ms / max(1, self.num_steps), run.place.pipeline_rank]
+        local = torch.tensor(row, dtype=torch.float64, device=run.platform.device)
+        gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, local)
+        self.total_ms, self.num_steps = 0.0, 0
+        for text in slow_ranks(torch.stack(gathered)):
+            state.sinks.write(EventRecord(step=state.step, name="straggler", detail=text))
+
+    def timed_wait(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        """Time a wait for gathered parameters, which does not count as local time."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
             started = self.now()
             result = wait(*args, **kwargs)
             if self.ready is None:
                 self.waits.append((started, self.now()))
             return result
 
-        return wait_noted
+        return timed
 
-    def note_ready(self) -> None:
-        """A reduction starts: note the first of a step."""
+    def record_ready(self) -> None:
+        """Record the start of the first reduction of a step."""
         if self.ready is None:
             self.ready = self.now()
 
-    def now(self) -> Moment:
-        """A moment; on CUDA one of the device, which runs behind."""
+    def now(self) -> Timestamp:
+        """A timestamp: of the host, or on CUDA an event on the current stream."""
         if not self.on_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def start(self) -> None:
-        """A step starts."""
-        self.started, self.ready = self.now(), None
-        self.waits.clear()
 
-    def found(self, step: int) -> list[EventRecord]:
-        """A step has ended: at one that is logged, events on ranks that were slow since the last. All ranks call it."""
-        if self.ready is not None and self.started is not None:
-            waited_ms = sum(milliseconds(*wait) for wait in self.waits)
-            self.total_ms += milliseconds(self.started, self.ready) - waited_ms
-            self.num_steps += 1
-        if step % self.interval:
-            return []
-        mine = torch.tensor([self.total_ms / max(1, self.num_steps), self.stage], dtype=torch.float64)
-        mine = mine.to(self.device)
-        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, mine)
-        self.total_ms, self.num_steps = 0.0, 0
-        return [EventRecord(step=step, name="straggler", detail=text) for text in slow_ranks(torch.stack(gathered))]
-
-
-def milliseconds(start: Any, end: Any) -> float:
-    """From one moment to another; the device has passed both, as the step has ended."""
+def elapsed_ms(start: Any, end: Any) -> float:
+    """Milliseconds between two timestamps. The device has passed both, since the step has ended."""
     return start.elapsed_time(end) if isinstance(start, torch.cuda.Event) else 1000 * (end - start)
 
 
 def slow_ranks(times: torch.Tensor) -> list[str]:
-    """A line for each rank that took much longer than the others of its pipeline stage.
+    """A line for each rank whose local time is far above the median of its pipeline stage.
 
     Args:
-        times: float64 [ranks, 2]: milliseconds and stage.
+        times: [ranks, 2], FP64: milliseconds and pipeline stage.
     """
     rows = [(rank, own_ms, stage) for rank, (own_ms, stage) in enumerate(times.tolist())]
     found = []

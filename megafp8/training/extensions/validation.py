@@ -1,4 +1,4 @@
-"""Validation at `--eval-interval`. That after the last step is the run's, not the loop's: `--skip-train` has it too."""
+"""Validation at `--eval-interval`. `pretrain.py` makes the one after the last step, also under `--skip-train`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megafp8.training.step import StepResult
 
 
 class Validation(Extension):
-    """Evaluates on the validation data, and first repeats a validation that a signal interrupted."""
+    """Evaluates on the validation data, and repeats a validation that a signal interrupted before."""
 
     def open(self, state: LoopState) -> None:
         if not state.is_last and state.run.guard.is_evaluation_due(state.step):

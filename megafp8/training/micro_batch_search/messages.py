@@ -1,4 +1,4 @@
-"""Messages between a rank and the process that tries sizes for it. No torch: such a process starts with these."""
+"""Messages between a rank and its trial process. This module does not import torch, so that the process starts fast."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from typing import Optional, Union
 
 from megafp8.config.schema import RunConfig
 
-EXCEEDED = 99
-"""Exit status of a trial whose process takes more memory than it may."""
+MEMORY_EXCEEDED_STATUS = 99
+"""Exit status of a trial process that exceeds its memory limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialSetup:
-    """What all trials have in common.
+    """What all trials of a search have in common.
 
     Attributes:
-        config: of the run, without a size.
-        implementation: its layers.
-        limit_bytes: that a rank may take.
-        meeting: host and port of the store where the ranks' processes meet; None for a lone rank.
-        name: of this set of processes, in that store.
+        config: of the run, without a micro-batch size.
+        implementation: the layers in use, see `Run`.
+        limit_bytes: memory limit of a rank.
+        store_address: host and port of the store for the rendezvous of the trial processes; None for one rank.
+        store_prefix: of the keys of this set of processes.
     """
 
     config: RunConfig
     implementation: str
     limit_bytes: int
-    meeting: Optional[tuple[str, int]] = None
-    name: str = ""
+    store_address: Optional[tuple[str, int]] = None
+    store_prefix: str = ""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A size fits."""
+    """The size fits."""
 
     peak_bytes: int
     ms_per_sample: float
@@ -40,16 +40,16 @@ class Measured:
 
 @dataclass(frozen=True)
 class TooLarge:
-    """It does not; why, in a few words."""
+    """The size does not fit; the reason in a few words."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Something else went wrong: the traceback, or what is known."""
+    """Another error: its traceback, or what is known of it."""
 
     reason: str
 
 
-Answer = Union[Measured, TooLarge, Failed]
+TrialResult = Union[Measured, TooLarge, Failed]

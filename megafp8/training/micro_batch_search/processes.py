@@ -1,10 +1,9 @@
-"""The processes in which micro batch sizes are tried, one beside each rank; `trial.py` is what runs in them.
+"""Trial processes, one for each rank, in which micro-batch sizes are measured; `trial.py` runs in them.
 
-They form groups of their own. Within the ranks it would not be safe: a rank that runs out of memory in the middle of a
-step leaves the others in a collective that never ends, and a communicator that was broken off cannot be used again. A
-process can be killed, whatever its communicators wait for, and with it goes all that a trial leaves behind: cached and
-fragmented device memory, optimizer state, random state, scales. What a rank itself holds meanwhile, a CUDA context and
-a communicator, is missing in the trials and there for the run.
+They have process groups of their own. The ranks themselves could not run trials: a rank that runs out of memory within
+a step leaves the others in a collective that never ends, and an aborted communicator cannot be used again. A process
+can be killed in any state, which also frees what a trial leaves behind: cached and fragmented device memory, optimizer
+state, random state and scales. The rank holds its CUDA context and communicator during the trials.
 """
 
 from __future__ import annotations
@@ -20,36 +19,42 @@ from typing import Any, Optional
 
 import torch.distributed as dist
 
-from megafp8.device.collective_errors import call_on_all_ranks, on_rank_0
+from megafp8.device.collective_errors import call_on_all_ranks, call_on_rank_0
 from megafp8.device.platform import world_size
 from megafp8.training.micro_batch_search import trial
-from megafp8.training.micro_batch_search.messages import EXCEEDED, Answer, Failed, Measured, TooLarge, TrialSetup
+from megafp8.training.micro_batch_search.messages import (
+    MEMORY_EXCEEDED_STATUS,
+    Failed,
+    Measured,
+    TooLarge,
+    TrialResult,
+    TrialSetup,
+)
 
 POLL_S = 0.1
-# For a process that ends by itself when the others' trial is called off.
-LAST_WORDS_S = 1.0
-CALLED_OFF = "called off"
+# For a process that ends by itself when the trial is cancelled.
+EXIT_WAIT_S = 1.0
+CANCELLED = "called off"
 
 
-def worst(answers: Sequence[Answer]) -> Answer:
-    """The answer that explains the others, where not all went well.
+def worst_result(results: Sequence[TrialResult]) -> TrialResult:
+    """The cause, of the results of all ranks that are not all `Measured`.
 
-    Lack of memory on one rank shows as a broken connection on others. An error that is one will be there in the next
-    size, too.
+    Lack of memory on one rank causes broken connections on others, so that it comes before other errors. A cancelled
+    trial comes last.
     """
-    too_large = [each for each in answers if isinstance(each, TooLarge)]
-    causes = [each for each in too_large if each.reason != CALLED_OFF]
-    return next(iter(causes or [each for each in answers if isinstance(each, Failed)] or too_large))
+    too_large = [each for each in results if isinstance(each, TooLarge)]
+    causes: list[TrialResult] = [each for each in too_large if each.reason != CANCELLED]
+    failures = [each for each in results if isinstance(each, Failed)]
+    return [*causes, *failures, *too_large][0]
 
 
 class TrialProcess:
-    """The processes in which sizes are tried, one a rank; all ranks have this and call it alike.
-
-    New ones are started after a size that did not fit.
+    """This rank's trial process; all ranks call the methods together. A new process is started after a failed trial.
 
     Args:
-        serve: what such a process does.
-        timeout_s: of silence, after which a trial has failed; default the run's of collectives.
+        serve: the function that runs in the process.
+        timeout_s: after which a trial without a result has failed; by default the timeout of the run's collectives.
     """
 
     def __init__(self, setup: TrialSetup, serve: Callable[..., Any] = trial.serve, timeout_s: Optional[float] = None):
@@ -59,87 +64,92 @@ class TrialProcess:
         self.process: Any = None
         self.pipe: Any = None
         self.store: Any = None
-        self.meeting: Optional[tuple[str, int]] = None
+        self.store_address: Optional[tuple[str, int]] = None
         if world_size() > 1:
-            self.meet()
+            self.open_store()
 
-    def meet(self) -> None:
-        """Open the store at which trials meet: on rank 0, at the address that the launcher has for it."""
+    def open_store(self) -> None:
+        """Start the store for the rendezvous of the trial processes on rank 0, and connect the other ranks to it."""
         host = os.environ.get("MASTER_ADDR", "localhost")
 
-        def open_store() -> tuple[str, int]:
+        def start() -> int:
             self.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-            return host, self.store.port
+            return self.store.port
 
-        def join_store() -> None:
-            self.store = self.store or dist.TCPStore(*self.meeting)
+        port = call_on_rank_0(start)
 
-        self.meeting = on_rank_0(open_store)
-        call_on_all_ranks(join_store)  # an error on one rank is one on all
+        def connect() -> None:
+            self.store = self.store or dist.TCPStore(host, port)
 
-    def measure(self, size: int) -> Answer:
-        """Try a size on all ranks: the worst answer, the same on all."""
+        call_on_all_ranks(connect)  # raises on all ranks if one fails
+        self.store_address = host, port
+
+    def measure(self, size: int) -> TrialResult:
+        """Try a size on all ranks. The result is the worst of all ranks, the same on all."""
         if self.process is None:
             self.start()
-        answer = self.ask(size)
-        if not isinstance(answer, Measured):
-            self.call_off()
-        answers = call_on_all_ranks(lambda: answer)
-        if all(isinstance(each, Measured) for each in answers):
-            return Measured(max(each.peak_bytes for each in answers), max(each.ms_per_sample for each in answers))
+        result = self.try_size(size)
+        if not isinstance(result, Measured):
+            self.cancel_others()
+        results = call_on_all_ranks(lambda: result)
+        measured = [each for each in results if isinstance(each, Measured)]
+        if len(measured) == len(results):
+            return Measured(max(each.peak_bytes for each in measured), max(each.ms_per_sample for each in measured))
         self.close()
-        return worst(answers)
+        return worst_result(results)
 
     def start(self) -> None:
         """Start this rank's process."""
-        call_on_all_ranks(lambda: None)  # a device has room again only when the others' old processes are gone, too
+        call_on_all_ranks(lambda: None)  # the old processes of all ranks have freed their memory
         self.num_started += 1
-        setup = dataclasses.replace(self.setup, meeting=self.meeting, name=f"trials{self.num_started}")
-        context = multiprocessing.get_context("spawn")  # a forked one could not use CUDA, nor forget torch.distributed
+        setup = dataclasses.replace(
+            self.setup, store_address=self.store_address, store_prefix=f"trials{self.num_started}"
+        )
+        context = multiprocessing.get_context("spawn")  # a forked process could not use CUDA
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=self.serve, args=(setup, theirs), daemon=True)
         call_on_all_ranks(self.process.start)
         theirs.close()
 
-    def ask(self, size: int) -> Answer:
-        """This rank's answer, or why there is none."""
+    def try_size(self, size: int) -> TrialResult:
+        """The result of this rank's process."""
         deadline = time.monotonic() + self.timeout_s
         try:
             self.pipe.send(size)
             while not self.pipe.poll(POLL_S):
-                if self.is_called_off() and not self.pipe.poll(LAST_WORDS_S):
-                    return TooLarge(CALLED_OFF)
+                if self.is_cancelled() and not self.pipe.poll(EXIT_WAIT_S):
+                    return TooLarge(CANCELLED)
                 if time.monotonic() > deadline:
                     return Failed(f"no answer in {self.timeout_s:g} s")
             return self.pipe.recv()
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            return self.death()
+            return self.exit_result()
         except Exception:
             return Failed(traceback.format_exc())
 
-    def death(self) -> Answer:
-        """What the end of a process that gave no answer means."""
+    def exit_result(self) -> TrialResult:
+        """The result of a process that ended without sending one, from its exit status."""
         self.process.join()
         status = self.process.exitcode
-        if status == EXCEEDED:
+        if status == MEMORY_EXCEEDED_STATUS:
             return TooLarge("the process grew beyond the limit")
         if status == -signal.SIGKILL:
             return TooLarge("the process was killed, as the system does when memory is short")
         return Failed(f"the process ended with status {status}")
 
-    def call_off(self) -> None:
-        """Tell the ranks whose trials wait for this one's."""
+    def cancel_others(self) -> None:
+        """Cancel the trials of other ranks, which wait for this one's."""
         if self.store is not None:
             self.store.set(f"called off {self.num_started}", "1")
 
-    def is_called_off(self) -> bool:
-        """Whether another rank's trial did not go well."""
+    def is_cancelled(self) -> bool:
+        """Whether another rank's trial did not fit or failed."""
         return self.store is not None and self.store.check([f"called off {self.num_started}"])
 
     def close(self) -> None:
-        """End the process, whatever it waits for."""
+        """Kill the process, in whatever state it is."""
         if self.process is not None:
-            if self.process.pid is not None:  # else it could not be started
+            if self.process.pid is not None:  # else its start failed
                 self.process.kill()
                 self.process.join()
             self.pipe.close()

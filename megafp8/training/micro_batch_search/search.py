@@ -1,12 +1,12 @@
-"""`--micro-batch-size auto`: sizes are tried before the run is built, and the fastest that fits is the run's.
+"""`--micro-batch-size auto`: the search for the fastest micro-batch size that fits, before the run is built.
 
-Each rank tries them in a process of its own (`processes.py`).
+Each rank measures the sizes in a process of its own (`processes.py`). `planning/micro_batch.py` chooses the order.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -15,40 +15,26 @@ from megafp8.config import derived
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import all_settings, value_of
 from megafp8.data.tokenizers.build import build_tokenizer
-from megafp8.device.collective_errors import call_on_all_ranks, on_rank_0
+from megafp8.device.collective_errors import call_on_all_ranks, call_on_rank_0
 from megafp8.device.platform import Platform, rank, resident_bytes, world_size
 from megafp8.errors import ConfigError, DataError
-from megafp8.planning.layouts import MARGIN_FRACTION
-from megafp8.planning.memory import outside_bytes
-from megafp8.planning.micro_batch import (
-    HEADING,
-    NOT_TRIED,
-    Trial,
-    best_size,
-    first_size,
-    gib,
-    hopeful_sizes,
-    next_size,
-    possible_sizes,
-    predicted_bytes,
-    refused_sizes,
-    row,
-    with_size,
-)
-from megafp8.resilience.watchdog import Guard
-from megafp8.training.extensions.stop import stopped_by_signals
-from megafp8.training.micro_batch_search.messages import Answer, Failed, TooLarge, TrialSetup
+from megafp8.planning import micro_batch
+from megafp8.planning.layouts import FREE_MEMORY_FRACTION
+from megafp8.planning.memory import non_torch_bytes
+from megafp8.planning.micro_batch import gib
+from megafp8.resilience.watchdog import Watchdog
+from megafp8.training.micro_batch_search.messages import Failed, TooLarge, TrialResult, TrialSetup
 from megafp8.training.micro_batch_search.processes import TrialProcess
 from megafp8.training.run import run_folder
-from megafp8.training.setup import print_progress
+from megafp8.training.signals import record_stop_signals
 from megafp8.utils.files import atomic_write_json
 from megafp8.utils.strict_json import read_json
 
 CHOICE_FILE = "micro_batch_size.json"
 GIB = 2**30
-# What memory and time of a step follow from.
-SECTIONS_THAT_MATTER = ("model", "parallel", "precision", "overrides")
-SETTINGS_THAT_MATTER = (
+# The settings on which memory and time of a step depend.
+RELEVANT_SECTIONS = ("model", "parallel", "precision", "overrides")
+RELEVANT_SETTINGS = (
     "data.seq_length", "training.global_batch_size", "training.recompute_activations",
     "training.recompute_granularity", "training.recompute_method", "training.recompute_num_layers",
     "training.recompute_modules", "training.distribute_saved_activations", "optimizer.optimizer",
@@ -60,12 +46,12 @@ SETTINGS_THAT_MATTER = (
 
 @dataclass(frozen=True, kw_only=True)
 class SizeChoice:
-    """The size of a run, and how it was found; in the run's folder.
+    """The micro-batch size of a run and how it was found; saved in the run's folder.
 
     Attributes:
-        settings: those that it follows from, by name.
-        device, memory_bytes: that it was found on, of one rank.
-        limit_bytes: that trials had to stay below.
+        settings: those on which the choice depends, by name.
+        device, memory_bytes: of one rank during the search.
+        limit_bytes: memory limit of the trials.
     """
 
     micro_batch_size: int
@@ -75,10 +61,10 @@ class SizeChoice:
     device: str
     memory_bytes: int
     limit_bytes: int
-    trials: tuple[Trial, ...]
+    trials: tuple[micro_batch.Trial, ...]
 
     def describe(self) -> str:
-        """The choice in a line, with what it was chosen from."""
+        """The choice and its trials in one line."""
         tried = ", ".join(
             f"{each.size}: {each.note}" if each.ms_per_sample is None or each.peak_bytes is None
             else f"{each.size}: {gib(each.peak_bytes)} GiB {each.ms_per_sample:.4g} ms/sample"
@@ -88,47 +74,53 @@ class SizeChoice:
 
 
 def choose_micro_batch(
-    config: RunConfig, platform: Platform, implementation: str, guard: Guard
+    config: RunConfig, platform: Platform, implementation: str, guard: Watchdog
 ) -> tuple[RunConfig, str]:
-    """The configuration with a size, and a description for the record; all ranks call it, before anything is built.
+    """The configuration with a micro-batch size, and a description for the record; all ranks call it.
 
-    A start that resumes or restarts a run takes the size that was found before. Where a signal ends the search,
-    `guard.stop_agreed` is set on all ranks, and the configuration is returned without a size.
+    A run that resumes or restarts takes the size that was found before. If a signal ends the search, `stop_agreed` of
+    the guard is set on all ranks, and the configuration is returned without a size.
 
     Raises:
         ConfigError: on all ranks: no size fits.
     """
-    known, note = on_rank_0(lambda: known_choice(config, platform, implementation))
+    known, note = call_on_rank_0(lambda: load_known_choice(config, platform, implementation))
+    if note:
+        report(f"micro-batch size: {note}")
     if known is not None:
-        if rank() == 0:
-            print_progress(f"micro-batch size: {note}")
-        return with_size(config, known), note
-    if rank() == 0 and note:
-        print_progress(f"micro-batch size: {note}")
-    choice = find_choice(config, platform, implementation, guard)
+        return micro_batch.with_size(config, known), note
+    choice = search_sizes(config, platform, implementation, guard)
     if choice is None:
         return config, guard.reason
     folder = run_folder(config)
     if folder is not None:
-        on_rank_0(lambda: atomic_write_json(folder / CHOICE_FILE, dataclasses.asdict(choice)))
-    return with_size(config, choice.micro_batch_size), choice.describe()
+        call_on_rank_0(lambda: atomic_write_json(folder / CHOICE_FILE, dataclasses.asdict(choice)))
+    return micro_batch.with_size(config, choice.micro_batch_size), choice.describe()
 
 
-# ---- what was found before ----------------------------------------------------------------------------------------
+def report(text: str) -> None:
+    """Print progress on rank 0."""
+    if rank() == 0:
+        print(text, flush=True)
 
 
-def settings_that_matter(config: RunConfig) -> dict[str, Any]:
-    """What the choice follows from, as JSON has it."""
+# ---- a saved choice -------------------------------------------------------------------------------------------------
+
+
+def relevant_settings(config: RunConfig) -> dict[str, Any]:
+    """The settings on which the choice depends, with values as JSON stores them."""
     names = [
         setting.name for setting in all_settings()
-        if (setting.section or setting.name) in SECTIONS_THAT_MATTER or setting.name in SETTINGS_THAT_MATTER
+        if (setting.section or setting.name) in RELEVANT_SECTIONS or setting.name in RELEVANT_SETTINGS
     ]  # fmt: skip
     values = {name: value_of(config, name) for name in names}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
-def known_choice(config: RunConfig, platform: Platform, implementation: str) -> tuple[Optional[int], str]:
-    """The size that the run's folder, or the one that it loads from, has for such a run; and a description.
+def load_known_choice(config: RunConfig, platform: Platform, implementation: str) -> tuple[Optional[int], str]:
+    """The size saved in the folder of the run, or in the one that it loads from, and a description.
+
+    There is none if the relevant settings changed, or if it took more memory than the limit is now.
 
     Raises:
         DataError: the file is damaged.
@@ -138,22 +130,18 @@ def known_choice(config: RunConfig, platform: Platform, implementation: str) -> 
     if not paths:
         return None, ""
     choice = read_choice(paths[0])
-    was = {"world_size": choice.world_size, "layers": choice.implementation} | choice.settings
-    now = {"world_size": world_size(), "layers": implementation} | settings_that_matter(config)
-    defaults = settings_that_matter(RunConfig())  # of a setting that was not recorded when the size was found
-    changed = [
-        f"{name} {was.get(name, defaults.get(name))} -> {value}"
-        for name, value in now.items()
-        if was.get(name, defaults.get(name)) != value
-    ]
+    was = {"world_size": choice.world_size, "layers": choice.implementation}
+    was |= relevant_settings(RunConfig()) | choice.settings  # older versions recorded fewer settings
+    now = {"world_size": world_size(), "layers": implementation} | relevant_settings(config)
+    changed = [f"{name} {was.get(name)} -> {value}" for name, value in now.items() if was.get(name) != value]
     if changed:
-        return None, f"{paths[0]} is of another run ({'; '.join(changed)}): sizes are tried anew"
+        return None, f"{paths[0]} is of another run ({'; '.join(changed)}): sizes are tried again"
     asked = config.training.micro_batch_size_memory_limit
-    peak_bytes = next((each.peak_bytes for each in choice.trials if each.size == choice.micro_batch_size), None)
-    if asked is not None and (peak_bytes or 0) > asked * GIB:
+    peak_bytes = next((each.peak_bytes or 0 for each in choice.trials if each.size == choice.micro_batch_size), 0)
+    if asked is not None and peak_bytes > asked * GIB:
         return None, (
             f"{paths[0]} has {choice.micro_batch_size}, which took {gib(peak_bytes)} GiB, and "
-            f"--micro-batch-size-memory-limit is {asked:g}: sizes are tried anew"
+            f"--micro-batch-size-memory-limit is {asked:g}: sizes are tried again"
         )
     note = f"{choice.micro_batch_size}, as {paths[0]} has it"
     if asked is not None and int(asked * GIB) != choice.limit_bytes:
@@ -162,59 +150,60 @@ def known_choice(config: RunConfig, platform: Platform, implementation: str) -> 
     if (choice.device, choice.memory_bytes) != (platform.name, memory_bytes):
         note += (
             f"; found on {choice.device} with {gib(choice.memory_bytes)} GiB, here is {platform.name} with "
-            f"{gib(memory_bytes)} GiB: kept, so that the run goes on as it was; delete the file to try anew"
+            f"{gib(memory_bytes)} GiB: kept, so that the run continues as it was; delete the file to try again"
         )
     return choice.micro_batch_size, note
 
 
 def read_choice(path: Path) -> SizeChoice:
-    """The choice in a file.
+    """Read a saved choice.
 
     Raises:
-        DataError: it is damaged.
+        DataError: the file is damaged.
     """
     try:
         content = read_json(path)
-        trials = tuple(Trial(**each) for each in content.pop("trials"))
+        trials = tuple(micro_batch.Trial(**each) for each in content.pop("trials"))
         return SizeChoice(**content, trials=trials)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DataError(f"{path} is damaged ({error}): delete it to try sizes anew") from error
+        raise DataError(f"{path} is damaged ({error}): delete it to try sizes again") from error
 
 
-# ---- trying -------------------------------------------------------------------------------------------------------
+# ---- the search -----------------------------------------------------------------------------------------------------
 
 
-def find_choice(config: RunConfig, platform: Platform, implementation: str, guard: Guard) -> Optional[SizeChoice]:
-    """Try sizes until the fastest that fits is known; None where a signal ended that. All ranks return the same.
+def search_sizes(config: RunConfig, platform: Platform, implementation: str, guard: Watchdog) -> Optional[SizeChoice]:
+    """Try sizes until the fastest that fits is found; None if a signal ended the search. All ranks return the same.
 
     Raises:
-        ConfigError: none fits.
+        ConfigError: no size fits.
     """
     limit_bytes = min(call_on_all_ranks(lambda: memory_limit(config, platform)))
-    sizes, ranks = possible_sizes(config, world_size()), world_size()
+    sizes, ranks = micro_batch.possible_sizes(config, world_size()), world_size()
     vocab_size = build_tokenizer(config.data, config.model.vocab_size).vocab_size
     padded_vocab = derived.padded_vocab_size(config, derived.vocabulary_size(config, vocab_size))
-    predicted = {size: predicted_bytes(config, size, ranks, padded_vocab, implementation) for size in sizes}
-    outside = outside_bytes(config, ranks) if platform.kind == "cuda" else max(call_on_all_ranks(resident_bytes))
+    predicted = {size: micro_batch.predicted_bytes(config, size, ranks, padded_vocab, implementation) for size in sizes}
+    outside = non_torch_bytes(config, ranks) if platform.kind == "cuda" else max(call_on_all_ranks(resident_bytes))
     needed = {size: each + outside for size, each in predicted.items()}
-    hopeful, first = hopeful_sizes(needed, limit_bytes), first_size(needed, limit_bytes)
-    report: Callable[[str], None] = print_progress if rank() == 0 else lambda text: None
-    hopeless = [
-        Trial(size=size, predicted_bytes=predicted[size], note=NOT_TRIED) for size in sizes if size not in hopeful
+    candidates, first = micro_batch.sizes_to_try(needed, limit_bytes), micro_batch.first_size(needed, limit_bytes)
+    skipped = [
+        micro_batch.Trial(size=size, predicted_bytes=predicted[size], note=micro_batch.NOT_TRIED)
+        for size in sizes
+        if size not in candidates
     ]
     report(introduction(config, sizes, limit_bytes, first))
-    report("\n".join([HEADING, *map(row, hopeless)]))
-    trials: dict[int, Trial] = {}
-    process = TrialProcess(TrialSetup(config=config, implementation=implementation, limit_bytes=limit_bytes))
-    try:
-        while (size := next_size(hopeful, times_of(trials), first)) is not None:
-            if is_stopped(guard):
+    report("\n".join([micro_batch.HEADING, *map(micro_batch.table_row, skipped)]))
+    trials: dict[int, micro_batch.Trial] = {}
+    times_ms: dict[int, Optional[float]] = {}
+    setup = TrialSetup(config=config, implementation=implementation, limit_bytes=limit_bytes)
+    with closing(TrialProcess(setup)) as process:
+        while (size := micro_batch.next_size(candidates, times_ms, first)) is not None:
+            if is_search_stopped(guard):
                 return None
             trials[size] = as_trial(size, predicted[size], process.measure(size))
-            report(row(trials[size]))
-    finally:
-        process.close()
-    size = best_size(times_of(trials))
+            times_ms[size] = trials[size].ms_per_sample
+            report(micro_batch.table_row(trials[size]))
+    size = micro_batch.best_size(times_ms)
     if size is None:
         raise ConfigError(
             f"--micro-batch-size auto: not even {min(trials)} fits below {gib(limit_bytes)} GiB a rank "
@@ -222,31 +211,32 @@ def find_choice(config: RunConfig, platform: Platform, implementation: str, guar
             "share the model, or a higher --micro-batch-size-memory-limit; tools/plan.py finds layouts"
         )
     choice = SizeChoice(
-        micro_batch_size=size, world_size=ranks, implementation=implementation, settings=settings_that_matter(config),
+        micro_batch_size=size, world_size=ranks, implementation=implementation, settings=relevant_settings(config),
         device=platform.name, memory_bytes=platform.total_memory_bytes(), limit_bytes=limit_bytes,
-        trials=(*trials.values(), *hopeless),
+        trials=(*trials.values(), *skipped),
     )  # fmt: skip
-    report(f"micro-batch size: {size}, {derived.num_microbatches(with_size(config, size), ranks)} microbatches a step")
+    num_microbatches = derived.num_microbatches(micro_batch.with_size(config, size), ranks)
+    report(f"micro-batch size: {size}, {num_microbatches} microbatches a step")
     return choice
 
 
-def is_stopped(guard: Guard) -> bool:
-    """Whether a signal asked any rank to stop, which is noted then; all ranks call it."""
-    guard.agree(sum(map(bool, call_on_all_ranks(lambda: guard.asked))))
+def is_search_stopped(guard: Watchdog) -> bool:
+    """Whether any rank got a stop signal, which is then recorded in the guard; all ranks call it."""
+    guard.agree_to_stop(sum(map(bool, call_on_all_ranks(lambda: guard.received_signal))))
     if guard.stop_agreed:
-        stopped_by_signals(guard)
+        record_stop_signals(guard)
     return guard.stop_agreed
 
 
 def memory_limit(config: RunConfig, platform: Platform) -> int:
-    """What this rank may take, in bytes."""
+    """The memory that a trial of this rank may use, in bytes."""
     asked = config.training.micro_batch_size_memory_limit
-    share = int((1 - MARGIN_FRACTION) * platform.free_memory_bytes())
-    return share if asked is None else min(int(asked * GIB), platform.total_memory_bytes())
+    free_bytes = int((1 - FREE_MEMORY_FRACTION) * platform.free_memory_bytes())
+    return free_bytes if asked is None else min(int(asked * GIB), platform.total_memory_bytes())
 
 
 def introduction(config: RunConfig, sizes: list[int], limit_bytes: int, first: int) -> str:
-    """What is going to be tried in a line, and another for each divisor that is not."""
+    """Console lines before the search: the sizes to try, and each divisor that breaks a rule."""
     batch, ranks = config.training.global_batch_size, world_size()
     assert batch is not None
     tried = (
@@ -254,22 +244,19 @@ def introduction(config: RunConfig, sizes: list[int], limit_bytes: int, first: i
         f"that each data-parallel rank has of --global-batch-size {batch} ({', '.join(map(str, sizes))}) below "
         f"{gib(limit_bytes)} GiB a rank, from {first} on"
     )
-    return "\n".join([tried, *(f"micro-batch size: {line}" for line in refused_sizes(config, ranks))])
+    return "\n".join([tried, *(f"micro-batch size: {line}" for line in micro_batch.refused_sizes(config, ranks))])
 
 
-def times_of(trials: dict[int, Trial]) -> dict[int, Optional[float]]:
-    """Milliseconds per sample of the sizes that were tried; None where one did not fit."""
-    return {size: each.ms_per_sample for size, each in trials.items()}
-
-
-def as_trial(size: int, predicted: int, answer: Answer) -> Trial:
-    """What became of a size.
+def as_trial(size: int, predicted: int, result: TrialResult) -> micro_batch.Trial:
+    """The trial of a size, from its result.
 
     Raises:
-        RuntimeError: neither did it fit nor was it too large.
+        RuntimeError: the trial failed for another reason than memory.
     """
-    if isinstance(answer, Failed):
-        raise RuntimeError(f"the trial of --micro-batch-size {size} failed: {answer.reason}")
-    if isinstance(answer, TooLarge):
-        return Trial(size=size, predicted_bytes=predicted, note=f"does not fit: {answer.reason}")
-    return Trial(size=size, predicted_bytes=predicted, peak_bytes=answer.peak_bytes, ms_per_sample=answer.ms_per_sample)
+    if isinstance(result, Failed):
+        raise RuntimeError(f"the trial of --micro-batch-size {size} failed: {result.reason}")
+    if isinstance(result, TooLarge):
+        return micro_batch.Trial(size=size, predicted_bytes=predicted, note=f"does not fit: {result.reason}")
+    return micro_batch.Trial(
+        size=size, predicted_bytes=predicted, peak_bytes=result.peak_bytes, ms_per_sample=result.ms_per_sample
+    )

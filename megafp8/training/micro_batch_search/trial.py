@@ -1,7 +1,4 @@
-"""The process that tries micro-batch sizes for one rank: it builds the run and trains a few steps of made-up tokens.
-
-Nothing of it is left when it has ended: the rank that started it builds its own run afterwards.
-"""
+"""The trial process of one rank: it builds the run and times a few steps on synthetic data in each micro-batch size."""
 
 from __future__ import annotations
 
@@ -22,62 +19,62 @@ import torch.distributed as dist
 from megafp8.config.precision_options import parse_schedule
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
-from megafp8.device.platform import (
-    Platform,
-    compute_deterministically,
-    detect_platform,
-    join_ranks,
-    order_kernels,
-    resident_bytes,
-)
+from megafp8.device import platform as device_platform
 from megafp8.mcore import cpu_patches
 from megafp8.planning.micro_batch import with_size
-from megafp8.training.micro_batch_search.messages import EXCEEDED, Answer, Failed, Measured, TooLarge, TrialSetup
-from megafp8.utils.process import STOP_SIGNALS, end_with_starter
+from megafp8.training.micro_batch_search.messages import (
+    MEMORY_EXCEEDED_STATUS,
+    Failed,
+    Measured,
+    TooLarge,
+    TrialResult,
+    TrialSetup,
+)
+from megafp8.utils.process import STOP_SIGNALS, set_worker_death_signal
 
-# The first step makes optimizer state and compiles kernels.
+# The first step creates optimizer state and compiles kernels.
 WARM_UP_STEPS = 2
 REPEATS = 3
-# Of a step that is timed; a longer one is put together from two that are no longer than needed.
+# Target duration of a timed step. The time of a longer step is extrapolated from two shorter ones.
 TIMED_S = 1.0
 POLL_S = 0.02
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+OUT_OF_MEMORY_TEXTS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def serve(setup: TrialSetup, pipe: Connection) -> NoReturn:
-    """Answer each size that comes through the pipe, until None does; the first that does not fit is the last."""
-    end_with_starter(signal.SIGKILL)  # which may have ended during the imports of this process
+    """Measure each size that comes through the pipe until None does, or until one does not fit or fails."""
+    set_worker_death_signal(signal.SIGKILL)  # if the rank ended during the imports of this process
     for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # the run's own processes handle them
-    answer: Optional[Answer] = None
+        signal.signal(number, signal.SIG_IGN)  # the ranks handle stop signals
+    result: Optional[TrialResult] = None
     try:
         trial_run: Optional[TrialRun] = None
-        while not isinstance(answer, (TooLarge, Failed)) and (size := pipe.recv()) is not None:
+        while not isinstance(result, (TooLarge, Failed)) and (size := pipe.recv()) is not None:
             trial_run = trial_run or TrialRun(setup, size)
-            answer = trial_run.measure(size)
-            pipe.send(answer)
+            result = trial_run.measure(size)
+            pipe.send(result)
     except EOFError:
         pass  # the rank is gone
     except BaseException as error:
         text = f"{type(error).__name__}: {error}"
-        pipe.send(TooLarge(brief(text)) if is_out_of_memory(error) else Failed(traceback.format_exc()))
-    os._exit(0)  # communicators whose other ends are gone may never close
+        pipe.send(TooLarge(first_sentence(text)) if is_out_of_memory(error) else Failed(traceback.format_exc()))
+    os._exit(0)  # closing communicators may hang if a rank is gone
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a smaller size could have gone well."""
+    """Whether an error means lack of memory, so that a smaller size may fit."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
-        words in str(error) for words in OUT_OF_MEMORY
+        words in str(error) for words in OUT_OF_MEMORY_TEXTS
     )
 
 
-def brief(text: str) -> str:
+def first_sentence(text: str) -> str:
     """The first sentence of an error."""
     return text.splitlines()[0].split(". ")[0]
 
 
 class TrialRun:
-    """The run of one rank, in the sizes that are asked for.
+    """The run of one rank, whose steps are measured in several micro-batch sizes.
 
     Args:
         size: the first of them.
@@ -85,31 +82,33 @@ class TrialRun:
 
     def __init__(self, setup: TrialSetup, size: int):
         config = trial_config(setup.config, size)
-        order_kernels(config.parallel.tensor_model_parallel_size)
+        device_platform.limit_device_connections(config.parallel.tensor_model_parallel_size)
         if config.precision.deterministic_mode:
-            compute_deterministically()
+            device_platform.enable_determinism()
         cpu_patches.install()
-        # These import megatron-core, which has been made ready only now.
+        # They import megatron-core, which must be patched before.
         from megafp8.training.extensions.statistics import StatisticsCollector
-        from megafp8.training.setup import assemble
+        from megafp8.training.setup import build_training_run
 
         self.setup = setup
-        self.platform = detect_platform(config.parallel.distributed_backend)
+        self.platform = device_platform.detect_platform(config.parallel.distributed_backend)
         limit_memory(self.platform, setup.limit_bytes)
-        store = None if setup.meeting is None else dist.PrefixStore(setup.name, dist.TCPStore(*setup.meeting))
-        join_ranks(self.platform, config.parallel, store)
-        self.run = assemble(config, self.platform, setup.implementation, has_data=False)
+        store = None
+        if setup.store_address is not None:
+            store = dist.PrefixStore(setup.store_prefix, dist.TCPStore(*setup.store_address))
+        device_platform.init_distributed(self.platform, config.parallel, store)
+        self.run = build_training_run(config, self.platform, setup.implementation, has_data=False)
         has_statistics = config.logging.fp8_log_interval is not None
         self.collector = StatisticsCollector(self.run) if has_statistics else None
-        self.kinds = kinds_of_steps(config)
+        self.kinds = step_kinds(config)
 
-    def measure(self, size: int) -> Answer:
-        """Peak memory of steps of any kind, and time per sequence of the kind that most steps are of."""
+    def measure(self, size: int) -> TrialResult:
+        """The peak memory over all kinds of steps, and the time per sequence of the most frequent kind."""
         batch = self.setup.config.training.global_batch_size
         assert batch is not None
         num_microbatches = batch // (size * self.run.place.data_size)
         least = min(num_microbatches, 2 * self.run.config.parallel.pipeline_model_parallel_size)
-        self.platform.forget_peak_memory()
+        self.platform.reset_peak_memory()
         for number in reversed(self.kinds):
             for _ in range(WARM_UP_STEPS):
                 self.step(size, least, number, has_statistics=True)
@@ -120,32 +119,32 @@ class TrialRun:
             return TooLarge(f"took {peak_bytes / 2**30:.2f} GiB")
         few, many = counts[0], counts[-1]
         step_s = seconds[many]
-        if many < num_microbatches:  # each microbatch more takes as long as those did
+        if many < num_microbatches:  # extrapolate: each further microbatch takes as long as the measured ones
             step_s += (num_microbatches - many) * max(0.0, seconds[many] - seconds[few]) / (many - few)
         return Measured(peak_bytes, 1000 * step_s / batch)
 
     def timed_counts(self, num_microbatches: int, least_s: float) -> tuple[int, ...]:
-        """Microbatches of the steps that are timed: those of the run where that is short, else of two shorter steps.
+        """The numbers of microbatches of the timed steps: the run's if its step is short, else two smaller numbers.
 
         Args:
-            least_s: time of a step of as many as fill a pipeline twice, or of the run's where that has fewer.
+            least_s: time of a step with two microbatches per pipeline stage, or with the run's number if it is lower.
         """
         stages = self.run.config.parallel.pipeline_model_parallel_size
         many = stages * max(2, int(2 * TIMED_S / least_s))
         return (num_microbatches,) if many >= num_microbatches else (stages * (many // stages // 2), many)
 
     def slowest_s(self, seconds: float) -> float:
-        """The longest time of all ranks, which they go by together."""
+        """The longest time of all ranks."""
         longest = torch.tensor(seconds, dtype=torch.float64, device=self.platform.device)
         dist.all_reduce(longest, op=dist.ReduceOp.MAX)
         return float(longest)
 
     def step(self, size: int, num_microbatches: int, number: int, has_statistics: bool = False) -> float:
-        """Train one step of a batch of so many microbatches, and its seconds.
+        """Train one step, and return its time in seconds.
 
         Args:
-            number: of the step, whose precision the schedule knows.
-            has_statistics: a statistics step, where the run has such steps: they take memory.
+            number: of the step, which determines its precision under `--fp8-schedule`.
+            has_statistics: make it a statistics step, which takes more memory, if the run has such steps.
         """
         from megafp8.checkpoint.progress import Progress
         from megafp8.training.step import train_step
@@ -153,7 +152,7 @@ class TrialRun:
         run, batch = self.run, size * num_microbatches * self.run.place.data_size
         config = with_values(with_size(run.config, size), {"training.global_batch_size": batch})
         run = dataclasses.replace(run, config=config)
-        batches = itertools.repeat(made_up_batch(run.vocab_size, config)) if run.place.needs_batches else None
+        batches = itertools.repeat(synthetic_batch(run.vocab_size, config)) if run.place.needs_batches else None
         self.platform.synchronize()
         started = time.perf_counter()
         if has_statistics and self.collector is not None:
@@ -168,13 +167,13 @@ class TrialRun:
 
 
 def trial_config(config: RunConfig, size: int) -> RunConfig:
-    """The run's settings for trials: a dynamic loss scale would start with steps that make no update."""
+    """The configuration for trials: with a fixed loss scale, since a dynamic one would skip the first updates."""
     fixed = {"optimizer.loss_scale": 1.0} if config.precision.fp16 and config.optimizer.loss_scale is None else {}
     return with_values(with_size(config, size), fixed)
 
 
-def kinds_of_steps(config: RunConfig) -> list[int]:
-    """A step of each precision that `--fp8-schedule` has, that of most steps first; step 1 without one."""
+def step_kinds(config: RunConfig) -> list[int]:
+    """A step number for each precision of `--fp8-schedule`, the most frequent first; step 1 without a schedule."""
     if config.precision.fp8_schedule is None:
         return [1]
     first_of: dict[bool, int] = {}
@@ -189,8 +188,8 @@ def kinds_of_steps(config: RunConfig) -> list[int]:
     return [first_of[is_quantized] for is_quantized, _ in lengths.most_common()]
 
 
-def made_up_batch(vocab_size: int, config: RunConfig) -> dict[str, torch.Tensor]:
-    """A microbatch as the loader makes them, of random tokens."""
+def synthetic_batch(vocab_size: int, config: RunConfig) -> dict[str, torch.Tensor]:
+    """A microbatch of random tokens, in the format of the data loader."""
     size, length = config.training.micro_batch_size, config.data.seq_length
     assert size is not None and length is not None
     tokens = torch.randint(vocab_size, (size, length + 1), generator=torch.Generator().manual_seed(0))
@@ -202,17 +201,17 @@ def made_up_batch(vocab_size: int, config: RunConfig) -> dict[str, torch.Tensor]
     }
 
 
-def limit_memory(platform: Platform, limit_bytes: int) -> None:
-    """Let nothing beyond the limit be allocated: a GPU's allocator then raises, a process on a CPU is ended."""
+def limit_memory(platform: device_platform.Platform, limit_bytes: int) -> None:
+    """Enforce the memory limit: the GPU's allocator raises beyond it, and a process on a CPU exits."""
     if platform.kind == "cuda":
         total_bytes = platform.total_memory_bytes()
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes), platform.device)
     else:
-        threading.Thread(target=end_beyond, args=(limit_bytes,), daemon=True).start()
+        threading.Thread(target=exit_above_limit, args=(limit_bytes,), daemon=True).start()
 
 
-def end_beyond(limit_bytes: int) -> NoReturn:
-    """End this process, as the system does when memory is short, once it takes more."""
-    while resident_bytes() <= limit_bytes:
+def exit_above_limit(limit_bytes: int) -> NoReturn:
+    """Exit with `MEMORY_EXCEEDED_STATUS` once this process uses more memory than the limit."""
+    while device_platform.resident_bytes() <= limit_bytes:
         time.sleep(POLL_S)
-    os._exit(EXCEEDED)
+    os._exit(MEMORY_EXCEEDED_STATUS)
