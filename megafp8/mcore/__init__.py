@@ -1,1 +1,1 @@
-"""Everything that configures or patches megatron-core: configuration, process groups, overrides, patches."""
+"""megatron-core's configuration objects, process groups, `--override` fields and runtime patches."""

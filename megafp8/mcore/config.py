@@ -1,7 +1,7 @@
-"""RunConfig -> megatron-core's configuration objects: the one translation.
+"""Builds megatron-core's configuration objects from a `RunConfig`.
 
-After megatron-core has built an object (and adjusted it), every field is compared with what was asked for: a value
-that it changed by itself is an error, not a surprise in the loss curve.
+megatron-core adjusts some fields when it builds an object. Every field is compared with the requested value afterwards,
+and a changed one is an error.
 """
 
 from __future__ import annotations
@@ -21,24 +21,28 @@ from megafp8.config.schema import RunConfig
 from megafp8.errors import ConfigError
 from megafp8.mcore.overrides import DTYPES, parsed_overrides
 
-OVERRIDDEN = {"transformer": TransformerConfig, "ddp": DistributedDataParallelConfig, "optimizer": OptimizerConfig}
-"""What `--override` reaches, under the name that it has there."""
+OVERRIDABLE_CONFIGS = {
+    "transformer": TransformerConfig,
+    "ddp": DistributedDataParallelConfig,
+    "optimizer": OptimizerConfig,
+}
+"""The configuration classes that `--override` can set fields of, by section name."""
 
 
 def leave_uninitialized(tensor: torch.Tensor) -> torch.Tensor:
-    """An init method that writes nothing: `model.initialize` fills every parameter from its global name."""
+    """An init method that does nothing: `models.initialization` fills all parameters."""
     return tensor
 
 
 def build_transformer_config(config: RunConfig, implementation: str, on_cuda: bool) -> TransformerConfig:
-    """The model's configuration for one rank.
+    """Build the model configuration of one rank.
 
     Args:
         implementation: `transformer_engine`, `emulated` or `local`, already resolved.
-        on_cuda: fused kernels and the device of new parameters follow from it.
+        on_cuda: selects fused kernels and the device of new parameters.
 
     Raises:
-        ConfigError: megatron-core refuses a value, or keeps another one than was asked for.
+        ConfigError: megatron-core rejects or changes a value.
     """
     fields = {
         **shape_fields(config),
@@ -47,17 +51,17 @@ def build_transformer_config(config: RunConfig, implementation: str, on_cuda: bo
         **kernel_fields(config, implementation, on_cuda),
         **recompute_fields(config),
     }
-    # Delayed scaling, and others, count on one update per step: megatron-core reads this while building layers.
+    # Layers read this when they are built. Delayed scaling needs it for one update of its scales per step.
     fields["calculate_per_token_loss"] = True
     fields |= parsed_overrides(config, "transformer", TransformerConfig)
-    faults = wrong_without_an_error(fields)
-    if faults:
-        raise ConfigError(faults)
+    problems = unsafe_override_problems(fields)
+    if problems:
+        raise ConfigError(problems)
     return build_checked(TransformerConfig, fields)
 
 
-def wrong_without_an_error(fields: Mapping[str, Any]) -> list[str]:
-    """What only `--override` can bring about, and megatron-core then trains another model without a word."""
+def unsafe_override_problems(fields: Mapping[str, Any]) -> list[str]:
+    """Problems of combinations that only `--override` allows, and that train wrongly without an error."""
     chunks, stages = fields["virtual_pipeline_model_parallel_size"], fields["pipeline_model_parallel_size"]
     checks = (
         (
@@ -77,7 +81,7 @@ def wrong_without_an_error(fields: Mapping[str, Any]) -> list[str]:
 
 
 def shape_fields(config: RunConfig) -> dict[str, Any]:
-    """What the model is."""
+    """Fields of the model architecture."""
     model = config.model
     activation: Callable[[torch.Tensor], torch.Tensor] = F.gelu
     if model.swiglu:
@@ -114,7 +118,7 @@ def shape_fields(config: RunConfig) -> dict[str, Any]:
 
 
 def tanh_gelu(x: torch.Tensor) -> torch.Tensor:
-    """GELU by its tanh approximation, as in GPT-2: what the fused kernel computes, without the kernel."""
+    """GELU with the tanh approximation, as the fused kernel computes it."""
     return F.gelu(x, approximate="tanh")
 
 
@@ -124,7 +128,7 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
 
 
 def parallel_fields(config: RunConfig) -> dict[str, Any]:
-    """How the model is split, and how stages talk."""
+    """Fields of model parallelism and pipeline communication."""
     parallel = config.parallel
     stages, chunks = parallel.pipeline_model_parallel_size, derived.virtual_pipeline_size(config)
     overlap = chunks is not None and parallel.overlap_p2p_comm
@@ -134,14 +138,14 @@ def parallel_fields(config: RunConfig) -> dict[str, Any]:
         "virtual_pipeline_model_parallel_size": chunks,
         "context_parallel_size": parallel.context_parallel_size,
         "cp_comm_type": parallel.cp_comm_type,
-        # Over one rank there is nothing to split: the flag, which example scripts always give, is then an identity.
+        # Example scripts always give the flag; with one tensor-parallel rank it has no effect.
         "sequence_parallel": parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1,
         "overlap_p2p_comm": overlap,
-        # With two interleaved stages a rank's two neighbours are one peer. Batched, the two messages to it are matched
-        # in posting order, which is wrong: the loss is off and the gradients explode without an error.
+        # With two interleaved stages, both neighbours of a rank are the same peer. Batched messages to it are matched
+        # in posting order, which mixes them up: the loss is wrong and the gradients explode without an error.
         "batch_p2p_comm": not overlap and not (chunks is not None and stages == 2),
-        # megatron-core frees a stage's output right after it has started to send it. Unless the send is waited for, the
-        # buffer is used again while it goes out, and the next stage gets other numbers (mended upstream after 0.16).
+        # megatron-core frees a stage's output right after the send starts. With overlapped sends the buffer is reused
+        # before the send has finished, and the next stage gets wrong values (fixed upstream after 0.16).
         "deallocate_pipeline_outputs": not overlap,
         "tp_comm_overlap": parallel.tp_comm_overlap,
         "tp_comm_overlap_ag": parallel.tp_comm_overlap_ag,
@@ -153,7 +157,7 @@ def parallel_fields(config: RunConfig) -> dict[str, Any]:
 
 
 def precision_fields(config: RunConfig, implementation: str) -> dict[str, Any]:
-    """Number formats. Emulated layers quantize by themselves: megatron-core is told of FP8 and FP4 only with TE."""
+    """Fields of precision. Those of FP8 and FP4 are for Transformer Engine; emulated layers do not use them."""
     precision = config.precision
     dtype = DTYPES[derived.params_dtype(precision)]
     fields: dict[str, Any] = {
@@ -186,16 +190,17 @@ def precision_fields(config: RunConfig, implementation: str) -> dict[str, Any]:
 
 
 def kernel_fields(config: RunConfig, implementation: str, on_cuda: bool) -> dict[str, Any]:
-    """Which kernels compute it. Fusions that exist on a GPU only stay off on a CPU: what is computed is the same."""
+    """Fields that select kernels. Fusions that need a GPU are off on a CPU, with the same results."""
     precision, model = config.precision, config.model
-    # GELU is fused with its bias or not at all, as in Megatron-LM.
+    # As in Megatron-LM, GELU is only fused together with its bias.
     bias_activation = (
         precision.bias_swiglu_fusion if model.swiglu else precision.bias_gelu_fusion and model.add_bias_linear
     )
     is_gelu = not (model.swiglu or model.squared_relu)
+    backend = precision.attention_backend if implementation == "transformer_engine" else "local"  # torch's SDPA
     fields: dict[str, Any] = {
         "use_cpu_initialization": not on_cuda,
-        "attention_backend": AttnBackend[attention_backend(precision.attention_backend, implementation)],
+        "attention_backend": AttnBackend[backend],
         "bias_activation_fusion": on_cuda and bias_activation and not model.squared_relu,
         "bias_dropout_fusion": on_cuda and precision.bias_dropout_fusion,
         "masked_softmax_fusion": on_cuda and precision.masked_softmax_fusion,
@@ -207,12 +212,12 @@ def kernel_fields(config: RunConfig, implementation: str, on_cuda: bool) -> dict
         ),
         "cross_entropy_loss_fusion": precision.cross_entropy_loss_fusion,
         "cross_entropy_fusion_impl": precision.cross_entropy_fusion_impl,
-        # Set on each layer that can (model.builder): megatron-core's output layer would demand Apex here.
+        # `models.builder` sets it on each layer that supports it; set here, the output layer would require Apex.
         "gradient_accumulation_fusion": False,
         "deterministic_mode": precision.deterministic_mode,
     }
-    if derived.has_step_graph(config):
-        # Of this, megatron-core's loss leaves out a look at its gradient, which would wait. The graph is ours.
+    if derived.uses_cuda_graph(config):
+        # With this scope megatron-core's loss skips a gradient check that synchronizes. megafp8 captures the graph.
         fields["cuda_graph_scope"] = [CudaGraphScope.full_iteration]
     if is_gelu and bias_activation and not on_cuda:
         fields["activation_func"] = tanh_gelu
@@ -220,19 +225,14 @@ def kernel_fields(config: RunConfig, implementation: str, on_cuda: bool) -> dict
 
 
 def has_rope_kernel() -> bool:
-    """Did megatron-core find Transformer Engine's rotary embedding? It rotates any layers' queries and keys."""
+    """Whether megatron-core found Transformer Engine's fused rotary embedding, which works with all layers."""
     from megatron.core.models.common.embeddings import rope_utils
 
     return rope_utils.fused_apply_rotary_pos_emb is not None
 
 
-def attention_backend(asked: str, implementation: str) -> str:
-    """megatron-core's name; torch's SDPA, which the emulated layers use, is `local` there."""
-    return asked if implementation == "transformer_engine" else "local"
-
-
 def recompute_fields(config: RunConfig) -> dict[str, Any]:
-    """Which activations are computed again in the backward pass."""
+    """Fields of activation recomputation."""
     training = config.training
     granularity = derived.recompute_granularity(training)
     if granularity is None:
@@ -249,7 +249,7 @@ def recompute_fields(config: RunConfig) -> dict[str, Any]:
 
 
 def build_ddp_config(config: RunConfig) -> DistributedDataParallelConfig:
-    """Gradient buffers and their reduction."""
+    """Build the configuration of gradient buffers and their reduction."""
     parallel, precision = config.parallel, config.precision
     fields = {
         "grad_reduce_in_fp32": derived.grad_dtype(precision) == "fp32",
@@ -265,10 +265,10 @@ def build_ddp_config(config: RunConfig) -> DistributedDataParallelConfig:
 
 
 def build_optimizer_config(config: RunConfig, implementation: str) -> OptimizerConfig:
-    """The optimizer's own settings; the schedule is `optim.schedule`'s."""
+    """Build the optimizer configuration. Schedules are in `optimizer.schedules`."""
     optimizer, parallel, precision = config.optimizer, config.parallel, config.precision
-    # Told of a recipe when no weight is in FP8, it would keep FP32 master weights where 16-bit remainders do.
-    has_te_weights = implementation == "transformer_engine" and precision.fp8_param_gather
+    # With a recipe but no FP8 weights, it would keep FP32 master weights where 16-bit remainders suffice.
+    has_fp8_weights = implementation == "transformer_engine" and precision.fp8_param_gather
     fields = {
         "optimizer": optimizer.optimizer,
         "lr": optimizer.lr,
@@ -297,25 +297,25 @@ def build_optimizer_config(config: RunConfig, implementation: str) -> OptimizerC
         "exp_avg_dtype": DTYPES[optimizer.exp_avg_dtype],
         "exp_avg_sq_dtype": DTYPES[optimizer.exp_avg_sq_dtype],
         "log_num_zeros_in_grad": config.logging.log_num_zeros_in_grad,
-        "fp8_recipe": precision.fp8_recipe if has_te_weights else None,
+        "fp8_recipe": precision.fp8_recipe if has_fp8_weights else None,
     }
     return build_checked(OptimizerConfig, fields | parsed_overrides(config, "optimizer", OptimizerConfig))
 
 
 def build_checked(kind: type, fields: Mapping[str, Any]) -> Any:
-    """Build a megatron-core configuration and compare what it kept with what was asked.
+    """Build a megatron-core configuration and check that it kept all requested values.
 
     Raises:
-        ConfigError: it refuses the fields, or a field came out different.
+        ConfigError: it rejects or changes a value.
     """
     try:
         built = kind(**fields)
     except (ValueError, AssertionError, TypeError, RuntimeError) as error:
         raise ConfigError(f"megatron-core's {kind.__name__} refuses the configuration: {error}") from error
     changed = [
-        f"megatron-core's {kind.__name__} changed {name} from {asked!r} to {getattr(built, name)!r}"
-        for name, asked in fields.items()
-        if asked is not None and getattr(built, name) != asked
+        f"megatron-core's {kind.__name__} changed {name} from {requested!r} to {getattr(built, name)!r}"
+        for name, requested in fields.items()
+        if requested is not None and getattr(built, name) != requested
     ]
     if changed:
         raise ConfigError(changed)
@@ -323,11 +323,11 @@ def build_checked(kind: type, fields: Mapping[str, Any]) -> Any:
 
 
 def override_problems(config: RunConfig) -> list[str]:
-    """What is wrong with all `--override` entries: fields that megatron-core does not have, values of another type."""
-    found: list[str] = []
-    for section, kind in OVERRIDDEN.items():
+    """Problems of all `--override` entries: unknown fields, fields with a flag, and values of a wrong type."""
+    problems: list[str] = []
+    for section, kind in OVERRIDABLE_CONFIGS.items():
         try:
             parsed_overrides(config, section, kind)
         except ConfigError as error:
-            found += error.problems
-    return found
+            problems += error.problems
+    return problems

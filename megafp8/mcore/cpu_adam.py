@@ -1,4 +1,4 @@
-"""Adam on a CPU, in the form in which megatron-core's distributed optimizer wants it."""
+"""Adam for the CPU, with the state layout that megatron-core's distributed optimizer expects."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 class Adam(torch.optim.Optimizer):
-    """AdamW as Transformer Engine's and Apex's FusedAdam keep it: one `step` per parameter group, not per tensor.
+    """AdamW with one `step` per parameter group, as in the FusedAdam of Transformer Engine and Apex.
 
-    megatron-core's distributed optimizer reads and writes checkpoints in that form only. Moments have the dtype of
-    the parameters that it is given (FP32 master weights).
+    megatron-core's distributed optimizer loads and saves checkpoints only in that layout. Moments have the dtype of the
+    parameters, which are FP32 master weights.
 
     Source: Kingma and Ba 2015, algorithm 1; decoupled decay: Loshchilov and Hutter 2019, algorithm 2.
     """
@@ -45,7 +45,7 @@ class Adam(torch.optim.Optimizer):
                 self.step_group(group, [p for p in group["params"] if p.grad is not None])
 
     def step_group(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
-        """Update one group, all tensors at once."""
+        """Update one parameter group with multi-tensor operations."""
         if not parameters:
             return
         for parameter in parameters:
@@ -53,20 +53,20 @@ class Adam(torch.optim.Optimizer):
                 self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
                 self.state[parameter]["exp_avg_sq"] = torch.zeros_like(parameter)
         gradients = [p.grad for p in parameters]
-        first = [self.state[p]["exp_avg"] for p in parameters]
-        second = [self.state[p]["exp_avg_sq"] for p in parameters]
+        exp_avgs = [self.state[p]["exp_avg"] for p in parameters]
+        exp_avg_sqs = [self.state[p]["exp_avg_sq"] for p in parameters]
         beta1, beta2 = group["betas"]
         correction1, correction2 = 1.0, 1.0
         if group["bias_correction"]:
             correction1, correction2 = 1 - beta1 ** group["step"], 1 - beta2 ** group["step"]
         if group["weight_decay"] and not self.adam_w_mode:
             gradients = torch._foreach_add(gradients, parameters, alpha=group["weight_decay"])
-        torch._foreach_lerp_(first, gradients, 1 - beta1)
-        torch._foreach_mul_(second, beta2)
-        torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
-        denominator = torch._foreach_sqrt(second)
+        torch._foreach_lerp_(exp_avgs, gradients, 1 - beta1)
+        torch._foreach_mul_(exp_avg_sqs, beta2)
+        torch._foreach_addcmul_(exp_avg_sqs, gradients, gradients, 1 - beta2)
+        denominator = torch._foreach_sqrt(exp_avg_sqs)
         torch._foreach_div_(denominator, correction2**0.5)
         torch._foreach_add_(denominator, group["eps"])
         if group["weight_decay"] and self.adam_w_mode:
             torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_addcdiv_(parameters, first, denominator, -group["lr"] / correction1)
+        torch._foreach_addcdiv_(parameters, exp_avgs, denominator, -group["lr"] / correction1)

@@ -1,13 +1,14 @@
-"""What megatron-core 0.16.1 needs in order to run on a CPU build of torch. Only here is it patched for that.
+"""Patches that let megatron-core 0.16.1 run on a CPU build of torch. None is applied where a GPU is available.
 
-megatron-core names CUDA in three ways: it calls functions of `torch.cuda` that raise on a CPU build, it writes
-`device="cuda"` into factory calls, and it tells parameter kinds apart by the text `torch.cuda.FloatTensor`. The first
-is mended by giving `torch.cuda` CPU answers, the second by handing the modules concerned a view of `torch` whose
-factories read "cuda" as "cpu", the third by renaming types inside two constructors. No patch costs anything per
-operation, and none is installed where there is a GPU.
+megatron-core depends on CUDA in three ways, each with its own fix:
 
-Every patch says what in megatron-core needs it: `evidence` names a file and the text in it. A test fails when a text
-is gone, so that a patch does not outlive its reason."""
+- It calls functions of `torch.cuda` that raise on a CPU build. They are replaced by CPU versions.
+- It passes `device="cuda"` to tensor factories. Those modules get a proxy of `torch` that creates CPU tensors.
+- It selects parameters by the type name `torch.cuda.FloatTensor`. Types are renamed inside two constructors.
+
+No patch adds a cost per operation. The `evidence` of a patch quotes the code of megatron-core that makes it necessary.
+A test fails when a quoted text is gone, and the patch can then be removed.
+"""
 
 from __future__ import annotations
 
@@ -24,37 +25,34 @@ from typing import Any
 import torch
 
 from megafp8.mcore.cpu_adam import Adam
-from megafp8.mcore.patches import Patch, core
+from megafp8.mcore.patches import Patch, import_core
 
 CPU = torch.device("cpu")
 
 
-class InOrderStream:
-    """A stream or event of a device that does one thing after the other: every wait is already satisfied."""
+class NoOpStream:
+    """A CUDA stream or event for a CPU, where all work is already done and waiting does nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass
 
-    def wait_stream(self, other: Any) -> None:
-        """Nothing to wait for."""
+    def synchronize(self, other: Any = None) -> None:
+        """Do nothing."""
 
-    wait_event = record = wait = wait_stream
+    wait_stream = wait_event = record = wait = synchronize
 
-    def record_event(self, event: Any = None) -> "InOrderStream":
+    def record_event(self, event: Any = None) -> "NoOpStream":
         """The stream itself serves as its event."""
         return self
 
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
     def query(self) -> bool:
-        """All work is done."""
+        """True: all work is done."""
         return True
 
 
-def answer_for_cuda() -> None:
-    """Give `torch.cuda` the CPU's answers. Each name gets a function of its own: torch's tracer rejects duplicates."""
-    cuda, stream = torch.cuda, InOrderStream()
+def patch_torch_cuda() -> None:
+    """Replace functions of `torch.cuda`, each by an object of its own, because torch's tracer rejects duplicates."""
+    cuda, stream = torch.cuda, NoOpStream()
     cuda.current_device = lambda: CPU
     for owner, name in (
         (cuda, "set_device"),
@@ -64,21 +62,21 @@ def answer_for_cuda() -> None:
         (cuda.nvtx, "range_pop"),
     ):
         setattr(owner, name, lambda *args, **kwargs: None)
-    cuda.Stream, cuda.Event = InOrderStream, type("InOrderEvent", (InOrderStream,), {})
+    cuda.Stream, cuda.Event = NoOpStream, type("InOrderEvent", (NoOpStream,), {})
     cuda.current_stream, cuda.default_stream = (lambda device=None: stream), (lambda device=None: stream)
     cuda.stream = lambda stream: contextlib.nullcontext()
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
 
 
-def share_the_cpu_generator() -> None:
-    """Random state of the "GPU" is the CPU generator's, so that the dropout tracker and recomputation work."""
+def patch_random_state() -> None:
+    """Use the CPU generator for the CUDA random state, for the dropout tracker and recomputation."""
     torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
     torch.cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     torch.cuda.manual_seed = torch.default_generator.manual_seed
-    random = core("tensor_parallel.random")
+    random = import_core("tensor_parallel.random")
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
-    # megatron-core warns when the CPU state moves inside a "GPU" context; here the two are one.
+    # megatron-core warns when the CPU state changes inside a fork of the CUDA state; here both are the same.
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in str(record.msg))
 
 
@@ -99,18 +97,18 @@ MODULES_NAMING_CUDA = (
 
 
 class TorchOnCpu(types.ModuleType):
-    """`torch` as the modules above see it: factories make CPU tensors where "cuda" is asked for."""
+    """A proxy of `torch` whose factories create CPU tensors where "cuda" is requested."""
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(torch, name)
         if name in FACTORIES:
-            value = on_cpu(value)
+            value = redirect_to_cpu(value)
         self.__dict__[name] = value
         return value
 
 
-def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The factory with device "cuda" read as the CPU and pinned memory left out."""
+def redirect_to_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Wrap a factory to replace device "cuda" by the CPU and to ignore `pin_memory`."""
 
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -122,36 +120,36 @@ def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return make
 
 
-def read_cuda_as_cpu() -> None:
-    """Hand the modules that name CUDA in factory calls the view of torch above."""
-    view = TorchOnCpu("torch")
+def patch_device_literals() -> None:
+    """Give the modules that pass `device="cuda"` to factories the proxy of torch."""
+    proxy = TorchOnCpu("torch")
     for module in MODULES_NAMING_CUDA:
-        core(module).torch = view
+        import_core(module).torch = proxy
 
 
 @contextlib.contextmanager
 def cuda_type_names() -> Iterator[None]:
-    """Within, `tensor.type()` says `torch.cuda.FloatTensor` for a CPU tensor."""
-    plain = torch.Tensor.type
+    """Context in which `tensor.type()` returns `torch.cuda.FloatTensor` for a CPU tensor."""
+    original = torch.Tensor.type
 
     def cuda_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = plain(self, *args, **kwargs)
+        result = original(self, *args, **kwargs)
         return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
 
     torch.Tensor.type = cuda_type
     try:
         yield
     finally:
-        torch.Tensor.type = plain
+        torch.Tensor.type = original
 
 
-def name_types_as_cuda() -> None:
-    """The two optimizers that sort parameters by type name are built with CUDA's names."""
+def patch_type_names() -> None:
+    """Construct the two optimizers that select parameters by type name with CUDA's type names."""
     for module, name in (
         ("optimizer.optimizer", "Float16OptimizerWithFloat16Params"),
         ("optimizer.distrib_optimizer", "DistributedOptimizer"),
     ):
-        optimizer = getattr(core(module), name)
+        optimizer = getattr(import_core(module), name)
         optimizer.__init__ = cuda_type_names()(optimizer.__init__)
 
 
@@ -166,10 +164,10 @@ def clip_by_total_norm(
 
 
 def total_norm(gradients: list[torch.Tensor], norm_type: float = 2.0, grad_stats_parallel_group: Any = None) -> float:
-    """L2 norm over the ranks of a group, an FP32 number.
+    """L2 norm of the gradients of all ranks of a group, rounded to FP32.
 
-    Numerics: squares of FP32 numbers are exact in FP64, and their sum is as good as exact before it is rounded, so that
-    it does not show how the gradients are divided among tensors and ranks.
+    Numerics: squares of FP32 numbers are exact in FP64, and the error of their sum is far below FP32's. The result does
+    therefore not depend on how the gradients are divided among tensors and ranks.
     """
     assert norm_type == 2.0
     squares = torch.zeros((), dtype=torch.float64)
@@ -179,49 +177,49 @@ def total_norm(gradients: list[torch.Tensor], norm_type: float = 2.0, grad_stats
     return squares.sqrt().float().item()
 
 
-def sum_norm_in_fp64() -> None:
-    """Clipping carries the last bit of the norm into every weight."""
-    core("optimizer.optimizer").get_grad_norm_fp32 = total_norm
+def patch_grad_norm() -> None:
+    """Sum the gradient norm in FP64. Clipping carries even its last bit into every weight."""
+    import_core("optimizer.optimizer").get_grad_norm_fp32 = total_norm
 
 
-def clip_without_type_check() -> None:
-    """megatron-core's clipping asserts CUDA's type name on every gradient."""
-    core("optimizer.optimizer").clip_grad_by_total_norm_fp32 = clip_by_total_norm
+def patch_clipping() -> None:
+    """Replace megatron-core's clipping, which asserts the CUDA type name of every gradient."""
+    import_core("optimizer.optimizer").clip_grad_by_total_norm_fp32 = clip_by_total_norm
 
 
-def keep_adam_step_in_group() -> None:
-    """Offer our Adam in the place where megatron-core looks for FusedAdam."""
-    optimizers, distributed = core("optimizer"), core("optimizer.distrib_optimizer")
+def patch_adam() -> None:
+    """Use `cpu_adam.Adam` in place of FusedAdam."""
+    optimizers, distributed = import_core("optimizer"), import_core("optimizer.distrib_optimizer")
     optimizers.Adam, optimizers.USING_PYTORCH_OPTIMIZER = Adam, False
     distributed.Adam, distributed.HAVE_APEX_OR_TE, distributed.USING_TE_OPTIMIZER = Adam, True, True
 
 
 @functools.cache
 def results_queue() -> Any:
-    """The queue between a checkpoint's writers and the trainer, from a forked manager."""
+    """The queue between the checkpoint writers and the trainer, served by a forked manager."""
     return multiprocessing.get_context("fork").Manager().Queue()
 
 
-def fork_checkpoint_manager() -> None:
-    """The spawned manager imports the program again: seconds at the first save, and a hang without a main guard."""
-    core("dist_checkpointing.strategies.filesystem_async")._get_write_results_queue = results_queue
+def patch_checkpoint_manager() -> None:
+    """Fork the manager. A spawned one imports the program again, which takes seconds and hangs without a main guard."""
+    import_core("dist_checkpointing.strategies.filesystem_async")._get_write_results_queue = results_queue
 
 
-def read_false_as_no_fp8() -> None:
-    """Recomputing norms asks TE for its FP8 state even when `fp8=False`, because `False is not None`."""
-    recompute = core("tensor_parallel.random").CheckpointWithoutOutput
-    plain = recompute.__init__
-    recompute.__init__ = lambda self, fp8=False: plain(self, fp8 or None)
+def patch_recompute_without_fp8() -> None:
+    """Pass `fp8=None` for `fp8=False`: recomputation tests `fp8 is not None` before it reads TE's FP8 state."""
+    recompute = import_core("tensor_parallel.random").CheckpointWithoutOutput
+    original = recompute.__init__
+    recompute.__init__ = lambda self, fp8=False: original(self, fp8 or None)
 
 
-def keep_types_of_buffers_apart() -> None:
-    """Give each buffer groups of its own. Groups are gathered from the last one on: the embedding's is that."""
-    distributed = core("distributed.distributed_data_parallel")
-    plain = distributed.partition_buckets
+def patch_bucket_groups() -> None:
+    """Put each buffer into groups of its own, the embedding's last: gathers start with the last group."""
+    distributed = import_core("distributed.distributed_data_parallel")
+    original = distributed.partition_buckets
 
     def partition(buffers: list[Any], **options: Any) -> list[Any]:
-        in_order = sorted(buffers, key=lambda buffer: buffer.param_dtype != torch.uint8)
-        return [group for buffer in in_order for group in plain([buffer], **options)]
+        fp8_first = sorted(buffers, key=lambda buffer: buffer.param_dtype != torch.uint8)
+        return [group for buffer in fp8_first for group in original([buffer], **options)]
 
     distributed.partition_buckets = partition
 
@@ -237,7 +235,7 @@ PATCHES = (
             ("distributed/param_and_grad_buffer.py", "torch.cuda.default_stream()"),
             ("models/common/language_module/language_module.py", ".cuda()"),
         ),
-        answer_for_cuda,
+        patch_torch_cuda,
     ),
     Patch(
         "random state",
@@ -246,7 +244,7 @@ PATCHES = (
             ("tensor_parallel/random.py", "torch.cuda.get_rng_state()"),
             ("tensor_parallel/random.py", "torch.cuda.manual_seed(seed)"),
         ),
-        share_the_cpu_generator,
+        patch_random_state,
     ),
     Patch(
         "literal device",
@@ -256,7 +254,7 @@ PATCHES = (
             ("optimizer/optimizer.py", "device='cuda'"),
             ("optimizer/clip_grads.py", "device='cuda'"),
         ),
-        read_cuda_as_cpu,
+        patch_device_literals,
     ),
     Patch(
         "type names",
@@ -265,19 +263,19 @@ PATCHES = (
             ("optimizer/optimizer.py", "'torch.cuda.FloatTensor'"),
             ("optimizer/distrib_optimizer.py", "'torch.cuda.FloatTensor'"),
         ),
-        name_types_as_cuda,
+        patch_type_names,
     ),
     Patch(
         "clipping",
         "clipping asserts the type name torch.cuda.FloatTensor",
         (("optimizer/clip_grads.py", "'torch.cuda.FloatTensor'"),),
-        clip_without_type_check,
+        patch_clipping,
     ),
     Patch(
         "gradient norm",
         "in FP32 sums, weights depend on which gradients lie in one buffer: no run could be repeated with another one",
         (("optimizer/clip_grads.py", "total_norm = grad_norm**norm_type"),),
-        sum_norm_in_fp64,
+        patch_grad_norm,
     ),
     Patch(
         "Adam",
@@ -286,28 +284,28 @@ PATCHES = (
             ("optimizer/__init__.py", "USING_PYTORCH_OPTIMIZER = True"),
             ("optimizer/distrib_optimizer.py", "assert len(steps) == 1"),
         ),
-        keep_adam_step_in_group,
+        patch_adam,
     ),
     Patch(
         "checkpoint manager",
         "a spawned manager re-imports the program at the first save",
         (("dist_checkpointing/strategies/filesystem_async.py", 'get_context("spawn")'),),
-        fork_checkpoint_manager,
+        patch_checkpoint_manager,
     ),
     Patch(
         "recompute without FP8",
         "fp8=False is taken for FP8 and asks for Transformer Engine",
         (("tensor_parallel/random.py", "self.fp8 = fp8 is not None"),),
-        read_false_as_no_fp8,
+        patch_recompute_without_fp8,
     ),
     Patch(
         "buffers of two types",
         "gathered in one group, FP8 and BF16 weights come out as noise: gloo takes all for one type",
         (("distributed/param_and_grad_buffer.py", "group_buckets = [bucket] + non_fp8_buckets"),),
-        keep_types_of_buffers_apart,
+        patch_bucket_groups,
     ),
 )
-QUIET = (
+KNOWN_WARNINGS = (
     (UserWarning, r".*Apex (is|are) not installed.*", r"megatron\.core\..*"),
     (UserWarning, r"Transformer Engine.* not installed.*", r"megatron\.core\..*"),
     (UserWarning, r"full scope is deprecated", r"megatron\.core\.transformer\.transformer_config"),
@@ -322,22 +320,22 @@ QUIET = (
 
 
 def silence_known_warnings() -> None:
-    """Leave out what megatron-core says on every run and no user can act on."""
-    for category, message, module in QUIET:
+    """Filter out warnings that every run gives and that users cannot act on."""
+    for category, message, module in KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", category=category, message=message, module=module)
-    # Made-up data has no index worth keeping.
+    # Synthetic data needs no cached index.
     datasets = logging.getLogger("megatron.core.datasets.gpt_dataset")
     datasets.addFilter(lambda record: "path_to_cache is None" not in str(record.msg))
 
 
 @functools.cache
 def install() -> None:
-    """Make megatron-core ready for this machine. Call before anything else imports it; a second call does nothing."""
+    """Filter warnings and, without a GPU, apply all patches. Call it before importing megatron-core."""
     silence_known_warnings()
     if torch.cuda.is_available():
         return
-    # megatron-core wraps functions in torch.compile at import, which needs a C++ compiler on a CPU and 10 s.
+    # megatron-core applies torch.compile at import, which on a CPU takes 10 s and needs a C++ compiler.
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-    answer_for_cuda()
+    patch_torch_cuda()
     for patch in PATCHES:
         patch.apply()

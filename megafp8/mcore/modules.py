@@ -1,4 +1,4 @@
-"""TODO"""
+"""The linear modules of megatron-core's layers, by name."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import nn
 from megafp8.config.precision_map import OUTPUT_LAYER
 
 
-def linears_of(chunk: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The linears of a chunk's layers, counted from 0 over the whole model, and the output layer where it quantizes."""
+def named_linears(chunk: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The linears of a chunk's layers, numbered from 0 over all stages, and the output layer if it quantizes."""
     for layer in (module for module in chunk.modules() if isinstance(module, TransformerLayer)):
         prefix = f"layers.{layer.layer_number - 1}."
         attention, mlp = layer.self_attention, layer.mlp

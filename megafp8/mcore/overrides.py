@@ -1,7 +1,7 @@
-"""`--override SECTION.FIELD=VALUE`: fields of megatron-core's configuration that have no flag, by name and type.
+"""Parses `--override SECTION.FIELD=VALUE`, which sets fields of megatron-core's configuration that have no flag.
 
-A field that a flag sets is that flag's: set behind its back, the run would be another than the one that its record,
-its memory estimate and its checks describe.
+A field that a flag sets is refused: the run would differ from its recorded configuration, its memory estimate and its
+checks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megafp8.errors import ConfigError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
 
-# Fields that a flag of another name sets.
+# Fields that are set by a flag with another name.
 FLAG_OF_FIELD: Mapping[str, str] = MappingProxyType({
     "layernorm_epsilon": "--norm-epsilon",
     "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
@@ -42,7 +42,7 @@ FLAG_OF_FIELD: Mapping[str, str] = MappingProxyType({
     "bias_activation_fusion": "--no-bias-swiglu-fusion or --no-bias-gelu-fusion",
 })  # fmt: skip
 
-# Fields of what megafp8 does not have, by how they begin, and the flag whose refusal gives the reason.
+# Prefixes of the fields of unsupported features, with the flag whose refusal gives the reason.
 REFUSED_PREFIXES: tuple[tuple[str, str], ...] = (
     ("moe_", "--num-experts"),
     ("num_moe_experts", "--num-experts"),
@@ -53,96 +53,94 @@ REFUSED_PREFIXES: tuple[tuple[str, str], ...] = (
 
 
 def parsed_overrides(config: RunConfig, section: str, kind: type) -> dict[str, Any]:
-    """The `--override SECTION.FIELD=VALUE` entries of one section, converted to the fields' own types.
+    """The values of the `--override` entries of one section, converted to the types of their fields.
 
     Raises:
-        ConfigError: a field that megatron-core does not have, one that a flag sets, one of a feature that is not
-            there, or a value of another type; all of them.
+        ConfigError: lists all unknown fields, fields that a flag sets, fields of unsupported features, and values of a
+            wrong type.
     """
     types = typing.get_type_hints(kind)
     fields = {field.name for field in dataclasses.fields(kind)}
     values: dict[str, Any] = {}
-    faults: list[str] = []
+    problems: list[str] = []
     for entry in config.overrides:
         path, _, text = entry.partition("=")
         owner, _, name = path.partition(".")
         if owner != section:
             continue
-        if name not in fields:
-            faults.append(f"--override {entry}: megatron-core's {kind.__name__} has no field {name}")
-            continue
-        reason = not_to_override(name)
+        unknown = f"megatron-core's {kind.__name__} has no field {name}"
+        reason = override_refusal(name) if name in fields else unknown
         if reason is not None:
-            faults.append(f"--override {entry}: {reason}")
+            problems.append(f"--override {entry}: {reason}")
             continue
         try:
-            values[name] = converted(text, types[name])
+            values[name] = parse_value(text, types[name])
         except ValueError:
-            faults.append(f"--override {entry}: {text!r} is not of type {type_text(types[name])}")
-    if faults:
-        raise ConfigError(faults)
+            problems.append(f"--override {entry}: {text!r} is not of type {describe_type(types[name])}")
+    if problems:
+        raise ConfigError(problems)
     return values
 
 
-def not_to_override(field: str) -> Optional[str]:
-    """Why a field is not for `--override`, with what to give instead; None if it is."""
+def override_refusal(field: str) -> Optional[str]:
+    """Why `--override` must not set a field, and which flag does; None if it may."""
     flag = FLAG_OF_FIELD.get(field) or next(
         ((setting.flags or setting.off)[0] for setting in all_settings() if setting.field == field), None
     )
     if flag is not None:
         return f"{field} is set by {flag}: give that"
     refused = next((flag for prefix, flag in REFUSED_PREFIXES if field.startswith(prefix)), None)
-    return megatron_flags.refusal(refused) if refused is not None else None
+    return megatron_flags.refusal_reason(refused) if refused is not None else None
 
 
-def converted(text: str, wanted: Any) -> Any:
-    """The value that a text means for a field of type `wanted`: `true`, `8`, `1e-5`, `none`, `[1, 2]`, `bf16`, `flash`.
+def parse_value(text: str, target: Any) -> Any:
+    """Parse a value of type `target`, such as `true`, `8`, `1e-5`, `none`, `[1, 2]`, `bf16` or `flash`.
 
     Raises:
-        ValueError: it means none.
+        ValueError: the text is not of that type.
     """
     try:
         value: Any = ast.literal_eval(text)
     except (ValueError, SyntaxError):
         value = {"true": True, "false": False, "none": None}.get(text.lower(), text)
     try:
-        return as_type(value, wanted)
+        return convert_value(value, target)
     except ValueError:
-        return as_type(text, wanted)  # a string that looks like a number
+        return convert_value(text, target)  # a string that looks like a number
 
 
-def as_type(value: Any, wanted: Any) -> Any:
-    """A Python value as an annotation wants it; an integer serves as a float, a list as a tuple, a name as an enum's.
+def convert_value(value: Any, target: Any) -> Any:
+    """Convert a Python value to an annotated type: integer to float, list to tuple, name to enum member or dtype.
 
     Raises:
-        ValueError: it does not fit.
+        ValueError: the value cannot be converted.
     """
-    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
+    origin, arguments = typing.get_origin(target), typing.get_args(target)
     if origin is typing.Union:
         for choice in arguments:
             with contextlib.suppress(ValueError):
-                return as_type(value, choice)
+                return convert_value(value, choice)
     elif origin is typing.Literal and value in arguments:
         return value
     elif origin in (list, tuple) and isinstance(value, (list, tuple)):
         kinds = arguments if origin is tuple else arguments * len(value)
         if len(kinds) == len(value):
-            return origin(as_type(item, kind) for item, kind in zip(value, kinds, strict=True))
-    elif wanted is torch.dtype and str(value) in DTYPES:
+            return origin(convert_value(item, kind) for item, kind in zip(value, kinds, strict=True))
+    elif target is torch.dtype and str(value) in DTYPES:
         return DTYPES[value]
-    elif isinstance(wanted, type) and issubclass(wanted, enum.Enum) and str(value) in wanted.__members__:
-        return wanted[value]
-    elif wanted is float and type(value) is int:
+    elif isinstance(target, type) and issubclass(target, enum.Enum) and str(value) in target.__members__:
+        return target[value]
+    elif target is float and type(value) is int:
         return float(value)
-    elif wanted in (int, float, bool, str, type(None)) and type(value) is wanted:
+    elif target in (int, float, bool, str, type(None)) and type(value) is target:
         return value
-    raise ValueError(f"{value!r} is not of type {wanted}")
+    raise ValueError(f"{value!r} is not of type {target}")
 
 
-def type_text(wanted: Any) -> str:
-    """A type as a message names it, with its values if they are few."""
-    if wanted is torch.dtype:
+def describe_type(target: Any) -> str:
+    """Name of a type for a message, with its values for dtypes and enums."""
+    if target is torch.dtype:
         return f"dtype ({', '.join(DTYPES)})"
-    if isinstance(wanted, type) and issubclass(wanted, enum.Enum):
-        return f"{wanted.__name__} ({', '.join(wanted.__members__)})"
-    return wanted.__name__ if isinstance(wanted, type) else str(wanted).replace("typing.", "")
+    if isinstance(target, type) and issubclass(target, enum.Enum):
+        return f"{target.__name__} ({', '.join(target.__members__)})"
+    return target.__name__ if isinstance(target, type) else str(target).replace("typing.", "")

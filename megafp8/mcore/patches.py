@@ -1,15 +1,16 @@
-"""Teaches megatron-core 0.16.1 a kind of quantized weight besides Transformer Engine's, on CPU and GPU.
+"""Patches of megatron-core 0.16.1 for quantized weights and fused wgrad accumulation, on CPU and GPU.
 
-megatron-core keeps FP8 weights in buffers of bytes, gathers those, and leaves what differs from one kind of tensor to
-another to a few functions. They are written for Transformer Engine's classes, are errors where it is not installed, and
-have no place to add to. So they are wrapped here: our class goes to our function, another to what was there before.
-`EVIDENCE` names the texts that make it necessary; a test fails when one is gone.
+FP8 weights: megatron-core keeps them in byte buffers, gathers these, and calls a few functions for what depends on the
+tensor class. Those support only Transformer Engine's classes, and raise where it is not installed. They are wrapped
+here to dispatch on the class of the weight.
 
-Lets megatron-core 0.16.1's own linears add their weight gradient to `main_grad` without Apex, on a CPU too.
+Fused wgrad accumulation: megatron-core's own linears import an Apex extension that adds wgrad to `main_grad` inside the
+GEMM. Without it wgrad is rounded to BF16 and added in a separate pass. A substitute is provided here. Where Apex is
+installed its function is used. It can only add, so a buffer that is to be overwritten is zeroed first (see
+`optimizer.gradient_communication.WgradOverwrite`).
 
-They look for the function in Apex's extension module, by name and at import. Without it the gradient is rounded to BF16
-and added in a pass of its own. Where Apex is installed, its function is taken; it only adds, so that a buffer whose
-first gradient of a step is to replace what is there (`optim.first_gradient`) is cleared before.
+`WEIGHT_EVIDENCE` and `WGRAD_EVIDENCE` quote the code that makes the patches necessary. A test fails when a quoted text
+is gone.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Patch:
-    """One change to what megatron-core sees.
+    """One patch for megatron-core.
 
     Attributes:
         name: short name, for messages and tests.
         reason: what goes wrong without it.
         evidence: pairs of a file below `megatron/core/` and a text in it that makes the patch necessary.
-        apply: makes the change.
+        apply: applies it.
     """
 
     name: str
@@ -41,8 +42,8 @@ class Patch:
     apply: Callable[[], None]
 
 
-def core(module: str) -> types.ModuleType:
-    """Import a module of megatron-core by its path below `megatron.core`."""
+def import_core(module: str) -> Any:
+    """Import a module of megatron-core by its path below `megatron.core`. Not typed, because patches set attributes."""
     return importlib.import_module(f"megatron.core.{module}")
 
 
@@ -55,73 +56,74 @@ WEIGHT_EVIDENCE = (
 Quantize = Callable[[Sequence[Any], Sequence[Optional[Tensor]], Sequence[Optional[int]], Any], None]
 
 
-def enter(kind: type, quantize: Quantize) -> None:
-    """Let megatron-core take parameters of a class for FP8 weights. A later call takes the place of an earlier one.
+def register_fp8_parameter(parameter_class: type, quantize: Quantize) -> None:
+    """Make megatron-core treat parameters of a class as FP8 weights. A later call replaces an earlier one.
 
     Args:
-        kind: of parameters, with `codes.move_to(uint8 buffer)` and `dequantize()`.
-        quantize: called after each update with all FP8 weights of an optimizer, the FP32 parts of them that this rank
-            has (None: no part), the first element of each part, and the data-parallel group.
+        parameter_class: has `codes.move_to(uint8 buffer)` and `dequantize()`.
+        quantize: called after each update with all FP8 weights of an optimizer, their FP32 shards on this rank (None
+            without a shard), the offset of each shard, and the data-parallel group.
     """
-    fp8_utils, known = core("fp8_utils"), original("fp8_utils", "FP8_TENSOR_CLASS")
-    fp8_utils.FP8_TENSOR_CLASS = kind if known is None else (kind, known)
+    fp8_utils, te_class = import_core("fp8_utils"), original_attribute("fp8_utils", "FP8_TENSOR_CLASS")
+    fp8_utils.FP8_TENSOR_CLASS = parameter_class if te_class is None else (parameter_class, te_class)
     fp8_utils.HAVE_TE_FP8_TENSOR_CLASS = True
-    ours: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+    replacements: tuple[tuple[str, str, Callable[..., Any]], ...] = (
         ("fp8_utils", "_modify_underlying_storage_impl", lambda weight, buffer: weight.codes.move_to(buffer)),
         ("fp8_utils", "_quantize_param_shard_impl", lambda weights, *parts: quantize(weights, *parts[:3])),
         ("fp8_utils", "te_post_all_gather_processing", lambda weights: None),
         ("fp8_utils", "dequantize_fp8_tensor", lambda weight: weight.dequantize()),
         ("optimizer.distrib_optimizer", "dequantize_fp8_tensor", lambda weight: weight.dequantize()),
     )
-    for module, name, function in ours:
-        setattr(core(module), name, of_either_kind(kind, function, original(module, name)))
+    for module, name, function in replacements:
+        original = original_attribute(module, name)
+        setattr(import_core(module), name, dispatch_on_class(parameter_class, function, original))
 
 
-def of_either_kind(kind: type, ours: Callable[..., Any], others: Callable[..., Any]) -> Callable[..., Any]:
-    """A function whose first argument, a tensor or a list of tensors of one kind, decides which of two it is."""
+def dispatch_on_class(cls: type, replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Call `replacement` if the first argument is of a class, or a list of tensors of that class, else `original`."""
 
-    def either(subject: Any, *rest: Any) -> Any:
-        first = next(iter(subject), None) if isinstance(subject, (list, tuple)) else subject
-        return (ours if isinstance(first, kind) else others)(subject, *rest)
+    def dispatch(weights: Any, *args: Any) -> Any:
+        weight = next(iter(weights), None) if isinstance(weights, (list, tuple)) else weights
+        return (replacement if isinstance(weight, cls) else original)(weights, *args)
 
-    return either
+    return dispatch
 
 
 @functools.cache
-def original(module: str, name: str) -> Any:
-    """What megatron-core itself has under a name; asked for before the name is given to anything else."""
-    return getattr(core(module), name)
+def original_attribute(module: str, name: str) -> Any:
+    """megatron-core's own attribute. The first call for each name must come before the attribute is patched."""
+    return getattr(import_core(module), name)
 
 
-NAME = "fused_weight_gradient_mlp_cuda"
-FUNCTIONS = ("wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16")
+APEX_MODULE = "fused_weight_gradient_mlp_cuda"
+WGRAD_FUNCTIONS = ("wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16")
 WGRAD_EVIDENCE = (
-    ("tensor_parallel/layers.py", f"import {NAME}"),
-    ("tensor_parallel/layers.py", f"{NAME}.wgrad_gemm_accum_fp32("),
+    ("tensor_parallel/layers.py", f"import {APEX_MODULE}"),
+    ("tensor_parallel/layers.py", f"{APEX_MODULE}.wgrad_gemm_accum_fp32("),
 )
-AddGradient = Callable[[Tensor, Tensor, Tensor], None]
-"""Of inputs [T, K], output gradients [T, N] and `main_grad` [N, K], which it changes."""
+AddWgrad = Callable[[Tensor, Tensor, Tensor], None]
+"""Called with input [T, K], grad_output [T, N] and `main_grad` [N, K], which it updates in place."""
 
 
-def provide(add_gradient: AddGradient) -> None:
-    """Give megatron-core functions for linears with `gradient_accumulation_fusion`; a second call does nothing.
+def provide_wgrad_gemm(add_wgrad: AddWgrad) -> None:
+    """Provide the wgrad GEMM of linears with `gradient_accumulation_fusion`; repeated calls do nothing.
 
     Args:
-        add_gradient: adds to a buffer, or replaces what is in it where `main_grad.is_overwritten`.
+        add_wgrad: adds to `main_grad`, or overwrites it where `main_grad.is_overwritten`.
     """
-    layers = core("tensor_parallel.layers")
-    apex = getattr(layers, NAME, None)
+    layers = import_core("tensor_parallel.layers")
+    apex = getattr(layers, APEX_MODULE, None)
     if not isinstance(apex, types.SimpleNamespace):
-        functions = {name: add_gradient if apex is None else overwriting(getattr(apex, name)) for name in FUNCTIONS}
-        setattr(layers, NAME, types.SimpleNamespace(**functions))
+        functions = {name: with_overwrite(getattr(apex, name)) if apex else add_wgrad for name in WGRAD_FUNCTIONS}
+        setattr(layers, APEX_MODULE, types.SimpleNamespace(**functions))
 
 
-def overwriting(add: AddGradient) -> AddGradient:
-    """Apex's function, for buffers that may be overwritten, too."""
+def with_overwrite(add: AddWgrad) -> AddWgrad:
+    """Extend a function that only adds, such as Apex's, to `main_grad.is_overwritten`."""
 
-    def add_or_overwrite(inputs: Tensor, grad_outputs: Tensor, main_grad: Tensor) -> None:
+    def add_or_overwrite(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
         if getattr(main_grad, "is_overwritten", False):
             main_grad.zero_()
-        add(inputs, grad_outputs, main_grad)
+        add(input, grad_output, main_grad)
 
     return add_or_overwrite

@@ -1,7 +1,4 @@
-"""The process groups of a run, and this rank's place in them. The only caller of `initialize_model_parallel`.
-
-Gathering updated weights at once, where their gathers otherwise overlap with the forward pass.
-"""
+"""Process groups of a run, the rank's position in them, per-rank seeds, and data-parallel weight gathers."""
 
 from __future__ import annotations
 
@@ -20,12 +17,12 @@ from megafp8.config.schema import RunConfig
 
 @dataclass(frozen=True)
 class RankPosition:
-    """Where this rank stands.
+    """Position of this rank on every parallel axis.
 
     Attributes:
-        rank, world_size: among all ranks.
-        data_rank, data_size: among the ranks that see other samples (context-parallel ranks see the same samples).
-        is_first_stage, is_last_stage: of the pipeline, whatever the virtual stage.
+        rank, world_size: of the global process group.
+        data_rank, data_size: of the data-parallel group without context parallelism; its ranks have different samples.
+        is_first_stage, is_last_stage: of the pipeline, regardless of virtual stages.
     """
 
     rank: int
@@ -40,17 +37,17 @@ class RankPosition:
 
     @property
     def reports_loss(self) -> bool:
-        """One rank of each (data, context) pair counts the loss: tensor-parallel ranks hold copies of it."""
+        """Whether this rank's loss is counted. Tensor-parallel ranks hold copies of it, so one of them counts."""
         return self.is_last_stage and self.tensor_rank == 0
 
     @property
     def needs_batches(self) -> bool:
-        """The first stage reads tokens, the last one labels."""
+        """Whether this rank reads batches. The first stage needs tokens, the last one labels."""
         return self.is_first_stage or self.is_last_stage
 
 
-def build_groups(config: RunConfig) -> RankPosition:
-    """Make all process groups of the layout and seed the per-rank random states. Needs torch.distributed to run."""
+def build_process_groups(config: RunConfig) -> RankPosition:
+    """Create all process groups and seed this rank. torch.distributed must be initialized."""
     parallel = config.parallel
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -75,10 +72,11 @@ def build_groups(config: RunConfig) -> RankPosition:
 
 
 def seed_rank(seed: int) -> None:
-    """Seed dropout: equal on tensor-parallel ranks outside their own region, different wherever activations differ.
+    """Seed the random states of dropout.
 
-    Megatron-LM gives all data-parallel ranks one stream, so that their samples share masks. The host's own generator is
-    seeded too: what it starts from is else another number in every process, and goes into checkpoints.
+    Tensor-parallel ranks share a seed outside the tensor-parallel region. Pipeline stages and data- and
+    context-parallel ranks have different seeds; in Megatron-LM data-parallel ranks share one. The CPU generator is
+    seeded too: its state is saved in checkpoints, and would otherwise differ in every process.
     """
     stage = parallel_state.get_pipeline_model_parallel_rank()
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
@@ -87,22 +85,23 @@ def seed_rank(seed: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(rank_seed, force_reset_rng=True)
 
 
-def leave_groups() -> None:
-    """Destroy the groups of the layout and their communicators; torch.distributed goes on.
+def destroy_process_groups() -> None:
+    """Destroy megatron-core's process groups and their communicators. The default group stays.
 
-    megatron-core only forgets them, and NCCL's keep their memory on the GPU.
+    megatron-core only drops its references, and NCCL communicators would keep their GPU memory.
     """
     for group in parallel_state._global_process_group_list or []:
-        if group is not None:  # stands for all ranks
+        if group is not None:  # None is the default group
             dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
 
 
-def gather_in_next_pass(chunks: Iterable[Any]) -> None:
-    """Let the next forward pass gather all weights, where that overlaps, whoever has gathered them before.
+def reset_param_gather(chunks: Iterable[Any]) -> None:
+    """Make the next forward pass gather all weights, if gathers overlap with it.
 
-    megatron-core notes on the host that weights are gathered, and takes it back when gradients are reduced. A replayed
-    graph does neither: captured after a forced gather it would have none, and a pass after it would find an old note.
+    megatron-core sets a flag on the host when weights are gathered, and clears it when gradients are reduced. Replaying
+    a CUDA graph does neither. A graph captured after a forced gather would contain no gathers, and an eager forward
+    pass after a replay would find a stale flag.
     """
     for chunk in chunks:
         for group in chunk.bucket_groups:
@@ -110,14 +109,14 @@ def gather_in_next_pass(chunks: Iterable[Any]) -> None:
 
 
 def gather_weights(chunks: Iterable[Any]) -> None:
-    """Bring the parts of all weights together that the data-parallel ranks have updated; all ranks call it.
+    """All-gather the updated weights of the data-parallel ranks now. Collective.
 
-    A weight that Transformer Engine keeps in FP8 has a second copy for the backward pass, transposed. megatron-core
-    0.16 makes it anew after a gather, but not after one that is forced where gathers are overlapped: the next step
-    would take gradients by the weights of an earlier one.
+    Transformer Engine keeps a transposed copy of each FP8 weight for dgrad. megatron-core 0.16 updates the copies after
+    a gather, but not after a forced gather where gathers overlap with the forward pass. The next step would then
+    compute dgrad with outdated weights.
     """
     for chunk in chunks:
         chunk.start_param_sync(force_sync=True)
-        in_fp8 = [weight for weight in chunk.parameters() if is_float8tensor(weight)]
-        if in_fp8 and chunk.ddp_config.overlap_param_gather:
-            post_all_gather_processing(in_fp8)
+        fp8_weights = [weight for weight in chunk.parameters() if is_float8tensor(weight)]
+        if fp8_weights and chunk.ddp_config.overlap_param_gather:
+            post_all_gather_processing(fp8_weights)

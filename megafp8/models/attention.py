@@ -1,10 +1,9 @@
-"""Causal attention on torch's SDPA kernels, with context parallelism, for layers without Transformer Engine.
+"""Causal attention with torch's SDPA and context parallelism, for layers without Transformer Engine.
 
-Context parallelism cuts each sequence of S tokens into 2N pieces; rank r of N holds pieces r and 2N-1-r (the zig-zag
-of megatron-core's `get_batch_on_this_cp_rank`), so that causal attention costs every rank the same. Queries stay where
-they are; keys and values are gathered from all ranks, and each query sees the keys whose position is not after its
-own. Gathering costs 2 x S x kv-heads x channels per rank and layer, which is little beside the activations; the
-gradient of the gathered keys and values is reduce-scattered back.
+Context parallelism splits each sequence of S tokens into 2N pieces. Rank r of N holds pieces r and 2N-1-r, the zigzag
+order of megatron-core's `get_batch_on_this_cp_rank`, which balances causal attention over the ranks. Queries stay
+local. Keys and values are all-gathered, and their gradients are reduce-scattered. The gather takes
+2 x S x kv-heads x channels elements per rank and layer, which is little compared with the activations.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from torch import Tensor
 
 
 def zigzag_positions(rank: int, size: int, local_length: int, device: torch.device) -> Tensor:
-    """Sequence positions that context-parallel rank `rank` of `size` holds. Shape: (local_length,), int64."""
-    piece = local_length // 2
-    offsets = torch.arange(piece, device=device)
-    return torch.cat((rank * piece + offsets, (2 * size - 1 - rank) * piece + offsets))
+    """Sequence positions of context-parallel rank `rank` of `size`. Shape (local_length,), int64."""
+    piece_length = local_length // 2
+    offsets = torch.arange(piece_length, device=device)
+    return torch.cat((rank * piece_length + offsets, (2 * size - 1 - rank) * piece_length + offsets))
 
 
 class CausalAttention(torch.nn.Module):
     """softmax(Q K^T / sqrt(channels) + causal mask) V.
 
     Shapes: query (S, B, heads, channels), key and value (S, B, kv-heads, channels), output (S, B, heads * channels),
-    with S the tokens of this context-parallel rank and heads those of this tensor-parallel rank.
-    Numerics: the kernel's; probabilities are FP32 inside.
+    where S counts the tokens of this context-parallel rank and heads those of this tensor-parallel rank.
+    Numerics: those of the SDPA kernel, with FP32 probabilities.
     """
 
     def __init__(
@@ -63,14 +62,14 @@ class CausalAttention(torch.nn.Module):
         attention_bias: Optional[Tensor] = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Attention is causal whatever `attention_mask` says: megafp8's loader makes no mask."""
+        """Compute causal attention. `attention_mask` is ignored: megafp8's data loader builds none."""
         assert attention_bias is None and packed_seq_params is None, "not passed by this project's models"
         mask = None
         if self.context_group.size() > 1:
-            key, value, mask = self.gather(query, key, value)
+            key, value, mask = self.gather_key_value(query, key, value)
         probability = self.dropout if self.training else 0.0
-        # Each tensor-parallel rank drops probabilities of its own heads: megatron-core's tracker keeps that stream.
-        # With sequence parallelism the transformer block is in that stream already; entering it twice would rewind it.
+        # Tensor-parallel ranks drop probabilities of different heads, so they use the tensor-parallel random state.
+        # With sequence parallelism the transformer block has forked into it already; forking again would rewind it.
         forks = probability > 0 and not self.is_sequence_parallel
         fork = tensor_parallel.get_cuda_rng_tracker().fork() if forks else nullcontext()
         with fork:
@@ -86,13 +85,13 @@ class CausalAttention(torch.nn.Module):
             )
         return output.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
 
-    def gather(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """All ranks' keys and values, and which of them each local query sees (True), shape (S local, S)."""
+    def gather_key_value(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values of all ranks, and a boolean mask (S local, S) of those that each local query attends to."""
         group, local_length = self.context_group, query.shape[0]
         gathered = [
             tensor_parallel.gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=group)
             for x in (key, value)
         ]
-        position = [zigzag_positions(r, group.size(), local_length, query.device) for r in range(group.size())]
-        mask = position[group.rank()][:, None] >= torch.cat(position)[None, :]
+        positions = [zigzag_positions(r, group.size(), local_length, query.device) for r in range(group.size())]
+        mask = positions[group.rank()][:, None] >= torch.cat(positions)[None, :]
         return gathered[0], gathered[1], mask

@@ -1,4 +1,4 @@
-"""The model of one rank: its chunks of the GPT, their gradient buffers, and the optimizer over them."""
+"""Builds the model chunks of one rank, their gradient buffers, and the optimizer."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from megafp8.config.precision_map import OUTPUT_LAYER
 from megafp8.config.schema import RunConfig
 from megafp8.mcore import patches
 from megafp8.mcore.config import build_ddp_config, build_optimizer_config
-from megafp8.models.emulated_layers import EmulatedOutputLayer, keep_weights_as_codes
+from megafp8.models.emulated_layers import EmulatedOutputLayer, convert_to_quantized_parameters
 from megafp8.models.initialization import initialize_parameters
 from megafp8.models.layer_specs import build_block_spec, linear_recipes
-from megafp8.quantization.fp8_parameter import settle
+from megafp8.quantization.fp8_parameter import quantize_assigned_weights
 from megafp8.quantization.scaled_gemm import accumulate
 
 
 def build_model(
     config: RunConfig, transformer_config: TransformerConfig, implementation: str, vocab_size: int
 ) -> list[torch.nn.Module]:
-    """The GPT's chunks on this pipeline rank, initialized; one chunk without the interleaved schedule.
+    """Build and initialize the model chunks of this pipeline rank; one chunk without the interleaved schedule.
 
     Args:
         implementation: `transformer_engine`, `emulated` or `local`, already resolved.
-        vocab_size: rows of the embedding, already padded.
+        vocab_size: padded size of the vocabulary.
     """
     if config.parallel.tp_comm_overlap:
         from megafp8.te import userbuffers  # needs Transformer Engine
@@ -45,18 +45,18 @@ def build_model(
     with writable_weights(config, chunks, implementation):
         initialize_parameters(chunks, transformer_config, config.training.seed)
     if config.precision.gradient_accumulation_fusion:
-        accumulate_gradients_in_gemm(chunks, implementation)
+        fuse_wgrad_accumulation(chunks, implementation)
     if config.precision.bf16 or config.precision.fp16:
         chunks = [Float16Module(transformer_config, chunk) for chunk in chunks]
     if config.precision.fp8_param_gather and implementation == "emulated":
-        keep_weights_as_codes(chunks)
+        convert_to_quantized_parameters(chunks)
     return chunks
 
 
 def writable_weights(
     config: RunConfig, chunks: list[torch.nn.Module], implementation: str
 ) -> AbstractContextManager[None]:
-    """Within, every weight can be written to, also those that Transformer Engine keeps in FP8."""
+    """Context in which all weights are writable, including Transformer Engine's FP8 weights."""
     if implementation != "transformer_engine" or not config.precision.fp8_param_gather:
         return nullcontext()
     from megafp8.te import layers  # needs Transformer Engine
@@ -71,7 +71,7 @@ def build_chunk(
     vocab_size: int,
     vp_stage: Optional[int],
 ) -> GPTModel:
-    """One chunk, uninitialized, on this rank's device."""
+    """Build one uninitialized chunk on this rank's device."""
     model = config.model
     positions = model.max_position_embeddings or config.data.seq_length
     assert positions is not None
@@ -95,14 +95,14 @@ def build_chunk(
     if not transformer_config.use_cpu_initialization:
         for module in chunk.modules():
             if isinstance(module, torch.nn.Embedding):
-                module.cuda()  # learned positions, which megatron-core makes on the host
+                module.cuda()  # megatron-core builds learned position embeddings on the host
     if implementation == "transformer_engine" and config.precision.precision_map:
         from megafp8.te import recipes  # needs Transformer Engine
 
-        recipes.give_recipes(chunk, config)
+        recipes.apply_precision_map(chunk, config)
     recipe = linear_recipes(config)[OUTPUT_LAYER] if implementation == "emulated" else None
     if chunk.post_process and recipe is not None:
-        chunk.output_layer = EmulatedOutputLayer.in_place_of(
+        chunk.output_layer = EmulatedOutputLayer.from_plain(
             chunk.output_layer, chunk.shared_embedding_or_output_weight(), recipe,
             amax_reduction=config.precision.fp8_amax_reduction,
             noise_name=f"{config.training.seed}|{OUTPUT_LAYER}",
@@ -110,26 +110,26 @@ def build_chunk(
     return chunk
 
 
-def accumulate_gradients_in_gemm(chunks: list[torch.nn.Module], implementation: str) -> None:
-    """Let the linears add their weight gradient straight into the main gradient, without rounding it to BF16 before.
+def fuse_wgrad_accumulation(chunks: list[torch.nn.Module], implementation: str) -> None:
+    """Let the linears add wgrad to `main_grad` inside the GEMM, without rounding it to BF16 first.
 
-    Set layer by layer, because megatron-core's own linears would ask for Apex when they are built.
+    It is set after construction, because megatron-core's own linears would require Apex in their constructors.
     """
     if implementation == "transformer_engine":
         from megafp8.te import layers  # needs Transformer Engine
 
         for chunk in chunks:
-            layers.accumulate_gradients_in_gemm(chunk)
+            layers.fuse_wgrad_accumulation(chunk)
         return
-    patches.provide(patches.overwriting(add_weight_gradient))
+    patches.provide_wgrad_gemm(patches.with_overwrite(accumulate_wgrad))
     for module in (module for chunk in chunks for module in chunk.modules()):
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
             module.gradient_accumulation_fusion = True
 
 
-def add_weight_gradient(inputs: torch.Tensor, grad_outputs: torch.Tensor, main_grad: torch.Tensor) -> None:
-    """main_grad [N, K] plus grad_outputs^T [N, T] times inputs [T, K], summed in FP32, in place."""
-    accumulate(main_grad, grad_outputs.t(), inputs)
+def accumulate_wgrad(input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
+    """main_grad [N, K] += grad_output^T [N, T] . input [T, K], summed in FP32, in place."""
+    accumulate(main_grad, grad_output.t(), input)
 
 
 def add_gradient_buffers(
@@ -137,7 +137,7 @@ def add_gradient_buffers(
 ) -> list[DistributedDataParallel]:
     """Wrap each chunk with megatron-core's gradient buffers and data-parallel reduction."""
     ddp_config = build_ddp_config(config)
-    # Later chunks of a rank finish their backward pass first: splitting their buffers would overlap nothing.
+    # Later chunks of a rank finish their backward pass earlier, so their buffers need no buckets to overlap.
     return [
         DistributedDataParallel(transformer_config, ddp_config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
@@ -147,16 +147,16 @@ def add_gradient_buffers(
 def build_optimizer(
     config: RunConfig, transformer_config: TransformerConfig, chunks: list[DistributedDataParallel]
 ) -> MegatronOptimizer:
-    """The optimizer, and the hooks by which the schedules of megatron-core reach gradients and parameters."""
+    """Build the optimizer, and set the functions that megatron-core's pipeline schedules call."""
     optimizer = get_megatron_optimizer(build_optimizer_config(config, transformer_config.transformer_impl), chunks)
-    settle(chunks)  # master weights are there
+    quantize_assigned_weights(chunks)  # after the master weights are copied
     transformer_config.grad_scale_func = optimizer.scale_loss
     transformer_config.finalize_model_grads_func = finalize_model_grads
-    single = len(chunks) == 1
+    is_interleaved = len(chunks) > 1
     parallel = config.parallel
-    transformer_config.no_sync_func = chunks[0].no_sync if single else [chunk.no_sync for chunk in chunks]
-    if parallel.overlap_grad_reduce and not single:
+    transformer_config.no_sync_func = [chunk.no_sync for chunk in chunks] if is_interleaved else chunks[0].no_sync
+    if is_interleaved and parallel.overlap_grad_reduce:
         transformer_config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
-    if parallel.overlap_param_gather and not single:
+    if is_interleaved and parallel.overlap_param_gather:
         transformer_config.param_sync_func = [chunk.start_param_sync for chunk in chunks]
     return optimizer

@@ -1,9 +1,9 @@
-"""megatron-core's column- and row-parallel linears with emulated low-precision GEMMs.
+"""Column- and row-parallel linears of megatron-core with emulated low-precision GEMMs.
 
-Only the GEMM is replaced: parameters, initialization, names, tensor-parallel attributes and `sharded_state_dict` are
-megatron-core's, so that a checkpoint of plain layers loads into these and the other way round. A recipe with a memory
-adds it as a submodule, `quantizer_state`, whose buffers are checkpointed as plain tensors that all ranks have alike,
-each layer's under a key of its own, so that layers without may be among them.
+Only the GEMMs are replaced. Parameters, names, tensor-parallel attributes and `sharded_state_dict` are megatron-core's,
+so checkpoints are interchangeable with those of megatron-core's linears. A stateful recipe adds a submodule,
+`quantizer_state`. Its buffers are replicated tensors in the checkpoint, with keys per layer, since some layers may have
+no such state.
 """
 
 from __future__ import annotations
@@ -17,48 +17,50 @@ from typing import Any, Optional
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils import make_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 
 from megafp8.mcore import patches
 from megafp8.quantization.delayed_scaling import AmaxExchange, DelayedState
-from megafp8.quantization.fp8_parameter import QuantizedParameter, WeightCodes, quantize_parts
-from megafp8.quantization.linear import (
-    AmaxGroups,
-    LinearPlan,
-    Observer,
-    QuantizedWeight,
-    emulated_linear,
-    quantize_weight,
-)
+from megafp8.quantization.fp8_parameter import QuantizedParameter, WeightCodes, quantize_shards
+from megafp8.quantization.linear import emulated_linear
+from megafp8.quantization.linear_plan import AmaxGroups, LinearPlan, Observer, QuantizedWeight, quantize_weight
 from megafp8.quantization.nvfp4 import RoundingNoise
-from megafp8.recipes.base import UNQUANTIZED, Gemm, LinearRecipe, Operand, ScaleRule
+from megafp8.recipes.base import UNQUANTIZED, DelayedOptions, Gemm, LinearRecipe, Operand, ScaleRule
 
 AMAX_REDUCTIONS = ("te", "all")
-STATE = "quantizer_state"
+QUANTIZER_STATE = "quantizer_state"
 
 
-class _EmulatedGemm:
-    """Mixed into a parallel linear: the same layer, its GEMMs by recipe. A recipe of None leaves the layer as it was.
+class _EmulatedLinear:
+    """Mixin for a parallel linear that quantizes its GEMMs by a recipe. A recipe of None leaves the layer unchanged.
 
-    Args (keywords of `__init__`, next to the layer's own):
+    Args (keywords of `__init__`, besides those of the linear):
         recipe: what is quantized and how.
-        amax_reduction: "te": amaxes are reduced over the tensor-parallel ranks where Transformer Engine does it, which
-            is where shards of one tensor are gathered; "all": wherever an operand is a shard, so that the scales, and
-            with them the loss, do not depend on the layout. Delayed scaling reduces all amaxes anyhow, later.
-        amax_exchange: with delayed scaling, what updates the scales of this layer together with others'; default a
-            layer for itself.
-        noise_name: with stochastic rounding, what tells this layer's random numbers from other layers' and other runs'.
+        amax_reduction: "te" reduces amaxes over the tensor-parallel ranks where Transformer Engine does, which is where
+            shards of one tensor are gathered. "all" reduces them wherever an operand is a shard, so that scales and
+            loss do not depend on the layout. Delayed scaling always reduces all amaxes, when it updates the scales.
+        amax_exchange: updates the scales of delayed scaling for several layers at once; by default for this layer only.
+        noise_name: seeds the random numbers of stochastic rounding; unique to the layer and the run's seed.
 
-    With the attribute `gradient_accumulation_fusion` weight gradients are added to `main_grad` inside the layer. That
-    needs no extension module here, unlike in the plain layers, which refuse to be built so: set it afterwards.
-
-    While the attribute `is_quantizing` is False all GEMMs are in high precision, and the recipe's memory is left alone.
+    Attributes:
+        gradient_accumulation_fusion: add wgrad to `main_grad` inside the layer. Set it after construction, because the
+            constructor of megatron-core's linear would require Apex.
+        is_quantizing: if False, all GEMMs are in high precision and the state of the recipe does not change.
     """
+
+    # Attributes of megatron-core's linear.
+    config: ModelParallelConfig
+    tp_group: dist.ProcessGroup
+    weight: Any
+    is_expert: bool
+    sequence_parallel: bool
 
     splits_grad_output: bool
     is_output = False
+    quantizer_state: Any  # RoundingNoise or DelayedState; missing without either
 
     def __init__(
         self,
@@ -76,47 +78,49 @@ class _EmulatedGemm:
         self.is_quantizing = True
         self.amax_reduction = amax_reduction
         self.observer: Optional[Observer] = None
-        self.reuses_weight_codes = False
+        self.caches_weight_codes = False
         self._weight_codes: Optional[QuantizedWeight] = None
         self.amax_exchange: Optional[AmaxExchange] = None
         if recipe is not None and recipe.is_stochastic:
             linear = kwargs.get("tp_comm_buffer_name") or type(self).__name__  # qkv, proj, fc1, fc2
-            self.quantizer_state = RoundingNoise(f"{noise_name}|{linear}|{self._shard_of_grad_output()}")
+            self.quantizer_state = RoundingNoise(f"{noise_name}|{linear}|{self._grad_output_shard()}")
         if recipe is not None and recipe.delayed is not None:
-            self._delay_scaling(recipe, amax_exchange or AmaxExchange())
+            self._init_delayed_scaling(recipe, recipe.delayed, amax_exchange or AmaxExchange())
 
-    def _delay_scaling(self, recipe: LinearRecipe, exchange: AmaxExchange) -> None:
-        """Set up the scales that outlive a step."""
+    def _init_delayed_scaling(self, recipe: LinearRecipe, options: DelayedOptions, exchange: AmaxExchange) -> None:
+        """Create amax history and scales, and join the exchange that updates them."""
         on_cpu = self.config.use_cpu_initialization
         state = DelayedState(recipe).to(torch.device("cpu") if on_cpu else torch.cuda.current_device())
         if recipe.is_stochastic:
             state.noise = self.quantizer_state
         self.quantizer_state = state
         self.amax_exchange = exchange
-        is_tensor_only = not recipe.delayed.is_reduced_over_data
-        group = parallel_state.get_amax_reduction_group(with_context_parallel=True, tp_only_amax_red=is_tensor_only)
+        group = parallel_state.get_amax_reduction_group(
+            with_context_parallel=True, tp_only_amax_red=not options.is_reduced_over_data
+        )
         exchange.join(self.quantizer_state, group)
 
     def amax_groups(self, sequence_parallel: bool) -> AmaxGroups:
-        """The ranks that share the scale of each operand."""
+        """The process groups over which the amax of each operand is reduced."""
         raise NotImplementedError
 
-    def _shard_of_grad_output(self) -> str:
-        """Which part of grad_output this rank has: other parts are to be rounded by other random numbers."""
+    def _grad_output_shard(self) -> str:
+        """Identifies this rank's shard of grad_output. Every shard is rounded with different random numbers."""
         samples = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         return f"{samples}|{self.tp_group.rank()}" if self.splits_grad_output else f"{samples}"
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: Optional[dict[str, Any]] = None
     ) -> dict[str, Any]:
-        """megatron-core's, with the layer's number in the keys of `quantizer_state` instead of a stacked dimension."""
-        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        """megatron-core's, but with the layer number in the keys of `quantizer_state` in place of a layer dimension."""
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]  # of the linear
         layer = "".join(f"{number}." for _, number, _ in sharded_offsets)
-        for name in [name for name in state if name.startswith(f"{prefix}{STATE}.")]:
+        for name in [name for name in state if name.startswith(f"{prefix}{QUANTIZER_STATE}.")]:
+            assert metadata is not None
+            key = name.replace(f"{QUANTIZER_STATE}.", f"{QUANTIZER_STATE}.{layer}")
             state[name] = make_sharded_tensor_for_checkpoint(
-                state[name].data, name.replace(f"{STATE}.", f"{STATE}.{layer}"), tp_group=self.tp_group,
-                dp_cp_group=metadata["dp_cp_group"],
-            )  # fmt: skip
+                state[name].data, key, tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"]
+            )
         return state
 
     def _forward_impl(
@@ -124,84 +128,71 @@ class _EmulatedGemm:
         input: Tensor,
         weight: Tensor,
         bias: Optional[Tensor] = None,
-        *,
-        gradient_accumulation_fusion: bool = False,
-        allreduce_dgrad: bool = False,
-        sequence_parallel: bool = False,
-        grad_output_buffer: Optional[list[Tensor]] = None,
-        **plain_options: Any,
+        **options: Any,
     ) -> Tensor:
         if self.recipe is None:
-            return super()._forward_impl(
-                input=input,
-                weight=weight,
-                bias=bias,
-                gradient_accumulation_fusion=gradient_accumulation_fusion,
-                allreduce_dgrad=allreduce_dgrad,
-                sequence_parallel=sequence_parallel,
-                grad_output_buffer=grad_output_buffer,
-                **plain_options,
-            )
-        assert grad_output_buffer is None, "weight gradients of the output layer are not deferred"
+            plain_forward = super()._forward_impl  # type: ignore[misc]  # of the linear
+            return plain_forward(input=input, weight=weight, bias=bias, **options)
+        assert options["grad_output_buffer"] is None, "deferred wgrad of the output layer is not supported"
         recipe = self.recipe if self.is_quantizing else UNQUANTIZED
+        noise: Optional[RoundingNoise] = None
+        if recipe.is_stochastic:
+            noise = self.quantizer_state if recipe.delayed is None else self.quantizer_state.noise
         plan = LinearPlan(
             recipe=recipe,
             tensor_group=self.tp_group,
-            gather_input=sequence_parallel,
-            allreduce_dgrad=allreduce_dgrad,
-            amax_groups=self.amax_groups(sequence_parallel),
-            fuse_wgrad=gradient_accumulation_fusion,
-            noise=self.noise if recipe.is_stochastic else None,
+            gather_input=options["sequence_parallel"],
+            allreduce_dgrad=options["allreduce_dgrad"],
+            amax_groups=self.amax_groups(options["sequence_parallel"]),
+            fuse_wgrad=options["gradient_accumulation_fusion"],
+            noise=noise,
             observer=self.observer,
         )
         if recipe.delayed is not None:
             return self._delayed_forward(input, weight, bias, plan)
-        return emulated_linear(input, weight, bias, plan, self._known_weight_codes(weight, plan))
+        return emulated_linear(input, weight, bias, plan, self._cached_weight_codes(weight, plan))
 
     def _delayed_forward(self, input: Tensor, weight: Tensor, bias: Optional[Tensor], plan: LinearPlan) -> Tensor:
-        """The same with scales from before, and their updates when all layers of the exchange have run."""
+        """Forward pass with delayed scaling. The exchange updates the scales when all of its layers have run."""
         state, exchange = self.quantizer_state, self.amax_exchange
+        assert exchange is not None
         scales, is_first_run = state.scales_for_forward()
         after_backward = functools.partial(exchange.backward_ran, state)
         plan = dataclasses.replace(plan, delayed=scales, after_backward=after_backward)
-        output = emulated_linear(input, weight, bias, plan, self._known_weight_codes(weight, plan))
+        output = emulated_linear(input, weight, bias, plan, self._cached_weight_codes(weight, plan))
         if is_first_run:
             exchange.forward_ran(state)
         return output
 
-    @property
-    def noise(self) -> RoundingNoise:
-        """The random numbers of stochastic rounding."""
-        return self.quantizer_state if self.recipe.delayed is None else self.quantizer_state.noise
-
-    def _known_weight_codes(self, weight: Tensor, plan: LinearPlan) -> Optional[QuantizedWeight]:
-        if not self.reuses_weight_codes:
+    def _cached_weight_codes(self, weight: Tensor, plan: LinearPlan) -> Optional[QuantizedWeight]:
+        if not self.caches_weight_codes:
             return None
         if self._weight_codes is None:
             self._weight_codes = quantize_weight(weight, plan)
         return self._weight_codes
 
-    def reuse_weight_codes(self, reuse: bool) -> None:
-        """Start or stop keeping the weight's codes from one forward pass to the next; either way drop those kept."""
-        self.reuses_weight_codes = reuse
+    def cache_weight_codes(self, is_cached: bool) -> None:
+        """Start or stop caching the codes of the weight between forward passes, and drop the cached ones."""
+        self.caches_weight_codes = is_cached
         self._weight_codes = None
-        if self.amax_exchange is not None:  # an error may have ended the last step midway
+        if self.amax_exchange is not None:  # an error may have interrupted the last step
             self.amax_exchange.start_step()
             self.quantizer_state.kept_scales.clear()
 
-    def keep_weight_as_codes(self) -> None:
-        """Replace the weight by a parameter that holds its codes, once they are settled, and nothing else."""
+    def quantize_parameter(self) -> None:
+        """Replace the weight by a `QuantizedParameter`."""
         assert self.recipe is not None
-        plain, rule = self.weight, self.recipe.rule(Operand.WEIGHT, Gemm.FPROP)
-        assert rule is not None and rule == self.recipe.rule(Operand.WEIGHT, Gemm.DGRAD), "two copies of one weight"
+        weight, rule = self.weight, self.recipe.rule(Operand.WEIGHT, Gemm.FPROP)
+        dgrad_rule = self.recipe.rule(Operand.WEIGHT, Gemm.DGRAD)
+        assert rule is not None and rule == dgrad_rule, "fprop and dgrad must use the same codes"
         delayed = self.quantizer_state if rule.scale_rule is ScaleRule.DELAYED else None
         group = self.amax_groups(self.sequence_parallel).weight
-        parameter = nn.Parameter(QuantizedParameter(WeightCodes(plain.detach(), rule, group, delayed)))
-        vars(parameter).update(vars(plain))  # megatron-core's marks
+        parameter = nn.Parameter(QuantizedParameter(WeightCodes(weight.detach(), rule, group, delayed)))
+        vars(parameter).update(vars(weight))  # attributes that megatron-core sets
         self.weight = parameter
 
     def _activation_group(self, *, split_over_tensor: bool) -> Optional[dist.ProcessGroup]:
-        """Ranks that hold parts of one activation: context-parallel ones, and tensor-parallel ones if it is split."""
+        """The context-parallel ranks, and the tensor-parallel ranks if the activation is split over them."""
         if self.is_expert or parallel_state.get_context_parallel_world_size() == 1:
             return self.tp_group if split_over_tensor else None
         if split_over_tensor:
@@ -209,9 +200,12 @@ class _EmulatedGemm:
         return parallel_state.get_context_parallel_group()
 
 
-class EmulatedColumnParallelLinear(_EmulatedGemm, ColumnParallelLinear):
-    """y = x w^T, w split along its outputs: weight [N/P, K], grad_output [T, N/P]; the input is whole or, with sequence
-    parallelism, a shard whose codes are gathered. Arguments as megatron-core's, and those of `_EmulatedGemm`."""
+class EmulatedColumnParallelLinear(_EmulatedLinear, ColumnParallelLinear):
+    """y = x w^T with w split along its output features. Arguments are those of both base classes.
+
+    Shapes: weight [N/P, K], grad_output [T, N/P], input [T, K] or, with sequence parallelism, [T/P, K], whose codes are
+    gathered.
+    """
 
     splits_grad_output = True
 
@@ -226,19 +220,19 @@ class EmulatedColumnParallelLinear(_EmulatedGemm, ColumnParallelLinear):
 
 
 class EmulatedOutputLayer(EmulatedColumnParallelLinear):
-    """The same for logits, y [..., vocabulary / P]; the weight may be the embedding's, and is given with the input."""
+    """Output layer with logits [..., vocabulary / P]. `forward` gets the weight, which may be the embedding's."""
 
     is_output = True
-    known_weight: tuple[Tensor, ...] = ()  # also one that is the embedding's; not a parameter of this layer
+    gemm_weight: tuple[Tensor, ...] = ()  # own or shared weight; in a tuple, so that it is not registered twice
 
     @classmethod
-    def in_place_of(
+    def from_plain(
         cls, plain: ColumnParallelLinear, weight: Tensor, recipe: LinearRecipe, **params: Any
     ) -> EmulatedOutputLayer:
-        """A layer with the weight of megatron-core's own, which `GPTModel` makes without asking.
+        """Build a layer with the weight of megatron-core's output layer, which `GPTModel` always creates.
 
         Args:
-            weight: the embedding's, for a layer that has none of its own.
+            weight: of the embedding, used if `plain` has no weight.
         """
         layer = cls(
             plain.input_size, plain.output_size, config=plain.config, init_method=plain.config.init_method, bias=False,
@@ -246,14 +240,16 @@ class EmulatedOutputLayer(EmulatedColumnParallelLinear):
             recipe=recipe, **params,
         )  # fmt: skip
         layer.weight = plain.weight
-        layer.known_weight = (weight if plain.weight is None else plain.weight,)
+        layer.gemm_weight = (weight if plain.weight is None else plain.weight,)
         return layer
 
 
-class EmulatedRowParallelLinear(_EmulatedGemm, RowParallelLinear):
-    """y = x w^T, w split along its inputs: weight [N, K/P], input [T, K/P]; grad_output is whole, since megatron-core
-    gathers it before it gets here, so that with sequence parallelism its amax is that of all shards without a
-    collective. Arguments as megatron-core's, and those of `_EmulatedGemm`."""
+class EmulatedRowParallelLinear(_EmulatedLinear, RowParallelLinear):
+    """y = x w^T with w split along its input features. Arguments are those of both base classes.
+
+    Shapes: weight [N, K/P], input [T, K/P], grad_output [T, N]. megatron-core gathers grad_output before the GEMMs, so
+    its amax needs no reduction with sequence parallelism.
+    """
 
     splits_grad_output = False
 
@@ -267,36 +263,36 @@ class EmulatedRowParallelLinear(_EmulatedGemm, RowParallelLinear):
         )
 
 
-def keep_weights_as_codes(chunks: Iterable[nn.Module]) -> None:
-    """Make the weight of every emulated linear a `QuantizedParameter`, which also holds what it was until `settle`.
+def convert_to_quantized_parameters(chunks: Iterable[nn.Module]) -> None:
+    """Make the weight of every emulated linear a `QuantizedParameter`.
 
-    For before megatron-core makes buffers of the parameters. Weights that both their GEMMs read in high precision stay
-    as they are, and so does that of the output layer.
+    It keeps the original values until `quantize_assigned_weights`. Call this before megatron-core creates the parameter
+    buffers. The weight of the output layer stays, as do weights that fprop and dgrad read in high precision.
     """
-    patches.enter(QuantizedParameter, quantize_parts)
+    patches.register_fp8_parameter(QuantizedParameter, quantize_shards)
     for layer in emulated_linears(chunks):
         if not layer.is_output and layer.recipe is not None and layer.recipe.is_quantized(Gemm.FPROP):
-            layer.keep_weight_as_codes()
+            layer.quantize_parameter()
 
 
-def emulated_linears(chunks: Iterable[nn.Module]) -> list[_EmulatedGemm]:
-    """All of them in some chunks of the model."""
-    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, _EmulatedGemm)]
+def emulated_linears(chunks: Iterable[nn.Module]) -> list[_EmulatedLinear]:
+    """The emulated linears of some model chunks."""
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, _EmulatedLinear)]
 
 
 @contextlib.contextmanager
-def weights_unchanged(model_chunks: Iterable[nn.Module]) -> Iterator[None]:
-    """Promise that no weight changes inside the block: each is quantized at its first use there, once.
+def cached_weight_codes(model_chunks: Iterable[nn.Module]) -> Iterator[None]:
+    """Context in which each weight is quantized once, at its first use. No weight may change inside it.
 
-    Meant around the forward and backward passes of one optimizer step, whose microbatches then share the codes.
-    The promise is explicit because a tensor does not tell: the distributed optimizer writes weights through a flat
-    buffer, and mixed-precision optimizers through `.data`, neither of which moves a parameter's version counter.
+    It wraps the forward-backward of one optimizer step, whose microbatches share the codes. Changes of weights cannot
+    be detected: the distributed optimizer writes weights through a flat buffer, and mixed-precision optimizers through
+    `.data`, and neither increments the version counter of the parameter.
     """
     layers = emulated_linears(model_chunks)
     for layer in layers:
-        layer.reuse_weight_codes(True)
+        layer.cache_weight_codes(True)
     try:
         yield
     finally:
         for layer in layers:
-            layer.reuse_weight_codes(False)
+            layer.cache_weight_codes(False)

@@ -1,11 +1,9 @@
-"""Initial weights that depend on the parameter, never on the layout.
+"""Parameter initialization that does not depend on the parallel layout.
 
-Every parameter has a global name and shape; a rank holds a block of it. The values come from a generator seeded with
-(seed, global name, layer), for the whole parameter, of which the rank keeps its block. So tensor, pipeline, virtual and
-data parallelism all start from the same model. (megatron-core's own initialization makes equal copies of pipeline
-stages on a CPU, and on a GPU depends on the tensor-parallel size.)
-
-The names and offsets are those of the sharded checkpoint, which already knows them.
+Every parameter has a global name and shape, and a rank holds a block of it. A rank draws the complete parameter from a
+generator seeded with (seed, global name, layer) and keeps its block, so every layout starts from the same model. With
+megatron-core's initialization, pipeline stages have equal weights on a CPU, and the weights on a GPU depend on the
+tensor-parallel size. Names and offsets are those of the sharded state dict.
 """
 
 from __future__ import annotations
@@ -13,41 +11,29 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-# The linears that write into the residual stream are scaled down by sqrt(2 x layers) (GPT-2, section 2.3).
-RESIDUAL_WRITERS = ("linear_fc2.weight", "linear_proj.weight")
-
-
-def leaves(tree: Any) -> Iterator[Any]:
-    """The leaves of nested dictionaries and lists."""
-    if isinstance(tree, dict):
-        tree = list(tree.values())
-    if isinstance(tree, (list, tuple)):
-        for branch in tree:
-            yield from leaves(branch)
-    else:
-        yield tree
+# Projections into the residual stream are divided by sqrt(2 x layers) (GPT-2, section 2.3).
+RESIDUAL_PROJECTIONS = ("linear_fc2.weight", "linear_proj.weight")
 
 
 def sharded_parameters(chunk: torch.nn.Module) -> Iterator[ShardedTensor]:
-    """Every block of a parameter that a model chunk holds, gate and up halves of a gated MLP apart.
+    """The parameter blocks of a model chunk. The gate and up halves of a gated MLP are separate blocks.
 
-    Their `data` are views of the parameters: writing to them writes the model. Buffers are checkpointed too, and are
-    left out.
+    Their `data` are views of the parameters. Buffers, which are in the sharded state dict too, are left out.
     """
-    memory = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}
+    storages = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    for leaf in leaves(chunk.sharded_state_dict(metadata=metadata)):
-        parts = leaves(leaf.build()) if isinstance(leaf, ShardedTensorFactory) else (leaf,)
+    for leaf in nested_values(chunk.sharded_state_dict(metadata=metadata)):
+        parts = nested_values(leaf.build()) if isinstance(leaf, ShardedTensorFactory) else (leaf,)
         for part in parts:
             is_tensor = isinstance(part, ShardedTensor) and part.data is not None
-            if is_tensor and part.data.untyped_storage().data_ptr() in memory:
+            if is_tensor and part.data.untyped_storage().data_ptr() in storages:
                 yield part
 
 
@@ -60,25 +46,25 @@ def initialize_parameters(chunks: list[torch.nn.Module], config: TransformerConf
     filled = 0
     for chunk in chunks:
         for block in sharded_parameters(chunk):
-            fill(block, config, seed)
+            initialize_block(block, config, seed)
             filled += block.data.numel()
-    held = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
-    assert filled >= held, f"{held - filled} elements of the model have no place in its checkpoint"
+    expected = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
+    assert filled >= expected, f"{expected - filled} elements of the model are not in its sharded state dict"
 
 
-def fill(block: ShardedTensor, config: TransformerConfig, seed: int) -> None:
-    """Give one block its values."""
-    stacked = block.prepend_axis_num  # leading dimensions that count layers
-    layer, shape = tuple(block.global_offset[:stacked]), tuple(block.global_shape[stacked:])
+def initialize_block(block: ShardedTensor, config: TransformerConfig, seed: int) -> None:
+    """Draw and copy the values of one block."""
+    num_layer_dims = block.prepend_axis_num  # leading dimensions that stack layers
+    layer, shape = tuple(block.global_offset[:num_layer_dims]), tuple(block.global_shape[num_layer_dims:])
     if len(shape) == 1:
         is_weight = not block.key.endswith("bias")
         block.data.fill_(1.0 if is_weight and not config.layernorm_zero_centered_gamma else 0.0)
         return
     std = config.init_method_std
-    if block.key.endswith(RESIDUAL_WRITERS):
+    if block.key.endswith(RESIDUAL_PROJECTIONS):
         std /= math.sqrt(2 * config.num_layers)
     generator = torch.Generator(block.data.device)
     generator.manual_seed(zlib.crc32(f"{seed}|{block.key}|{layer}".encode()))
-    whole = torch.randn(shape, generator=generator, device=block.data.device).mul_(std)
-    offsets = block.global_offset[stacked:]
-    block.data.copy_(whole[tuple(slice(o, o + n) for o, n in zip(offsets, block.data.shape, strict=True))])
+    complete = torch.randn(shape, generator=generator, device=block.data.device).mul_(std)
+    offsets = block.global_offset[num_layer_dims:]
+    block.data.copy_(complete[tuple(slice(o, o + n) for o, n in zip(offsets, block.data.shape, strict=True))])

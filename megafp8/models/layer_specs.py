@@ -1,9 +1,7 @@
-"""Which class computes each part of a transformer layer: megatron-core's layer spec for every implementation.
+"""megatron-core layer specs of every implementation, and LayerNorm and RMSNorm without Transformer Engine.
 
-The emulated layer and Transformer Engine's have the same parameters under the same checkpoint keys, so a checkpoint
-moves between them.
-
-LayerNorm and RMSNorm for the layers that run without Transformer Engine.
+Emulated and Transformer Engine layers have the same parameters under the same checkpoint keys, so either can load the
+other's checkpoints.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from megafp8.models.emulated_layers import EmulatedColumnParallelLinear, Emulate
 from megafp8.quantization.delayed_scaling import AmaxExchange
 from megafp8.recipes.base import LinearRecipe
 
-# The norm before a linear is stored under that linear's key, as Transformer Engine's fused layer has it.
+# The norm before a linear has the key of Transformer Engine's fused norm and linear.
 CHECKPOINT_KEYS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
@@ -47,11 +45,11 @@ CHECKPOINT_KEYS = {
 def build_block_spec(
     config: RunConfig, transformer_config: TransformerConfig, implementation: str, vp_stage: Optional[int]
 ) -> TransformerBlockSubmodules:
-    """The layers of one model chunk of this pipeline rank.
+    """Build the block spec of one model chunk of this pipeline rank.
 
     Args:
         implementation: `transformer_engine`, `emulated` or `local`, already resolved.
-        vp_stage: which chunk of the interleaved schedule; None without it.
+        vp_stage: index of the chunk in the interleaved schedule; None without it.
     """
     if implementation == "transformer_engine":
         from megafp8.te import layers as te_layers  # needs Transformer Engine
@@ -59,9 +57,9 @@ def build_block_spec(
         layer, norm = te_layers.layer_spec(config), te_layers.norm()
         return TransformerBlockSubmodules([layer] * get_num_layers_to_build(transformer_config, vp_stage), norm)
     recipes = linear_recipes(config) if implementation == "emulated" else {}
-    exchange = AmaxExchange()  # one for all layers of the chunk
-    first = get_transformer_layer_offset(transformer_config, vp_stage)
-    layers = range(first, first + get_num_layers_to_build(transformer_config, vp_stage))
+    exchange = AmaxExchange()  # shared by all layers of the chunk
+    offset = get_transformer_layer_offset(transformer_config, vp_stage)
+    layers = range(offset, offset + get_num_layers_to_build(transformer_config, vp_stage))
     specs = [
         layer_spec(
             config, [recipes.get(f"layers.{layer}.{linear}") for linear in LINEARS], exchange,
@@ -74,19 +72,19 @@ def build_block_spec(
 
 def linear_recipes(config: RunConfig) -> dict[str, Optional[LinearRecipe]]:
     """The recipe of every linear of the model, by name; None in high precision."""
-    chosen = precision_map.resolve(config.model, config.precision)
-    return {name: build_linear_recipe(config.precision, choice) for name, choice in chosen.items()}
+    choices = precision_map.resolve(config.model, config.precision)
+    return {name: build_linear_recipe(config.precision, choice) for name, choice in choices.items()}
 
 
 def layer_spec(
     config: RunConfig, recipes: Sequence[Optional[LinearRecipe]], exchange: AmaxExchange, noise_name: str
 ) -> ModuleSpec:
-    """One layer without Transformer Engine: quantizing linears with a recipe, megatron-core's own without.
+    """Build the spec of one layer: emulated linears where there is a recipe, else megatron-core's linears.
 
     Args:
         recipes: of the layer's linears, in the order of LINEARS.
-        exchange: what the linears update their scales by, under delayed scaling.
-        noise_name: whose random numbers the linears round by, under stochastic rounding.
+        exchange: updates the scales of delayed scaling.
+        noise_name: seeds the random numbers of stochastic rounding.
     """
 
     def linear(plain: type, emulated: type, recipe: Optional[LinearRecipe]) -> Union[type, ModuleSpec]:
@@ -128,14 +126,14 @@ def layer_spec(
 
 
 class Norm(torch.nn.Module):
-    """LayerNorm or RMSNorm over the last dimension, as `config.normalization` says.
+    """LayerNorm or RMSNorm over the last dimension, selected by `config.normalization`.
 
     Shapes: input and output (..., hidden_size); weight (and bias of LayerNorm) (hidden_size,).
-    Numerics: torch's own kernels, statistics in FP32. With `layernorm_zero_centered_gamma` the weight is stored - 1.
+    Numerics: torch's kernels, with FP32 statistics. `layernorm_zero_centered_gamma` stores weight - 1.
 
-    Under sequence parallelism each tensor-parallel rank sees another part of the sequence, so the weights' gradients
-    are sums over the ranks: megatron-core adds them for parameters marked `sequence_parallel`. (Its own torch norm
-    refuses sequence parallelism; unmarked, the ranks' weights would drift apart unnoticed.)
+    Under sequence parallelism each tensor-parallel rank normalizes another part of the sequence. megatron-core sums the
+    gradients of parameters marked `sequence_parallel` over these ranks; without the mark the weights would diverge.
+    megatron-core's `WrappedTorchNorm` does not support sequence parallelism.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any):
@@ -145,11 +143,11 @@ class Norm(torch.nn.Module):
         self.is_rms = config.normalization == "RMSNorm"
         self.is_zero_centered = config.layernorm_zero_centered_gamma
         device = torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = self.parameter(device, config)
-        self.bias = None if self.is_rms else self.parameter(device, config)
+        self.weight = self.build_parameter(device, config)
+        self.bias = None if self.is_rms else self.build_parameter(device, config)
 
-    def parameter(self, device: torch.device, config: TransformerConfig) -> torch.nn.Parameter:
-        """An uninitialized vector, marked for megatron-core's gradient reduction."""
+    def build_parameter(self, device: torch.device, config: TransformerConfig) -> torch.nn.Parameter:
+        """An uninitialized vector, marked `sequence_parallel` if its gradient needs the reduction."""
         parameter = torch.nn.Parameter(torch.empty(self.shape, dtype=config.params_dtype, device=device))
         parameter.sequence_parallel = config.sequence_parallel
         return parameter

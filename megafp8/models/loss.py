@@ -1,7 +1,7 @@
-"""The loss: one weight per token, whatever the micro-batch, data-parallel or context-parallel split.
+"""Cross-entropy loss with equal weight per token, independent of micro-batch size and parallel layout.
 
-Every rank returns the sum over its tokens and their number; megatron-core divides the gradients by the number of tokens
-of the whole global batch. A mean of per-microbatch means would weight the tokens of a half-masked sequence double.
+Every rank returns the sum over its tokens and their number, and megatron-core divides the gradients by the number of
+tokens of the global batch. A mean of per-microbatch means would give tokens of a half-masked sequence a double weight.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ LossOutput = tuple[Tensor, Tensor, dict[str, Tensor]]
 
 
 def token_loss(loss_mask: Tensor, losses: Tensor) -> LossOutput:
-    """Sum of the losses of the tokens that count.
+    """Sum of the losses of unmasked tokens.
 
     Args:
-        loss_mask: (B, S), 1 where the token counts.
+        loss_mask: (B, S), 1 for tokens that count.
         losses: (B, S), cross entropy in nats.
 
     Returns:
@@ -37,9 +37,9 @@ def token_loss(loss_mask: Tensor, losses: Tensor) -> LossOutput:
 def build_forward_step(
     device: torch.device, context_parallel_size: int
 ) -> Callable[[Iterator[dict[str, Tensor]], torch.nn.Module], tuple[Tensor, Callable[[Tensor], LossOutput]]]:
-    """megatron-core's forward step: take a batch, run the chunk, say how to compute the loss from its output.
+    """Build megatron-core's forward step, which returns a chunk's output and its loss function.
 
-    Only the first stage reads tokens and only the last one labels; other stages are given no batches.
+    Pipeline stages that need neither tokens nor labels get None for `batches`.
     """
 
     def forward_step(

@@ -1,1 +1,1 @@
-"""Optimizer, schedules, and the checks between gradients and update."""
+"""Optimizers, learning-rate schedule, gradient communication, non-finite gradient checks and loss-spike detection."""

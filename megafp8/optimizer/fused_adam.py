@@ -1,12 +1,12 @@
-"""megatron-core's distributed optimizer with its update in one pass over the parameters, and without a wait of its own.
+"""megatron-core's distributed optimizer with a fused Adam step that does not synchronize with the device.
 
-Upstream a step reads and writes the gradients to divide them by the number of tokens, reads them for their norm and
-brings the norm to the host, reads and writes them to clip them, then Adam, then a copy of the master weights into the
-model. Here the division and the clipping are factors inside Adam's kernel, which writes the model's weights as well.
-The norm is left on the device for the caller, who has to wait for the loss anyway.
+A step of megatron-core divides the gradients by the number of tokens, computes their norm and copies it to the host,
+clips the gradients, runs Adam, and copies the master weights into the model. Each of these is a pass over the gradients
+or weights. Here the division and the clipping are factors inside the Adam kernel, which also writes the model weights.
+The gradient norm stays on the device, and the caller reads it together with the loss.
 
-State, checkpoints and parameter groups are those of the optimizer inside. Numerics: those of Transformer Engine's Adam
-up to roundings, see `adam_kernel`; the norm's sum is taken in another order.
+State, checkpoints and parameter groups are those of the wrapped optimizers. Numerics: those of Transformer Engine's
+Adam up to rounding, see `adam_kernel`. The sum of the gradient norm has another order.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.fp8_utils import is_float8tensor, quantize_param_shard
+from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.transformer.module import param_is_not_shared
@@ -26,55 +27,48 @@ from torch import Tensor
 
 from megafp8.config import derived
 from megafp8.config.schema import RunConfig
-from megafp8.optimizer.tensor_table import ParameterRow, row_of
+from megafp8.optimizer.tensor_table import ParameterRow, build_row
 
-CASTS_TO_FP8_SINCE = (8, 9)  # compute capability
+FP8_CAST_CAPABILITY = (8, 9)  # compute capability
 CLIP_EPSILON = 1e-6  # megatron-core's
 
 
 def obstacle(config: RunConfig, on_cuda: bool) -> Optional[str]:
-    """Why a run's optimizer is not of this kind; None if it is."""
+    """Why a run cannot use the fused Adam; None if it can."""
     moments = (config.optimizer.exp_avg_dtype, config.optimizer.exp_avg_sq_dtype)
-    of_machine = (
+    device_obstacles = (
         (not on_cuda, "no CUDA device"),
-        ("fp8" in moments and on_cuda and not has_fp8_casts(), "FP8 moments on a GPU that has no casts to FP8"),
-        (on_cuda and not has_fused_adam(), "no Transformer Engine, whose Adam keeps the state"),
+        (
+            "fp8" in moments and on_cuda and torch.cuda.get_device_capability() < FP8_CAST_CAPABILITY,
+            "FP8 moments on a GPU that has no casts to FP8",
+        ),
+        (on_cuda and not distrib_optimizer.USING_TE_OPTIMIZER, "no Transformer Engine, whose Adam keeps the state"),
     )
-    found = derived.fused_adam_obstacle(config)
-    return found if found is not None else next((reason for is_so, reason in of_machine if is_so), None)
-
-
-def has_fused_adam() -> bool:
-    """Whether megatron-core uses Transformer Engine's Adam."""
-    from megatron.core.optimizer import distrib_optimizer
-
-    return distrib_optimizer.USING_TE_OPTIMIZER
-
-
-def has_fp8_casts() -> bool:
-    """Whether this process's GPU has instructions that cast to FP8."""
-    return torch.cuda.get_device_capability() >= CASTS_TO_FP8_SINCE
+    of_config = derived.fused_adam_obstacle(config)
+    if of_config is not None:
+        return of_config
+    return next((reason for applies, reason in device_obstacles if applies), None)
 
 
 class FusedAdamOptimizer(ChainedOptimizer):
-    """megatron-core's optimizers of one run, all of them distributed ones around an Adam.
+    """megatron-core's distributed Adam optimizers of a run, with a fused step.
 
-    `finalize` takes the place of `finalize_model_grads`. Then `squared_norm` and `step`; or `step` alone.
+    `finalize` replaces `finalize_model_grads`. After it, call `squared_norm` and `step(grad_norm)`, or only `step()`.
     """
 
     def __init__(self, optimizer: ChainedOptimizer, device: torch.device):
         super().__init__(optimizer.chained_optimizers)
         self.grad_factor = torch.ones(1, device=device)
-        self._tables: Optional[Tables] = None
+        self._tables: Optional[TensorTables] = None
         for part in self.parts():
-            part.optimizer.register_load_state_dict_post_hook(self._forget_tables)
+            part.optimizer.register_load_state_dict_post_hook(self._discard_tables)
 
     def parts(self) -> list[DistributedOptimizer]:
-        """The optimizers that have parameters on this rank."""
+        """The optimizers with parameters on this rank."""
         return [part for part in self.chained_optimizers if not part.is_stub_optimizer]
 
     def finalize(self, model: list[Any], num_tokens: Optional[Tensor] = None, **options: Any) -> None:
-        """Reduce the gradients as megatron-core does, and note the number of tokens that they are to be divided by."""
+        """Reduce the gradients as megatron-core does, and store the factor 1 / num_tokens for the step."""
         finalize_model_grads(model, None, **options)
         if num_tokens is None:
             self.grad_factor.fill_(1.0)
@@ -86,8 +80,10 @@ class FusedAdamOptimizer(ChainedOptimizer):
 
     @torch.no_grad()
     def squared_norm(self) -> Tensor:
-        """Square of the norm of the gradients that this rank updates with, FP64 on the device; to be summed over
-        the ranks of `get_grad_stats_parallel_group`."""
+        """Squared norm of this rank's gradient shards, FP64 on the device.
+
+        Its sum over the ranks of `get_grad_stats_parallel_group` is the squared gradient norm.
+        """
         from megafp8.kernels.adam import squared_sum  # needs Triton
 
         sums = [squared_sum(table, self.grad_factor) for table in self.tables().norm]
@@ -95,13 +91,13 @@ class FusedAdamOptimizer(ChainedOptimizer):
 
     @torch.no_grad()
     def step(self, grad_norm: Optional[float] = None) -> tuple[bool, float, Optional[float]]:
-        """Update master weights, moments and the model's weights, and gather them where that is not overlapped.
+        """Update master weights, moments and model weights, and gather the weights unless gathers are overlapped.
 
         Args:
-            grad_norm: of all gradients; taken here, with a wait for the device, if None.
+            grad_norm: of all gradients; if None, it is computed here, which synchronizes with the device.
 
         Returns:
-            True, the norm before clipping, and the number of zeros in the gradients if that is asked for.
+            True, the norm before clipping, and the number of zeros in the gradients if `log_num_zeros_in_grad` is set.
         """
         if grad_norm is None:
             total = self.squared_norm()
@@ -112,20 +108,20 @@ class FusedAdamOptimizer(ChainedOptimizer):
             for part in self.parts():
                 part._copy_model_grads_to_main_grads()
             num_zeros = self.count_zeros()
-        largest = self.config.clip_grad
-        clip = min(1.0, largest / (grad_norm + CLIP_EPSILON)) if largest > 0 else 1.0
+        max_norm = self.config.clip_grad
+        clip = min(1.0, max_norm / (grad_norm + CLIP_EPSILON)) if max_norm > 0 else 1.0
         self._update(clip)
         return True, grad_norm, num_zeros
 
     def _update(self, clip: float) -> None:
-        """Everything after the norm."""
+        """Update and gather the weights, with gradients multiplied by `clip`."""
         from megafp8.kernels.adam import AdamStep, update_rows  # needs Triton
 
         tables = self.tables()
         for index, part in enumerate(self.parts()):
             for group_index, group in enumerate(part.optimizer.param_groups):
                 group["step"] = group.get("step", 0) + 1
-                numbers = AdamStep(
+                adam_step = AdamStep(
                     learning_rate=float(group["lr"]),
                     beta1=group["betas"][0],
                     beta2=group["betas"][1],
@@ -135,30 +131,30 @@ class FusedAdamOptimizer(ChainedOptimizer):
                     clip=clip,
                 )
                 for table, scales in tables.update.get((index, group_index), ()):
-                    renewed = None if scales is None else scales.renew(self.grad_factor, numbers)
-                    update_rows(table, self.grad_factor, numbers, renewed)
+                    new_scales = None if scales is None else scales.update(self.grad_factor, adam_step)
+                    update_rows(table, self.grad_factor, adam_step, new_scales)
             if tables.has_fp8_weights:
                 quantize_param_shard(*part._get_fp8_params_and_shard_fp32_from_fp8(), part.data_parallel_group)
             if not part.ddp_config.overlap_param_gather:
                 for chunk in part.model_chunks:
                     chunk.start_param_sync()
 
-    def tables(self) -> Tables:
-        """Where the kernels find everything; made anew after state was loaded."""
+    def tables(self) -> TensorTables:
+        """The tensor tables of the kernels, rebuilt after a state was loaded."""
         if self._tables is None:
-            self._tables = Tables(self.parts())
+            self._tables = TensorTables(self.parts())
         return self._tables
 
-    def _forget_tables(self, _: torch.optim.Optimizer) -> None:
+    def _discard_tables(self, _: torch.optim.Optimizer) -> None:
         self._tables = None
 
 
-class Tables:
-    """The tensors of all parameters, grouped by what one launch of a kernel takes.
+class TensorTables:
+    """Tensor tables of all parameters, one per kernel launch.
 
     Attributes:
-        update: by number of the optimizer and of its parameter group; with the scales of moments that have them.
-        norm: gradients that count in the norm, each once over all ranks.
+        update: tables of the update with the scales of FP16 and FP8 moments, by (optimizer, parameter group) index.
+        norm: gradients that count in the norm; each counts on one rank only.
     """
 
     def __init__(self, parts: list[DistributedOptimizer]):
@@ -167,23 +163,23 @@ class Tables:
 
         self.update: dict[tuple[int, int], list[tuple[TensorTable, Optional[MomentScales]]]] = {}
         self.has_fp8_weights = False
-        counted: dict[torch.dtype, list[tuple[Tensor]]] = {}
+        norm_grads: dict[torch.dtype, list[tuple[Tensor]]] = {}
         for index, part in enumerate(parts):
             for group_index, group in enumerate(part.optimizer.param_groups):
                 rows: dict[Any, list[ParameterRow]] = {}
-                models = [*part.model_fp32_groups[group_index], *part.model_float16_groups[group_index]]
-                for model, shard in zip(models, group["params"], strict=True):
-                    row = row_of(part, model, shard)
+                model_params = [*part.model_fp32_groups[group_index], *part.model_float16_groups[group_index]]
+                for model_param, shard in zip(model_params, group["params"], strict=True):
+                    row = build_row(part, model_param, shard)
                     rows.setdefault(row.dtypes, []).append(row)
-                    self.has_fp8_weights |= is_float8tensor(model)
+                    self.has_fp8_weights |= is_float8tensor(model_param)
                     if param_is_not_shared(shard) and tensor_parallel.param_is_not_tensor_parallel_duplicate(shard):
-                        counted.setdefault(row.grad.dtype, []).append((row.grad,))
+                        norm_grads.setdefault(row.grad.dtype, []).append((row.grad,))
                 if rows:
                     self.update[index, group_index] = [
                         (
-                            TensorTable([row.tensors for row in alike], BLOCK),
-                            MomentScales(alike) if any(alike[0].scales) else None,
+                            TensorTable([row.tensors for row in group_rows], BLOCK),
+                            MomentScales(group_rows) if any(group_rows[0].scales) else None,
                         )
-                        for alike in rows.values()
+                        for group_rows in rows.values()
                     ]
-        self.norm = [TensorTable(grads, SUM_CHUNK) for grads in counted.values()]
+        self.norm = [TensorTable(grads, SUM_CHUNK) for grads in norm_grads.values()]

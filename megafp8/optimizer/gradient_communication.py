@@ -1,12 +1,9 @@
-"""What is done whenever gradients of a bucket group are about to be reduced over the data-parallel ranks.
+"""Hooks on the gradient reduction, wgrad overwrite in gradient buffers, and traffic of the parameter gathers.
 
-The first weight gradient of a step overwrites the buffer, so that nothing is zeroed and then read for it.
-
-A linear that adds its gradient to the buffer inside its GEMM can as well replace what is there. It looks at the weight
-for that: `overwrite_main_grad` is set before the step, and taken back once the first microbatch's gradient is in.
-Gradients that autograd makes are added by megatron-core, and their parts of the buffer are zeroed as ever.
-
-How many bytes it takes to tell all ranks the updated weights, counted at the collectives themselves.
+Wgrad overwrite: a linear that accumulates wgrad into `main_grad` inside its GEMM can overwrite `main_grad` in the first
+microbatch of a step, so the buffer needs no zeroing. The linear reads `overwrite_main_grad` of its weight, which is set
+before the step and cleared after the first wgrad. megatron-core adds gradients that come from autograd, and their parts
+of the buffer are zeroed as before.
 """
 
 from __future__ import annotations
@@ -25,47 +22,47 @@ from megafp8.quantization.fp8_parameter import quantized_parameters
 from megafp8.resilience import fault_injection
 
 
-def on_reduction(group: Any, action: Callable[[], None]) -> Callable[[], None]:
-    """Do something each time that a bucket group's reduction starts, before it does.
+def add_grad_sync_hook(group: Any, hook: Callable[[], None]) -> Callable[[], None]:
+    """Call a function before each gradient reduction of a bucket group.
 
     Returns:
-        What ends that. Of several on one group, the last one has to be ended first.
+        A function that removes the hook. Several hooks of one group have to be removed in reverse order.
     """
-    start = group.start_grad_sync
+    start_grad_sync = group.start_grad_sync
 
-    def act_and_start(*args: Any, **kwargs: Any) -> Any:
-        action()
-        return start(*args, **kwargs)
+    def call_and_start(*args: Any, **kwargs: Any) -> Any:
+        hook()
+        return start_grad_sync(*args, **kwargs)
 
-    def end() -> None:
-        group.start_grad_sync = start
+    def remove() -> None:
+        group.start_grad_sync = start_grad_sync
 
-    group.start_grad_sync = act_and_start
-    return end
+    group.start_grad_sync = call_and_start
+    return remove
 
 
-def expose_to_faults(chunks: Sequence[Any]) -> None:
-    """Let planned faults change this rank's gradients before they are reduced."""
+def inject_gradient_faults(chunks: Sequence[Any]) -> None:
+    """Let fault injection change this rank's gradients before they are reduced."""
     for chunk in chunks:
         for group in chunk.bucket_groups:
-            on_reduction(group, partial(poison, group))
+            add_grad_sync_hook(group, partial(poison, group))
 
 
 def poison(group: Any) -> None:
-    """The place of a fault: each bucket of a group."""
+    """Fault injection point for each bucket of a group."""
     for bucket in group.buckets:
         fault_injection.poison("step.gradients", bucket.grad_data)
 
 
 class WgradOverwrite:
-    """Begins the gradients of a step in place of megatron-core's `zero_grad_buffer`.
+    """Prepares the gradient buffers of a step, in place of megatron-core's `zero_grad_buffer`.
 
-    Forward and backward passes must alternate, as they do without pipeline stages: some layers look at the weight in
-    the forward pass.
+    Forward and backward passes must alternate, as they do without pipeline parallelism, because some layers read
+    `overwrite_main_grad` in the forward pass.
 
     Args:
-        chunks: the model, wrapped with its gradient buffers.
-        weights: those whose linears heed `overwrite_main_grad`.
+        chunks: the model chunks with gradient buffers.
+        weights: of linears that support `overwrite_main_grad`.
     """
 
     def __init__(self, chunks: Sequence[Any], weights: Sequence[nn.Parameter]):
@@ -74,42 +71,34 @@ class WgradOverwrite:
         parameters = [parameter for chunk in chunks for parameter in chunk.params_with_grad]
         self.zeroed = [parameter.main_grad for parameter in parameters if parameter not in overwritten]
         for weight in weights:
-            weight.register_post_accumulate_grad_hook(has_gradient)
+            # Further wgrads of the step are accumulated.
+            weight.register_post_accumulate_grad_hook(partial(set_overwrite, is_overwritten=False))
         for chunk in chunks:
             for buffer in chunk.buffers:
-                buffer.reset = do_nothing
+                buffer.reset = lambda: None
 
     @torch.no_grad()
     def start(self) -> None:
-        """Before the first microbatch of a step."""
+        """Mark weights for overwriting and zero all other gradients, before the first microbatch of a step."""
         for weight in self.weights:
-            mark(weight, True)
+            set_overwrite(weight, is_overwritten=True)
         torch._foreach_zero_(self.zeroed)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
 
 
-def has_gradient(weight: torch.Tensor) -> None:
-    """From now on gradients are added."""
-    mark(weight, False)
-
-
-def mark(weight: Any, is_overwritten: bool) -> None:
-    """Tell the linear, be it given the weight (Transformer Engine's) or the buffer alone (megatron-core's)."""
+def set_overwrite(weight: Any, is_overwritten: bool) -> None:
+    """Set the flag on the weight, for Transformer Engine, and on `main_grad`, for megatron-core's linears."""
     weight.overwrite_main_grad = weight.main_grad.is_overwritten = is_overwritten
 
 
-def do_nothing() -> None:
-    """In place of zeroing a whole buffer."""
-
-
 class ParameterTraffic(TorchDispatchMode):
-    """Counts what a rank gets from others of the distributed optimizer's weights, and of their amaxes.
+    """Counts the bytes of updated weights, and of their amaxes, that a rank receives from other ranks.
 
-    A gather counts what comes out of it less what went in; a reduction its tensor. Padding is sent too, and counts.
+    An all-gather counts its output less its input, an all-reduce its tensor. Padding is included.
 
     Args:
-        chunks: the model's, with their gradient buffers.
+        chunks: the model chunks with gradient buffers.
     """
 
     def __init__(self, chunks: list[Any]) -> None:
@@ -121,7 +110,7 @@ class ParameterTraffic(TorchDispatchMode):
             weight.codes.exchange = self._counted(weight.codes.exchange)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Within the mode: look at the arguments of every collective."""
+        """Count the bytes of a collective."""
         name = function._schema.name
         if name in ("c10d::_allgather_base_", "c10d::allgather_into_tensor_coalesced_"):
             self.received_bytes += num_bytes(args[0]) - num_bytes(args[1])
@@ -130,7 +119,7 @@ class ParameterTraffic(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
     def _counted(self, communicate: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, whose collectives count."""
+        """Wrap a function so that its collectives are counted."""
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             with self:
@@ -139,14 +128,14 @@ class ParameterTraffic(TorchDispatchMode):
         return counted
 
     def take(self) -> int:
-        """The bytes since the last call."""
+        """Return the bytes received since the last call."""
         received, self.received_bytes = self.received_bytes, 0
         return received
 
 
 def build_traffic(config: RunConfig, chunks: list[Any]) -> Optional[ParameterTraffic]:
-    """The count of a run; None where every rank updates all weights and nothing is gathered, or a graph gathers."""
-    is_in_graph = config.parallel.overlap_param_gather and derived.has_step_graph(config)
+    """Build the counter of a run; None without the distributed optimizer, or if gathers are in a CUDA graph."""
+    is_in_graph = config.parallel.overlap_param_gather and derived.uses_cuda_graph(config)
     return ParameterTraffic(chunks) if config.parallel.use_distributed_optimizer and not is_in_graph else None
 
 

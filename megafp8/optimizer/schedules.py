@@ -1,12 +1,12 @@
-"""The learning-rate and weight-decay schedule: megatron-core's, counted in samples as Megatron counts it.
+"""Learning-rate and weight-decay schedule, and the loss scale.
 
-The loss scale of a step, as megatron-core's scaler keeps it.
+The schedule is megatron-core's and counts samples.
 
-The loss is multiplied by it before the backward pass, so that small gradients do not vanish in FP16, and the gradients
-are divided by it before their norm is taken. A dynamic scale is found by trying (Micikevicius et al., "Mixed Precision
-Training", arXiv:1710.03740): gradients that overflow make no update and, after `--hysteresis` of them, halve it; each
-`--loss-scale-window` good steps in a row double it. An overflow is therefore no bad number, unless nothing is left to
-try: at `--min-loss-scale`, and with a fixed scale.
+The loss is multiplied by the loss scale before the backward pass, so that small gradients do not underflow in FP16, and
+gradients are divided by it before their norm is computed. Dynamic loss scaling (Micikevicius et al., "Mixed Precision
+Training", arXiv:1710.03740) skips the update when gradients overflow, halves the loss scale after `--hysteresis`
+overflows, and doubles it after `--loss-scale-window` consecutive steps without overflow. An overflow is an error only
+if the loss scale cannot be lowered: at `--min-loss-scale`, or if it is fixed.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from megafp8.config.schema import OptimizerConfig, RunConfig
 
 
 class Schedule(OptimizerParamScheduler):
-    """megatron-core's, which also saves and restores what megatron-core leaves out of a learning rate's making."""
+    """megatron-core's scheduler, which also saves and loads the settings that megatron-core leaves out."""
 
-    LEFT_OUT = ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")
+    EXTRA_KEYS = ("init_lr", "wsd_decay_steps", "lr_wsd_decay_style")
 
     def state_dict(self) -> dict[str, Any]:
-        """megatron-core's, with what it leaves out."""
-        return super().state_dict() | {name: getattr(self, name) for name in self.LEFT_OUT}
+        """megatron-core's state and the settings that it leaves out."""
+        return super().state_dict() | {name: getattr(self, name) for name in self.EXTRA_KEYS}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As megatron-core: the saved values, or with `override_opt_param_scheduler` this schedule's own."""
-        for name in self.LEFT_OUT:  # first: with the rest megatron-core also computes the rate
+        """Load the saved settings, or keep the present ones with `override_opt_param_scheduler`."""
+        for name in self.EXTRA_KEYS:  # before the rest: megatron-core then also computes the learning rate
             setattr(self, name, self._check_and_set(getattr(self, name), state_dict[name], name))
         super().load_state_dict(state_dict)
 
 
 def build_schedule(config: RunConfig, optimizer: MegatronOptimizer, world_size: int) -> Schedule:
-    """Linear warm-up, then the decay of `--lr-decay-style`. Advance it with `step(increment=samples)`."""
+    """Build the schedule: linear warm-up, then `--lr-decay-style`. Advance it with `step(increment=samples)`."""
     settings = config.optimizer
     start_weight_decay, end_weight_decay = derived.weight_decay_range(settings)
     return Schedule(
@@ -64,18 +64,18 @@ def build_schedule(config: RunConfig, optimizer: MegatronOptimizer, world_size: 
 
 
 def current_learning_rate(optimizer: MegatronOptimizer) -> float:
-    """The learning rate of the parameters without a rate of their own."""
+    """The learning rate of parameters without a decoupled learning rate; NaN if there are none."""
     rate = get_canonical_lr_for_logging(optimizer.param_groups)
     return float("nan") if rate is None else float(rate)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledStep:
-    """What the schedule gives one step.
+    """Learning rates and weight decay of one step.
 
     Attributes:
-        step: 1 for the first one.
-        decoupled_learning_rate: of embedding and output layer; None where they have no rate of their own.
+        step: counted from 1.
+        decoupled_learning_rate: of embedding and output layer; None without `--decoupled-lr`.
     """
 
     step: int
@@ -85,10 +85,10 @@ class ScheduledStep:
 
 
 def preview_schedule(config: RunConfig, world_size: int, steps: Sequence[int]) -> list[ScheduledStep]:
-    """What some steps of a run will get, from the schedule that the run itself is built with, without any model.
+    """Learning rates and weight decay of some steps of a run, from its own schedule but without a model.
 
     Args:
-        steps: in rising order, 1 or more.
+        steps: ascending, counted from 1.
     """
     settings = config.optimizer
     groups: list[dict[str, Any]] = [{"default_config": True}, {}]
@@ -112,27 +112,27 @@ def preview_schedule(config: RunConfig, world_size: int, steps: Sequence[int]) -
     return found
 
 
-def scaler_of(optimizer: MegatronOptimizer) -> Optional[MegatronGradScaler]:
-    """The scaler of a run's optimizer; None without a loss scale. A GPT without experts has one."""
+def get_grad_scaler(optimizer: MegatronOptimizer) -> Optional[MegatronGradScaler]:
+    """The gradient scaler of the optimizer; None without a loss scale. Chained optimizers share one."""
     scalers = {getattr(part, "grad_scaler", None) for part in getattr(optimizer, "chained_optimizers", (optimizer,))}
     (scaler,) = scalers
     return scaler
 
 
 def current_loss_scale(optimizer: MegatronOptimizer) -> Optional[float]:
-    """What the next loss is multiplied by, on the host; None without a loss scale. Waits for the device."""
-    scaler = scaler_of(optimizer)
+    """The loss scale of the next step; None without one. Synchronizes with the device."""
+    scaler = get_grad_scaler(optimizer)
     return None if scaler is None else float(scaler.scale)
 
 
-def can_fall(optimizer: MegatronOptimizer) -> bool:
-    """Whether an overflow leads to a lower scale, and so is no bad number. Waits for the device."""
-    scaler = scaler_of(optimizer)
+def can_lower_loss_scale(optimizer: MegatronOptimizer) -> bool:
+    """Whether the loss scale is dynamic and above its minimum. Synchronizes with the device."""
+    scaler = get_grad_scaler(optimizer)
     return isinstance(scaler, DynamicGradScaler) and float(scaler.scale) > float(scaler.min_scale)
 
 
 def describe_overflow(settings: OptimizerConfig, loss_scale: float) -> str:
-    """Why a scale that cannot fall is too high, with the mend."""
+    """Text for an overflow at a loss scale that cannot be lowered, with the fix."""
     if settings.loss_scale is not None:
         return f"the loss scale is fixed at {loss_scale:g}: lower --loss-scale, or with --fp16 leave it out"
     return f"the loss scale is at its minimum of {loss_scale:g}: lower --min-loss-scale if gradients are that large"

@@ -1,4 +1,4 @@
-"""A parameter as Adam's kernel takes it: what of gradient, weights and state lies on this rank."""
+"""Rows of the Adam kernel's tensor table: gradient, weights and moments of a parameter's shard on this rank."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Scale:
-    """The scale of an FP16 or FP8 moment as Transformer Engine's Adam keeps it: FP32 tensors of one number each.
+class MomentScale:
+    """Scales of an FP16 or FP8 moment in Transformer Engine's Adam, FP32 tensors of one element.
 
     Attributes:
-        noted: dequant scale that was chosen.
-        dequant: what is multiplied with stored numbers; with FP8 the inverse of `quant`, with FP16 `noted` itself.
-        quant: the inverse of `noted`; None with FP16.
+        nominal: dequant scale in the optimizer's `_scales`.
+        dequant: dequant scale of the stored codes; with FP8 the rounded inverse of `quant`, with FP16 `nominal`.
+        quant: inverse of `nominal`; None with FP16.
     """
 
-    noted: Tensor
+    nominal: Tensor
     dequant: Tensor
     quant: Optional[Tensor]
 
 
 @dataclass(frozen=True)
 class ParameterRow:
-    """One parameter, or the part of it that this rank updates; all tensors have as many elements.
+    """The shard of one parameter that this rank updates. All tensors have the same number of elements.
 
     Attributes:
         grad: FP32 or BF16.
-        master: FP32 weight; or, in 16 bits, what the BF16 `model` lacks of it (rounded to nearest, ties away).
-        exp_avg: first moment: FP32 or BF16; or divided by a scale, FP16 or codes of E4M3 (uint8).
-        exp_avg_sq: second moment, alike.
-        model: the weight that the model computes with; None where `master` is that, or where another kernel writes it.
-        scales: of the two moments; None for one in FP32 or BF16.
+        master: FP32 weight, or the 16-bit remainder of it without the BF16 `model` (rounded to nearest, ties away).
+        exp_avg: first moment in FP32 or BF16, or scaled in FP16 or E4M3 (uint8 codes).
+        exp_avg_sq: second moment, likewise.
+        model: the model weight; None where it is `master`, or where another kernel writes it.
+        scales: of the two moments; None for FP32 and BF16.
     """
 
     grad: Tensor
@@ -44,59 +44,59 @@ class ParameterRow:
     exp_avg: Tensor
     exp_avg_sq: Tensor
     model: Optional[Tensor]
-    scales: tuple[Optional[Scale], Optional[Scale]] = (None, None)
+    scales: tuple[Optional[MomentScale], Optional[MomentScale]] = (None, None)
 
     @property
     def dtypes(self) -> tuple[Optional[torch.dtype], ...]:
-        """In the order of `tensors`; None where there is none."""
+        """Dtypes of `tensors`; None for a missing tensor."""
         return tuple(None if tensor is None else tensor.dtype for tensor in self.tensors)
 
     @property
     def tensors(self) -> tuple[Optional[Tensor], ...]:
-        """As the columns of a kernel's table."""
+        """The columns of the kernel's table."""
         return self.grad, self.master, self.exp_avg, self.exp_avg_sq, self.model
 
 
-def row_of(part: DistributedOptimizer, model: torch.nn.Parameter, shard: Tensor) -> ParameterRow:
-    """What one parameter's update reads and writes on this rank."""
-    place = part._get_model_param_range_map(model)
-    state = state_of(part.optimizer, shard)
-    moments = [moment_of(part.optimizer, shard, name) for name in ("exp_avg", "exp_avg_sq")]
+def build_row(part: DistributedOptimizer, model_param: torch.nn.Parameter, shard: Tensor) -> ParameterRow:
+    """Build the row of one parameter. `shard` is the key of its optimizer state."""
+    param_range = part._get_model_param_range_map(model_param)["param"]
+    state = get_state(part.optimizer, shard)
+    moments = [get_moment(part.optimizer, shard, name) for name in ("exp_avg", "exp_avg_sq")]
     return ParameterRow(
-        grad=model.main_grad.view(-1)[place["param"].start : place["param"].end],
+        grad=model_param.main_grad.view(-1)[param_range.start : param_range.end],
         master=state.get("master_param", shard),
         exp_avg=moments[0][0],
         exp_avg_sq=moments[1][0],
-        model=model_weight_of(part, model, shard),
+        model=get_model_weight(part, model_param, shard),
         scales=(moments[0][1], moments[1][1]),
     )
 
 
-def model_weight_of(part: DistributedOptimizer, model: torch.nn.Parameter, shard: Tensor) -> Optional[Tensor]:
-    """What of the model's own weight an update writes: in BF16, and not the master weight itself."""
-    if shard.dtype == torch.bfloat16:  # the optimizer keeps the master weight beside the model's own
+def get_model_weight(part: DistributedOptimizer, model_param: torch.nn.Parameter, shard: Tensor) -> Optional[Tensor]:
+    """The shard of the BF16 model weight that the update writes; None in other precisions."""
+    if shard.dtype == torch.bfloat16:  # the optimizer state has the master weight
         return shard.detach()
-    if model.dtype != torch.bfloat16 or is_float8tensor(model):
+    if model_param.dtype != torch.bfloat16 or is_float8tensor(model_param):
         return None
-    buffer_index, _, bucket_index = part.model_param_gbuf_map[model]
+    buffer_index, _, bucket_index = part.model_param_gbuf_map[model_param]
     bucket = part.buffers[buffer_index].buckets[bucket_index]
-    world = part._get_model_param_range_map(model)["gbuf_world_in_bucket"]
+    world = part._get_model_param_range_map(model_param)["gbuf_world_in_bucket"]
     return bucket.param_data.view(-1)[world.start : world.end]
 
 
-def moment_of(optimizer: torch.optim.Optimizer, shard: Tensor, name: str) -> tuple[Tensor, Optional[Scale]]:
-    """A moment as the kernel takes it, and its scale if it has one."""
+def get_moment(optimizer: torch.optim.Optimizer, shard: Tensor, name: str) -> tuple[Tensor, Optional[MomentScale]]:
+    """The tensor of a moment for the kernel, and its scale if it has one."""
     stored = optimizer.state[shard][name]
     if hasattr(stored, "_quantizer"):  # FP8
-        return stored._data, Scale(optimizer._scales[shard][name], stored._scale_inv, stored._quantizer.scale)
+        return stored._data, MomentScale(optimizer._scales[shard][name], stored._scale_inv, stored._quantizer.scale)
     if stored.dtype == torch.float16:
-        noted = optimizer._scales[shard][name]
-        return stored, Scale(noted, noted, None)
+        dequant_scale = optimizer._scales[shard][name]
+        return stored, MomentScale(dequant_scale, dequant_scale, None)
     return stored, None
 
 
-def state_of(optimizer: torch.optim.Optimizer, shard: Tensor) -> dict[str, Tensor]:
-    """The moments of a parameter, and its master weight where the optimizer keeps it; zeros at first."""
+def get_state(optimizer: torch.optim.Optimizer, shard: Tensor) -> dict[str, Tensor]:
+    """The optimizer state of a parameter; moments are initialized with zeros if there is none."""
     state = optimizer.state[shard]
     if not state and hasattr(optimizer, "initialize_state"):
         optimizer.initialize_state(shard, optimizer.store_param_remainders and shard.dtype == torch.bfloat16)
