@@ -1,9 +1,8 @@
-"""Runs side by side: what another recipe costs in loss and gains in speed.
+"""Comparison of recipes: validation loss, speed and memory of runs against a baseline.
 
-The comparison is only as good as its pairing: a run is held against the baseline's run of the same seed, which had the
-same initial weights and the same samples in the same order. So it also says in which settings they differ, and warns
-when they did not see the same tokens or changed on the way. Over several seeds there is an interval, and a verdict
-against a bound.
+Each run is compared with the baseline's run of the same seed, which has the same initial weights and the same samples
+in the same order. The comparison lists the settings that differ, and warns if the runs did not see the same tokens or
+changed their settings. With several seeds, a gap has a confidence interval and a verdict against a bound.
 """
 
 from __future__ import annotations
@@ -15,45 +14,34 @@ from typing import Optional
 
 import numpy as np
 
-from megafp8.analysis.pairing import (
-    Pair,
-    RecipeRuns,
-    change_warnings,
-    data_warnings,
-    differences,
-    group_runs,
-    is_control,
-    other_data,
-    pairs_of,
-    recipe_of,
-    seed_of,
-)
+from megafp8.analysis import pairing, seed_statistics
+from megafp8.analysis.pairing import Pair, RecipeRuns, is_control, recipe_of, seed_of
 from megafp8.analysis.runs import LoadedRun, Unfinished
-from megafp8.analysis.seed_statistics import BEYOND, CONFIDENCE, CONTROL, UNDECIDED, Interval, judge, mean_interval
+from megafp8.analysis.seed_statistics import BEYOND, CONFIDENCE, CONTROL, UNDECIDED, Interval
 from megafp8.errors import DataError
 
 WARMUP_STEPS = 10
 BOUND_FRACTION = 0.005
-# The end of training over which the mean gap of the training losses is taken.
+# Part of the steps, at the end, over which training losses are averaged.
 LAST_FRACTION = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonRow:
-    """One run. Gap and ratio are against the baseline's run of the same seed, whose own are 0 and 1.
+    """One run. Gap and speed ratio are against the baseline's run of the same seed, whose own are 0 and 1.
 
-    What a validation gives is None of a run that is not done and was not validated yet, and its gap also where the
-    baseline's run was not.
+    An unfinished run without a validation has None for its validation results. The gap is None, too, if the baseline's
+    run has no validation.
     """
 
     name: str
     recipe: str
     steps: int
-    """Before the last validation; all of them without one."""
+    """Up to the last validation; all steps without one."""
     consumed_tokens: int
     validation_loss: Optional[float]
     relative_gap_fraction: Optional[float]
-    """(loss - baseline's loss) / baseline's loss: negative is better than the baseline."""
+    """(loss - baseline's loss) / baseline's loss; negative is better than the baseline."""
     perplexity: Optional[float]
     tokens_per_second: Optional[float]
     """Median over the steps after warm-up; None for a run without step records."""
@@ -70,32 +58,32 @@ class ComparisonRow:
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeRow:
-    """One recipe over the seeds that it shares with the baseline; without any, there are no figures (None)."""
+    """One recipe over the seeds that it shares with the baseline; without such seeds its results are None."""
 
     name: str
     recipe: str = "-"
     seeds: tuple[int, ...] = ()
     num_missing: int = 0
-    """Seeds that are not done, or that the baseline lacks."""
+    """Seeds that are unfinished, or that the baseline lacks."""
     gaps_fraction: tuple[float, ...] = ()
-    """Of the final validation loss, one a seed that has one."""
+    """Of the final validation loss, one for each seed with a validation."""
     gap: Optional[Interval] = None
     training_gap: Optional[Interval] = None
-    """Of the training loss over the last tenth of the steps; None also without common steps."""
+    """Of the training loss over the last tenth of the steps; None without common steps."""
     other_data: tuple[str, ...] = ()
-    """In what its data, or their order, are not the baseline's: "training data", "seed". Then nothing is decided."""
+    """What differs from the baseline in the data or their order, such as "training data"; then there is no verdict."""
     verdict: str = ""
     """`within`, `beyond`, `not decided` or `control`; empty for the baseline."""
     validation_loss: Optional[float] = None
-    """Mean over the seeds, as all that follows."""
+    """Mean over the seeds, like the following fields."""
     training_loss: Optional[float] = None
     perplexity: Optional[float] = None
-    """exp of that loss."""
+    """exp of that mean loss."""
     tokens_per_second: Optional[float] = None
     speed_ratio: Optional[float] = None
     model_tflops_per_device: Optional[float] = None
     memory_peak_bytes: Optional[int] = None
-    """The largest of any seed."""
+    """Maximum over the seeds."""
     grad_norm: Optional[float] = None
     steps: Optional[int] = None
     consumed_tokens: Optional[int] = None
@@ -103,7 +91,7 @@ class RecipeRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """All recipes and all runs, the baseline's among them."""
+    """All recipes and all runs, including the baseline."""
 
     baseline: str
     bound_fraction: float
@@ -112,14 +100,14 @@ class Comparison:
     recipes: tuple[RecipeRow, ...]
     rows: tuple[ComparisonRow, ...]
     differences: tuple[str, ...]
-    """Settings in which a recipe differs from the baseline, as "name: section.setting: baseline's -> its own"."""
+    """Settings that differ from the baseline, as "recipe: section.setting: baseline's value -> its own value"."""
     unfinished: tuple[Unfinished, ...]
     warnings: tuple[str, ...]
-    """Which runs are not done, and why the numbers may not be comparable."""
+    """Unfinished runs, and why numbers may not be comparable."""
 
     @property
     def drawn(self) -> tuple[RecipeRow, ...]:
-        """The recipes that have figures."""
+        """The recipes that have results, and so appear in the figures."""
         return tuple(row for row in self.recipes if row.seeds)
 
     @property
@@ -140,45 +128,44 @@ def compare_runs(
     """Compare runs by their last validation and their speed.
 
     Args:
-        baseline: name of the run or recipe that the others are held against; default the first.
-        warmup_steps: step records at the start that do not count for the speed (at most half of a run's).
-        bound_fraction: relative gap of the validation loss that is accepted.
+        baseline: name of the run or recipe to compare with; default the first.
+        warmup_steps: step records at the start that are ignored for the speed (at most half of a run's).
+        bound_fraction: accepted relative gap of the validation loss.
         confidence: of the intervals over the seeds.
-        unfinished: runs that belong to the recipes and are not done; those with figures are among the runs.
+        unfinished: unfinished runs of the recipes; those with figures are also among the runs.
 
     Raises:
-        DataError: no runs, an unknown baseline or one of which no run is done, a run that is done and was never
-            validated, or no pair of one seed.
+        DataError: there are no runs, a finished run has no validation, or the baseline is unknown or unfinished.
     """
     if not runs:
         raise DataError(f"nothing to compare: {'; '.join(map(str, unfinished)) or 'give at least one run folder'}")
-    going_on = {each.name for each in unfinished}
+    unfinished_names = {each.name for each in unfinished}
     for run in runs:
-        if run.name not in going_on:
-            _ = run.final_validation  # raises where there is none
-    groups = group_runs(runs)
+        if run.name not in unfinished_names:
+            _ = run.final_validation  # raises without a validation
+    groups = pairing.group_runs(runs)
     base = find_baseline(groups, baseline, unfinished)
-    missing_of_base = _of_recipe(base, unfinished)
+    missing_of_base = _unfinished_of(base, unfinished)
     recipes: list[RecipeRow] = []
     rows: list[ComparisonRow] = []
     warnings = [str(each) for each in unfinished]
     for group in groups:
-        pairs, missing = pairs_of(base, group), _of_recipe(group, unfinished)
-        of_group = [_row(pair, warmup_steps) for pair in pairs]
-        recipe = _recipe_row(group, pairs, of_group, confidence)
+        pairs, missing = pairing.pairs_of(base, group), _unfinished_of(group, unfinished)
+        group_rows = [_row(pair, warmup_steps) for pair in pairs]
+        recipe = _recipe_row(group, pairs, group_rows, confidence)
         verdict = "" if group is base else verdict_of(recipe, pairs, bound_fraction, missing, missing_of_base)
-        left_out = len(group.runs) - len(pairs) + sum(not each.has_figures for each in missing)
-        recipes.append(replace(recipe, verdict=verdict, num_missing=left_out))
-        rows += of_group
-        warnings += _warnings_of_seeds(base, group, pairs)
-        warnings += [text for run in group.runs for text in change_warnings(run)]
-        warnings += [text for pair in pairs for text in _warnings(pair)]
+        num_missing = len(group.runs) - len(pairs) + sum(not each.has_figures for each in missing)
+        recipes.append(replace(recipe, verdict=verdict, num_missing=num_missing))
+        rows += group_rows
+        warnings += _seed_warnings(base, group, pairs)
+        warnings += [text for run in group.runs for text in pairing.change_warnings(run)]
+        warnings += [text for pair in pairs for text in _pair_warnings(pair)]
         warnings += [
             f"{row.name} left its weights as they were in {row.skipped_steps} of its steps"
-            for row in of_group
+            for row in group_rows
             if row.skipped_steps
         ]
-    known = {each for group in groups for each in _of_recipe(group, unfinished)}
+    known = {each for group in groups for each in _unfinished_of(group, unfinished)}
     for name in dict.fromkeys(each.recipe for each in unfinished if each not in known):
         missing = [each for each in unfinished if each.recipe == name]
         recipe = RecipeRow(name=name, num_missing=len(missing))
@@ -190,7 +177,7 @@ def compare_runs(
         warmup_steps=warmup_steps,
         recipes=tuple(recipes),
         rows=tuple(rows),
-        differences=tuple(text for group in groups if group is not base for text in _of_settings(base, group)),
+        differences=tuple(text for group in groups if group is not base for text in _setting_texts(base, group)),
         unfinished=tuple(unfinished),
         warnings=tuple(warnings),
     )
@@ -199,11 +186,12 @@ def compare_runs(
 def find_baseline(
     recipes: Sequence[RecipeRuns], baseline: Optional[str], unfinished: Sequence[Unfinished] = ()
 ) -> RecipeRuns:
-    """The recipe of that name, or with the run of that name; the first without a name. Of a recipe in namesake folders
-    the last part is enough where it is the only one.
+    """The recipe with this name, or with a run of this name; without a name the first.
+
+    The last part of a folder name is enough if it is unique.
 
     Raises:
-        DataError: there is none, or several, or none that is done.
+        DataError: there is no such recipe, more than one, or no finished run of it.
     """
     if baseline is None:
         return recipes[0]
@@ -220,7 +208,7 @@ def find_baseline(
     raise DataError(f"baseline {baseline!r} is none of the runs; they are {', '.join(r.name for r in recipes)}")
 
 
-def _of_recipe(recipe: RecipeRuns, unfinished: Sequence[Unfinished]) -> list[Unfinished]:
+def _unfinished_of(recipe: RecipeRuns, unfinished: Sequence[Unfinished]) -> list[Unfinished]:
     names = {run.name for run in recipe.runs}
     return [each for each in unfinished if each.recipe in recipe.folders | {recipe.name} or each.name in names]
 
@@ -228,7 +216,7 @@ def _of_recipe(recipe: RecipeRuns, unfinished: Sequence[Unfinished]) -> list[Unf
 def _row(pair: Pair, warmup_steps: int) -> ComparisonRow:
     run, final, base = pair.run, pair.run.last_validation, pair.base.last_validation
     last = final or run.steps[-1]
-    speed, base_speed = (median_after_warmup(one, "tokens_per_second", warmup_steps) for one in (run, pair.base))
+    speed, base_speed = (median_after_warmup(each, "tokens_per_second", warmup_steps) for each in (run, pair.base))
     return ComparisonRow(
         name=run.name,
         recipe=recipe_of(run),
@@ -240,7 +228,7 @@ def _row(pair: Pair, warmup_steps: int) -> ComparisonRow:
         tokens_per_second=speed,
         speed_ratio=speed / base_speed if speed and base_speed else None,
         model_tflops_per_device=median_after_warmup(run, "model_tflops_per_device", warmup_steps),
-        memory_peak_bytes=max((r.memory_peak_bytes for r in run.steps if r.memory_peak_bytes), default=None),
+        memory_peak_bytes=run.memory_peak_bytes,
         seed=seed_of(run),
         training_loss=last_training_loss(run),
         grad_norm=median_after_warmup(run, "grad_norm", warmup_steps),
@@ -256,15 +244,16 @@ def _recipe_row(
     gaps = tuple(row.relative_gap_fraction for row in rows if row.relative_gap_fraction is not None)
     losses = [row.validation_loss for row in rows if row.validation_loss is not None]
     loss = float(np.mean(losses)) if losses else None
-    ends = [value for value in map(last_training_gap, pairs) if value is not None]
+    training_gaps = [value for value in map(last_training_gap, pairs) if value is not None]
+    has_all_gaps = len(training_gaps) == len(pairs)
     return RecipeRow(
         name=recipe.name,
         recipe=recipe.text,
         seeds=tuple(row.seed for row in rows),
         gaps_fraction=gaps,
-        gap=mean_interval(gaps, confidence) if gaps else None,
-        training_gap=mean_interval(ends, confidence) if len(ends) == len(pairs) else None,
-        other_data=other_data(pairs),
+        gap=seed_statistics.mean_interval(gaps, confidence) if gaps else None,
+        training_gap=seed_statistics.mean_interval(training_gaps, confidence) if has_all_gaps else None,
+        other_data=pairing.other_data(pairs),
         validation_loss=loss,
         training_loss=_mean([row.training_loss for row in rows]),
         perplexity=None if loss is None else float(np.exp(loss)),
@@ -287,8 +276,8 @@ def verdict_of(
 ) -> str:
     """Whether a recipe's gap stays within the bound.
 
-    Where runs are missing, those that are there say nothing of one that failed; one that diverged is beyond any bound.
-    Nothing is decided either where runs were last validated after other steps than the baseline's, or had other data.
+    With missing runs there is no verdict, except that a diverged run is beyond any bound. There is none either if the
+    last validations of run and baseline are at different tokens, or the data differ.
     """
     if is_control(row.name):
         return CONTROL
@@ -299,7 +288,7 @@ def verdict_of(
     )
     if row.gap is None or (not is_even and math.isfinite(row.gap.mean)):
         return UNDECIDED
-    return judge(row.gap, bound_fraction)
+    return seed_statistics.gap_verdict(row.gap, bound_fraction)
 
 
 def last_training_loss(run: LoadedRun) -> Optional[float]:
@@ -309,17 +298,17 @@ def last_training_loss(run: LoadedRun) -> Optional[float]:
 
 
 def last_training_gap(pair: Pair) -> Optional[float]:
-    """Relative gap of the mean training losses over the last tenth of the steps that both made."""
-    _, ours, theirs = np.intersect1d(pair.run.series("step"), pair.base.series("step"), return_indices=True)
-    if not len(ours):
+    """Relative gap of the mean training losses over the last tenth of the common steps; None without common steps."""
+    in_run, in_base = seed_statistics.common_steps(pair.base, pair.run)
+    if not len(in_run):
         return None
-    last = -max(1, round(len(ours) * LAST_FRACTION))
-    base = float(np.mean(pair.base.series("loss")[theirs][last:]))
-    return (float(np.mean(pair.run.series("loss")[ours][last:])) - base) / base
+    last = -max(1, round(len(in_run) * LAST_FRACTION))
+    base = float(np.mean(pair.base.series("loss")[in_base][last:]))
+    return (float(np.mean(pair.run.series("loss")[in_run][last:])) - base) / base
 
 
 def median_after_warmup(run: LoadedRun, field: str, warmup_steps: int) -> Optional[float]:
-    """Over the steps after warm-up."""
+    """Median of a field over the steps after warm-up; None without values."""
     values = run.series(field)[min(warmup_steps, len(run.steps) // 2) :]
     values = values[np.isfinite(values)]
     return float(np.median(values)) if values.size else None
@@ -330,13 +319,13 @@ def _mean(values: Sequence[Optional[float]]) -> Optional[float]:
     return float(np.mean(known)) if known else None
 
 
-def _of_settings(base: RecipeRuns, recipe: RecipeRuns) -> list[str]:
+def _setting_texts(base: RecipeRuns, recipe: RecipeRuns) -> list[str]:
     is_single = len(base.runs) == len(recipe.runs) == 1
-    texts = differences(base.runs[0].info, recipe.runs[0].info, with_seed=is_single)
+    texts = pairing.differences(base.runs[0].info, recipe.runs[0].info, with_seed=is_single)
     return [f"{recipe.name}: {text}" for text in texts]
 
 
-def _warnings_of_seeds(base: RecipeRuns, recipe: RecipeRuns, pairs: Sequence[Pair]) -> list[str]:
+def _seed_warnings(base: RecipeRuns, recipe: RecipeRuns, pairs: Sequence[Pair]) -> list[str]:
     texts, paired = [], [pair.run for pair in pairs]
     if left_out := [run.name for run in recipe.runs if run not in paired]:
         texts.append(f"{', '.join(left_out)}: the baseline {base.name} has no run of that seed, so left out")
@@ -348,12 +337,12 @@ def _warnings_of_seeds(base: RecipeRuns, recipe: RecipeRuns, pairs: Sequence[Pai
     return texts
 
 
-def _warnings(pair: Pair) -> list[str]:
-    ours, theirs = pair.run.last_validation, pair.base.last_validation
+def _pair_warnings(pair: Pair) -> list[str]:
+    last, base_last = pair.run.last_validation, pair.base.last_validation
     texts = []
-    if ours is not None and theirs is not None and ours.consumed_tokens != theirs.consumed_tokens:
+    if last is not None and base_last is not None and last.consumed_tokens != base_last.consumed_tokens:
         texts.append(
-            f"{pair.run.name} was last validated after {ours.consumed_tokens:,} tokens, {pair.base.name} after "
-            f"{theirs.consumed_tokens:,}: the gap is not one of the recipe alone"
+            f"{pair.run.name} was last validated after {last.consumed_tokens:,} tokens, {pair.base.name} after "
+            f"{base_last.consumed_tokens:,}: the gap is not one of the recipe alone"
         )
-    return texts + data_warnings(pair)
+    return texts + pairing.data_warnings(pair)

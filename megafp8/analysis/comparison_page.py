@@ -1,28 +1,17 @@
-"""A comparison as one HTML page that needs nothing else: table of verdicts, pictures, what was run.
-
-From run folders to the files that people look at.
-"""
+"""Files of a comparison of recipes: self-contained HTML report, Markdown, JSON and figures."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Optional, Union
 
-from megafp8.analysis import tables
+from megafp8.analysis import plot_comparison, tables
 from megafp8.analysis.compare import BOUND_FRACTION, WARMUP_STEPS, Comparison, RecipeRow, compare_runs, find_baseline
-from megafp8.analysis.html import render, to_svg
+from megafp8.analysis.html import render, standalone_svg, to_svg
 from megafp8.analysis.pairing import group_runs, is_control, pairs_of, recipe_of
-from megafp8.analysis.plot_comparison import (
-    Drawn,
-    color_of,
-    plot_gaps,
-    plot_grad_norms,
-    plot_speed_and_memory,
-    plot_time,
-    plot_training,
-    plot_validation,
-)
+from megafp8.analysis.plot_comparison import GIB, DrawnRecipe, color_of
+from megafp8.analysis.plots import plot_loss_curves
 from megafp8.analysis.runs import (
     LoadedRun,
     Unfinished,
@@ -35,15 +24,11 @@ from megafp8.analysis.runs import (
 )
 from megafp8.analysis.seed_statistics import BEYOND, CONFIDENCE, CONTROL, UNDECIDED, WITHIN
 
-GIB = 2**30
+TITLE = "Comparison of recipes"
 
 
 def render_page(comparison: Comparison, runs: Sequence[LoadedRun], *, title: str) -> str:
-    """The page of a comparison.
-
-    Args:
-        runs: those that were compared.
-    """
+    """The HTML page of a comparison of these runs."""
     recipes = drawn_recipes(comparison, runs)
     run_header, run_rows = tables.run_cells(comparison)
     return render(
@@ -54,7 +39,7 @@ def render_page(comparison: Comparison, runs: Sequence[LoadedRun], *, title: str
         confidence=f"{comparison.confidence:.0%}",
         baseline=comparison.baseline,
         recipes=[
-            _table_row(row, comparison, color)
+            table_row(row, comparison, color)
             for row, color in zip(comparison.recipes, table_colors(comparison, recipes), strict=True)
         ],
         notes=tables.notes(comparison),
@@ -67,47 +52,49 @@ def render_page(comparison: Comparison, runs: Sequence[LoadedRun], *, title: str
     )
 
 
-def drawn_recipes(comparison: Comparison, runs: Sequence[LoadedRun]) -> list[Drawn]:
-    """The recipes in the order of the table, the baseline first."""
+def drawn_recipes(comparison: Comparison, runs: Sequence[LoadedRun]) -> list[DrawnRecipe]:
+    """The recipes that have figures, in the order of the table, the baseline first."""
     groups = group_runs(runs)
     base = find_baseline(groups, comparison.baseline)
     compared = {row.name for row in comparison.drawn}
     ordered = [base, *(recipe for recipe in groups if recipe is not base and recipe.name in compared)]
-    drawn: list[Drawn] = []
+    drawn: list[DrawnRecipe] = []
     index = 0
     for recipe in ordered:
         color = color_of(recipe.name, index, is_baseline=recipe is base)
         index += recipe is not base and not is_control(recipe.name)
-        drawn.append(Drawn(name=recipe.name, pairs=tuple(pairs_of(base, recipe)), color=color))
+        drawn.append(DrawnRecipe(name=recipe.name, pairs=tuple(pairs_of(base, recipe)), color=color))
     return drawn
 
 
-def table_colors(comparison: Comparison, recipes: Sequence[Drawn]) -> list[str]:
-    """The colours of the rows of the table; none for a recipe that is not drawn."""
+def table_colors(comparison: Comparison, recipes: Sequence[DrawnRecipe]) -> list[str]:
+    """Colours of the table rows; "none" for a recipe that is not drawn."""
     colors = {recipe.name: recipe.color for recipe in recipes}
     return [colors.get(row.name, "none") for row in comparison.recipes]
 
 
 def headline(comparison: Comparison) -> str:
-    """The result in a sentence or three."""
+    """The result in one to three sentences."""
     rows = [row for row in comparison.recipes if row.verdict not in ("", CONTROL)]
     bound = tables.percent(comparison.bound_fraction)
-    said = {
+    statements = {
         WITHIN: f"stay within {bound} of {comparison.baseline}'s validation loss",
         BEYOND: f"lie beyond {bound}",
         UNDECIDED: "are not decided",
     }
     parts = []
-    for verdict, words in said.items():
-        if names := [row.name for row in rows if row.verdict == verdict]:
-            if len(names) == 1:
-                words = words.replace("stay", "stays", 1).replace("lie ", "lies ", 1).replace("are", "is", 1)
-            parts.append(f"{_listed(names)} {words}.")
+    for verdict, words in statements.items():
+        *names, last = [row.name for row in rows if row.verdict == verdict] or [""]
+        if names:
+            parts.append(f"{', '.join(names)} and {last} {words}.")
+        elif last:
+            words = words.replace("stay", "stays", 1).replace("lie ", "lies ", 1).replace("are", "is", 1)
+            parts.append(f"{last} {words}.")
     return " ".join(parts) or "One recipe alone: there is nothing to compare it with."
 
 
 def conditions(run: LoadedRun, comparison: Comparison) -> str:
-    """Model, length and machine in a line."""
+    """Model size, training tokens, seeds and devices in one line."""
     info, seeds = run.info, max(len(row.seeds) for row in comparison.recipes)
     model = f"{info.num_parameters / 1e6:,.3g}M parameters, " if info.num_parameters else ""
     return (
@@ -117,76 +104,64 @@ def conditions(run: LoadedRun, comparison: Comparison) -> str:
 
 
 def cautions(runs: Sequence[LoadedRun]) -> list[str]:
-    """What the numbers do not say."""
-    found = []
-    if any("emulated" in recipe_of(run) for run in runs):
-        found.append(
-            "Recipes were emulated: codes, scales and losses are those of the format, but speed and memory are not "
-            "those of hardware that has it."
-        )
-    return found
+    """Warnings about what the numbers do not show."""
+    if not any("emulated" in recipe_of(run) for run in runs):
+        return []
+    return [
+        "Recipes were emulated: codes, scales and losses are those of the format, but speed and memory are not "
+        "those of hardware that has it."
+    ]
 
 
 def facts(run: LoadedRun) -> list[tuple[str, str]]:
-    """The baseline's model, data and versions, by name."""
-    info, config = run.info, run.info.config
-    model, training, data = (config.get(section, {}) for section in ("model", "training", "data"))
-    optimizer = config.get("optimizer", {})
+    """The run's model, batch, optimizer and versions, as (name, text) pairs."""
+    info = run.info
 
-    def listed(section: dict[str, Any], *names: str) -> str:
-        return ", ".join(f"{name.replace('_', ' ')} {section[name]}" for name in names if section.get(name) is not None)
+    def settings(section: str, *names: str) -> str:
+        values = info.config.get(section, {})
+        return ", ".join(f"{name.replace('_', ' ')} {values[name]}" for name in names if values.get(name) is not None)
 
+    batch = settings("training", "global_batch_size", "micro_batch_size") + ", " + settings("data", "seq_length")
     found = [
-        ("model", listed(model, "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")),
-        ("batch", listed(training, "global_batch_size", "micro_batch_size") + ", " + listed(data, "seq_length")),
-        ("steps", listed(training, "train_iters", "eval_interval", "eval_iters")),
-        (
-            "optimizer",
-            listed(
-                optimizer,
-                "optimizer",
-                "lr",
-                "min_lr",
-                "lr_decay_style",
-                "lr_warmup_fraction",
-                "weight_decay",
-                "clip_grad",
-            ),
-        ),  # fmt: skip
+        ("model", settings("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")),
+        ("batch", batch),
+        ("steps", settings("training", "train_iters", "eval_interval", "eval_iters")),
+        ("optimizer", settings("optimizer", "optimizer", "lr", "min_lr", "lr_decay_style", "lr_warmup_fraction",
+                               "weight_decay", "clip_grad")),
         ("versions", ", ".join(f"{name} {version}" for name, version in info.versions.items())),
         ("started", info.started_at),
-    ]
+    ]  # fmt: skip
     return [(name, value) for name, value in found if value.strip(", ")]
 
 
-def figures(comparison: Comparison, recipes: Sequence[Drawn]) -> list[dict[str, str]]:
-    """Title, picture and caption of every figure; the picture is empty where there is nothing to draw."""
+def figures(comparison: Comparison, recipes: Sequence[DrawnRecipe]) -> list[dict[str, str]]:
+    """Title, SVG and caption of every figure; the SVG is empty if there is nothing to draw."""
     colors = table_colors(comparison, recipes)
-    several = max(len(recipe.pairs) for recipe in recipes) > 1
-    mean = "Lines are means over the seeds, bands what the seeds span." if several else ""
-    interval = ", with the interval of its mean" if several else ""
+    has_seeds = max(len(recipe.pairs) for recipe in recipes) > 1
+    mean = "Lines are means over the seeds, bands what the seeds span." if has_seeds else ""
+    interval = ", with the interval of its mean" if has_seeds else ""
     bound, baseline = tables.percent(comparison.bound_fraction), comparison.baseline
     drawn = [
         (
-            "Gap to " + baseline, plot_gaps(comparison, colors) if comparison.has_gaps else None,
+            "Gap to " + baseline, plot_comparison.plot_gaps(comparison, colors) if comparison.has_gaps else None,
             f"A dot is a seed, the upright their mean, the pale bar its {comparison.confidence:.0%} interval, the "
             f"dashed line the bound of {bound}. Left of zero is better than {baseline}.",
         ),
         (
-            "Validation against tokens", plot_validation(recipes, confidence=comparison.confidence),
+            "Validation against tokens", plot_comparison.plot_validation(recipes, confidence=comparison.confidence),
             f"{mean} Below: the gap to {baseline} of the same seed{interval}.",
         ),
         (
-            "Validation against time", plot_time(recipes),
+            "Validation against time", plot_comparison.plot_time(recipes),
             f"{mean} Time is the sum of step times; start, validations and checkpoints are left out.",
         ),
         (
-            "Training loss", plot_training(recipes),
+            "Training loss", plot_comparison.plot_training(recipes),
             " ".join(filter(None, ("Running means over a twenty-fifth of the run.", mean, last_gaps(comparison)))),
         ),
-        ("Gradient norm", plot_grad_norms(recipes), f"Before clipping, running means. {mean}"),
+        ("Gradient norm", plot_comparison.plot_grad_norms(recipes), f"Before clipping, running means. {mean}"),
         (
-            "Speed and memory", plot_speed_and_memory(comparison, colors),
+            "Speed and memory", plot_comparison.plot_speed_and_memory(comparison, colors),
             f"Median over the steps after the first {comparison.warmup_steps}; the largest memory of any step.",
         ),
     ]  # fmt: skip
@@ -197,13 +172,14 @@ def figures(comparison: Comparison, recipes: Sequence[Drawn]) -> list[dict[str, 
 
 
 def last_gaps(comparison: Comparison) -> str:
-    """How far training losses lie apart at the end; empty where nothing is compared."""
+    """Gaps of the training losses at the end of the runs; empty if nothing is compared."""
     gaps = {row.name: tables.shown_training_gap(row, comparison.baseline) for row in comparison.drawn if row.verdict}
     found = ", ".join(f"{name} {gap}" for name, gap in gaps.items() if gap != "-")
     return f"Gap over the last tenth of the steps: {found}." if found else ""
 
 
-def _table_row(row: RecipeRow, comparison: Comparison, color: str) -> dict[str, str]:
+def table_row(row: RecipeRow, comparison: Comparison, color: str) -> dict[str, str]:
+    """Cells of a recipe in the page's table."""
     is_baseline = row.name == comparison.baseline
     bound = tables.percent(comparison.bound_fraction)
     verdict = {WITHIN: f"within {bound}", BEYOND: f"beyond {bound}"}.get(row.verdict, row.verdict)
@@ -223,13 +199,6 @@ def _table_row(row: RecipeRow, comparison: Comparison, color: str) -> dict[str, 
     }
 
 
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-TITLE = "Comparison of recipes"
-
-
 def publish_comparison(
     folders: Sequence[Union[str, Path]],
     *,
@@ -242,43 +211,40 @@ def publish_comparison(
     unfinished: Sequence[Unfinished] = (),
     include_unfinished: bool = False,
 ) -> tuple[Comparison, list[Path]]:
-    """Compare runs that are done and, with an output folder, write report.html, comparison.md, comparison.json,
-    gaps.svg (where there are gaps) and loss_curves.png into it.
+    """Compare finished runs and write the files of the comparison.
+
+    With an output folder these are report.html, comparison.md, comparison.json, loss_curves.png and, if there are gaps,
+    gaps.svg.
 
     Args:
-        folders: what each run had as --save. Those whose state says that they are not done have no figures.
+        folders: the --save folders of the runs. Runs whose state is not "done" have no figures.
         baseline: folder or name of a run, or name of a recipe, to compare with; default the first.
-        bound_fraction, confidence: what the verdicts go by.
-        unfinished: further runs of the recipes.
-        include_unfinished: compare runs that are not done by what they have so far, once they have a step; nothing is
-            decided then.
+        bound_fraction, confidence: bound and confidence level of the verdicts.
+        unfinished: further unfinished runs of the recipes.
+        include_unfinished: also compare unfinished runs that have at least one step, by their records so far. Their
+            recipes then have no verdict.
 
     Returns:
         The comparison and the files written.
 
     Raises:
-        DataError: a folder without run, a run that is done without validation or steps, an unknown baseline or one that
-            is not done.
+        DataError: a folder has no run, a finished run has no validation or no steps, or the baseline is unknown or not
+            finished.
     """
-    left = {
+    left_out = {
         folder.resolve(): describe_unfinished(folder, name=name, has_figures=include_unfinished and has_steps(folder))
         for folder, name in zip(map(folder_of, folders), run_names(folders), strict=True)
         if is_unfinished(folder)
     }
-    unfinished = [*unfinished, *left.values()]
-    runs = load_runs(folders, left_out=[folder for folder, each in left.items() if not each.has_figures])
-    baseline = _name_of(folders[0] if baseline is None and folders else baseline, runs, left)
+    unfinished = [*unfinished, *left_out.values()]
+    runs = load_runs(folders, left_out=[folder for folder, run in left_out.items() if not run.has_figures])
+    baseline = baseline_name(folders[0] if baseline is None and folders else baseline, runs, left_out)
     comparison = compare_runs(
         runs, baseline=baseline, warmup_steps=warmup_steps, bound_fraction=bound_fraction, confidence=confidence,
         unfinished=unfinished,
     )  # fmt: skip
     if output_folder is None:
         return comparison, []
-    # Drawing needs matplotlib, a table does not.
-    from megafp8.analysis.html import alone, to_svg
-    from megafp8.analysis.plot_comparison import plot_gaps
-    from megafp8.analysis.plots import plot_loss_curves
-
     folder = Path(output_folder)
     folder.mkdir(parents=True, exist_ok=True)
     recipes = drawn_recipes(comparison, runs)
@@ -290,21 +256,21 @@ def publish_comparison(
         folder / "comparison.json": tables.to_json(comparison),
     }
     if comparison.has_gaps:
-        gaps = to_svg(plot_gaps(comparison, table_colors(comparison, recipes)), "gaps of the validation loss")
-        written[folder / "gaps.svg"] = alone(gaps)
+        gaps = plot_comparison.plot_gaps(comparison, table_colors(comparison, recipes))
+        written[folder / "gaps.svg"] = standalone_svg(to_svg(gaps, "gaps of the validation loss"))
     for path, text in written.items():
         path.write_text(text, encoding="utf-8")
     return comparison, [*written, picture]
 
 
-def _name_of(
-    baseline: Union[str, Path, None], runs: Sequence[LoadedRun], left: Mapping[Path, Unfinished]
+def baseline_name(
+    baseline: Union[str, Path, None], runs: Sequence[LoadedRun], left_out: Mapping[Path, Unfinished]
 ) -> Optional[str]:
-    """A folder's run name, or the recipe of one that is not done; anything else is taken for a name already."""
+    """Name of the run in a folder, or the recipe of an unfinished one; anything else is already a name."""
     if baseline is None:
         return None
     folder = folder_of(baseline).resolve()
     for run in runs:
         if run.folder.resolve() == folder:
             return run.name
-    return left[folder].recipe if folder in left else str(baseline)
+    return left_out[folder].recipe if folder in left_out else str(baseline)

@@ -1,4 +1,4 @@
-"""What the HTML pages of reports share: one file that needs nothing else, with colours for light and for dark."""
+"""HTML pages of reports: self-contained files with inline SVG, for light and dark mode."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TEMPLATES = Path(__file__).parent
-# Colours that no curve has, which the page replaces.
+# Placeholders, which no curve uses; the page replaces them with its own text and grid colours.
 INK, GRID = "#0a0b0c", "#0c0b0a"
 
 
 def render(template: str, **content: Any) -> str:
-    """A page from a template beside this file; texts are escaped, a name that it lacks is an error."""
+    """Render a template of this folder. Text is escaped; an undefined name is an error."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -28,15 +28,15 @@ def render(template: str, **content: Any) -> str:
 
 
 def to_svg(figure: Figure, name: str) -> str:
-    """The picture as an SVG element that the page's colours reach.
+    """The figure as an SVG element that follows the page's colours.
 
     Args:
-        name: what it shows, for those who cannot see it; also keeps its parts apart from those of other pictures.
+        name: what the figure shows, for screen readers. It also makes the ids of the figure's parts unique in the page.
     """
     import matplotlib
 
     stream = io.StringIO()
-    # The salt makes the names of parts depend on the picture alone, so that the same runs give the same bytes.
+    # With a fixed salt the ids depend on the figure only, so the same runs give the same bytes.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
     svg = stream.getvalue()
@@ -47,7 +47,7 @@ def to_svg(figure: Figure, name: str) -> str:
     return svg.replace("<svg ", f'<svg role="img" aria-label="{escape(name)}" ', 1)
 
 
-def alone(svg: str) -> str:
-    """The picture as a file of its own, in light colours, for documents that have no page around it."""
+def standalone_svg(svg: str) -> str:
+    """The content of an SVG file, in light colours, for use outside a page."""
     colored = svg.replace("var(--ink)", "#212529").replace("var(--grid)", "#dee2e6")
     return colored.replace("<svg ", '<svg style="background: white" ', 1) + "\n"

@@ -1,11 +1,7 @@
-"""Which settings decide what a run comes to, and from which step on a run had which of them.
+"""Grouping of runs into recipes and pairs of one seed, and the differences in their settings and data.
 
-Which runs are one recipe under several seeds, and which are pairs of one seed.
-
-Whether two runs learned from the same samples in the same order, and were validated on the same text.
-
-Records hold no hash of the data. They hold where it lay: shards of one name in two folders are taken for copies, as two
-machines have them, and shards of other names for other data.
+Records have no hash of the data, only its paths. Shards with the same name in two folders count as copies, as on two
+machines. Shards with different names count as different data.
 """
 
 from __future__ import annotations
@@ -24,13 +20,13 @@ from megafp8.config.variants import NEUTRAL_SETTINGS
 from megafp8.metrics.records import RunRecord
 
 SEED = "training.seed"
-# How a run is watched and stopped, which a resumption may well do otherwise.
+# Settings of monitoring and stopping, which a resumption may change.
 MONITORING = (
     "training.exit_", "training.step_timeout_s", "training.checkpoint_timeout_s", "training.max_crashes",
     "training.manual_gc", "training.check_weight_hash_", "training.skip_train", "parallel.distributed_timeout_minutes",
     "parallel.rendezvous_timeout_s", "data.mmap_bin_files",
 )  # fmt: skip
-# A run goes on where these lie in other folders, as on another machine. That samples are the same it checks by itself.
+# Paths whose folders a resumption may change, as on another machine. The run checks the samples itself.
 PATHS = (
     "data.data_path", "data.train_data_path", "data.valid_data_path", "data.test_data_path", "data.tokenizer_model",
     "data.vocab_file", "data.merge_file",
@@ -39,10 +35,10 @@ PATHS = (
 
 @dataclass(frozen=True)
 class RunStage:
-    """Steps of a run that were made with the same settings, from `first_step` on.
+    """Steps of a run with the same settings, from `first_step` on.
 
     Attributes:
-        changes: from the stage before, as "section.setting: before -> now"; empty for the first.
+        changes: from the previous stage, as "section.setting: before -> now"; empty for the first.
     """
 
     first_step: int
@@ -51,8 +47,8 @@ class RunStage:
 
 
 def flatten(config: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a run record that decide what is learned, as `section.setting`."""
-    flat = {}
+    """The settings that affect the results of a run, by `section.setting`."""
+    flat: dict[str, Any] = {}
     for section, settings in config.items():
         if isinstance(settings, dict):
             flat |= {f"{section}.{name}": value for name, value in settings.items()}
@@ -62,7 +58,7 @@ def flatten(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_folders(paths: Union[None, str, Sequence[str]]) -> list[str]:
-    """The last parts of a path, or of shards and their weights."""
+    """The last part of a path, or of each of several paths and blend weights."""
     return [PurePath(path).name for path in ([paths] if isinstance(paths, str) else paths or ())]
 
 
@@ -72,7 +68,7 @@ def seed_of(run: LoadedRun) -> int:
 
 
 def changed_settings(old: RunRecord, new: RunRecord) -> dict[str, tuple[Any, Any]]:
-    """`differing_settings` of a run and of its resumption, which may have its files in other folders."""
+    """`differing_settings` of a run and its resumption, which may have the same files in other folders."""
     found = differing_settings(old, new)
     return {
         name: both for name, both in found.items()
@@ -81,43 +77,44 @@ def changed_settings(old: RunRecord, new: RunRecord) -> dict[str, tuple[Any, Any
 
 
 def differing_settings(old: RunRecord, new: RunRecord) -> dict[str, tuple[Any, Any]]:
-    """(old, new) of the settings that decide what is learned and differ, by `section.setting`. One that only one of the
-    records has is of another version of megafp8, and no difference."""
+    """(old, new) of the settings that affect the results and differ, by `section.setting`.
+
+    Settings of only one record are ignored: the other one is from another version of megafp8.
+    """
     before, after = flatten(old.config), flatten(new.config)
     return {name: (before[name], after[name]) for name in before if name in after and before[name] != after[name]}
 
 
 def differences(old: RunRecord, new: RunRecord, *, with_seed: bool = True) -> list[str]:
-    """In which settings and devices two records differ, as "section.setting: old -> new"."""
-    texts = texts_of(differing_settings(old, new), with_seed)
-    return texts + device_texts(old, new)
+    """Differences between two records in settings and devices, as "section.setting: old -> new"."""
+    return setting_texts(differing_settings(old, new), with_seed) + device_texts(old, new)
 
 
-def texts_of(settings: dict[str, tuple[Any, Any]], with_seed: bool = True) -> list[str]:
-    """As "section.setting: old -> new"."""
+def setting_texts(settings: dict[str, tuple[Any, Any]], with_seed: bool = True) -> list[str]:
+    """Changed settings as "section.setting: old -> new"."""
     return [f"{name}: {before} -> {after}" for name, (before, after) in settings.items() if with_seed or name != SEED]
 
 
 def device_texts(old: RunRecord, new: RunRecord) -> list[str]:
-    """As "devices: 1 x cpu -> 2 x cpu", where they differ."""
+    """Changed devices as "devices: 1 x cpu -> 2 x cpu"."""
     if old.device_name != new.device_name or old.world_size != new.world_size:
         return [f"devices: {old.world_size} x {old.device_name} -> {new.world_size} x {new.device_name}"]
     return []
 
 
 def stages_of(run: LoadedRun) -> list[RunStage]:
-    """The stages of a run, in order; one of a run that did not change. Resumptions as before begin no other."""
+    """The stages of a run, in order. A resumption without changes starts no new stage."""
     stages = [RunStage(first_step=1, info=run.stages[0])]
     for info in run.stages[1:]:
         before = stages[-1].info
         arithmetic = [f"{before.recipe} -> {info.recipe}"] if info.recipe != before.recipe else []
-        if changes := (*arithmetic, *texts_of(changed_settings(before, info)), *device_texts(before, info)):
+        if changes := (*arithmetic, *setting_texts(changed_settings(before, info)), *device_texts(before, info)):
             stages.append(RunStage(first_step=(info.resumed_from_step or 0) + 1, info=info, changes=changes))
     return stages
 
 
 def recipe_of(run: LoadedRun) -> str:
-    """The arithmetic in words: "bf16", or "bf16, then from step 8 fp8 hybrid tensorwise" of a run that changed it."""
+    """The recipe in words: "bf16", or "bf16, then from step 8 fp8 hybrid tensorwise" for a run that changed it."""
     stages = stages_of(run)
     text = stages[0].info.recipe
     for before, now in zip(stages, stages[1:], strict=False):
@@ -129,24 +126,24 @@ def recipe_of(run: LoadedRun) -> str:
 
 
 def settings_key(run: LoadedRun) -> list[Any]:
-    """What runs agree in that differ in their seed alone: settings, and from which steps on; devices are not in it."""
+    """Settings and their first steps, without seed and devices; equal for runs that differ only in these."""
     settings = groupby(stages_of(run), key=lambda stage: (seedless(stage.info), stage.info.recipe))
     return [[next(stages).first_step, *key] for key, stages in settings]
 
 
 def device_key(run: LoadedRun) -> list[Any]:
-    """On what a run was made, and from which steps on."""
+    """Devices of a run and their first steps."""
     devices = groupby(stages_of(run), key=lambda stage: (stage.info.device_name, stage.info.world_size))
     return [[next(stages).first_step, *key] for key, stages in devices]
 
 
 def seedless(info: RunRecord) -> dict[str, Any]:
-    """What decides what is learned, but for the seed."""
+    """The settings that affect the results, without the seed."""
     return {name: value for name, value in flatten(info.config).items() if name != SEED}
 
 
 def change_warnings(run: LoadedRun) -> list[str]:
-    """What changed on the way, a line for each time."""
+    """A warning for each change of settings during the run."""
     return [
         f"{run.name} changed on the way, from step {stage.first_step} on: {'; '.join(stage.changes)}. Its figures are "
         "of all its steps, not of the last settings alone"
@@ -156,19 +153,19 @@ def change_warnings(run: LoadedRun) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeRuns:
-    """Runs that differ in nothing but the seed, in its order."""
+    """Runs that differ only in the seed, ordered by seed."""
 
     name: str
     runs: tuple[LoadedRun, ...]
 
     @property
     def folders(self) -> set[str]:
-        """Those whose runs are called after seeds, as `recipe_folder` names them."""
+        """Folders of the seed folders, as `recipe_folder` names them."""
         return {folder for run in self.runs if (folder := recipe_folder(run.folder, run.name)) is not None}
 
     @property
     def text(self) -> str:
-        """The arithmetic in words."""
+        """The recipe in words."""
         return recipe_of(self.runs[0])
 
 
@@ -181,15 +178,15 @@ class Pair:
 
 
 def is_control(name: str) -> bool:
-    """Whether a recipe is the baseline in another order of sums, which shows what mere rounding does."""
+    """Whether a recipe is the baseline with another summation order, which shows the effect of rounding alone."""
     return name.endswith("-control")
 
 
 def group_runs(runs: Sequence[LoadedRun]) -> list[RecipeRuns]:
-    """Recipes in the order of their first runs. A second run with the same settings and seed counts as another recipe.
+    """Group runs into recipes, in the order of their first runs.
 
-    Runs of one folder that are called seed1, seed2 and so on stay together, and the recipe is named after the folder;
-    others after their run.
+    A second run with the same settings and seed counts as another recipe. Seed folders with one parent folder stay
+    together, and their recipe is named after the parent; others are named after their run.
     """
     parts: dict[tuple[str, str, int], list[LoadedRun]] = {}
     for run in runs:
@@ -201,8 +198,8 @@ def group_runs(runs: Sequence[LoadedRun]) -> list[RecipeRuns]:
     groups: list[tuple[str, list[LoadedRun]]] = []
     for (key, _, _), part in parts.items():
         seeds = set(map(seed_of, part))
-        of_key = (members for other, members in groups if other == key)
-        members = next((members for members in of_key if seeds.isdisjoint(map(seed_of, members))), None)
+        same_key = (members for other, members in groups if other == key)
+        members = next((members for members in same_key if seeds.isdisjoint(map(seed_of, members))), None)
         if members is None:
             groups.append((key, part))
         else:
@@ -210,19 +207,19 @@ def group_runs(runs: Sequence[LoadedRun]) -> list[RecipeRuns]:
     recipes: list[RecipeRuns] = []
     for _, members in groups:
         taken = {recipe.name for recipe in recipes}
-        recipes.append(RecipeRuns(name=_name_of(members, taken), runs=tuple(sorted(members, key=seed_of))))
+        recipes.append(RecipeRuns(name=_unique_name(members, taken), runs=tuple(sorted(members, key=seed_of))))
     return recipes
 
 
 def pairs_of(baseline: RecipeRuns, recipe: RecipeRuns) -> list[Pair]:
-    """The pairs of one seed. Two recipes of a single run each are a pair whatever their seeds."""
+    """Pairs of runs of one seed. Recipes with a single run each form a pair whatever their seeds."""
     if len(baseline.runs) == len(recipe.runs) == 1:
         return [Pair(baseline.runs[0], recipe.runs[0])]
-    of_seed = {seed_of(run): run for run in baseline.runs}
-    return [Pair(of_seed[seed_of(run)], run) for run in recipe.runs if seed_of(run) in of_seed]
+    by_seed = {seed_of(run): run for run in baseline.runs}
+    return [Pair(by_seed[seed_of(run)], run) for run in recipe.runs if seed_of(run) in by_seed]
 
 
-def _name_of(runs: Sequence[LoadedRun], taken: set[str]) -> str:
+def _unique_name(runs: Sequence[LoadedRun], taken: set[str]) -> str:
     folders = {recipe_folder(run.folder, run.name) for run in runs}
     name = folders.pop() if len(folders) == 1 else None
     if name is None:
@@ -235,12 +232,12 @@ def _name_of(runs: Sequence[LoadedRun], taken: set[str]) -> str:
 
 
 def data_warnings(pair: Pair) -> list[str]:
-    """What the two runs have otherwise, with both values."""
+    """Differences between the two runs' data, tokens and seeds, with both values."""
     run, base = pair.run, pair.base
     texts = [
-        f"{run.name} has {name} {ours}, {base.name} {theirs}: they did not learn from the same data in the same order, "
+        f"{run.name} has {name} {own}, {base.name} {other}: they did not learn from the same data in the same order, "
         "or were validated on other data, so nothing is decided"
-        for name, (ours, theirs) in _differing(pair).items()
+        for name, (own, other) in _differing_facts(pair).items()
     ]
     if (tokens := _validation_tokens(pair)) is not None:
         texts.append(
@@ -253,47 +250,47 @@ def data_warnings(pair: Pair) -> list[str]:
 
 
 def other_data(pairs: Sequence[Pair]) -> tuple[str, ...]:
-    """In what any of the pairs differs so that its gap is not one of the recipe: "training data", "seed"."""
+    """Differences in the data of any pair, whose gap then is not one of the recipe alone: "training data", "seed"."""
     names: dict[str, None] = {}
     for pair in pairs:
-        names |= dict.fromkeys(_differing(pair))
+        names |= dict.fromkeys(_differing_facts(pair))
         names |= {"number of validation tokens": None} if _validation_tokens(pair) is not None else {}
         names |= {"seed": None} if seed_of(pair.run) != seed_of(pair.base) else {}
     return tuple(names)
 
 
-def _differing(pair: Pair) -> dict[str, tuple[str, str]]:
-    """(run's, baseline's) facts that differ. What a run's records do not say is no difference."""
-    ours, theirs = _facts_of(pair.run), _facts_of(pair.base)
-    return {name: (ours[name], theirs[name]) for name in ours if name in theirs and ours[name] != theirs[name]}
+def _differing_facts(pair: Pair) -> dict[str, tuple[str, str]]:
+    """(run's, baseline's) facts that differ, of those that the records of both have."""
+    own, base = _data_facts(pair.run), _data_facts(pair.base)
+    return {name: (own[name], base[name]) for name in own if name in base and own[name] != base[name]}
 
 
 def _validation_tokens(pair: Pair) -> Optional[tuple[int, int]]:
-    """Those of the last validations of the run and of the baseline, where both have one and they differ."""
-    ours, theirs = pair.run.last_validation, pair.base.last_validation
-    if ours is None or theirs is None or ours.num_tokens == theirs.num_tokens:
+    """Numbers of tokens in the last validations of run and baseline, if both have one and they differ."""
+    last, base_last = pair.run.last_validation, pair.base.last_validation
+    if last is None or base_last is None or last.num_tokens == base_last.num_tokens:
         return None
-    return ours.num_tokens, theirs.num_tokens
+    return last.num_tokens, base_last.num_tokens
 
 
-def _facts_of(run: LoadedRun) -> dict[str, str]:
-    """Of all stages, each value once."""
+def _data_facts(run: LoadedRun) -> dict[str, str]:
+    """Facts about the data of all stages, each value once."""
     found: dict[str, dict[str, None]] = {}
     for stage in stages_of(run):
-        for name, value in _facts(stage.info).items():
+        for name, value in _stage_facts(stage.info).items():
             found.setdefault(name, {})[value] = None
     return {name: ", then ".join(values) for name, values in found.items()}
 
 
-def _facts(info: RunRecord) -> dict[str, str]:
-    """What a record says, and nothing of what it does not."""
+def _stage_facts(info: RunRecord) -> dict[str, str]:
+    """Facts about the data that a record has."""
     data, facts = info.config.get("data", {}), {}
     if "data_path" in data:
-        is_apart = any(data.get(f"{part}_data_path") for part in ("train", "valid", "test"))
+        is_separate = any(data.get(f"{part}_data_path") for part in ("train", "valid", "test"))
         shards = data.get("train_data_path") or data["data_path"] or ()
         facts["training data"] = "mock data" if data.get("mock_data") else _blend_text(shards)
-        facts["split"] = "none" if is_apart else _split_text(data.get("split") or DEFAULT_SPLIT)
-        facts["validation data"] = _blend_text(data.get("valid_data_path") or ()) if is_apart else "of the split"
+        facts["split"] = "none" if is_separate else _split_text(data.get("split") or DEFAULT_SPLIT)
+        facts["validation data"] = _blend_text(data.get("valid_data_path") or ()) if is_separate else "of the split"
     if "seq_length" in data:
         facts["sequence length"] = str(data["seq_length"])
     if (batch := _global_batch(info)) is not None:
@@ -302,16 +299,16 @@ def _facts(info: RunRecord) -> dict[str, str]:
 
 
 def _global_batch(info: RunRecord) -> Optional[int]:
-    """Sequences of a step; None where the record does not say."""
+    """Sequences per step; None if the record does not have it."""
     training = info.config.get("training", {})
     micro, default = training.get("micro_batch_size"), None
-    if "global_batch_size" in training and isinstance(micro, int):  # not auto
+    if "global_batch_size" in training and isinstance(micro, int):  # not "auto"
         default = micro * info.layout.get("data", 1)
     return training.get("global_batch_size") or default
 
 
 def _blend_text(words: Sequence[str]) -> str:
-    """The shards by the last part of their names, with their shares: "0.25 books, 0.75 web"."""
+    """The last parts of the shards' names with their weights: "0.25 books, 0.75 web"."""
     if not words:
         return "none"
     blend = parse_blend(words)
@@ -322,6 +319,6 @@ def _blend_text(words: Sequence[str]) -> str:
 
 
 def _split_text(split: str) -> str:
-    """Shares that add up to 1: 98,1,1 and 980,10,10 are the same."""
+    """A split with shares that add up to 1, so that 98,1,1 and 980,10,10 are the same."""
     shares = split_shares(split)
     return ",".join(f"{share / sum(shares):.4g}" for share in shares)

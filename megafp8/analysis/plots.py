@@ -1,9 +1,4 @@
-"""Loss curves as a picture: above the losses, below how far each run is from the baseline.
-
-A learning-rate schedule as a picture.
-
-How long the documents of shards are.
-"""
+"""Plots of loss curves, of learning-rate schedules and of document lengths."""
 
 from __future__ import annotations
 
@@ -14,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Optional, Union
 
 import numpy as np
 
+from megafp8.analysis import plotting
 from megafp8.analysis.pairing import recipe_of
+from megafp8.analysis.plotting import GRAY, new_figure, save_figure, style_axes, use_si_prefixes
 from megafp8.analysis.runs import LoadedRun
 from megafp8.analysis.seed_statistics import relative_gap, smooth, smoothing_window, validation_gap
 from megafp8.errors import DataError
@@ -22,11 +19,12 @@ from megafp8.errors import DataError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-
-WIDTH_PIXELS, HEIGHT_PIXELS, PIXELS_PER_INCH = 1200, 640, 100
-COLORS = ("#3a3f47", "#e8590c", "#1971c2", "#2f9e44", "#9c36b5", "#c2255c", "#0c8599", "#f08c00")
-# The fall of the first steps would squeeze all the rest: the loss axis begins where this part of the run is done.
+WIDTH_PIXELS, HEIGHT_PIXELS = 1200, 640
+LOSS_COLORS = ("#3a3f47", *plotting.COLORS)
+FRAME_COLOR = "#adb5bd"
+# The limits of the loss axis ignore this first part of a run, whose steep fall would compress the rest.
 STEEP_FRACTION = 1 / 25
+FIRST_COLOR, SECOND_COLOR = "#1971c2", "#e8590c"
 
 
 def plot_loss_curves(
@@ -34,15 +32,15 @@ def plot_loss_curves(
 ) -> Path:
     """Write a PNG of the runs' losses over training tokens.
 
-    Thin: the loss of each step; thick: its running mean over a twenty-fifth of the run; markers: validation. The
-    lower panel shows how far each run is from the baseline at the same step, in percent, as running mean and for
-    validation. The steep first twenty-fifth may leave the picture at the top.
+    Thin lines are the losses of the steps, thick lines their running means over a twenty-fifth of the run, markers the
+    validation losses. The lower panel shows the gap of each run to the baseline at the same step in percent. The steep
+    first twenty-fifth of a run may exceed the upper limit of the loss axis.
 
     Args:
         baseline: name of the run that the lower panel is relative to; default the first.
 
     Raises:
-        DataError: a run without step records, or an unknown baseline.
+        DataError: a run has no step records, or the baseline is unknown.
     """
     for run in runs:
         if not run.steps:
@@ -52,50 +50,38 @@ def plot_loss_curves(
         raise DataError(f"baseline {baseline!r} is none of the runs; they are {', '.join(run.name for run in runs)}")
     ordered = [base, *(run for run in runs if run is not base)]
 
-    from matplotlib.figure import Figure
-
-    has_gap_panel = len(ordered) > 1
-    figure = Figure(
-        figsize=(WIDTH_PIXELS / PIXELS_PER_INCH, HEIGHT_PIXELS / PIXELS_PER_INCH),
-        dpi=PIXELS_PER_INCH,
-        layout="constrained",
-        facecolor="white",
-    )
-    if has_gap_panel:
+    figure = new_figure(WIDTH_PIXELS / 100, HEIGHT_PIXELS / 100)
+    if len(ordered) > 1:
         loss_axes, gap_axes = figure.subplots(2, 1, sharex=True, height_ratios=(2.6, 1))
         _draw_gaps(gap_axes, ordered)
     else:
         loss_axes = gap_axes = figure.subplots()
     _draw_losses(loss_axes, ordered)
     loss_axes.set_title(title, loc="left", fontsize=16, fontweight="bold", pad=12)
-    _style_token_axis(gap_axes, last_token=max(run.steps[-1].consumed_tokens for run in runs))
-    path = Path(output)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path
+    gap_axes.set_xlabel("training tokens", fontsize=13)
+    gap_axes.set_xlim(0, 1.01 * max(run.steps[-1].consumed_tokens for run in runs))
+    use_si_prefixes(gap_axes.xaxis)
+    return save_figure(figure, output)
 
 
 def _draw_losses(axes: Axes, runs: Sequence[LoadedRun]) -> None:
     lows, highs = [], []
     for index, run in enumerate(runs):
-        color = COLORS[index % len(COLORS)]
+        color = LOSS_COLORS[index % len(LOSS_COLORS)]
         tokens, loss = run.series("consumed_tokens"), run.series("loss")
         smoothed = smooth(loss, smoothing_window(len(loss)))
-        # The baseline lies wide and pale underneath: curves that agree stay both visible.
+        # The baseline is wide and pale, so that a curve on top of it leaves both visible.
         width, alpha = (5.0, 0.45) if index == 0 and len(runs) > 1 else (1.8, 1.0)
         axes.plot(tokens, loss, color=color, linewidth=0.7, alpha=0.25, zorder=1)
         axes.plot(
             tokens, smoothed, color=color, linewidth=width, alpha=alpha, linestyle=_dashes(index), label=_label(run)
         )
         validations = run.evals_of("valid")
-        axes.plot(
-            [record.consumed_tokens for record in validations],
-            [record.loss for record in validations],
-            **_marker(index),
-        )
-        lows += [*smoothed, *(record.loss for record in validations)]
+        losses = [record.loss for record in validations]
+        axes.plot([record.consumed_tokens for record in validations], losses, **_marker(index))
+        lows += [*smoothed, *losses]
         highs.append(smoothed[int(len(smoothed) * STEEP_FRACTION)])
-    axes.plot([], [], linestyle="none", marker="o", color="#868e96", label="markers: validation")
+    axes.plot([], [], linestyle="none", marker="o", color=GRAY, label="markers: validation")
     low, high = min(filter(np.isfinite, lows), default=0.0), max(filter(np.isfinite, highs), default=0.0)
     if high > low:
         axes.set_ylim(low - 0.08 * (high - low), high + 0.08 * (high - low))
@@ -106,18 +92,18 @@ def _draw_losses(axes: Axes, runs: Sequence[LoadedRun]) -> None:
 
 def _draw_gaps(axes: Axes, runs: Sequence[LoadedRun]) -> None:
     base, *others = runs
-    axes.axhline(0, color=COLORS[0], linewidth=3.0, alpha=0.45, zorder=1)
+    axes.axhline(0, color=LOSS_COLORS[0], linewidth=3.0, alpha=0.45, zorder=1)
     largest = 0.0
     for index, run in enumerate(others, start=1):
         tokens, gap = relative_gap(base, run)
         smoothed = smooth(gap, smoothing_window(len(gap)), keeps_width=True)
-        color = COLORS[index % len(COLORS)]
+        color = LOSS_COLORS[index % len(LOSS_COLORS)]
         axes.plot(tokens, smoothed * 100, color=color, linewidth=1.8, linestyle=_dashes(index))
         eval_tokens, eval_gap = validation_gap(base, run)
         axes.plot(eval_tokens, eval_gap * 100, **_marker(index))
         drawn = np.abs(np.concatenate((smoothed[int(len(gap) * STEEP_FRACTION) :], eval_gap)))
         largest = max(largest, float(np.max(drawn[np.isfinite(drawn)], initial=0.0)) * 100)
-    # Symmetric about zero, and no finer than 0.1 %: noise should not look like a finding.
+    # Symmetric about zero and at least +-0.1%, so that noise does not fill the panel.
     limit = 1.25 * max(largest, 0.08)
     axes.set_ylim(-limit, limit)
     axes.set_ylabel("gap (%)", fontsize=13)
@@ -125,50 +111,36 @@ def _draw_gaps(axes: Axes, runs: Sequence[LoadedRun]) -> None:
 
 
 def _dashes(index: int) -> Any:
-    """Solid for the first two; from the third on dashed, so that a curve beneath stays visible."""
+    """Line style: solid for the first two runs, then dashed, so that a curve below stays visible."""
     return "-" if index < 2 else (0, (5, index))
 
 
 def _marker(index: int) -> dict[str, Any]:
-    """Validation points: an open ring for the baseline, a diamond inside it for the others."""
-    color = COLORS[index % len(COLORS)]
+    """Marker style of validation losses: a ring for the baseline, a filled diamond for the others."""
+    color = LOSS_COLORS[index % len(LOSS_COLORS)]
+    is_baseline = index == 0
     return {
         "linestyle": "none",
-        "marker": "o" if index == 0 else "D",
-        "markersize": 10 if index == 0 else 5,
-        "markerfacecolor": "white" if index == 0 else color,
+        "marker": "o" if is_baseline else "D",
+        "markersize": 10 if is_baseline else 5,
+        "markerfacecolor": "white" if is_baseline else color,
         "markeredgecolor": color,
-        "markeredgewidth": 1.6 if index == 0 else 1.0,
+        "markeredgewidth": 1.6 if is_baseline else 1.0,
         "zorder": 4,
     }
 
 
 def _style(axes: Axes) -> None:
-    axes.grid(True, color="#e9ecef", linewidth=1.0)
-    axes.set_axisbelow(True)
-    axes.tick_params(labelsize=12, color="#adb5bd")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    style_axes(axes)
+    axes.grid(True, linewidth=1.0)
+    axes.tick_params(labelsize=12, color=FRAME_COLOR)
     for side in ("left", "bottom"):
-        axes.spines[side].set_color("#adb5bd")
-
-
-def _style_token_axis(axes: Axes, *, last_token: int) -> None:
-    from matplotlib.ticker import EngFormatter
-
-    axes.set_xlabel("training tokens", fontsize=13)
-    axes.set_xlim(0, 1.01 * last_token)
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.spines[side].set_color(FRAME_COLOR)
 
 
 def _label(run: LoadedRun) -> str:
-    validations = run.evals_of("valid")
-    final = f", final validation {validations[-1].loss:.4f}" if validations else ""
-    return f"{recipe_of(run)}{final}"
-
-
-SCHEDULE_COLORS = ("#1971c2", "#e8590c")
-WEIGHT_DECAY_COLOR = "#868e96"
+    last = run.last_validation
+    return f"{recipe_of(run)}, final validation {last.loss:.4f}" if last else recipe_of(run)
 
 
 def plot_schedule(
@@ -180,60 +152,49 @@ def plot_schedule(
     marks: Mapping[str, float],
     title: str,
 ) -> Path:
-    """Write a picture: learning rates over the steps, the weight decay below where it changes.
+    """Plot learning rates over steps, and below them the weight decay if it changes.
 
     Args:
         steps: the steps that are drawn.
-        rates: for each curve, named by whose rate it is, the learning rate at those steps.
+        rates: learning rates at those steps, by the name of the curve.
         weight_decays: at those steps.
         output: .png, .svg or .pdf.
-        marks: steps at which a phase ends, by what ends there.
+        marks: step at which each phase ends, by name.
     """
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
-
-    changes = len(set(weight_decays)) > 1
-    figure = Figure(figsize=(10, 5.4 if changes else 4), dpi=110, layout="constrained", facecolor="white")
-    panels = figure.subplots(2 if changes else 1, 1, sharex=True, squeeze=False,
-                             gridspec_kw={"height_ratios": (3, 1)} if changes else None)[:, 0]  # fmt: skip
-    for (name, values), color in zip(rates.items(), SCHEDULE_COLORS, strict=False):
-        panels[0].plot(steps, values, color=color, linewidth=2.2, label=name)
+    has_decay_panel = len(set(weight_decays)) > 1
+    figure = new_figure(10, 5.4 if has_decay_panel else 4, dpi=110)
+    panels = figure.subplots(2 if has_decay_panel else 1, 1, sharex=True, squeeze=False,
+                             gridspec_kw={"height_ratios": (3, 1)} if has_decay_panel else None)[:, 0]  # fmt: skip
+    for axes in panels:
+        style_axes(axes)
+    top, bottom = panels[0], panels[-1]
+    for (name, values), color in zip(rates.items(), (FIRST_COLOR, SECOND_COLOR), strict=False):
+        top.plot(steps, values, color=color, linewidth=2.2, label=name)
     for name, step in marks.items():
-        panels[0].axvline(step, color="#adb5bd", linewidth=1, linestyle=(0, (4, 3)))
-        panels[0].annotate(
+        top.axvline(step, color=FRAME_COLOR, linewidth=1, linestyle=(0, (4, 3)))
+        top.annotate(
             name, (step, 0.03), (3, 0), xycoords=("data", "axes fraction"), textcoords="offset points", rotation=90,
             va="bottom", fontsize=9, color="#495057",
         )  # fmt: skip
-    panels[0].set_ylabel("learning rate")
-    panels[0].set_ylim(bottom=0)
-    panels[0].set_title(title, loc="left", fontsize=12, fontweight="bold")
+    top.set_ylabel("learning rate")
+    top.set_ylim(bottom=0)
+    top.set_title(title, loc="left", fontsize=12, fontweight="bold")
     if len(rates) > 1:
-        panels[0].legend(frameon=False)
-    if changes:
-        panels[1].plot(steps, weight_decays, color=WEIGHT_DECAY_COLOR, linewidth=2)
-        panels[1].set_ylabel("weight decay")
-    panels[-1].set_xlabel("step")
-    panels[-1].set_xlim(0, max(steps))
-    panels[-1].xaxis.set_major_formatter(EngFormatter(sep=""))
-    for axes in panels:
-        axes.grid(True, color="#e9ecef")
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-    path = Path(output)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path
-
-
-DOCUMENTS_COLOR, TOKENS_COLOR = "#1971c2", "#e8590c"
+        top.legend(frameon=False)
+    if has_decay_panel:
+        bottom.plot(steps, weight_decays, color=GRAY, linewidth=2)
+        bottom.set_ylabel("weight decay")
+    bottom.set_xlabel("step")
+    bottom.set_xlim(0, max(steps))
+    use_si_prefixes(bottom.xaxis)
+    return save_figure(figure, output)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LengthPanel:
-    """One shard.
+    """Histogram of one shard's document lengths.
 
     Attributes:
-        title: above the panel.
         labels: of the bins, in tokens.
         num_documents: in each bin.
         num_tokens: in each bin.
@@ -246,36 +207,28 @@ class LengthPanel:
 
 
 def plot_lengths(panels: Sequence[LengthPanel], output: Path) -> Path:
-    """Write a PNG: for each shard the share of its documents, and of its tokens, by the length of the document.
+    """Write a PNG with the shares of each shard's documents and tokens by document length.
 
     Raises:
         DataError: no panel.
     """
     if not panels:
         raise DataError("there is no shard to draw")
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4.2 * len(panels)), dpi=100, layout="constrained", facecolor="white")
+    figure = new_figure(10, 4.2 * len(panels))
     for axes, panel in zip(figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels, strict=True):
-        _draw(axes, panel)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output)
-    return output
+        _draw_lengths(axes, panel)
+    return save_figure(figure, output)
 
 
-def _draw(axes: Axes, panel: LengthPanel) -> None:
+def _draw_lengths(axes: Axes, panel: LengthPanel) -> None:
     for offset, (name, counts, color) in enumerate(
-        (("documents", panel.num_documents, DOCUMENTS_COLOR), ("tokens", panel.num_tokens, TOKENS_COLOR))
+        (("documents", panel.num_documents, FIRST_COLOR), ("tokens", panel.num_tokens, SECOND_COLOR))
     ):
         total = sum(counts) or 1
         places = [place + 0.42 * (offset - 0.5) for place in range(len(counts))]
         axes.bar(places, [count / total for count in counts], width=0.4, color=color, label=f"share of the {name}")
     axes.set_xticks(range(len(panel.labels)), panel.labels, rotation=40, ha="right", fontsize=9)
     axes.set_xlabel("tokens in the document", fontsize=10.5)
-    axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold")
     axes.legend(fontsize=10.5, frameon=False)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axes.grid(True, axis="y", color="#f1f3f5")
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    style_axes(axes, panel.title, grid_axis="y")

@@ -1,7 +1,4 @@
-"""A run as its records tell it.
-
-Runs that are not done: what a comparison says of them beside the figures of the others.
-"""
+"""Loading of runs from their records, and descriptions of unfinished runs."""
 
 from __future__ import annotations
 
@@ -33,46 +30,50 @@ SEED_FOLDER = re.compile(r"seed-?\d+")
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedRun:
-    """One run. Steps and evaluations that a resumption did again are in here once, as they were done last."""
+    """One run. Steps and evaluations that a resumption repeated are included once, with their last records."""
 
     name: str
-    """The folder's name; made unique by `load_runs`."""
+    """The folder's name, made unique by `load_runs`."""
     folder: Path
     runs: tuple[RunRecord, ...]
     """The start and every resumption; at least one."""
     steps: tuple[StepRecord, ...]
     evals: tuple[EvalRecord, ...]
     stages: tuple[RunRecord, ...]
-    """Those of `runs` whose steps count, in order: without starts that made none and those that a later one went back
-    behind. At least one."""
+    """Those of `runs` with steps that are not superseded, in order; at least one."""
     events: tuple[EventRecord, ...]
-    looks: tuple[QuantizationRecord, ...] = ()
+    quantization_records: tuple[QuantizationRecord, ...] = ()
 
     @property
     def info(self) -> RunRecord:
-        """The newest run record that counts: what the run was in the end, not always all the way."""
+        """The newest of `stages`. Earlier stages may have had other settings."""
         return self.stages[-1]
 
     def series(self, field: str) -> np.ndarray:
-        """One field of all step records. Shape [steps], float64; NaN where a step did not measure it."""
+        """One field of all step records, float64 [steps]; NaN for missing values."""
         values = [getattr(record, field) for record in self.steps]
         return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
 
     def evals_of(self, split: str) -> tuple[EvalRecord, ...]:
-        """Evaluations on "valid" or "test", in order of steps."""
+        """Evaluations on "valid" or "test", in step order."""
         return tuple(record for record in self.evals if record.split == split)
 
     @property
     def last_validation(self) -> Optional[EvalRecord]:
-        """None of a run that was not validated yet."""
+        """None if the run was not validated yet."""
         return next(reversed(self.evals_of("valid")), None)
 
     @property
+    def memory_peak_bytes(self) -> Optional[int]:
+        """Peak memory of all steps; None if it was not recorded."""
+        return max((record.memory_peak_bytes for record in self.steps if record.memory_peak_bytes), default=None)
+
+    @property
     def final_validation(self) -> EvalRecord:
-        """The last validation of a run that must have one.
+        """The last validation.
 
         Raises:
-            DataError: the run was never validated, with the mend that its settings leave.
+            DataError: the run was never validated; the text says how to fix that.
         """
         if self.last_validation is None:
             raise DataError(
@@ -83,7 +84,7 @@ class LoadedRun:
 
 
 def folder_of(path: Union[str, Path]) -> Path:
-    """The folder of a run that is given by it, or by its records file."""
+    """The folder of a run, from the folder itself or its records file."""
     return Path(path).parent if Path(path).is_file() else Path(path)
 
 
@@ -91,21 +92,19 @@ def load_run(folder: Union[str, Path], *, name: Optional[str] = None) -> LoadedR
     """Read the records of one run.
 
     Args:
-        folder: the folder that was --save, or the records file itself.
+        folder: the run's --save folder, or its records file.
 
     Raises:
-        DataError: no records there, a damaged file, or a file without a run record.
+        DataError: there are no records, the file is damaged, or it has no run record.
     """
-    path = Path(folder)
-    path = path if path.is_file() else path / RECORDS_FILE
+    path = Path(folder) if Path(folder).is_file() else Path(folder) / RECORDS_FILE
     if not path.is_file():
         raise DataError(f"no run in {folder}: there is no {RECORDS_FILE}; give the folder that the run had as --save")
     records = current_records(read_records(path))
     runs = _of_type(records, RunRecord)
     if not runs:
-        raise DataError(
-            f"{path} holds {len(records)} records and no run record, so it is not known what was run{_first_bad(path)}"
-        )
+        unknown = f"{path} holds {len(records)} records and no run record, so it is not known what was run"
+        raise DataError(unknown + _first_error(path))
     return LoadedRun(
         name=name or path.resolve().parent.name,
         folder=path.parent,
@@ -114,23 +113,22 @@ def load_run(folder: Union[str, Path], *, name: Optional[str] = None) -> LoadedR
         evals=tuple(sorted(_of_type(records, EvalRecord), key=lambda record: record.step)),
         stages=_stages(records),
         events=_of_type(records, EventRecord),
-        looks=tuple(sorted(_of_type(records, QuantizationRecord), key=lambda record: record.step)),
+        quantization_records=tuple(sorted(_of_type(records, QuantizationRecord), key=lambda record: record.step)),
     )
 
 
 def has_steps(folder: Union[str, Path]) -> bool:
-    """Whether the records of a run have a step yet.
+    """Whether a run has a step record yet.
 
     Raises:
-        DataError: a damaged file.
+        DataError: the records file is damaged.
     """
     path = folder_of(folder) / RECORDS_FILE
     return path.is_file() and any(isinstance(record, StepRecord) for record in current_records(read_records(path)))
 
 
 def run_names(folders: Sequence[Union[str, Path]]) -> list[str]:
-    """What runs are called. Folders of the same name are told apart by as many of their parents as that takes, and
-    those that are called after a seed have at least one.
+    """Unique names of runs: the ends of their paths, as long as needed, and at least two parts if one is a seed folder.
 
     Raises:
         DataError: a folder is given twice.
@@ -146,10 +144,10 @@ def run_names(folders: Sequence[Union[str, Path]]) -> list[str]:
 
 
 def recipe_folder(folder: Path, name: str) -> Optional[str]:
-    """The folder whose runs are called seed1, seed2 and so on, where a run is one of them; None of others.
+    """Name of the folder of a recipe whose runs are in seed1, seed2 and so on; None if a run is not in such a folder.
 
     Args:
-        name: the run's, of `run_names`, which tells folders of the same name apart.
+        name: of the run, from `run_names`.
     """
     folder = folder.resolve()
     if not SEED_FOLDER.fullmatch(folder.name):
@@ -158,10 +156,10 @@ def recipe_folder(folder: Path, name: str) -> Optional[str]:
 
 
 def load_runs(folders: Iterable[Union[str, Path]], *, left_out: Collection[Path] = ()) -> list[LoadedRun]:
-    """Read several runs, each with its name of `run_names`.
+    """Read several runs, with their names from `run_names`.
 
     Args:
-        left_out: folders, resolved, of runs that are named with the others and not read.
+        left_out: resolved folders of runs that take part in the naming but are not read.
 
     Raises:
         DataError: as `load_run` and `run_names`.
@@ -175,7 +173,7 @@ def load_runs(folders: Iterable[Union[str, Path]], *, left_out: Collection[Path]
 
 
 def _stages(records: Sequence[Record]) -> tuple[RunRecord, ...]:
-    """The run records that are followed by what counts, of `current_records`; without any, the newest."""
+    """The run records of `current_records` that are followed by step records; without any, the newest."""
     stages: list[RunRecord] = []
     newest: Optional[RunRecord] = None
     for record in records:
@@ -186,8 +184,8 @@ def _stages(records: Sequence[Record]) -> tuple[RunRecord, ...]:
     return tuple(stages) if stages or newest is None else (newest,)
 
 
-def _first_bad(path: Path) -> str:
-    """The first line that is no record, in words to go on with; empty without one."""
+def _first_error(path: Path) -> str:
+    """Description of the first invalid line, to be appended to an error; empty without one."""
     for number, line in enumerate(lines_of(path), start=1):
         try:
             if line.strip():
@@ -198,7 +196,7 @@ def _first_bad(path: Path) -> str:
 
 
 def _fix_without_validation(config: dict[str, Any]) -> str:
-    """What to do about a run that is done and was never validated."""
+    """How to fix a finished run without a validation."""
     training, data = config.get("training", {}), config.get("data", {})
     if training.get("eval_iters") == 0:
         return "its --eval-iters 0 is no validation: train with --eval-iters above 0"
@@ -208,7 +206,7 @@ def _fix_without_validation(config: dict[str, Any]) -> str:
     if split and not data.get("mock_data") and not any(split_shares(split)[1:2]):
         return f"its --split {split} holds nothing out: train with a second part above 0"
     return (
-        "its settings ask for validations, so these records end before the first one: let it go on by the command "
+        "its settings ask for validations, so these records end before the first one: resume it with the command "
         "that started it, fetch the rest of its records, or leave it out"
     )
 
@@ -219,13 +217,13 @@ def _of_type(records: list[Record], cls: type) -> tuple:
 
 @dataclass(frozen=True, kw_only=True)
 class Unfinished:
-    """A run of a recipe that did not come to its end.
+    """An unfinished run of a recipe.
 
     Attributes:
-        recipe: that it is of; the folder above for runs that are called after a seed.
-        name: as `load_runs` has it: `mxfp8/seed3`.
-        is_diverged: it ended with numbers that are not finite, or spiked.
-        has_figures: it is compared all the same, by what it has so far.
+        recipe: name of the recipe; the parent folder for runs in seed folders.
+        name: as in `load_runs`, such as `mxfp8/seed3`.
+        is_diverged: whether it ended with non-finite numbers or a spike.
+        has_figures: whether it is compared by its records so far.
     """
 
     recipe: str
@@ -240,16 +238,16 @@ class Unfinished:
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Whether a run says of itself that it is not done. One of which there are the records alone does not."""
+    """Whether the run state says that a run is not done. A run without a state file counts as done."""
     state = current_state(folder)
     return state is not None and state.state != "done"
 
 
 def describe_unfinished(folder: Path, *, name: Optional[str] = None, has_figures: bool = False) -> Unfinished:
-    """What is known of a run that is not done, from its folder.
+    """Describe an unfinished run from its folder.
 
     Args:
-        name: of `run_names`; default that of a run alone.
+        name: from `run_names`; default that of a single run.
     """
     state, name = current_state(folder), name or run_names([folder])[0]
     reason = "it never began" if state is None else state.reason or f"{state.state} at step {state.step}"

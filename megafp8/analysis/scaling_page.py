@@ -1,48 +1,35 @@
-"""Pictures of a study: loss over compute and size with laws and bands, gaps, speed over devices, swept flags.
-
-A scaling report as files: one HTML page that needs nothing else, Markdown, JSON, and the points it was made from.
-"""
+"""Figures and files of a scaling report: HTML page, Markdown, JSON, and the points that it was made from."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
 import numpy as np
 
-from megafp8.analysis.html import GRID, INK, alone, render, to_svg
-from megafp8.analysis.plot_comparison import COLORS as OTHERS
+from megafp8.analysis import scaling_report
+from megafp8.analysis.html import GRID, INK, render, standalone_svg, to_svg
+from megafp8.analysis.plot_comparison import COLORS as RECIPE_COLORS
+from megafp8.analysis.plotting import new_figure, style_axes
 from megafp8.analysis.power_laws import REPLICATES, interval
 from megafp8.analysis.scaling_laws import COMPUTE, PARAMETERS, X_OF
-from megafp8.analysis.scaling_report import (
-    ALT_TEXT,
-    ScalingReport,
-    analyse,
-    conditions,
-    count_text,
-    headline,
-    method,
-    remarks,
-    tables,
-    to_markdown,
-)
+from megafp8.analysis.scaling_report import ALT_TEXT, ScalingReport, analyse, count_text
 from megafp8.analysis.study_points import POINTS_FILE, load_points
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
-COLORS = (INK, *OTHERS)
+COLORS = (INK, *RECIPE_COLORS)
 BAND_POINTS = 80
+PICTURE_FILE = "laws.svg"
 LABELS = {COMPUTE: "training compute, FLOPs", PARAMETERS: "parameters"}
 
 
 def plot_laws(report: ScalingReport) -> Figure:
-    """Loss over compute and over parameters: runs, cells' means, laws with their bands; below, gaps to the baseline."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 7.5), layout="constrained")
+    """Loss over compute and over parameters, with the fitted laws; below, the gaps to the baseline."""
+    figure = new_figure(12, 7.5)
     has_gaps = bool(report.gaps)
     heights = (3, 2) if has_gaps else (1,)
     grid = figure.subplots(len(heights), 2, squeeze=False, sharex="col", height_ratios=heights)
@@ -55,61 +42,65 @@ def plot_laws(report: ScalingReport) -> Figure:
 
 
 def draw_losses(axes: Axes, report: ScalingReport, name: str) -> None:
-    """Runs as points, laws as lines."""
+    """Losses of the runs as points, means of the cells as circles, laws as lines with their bands."""
     fitted = report.axis(name)
     for number, recipe in enumerate(report.recipes):
         color = COLORS[number % len(COLORS)]
         cells = [cell for cell in report.cells if cell.is_best and cell.recipe == recipe]
-        x = [X_OF[name](cell)[0] for cell in cells]
-        for place, cell in zip(x, cells, strict=True):
-            axes.plot([place] * len(cell.losses), cell.losses, ".", color=color, markersize=4, alpha=0.5)
+        x = np.array([X_OF[name](cell)[0] for cell in cells])
+        for cell_x, cell in zip(x, cells, strict=True):
+            axes.plot([cell_x] * len(cell.losses), cell.losses, ".", color=color, markersize=4, alpha=0.5)
         axes.plot(x, [cell.mean for cell in cells], "o", color=color, markersize=6, fillstyle="none", label=recipe)
         if fitted is not None:
             points = spaced(x)
             axes.plot(points, fitted.fits.laws[number].loss(points[:, None]), color=color, linewidth=1.5)
-            if edges := interval([law.loss(points[:, None]) for law in fitted.fits.replicates[number]]):
-                axes.fill_between(points, *edges, color=color, alpha=0.15, linewidth=0)
+            draw_band(axes, points, [law.loss(points[:, None]) for law in fitted.fits.replicates[number]], color)
     axes.set_yscale("log")
-    style(axes, name, f"loss over {name}")
+    style_log_x(axes, f"loss over {name}")
     axes.set_ylabel("validation loss, nats a token")
     plain_ticks(axes)
     axes.legend(frameon=False, labelcolor=INK)
 
 
 def draw_gaps(axes: Axes, report: ScalingReport, name: str) -> None:
-    """Gaps in percent: seeds' mean with its interval, and the distance of the laws with its band."""
+    """Gaps in percent: means over the seeds with their intervals, and the gaps of the laws with their bands."""
     fitted = report.axis(name)
-    flops = {(cell.parameters, cell.tokens): X_OF[name](cell)[0] for cell in report.cells}
+    x_of_cell = {(cell.parameters, cell.tokens): X_OF[name](cell)[0] for cell in report.cells}
     axes.axhline(0, color=INK, linewidth=1)
     for number, recipe in enumerate(report.recipes[1:], start=1):
         color = COLORS[number % len(COLORS)]
-        rows = [row for row in report.gaps if row.recipe == recipe and row.parameters is not None]
-        x = np.array([flops[row.parameters, row.tokens] for row in rows])
-        middle = np.array([100 * row.gap.value for row in rows])
-        if all(row.gap.low is not None for row in rows):
-            below = middle - [100 * row.gap.low for row in rows]
-            axes.errorbar(x, middle, below, fmt="o", color=color, capsize=3, markersize=5)
+        rows = [row for row in report.gaps if row.recipe == recipe]
+        cells = [((row.parameters, row.tokens), row.gap) for row in rows if row.parameters and row.tokens]
+        x = np.array([x_of_cell[cell] for cell, _ in cells])
+        means = np.array([100 * gap.value for _, gap in cells])
+        lows = [100 * gap.low for _, gap in cells if gap.low is not None]
+        if len(lows) == len(means):
+            axes.errorbar(x, means, means - lows, fmt="o", color=color, capsize=3, markersize=5)
         else:
-            axes.plot(x, middle, "o", color=color, markersize=5)
+            axes.plot(x, means, "o", color=color, markersize=5)
         if fitted is not None:
             points = spaced(x)
-            laws, base = fitted.fits.laws[number], fitted.fits.laws[0]
-            axes.plot(points, 100 * (laws.loss(points[:, None]) / base.loss(points[:, None]) - 1), color=color)
-            pairs = zip(fitted.fits.replicates[number], fitted.fits.replicates[0], strict=True)
-            gaps = [100 * (one.loss(points[:, None]) / other.loss(points[:, None]) - 1) for one, other in pairs]
-            if edges := interval(gaps):
-                axes.fill_between(points, *edges, color=color, alpha=0.15, linewidth=0)
-    style(axes, name, f"gap to {report.baseline}, seed by seed")
+            curve, *replicates = [
+                100 * (law.loss(points[:, None]) / base.loss(points[:, None]) - 1)
+                for law, base in fitted.fits.pairs(number)
+            ]
+            axes.plot(points, curve, color=color)
+            draw_band(axes, points, replicates, color)
+    style_log_x(axes, f"gap to {report.baseline}, seed by seed")
     axes.set_ylabel("gap, %")
 
 
+def draw_band(axes: Axes, x: np.ndarray, replicates: Sequence[np.ndarray], color: str) -> None:
+    """The interval of bootstrap replicates of a curve; nothing without replicates."""
+    if ends := interval(replicates):
+        axes.fill_between(x, *ends, color=color, alpha=0.15, linewidth=0)
+
+
 def plot_speed(report: ScalingReport) -> Optional[Figure]:
-    """Tokens/s over devices, with the line of perfect efficiency; None when every size ran on one number of devices."""
+    """Tokens/s over devices, with perfect scaling as a dotted line; None if all runs used the same number."""
     if len({row.world_size for row in report.speeds}) < 2:
         return None
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    figure = new_figure(12, 4.5)
     left, right = figure.subplots(1, 2)
     sizes = sorted({row.parameters for row in report.speeds})
     for number, recipe in enumerate(report.recipes):
@@ -129,51 +120,50 @@ def plot_speed(report: ScalingReport) -> Optional[Figure]:
         axes.set_xticks(sorted({row.world_size for row in report.speeds}))
         axes.xaxis.set_major_formatter("{x:g}")
         axes.set_xlabel("devices")
-        decorate(axes, title)
+        style_svg_axes(axes, title)
     right.set_ylim(bottom=0)
     left.legend(frameon=False, labelcolor=INK, fontsize=9)
     return figure
 
 
 def plot_sweeps(report: ScalingReport) -> Optional[Figure]:
-    """Mean loss over the values of each swept flag, a line for each recipe and size; None without a sweep."""
+    """Mean loss over the values of each swept flag, one line per recipe and options; None without a sweep."""
     sweeps = {axis: lines for axis in swept_axes(report) if (lines := sweep_lines(report, axis))}
     if not sweeps:
         return None
-    from matplotlib.figure import Figure
     from matplotlib.ticker import NullFormatter
 
-    figure = Figure(figsize=(12, 4.5 * len(sweeps)), layout="constrained")
+    figure = new_figure(12, 4.5 * len(sweeps))
     for axes, (axis, lines) in zip(figure.subplots(len(sweeps), 1, squeeze=False)[:, 0], sweeps.items(), strict=True):
         for (recipe, name), points in lines.items():
             values, losses, spreads = zip(*sorted(points), strict=True)
             color = COLORS[report.recipes.index(recipe) % len(COLORS)]
             label = ", ".join(filter(None, (recipe, name)))
             axes.errorbar(values, losses, spreads, marker="o", color=color, capsize=3, linewidth=1, label=label)
-        every = sorted({value for points in lines.values() for value, *_ in points})
-        if every[0] > 0:
+        swept = sorted({value for points in lines.values() for value, *_ in points})
+        if swept[0] > 0:
             axes.set_xscale("log")
-        axes.set_xticks(every, [f"{value:g}" for value in every])
+        axes.set_xticks(swept, [f"{value:g}" for value in swept])
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.legend(frameon=False, labelcolor=INK, fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
         axes.set_xlabel(axis)
         axes.set_ylabel("validation loss, nats a token")
-        decorate(axes, f"loss over {axis}, with the spread of seeds")
+        style_svg_axes(axes, f"loss over {axis}, with the spread of seeds")
     return figure
 
 
 def swept_axes(report: ScalingReport) -> list[str]:
-    """Axes on which runs of one recipe, size and length differ, apart from their seeds."""
-    seen: dict[tuple, dict[str, set[str]]] = {}
+    """Study axes, besides the seed, on which runs of one recipe, size and length differ."""
+    seen: dict[tuple[str, int, int], dict[str, set[str]]] = {}
     for cell in report.cells:
         options = seen.setdefault((cell.recipe, cell.parameters, cell.tokens), {})
         for axis, option in cell.options.items():
             options.setdefault(axis, set()).add(option)
-    return list(dict.fromkeys(axis for group in seen.values() for axis, some in group.items() if len(some) > 1))
+    return list(dict.fromkeys(axis for group in seen.values() for axis, found in group.items() if len(found) > 1))
 
 
 def sweep_lines(report: ScalingReport, axis: str) -> dict[tuple[str, str], list[tuple[float, float, float]]]:
-    """Value, mean loss and spread of the cells, by recipe and all other options; empty when options are no numbers."""
+    """Value, mean loss and spread of the cells, by recipe and all other options; empty if no option is a number."""
     lines: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
     for cell in report.cells:
         try:
@@ -185,24 +175,24 @@ def sweep_lines(report: ScalingReport, axis: str) -> dict[tuple[str, str], list[
     return {line: points for line, points in lines.items() if len(points) > 1}
 
 
-def spaced(x: "list[float] | np.ndarray") -> np.ndarray:
-    """Points from the smallest x to twice the largest, evenly in the logarithm."""
+def spaced(x: np.ndarray) -> np.ndarray:
+    """Points from the smallest x to twice the largest, evenly spaced in the logarithm."""
     return np.geomspace(min(x), 2 * max(x), BAND_POINTS)
 
 
-def style(axes: Axes, name: str, title: str) -> None:
-    """A logarithmic axis of compute or size."""
+def style_log_x(axes: Axes, title: str) -> None:
+    """Style axes with compute or size on a logarithmic x axis."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: count_text(value)))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    decorate(axes, title)
+    style_svg_axes(axes, title)
 
 
 def plain_ticks(axes: Axes) -> None:
-    """Losses as plain numbers on a logarithmic axis."""
+    """Label the losses on a logarithmic y axis as plain numbers."""
     from matplotlib.ticker import MaxNLocator, NullFormatter, ScalarFormatter
 
     axes.yaxis.set_major_locator(MaxNLocator(6))
@@ -210,21 +200,14 @@ def plain_ticks(axes: Axes) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def decorate(axes: Axes, title: str) -> None:
-    """Title, grid and no frame."""
-    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK)
-    axes.grid(True, color=GRID)
-    axes.set_axisbelow(True)
+def style_svg_axes(axes: Axes, title: str) -> None:
+    """Style axes with the placeholder colours of the page."""
+    style_axes(axes, title, grid_color=GRID, text_color=INK)
     axes.tick_params(which="both", colors=INK)
     for label in (axes.xaxis.label, axes.yaxis.label):
         label.set_color(INK)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
         axes.spines[side].set_color(INK)
-
-
-PICTURE_FILE = "laws.svg"
 
 
 def publish_study(
@@ -233,10 +216,10 @@ def publish_study(
     """Analyse a study and, with an output folder, write report.html, report.md, laws.svg, report.json and points.json.
 
     Args:
-        study: its folder, or the points.json of an earlier report.
+        study: folder of the study, or the points.json of an earlier report.
 
     Raises:
-        DataError: no study, no finished run, an unknown baseline.
+        DataError: there is no study or no finished run, or the baseline is unknown.
     """
     points = load_points(study)
     report = analyse(points, baseline=baseline, replicates=replicates)
@@ -244,8 +227,8 @@ def publish_study(
         return report, []
     output.mkdir(parents=True, exist_ok=True)
     contents = {
-        "report.html": render_page(report), "report.md": to_markdown(report, PICTURE_FILE),
-        PICTURE_FILE: alone(to_svg(plot_laws(report), ALT_TEXT)), "report.json": report.to_json(),
+        "report.html": render_page(report), "report.md": scaling_report.to_markdown(report, PICTURE_FILE),
+        PICTURE_FILE: standalone_svg(to_svg(plot_laws(report), ALT_TEXT)), "report.json": report.to_json(),
         POINTS_FILE: points.to_json(),
     }  # fmt: skip
     for name, text in contents.items():
@@ -254,13 +237,15 @@ def publish_study(
 
 
 def render_page(report: ScalingReport) -> str:
-    """The page."""
+    """The HTML page."""
     pictures = {"Speed over devices": plot_speed(report), "Swept flags": plot_sweeps(report)}
     return render(
         "scaling.html.jinja",
-        title=f"Scaling study {report.name}", headline=headline(report), conditions=conditions(report),
-        remarks=remarks(report),
+        title=f"Scaling study {report.name}",
+        headline=scaling_report.headline(report),
+        conditions=scaling_report.conditions(report),
+        remarks=scaling_report.remarks(report),
         laws=to_svg(plot_laws(report), ALT_TEXT),
         pictures={name: to_svg(figure, name) for name, figure in pictures.items() if figure is not None},
-        tables=tables(report), method=method(report),
+        tables=scaling_report.tables(report), method=scaling_report.method(report),
     )  # fmt: skip

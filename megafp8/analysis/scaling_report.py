@@ -1,7 +1,4 @@
-"""What a study says: loss over compute and size, each recipe's law, whether a recipe shifts it, speed.
-
-A scaling report in words and tables, for its page, for Markdown and for a terminal.
-"""
+"""Scaling report: laws, gaps, shifts and speed of a study, as text and tables for terminal, Markdown and HTML."""
 
 from __future__ import annotations
 
@@ -9,23 +6,14 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Optional
 
+from megafp8.analysis import scaling_laws
 from megafp8.analysis.power_laws import REPLICATES, Estimate
-from megafp8.analysis.scaling_laws import (
-    BOTH,
-    COMPUTE,
-    PARAMETERS,
-    Axis,
-    CellRow,
-    GapRow,
-    cell_rows,
-    fit_axis,
-    gap_rows,
-    passed_over,
-)
+from megafp8.analysis.scaling_laws import BOTH, COMPUTE, PARAMETERS, Axis, CellRow, GapRow
 from megafp8.analysis.seed_statistics import CONFIDENCE
 from megafp8.analysis.study_points import SpeedRow, StudyPoints, speed_rows
+from megafp8.analysis.tables import MIB, optional
 from megafp8.errors import DataError
-from megafp8.utils.formatting import aligned, escaped, markdown_of_texts
+from megafp8.utils.formatting import escape_markdown, escaped_markdown_table, text_table
 from megafp8.utils.strict_json import to_strict_json
 
 USUAL_BASELINE = "bf16"
@@ -33,13 +21,13 @@ USUAL_BASELINE = "bf16"
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingReport:
-    """Everything that the page shows.
+    """The results of a study.
 
     Attributes:
         recipes: the baseline first.
-        arithmetic: of each recipe, as records have it.
-        replicates: resamples behind the intervals of the laws; 0 without intervals.
-        notes: what could not be said and why, and what was passed over.
+        arithmetic: of each recipe, from the records.
+        replicates: resamples for the intervals of the laws; 0 without intervals.
+        notes: results that are missing and why, and configurations that were left out.
     """
 
     name: str
@@ -56,11 +44,11 @@ class ScalingReport:
     notes: tuple[str, ...]
 
     def axis(self, name: str) -> Optional[Axis]:
-        """The laws over one axis; None where they could not be fitted."""
+        """The laws over one axis; None if they could not be fitted."""
         return next((axis for axis in self.axes if axis.name == name), None)
 
     def to_json(self) -> str:
-        """All fields but the replicates' laws; null for what is infinite (effective compute, say) or no number."""
+        """All fields without the laws of the replicates; non-finite numbers are null."""
         plain = dataclasses.asdict(self)
         for axis in plain["axes"]:
             del axis["fits"]
@@ -70,12 +58,11 @@ class ScalingReport:
 def analyse(
     study: StudyPoints, *, baseline: Optional[str] = None, replicates: int = REPLICATES, seed: int = 0
 ) -> ScalingReport:
-    """Work out a report.
+    """Analyse a study.
 
     Args:
-        baseline: recipe that others are compared with; default `bf16` if there is one, else the first.
-        replicates: of the bootstrap.
-        seed: of the bootstrap.
+        baseline: recipe to compare with; default `bf16` if there is one, else the first.
+        replicates, seed: of the bootstrap.
 
     Raises:
         DataError: the baseline is none of the study's recipes.
@@ -85,21 +72,20 @@ def analyse(
         raise DataError(f"baseline {baseline!r} is none of the study's recipes {', '.join(recipes)}")
     baseline = baseline or (USUAL_BASELINE if USUAL_BASELINE in recipes else recipes[0])
     recipes.sort(key=lambda recipe: recipe != baseline)
-    cells = cell_rows(study.points)
+    cells = scaling_laws.cell_rows(study.points)
     best = [cell for cell in cells if cell.is_best]
-    notes = passed_over(cells)
-    axes = [fit_axis(name, best, recipes, notes, replicates, seed) for name in (COMPUTE, PARAMETERS, BOTH)]
+    notes = scaling_laws.skipped_cells_note(cells)
+    axes = [scaling_laws.fit_axis(name, best, recipes, notes, replicates, seed) for name in (COMPUTE, PARAMETERS, BOTH)]
     drawn = max((len(axis.fits.replicates[0]) for axis in axes if axis is not None), default=0)
     return ScalingReport(
         name=study.name, baseline=baseline, recipes=tuple(recipes), num_runs=len(study.points),
         replicates=drawn, cells=tuple(cells),
         arithmetic=tuple(next(one.arithmetic for one in study.points if one.recipe == recipe) for recipe in recipes),
-        gaps=tuple(gap_rows(best, recipes)), axes=tuple(axis for axis in axes if axis is not None),
+        gaps=tuple(scaling_laws.gap_rows(best, recipes)), axes=tuple(axis for axis in axes if axis is not None),
         speeds=tuple(speed_rows(study.points, baseline)), missing=study.missing, notes=tuple(notes),
     )  # fmt: skip
 
 
-MIB = 2**20
 ALT_TEXT = "Loss over compute and over parameters, the laws, and the gaps between recipes"
 LETTERS = (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 PERCENT, PLAIN = "{:+.2%}", "{:.3f}"
@@ -107,7 +93,7 @@ PERCENT, PLAIN = "{:+.2%}", "{:.3f}"
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table with its title and what has to be said about it. `sides` is that of `text_table`."""
+    """A table with its title and a note. `sides` has one letter per column: `l` for left, `r` for right."""
 
     title: str
     header: tuple[str, ...]
@@ -118,11 +104,12 @@ class Table:
 
 def count_text(number: float) -> str:
     """1,230,000 as `1.23M`."""
+    number = float(f"{number:.3g}")  # first, or 999,999 would be 1e+03k
     return next((f"{number / size:.3g}{letter}" for letter, size in LETTERS if number >= size), f"{number:.3g}")
 
 
 def headline(report: ScalingReport) -> str:
-    """Whether a recipe shifts the law, in a sentence for each."""
+    """One or two sentences for each recipe: its gap, and whether it shifts the law."""
     if len(report.recipes) == 1:
         return f"One recipe, {report.recipes[0]}: there is nothing to compare its law with."
     axis = report.axis(COMPUTE)
@@ -142,7 +129,7 @@ def headline(report: ScalingReport) -> str:
 
 
 def conditions(report: ScalingReport) -> str:
-    """How much was trained, and in which arithmetic."""
+    """Number of runs, and the arithmetic of the recipes."""
     named = [
         recipe if recipe == arithmetic else f"{recipe}: {arithmetic}"
         for recipe, arithmetic in zip(report.recipes, report.arithmetic, strict=True)
@@ -151,7 +138,7 @@ def conditions(report: ScalingReport) -> str:
 
 
 def verdict(factor: Estimate) -> str:
-    """What an interval for a factor allows to say."""
+    """What the interval of a factor shows."""
     if factor.low is None or factor.high is None:
         return "without more seeds it is not known how sure that is"
     if factor.low <= 1 <= factor.high:
@@ -170,7 +157,7 @@ def tables(report: ScalingReport) -> list[Table]:
 
 
 def gap_table(report: ScalingReport) -> Table:
-    """Recipes against the baseline, seed by seed."""
+    """Gaps to the baseline's runs of the same seeds."""
     rows = tuple(
         (
             row.recipe, "all" if row.parameters is None else count_text(row.parameters),
@@ -186,7 +173,7 @@ def gap_table(report: ScalingReport) -> Table:
 
 
 def law_table(axis: Axis) -> Table:
-    """Parameters of the laws."""
+    """Parameters of the laws over an axis."""
     symbols = {COMPUTE: ("C",), PARAMETERS: ("N",), BOTH: ("N", "D")}[axis.name]
     header = ["recipe", "E"]
     for symbol in symbols:
@@ -214,7 +201,7 @@ def law_table(axis: Axis) -> Table:
 
 
 def shift_table(axis: Axis, baseline: str) -> Table:
-    """The laws beside each other, and what x is worth."""
+    """Gaps of the laws to the baseline's, and effective x."""
     rows = [(row.recipe, count_text(row.x), row.gap.text(PERCENT), row.effective.text(PLAIN)) for row in axis.shifts]
     rows += [(recipe, "common law", "", factor.text(PLAIN)) for recipe, factor in axis.factors]
     what = "FLOPs" if axis.name == COMPUTE else "parameters"
@@ -227,15 +214,14 @@ def shift_table(axis: Axis, baseline: str) -> Table:
 
 
 def speed_table(report: ScalingReport) -> Table:
-    """Speed, efficiency and memory."""
+    """Speed, efficiency and memory by layout."""
     rows = tuple(
         (
             row.recipe, row.device, row.layout, count_text(row.parameters), str(row.world_size),
             f"{row.tokens_per_second:,.0f}", f"{row.efficiency:.0%}",
-            "-" if row.speedup is None else f"{row.speedup:.2f}x",
-            "-" if row.model_tflops_per_device is None else f"{row.model_tflops_per_device:.3g}",
-            "-" if row.mfu_fraction is None else f"{row.mfu_fraction:.1%}",
-            "-" if row.memory_peak_bytes is None else f"{row.memory_peak_bytes / MIB:,.0f}",
+            optional(row.speedup, "{:.2f}x"), optional(row.model_tflops_per_device, "{:.3g}"),
+            optional(row.mfu_fraction, "{:.1%}"),
+            optional(row.memory_peak_bytes and row.memory_peak_bytes / MIB, "{:,.0f}"),
         )
         for row in report.speeds
     )  # fmt: skip
@@ -250,12 +236,12 @@ def speed_table(report: ScalingReport) -> Table:
 
 
 def cell_table(report: ScalingReport) -> Table:
-    """Every configuration."""
+    """All configurations."""
     rows = tuple(
         (
             cell.recipe, ", ".join(cell.options.values()), "yes" if cell.is_best else "", count_text(cell.parameters),
             count_text(cell.tokens), count_text(cell.flops), f"{cell.mean:.4f}",
-            "-" if cell.spread is None else f"{cell.spread:.4f}", str(len(cell.losses)),
+            optional(cell.spread, "{:.4f}"), str(len(cell.losses)),
         )
         for cell in report.cells
     )  # fmt: skip
@@ -270,7 +256,7 @@ def cell_table(report: ScalingReport) -> Table:
 
 
 def remarks(report: ScalingReport) -> list[str]:
-    """What the numbers do not say."""
+    """Limits of the results: notes, emulation, unfinished runs."""
     found = list(report.notes)
     if any("emulated" in text for text in report.arithmetic):
         found.append(
@@ -283,7 +269,7 @@ def remarks(report: ScalingReport) -> list[str]:
 
 
 def method(report: ScalingReport) -> str:
-    """How intervals were made."""
+    """How the intervals were computed."""
     if not report.replicates:
         return "The laws have no intervals, as nothing was resampled."
     return (
@@ -294,17 +280,21 @@ def method(report: ScalingReport) -> str:
 
 
 def to_markdown(report: ScalingReport, picture: str) -> str:
-    """The report as Markdown, with the file of its picture."""
-    parts = [f"# {escaped(f'Scaling study {report.name}')}", escaped(headline(report)), escaped(conditions(report))]
-    parts += [f"- {escaped(text)}" for text in remarks(report)] + [f"![{ALT_TEXT}]({picture})"]
+    """The report as Markdown, with a link to the file of its figure."""
+    parts = [
+        f"# {escape_markdown(f'Scaling study {report.name}')}",
+        escape_markdown(headline(report)),
+        escape_markdown(conditions(report)),
+    ]
+    parts += [f"- {escape_markdown(text)}" for text in remarks(report)] + [f"![{ALT_TEXT}]({picture})"]
     for table in tables(report):
-        title, body = escaped(table.title), markdown_of_texts(table.header, table.rows, table.sides)
-        parts += [f"## {title}", body, escaped(table.note)]
+        title, body = escape_markdown(table.title), escaped_markdown_table(table.header, table.rows, table.sides)
+        parts += [f"## {title}", body, escape_markdown(table.note)]
     return "\n\n".join([*filter(None, parts), "## Method", method(report)]) + "\n"
 
 
 def to_text(report: ScalingReport) -> str:
-    """For a terminal: the headline, and tables with columns in line."""
+    """The report for a terminal."""
     parts = [f"{report.name}: {headline(report)}", conditions(report), *remarks(report)]
-    parts += [f"{one.title}\n{aligned(one.header, one.rows, one.sides)}" for one in tables(report)]
+    parts += [f"{one.title}\n{text_table(one.header, one.rows, one.sides)}" for one in tables(report)]
     return "\n\n".join(parts)

@@ -1,7 +1,4 @@
-"""What a few seeds allow to say about a mean, and the verdict that follows from it.
-
-A recipe's curves over its seeds: the mean, and how far the seeds lie apart.
-"""
+"""Statistics over seeds: confidence intervals, verdicts on gaps, and curves with bands."""
 
 from __future__ import annotations
 
@@ -18,12 +15,12 @@ from megafp8.analysis.runs import LoadedRun
 CONFIDENCE = 0.95
 WITHIN, BEYOND, UNDECIDED = "within", "beyond", "not decided"
 CONTROL = "control"
-"""In the place of a verdict: what lies between a control and the baseline is noise, and held to no bound."""
+"""In place of a verdict: the gap between a control and the baseline is noise, which has no bound."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A mean with its confidence interval. `low`, `high` and `spread` are None for a single value, which has none.
+    """A mean with its confidence interval. `low`, `high` and `spread` are None for a single value.
 
     Attributes:
         spread: standard deviation of the values, with n - 1.
@@ -43,12 +40,12 @@ class Interval:
 def mean_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
     """Student's t interval of the mean: mean +- t((1 + confidence) / 2, n - 1) s / sqrt(n).
 
-    It takes the values for independent draws from a normal distribution. With three of them it is 2.48 s wide to both
-    sides: few seeds decide little, and it says so.
+    The values are assumed to be independent draws from a normal distribution. With three of them the half width is
+    2.48 s, so few seeds rarely give a verdict.
 
     Args:
-        values: at least one. Any that is not finite makes mean and interval NaN.
-        confidence: share of such intervals that hold the true mean; above 0, below 1.
+        values: at least one. A non-finite value makes the mean and the interval NaN.
+        confidence: probability that the interval contains the true mean; above 0, below 1.
     """
     numbers = np.asarray(values, dtype=np.float64)
     mean = float(numbers.mean())
@@ -61,15 +58,15 @@ def mean_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> In
 
 def student_quantile(confidence: float, freedom: float) -> float:
     """Half the width of Student's t interval in standard errors: 4.30 for 95% with 2 degrees of freedom."""
-    from scipy.special import stdtrit  # scipy.stats has it too, and takes seconds to import
+    from scipy.special import stdtrit  # scipy.stats, which has it too, takes seconds to import
 
     return float(stdtrit(freedom, (1 + confidence) / 2))
 
 
-def judge(gap: Interval, bound: float) -> str:
-    """Whether a gap stays within a bound: the whole interval has to be on one side of it.
+def gap_verdict(gap: Interval, bound: float) -> str:
+    """Whether a gap is within or beyond a bound: its whole interval must lie on one side.
 
-    A single value has no interval and decides nothing. A gap that is not finite, a run that diverged, is beyond.
+    A single value has no interval, so it is undecided. A non-finite gap, from a diverged run, is beyond.
     """
     if not math.isfinite(gap.mean):
         return BEYOND
@@ -86,10 +83,10 @@ MS_PER_S = 1000.0
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """A line with a band around it. All of shape [points], float64; NaN where nothing is known.
+    """A line with a band. All arrays are float64 [points], with NaN for missing values.
 
     Attributes:
-        low, high: the band: the smallest and largest of the seeds, or a confidence interval.
+        low, high: the smallest and largest of the seeds, or a confidence interval.
     """
 
     x: np.ndarray
@@ -101,15 +98,15 @@ class Curve:
 def smooth(values: np.ndarray, window: int, *, keeps_width: bool = False) -> np.ndarray:
     """Centred running mean of finite values.
 
-    Towards both ends the window shrinks on both sides, so that a falling curve neither lags nor bends there. With
-    `keeps_width` it loses only the side that is cut off: less noise, right for values without a trend.
+    Near the ends the window shrinks on both sides, so that a falling curve has no lag there. With `keeps_width` it
+    loses only the side beyond the end, which gives less noise for values without a trend.
 
     Args:
-        values: shape [n]; NaN and infinity are left out of the means.
-        window: width at the most; an even one counts as the next odd one.
+        values: [n]; NaN and infinity are ignored.
+        window: maximum width; an even one counts as the next odd one.
 
     Returns:
-        Shape [n]; NaN where a window holds nothing finite.
+        [n]; NaN where a window has no finite value.
     """
     position = np.arange(len(values))
     room_before, room_after = position, position[::-1]
@@ -125,23 +122,29 @@ def smooth(values: np.ndarray, window: int, *, keeps_width: bool = False) -> np.
 
 
 def smoothing_window(num_steps: int) -> int:
-    """Steps of the running means in reports: a twenty-fifth of the run."""
+    """Window of the running means in reports: a twenty-fifth of the steps."""
     return max(1, round(num_steps * SMOOTHING_FRACTION))
 
 
+def common_steps(base: LoadedRun, run: LoadedRun) -> tuple[np.ndarray, np.ndarray]:
+    """Indices of the common steps in the step records of the run and of the baseline."""
+    _, in_run, in_base = np.intersect1d(run.series("step"), base.series("step"), return_indices=True)
+    return in_run, in_base
+
+
 def relative_gap(base: LoadedRun, run: LoadedRun) -> tuple[np.ndarray, np.ndarray]:
-    """How far a run's training loss lies from the baseline's, step by step, at the steps that both made.
+    """Gap of a run's training loss to the baseline's at the same step.
 
     Returns:
-        (training tokens of the run, (loss - baseline) / baseline as a fraction), both of shape [common steps].
+        (training tokens of the run, (loss - baseline) / baseline as a fraction), both [common steps].
     """
-    _, ours, theirs = np.intersect1d(run.series("step"), base.series("step"), return_indices=True)
-    loss, base_loss = run.series("loss")[ours], base.series("loss")[theirs]
-    return run.series("consumed_tokens")[ours], (loss - base_loss) / base_loss
+    in_run, in_base = common_steps(base, run)
+    loss, base_loss = run.series("loss")[in_run], base.series("loss")[in_base]
+    return run.series("consumed_tokens")[in_run], (loss - base_loss) / base_loss
 
 
 def validation_gap(base: LoadedRun, run: LoadedRun) -> tuple[np.ndarray, np.ndarray]:
-    """The same for validation losses, at the steps where both were validated."""
+    """`relative_gap` of the validation losses, at the steps where both runs were validated."""
     base_losses = {record.step: record.loss for record in base.evals_of("valid")}
     common = [record for record in run.evals_of("valid") if record.step in base_losses]
     gaps = [(record.loss - base_losses[record.step]) / base_losses[record.step] for record in common]
@@ -149,33 +152,28 @@ def validation_gap(base: LoadedRun, run: LoadedRun) -> tuple[np.ndarray, np.ndar
 
 
 def validation_losses(run: LoadedRun) -> tuple[np.ndarray, np.ndarray]:
-    """(training tokens, validation loss), both of shape [validations]."""
-    records = run.evals_of("valid")
-    return (
-        np.array([record.consumed_tokens for record in records], dtype=np.float64),
-        np.array([record.loss for record in records], dtype=np.float64),
-    )
+    """(training tokens, validation loss), both [validations]."""
+    records = [(record.consumed_tokens, record.loss) for record in run.evals_of("valid")]
+    tokens, losses = np.array(records, dtype=np.float64).reshape(-1, 2).T
+    return tokens, losses
 
 
 def validation_losses_over_time(run: LoadedRun) -> tuple[np.ndarray, np.ndarray]:
-    """The same over seconds of training: the sum of the step times, without validations, saves and the start."""
-    steps, seconds = run.series("step"), np.cumsum(np.nan_to_num(run.series("step_ms"))) / MS_PER_S
-    records = run.evals_of("valid")
-    places = np.searchsorted(steps, [record.step for record in records], side="right")
-    return (
-        np.concatenate(([0.0], seconds))[places],
-        np.array([record.loss for record in records], dtype=np.float64),
-    )
+    """(seconds of training, validation loss): sums of the step times, without validations, saves and start-up."""
+    seconds = np.cumsum(np.nan_to_num(run.series("step_ms"))) / MS_PER_S
+    validated_steps = [record.step for record in run.evals_of("valid")]
+    num_done = np.searchsorted(run.series("step"), validated_steps, side="right")
+    return np.concatenate(([0.0], seconds))[num_done], validation_losses(run)[1]
 
 
 def smoothed_field(run: LoadedRun, field: str) -> tuple[np.ndarray, np.ndarray]:
-    """(training tokens, running mean of a field of the step records), both of shape [steps]."""
+    """(training tokens, running mean of a field of the step records), both [steps]."""
     values = run.series(field)
     return run.series("consumed_tokens"), smooth(values, smoothing_window(len(values)))
 
 
 def smoothed_gap(pair: Pair) -> tuple[np.ndarray, np.ndarray]:
-    """(training tokens, running mean of the gap of the training loss), both of shape [common steps]."""
+    """(training tokens, running mean of the gap of the training loss), both [common steps]."""
     tokens, gap = relative_gap(pair.base, pair.run)
     return tokens, smooth(gap, smoothing_window(len(gap)), keeps_width=True)
 
@@ -184,11 +182,11 @@ def over_seeds(
     curves: Sequence[tuple[np.ndarray, np.ndarray]],
     band: Callable[[np.ndarray], tuple[float, float]] = lambda values: (values.min(), values.max()),
 ) -> Curve:
-    """One curve from those of the seeds, as far as the shortest reaches.
+    """Mean and band of the seeds' curves, up to the end of the shortest.
 
     Args:
-        curves: (x, y) of each seed, at the same points in the order; x may differ, and is averaged.
-        band: of the seeds' values at a point, shape [seeds], to the ends of the band.
+        curves: (x, y) of each seed, with the same points in the same order. x is averaged, too.
+        band: from the seeds' values at a point, [seeds], to the ends of the band.
     """
     length = min(len(y) for _, y in curves)
     x = np.array([x[:length] for x, _ in curves])

@@ -1,9 +1,7 @@
-"""The finished runs of a study as points: what they cost, what they came to, how fast they were.
+"""Finished runs of a scaling study as points, and their speed by size, recipe and number of devices.
 
-Points are read from the study's folder, or from the `points.json` that a report wrote: a report can be made again from
-that small file, long after the runs are gone.
-
-The speed of a scaling study's runs: of each size, recipe and number of devices, with the fastest layout.
+Points are read from the study's folder, or from the `points.json` that a report wrote. From that file a report can be
+made again without the runs.
 """
 
 from __future__ import annotations
@@ -36,17 +34,17 @@ class Point:
     """One finished run.
 
     Attributes:
-        choice: name of the option on each axis of the study's grid.
-        recipe: option on the axis `recipe` where there is one, else the arithmetic.
-        arithmetic: of the linears, as the run's records have it.
+        choice: the option on each axis of the study's grid.
+        recipe: the option on the axis `recipe` if there is one, else `arithmetic`.
+        arithmetic: the recipe in words, from the run's records.
         device: its name.
-        parameters: all of them.
-        tokens: trained on before the last validation.
-        flops: model FLOPs of those, recomputation not counted.
-        loss: of the last validation, nats a token.
-        validation_tokens: that it was taken on.
-        tokens_per_second: median over steps after warm-up, all ranks together.
-        settings: what the run computes, but for the seed; runs of one cell and configuration agree in it.
+        parameters: number of all parameters.
+        tokens: training tokens before the last validation.
+        flops: model FLOPs of these tokens, without recomputation.
+        loss: of the last validation, in nats per token.
+        validation_tokens: number of tokens in that validation.
+        tokens_per_second: of the whole job, median over the steps after warm-up.
+        settings: hash of the settings without the seed; equal for the runs of one configuration.
     """
 
     label: str
@@ -71,10 +69,10 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyPoints:
-    """A study as far as it is done.
+    """The finished runs of a study.
 
     Attributes:
-        missing: labels of runs that are not done, with their state.
+        missing: labels of unfinished runs, with their state.
     """
 
     name: str
@@ -82,15 +80,15 @@ class StudyPoints:
     missing: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """What `read_points` reads back."""
+        """JSON for `read_points`."""
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
 
 def load_points(path: Path) -> StudyPoints:
-    """Read a study's folder, or the points of a report.
+    """Read a study's folder, or the points.json of a report.
 
     Raises:
-        DataError: it is neither, or has no finished run.
+        DataError: the path is neither, or has no finished run.
     """
     study = read_points(path) if path.is_file() else load_folder(path)
     if not study.points:
@@ -102,7 +100,7 @@ def load_folder(folder: Path) -> StudyPoints:
     """Read the finished runs of a study's folder.
 
     Raises:
-        DataError: no study, a run that was never validated, or records that are damaged.
+        DataError: there is no study, a run was never validated, or records are damaged.
     """
     try:
         study = read_json(folder / STUDY_FILE)
@@ -121,7 +119,7 @@ def load_folder(folder: Path) -> StudyPoints:
 
 
 def point_of(run: LoadedRun, choice: Mapping[str, str]) -> Point:
-    """A run's records in one line."""
+    """The point of a run."""
     info, final = run.info, run.final_validation
     if info.num_parameters is None or info.flops_per_token is None:
         raise DataError(f"run {run.name} ({run.folder}) does not say how many parameters and FLOPs it has")
@@ -142,13 +140,13 @@ def point_of(run: LoadedRun, choice: Mapping[str, str]) -> Point:
         tokens_per_second=median_after_warmup(run, "tokens_per_second", WARMUP_STEPS),
         model_tflops_per_device=median_after_warmup(run, "model_tflops_per_device", WARMUP_STEPS),
         mfu_fraction=median_after_warmup(run, "mfu_fraction", WARMUP_STEPS),
-        memory_peak_bytes=max((step.memory_peak_bytes for step in run.steps if step.memory_peak_bytes), default=None),
+        memory_peak_bytes=run.memory_peak_bytes,
         settings=settings_of(run),
     )
 
 
 def settings_of(run: LoadedRun) -> str:
-    """A hash of what decides a run, but for its seed; of one that changed on the way, of all that it had."""
+    """Hash of the settings that affect a run, without the seed; of all stages if they changed."""
     stages = settings_key(run)
     settings = stages if len(stages) > 1 else seedless(run.info)
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
@@ -158,7 +156,7 @@ def read_points(path: Path) -> StudyPoints:
     """Read what `StudyPoints.to_json` wrote.
 
     Raises:
-        DataError: it is something else.
+        DataError: the file is something else.
     """
     try:
         plain = read_json(path)
@@ -170,11 +168,11 @@ def read_points(path: Path) -> StudyPoints:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedRow:
-    """Speed of one size under one recipe on so many devices, with its fastest layout.
+    """Speed of one size, recipe and number of devices, with the fastest layout.
 
     Attributes:
-        efficiency: tokens/s of a device over that of the smallest number of devices in the study.
-        speedup: tokens/s over the baseline's on as many devices.
+        efficiency: tokens/s per device over that with the smallest number of devices in the study.
+        speedup: tokens/s over the baseline's on the same number of devices.
     """
 
     recipe: str
@@ -192,19 +190,20 @@ class SpeedRow:
 
 def speed_rows(points: Sequence[Point], baseline: str) -> list[SpeedRow]:
     """The fastest layout of each size, recipe and number of devices; medians over seeds."""
-    groups: dict[tuple, dict[str, list[Point]]] = {}
+    groups: dict[tuple[Any, ...], dict[str, list[Point]]] = {}
     for point in points:
         if point.tokens_per_second is not None:
             key = (point.parameters, point.device, point.recipe, point.world_size)
             groups.setdefault(key, {}).setdefault(layout_text(point.layout), []).append(point)
-    fastest: dict[tuple, tuple[str, float, list[Point]]] = {}
+    fastest: dict[tuple[Any, ...], tuple[float, str]] = {}
     for key, layouts in groups.items():
-        speeds = {name: float(np.median([one.tokens_per_second for one in some])) for name, some in layouts.items()}
-        name = max(speeds, key=speeds.__getitem__)
-        fastest[key] = name, speeds[name], layouts[name]
+        speeds = [(median_of(members, "tokens_per_second") or 0.0, layout) for layout, members in layouts.items()]
+        fastest[key] = max(speeds, key=lambda pair: pair[0])
     rows = []
-    for (parameters, device, recipe, world_size), (layout, speed, some) in fastest.items():
-        fewest = min(key[3] for key in fastest if key[:3] == (parameters, device, recipe))
+    for key, (speed, layout) in fastest.items():
+        parameters, device, recipe, world_size = key
+        members = groups[key][layout]
+        fewest = min(other[3] for other in fastest if other[:3] == key[:3])
         base = fastest.get((parameters, device, baseline, world_size))
         rows.append(
             SpeedRow(
@@ -214,11 +213,11 @@ def speed_rows(points: Sequence[Point], baseline: str) -> list[SpeedRow]:
                 world_size=world_size,
                 layout=layout,
                 tokens_per_second=speed,
-                efficiency=speed / world_size / (fastest[parameters, device, recipe, fewest][1] / fewest),
-                speedup=speed / base[1] if base else None,
-                model_tflops_per_device=median_of(some, "model_tflops_per_device"),
-                mfu_fraction=median_of(some, "mfu_fraction"),
-                memory_peak_bytes=max((one.memory_peak_bytes for one in some if one.memory_peak_bytes), default=None),
+                efficiency=speed / world_size / (fastest[parameters, device, recipe, fewest][0] / fewest),
+                speedup=speed / base[0] if base else None,
+                model_tflops_per_device=median_of(members, "model_tflops_per_device"),
+                mfu_fraction=median_of(members, "mfu_fraction"),
+                memory_peak_bytes=max((m.memory_peak_bytes for m in members if m.memory_peak_bytes), default=None),
             )  # fmt: skip
         )
     return sorted(rows, key=lambda row: (row.parameters, row.device, row.world_size, row.recipe != baseline))
@@ -231,5 +230,5 @@ def median_of(points: Sequence[Point], field: str) -> Optional[float]:
 
 
 def layout_text(layout: Mapping[str, int]) -> str:
-    """`tensor 2, data 4`; axes of one rank are left out."""
+    """The parallel layout as `tensor 2, data 4`, without axes of one rank."""
     return ", ".join(f"{axis} {ranks}" for axis, ranks in layout.items() if ranks > 1) or "one rank"

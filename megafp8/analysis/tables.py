@@ -1,4 +1,4 @@
-"""A comparison as text: for a terminal, as Markdown, as JSON."""
+"""Comparison as text: for a terminal, as Markdown and as JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Optional, Union
 
 from megafp8.analysis.compare import Comparison, ComparisonRow, RecipeRow
 from megafp8.analysis.seed_statistics import CONTROL, UNDECIDED
-from megafp8.utils.formatting import aligned, escaped, markdown_of_texts
+from megafp8.utils.formatting import escape_markdown, escaped_markdown_table, text_table
 from megafp8.utils.strict_json import to_strict_json
 
 MIB = 2**20
@@ -18,48 +18,50 @@ Row = Union[RecipeRow, ComparisonRow]
 
 
 def to_text(comparison: Comparison) -> str:
-    """For a terminal: columns in line, then what the verdict means, differences and warnings."""
-    parts = [aligned(*recipe_cells(comparison), WORDS)]
-    if len(comparison.rows) > len(comparison.drawn):
-        parts.append(aligned(*run_cells(comparison), WORDS))
+    """For a terminal: aligned tables, then notes, differences and warnings."""
+    parts = [text_table(header, rows, WORDS) for header, rows in _tables(comparison)]
     remarks = [*notes(comparison), *comparison.differences, *_warnings(comparison)]
     return "\n\n".join([*parts, "\n".join(remarks)]).rstrip()
 
 
 def to_markdown(comparison: Comparison) -> str:
-    """The same as Markdown tables and a list."""
-    parts = [markdown_of_texts(*recipe_cells(comparison), WORDS)]
-    if len(comparison.rows) > len(comparison.drawn):
-        parts.append(markdown_of_texts(*run_cells(comparison), WORDS))
-    parts += map(escaped, notes(comparison))
-    remarks = [f"- {escaped(text)}" for text in (*comparison.differences, *_warnings(comparison))]
+    """As Markdown: tables, notes, and a list of differences and warnings."""
+    parts = [escaped_markdown_table(header, rows, WORDS) for header, rows in _tables(comparison)]
+    parts += map(escape_markdown, notes(comparison))
+    remarks = [f"- {escape_markdown(text)}" for text in (*comparison.differences, *_warnings(comparison))]
     return "\n\n".join([*parts, "\n".join(remarks)]).rstrip() + "\n"
 
 
 def to_json(comparison: Comparison) -> str:
-    """All fields; numbers that are not finite become null."""
+    """All fields as JSON; non-finite numbers are null."""
     return to_strict_json(dataclasses.asdict(comparison))
 
 
+def _tables(comparison: Comparison) -> list[tuple[list[str], list[list[str]]]]:
+    """The table of recipes, and the table of runs if a recipe has more than one."""
+    has_more_runs = len(comparison.rows) > len(comparison.drawn)
+    return [recipe_cells(comparison), *([run_cells(comparison)] if has_more_runs else [])]
+
+
 def recipe_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the table of recipes; columns that no recipe has are left out."""
+    """Header and rows of the table of recipes, without empty columns."""
     rows = comparison.recipes
-    several = any(len(row.seeds) > 1 or row.num_missing for row in rows)
+    has_seeds = any(len(row.seeds) > 1 or row.num_missing for row in rows)
     columns = {
         "run": [row.name for row in rows],
         "recipe": [row.recipe for row in rows],
-        "seeds": [shown_seeds(row) if several else "-" for row in rows],
+        "seeds": [shown_seeds(row) if has_seeds else "-" for row in rows],
         "validation loss": [optional(row.validation_loss, "{:.4f}") for row in rows],
         "gap": [shown_gap(row, comparison.baseline) for row in rows],
         f"{comparison.confidence:.0%} interval": [shown_interval(row, comparison.baseline) for row in rows],
         f"bound {percent(comparison.bound_fraction)}": [row.verdict or "-" for row in rows],
         "training gap": [shown_training_gap(row, comparison.baseline) for row in rows],
     }
-    return _shown(columns | _common_columns(rows))
+    return _without_empty(columns | _common_columns(rows))
 
 
 def run_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the table of single runs."""
+    """Header and rows of the table of runs, without empty columns."""
     rows = comparison.rows
     columns = {
         "run": [row.name for row in rows],
@@ -68,16 +70,16 @@ def run_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
         "validation loss": [optional(row.validation_loss, "{:.4f}") for row in rows],
         "gap": ["-" if row.relative_gap_fraction is None else signed(row.relative_gap_fraction) for row in rows],
     }
-    return _shown(columns | _common_columns(rows))
+    return _without_empty(columns | _common_columns(rows))
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """What the verdicts mean, and how large noise is."""
+    """Notes on verdicts, data and noise."""
     return [text for text in (verdict_note(comparison), *data_notes(comparison), control_note(comparison)) if text]
 
 
 def verdict_note(comparison: Comparison) -> str:
-    """What the verdicts mean; empty where nothing is compared."""
+    """What the verdicts mean; empty for a single recipe."""
     if len(comparison.recipes) < 2:
         return ""
     bound, confidence = percent(comparison.bound_fraction), f"{comparison.confidence:.0%}"
@@ -94,7 +96,7 @@ def verdict_note(comparison: Comparison) -> str:
 
 
 def data_notes(comparison: Comparison) -> list[str]:
-    """Of which recipes nothing is decided because they had other data than the baseline."""
+    """Recipes that have no verdict because their data differ from the baseline's."""
     return [
         f"{row.name} is not decided, whatever its gap: it has another {' and another '.join(row.other_data)} than "
         f"{comparison.baseline}"
@@ -104,7 +106,7 @@ def data_notes(comparison: Comparison) -> list[str]:
 
 
 def control_note(comparison: Comparison) -> str:
-    """What the control says about noise; empty without one of the baseline's data that was validated."""
+    """The size of noise, from the control; empty without a validated control on the baseline's data."""
     controls = (row for row in comparison.drawn if row.verdict == CONTROL and not row.other_data)
     row = next((row for row in controls if row.gaps_fraction), None)
     if row is None:
@@ -122,37 +124,37 @@ def percent(fraction: float) -> str:
 
 
 def signed(fraction: float) -> str:
-    """0.00512 -> +0.51%; what rounds to zero has no minus."""
+    """0.00512 -> +0.51%; no minus sign for zero."""
     return f"{round(fraction, 4) + 0.0:+.2%}"
 
 
 def shown_seeds(row: RecipeRow) -> str:
-    """3, or 2/3 where one is missing."""
-    there = len(row.seeds)
-    return f"{there}/{there + row.num_missing}" if row.num_missing else f"{there}"
+    """3, or 2/3 if one is missing."""
+    found = len(row.seeds)
+    return f"{found}/{found + row.num_missing}" if row.num_missing else f"{found}"
 
 
 def shown_gap(row: RecipeRow, baseline: str) -> str:
-    """+0.50%; the baseline says that it is one; - where there is none."""
+    """+0.50%; "baseline" for the baseline; - without a gap."""
     if row.name == baseline:
         return "baseline"
     return "-" if row.gap is None else signed(row.gap.mean)
 
 
 def shown_training_gap(row: RecipeRow, baseline: str) -> str:
-    """+0.50%; - for the baseline, and where there is none."""
+    """+0.50%; - for the baseline and without a gap."""
     return "-" if row.name == baseline or row.training_gap is None else signed(row.training_gap.mean)
 
 
 def shown_interval(row: RecipeRow, baseline: str) -> str:
-    """-0.10% to +0.30%; - where there is none."""
+    """-0.10% to +0.30%; - for the baseline and without an interval."""
     if row.name == baseline or row.gap is None or row.gap.low is None or row.gap.high is None:
         return "-"
     return f"{signed(row.gap.low)} to {signed(row.gap.high)}"
 
 
 def _common_columns(rows: Sequence[Row]) -> dict[str, list[str]]:
-    # Beside validation losses it would be one more number for the same; a run without any has nothing else.
+    # Training losses are shown only if a row has no validation loss.
     is_needed = any(row.steps is not None and row.validation_loss is None for row in rows)
     return {
         "training loss": [optional(row.training_loss if is_needed else None, "{:.4f}") for row in rows],
@@ -167,7 +169,7 @@ def _common_columns(rows: Sequence[Row]) -> dict[str, list[str]]:
 
 
 def optional(value: Optional[float], pattern: str) -> str:
-    """A number in its pattern; - for None."""
+    """A formatted number; - for None."""
     return "-" if value is None else pattern.format(value)
 
 
@@ -175,6 +177,6 @@ def _warnings(comparison: Comparison) -> list[str]:
     return [f"Warning: {text}" for text in comparison.warnings]
 
 
-def _shown(columns: dict[str, list[str]]) -> tuple[list[str], list[list[str]]]:
+def _without_empty(columns: dict[str, list[str]]) -> tuple[list[str], list[list[str]]]:
     shown = {name: cells for name, cells in columns.items() if any(cell != "-" for cell in cells)}
     return list(shown), [list(row) for row in zip(*shown.values(), strict=True)]

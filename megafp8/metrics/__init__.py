@@ -1,1 +1,1 @@
-"""Records of a run, where they are written, quantization statistics and the health rules that read them."""
+"""Records of a run, the sinks that write them, quantization statistics, and health rules on these statistics."""

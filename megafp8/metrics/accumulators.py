@@ -1,6 +1,6 @@
-"""Sums and maxima of a quantized tensor: in torch operations for a CPU, on a GPU by a Triton kernel in one pass.
+"""Statistics of a quantized tensor as sums and maxima, in torch operations on a CPU or by one Triton kernel on a GPU.
 
-The torch operations work on parts that fit a CPU's caches, and read results on the host between two of them.
+The torch operations work on chunks that fit a CPU's caches, and read intermediate results on the host.
 """
 
 from __future__ import annotations
@@ -15,78 +15,83 @@ from megafp8.metrics.quantization_error import ROUNDING, RUN_VALUES
 from megafp8.metrics.tensor_table import (
     LOCAL_DB_LIMIT,
     MAX_EXPONENTS,
-    OF_MAXIMA,
-    OF_VALUES,
-    TensorStatistics,
-    build_statistics,
-    compare,
+    QUANTIZATION_MAXIMA,
+    QUANTIZATION_SUMS,
+    PartialStats,
+    build_partial_stats,
+    error_sums,
     exponent_counts,
 )
 from megafp8.quantization.nvfp4 import unpack
-from megafp8.quantization.quantize import Quantized, as_blocks
+from megafp8.quantization.quantize import as_blocks, decode_values
+from megafp8.quantization.quantized_tensor import Quantized, sized_block
 from megafp8.quantization.scaling import block_amax
 from megafp8.recipes.base import ScaleRule
 from megafp8.recipes.formats import E4M3
 
 CHUNK_VALUES = 1 << 18
-CAN_SATURATE = (ScaleRule.DELAYED, ScaleRule.TWO_LEVEL)  # other scales are made from the amax at hand
+CAN_SATURATE = (ScaleRule.DELAYED, ScaleRule.TWO_LEVEL)  # other scales come from the current amax
 
 
 def accumulate(
     rows: Tensor, quantized: Quantized, is_known: bool, margin: int = 0, has_channels: bool = True
-) -> TensorStatistics:
+) -> PartialStats:
     """Sums and maxima of a tensor.
 
     Args:
         rows: FP32, BF16 or FP16 [rows, columns], after the Hadamard transform where the rule has one.
         quantized: codes and scales of `rows`.
-        is_known: whether `rows` are what was quantized; else they are what the codes stand for, and not compared.
+        is_known: whether `rows` are the original values. Else they are the dequantized codes, and no error is measured.
         margin: of delayed scaling.
-        has_channels: whether the largest of each column is wanted.
+        has_channels: whether the amax of each column is wanted.
 
     Numerics: differences and squares in FP32, in units of the amax.
     """
     rule = quantized.rule
-    channel_amax, num_nonzero, num_bad = _magnitudes(rows)
-    largest = channel_amax.amax()
+    channel_amax, num_nonzero, num_non_finite = _magnitudes(rows)
+    amax = channel_amax.amax()
     counts = _code_counts(quantized)
-    dequant = _block_scales(quantized)
-    sums: dict[str, Union[Tensor, int]] = {"values": rows.numel(), "non_finite": num_bad}
+    dequant_scale = quantized.dequant_scale.float()
+    if quantized.tensor_scale is not None:
+        dequant_scale = dequant_scale * quantized.tensor_scale
+    sums: dict[str, Union[Tensor, int]] = {"values": rows.numel(), "non_finite": num_non_finite}
     if is_known:
         sums |= {
             "compared": rows.numel(),
             "nonzero": num_nonzero,
-            "underflow": _num_zeros(quantized, counts) - (rows.numel() - num_nonzero - num_bad),
-            "saturated": _num_saturated(rows, quantized, dequant),
+            "underflow": _num_zeros(quantized, counts) - (rows.numel() - num_nonzero - num_non_finite),
+            "saturated": _num_saturated(rows, quantized, dequant_scale),
         }
-        sums |= _compared(rows, quantized, largest)
-    used = dequant if rule.block is None else dequant[_used_blocks(quantized) & (dequant > 0)]
-    maxima = {"amax": largest}
-    if used.numel() and bool(largest > 0):
+        sums |= _signal_and_noise(rows, quantized, amax)
+    used = dequant_scale if rule.block is None else dequant_scale[_used_blocks(quantized) & (dequant_scale > 0)]
+    maxima = {"amax": amax}
+    if used.numel() and bool(amax > 0):
         maxima |= {"quant_scale": used.amin().double().reciprocal(), "dequant_scale": used.amax()}
         if rule.scale_rule is ScaleRule.DELAYED:
-            maxima["staleness"] = largest.double() / (used.double() * rule.format.max * 2.0**-margin)
+            maxima["staleness"] = amax.double() / (used.double() * rule.format.max * 2.0**-margin)
     exponents = exponent_counts(counts, rule.format.mantissa_bits, rule.format.first_special_code)
-    return build_statistics(sums, maxima, exponents, channel_amax if has_channels else None)
+    return build_partial_stats(sums, maxima, exponents, channel_amax if has_channels else None)
 
 
 def _magnitudes(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Largest finite magnitude of each column in FP32, values that are neither zero nor not finite, and those that are
-    not finite. Magnitudes of one sign are ordered as their bits are, and integers are counted faster."""
+    """Finite amax of each column in FP32, number of finite nonzero values, number of non-finite values.
+
+    Works on the bits of the magnitudes, which are ordered like the magnitudes: integer operations are faster.
+    """
     integer = torch.int16 if rows.dtype.itemsize == 2 else torch.int32
     bits = rows.contiguous().view(integer).bitwise_and(torch.iinfo(integer).max)
     infinity = torch.tensor(torch.inf, dtype=rows.dtype).view(integer).item()
-    num_bad = torch.zeros((), dtype=torch.int64, device=rows.device)
+    num_non_finite = torch.zeros((), dtype=torch.int64, device=rows.device)
     columns = bits.amax(0)
     if bool(columns.amax() >= infinity):
-        is_bad = bits >= infinity
-        num_bad = is_bad.sum()
-        columns = bits.masked_fill_(is_bad, 0).amax(0)
-    return columns.view(rows.dtype).float(), torch.count_nonzero(bits), num_bad
+        is_non_finite = bits >= infinity
+        num_non_finite = is_non_finite.sum()
+        columns = bits.masked_fill_(is_non_finite, 0).amax(0)
+    return columns.view(rows.dtype).float(), torch.count_nonzero(bits), num_non_finite
 
 
 def _code_counts(quantized: Quantized) -> Tensor:
-    """How often each code occurs: 256 of FP8, 16 of FP4."""
+    """How often each code occurs: int64 [256] for FP8, [16] for FP4."""
     counts = torch.bincount(quantized.codes.view(torch.uint8).flatten(), minlength=256)
     if quantized.rule.format.codes_per_byte == 2:
         pairs = counts.view(16, 16)
@@ -95,65 +100,61 @@ def _code_counts(quantized: Quantized) -> Tensor:
 
 
 def _num_zeros(quantized: Quantized, counts: Tensor) -> Tensor:
-    """Codes that stand for zero: of two-level scales one may be zero itself, and then all of its block is."""
+    """Number of values that dequantize to zero. With two-level scales that includes blocks whose scale is zero."""
     if quantized.rule.scale_rule is not ScaleRule.TWO_LEVEL:
         return counts[0] + counts[len(counts) // 2]
-    values = quantized.operand(torch.bfloat16)
+    values = decode_values(quantized, torch.bfloat16)
     return values.numel() - torch.count_nonzero(values)
 
 
-def _block_scales(quantized: Quantized) -> Tensor:
-    """Dequantization scales in FP32, that of the tensor included: scalar or [blocks of rows, blocks of columns]."""
-    scales = quantized.dequant_scale.float()
-    return scales if quantized.tensor_scale is None else scales * quantized.tensor_scale
-
-
 def _used_blocks(quantized: Quantized) -> Tensor:
-    """Which blocks have a code that is not zero."""
+    """Whether each block has a nonzero code."""
     codes = quantized.codes
     raw = unpack(codes) if quantized.rule.format.codes_per_byte == 2 else codes.view(torch.uint8)
-    magnitudes = raw.view(-1, raw.shape[-1]).bitwise_and(0x7F).to(torch.bfloat16)  # whole numbers below 2^8: exact
-    return block_amax(as_blocks(magnitudes, quantized.rule.block)) > 0
+    magnitudes = raw.view(-1, raw.shape[-1]).bitwise_and(0x7F).to(torch.bfloat16)  # exact: integers below 2^8
+    return block_amax(as_blocks(magnitudes, sized_block(quantized.rule))) > 0
 
 
-def _num_saturated(rows: Tensor, quantized: Quantized, dequant: Tensor) -> Tensor:
-    """Finite values beyond the largest number that their scale expresses. One of two levels may be zero: what has such
-    a scale is not cut off but lost, and counts as underflow alone."""
+def _num_saturated(rows: Tensor, quantized: Quantized, dequant_scale: Tensor) -> Tensor:
+    """Number of finite values beyond the largest number that their scale expresses.
+
+    A block scale may be zero with two-level scales. The values of such a block count as underflow only.
+    """
     rule = quantized.rule
     if rule.scale_rule not in CAN_SATURATE:
         return torch.zeros((), dtype=torch.int64, device=rows.device)
-    limit = dequant * (rule.format.max * (1 + ROUNDING))
+    limit = dequant_scale * (rule.format.max * (1 + ROUNDING))
     if rule.block is None:
         magnitudes = rows.abs()
-        is_beyond = magnitudes > limit[None, None]  # beside a scalar torch would compare in the type of `rows`
+        is_beyond = magnitudes > limit[None, None]  # with a 0-dim tensor torch would compare in the dtype of `rows`
         return torch.count_nonzero(is_beyond & (magnitudes < torch.inf))
-    magnitudes = as_blocks(rows, rule.block).abs()
+    magnitudes = as_blocks(rows, sized_block(rule)).abs()
     limit = limit.where(limit > 0, torch.inf)
     return torch.count_nonzero((magnitudes > limit[:, None, :, None]) & (magnitudes < torch.inf))
 
 
-def _compared(rows: Tensor, quantized: Quantized, largest: Tensor) -> dict[str, Tensor]:
-    """Signal and noise, some whole rows at a time."""
-    is_short = quantized.rule.is_bf16_exact
-    decoded = quantized.operand(torch.bfloat16 if is_short else torch.float32).reshape(rows.shape)
+def _signal_and_noise(rows: Tensor, quantized: Quantized, amax: Tensor) -> dict[str, Tensor]:
+    """`error_sums` of the tensor, in chunks of complete rows."""
+    dtype = torch.bfloat16 if quantized.rule.is_bf16_exact else torch.float32
+    decoded = decode_values(quantized, dtype).reshape(rows.shape)
     factor, step = quantized.factor, max(1, CHUNK_VALUES // rows.shape[1])
     totals: dict[str, Tensor] = {}
     for start in range(0, len(rows), step):
-        values, others = rows[start : start + step].float(), decoded[start : start + step].float()
-        others = others if factor is None else others * factor
+        values, dequantized = rows[start : start + step].float(), decoded[start : start + step].float()
+        dequantized = dequantized if factor is None else dequantized * factor
         if not bool(torch.isfinite(values.sum())):
             is_finite = values.isfinite()
-            values, others = values.where(is_finite, 0.0), others.where(is_finite, 0.0)
-        for name, value in compare(values, others, largest).items():
+            values, dequantized = values.where(is_finite, 0.0), dequantized.where(is_finite, 0.0)
+        for name, value in error_sums(values, dequantized, amax).items():
             totals[name] = totals[name] + value if name in totals else value
-    square = largest.double().square()
+    square = amax.double().square()
     return totals | {"signal": totals["signal"] * square, "noise": totals["noise"] * square}
 
 
 def accumulate_with_triton(
     rows: Tensor, quantized: Quantized, is_known: bool, margin: int = 0, has_channels: bool = True
-) -> TensorStatistics:
-    """Sums and maxima of a tensor, as `accumulate`, on a GPU; three operations, four with channels, and no wait.
+) -> PartialStats:
+    """`accumulate` on a GPU: three operations, four with channels, without synchronization.
 
     Numerics: differences in FP32, their squares in FP64.
     """
@@ -166,7 +167,7 @@ def accumulate_with_triton(
     parts = min(math.ceil(num_rows / ROWS), math.ceil(PROGRAMS / strips))
     sums, maxima = (
         torch.empty(strips * parts, width, dtype=torch.float64, device=rows.device)
-        for width in (len(OF_VALUES) + MAX_EXPONENTS, len(OF_MAXIMA))
+        for width in (len(QUANTIZATION_SUMS) + MAX_EXPONENTS, len(QUANTIZATION_MAXIMA))
     )
     channel_amax = torch.zeros(num_columns, device=rows.device) if has_channels else None
     scales, block = quantized.dequant_scale, rule.block or (0, 0)
@@ -180,4 +181,4 @@ def accumulate_with_triton(
         GRID=grid_of(rule.format), SCALE_GRID=grid_of(E4M3), MAX_EXPONENTS=MAX_EXPONENTS, LIMIT=LOCAL_DB_LIMIT,
         ROWS=ROWS, RUNS=RUNS, RUN_VALUES=RUN_VALUES, enable_fp_fusion=False,
     )  # fmt: skip
-    return TensorStatistics(sums.sum(0), maxima.amax(0), channel_amax)
+    return PartialStats(sums.sum(0), maxima.amax(0), channel_amax)

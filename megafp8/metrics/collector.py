@@ -1,11 +1,12 @@
-"""What quantization does to the operands of the linears while a model trains.
+"""Collection of quantization statistics from the operands of the linears during training.
 
-In a step that is looked at, each linear shows every operand together with its codes, once for each of its uses: the
-first microbatch of the rank. The emulated layers show what they multiply. Transformer Engine's and megatron-core's own
-are watched from outside: their inputs and the gradients of their outputs are quantized here again, by the same rules,
-whose codes are those of Transformer Engine. (Two things are then nearly so: the input of a linear with a norm in it is
-made with torch's norm, and Transformer Engine's fused kernels under delayed scaling quantize before they round to
-BF16.) Other recipes can be tried on the same tensors.
+In a statistics step each linear passes every operand of the rank's first microbatch, together with its codes, to a
+`TensorObserver`. The emulated linears pass the operands that they multiply. The linears of Transformer Engine and
+megatron-core are hooked: their inputs and output gradients are quantized again by the same rules, with the same codes.
+Two of these are approximate. The input of a linear with a fused norm is computed with torch's norm, and under
+delayed scaling Transformer Engine's fused kernels quantize before they round to BF16.
+
+What-if recipes quantize the same tensors without an effect on the run.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -27,119 +28,116 @@ from megafp8.metrics.recipe_comparison import GEMMS
 from megafp8.metrics.records import TensorStats
 from megafp8.metrics.tensor_table import StatisticsTable
 from megafp8.quantization.fp8_parameter import QuantizedParameter
-from megafp8.quantization.nvfp4 import transform_columns
-from megafp8.quantization.quantize import Quantized, Use, has_kernels, quantize_for
+from megafp8.quantization.nvfp4 import hadamard_transform
+from megafp8.quantization.quantize import has_kernels, quantize_for
+from megafp8.quantization.quantized_tensor import Quantized, Use
 from megafp8.recipes import registry
 from megafp8.recipes.base import Gemm, LinearRecipe, Operand, OperandRule
 
-# --- names ------------------------------------------------------------------------------------------------------------
+# --- plan of the statistics -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class TrackedTensor:
-    """One tensor under one rule: a row of the table.
+    """One operand of one linear under one rule: a row of the table.
 
     Attributes:
         linear: `layers.3.linear_fc1`.
-        recipe: that the run has, or that is tried; `is_tried` tells which.
-        gemms: of which the rule is, with the same codes for all.
+        side: `row` or `column`; empty if both have the same rule.
+        recipe: the run's own, or a what-if recipe.
+        gemms: the GEMMs that use the codes of the rule.
     """
 
     linear: str
     operand: Operand
     side: str
     recipe: str
-    is_tried: bool
+    is_what_if: bool
     rule: OperandRule
     gemms: tuple[Gemm, ...]
 
     @property
-    def tensor(self) -> str:
-        """Its name in records."""
+    def name(self) -> str:
+        """Name of the tensor in records."""
         return ".".join(part for part in (self.linear, self.operand.value, self.side) if part)
 
     @property
     def row(self) -> str:
-        """Its name in the table."""
-        return f"{self.tensor}|{self.recipe}" if self.is_tried else self.tensor
+        """Name of the row in the table."""
+        return f"{self.name}|{self.recipe}" if self.is_what_if else self.name
 
 
 @dataclass(frozen=True)
 class StatisticsPlan:
-    """Everything that is looked at, the same on all ranks.
+    """The tensors that statistics are collected from, the same on all ranks.
 
     Attributes:
         linears: names of the linears.
-        watched: their tensors, by linear and operand.
-        recipe: of the layers' linears without a precision map; None in high precision.
-        recipes: of each of the linears.
+        tracked: their tensors, by linear and operand.
+        recipe: of linears that no precision map entry names; None in high precision.
+        recipes: of each linear.
     """
 
     linears: tuple[str, ...]
-    watched: Mapping[tuple[str, Operand], tuple[TrackedTensor, ...]]
+    tracked: Mapping[tuple[str, Operand], tuple[TrackedTensor, ...]]
     recipe: Optional[LinearRecipe]
     recipes: Mapping[str, Optional[LinearRecipe]]
 
     def rows(self) -> list[str]:
         """Rows of the table: the weights of all linears, and every tensor under every rule."""
-        return [*self.linears, *(each.row for each in self.all())]
+        return [*self.linears, *(tensor.row for tensor in self.tensors())]
 
     def other_recipes(self) -> dict[str, str]:
-        """Names of those recipes that are not the run's, by linear."""
-        return {name: each.name for name, each in self.recipes.items() if each not in (None, self.recipe)}
+        """Names of the recipes that differ from the run's default, by linear."""
+        recipes = self.recipes.items()
+        return {name: recipe.name for name, recipe in recipes if recipe is not None and recipe != self.recipe}
 
-    def all(self) -> Iterator[TrackedTensor]:
+    def tensors(self) -> Iterator[TrackedTensor]:
         """Every tensor under every rule."""
-        for group in self.watched.values():
-            yield from group
+        return itertools.chain.from_iterable(self.tracked.values())
 
 
-def plan_observation(config: RunConfig) -> StatisticsPlan:
-    """What `--fp8-log-layers` and `--fp8-what-if` ask for."""
-    tried = [what_if_recipe(name) for name in derived.what_if_recipes(config.logging)]
-    linears, chosen = tracked_linears(config), precision_map.resolve(config.model, config.precision)
-    recipes = {linear: build_linear_recipe(config.precision, chosen[linear]) for linear in linears}
-    watched = {
+def build_statistics_plan(config: RunConfig) -> StatisticsPlan:
+    """The plan of `--fp8-log-layers` and `--fp8-what-if`."""
+    what_if = [(True, registry.get(name).rules()) for name in derived.what_if_recipes(config.logging)]
+    linears, choices = tracked_linears(config), precision_map.resolve(config.model, config.precision)
+    recipes = {linear: build_linear_recipe(config.precision, choices[linear]) for linear in linears}
+    tracked = {
         (linear, operand): tuple(
-            entry
-            for is_tried, each in [(False, recipes[linear]), *((True, other) for other in tried)]
-            if each is not None
-            for entry in entries_of(linear, operand, each, is_tried)
+            tensor
+            for is_what_if, recipe in [(False, recipes[linear]), *what_if]
+            if recipe is not None
+            for tensor in tracked_tensors(linear, operand, recipe, is_what_if)
         )
         for linear in linears
         for operand in Operand
     }
-    return StatisticsPlan(linears, watched, build_recipe(config.precision), recipes)
+    return StatisticsPlan(linears, tracked, build_recipe(config.precision), recipes)
 
 
 def tracked_linears(config: RunConfig) -> tuple[str, ...]:
-    """Names of the quantized linears (of all layers' in high precision) that the patterns name."""
-    names = precision_map.observable_linears(config.model, config.precision)
+    """Names of the linears that the patterns match: quantized ones, or in high precision those of all layers."""
+    names = precision_map.linears_with_statistics(config.model, config.precision)
     patterns = derived.log_layer_patterns(config.logging)
-    return tuple(name for name in names if any(precision_map.is_named(name, pattern) for pattern in patterns))
+    return tuple(name for name in names if any(precision_map.matches_pattern(name, pattern) for pattern in patterns))
 
 
-def what_if_recipe(name: str) -> LinearRecipe:
-    """A recipe to try, in its usual formats."""
-    return registry.get(name).rules()
-
-
-def entries_of(linear: str, operand: Operand, recipe: LinearRecipe, is_tried: bool) -> Iterator[TrackedTensor]:
-    """An operand under a recipe: once, or along rows and along columns."""
+def tracked_tensors(linear: str, operand: Operand, recipe: LinearRecipe, is_what_if: bool) -> Iterator[TrackedTensor]:
+    """An operand under a recipe: once, or along rows and along columns if their rules differ."""
     by_side = {side: recipe.rule(operand, gemm) for side, gemm in GEMMS[operand].items()}
-    is_one = by_side["row"] == by_side["column"]
+    is_same = by_side["row"] == by_side["column"]
     for side, rule in by_side.items():
-        if rule is None or (is_one and side == "column"):
+        if rule is None or (is_same and side == "column"):
             continue
-        gemms = tuple(GEMMS[operand].values()) if is_one else (GEMMS[operand][side],)
-        yield TrackedTensor(linear, operand, "" if is_one else side, recipe.name, is_tried, rule, gemms)
+        gemms = tuple(GEMMS[operand].values()) if is_same else (GEMMS[operand][side],)
+        yield TrackedTensor(linear, operand, "" if is_same else side, recipe.name, is_what_if, rule, gemms)
 
 
 # --- one tensor -------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def enter(
+def add_statistics(
     table: StatisticsTable,
     row: str,
     tensor: Tensor,
@@ -148,32 +146,32 @@ def enter(
     margin: int = 0,
     first_channel: Optional[int] = None,
 ) -> None:
-    """Enter what quantization did to a tensor into the table.
+    """Add the quantization statistics of a tensor to the table.
 
     Args:
-        tensor: FP32, BF16 or FP16 [..., columns]; a weight that is kept as codes has no other values to compare with.
+        tensor: FP32, BF16 or FP16 [..., columns], or a weight that is kept as codes, which has no error to measure.
         margin: of delayed scaling.
-        first_channel: number of the first column, where the tensor is a part of the columns; None leaves outliers out.
+        first_channel: number of the first column, if the tensor is a shard of the columns; None skips outliers.
 
     Numerics: counts are exact; differences in FP32, sums of their squares in FP64.
     """
     rule, is_known = quantized.rule, not is_kept_as_codes(tensor)
     values = tensor.detach() if is_known else tensor.dequantize()
     rows = values.reshape(-1, values.shape[-1])
-    rows = transform_columns(rows) if rule.is_transformed else rows
-    add_up = accumulate_with_triton if has_kernels(rows) else accumulate
-    table.add(row, add_up(rows, quantized, is_known, margin, first_channel is not None), first_channel)
+    rows = hadamard_transform(rows) if rule.is_transformed else rows
+    accumulate_stats = accumulate_with_triton if has_kernels(rows) else accumulate
+    table.add(row, accumulate_stats(rows, quantized, is_known, margin, first_channel is not None), first_channel)
 
 
-# --- what linears show ------------------------------------------------------------------------------------------------
+# --- operands of a linear ---------------------------------------------------------------------------------------------
 
 
 class TensorObserver:
-    """Enters the operands of one linear into a table, the first time that it sees each.
+    """Adds the operands of one linear to a table, each the first time that it is observed.
 
     Args:
         linear: its name in the plan.
-        first_channel: number of the first input channel of this rank's part.
+        first_channel: number of the first input channel of this rank's shard.
     """
 
     def __init__(self, plan: StatisticsPlan, table: StatisticsTable, linear: str, first_channel: int = 0):
@@ -183,56 +181,57 @@ class TensorObserver:
         self.seen: set[str] = set()
 
     def __call__(self, operand: Operand, tensor: Tensor, quantized: Mapping[Gemm, Quantized]) -> None:
-        unseen = [each for each in self.plan.watched[self.linear, operand] if each.row not in self.seen]
-        for each in (each for each in unseen if not each.is_tried):
-            codes = next((quantized[gemm] for gemm in each.gemms if gemm in quantized), None)
-            if codes is not None:
+        unseen = [tracked for tracked in self.plan.tracked[self.linear, operand] if tracked.row not in self.seen]
+        for tracked in unseen:
+            codes = next((quantized[gemm] for gemm in tracked.gemms if gemm in quantized), None)
+            if not tracked.is_what_if and codes is not None:
                 first_channel = self.first_channel if operand is Operand.INPUT else 0
-                self._enter(each, tensor, codes, first_channel)
-        tried = [] if is_kept_as_codes(tensor) else [each for each in unseen if each.is_tried]
-        for _, group in itertools.groupby(tried, key=lambda each: each.recipe):  # one recipe's codes are held at a time
+                self._add(tracked, tensor, codes, first_channel)
+        what_if = [] if is_kept_as_codes(tensor) else [tracked for tracked in unseen if tracked.is_what_if]
+        # Grouped by recipe, so that the codes of only one are in memory at a time.
+        for _, group in itertools.groupby(what_if, key=lambda tracked: tracked.recipe):
             sides = list(group)
-            for each, codes in zip(sides, try_rules(tensor, [each.rule for each in sides]), strict=True):
-                self._enter(each, tensor, codes, None)
+            for tracked, codes in zip(sides, quantize_what_if(tensor, [side.rule for side in sides]), strict=True):
+                self._add(tracked, tensor, codes, None)
 
-    def _enter(self, each: TrackedTensor, tensor: Tensor, codes: Quantized, first_channel: Optional[int]) -> None:
-        self.seen.add(each.row)
-        enter(self.table, each.row, tensor, codes, margin=self.margin, first_channel=first_channel)
+    def _add(self, tracked: TrackedTensor, tensor: Tensor, codes: Quantized, first_channel: Optional[int]) -> None:
+        self.seen.add(tracked.row)
+        add_statistics(self.table, tracked.row, tensor, codes, margin=self.margin, first_channel=first_channel)
 
 
 def is_kept_as_codes(tensor: Tensor) -> bool:
-    """Is it a weight without values in high precision: ours, or Transformer Engine's?"""
+    """Whether a weight has no high-precision values; also for Transformer Engine's quantized tensors."""
     return isinstance(tensor, QuantizedParameter) or hasattr(tensor, "_quantizer")
 
 
-def try_rules(tensor: Tensor, rules: Sequence[OperandRule]) -> list[Quantized]:
-    """A tensor under rules that the run does not have; stochastic rounding by numbers of their own."""
-    return quantize_for(
-        tensor.detach().reshape(-1, tensor.shape[-1]), [Use(rule) for rule in rules],
-        generators=separate_generators(rules, tensor.device),
-    )  # fmt: skip
+def quantize_what_if(tensor: Tensor, rules: Sequence[OperandRule]) -> list[Quantized]:
+    """Quantize a tensor by rules of what-if recipes, without an effect on the run's random numbers."""
+    uses, generators = [Use(rule) for rule in rules], separate_generators(rules, tensor.device)
+    results = quantize_for(tensor.detach().reshape(-1, tensor.shape[-1]), uses, generators=generators)
+    return [result for result in results if isinstance(result, Quantized)]
 
 
 def separate_generators(rules: Iterable[OperandRule], device: torch.device) -> list[Optional[torch.Generator]]:
-    """One each for stochastic rounding, always with the same numbers, so that looking draws none of the run's."""
+    """A generator with a fixed seed for each stochastic rule, so that statistics draw none of the run's numbers."""
     return [torch.Generator(device).manual_seed(0) if rule.is_stochastic else None for rule in rules]
 
 
 def collect(
     plan: StatisticsPlan, table: StatisticsTable
 ) -> tuple[dict[str, TensorStats], dict[str, dict[str, TensorStats]]]:
-    """The reduced table as statistics: of the run's recipe by tensor, and of tried ones by recipe and tensor."""
+    """Statistics from the reduced table: of the run's recipe by tensor, and of what-if recipes by recipe and tensor."""
     own: dict[str, TensorStats] = {}
-    tried: dict[str, dict[str, TensorStats]] = {}
-    for each in plan.all():
-        num_exponents = 1 + (1 << each.rule.format.exponent_bits)
-        stats = table.stats(each.row, each.rule.format.name, num_exponents)
+    what_if: dict[str, dict[str, TensorStats]] = {}
+    for tensor in plan.tensors():
+        fmt = tensor.rule.format
+        stats = table.stats(tensor.row, fmt.name, num_exponents=1 + (1 << fmt.exponent_bits))
         if stats is None:
             continue
-        if each.is_tried:
-            tried.setdefault(each.recipe, {})[each.tensor] = dataclasses.replace(stats, exponent_counts=())
+        if tensor.is_what_if:
+            what_if.setdefault(tensor.recipe, {})[tensor.name] = dataclasses.replace(stats, exponent_counts=())
             continue
-        if each.operand is Operand.WEIGHT:
-            stats = dataclasses.replace(stats, **table.update_stats([each.linear]))
-        own[each.tensor] = stats
-    return own, tried
+        if tensor.operand is Operand.WEIGHT:
+            changes: dict[str, Any] = table.update_stats([tensor.linear])
+            stats = dataclasses.replace(stats, **changes)
+        own[tensor.name] = stats
+    return own, what_if

@@ -1,280 +1,262 @@
-"""One short function a rule: from the looks so far to what is wrong now.
+"""Health rules: what the quantization statistics of a run show to be wrong, and the events that report it.
 
-A rule gets the newest looks, oldest first, and yields findings about the last one. What lasts for several looks is
-told; what a single look shows may be chance. The bounds are the names in capitals: measured where that is said, else
-experience. Measured are tensors of 512 x 512 values under every recipe: normal, Laplace, Student-t with 3 and 5 degrees
-of freedom, rows or columns whose sizes differ by 1.5 octaves (standard deviation), one channel 64 times as large as the
-others, squared ReLU, SwiGLU, and products of a normal and a log-normal number.
+Each rule is a function from the newest statistics records, oldest first, to findings about the last one. Most rules
+need the same finding in several statistics steps in a row, since a single step may show chance.
 
-Findings as they come, each tensor's once, and all of them at the end.
-
-What the looks at quantization say about a run's health, in plain words, with what to try.
+The thresholds are the constants in capitals. Where a comment says "measured", they come from tensors of 512 x 512
+values under every recipe: normal, Laplace, Student-t with 3 and 5 degrees of freedom, rows or columns whose magnitudes
+differ by 1.5 octaves (standard deviation), one channel 64 times as large as the others, squared ReLU, SwiGLU, and
+products of a normal and a log-normal number. The other thresholds are experience.
 """
 
 from __future__ import annotations
 
-import re
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Optional
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from megafp8.config.precision_options import is_quantized_at
 from megafp8.config.schema import RunConfig
 from megafp8.metrics import health_advice
 from megafp8.metrics.health_advice import Case, Problems, advice
-from megafp8.metrics.records import EventRecord, QuantizationRecord, TensorStats
+from megafp8.metrics.records import EventRecord, QuantizationRecord, TensorStats, linear_of
 
-MOVING_OCTAVES = 1.0  # more than twice or less than half of the look before
-# Scales of FP8 that come from the tensor at hand cut nothing off (measured: 0), so that this is about delayed scaling.
-# NVFP4's are E4M3 numbers, and every other one is rounded down: of 16 values in a block the largest is cut off then, by
-# at most 1/17, which is less than E2M1 rounds by. 3.1 to 4.9% of healthy tensors (0.2 to 0.3% of weights in 16 x 16
-# blocks), and all of a block whose values are alike: the share means nothing as long as the tensor survives it.
+MOVING_OCTAVES = 1.0  # more than twice or less than half of the amax before
+# FP8 scales made from the current amax saturate nothing (measured: 0), so in FP8 this is about delayed scaling. NVFP4's
+# block scales are E4M3, and every other one is rounded down. The largest of the 16 values of a block then saturates, by
+# at most 1/17, which is less than the rounding error of E2M1. Measured: 3.1 to 4.9% of healthy tensors, 0.2 to 0.3% of
+# weights in 16 x 16 blocks, and all values of a block whose values are alike. So in E2M1 the fraction counts only where
+# the local SQNR is low, too.
 MAX_SATURATED = {"e4m3": 1e-3, "e5m2": 1e-3, "e2m1": 1 / 16}
-MAX_DB_OF_SATURATED = {"e2m1": 14.0}  # measured in blocks of 16: 16.8 dB and more, where gradients round by chance, too
-# Of values that are not zero. Measured in FP8: up to 0.04%. E2M1 loses what is below 1/24 of its block's largest value:
-# 7% of normal numbers, 13% of Laplace's, 28% of products with a log-normal number.
+MAX_DB_OF_SATURATED = {"e2m1": 14.0}  # measured in blocks of 16: at least 16.8 dB, also with stochastic rounding
+# Of nonzero values. Measured in FP8: up to 0.04%. E2M1 underflows below 1/24 of the block's amax: 7% of normal numbers,
+# 13% of Laplace's, 28% of products with a log-normal number.
 MAX_UNDERFLOW = {"e4m3": 0.05, "e5m2": 0.05, "e2m1": 0.5}
-# Measured over runs of 32 neighbours: 17 to 23 dB in E2M1, 14 in its 16 x 16 blocks where rows differ; over whole
-# tensors 31 in E4M3, 25 in E5M2. At 10 dB the error is a third of the values.
+# Measured over runs of 32 neighbours: 17 to 23 dB in E2M1, 14 dB in 16 x 16 blocks where rows differ; over whole
+# tensors 31 dB in E4M3 and 25 dB in E5M2. At 10 dB the error is a third of the values.
 MIN_LOCAL_DB = 10.0
-MIN_UPDATE_TO_WEIGHT = 1e-7  # FP32 master weights no longer take such an update
+MIN_UPDATE_TO_WEIGHT = 1e-7  # below, FP32 master weights no longer change
 MIN_CODES_CHANGED = 1e-6
 OUTLIER_OCTAVES, OUTLIER_GROWTH = 5.0, 1.0
 STALE_OCTAVES, LOOSE_OCTAVES = 1.0, -3.0
-LASTING = 2  # looks in a row
-GROWING = 4  # looks over which an outlier grows
+NUM_LASTING = 2  # statistics steps in a row
+NUM_GROWING = 4  # statistics steps over which an outlier grows
+EVENT = "health"
+MAX_NAMED = 3
+ONLY_WHAT_IF = ", in high precision, asked for numbers that are not finite alone (other rules are about a run's recipe)"
 StatisticsRecords = Sequence[QuantizationRecord]
 
 
 class HealthFinding(NamedTuple):
-    """Something that is wrong.
-
-    Attributes:
-        tensor: which.
-        what: the values.
-    """
+    """What is wrong with a tensor, with the values that show it."""
 
     tensor: str
     what: str
 
 
 class Rule(NamedTuple):
-    """A rule, what it is called in records, and what to try."""
+    """A rule, its name in records, and what to try against its findings."""
 
     name: str
     find: Callable[[StatisticsRecords], Iterator[HealthFinding]]
     remedies: health_advice.Remedies
+    waits_for_warmup: bool = False
 
 
-def lasting(looks: StatisticsRecords, name: str, count: int = LASTING) -> Optional[list[TensorStats]]:
-    """A tensor in the last looks; None if it is not in all of them."""
-    last = [look.tensors.get(name) for look in looks[-count:]]
-    if len(last) < count or any(stats is None for stats in last):
-        return None
-    return [stats for stats in last if stats is not None]
+def recent_stats(
+    records: StatisticsRecords, count: int = NUM_LASTING
+) -> Iterator[tuple[str, list[TensorStats]]]:  # fmt: skip
+    """Name and statistics, oldest first, of each tensor that is in all of the last `count` records."""
+    last = records[-count:]
+    for name in last[-1].tensors:
+        stats = [record.tensors[name] for record in last if name in record.tensors]
+        if len(stats) == count:
+            yield name, stats
 
 
-def operands(look: QuantizationRecord) -> dict[str, TensorStats]:
-    """The tensors of a look; in high precision those of the first recipe that is tried, of which the values count."""
-    return look.tensors or next(iter(look.what_if.values()), {})
+def tensors_of(record: QuantizationRecord) -> Mapping[str, TensorStats]:
+    """The tensors of a record; in high precision those of the first what-if recipe, whose values are the run's."""
+    return record.tensors or next(iter(record.what_if.values()), {})
 
 
-def find_not_finite(looks: StatisticsRecords) -> Iterator[HealthFinding]:
-    """The first tensor in the order of the forward pass that has numbers that are not finite; else the first in that of
-    the backward pass."""
-    tensors = operands(looks[-1])
+def find_nonfinite(records: StatisticsRecords) -> Iterator[HealthFinding]:
+    """The first tensor with non-finite values in the order of the forward pass, else in that of the backward pass."""
+    tensors = tensors_of(records[-1])
     bad = [name for name, stats in tensors.items() if stats.num_non_finite]
     forward = [name for name in bad if ".grad_output" not in name]
     if bad:
         first, order = (forward[0], "forward") if forward else (bad[-1], "backward")
         what = f"{tensors[first].num_non_finite} values are not finite"
-        count = len({name.removesuffix(".row").removesuffix(".col") for name in bad})
+        count = len({name.removesuffix(".row").removesuffix(".column") for name in bad})
         others = f"; of {count} such operands of linears the first in the order of the {order} pass"
         yield HealthFinding(first, what + (others if count > 1 else ""))
 
 
-def find_saturated(looks: StatisticsRecords) -> Iterator[HealthFinding]:
-    """Values beyond what their scale expresses are cut off."""
-    for name in looks[-1].tensors:
-        last = lasting(looks, name)
-        if last and all(is_saturated(stats) for stats in last):
-            yield HealthFinding(name, f"{last[-1].saturated_fraction:.2%} of its values are cut off")
+def find_saturated(records: StatisticsRecords) -> Iterator[HealthFinding]:
+    """Values saturate at the largest number that their scale expresses."""
+    for name, recent in recent_stats(records):
+        if all(is_saturated(stats) for stats in recent):
+            yield HealthFinding(name, f"{recent[-1].saturated_fraction:.2%} of its values are cut off")
 
 
 def is_saturated(stats: TensorStats) -> bool:
-    """Is more of a tensor cut off than its format does to a healthy one?"""
+    """Whether more of a tensor saturates than of a healthy tensor in its format."""
     limit_db, local_db = MAX_DB_OF_SATURATED.get(stats.format), stats.mean_local_sqnr_db
     is_harmless = limit_db is not None and local_db is not None and local_db >= limit_db
     return (stats.saturated_fraction or 0) > MAX_SATURATED[stats.format] and not is_harmless
 
 
-def find_underflow(looks: StatisticsRecords) -> Iterator[HealthFinding]:
-    """Gradients become zero."""
-    for name in looks[-1].tensors:
-        last = lasting(looks, name) if ".grad_output" in name else None
-        if last and all((stats.underflow_fraction or 0) > MAX_UNDERFLOW[stats.format] for stats in last):
-            yield HealthFinding(name, f"{last[-1].underflow_fraction:.1%} of its values become zero")
+def find_underflow(records: StatisticsRecords) -> Iterator[HealthFinding]:
+    """Gradients underflow to zero."""
+    for name, recent in recent_stats(records):
+        is_over = [(stats.underflow_fraction or 0) > MAX_UNDERFLOW[stats.format] for stats in recent]
+        if ".grad_output" in name and all(is_over):
+            yield HealthFinding(name, f"{recent[-1].underflow_fraction:.1%} of its values become zero")
 
 
-def find_noise(looks: StatisticsRecords) -> Iterator[HealthFinding]:
-    """Little is left of a tensor, whatever its largest values say."""
-    for name in looks[-1].tensors:
-        last = lasting(looks, name)
-        levels = [stats.mean_local_sqnr_db for stats in last or () if stats.mean_local_sqnr_db is not None]
-        if len(levels) == LASTING and all(level < MIN_LOCAL_DB for level in levels):
+def find_noise(records: StatisticsRecords) -> Iterator[HealthFinding]:
+    """The local SQNR of a tensor is low, whatever the SQNR of its largest values is."""
+    for name, recent in recent_stats(records):
+        levels = [stats.mean_local_sqnr_db for stats in recent if stats.mean_local_sqnr_db is not None]
+        if len(levels) == len(recent) and all(level < MIN_LOCAL_DB for level in levels):
             yield HealthFinding(name, f"its values lie {levels[-1]:.1f} dB above their errors")
 
 
-def find_moving_scales(looks: StatisticsRecords) -> Iterator[HealthFinding]:
-    """Amaxes of inputs and weights, and scales with them, leap from look to look. Those of gradients do in any run."""
-    for name in looks[-1].tensors:
-        last = None if ".grad_output" in name else lasting(looks, name, LASTING + 1)
-        if not last or any(stats.quant_scale_min is None for stats in last):
+def find_moving_scales(records: StatisticsRecords) -> Iterator[HealthFinding]:
+    """The amax of an input or weight, and so its scale, jumps between statistics steps. Gradients do so in any run."""
+    for name, recent in recent_stats(records, NUM_LASTING + 1):
+        if ".grad_output" in name or any(stats.quant_scale_min is None for stats in recent):
             continue
-        amaxes = [max(stats.amax, 1e-38) for stats in last]
+        amaxes = [max(stats.amax, 1e-38) for stats in recent]
         factors = [max(after / before, before / after) for before, after in zip(amaxes, amaxes[1:], strict=False)]
         if all(factor > 2**MOVING_OCTAVES for factor in factors):
-            yield HealthFinding(
-                name, f"its amax went {' -> '.join(f'{amax:.3g}' for amax in amaxes)} from look to look"
-            )
+            history = " -> ".join(f"{amax:.3g}" for amax in amaxes)
+            yield HealthFinding(name, f"its amax went {history} between statistics steps")
 
 
-def find_stale_scales(looks: StatisticsRecords) -> Iterator[HealthFinding]:
-    """Scales of delayed scaling no longer fit the tensor."""
-    for name in looks[-1].tensors:
-        last = lasting(looks, name)
-        ages = [stats.staleness_octaves for stats in last] if last else []
-        known = [age for age in ages if age is not None]
-        if len(known) < LASTING:
+def find_stale_scales(records: StatisticsRecords) -> Iterator[HealthFinding]:
+    """The scales of delayed scaling no longer fit the tensor."""
+    for name, recent in recent_stats(records):
+        octaves = [stats.staleness_octaves for stats in recent if stats.staleness_octaves is not None]
+        if len(octaves) < len(recent):
             continue
-        if all(age > STALE_OCTAVES for age in known):
-            yield HealthFinding(name, f"its amax is {2 ** known[-1]:.3g} times what its scale was made for")
-        elif all(age < LOOSE_OCTAVES for age in known):
-            yield HealthFinding(name, f"its scale was made for {2 ** -known[-1]:.3g} times its amax: range is wasted")
+        if all(each > STALE_OCTAVES for each in octaves):
+            yield HealthFinding(name, f"its amax is {2 ** octaves[-1]:.3g} times what its scale was made for")
+        elif all(each < LOOSE_OCTAVES for each in octaves):
+            yield HealthFinding(name, f"its scale was made for {2 ** -octaves[-1]:.3g} times its amax: range is wasted")
 
 
-def find_stalled_weights(looks: StatisticsRecords) -> Iterator[HealthFinding]:
-    """Steps leave a weight where it is."""
-    for name in looks[-1].tensors:
-        last = lasting(looks, name)
-        if not last or any(stats.update_to_weight is None for stats in last):
+def find_stalled_weights(records: StatisticsRecords) -> Iterator[HealthFinding]:
+    """Updates are too small to change a weight or its codes."""
+    for name, recent in recent_stats(records):
+        ratios = [stats.update_to_weight for stats in recent if stats.update_to_weight is not None]
+        if len(ratios) < len(recent):
             continue
-        if all(stats.update_to_weight < MIN_UPDATE_TO_WEIGHT for stats in last):
-            yield HealthFinding(name, f"a step moves it by {last[-1].update_to_weight:.2g} of its norm")
-        elif all((stats.codes_changed_fraction or 0) < MIN_CODES_CHANGED for stats in last):
-            yield HealthFinding(
-                name, f"a step changes {last[-1].codes_changed_fraction or 0:.2g} of its codes, though it moves it"
-            )
+        changed = [stats.codes_changed_fraction or 0 for stats in recent]
+        if all(ratio < MIN_UPDATE_TO_WEIGHT for ratio in ratios):
+            yield HealthFinding(name, f"a step moves it by {ratios[-1]:.2g} of its norm")
+        elif all(fraction < MIN_CODES_CHANGED for fraction in changed):
+            yield HealthFinding(name, f"a step changes {changed[-1]:.2g} of its codes, though it moves it")
 
 
-def find_growing_outliers(looks: StatisticsRecords) -> Iterator[HealthFinding]:
-    """One channel of the inputs grows away from the others."""
-    for name in looks[-1].tensors:
-        last = lasting(looks, name, GROWING) if ".input" in name else None
-        if not last or len({stats.outlier_channel for stats in last}) > 1:
+def find_growing_outliers(records: StatisticsRecords) -> Iterator[HealthFinding]:
+    """One channel of an input grows away from the others."""
+    for name, recent in recent_stats(records, NUM_GROWING):
+        if ".input" not in name or len({stats.outlier_channel for stats in recent}) > 1:
             continue
-        octaves = [stats.outlier_octaves or 0.0 for stats in last]
+        octaves = [stats.outlier_octaves or 0.0 for stats in recent]
         is_growing = all(after > before for before, after in zip(octaves, octaves[1:], strict=False))
         if is_growing and octaves[-1] >= OUTLIER_OCTAVES and octaves[-1] - octaves[0] >= OUTLIER_GROWTH:
             yield HealthFinding(
                 name,
-                f"channel {last[-1].outlier_channel} has {2 ** octaves[-1]:.3g} times the amax of the median channel, "
-                f"{2 ** octaves[0]:.3g} times {GROWING - 1} looks ago",
+                f"channel {recent[-1].outlier_channel} has {2 ** octaves[-1]:.3g} times the amax of the median "
+                f"channel, {2 ** octaves[0]:.3g} times {NUM_GROWING - 1} statistics steps ago",
             )
 
 
 RULES: tuple[Rule, ...] = (
-    Rule("numbers that are not finite", find_not_finite, health_advice.of_bad_numbers),
-    Rule("saturation", find_saturated, health_advice.of_saturation),
-    Rule("gradients underflow", find_underflow, health_advice.of_underflow),
-    Rule("quantization noise", find_noise, health_advice.of_noise),
-    Rule("scales still moving after warm-up", find_moving_scales, health_advice.of_moving_scales),
-    Rule("stale delayed scales", find_stale_scales, health_advice.of_stale_scales),
-    Rule("stalled weights", find_stalled_weights, health_advice.of_stalled_weights),
-    Rule("an outlier channel grows", find_growing_outliers, health_advice.of_outliers),
+    Rule("numbers that are not finite", find_nonfinite, health_advice.for_nonfinite_values),
+    Rule("saturation", find_saturated, health_advice.for_saturation),
+    Rule("gradients underflow", find_underflow, health_advice.for_underflow),
+    Rule("quantization noise", find_noise, health_advice.for_noise),
+    Rule("scales still moving after warm-up", find_moving_scales, health_advice.for_moving_scales, True),
+    Rule("stale delayed scales", find_stale_scales, health_advice.for_stale_scales),
+    Rule("stalled weights", find_stalled_weights, health_advice.for_stalled_weights, True),
+    Rule("an outlier channel grows", find_growing_outliers, health_advice.for_outliers),
 )
-AFTER_WARMUP = ("scales still moving after warm-up", "stalled weights")
-EVENT = "health"
-MAX_NAMED = 3
-ONLY_TRIED = ", in high precision, asked for numbers that are not finite alone (other rules are about a run's recipe)"
 
 
 class HealthMonitor:
-    """Holds the rules against the newest looks.
+    """Applies the rules to the newest statistics records. Each finding about a tensor is reported once.
 
     Args:
         config, world_size: of the run.
-        of_machine: see `advice.Case`.
-        warmup_steps: of the learning rate; some rules wait for its end.
+        warmup_steps: of the learning rate; some rules apply only afterwards.
+        machine_problems: see `health_advice.Case`.
     """
 
     def __init__(
         self, config: RunConfig, world_size: int = 1, warmup_steps: float = 0,
-        of_machine: Problems = lambda config: [],
+        machine_problems: Problems = lambda config: [],
     ):  # fmt: skip
         self.config, self.world_size, self.warmup_steps = config, world_size, warmup_steps
-        self.of_machine = of_machine
-        self.looks: deque[QuantizationRecord] = deque(maxlen=GROWING)
-        self.num_looks = 0
+        self.machine_problems = machine_problems
+        self.records: deque[QuantizationRecord] = deque(maxlen=NUM_GROWING)
+        self.num_records = 0
         self.first_seen: dict[str, dict[str, int]] = {rule.name: {} for rule in RULES}
 
-    def look(self, record: QuantizationRecord) -> list[EventRecord]:
-        """What a look shows for the first time, an event a rule."""
-        self.looks.append(record)
-        self.num_looks += 1
+    def update(self, record: QuantizationRecord) -> list[EventRecord]:
+        """Add a record. Returns one event per rule with new findings."""
+        self.records.append(record)
+        self.num_records += 1
         events = []
         for rule in RULES:
-            looks = [each for each in self.looks if rule.name not in AFTER_WARMUP or each.step > self.warmup_steps]
+            records = [r for r in self.records if not rule.waits_for_warmup or r.step > self.warmup_steps]
             seen = self.first_seen[rule.name]
-            new = [finding for finding in (rule.find(looks) if looks else ()) if finding.tensor not in seen]
+            new = [finding for finding in (rule.find(records) if records else ()) if finding.tensor not in seen]
             seen.update((finding.tensor, record.step) for finding in new)
             if new:
-                case = Case(self.config, self.world_size, linear_of(new[0].tensor), self.of_machine)
-                tried = advice(case, rule.remedies)
-                detail = f"{rule.name}: {listed(new)}" + (f"; try: {tried}" if tried else "")
+                case = Case(self.config, self.world_size, linear_of(new[0].tensor), self.machine_problems)
+                remedies = advice(case, rule.remedies)
+                detail = f"{rule.name}: {findings_text(new)}" + (f"; try: {remedies}" if remedies else "")
                 events.append(EventRecord(step=record.step, name=EVENT, detail=detail))
         return events
 
     def summary(self, first_step: int, last_step: int) -> EventRecord:
-        """Everything that was found, in a line, and what it was found in.
+        """All findings of the run in one line, and how much they are based on.
 
         Args:
             first_step, last_step: the steps that were made.
         """
-        if not self.num_looks:
-            why = self.why_no_look(first_step, last_step)
-            return EventRecord(step=last_step, name=EVENT, detail=f"no look at quantization: {why}")
+        if not self.num_records:
+            reason = self.no_statistics_reason(first_step, last_step)
+            return EventRecord(step=last_step, name=EVENT, detail=f"no quantization statistics: {reason}")
         parts = [
             f"{rule} ({len(seen)} tensors, first at step {min(seen.values())})"
             for rule, seen in self.first_seen.items()
             if seen
         ]
-        looks = f"{self.num_looks} look{'s' if self.num_looks > 1 else ''} at quantization"
-        tensors = f"{len(operands(self.looks[-1]))} tensors{'' if self.looks[-1].tensors else ONLY_TRIED}"
-        detail = f"{looks}, {tensors}: {'; '.join(parts) or 'nothing to report'}"
+        steps = f"{self.num_records} statistics step{'s' if self.num_records > 1 else ''}"
+        tensors = f"{len(tensors_of(self.records[-1]))} tensors{'' if self.records[-1].tensors else ONLY_WHAT_IF}"
+        detail = f"{steps}, {tensors}: {'; '.join(parts) or 'nothing to report'}"
         return EventRecord(step=last_step, name=EVENT, detail=detail)
 
-    def why_no_look(self, first_step: int, last_step: int) -> str:
-        """Why no step was looked at."""
+    def no_statistics_reason(self, first_step: int, last_step: int) -> str:
+        """Why there was no statistics step."""
         interval, precision = self.config.logging.fp8_log_interval, self.config.precision
         assert interval is not None
-        steps = f"steps {first_step} to {last_step}"
-        if not any(step % interval == 0 for step in range(first_step, last_step + 1)):
-            return f"none of the {steps} is a multiple of --fp8-log-interval {interval}; give a shorter one"
-        if not any(is_quantized_at(precision, step) for step in range(first_step, last_step + 1)):
-            return f"--fp8-schedule {precision.fp8_schedule} has the {steps} in high precision"
+        steps, text = range(first_step, last_step + 1), f"steps {first_step} to {last_step}"
+        if not any(step % interval == 0 for step in steps):
+            return f"none of the {text} is a multiple of --fp8-log-interval {interval}; give a shorter one"
+        if not any(is_quantized_at(precision, step) for step in steps):
+            return f"--fp8-schedule {precision.fp8_schedule} has the {text} in high precision"
         return (
-            f"--fp8-schedule {precision.fp8_schedule} has those of the {steps} in high precision that are multiples of "
+            f"--fp8-schedule {precision.fp8_schedule} has those of the {text} in high precision that are multiples of "
             f"--fp8-log-interval {interval}; give a shorter one"
         )
 
 
-def linear_of(tensor: str) -> str:
-    """`layers.3.linear_fc1` of `layers.3.linear_fc1.input.row`."""
-    return re.split(r"\.(?:input|weight|grad_output)\b", tensor)[0]
-
-
-def listed(findings: Sequence[HealthFinding]) -> str:
+def findings_text(findings: Sequence[HealthFinding]) -> str:
     """The first findings, and how many more there are."""
     text = "; ".join(f"{finding.tensor}: {finding.what}" for finding in findings[:MAX_NAMED])
     more = len(findings) - MAX_NAMED

@@ -1,9 +1,9 @@
-"""What to try against a finding: words that go behind the run's own command line, which takes them.
+"""Remedies for health findings, as flags to add to the run's command line.
 
-What helps depends on the run. `--fp8-recipe tensorwise` is no advice for a tensorwise run, and an FP4 run refuses it.
-So each remedy is tried on the run's settings, and those that its rules or its machine refuse, or that change nothing,
-are left out. A run that resumes takes another schedule or other number formats with an --override flag beside them, and
-another model not at all.
+Which remedies help depends on the run: `--fp8-recipe tensorwise` is no advice for a tensorwise run, and an FP4 run
+refuses it. So each remedy is applied to the run's settings first. Those that the configuration rules or the machine
+refuse, or that change nothing, are left out. A resumed run accepts another schedule or other number formats only with
+an --override flag, and another model not at all.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from megafp8.config.settings import value_of, with_values
 from megafp8.recipes import registry
 from megafp8.recipes.base import Recipe
 
-LONG_HISTORY = 16  # steps whose largest amax a scale is made of, where one step's is not enough
-LONGER_WARMUP = 2
-FIRST_WARMUP_DIVISOR = 20  # of the run's length, where it has no warm-up
-STATISTICS_INTERVAL = 100  # where nobody looks; a step that is stopped is looked at in any case
+LONG_AMAX_HISTORY = 16  # steps
+WARMUP_FACTOR = 2
+FIRST_WARMUP_DIVISOR = 20  # of the run's length, if it has no warm-up
+STATISTICS_INTERVAL = 100  # if the run has no statistics; a step that stops the run gets them at any interval
 MAP_ENTRIES = "precision.precision_map"
-
 
 Problems = Callable[[RunConfig], list[str]]
 
@@ -34,8 +33,8 @@ class Remedy(NamedTuple):
     """Something to try.
 
     Attributes:
-        words: of the command line; none where something is to be looked at.
-        why: follows them in the text.
+        words: of the command line; empty for advice that is no flag.
+        why: text that follows the words.
     """
 
     words: tuple[str, ...]
@@ -47,220 +46,223 @@ class Remedy(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A run, and the linear that something is wrong with.
+    """A run and the linear of a finding.
 
     Attributes:
-        linear: `layers.3.linear_fc1`; None where it is not known.
-        of_machine: what of a configuration the run's machine cannot do; default nothing.
+        linear: `layers.3.linear_fc1`; None if it is not known.
+        machine_problems: what the run's machine does not support of a configuration; default nothing.
     """
 
     config: RunConfig
     world_size: int
     linear: Optional[str] = None
-    of_machine: Problems = lambda config: []
+    machine_problems: Problems = lambda config: []
 
     @property
     def choice(self) -> LinearChoice:
-        """The recipes of the linear; those of all of them where it is not known."""
+        """The recipes of the linear, or the run's default if the linear is not known."""
         if self.linear is None:
             return precision_map.base_choice(self.config.precision)
         return precision_map.resolve(self.config.model, self.config.precision)[self.linear]
 
     @property
     def recipes(self) -> tuple[Recipe, ...]:
-        """The same as objects."""
+        """The recipe objects of `choice`."""
         return tuple(map(registry.get, self.choice.recipes))
 
     @property
     def is_stateful(self) -> bool:
-        """Does one of them remember amaxes?"""
+        """Whether one of the recipes keeps an amax history."""
         return any(recipe.is_stateful for recipe in self.recipes)
 
     @property
-    def is_of_run(self) -> bool:
-        """Is its recipe the one that --fp8-recipe gives, which a flag changes for all linears?"""
+    def has_run_recipe(self) -> bool:
+        """Whether the linear has the recipe of --fp8-recipe, so that a flag changes it for all linears."""
         precision = self.config.precision
         return precision.fp8_format is not None and self.choice == precision_map.base_choice(precision)
 
     def accepts(self, words: Sequence[str]) -> bool:
-        """Does the run's command line take these words, and do they change it?"""
-        invocation, problems = flags.read(words)
+        """Whether these words on the run's command line are valid and change its configuration."""
+        invocation, problems = flags.parse_with_problems(words)
         values = {name: value_of(invocation.config, name) for name in invocation.given}
         if MAP_ENTRIES in values:
             values[MAP_ENTRIES] = (*self.config.precision.precision_map, *values[MAP_ENTRIES])
         changed = with_values(self.config, values)
         known = self._problems(self.config)
-        return changed != self.config and not problems and all(each in known for each in self._problems(changed))
+        return changed != self.config and not problems and set(self._problems(changed)) <= set(known)
 
     def _problems(self, config: RunConfig) -> list[str]:
-        return rules.setting_problems(config, self.world_size) + self.of_machine(config)
+        return rules.setting_problems(config, self.world_size) + self.machine_problems(config)
 
 
 Remedies = Callable[[Case], Iterator[Remedy]]
 
 
 def advice(case: Case, remedies: Remedies) -> str:
-    """The remedies that the run takes, in one text."""
-    return "; ".join(str(each) for each in taken(case, remedies(case)))
+    """The remedies that the run accepts, in one text."""
+    return "; ".join(map(str, accepted(case, remedies(case))))
 
 
-def taken(case: Case, remedies: Iterable[Remedy]) -> list[Remedy]:
-    """Those that the run takes."""
-    return [each for each in remedies if not each.words or case.accepts(each.words)]
+def accepted(case: Case, remedies: Iterable[Remedy]) -> list[Remedy]:
+    """The remedies that the run accepts."""
+    return [remedy for remedy in remedies if not remedy.words or case.accepts(remedy.words)]
 
 
-# --- parts ------------------------------------------------------------------------------------------------------------
+# --- single remedies --------------------------------------------------------------------------------------------------
 
 
-def another_recipe(case: Case, recipe: str, why: str) -> Iterator[Remedy]:
-    """A recipe for all linears if a flag gives it to them and the run takes that, else for the linear alone."""
+def other_recipe(case: Case, recipe: str, why: str) -> Iterator[Remedy]:
+    """Another recipe, for all linears if the run accepts the flag, else for the linear alone."""
     if not case.choice.is_quantized or recipe in case.choice.recipes:
         return
     for_all = Remedy(("--fp8-recipe", recipe), why)
-    if case.is_of_run and case.accepts(for_all.words):
+    if case.has_run_recipe and case.accepts(for_all.words):
         yield for_all
     elif case.linear is not None:
         yield Remedy(("--precision", f"{case.linear}={recipe}"), why)
 
 
-def recipes_of_blocks(case: Case) -> Iterator[Remedy]:
-    """Recipes in which few neighbours share a scale, and a look at what they would do. FP4 has shorter blocks."""
+def block_recipes(case: Case) -> Iterator[Remedy]:
+    """Recipes with block scales, and statistics of them. FP4 already has shorter blocks."""
     if any(recipe.family == "fp4" for recipe in case.recipes):
         yield from fallbacks(case)
         return
-    blocks = [recipe.name for recipe in reversed(registry.recipes("fp8")) if recipe.block_length]
-    tried = [recipe for recipe in blocks if case.accepts(("--fp8-what-if", recipe))]
-    if tried and case.config.logging.fp8_what_if is None:
-        yield Remedy(("--fp8-what-if", ",".join(tried)), " shows what recipes of blocks would do")
-    for recipe in blocks:
-        yield from another_recipe(case, recipe, ", whose blocks have scales of their own")
+    names = [recipe.name for recipe in reversed(registry.recipes("fp8")) if recipe.block_length]
+    what_if = [name for name in names if case.accepts(("--fp8-what-if", name))]
+    if what_if and case.config.logging.fp8_what_if is None:
+        yield Remedy(("--fp8-what-if", ",".join(what_if)), " shows what recipes of blocks would do")
+    for recipe in names:
+        yield from other_recipe(case, recipe, ", whose blocks have scales of their own")
 
 
-def high_precision(case: Case, gemms: Sequence[str] = GEMMS) -> Iterator[Remedy]:
-    """The linear, or some GEMMs of it, in the type of the weights."""
+def high_precision_linear(case: Case, gemms: Sequence[str] = GEMMS) -> Iterator[Remedy]:
+    """The linear, or some of its GEMMs, in the dtype of the weights."""
     if case.linear is not None and any(choice.recipe for choice in case.choice):
-        of = "" if len(gemms) == len(GEMMS) else f":{','.join(gemms)}"
+        suffix = "" if len(gemms) == len(GEMMS) else f":{','.join(gemms)}"
         dtype = derived.params_dtype(case.config.precision)
-        yield Remedy(("--precision", f"{case.linear}{of}={dtype}"), ", which takes it out of the recipe")
+        yield Remedy(("--precision", f"{case.linear}{suffix}={dtype}"), ", which takes it out of the recipe")
 
 
-def calmer_steps(case: Case) -> Iterator[Remedy]:
-    """Smaller steps, and a slower start."""
+def lower_learning_rate(case: Case) -> Iterator[Remedy]:
+    """A lower learning rate and a longer warm-up."""
     optimizer, training = case.config.optimizer, case.config.training
     if optimizer.lr is not None:
         yield Remedy(("--lr", f"{optimizer.lr / 2:g}"), ", half of what it is")
     if optimizer.lr_warmup_fraction is not None:
-        yield Remedy(("--lr-warmup-fraction", f"{LONGER_WARMUP * optimizer.lr_warmup_fraction:g}"))
-    elif training.train_samples is not None:
-        first = max(1, training.train_samples // FIRST_WARMUP_DIVISOR)
-        yield Remedy(("--lr-warmup-samples", str(LONGER_WARMUP * optimizer.lr_warmup_samples or first)))
-    elif training.train_iters is not None:
-        first = max(1, training.train_iters // FIRST_WARMUP_DIVISOR)
-        yield Remedy(("--lr-warmup-iters", str(LONGER_WARMUP * optimizer.lr_warmup_iters or first)))
+        yield Remedy(("--lr-warmup-fraction", f"{WARMUP_FACTOR * optimizer.lr_warmup_fraction:g}"))
+        return
+    for unit, length, warmup in (
+        ("samples", training.train_samples, optimizer.lr_warmup_samples),
+        ("iters", training.train_iters, optimizer.lr_warmup_iters),
+    ):
+        if length is not None:
+            longer = WARMUP_FACTOR * warmup or max(1, length // FIRST_WARMUP_DIVISOR)
+            yield Remedy((f"--lr-warmup-{unit}", str(longer)))
+            return
 
 
 def fallbacks(case: Case) -> Iterator[Remedy]:
-    """The recipes that the linear's own recipes name for when they are too coarse."""
+    """The fallbacks that the linear's recipes name."""
     for recipe in case.recipes:
         for name, why in recipe.fallbacks:
-            yield from another_recipe(case, name, why)
+            yield from other_recipe(case, name, why)
 
 
-def current_scales(case: Case) -> Iterator[Remedy]:
-    """Instead of delayed scaling's."""
+def current_scaling(case: Case) -> Iterator[Remedy]:
+    """Current scaling in place of delayed scaling."""
     if case.is_stateful:
         yield from fallbacks(case)
 
 
-def a_long_history(case: Case) -> Iterator[Remedy]:
-    """Delayed scales that keep room for what was large some steps ago."""
+def longer_amax_history(case: Case) -> Iterator[Remedy]:
+    """A longer amax history, whose scales leave room for amaxes of earlier steps."""
     if case.is_stateful:
-        length = max(LONG_HISTORY, 2 * case.config.precision.fp8_amax_history_len)
+        length = max(LONG_AMAX_HISTORY, 2 * case.config.precision.fp8_amax_history_len)
         words = ("--fp8-amax-history-len", str(length), "--fp8-amax-compute-algo", "max")
         yield Remedy(words, ", whose scales keep room")
 
 
-def statistics_of_numbers(case: Case) -> Iterator[Remedy]:
-    """What names a linear where nobody looks; in high precision it is the tensors of a recipe that is tried."""
+def more_statistics(case: Case) -> Iterator[Remedy]:
+    """Quantization statistics, which name the linear; in high precision those of a what-if recipe."""
     if case.config.logging.fp8_log_interval is None:
         is_quantized = precision_map.is_quantized(case.config.precision)
-        tried = () if is_quantized else ("--fp8-what-if", registry.stateless()[0].name)
-        words = ("--fp8-log-interval", str(STATISTICS_INTERVAL), *tried)
+        what_if = () if is_quantized else ("--fp8-what-if", registry.stateless()[0].name)
+        words = ("--fp8-log-interval", str(STATISTICS_INTERVAL), *what_if)
         yield Remedy(words, " names the first linear with such numbers")
 
 
-# --- of each finding --------------------------------------------------------------------------------------------------
+# --- remedies for each rule -------------------------------------------------------------------------------------------
 
 
-def of_bad_numbers(case: Case) -> Iterator[Remedy]:
-    """Against numbers that are not finite."""
-    yield from calmer_steps(case)
+def for_nonfinite_values(case: Case) -> Iterator[Remedy]:
+    """Non-finite values."""
+    yield from lower_learning_rate(case)
     clip = case.config.optimizer.clip_grad
     yield Remedy(("--clip-grad", f"{clip / 2:g}" if clip else "1"))
-    yield from current_scales(case)
-    yield from high_precision(case)
+    yield from current_scaling(case)
+    yield from high_precision_linear(case)
     if case.linear is None:
         yield Remedy(("--first-last-layers-bf16",))
-    yield from statistics_of_numbers(case)
+    yield from more_statistics(case)
 
 
-def of_saturation(case: Case) -> Iterator[Remedy]:
-    """Against scales that are too large for their values."""
-    yield from current_scales(case)
+def for_saturation(case: Case) -> Iterator[Remedy]:
+    """Quantization scales that are too large for their values."""
+    yield from current_scaling(case)
     if case.is_stateful:
         yield Remedy(("--fp8-margin", str(case.config.precision.fp8_margin + 1)))
-    yield from a_long_history(case)
+    yield from longer_amax_history(case)
     if any(recipe.family == "fp4" for recipe in case.recipes):
         yield from fallbacks(case)
-    yield from high_precision(case)
+    yield from high_precision_linear(case)
 
 
-def of_underflow(case: Case) -> Iterator[Remedy]:
-    """Against gradients that are too small for their scales."""
+def for_underflow(case: Case) -> Iterator[Remedy]:
+    """Gradients that are too small for their scales."""
     dgrad = case.choice.dgrad
     if dgrad.format == "e4m3":
         why = ", whose gradients reach further down"
-        if case.is_of_run:
+        if case.has_run_recipe:
             yield Remedy(("--fp8-format", "hybrid"), why)
         else:
             yield Remedy(("--precision", f"{case.linear}={dgrad.recipe}/hybrid"), why)
-    yield from recipes_of_blocks(case)
-    yield from high_precision(case, ("dgrad", "wgrad"))
+    yield from block_recipes(case)
+    yield from high_precision_linear(case, ("dgrad", "wgrad"))
 
 
-def of_noise(case: Case) -> Iterator[Remedy]:
-    """Against a recipe that leaves little of a tensor."""
+def for_noise(case: Case) -> Iterator[Remedy]:
+    """A recipe with a large error."""
     if any(recipe.family == "fp4" for recipe in case.recipes):
         yield Remedy(("--no-fp4-2d-weights",), ", which gives weights blocks of 16 values instead of 256")
-    yield from current_scales(case)
-    yield from recipes_of_blocks(case)
-    yield from high_precision(case)
+    yield from current_scaling(case)
+    yield from block_recipes(case)
+    yield from high_precision_linear(case)
 
 
-def of_moving_scales(case: Case) -> Iterator[Remedy]:
-    """Against amaxes that leap."""
-    yield from calmer_steps(case)
-    yield from current_scales(case)
+def for_moving_scales(case: Case) -> Iterator[Remedy]:
+    """Amaxes that jump between statistics steps."""
+    yield from lower_learning_rate(case)
+    yield from current_scaling(case)
 
 
-def of_stale_scales(case: Case) -> Iterator[Remedy]:
-    """Against delayed scales that no longer fit."""
-    yield from current_scales(case)
+def for_stale_scales(case: Case) -> Iterator[Remedy]:
+    """Delayed scales that no longer fit their tensors."""
+    yield from current_scaling(case)
     if case.config.precision.fp8_amax_history_len > 1:
         yield Remedy(("--fp8-amax-history-len", "1"), ", whose scales follow")
-    yield from a_long_history(case)
+    yield from longer_amax_history(case)
 
 
-def of_stalled_weights(case: Case) -> Iterator[Remedy]:
-    """Where steps leave a weight as it is: what may be behind it."""
+def for_stalled_weights(case: Case) -> Iterator[Remedy]:
+    """Updates that do not change a weight: the possible causes."""
     clip = ", --clip-grad" if case.config.optimizer.clip_grad else ""
     yield Remedy((), f"look at --lr and its schedule at this step{clip}, and whether gradients of the layer underflow")
 
 
-def of_outliers(case: Case) -> Iterator[Remedy]:
-    """Against a channel that takes the range from the others."""
-    yield from recipes_of_blocks(case)
+def for_outliers(case: Case) -> Iterator[Remedy]:
+    """A channel that uses up the range of the others."""
+    yield from block_recipes(case)
     yield Remedy(("--qk-layernorm",))
     decay = case.config.optimizer.weight_decay
     yield Remedy(("--weight-decay", f"{2 * decay:g}" if decay else "0.01"))
-    yield from high_precision(case)
+    yield from high_precision_linear(case)

@@ -1,13 +1,15 @@
-"""Statistics of tensors as numbers that ranks can add up, or take the largest of: one row a tensor.
+"""Table of tensor statistics that are reduced over ranks by sums and maxima, one row per tensor.
 
-Every rank has the same rows and fills those of its own layers, shards and samples. Two small reductions at the end of a
-step bring all of them to rank 0, whatever the layout: sums of counts and squares, and maxima of amaxes and scales.
+All ranks have the same rows. Each fills those of its own layers, shards and samples. At the end of a statistics step,
+two reductions bring the table to rank 0 under any parallel layout: sums of counts and squares, and maxima of amaxes and
+scales.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, Optional, Union
 
 import torch
@@ -18,51 +20,53 @@ from megafp8.metrics.quantization_error import RUN_VALUES, sqnr_db
 from megafp8.metrics.records import TensorStats
 
 LOCAL_DB_LIMIT = 60.0
-MAX_EXPONENTS = 33  # E5M2's 32 exponent fields, and the zeros
+MAX_EXPONENTS = 33  # the 32 exponent fields of E5M2, and zeros
 
-# Of weights: squared norms of weight and update, codes, and gradients of few sequences and of the whole batch.
-OF_WEIGHTS = ("weight", "update", "codes", "changed", "few_gradient", "all_gradient")
-# Of quantization. `compared` counts what the next five are of: without high precision there is nothing to compare.
-OF_VALUES = ("values", "non_finite", "compared", "nonzero", "underflow", "saturated", "signal", "noise", "local_db",
-             "local_runs")  # fmt: skip
-SUMS = {name: index for index, name in enumerate((*OF_WEIGHTS, *OF_VALUES))}
+# Of a weight: squared norms of weight and update, numbers of codes and of changed codes, and squared norms of the
+# gradients of a few sequences and of the whole batch.
+WEIGHT_SUMS = ("weight", "update", "codes", "changed", "few_gradient", "all_gradient")
+# Of quantization. `compared` counts the values behind the following fields; it is 0 without high-precision values.
+QUANTIZATION_SUMS = ("values", "non_finite", "compared", "nonzero", "underflow", "saturated", "signal", "noise",
+                     "local_db", "local_runs")  # fmt: skip
+SUMS = {name: index for index, name in enumerate((*WEIGHT_SUMS, *QUANTIZATION_SUMS))}
 NUM_SUMS = len(SUMS) + MAX_EXPONENTS
-OF_MAXIMA = ("amax", "quant_scale", "dequant_scale", "staleness")
-LARGEST = {name: index for index, name in enumerate((*OF_MAXIMA, "outlier"))}
+QUANTIZATION_MAXIMA = ("amax", "quant_scale", "dequant_scale", "staleness")
+MAXIMA = {name: index for index, name in enumerate((*QUANTIZATION_MAXIMA, "outlier"))}
 
-# The largest of these keys is the largest outlier's: octaves in units of 2^-10 above the channel's number, exact.
+# An outlier key holds octaves, in units of 2^-10, above the channel number. FP64 holds it exactly. The largest key is
+# that of the largest outlier.
 OCTAVE_UNITS, CHANNELS = 1 << 10, 1 << 24
 
 
-class TensorStatistics(NamedTuple):
-    """What a rank found of one tensor, on its device.
+class PartialStats(NamedTuple):
+    """Sums and maxima of one tensor on this rank and its device.
 
     Attributes:
-        sums: FP64, those of OF_VALUES, then codes by exponent, at most MAX_EXPONENTS.
-        largest: FP64, those of OF_MAXIMA; -inf where there is none.
-        channel_amax: FP32 [columns]; None where nobody asked for it.
+        sums: FP64, the QUANTIZATION_SUMS, then codes by exponent, at most MAX_EXPONENTS.
+        maxima: FP64, the QUANTIZATION_MAXIMA; -inf without a value.
+        channel_amax: FP32 [columns]; None if outliers are not wanted.
     """
 
     sums: Tensor
-    largest: Tensor
+    maxima: Tensor
     channel_amax: Optional[Tensor]
 
 
-def build_statistics(
+def build_partial_stats(
     sums: Mapping[str, Union[Tensor, float]],
-    largest: Mapping[str, Union[Tensor, float]],
+    maxima: Mapping[str, Union[Tensor, float]],
     exponents: Tensor,
     channel_amax: Optional[Tensor],
-) -> TensorStatistics:
-    """A tally from numbers by field; what is not there is 0, or -inf among the largest. Waits for the numbers."""
-    numbers = [float(sums.get(field, 0.0)) for field in OF_VALUES]
-    maxima = [float(largest.get(field, -math.inf)) for field in OF_MAXIMA]
-    sums_of_values, maxima_of_values = (exponents.new_tensor(each, dtype=torch.float64) for each in (numbers, maxima))
-    return TensorStatistics(torch.cat([sums_of_values, exponents.double()]), maxima_of_values, channel_amax)
+) -> PartialStats:
+    """`PartialStats` from values by field; missing sums are 0, missing maxima -inf. Synchronizes with the device."""
+    values = [float(sums.get(field, 0.0)) for field in QUANTIZATION_SUMS]
+    largest = [float(maxima.get(field, -math.inf)) for field in QUANTIZATION_MAXIMA]
+    as_tensor = partial(torch.tensor, dtype=torch.float64, device=exponents.device)
+    return PartialStats(torch.cat([as_tensor(values), exponents.double()]), as_tensor(largest), channel_amax)
 
 
 class StatisticsTable:
-    """Rows of sums and maxima, FP64 on the device until they are all copied to the host at once.
+    """Rows of sums and maxima in FP64, on the device until `to_host` copies all of them.
 
     Args:
         names: of the rows, the same on all ranks.
@@ -71,61 +75,62 @@ class StatisticsTable:
     def __init__(self, names: Sequence[str], device: torch.device):
         self.rows = {name: index for index, name in enumerate(names)}
         self.sums = torch.zeros(len(names), NUM_SUMS, dtype=torch.float64, device=device)
-        self.largest = torch.full((len(names), len(LARGEST)), -math.inf, dtype=torch.float64, device=device)
-        self.added: dict[str, TensorStatistics] = {}
+        self.maxima = torch.full((len(names), len(MAXIMA)), -math.inf, dtype=torch.float64, device=device)
+        self.pending: dict[str, PartialStats] = {}
         self.channels: dict[tuple[int, int], dict[str, Tensor]] = {}
 
-    def add(self, name: str, tally: TensorStatistics, first_channel: Optional[int] = None) -> None:
-        """Take note of what this rank found of a tensor.
+    def add(self, name: str, stats: PartialStats, first_channel: Optional[int] = None) -> None:
+        """Add the statistics of a tensor on this rank; `flush` brings them into the rows.
 
         Args:
-            first_channel: number of the first column, where the tensor is a part of the columns; None leaves outliers
-                out.
+            first_channel: number of the first column, if the tensor is a shard of the columns; None skips outliers.
         """
-        if name in self.added:
-            self.enter()
-        self.added[name] = tally
+        if name in self.pending:
+            self.flush()
+        self.pending[name] = stats
         if first_channel is not None:
-            assert tally.channel_amax is not None
-            self.channels.setdefault((len(tally.channel_amax), first_channel), {})[name] = tally.channel_amax
+            assert stats.channel_amax is not None
+            self.channels.setdefault((len(stats.channel_amax), first_channel), {})[name] = stats.channel_amax
 
-    def add_of_weights(self, field: str, names: Sequence[str], values: Union[Tensor, Sequence[float]]) -> None:
-        """Enter one field of some rows at once: FP64 [rows] on the device, or numbers."""
+    def add_weight_sums(self, field: str, names: Sequence[str], values: Union[Tensor, Sequence[float]]) -> None:
+        """Add to one field of some rows: FP64 [rows] on the device, or numbers."""
         if names:
             torch._foreach_add_([self.sums[self.rows[name], SUMS[field]] for name in names], list(values))
 
-    def enter(self) -> None:
-        """Bring what was added into its rows, all tensors together, since every operation takes the host time; and find
-        the outliers among the channels, those of one width together."""
-        if self.added:
-            start, rows = len(OF_WEIGHTS), [self.rows[name] for name in self.added]
-            sums, largest, _ = zip(*self.added.values(), strict=True)
-            of_sums = [self.sums[row, start : start + len(each)] for row, each in zip(rows, sums, strict=True)]
-            torch._foreach_add_(of_sums, list(sums))
-            torch._foreach_maximum_([self.largest[row, : len(OF_MAXIMA)] for row in rows], list(largest))
-        self.added = {}
+    def flush(self) -> None:
+        """Add the pending statistics to their rows and find the outlier channels.
+
+        All tensors, and all outlier searches of one width, share their operations, since each launch takes host time.
+        """
+        if self.pending:
+            start, rows = len(WEIGHT_SUMS), [self.rows[name] for name in self.pending]
+            sums, maxima, _ = zip(*self.pending.values(), strict=True)
+            targets = [self.sums[row, start : start + len(each)] for row, each in zip(rows, sums, strict=True)]
+            torch._foreach_add_(targets, list(sums))
+            torch._foreach_maximum_([self.maxima[row, : len(QUANTIZATION_MAXIMA)] for row in rows], list(maxima))
+        self.pending = {}
         for (_, first_channel), by_name in self.channels.items():
             keys = outlier_keys(torch.stack(list(by_name.values())), first_channel)
-            entries = [self.largest[self.rows[name], LARGEST["outlier"]] for name in by_name]
+            entries = [self.maxima[self.rows[name], MAXIMA["outlier"]] for name in by_name]
             torch._foreach_maximum_(entries, list(keys))
         self.channels = {}
 
     def reduce(self) -> None:
-        """Bring all ranks' parts to rank 0; all ranks call it."""
-        self.enter()
+        """Reduce the table to rank 0; a collective call."""
+        self.flush()
         dist.reduce(self.sums, dst=0, op=dist.ReduceOp.SUM)
-        dist.reduce(self.largest, dst=0, op=dist.ReduceOp.MAX)
+        dist.reduce(self.maxima, dst=0, op=dist.ReduceOp.MAX)
 
     def to_host(self) -> None:
-        """Copy everything to the host, which waits for the device once."""
-        self.sums, self.largest = torch.cat([self.sums, self.largest], dim=1).cpu().tensor_split([NUM_SUMS], dim=1)
+        """Copy the table to the host with one synchronization."""
+        self.sums, self.maxima = torch.cat([self.sums, self.maxima], dim=1).cpu().tensor_split([NUM_SUMS], dim=1)
 
     def total(self, names: Sequence[str], field: str) -> float:
         """Sum of a field over some rows."""
         return sum(self.sums[self.rows[name], SUMS[field]].item() for name in names)
 
     def stats(self, name: str, fmt: str, num_exponents: int) -> Optional[TensorStats]:
-        """A row as statistics; None if nobody saw the tensor.
+        """Statistics of a row; None if no rank added the tensor.
 
         Args:
             fmt: name of the number format.
@@ -133,27 +138,28 @@ class StatisticsTable:
         """
         row = self.rows[name]
         values = self.sums[row].tolist()
-        of = dict(zip(SUMS, values, strict=False))
-        top = dict(zip(LARGEST, self.largest[row].tolist(), strict=True))
-        if not of["values"]:
+        sums = dict(zip(SUMS, values, strict=False))
+        maxima = dict(zip(MAXIMA, self.maxima[row].tolist(), strict=True))
+        if not sums["values"]:
             return None
-        is_compared, scale_max, dequant_max = of["compared"] > 0, top["quant_scale"], top["dequant_scale"]
+        is_compared, scale_max, dequant_max = sums["compared"] > 0, maxima["quant_scale"], maxima["dequant_scale"]
         has_scale = scale_max > 0 and 0 < dequant_max < math.inf
+        octaves, channel = divmod(maxima["outlier"], CHANNELS)
         return TensorStats(
             format=fmt,
-            num_values=int(of["values"]),
-            num_non_finite=int(of["non_finite"]),
-            amax=top["amax"],
+            num_values=int(sums["values"]),
+            num_non_finite=int(sums["non_finite"]),
+            amax=maxima["amax"],
             quant_scale_min=1 / dequant_max if has_scale else None,
             quant_scale_max=scale_max if has_scale else None,
             scale_spread_octaves=math.log2(scale_max) + math.log2(dequant_max) if has_scale else None,
-            underflow_fraction=of["underflow"] / max(1, of["nonzero"]) if is_compared else None,
-            saturated_fraction=of["saturated"] / of["compared"] if is_compared else None,
-            sqnr_db=sqnr_db(of["signal"], of["noise"]) if is_compared else None,
-            mean_local_sqnr_db=of["local_db"] / of["local_runs"] if of["local_runs"] else None,
-            staleness_octaves=math.log2(top["staleness"]) if 0 < top["staleness"] < math.inf else None,
-            outlier_octaves=top["outlier"] // CHANNELS / OCTAVE_UNITS if top["outlier"] >= 0 else None,
-            outlier_channel=int(top["outlier"] % CHANNELS) if top["outlier"] >= 0 else None,
+            underflow_fraction=sums["underflow"] / max(1, sums["nonzero"]) if is_compared else None,
+            saturated_fraction=sums["saturated"] / sums["compared"] if is_compared else None,
+            sqnr_db=sqnr_db(sums["signal"], sums["noise"]) if is_compared else None,
+            mean_local_sqnr_db=sums["local_db"] / sums["local_runs"] if sums["local_runs"] else None,
+            staleness_octaves=math.log2(maxima["staleness"]) if 0 < maxima["staleness"] < math.inf else None,
+            outlier_octaves=octaves / OCTAVE_UNITS if maxima["outlier"] >= 0 else None,
+            outlier_channel=int(channel) if maxima["outlier"] >= 0 else None,
             exponent_counts=tuple(int(count) for count in values[len(SUMS) : len(SUMS) + num_exponents]),
         )
 
@@ -168,14 +174,14 @@ class StatisticsTable:
 
 
 def outlier_keys(channel_amax: Tensor, first_channel: int = 0) -> Tensor:
-    """The largest channel and how far it is above the median channel, as one FP64 number; -1 where the median is 0.
+    """Keys of the largest channel and its distance to the median channel; -1 if the median is 0.
 
     Args:
         channel_amax: FP32 [tensors, channels].
-        first_channel: number of the first one, where a rank has a part of the channels.
+        first_channel: number of the first one, if the rank has a shard of the channels.
 
     Returns:
-        [tensors].
+        FP64 [tensors].
     """
     largest = channel_amax.max(dim=1)
     median = channel_amax.sort(dim=1).values[:, (channel_amax.shape[1] - 1) // 2]  # torch.median is not deterministic
@@ -184,15 +190,15 @@ def outlier_keys(channel_amax: Tensor, first_channel: int = 0) -> Tensor:
     return torch.where(torch.isfinite(keys), keys, -1.0)
 
 
-def compare(values: Tensor, dequantized: Tensor, amax: Tensor) -> dict[str, Tensor]:
-    """Signal and noise of finite values, over all and over runs of neighbours.
+def error_sums(values: Tensor, dequantized: Tensor, amax: Tensor) -> dict[str, Tensor]:
+    """Signal and noise, over all values and over runs of neighbours.
 
     Args:
-        values, dequantized: FP32 [rows, columns].
-        amax: FP32 scalar, by which they are divided, so that no square over- or underflows.
+        values, dequantized: FP32 [rows, columns], finite.
+        amax: FP32 scalar that divides both, so that no square over- or underflows.
 
     Returns:
-        FP64 scalars by field: signal and noise in units of amax squared.
+        Scalars by field; signal and noise are FP64 in units of amax squared.
     """
     factor = torch.where(amax > 0, amax, 1.0).reciprocal().clamp_(max=torch.finfo(torch.float32).max)
     signal, noise = (_squares_of_runs(each) for each in (values * factor, (dequantized - values).mul_(factor)))
@@ -207,18 +213,17 @@ def compare(values: Tensor, dequantized: Tensor, amax: Tensor) -> dict[str, Tens
 
 
 def _squares_of_runs(tensor: Tensor) -> Tensor:
-    """Sums of the squares of runs of neighbours in a row, FP32; `tensor` is overwritten. A row's last run may be
-    shorter."""
+    """FP32 sums of squares over runs of neighbours in a row, the last of which may be shorter. Overwrites `tensor`."""
     padding = -tensor.shape[1] % RUN_VALUES
-    squares = tensor.square_() if not padding else torch.nn.functional.pad(tensor.square_(), (0, padding))
+    squares = torch.nn.functional.pad(tensor.square_(), (0, padding)) if padding else tensor.square_()
     return squares.view(-1, RUN_VALUES).sum(1)
 
 
 def exponent_counts(code_counts: Tensor, mantissa_bits: int, first_special_code: Optional[int]) -> Tensor:
-    """Codes by exponent.
+    """Counts of codes by exponent.
 
     Args:
-        code_counts: [codes], how often each occurs, the sign being the top bit.
+        code_counts: [codes], how often each code occurs; the sign is the top bit.
         first_special_code: smallest positive code that is infinity or NaN.
 
     Returns:

@@ -1,4 +1,4 @@
-"""How long a step and its parts take."""
+"""Timers of a training step and its parts."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Optional
 
 
 class StepTimer:
-    """A clock for one step after another, with named parts.
+    """Times steps and named parts of a step.
 
-    Each `start` begins a new step and forgets the parts of the one before. A part that is entered several times in
-    a step (once a microbatch, say) adds up.
+    Each `start` begins a new step and clears the parts. If a part is entered several times in a step, for example once
+    per microbatch, its times add up.
 
-    CUDA runs behind the host. `synchronize` is called before the clock is read at the ends of a step, so that the
-    step's time is the device's; around parts only with `synchronize_spans`, since waiting there slows the step.
-    Without it a part's time is the host's, and work still queued shows up in a later part.
+    CUDA runs asynchronously. `synchronize` is called before the clock is read at both ends of a step, so that the step
+    time is that of the device. Around parts it is called only with `synchronize_spans`, since that slows the step down.
+    Without it, parts have host times, and queued work counts in a later part.
     """
 
     def __init__(
@@ -28,8 +28,8 @@ class StepTimer:
     ):
         """
         Args:
-            synchronize: waits for the device; None where there is nothing to wait for.
-            clock: seconds, never going back.
+            synchronize: waits for the device; None without an asynchronous device.
+            clock: monotonic, in seconds.
         """
         self._synchronize = synchronize
         self._synchronize_spans = synchronize_spans
@@ -38,12 +38,12 @@ class StepTimer:
         self._spans_ms: dict[str, float] = {}
 
     def start(self) -> None:
-        """Begin a step."""
+        """Start a step."""
         self._spans_ms = {}
         self._started = self._read(self._synchronize is not None)
 
     def stop(self) -> float:
-        """End the step that `start` began. Returns its milliseconds."""
+        """Stop the step and return its time in milliseconds."""
         assert self._started is not None, "StepTimer.stop without start"
         elapsed_ms = (self._read(self._synchronize is not None) - self._started) * 1000
         self._started = None
@@ -51,7 +51,7 @@ class StepTimer:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Time the block as part `name` of the present step; an exception passes through and counts as its end."""
+        """Time the block as part `name` of the current step, also if it raises."""
         started = self._read(self._synchronize_spans)
         try:
             yield
@@ -61,7 +61,7 @@ class StepTimer:
 
     @property
     def spans_ms(self) -> dict[str, float]:
-        """Milliseconds of each part of the present or last step, in order of first use."""
+        """Milliseconds of each part of the current or last step, in order of first use."""
         return dict(self._spans_ms)
 
     def _read(self, synchronize: bool) -> float:

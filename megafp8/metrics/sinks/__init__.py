@@ -1,7 +1,7 @@
-"""Where records go. One rank writes; it builds a `Sinks` and hands it every record.
+"""Sinks that write the records of a run: records.jsonl, console, TensorBoard and Weights & Biases.
 
-`build_sinks` makes what the logging section asks for. The JSONL file is the record of truth and comes first; the
-console, TensorBoard and Weights & Biases show the same records to people.
+One rank writes. It builds a `Sinks` and passes it every record. records.jsonl comes first, since reports are made from
+it; the other sinks show the same records.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Optional, Protocol, TextIO
 
 from megafp8.config.schema import LoggingConfig
@@ -22,7 +21,7 @@ __all__ = ["ConsoleSink", "JsonlSink", "Sink", "Sinks", "TensorBoardSink", "Wand
 
 
 class Sink(Protocol):
-    """Takes records of every kind and leaves alone those that it has no use for."""
+    """Accepts records of every kind, and ignores those that it does not show."""
 
     def write(self, record: Record) -> None: ...
 
@@ -30,7 +29,7 @@ class Sink(Protocol):
 
 
 class Sinks:
-    """Hands each record to several sinks, in their order. Also a context manager, which closes them."""
+    """Passes each record to several sinks, in their order. As a context manager it closes them."""
 
     def __init__(self, sinks: Sequence[Sink]):
         self._sinks = tuple(sinks)
@@ -40,7 +39,7 @@ class Sinks:
             sink.write(record)
 
     def close(self) -> None:
-        """Close every sink, also when one of them fails; the failure is raised afterwards."""
+        """Close every sink, even if one of them raises; the exception is raised afterwards."""
         with ExitStack() as stack:
             for sink in reversed(self._sinks):
                 stack.callback(sink.close)
@@ -48,28 +47,23 @@ class Sinks:
     def __enter__(self) -> Sinks:
         return self
 
-    def __exit__(
-        self,
-        error_type: Optional[type[BaseException]],
-        error: Optional[BaseException],
-        traceback: Optional[TracebackType],
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def build_sinks(
     logging: LoggingConfig, *, run_folder: Optional[str], total_steps: int, stream: Optional[TextIO] = None
 ) -> Sinks:
-    """The sinks that the logging section asks for, on the rank that writes.
+    """Build the sinks of the logging section, on the rank that writes.
 
     Args:
-        run_folder: the run's own folder (--save). It gets records.jsonl and, unless --tensorboard-dir names another
-            place, tensorboard/. None: neither file is written.
+        run_folder: the run's folder (--save), for records.jsonl and, unless --tensorboard-dir is given, tensorboard/.
+            None: neither is written.
         total_steps: step at which the run ends, for the progress display.
-        stream: where console lines go; default standard output.
+        stream: of the console; default standard output.
 
     Raises:
-        CapabilityError: Weights & Biases is asked for and not installed.
+        CapabilityError: TensorBoard or Weights & Biases is needed and not installed.
     """
     sinks: list[Sink] = []
     if run_folder is not None:

@@ -1,4 +1,4 @@
-"""Progress for people: one plain line every few steps, and on a terminal a live bar below the lines."""
+"""Console output: one line every few steps, and on a terminal a progress bar below the lines."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ ETA_WINDOW_STEPS = 50
 class ConsoleSink:
     """Prints ` step 120/400 | loss 3.1234 | grad norm 1.23 | lr 3.00e-04 | 410 ms | 12.3k tok/s | ... | ETA 1:23`.
 
-    A line comes at the first step of the process, at every multiple of `log_interval` and at the last step. Loss,
-    time and rates are means over the steps since the line before; gradient norm and learning rate are the last
-    step's. The ETA is taken from the wall clock, so evaluations and checkpoints count.
+    A line is printed at the first step of the process, at every multiple of `log_interval` and at the last step. Loss,
+    time and rates are means over the steps since the previous line; gradient norm and learning rate are those of the
+    last step. The ETA uses wall-clock time, so evaluations and checkpoints count.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class ConsoleSink:
         """
         Args:
             total_steps: step at which the run ends.
-            progress_bar: None shows the bar where `stream` is a terminal.
+            progress_bar: whether to show the bar; None: if `stream` is a terminal.
             show_throughput: print TFLOP/s and MFU.
             stream: default standard output.
             clock: seconds; replaced in tests.
@@ -103,25 +103,26 @@ class ConsoleSink:
 
 
 def describe_run(record: RunRecord) -> str:
-    """What runs, on what, in one or two lines."""
+    """One line about the run: recipe, devices, parallel layout and model size."""
     axes = " ".join(f"{axis} {size}" for axis, size in record.layout.items())
-    parts = [f" run {record.config_hash[:8]}", record.recipe, f"{record.world_size} x {record.device_name} ({axes})"]
-    if record.num_threads is not None:
-        parts.append(f"{record.num_threads} threads a rank" if record.num_threads > 1 else "1 thread a rank")
-    if record.num_parameters is not None:
-        parts.append(f"{format_count(record.num_parameters)} parameters")
-    if record.resumed_from_step is not None:
-        parts.append(f"resumed from step {record.resumed_from_step}")
+    threads, parameters, step = record.num_threads, record.num_parameters, record.resumed_from_step
     peak = (record.peak_flops or {}).get(record.mfu_dtype or "")
-    if peak is not None:
-        parts.append(f"MFU against {peak / 1e12:g} TFLOP/s {record.mfu_dtype} ({record.peak_source})")
-    else:
-        parts.append("no MFU: the device's peak is not known")
-    return " | ".join(parts)
+    parts = [
+        f" run {record.config_hash[:8]}",
+        record.recipe,
+        f"{record.world_size} x {record.device_name} ({axes})",
+        "" if threads is None else f"{threads} thread{'s' if threads > 1 else ''} a rank",
+        "" if parameters is None else f"{format_count(parameters)} parameters",
+        "" if step is None else f"resumed from step {step}",
+        "no MFU: the device's peak is not known"
+        if peak is None
+        else f"MFU against {peak / 1e12:g} TFLOP/s {record.mfu_dtype} ({record.peak_source})",
+    ]
+    return " | ".join(filter(None, parts))
 
 
 def describe_steps(records: list[StepRecord], *, show_throughput: bool) -> str:
-    """One line over some consecutive steps; means as `ConsoleSink` says."""
+    """One line about consecutive steps, with the means that `ConsoleSink` describes."""
     last = records[-1]
     total_ms = sum(record.step_ms for record in records)
 
@@ -131,29 +132,25 @@ def describe_steps(records: list[StepRecord], *, show_throughput: bool) -> str:
             return None
         return sum(rate * record.step_ms for rate, record in zip(rates, records, strict=True)) / total_ms
 
-    parts = [f"loss {sum(record.loss for record in records) / len(records):.4f}"]
-    if last.grad_norm is not None:
-        parts.append(f"grad norm {last.grad_norm:.3g}")
-    parts.append(f"lr {last.learning_rate:.2e}")
-    if last.loss_scale is not None:
-        parts.append(f"loss scale {last.loss_scale:g}")
-    parts.append(f"{total_ms / len(records):.{0 if total_ms >= 100 * len(records) else 1}f} ms")
-    tokens_per_second = mean_rate("tokens_per_second")
-    if tokens_per_second is not None:
-        parts.append(f"{format_count(tokens_per_second)} tok/s")
-    tflops = mean_rate("model_tflops_per_device")
-    if show_throughput and tflops is not None:
-        parts.append(f"{tflops:.3g} TFLOP/s per device")
+    tokens_per_second, tflops = mean_rate("tokens_per_second"), mean_rate("model_tflops_per_device")
     mfu_fraction = mean_rate("mfu_fraction")
-    if show_throughput and mfu_fraction is not None:
-        parts.append(f"MFU {mfu_fraction:.1%}")
     num_skipped = sum(record.is_skipped for record in records)
-    if num_skipped:
-        parts.append(f"{num_skipped} skipped")
-    return " | ".join(parts)
+    parts = [
+        f"loss {sum(record.loss for record in records) / len(records):.4f}",
+        "" if last.grad_norm is None else f"grad norm {last.grad_norm:.3g}",
+        f"lr {last.learning_rate:.2e}",
+        "" if last.loss_scale is None else f"loss scale {last.loss_scale:g}",
+        f"{total_ms / len(records):.{0 if total_ms >= 100 * len(records) else 1}f} ms",
+        "" if tokens_per_second is None else f"{format_count(tokens_per_second)} tok/s",
+        f"{tflops:.3g} TFLOP/s per device" if show_throughput and tflops is not None else "",
+        f"MFU {mfu_fraction:.1%}" if show_throughput and mfu_fraction is not None else "",
+        f"{num_skipped} skipped" if num_skipped else "",
+    ]
+    return " | ".join(filter(None, parts))
 
 
 def describe_eval(record: EvalRecord) -> str:
+    """One line about an evaluation."""
     name = "validation" if record.split == "valid" else record.split
     return (
         f"{name} loss {record.loss:.4f} | perplexity {record.perplexity:.4g} | "

@@ -1,7 +1,7 @@
-"""The record of truth: a file that is only ever appended to, one JSON record a line.
+"""records.jsonl: an append-only file with one JSON record per line, the source of all reports.
 
-A killed run may leave half a line at the end. Nothing is ever rewritten: the next run ends that line and appends,
-so half a line can only stand last in the file or directly before a run record. Anywhere else it is damage.
+A killed run may leave a partial line at the end. The file is never rewritten: the next run terminates that line and
+appends. So a partial line is valid only at the end of the file or directly before a run record.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from megafp8.metrics.records import (
 from megafp8.utils.best_effort import LogFile
 from megafp8.utils.files import UnreadableFile, open_regular
 
-OF_STEPS = (StepRecord, QuantizationRecord, EvalRecord)
+STEP_RECORDS = (StepRecord, QuantizationRecord, EvalRecord)
 
 
 class JsonlSink:
     """Appends each record as one line.
 
-    A line is with the operating system when `write` returns, so it survives the death of the process. All but the
-    frequent step records are also forced to the disk, together with every line before them. While the disk is full or
-    gone, records wait in memory (`LogFile`); an event says how many did not fit.
+    The operating system has the line when `write` returns, so it survives the process. Records other than the frequent
+    step records are also synced to the disk, together with all lines before them. While the disk is full or missing,
+    records are kept in memory (`LogFile`); an event reports how many were lost.
     """
 
     def __init__(self, path: Union[str, Path]):
@@ -54,10 +54,10 @@ class JsonlSink:
 
 
 def read_records(path: Union[str, Path]) -> list[Record]:
-    """Every record of a file in the order written, superseded ones included; `current_records` drops those.
+    """All records of a file in file order, with superseded ones, which `current_records` removes.
 
     Raises:
-        DataError: a line is damaged that a killed run cannot have left; the text names file and line.
+        DataError: a line is damaged, other than by a killed run; the text names file and line.
     """
     records: list[Record] = []
     torn: Optional[DataError] = None
@@ -79,10 +79,10 @@ def read_records(path: Union[str, Path]) -> list[Record]:
 
 
 def current_records(records: list[Record]) -> list[Record]:
-    """What counts, after all resumptions: each step once, and no step that a resumption went back behind.
+    """The records that are valid after all resumptions.
 
-    Run and event records are all kept; they are history, not part of a curve. Of the other records the
-    last of each step (and split) is kept, unless a later run record resumed from before it.
+    All run and event records are kept. Of the others, the last one of each step (and split) is kept, unless a later run
+    record resumed from an earlier step.
     """
     kept: dict[tuple[str, int, str], Record] = {}
     for position, record in enumerate(records):
@@ -91,22 +91,22 @@ def current_records(records: list[Record]) -> list[Record]:
             kept = {
                 key: old
                 for key, old in kept.items()
-                if not (isinstance(old, OF_STEPS) and old.step > resumed_from_step)
+                if not (isinstance(old, STEP_RECORDS) and old.step > resumed_from_step)
             }
-        if isinstance(record, OF_STEPS):
+        if isinstance(record, STEP_RECORDS):
             key = (record.kind, record.step, getattr(record, "split", ""))
         else:
             key = (record.kind, position, "")
-        kept.pop(key, None)  # so that the newer record takes its place in the order of the file
+        kept.pop(key, None)  # the newer record has its own place in the file order
         kept[key] = record
     return list(kept.values())
 
 
 def lines_of(path: Union[str, Path]) -> list[bytes]:
-    """The lines of a records file, without their ends.
+    """The lines of a records file, without line feeds.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: the file cannot be read.
     """
     try:
         with open_regular(path) as stream:

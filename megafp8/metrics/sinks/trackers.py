@@ -1,11 +1,7 @@
-"""TensorBoard event files, in the format of tensorboard's own record writer: no torch and no TensorFlow in between.
+"""Sinks for TensorBoard and Weights & Biases, with the scalar names of Megatron-LM.
 
-tensorboard's `EventFileWriter` writes in a thread, which ends at the first error of the disk. Here events are records
-of a `LogFile`, which survives it.
-
-Weights & Biases, for those who have it.
-
-The numbers of a record under the names that users of Megatron-LM know from its TensorBoard.
+TensorBoard event files are written with tensorboard's record writer, without torch or TensorFlow. tensorboard's
+`EventFileWriter` is not used, because its thread ends at the first disk error. `LogFile` continues after one.
 """
 
 from __future__ import annotations
@@ -32,7 +28,7 @@ from megafp8.metrics.records import (
 )
 from megafp8.utils.best_effort import LogFile, Outage
 
-# As tensorboard's writer begins its files; readers ask for it.
+# First event of a file, which readers require.
 FILE_VERSION = "brain.Event:2"
 VERSUS_SAMPLES = ("lm loss", "learning-rate")
 
@@ -40,21 +36,15 @@ VERSUS_SAMPLES = ("lm loss", "learning-rate")
 class TensorBoardSink:
     """Writes scalars over steps; loss and learning rate also over samples, as Megatron-LM does.
 
-    A run record writes the configuration as a text, and on resumption tells TensorBoard to hide the points that
-    the run went back behind.
+    A run record writes the configuration as text. After a resumption TensorBoard hides the points of repeated steps.
     """
 
     def __init__(
-        self,
-        folder: Union[str, Path],
-        *,
-        log_interval: int = 1,
-        log_memory: bool = False,
-        log_timers: bool = False,
+        self, folder: Union[str, Path], *, log_interval: int = 1, log_memory: bool = False, log_timers: bool = False
     ):
         """
         Args:
-            log_interval: steps between points; evaluations and looks at quantization are always written.
+            log_interval: steps between points; evaluations and quantization statistics are always written.
 
         Raises:
             CapabilityError: the package tensorboard is not installed.
@@ -69,8 +59,8 @@ class TensorBoardSink:
             ) from error
         self._event_pb2, self._summary_pb2 = event_pb2, summary_pb2
         self._tensor_pb2, self._tensor_shape_pb2 = tensor_pb2, tensor_shape_pb2
-        self._framed = io.BytesIO()
-        self._record_writer = RecordWriter(self._framed)
+        self._buffer = io.BytesIO()
+        self._record_writer = RecordWriter(self._buffer)
         seconds, nanoseconds = divmod(time.time_ns(), 10**9)
         name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.{nanoseconds:09d}"
         self._file = LogFile(Path(folder) / name, "TensorBoard events", is_text=False)
@@ -99,14 +89,14 @@ class TensorBoardSink:
         first_step = (record.resumed_from_step or 0) + 1
         session = self._event_pb2.SessionLog(status=self._event_pb2.SessionLog.START)
         self._add_event(first_step, is_header=True, session_log=session)
-        self._add_text("config", "```\n" + json.dumps(record.config, indent=2, default=str) + "\n```", first_step)
+        self._add_text("config", f"```\n{json.dumps(record.config, indent=2, default=str)}\n```", first_step)
 
     def _add_scalars(self, values: dict[str, float], step: int) -> None:
         items = [self._summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._add_event(step, summary=self._summary_pb2.Summary(value=items))
 
     def _add_histograms(self, record: QuantizationRecord) -> None:
-        """Codes by exponent, `fp8/exponents/TENSOR`."""
+        """Write the histograms of codes by exponent, `fp8/exponents/TENSOR`."""
         items = []
         for name, stats in record.tensors.items():
             edges, counts = exponent_edges(stats), stats.exponent_counts
@@ -138,16 +128,16 @@ class TensorBoardSink:
     def _add_event(self, step: int, *, is_header: bool = False, **content: Any) -> None:
         event = self._event_pb2.Event(wall_time=time.time(), step=step, **content)
         self._record_writer.write(event.SerializeToString())
-        self._file.append(self._framed.getvalue(), is_header=is_header)
-        self._framed.seek(0)
-        self._framed.truncate()
+        self._file.append(self._buffer.getvalue(), is_header=is_header)
+        self._buffer.seek(0)
+        self._buffer.truncate()
 
 
 class WandbSink:
-    """Logs every step, look at quantization and evaluation to one W&B run; the run record becomes its configuration.
+    """Logs every step, quantization statistics and evaluation to one W&B run, with the run record as configuration.
 
-    Best effort: the service, the network and the disk may fail in ways that only wandb knows, so every exception of it
-    is reported and counted.
+    Best effort: wandb raises many kinds of exceptions for failures of the service, network or disk. All of them are
+    reported and counted, and none stops the run.
     """
 
     def __init__(
@@ -175,7 +165,7 @@ class WandbSink:
     def write(self, record: Record) -> None:
         if isinstance(record, EventRecord):
             return
-        if self._run is None:  # another attempt would hold training up until it times out
+        if self._run is None:  # another wandb.init would block training until it times out
             self._outage.lose(1)
             return
         try:
@@ -193,11 +183,11 @@ class WandbSink:
                 self._outage.failed(error)
         self._outage.close()
 
-    def _log(self, record: Record) -> None:
+    def _log(self, record: Union[RunRecord, StepRecord, QuantizationRecord, EvalRecord]) -> None:
         if isinstance(record, RunRecord):
             self._run.config.update(dataclasses.asdict(record), allow_val_change=True)
             return
-        # W&B keeps a row open until a later step arrives, so an evaluation joins the row of its step.
+        # W&B keeps a row open until a later step arrives, so an evaluation is added to the row of its step.
         values: dict[str, Any] = dict(scalars(record))
         if isinstance(record, QuantizationRecord):
             values |= {
@@ -210,23 +200,23 @@ class WandbSink:
 
 
 EVAL_NAMES = {"valid": "validation", "test": "test"}
-OF_TENSORS = ("amax", "num_non_finite", "quant_scale_min", "quant_scale_max", "scale_spread_octaves",
-              "underflow_fraction", "saturated_fraction", "sqnr_db", "mean_local_sqnr_db", "staleness_octaves",
-              "outlier_octaves", "update_to_weight", "codes_changed_fraction")  # fmt: skip
-OF_STATISTICS = ("gradient_signal", "gradient_noise", "gradient_noise_scale", "gradient_snr", "update_to_weight",
-            "codes_changed_fraction")  # fmt: skip
+TENSOR_FIELDS = ("amax", "num_non_finite", "quant_scale_min", "quant_scale_max", "scale_spread_octaves",
+                 "underflow_fraction", "saturated_fraction", "sqnr_db", "mean_local_sqnr_db", "staleness_octaves",
+                 "outlier_octaves", "update_to_weight", "codes_changed_fraction")  # fmt: skip
+MODEL_FIELDS = ("gradient_signal", "gradient_noise", "gradient_noise_scale", "gradient_snr", "update_to_weight",
+                "codes_changed_fraction")  # fmt: skip
 
 
 def scalars(
     record: Union[StepRecord, QuantizationRecord, EvalRecord], *, with_memory: bool = True, with_timers: bool = True
 ) -> dict[str, float]:
-    """Scalars of one record, without those that were not measured: those of tensors under `fp8/FIELD/TENSOR`, those of
-    recipes that were tried under `what-if/RECIPE/FIELD/TENSOR`.
+    """The measured scalars of one record.
 
-    Units: "iteration-time" and the timers in seconds, "throughput" in TFLOP/s of one device, as in Megatron-LM.
+    Quantization statistics are named `fp8/FIELD/TENSOR`, those of what-if recipes `what-if/RECIPE/FIELD/TENSOR`.
+    "iteration-time" and the timers are in seconds, "throughput" in TFLOP/s per device, as in Megatron-LM.
     """
     if isinstance(record, QuantizationRecord):
-        return dict(_of_statistics(record))
+        return dict(_quantization_scalars(record))
     if isinstance(record, EvalRecord):
         name = f"lm loss {EVAL_NAMES[record.split]}"
         return {name: record.loss, f"{name} ppl": record.perplexity}
@@ -250,20 +240,18 @@ def scalars(
     return {name: float(value) for name, value in values.items() if value is not None}
 
 
-def _of_statistics(record: QuantizationRecord) -> Iterator[tuple[str, float]]:
-    named = [("fp8", record.tensors), *((f"what-if/{name}", tensors) for name, tensors in record.what_if.items())]
-    for prefix, tensors in named:
+def _quantization_scalars(record: QuantizationRecord) -> Iterator[tuple[str, float]]:
+    recipes = {"fp8": record.tensors} | {f"what-if/{name}": tensors for name, tensors in record.what_if.items()}
+    for prefix, tensors in recipes.items():
         for tensor, stats in tensors.items():
-            for field in OF_TENSORS:
+            for field in TENSOR_FIELDS:
                 if (value := getattr(stats, field)) is not None:
                     yield f"{prefix}/{field}/{tensor}", float(value)
-    for field in OF_STATISTICS:
-        value: Optional[float] = getattr(record, field)
-        if value is not None:
+    for field in MODEL_FIELDS:
+        if (value := getattr(record, field)) is not None:
             yield f"fp8/{field}", value
 
 
 def exponent_edges(stats: TensorStats) -> list[float]:
-    """Edges of the bins of `exponent_counts`, one more than there are: zeros at -1, subnormals at 0, then the exponent
-    fields."""
+    """Edges of the bins of `exponent_counts`: zeros are at -1, subnormals at 0, then the exponent fields."""
     return [index - 1.5 for index in range(len(stats.exponent_counts) + 1)]

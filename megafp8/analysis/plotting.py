@@ -1,0 +1,56 @@
+"""Shared parts of all figures: colours, figure set-up, axes style and saving.
+
+matplotlib is imported where a figure is made, so that modules which only may draw start without it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Union
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+COLORS = ("#e8590c", "#1971c2", "#2f9e44", "#9c36b5", "#c2255c", "#0c8599", "#f08c00")
+GRAY = "#868e96"
+GRID_COLOR = "#e9ecef"
+
+
+def new_figure(width_inches: float, height_inches: float, dpi: int = 100) -> Figure:
+    """An empty figure with a white background, which lays its axes out by itself."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width_inches, height_inches), dpi=dpi, layout="constrained", facecolor="white")
+
+
+def save_figure(figure: Figure, path: Union[str, Path]) -> Path:
+    """Write a figure in the format of the file's suffix; the folder is created."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path
+
+
+def style_axes(
+    axes: Axes,
+    title: str = "",
+    *,
+    grid_axis: Literal["both", "x", "y"] = "both",
+    grid_color: str = GRID_COLOR,
+    text_color: str = "black",
+) -> None:
+    """Set the title, draw the grid behind the data and remove the top and right spines."""
+    if title:
+        axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=text_color)
+    axes.grid(True, axis=grid_axis, color=grid_color)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def use_si_prefixes(axis: Axis) -> None:
+    """Label the ticks of an axis with k, M, G and so on."""
+    from matplotlib.ticker import EngFormatter
+
+    axis.set_major_formatter(EngFormatter(sep=""))
