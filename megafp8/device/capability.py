@@ -1,7 +1,7 @@
-"""Which layer implementation and which FP8 recipe run on a machine, natively or emulated, and why not.
+"""Capabilities of a machine: which layer implementation and which recipes run on it, native or emulated, and why not.
 
-A `Target` describes the machine: this one, or one that is not here (`--target h200`), so that a dry run on a laptop
-gives the answers of the cluster.
+A `Target` describes this machine, or another one (`--target h200`), so that a dry run on a laptop gives the same result
+as on the cluster.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ ATTENTION_BACKENDS = {
 
 @dataclass(frozen=True)
 class Target:
-    """A machine, as far as legality goes.
+    """The properties of a machine that decide which configurations it can run.
 
     Attributes:
         name: `cpu`, `h200`, or the device's own name.
         kind: `cuda` or `cpu`.
-        compute_capability: major and minor, None on a CPU.
-        transformer_engine: its version, None where it is not installed.
-        problem: why Transformer Engine cannot be used although it is there; None if it can.
+        compute_capability: major and minor; None on a CPU.
+        transformer_engine: version of Transformer Engine; None if it is not installed.
+        problem: why an installed Transformer Engine cannot be used; None if it can.
     """
 
     name: str
@@ -58,12 +58,12 @@ TARGETS = {
 
 
 def transformer_engine_version() -> tuple[Optional[str], Optional[str]]:
-    """Version of the installed Transformer Engine and what is wrong with it, without importing it."""
+    """Version and problem of the installed Transformer Engine, without importing it."""
     try:
         version = importlib.metadata.version("transformer-engine")
     except importlib.metadata.PackageNotFoundError:
         return None, None
-    if not has_torch_part():
+    if not has_te_torch_extension():
         return None, (
             f"transformer-engine {version} is installed without its torch part, and megatron-core refuses to be "
             "imported beside it: pip install 'transformer-engine[pytorch]', or pip uninstall transformer-engine"
@@ -71,8 +71,8 @@ def transformer_engine_version() -> tuple[Optional[str], Optional[str]]:
     return version, None
 
 
-def has_torch_part() -> bool:
-    """Whether the extension module for torch is there: beside the package (built from source) or in its wheel_lib."""
+def has_te_torch_extension() -> bool:
+    """Whether the extension module for torch exists: next to the package (built from source), or in its wheel_lib."""
     package = importlib.util.find_spec("transformer_engine")
     if package is None:
         return False
@@ -81,8 +81,15 @@ def has_torch_part() -> bool:
     return any(next(place.glob("transformer_engine_torch*.so"), None) for place in places)
 
 
+def count_gpus() -> int:
+    """Return the number of GPUs that this process may use, without creating a CUDA context."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def detect_target() -> Target:
-    """This machine. The one function here that asks torch: the others answer where there is none, or a broken one."""
+    """This machine. Only this function needs torch; the others work if torch is missing or broken."""
     import torch
 
     from megafp8.device.platform import cpu_name
@@ -94,44 +101,45 @@ def detect_target() -> Target:
 
 
 def resolve_implementation(config: RunConfig, target: Target) -> str:
-    """`transformer_engine`, `emulated` or `local`: what `--transformer-impl` means on this target.
+    """Resolve `--transformer-impl` on this target to `transformer_engine`, `emulated` or `local`.
 
-    `auto` is Transformer Engine where it is installed and has all recipes as the precision map spreads them; with
-    --no-emulation also where it has not, which then is a problem.
+    `auto` is Transformer Engine if it is installed and has all recipes in the combination that the precision map needs.
+    With --no-emulation it is Transformer Engine even if it lacks some, which is then a problem.
     """
     precision = config.precision
     if precision.transformer_impl != "auto":
         return precision.transformer_impl
     if target.kind != "cuda" or not target.transformer_engine:
         return "emulated"
-    has_all = not recipe_obstacles(precision, target) and not map_obstacles(config)
-    return "transformer_engine" if has_all or not precision.emulation else "emulated"
+    is_supported = not recipe_obstacles(precision, target) and not precision_map_obstacles(config)
+    return "transformer_engine" if is_supported or not precision.emulation else "emulated"
 
 
 def emulation_notices(config: RunConfig, target: Target) -> list[str]:
-    """Why `auto` emulates layers on a GPU that has Transformer Engine; nothing where it does not, or was told to."""
-    is_choice = config.precision.transformer_impl == "auto" and target.transformer_engine is not None
-    if not is_choice or target.kind != "cuda" or resolve_implementation(config, target) != "emulated":
+    """Why `auto` emulates layers on a GPU with Transformer Engine; empty if it does not, or if that was requested."""
+    is_automatic = config.precision.transformer_impl == "auto" and target.transformer_engine is not None
+    if not is_automatic or target.kind != "cuda" or resolve_implementation(config, target) != "emulated":
         return []
     return [
         f"all layers are emulated because of {text}; --no-emulation refuses instead"
-        for text in recipe_obstacles(config.precision, target) + map_obstacles(config)
+        for text in recipe_obstacles(config.precision, target) + precision_map_obstacles(config)
     ]
 
 
-def problems(config: RunConfig, target: Target) -> list[str]:
-    """Everything in the configuration that the target cannot do, each with the mend."""
+def capability_problems(config: RunConfig, target: Target) -> list[str]:
+    """Everything in the configuration that the target does not support, with fixes."""
     implementation = resolve_implementation(config, target)
     found = [target.problem] if target.problem else []
     found += implementation_problems(config, target, implementation)
     found += recipe_problems(config.precision, target, implementation)
     if implementation == "transformer_engine":
-        found += map_problems(config) + fp8_attention_problems(config, target)
+        found += [f"{text}; change it, or give --transformer-impl emulated" for text in precision_map_obstacles(config)]
+        found += fp8_attention_problems(config, target)
     return found
 
 
 def package_problems(logging: LoggingConfig) -> list[str]:
-    """Packages that were asked for and are not installed here."""
+    """Requested packages that are not installed on this machine."""
     if logging.wandb_project and importlib.util.find_spec("wandb") is None:
         return [
             f"--wandb-project {logging.wandb_project}: needs the package wandb, which is not installed; "
@@ -141,7 +149,7 @@ def package_problems(logging: LoggingConfig) -> list[str]:
 
 
 def implementation_problems(config: RunConfig, target: Target, implementation: str) -> list[str]:
-    """Layers, attention and collectives that the target lacks."""
+    """Layers, attention backends and collectives that the target does not support."""
     found = []
     if implementation == "transformer_engine" and target.kind == "cpu":
         found.append(
@@ -168,49 +176,45 @@ def implementation_problems(config: RunConfig, target: Target, implementation: s
             if entry.lower() == NCCL_BUFFERS
         ]
     if implementation != "transformer_engine":
-        found += needs_transformer_engine(config, target, implementation)
+        found += te_only_options(config, target, implementation)
     return found
 
 
-def needs_transformer_engine(config: RunConfig, target: Target, implementation: str) -> list[str]:
-    """Options that only Transformer Engine's layers and optimizer have. Its loss takes any layers' logits."""
-    precision, asked = config.precision, []
-    if precision.use_transformer_engine_op_fuser:
-        asked.append("--use-transformer-engine-op-fuser")
-    if precision.residual_norm_fusion:
-        asked.append("--residual-norm-fusion")
-    if precision.swiglu_quantize_fusion:
-        asked.append("--swiglu-quantize-fusion")
-    if precision.quantize_kernels is not None:
-        asked.append(f"--quantize-kernels {precision.quantize_kernels}")
-    if precision.split_rope_fusion:
-        asked.append("--split-rope-fusion")
-    has_its_loss = target.kind == "cuda" and target.transformer_engine is not None
-    if precision.cross_entropy_loss_fusion and precision.cross_entropy_fusion_impl == "te" and not has_its_loss:
-        asked.append("--cross-entropy-fusion-impl te")
-    if config.parallel.tp_comm_overlap:
-        asked.append("--tp-comm-overlap")
-    if config.optimizer.use_precision_aware_optimizer:
-        asked.append("--use-precision-aware-optimizer")
-    if config.model.window_size is not None:
-        asked.append("--window-size")
-    if precision.fp8_dot_product_attention:
-        asked.append("--fp8-dot-product-attention")
-    if derived.has_step_graph(config):
-        asked.append(f"--cuda-graph-impl {config.training.cuda_graph_impl}")
-    return [f"{flag}: needs --transformer-impl transformer_engine, this run has {implementation}" for flag in asked]
+def te_only_options(config: RunConfig, target: Target, implementation: str) -> list[str]:
+    """Problems of options that only Transformer Engine's layers and optimizer support."""
+    precision = config.precision
+    # Transformer Engine's loss also works with the logits of emulated layers.
+    has_te_loss = target.kind == "cuda" and target.transformer_engine is not None
+    uses_te_loss = precision.cross_entropy_loss_fusion and precision.cross_entropy_fusion_impl == "te"
+    options = {
+        "--use-transformer-engine-op-fuser": precision.use_transformer_engine_op_fuser,
+        "--residual-norm-fusion": precision.residual_norm_fusion,
+        "--swiglu-quantize-fusion": precision.swiglu_quantize_fusion,
+        f"--quantize-kernels {precision.quantize_kernels}": precision.quantize_kernels is not None,
+        "--split-rope-fusion": precision.split_rope_fusion,
+        "--cross-entropy-fusion-impl te": uses_te_loss and not has_te_loss,
+        "--tp-comm-overlap": config.parallel.tp_comm_overlap,
+        "--use-precision-aware-optimizer": config.optimizer.use_precision_aware_optimizer,
+        "--window-size": config.model.window_size is not None,
+        "--fp8-dot-product-attention": precision.fp8_dot_product_attention,
+        f"--cuda-graph-impl {config.training.cuda_graph_impl}": derived.uses_cuda_graph(config),
+    }
+    return [
+        f"{flag}: needs --transformer-impl transformer_engine, this run has {implementation}"
+        for flag, is_requested in options.items() if is_requested
+    ]  # fmt: skip
 
 
 def recipe_problems(precision: PrecisionConfig, target: Target, implementation: str) -> list[str]:
-    """Why recipes do not run, those that do not."""
-    flags = {recipe: precision_map.asked_by(precision, recipe) for recipe in precision_map.used_recipes(precision)}
-    if not flags or implementation == "local":  # which quantizes nowhere: a rule of the settings alone
+    """Problems of recipes that do not run on the target."""
+    flags = {recipe: precision_map.recipe_source(precision, recipe) for recipe in precision_map.used_recipes(precision)}
+    if not flags or implementation == "local":  # `local` layers do not quantize; a rule of the settings covers that
         return []
     if implementation == "emulated":
         found = []
         if not precision.emulation:
             names = ", ".join(flags.values())
-            found.append(f"--no-emulation: {names} would be emulated on {target.name}; {fix_for(target, False)}")
+            found.append(f"--no-emulation: {names} would be emulated on {target.name}; {recipe_fix(target, False)}")
         two_copies = [flag for recipe, flag in flags.items() if not registry.get(recipe).supports_param_gather]
         if precision.fp8_param_gather and two_copies:
             known = ", ".join(recipe.name for recipe in registry.recipes() if recipe.supports_param_gather)
@@ -220,38 +224,33 @@ def recipe_problems(precision: PrecisionConfig, target: Target, implementation: 
                 f"out, or give --fp8-recipe {known}"
             )
         return found
-    mend = fix_for(target, precision.emulation)
-    return emulated_only(precision) + [f"{text}; {mend}" for text in recipe_obstacles(precision, target)]
+    fix = recipe_fix(target, precision.emulation)
+    return emulated_only_options(precision) + [f"{text}; {fix}" for text in recipe_obstacles(precision, target)]
 
 
 def recipe_obstacles(precision: PrecisionConfig, target: Target) -> list[str]:
-    """The recipes that Transformer Engine does not run on a GPU of this compute capability; none without a GPU."""
+    """Recipes that Transformer Engine does not support on the target's compute capability; empty without a GPU."""
     capability, found = target.compute_capability, []
     for recipe in derived.used_recipes(precision):
         if capability is None or recipe.is_native(capability):
             continue
-        asked = precision_map.asked_by(precision, recipe.name)
+        asked = precision_map.recipe_source(precision, recipe.name)
         if not recipe.native_capabilities:
             found.append(f"{asked}: Transformer Engine does not have this recipe")
             continue
         ranges = " or ".join(
-            version_text(since) + (f" and below {version_text(end)}" if end < ANY_LATER else "")
+            capability_text(since) + (f" and below {capability_text(end)}" if end < ANY_LATER else "")
             for since, end in recipe.native_capabilities
         )
-        found.append(f"{asked}: needs compute capability {ranges}, {target.name} has {version_text(capability)}")
+        found.append(f"{asked}: needs compute capability {ranges}, {target.name} has {capability_text(capability)}")
     return found
 
 
-def map_problems(config: RunConfig) -> list[str]:
-    """What Transformer Engine cannot do of a precision map, with the mend."""
-    return [f"{text}; change it, or give --transformer-impl emulated" for text in map_obstacles(config)]
+def precision_map_obstacles(config: RunConfig) -> list[str]:
+    """Parts of a precision map that Transformer Engine does not support, each with the first linear that needs it.
 
-
-def map_obstacles(config: RunConfig) -> list[str]:
-    """What Transformer Engine cannot do of a precision map, each thing once with the first linear that asks for it.
-
-    It quantizes a linear under the recipe of the context that the linear runs in. That has one recipe for all three
-    GEMMs, or (`backward_override`, in recipes without a memory) leaves both of the backward pass in high precision.
+    Transformer Engine quantizes a linear under the recipe of the surrounding context. This is one recipe for all three
+    GEMMs. Stateless recipes can leave dgrad and wgrad in high precision (`backward_override`).
     """
     precision = config.precision
     if config.model.num_layers is None or not precision_map.is_quantized(precision):
@@ -263,37 +262,37 @@ def map_obstacles(config: RunConfig) -> list[str]:
     resolved = precision_map.resolve(config.model, precision)
     for name in precision_map.changed_linears(config.model, precision):
         chosen = resolved[name]
-        said = f"the precision map gives {name} {chosen}"
+        entry = f"the precision map gives {name} {chosen}"
         if is_delayed and name != OUTPUT_LAYER:
-            found.setdefault("history", f"{said}: {_BY_BLOCK}")
+            found.setdefault("history", f"{entry}: {_BY_BLOCK}")
         elif any(registry.get(recipe).is_stateful for recipe in chosen.recipes):
-            found.setdefault("history", f"{said}: {_NOT_SAVED}")
+            found.setdefault("history", f"{entry}: {_NOT_SAVED}")
         elif name == OUTPUT_LAYER and config.model.share_embeddings_and_output_weights:
             found[OUTPUT_LAYER] = (
-                f"{said}: Transformer Engine's linear has a weight of its own, and the output layer has the "
+                f"{entry}: Transformer Engine's linear has a weight of its own, and the output layer has the "
                 "embedding's without --untie-embeddings-and-output-weights"
             )
         elif not has_te_recipe(chosen):
-            found.setdefault("mix", f"{said}: Transformer Engine has one recipe for all three, or high precision for "
+            found.setdefault("mix", f"{entry}: Transformer Engine has one recipe for all three, or high precision for "
                              "the backward pass")  # fmt: skip
         if precision.fp8_param_gather:
-            found.setdefault("weights", f"--fp8-param-gather: {said}, and Transformer Engine makes FP8 weights by one "
+            found.setdefault("weights", f"--fp8-param-gather: {entry}, and Transformer Engine makes FP8 weights by one "
                              "recipe only")  # fmt: skip
         if precision.use_transformer_engine_op_fuser and name.endswith(precision_map.MLP_LINEARS):
-            found.setdefault("fuser", f"--use-transformer-engine-op-fuser: {said}, and fused ones have one recipe")
+            found.setdefault("fuser", f"--use-transformer-engine-op-fuser: {entry}, and fused ones have one recipe")
     return list(found.values())
 
 
 def fp8_attention_problems(config: RunConfig, target: Target) -> list[str]:
-    """Why the target has no kernel for training with attention in FP8.
+    """Why the target has no kernel for FP8 attention.
 
-    Hopper's are for heads of 128 channels (`nvte_get_fused_attn_backend`, release 2.20).
+    Hopper has kernels for a head dimension of 128 (`nvte_get_fused_attn_backend`, Transformer Engine 2.20).
     """
     model, capability, flag = config.model, target.compute_capability, "--fp8-dot-product-attention"
     if not config.precision.fp8_dot_product_attention or capability is None:
         return []
     if capability[0] != 9:
-        has = f"{target.name} has {version_text(capability)}"
+        has = f"{target.name} has {capability_text(capability)}"
         return [f"{flag}: is for compute capability 9.0 so far, {has}; remove it"]
     if model.hidden_size and model.num_attention_heads and (channels := derived.kv_channels(model)) != 128:
         return [f"{flag}: on {target.name} heads have 128 channels, not {channels}; give --kv-channels 128"]
@@ -301,12 +300,12 @@ def fp8_attention_problems(config: RunConfig, target: Target) -> list[str]:
 
 
 def has_te_recipe(chosen: LinearChoice) -> bool:
-    """Whether Transformer Engine has a recipe for these three GEMMs."""
+    """Whether Transformer Engine supports this combination of recipes for the three GEMMs."""
     return chosen.dgrad == chosen.wgrad and (chosen.dgrad == chosen.fprop or chosen.dgrad.recipe is None)
 
 
 def environment_notices(precision: PrecisionConfig, implementation: str) -> list[str]:
-    """Where the environment makes Transformer Engine's recipe another than the one that the settings resolve to."""
+    """Environment variables that change Transformer Engine's recipe from what the settings resolve to."""
     if implementation != "transformer_engine":
         return []
     found = []
@@ -321,13 +320,13 @@ def environment_notices(precision: PrecisionConfig, implementation: str) -> list
 
 
 def native_recipes(target: Target) -> list[str]:
-    """The recipes that Transformer Engine runs on a target."""
+    """Recipes that Transformer Engine supports on the target."""
     is_there = target.kind == "cuda" and target.transformer_engine is not None
     return [each.name for each in registry.recipes() if is_there and each.is_native(target.compute_capability)]
 
 
-def emulated_only(precision: PrecisionConfig) -> list[str]:
-    """Choices of number formats that Transformer Engine does not leave to its caller."""
+def emulated_only_options(precision: PrecisionConfig) -> list[str]:
+    """Problems of number format options that Transformer Engine does not offer."""
     by_environment = "Transformer Engine decides by its environment; leave the flag out"
     asked = {
         "--fp8-format e5m2": (
@@ -355,13 +354,13 @@ def emulated_only(precision: PrecisionConfig) -> list[str]:
     ]
 
 
-def fix_for(target: Target, may_emulate: bool) -> str:
-    """What to do instead of a recipe that the device lacks."""
+def recipe_fix(target: Target, may_emulate: bool) -> str:
+    """Alternatives to a recipe that the target does not support."""
     native = native_recipes(target)
     emulated = "--transformer-impl emulated runs every recipe" if may_emulate else "leave --no-emulation out"
     return f"native here: {', '.join(native)}; {emulated}" if native else f"no recipe is native here; {emulated}"
 
 
-def version_text(capability: tuple[int, int]) -> str:
-    """(9, 0) as 9.0."""
+def capability_text(capability: tuple[int, int]) -> str:
+    """A compute capability as text: 9.0 for (9, 0)."""
     return f"{capability[0]}.{capability[1]}"

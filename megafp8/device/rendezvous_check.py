@@ -1,10 +1,9 @@
-"""The rendezvous of all nodes of a job, made as torchrun makes it, before the job trains.
+"""Program of the node check: the rendezvous of all nodes of a job, as torchrun does it.
 
     python -m megafp8.device.rendezvous_check '{"nodes": ["a", "b"], "node": 0, ...}'
 
-The argument is a `megafp8.launch.node_check.NodeRank`. The first node hosts torchrun's store and all nodes
-meet there; then they meet at the ranks' store, which another node may host. Exit status 0, or an error on standard
-error.
+The argument is a `megafp8.device.node_check_ranks.NodeRank`. The first node hosts torchrun's store, where all nodes
+meet. Then they meet at the ranks' store, which may be on another node. Exit status 0, or an error on standard error.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from datetime import timedelta
 
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters, RendezvousTimeoutError, registry
 
-from megafp8.device.rendezvous import first_line, meet, wait_for_listener
+from megafp8.device.node_check_ranks import NodeRank
+from megafp8.device.rendezvous import first_line, join_store, wait_for_listener
 from megafp8.errors import PeerLost
-from megafp8.launch.node_check import NodeRank
 from megafp8.utils.strict_json import parse_json
 
 
 def rendezvous(place: NodeRank) -> None:
-    """Meet all nodes; one process a node calls it.
+    """Rendezvous of all nodes; one process per node calls it.
 
     Raises:
-        RendezvousError, RuntimeError, PeerLost: they did not meet in time.
+        RendezvousError, RuntimeError, PeerLost: not all nodes arrived in time.
     """
     host, size, is_host = place.nodes[0], len(place.nodes), place.node == 0
     if not is_host:
@@ -41,9 +40,9 @@ def rendezvous(place: NodeRank) -> None:
     address = info.bootstrap_store_info
     os.environ |= {"MASTER_ADDR": address.master_addr, "MASTER_PORT": str(address.master_port),
                    "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
-    store = meet(info.rank, size, place.timeout_s)
+    store = join_store(info.rank, size, place.timeout_s)
     store.set(f"left{info.rank}", "")
-    with contextlib.suppress(RuntimeError):  # whoever has a store stays until nobody needs it
+    with contextlib.suppress(RuntimeError):  # the host of the store must outlive its clients
         store.wait([f"left{rank}" for rank in range(size)], timedelta(seconds=place.timeout_s))
 
 
@@ -58,7 +57,7 @@ def main(text: str) -> None:
         cause = f": {first_line(error.__cause__)}" if error.__cause__ and not isinstance(error, PeerLost) else ""
         sys.exit(f"at {where}: {first_line(error)}{cause}")
     sys.stderr.flush()
-    os._exit(0)  # the handler's threads would look for a store that is gone
+    os._exit(0)  # skips the handler's threads, which would wait for a store that is gone
 
 
 if __name__ == "__main__":

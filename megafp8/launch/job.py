@@ -1,14 +1,13 @@
-"""A training job: the machines that it wants, and what they run.
-
-Parts of the shell scripts that start runs, as a person would write them.
-"""
+"""A training job: its fields, reading and checking a job file, and the shell lines that all launch scripts share."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import re
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,54 +19,60 @@ from megafp8.utils.files import UnreadableFile
 from megafp8.utils.formatting import check_lines, control_problems
 from megafp8.utils.strict_yaml import parse_yaml
 
-# Between a run's time to save and the end: srun and the supervisor have to end, too.
+# Time that srun and the supervisor need to end after the run has saved.
 SIGNAL_MARGIN_S = 60
 SLURM_EARLY_S = 60  # man sbatch, --signal
 DEFAULT_RESTARTS = 3
-# Of a job's name, which becomes a folder's and a label's.
-NAME = re.compile(r"[\w.+-]+")
-VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-OPTION = re.compile(r"[a-z][a-z0-9-]*")
+# Job names are also used as folder names and labels.
+JOB_NAME = re.compile(r"[\w.+-]+")
+VARIABLE_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+SBATCH_OPTION = re.compile(r"[a-z][a-z0-9-]*")
 ENDPOINT = re.compile(r"[\w.-]+:\d+")
 INTEGER = re.compile(r"-?[0-9]+")
-TIME = re.compile(r"(?:\d+-)?\d+(?::\d+){0,2}")
-# Options of sbatch that a job's own fields give, or that restarts rest on.
-TAKEN = ("job-name", "nodes", "time", "array", "signal", "requeue", "no-requeue", "gpus-per-node", "partition",
-         "account", "output", "ntasks-per-node", "cpus-per-task", "open-mode")  # fmt: skip
-PROJECT = str(Path(__file__).resolve().parents[2])
+TIME_LIMIT = re.compile(r"(?:\d+-)?\d+(?::\d+){0,2}")
+# Options of sbatch that a job's own fields set, or that restarts depend on.
+RESERVED_OPTIONS = (
+    "job-name", "nodes", "time", "array", "signal", "requeue", "no-requeue", "gpus-per-node", "partition", "account",
+    "output", "ntasks-per-node", "cpus-per-task", "open-mode",
+)  # fmt: skip
+_ROOT = Path(__file__).resolve().parents[2]
+_IS_CHECKOUT = (_ROOT / "launcher").is_dir()  # else an installed package, which has modules instead of scripts
+PROJECT = str(_ROOT) if _IS_CHECKOUT else os.getcwd()
+PRETRAIN = "pretrain_gpt.py" if _IS_CHECKOUT else "-m megafp8.cli.pretrain"
+SUPERVISE = "launcher/supervise.py" if _IS_CHECKOUT else "-m megafp8.cli.supervise"
+CHECK_NODES = "launcher/check_nodes.py" if _IS_CHECKOUT else "-m megafp8.cli.check_nodes"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is run where. In a job file the fields have these names; words may be given as one line of shell.
+    """A training job. A job file has the same field names; flags may be given as a list or as lines of shell.
 
     Attributes:
-        name: of the job, for people.
-        training: flags of `pretrain_gpt.py`, which all runs share; with `--save` and `--load` on one folder.
-        nodes: machines.
-        gpus_per_node: 0 is a job on CPUs.
-        ranks_per_node: one for each GPU unless given; needed without GPUs.
-        cpus_per_node: what Slurm is asked for; None asks for none.
-        exclusive: whether nodes are this job's alone, with all their memory.
-        time: Slurm's time limit: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS. None is the partition's.
-        time_to_save_s: seconds that a run needs for a step and a checkpoint. A signal comes so long before the time
-            limit, and ranks are not killed earlier after it.
-        partition, account: as the cluster calls them.
+        training: flags of `pretrain_gpt.py` that all runs share. `--save` and `--load` must name the same folder.
+        nodes: number of machines.
+        gpus_per_node: 0 for a job on CPUs.
+        ranks_per_node: required without GPUs; default: one rank per GPU.
+        cpus_per_node: CPUs to request from Slurm; None: no request.
+        exclusive: whether the job has its nodes, and all their memory, for itself.
+        time: Slurm's time limit: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS. None: the partition's.
+        time_to_save_s: time that a run needs for a step and a checkpoint. The warning signal comes this long before the
+            time limit, and ranks are not killed earlier after it.
+        partition, account: as the cluster names them.
         sbatch: further options of sbatch by their long names, such as `qos` or `constraint`; an empty value is an
-            option without one.
-        project: folder of the checkout, the same on all nodes; everything runs in it.
-        setup: shell before all else, such as `module load cuda`, as it is.
+            option without a value.
+        project: folder of the checkout, the same on all nodes, and the working directory of the job.
+        setup: shell code to run first, such as `module load cuda`.
         venv: a virtual environment to activate.
-        container: for the ranks: a `.sif` file is Apptainer's, any other image is Pyxis's. Outside of it the job needs
-            a python3 with psutil, that of `venv` if given.
-        mounts: folders that the container sees under the same name, besides the project.
-        environment: variables for all ranks; they win over those that a job sets by itself.
-        max_restarts: starts again in an allocation, in a row, without progress (`restarts`: None is 3).
-        max_requeues: how often the job is put back into the queue.
-        check_nodes: look at every node before training.
-        runs: flags that differ: one run of an array for each; empty is a single run.
-        array_limit: runs of the array at a time; None is as many as there is room for.
-        logs: folder for what the job itself writes. Default: `logs` in the run's folder; an array needs it.
+        container: image for the ranks: Apptainer for a `.sif` file, Pyxis for others. Outside of it the job needs a
+            python3 with psutil, which may be that of `venv`.
+        mounts: folders to mount in the container under the same path, in addition to the project.
+        environment: variables for all ranks; they override those that a job sets itself.
+        max_restarts: limit on restarts in a row without progress, within an allocation; None: `DEFAULT_RESTARTS`.
+        max_requeues: limit on how often the job is requeued.
+        check_nodes: check every node before training.
+        runs: additional flags for each run of a job array; empty: a single run.
+        array_limit: runs of the array at a time; None: no limit.
+        logs: folder for the job's own output. Default: `logs` in the run's folder; required for an array.
         endpoint: HOST:PORT of the first machine, for several machines without Slurm.
     """
 
@@ -99,17 +104,17 @@ class Job:
 
     @property
     def ranks(self) -> int:
-        """Ranks on a node."""
+        """Ranks per node."""
         return self.ranks_per_node or self.gpus_per_node or 1
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return self.nodes * self.ranks
 
     @property
     def restarts(self) -> int:
-        """How often the supervisor starts a run again."""
+        """Limit on restarts without progress."""
         return DEFAULT_RESTARTS if self.max_restarts is None else self.max_restarts
 
     @property
@@ -119,26 +124,26 @@ class Job:
 
     @property
     def run_folder(self) -> Optional[str]:
-        """What the shared flags have as --save; None when each run of an array has its own."""
-        return value_after("--save", self.training)
+        """--save in the shared flags; None if each run of an array has its own."""
+        return flag_value("--save", self.training)
 
     @property
     def log_folder(self) -> str:
-        """Where the job's own output goes."""
+        """Folder for the job's own output."""
         return self.logs or f"{self.run_folder or 'runs'}/logs"
 
 
-def warning_s(job: Job) -> int:
-    """Seconds before the end of its time at which a job is told."""
+def signal_lead_s(job: Job) -> int:
+    """Time before its time limit at which a job gets a signal."""
     return job.time_to_save_s + SIGNAL_MARGIN_S
 
 
-def reserved_s(job: Job) -> int:
-    """Seconds of a job's time limit in which it does not train, or may not."""
-    return warning_s(job) + SLURM_EARLY_S + (NODE_CHECK_TIMEOUT_S if job.check_nodes else 0)
+def reserved_time_s(job: Job) -> int:
+    """Part of a job's time limit in which it may not train."""
+    return signal_lead_s(job) + SLURM_EARLY_S + (NODE_CHECK_TIMEOUT_S if job.check_nodes else 0)
 
 
-def seconds_of(time: str) -> int:
+def time_limit_s(time: str) -> int:
     """Slurm's minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS in seconds."""
     days, dash, rest = time.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
@@ -149,8 +154,8 @@ def seconds_of(time: str) -> int:
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def value_after(flag: str, words: tuple[str, ...]) -> Optional[str]:
-    """The last value of a flag; None when it is not there."""
+def flag_value(flag: str, words: tuple[str, ...]) -> Optional[str]:
+    """The last value of a flag; None if it is not given."""
     value = None
     for word, following in itertools.zip_longest(words, words[1:]):
         if word == flag:
@@ -161,15 +166,15 @@ def value_after(flag: str, words: tuple[str, ...]) -> Optional[str]:
 
 
 def name_problems(name: str) -> list[str]:
-    """What keeps a name from being a job's."""
-    return [] if NAME.fullmatch(name) else [f"name: {name!r}: letters, digits and . _ + - only"]
+    """Problems of a job name."""
+    return [] if JOB_NAME.fullmatch(name) else [f"name: {name!r}: letters, digits and . _ + - only"]
 
 
 def check_job(job: Job) -> None:
-    """Refuse a job that no script can be made of.
+    """Check that the fields of a job are valid and consistent.
 
     Raises:
-        ConfigError: with everything that is wrong.
+        ConfigError: with all problems.
     """
     problems = [
         f"{name}: {value}: at least {least}"
@@ -179,28 +184,26 @@ def check_job(job: Job) -> None:
     ]  # fmt: skip
     problems += name_problems(job.name)
     for each in dataclasses.fields(job):
-        # `setup` is shell in lines.
+        # `setup` is shell code with several lines.
         problems += control_problems(each.name, getattr(job, each.name), allowed="\n\t" if each.name == "setup" else "")
-    if job.time is not None and not TIME.fullmatch(job.time):
+    if job.time is not None and not TIME_LIMIT.fullmatch(job.time):
         problems.append(f"time: {job.time!r}: minutes, HH:MM:SS or D-HH:MM:SS")
-    elif job.time is not None and seconds_of(job.time) <= reserved_s(job):
-        check = (
-            f", and the check of the nodes may take {NODE_CHECK_TIMEOUT_S} s before it trains"
-            if job.check_nodes
-            else ""
-        )
-        fix = ", or set check_nodes to false (--no-check-nodes)" if job.check_nodes else ""
+    elif job.time is not None and time_limit_s(job.time) <= reserved_time_s(job):
+        check = fix = ""
+        if job.check_nodes:
+            check = f", and the check of the nodes may take {NODE_CHECK_TIMEOUT_S} s before it trains"
+            fix = ", or set check_nodes to false (--no-check-nodes)"
         problems.append(
-            f"time: {job.time} with time_to_save_s {job.time_to_save_s}: the warning comes {warning_s(job)} s before "
-            f"the end, and Slurm may send it {SLURM_EARLY_S} s early{check}: nothing is left to train in. Give more "
-            f"than {reserved_s(job)} s{fix}"
+            f"time: {job.time} with time_to_save_s {job.time_to_save_s}: the warning comes {signal_lead_s(job)} s "
+            f"before the end, and Slurm may send it {SLURM_EARLY_S} s early{check}: nothing is left to train in. Give "
+            f"more than {reserved_time_s(job)} s{fix}"
         )
     problems += [f"environment: {name!r} is no name of a variable" for name in job.environment if not
-                 VARIABLE.fullmatch(name)]  # fmt: skip
+                 VARIABLE_NAME.fullmatch(name)]  # fmt: skip
     problems += [f"sbatch: {name}: a job's fields or the launcher itself give it" for name in job.sbatch
-                 if name in TAKEN]  # fmt: skip
+                 if name in RESERVED_OPTIONS]  # fmt: skip
     problems += [f"sbatch: {name!r} is no long name of an option" for name in job.sbatch if not
-                 OPTION.fullmatch(name)]  # fmt: skip
+                 SBATCH_OPTION.fullmatch(name)]  # fmt: skip
     if job.gpus_per_node and job.ranks_per_node not in (None, job.gpus_per_node):
         problems.append(f"ranks_per_node: {job.ranks_per_node}, gpus_per_node: {job.gpus_per_node}: a rank has one GPU")
     if job.endpoint is not None and not ENDPOINT.fullmatch(job.endpoint):
@@ -209,16 +212,16 @@ def check_job(job: Job) -> None:
         problems.append(f"array_limit: {job.array_limit}: there are no `runs`")
     if job.mounts and not job.container:
         problems.append("mounts: there is no container")
-    for words in job.commands:
-        save, load = value_after("--save", words), value_after("--load", words)
+    saves = [flag_value("--save", words) for words in job.commands]
+    for save, words in zip(saves, job.commands, strict=True):
+        load = flag_value("--load", words)
         if save is None or save != load:
             problems.append(
-                f"--save {save} and --load {load}: a job that comes again goes on where it stopped if both name one "
+                f"--save {save} and --load {load}: a job that comes again resumes where it stopped if both name one "
                 "folder"
             )
-    saves = [value_after("--save", words) for words in job.commands]
-    problems += [f"--save {save}: {saves.count(save)} runs have it" for save in sorted({*saves} - {None})
-                 if saves.count(save) > 1]  # fmt: skip
+    counts = Counter(save for save in saves if save is not None)
+    problems += [f"--save {save}: {count} runs have it" for save, count in sorted(counts.items()) if count > 1]
     if job.runs and not job.logs:
         problems.append("logs: an array needs a folder for its output")
     if problems:
@@ -226,12 +229,16 @@ def check_job(job: Job) -> None:
 
 
 def read_job(text: str, given: Mapping[str, Any], training: Sequence[str] = ()) -> Job:
-    """A job file's text (YAML), and what is given besides it, which wins; flags of training are added.
+    """Read a job from the text of a job file (YAML) and from flags.
 
-    Every value is taken as it is written: to YAML's usual readers `24:00:00` is 86400, and `on` is true.
+    All values are read as text: YAML's usual readers make 86400 of `24:00:00`, and true of `on`.
+
+    Args:
+        given: fields that override the file's; mappings are merged.
+        training: flags of training to append.
 
     Raises:
-        ConfigError: it is no YAML, has fields that a job does not have or values of another type, or lacks some.
+        ConfigError: the text is no YAML, or its fields are unknown, invalid or missing.
     """
     try:
         plain = parse_yaml(text, as_written=True) or {}
@@ -247,10 +254,10 @@ def read_job(text: str, given: Mapping[str, Any], training: Sequence[str] = ()) 
 
 
 def build_job(plain: Mapping[str, Any], training: Sequence[str] = ()) -> Job:
-    """A job of texts, lists and tables, as they stand in a job file, and further flags of training.
+    """Build a job from the fields of a job file, and flags of training to append.
 
     Raises:
-        ConfigError: fields that a job does not have, values of another type, or fields that are missing.
+        ConfigError: fields are unknown, invalid or missing.
     """
     fields = {field.name: str(field.type) for field in dataclasses.fields(Job)}
     problems = [f"{name}: no such field; there are {', '.join(fields)}" for name in plain if name not in fields]
@@ -259,7 +266,7 @@ def build_job(plain: Mapping[str, Any], training: Sequence[str] = ()) -> Job:
     values: dict[str, Any] = {"training": ()}
     for name in plain.keys() & fields.keys():
         try:
-            values[name] = converted(fields[name], plain[name])
+            values[name] = parse_field(fields[name], plain[name])
         except ValueError as error:
             problems.append(f"{name}: {error}")
     if problems:
@@ -269,16 +276,16 @@ def build_job(plain: Mapping[str, Any], training: Sequence[str] = ()) -> Job:
     return job
 
 
-def converted(kind: str, value: Any) -> Any:
-    """A value of a job file as a field of this annotation has it.
+def parse_field(kind: str, value: Any) -> Any:
+    """Convert a value of a job file to the type of a field, given its annotation.
 
     Raises:
-        ValueError: with what was expected.
+        ValueError: with the expected type.
     """
     if kind == "tuple[str, ...]":
-        return words_of(value)
+        return split_words(value)
     if kind.startswith("tuple[tuple"):
-        return tuple(words_of(run) for run in (value if isinstance(value, list) else value.splitlines()))
+        return tuple(split_words(run) for run in (value if isinstance(value, list) else value.splitlines()))
     if kind.startswith("Mapping"):
         if not isinstance(value, Mapping):
             raise ValueError(f"{value!r}: a table of names and values is expected")
@@ -290,17 +297,17 @@ def converted(kind: str, value: Any) -> Any:
             raise ValueError(f"{value!r}: true or false is expected")
         return value == "true"
     if kind in ("int", "Optional[int]"):
-        if not INTEGER.fullmatch(value):  # int() would take line breaks around it
+        if not INTEGER.fullmatch(value):  # int() would accept line breaks around it
             raise ValueError(f"{value!r}: a whole number is expected")
         return int(value)
     return value
 
 
-def words_of(value: Any) -> tuple[str, ...]:
-    """Words that are given as a list, or as lines of shell.
+def split_words(value: Any) -> tuple[str, ...]:
+    """Words from a list, or from lines of shell.
 
     Raises:
-        ValueError: a quotation does not end, or an item is no text.
+        ValueError: a quotation is not closed, or an item is not a text.
     """
     if isinstance(value, str):
         return tuple(shlex.split(value, comments=True))
@@ -309,15 +316,15 @@ def words_of(value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
-WIDTH = 116
-COMMENTS = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "  # seconds from a signal until ranks are killed"}
+MAX_LINE_WIDTH = 116
+VARIABLE_COMMENTS = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "  # seconds from a signal until ranks are killed"}
 
 
-def script_of(parts: Sequence[Sequence[str]]) -> str:
+def join_script(parts: Sequence[Sequence[str]]) -> str:
     """The text of a script, with an empty line between its parts.
 
     Raises:
-        ConfigError: what was meant to be one line is several.
+        ConfigError: a line contains a line break.
     """
     for part in parts:
         check_lines(part)
@@ -325,64 +332,68 @@ def script_of(parts: Sequence[Sequence[str]]) -> str:
 
 
 def environment_lines(job: Job) -> list[str]:
-    """Folder, modules, Python and the variables of all ranks."""
+    """Lines that set the working directory, the virtual environment and the variables of all ranks."""
     lines = [f"cd {shlex.quote(job.project)}"]
     if job.setup:
         lines += job.setup.rstrip().split("\n")
     if job.venv:
         lines.append(f". {shlex.quote(job.venv)}/bin/activate")
     lines += [
-        "# Said once, for all ranks. What the shell before had set for Transformer Engine does not count.",
+        "# Set once, for all ranks. Transformer Engine's variables of the submitting shell are removed.",
         'unset "${!NVTE_@}"',
-        *(f"export {name}={shlex.quote(value)}{COMMENTS.get(name, '')}" for name, value in environment(job).items()),
+        *(
+            f"export {name}={shlex.quote(value)}{VARIABLE_COMMENTS.get(name, '')}"
+            for name, value in rank_environment(job).items()
+        ),
     ]
     return lines
 
 
-def environment(job: Job) -> dict[str, str]:
-    """Variables for all ranks: those of every job, then the job's own. Others, `pretrain_gpt.py` sets as it needs them.
+def rank_environment(job: Job) -> dict[str, str]:
+    """Variables for all ranks: defaults, then the job's own. `pretrain_gpt.py` sets others as it needs them.
 
-    So many seconds after a signal torchrun kills its ranks; they read the same variable and give up saving before.
+    TORCH_ELASTIC_SHUTDOWN_TIMEOUT is the time from a signal until torchrun kills its ranks. They read the same variable
+    and stop saving before that.
     """
-    every = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(job.time_to_save_s)}
+    variables = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(job.time_to_save_s)}
     if job.gpus_per_node:
-        every["NCCL_DEBUG"] = "WARN"
-    return every | dict(job.environment)
+        variables["NCCL_DEBUG"] = "WARN"
+    return variables | dict(job.environment)
 
 
 def training_lines(job: Job) -> list[str]:
-    """The flags as an array `training`; in a job array those of the task are added."""
-    lines = array("training", filled(job.training))
+    """The bash array `training` with the flags; in a job array, those of the task are appended."""
+    lines = bash_array("training", fill_lines(job.training))
     if job.runs:
         lines += ["# The runs of the array.", "case $SLURM_ARRAY_TASK_ID in"]
-        lines += [f"  {task}) training+=({' '.join(map(quoted, run))}) ;;" for task, run in enumerate(job.runs)]
+        lines += [f"  {task}) training+=({' '.join(map(quote_word, run))}) ;;" for task, run in enumerate(job.runs)]
         lines.append("esac")
     return lines
 
 
-def filled(words: Sequence[str]) -> list[str]:
-    """Words of a command in lines; a flag and its first value are not parted."""
+def fill_lines(words: Sequence[str]) -> list[str]:
+    """Break the words of a command into lines, keeping a flag and its first value together."""
     pairs: list[str] = []
-    for word in map(quoted, words):
+    for word in map(quote_word, words):
         if pairs and not word.startswith("--") and pairs[-1].startswith("--") and " " not in pairs[-1]:
             pairs[-1] += f" {word}"
         else:
             pairs.append(word)
     lines: list[str] = []
     for pair in pairs:
-        if lines and len(lines[-1]) + len(pair) < WIDTH:
+        if lines and len(lines[-1]) + len(pair) < MAX_LINE_WIDTH:
             lines[-1] += f" {pair}"
         else:
             lines.append(pair)
     return lines
 
 
-def quoted(word: str) -> str:
-    """A word of an array; commas look like a mistake there unless they are quoted."""
+def quote_word(word: str) -> str:
+    """Quote a word of a bash array, also if it has commas, which look like a mistake there."""
     plain = shlex.quote(word)
     return f"'{word}'" if plain == word and "," in word else plain
 
 
-def array(name: str, lines: Sequence[str]) -> list[str]:
-    """An array of the words in these lines."""
+def bash_array(name: str, lines: Sequence[str]) -> list[str]:
+    """A bash array with the words in these lines."""
     return [f"{name}=(", *(f"  {line}" for line in lines), ")"]

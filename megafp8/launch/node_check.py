@@ -1,9 +1,7 @@
-"""What the nodes of a job found out about themselves, and which of them it should not run on.
+"""Node check: what each node of a job measures about itself, and which nodes the job should not run on.
 
-For all-reduces the nodes form a ring in which each link is a group of its own, so that what fails can be named: a bad
-node fails in both of its links, and its neighbours' other links work. Links without a common node run at a time.
-
-Look at one node of a job: what the doctor says, its GPUs, its clock, and all-reduces with its neighbours.
+A node reports the doctor's findings, its GPUs, its clock, the rendezvous, and all-reduces within the node and with its
+neighbors (`device/node_check_ranks.py`).
 """
 
 from __future__ import annotations
@@ -23,37 +21,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
-from megafp8.launch.doctor.checks import examine
-from megafp8.launch.doctor.facts import Machine, find_machine, output_of
+from megafp8.device.node_check_ranks import NodeRank, link_members, node_links
+from megafp8.launch.doctor.checks import run_checks
+from megafp8.launch.doctor.facts import Machine, command_output, find_machine
 from megafp8.launch.doctor.findings import ERROR
 from megafp8.utils.files import UnreadableFile
-from megafp8.utils.process import end_with_parent
+from megafp8.utils.process import set_parent_death_signal
 from megafp8.utils.strict_json import parse_json, read_json
 
 GIB = 1 << 30
-# Records and locks of one run are compared by their times.
-CLOCK_S = 5.0
-# Of a GPU's memory, with nothing on it: the driver and its services.
+# Records and locks of a run are compared by their time stamps.
+MAX_CLOCK_SKEW_S = 5.0
+# Fraction of a GPU's memory that the driver and its services use.
 IDLE_MEMORY_FRACTION = 0.05
-# Of the rendezvous and of the links. Neighbours on one machine, as in tests, must not have the same one.
-PORTS = 100
-# For the ranks to start: they import torch, all from one file system.
-START_S = 120.0
-# For each meeting and each all-reduce.
-TIMEOUT_S = 60.0
-# A node's ranks are in a group of their own and in two links.
-MOST_GROUPS = 3
-# Between the first node that has looked at itself and the last: the doctor there takes its time, too.
-NODE_CHECK_TIMEOUT_S = round(START_S + 2 * TIMEOUT_S * MOST_GROUPS + 120)
+# Time for the ranks to start: all import torch from one shared file system.
+STARTUP_TIMEOUT_S = 120.0
+# Timeout of each rendezvous and each all-reduce.
+COLLECTIVE_TIMEOUT_S = 60.0
+# A rank is in the group of its node and in two links.
+MAX_GROUPS_PER_RANK = 3
+# Time between the first node that has finished its check and the last, including the doctor's.
+NODE_CHECK_TIMEOUT_S = round(STARTUP_TIMEOUT_S + 2 * COLLECTIVE_TIMEOUT_S * MAX_GROUPS_PER_RANK + 120)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuState:
-    """A GPU as nvidia-smi sees it before the job's own processes are there.
+    """The state of a GPU according to nvidia-smi, before the job's own processes start.
 
     Attributes:
-        uncorrected_errors: of its memory, since the driver was loaded.
-        is_slowed: the hardware slows it down, for heat or power.
+        uncorrected_errors: uncorrected memory errors since the driver was loaded.
+        is_slowed: whether the hardware throttles the clock, because of heat or power.
     """
 
     index: int
@@ -65,48 +62,12 @@ class GpuState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeRank:
-    """Where a rank of the all-reduces is.
-
-    Attributes:
-        nodes: addresses of all nodes, in one order everywhere.
-        node, rank: this rank's node, and its number in it.
-        ranks_per_node: one a GPU; one without GPUs.
-        port: of the rendezvous of all nodes; links meet on those after it.
-        store: file for the ranks of this node to meet, on its own disk.
-        timeout_s: for each meeting and each all-reduce.
-    """
-
-    nodes: tuple[str, ...]
-    node: int
-    rank: int
-    ranks_per_node: int
-    port: int
-    store: str
-    timeout_s: float
-    is_gpu: bool
-
-
-def links_of(node: int, num_nodes: int) -> list[int]:
-    """The links of a node in the order in which all nodes go through theirs; link i joins nodes i and i + 1."""
-    num_links = num_nodes if num_nodes > 2 else num_nodes - 1
-    mine = {(node - 1) % num_nodes, node} & {*range(num_links)}
-    # Even ones, odd ones, and the last of an odd ring, which has a node in common with links of both kinds.
-    return sorted(mine, key=lambda link: 2 if link == num_nodes - 1 and num_nodes % 2 else link % 2)
-
-
-def members_of(link: int, num_nodes: int) -> tuple[int, int]:
-    """The numbers of the nodes that a link joins."""
-    return link, (link + 1) % num_nodes
-
-
-@dataclass(frozen=True, kw_only=True)
 class GroupResult:
-    """An all-reduce among the GPUs (or CPUs) of one node, or of two neighbours.
+    """The result of an all-reduce among the ranks of one node, or of two neighbors.
 
     Attributes:
-        members: the nodes' numbers in the job.
-        error: why it failed on some rank of this node; None when it did not.
+        members: indices of the nodes.
+        error: why it failed on a rank of this node; None if it succeeded.
     """
 
     members: tuple[int, ...]
@@ -116,13 +77,13 @@ class GroupResult:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeReport:
-    """One node.
+    """The report of one node.
 
     Attributes:
-        problems: what the doctor found there that keeps a run from starting.
+        problems: errors that the doctor found.
         software: versions of driver and libraries.
-        clock_s: its clock, ahead of the one that stamps files in the job's folder.
-        rendezvous: why it did not meet all nodes as torchrun does; None when it did, or is the only one.
+        clock_s: offset of the node's clock to the file server's, positive if ahead.
+        rendezvous: why the rendezvous of all nodes failed; None if it succeeded, or there is only one node.
     """
 
     node: str
@@ -133,13 +94,9 @@ class NodeReport:
     groups: tuple[GroupResult, ...]
     rendezvous: Optional[str] = None
 
-    def to_plain(self) -> dict:
-        """As it stands in its file."""
-        return dataclasses.asdict(self)
 
-
-def clock_ahead_s(path: Path) -> float:
-    """How far this machine's clock is ahead of the file server's, which stamps a file now."""
+def clock_offset_s(path: Path) -> float:
+    """Offset of this machine's clock to that of the file server, which sets a file's time stamp."""
     before = time.time()
     path.touch()
     os.utime(path)
@@ -148,15 +105,15 @@ def clock_ahead_s(path: Path) -> float:
 
 
 def write_report(folder: Path, report: NodeReport) -> None:
-    """Leave it where the judge looks, whole or not at all."""
+    """Write a report to the job's folder atomically."""
     path = folder / f"{report.node}.json"
     draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(report.to_plain(), indent=2) + "\n", encoding="utf-8")
+    draft.write_text(json.dumps(dataclasses.asdict(report), indent=2) + "\n", encoding="utf-8")
     os.replace(draft, path)
 
 
 def read_report(folder: Path, node: str) -> Optional[NodeReport]:
-    """What a node left; None when it left nothing that can be read."""
+    """The report of a node; None if there is none, or it cannot be read."""
     try:
         plain = read_json(folder / f"{node}.json")
         return NodeReport(**plain | {
@@ -169,16 +126,21 @@ def read_report(folder: Path, node: str) -> Optional[NodeReport]:
 
 
 def evaluate_nodes(nodes: Sequence[str], reports: Sequence[Optional[NodeReport]]) -> dict[str, list[str]]:
-    """What is wrong with each node that a job should not run on.
+    """Problems of each node that the job should not run on.
 
     Args:
-        nodes: of the job, in its order.
-        reports: theirs; None where there is none.
+        nodes: all nodes of the job, in its order.
+        reports: the reports of these nodes; None for a missing one.
     """
     wrong: dict[str, list[str]] = {node: [] for node in nodes}
     present = [report for report in reports if report is not None]
     for node, report in zip(nodes, reports, strict=True):
-        wrong[node] += ["it gave no report in time"] if report is None else local_problems(report)
+        if report is None:
+            wrong[node].append("it gave no report in time")
+            continue
+        wrong[node] += [*report.problems, *gpu_problems(report)]
+        local_errors = [group.error for group in report.groups if len(group.members) == 1 and group.error]
+        wrong[node] += [f"all-reduce within the node: {error}" for error in local_errors]
     if present:
         usual_s = statistics.median(report.clock_s for report in present)
         usual_software = statistics.mode(report.software for report in present)
@@ -186,27 +148,18 @@ def evaluate_nodes(nodes: Sequence[str], reports: Sequence[Optional[NodeReport]]
             if report.software != usual_software:
                 wrong[report.node].append(f"it has {report.software}; most nodes have {usual_software}")
             ahead_s = report.clock_s - usual_s
-            if abs(ahead_s) > CLOCK_S:
+            if abs(ahead_s) > MAX_CLOCK_SKEW_S:
                 direction = "ahead of" if ahead_s > 0 else "behind"
                 wrong[report.node].append(f"its clock is {abs(ahead_s):.1f} s {direction} the others'")
-    blame_links(nodes, reports, wrong)
-    if not any(wrong.values()):  # else what is known explains it
+    blame_failed_links(nodes, reports, wrong)
+    if not any(wrong.values()):  # otherwise the known problems explain a failed rendezvous
         for report in present:
             wrong[report.node] += [f"rendezvous: {report.rendezvous}"] if report.rendezvous else []
     return {node: problems for node, problems in wrong.items() if problems}
 
 
-def local_problems(report: NodeReport) -> list[str]:
-    """What a node's report says against it."""
-    own = [group for group in report.groups if len(group.members) == 1]
-    return [
-        *report.problems, *gpu_problems(report),
-        *(f"all-reduce within the node: {group.error}" for group in own if group.error),
-    ]  # fmt: skip
-
-
 def gpu_problems(report: NodeReport) -> list[str]:
-    """What belongs to this node and no other: its GPUs. The rest may be wrong with every node, as files are shared."""
+    """Problems of the node's GPUs. Only these are certain to be specific to the node, because files are shared."""
     problems: list[str] = []
     for gpu in report.gpus:
         if gpu.used_bytes > IDLE_MEMORY_FRACTION * gpu.total_bytes:
@@ -220,26 +173,30 @@ def gpu_problems(report: NodeReport) -> list[str]:
     return problems
 
 
-def blame_links(nodes: Sequence[str], reports: Sequence[Optional[NodeReport]], wrong: dict[str, list[str]]) -> None:
-    """Add to `wrong` who is to blame for all-reduces between nodes that failed: a node none of whose links works, else
-    the second of two that do not reach each other."""
+def blame_failed_links(
+    nodes: Sequence[str], reports: Sequence[Optional[NodeReport]], wrong: dict[str, list[str]]
+) -> None:
+    """Add failed all-reduces between nodes to `wrong`, under the node that is responsible.
+
+    This is a node none of whose links works, or else the second node of a link.
+    """
     links: dict[tuple[int, ...], Optional[str]] = {}
     for group in (group for report in reports if report for group in report.groups if len(group.members) == 2):
-        links[group.members] = links.get(group.members) or group.error  # either end may have seen it fail
+        links[group.members] = links.get(group.members) or group.error  # either node may have seen the failure
     lost = {
         number for number in range(len(nodes))
         if (own := [error for members, error in links.items() if number in members]) and all(own)
     }  # fmt: skip
     for members, error in links.items():
         if error is None or any(wrong[nodes[member]] for member in members):
-            continue  # it works, or what is known explains it
+            continue  # it succeeded, or known problems explain it
         for member in [member for member in members if member in lost] or [members[1]]:
             (other,) = {*members} - {member}
             wrong[nodes[member]].append(f"all-reduce with {nodes[other]}: {error}")
 
 
-def summary(nodes: Sequence[str], reports: Sequence[Optional[NodeReport]]) -> str:
-    """One line on nodes that are all well."""
+def healthy_summary(nodes: Sequence[str], reports: Sequence[Optional[NodeReport]]) -> str:
+    """One line on nodes without problems."""
     present = [report for report in reports if report is not None]
     speeds = sorted(
         (group.bytes_per_s / 1e9, "-".join(nodes[member] for member in group.members))
@@ -251,9 +208,12 @@ def summary(nodes: Sequence[str], reports: Sequence[Optional[NodeReport]]) -> st
     return f"{len(present)} nodes are well{gpus}{slowest}, clocks within {max(clocks) - min(clocks):.1f} s"
 
 
-QUERY = "index,name,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,clocks_throttle_reasons.hw_slowdown"
+NVIDIA_SMI_QUERY = (
+    "index,name,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,clocks_throttle_reasons.hw_slowdown"
+)
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "triton")
 MIB = 1 << 20
+NO_ANSWER = "no answer in time"
 
 
 def measure_node(
@@ -266,47 +226,54 @@ def measure_node(
     timeout_s: float,
     addresses: Sequence[str] = (),
 ) -> NodeReport:
-    """One node's report.
+    """Check this node and return its report.
 
     Args:
-        nodes: all of the job, in its order; `node` is this one.
-        folder: the job's, which all nodes see.
-        port: the first of those on which nodes meet.
-        timeout_s: for each meeting and each all-reduce.
-        addresses: where the nodes are reached; default their names.
+        nodes: all nodes of the job, in its order; `node` is this one.
+        folder: the job's folder for reports, which all nodes share.
+        port: the first of `NUM_CHECK_PORTS` ports to use.
+        timeout_s: for each rendezvous and each all-reduce.
+        addresses: addresses of the nodes; default: their names.
     """
     gpus = gpu_states()
     clock = folder / f"{node}.clock"
-    clock_s = clock_ahead_s(clock)
+    clock_s = clock_offset_s(clock)
     clock.unlink()
     with tempfile.TemporaryDirectory() as scratch:
         place = NodeRank(
             nodes=tuple(addresses or nodes), node=list(nodes).index(node), rank=0, ranks_per_node=max(1, num_gpus),
             port=port, store=f"{scratch}/store", timeout_s=timeout_s, is_gpu=num_gpus > 0,
         )  # fmt: skip
-        ranks = start_ranks(place, Path(scratch))
-        meeting = start_check("rendezvous_check", place, Path(scratch), "rendezvous") if len(nodes) > 1 else None
+        ranks = [
+            start_check_process("all_reduce_check", dataclasses.replace(place, rank=rank), Path(scratch), str(rank))
+            for rank in range(place.ranks_per_node)
+        ]
+        rendezvous_check = None
+        if len(nodes) > 1:
+            rendezvous_check = start_check_process("rendezvous_check", place, Path(scratch), "rendezvous")
         machine = find_machine(str(folder))
-        findings = examine(machine, num_gpus)
-        groups = results(place, Path(scratch), ranks)
-        rendezvous = None if meeting is None else rendezvous_error(meeting, place.timeout_s, Path(scratch))
+        findings = run_checks(machine, num_gpus)
+        groups = collect_results(place, Path(scratch), ranks)
+        rendezvous = None
+        if rendezvous_check is not None:
+            rendezvous = rendezvous_error(rendezvous_check, place.timeout_s, Path(scratch))
     problems = tuple(f"{finding.check}: {finding.text}" for finding in findings if finding.level == ERROR)
     return NodeReport(
-        node=node, problems=problems, software=software(machine), gpus=gpus, clock_s=clock_s, groups=groups,
+        node=node, problems=problems, software=software_versions(machine), gpus=gpus, clock_s=clock_s, groups=groups,
         rendezvous=rendezvous,
     )  # fmt: skip
 
 
-def software(machine: Machine) -> str:
-    """What has to be the same on all nodes."""
+def software_versions(machine: Machine) -> str:
+    """Versions that must be the same on all nodes."""
     packages = (f"{name} {machine.packages[name]}" for name in PACKAGES if name in machine.packages)
     driver = [f"driver {machine.driver}"] if machine.driver else []
     return ", ".join([*driver, "Python " + ".".join(map(str, machine.python)), *packages])
 
 
 def gpu_states() -> tuple[GpuState, ...]:
-    """The GPUs by nvidia-smi; none without it."""
-    text = output_of("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits") or ""
+    """The state of all GPUs according to nvidia-smi; empty without it."""
+    text = command_output("nvidia-smi", f"--query-gpu={NVIDIA_SMI_QUERY}", "--format=csv,noheader,nounits") or ""
     rows = (line.split(", ") for line in text.splitlines())
     return tuple(
         GpuState(
@@ -318,67 +285,60 @@ def gpu_states() -> tuple[GpuState, ...]:
     )  # fmt: skip
 
 
-def start_ranks(place: NodeRank, scratch: Path) -> list[subprocess.Popen]:
-    """Start the node's ranks of the all-reduces."""
-    return [
-        start_check("all_reduce_check", dataclasses.replace(place, rank=rank), scratch, str(rank))
-        for rank in range(place.ranks_per_node)
-    ]
-
-
-def start_check(module: str, place: NodeRank, scratch: Path, name: str) -> subprocess.Popen:
-    """Start a module of `megafp8.device`, which ends with this process and writes to `rankNAME` and `errorsNAME`."""
-    with open(scratch / f"rank{name}", "w") as told, open(scratch / f"errors{name}", "w") as said:
+def start_check_process(module: str, place: NodeRank, scratch: Path, name: str) -> subprocess.Popen:
+    """Start a module of `megafp8.device` that ends with this process and writes to `rankNAME` and `errorsNAME`."""
+    with open(scratch / f"rank{name}", "w") as output, open(scratch / f"errors{name}", "w") as errors:
         command = [sys.executable, "-m", f"megafp8.device.{module}", json.dumps(dataclasses.asdict(place))]
-        end = functools.partial(end_with_parent, signal.SIGKILL, os.getpid())
-        return subprocess.Popen(command, stdout=told, stderr=said, preexec_fn=end)
+        end = functools.partial(set_parent_death_signal, signal.SIGKILL, os.getpid())
+        return subprocess.Popen(command, stdout=output, stderr=errors, preexec_fn=end)
 
 
 def rendezvous_error(process: subprocess.Popen, wait_s: float, scratch: Path) -> str | None:
-    """Why the rendezvous of all nodes failed; None when it did not.
+    """Why the rendezvous of all nodes failed; None if it succeeded.
 
     Args:
-        wait_s: beyond the end of the all-reduces, which started with it.
+        wait_s: time to wait after the end of the all-reduces, which started at the same time.
     """
+    end = wait_or_kill(process, wait_s, scratch / "errorsrendezvous")
+    return end if end == NO_ANSWER or process.returncode else None
+
+
+def wait_or_kill(process: subprocess.Popen, wait_s: float, errors: Path) -> str:
+    """Wait for a process, kill it when the time is over, and return how it ended."""
     try:
-        status = process.wait(wait_s)
+        process.wait(wait_s)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-        return "no answer in time"
-    return f"ended with status {status}{last_words(scratch / 'errorsrendezvous')}" if status else None
+        return NO_ANSWER
+    return f"ended with status {process.returncode}{last_error_line(errors)}"
 
 
-def results(place: NodeRank, scratch: Path, ranks: Sequence[subprocess.Popen]) -> tuple[GroupResult, ...]:
-    """What the node's ranks found, when they have ended or their time is over; the slowest of a group counts."""
+def collect_results(place: NodeRank, scratch: Path, ranks: Sequence[subprocess.Popen]) -> tuple[GroupResult, ...]:
+    """Wait for the node's ranks, and return the result of each group: that of its slowest rank."""
     num_nodes = len(place.nodes)
-    expected = [(place.node,), *(members_of(link, num_nodes) for link in links_of(place.node, num_nodes))]
-    deadline_s = START_S + 2 * place.timeout_s * len(expected)
-    told: list[dict[tuple[int, ...], dict]] = []
-    silences: list[str] = []
+    expected = [(place.node,), *(link_members(link, num_nodes) for link in node_links(place.node, num_nodes))]
+    wait_s = STARTUP_TIMEOUT_S + 2 * place.timeout_s * len(expected)
+    lines: list[dict[tuple[int, ...], dict]] = []
+    ends: list[str] = []
     for rank, process in enumerate(ranks):
-        try:
-            process.wait(deadline_s)
-            silences.append(f"ended with status {process.returncode}{last_words(scratch / f'errors{rank}')}")
-        except subprocess.TimeoutExpired:
-            deadline_s = 0.0
-            process.kill()
-            process.wait()
-            silences.append("no answer in time")
-        lines = map(parse_json, (scratch / f"rank{rank}").read_text().splitlines())
-        told.append({tuple(line["members"]): line for line in lines})
-    return tuple(combined(members, [lines.get(members) for lines in told], silences) for members in expected)
+        ends.append(wait_or_kill(process, wait_s, scratch / f"errors{rank}"))
+        if ends[-1] == NO_ANSWER:
+            wait_s = 0.0  # the time is over for the other ranks as well
+        parsed = map(parse_json, (scratch / f"rank{rank}").read_text().splitlines())
+        lines.append({tuple(line["members"]): line for line in parsed})
+    return tuple(combine_ranks(members, [each.get(members) for each in lines], ends) for members in expected)
 
 
-def last_words(path: Path) -> str:
-    """The last line of what a rank wrote to standard error, after a colon; empty without one."""
+def last_error_line(path: Path) -> str:
+    """The last line that a rank wrote to standard error, after a colon; empty without one."""
     lines = path.read_text(errors="replace").split("\n") if path.exists() else []
     return next((f": {line.strip()}" for line in reversed(lines) if line.strip()), "")
 
 
-def combined(members: tuple[int, ...], lines: Sequence[dict | None], silences: Sequence[str]) -> GroupResult:
-    """One result of those of all ranks of this node; `silences` say why a rank has none."""
-    errors = [f"rank {rank}: {silences[rank] if line is None else line['error']}"
+def combine_ranks(members: tuple[int, ...], lines: Sequence[dict | None], ends: Sequence[str]) -> GroupResult:
+    """Combine the results of this node's ranks. `ends` has the reason for each rank without a result."""
+    errors = [f"rank {rank}: {ends[rank] if line is None else line['error']}"
               for rank, line in enumerate(lines) if line is None or line["error"]]  # fmt: skip
     if errors:
         return GroupResult(members=members, bytes_per_s=None, error=errors[0])

@@ -1,7 +1,7 @@
-"""Many runs, some at a time: each on GPUs of its own, its output in its folder, its end read from its state.
+"""A pool of training runs as local processes: each with its own GPUs and output file, a limited number at a time.
 
-One run that fails takes no other with it. A signal to the process that runs the batch is passed on, so that every run
-can save; no new one starts after it.
+A run that fails does not affect the others. A stop signal is forwarded to all running processes, so that every run can
+save, and no new run starts after it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Optional
 
 from megafp8.errors import INTERNAL
 from megafp8.resilience.run_state import RunState, current_state, last_recorded_step
-from megafp8.utils.process import STOP_SIGNALS, end_with_parent, heeded_stop_signals
+from megafp8.utils.process import STOP_SIGNALS, handled_stop_signals, set_parent_death_signal
 
 OUTPUT_FILE = "output.log"
 POLL_S = 0.3
@@ -28,14 +28,12 @@ TAIL_LINES = 15
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchRun:
-    """One run.
+class PooledRun:
+    """A run to start.
 
     Attributes:
-        name: for people.
-        command: the whole of it.
         folder: its --save.
-        gpus: that it takes where the batch has GPUs.
+        gpus: number of GPUs that it needs.
     """
 
     name: str
@@ -45,17 +43,17 @@ class BatchRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class RunOutcome:
     """How a run ended.
 
     Attributes:
-        state: what this start of it left; None when its process ended before the run began, with wrong flags say.
-        returned: exit status of its process; below 0 the signal that ended it. torchrun's is 1 whatever its ranks say.
-        seconds: that its process took.
-        tail: the end of its output; empty when it is done.
+        state: the run state that this start left; None if the process ended before the run began, as with wrong flags.
+        returned: exit status of the process; negative for a signal. torchrun's is 1 whatever its ranks return.
+        seconds: duration of the process.
+        tail: the last lines of its output; empty if the run is done.
     """
 
-    run: BatchRun
+    run: PooledRun
     state: Optional[RunState]
     returned: int
     seconds: float
@@ -63,77 +61,61 @@ class Outcome:
 
     @property
     def is_done(self) -> bool:
-        """Whether it has made its last step and saved."""
+        """Whether the run has done its last step and saved."""
         return self.state is not None and self.state.state == "done"
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal ended it, and nothing else: the same command goes on."""
+        """Whether only a signal ended the run, so that the same command resumes it."""
         if self.state is None:
             return -self.returned in STOP_SIGNALS
         return self.state.state == "preempted"
 
     @property
     def exit_status(self) -> int:
-        """That of its ranks, as far as they left one."""
+        """Exit status of the ranks if they recorded one, else of the process."""
         status = (self.state is not None and self.state.exit_status) or self.returned
         return status if status >= 0 else INTERNAL
 
     @property
     def reason(self) -> str:
-        """Why it ended; empty when it is done."""
+        """Why the run ended; empty if it is done."""
         if self.state is None:
-            how = f"status {self.returned}" if self.returned >= 0 else f"signal {-self.returned}"
-            return f"its command ended with {how} before the run began"
+            end = f"status {self.returned}" if self.returned >= 0 else f"signal {-self.returned}"
+            return f"its command ended with {end} before the run began"
         if self.is_done:
             return ""
-        return f"{self.state.state} at step {self.state.step}, status {self.exit_status}" + (
-            self.state.reason and f": {self.state.reason}"
-        )
+        detail = self.state.reason and f": {self.state.reason}"
+        return f"{self.state.state} at step {self.state.step}, status {self.exit_status}{detail}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Active:
-    """A run whose process goes on; `before` is the state of the start before this one."""
+class _RunningProcess:
+    """A run in progress.
 
-    run: BatchRun
+    Attributes:
+        before: the run state of the previous start.
+        output_bytes: size of the output file before this start.
+    """
+
+    run: PooledRun
     gpus: tuple[str, ...]
     before: Optional[RunState]
     output_bytes: int
-    began: float
+    started_at: float
     process: subprocess.Popen
 
 
-def start_run(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> subprocess.Popen:
-    """Start a run in a session of its own, its output behind what the folder has; it ends with this process.
+class ProcessPool:
+    """Starts runs in order, each as soon as enough GPUs are free.
 
     Args:
-        environment: all of it.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / OUTPUT_FILE, "ab") as output:
-        return subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # a Ctrl-C comes once, from here
-            preexec_fn=functools.partial(end_with_parent, signal.SIGTERM, os.getpid()),  # a killed starter tells nobody
-        )
-
-
-class Batch:
-    """Runs what is due, in its order, each as soon as there is room for it; none overtakes another.
-
-    Args:
-        parallel: runs at a time.
-        gpus: what CUDA_VISIBLE_DEVICES may name: at least as many as the largest run takes. Empty: runs have what this
-            process has.
-        tell_start, tell_end: called when a run begins, with its GPUs, and when it ends.
-        tell_steps: called several times a second with the last step of every run that goes on, by name; without it no
-            records are read.
-        is_due: asked before a start; one that is not due any more is passed over.
+        parallel: maximum number of runs at a time.
+        gpus: entries for CUDA_VISIBLE_DEVICES, at least as many as the largest run needs. Empty: runs inherit it.
+        on_start: called with a run and its GPUs before the run starts.
+        on_end: called when a run has ended.
+        on_steps: called several times a second with the last step of every running run, by name.
+        is_due: called before a start; a run that is no longer due is skipped.
     """
 
     def __init__(
@@ -141,80 +123,89 @@ class Batch:
         parallel: int,
         gpus: Sequence[str] = (),
         *,
-        tell_start: Callable[[BatchRun, Sequence[str]], None],
-        tell_end: Callable[[Outcome], None],
-        tell_steps: Optional[Callable[[Mapping[str, int]], None]] = None,
-        is_due: Callable[[BatchRun], bool] = lambda run: True,
+        on_start: Callable[[PooledRun, Sequence[str]], None],
+        on_end: Callable[[RunOutcome], None],
+        on_steps: Optional[Callable[[Mapping[str, int]], None]] = None,
+        is_due: Callable[[PooledRun], bool] = lambda run: True,
     ):
         self.parallel, self.has_gpus, self.free = parallel, bool(gpus), list(gpus)
-        self.tell_start, self.tell_end, self.tell_steps, self.is_due = tell_start, tell_end, tell_steps, is_due
-        self.is_asked_to_stop = self._has_signal = False
-        self._active: list[_Active] = []
+        self.on_start, self.on_end, self.on_steps, self.is_due = on_start, on_end, on_steps, is_due
+        self.is_stopping = self._must_forward = False
+        self._running: list[_RunningProcess] = []
 
-    def run(self, runs: Sequence[BatchRun]) -> list[Outcome]:
-        """Run all, and return how each of those that started ended, in the order of their ends."""
-        before = {number: signal.signal(number, self._note) for number in heeded_stop_signals()}
+    def run(self, runs: Sequence[PooledRun]) -> list[RunOutcome]:
+        """Run all, and return the outcome of every started run, in the order of their ends."""
+        handlers = {number: signal.signal(number, self._on_signal) for number in handled_stop_signals()}
         try:
             return self._run(runs)
         finally:
-            for number, handler in before.items():
+            for number, handler in handlers.items():
                 signal.signal(number, handler)
 
-    def _run(self, runs: Sequence[BatchRun]) -> list[Outcome]:
+    def _run(self, runs: Sequence[PooledRun]) -> list[RunOutcome]:
         waiting, outcomes = deque(runs), []
-        while self._active or (waiting and not self.is_asked_to_stop):
-            while waiting and not self.is_asked_to_stop and self._has_room(waiting[0]):
+        while self._running or (waiting and not self.is_stopping):
+            while waiting and not self.is_stopping and len(self._running) < self.parallel:
+                if self.has_gpus and waiting[0].gpus > len(self.free):
+                    break
                 run = waiting.popleft()
                 if self.is_due(run):
                     self._start(run)
-            self._pass_on()
-            if self.tell_steps is not None:
-                self.tell_steps({one.run.name: last_recorded_step(one.run.folder) for one in self._active})
-            time.sleep(POLL_S if self._active else 0)
-            for one in [one for one in self._active if one.process.poll() is not None]:
-                self._active.remove(one)
-                self.free += one.gpus
-                outcomes.append(outcome_of(one))
-                self.tell_end(outcomes[-1])
+            self._forward_signal()
+            if self.on_steps is not None:
+                self.on_steps({running.run.name: last_recorded_step(running.run.folder) for running in self._running})
+            time.sleep(POLL_S if self._running else 0)
+            for ended in [running for running in self._running if running.process.poll() is not None]:
+                self._running.remove(ended)
+                self.free += ended.gpus
+                outcomes.append(build_outcome(ended))
+                self.on_end(outcomes[-1])
         return outcomes
 
-    def _has_room(self, run: BatchRun) -> bool:
-        return len(self._active) < self.parallel and (not self.has_gpus or run.gpus <= len(self.free))
-
-    def _start(self, run: BatchRun) -> None:
+    def _start(self, run: PooledRun) -> None:
+        """Start a run, appending its output to the file in its folder."""
         environment, gpus = dict(os.environ), tuple[str, ...]()
         if self.has_gpus:
             gpus, self.free = tuple(self.free[: run.gpus]), self.free[run.gpus :]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        self.tell_start(run, gpus)
-        before, output, began = current_state(run.folder), run.folder / OUTPUT_FILE, time.monotonic()
+        self.on_start(run, gpus)
+        before, output, started_at = current_state(run.folder), run.folder / OUTPUT_FILE, time.monotonic()
         output_bytes = output.stat().st_size if output.exists() else 0
-        process = start_run(run.command, run.folder, environment)
-        self._active.append(_Active(
-            run=run, gpus=gpus, before=before, output_bytes=output_bytes, began=began, process=process
+        run.folder.mkdir(parents=True, exist_ok=True)
+        # In its own session, so that a Ctrl-C reaches only this process, which forwards it once. With a parent death
+        # signal, because otherwise the run would survive a SIGKILL of this process.
+        end = functools.partial(set_parent_death_signal, signal.SIGTERM, os.getpid())
+        with open(output, "ab") as stream:
+            process = subprocess.Popen(
+                run.command, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT,
+                start_new_session=True, preexec_fn=end,
+            )  # fmt: skip
+        self._running.append(_RunningProcess(
+            run=run, gpus=gpus, before=before, output_bytes=output_bytes, started_at=started_at, process=process
         ))  # fmt: skip
 
-    def _note(self, number: int, frame: Optional[FrameType]) -> None:
-        """Start nothing more; what runs saves and ends. The loop does it: a signal comes amid anything, such as the
-        start of a run that is in no list yet."""
-        self.is_asked_to_stop = self._has_signal = True
+    def _on_signal(self, number: int, frame: Optional[FrameType]) -> None:
+        """Only set flags: the signal may arrive while a run is being started and is not in the list yet."""
+        self.is_stopping = self._must_forward = True
 
-    def _pass_on(self) -> None:
-        """Hand a signal that came to all that runs."""
-        if self._has_signal:
-            self._has_signal = False
-            for one in self._active:
-                one.process.terminate()
+    def _forward_signal(self) -> None:
+        """After a signal, ask all running processes to save and end."""
+        if self._must_forward:
+            self._must_forward = False
+            for running in self._running:
+                running.process.terminate()
 
 
-def outcome_of(one: _Active) -> Outcome:
-    """How a run ended whose process has."""
-    found, tail = current_state(one.run.folder), ""
-    state = None if found is None or found.is_of(one.before) else found
+def build_outcome(ended: _RunningProcess) -> RunOutcome:
+    """The outcome of a run whose process has ended."""
+    state, tail = current_state(ended.run.folder), ""
+    if state is not None and state.is_of(ended.before):
+        state = None  # this start has not written one
     if state is None or state.state != "done":
-        with open(one.run.folder / OUTPUT_FILE, "rb") as output:
-            output.seek(one.output_bytes)
+        with open(ended.run.folder / OUTPUT_FILE, "rb") as output:
+            output.seek(ended.output_bytes)
             tail = "\n".join(output.read().decode(errors="replace").splitlines()[-TAIL_LINES:])
-    return Outcome(
-        run=one.run, state=state, returned=one.process.returncode, seconds=time.monotonic() - one.began, tail=tail
-    )
+    return RunOutcome(
+        run=ended.run, state=state, returned=ended.process.returncode, seconds=time.monotonic() - ended.started_at,
+        tail=tail,
+    )  # fmt: skip

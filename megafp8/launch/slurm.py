@@ -1,12 +1,9 @@
-"""A job as a batch script for Slurm.
+"""Slurm: batch scripts of jobs and job arrays, their submission, and putting a running job back into the queue.
 
-The script is the whole of it: it can be read, edited and handed to sbatch without this package's help. In it the nodes
-are looked at, then one torchrun starts on each of them, under the supervisor (`supervise.py`), which starts the run
-again after crashes, and puts the job back into the queue when a signal ended the run: the warning before the time
-limit, or that of a preemption. Slurm sends both to what srun started, and torchrun passes them on. When a node dies,
-Slurm itself puts the job back (`--requeue`).
-
-In a Slurm job: put it back into the queue.
+A script is complete: it can be read, edited and submitted with sbatch. It checks the nodes, then starts one torchrun
+per node under the supervisor (`supervise.py`). The supervisor restarts the run after crashes, and requeues the job when
+a signal ended the run: the warning before the time limit, or a preemption. Slurm sends both to the processes of srun,
+and torchrun forwards them. When a node fails, Slurm itself requeues the job (`--requeue`).
 """
 
 from __future__ import annotations
@@ -24,42 +21,49 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Optional
 
+from megafp8.device.node_check_ranks import NUM_CHECK_PORTS
 from megafp8.errors import INTERNAL, ConfigError
 from megafp8.launch.job import (
+    CHECK_NODES,
+    PRETRAIN,
     SLURM_EARLY_S,
+    SUPERVISE,
     Job,
-    array,
+    bash_array,
     environment_lines,
-    quoted,
-    script_of,
+    join_script,
+    quote_word,
+    signal_lead_s,
     training_lines,
-    warning_s,
 )
-from megafp8.launch.node_check import NODE_CHECK_TIMEOUT_S, PORTS
-from megafp8.utils.process import SLURM_JOB
+from megafp8.launch.node_check import NODE_CHECK_TIMEOUT_S
+from megafp8.utils.process import SLURM_JOB_VARIABLE
 
-OUTPUT = re.compile(r"^#SBATCH --output=(?:'([^']+)'|(\S+))$", re.MULTILINE)
-# Below the ports that the kernel gives to connections: each job meets on one of so many, and its check has `PORTS` of
-# as many others to itself, so that neither meets a job of one of the next numbers on a node that they share.
-MEETING_PORT, CHECK_PORT, NUM_PORTS = 10000, 20000, 10000
+OUTPUT_DIRECTIVE = re.compile(r"^#SBATCH --output=(?:'([^']+)'|(\S+))$", re.MULTILINE)
+# Below the kernel's ephemeral ports. The rendezvous of a job has one of NUM_PORTS ports, its node check a block of
+# NUM_CHECK_PORTS out of NUM_PORTS others, so that jobs with consecutive ids can share a node.
+RENDEZVOUS_PORT, CHECK_PORT, NUM_PORTS = 10000, 20000, 10000
 
 
 def script(job: Job) -> str:
-    """The batch script of a job, or of a job array when it has `runs`."""
+    """The batch script of a job, or of a job array if it has `runs`."""
     parts = [
         ["#!/usr/bin/env bash", *directives(job)],
         [
             "# Written by launcher/slurm.py; edit it as you like.",
             "set -euo pipefail",
-            *limit_lines(job),
+            # Slurm itself requeues a job after node failures.
+            f'[ "${{SLURM_RESTART_COUNT:-0}}" -le {job.max_requeues} ] || '
+            f'{{ echo "the job came out of the queue again more than {job.max_requeues} times" >&2; '
+            f"exit {INTERNAL}; }}",
             *environment_lines(job),
         ],
         training_lines(job),
-        each_node_lines(job),
-        check_lines(job) if job.check_nodes else [],
-        start_lines(job),
+        node_command_lines(job),
+        node_check_lines(job) if job.check_nodes else [],
+        torchrun_lines(job),
     ]
-    return script_of(parts)
+    return join_script(parts)
 
 
 def directives(job: Job) -> list[str]:
@@ -79,7 +83,7 @@ def directives(job: Job) -> list[str]:
         "exclusive": "" if job.exclusive else None,
         "mem": "0" if job.exclusive else None,
         "time": job.time,
-        "signal": f"USR1@{warning_s(job)}",
+        "signal": f"USR1@{signal_lead_s(job)}",
         "requeue": "",
         "open-mode": "append",
         "output": f"{Path(job.project, job.log_folder)}/{'%A_%a' if job.runs else '%j'}.log",
@@ -91,16 +95,8 @@ def directives(job: Job) -> list[str]:
     ]  # fmt: skip
 
 
-def limit_lines(job: Job) -> list[str]:
-    """The end of a job that Slurm itself, after nodes that died, has put back too often."""
-    return [
-        f'[ "${{SLURM_RESTART_COUNT:-0}}" -le {job.max_requeues} ] || '
-        f'{{ echo "the job came out of the queue again more than {job.max_requeues} times" >&2; exit {INTERNAL}; }}'
-    ]
-
-
-def each_node_lines(job: Job) -> list[str]:
-    """`on_each_node`: the beginning of a command that runs once on each node, in the container if there is one."""
+def node_command_lines(job: Job) -> list[str]:
+    """The array `on_each_node`: a command prefix that runs once per node, in the container if there is one."""
     options = ["--cpu-bind=none", "--kill-on-bad-exit=0"]
     if job.cpus_per_node:
         options.append(f"--cpus-per-task={job.cpus_per_node}")
@@ -112,7 +108,7 @@ def each_node_lines(job: Job) -> list[str]:
     elif job.container:
         mounts = ",".join(f"{folder}:{folder}" for folder in folders)
         options = [f"--container-image={job.container}", f"--container-workdir={job.project}"]
-        lines += [shlex.join(options), quoted(f"--container-mounts={mounts}")]
+        lines += [shlex.join(options), quote_word(f"--container-mounts={mounts}")]
     names = ['mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")']
     addresses = [
         "# Where Slurm itself reaches them (NodeAddr): a node's name in Slurm need not be a host name.",
@@ -123,19 +119,19 @@ def each_node_lines(job: Job) -> list[str]:
     ]
     return [
         "# Once on every node. When it has ended on one of them, the others have SLURM_WAIT seconds.",
-        *array("on_each_node", lines),
+        *bash_array("on_each_node", lines),
         *(names if job.nodes > 1 or job.check_nodes else ()),
         *(addresses if job.nodes > 1 else ()),
     ]
 
 
-def check_lines(job: Job) -> list[str]:
-    """Every node is looked at, and a bad one named and left out."""
+def node_check_lines(job: Job) -> list[str]:
+    """Check every node, and requeue the job without bad ones."""
     reports = f'{shlex.quote(job.log_folder)}/nodes/"$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}"'
-    port = f"$(({CHECK_PORT} + SLURM_JOB_ID % {NUM_PORTS // PORTS} * {PORTS}))"
+    port = f"$(({CHECK_PORT} + SLURM_JOB_ID % {NUM_PORTS // NUM_CHECK_PORTS} * {NUM_CHECK_PORTS}))"
     return [
         "# Look at the nodes. If one is bad, it is named, and the job goes back into the queue without it.",
-        *array(
+        *bash_array(
             "check",
             [
                 f"{reports} --gpus {job.gpus_per_node}",
@@ -144,13 +140,13 @@ def check_lines(job: Job) -> list[str]:
             ],
         ),
         f"SLURM_WAIT={NODE_CHECK_TIMEOUT_S} \\",
-        '  "${on_each_node[@]}" python3 launcher/check_nodes.py measure "${check[@]}" || true',
-        f'python3 launcher/check_nodes.py judge "${{check[@]}}" --requeue --max-requeues {job.max_requeues}',
+        f'  "${{on_each_node[@]}}" python3 {CHECK_NODES} measure "${{check[@]}}" || true',
+        f'python3 {CHECK_NODES} judge "${{check[@]}}" --requeue --max-requeues {job.max_requeues}',
     ]
 
 
-def start_lines(job: Job) -> list[str]:
-    """One torchrun on each node, under the supervisor."""
+def torchrun_lines(job: Job) -> list[str]:
+    """Start one torchrun per node, under the supervisor."""
     torchrun, meeting, find, place = ["--standalone"], list[str](), "", ""
     if job.nodes > 1:
         meeting = ["# They meet at the first node, which is that of number 0, on a port of the job's own."]
@@ -158,7 +154,7 @@ def start_lines(job: Job) -> list[str]:
         place = "PET_LOCAL_ADDR=${addresses[SLURM_NODEID]} PET_RDZV_CONF=is_host=$((SLURM_NODEID == 0)) "
         torchrun = [
             '--nnodes "$SLURM_NNODES" --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID"',
-            f'--rdzv-endpoint "${{addresses[0]}}:$(({MEETING_PORT} + SLURM_JOB_ID % {NUM_PORTS}))"',
+            f'--rdzv-endpoint "${{addresses[0]}}:$(({RENDEZVOUS_PORT} + SLURM_JOB_ID % {NUM_PORTS}))"',
         ]
     task, shown = ("${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID/", "ARRAY_TASK/") if job.runs else ("", "")
     on_each = f'{find}PET_LOG_DIR={shlex.quote(job.log_folder)}/ranks/{task}$SLURMD_NODENAME {place}exec "$@"'
@@ -166,30 +162,30 @@ def start_lines(job: Job) -> list[str]:
         "# One torchrun a node. What a rank writes goes to files of its own under",
         f"# {job.log_folder}/ranks/{shown}NODE, and that of a node's first rank also here.",
         *meeting,
-        *array(
+        *bash_array(
             "torchrun",
             [f"python3 -m torch.distributed.run --nproc-per-node {job.ranks} --redirects 3 --tee 0:3", *torchrun],
         ),
         "",
         "# Started again after crashes; the run's state says whether the job comes out of the queue again.",
-        f"export SLURM_WAIT={warning_s(job)}",
-        f"exec python3 launcher/supervise.py --max-restarts {job.restarts} --requeue "
-        f"--max-requeues {job.max_requeues} --least-time-s {warning_s(job) + SLURM_EARLY_S} -- \\",
+        f"export SLURM_WAIT={signal_lead_s(job)}",
+        f"exec python3 {SUPERVISE} --max-restarts {job.restarts} --requeue "
+        f"--max-requeues {job.max_requeues} --least-time-s {signal_lead_s(job) + SLURM_EARLY_S} -- \\",
         '  "${on_each_node[@]}" \\',
         f"  bash -c {shlex.quote(on_each)} torchrun \\",
-        '  "${torchrun[@]}" pretrain_gpt.py "${training[@]}"',
+        f'  "${{torchrun[@]}}" {PRETRAIN} "${{training[@]}}"',
     ]
 
 
 def submit(path: Path) -> int:
-    """Hand a script to sbatch; the job's number.
+    """Submit a script with sbatch and return the job id.
 
-    The folder of its output is made first: Slurm ends a job without a word when it is not there.
+    The folder of its output is created first, because Slurm ends a job silently if that does not exist.
 
     Raises:
-        ConfigError: sbatch is not there, or refuses the script.
+        ConfigError: there is no sbatch, or it refuses the script.
     """
-    found = OUTPUT.search(path.read_text(encoding="utf-8"))
+    found = OUTPUT_DIRECTIVE.search(path.read_text(encoding="utf-8"))
     if found:
         Path(found[1] or found[2]).parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -201,105 +197,107 @@ def submit(path: Path) -> int:
     return int(answer.stdout.split(";")[0])
 
 
-RESTARTS = "SLURM_RESTART_COUNT"
-# In the run's folder: a line for each time that a job was put back, with the saved step.
+RESTART_COUNT = "SLURM_RESTART_COUNT"
+# In the run's folder: one line per requeue, with the saved step.
 REQUEUES_FILE = "requeues.log"
-# In a row, without a newly saved step.
-MAX_FRUITLESS = 3
-ARRAY, TASK = "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"
-# For a controller that is away a moment, which is restarted or busy.
-REQUEUE_TIMEOUT_S, PAUSE_S = 30.0, 2.0
+# Requeues in a row without a newly saved step.
+MAX_REQUEUES_WITHOUT_PROGRESS = 3
+ARRAY_JOB_ID, ARRAY_TASK_ID = "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"
+# For a Slurm controller that is restarting or busy.
+REQUEUE_TIMEOUT_S, RETRY_INTERVAL_S = 30.0, 2.0
 
 
-def this_job() -> Optional[str]:
-    """As Slurm's commands take it; None outside of Slurm. A task of an array is ARRAY_TASK: the number of its last task
-    is also that of the whole array, so that a command with it would mean all tasks."""
-    if ARRAY in os.environ and TASK in os.environ:
-        return f"{os.environ[ARRAY]}_{os.environ[TASK]}"
-    return os.environ.get(SLURM_JOB)
+def slurm_job_id() -> Optional[str]:
+    """The id of this job as Slurm's commands take it; None outside of Slurm.
+
+    For a task of an array it is ARRAY_TASK, because the job id of the last task is also that of the whole array.
+    """
+    if ARRAY_JOB_ID in os.environ and ARRAY_TASK_ID in os.environ:
+        return f"{os.environ[ARRAY_JOB_ID]}_{os.environ[ARRAY_TASK_ID]}"
+    return os.environ.get(SLURM_JOB_VARIABLE)
 
 
-def is_fruitless(folder: Path, saved_step: int, tell: Callable[[str], None]) -> bool:
-    """Whether this job should stay out of the queue: it came out of it `MAX_FRUITLESS` times and saved nothing since.
+def is_requeued_without_progress(folder: Path, saved_step: int, report: Callable[[str], None]) -> bool:
+    """Whether this job was requeued `MAX_REQUEUES_WITHOUT_PROGRESS` times in a row without saving a new step.
 
-    Otherwise it is counted, in the run's folder.
+    If not, this requeue is counted in the run's folder.
 
     Args:
-        saved_step: of the newest checkpoint; 0 without one.
+        saved_step: step of the newest checkpoint; 0 without one.
     """
-    path, line = folder / REQUEUES_FILE, f"job {this_job()} saved_step {saved_step}"
+    path, line = folder / REQUEUES_FILE, f"job {slurm_job_id()} saved_step {saved_step}"
     try:
         with open(path, "a+", encoding="utf-8", errors="replace") as stream:
             stream.seek(0)
-            count = len([*itertools.takewhile(line.__eq__, reversed(stream.read().splitlines()))])
-            if count < MAX_FRUITLESS:
+            count = sum(1 for _ in itertools.takewhile(line.__eq__, reversed(stream.read().splitlines())))
+            if count < MAX_REQUEUES_WITHOUT_PROGRESS:
                 stream.write(f"{line}\n")
     except OSError as error:
-        tell(f"{path}: requeues are not counted: {error.strerror}")
+        report(f"{path}: requeues are not counted: {error.strerror}")
         return False
-    if count < MAX_FRUITLESS:
+    if count < MAX_REQUEUES_WITHOUT_PROGRESS:
         return False
-    tell(
-        f"job {this_job()} came out of the queue {count} times in a row and saved nothing after step {saved_step}: it "
-        "ends here. Its output says what took the time: give it a longer time limit, a shorter time_to_save_s or "
-        "--no-check-nodes, or mend what ended the run; then submit it again"
+    report(
+        f"job {slurm_job_id()} came out of the queue {count} times in a row and saved nothing after step {saved_step}: "
+        "it ends here. Its output says what took the time: give it a longer time limit, a shorter time_to_save_s or "
+        "--no-check-nodes, or fix what ended the run; then submit it again"
     )
     return True
 
 
-def requeue(max_requeues: int, tell: Callable[[str], None], exclude: Sequence[str] = ()) -> bool:
-    """Put this job back into the queue, unless it came from there too often, or somebody has cancelled it.
+def requeue(max_requeues: int, report: Callable[[str], None], exclude: Sequence[str] = ()) -> bool:
+    """Requeue this job, unless it was requeued too often or somebody has cancelled it.
 
-    Slurm ends the job then, this process included, and starts its script from the beginning when there are nodes.
+    Slurm then ends the job, including this process, and runs its script from the beginning once it has nodes.
 
     Args:
-        max_requeues: how often in all; Slurm counts them, those after a node's end too.
-        exclude: nodes that it shall not get again.
+        max_requeues: limit on all requeues, as Slurm counts them; includes those after node failures.
+        exclude: nodes that the job must not get again.
 
     Returns:
-        Whether it was.
+        Whether the job was requeued.
     """
-    job, restarts = this_job(), int(os.environ.get(RESTARTS, "0"))
+    job, restarts = slurm_job_id(), int(os.environ.get(RESTART_COUNT, "0"))
     if job is None:
-        tell("this is no Slurm job: nothing to put back into the queue")
+        report("this is no Slurm job: nothing to put back into the queue")
         return False
     if restarts >= max_requeues:
-        tell(f"job {job} came out of the queue again {restarts} times already: it ends here (--max-requeues)")
+        report(f"job {job} came out of the queue again {restarts} times already: it ends here (--max-requeues)")
         return False
-    answer = slurm("squeue", "--noheader", "--jobs", job, "--format", "%T %x")
+    answer = run_slurm_command("squeue", "--noheader", "--jobs", job, "--format", "%T %x")
     state, _, excluded = answer.stdout.strip().partition(" ")
     if state != "RUNNING":
-        # A job that was cancelled would come again, too.
-        tell(f"job {job} is {state or 'unknown to Slurm'}: it is not put back into the queue")
+        # scontrol requeue would also restart a cancelled job.
+        report(f"job {job} is {state or 'unknown to Slurm'}: it is not put back into the queue")
         return False
-    # What comes now ends this job: SIGTERM at once, SIGKILL after Slurm's KillWait. Nodes can be excluded in between.
+    # The requeue ends this job: SIGTERM at once, SIGKILL after Slurm's KillWait. Nodes are excluded in between.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    tell(f"job {job} goes back into the queue, the {restarts + 1}. time")
-    answer = slurm("scontrol", "requeue", job)
+    report(f"job {job} goes back into the queue, the {restarts + 1}. time")
+    answer = run_slurm_command("scontrol", "requeue", job)
     if answer.returncode:
-        tell(f"scontrol requeue {job}: {answer.stderr.strip()}")
+        report(f"scontrol requeue {job}: {answer.stderr.strip()}")
         return False
     if exclude:
-        nodes = ",".join([*([] if excluded in ("", "(null)") else [excluded]), *exclude])
-        answer = slurm("scontrol", "update", f"JobId={job}", f"ExcNodeList={nodes}")
-        tell(f"without {nodes}" if answer.returncode == 0 else f"ExcNodeList={nodes}: {answer.stderr.strip()}")
+        nodes = ",".join([*exclude] if excluded in ("", "(null)") else [excluded, *exclude])
+        answer = run_slurm_command("scontrol", "update", f"JobId={job}", f"ExcNodeList={nodes}")
+        report(f"without {nodes}" if answer.returncode == 0 else f"ExcNodeList={nodes}: {answer.stderr.strip()}")
     return True
 
 
 def time_left_s() -> float:
-    """Seconds until this job's time limit; infinite without one."""
-    end = slurm("squeue", "--noheader", "--jobs", this_job() or "", "--format", "%e").stdout.strip()
+    """Time until this job's time limit; infinite without one."""
+    end = run_slurm_command("squeue", "--noheader", "--jobs", slurm_job_id() or "", "--format", "%e").stdout.strip()
     try:
         return datetime.datetime.fromisoformat(end).timestamp() - time.time()
     except ValueError:
         return math.inf  # N/A
 
 
-def slurm(*command: str) -> subprocess.CompletedProcess:
-    """One of Slurm's commands; one that fails is said again for `PATIENCE_S`."""
+def run_slurm_command(*command: str) -> subprocess.CompletedProcess:
+    """Run a Slurm command, and repeat it for `REQUEUE_TIMEOUT_S` if it fails."""
     deadline = time.monotonic() + REQUEUE_TIMEOUT_S
     while True:
         answer = subprocess.run(command, capture_output=True, text=True)
-        if answer.returncode == 0 or time.monotonic() + PAUSE_S > deadline:
+        if answer.returncode == 0 or time.monotonic() + RETRY_INTERVAL_S > deadline:
             return answer
-        time.sleep(PAUSE_S)
+        time.sleep(RETRY_INTERVAL_S)

@@ -1,4 +1,4 @@
-"""The file of a study: what is common to its runs, and the grids in which they differ.
+"""Studies: reading a study's YAML file, and expanding its grids into runs.
 
     name: stdlib                         # default: the file's name
     folder: runs/stdlib                  # default: runs/NAME; a run's own folder is in it
@@ -16,14 +16,12 @@
       seed: [1, 2, 3]
     slurm: {time: 4:00:00, partition: gpu}  # of the jobs, as in a job file of launcher/slurm.py
 
-`grid` may be a list of such grids. A run is one option of every axis of a grid; where options say the same thing, the
-axis further down wins.
+`grid` may be a list of such grids. A run has one option of every axis of a grid. If options conflict, the later axis
+wins.
 
-A study's runs: what each would do, under an id that stays when the grid grows.
-
-The id is a hash of what decides a run: its settings that differ from the defaults, and its ranks. Where it writes and
-what it logs is left out. So another axis, other names of options and other files around them lead to the same run, and
-another learning rate never passes for one that is finished.
+A run has an id that does not change when the grid grows. It is a hash of the settings that differ from the defaults and
+the number of ranks, without those for output and logging. So another axis, renamed options or other folders lead to the
+same run, and a run with another learning rate is never taken for a finished one.
 """
 
 from __future__ import annotations
@@ -48,22 +46,22 @@ from megafp8.config.variants import NEUTRAL_SETTINGS
 from megafp8.errors import ConfigError
 from megafp8.launch.job import name_problems
 from megafp8.planning import plan
-from megafp8.utils.files import UnreadableFile, path_fault, shown
+from megafp8.utils.files import UnreadableFile, path_problem, printable
 from megafp8.utils.formatting import control_problems
 from megafp8.utils.strict_yaml import read_yaml
 
-SIZES = ("tokens", "tokens_per_parameter", "gpus")
-"""Numbers of a run that no flag of its own gives."""
-KEYS = ("name", "folder", "flags", "grid", "slurm", *SIZES)
+SIZE_KEYS = ("tokens", "tokens_per_parameter", "gpus")
+"""Numbers of a run that are not training flags."""
+KEYS = ("name", "folder", "flags", "grid", "slurm", *SIZE_KEYS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One choice on an axis, or what is common to all runs.
+    """One option of an axis, or the settings that all runs share.
 
     Attributes:
-        flags: training flags, one word each.
-        sizes: some of `SIZES`.
+        flags: words of training flags.
+        sizes: values for some of `SIZE_KEYS`.
     """
 
     name: str = ""
@@ -76,12 +74,12 @@ Grid = Mapping[str, tuple[Option, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """What a file asks for.
+    """The contents of a study's file.
 
     Attributes:
-        path: of the file.
-        folder: of the study; runs have theirs in it.
-        slurm: fields of the jobs (`launch/job.py`), texts as the file has them.
+        path: the file.
+        folder: contains the folders of the runs.
+        slurm: fields of the jobs (`launch/job.py`), as text.
     """
 
     path: Path
@@ -96,20 +94,22 @@ def read_study(path: Path, folder: Optional[Path] = None) -> Study:
     """Read a study's file.
 
     Args:
-        folder: takes the place of the file's.
+        folder: replaces the file's.
 
     Raises:
-        ConfigError: the file cannot be read, or is no study; all problems of it.
+        ConfigError: the file cannot be read or is invalid; with all problems.
     """
     try:
-        # Every value as it is written: to YAML's usual reader 24:00:00 is 86400, and 1e-3 a text beside the number 0.1.
+        # All values are read as text: YAML's usual reader makes 86400 of 24:00:00, and a number of 0.1 but not of 1e-3.
         plain = read_yaml(path, as_written=True)
     except UnreadableFile as error:
         raise ConfigError(f"{path}: cannot be read: {error.reason}") from None
     if not isinstance(plain, dict):
         raise ConfigError(f"{path}: not a mapping with the keys {', '.join(KEYS)}")
     problems = [f"unknown key {key!r}; there are {', '.join(KEYS)}" for key in plain if key not in KEYS]
-    common = read_option("", {key: plain[key] for key in ("flags", *SIZES) if key in plain}, "of all runs", problems)
+    common = read_option(
+        "", {key: plain[key] for key in ("flags", *SIZE_KEYS) if key in plain}, "of all runs", problems
+    )
     plain_grids = plain.get("grid", {})
     plain_grids = plain_grids if isinstance(plain_grids, list) else [plain_grids]
     grids = tuple(read_grid(grid, problems) for grid in plain_grids)
@@ -117,7 +117,7 @@ def read_study(path: Path, folder: Optional[Path] = None) -> Study:
     if not isinstance(slurm, dict):
         problems.append(f"slurm: {slurm!r} is not a mapping of settings")
     name = str(plain.get("name") or path.stem)
-    problems += name_problems(name)  # of folders, and of jobs where there is Slurm
+    problems += name_problems(name)  # also a name of folders, and of jobs under Slurm
     folder = folder or Path(str(plain.get("folder") or f"runs/{name}"))
     problems += control_problems("folder", folder)
     problems += control_problems("flags", common.flags)
@@ -126,15 +126,15 @@ def read_study(path: Path, folder: Optional[Path] = None) -> Study:
             problems += control_problems("grid", axis)
             for option in options:
                 problems += control_problems(f"grid: {axis}", (option.name, *option.flags))
-    if fault := path_fault(str(folder)):
-        problems.append(f"folder: {shown(str(folder))} {fault}")
+    if fault := path_problem(str(folder)):
+        problems.append(f"folder: {printable(str(folder))} {fault}")
     if problems:
         raise ConfigError([f"{path}: {problem}" for problem in problems])
     return Study(path=path, name=name, folder=folder, common=common, grids=grids, slurm=slurm)
 
 
 def read_grid(plain: Any, problems: list[str]) -> Grid:
-    """One grid; what is wrong with it is appended."""
+    """Read one grid, and append its problems to `problems`."""
     if not isinstance(plain, dict) or not plain:
         problems.append(f"grid: {plain!r} is not a mapping of axes, such as seed: [1, 2, 3]")
         return {}
@@ -142,7 +142,7 @@ def read_grid(plain: Any, problems: list[str]) -> Grid:
 
 
 def read_axis(axis: str, plain: Any, problems: list[str]) -> tuple[Option, ...]:
-    """Options of an axis: of a list, values for the flag that it is named after, of a mapping named ones."""
+    """Read the options of an axis: a list of values for the flag of this name, or a mapping of named options."""
     if isinstance(plain, dict) and plain:
         return tuple(read_option(str(name), option, f"{axis}: {name}", problems) for name, option in plain.items())
     if isinstance(plain, list) and plain:
@@ -152,27 +152,27 @@ def read_axis(axis: str, plain: Any, problems: list[str]) -> tuple[Option, ...]:
 
 
 def read_value(axis: str, value: Any, problems: list[str]) -> Option:
-    """A value of an axis that is a list."""
+    """Read a value of an axis that is a list."""
     if not isinstance(value, str):
         problems.append(f"grid: {axis}: {value!r} is no value of a flag; options that are more are named ones")
         return Option()
-    if axis in SIZES:
+    if axis in SIZE_KEYS:
         return read_option(f"{axis}{value}", {axis: value}, f"grid: {axis}", problems)
     return Option(name=f"{axis}{value}", flags=(f"--{axis.replace('_', '-')}", value))
 
 
 def read_option(name: str, plain: Any, where: str, problems: list[str]) -> Option:
-    """An option: its flags as a text, or a mapping of flags and sizes."""
+    """Read an option: flags as text, or a mapping of flags and sizes."""
     plain = plain if isinstance(plain, dict) else {"flags": plain}
     problems += [
-        f"{where}: unknown key {key!r}; there are flags, {', '.join(SIZES)}"
-        for key in plain if key not in ("flags", *SIZES)
+        f"{where}: unknown key {key!r}; there are flags, {', '.join(SIZE_KEYS)}"
+        for key in plain if key not in ("flags", *SIZE_KEYS)
     ]  # fmt: skip
     flags = plain.get("flags") or ""
     if not isinstance(flags, str):
         problems.append(f"{where}: {flags!r} is not a text of flags")
         flags = ""
-    sizes = {key: read_number(plain[key], f"{where}: {key}", problems) for key in SIZES if key in plain}
+    sizes = {key: read_number(plain[key], f"{where}: {key}", problems) for key in SIZE_KEYS if key in plain}
     try:
         words = tuple(shlex.split(flags, comments=True))
     except ValueError as error:
@@ -182,7 +182,7 @@ def read_option(name: str, plain: Any, where: str, problems: list[str]) -> Optio
 
 
 def read_number(value: Any, where: str, problems: list[str]) -> float:
-    """A number above 0."""
+    """Read a positive number."""
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -194,25 +194,25 @@ def read_number(value: Any, where: str, problems: list[str]) -> float:
 
 
 ID_DIGITS = 8
-# Where a run starts decides it, though they are settings of checkpoints.
-DECISIVE = ("checkpoint.pretrained_checkpoint", "checkpoint.finetune")
+# Settings of checkpoints that are part of a run's id, because they decide where training starts.
+DECISIVE_SETTINGS = ("checkpoint.pretrained_checkpoint", "checkpoint.finetune")
 BUDGETS = ("tokens", "tokens_per_parameter")
-# Longer than any schedule: for rules that are asked before the length is known.
+# Longer than any schedule: for checking rules before the length is known.
 MANY_STEPS = 10**9
-# Megatron's class of that name.
+# Of Megatron-LM's ByteLevelTokenizer.
 BYTE_LEVEL_VOCABULARY = 512
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudyRun:
-    """One run.
+    """One run of a study.
 
     Attributes:
-        label: the options that were chosen, for people.
-        choice: name of the option on each axis.
-        flags: of pretrain_gpt.py, whole.
-        world_size: GPUs, or ranks on a CPU.
-        folder: of its checkpoints and records.
+        label: names of its options, joined.
+        choice: name of its option by axis.
+        flags: all flags of pretrain_gpt.py.
+        world_size: number of GPUs, or of ranks on a CPU.
+        folder: for checkpoints and records.
     """
 
     id: str
@@ -225,25 +225,25 @@ class StudyRun:
 
     @property
     def tokens(self) -> int:
-        """That it trains on."""
+        """Number of training tokens."""
         config = self.config
         return derived.train_iters(config, self.world_size) * derived.tokens_per_step(config, self.world_size)
 
     @property
     def padded_vocab(self) -> Optional[int]:
-        """Rows of the embedding; None where only the tokenizer's files tell."""
+        """Vocabulary size after padding; None if only the tokenizer's files have it."""
         known = vocabulary_size(self.config)
         return None if known is None else derived.padded_vocab_size(self.config, known)
 
     @property
     def parameters(self) -> Optional[int]:
-        """All of them, embeddings included; None without the vocabulary."""
+        """Number of parameters, embeddings included; None without the vocabulary size."""
         rows = self.padded_vocab
         return None if rows is None else model_shapes.count_parameters(self.config.model, rows).total
 
     @property
     def flops(self) -> Optional[float]:
-        """Model FLOPs of the whole run; None without the vocabulary."""
+        """Model FLOPs of the complete run; None without the vocabulary size."""
         rows, seq_length = self.padded_vocab, self.config.data.seq_length
         if rows is None or seq_length is None:
             return None
@@ -251,46 +251,46 @@ class StudyRun:
 
     @property
     def recipe(self) -> str:
-        """`bf16`, or the FP8 or FP4 recipe of the linears; `fp32` or `fp16` where those were asked for."""
+        """The FP8 or FP4 recipe of the linears, or else the dtype of the parameters."""
         return derived.quantization_recipe(self.config.precision) or derived.params_dtype(self.config.precision)
 
 
 def expand(study: Study) -> list[StudyRun]:
-    """All runs, in the order of the file: the last axis changes fastest. A run of two grids is one run.
+    """Expand the grids into runs, in the order of the file. The last axis varies fastest. Equal runs are merged.
 
     Raises:
-        ConfigError: flags of a run are wrong (no run is meant to start then), or two options of a grid mean the same.
+        ConfigError: flags of a run are wrong, or two options of a grid lead to the same run.
     """
     runs: dict[str, StudyRun] = {}
     problems: dict[str, list[str]] = {}
     for grid in study.grids:
-        of_grid: dict[str, str] = {}
+        labels: dict[str, str] = {}
         for options in itertools.product(*grid.values()):
             run, found = build_run(study, grid, options)
             for problem in found:
                 problems.setdefault(problem, []).append(run.label)
-            if run.id in of_grid and not found:
-                problems.setdefault(f"the same run as {of_grid[run.id]}", []).append(run.label)
-            of_grid[run.id] = run.label
+            if run.id in labels and not found:
+                problems.setdefault(f"the same run as {labels[run.id]}", []).append(run.label)
+            labels[run.id] = run.label
             runs.setdefault(run.id, run)
     if problems:
-        raise ConfigError([f"{labels_text(labels)}: {problem}" for problem, labels in problems.items()])
+        raise ConfigError([f"{labels_text(affected)}: {problem}" for problem, affected in problems.items()])
     return list(runs.values())
 
 
 def build_run(study: Study, grid: Grid, options: Sequence[Option]) -> tuple[StudyRun, list[str]]:
-    """A run, and what is wrong with it. With problems, the run is good for its label only."""
+    """Build a run, and return it with its problems. If there are any, only its label is valid."""
     chosen = (study.common, *options)
-    label = "-".join(safe(option.name) for option in options) or study.name
-    gpus = last_size(chosen, ("gpus",)) or ("gpus", 1.0)
-    budget = last_size(chosen, BUDGETS)
+    label = "-".join(safe_name(option.name) for option in options) or study.name
+    gpus = last_given_size(chosen, ("gpus",)) or ("gpus", 1.0)
+    budget = last_given_size(chosen, BUDGETS)
     words = [word for option in chosen for word in option.flags]
-    invocation, problems = config_flags.read(words)
+    invocation, problems = config_flags.parse_with_problems(words)
     config, world_size = invocation.config, int(gpus[1])
-    problems += own_problems(invocation, gpus[1], budget)
-    config = saved_in(config, study.folder / label)
+    problems += study_problems(invocation, gpus[1], budget)
+    config = with_save_folder(config, study.folder / label)
     if budget is not None and not problems:
-        # The rules first, at any length: arithmetic takes sound settings for granted.
+        # Check the rules first, for any length, because the number of steps can only be computed from valid settings.
         problems += rules.setting_problems(with_values(config, {"training.train_iters": MANY_STEPS}), world_size)
         if not problems:
             steps = budget_steps(config, world_size, *budget)
@@ -298,29 +298,29 @@ def build_run(study: Study, grid: Grid, options: Sequence[Option]) -> tuple[Stud
             config = with_values(config, {"training.train_iters": steps})
     if not problems:
         problems += rules.setting_problems(config, world_size)
-    run_id = id_of(config, world_size)
-    folder = folder_of(study.folder, run_id, label)
+    run_id = run_hash(config, world_size)
+    folder = run_folder(study.folder, run_id, label)
     run = StudyRun(
         id=run_id, label=label, choice={axis: option.name for axis, option in zip(grid, options, strict=True)},
-        flags=(*words, "--save", str(folder), "--load", str(folder)), config=saved_in(config, folder),
+        flags=(*words, "--save", str(folder), "--load", str(folder)), config=with_save_folder(config, folder),
         world_size=world_size, folder=folder,
     )  # fmt: skip
     return run, problems
 
 
-def saved_in(config: RunConfig, folder: Path) -> RunConfig:
-    """The configuration of a run that saves there, and goes on from there."""
+def with_save_folder(config: RunConfig, folder: Path) -> RunConfig:
+    """The configuration with --save and --load in this folder."""
     return with_values(config, {"checkpoint.save": str(folder), "checkpoint.load": str(folder)})
 
 
-def last_size(options: Sequence[Option], names: Sequence[str]) -> Optional[tuple[str, float]]:
-    """The one of these sizes that is named last, and its value."""
-    named = [(name, option.sizes[name]) for option in options for name in names if name in option.sizes]
-    return named[-1] if named else None
+def last_given_size(options: Sequence[Option], names: Sequence[str]) -> Optional[tuple[str, float]]:
+    """Name and value of the last of these sizes that an option gives; None if none does."""
+    given = [(name, option.sizes[name]) for option in options for name in names if name in option.sizes]
+    return given[-1] if given else None
 
 
-def own_problems(invocation: Invocation, gpus: float, budget: Optional[tuple[str, float]]) -> list[str]:
-    """What a study does not take, though a run would."""
+def study_problems(invocation: Invocation, gpus: float, budget: Optional[tuple[str, float]]) -> list[str]:
+    """Problems of settings that are valid in a run, but not in a study."""
     config, problems = invocation.config, []
     if invocation.dry_run or config.checkpoint.save or config.checkpoint.load:
         problems.append("--save, --load and --dry-run: each run has a folder of its own in the study's; remove them")
@@ -336,7 +336,7 @@ def own_problems(invocation: Invocation, gpus: float, budget: Optional[tuple[str
 
 
 def budget_steps(config: RunConfig, world_size: int, kind: str, amount: float) -> int:
-    """Steps for at least so many tokens, or tokens a parameter (all parameters, embeddings included)."""
+    """Number of steps for at least `amount` tokens, or tokens per parameter (embeddings included)."""
     if kind == "tokens_per_parameter":
         rows = derived.padded_vocab_size(config, vocabulary_size(config) or 0)
         amount *= model_shapes.count_parameters(config.model, rows).total
@@ -344,33 +344,33 @@ def budget_steps(config: RunConfig, world_size: int, kind: str, amount: float) -
 
 
 def vocabulary_size(config: RunConfig) -> Optional[int]:
-    """Token ids before padding, as far as they are known without the tokenizer's files."""
+    """Vocabulary size before padding; None if only the tokenizer's files have it."""
     is_byte_level = config.model.vocab_size is None and config.data.tokenizer_type == "ByteLevelTokenizer"
     return BYTE_LEVEL_VOCABULARY if is_byte_level else plan.vocabulary_size(config)
 
 
-def id_of(config: RunConfig, world_size: int) -> str:
-    """The hash of what decides a run; a setting that a later version adds changes nothing at its default."""
+def run_hash(config: RunConfig, world_size: int) -> str:
+    """The id of a run. Settings at their default do not count, so that settings of later versions do not change it."""
     decisive = {
         setting.name: value_of(config, setting.name)
         for setting in all_settings()
         if value_of(config, setting.name) != setting.default
-        and (setting.name in DECISIVE or not setting.name.startswith(NEUTRAL_SETTINGS))
+        and (setting.name in DECISIVE_SETTINGS or not setting.name.startswith(NEUTRAL_SETTINGS))
     }
     canonical = json.dumps([world_size, decisive], sort_keys=True)
     return hashlib.sha256(canonical.encode()).hexdigest()[:ID_DIGITS]
 
 
-def folder_of(study_folder: Path, run_id: str, label: str) -> Path:
-    """Where a run is: the folder that ends with its id, or the one that it will have."""
+def run_folder(study_folder: Path, run_id: str, label: str) -> Path:
+    """The existing folder of a run, which ends with its id, or else the folder that it will have."""
     return next(iter(sorted(study_folder.glob(f"*-{run_id}"))), study_folder / f"{label}-{run_id}")
 
 
-def safe(text: str) -> str:
-    """A part of a file's name."""
+def safe_name(text: str) -> str:
+    """A text as part of a file name."""
     return re.sub(r"[^\w.+=-]+", "_", text)
 
 
 def labels_text(labels: Sequence[str]) -> str:
-    """Runs that share a problem."""
+    """The runs that share a problem, as text."""
     return labels[0] if len(labels) == 1 else f"{labels[0]} and {len(labels) - 1} more"

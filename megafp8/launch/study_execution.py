@@ -1,8 +1,7 @@
-"""A study's runs as job arrays of Slurm: one array for all runs of as many GPUs.
+"""Execution of studies: runs as Slurm job arrays or as local processes, and their progress.
 
-A study's runs as processes of this machine, some at a time, each with GPUs of its own where there are any.
-
-How far a study is, and how long the rest will take. The run-state file of each run is the judge.
+One job array has all runs with the same number of GPUs. Locally, a pool of processes runs several at a time, each with
+its own GPUs if there are any. Progress is read from the run state of each run.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from megafp8.device.gpus import Gpu
 from megafp8.errors import INTERNAL, PREEMPTED, ConfigError, RunFolderInUse
 from megafp8.launch import slurm
 from megafp8.launch.job import Job, build_job
-from megafp8.launch.process_pool import OUTPUT_FILE, Batch, BatchRun, Outcome
+from megafp8.launch.process_pool import OUTPUT_FILE, PooledRun, ProcessPool, RunOutcome
 from megafp8.launch.study import Study, StudyRun, labels_text
 from megafp8.planning.planned_run import PlannedRun
 from megafp8.planning.step_time import step_time
@@ -38,11 +37,11 @@ GPUS_PER_NODE = 8
 
 
 def build_jobs(study: Study, runs: Sequence[StudyRun]) -> list[Job]:
-    """The job arrays of these runs. The study's `slurm` has the fields of a job; `gpus_per_node` is the size of a node.
+    """Build the job arrays of these runs. The study's `slurm` has the fields of the jobs.
 
     Raises:
-        ConfigError: fields that a job does not have or that a study gives, GPUs that do not fill nodes, or runs that
-            share a node and do not say how many of its cores they need.
+        ConfigError: fields are unknown or set by the study itself, GPUs do not fill nodes, or runs that share a node do
+            not request CPUs.
     """
     if own := [name for name in ("name", "training", "runs", "nodes", "ranks_per_node") if name in study.slurm]:
         raise ConfigError(f"slurm: {', '.join(own)}: follow from the study; remove them")
@@ -51,19 +50,25 @@ def build_jobs(study: Study, runs: Sequence[StudyRun]) -> list[Job]:
     for size in sizes:
         name = study.name if len(sizes) == 1 else f"{study.name}-{size}"
         fields = {
-            "name": name, "logs": str(study.folder / "logs" / name), **study.slurm, **shape_of(study, size),
+            "name": name, "logs": str(study.folder / "logs" / name), **study.slurm, **job_shape(study, size),
             "runs": [list(run.flags[len(study.common.flags) :]) for run in runs if run.world_size == size],
         }  # fmt: skip
-        jobs.append(build_job(fields, study.common.flags))
-        check_share(jobs[-1])
+        job = build_job(fields, study.common.flags)
+        if not job.exclusive and not job.cpus_per_node:
+            raise ConfigError(
+                f"slurm: runs of {job.world_size} GPUs or ranks share a node, and Slurm gives one core unless it is "
+                "asked: give cpus_per_node for one run, and its memory if the cluster's default for these is too "
+                "little (sbatch: {mem: 64G}); or exclusive: true"
+            )
+        jobs.append(job)
     return jobs
 
 
-def shape_of(study: Study, world_size: int) -> dict[str, str]:
-    """Nodes and GPUs, or ranks, of a run. Less than a node shares it.
+def job_shape(study: Study, world_size: int) -> dict[str, str]:
+    """Fields of a job for the nodes and GPUs, or ranks, of a run. Runs smaller than a node share it.
 
     Raises:
-        ConfigError: more than a node, and not a multiple of it.
+        ConfigError: the run is larger than a node, but not a multiple of it.
     """
     try:
         per_node = int(study.slurm.get("gpus_per_node", GPUS_PER_NODE))
@@ -79,29 +84,16 @@ def shape_of(study: Study, world_size: int) -> dict[str, str]:
     return {"gpus_per_node": str(per_node), "nodes": str(world_size // per_node)}
 
 
-def check_share(job: Job) -> None:
-    """
-    Raises:
-        ConfigError: a job that shares its node, and would get one core of it.
-    """
-    if not job.exclusive and not job.cpus_per_node:
-        raise ConfigError(
-            f"slurm: runs of {job.world_size} GPUs or ranks share a node, and Slurm gives one core unless it is asked: "
-            "give cpus_per_node for one run, and its memory if the cluster's default for these is too little (sbatch: "
-            "{mem: 64G}); or exclusive: true"
-        )
-
-
 def submit(study: Study, runs: Sequence[StudyRun]) -> list[str]:
-    """Write the scripts into the study's folder and hand them to Slurm; a line for each.
+    """Write the job scripts to the study's folder, submit them to Slurm, and return a line for each.
 
     Raises:
-        ConfigError: as `build_jobs`, not from the project's folder, or Slurm refuses a script.
+        ConfigError: as `build_jobs`; or the working directory is not the project, or Slurm refuses a script.
     """
     jobs = build_jobs(study, runs)
     if away := [job.project for job in jobs if Path(job.project).resolve() != Path.cwd()]:
         raise ConfigError(f"jobs run in {away[0]}, which the study's paths are relative to: start this from there")
-    told = []
+    lines = []
     for job in jobs:
         path = Path(job.log_folder, f"{job.name}.sbatch")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,15 +102,15 @@ def submit(study: Study, runs: Sequence[StudyRun]) -> list[str]:
         ids = [run.id for run in runs if run.world_size == job.world_size]
         with open(study.folder / SUBMITTED_FILE, "a", encoding="utf-8") as stream:
             stream.write(json.dumps({"job": number, "runs": ids}) + "\n")
-        told.append(f"{path}: job {number}, {len(ids)} runs")
-    return told
+        lines.append(f"{path}: job {number}, {len(ids)} runs")
+    return lines
 
 
 def queued_ids(folder: Path) -> set[str]:
-    """Runs of a study that Slurm still has, waiting or running; none where there is no squeue.
+    """Ids of the study's runs that are pending or running in Slurm; empty without squeue.
 
     Raises:
-        ConfigError: squeue fails or the list of jobs is damaged, so that runs might be submitted twice.
+        ConfigError: squeue fails, or the list of submitted jobs is damaged, so that runs could be submitted twice.
     """
     path = folder / SUBMITTED_FILE
     try:
@@ -139,7 +131,7 @@ def queued_ids(folder: Path) -> set[str]:
     return {run for job, runs in submitted for task, run in enumerate(runs) if f"{job}_{task}" in tasks}
 
 
-def command_of(run: StudyRun, script: Path) -> list[str]:
+def train_command(run: StudyRun, script: Path) -> list[str]:
     """The command that trains a run on this machine."""
     python = [sys.executable]
     if run.world_size > 1:
@@ -148,10 +140,10 @@ def command_of(run: StudyRun, script: Path) -> list[str]:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """What CUDA_VISIBLE_DEVICES may name on this machine; empty without GPUs."""
+    """Entries for CUDA_VISIBLE_DEVICES on this machine; empty without GPUs."""
     if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         parts = [part.strip() for part in chosen.split(",") if part.strip()]
-        return tuple(itertools.takewhile(lambda part: not part.startswith("-"), parts))  # as CUDA: -1 ends the list
+        return tuple(itertools.takewhile(lambda part: not part.startswith("-"), parts))  # as in CUDA, -1 ends the list
     if shutil.which("nvidia-smi") is None:
         return ()
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
@@ -159,7 +151,8 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def check_gpus(runs: Sequence[StudyRun], gpus: Sequence[str]) -> None:
-    """
+    """Check that every run fits on this machine.
+
     Raises:
         ConfigError: a run needs more GPUs than there are.
     """
@@ -168,56 +161,57 @@ def check_gpus(runs: Sequence[StudyRun], gpus: Sequence[str]) -> None:
 
 
 def run_here(
-    runs: Sequence[StudyRun], script: Path, parallel: Optional[int], gpus: Sequence[str], tell: Callable[[str], None]
+    runs: Sequence[StudyRun], script: Path, parallel: Optional[int], gpus: Sequence[str], report: Callable[[str], None]
 ) -> int:
-    """Run what is due until nothing is left or a signal came.
+    """Run all runs that are due on this machine, until none is left or a stop signal arrives.
 
     Args:
         script: pretrain_gpt.py.
-        parallel: runs at a time; None: as many as the GPUs hold, and one without GPUs.
-        gpus: of this machine; enough for every run (`check_gpus`).
-        tell: shows a line.
+        parallel: number of runs at a time; None: as many as the GPUs allow, or one without GPUs.
+        gpus: the GPUs of this machine, enough for every run (`check_gpus`).
+        report: prints a line.
 
     Returns:
-        0 when all are done, `PREEMPTED` after a signal, else the first failed run's exit status.
+        0 if all are done, `PREEMPTED` after a signal, else the exit status of the first failed run.
     """
     statuses: list[int] = []
-    of_folder = {run.folder: run for run in runs}
+    runs_by_folder = {run.folder: run for run in runs}
 
-    def is_still_due(run: BatchRun) -> bool:
-        now = progress_of(of_folder[run.folder])
-        if not is_due(now):  # someone else started it meanwhile
-            tell(f"{now.state:<10} {run.name}")
-        return is_due(now)
+    def is_still_due(run: PooledRun) -> bool:
+        progress = run_progress(runs_by_folder[run.folder])
+        if not is_due(progress):  # somebody else has started it in the meantime
+            report(f"{progress.state:<10} {run.name}")
+        return is_due(progress)
 
-    def tell_start(run: BatchRun, gpus: Sequence[str]) -> None:
-        tell(f"{'starts':<10} {run.name}" + (f" on GPU {','.join(gpus)}" if gpus else ""))
+    def on_start(run: PooledRun, gpus: Sequence[str]) -> None:
+        report(f"{'starts':<10} {run.name}" + (f" on GPU {','.join(gpus)}" if gpus else ""))
 
-    def tell_end(outcome: Outcome) -> None:
-        statuses.append(status_of(outcome))
-        tell(end_text(outcome))
+    def on_end(outcome: RunOutcome) -> None:
+        statuses.append(outcome_status(outcome))
+        report(outcome_text(outcome))
 
-    batch = Batch(parallel or len(gpus) or 1, gpus, tell_start=tell_start, tell_end=tell_end, is_due=is_still_due)
-    batch.run([
-        BatchRun(name=run.label, command=tuple(command_of(run, script)), folder=run.folder, gpus=run.world_size)
+    pool = ProcessPool(parallel or len(gpus) or 1, gpus, on_start=on_start, on_end=on_end, is_due=is_still_due)
+    pool.run([
+        PooledRun(name=run.label, command=tuple(train_command(run, script)), folder=run.folder, gpus=run.world_size)
         for run in runs
     ])  # fmt: skip
-    if batch.is_asked_to_stop:
+    if pool.is_stopping:
         return PREEMPTED
     return next((status for status in statuses if status), 0)
 
 
-def status_of(outcome: Outcome) -> int:
-    """What a run's end means for the study; 0 also for one that its flags stopped, or that someone else has."""
+def outcome_status(outcome: RunOutcome) -> int:
+    """Exit status of a run for the study: 0 also if its flags stopped it, or if it was started elsewhere."""
     ended_well = outcome.state is not None and outcome.state.state in (DONE, STOPPED)
-    return 0 if ended_well or is_elsewhere(outcome) else outcome.exit_status or INTERNAL
+    return 0 if ended_well or is_started_elsewhere(outcome) else outcome.exit_status or INTERNAL
 
 
-def end_text(outcome: Outcome) -> str:
-    """What became of a run, in a line."""
-    never = "preempted" if outcome.is_stopped else "failed"
-    label, state = outcome.run.name, never if outcome.state is None else outcome.state.state
-    if is_elsewhere(outcome):
+def outcome_text(outcome: RunOutcome) -> str:
+    """The outcome of a run as a line."""
+    label, state = outcome.run.name, "preempted" if outcome.is_stopped else "failed"
+    if outcome.state is not None:
+        state = outcome.state.state
+    if is_started_elsewhere(outcome):
         return f"{RUNNING:<10} {label}, started by someone else"
     if state in (DONE, STOPPED):
         return f"{state:<10} {label} in {outcome.seconds:.0f} s"
@@ -225,8 +219,8 @@ def end_text(outcome: Outcome) -> str:
     return f"{state:<10} {label}: {reason}; see {outcome.run.folder / OUTPUT_FILE}"
 
 
-def is_elsewhere(outcome: Outcome) -> bool:
-    """Whether someone else has the folder: torchrun does not say it, but then the state is of a run that goes on."""
+def is_started_elsewhere(outcome: RunOutcome) -> bool:
+    """Whether another process has the run. torchrun hides this exit status, but the run state is still `running`."""
     is_running = outcome.state is not None and outcome.state.state == RUNNING
     return is_running or outcome.exit_status == RunFolderInUse.exit_status
 
@@ -237,10 +231,10 @@ WAITING, QUEUED, RUNNING, DONE, STOPPED = "waiting", "queued", "running", "done"
 
 @dataclass(frozen=True, kw_only=True)
 class StudyProgress:
-    """One run now.
+    """The progress of one run.
 
     Attributes:
-        state: as in `run_state.py`; `waiting` for a run that never began, `queued` for one that Slurm will start.
+        state: as in `run_state.py`, or `waiting` for a run that never started, or `queued` for one that Slurm has.
         step: last step done.
     """
 
@@ -252,22 +246,22 @@ class StudyProgress:
 
     @property
     def steps(self) -> int:
-        """Of the whole run."""
+        """Number of steps of the complete run."""
         return derived.train_iters(self.run.config, self.run.world_size)
 
     @property
     def seconds(self) -> Optional[float]:
-        """That the whole run took; None unless it was done in one start."""
+        """Duration of the complete run; None unless it was done in a single start."""
         if self.state != DONE or self.found is None or self.found.starts > 1:
             return None
         return self.found.updated_at - self.found.started_at
 
 
-def progress_of(run: StudyRun, queued: Collection[str] = ()) -> StudyProgress:
-    """Look at a run's folder.
+def run_progress(run: StudyRun, queued: Collection[str] = ()) -> StudyProgress:
+    """Read the progress of a run from its folder.
 
     Args:
-        queued: ids of runs that Slurm has.
+        queued: ids of runs that are pending or running in Slurm.
     """
     found = current_state(run.folder)
     state = WAITING if found is None else found.state
@@ -280,45 +274,47 @@ def progress_of(run: StudyRun, queued: Collection[str] = ()) -> StudyProgress:
 
 
 def is_due(progress: StudyProgress) -> bool:
-    """Whether a run is to be started: neither done, nor running, nor about to be."""
+    """Whether a run should be started: it is neither done, nor running, nor queued."""
     return progress.state not in (DONE, RUNNING, QUEUED)
 
 
 def predicted_seconds(run: StudyRun, finished: Sequence[StudyProgress], gpu: Optional[Gpu]) -> Optional[float]:
-    """How long a whole run takes.
+    """Predicted duration of a complete run.
 
-    By the planner for a kind of GPU; else at the FLOP/s of the finished run of the same recipe and ranks whose FLOPs
-    are nearest; None without one.
+    With a GPU, the planner's prediction. Otherwise it is extrapolated from the finished run with the same recipe and
+    number of ranks whose FLOPs are closest; None without such a run.
     """
     if run.flops is None or run.padded_vocab is None:
         return None
     if gpu is not None:
         planned = PlannedRun(config=run.config, gpu=gpu, world_size=run.world_size, padded_vocab=run.padded_vocab)
         return step_time(planned).seconds * derived.train_iters(run.config, run.world_size)
-    alike = [
-        (one.run.flops, one.seconds) for one in finished
-        if one.run.flops and one.seconds and (one.run.recipe, one.run.world_size) == (run.recipe, run.world_size)
+    run_flops = run.flops
+    similar = [
+        (other.run.flops, other.seconds) for other in finished
+        if other.run.flops and other.seconds
+        and (other.run.recipe, other.run.world_size) == (run.recipe, run.world_size)
     ]  # fmt: skip
-    if not alike:
+    if not similar:
         return None
-    flops, seconds = min(alike, key=lambda pair: abs(pair[0] - run.flops))
-    return run.flops * seconds / flops
+    flops, seconds = min(similar, key=lambda pair: abs(pair[0] - run_flops))
+    return run_flops * seconds / flops
 
 
 def status_text(every: Sequence[StudyProgress]) -> str:
-    """A line for each run, and how many are in which state."""
-    width = max(len(one.run.label) for one in every)
+    """One line per run, and the number of runs in each state."""
+    width = max(len(progress.run.label) for progress in every)
     lines = [
-        f"{one.state:<10} {one.run.label:<{width}}  {one.run.id}  step {one.step:,} of {one.steps:,}"
-        + (f"  {one.reason.splitlines()[0]}" if one.reason and one.state != DONE else "")
-        for one in every
+        f"{each.state:<10} {each.run.label:<{width}}  {each.run.id}  step {each.step:,} of {each.steps:,}"
+        + (f"  {each.reason.splitlines()[0]}" if each.reason and each.state != DONE else "")
+        for each in every
     ]
-    counts = Counter(one.state for one in every)
+    counts = Counter(progress.state for progress in every)
     return "\n".join([*lines, ", ".join(f"{count} {state}" for state, count in counts.items())])
 
 
 def write_study_file(study: Study, runs: Sequence[StudyRun]) -> Path:
-    """Write into the study's folder which runs it has: what a report reads beside their records."""
+    """Write the list of runs to the study's folder. Reports read it in addition to the runs' records."""
     content: dict[str, Any] = {
         "name": study.name,
         "runs": [

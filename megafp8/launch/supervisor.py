@@ -1,7 +1,7 @@
-"""Start a run again and again until it is done, or until starting it again will not mend it.
+"""Supervisor of a run: restarts its command until the run is done, or until a restart cannot help.
 
-What became of a start is read from the run's state (`run_state.py`), never from the command's exit status: torchrun's
-is 1 whatever its ranks say. Everything that a start left behind is killed before the next one, or before the end.
+The result of a start is read from the run state (`run_state.py`), not from the command's exit status: torchrun's is 1
+whatever its ranks return. All processes that a start leaves behind are killed before the next start, and at the end.
 """
 
 from __future__ import annotations
@@ -26,40 +26,39 @@ from typing import Optional
 import psutil
 
 from megafp8.errors import INTERNAL, PREEMPTED, CheckpointError, ConfigError, DataError, NumericsError, RunFolderInUse
-from megafp8.resilience.run_lock import forget_lock_of
+from megafp8.resilience.run_lock import remove_stale_job_lock
 from megafp8.resilience.run_state import RunState, current_state, finished_state, last_recorded_step, read_run_state
 from megafp8.utils.best_effort import LogFile
-from megafp8.utils.process import SLURM_JOB, end_with_parent, heeded_stop_signals
+from megafp8.utils.process import SLURM_JOB_VARIABLE, handled_stop_signals, set_parent_death_signal
 
 RESTARTS_FILE = "restarts.jsonl"
-# The same command would end in the same way.
-HOPELESS = tuple(
+# Exit statuses after which the same command would fail in the same way.
+PERMANENT_ERRORS = tuple(
     error.exit_status for error in (ConfigError, NumericsError, DataError, RunFolderInUse, CheckpointError)
 )
-# Starts in a row that may end before the run has written its first state: wrong flags look like that under torchrun.
-STILLBORN = 2
-# As a shell has it.
+# Starts in a row that may end before the run writes its first state. Under torchrun, wrong flags look like that.
+MAX_STILLBORN = 2
+# Exit status of a shell for a command that cannot be executed.
 COMMAND_NOT_STARTED = 126
-LONGEST_PAUSE_S = 60.0
-# Beyond the grace that a run has after a signal.
-KILL_AFTER_S = 10.0
+MAX_BACKOFF_S = 60.0
+# In addition to the grace period of a run after a signal.
+KILL_MARGIN_S = 10.0
 PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
-    """How long to go on.
+class RestartPolicy:
+    """When to restart a run, and when to give up.
 
     Attributes:
-        max_restarts: in a row, without progress between them.
-        min_progress_steps: saved steps that count as progress; 0: nothing does, every restart counts.
-        retry_bad_numbers: start again after numbers that are not finite: those of a fault of the hardware do not come
-            again.
-        backoff_s: pause before the first restart without progress; it doubles with each.
-        grace_s: seconds that a run gets to save after a signal.
-        ends_when_preempted: do not start again after a signal that the run got from elsewhere, which under Slurm says
+        max_restarts: restarts in a row without progress.
+        min_progress_steps: saved steps that count as progress; 0: every restart counts against `max_restarts`.
+        retry_bad_numbers: restart after non-finite numbers. Those of a hardware fault do not recur.
+        backoff_s: pause before the first restart without progress; doubles with each further one.
+        grace_s: time that a run has to save after a signal.
+        ends_when_preempted: do not restart after a signal that did not come through this process. Under Slurm it means
             that the job is about to end.
-        least_time_s: do not start when less is left: the signal that warns of the end would not come.
+        least_time_s: do not start with less time left, because the signal that warns of the end would not come.
     """
 
     max_restarts: int = 10
@@ -72,15 +71,15 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
-    """How one start ended: a line of `restarts.jsonl`.
+class StartRecord:
+    """The result of one start: a line of `restarts.jsonl`.
 
     Attributes:
-        state: of the run afterwards; `stillborn` when it did not come so far as to write one.
+        state: run state afterwards; `stillborn` if the start ended before the run wrote one.
         step: last step done.
-        lost_steps: steps done that no checkpoint has.
-        recovery_s: from the end of the start before to the first step of this one; None for the first start, and for
-            one that did no step.
+        lost_steps: steps done since the last checkpoint.
+        recovery_s: time from the end of the previous start to the first step of this one; None for the first start,
+            and for one without a step.
     """
 
     number: int
@@ -99,173 +98,175 @@ class Supervisor:
     """Runs a command until its run is done.
 
     Args:
-        folder: the run's, which has its state.
-        tell: shows a line.
-        time_left_s: seconds that there are for this; asked before each start.
+        folder: the run's folder, which has its run state.
+        report: prints a line.
+        time_left_s: returns the remaining time of the job; called before each start.
     """
 
     def __init__(
-        self, command: Sequence[str], folder: Path, limits: Limits, tell: Callable[[str], None],
+        self, command: Sequence[str], folder: Path, policy: RestartPolicy, report: Callable[[str], None],
         time_left_s: Callable[[], float] = lambda: math.inf,
     ):  # fmt: skip
-        self.command, self.folder, self.limits, self.tell = list(command), folder, limits, tell
+        self.command, self.folder, self.policy, self.report = list(command), folder, policy, report
         self.time_left_s = time_left_s
-        self.log = LogFile(folder / RESTARTS_FILE, "restarts", report=tell)
+        self.log = LogFile(folder / RESTARTS_FILE, "restarts", report=report)
         self.child: Optional[subprocess.Popen] = None
-        self.asked: Optional[int] = None
+        self.stop_signal: Optional[int] = None
         self.wake = threading.Event()
 
     def run(self) -> int:
-        """Start, and start again; the exit status that stands for the whole."""
+        """Start and restart the command; returns the exit status of the supervisor."""
         with contextlib.closing(self.log):
             return self.run_until_done()
 
     def run_until_done(self) -> int:
-        """The same, with the log open."""
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # what a killed launcher leaves becomes this process's
-        for number in heeded_stop_signals():
+        """`run` with the log open."""
+        ctypes.CDLL(None).prctl(
+            PR_SET_CHILD_SUBREAPER, 1
+        )  # orphans of a killed launcher become children of this process
+        for number in handled_stop_signals():
             signal.signal(number, self.forward)
         signal.signal(signal.SIGALRM, lambda *_: kill_all(psutil.Process().children(recursive=True)))
-        fruitless, stillborn, best, last = 0, 0, saved_step(current_state(self.folder)), None
+        num_fruitless, num_stillborn, last = 0, 0, None
+        best_step = saved_step(current_state(self.folder))
         while True:
-            if (left_s := self.time_left_s()) < self.limits.least_time_s:
-                self.tell(f"{left_s:.0f} s are left: too few to start, and to be told before they are over")
+            if (left_s := self.time_left_s()) < self.policy.least_time_s:
+                self.report(f"{left_s:.0f} s are left: too few to start, and to get the warning before they are over")
                 return PREEMPTED
             last = self.start_once(last)
-            saved, least = last.saved_step or 0, self.limits.min_progress_steps
-            if least and saved - best >= least:
-                best, fruitless = saved, 0
-            stillborn = stillborn + 1 if last.state == "stillborn" else 0
-            status, why = self.verdict(last, fruitless, stillborn)
+            saved, min_progress = last.saved_step or 0, self.policy.min_progress_steps
+            if min_progress and saved - best_step >= min_progress:
+                best_step, num_fruitless = saved, 0
+            num_stillborn = num_stillborn + 1 if last.state == "stillborn" else 0
+            status, reason = self.final_status(last, num_fruitless, num_stillborn)
             if status is not None:
-                self.tell(f"start {last.number} {describe_start(last)}; {why}")
+                self.report(f"start {last.number} {describe_start(last)}; {reason}")
                 return status
-            pause_s = min(LONGEST_PAUSE_S, self.limits.backoff_s * 2**fruitless)
-            fruitless += 1
-            self.tell(f"start {last.number} {describe_start(last)}; starts again from step {saved} in {pause_s:g} s")
+            pause_s = min(MAX_BACKOFF_S, self.policy.backoff_s * 2**num_fruitless)
+            num_fruitless += 1
+            self.report(f"start {last.number} {describe_start(last)}; starts again from step {saved} in {pause_s:g} s")
             self.wake.wait(pause_s)
-            if self.asked is not None:
+            if self.stop_signal is not None:
                 return PREEMPTED
 
-    def verdict(self, last: Start, fruitless: int, stillborn: int) -> tuple[Optional[int], str]:
-        """The exit status to end with and why; None to start again."""
+    def final_status(self, last: StartRecord, num_fruitless: int, num_stillborn: int) -> tuple[Optional[int], str]:
+        """The exit status to end with, and the reason; None to restart."""
         if last.state in ("done", "stopped"):
             return 0, "nothing is left to do" if last.state == "done" else "as it was asked to"
-        is_retried = self.limits.retry_bad_numbers and last.exit_status == NumericsError.exit_status
-        if last.exit_status in HOPELESS and not is_retried:
-            return last.exit_status, "starting it again would not mend that"
-        if self.asked is not None:
-            return PREEMPTED, f"{signal.Signals(self.asked).name} came; start this again to go on"
-        if last.state == "preempted" and self.limits.ends_when_preempted:
-            return PREEMPTED, "start this again to go on"
-        if stillborn >= STILLBORN:
-            # A command that has trained before is sound, and another time or node may be better. But another start of
-            # a run that is done may be refused, and leaves no state.
+        is_retried = self.policy.retry_bad_numbers and last.exit_status == NumericsError.exit_status
+        if last.exit_status in PERMANENT_ERRORS and not is_retried:
+            return last.exit_status, "starting it again would not fix that"
+        if self.stop_signal is not None:
+            return PREEMPTED, f"{signal.Signals(self.stop_signal).name} came; start this again to resume"
+        if last.state == "preempted" and self.policy.ends_when_preempted:
+            return PREEMPTED, "start this again to resume"
+        if num_stillborn >= MAX_STILLBORN:
+            # A command that has trained before is valid and may work later or on another node. But a run that is done
+            # may refuse another start, which leaves no run state.
             has_trained = last.saved_step and finished_state(self.folder) is None
             status = INTERNAL if has_trained else last.exit_status or INTERNAL
-            return status, f"{stillborn} starts in a row; the output above says why"
-        if fruitless >= self.limits.max_restarts:
+            return status, f"{num_stillborn} starts in a row; the output above says why"
+        if num_fruitless >= self.policy.max_restarts:
             return last.exit_status or INTERNAL, (
-                f"gives up after {fruitless} restarts without {self.limits.min_progress_steps} more saved steps "
+                f"gives up after {num_fruitless} restarts without {self.policy.min_progress_steps} more saved steps "
                 "(--max-restarts, --min-progress-steps)"
             )
         return None, ""
 
-    def start_once(self, last: Optional[Start]) -> Start:
-        """One start from beginning to end, and its line in the log."""
+    def start_once(self, last: Optional[StartRecord]) -> StartRecord:
+        """Run the command once, and append the result to the log."""
         before, started_at = read_run_state(self.folder), time.time()
-        if SLURM_JOB in os.environ:
-            forget_lock_of(os.environ[SLURM_JOB], self.folder)
+        if SLURM_JOB_VARIABLE in os.environ:
+            remove_stale_job_lock(os.environ[SLURM_JOB_VARIABLE], self.folder)
         environment = dict(os.environ)
-        # torchrun's patience, and the signals that it passes on (PET_: its flags by environment).
-        environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(round(self.limits.grace_s))
-        heeded = (*heeded_stop_signals(), signal.SIGQUIT)
-        environment.setdefault("PET_SIGNALS_TO_HANDLE", ",".join(number.name for number in heeded))
+        # torchrun's grace period, and the signals that it forwards (PET_ variables are its flags).
+        environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(round(self.policy.grace_s))
+        signals = (*handled_stop_signals(), signal.SIGQUIT)
+        environment.setdefault("PET_SIGNALS_TO_HANDLE", ",".join(number.name for number in signals))
         returned, end = self.launch_and_wait(environment)
-        end_descendants(self.limits.grace_s)
+        end_descendants(self.policy.grace_s)
         signal.alarm(0)
         found, ended_at = current_state(self.folder), time.time()
         if found is not None and found.is_of(before):
             found = None
-        if found is not None and found.state == "running":  # on another machine, where nobody can look
+        if found is not None and found.state == "running":  # on another machine, whose processes cannot be checked
             found = dataclasses.replace(found, state="died", reason=f"{found.process} ended without a word")
-        start = Start(
+        state = found or before
+        step = 0 if state is None else state.step
+        if found is not None and found.first_step_at is not None:
+            step = max(step, last_recorded_step(self.folder))
+        start = StartRecord(
             number=1 if last is None else last.number + 1,
             started_at=started_at,
             ended_at=ended_at,
             state="stillborn" if found is None else found.state,
             reason=f"the command {end} before its run began" if found is None else found.reason,
             exit_status=returned if found is None else found.exit_status,
-            **progress_of(found or before, found, self.folder),
+            step=step,
+            saved_step=None if state is None else state.saved_step,
+            lost_steps=0 if found is None else max(0, step - saved_step(found)),
             recovery_s=found.first_step_at - last.ended_at if found and found.first_step_at and last else None,
         )
         self.log.append(json.dumps(dataclasses.asdict(start)).encode() + b"\n")
         return start
 
     def launch_and_wait(self, environment: dict[str, str]) -> tuple[int, str]:
-        """Run the command to its end. Returns its exit status and that end in words."""
+        """Run the command to its end. Returns its exit status, and how it ended in words."""
         try:
             self.child = self.launch(environment)
-        except OSError as error:  # no process is left for it, or its disk is away: another start may do better
+        except OSError as error:  # too many processes, or an unavailable file system: another start may succeed
             return COMMAND_NOT_STARTED, f"could not be started ({error.strerror})"
-        if self.asked is not None:  # it came before there was anybody to pass it on to
-            self.forward(self.asked, None)
+        if self.stop_signal is not None:  # it came before there was a process to forward it to
+            self.forward(self.stop_signal, None)
         returned = self.child.wait()
         self.child = None
         return returned, f"ended with status {returned}"
 
     def launch(self, environment: dict[str, str]) -> subprocess.Popen:
         """Start the command's process."""
-        # A supervisor that is killed tells nobody.
-        end = functools.partial(end_with_parent, signal.SIGTERM, os.getpid())
+        # Without this, the command would survive a SIGKILL of the supervisor.
+        end = functools.partial(set_parent_death_signal, signal.SIGTERM, os.getpid())
         return subprocess.Popen(self.command, env=environment, start_new_session=True, preexec_fn=end)
 
     def forward(self, number: int, frame: Optional[FrameType]) -> None:
-        """Pass a signal on to the command; what has not ended after its grace is killed."""
-        self.asked = number
+        """Forward a signal to the command, and kill what has not ended after the grace period."""
+        self.stop_signal = number
         self.wake.set()
         if self.child is not None:
             self.child.send_signal(number)
-            signal.setitimer(signal.ITIMER_REAL, self.limits.grace_s + KILL_AFTER_S)
-
-
-def progress_of(state: Optional[RunState], found: Optional[RunState], folder: Path) -> dict[str, Optional[int]]:
-    """How far a start came; `found` is None when it wrote no state."""
-    step, saved = (0, None) if state is None else (state.step, state.saved_step)
-    if found is not None and found.first_step_at is not None:
-        step = max(step, last_recorded_step(folder))
-    lost = 0 if found is None else max(0, step - (saved or 0))
-    return {"step": step, "saved_step": saved, "lost_steps": lost}
+            signal.setitimer(signal.ITIMER_REAL, self.policy.grace_s + KILL_MARGIN_S)
 
 
 def saved_step(state: Optional[RunState]) -> int:
-    """The newest checkpoint's step; 0 without one."""
+    """Step of the newest checkpoint; 0 without one."""
     return 0 if state is None else state.saved_step or 0
 
 
-def describe_start(start: Start) -> str:
-    """A start's end in words."""
+def describe_start(start: StartRecord) -> str:
+    """The result of a start in words."""
     lost = f", {start.lost_steps} steps lost" if start.lost_steps else ""
     reason = f" ({start.reason.splitlines()[0]})" if start.reason else ""
     return f"{start.state} at step {start.step}{lost}{reason}"
 
 
 def end_descendants(grace_s: float) -> None:
-    """End what a start left: its ranks have sessions of their own, so that no process group has them all. Those of a
-    torchrun that was killed save now."""
+    """End all processes that a start left. Ranks have their own sessions, so no process group contains them all.
+
+    The ranks of a torchrun that was killed save during the grace period.
+    """
     children = psutil.Process().children(recursive=True)
     for child in children:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.terminate()
     psutil.wait_procs(children, timeout=grace_s)
-    for _ in range(3):  # one that is killed may just have started another
+    for _ in range(3):  # a process that is killed may just have started another one
         children = psutil.Process().children(recursive=True)
         kill_all(children)
-        psutil.wait_procs(children, timeout=KILL_AFTER_S)
+        psutil.wait_procs(children, timeout=KILL_MARGIN_S)
 
 
 def kill_all(processes: list[psutil.Process]) -> None:
-    """SIGKILL to those that are still there."""
+    """Send SIGKILL to all processes that still exist."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()

@@ -1,29 +1,29 @@
-"""A job as a script for one machine, or for several without Slurm: the same flags, environment and logs."""
+"""Launch scripts for one machine, or for several without Slurm, with the same flags, environment and logs."""
 
 from __future__ import annotations
 
 import shlex
 
 from megafp8.errors import ConfigError
-from megafp8.launch.job import Job, array, environment_lines, script_of, training_lines
+from megafp8.launch.job import PRETRAIN, SUPERVISE, Job, bash_array, environment_lines, join_script, training_lines
 
 SLURM_FIELDS = ("cpus_per_node", "exclusive", "time", "partition", "account", "sbatch", "max_requeues", "check_nodes")
 
 
 def unused_fields(job: Job) -> tuple[str, ...]:
-    """Names of fields that the job has given and that only Slurm knows what to do with."""
-    plain = Job(name=job.name, training=())
-    return tuple(name for name in SLURM_FIELDS if getattr(job, name) != getattr(plain, name))
+    """Names of the fields that the job sets and that have an effect under Slurm only."""
+    default = Job(name=job.name, training=())
+    return tuple(name for name in SLURM_FIELDS if getattr(job, name) != getattr(default, name))
 
 
 def script(job: Job) -> str:
-    """The script that is run on each of the machines.
+    """The script to run on each machine.
 
-    On one machine the run is supervised. Supervisors on several would judge each other's starts, and torchrun's own
-    restarts do not ask why a run ended.
+    On one machine the run has a supervisor. On several it has none: supervisors would read each other's starts from the
+    run state, and torchrun's own restarts do not depend on why a run ended.
 
     Raises:
-        ConfigError: the job is an array or in a container, or has several machines and no endpoint, or restarts.
+        ConfigError: the job is an array, has a container, or has several machines without an endpoint or with restarts.
     """
     problems = []
     if job.runs:
@@ -43,21 +43,21 @@ def script(job: Job) -> str:
         ["#!/usr/bin/env bash", "# Written by launcher/torchrun.sh; edit it as you like.", "set -euo pipefail"],
         environment_lines(job),
         training_lines(job),
-        start_lines(job),
+        torchrun_lines(job),
     ]
-    return script_of(parts)
+    return join_script(parts)
 
 
-def start_lines(job: Job) -> list[str]:
-    """torchrun, under the supervisor where that can be."""
-    meeting, start = "--standalone", [f"exec python3 launcher/supervise.py --max-restarts {job.restarts} -- \\"]
+def torchrun_lines(job: Job) -> list[str]:
+    """Start torchrun, under the supervisor on one machine."""
+    meeting, start = "--standalone", [f"exec python3 {SUPERVISE} --max-restarts {job.restarts} -- \\"]
     if job.nodes > 1:
         meeting = f"--nnodes {job.nodes} --rdzv-backend c10d --rdzv-endpoint {job.endpoint} --rdzv-id {job.name}"
         start = []
     return [
         "# What a rank writes goes to files of its own under",
         f"# {job.log_folder}/ranks/NODE, and that of this machine's first rank also here.",
-        *array(
+        *bash_array(
             "torchrun",
             [
                 f"python3 -m torch.distributed.run --nproc-per-node {job.ranks} --redirects 3 --tee 0:3",
@@ -66,5 +66,5 @@ def start_lines(job: Job) -> list[str]:
             ],
         ),
         *start,
-        f'{"  " if start else "exec "}"${{torchrun[@]}}" pretrain_gpt.py "${{training[@]}}"',
+        f'{"  " if start else "exec "}"${{torchrun[@]}}" {PRETRAIN} "${{training[@]}}"',
     ]

@@ -1,29 +1,29 @@
-"""How much device memory a rank needs, part by part, from the configuration alone.
+"""Memory model: device memory of a rank, by part, from the configuration alone.
 
     weights       P x (2 bytes in BF16 and FP16, 4 in FP32)
-    FP8 copies    Q x (2 bytes with Transformer Engine: codes and their transpose; 1 emulated, MXFP8 2); FP4: half.
-                  With --fp8-param-gather they are the weights, and nothing else is
+    FP8 copies    Q x (2 bytes with Transformer Engine: codes and transposed codes; emulated 1, MXFP8 2); FP4: half.
+                  With --fp8-param-gather they replace the weights
     gradients     P x (4 bytes, 2 with a low-precision reduction)
-    optimizer     P x (4 master + 4 + 4 moments), divided by the data- and context-parallel ranks if it is sharded
+    optimizer     P x (4 master weights + 4 + 4 moments), divided by data- x context-parallel size if sharded
     activations   microbatches in flight x layers x bytes per layer
-    logits        tokens x vocabulary / tensor ranks x (format + 4 + format), on the last stage
-    buffers       gradients of the layer that runs backward, where the logits are not there at that time
+    logits        tokens x vocabulary / tensor-parallel size x (format + 4 + format), on the last stage
+    buffers       gradients of the layer that runs backward, on stages without logits
 
-P: parameters on this rank. Q: of those, the weights of the linears in quantized layers, and the output layer's where a
-precision map quantizes it (whose copies --fp8-param-gather leaves beside it). Gradients of a tied embedding are reduced
-between the first and the last stage, so both hold a copy.
+P: parameters on this rank. Q: the part of them that is quantized, which is the linears of quantized layers, and the
+output layer if a precision map quantizes it. --fp8-param-gather does not replace the output layer's weight. Gradients
+of a tied embedding are reduced between the first and the last stage, so both hold a copy.
 
 Activations follow Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer Models"), counted
-tensor by tensor so that grouped queries, gated MLPs and FP8 are covered; for its GPT with dropout the sum is the
-paper's s b h (34 + 5 a s / h) bytes per layer (equation 1), with tensor parallelism equation 2, with sequence
-parallelism equation 4. Flash attention saves its output instead of the a s^2 matrices.
+tensor by tensor to cover grouped queries, gated MLPs and FP8. For the paper's GPT with dropout the sum is its
+s b h (34 + 5 a s / h) bytes per layer (equation 1), equation 2 with tensor parallelism and equation 4 with sequence
+parallelism. Flash attention saves its output instead of the a s^2 matrices.
 
-Beside the logits the last stage has a second tensor of their size and an FP32 matrix of the vocabulary's size. Both
-were found in peaks measured on an H200, not in source: without them the estimate was low by 1.91 and 3.46 GiB
-(llama-1b, 8 and 16 x 2048 tokens) and 1.64 GiB (width 4096, 2 x 4096) in BF16, and by the same to within 0.02 in FP8.
-benchmarks/RESULTS.md has the error against every peak that was measured.
+In addition to the logits, the last stage has a second tensor of their size and an FP32 matrix of the output layer's
+size. Both come from peaks measured on an H200, not from source code. Without them the estimate was low by 1.91 and 3.46
+GiB (llama-1b, 8 and 16 x 2048 tokens) and 1.64 GiB (hidden size 4096, 2 x 4096) in BF16, and by the same to within 0.02
+GiB in FP8. benchmarks/RESULTS.md has the error against every measured peak.
 
-That is what torch allocates. `outside_bytes` is what else a process takes on the device.
+All of this is allocated by torch. `non_torch_bytes` is what a process takes on the device besides that.
 """
 
 from __future__ import annotations
@@ -32,26 +32,29 @@ from dataclasses import dataclass
 
 from megafp8.config import derived, model_shapes
 from megafp8.config.schema import PrecisionConfig, RunConfig
-from megafp8.planning.planned_run import FORWARD, HIGH, layer_shares, output_recipes
+from megafp8.planning.planned_run import BF16, FORWARD_GEMMS, layers_by_recipe, output_layer_recipes
 from megafp8.recipes import registry
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-MASK_BYTES = 1
+DROPOUT_MASK_BYTES = 1
 LOG_SUM_EXP_BYTES = 4
-"""What flash attention keeps of the softmax: one FP32 number per query and head."""
+"""Flash attention keeps one FP32 log-sum-exp per query and head."""
 CONTEXT_BYTES = 600 * 2**20
-"""CUDA context, loaded kernels and workspaces of cuBLAS and cuDNN on a datacenter GPU: assumed, not measured."""
+"""CUDA context, loaded kernels, and workspaces of cuBLAS and cuDNN on a datacenter GPU. Assumed, not measured."""
 COMMUNICATOR_BYTES = 256 * 2**20
 """Buffers of one NCCL communicator: 32 channels x 2 directions x NCCL_BUFFSIZE, 4 MiB by NCCL's documentation."""
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one rank of one pipeline stage at the peak of a step."""
+    """Bytes on one rank of a pipeline stage at the peak of a step.
+
+    Attributes:
+        parameters: number of parameters on the rank.
+    """
 
     stage: int
     parameters: int
-    """Parameters that the rank holds."""
     weights_bytes: int
     fp8_copies_bytes: int
     gradients_bytes: int
@@ -80,12 +83,12 @@ class MemoryEstimate:
 def estimate_memory(
     config: RunConfig, world_size: int, padded_vocab: int, *, stage: int = 0, implementation: str = "transformer_engine"
 ) -> MemoryEstimate:
-    """Estimate one rank of pipeline stage `stage`.
+    """Estimate the memory of one rank of a pipeline stage.
 
     Args:
-        config: a configuration that breaks no rule.
-        padded_vocab: rows of the embedding, as `derived.padded_vocab_size` gives them.
-        implementation: `transformer_engine`, `emulated` or `local`, already resolved.
+        config: a configuration that violates no rule.
+        padded_vocab: vocabulary size after padding (`derived.padded_vocab_size`).
+        implementation: the resolved layer implementation, `transformer_engine`, `emulated` or `local`.
     """
     quantizable, other = parameters_on_stage(config, padded_vocab, stage)
     parameters = quantizable + other
@@ -107,10 +110,10 @@ def estimate_memory(
     )
 
 
-def estimate_ends(
+def estimate_end_stages(
     config: RunConfig, world_size: int, padded_vocab: int, *, implementation: str = "transformer_engine"
 ) -> tuple[MemoryEstimate, ...]:
-    """Estimates of the first and the last pipeline stage, which need the most; one where they are the same."""
+    """Estimates of the first and the last pipeline stage, which need the most memory; one if they are the same."""
     last = config.parallel.pipeline_model_parallel_size - 1
     return tuple(
         estimate_memory(config, world_size, padded_vocab, stage=stage, implementation=implementation)
@@ -118,8 +121,8 @@ def estimate_ends(
     )
 
 
-def outside_bytes(config: RunConfig, world_size: int) -> int:
-    """Device memory of a process that torch does not allocate: context, workspaces, NCCL's buffers."""
+def non_torch_bytes(config: RunConfig, world_size: int) -> int:
+    """Device memory of a process that torch does not allocate: CUDA context, workspaces and NCCL's buffers."""
     parallel = config.parallel
     groups = (
         parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.context_parallel_size,
@@ -128,23 +131,48 @@ def outside_bytes(config: RunConfig, world_size: int) -> int:
     return CONTEXT_BYTES + COMMUNICATOR_BYTES * sum(size > 1 for size in groups)
 
 
-# ---- parameters and what hangs on them ----------------------------------------------------------------------------
+def cuda_graph_memory_bytes(
+    config: RunConfig, estimate: MemoryEstimate, *, implementation: str = "transformer_engine"
+) -> int:
+    """Memory that a rank needs in addition to its CUDA graph; 0 without a graph, or without anything that runs eagerly.
+
+    A graph keeps the memory of its capture, and nothing else can use it between replays. A statistics step runs eagerly
+    and needs activations and logits a second time. Validation needs logits and one layer's activations. They never run
+    at the same time, so they share memory. Steps before the capture need nothing: torch returns their memory to the
+    device first. Quantized weights are shared with the graph.
+
+    This follows from how torch's allocator and Transformer Engine's layers work. It is not measured: recorded peaks are
+    those of tensors, which do not include a graph's memory between replays.
+
+    Args:
+        estimate: the estimate of the same rank.
+    """
+    if not derived.uses_cuda_graph(config):
+        return 0
+    if config.logging.fp8_log_interval is not None:
+        return estimate.activations_bytes + estimate.logits_bytes + estimate.buffers_bytes
+    if config.training.eval_iters:
+        return layer_activations(config, implementation=implementation).total + estimate.logits_bytes
+    return 0
+
+
+# ---- parameters, weights and optimizer ----------------------------------------------------------------------------
 
 
 def parameters_on_stage(config: RunConfig, padded_vocab: int, stage: int) -> tuple[int, int]:
-    """Parameters on one rank of a stage: (weights of the layers' linears, all others).
+    """Number of parameters on one rank of a stage: weights of the layers' linears, and all others.
 
-    Matrices and the biases along their split side are divided over tensor-parallel ranks; norms, position embeddings
-    and the other biases are on each of them.
+    Weights are sharded over tensor-parallel ranks, and so are the biases of column-parallel linears. Norms, position
+    embeddings and the other biases are replicated.
     """
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     count = model_shapes.count_parameters(model, padded_vocab)
     layers = derived.layers_per_pipeline_rank(config)
     assert model.hidden_size is not None
-    whole_biases = 2 * model.hidden_size if model.add_bias_linear else 0
-    split_biases = count.biases_per_layer - whole_biases
+    replicated_biases = 2 * model.hidden_size if model.add_bias_linear else 0
+    sharded_biases = count.biases_per_layer - replicated_biases
     quantizable = layers * (count.attention_weights_per_layer + count.mlp_weights_per_layer) // tp
-    other = layers * (split_biases // tp + whole_biases + count.norms_per_layer)
+    other = layers * (sharded_biases // tp + replicated_biases + count.norms_per_layer)
     if stage == 0:
         other += count.word_embeddings // tp + count.position_embeddings
     if _is_last(config, stage):
@@ -155,56 +183,56 @@ def parameters_on_stage(config: RunConfig, padded_vocab: int, stage: int) -> tup
 
 
 def quantized_fraction(config: RunConfig, stage: int) -> float:
-    """Of the layers of a stage, by their linears' weights, those that fprop quantizes."""
+    """The fraction of a stage's linear weights that fprop quantizes."""
     precision, layers = config.precision, derived.layers_per_pipeline_rank(config)
     if precision.precision_map:
-        return 1 - layer_shares(config, stage, FORWARD).get(HIGH, 0.0) / layers
-    kept = precision.num_layers_at_start_in_bf16 if stage == 0 else 0
-    kept += precision.num_layers_at_end_in_bf16 if _is_last(config, stage) else 0
-    return 1 - kept / layers if precision.first_last_layers_bf16 else 1.0
+        return 1 - layers_by_recipe(config, stage, FORWARD_GEMMS).get(BF16, 0.0) / layers
+    num_bf16 = precision.num_layers_at_start_in_bf16 if stage == 0 else 0
+    num_bf16 += precision.num_layers_at_end_in_bf16 if _is_last(config, stage) else 0
+    return 1 - num_bf16 / layers if precision.first_last_layers_bf16 else 1.0
 
 
 def _output_copy_bytes(config: RunConfig, padded_vocab: int, implementation: str) -> int:
-    """Quantized copies of the output layer's weight, which --fp8-param-gather leaves as it is."""
-    recipe = output_recipes(config)["fprop"]
-    if recipe == HIGH:
+    """Bytes of the quantized copies of the output layer's weight. --fp8-param-gather does not affect them."""
+    recipe = output_layer_recipes(config)["fprop"]
+    if recipe == BF16:
         return 0
     assert config.model.hidden_size is not None
     num_copies = 2 if implementation == "transformer_engine" or not registry.get(recipe).shares_weight_codes else 1
-    matrix = padded_vocab // config.parallel.tensor_model_parallel_size * config.model.hidden_size
-    return int(matrix * registry.get(recipe).code_bytes * num_copies)
+    weight_size = padded_vocab // config.parallel.tensor_model_parallel_size * config.model.hidden_size
+    return int(weight_size * registry.get(recipe).code_bytes * num_copies)
 
 
 def _weight_bytes(config: RunConfig, quantized: int, other: int, implementation: str) -> tuple[int, int]:
-    """(bytes of the weights, bytes of quantized copies beside them)."""
+    """Bytes of the weights, and bytes of the quantized copies that are kept besides them."""
     precision = config.precision
-    each = BYTES[derived.params_dtype(precision)]
-    # One copy for both GEMMs that read a weight, where its codes are the same and need not be transposed for them.
+    param_bytes = BYTES[derived.params_dtype(precision)]
+    # fprop and dgrad share one copy of the codes if these are the same and need no transposing.
     has_two = implementation == "transformer_engine" or not all(
         recipe.shares_weight_codes for recipe in derived.used_recipes(precision)
     )
     copies = int(quantized * _code_bytes(precision) * (2 if has_two else 1))
     if precision.fp8_param_gather:
-        return copies + other * each, 0
-    return (quantized + other) * each, copies
+        return copies + other * param_bytes, 0
+    return (quantized + other) * param_bytes, copies
 
 
 def _code_bytes(precision: PrecisionConfig) -> float:
-    """Bytes of a quantized number, the largest of a run; 0 in high precision."""
+    """Bytes per code of the run's widest recipe; 0 in high precision."""
     return max((recipe.code_bytes for recipe in derived.used_recipes(precision)), default=0)
 
 
 def _optimizer_bytes(config: RunConfig, world_size: int, parameters: int) -> int:
-    """Master weights, moments, and FP32 gradients made from low-precision ones."""
+    """Bytes of master weights, moments, and FP32 gradients converted from low-precision ones."""
     optimizer, precision = config.optimizer, config.precision
-    is_fp32 = derived.params_dtype(precision) == "fp32"
+    params_dtype = derived.params_dtype(precision)
     if optimizer.use_precision_aware_optimizer:
-        # Beside BF16 weights, TE keeps the 16 bits that an FP32 master weight has more.
-        master = BYTES["bf16"] if derived.params_dtype(precision) == "bf16" else BYTES[optimizer.main_params_dtype]
+        # With BF16 weights, TE keeps only the 16 bits of an FP32 master weight that BF16 lacks.
+        master = BYTES["bf16"] if params_dtype == "bf16" else BYTES[optimizer.main_params_dtype]
         moments = BYTES[optimizer.exp_avg_dtype] + BYTES[optimizer.exp_avg_sq_dtype]
         gradients = 0
     else:
-        master = 0 if is_fp32 else BYTES["fp32"]
+        master = 0 if params_dtype == "fp32" else BYTES["fp32"]
         moments = (2 if optimizer.optimizer == "adam" else 1) * BYTES["fp32"]
         gradients = 0 if derived.grad_dtype(precision) == "fp32" else BYTES["fp32"]
     shards = 1
@@ -218,139 +246,133 @@ def _optimizer_bytes(config: RunConfig, world_size: int, parameters: int) -> int
 
 @dataclass(frozen=True)
 class LayerActivations:
-    """Bytes that one layer saves for the backward pass of one microbatch, by what recomputation can drop."""
+    """Bytes that one layer saves for the backward pass of one microbatch, by what recomputation can drop.
+
+    Attributes:
+        residual_stream: inputs of the two norms, and dropout masks. No selective recompute drops them.
+        norm_outputs: inputs of linear_qkv and linear_fc1.
+        attention: queries, keys, values, and the attention output where a linear or the kernel needs it.
+        core_attention: softmax matrices, or flash attention's log-sum-exp.
+        mlp: inputs of the activation and of linear_fc2.
+        layer_input: input of the layer, the only tensor that full recompute saves.
+    """
 
     residual_stream: int
-    """Inputs of the two norms, and dropout masks: kept by every kind of selective recompute."""
     norm_outputs: int
-    """Inputs of linear_qkv and linear_fc1."""
     attention: int
-    """Queries, keys, values, and attention's output where a linear or the kernel needs it."""
     core_attention: int
-    """Softmax matrices, or what flash attention keeps of them."""
     mlp: int
-    """Input of the activation and of linear_fc2."""
     layer_input: int
-    """Input of the whole layer: all that full recompute saves."""
 
     @property
     def total(self) -> int:
         return self.residual_stream + self.norm_outputs + self.attention + self.core_attention + self.mlp
 
     def after_selective_recompute(self, modules: tuple[str, ...]) -> int:
-        """Bytes left when `modules` are computed again in the backward pass."""
-        kept = self.total
-        if "core_attn" in modules:
-            kept -= self.core_attention
-        if "layernorm" in modules:
-            kept -= self.norm_outputs
-        if "mlp" in modules:
-            kept -= self.mlp
-        return kept
+        """Bytes left when `modules` are recomputed in the backward pass."""
+        recomputed = {"core_attn": self.core_attention, "layernorm": self.norm_outputs, "mlp": self.mlp}
+        return self.total - sum(num_bytes for module, num_bytes in recomputed.items() if module in modules)
 
 
 def layer_activations(config: RunConfig, *, implementation: str = "transformer_engine") -> LayerActivations:
-    """Activations of one transformer layer on one rank, in bytes."""
+    """Activations of one transformer layer on one rank for one microbatch."""
     model, parallel, precision = config.model, config.parallel, config.precision
-    assert model.hidden_size is not None and model.num_attention_heads is not None
+    assert model.hidden_size is not None and model.num_attention_heads is not None and model.num_layers is not None
     tokens, seq = _tokens(config), config.data.seq_length
     assert seq is not None
     tp = parallel.tensor_model_parallel_size
-    shards = tp if parallel.sequence_parallel else 1
-    each = BYTES[derived.params_dtype(precision)]
-    # A quantized linear saves its input as codes; where wgrad is in high precision it needs the input itself.
-    keeps_codes = _code_bytes(precision) and precision.fp8_wgrad and implementation != "local"
-    linear_input = _code_bytes(precision) if keeps_codes and precision.fp8_schedule is None else each
-    if precision.precision_map and linear_input != each:
-        high = sum(layer_shares(config, stage, ("wgrad",)).get(HIGH, 0.0) for stage in range(_num_stages(config)))
-        linear_input += (each - linear_input) * high / model.num_layers
+    act_bytes = BYTES[derived.params_dtype(precision)]
+    # A quantized linear saves its input as codes. If wgrad is in high precision, it saves the input itself.
+    saves_codes = _code_bytes(precision) and precision.fp8_wgrad and implementation != "local"
+    input_bytes = _code_bytes(precision) if saves_codes and precision.fp8_schedule is None else act_bytes
+    if precision.precision_map and input_bytes != act_bytes:
+        num_high = sum(
+            layers_by_recipe(config, stage, ("wgrad",)).get(BF16, 0.0)
+            for stage in range(parallel.pipeline_model_parallel_size)
+        )
+        input_bytes += (act_bytes - input_bytes) * num_high / model.num_layers
 
-    stream = tokens * model.hidden_size // shards
+    residual = _residual_elements(config)
     query = tokens * derived.query_projection_size(model) // tp
     kv = tokens * derived.kv_projection_size(model) // tp
     ffn = tokens * derived.ffn_hidden_size(model) // tp
-    masks = 2 * stream * MASK_BYTES if model.hidden_dropout > 0 else 0
-    attention = each * (query + 2 * kv) + int(linear_input * query)
+    masks = 2 * residual * DROPOUT_MASK_BYTES if model.hidden_dropout > 0 else 0
+    attention = act_bytes * (query + 2 * kv) + int(input_bytes * query)
     if precision.attention_backend in ("unfused", "local"):
         scores = tokens * seq * model.num_attention_heads // tp
-        core = scores * (2 * each + MASK_BYTES if model.attention_dropout > 0 else each)
+        core = scores * (2 * act_bytes + DROPOUT_MASK_BYTES if model.attention_dropout > 0 else act_bytes)
     else:
         core = tokens * model.num_attention_heads // tp * LOG_SUM_EXP_BYTES
-        # The kernel keeps its output; the linear behind it shares that tensor unless it keeps codes instead.
-        attention += each * query if linear_input != each else 0
+        # The kernel saves its output. linear_proj shares that tensor unless it saves codes instead.
+        attention += act_bytes * query if input_bytes != act_bytes else 0
     return LayerActivations(
-        residual_stream=2 * each * stream + masks,
-        norm_outputs=int(2 * linear_input * stream),
+        residual_stream=2 * act_bytes * residual + masks,
+        norm_outputs=int(2 * input_bytes * residual),
         attention=attention,
         core_attention=core,
-        mlp=each * ffn * (2 if model.swiglu else 1) + int(linear_input * ffn),
-        layer_input=each * stream // (tp if config.training.distribute_saved_activations else 1),
+        mlp=act_bytes * ffn * (2 if model.swiglu else 1) + int(input_bytes * ffn),
+        layer_input=act_bytes * residual // (tp if config.training.distribute_saved_activations else 1),
     )
 
 
 def layers_in_flight(config: RunConfig, world_size: int, stage: int) -> float:
     """Layers x microbatches whose activations a stage holds at its peak.
 
-    One-forward-one-backward holds as many microbatches as there are stages from this one on; the interleaved schedule
-    warms up with 2 (stages behind) + (chunks - 1) x stages further chunks (Narayanan et al. 2021, section 2.2).
+    The 1F1B schedule holds one microbatch for this stage and each later one. The interleaved schedule has a warmup of
+    2 x (later stages) + (chunks - 1) x stages chunks (Narayanan et al. 2021, section 2.2).
     """
-    pp = config.parallel.pipeline_model_parallel_size
-    microbatches = derived.num_microbatches(config, world_size)
-    layers, chunks = derived.layers_per_pipeline_rank(config), derived.virtual_pipeline_size(config)
-    behind = pp - stage - 1
-    if chunks is None:
-        return layers * min(behind + 1, microbatches)
-    in_flight = min(2 * behind + (chunks - 1) * pp + 1, microbatches * chunks)
-    return layers / chunks * in_flight
+    num_stages = config.parallel.pipeline_model_parallel_size
+    num_microbatches = derived.num_microbatches(config, world_size)
+    layers, num_chunks = derived.layers_per_pipeline_rank(config), derived.virtual_pipeline_size(config)
+    num_later = num_stages - stage - 1
+    if num_chunks is None:
+        return layers * min(num_later + 1, num_microbatches)
+    in_flight = min(2 * num_later + (num_chunks - 1) * num_stages + 1, num_microbatches * num_chunks)
+    return layers / num_chunks * in_flight
 
 
 def _activation_bytes(config: RunConfig, world_size: int, stage: int, implementation: str) -> int:
     layer = layer_activations(config, implementation=implementation)
     in_flight = layers_in_flight(config, world_size, stage)
-    granularity = derived.recompute_granularity(config.training)
-    embedding = _embedding_bytes(config) * in_flight / derived.layers_per_pipeline_rank(config) if stage == 0 else 0
-    if granularity != "full":
+    num_layers = derived.layers_per_pipeline_rank(config)
+    embedding = 0.0
+    if stage == 0 and config.model.hidden_dropout > 0:  # the dropout mask after the embedding
+        embedding = _residual_elements(config) * DROPOUT_MASK_BYTES * in_flight / num_layers
+    if derived.recompute_granularity(config.training) != "full":
         kept = layer.after_selective_recompute(derived.recompute_modules(config.training))
-        # While a module is computed again, what it had dropped is there once.
+        # While a module is recomputed, the activations that it had dropped exist once.
         return int(in_flight * kept + (layer.total - kept) + embedding)
-    assert config.training.recompute_num_layers is not None
-    layers, count = derived.layers_per_pipeline_rank(config), config.training.recompute_num_layers
+    num_recomputed = config.training.recompute_num_layers
+    assert num_recomputed is not None
     if config.training.recompute_method == "uniform":
-        # A unit of `count` layers saves its input; one unit at a time is there in full.
-        return int(in_flight / count * layer.layer_input + count * layer.total + embedding)
-    share = count / layers
-    return int(in_flight * (share * layer.layer_input + (1 - share) * layer.total) + layer.total + embedding)
+        # Each unit of `num_recomputed` layers saves its input. One unit at a time exists in full.
+        return int(in_flight / num_recomputed * layer.layer_input + num_recomputed * layer.total + embedding)
+    fraction = num_recomputed / num_layers
+    return int(in_flight * (fraction * layer.layer_input + (1 - fraction) * layer.total) + layer.total + embedding)
 
 
 def _backward_bytes(config: RunConfig) -> int:
-    """Gradients that are there at once while an MLP runs backward: of its two linears' inputs and outputs."""
+    """Bytes of the gradients that exist at once in an MLP's backward pass: of its linears' inputs and outputs."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     assert model.hidden_size is not None
     channels = 2 * model.hidden_size + (3 if model.swiglu else 2) * derived.ffn_hidden_size(model) // tp
     return BYTES[derived.params_dtype(config.precision)] * _tokens(config) * channels
 
 
-def _embedding_bytes(config: RunConfig) -> int:
-    """Dropout mask behind the embedding."""
-    assert config.model.hidden_size is not None
-    shards = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
-    return _tokens(config) * config.model.hidden_size // shards * MASK_BYTES if config.model.hidden_dropout > 0 else 0
-
-
 def _logit_bytes(config: RunConfig, padded_vocab: int) -> int:
-    """Input of the final norm and of the output layer, logits, their FP32 softmax and their gradient."""
+    """Bytes of the inputs of the final norm and the output layer, the logits, their FP32 softmax and their gradient."""
     assert config.model.hidden_size is not None
-    each, tp = BYTES[derived.params_dtype(config.precision)], config.parallel.tensor_model_parallel_size
+    act_bytes, tp = BYTES[derived.params_dtype(config.precision)], config.parallel.tensor_model_parallel_size
     shards = tp if config.parallel.sequence_parallel else 1
-    of_wgrad = output_recipes(config)["wgrad"]
-    keeps_codes = of_wgrad != HIGH and config.precision.fp8_schedule is None
-    saved_input = registry.get(of_wgrad).code_bytes if keeps_codes else each
-    hidden_bytes = int((each + saved_input) * _tokens(config) * config.model.hidden_size // shards)
-    # Codes of the logits' gradient are made once the loss's own copies are gone, and take no more room than those.
-    # TE's fused loss writes the gradient over the logits; the others make an FP32 copy and a gradient.
-    per_logit = 2 * each if has_fused_loss(config.precision) else each + BYTES["fp32"] + each
-    matrix_bytes = BYTES["fp32"] * (padded_vocab // tp) * config.model.hidden_size
-    return hidden_bytes + _tokens(config) * padded_vocab // tp * per_logit + matrix_bytes
+    wgrad_recipe = output_layer_recipes(config)["wgrad"]
+    saves_codes = wgrad_recipe != BF16 and config.precision.fp8_schedule is None
+    input_bytes = registry.get(wgrad_recipe).code_bytes if saves_codes else act_bytes
+    hidden_bytes = int((act_bytes + input_bytes) * _tokens(config) * config.model.hidden_size // shards)
+    # Codes of the logits' gradient are made after the loss has freed its copies, and are no larger than those. TE's
+    # fused loss writes the gradient over the logits. The others make an FP32 copy and a gradient.
+    logit_bytes = 2 * act_bytes if has_fused_loss(config.precision) else act_bytes + BYTES["fp32"] + act_bytes
+    weight_bytes = BYTES["fp32"] * (padded_vocab // tp) * config.model.hidden_size
+    return hidden_bytes + _tokens(config) * padded_vocab // tp * logit_bytes + weight_bytes
 
 
 def has_fused_loss(precision: PrecisionConfig) -> bool:
@@ -364,9 +386,12 @@ def _tokens(config: RunConfig) -> int:
     return config.data.seq_length // config.parallel.context_parallel_size * config.training.micro_batch_size
 
 
-def _num_stages(config: RunConfig) -> int:
-    return config.parallel.pipeline_model_parallel_size
+def _residual_elements(config: RunConfig) -> int:
+    """Elements of the residual stream of one microbatch on one rank: a shard with sequence parallelism."""
+    assert config.model.hidden_size is not None
+    shards = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
+    return _tokens(config) * config.model.hidden_size // shards
 
 
 def _is_last(config: RunConfig, stage: int) -> bool:
-    return stage == _num_stages(config) - 1
+    return stage == config.parallel.pipeline_model_parallel_size - 1

@@ -1,11 +1,9 @@
-"""`--micro-batch-size auto`: in which order sizes are tried, and which one is taken.
+"""The policy of `--micro-batch-size auto`: legal sizes, the order in which they are tried, and which one is taken.
 
-The largest size that fits is found first: from the one that memory is predicted to hold upwards by doubling (or the
-next divisor), and between the largest that fits and the smallest that does not by halving the distance. Then the
-neighbours of the fastest are tried until it is faster than both. Sizes whose prediction is far above the limit are left
-out: a trial that runs out of memory costs a start of new processes.
-
-`--micro-batch-size auto`: which sizes a run may have.
+The search first finds the largest size that fits. It starts with the largest one that is predicted to fit, and doubles
+or halves it (or takes the next divisor) until both a size that fits and one that does not are known. Between them it
+bisects. Then it tries the neighbors of the fastest size until that is faster than both. Sizes whose prediction is far
+above the limit are not tried, because a trial that runs out of memory costs a start of new processes.
 """
 
 from __future__ import annotations
@@ -18,25 +16,26 @@ from megafp8.config import derived, rules
 from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import with_values
 from megafp8.errors import ConfigError
-from megafp8.planning.memory import estimate_ends
+from megafp8.planning.memory import estimate_end_stages
 
-HOPELESS_FACTOR = 1.5
-"""Of the limit; a prediction above it is not tried. Those against measured peaks were off by less than a quarter."""
+MAX_PREDICTED_RATIO = 1.5
+"""Sizes with a prediction above this multiple of the limit are not tried. Predictions were within a quarter of measured
+peaks."""
 EQUAL_FRACTION = 0.01
-"""Speeds that differ by less count as the same, and the larger size is taken: timings repeat no better."""
+"""Times that differ by less are equal, and the larger size is taken. Timings do not repeat more precisely."""
 HEADING = f"{'size':>6}{'predicted GiB':>15}{'peak GiB':>10}{'ms/sample':>11}"
 NOT_TRIED = "not tried: predicted far above the limit"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What became of one size, the worst of all ranks.
+    """The result of one size, the worst of all ranks.
 
     Attributes:
-        predicted_bytes: by the planner, of the fullest stage.
-        peak_bytes: of device memory on a GPU, of the process on a CPU; None where it did not fit, or was not tried.
-        ms_per_sample: of a step, over the sequences of the global batch.
-        note: why there are no figures.
+        predicted_bytes: the planner's estimate for the stage that needs the most.
+        peak_bytes: peak device memory on a GPU, peak process memory on a CPU; None if it did not fit or was not tried.
+        ms_per_sample: time of a step per sequence of the global batch.
+        note: why there are no measurements.
     """
 
     size: int
@@ -47,23 +46,25 @@ class Trial:
 
 
 def predicted_bytes(config: RunConfig, size: int, world_size: int, padded_vocab: int, implementation: str) -> int:
-    """Memory of a rank of the fullest stage, without what lies outside of tensors."""
-    estimates = estimate_ends(with_size(config, size), world_size, padded_vocab, implementation=implementation)
+    """Memory that torch allocates on a rank of the pipeline stage that needs the most."""
+    estimates = estimate_end_stages(with_size(config, size), world_size, padded_vocab, implementation=implementation)
     return max(estimate.total_bytes for estimate in estimates)
 
 
-def hopeful_sizes(predicted: Mapping[int, int], limit_bytes: int) -> list[int]:
-    """Sizes that are tried if the search comes to them, ascending; the smallest is always among them.
+def sizes_to_try(predicted: Mapping[int, int], limit_bytes: int) -> list[int]:
+    """Sizes that the search may try, ascending. The smallest size is always included.
 
     Args:
-        predicted: bytes by size, outside ones included.
+        predicted: total bytes by size, including memory that torch does not allocate.
     """
     smallest = min(predicted)
-    return sorted(size for size in predicted if size == smallest or predicted[size] <= HOPELESS_FACTOR * limit_bytes)
+    return sorted(
+        size for size in predicted if size == smallest or predicted[size] <= MAX_PREDICTED_RATIO * limit_bytes
+    )
 
 
 def first_size(predicted: Mapping[int, int], limit_bytes: int) -> int:
-    """Where the search begins: the largest size that is predicted to fit, or the smallest of all."""
+    """The size that the search starts with: the largest that is predicted to fit, or else the smallest."""
     return max((size for size in predicted if predicted[size] <= limit_bytes), default=min(predicted))
 
 
@@ -71,9 +72,9 @@ def next_size(sizes: Sequence[int], tried: Mapping[int, Optional[float]], first:
     """The size to try next; None when the search is over.
 
     Args:
-        sizes: which there are, ascending.
-        tried: milliseconds per sample; None for a size that did not fit.
-        first: where to begin.
+        sizes: all sizes that may be tried, ascending.
+        tried: milliseconds per sample by size; None for a size that did not fit.
+        first: the size to start with.
     """
     if not tried:
         return first
@@ -93,18 +94,17 @@ def next_size(sizes: Sequence[int], tried: Mapping[int, Optional[float]], first:
 
 
 def best_size(tried: Mapping[int, Optional[float]]) -> Optional[int]:
-    """The fastest size that fits, the largest of those that are as fast; None where none fits."""
+    """The fastest size that fits, or the largest of equally fast ones; None if none fits."""
     times = {size: ms for size, ms in tried.items() if ms is not None}
     return max((size for size in times if times[size] <= min(times.values()) * (1 + EQUAL_FRACTION)), default=None)
 
 
 def table(trials: Sequence[Trial]) -> str:
-    """The trials by size, for people."""
-    return "\n".join([HEADING, *(row(trial) for trial in sorted(trials, key=lambda trial: trial.size))])
+    """The trials as a text table, by size."""
+    return "\n".join([HEADING, *(table_row(trial) for trial in sorted(trials, key=lambda trial: trial.size))])
 
 
-def row(trial: Trial) -> str:
-    """A line of the table."""
+def table_row(trial: Trial) -> str:
     start = f"{trial.size:>6}{gib(trial.predicted_bytes):>15}"
     if trial.peak_bytes is None or trial.ms_per_sample is None:
         return f"{start}  {trial.note}"
@@ -112,31 +112,31 @@ def row(trial: Trial) -> str:
 
 
 def gib(num_bytes: int) -> str:
-    """`1.50`."""
+    """Bytes in GiB, as text."""
     return f"{num_bytes / 2**30:.2f}"
 
 
 def is_auto(config: RunConfig) -> bool:
-    """Whether the size is to be found."""
+    """Whether the micro batch size is `auto`."""
     return config.training.micro_batch_size == AUTO
 
 
 def with_size(config: RunConfig, size: int) -> RunConfig:
-    """The run as if its command line had given this size."""
+    """The configuration as if its command line had given this size."""
     values = {"training.micro_batch_size": size, "training.micro_batch_size_memory_limit": None}
     return with_values(config, values)
 
 
 def possible_sizes(config: RunConfig, world_size: int) -> list[int]:
-    """Sizes that fill the global batch by accumulation and break no rule, ascending; empty where none does."""
-    return [size for size, found in _problems_by_size(config, world_size).items() if not found]
+    """Sizes that divide the global batch of a rank and violate no rule, ascending."""
+    return [size for size, problems in _problems_by_size(config, world_size).items() if not problems]
 
 
 def refused_sizes(config: RunConfig, world_size: int) -> list[str]:
-    """The other sizes that fill the global batch, ascending, each with the rules that it breaks: a line for people."""
+    """One line for each size that divides the global batch but violates rules, with these rules."""
     return [
-        f"{size} is left out: {'; '.join(found)}"
-        for size, found in _problems_by_size(config, world_size).items() if found
+        f"{size} is left out: {'; '.join(problems)}"
+        for size, problems in _problems_by_size(config, world_size).items() if problems
     ]  # fmt: skip
 
 
@@ -148,14 +148,14 @@ def _problems_by_size(config: RunConfig, world_size: int) -> dict[int, list[str]
         return {}
     if batch is None or batch < 1 or batch % ranks:
         return {}
-    of_rank = batch // ranks
-    divisors = (size for size in range(1, of_rank + 1) if of_rank % size == 0)
+    rank_batch = batch // ranks
+    divisors = (size for size in range(1, rank_batch + 1) if rank_batch % size == 0)
     return {size: rules.setting_problems(with_size(config, size), world_size) for size in divisors}
 
 
 def setting_problems(config: RunConfig, world_size: int) -> list[str]:
-    """What is wrong with the settings: with auto also what is wrong with the smallest size, where no size is right."""
-    found = rules.setting_problems(config, world_size)
-    if is_auto(config) and not found and not possible_sizes(config, world_size):
-        found = rules.setting_problems(with_size(config, 1), world_size)
-    return found
+    """Problems of the settings. With `auto` and no possible size, these include the problems of size 1."""
+    problems = rules.setting_problems(config, world_size)
+    if is_auto(config) and not problems and not possible_sizes(config, world_size):
+        problems = rules.setting_problems(with_size(config, 1), world_size)
+    return problems

@@ -1,4 +1,4 @@
-"""The resolved precision of every GEMM of the model, as tables for people: what is quantized and what is not."""
+"""Tables of the resolved precision of every GEMM of the model."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from megafp8.config.precision_map import GEMMS, LINEARS, OUTPUT_LAYER, LinearCho
 from megafp8.config.schema import PrecisionConfig, RunConfig
 from megafp8.config.topology import as_ranges
 from megafp8.recipes.description import describe
-from megafp8.utils.formatting import aligned
+from megafp8.utils.formatting import text_table
 
 HEADER = ("GEMM of", "layers", *GEMMS)
-WORDS = "l" * len(HEADER)
+ALIGNMENT = "l" * len(HEADER)
 
 
 @dataclass(frozen=True)
 class GemmPrecision:
-    """One row: a linear, in which layers, its choices, and what its three GEMMs multiply."""
+    """One row of the table: a linear, its layers, its recipes, and the operand formats of its GEMMs."""
 
     linear: str
     layers: str
@@ -29,8 +29,7 @@ class GemmPrecision:
 
 
 def resolve_precision_map(config: RunConfig) -> list[GemmPrecision]:
-    """Rows for the four linears of a layer (once for each precision) and the output layer, whichever layers compute
-    them."""
+    """One row per linear of a layer and precision, and one for the output layer."""
     chosen = precision_map.resolve(config.model, config.precision)
     rows = []
     for linear in LINEARS:
@@ -38,14 +37,16 @@ def resolve_precision_map(config: RunConfig) -> list[GemmPrecision]:
         for name, choice in chosen.items():
             if name.endswith(f".{linear}"):
                 layers.setdefault(choice, []).append(int(name.split(".")[1]))
-        rows += [row_of(linear, as_ranges(numbers), choice, config.precision) for choice, numbers in layers.items()]
-    return [*rows, row_of(OUTPUT_LAYER, "-", chosen[OUTPUT_LAYER], config.precision)]
+        rows += [
+            gemm_precision(linear, as_ranges(numbers), choice, config.precision) for choice, numbers in layers.items()
+        ]
+    return [*rows, gemm_precision(OUTPUT_LAYER, "-", chosen[OUTPUT_LAYER], config.precision)]
 
 
-def row_of(linear: str, layers: str, chosen: LinearChoice, precision: PrecisionConfig) -> GemmPrecision:
+def gemm_precision(linear: str, layers: str, chosen: LinearChoice, precision: PrecisionConfig) -> GemmPrecision:
     """Operand formats of fprop (input x weight), dgrad (grad_output x weight) and wgrad (grad_output x input).
 
-    The emulated layers and Transformer Engine's follow the same rules; what it does not have is refused earlier.
+    They are the same for emulated and Transformer Engine layers. What Transformer Engine lacks is refused earlier.
     """
     high = derived.params_dtype(precision)
     fprop, dgrad, wgrad = (
@@ -56,13 +57,13 @@ def row_of(linear: str, layers: str, chosen: LinearChoice, precision: PrecisionC
 
 
 def format_precision_map(rows: Iterable[GemmPrecision]) -> str:
-    """The table as aligned text, with formats and scales."""
+    """The table as text, with formats and scales."""
     cells = [(row.linear, row.layers, row.fprop, row.dgrad, row.wgrad) for row in rows]
-    return aligned(HEADER, cells, WORDS)
+    return text_table(HEADER, cells, ALIGNMENT)
 
 
 def format_recipes(rows: Iterable[GemmPrecision], precision: PrecisionConfig) -> str:
-    """The table with the names of recipes alone."""
+    """The table as text, with recipe names only."""
     high = derived.params_dtype(precision)
     names = [(row.linear, row.layers, *(choice.name or high for choice in row.chosen)) for row in rows]
-    return aligned(HEADER, names, WORDS)
+    return text_table(HEADER, names, ALIGNMENT)

@@ -1,19 +1,19 @@
-"""How long an optimizer step takes: what the slowest pipeline stage does, one after the other, part by part.
+"""Step time model: seconds of an optimizer step on the slowest pipeline stage, by part.
 
-    step = microbatches x slowest stage + bubble + reductions and gathers that are not hidden + optimizer
+    step = microbatches x slowest stage + bubble + exposed data-parallel communication + optimizer
 
-A stage's microbatch is its layers forward and backward, what is computed again, the communication that its linears and
-its attention wait for, and embedding or output layer at the ends. Where the host takes longer to start a layer's
-kernels than the GPU to run them, the layer takes the host's time, except where steps run as CUDA graphs.
+A stage's microbatch is the forward and backward pass of its layers, recomputation, exposed tensor- and context-parallel
+communication, and the embedding or output layer on the first or last stage. Where the host takes longer to launch a
+layer's kernels than the GPU takes to run them, the layer takes the host's time, unless the step is a CUDA graph.
 
 The bubble is the time in which the slowest stage waits for the others: the sum of their microbatches, divided by the
-chunks of the interleaved schedule (Narayanan et al. 2021, section 2.2).
+number of model chunks of the interleaved schedule (Narayanan et al. 2021, section 2.2).
 
-Overlap: gathers and reductions of tensor parallelism beside dgrad and wgrad, the ring of context parallelism beside
-attention, reductions of gradients beside the last microbatch's backward pass and gathers of parameters beside the
-first one's forward pass (with the flags for it; the last bucket is seen), pipeline sends in the interleaved schedule.
-Only what takes longer than what it runs beside is counted. Communication does not slow computation down, and all GPUs
-are equally fast: both are assumptions that flatter large clusters.
+Communication that overlaps with computation counts as far as it takes longer: tensor-parallel gathers and reductions
+with dgrad and wgrad, the context-parallel ring with attention, pipeline sends in the interleaved schedule. With the
+flags for it, gradient reductions overlap with the last microbatch's backward pass, and parameter gathers with the first
+one's forward pass; one bucket is always exposed. Two assumptions favor large clusters: communication does not slow
+computation down, and all GPUs are equally fast.
 """
 
 from __future__ import annotations
@@ -24,24 +24,35 @@ from typing import Optional
 from megafp8.config import derived, model_shapes, precision_map
 from megafp8.planning import communication, compute
 from megafp8.planning.memory import parameters_on_stage, quantized_fraction
-from megafp8.planning.planned_run import BACKWARD, FORWARD, HIGH, PlannedRun, layer_shares, output_recipes
+from megafp8.planning.planned_run import (
+    BACKWARD_GEMMS,
+    BF16,
+    FORWARD_GEMMS,
+    PlannedRun,
+    layers_by_recipe,
+    output_layer_recipes,
+)
 from megafp8.recipes import registry
 
-MATHEMATICS = ("linears", "attention", "output layer")
-WAITS = ("tensor parallel", "context parallel", "host")
+MODEL_GEMM_PARTS = ("linears", "attention", "output layer")
+"""Parts of a step that compute the model's own GEMMs."""
+WAITING_PARTS = ("tensor parallel", "context parallel", "host")
 SCALED_MOMENTS = ("fp16", "fp8")
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step on the slowest stage, by part; their sum is the step."""
+    """Seconds of a step on the slowest stage, by part.
+
+    Attributes:
+        peak_flops: FLOP/s of one GPU for the dtype of the linears.
+    """
 
     parts: dict[str, float]
     tokens: int
     num_gpus: int
     flops_per_token: float
     peak_flops: float
-    """Of one GPU, for the dtype of the linears."""
 
     @property
     def seconds(self) -> float:
@@ -50,57 +61,56 @@ class StepTime:
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
-        """Speed."""
         return self.tokens / self.seconds / self.num_gpus
 
     @property
     def mfu_fraction(self) -> float:
-        """Model FLOP/s over the peak of the linears' dtype, as the records of a run have it."""
+        """Model FLOP/s over the peak of the linears' dtype, as in a run's records."""
         return self.tokens_per_s_per_gpu * self.flops_per_token / self.peak_flops
 
     @property
     def limit(self) -> str:
-        """What takes most of the step beside the model's own products."""
-        others = {name: seconds for name, seconds in self.parts.items() if name not in MATHEMATICS}
+        """The longest part of the step apart from the model's GEMMs."""
+        others = {name: seconds for name, seconds in self.parts.items() if name not in MODEL_GEMM_PARTS}
         return max(others, key=others.__getitem__)
 
 
-Layers = dict[str, dict[str, tuple[float, float]]]
-"""By recipe and part: seconds of one layer, forward and backward."""
+LayerTimes = dict[str, dict[str, tuple[float, float]]]
+"""Forward and backward seconds of one layer, by recipe and part."""
 
 
 @dataclass
 class StageTime:
-    """Seconds of one microbatch on one pipeline stage, by part, and how much of it can hide communication."""
+    """Seconds of one microbatch on one pipeline stage, by part and in total."""
 
     parts: dict[str, float] = field(default_factory=dict)
     forward: float = 0.0
     backward: float = 0.0
 
     def add(self, name: str, forward: float, backward: float = 0.0) -> None:
-        """Add to a part."""
+        """Add seconds to a part."""
         self.parts[name] = self.parts.get(name, 0.0) + forward + backward
         self.forward += forward
         self.backward += backward
 
     @property
     def seconds(self) -> float:
-        """The microbatch."""
+        """Forward and backward."""
         return self.forward + self.backward
 
 
 def step_time(run: PlannedRun) -> StepTime:
-    """Predict a step."""
-    layers = all_layers(run)
-    stages = [stage_time(run, stage, layers) for stage in sorted({0, min(1, run.pipeline - 1), run.pipeline - 1})]
-    slowest = max(range(len(stages)), key=lambda index: stages[index].seconds)
-    stage, number = stages[slowest], [0, 1, run.pipeline - 1][slowest] if run.pipeline > 2 else slowest
-    microbatches = derived.num_microbatches(run.config, run.world_size)
-    parts = {name: microbatches * seconds for name, seconds in stage.parts.items()}
-    parts |= pipeline_parts(run, stages, stage.seconds, microbatches)
-    parts["data parallel"] = exposed_data_s(run, stage, number)
-    parts["optimizer"] = optimizer_s(run, number)
-    parts["casts"] += weight_casts_s(run, number)
+    """Predict the time of an optimizer step."""
+    layers = layer_times(run)
+    # The first stage, an inner one, which stands for all inner ones, and the last.
+    times = {stage: stage_time(run, stage, layers) for stage in sorted({0, min(1, run.pipeline - 1), run.pipeline - 1})}
+    slowest = max(times, key=lambda stage: times[stage].seconds)
+    num_microbatches = derived.num_microbatches(run.config, run.world_size)
+    parts = {name: num_microbatches * seconds for name, seconds in times[slowest].parts.items()}
+    parts |= pipeline_parts(run, list(times.values()), times[slowest].seconds, num_microbatches)
+    parts["data parallel"] = exposed_data_parallel_s(run, times[slowest], slowest)
+    parts["optimizer"] = optimizer_s(run, slowest)
+    parts["casts"] += weight_casts_s(run, slowest)
     assert run.config.data.seq_length is not None
     return StepTime(
         parts={name: seconds for name, seconds in parts.items() if seconds > 0},
@@ -112,211 +122,215 @@ def step_time(run: PlannedRun) -> StepTime:
 
 
 def peak_dtype(recipe: str) -> str:
-    """Of which dtype's peak the model's FLOP/s are a part."""
-    return HIGH if recipe == HIGH else registry.get(recipe).family
+    """The dtype whose peak FLOP/s is the denominator of MFU."""
+    return BF16 if recipe == BF16 else registry.get(recipe).family
 
 
 # ---- one microbatch -----------------------------------------------------------------------------------------------
 
 
-def stage_time(run: PlannedRun, stage: int, layers_of: Optional[Layers] = None) -> StageTime:
-    """One microbatch, forward and backward, on a stage.
+def stage_time(run: PlannedRun, stage: int, layers: Optional[LayerTimes] = None) -> StageTime:
+    """One microbatch, forward and backward, on a pipeline stage.
 
     Args:
-        layers_of: what `all_layers` gives, where it is known already: it is the same for all stages.
+        layers: the result of `layer_times`, which is the same for all stages.
     """
-    result, layers_of = StageTime(), layers_of or all_layers(run)
-    counts = [layer_counts(run, stage, products) for products in (FORWARD, BACKWARD)]
-    for recipe, parts in layers_of.items():
-        in_forward, in_backward = (count.get(recipe, 0.0) for count in counts)
-        for name, (forward, backward) in parts.items() if in_forward or in_backward else ():
-            result.add(name, in_forward * forward, in_backward * backward)
+    result = StageTime()
+    counts = [layer_counts(run, stage, gemms) for gemms in (FORWARD_GEMMS, BACKWARD_GEMMS)]
+    for recipe, parts in (layers or layer_times(run)).items():
+        num_forward, num_backward = (count.get(recipe, 0.0) for count in counts)
+        for name, (forward, backward) in parts.items() if num_forward or num_backward else ():
+            result.add(name, num_forward * forward, num_backward * backward)
     if stage == 0:
         add_embedding(run, result)
     if stage == run.pipeline - 1:
         add_output_layer(run, result)
-    busy_s = sum(seconds for name, seconds in result.parts.items() if name not in WAITS)
-    gaps_s = over(busy_s / run.calibration.busy_fraction - busy_s, result.parts.get("host", 0.0))
-    share = result.forward / result.seconds
-    result.add("gaps between kernels", gaps_s * share, gaps_s * (1 - share))
+    busy_s = sum(seconds for name, seconds in result.parts.items() if name not in WAITING_PARTS)
+    gaps_s = exposed_s(busy_s / run.calibration.busy_fraction - busy_s, result.parts.get("host", 0.0))
+    forward_fraction = result.forward / result.seconds
+    result.add("gaps between kernels", gaps_s * forward_fraction, gaps_s * (1 - forward_fraction))
     return result
 
 
-def layer_counts(run: PlannedRun, stage: int, products: tuple[str, ...]) -> dict[str, float]:
-    """Layers of a stage by recipe."""
+def layer_counts(run: PlannedRun, stage: int, gemms: tuple[str, ...]) -> dict[str, float]:
+    """Number of layers of a stage per recipe."""
     if run.config.precision.precision_map:
-        return layer_shares(run.config, stage, products)
-    layers = derived.layers_per_pipeline_rank(run.config)
-    if run.recipe == "bf16":
-        return {"bf16": layers}
-    quantized = layers * quantized_fraction(run.config, stage)
-    return {"bf16": layers - quantized, run.recipe: quantized}
+        return layers_by_recipe(run.config, stage, gemms)
+    num_layers = derived.layers_per_pipeline_rank(run.config)
+    if run.recipe == BF16:
+        return {BF16: num_layers}
+    num_quantized = num_layers * quantized_fraction(run.config, stage)
+    return {BF16: num_layers - num_quantized, run.recipe: num_quantized}
 
 
-def all_layers(run: PlannedRun) -> Layers:
-    """One layer under each precision that the model has."""
+def layer_times(run: PlannedRun) -> LayerTimes:
+    """Times of one layer under each recipe that the model has."""
     precision = run.config.precision
     recipes = {run.recipe, *precision_map.used_recipes(precision)}
     if precision.first_last_layers_bf16 or precision.precision_map:
-        recipes.add("bf16")
+        recipes.add(BF16)
     return {recipe: layer_time(run, recipe) for recipe in recipes}
 
 
 def layer_time(run: PlannedRun, recipe: str) -> dict[str, tuple[float, float]]:
-    """Seconds of one layer by part, (forward, backward)."""
-    forward, backward = compute.forward_pass(run, recipe), compute.backward_pass(run, recipe)
-    traffic = communication.tensor_traffic(run, recipe)
-    ring_forward, ring_backward, _ = communication.context_traffic(run)
-    hides_ring = run.config.parallel.cp_comm_type == "p2p"
-    again = compute.recomputed(run, forward)
+    """Forward and backward seconds of one layer, by part."""
+    forward, backward = compute.forward_time(run, recipe), compute.backward_time(run, recipe)
+    traffic = communication.tensor_parallel_traffic(run, recipe)
+    ring_forward_s, ring_backward_s, _ = communication.context_parallel_traffic(run)
+    is_ring = run.config.parallel.cp_comm_type == "p2p"
+    recompute_s = compute.recompute_s(run, forward)
     parts = {
         "linears": (forward.gemms, backward.gemms),
         "attention": (forward.attention, backward.attention),
-        "norms, activation, rotary": (forward.passes, backward.passes),
+        "norms, activation, rotary": (forward.memory_bound, backward.memory_bound),
         "casts": (forward.casts, backward.casts),
-        "recompute": (0.0, again),
+        "recompute": (0.0, recompute_s),
         "tensor parallel": (
             traffic.forward_s,
             traffic.backward_s
-            + over(traffic.beside_dgrad_s, backward.dgrad)
-            + over(traffic.beside_wgrad_s, backward.wgrad)
-            + traffic.forward_s * again / forward.total,
+            + exposed_s(traffic.during_dgrad_s, backward.dgrad)
+            + exposed_s(traffic.during_wgrad_s, backward.wgrad)
+            + traffic.forward_s * recompute_s / forward.total,
         ),
         "context parallel": (
-            over(ring_forward, forward.attention * hides_ring), over(ring_backward, backward.attention * hides_ring)
+            exposed_s(ring_forward_s, forward.attention * is_ring),
+            exposed_s(ring_backward_s, backward.attention * is_ring),
         ),
     }  # fmt: skip
     gpu_s = sum(map(sum, parts.values()))
-    waits = over(host_layer_s(run, recipe) * (1 + again / (forward.total + backward.total)), gpu_s)
-    return parts | {"host": (waits / 3, waits * 2 / 3)}
-
-
-def host_layer_s(run: PlannedRun, recipe: str) -> float:
-    """Seconds that the host takes to start a layer's kernels, forward and backward; none in a graph."""
-    if derived.has_step_graph(run.config):
-        return 0.0
-    return run.calibration.bf16_host_layer_s if recipe == "bf16" else run.calibration.fp8_host_layer_s
+    host_s = 0.0
+    if not derived.uses_cuda_graph(run.config):
+        launch_s = run.calibration.bf16_host_layer_s if recipe == BF16 else run.calibration.fp8_host_layer_s
+        host_s = exposed_s(launch_s * (1 + recompute_s / (forward.total + backward.total)), gpu_s)
+    return parts | {"host": (host_s / 3, host_s * 2 / 3)}
 
 
 def add_embedding(run: PlannedRun, stage: StageTime) -> None:
-    """Lookup and its gradient, with the sum over the parts of the vocabulary."""
-    numbers = run.tokens * run.hidden_size
-    summed_s = communication.ring_s(run, communication.tensor_group(run), compute.BF16_BYTES * numbers)
-    stage.add("norms, activation, rotary", *2 * (run.memory_s(2 * compute.BF16_BYTES * numbers),))
-    stage.add("tensor parallel", summed_s, summed_s)
+    """Add the embedding lookup, its gradient, and the all-reduce over vocabulary shards."""
+    num_elements = run.tokens * run.hidden_size
+    reduce_s = communication.ring_collective_s(run, communication.tensor_group(run), compute.BF16_BYTES * num_elements)
+    stage.add("norms, activation, rotary", *2 * (run.memory_s(2 * compute.BF16_BYTES * num_elements),))
+    stage.add("tensor parallel", reduce_s, reduce_s)
 
 
 def add_output_layer(run: PlannedRun, stage: StageTime) -> None:
-    """Final norm is not counted; logits, loss, their gradients."""
-    forward_s, backward_s, loss_s = compute.logits_s(run)
+    """Add the output layer and the loss. The final norm is not counted."""
+    forward_s, backward_s, loss_s = compute.output_layer_s(run)
     stage.add("output layer", forward_s, backward_s)
-    stage.add("casts", *compute.output_casts_s(run))
+    stage.add("casts", *compute.output_layer_casts_s(run))
     stage.add("loss", loss_s / 2, loss_s / 2)
-    # Its input is gathered forward, as codes where it is quantized; backward that gather runs beside dgrad, and the
-    # reduction beside wgrad.
-    group, numbers = communication.tensor_group(run), run.tokens * run.hidden_size
-    code_bytes = compute.code_bytes(output_recipes(run.config)["fprop"])
-    gather_s, reduce_s = (communication.ring_s(run, group, each * numbers) for each in (code_bytes, compute.BF16_BYTES))
-    seen_s = over(gather_s, backward_s / 2) + over(reduce_s, backward_s / 2)
-    stage.add("tensor parallel", gather_s, seen_s)
+    # The input is gathered in the forward pass, as codes if it is quantized. In the backward pass this gather overlaps
+    # with dgrad, and the reduction with wgrad.
+    group, num_elements = communication.tensor_group(run), run.tokens * run.hidden_size
+    input_bytes = compute.bytes_per_element(output_layer_recipes(run.config)["fprop"])
+    gather_s, reduce_s = (
+        communication.ring_collective_s(run, group, each * num_elements) for each in (input_bytes, compute.BF16_BYTES)
+    )
+    stage.add("tensor parallel", gather_s, exposed_s(gather_s, backward_s / 2) + exposed_s(reduce_s, backward_s / 2))
 
 
-def over(seconds: float, beside_s: float) -> float:
-    """What is left to see of something that runs beside something else."""
-    return max(0.0, seconds - beside_s)
+def exposed_s(seconds: float, overlapped_s: float) -> float:
+    """The part of `seconds` that exceeds the work it overlaps with."""
+    return max(0.0, seconds - overlapped_s)
 
 
-# ---- once a step --------------------------------------------------------------------------------------------------
+# ---- once per step ------------------------------------------------------------------------------------------------
 
 
-def pipeline_parts(run: PlannedRun, stages: list[StageTime], slowest_s: float, microbatches: int) -> dict[str, float]:
-    """Bubble, and sends that nothing hides.
+def pipeline_parts(
+    run: PlannedRun, stages: list[StageTime], slowest_s: float, num_microbatches: int
+) -> dict[str, float]:
+    """The pipeline bubble and exposed sends.
 
     Args:
-        stages: the first, one of the inner ones, the last.
+        stages: the first stage, an inner one if there is any, and the last.
     """
     if run.pipeline == 1:
         return {}
-    inner = stages[1].seconds if run.pipeline > 2 else 0.0
-    others_s = stages[0].seconds + stages[-1].seconds + (run.pipeline - 2) * inner - slowest_s
-    send_s = communication.send_s(run, communication.pipeline_group(run), communication.boundary_bytes(run))
-    is_hidden = run.chunks > 1 and run.config.parallel.overlap_p2p_comm
-    # One each way for a microbatch and chunk; hidden ones are seen while the pipeline fills and drains.
-    sends = 2 * (run.pipeline - 1) + (0 if is_hidden else 2 * microbatches * run.chunks)
-    return {"bubble": others_s / run.chunks, "pipeline sends": sends * send_s}
+    inner_s = stages[1].seconds if run.pipeline > 2 else 0.0
+    waiting_s = stages[0].seconds + stages[-1].seconds + (run.pipeline - 2) * inner_s - slowest_s
+    send_s = communication.send_s(run, communication.pipeline_group(run), communication.pipeline_send_bytes(run))
+    is_overlapped = run.chunks > 1 and run.config.parallel.overlap_p2p_comm
+    # One send in each direction per microbatch and chunk. Overlapped ones are exposed in warmup and cooldown.
+    num_sends = 2 * (run.pipeline - 1) + (0 if is_overlapped else 2 * num_microbatches * run.chunks)
+    return {"bubble": waiting_s / run.chunks, "pipeline sends": num_sends * send_s}
 
 
-def exposed_data_s(run: PlannedRun, stage: StageTime, number: int) -> float:
-    """Reductions of gradients and gathers of parameters that no computation hides."""
-    traffic, parallel = communication.data_traffic(run, number), run.config.parallel
-    last_s, first_s = traffic.reduce_s / traffic.num_buckets, traffic.gather_s / traffic.num_buckets
+def exposed_data_parallel_s(run: PlannedRun, time: StageTime, stage: int) -> float:
+    """Gradient reductions and parameter gathers that do not overlap with computation. One bucket never does."""
+    traffic, parallel = communication.data_parallel_traffic(run, stage), run.config.parallel
     reduce_s, gather_s = traffic.reduce_s, traffic.gather_s
     if parallel.overlap_grad_reduce:
-        reduce_s = max(last_s, over(reduce_s, stage.backward))
+        reduce_s = max(reduce_s / traffic.num_buckets, exposed_s(reduce_s, time.backward))
     if parallel.overlap_param_gather:
-        gather_s = max(first_s, over(gather_s, stage.forward))
+        gather_s = max(gather_s / traffic.num_buckets, exposed_s(gather_s, time.forward))
     return reduce_s + gather_s
 
 
-def optimizer_s(run: PlannedRun, number: int) -> float:
-    """Passes over gradients, master weights and moments."""
-    parameters = sum(parameters_on_stage(run.config, run.padded_vocab, number))
-    shards = communication.data_group(run).size if run.config.parallel.use_distributed_optimizer else 1
-    whole, shard = passes_over_parameters(run)
-    moved_bytes = whole * parameters + shard * parameters / shards
+def optimizer_s(run: PlannedRun, stage: int) -> float:
+    """Seconds of the optimizer's kernels on gradients, master weights and moments."""
+    parameters = sum(parameters_on_stage(run.config, run.padded_vocab, stage))
+    num_shards = communication.data_group(run).size if run.config.parallel.use_distributed_optimizer else 1
+    full_bytes, shard_bytes = optimizer_bytes_per_parameter(run)
+    moved_bytes = full_bytes * parameters + shard_bytes * parameters / num_shards
     return moved_bytes / (run.gpu.hbm_bytes_per_s * run.calibration.optimizer_fraction)
 
 
-def weight_casts_s(run: PlannedRun, number: int) -> float:
-    """Casts of the linears' weights, kept over the microbatches of a step."""
-    quantizable, _ = parameters_on_stage(run.config, run.padded_vocab, number)
-    # Of FP8 weights the transposed codes only: the codes are made of the optimizer's shard.
-    numbers = quantizable / (2 if run.config.precision.fp8_param_gather else 1)
-    numbers /= derived.layers_per_pipeline_rank(run.config)
-    counts = layer_counts(run, number, FORWARD)
-    tensors = len(model_shapes.gemm_dimensions(run.config))
-    layers_s = sum(compute.cast_s(run, recipe, numbers * count, tensors * count) for recipe, count in counts.items())
-    if number < run.pipeline - 1:
+def weight_casts_s(run: PlannedRun, stage: int) -> float:
+    """Seconds of quantizing the linears' weights, once per step."""
+    quantizable, _ = parameters_on_stage(run.config, run.padded_vocab, stage)
+    # FP8 parameters only need the transposed codes: the optimizer writes the codes.
+    num_elements = quantizable / (2 if run.config.precision.fp8_param_gather else 1)
+    num_elements /= derived.layers_per_pipeline_rank(run.config)
+    counts = layer_counts(run, stage, FORWARD_GEMMS)
+    num_tensors = len(model_shapes.gemm_dimensions(run.config))
+    layers_s = sum(
+        compute.cast_s(run, recipe, num_elements * count, num_tensors * count) for recipe, count in counts.items()
+    )
+    if stage < run.pipeline - 1:
         return layers_s
-    matrix = run.padded_vocab // run.tensor * run.hidden_size
-    return layers_s + compute.cast_s(run, output_recipes(run.config)["fprop"], matrix, 1)
+    output_size = run.padded_vocab // run.tensor * run.hidden_size
+    return layers_s + compute.cast_s(run, output_layer_recipes(run.config)["fprop"], output_size, 1)
 
 
-def passes_over_parameters(run: PlannedRun) -> tuple[int, int]:
-    """Bytes a parameter moved (over all of a rank's, over its shard).
+def optimizer_bytes_per_parameter(run: PlannedRun) -> tuple[int, int]:
+    """Bytes that the optimizer moves per parameter of the rank, and per parameter of its shard.
 
-    In one kernel: norm 4, read gradient, master weight and moments 16, write them 12, and the BF16 weight 2. In
-    megatron-core's passes: norm 4, clip 8, Adam 28, copy to BF16 6, and division by the tokens 8 of the whole buffer.
-    Buffers are set to zero (4) where gradients are added to them. For the scales of moments in FP16 and FP8 the kernel
-    reads those and the gradient (4) once more.
+    The fused kernel moves 34 bytes: grad norm 4, reading gradient, master weight and moments 16, writing them 12, BF16
+    weight 2. megatron-core's optimizer moves 46: grad norm 4, clipping 8, Adam 28, copy to BF16 6; with per-token loss,
+    dividing the whole gradient buffer by the number of tokens adds 8. Zeroing the gradient buffer adds 4 where
+    gradients are accumulated into it. For FP16 and FP8 moments the kernel reads moments and gradient (4) once more to
+    find their scales.
     """
     optimizer, training, precision = run.config.optimizer, run.config.training, run.config.precision
     state = {"fp32": 8, "fp16": 4, "bf16": 4, "fp8": 2}
     moments = (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)
     scaled = [state[dtype] // 2 for dtype in moments if dtype in SCALED_MOMENTS]
-    for_scales = 4 + sum(scaled) if scaled else 0
-    lean = 0
-    if optimizer.use_precision_aware_optimizer:  # moments read and written, master weights as 16 bits beside BF16
-        lean = 8 - state[optimizer.exp_avg_dtype] + 8 - state[optimizer.exp_avg_sq_dtype] + 4
-    overwrites = precision.gradient_overwrite and run.pipeline == 1
-    zeros = 0 if overwrites else 4
+    scale_bytes = 4 + sum(scaled) if scaled else 0
+    saved_bytes = 0
+    if optimizer.use_precision_aware_optimizer:
+        # Smaller moments are read and written. TE keeps only the 16 bits of a master weight that BF16 lacks.
+        saved_bytes = 8 - state[optimizer.exp_avg_dtype] + 8 - state[optimizer.exp_avg_sq_dtype] + 4
+    zero_bytes = 0 if precision.gradient_overwrite and run.pipeline == 1 else 4
     if derived.fused_adam_obstacle(run.config) is None:
-        return zeros, 34 - lean + for_scales
-    return zeros + (8 if training.calculate_per_token_loss else 0), 46 - lean
+        return zero_bytes, 34 - saved_bytes + scale_bytes
+    return zero_bytes + (8 if training.calculate_per_token_loss else 0), 46 - saved_bytes
 
 
 def bytes_by_group(run: PlannedRun) -> dict[str, float]:
-    """Bytes that a rank of the busiest stage sends in one step, by process group."""
-    layers = derived.layers_per_pipeline_rank(run.config)
-    microbatches = derived.num_microbatches(run.config, run.world_size)
-    traffic = communication.tensor_traffic(run, run.recipe)
-    _, _, ring_bytes = communication.context_traffic(run)
-    data = communication.data_traffic(run, 0)
-    found = {
-        "tensor parallel": layers * microbatches * traffic.bytes,
-        "context parallel": layers * microbatches * ring_bytes,
-        "pipeline": 2 * microbatches * run.chunks * communication.boundary_bytes(run) if run.pipeline > 1 else 0.0,
+    """Bytes that a rank of the first pipeline stage sends in one step, by process group."""
+    num_microbatches = derived.num_microbatches(run.config, run.world_size)
+    num_layer_passes = derived.layers_per_pipeline_rank(run.config) * num_microbatches
+    traffic = communication.tensor_parallel_traffic(run, run.recipe)
+    _, _, ring_bytes = communication.context_parallel_traffic(run)
+    data = communication.data_parallel_traffic(run, 0)
+    sent = {
+        "tensor parallel": num_layer_passes * traffic.bytes,
+        "context parallel": num_layer_passes * ring_bytes,
+        "pipeline": 2 * num_microbatches * run.chunks * communication.pipeline_send_bytes(run)
+        if run.pipeline > 1
+        else 0.0,
         "data parallel, gradients": data.reduce_bytes,
         "data parallel, parameters": data.gather_bytes,
     }
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in sent.items() if value}

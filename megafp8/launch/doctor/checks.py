@@ -1,4 +1,4 @@
-"""One short function a check: facts of a machine to findings. Each says what is there, also when nothing is wrong."""
+"""The doctor's checks: one function per check, from the facts of a machine to findings."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Optional
 from megafp8.device.capability import Target
 from megafp8.launch.doctor import facts
 from megafp8.launch.doctor.facts import Machine
-from megafp8.launch.doctor.findings import DoctorFinding, error, import_finding, ok, warning, within
+from megafp8.launch.doctor.findings import DoctorFinding, error, import_finding, ok, timeout_text, warning
 from megafp8.recipes import registry
 
 LIBRARIES = (
     "numpy", "psutil", "pyyaml", "sentencepiece", "tensorboard", "matplotlib", "scipy", "jinja2", "tqdm",
 )  # fmt: skip
-LEAST_SHARED_MEMORY_BYTES = 2**30
-LEAST_OPEN_FILES = 4096
-LEAST_FREE_BYTES, FULL_BYTES = 20 * 2**30, 2**30
-LEAST_DISK_BYTES_PER_S = 50e6
+MIN_SHARED_MEMORY_BYTES = 2**30
+MIN_OPEN_FILES = 4096
+MIN_FREE_BYTES, FULL_BYTES = 20 * 2**30, 2**30
+MIN_DISK_BYTES_PER_S = 50e6
 MB, GIB = 1e6, 2**30
 DRIVER_FIX = (
     "dmesg | grep -i nvrm says why; restart the machine or install the driver again (no GPU: remove nvidia-smi)"
@@ -32,11 +32,11 @@ Check = Callable[[Machine], Iterator[DoctorFinding]]
 
 
 def python(machine: Machine) -> Iterator[DoctorFinding]:
-    """The range that setup.py has; of 3.11 the patch version, too."""
+    """A supported version of Python."""
     version = ".".join(map(str, machine.python))
     if not facts.PYTHON_FROM <= machine.python[:2] < facts.PYTHON_BELOW:
-        mend = "install python3.11, then: bash tests/run.sh"
-        yield error("Python", f"{version}: megafp8 needs 3.10, 3.11 or 3.12", mend)
+        fix = "install python3.11, then: bash tests/run.sh"
+        yield error("Python", f"{version}: megafp8 needs 3.10, 3.11 or 3.12", fix)
     elif (3, 11) <= machine.python < (3, 11, 4):
         text = (
             f"{version}: Python 3.11.0 to 3.11.3 pickle enum members as calls of getattr. megafp8 reads such "
@@ -48,13 +48,13 @@ def python(machine: Machine) -> Iterator[DoctorFinding]:
 
 
 def torch(machine: Machine) -> Iterator[DoctorFinding]:
-    """torch is there, can be imported and is not too old."""
+    """torch is installed, can be imported and is recent enough."""
     version = machine.torch_version or machine.packages.get("torch")
     if version is None:
         yield error("torch", "is not installed", "pip install -c constraints.txt torch")
     elif problem := import_finding(machine, "torch", "torch", version, "pip install --force-reinstall torch"):
         yield problem
-    elif numbers(version) < facts.TORCH_FROM:
+    elif version_numbers(version) < facts.TORCH_FROM:
         least = ".".join(map(str, facts.TORCH_FROM))
         yield error("torch", f"{version} is older than {least}", f"pip install --upgrade 'torch>={least}'")
     else:
@@ -62,25 +62,25 @@ def torch(machine: Machine) -> Iterator[DoctorFinding]:
 
 
 def megatron_core(machine: Machine) -> Iterator[DoctorFinding]:
-    """The engine, in the one version that the project's patches and checks are for."""
+    """megatron-core is installed, in the version that the project's patches are written for."""
     version = machine.packages.get("megatron-core")
-    mend = f"pip install 'megatron-core=={facts.MEGATRON_CORE}'"
-    then = f"mend what it names, then: {mend}"
+    fix = f"pip install 'megatron-core=={facts.MEGATRON_CORE}'"
+    then = f"fix what it names, then: {fix}"
     if version is None:
-        yield error("megatron-core", "is not installed", mend)
+        yield error("megatron-core", "is not installed", fix)
     elif version != facts.MEGATRON_CORE:
-        yield error("megatron-core", f"{version}: megafp8 is written for {facts.MEGATRON_CORE}", mend)
+        yield error("megatron-core", f"{version}: megafp8 is written for {facts.MEGATRON_CORE}", fix)
     elif machine.works("torch") and (
         problem := import_finding(machine, "megatron-core", "megatron.core", version, then)
     ):
-        # Without torch nothing imports, which is said once, there.
+        # Without torch nothing can be imported, and the check of torch reports that.
         yield problem
     else:
         yield ok("megatron-core", version)
 
 
 def libraries(machine: Machine) -> Iterator[DoctorFinding]:
-    """What setup.py installs beside the large ones."""
+    """The other required libraries are installed."""
     missing = [name for name in LIBRARIES if name not in machine.packages]
     if missing:
         yield error("libraries", f"not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}")
@@ -91,7 +91,7 @@ def libraries(machine: Machine) -> Iterator[DoctorFinding]:
 
 
 def transformer_engine(machine: Machine) -> Iterator[DoctorFinding]:
-    """The arithmetic on GPUs; where it is broken, megatron-core cannot be imported either."""
+    """Transformer Engine works or is absent. A broken one keeps megatron-core from being imported."""
     version, check = machine.packages.get("transformer-engine"), "Transformer Engine"
     remove = "pip uninstall transformer-engine"
     again = f"pip install --force-reinstall --no-deps 'transformer-engine[pytorch]=={version}', or: {remove}"
@@ -119,7 +119,7 @@ def transformer_engine(machine: Machine) -> Iterator[DoctorFinding]:
 
 
 def cuda_libraries(machine: Machine) -> Iterator[DoctorFinding]:
-    """One major version of CUDA in torch, Transformer Engine and the libraries beside them."""
+    """torch, Transformer Engine, cuDNN and NCCL are built for the same major version of CUDA."""
     if machine.cuda_major is None:
         return
     suffix = re.compile(r"^(transformer-engine|nvidia-cudnn|nvidia-nccl)-cu(\d+)$")
@@ -141,39 +141,39 @@ def cuda_libraries(machine: Machine) -> Iterator[DoctorFinding]:
 
 
 def cudnn(machine: Machine) -> Iterator[DoctorFinding]:
-    """One cuDNN. With two, Transformer Engine may fall back to attention that is 30% slower without a word."""
+    """There is only one cuDNN. With two, Transformer Engine may silently fall back to attention that is 30% slower."""
     if machine.cuda_major is None or "transformer-engine" not in machine.packages:
         return
     wheel, found = machine.wheel_cudnn, machine.found_cudnn
     version = machine.cudnn_version
     shown = f"{version // 10000}.{version // 100 % 100}.{version % 100}" if version else "of unknown version"
-    mend = f"export CUDNN_HOME={wheel}" if wheel else "unset CUDNN_HOME CUDNN_PATH, and keep one cuDNN"
+    fix = f"export CUDNN_HOME={wheel}" if wheel else "unset CUDNN_HOME CUDNN_PATH, and keep one cuDNN"
     if len(machine.loaded_cudnn) > 1:
-        yield error("cuDNN", f"two are loaded at once: {', '.join(machine.loaded_cudnn)}; attention falls back", mend)
+        yield error("cuDNN", f"two are loaded at once: {', '.join(machine.loaded_cudnn)}; attention falls back", fix)
     elif wheel and found and not found[0].startswith(wheel):
         yield error(
             "cuDNN", f"torch brings {shown} in {wheel}, and Transformer Engine finds another in {found[0]} "
-            f"({found[1]}): mixed, attention falls back to unfused, 30% slower", mend,
+            f"({found[1]}): mixed, attention falls back to unfused, 30% slower", fix,
         )  # fmt: skip
     else:
         yield ok("cuDNN", shown + (f" in {wheel}" if wheel else ""))
 
 
 def tested_set(machine: Machine) -> Iterator[DoctorFinding]:
-    """Whether these versions have been seen together."""
-    expected = facts.H200 if machine.has_gpu else facts.CPU
+    """The installed versions have been tested together."""
+    expected = facts.H200_TESTED_SET if machine.has_gpu else facts.CPU_TESTED_SET
     differences = [
         f"{name} {machine.packages.get(name, 'missing')} (tested {version})"
         for name, version in expected.packages.items()
-        if not has_version(machine.packages.get(name), version)
+        if not matches_version(machine.packages.get(name), version)
     ]
     if machine.python[:2] not in expected.pythons:
         pythons = ", ".join(".".join(map(str, version)) for version in expected.pythons)
         differences.append(f"Python {'.'.join(map(str, machine.python[:2]))} (tested {pythons})")
     if differences:
-        mend = "not needed if it works: "
-        mend += "bash tests/run.sh" if not machine.has_gpu else "python -m pytest -m gpu tests"
-        yield warning("tested set", f"not that of {expected.name}: {', '.join(differences)}", mend)
+        fix = "not needed if it works: "
+        fix += "bash tests/run.sh" if not machine.has_gpu else "python -m pytest -m gpu tests"
+        yield warning("tested set", f"not that of {expected.name}: {', '.join(differences)}", fix)
     else:
         yield ok("tested set", expected.name)
 
@@ -182,14 +182,15 @@ def tested_set(machine: Machine) -> Iterator[DoctorFinding]:
 
 
 def driver(machine: Machine) -> Iterator[DoctorFinding]:
-    """The driver is new enough for torch's CUDA, and torch sees what the driver sees."""
+    """The driver is recent enough for torch's CUDA, and torch can use all GPUs of the driver."""
     if machine.driver_error is not None:
         usable = f"; torch can use {len(machine.gpus)}" if machine.gpus else ""
         text = f"broken driver: {machine.driver_error}{usable}"
         yield (warning if machine.gpus else error)("GPU", text, DRIVER_FIX)
         return
     if "CUDA" in machine.slow_imports:
-        text = f"{named(machine.driver_gpus)}; CUDA did not start {within(machine, 'CUDA')}: not known whether it works"
+        start = f"{gpu_names(machine.driver_gpus)}; CUDA did not start {timeout_text(machine, 'CUDA')}"
+        text = f"{start}: not known whether it works"
         yield warning("GPU", text, "run the doctor again on an idle machine; nvidia-smi shows what the GPUs do")
         return
     if not machine.has_gpu:
@@ -197,25 +198,25 @@ def driver(machine: Machine) -> Iterator[DoctorFinding]:
         return
     least = facts.MINIMUM_DRIVER.get(machine.cuda_major or 0)
     if machine.torch_version is not None and machine.torch_cuda is None:
-        text = f"{named(machine.driver_gpus)}, and torch {machine.torch_version} is built without CUDA"
+        text = f"{gpu_names(machine.driver_gpus)}, and torch {machine.torch_version} is built without CUDA"
         yield error("GPU", text, "pip uninstall torch && pip install -c constraints.txt torch")
-    elif machine.driver and least and numbers(machine.driver)[0] < least:
+    elif machine.driver and least and version_numbers(machine.driver)[0] < least:
         yield error(
             "GPU", f"driver {machine.driver} is too old for torch's CUDA {machine.torch_cuda}, which needs {least}",
             f"update the NVIDIA driver to {least} or newer, or install a torch for an older CUDA",
         )  # fmt: skip
     elif machine.works("torch") and len(machine.gpus) < len(machine.driver_gpus):
         why = machine.cuda_error or f"CUDA_VISIBLE_DEVICES={machine.environment.get('CUDA_VISIBLE_DEVICES', 'not set')}"
-        text = f"the driver has {named(machine.driver_gpus)}, torch can use {len(machine.gpus)}: {why}"
+        text = f"the driver has {gpu_names(machine.driver_gpus)}, torch can use {len(machine.gpus)}: {why}"
         hidden = "CUDA_VISIBLE_DEVICES" in machine.environment and machine.cuda_error is None
         yield (warning if hidden else error)("GPU", text, "unset CUDA_VISIBLE_DEVICES" if hidden else "nvidia-smi -q")
     else:
-        names = named(machine.driver_gpus or tuple(gpu.name for gpu in machine.gpus))
+        names = gpu_names(machine.driver_gpus or tuple(gpu.name for gpu in machine.gpus))
         yield ok("GPU", names + (f", driver {machine.driver}" if machine.driver else ""))
 
 
 def links(machine: Machine) -> Iterator[DoctorFinding]:
-    """GPUs of one machine are joined by NVLink."""
+    """The GPUs of this machine are connected by NVLink."""
     if not machine.links:
         return
     slow = [link for link in machine.links if not link.startswith("NV")]
@@ -229,7 +230,7 @@ def links(machine: Machine) -> Iterator[DoctorFinding]:
 
 
 def triton(machine: Machine) -> Iterator[DoctorFinding]:
-    """Triton compiles a launcher for each kernel, in C, against Python's headers."""
+    """Triton can compile: it builds a C launcher for each kernel against Python's headers."""
     if not machine.gpus:
         return
     if "triton" not in machine.packages:
@@ -244,7 +245,7 @@ def triton(machine: Machine) -> Iterator[DoctorFinding]:
 
 
 def apex(machine: Machine) -> Iterator[DoctorFinding]:
-    """megatron-core takes the output layer's weight gradients from NVIDIA's Apex, and else from where we tell it."""
+    """`apex` is NVIDIA's or absent: megatron-core imports it for the output layer's wgrad."""
     version = machine.packages.get("apex", "not installed")
     if machine.has_other_apex:
         text = f"{version} is not NVIDIA's: PyPI's apex is a toolkit for Pyramid, and megatron-core imports it"
@@ -254,7 +255,7 @@ def apex(machine: Machine) -> Iterator[DoctorFinding]:
 
 
 def switches(machine: Machine) -> Iterator[DoctorFinding]:
-    """Environment variables that change what Transformer Engine computes or which attention it takes."""
+    """No environment variable changes Transformer Engine's recipes or its choice of attention."""
     changed = [
         (variable, f"{recipe.name}: {effect}")
         for recipe in registry.recipes()
@@ -274,11 +275,11 @@ def switches(machine: Machine) -> Iterator[DoctorFinding]:
 
 
 def shared_memory(machine: Machine) -> Iterator[DoctorFinding]:
-    """Loader processes hand batches over in /dev/shm, NCCL's ranks of one machine meet there."""
+    """/dev/shm is large enough for data loader processes and NCCL."""
     size = machine.shared_memory_bytes
     if size is None:
         yield warning("shared memory", "there is no /dev/shm", "mount -t tmpfs tmpfs /dev/shm, or --num-workers 0")
-    elif size < LEAST_SHARED_MEMORY_BYTES:
+    elif size < MIN_SHARED_MEMORY_BYTES:
         yield warning(
             "shared memory", f"{size / MB:,.0f} MB: loader processes and NCCL may run out of it",
             "docker run --shm-size 8g (or --ipc host), or train with --num-workers 0",
@@ -288,28 +289,28 @@ def shared_memory(machine: Machine) -> Iterator[DoctorFinding]:
 
 
 def open_files(machine: Machine) -> Iterator[DoctorFinding]:
-    """Shards, loaders and sockets of many ranks."""
+    """The limit on open files is high enough for shards, data loaders and sockets."""
     limit = machine.open_files
-    if limit is not None and 0 <= limit < LEAST_OPEN_FILES:
+    if limit is not None and 0 <= limit < MIN_OPEN_FILES:
         yield warning("open files", f"at most {limit} for a process", "ulimit -n 65536")
     else:
         yield ok("open files", "unlimited" if limit is None or limit < 0 else f"{limit:,}")
 
 
 def disk(machine: Machine) -> Iterator[DoctorFinding]:
-    """Where runs are saved."""
+    """The folder for checkpoints is writable, has free space and is fast enough."""
     if machine.disk_error is not None:
-        mend = "free space, or give another --folder"
-        yield error("disk", f"{machine.folder} cannot be written: {machine.disk_error}", mend)
+        fix = "free space, or give another --folder"
+        yield error("disk", f"{machine.folder} cannot be written: {machine.disk_error}", fix)
         return
     free, speed = machine.disk_free_bytes or 0, machine.disk_bytes_per_s
     text = f"{free / GIB:,.0f} GiB free in {machine.folder}" + (f", writes {speed / MB:,.0f} MB/s" if speed else "")
     if free < FULL_BYTES:
         text = f"full: {free / MB:,.0f} MB free in {machine.folder}"
         yield error("disk", text + ", and checkpoints take 14 to 18 bytes a parameter", "free space, or another --save")
-    elif free < LEAST_FREE_BYTES:
+    elif free < MIN_FREE_BYTES:
         yield warning("disk", text + ": checkpoints take 14 to 18 bytes a parameter", "free space, or another --save")
-    elif speed is not None and speed < LEAST_DISK_BYTES_PER_S:
+    elif speed is not None and speed < MIN_DISK_BYTES_PER_S:
         yield warning("disk", text + ": checkpoints will take long", "a faster file system, or --async-save")
     else:
         yield ok("disk", text)
@@ -321,29 +322,29 @@ CHECKS: tuple[Check, ...] = (
 )  # fmt: skip
 
 
-def examine(machine: Machine, num_gpus: int = 0) -> list[DoctorFinding]:
-    """What every check finds.
+def run_checks(machine: Machine, num_gpus: int = 0) -> list[DoctorFinding]:
+    """Run all checks.
 
     Args:
-        num_gpus: GPUs that must be there.
+        num_gpus: required number of GPUs.
     """
     findings = [finding for check in CHECKS for finding in check(machine)]
-    # Where torch had no time to count them, the driver's count.
+    # If torch's import timed out, use the driver's count.
     is_counted = not {"torch", "CUDA"} & set(machine.slow_imports)
     count = len(machine.gpus if is_counted else machine.driver_gpus)
     if count < num_gpus:
         text = f"{num_gpus} were asked for, {'torch can use' if is_counted else 'the driver has'} {count}"
-        findings.append(error("GPU", text, "nvidia-smi, then mend what the line above says, or another machine"))
+        findings.append(error("GPU", text, "nvidia-smi, then fix what the line above says, or another machine"))
     return findings
 
 
-def recipes(machine: Machine) -> dict[str, str]:
-    """How each recipe runs: `native`, `emulated`, or why not at all."""
+def recipe_support(machine: Machine) -> dict[str, str]:
+    """How each recipe runs: `native`, `emulated`, or why it does not run."""
     if machine.slow_imports:
         return dict.fromkeys(registry.names(), "not known: see above")
     if not (machine.works("torch") and machine.works("megatron.core")):
         return dict.fromkeys(registry.names(), "does not run: see above")
-    target = target_of(machine)
+    target = build_target(machine)
     has_kernels = target.kind == "cuda" and target.transformer_engine is not None
     return {
         recipe.name: "native" if has_kernels and recipe.is_native(target.compute_capability) else "emulated"
@@ -351,8 +352,8 @@ def recipes(machine: Machine) -> dict[str, str]:
     }
 
 
-def target_of(machine: Machine) -> Target:
-    """The machine as the legality checks see it. Unlike GPUs count as the least capable one."""
+def build_target(machine: Machine) -> Target:
+    """The machine as a target of `device/capability.py`: that of its least capable GPU."""
     if not machine.gpus:
         return Target("cpu", "cpu")
     least = min(machine.gpus, key=lambda gpu: gpu.compute_capability)
@@ -361,16 +362,16 @@ def target_of(machine: Machine) -> Target:
     return Target(least.name, "cuda", least.compute_capability, version)
 
 
-def numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: (2, 11, 0) of 2.11.0+cu130."""
+def version_numbers(version: str) -> tuple[int, ...]:
+    """The numbers of a version: (2, 11, 0) for 2.11.0+cu130."""
     return tuple(map(int, re.findall(r"\d+", version.split("+")[0])))
 
 
-def has_version(found: Optional[str], wanted: str) -> bool:
-    """Whether a version is the wanted one, or begins with it."""
-    return found is not None and numbers(found)[: len(numbers(wanted))] == numbers(wanted)
+def matches_version(found: Optional[str], wanted: str) -> bool:
+    """Whether a version is `wanted`, or starts with it."""
+    return found is not None and version_numbers(found)[: len(version_numbers(wanted))] == version_numbers(wanted)
 
 
-def named(gpus: tuple[str, ...]) -> str:
-    """`8 x NVIDIA H200`."""
+def gpu_names(gpus: tuple[str, ...]) -> str:
+    """GPU names with their counts, such as `8 x NVIDIA H200`."""
     return ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)) or "no GPU"

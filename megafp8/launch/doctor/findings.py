@@ -1,7 +1,4 @@
-"""What a check has to say.
-
-What an import that failed or did not end says of: the library, the driver, the memory, or a busy machine.
-"""
+"""The doctor's findings, and the findings of failed or slow imports."""
 
 from __future__ import annotations
 
@@ -12,15 +9,15 @@ from typing import Optional
 from megafp8.launch.doctor.facts import Machine
 
 OK, WARNING, ERROR = "ok", "warning", "error"
-"""Error: training cannot run here, or not as the machine is meant to. Warning: it runs slower, or untried."""
+"""Error: training cannot run, or not as this machine should. Warning: it runs, but slower or untested."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorFinding:
-    """What a check has to say.
+    """The result of a check.
 
     Attributes:
-        mend: a command, or a sentence where no command mends it; None where nothing is wrong.
+        mend: how to fix it, preferably as a command; None if nothing is wrong.
     """
 
     check: str
@@ -30,18 +27,18 @@ class DoctorFinding:
 
 
 def ok(check: str, text: str) -> DoctorFinding:
-    """Nothing is wrong."""
+    """A finding without a problem."""
     return DoctorFinding(check=check, level=OK, text=text)
 
 
-def warning(check: str, text: str, mend: str) -> DoctorFinding:
-    """Training runs, and could do better."""
-    return DoctorFinding(check=check, level=WARNING, text=text, mend=mend)
+def warning(check: str, text: str, fix: str) -> DoctorFinding:
+    """A problem with which training still runs."""
+    return DoctorFinding(check=check, level=WARNING, text=text, mend=fix)
 
 
-def error(check: str, text: str, mend: str) -> DoctorFinding:
-    """Training does not run."""
-    return DoctorFinding(check=check, level=ERROR, text=text, mend=mend)
+def error(check: str, text: str, fix: str) -> DoctorFinding:
+    """A problem with which training does not run."""
+    return DoctorFinding(check=check, level=ERROR, text=text, mend=fix)
 
 
 DRIVER_LIBRARY = re.compile(r"lib(cuda|nvidia-[\w-]+)\.so")
@@ -51,29 +48,29 @@ MEMORY_FIX = "free memory, or allow the container more; dmesg | grep -i oom name
 
 
 def import_finding(machine: Machine, check: str, module: str, version: str, reinstall: str) -> Optional[DoctorFinding]:
-    """What is wrong with the import of a module; None where nothing is, or it was not tried.
+    """The finding of a failed or slow import; None if the import worked or was not tried.
 
     Args:
-        reinstall: the command for a broken library. Where another installation would change nothing, another is given.
+        reinstall: the command that reinstalls the library. Failures of the driver or of memory get another fix.
     """
     if module in machine.slow_imports:
         again = "run the doctor again on an idle machine; what takes the time: "
         return warning(
-            check, f"{version} was not imported {within(machine, module)}: not known whether it works",
+            check, f"{version} was not imported {timeout_text(machine, module)}: not known whether it works",
             f"{again}python -X importtime -c 'import {module}'",
         )  # fmt: skip
     failure = machine.import_errors.get(module)
     if failure is None:
         return None
-    mend = reinstall
+    fix = reinstall
     if DRIVER_LIBRARY.search(failure):
-        mend = REINSTALL_FIX
+        fix = REINSTALL_FIX
     elif NO_MEMORY.search(failure):
-        mend = MEMORY_FIX
-    return error(check, f"{version} cannot be imported: {failure}", mend)
+        fix = MEMORY_FIX
+    return error(check, f"{version} cannot be imported: {failure}", fix)
 
 
-def within(machine: Machine, module: str) -> str:
-    """`within 120 s (load of 5.1 a core)`."""
+def timeout_text(machine: Machine, module: str) -> str:
+    """The time limit of an import and the load, such as `within 120 s (load of 5.1 a core)`."""
     load = "" if machine.load_per_core is None else f" (load of {machine.load_per_core:.1f} a core)"
     return f"within {machine.slow_imports[module]:g} s{load}"

@@ -1,6 +1,7 @@
-"""Imports what may break, in a process of its own: run by path, prints a JSON object a line.
+"""Import check of libraries that may be broken, run by its path in a separate process; prints one JSON object a line.
 
-A library that ends the process or never returns is then one more finding. Needs nothing beside the standard library.
+This way a library that ends the process, or whose import never returns, becomes a finding. Imports only the standard
+library itself.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import Any
 
 
 def report(**facts: Any) -> None:
-    """One line for the parent, out before anything else can go wrong."""
+    """Print one line for the parent process and flush it before anything else can fail."""
     print(json.dumps(facts), flush=True)
 
 
 def try_import(name: str) -> bool:
-    """Import a module and tell how it went."""
+    """Import a module, report the result, and return whether it worked."""
     report(begin=name)
     try:
         importlib.import_module(name)
@@ -30,7 +31,7 @@ def try_import(name: str) -> bool:
 
 
 def torch_facts() -> dict[str, Any]:
-    """What torch says of itself and of the GPUs."""
+    """torch's version and libraries, and the GPUs that it can use."""
     torch = sys.modules["torch"]
     facts: dict[str, Any] = {"torch_version": torch.__version__, "torch_cuda": torch.version.cuda}
     if torch.version.cuda is None:
@@ -51,7 +52,7 @@ def torch_facts() -> dict[str, Any]:
 
 
 def loaded_folders(library: str) -> list[str]:
-    """Folders of the loaded files of a library, by the kernel's list."""
+    """Folders from which this process has loaded a library, according to /proc/self/maps."""
     try:
         with open("/proc/self/maps", encoding="utf-8") as lines:
             return sorted(set(re.findall(rf"(/\S*)/{library}\S*\.so", lines.read())))
@@ -60,7 +61,7 @@ def loaded_folders(library: str) -> list[str]:
 
 
 def main() -> None:
-    """Import the modules named, torch's facts between."""
+    """Import the modules on the command line; after torch, also report its facts."""
     for name in sys.argv[1:]:
         if try_import(name) and name == "torch":
             report(begin="CUDA")

@@ -1,4 +1,4 @@
-"""Findings as text, as data, and as an exit status."""
+"""The doctor's report: findings as text, as JSON data, and as an exit status."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megafp8.errors import ConfigError
-from megafp8.launch.doctor.checks import recipes
+from megafp8.launch.doctor.checks import recipe_support
 from megafp8.launch.doctor.facts import Machine
 from megafp8.launch.doctor.findings import ERROR, OK, WARNING, DoctorFinding
 
@@ -15,7 +15,7 @@ WARNINGS_STATUS = 1
 
 
 def exit_status(findings: Sequence[DoctorFinding], strict: bool = False) -> int:
-    """0 where training can run, 64 where it cannot; 1 for warnings when they are asked to count."""
+    """0 if training can run, 64 if it cannot; with `strict`, 1 for warnings."""
     levels = {finding.level for finding in findings}
     if ERROR in levels:
         return ConfigError.exit_status
@@ -23,7 +23,7 @@ def exit_status(findings: Sequence[DoctorFinding], strict: bool = False) -> int:
 
 
 def report_text(machine: Machine, findings: Sequence[DoctorFinding]) -> str:
-    """All findings, recipes, and a verdict."""
+    """All findings, the recipes, and a verdict."""
     width = max(len(finding.check) for finding in findings)
     lines = []
     for finding in findings:
@@ -31,30 +31,30 @@ def report_text(machine: Machine, findings: Sequence[DoctorFinding]) -> str:
         lines.append(f"{mark:<8}{finding.check:<{width}}  {finding.text}")
         if finding.mend is not None:
             lines.append(f"{'':8}{'':{width}}  -> {finding.mend}")
-    shown = ", ".join(f"{name} {how}" for name, how in recipes(machine).items())
+    shown = ", ".join(f"{name} {how}" for name, how in recipe_support(machine).items())
     lines += ["", f"recipes: {shown}", verdict(machine, findings)]
     return "\n".join(lines)
 
 
 def verdict(machine: Machine, findings: Sequence[DoctorFinding]) -> str:
-    """One sentence."""
+    """One sentence on whether training can run."""
     errors = sum(finding.level == ERROR for finding in findings)
     warnings = sum(finding.level == WARNING for finding in findings)
     if errors:
-        return f"training cannot run as this machine is: {errors} to mend, {warnings} to look at"
+        return f"training cannot run as this machine is: {errors} to fix, {warnings} to look at"
     if machine.slow_imports:
         return "not known whether training can run: imports took too long"
-    return f"training can run; {warnings} to look at" if warnings else "training can run; nothing to mend"
+    return f"training can run; {warnings} to look at" if warnings else "training can run; nothing to fix"
 
 
 def report_data(machine: Machine, findings: Sequence[DoctorFinding]) -> dict[str, Any]:
-    """The same for programs, with all facts. Environment variables are told by name only: values may be secret."""
+    """The report as JSON data, with all facts. Of environment variables only the names: values may be secret."""
     facts = dataclasses.asdict(machine)
     facts["environment"] = sorted(machine.environment)
     has_errors = any(finding.level == ERROR for finding in findings)
     return {
         "can_train": None if machine.slow_imports and not has_errors else not has_errors,
         "findings": [dataclasses.asdict(finding) for finding in findings],
-        "recipes": recipes(machine),
+        "recipes": recipe_support(machine),
         "machine": facts,
     }
