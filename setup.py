@@ -22,7 +22,9 @@ setup(
     packages=find_packages(include=["megafp8", "megafp8.*"]),
     package_data={"megafp8.analysis": ["*.jinja"]},
     py_modules=["pretrain_gpt"],
-    entry_points={"console_scripts": ["pretrain-gpt=pretrain_gpt:entry_point"]},
+    entry_points={
+        "console_scripts": ["megafp8 = megafp8.cli.main:main", "pretrain-gpt = megafp8.cli.pretrain:main"],
+    },
     python_requires=">=3.10,<3.13",
     install_requires=[
         "torch>=2.6",
@@ -43,9 +45,13 @@ setup(
         "data": [*TOKENIZERS, *PREPROCESSING],
         "datasets": [*TOKENIZERS, *PREPROCESSING, "datasets"],
         "dev": [
+            "mypy",
+            "pre-commit",
             "pytest",
             "pytest-timeout",
             "ruff",
+            "types-psutil",
+            "types-PyYAML",
             *TOKENIZERS,
             *SAFETENSORS,
             *PREPROCESSING,

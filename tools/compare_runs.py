@@ -1,98 +1,11 @@
-#!/usr/bin/env python3
-"""Compare finished runs: tables on standard output; with --output-dir also a page to look at, Markdown, JSON, pictures.
+"""`megafp8 compare`, from a checkout."""
 
-    python tools/compare_runs.py runs/bf16 runs/fp8 --output-dir runs/comparison
-    python tools/compare_runs.py runs/recipes/*/seed* --baseline bf16 --bound 1 --output-dir runs/recipes/report
-
-Runs that differ in their seed alone are one recipe, and each is held against the baseline's run of the same seed. Over
-two seeds or more there is a verdict: whether the interval of the gap lies within the bound. It needs the records only.
-A run whose run_state.json says that it is not done is named, and has no figures (--include-unfinished). Exit status: 64
-for wrong flags, 66 for runs that are missing, damaged or not to be compared.
-"""
-
-from __future__ import annotations
-
-import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Optional
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megafp8.cli.common import Parser
-from megafp8.errors import ConfigError, Megafp8Error
-from megafp8.utils.files import path_argument, path_text
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=path_text, metavar="RUN", help="folder that a run had as --save")
-    parser.add_argument(
-        "--baseline", type=path_text, metavar="RUN", help="run or recipe to compare with; default the first"
-    )
-    parser.add_argument(
-        "--bound",
-        type=float,
-        default=0.5,
-        metavar="PERCENT",
-        help="validation loss above the baseline's that is accepted (default %(default)g)",
-    )
-    parser.add_argument(
-        "--confidence", type=float, default=95.0, metavar="PERCENT", help="of the intervals (default %(default)g)"
-    )
-    parser.add_argument(
-        "--output-dir",
-        type=path_argument,
-        help="write report.html, comparison.md, comparison.json, gaps.svg and loss_curves.png here",
-    )
-    parser.add_argument(
-        "--include-unfinished",
-        action="store_true",
-        help="compare runs that are not done, too, by what they have so far; decides nothing about their recipes",
-    )
-    parser.add_argument("--warmup-steps", type=int, default=10, help="first steps that do not count for the speed")
-    parser.add_argument("--title", default="Comparison of recipes", help="title of the page and the picture")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    return parser
-
-
-def problems_of(arguments: argparse.Namespace) -> list[str]:
-    """What is wrong with the numbers, each with its value."""
-    checks = {
-        f"--bound {arguments.bound:g} must be from 0 to below 100 percent": 0 <= arguments.bound < 100,
-        f"--confidence {arguments.confidence:g} must be above 0 and below 100 percent": 0 < arguments.confidence < 100,
-        f"--warmup-steps {arguments.warmup_steps} must be at least 0": arguments.warmup_steps >= 0,
-    }
-    return [text for text, is_right in checks.items() if not is_right]
-
-
-def main(argv: Optional[Sequence[str]] = None) -> int:
-    arguments = build_parser().parse_args(argv)
-    from megafp8.analysis import tables
-    from megafp8.analysis.comparison_page import publish_comparison
-
-    try:
-        if problems := problems_of(arguments):
-            raise ConfigError(problems)
-        comparison, written = publish_comparison(
-            arguments.runs,
-            baseline=arguments.baseline,
-            output_folder=arguments.output_dir,
-            warmup_steps=arguments.warmup_steps,
-            bound_fraction=arguments.bound / 100,
-            confidence=arguments.confidence / 100,
-            title=arguments.title,
-            include_unfinished=arguments.include_unfinished,
-        )
-    except Megafp8Error as error:
-        print(f"compare_runs: {error}", file=sys.stderr)
-        return error.exit_status
-    print(tables.to_json(comparison) if arguments.json else tables.to_text(comparison))
-    for path in written:
-        print(f"wrote {path}", file=sys.stderr)
-    return 0
-
+from megafp8.cli.compare import main
 
 if __name__ == "__main__":
     sys.exit(main())

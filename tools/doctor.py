@@ -1,51 +1,11 @@
-#!/usr/bin/env python3
-"""Say what this machine has, whether training can run on it, which recipe runs how, and what mends each problem.
+"""`megafp8 doctor`, from a checkout."""
 
-    python tools/doctor.py
-    python tools/doctor.py --gpus 8 --folder runs --strict || exit    # in a job script, before training
-
-Looks at Python, torch, CUDA, driver, cuDNN, NCCL, Transformer Engine, megatron-core, Triton's compiler, NVLink, shared
-memory, open files and the disk, and works where any of them is broken or missing. Exit status 0: training can run; 64:
-it cannot; with --strict 1 where there are warnings.
-"""
-
-from __future__ import annotations
-
-import argparse
-import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Optional
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megafp8.utils.files import path_text
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="GPUs that must be there (default: none)")
-    parser.add_argument(
-        "--folder", type=path_text, default=".", help="where runs will be saved: its disk is tried (default: here)"
-    )
-    parser.add_argument("--strict", action="store_true", help="exit with 1 where there are warnings")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    return parser
-
-
-def main(argv: Optional[Sequence[str]] = None) -> int:
-    arguments = build_parser().parse_args(argv)
-    from megafp8.launch.doctor.checks import examine
-    from megafp8.launch.doctor.facts import find_machine
-    from megafp8.launch.doctor.report import exit_status, report_data, report_text
-
-    machine = find_machine(arguments.folder)
-    findings = examine(machine, arguments.gpus)
-    data = arguments.json
-    print(json.dumps(report_data(machine, findings), indent=2) if data else report_text(machine, findings))
-    return exit_status(findings, arguments.strict)
-
+from megafp8.cli.doctor import main
 
 if __name__ == "__main__":
     sys.exit(main())

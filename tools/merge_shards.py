@@ -1,93 +1,11 @@
-#!/usr/bin/env python3
-"""Join token shards, or divide them.
+"""`megafp8 merge_shards`, from a checkout."""
 
-    python tools/merge_shards.py --input a_text_document b_text_document --output-prefix all_text_document
-    python tools/merge_shards.py --input shards/ --output-prefix all --num-parts 8
-    python tools/merge_shards.py --input all --output-prefix all --split 99,1
-
-Inputs are laid end to end and, with --num-parts, --documents-per-part or --split, cut anew: between documents, in their
-order. Tokens are copied as bytes, and every output has a manifest. Inputs are compared with their manifests first. The
-same command again keeps what it made before.
-"""
-
-from __future__ import annotations
-
-import argparse
 import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Optional
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megafp8.data.shard_merge import MergeJob, MergeSummary, find_shards, merge_shards
-from megafp8.data.shards import bin_path
-from megafp8.errors import Megafp8Error
-from megafp8.utils.files import path_text
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--input", nargs="+", type=path_text, required=True, metavar="PREFIX", help="shards, or folders of shards"
-    )
-    parser.add_argument("--output-prefix", type=path_text, required=True, metavar="PREFIX", help="of what is made")
-    parser.add_argument("--num-parts", type=int, metavar="N", help="divide into N shards of about as many tokens each")
-    parser.add_argument("--documents-per-part", type=int, metavar="N", help="divide into shards of N documents")
-    parser.add_argument(
-        "--split", metavar="SHARES", help="divide into _train, _valid and _test by documents: 98,2 or 969,30,1"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="make shards again that are there")
-    parser.add_argument("--no-verify", action="store_true", help="do not read the inputs before they are copied")
-    parser.add_argument(
-        "--trust-missing-manifests", action="store_true",
-        help="take shards without a manifest for shards of the others' tokenizer",
-    )  # fmt: skip
-    return parser
-
-
-def run_with_progress(job: MergeJob) -> MergeSummary:
-    """Run the job under a progress bar (on a terminal) that counts bytes verified and copied."""
-    from tqdm import tqdm
-
-    passes = 1 + job.is_verified
-    total = passes * sum(bin_path(prefix).stat().st_size for prefix in job.inputs if bin_path(prefix).is_file())
-    with tqdm(total=total, unit="B", unit_scale=True, disable=None, desc="merging", leave=False) as bar:
-        return merge_shards(job, on_progress=bar.update)
-
-
-def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Run the command line; return its exit status."""
-    options = build_parser().parse_args(argv)
-    start = time.perf_counter()
-    try:
-        job = MergeJob(
-            inputs=find_shards([name.removesuffix(".bin").removesuffix(".idx") for name in options.input]),
-            output_prefix=options.output_prefix,
-            num_parts=options.num_parts,
-            documents_per_part=options.documents_per_part,
-            split=options.split,
-            overwrite=options.overwrite,
-            is_verified=not options.no_verify,
-            trust_missing_manifests=options.trust_missing_manifests,
-        )
-        summary = run_with_progress(job)
-    except Megafp8Error as error:
-        print(f"merge_shards: {error}", file=sys.stderr)
-        return error.exit_status
-    except OSError as error:
-        print(f"merge_shards: reading --input or writing --output-prefix failed: {error}", file=sys.stderr)
-        return 74
-    for prefix, manifest in summary.shards:
-        state = " is there already, from the same shards" if prefix in summary.kept else ""
-        print(f"{prefix}{state}: {manifest.num_documents} documents, {manifest.num_tokens} tokens")
-    num_bytes = sum(manifest.bin_bytes for prefix, manifest in summary.shards if prefix not in summary.kept)
-    if num_bytes:
-        seconds = time.perf_counter() - start
-        print(f"{seconds:.1f} s: {num_bytes / seconds / 1e6:.0f} MB/s of tokens")
-    return 0
-
+from megafp8.cli.merge_shards import main
 
 if __name__ == "__main__":
     sys.exit(main())

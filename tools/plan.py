@@ -1,93 +1,11 @@
-#!/usr/bin/env python3
-"""Plan a run: which layout of a model on how many GPUs is fastest, what it needs, and what limits it.
+"""`megafp8 plan`, from a checkout."""
 
-    python tools/plan.py --model-preset llama3-70b --gpus 512 --gpu h200 --fp8-recipe tensorwise
-    python tools/plan.py --model-preset llama3-8b --gpus 64 --gpu h100 --tensor-model-parallel-size 2 --plot plan.png
-
-Takes every flag of pretrain_gpt.py beside its own. Tensor, pipeline (also interleaved) and context parallelism, micro
-batch and recompute are searched where they are not given; all else is as given. The best layouts come with memory, step
-time and traffic by part, and the flags of the first one ready for pretrain_gpt.py. No GPU and no torch is needed.
-docs/planning.md says how it computes and how wrong it was against measured runs.
-"""
-
-from __future__ import annotations
-
-import argparse
-import json
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Optional
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a checkout that is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megafp8.utils.files import path_argument
-
-GPU_NAMES = ("h100", "h200", "b200")
-MOST_GPUS = 2**20
-LEAST_GBIT_PER_S, MOST_GBIT_PER_S = 1, 100_000
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs to plan for")
-    parser.add_argument("--gpu", choices=GPU_NAMES, default="h200", help="kind of GPU (default: h200)")
-    parser.add_argument(
-        "--network-gbit-per-s", type=float, metavar="X", help="network adapter of a GPU; default that of its usual node"
-    )
-    parser.add_argument("--top", type=int, default=5, metavar="N", help="layouts to show (default: 5)")
-    parser.add_argument(
-        "--scaling", nargs="*", type=int, metavar="N",
-        help="numbers of GPUs to compare (default: 8 to 16,384 by doubling; none for no comparison)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--plot", type=path_argument, metavar="PNG", help="draw speed over GPUs, memory and step by part"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    return parser
-
-
-def number_problems(arguments: argparse.Namespace) -> Iterator[str]:
-    """Numbers that no plan can be made for."""
-    counts = {"--gpus": [arguments.gpus], "--scaling": arguments.scaling or []}
-    for flag, numbers in counts.items():
-        wrong = (number for number in numbers if not 1 <= number <= MOST_GPUS)
-        yield from (f"{flag} {number}: must be between 1 and {MOST_GPUS:,}" for number in wrong)
-    if arguments.top < 1:
-        yield f"--top {arguments.top}: must be at least 1"
-    network = arguments.network_gbit_per_s
-    if network is not None and not LEAST_GBIT_PER_S <= network <= MOST_GBIT_PER_S:  # NaN is not either
-        yield f"--network-gbit-per-s {network:g}: must be between {LEAST_GBIT_PER_S} and {MOST_GBIT_PER_S:,}"
-
-
-def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Exit status 0; 64 with wrong flags or when nothing fits."""
-    arguments, training = build_parser().parse_known_args(argv)
-    from megafp8.config import flags
-    from megafp8.device.gpus import GPUS
-    from megafp8.errors import ConfigError, Megafp8Error
-    from megafp8.planning.plan import SCALING_COUNTS, make_plan, with_network
-    from megafp8.planning.report import plan_data, plan_text
-
-    try:
-        if problems := list(number_problems(arguments)):
-            raise ConfigError(problems)
-        gpu = with_network(GPUS[arguments.gpu], arguments.network_gbit_per_s)
-        asked = SCALING_COUNTS if arguments.scaling is None else arguments.scaling
-        counts = sorted({*asked, arguments.gpus}) if asked else ()
-        plan = make_plan(flags.parse(training), gpu, arguments.gpus, counts)
-    except Megafp8Error as error:
-        print(f"plan: {error}", file=sys.stderr)
-        return error.exit_status
-    print(json.dumps(plan_data(plan, arguments.top), indent=2) if arguments.json else plan_text(plan, arguments.top))
-    if arguments.plot:
-        from megafp8.analysis.plot_plan import plot_plan
-
-        print(f"wrote {plot_plan(plan, arguments.plot)}", file=sys.stderr)
-    return 0 if plan.found.layouts else ConfigError.exit_status
-
+from megafp8.cli.plan import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,41 +1,122 @@
-"""The command lines of the tools that compare runs.
-
-The flags that name a tokenizer, on the command lines of the data tools: those of `pretrain_gpt.py`.
-"""
+"""Parsers, flags, progress bars and exit statuses shared by the subcommands."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
-from typing import NoReturn, Optional
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, Optional
 
-from megafp8.config.flags import add_setting
-from megafp8.config.schema import DataConfig
-from megafp8.config.settings import settings_by_name
-from megafp8.data.tokenizers.build import TOKENIZER_SETTINGS
-from megafp8.errors import ConfigError
+from megafp8.cli.main import SUBCOMMANDS
+from megafp8.errors import ConfigError, Megafp8Error
+from megafp8.utils.files import path_text
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+    from megafp8.config.schema import DataConfig
+
+INTERRUPTED = 130  # as a shell reports SIGINT
+# In a checkout, and in site-packages where the package is installed.
+TRAINING_SCRIPT = Path(__file__).resolve().parents[2] / "pretrain_gpt.py"
+TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
+_VOCAB_SIZE = "model.vocab_size"
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that ends with megafp8's status for wrong flags: its own, 2, is one of no kind of error here."""
+    """argparse that exits with megafp8's status for wrong flags (64) instead of its own (2)."""
 
     def error(self, message: str) -> NoReturn:
-        """Show the usage and the message, and end with status 64."""
+        """Print the usage and the message, and exit with status 64."""
         self.print_usage(sys.stderr)
         self.exit(ConfigError.exit_status, f"{self.prog}: error: {message}\n")
 
 
-_VOCAB_SIZE = "model.vocab_size"
+def build_command_parser(
+    description: Optional[str], parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser, **options: Any
+) -> argparse.ArgumentParser:
+    """Build the parser of a program.
+
+    Args:
+        description: the docstring of its module. Its examples name the scripts of a checkout; under the `megafp8`
+            command they name subcommands instead.
+        options: of `parser_class`.
+    """
+    if description and sys.argv[0].startswith("megafp8 "):
+        for name, (script, _) in SUBCOMMANDS.items():
+            description = description.replace(f"python {script}", f"megafp8 {name}")
+    return parser_class(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+
+def returns_exit_status(prefix: Optional[str] = None) -> Callable[[Callable[[Sequence[str]], int]], Callable[..., int]]:
+    """Decorate a `main`: arguments default to the process's, and a `Megafp8Error` is printed and returns its status.
+
+    Args:
+        prefix: text before the message; None: the error's class.
+    """
+
+    def decorate(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
+        @functools.wraps(main)
+        def run(argv: Optional[Sequence[str]] = None) -> int:
+            try:
+                return main(sys.argv[1:] if argv is None else argv)
+            except Megafp8Error as error:
+                head = type(error).__name__ if prefix is None else prefix
+                print(f"{head}: {error}" if head else error, file=sys.stderr, flush=True)
+                return error.exit_status
+
+        return run
+
+    return decorate
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, description: Optional[str] = None) -> None:
-    """Add a group of the flags that name a tokenizer."""
+    """Add a group of the flags of `pretrain_gpt.py` that name a tokenizer."""
+    from megafp8.config.flags import add_setting
+    from megafp8.config.settings import settings_by_name
+    from megafp8.data.tokenizers.build import TOKENIZER_SETTINGS
+
     group = parser.add_argument_group("tokenizer", description)
     for name in (*(f"data.{setting}" for setting in TOKENIZER_SETTINGS), _VOCAB_SIZE):
         add_setting(group, settings_by_name()[name])
 
 
 def read_tokenizer_flags(options: argparse.Namespace) -> tuple[DataConfig, Optional[int]]:
-    """Return what `build_tokenizer` takes: the data section, and --vocab-size."""
+    """Return the arguments of `build_tokenizer`: the data section, and --vocab-size."""
+    from megafp8.config.schema import DataConfig
+    from megafp8.data.tokenizers.build import TOKENIZER_SETTINGS
+
     values = {setting: getattr(options, f"data.{setting}") for setting in TOKENIZER_SETTINGS}
     return DataConfig(**values), getattr(options, _VOCAB_SIZE)
+
+
+def add_tokenizer_file_flags(group: Any) -> None:
+    """Add a flag for each file of a tokenizer, for tools that know the rest from a checkpoint."""
+    for name in TOKENIZER_FILES:
+        group.add_argument("--" + name.replace("_", "-"), type=path_text, metavar="F")
+
+
+def given_flags(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """Return the named options that have a value."""
+    return {name: value for name in names if (value := getattr(options, name)) is not None}
+
+
+def bytes_bar(total: int, **options: Any) -> tqdm:
+    """Return a progress bar over bytes, shown on a terminal only."""
+    from tqdm import tqdm
+
+    return tqdm(total=total, unit="B", unit_scale=True, disable=None, **options)
+
+
+def stderr_log(prefix: str = "") -> Callable[[str], None]:
+    """Return a function that prints a line to standard error."""
+    return lambda text: print(f"{prefix}{text}", file=sys.stderr, flush=True)
+
+
+def install_patches() -> None:
+    """Install the patches that megatron-core needs before its first import."""
+    from megafp8.mcore import cpu_patches
+
+    cpu_patches.install()

@@ -1,4 +1,4 @@
-"""How far a long job is: a bar on a terminal, a line now and then where the output goes to a file."""
+"""Progress of preprocessing: a bar on a terminal, lines where the output goes to a file."""
 
 from __future__ import annotations
 
@@ -13,23 +13,27 @@ LINE_INTERVAL_S = 10.0
 
 
 class ProgressDisplay:
-    """Shows documents, tokens and bytes a second and the time that is left. Speeds are those of this run: what an
-    earlier one left does not count.
+    """Shows documents, tokens and bytes a second, and the remaining time. Work of an earlier run does not count.
 
     Args:
-        log_interval: documents between two lines; None: a line every 10 seconds. On a terminal it does not matter.
-        stream: where to; None: standard error.
+        log_interval: documents between two lines; None: a line every 10 seconds. Without effect on a terminal.
+        stream: output; None: standard error.
+
+    Attributes:
+        last: the last progress shown.
     """
 
     def __init__(self, log_interval: Optional[int] = None, stream: Optional[TextIO] = None):
         self._log_interval, self._stream = log_interval, stream or sys.stderr
         self._first: Optional[PreprocessProgress] = None
+        self.last: Optional[PreprocessProgress] = None
         self._start = self._shown_at = time.monotonic()
         self._shown_documents = 0
         self._bar: Any = None
 
     def __call__(self, progress: PreprocessProgress) -> None:
-        """Show a progress; the first is where the run starts."""
+        """Show a progress. The first one is the start of the run."""
+        self.last = progress
         if self._first is None:
             self._first, self._start = progress, time.monotonic()
             self._shown_at, self._shown_documents = self._start, progress.num_documents
@@ -43,12 +47,12 @@ class ProgressDisplay:
             self._stream.flush()
 
     def close(self) -> None:
-        """Leave the bar as it is and go to the next line."""
+        """Close the bar; what it shows stays."""
         if self._bar is not None:
             self._bar.close()
 
     def describe(self, progress: PreprocessProgress) -> str:
-        """Return a line: share, speeds, time left."""
+        """Return a line with the finished fraction, speeds and remaining time."""
         share = progress.input_bytes / max(progress.total_bytes, 1)
         left_s = self._seconds() * (progress.total_bytes - progress.input_bytes) / max(self._bytes(progress), 1)
         minutes, seconds = divmod(round(left_s), 60)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -12,21 +11,18 @@ from pathlib import Path
 import pytest
 from saved_run import configure, copy_as_step, save_initial
 
-from megafp8.checkpoint.directory import saved_steps
-from megafp8.checkpoint.manifest import MANIFEST, damage_seen, read_manifest
+from megafp8.checkpoint.directory import complete_steps
+from megafp8.checkpoint.manifest import MANIFEST, find_damage, read_manifest
+from megafp8.cli import checkpoint
 from megafp8.training.run import non_persistent_folder
 
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "checkpoint.py"
+ROOT = Path(__file__).resolve().parents[2]
 FLAGS = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --vocab-size 127 --tensor-model-parallel-size 2 --bf16"
 
 
 @pytest.fixture(scope="module")
 def tool():
-    spec = importlib.util.spec_from_file_location("checkpoint_tool", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +46,14 @@ def damage(path: Path) -> str:
 
 
 def test_list_and_verify_as_commands_need_no_torch(saved: Path) -> None:
-    code = "import sys, checkpoint as tool; status = tool.main(); sys.exit(status or 7 * ('torch' in sys.modules))"
+    code = (
+        "import sys; from megafp8.cli import checkpoint; status = checkpoint.main(); "
+        "sys.exit(status or 7 * ('torch' in sys.modules))"
+    )
     for command in ("list", "verify"):
         result = subprocess.run(
             [sys.executable, "-c", code, command, str(saved)],
-            capture_output=True, text=True, timeout=60, cwd=TOOL.parent,
+            capture_output=True, text=True, timeout=60, cwd=ROOT,
         )  # fmt: skip
         assert result.returncode == 0, result.stderr
         assert result.stdout.startswith(f"whole    {saved / 'iter_0000007'}  7 samples  0.0")
@@ -155,15 +154,15 @@ def test_prune_keeps_the_newest_if_they_are_whole(tool, run: Path, capsys) -> No
         copy_as_step(run / "iter_0000007", run, step)
     (run / "iter_0000003.corrupt").mkdir()
     assert tool.main(["prune", str(run), "--ckpt-keep", "2", "--dry-run"]) == 0
-    assert saved_steps(run) == [7, 8, 9, 10]
+    assert complete_steps(run) == [7, 8, 9, 10]
     name = damage(run / "iter_0000010")
     assert tool.main(["prune", str(run), "--ckpt-keep", "2"]) == 74
     assert "iter_0000010 would be kept and is damaged" in capsys.readouterr().err
-    assert saved_steps(run) == [7, 8, 9, 10]
+    assert complete_steps(run) == [7, 8, 9, 10]
     shutil.copy(run / "iter_0000007" / name, run / "iter_0000010" / name)
     assert tool.main(["prune", str(run), "--ckpt-keep", "2", "--set-aside", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["deleted"] == ["iter_0000007", "iter_0000008", "iter_0000003.corrupt"]
-    assert saved_steps(run) == [9, 10] and not (run / "iter_0000003.corrupt").exists()
+    assert complete_steps(run) == [9, 10] and not (run / "iter_0000003.corrupt").exists()
     assert tool.main(["prune", str(run), "--ckpt-keep", "0"]) == 64
 
 
@@ -174,7 +173,7 @@ def test_seal_makes_a_manifest_where_there_is_none(tool, run: Path, capsys) -> N
     (path / MANIFEST).unlink()
     assert tool.main(["seal", str(path)]) == 0
     assert read_manifest(path).files == before.files
-    assert damage_seen(path) == []
+    assert find_damage(path) == []
     (path / MANIFEST).unlink()
     assert tool.main(["seal", str(path.rename(run / "iter_0000008"))]) == 74
     assert "holds step 7" in capsys.readouterr().err

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -27,17 +25,17 @@ from their_folders import (
 )
 
 from megafp8.checkpoint.load import load_checkpoint
-from megafp8.checkpoint.manifest import damage_seen
+from megafp8.checkpoint.manifest import find_damage
 from megafp8.checkpoint.metadata import read_config
 from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import save_checkpoint
-from megafp8.checkpoint.standalone import PlainTensors
+from megafp8.checkpoint.standalone import CheckpointTensors
+from megafp8.cli import convert
 from megafp8.config import flags
 from megafp8.data.preprocessing.tokenizer_training import train_byte_bpe
 from megafp8.training.generation import GREEDY, generate_text, load_language_model
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOL = ROOT / "tools" / "convert_checkpoint.py"
 IN_ROWS = {"embedding.word_embeddings.weight", "output_layer.weight"}
 STEP_0, STEP_7 = "iter_0000000", "iter_0000007"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -51,17 +49,13 @@ GPT2_RUN = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("convert_checkpoint", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return convert
 
 
 def weights_of(path: Path) -> dict[str, torch.Tensor]:
     """The weights in a checkpoint, by name."""
-    tensors = PlainTensors(path)
-    return {name: tensors.load(name) for name in tensors.places if not name.startswith("optimizer.")}
+    tensors = CheckpointTensors(path)
+    return {name: tensors.load(name) for name in tensors.locations if not name.startswith("optimizer.")}
 
 
 def first_rows(weights: dict[str, torch.Tensor], num_tokens: int) -> dict[str, torch.Tensor]:
@@ -78,7 +72,7 @@ def test_theirs_come_back_to_the_bit(tool: ModuleType, name: str, dtype: str, tm
     weights = random_weights(MODELS[name], DTYPES[dtype])
     theirs = write_their_folder(tmp_path / "theirs", MODELS[name], weights)
     assert tool.main(["from-hf", str(theirs), str(tmp_path / "ours")]) == 0
-    assert damage_seen(tmp_path / "ours" / STEP_0) == []
+    assert find_damage(tmp_path / "ours" / STEP_0) == []
     assert tool.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "back"), "--max-shard-size", "50KB"]) == 0
     assert len(list((tmp_path / "back").glob("model-*-of-*.safetensors"))) > 1
     assert same(weights_in(tmp_path / "back"), weights)
@@ -127,7 +121,9 @@ def test_a_run_of_two_ranks_starts_from_theirs(tool: ModuleType, fields: dict, l
 def with_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of theirs with a tokenizer of 300 tokens."""
     folder = tmp_path_factory.mktemp("with_tokenizer")
-    (folder / "corpus.jsonl").write_text(json.dumps({"text": TOOL.read_text(encoding="utf-8")}) + "\n")
+    (folder / "corpus.jsonl").write_text(
+        json.dumps({"text": Path(convert.__file__).read_text(encoding="utf-8")}) + "\n"
+    )
     train_byte_bpe([str(folder / "corpus.jsonl")], str(folder / "tokenizer"), vocab_size=300)
     fields = LLAMA | {"vocab_size": 300, "num_hidden_layers": 1}
     theirs = write_their_folder(folder / "theirs", fields, random_weights(fields, torch.bfloat16))
@@ -146,8 +142,8 @@ def test_a_run_starts_from_theirs_as_the_documents_have_it(
     assert f"to train from it: {start}\n" in said
     assert "note: 84 padding rows are added to the vocabulary, the mean of all others" in said
     (told,) = [line for line in said.splitlines() if line.startswith("the model as flags: ")]
-    as_flags = flags.read(told.removeprefix("the model as flags: ").split())[0].config
-    assert as_flags == flags.read(["--config", str(ours / "config.json")])[0].config
+    as_flags = flags.parse_with_problems(told.removeprefix("the model as flags: ").split())[0].config
+    assert as_flags == flags.parse_with_problems(["--config", str(ours / "config.json")])[0].config
     saved = read_config(ours / STEP_0)
     assert saved.model == as_flags.model and saved.data.tokenizer_model == str(ours / "tokenizer/tokenizer.json")
 

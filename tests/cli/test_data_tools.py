@@ -123,7 +123,7 @@ def test_progress_where_there_is_no_terminal(tmp_path):
 
 
 def test_a_full_disk_and_ctrl_c_are_one_message(tmp_path, monkeypatch, capsys):
-    from tools import preprocess_data
+    from megafp8.cli import preprocess
 
     (tmp_path / "a.jsonl").write_text('{"text": "1"}\n')
     arguments = ["--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "a"), "--workers", "1",
@@ -132,8 +132,8 @@ def test_a_full_disk_and_ctrl_c_are_one_message(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(
             "megafp8.data.preprocessing.preprocess.preprocess", lambda *_, error=error: (_ for _ in ()).throw(error)
         )
-        assert preprocess_data.main(arguments) == status
-        assert "the same command goes on" in capsys.readouterr().err
+        assert preprocess.main(arguments) == status
+        assert "the same command resumes" in capsys.readouterr().err
 
 
 def test_separators_are_unescaped(tmp_path):
@@ -158,7 +158,7 @@ def test_bad_input_is_one_clear_error(arguments):
 
 def test_build_index_and_again(tmp_path, capsys):
     pytest.importorskip("megatron.core")
-    from tools import build_index
+    from megafp8.cli import build_index
 
     (tmp_path / "a.jsonl").write_text('{"text": "1 2 3 4 5 6 7 8 9"}\n' * 90)
     tokenizer = ("--tokenizer-type", "NullTokenizer", "--vocab-size", 10)

@@ -52,20 +52,31 @@ QUICKSTART = (
     "--workers 1 --tokenizer-type SentencePieceTokenizer --tokenizer-model runs/quickstart/tokenizer.model\n"
 )
 
+OWN_TEXT = {
+    "megafp8 train-tokenizer": SMALL_TOKENIZER,
+    "megafp8 preprocess": {END: "--workers 1"},
+    "megafp8 pretrain --model-preset gpt2-124m": {
+        END: f"{SHAPE} --vocab-size 600 --seq-length 32 {SHORT} --eval-interval 2 --save-interval 2"
+    },
+    "megafp8 generate": {"100": "4"},
+}
+
 SHORTER: Mapping[str, Mapping[str, Mapping[str, str]]] = {
-    "README.md": {
-        "python tools/train_tokenizer.py": SMALL_TOKENIZER,
-        "python tools/preprocess_data.py": {END: "--workers 1"},
-        "python pretrain_gpt.py --model-preset gpt2-124m": {
-            END: f"{SHAPE} --vocab-size 600 --seq-length 32 {SHORT} --eval-interval 2 --save-interval 2"
-        },
-        "python tools/plan.py": SMALL_PLAN,
-        "python launcher/supervise.py": SUPERVISED,
-        "python tools/run_comparison.py": {
+    "README.md": OWN_TEXT | {
+        "megafp8 plan": SMALL_PLAN,
+        "torchrun --standalone": {"8": "2", "FLAGS": FLAGS},
+    },
+    "docs/getting_started.md": OWN_TEXT | {
+        "megafp8 plan": SMALL_PLAN,
+        "megafp8 supervise": SUPERVISED,
+        "megafp8 run-comparison": {
             "bf16,tensorwise,mxfp8": "bf16,tensorwise", "--seeds 3": "--seeds 1", "FLAGS": FLAGS
         },
-        "python tools/compare_runs.py": {"bf16": "recipes/bf16/seed*", "fp8": "recipes/tensorwise/seed*"},
-        "python tools/generate_text.py": {"100": "4"},
+        "megafp8 compare": {
+            "runs/bf16": "runs/recipes/bf16/seed*", "runs/fp8": "runs/recipes/tensorwise/seed*"
+        },
+    },
+    "docs/parallelism.md": {
         "torchrun --standalone": {"8": "2", "FLAGS": FLAGS},
         "torchrun --nnodes 8": {
             "--nnodes 8 --node-rank 3": "--nnodes 1 --node-rank 0", "--nproc-per-node 8": "--nproc-per-node 1",
@@ -155,6 +166,10 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
         ". tools/setup_venv.sh": "installs packages: tests/run.sh begins with it",
         ". .venv/bin/activate": "belongs to the command before",
     },
+    "docs/getting_started.md": {
+        ". tools/setup_venv.sh": "installs packages: tests/run.sh begins with it",
+        ". .venv/bin/activate": "belongs to the command before",
+    },
     "docs/comparing.md": {"bash examples/compare_recipes_h200.sh": "needs GPUs"},
     "docs/planning.md": {
         "python benchmarks/planner_accuracy.py": f"{RUN_BY}tests/unit/benchmarks/test_planner_accuracy.py"
@@ -208,6 +223,7 @@ def give_study(folder: Path) -> None:
 
 GIVEN: Mapping[str, Callable[[Path], None]] = {
     "README.md": lambda folder: write_text(folder / "data/text.jsonl"),
+    "docs/getting_started.md": lambda folder: write_text(folder / "data/text.jsonl"),
     "docs/checkpoints.md": give_llama,
     "docs/data.md": give_texts,
     "docs/scaling_studies.md": give_study,
@@ -245,7 +261,8 @@ def script_of(page: str) -> str:
             if entry_of(command, not_run) is None
         ]
         blocks.append("(\n" + "\n".join(lines or [":"]) + "\n)\n")
-    return "set -ex\n" + "".join(blocks)
+    # The console command of an installation; tests/cli/test_wheel.py has the real one.
+    return 'set -ex\nmegafp8() { python -m megafp8.cli.main "$@"; }\n' + "".join(blocks)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import pytest
 from forked_script import run_script
 from saved_run import configure, save_initial
 
+from megafp8.cli import generate as cli_generate
 from megafp8.data.preprocessing.tokenizer_training import train_sentencepiece
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "generate_text.py"
@@ -29,7 +30,9 @@ def folder(tmp_path_factory):
     """An FP8 run whose tokenizer has moved since: `run/` and `tokenizer.model`."""
     folder = tmp_path_factory.mktemp("run")
     corpus = folder / "corpus.jsonl"
-    corpus.write_text(json.dumps({"text": TOOL.read_text(encoding="utf-8")}) + "\n", encoding="utf-8")
+    corpus.write_text(
+        json.dumps({"text": Path(cli_generate.__file__).read_text(encoding="utf-8")}) + "\n", encoding="utf-8"
+    )
     model = train_sentencepiece([str(corpus)], str(folder / "before"), vocab_size=350).model_path
     config = configure("--model-preset tiny --fp8-format hybrid --fp8-recipe tensorwise --no-save-optim", model)
     save_initial(folder / "run", config)

@@ -11,11 +11,10 @@ import torch
 from forked_script import run_script
 from saved_run import configure, save_initial
 
+from megafp8.cli import inspect_quantization
+
 SCRIPT = "tools/inspect_quantization.py"
 TOOL = Path(__file__).resolve().parents[2] / SCRIPT
-sys.path.insert(0, str(TOOL.parent))
-
-import inspect_quantization
 
 
 def inspect(*arguments: object) -> subprocess.CompletedProcess:

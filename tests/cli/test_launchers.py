@@ -4,7 +4,6 @@ a run by torchrun.sh. What Slurm makes of the scripts is in tests/faults/test_sl
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import os
 import re
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.ports import free_ports
+from megafp8.cli import slurm
 from megafp8.config import flags
 from megafp8.launch.job import Job
 
@@ -26,17 +26,9 @@ RUN = "--model-preset tiny --seq-length 16 --micro-batch-size 1 --train-iters 1 
     "--tokenizer-type NullTokenizer --vocab-size 63"  # fmt: skip
 
 
-def load_launcher():
-    """launcher/slurm.py as a module."""
-    spec = importlib.util.spec_from_file_location("slurm_launcher", ROOT / "launcher/slurm.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def launcher():
-    return load_launcher()
+    return slurm
 
 
 def test_there_is_an_example_of_each_kind() -> None:
@@ -63,7 +55,7 @@ def test_an_example_is_a_sound_script_and_a_plan_that_fits(example: Path, launch
     data = ["--data-path", f"{tmp_path}/text", "--tokenizer-type", "NullTokenizer", "--vocab-size", "50303"]
     for words in job.commands:
         planned = [*words, *data, "--dry-run", "--world-size", str(job.world_size), "--target", target]
-        text = describe_run(check(*flags.read(planned)))
+        text = describe_run(check(*flags.parse_with_problems(planned)))
         assert f"layout: {job.world_size} x {target}, transformer_engine layers" in text
         needed = [float(line.partition("GiB")[0].split()[-1]) for line in text.splitlines() if " stage: " in line]
         assert needed and max(needed) < 0.8 * (180 if target == "b200" else 141)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
@@ -10,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from forked_script import run_script
+
+from megafp8.cli import plan
 
 ROOT = Path(__file__).resolve().parents[2]
 ARGUMENTS = ("--model-preset", "llama3-70b", "--gpus", "512", "--gpu", "h200", "--fp8-recipe", "tensorwise")
@@ -38,7 +39,7 @@ def test_the_flags_of_the_best_layout_pass_a_dry_run(planned) -> None:
 def test_text_a_picture_and_no_torch(tmp_path: Path) -> None:
     picture = tmp_path / "plan.png"
     code = (
-        "import sys; sys.path.insert(0, 'tools'); import plan; status = plan.main(sys.argv[1:]); "
+        "import sys; from megafp8.cli import plan; status = plan.main(sys.argv[1:]); "
         "assert 'torch' not in sys.modules; sys.exit(status)"
     )
     arguments = ("--model-preset", "llama3-8b", "--gpus", "16", "--scaling", "8", "--plot", str(picture))
@@ -75,9 +76,7 @@ def test_wrong_flags_are_status_64_with_the_reason(arguments, reason) -> None:
         ),
     ],
 )  # fmt: skip
-def test_numbers_that_no_plan_can_be_made_for_are_refused(flag, value, range_of_it, capsys, monkeypatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    plan = importlib.import_module("plan")
+def test_numbers_that_no_plan_can_be_made_for_are_refused(flag, value, range_of_it, capsys) -> None:
     assert plan.main(["--model-preset", "llama3-8b", "--gpus", "8", f"{flag}={value}"]) == 64
     captured = capsys.readouterr()
     shown = value if flag != "--network-gbit-per-s" else f"{float(value):g}"

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
+from megafp8.cli import plot_schedule
 from megafp8.config import flags, rules
 
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "plot_lr_schedule.py"
 FLAGS = "--train-iters 100 --micro-batch-size 4 --global-batch-size 8 --seq-length 32 --lr 1e-3 --min-lr 1e-4"
 RUN = FLAGS.split()
 STYLES = {
@@ -25,12 +23,7 @@ STYLES = {
 
 @pytest.fixture(scope="module")
 def tool():
-    """The tool as a module."""
-    spec = importlib.util.spec_from_file_location("plot_lr_schedule", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["plot_lr_schedule"] = module
-    spec.loader.exec_module(module)
-    return module
+    return plot_schedule
 
 
 def rates(tool, capsys: pytest.CaptureFixture[str], *words: str) -> dict[int, float]:
@@ -79,7 +72,7 @@ def test_what_a_run_refuses_is_refused(tool, capsys, words: str, said: str) -> N
     assert tool.main([*RUN, *words.split()]) == 64
     captured = capsys.readouterr()
     assert said in captured.err and captured.out == ""
-    invocation, problems = flags.read([*RUN, *words.split()])
+    invocation, problems = flags.parse_with_problems([*RUN, *words.split()])
     assert any(said in text for text in problems + rules.setting_problems(invocation.config, 1))
 
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-
-import plot_telemetry
-
 from megafp8.analysis import plot_quantization
+from megafp8.cli import plot_statistics
 from megafp8.metrics.records import EventRecord, QuantizationRecord, RunRecord, TensorStats
 from megafp8.metrics.sinks import JsonlSink
 
@@ -29,15 +25,15 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_picture_and_findings(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plot_telemetry.main([str(run), "--output-dir", str(run / "report")]) == 0
+    assert plot_statistics.main([str(run), "--output-dir", str(run / "report")]) == 0
     assert (run / "report" / "telemetry.png").stat().st_size > 10_000
     assert capsys.readouterr().out == "step 5: gradients underflow: try: this\n"
 
 
 def test_a_recipe_that_was_not_tried(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plot_telemetry.main([str(run), "--recipe", "nvfp4"]) == 66
+    assert plot_statistics.main([str(run), "--recipe", "nvfp4"]) == 66
     assert "has nothing of nvfp4" in capsys.readouterr().err
 
 
 def test_the_tool_offers_the_fields_that_there_are() -> None:
-    assert plot_telemetry.FIELDS == plot_quantization.FIELDS
+    assert plot_statistics.FIELDS == plot_quantization.FIELDS

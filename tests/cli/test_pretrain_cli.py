@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from ranks import run_ranks
 
-import pretrain_gpt
+from megafp8.cli import pretrain
 from megafp8.config import flags as config_flags
 from megafp8.config import settings
 from megafp8.config.model_shapes import PRESETS
@@ -48,7 +48,7 @@ def cpu_seconds(script: str, *arguments: str) -> float:
 
 def problems_of(capsys: pytest.CaptureFixture, arguments: str) -> list[str]:
     """What a wrong command line is told, one text a problem."""
-    assert pretrain_gpt.main(arguments.split()) == 64
+    assert pretrain.main(arguments.split()) == 64
     output = capsys.readouterr()
     assert output.out == ""
     head, *problems = output.err.splitlines()
@@ -58,7 +58,7 @@ def problems_of(capsys: pytest.CaptureFixture, arguments: str) -> list[str]:
 
 def plan_of(capsys: pytest.CaptureFixture, arguments: str) -> str:
     """What a dry run prints."""
-    assert pretrain_gpt.main(["--dry-run", *arguments.split()]) == 0
+    assert pretrain.main(["--dry-run", *arguments.split()]) == 0
     return capsys.readouterr().out
 
 
@@ -77,15 +77,15 @@ def test_the_help_of_every_tool_comes_at_once(tool: str) -> None:
 
 def test_help_needs_no_torch() -> None:
     code = (
-        "import sys, pretrain_gpt\n"
-        "try:\n    pretrain_gpt.main(['--help'])\n"
+        "import sys; from megafp8.cli import pretrain\n"
+        "try:\n    pretrain.main(['--help'])\n"
         "except SystemExit as end:\n    sys.exit(end.code or 'torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL, timeout=60).returncode == 0
 
 
 def test_a_python_without_torch_is_named() -> None:
-    code = "import sys\nsys.modules['torch'] = None\nimport pretrain_gpt\nsys.exit(pretrain_gpt.main([]))"
+    code = "import sys\nsys.modules['torch'] = None\nfrom megafp8.cli import pretrain\nsys.exit(pretrain.main([]))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.returncode == 70
     assert result.stderr.splitlines()[-1].startswith(f"{sys.executable} lacks it")
@@ -119,7 +119,7 @@ def test_one_rank_of_every_machine_says_what_is_wrong(capsys, monkeypatch, local
     """The second machine may lack a path that the first one has."""
     monkeypatch.setenv("RANK", "8")
     monkeypatch.setenv("LOCAL_RANK", local_rank)
-    assert pretrain_gpt.main(["--num-layres", "2"]) == 64
+    assert pretrain.main(["--num-layres", "2"]) == 64
     assert ("--num-layres" in capsys.readouterr().err) == is_said
 
 
@@ -145,8 +145,8 @@ def test_what_is_wrong_with_a_checkpoint_is_said_once(ends: tuple[str | None, ..
 
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as errors:
             patch.setattr("megafp8.training.pretrain.run_training", run_training)
-            patch.setattr("megafp8.device.platform.LAST_WORDS_S", 0.5 if None in ends else 60)
-            status = pretrain_gpt.main(TINY.split())
+            patch.setattr("megafp8.device.platform.FIRST_RANK_TIMEOUT_S", 0.5 if None in ends else 60)
+            status = pretrain.main(TINY.split())
         dist.barrier()
         assert not errors.getvalue() or errors.getvalue() == f"CheckpointError: {end}\n"
         return status, bool(errors.getvalue())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -14,8 +13,9 @@ import pytest
 from small_run import COMMON, STYLES
 
 from megafp8.analysis.runs import load_run
+from megafp8.cli import run_comparison
 from megafp8.errors import ConfigError, DataError
-from megafp8.launch.process_pool import BatchRun
+from megafp8.launch.process_pool import PooledRun
 from megafp8.optimizer.schedules import preview_schedule
 from megafp8.resilience.run_state import RUN_STATE_FILE
 
@@ -33,11 +33,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    """The tool as a module."""
-    spec = importlib.util.spec_from_file_location("run_comparison", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return run_comparison
 
 
 @pytest.fixture
@@ -114,7 +110,7 @@ def test_wrong_flags_are_told_before_anything_starts(compare, tmp_path: Path) ->
 
 
 def test_a_baseline_that_failed_is_no_baseline(tool: ModuleType, tmp_path: Path) -> None:
-    runs = [tool.BatchRun(name=name, command=(), folder=tmp_path / name / "seed1") for name in ("bf16", "mxfp8")]
+    runs = [PooledRun(name=name, command=(), folder=tmp_path / name / "seed1") for name in ("bf16", "mxfp8")]
     with pytest.raises(DataError, match="nothing to compare: bf16/seed1 is not done .*: it never began; mxfp8/seed1"):
         tool.report(runs, tool.build_parser().parse_args(["--output-dir", str(tmp_path)]))
 
@@ -144,9 +140,9 @@ def test_a_checkpoint_without_all_its_state_is_not_resumed_from(tool: ModuleType
         (tmp_path / name).mkdir()
     for name in ("latest_checkpointed_iteration.txt", "records.jsonl"):
         (tmp_path / name).touch()
-    tool.discard_what_cannot_resume(BatchRun(name="bf16/seed7", command=(), folder=tmp_path))
+    tool.discard_partial_checkpoints(PooledRun(name="bf16/seed7", command=(), folder=tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["records.jsonl", "tensorboard"]
-    assert capsys.readouterr().err.startswith("bf16/seed7 begins anew")
+    assert capsys.readouterr().err.startswith("bf16/seed7 restarts")
 
 
 def test_runs_get_gpus_of_their_own_or_a_share_of_the_cores(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

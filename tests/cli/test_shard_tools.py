@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -10,29 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from megafp8.cli import inspect_shards, merge_shards
 from megafp8.config.schema import DataConfig
-from megafp8.data.preprocessing.preprocess import PreprocessJob, preprocess
+from megafp8.data.preprocessing.plan import PreprocessJob
+from megafp8.data.preprocessing.preprocess import preprocess
 
 ROOT = Path(__file__).resolve().parents[2]
 NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "100")
-
-
-def load_tool(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def inspect_shards():
-    return load_tool("inspect_shards")
-
-
-@pytest.fixture(scope="module")
-def merge_shards():
-    return load_tool("merge_shards")
 
 
 @pytest.fixture
@@ -46,10 +29,13 @@ def shard(tmp_path):
 
 
 def test_inspect_as_a_command_needs_no_torch(shard):
-    code = "import sys, inspect_shards as tool; status = tool.main(); sys.exit(status or 7 * ('torch' in sys.modules))"
+    code = (
+        "import sys; from megafp8.cli import inspect_shards; status = inspect_shards.main(); "
+        "sys.exit(status or 7 * ('torch' in sys.modules))"
+    )
     result = subprocess.run(
         [sys.executable, "-c", code, f"{shard}.idx", "--verify"],
-        capture_output=True, text=True, timeout=60, cwd=ROOT / "tools",
+        capture_output=True, text=True, timeout=60, cwd=ROOT,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     for text in ("9 in 18 bytes", "3 in 2 sequences, 1 without tokens", "NullTokenizer", "4 5 6 7 100", "SHA-256 of"):
@@ -57,7 +43,7 @@ def test_inspect_as_a_command_needs_no_torch(shard):
     assert "WRONG" not in result.stdout
 
 
-def test_inspect_prints_json(inspect_shards, shard, capsys):
+def test_inspect_prints_json(shard, capsys):
     assert inspect_shards.main([shard, "--json", "--verify", "--documents", "3", "--max-tokens", "2"]) == 0
     (report,) = json.loads(capsys.readouterr().out)
     assert report["is_sound"]
@@ -66,12 +52,12 @@ def test_inspect_prints_json(inspect_shards, shard, capsys):
     assert {finding["passed"] for finding in report["findings"]} == {True}
 
 
-def test_inspect_draws(inspect_shards, shard, tmp_path, capsys):
+def test_inspect_draws(shard, tmp_path, capsys):
     assert inspect_shards.main([shard, "--plot", str(tmp_path / "pictures" / "lengths.png")]) == 0
     assert (tmp_path / "pictures" / "lengths.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_inspect_tells_what_is_wrong(inspect_shards, shard, tmp_path, capsys):
+def test_inspect_tells_what_is_wrong(shard, tmp_path, capsys):
     with open(f"{shard}.bin", "r+b") as stream:
         stream.write(b"\7")
     assert inspect_shards.main([shard]) == 0  # the index is sound, and nothing more was asked
@@ -83,7 +69,7 @@ def test_inspect_tells_what_is_wrong(inspect_shards, shard, tmp_path, capsys):
     assert reports[0]["summary"]["num_documents"] == 3
 
 
-def test_inspect_shows_documents_through_the_flags_or_not_at_all(inspect_shards, shard, capsys):
+def test_inspect_shows_documents_through_the_flags_or_not_at_all(shard, capsys):
     Path(f"{shard}.manifest.json").unlink()
     assert inspect_shards.main([shard]) == 0
     told = capsys.readouterr()
@@ -94,12 +80,12 @@ def test_inspect_shows_documents_through_the_flags_or_not_at_all(inspect_shards,
     assert report["documents"][0]["text"] == "1 2 3 100"
 
 
-def test_inspect_refuses_another_tokenizer_than_the_manifests(inspect_shards, shard, capsys):
+def test_inspect_refuses_another_tokenizer_than_the_manifests(shard, capsys):
     assert inspect_shards.main([shard, "--tokenizer-type", "NullTokenizer", "--vocab-size", "99"]) == 66
     assert "vocab_size 101, eod 100, which is not NullTokenizer" in capsys.readouterr().err
 
 
-def test_merge_divides_and_joins(merge_shards, inspect_shards, shard, tmp_path, capsys):
+def test_merge_divides_and_joins(shard, tmp_path, capsys):
     divide = ["--input", shard, "--output-prefix", str(tmp_path / "parts" / "p"), "--documents-per-part", "2"]
     assert merge_shards.main(divide) == 0
     assert "p_00001-of-00002: 1 documents, 5 tokens" in capsys.readouterr().out
@@ -119,7 +105,7 @@ def test_merge_divides_and_joins(merge_shards, inspect_shards, shard, tmp_path, 
         (["--input", "SHARD", "--output-prefix", "/dev/null/x"], 74, "failed"),
     ],
 )
-def test_merge_says_what_is_wrong(merge_shards, shard, tmp_path, capsys, arguments, status, message):
+def test_merge_says_what_is_wrong(shard, tmp_path, capsys, arguments, status, message):
     places = {"SHARD": shard, "OUT": str(tmp_path / "out"), "OUT2": str(tmp_path / "out2")}
     assert merge_shards.main([places.get(word, word) for word in arguments]) == status
     assert message in capsys.readouterr().err

@@ -1,0 +1,92 @@
+"""Check shards and build the indices of their samples, so that no GPU waits for it when a run starts.
+
+    python tools/build_index.py --data-path 0.3 shards/a 0.7 shards/b --seq-length 2048 --train-iters 10000 \\
+        --global-batch-size 512 --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model \\
+        --data-cache-path indices
+
+takes the flags of pretrain_gpt.py: give it the run's command line, flags that do not matter here are ignored. The run
+then finds all that it needs below --data-cache-path (default: below --save, else beside the shards). The same command
+again checks what is there and builds nothing. An index depends on the content of the shards, --seq-length, --seed,
+--split, the weights, and on the length of the run only as far as that needs more epochs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from megafp8.cli.common import build_command_parser, install_patches, returns_exit_status
+from megafp8.config import derived, flags
+from megafp8.config.rules import data, training
+from megafp8.config.schema import RunConfig
+from megafp8.config.settings import settings_by_name
+from megafp8.errors import ConfigError
+
+SETTINGS_THAT_MATTER = (
+    "data.data_path", "data.train_data_path", "data.valid_data_path", "data.test_data_path", "data.split",
+    "data.data_cache_path", "checkpoint.save", "data.seq_length", "training.seed", "training.train_iters",
+    "training.train_samples", "training.global_batch_size", "training.micro_batch_size", "training.eval_iters",
+    "data.tokenizer_type", "data.tokenizer_model", "data.vocab_file", "data.merge_file", "model.vocab_size",
+)  # fmt: skip
+RULES = (
+    *data.RULES, training.length_is_given_once, training.samples_fill_a_batch, data.shards_are_there,
+    data.tokenizer_files_are_there, data.outputs_can_be_written,
+)  # fmt: skip
+
+
+def help_text() -> str:
+    """Return the help: the flags of pretrain_gpt.py that the indices depend on."""
+    parser = build_command_parser(__doc__, usage="%(prog)s FLAGS")
+    for name in SETTINGS_THAT_MATTER:
+        setting = settings_by_name()[name]
+        parser.add_argument(setting.flags[0], help=setting.help, metavar="")
+    parser.add_argument("--world-size", metavar="", help="ranks of the run; matters without --global-batch-size")
+    return parser.format_help()
+
+
+def problems(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Yield everything that is wrong with the settings."""
+    for rule in RULES:
+        yield from rule(config, world_size)
+    if config.data.mock_data:
+        yield "--mock-data has no shards to build indices of"
+    if config.data.seq_length is None:
+        yield "--seq-length is missing: tokens in one training sequence"
+    if config.training.global_batch_size is None and config.training.micro_batch_size is None:
+        yield "--global-batch-size is missing: sequences in one optimizer step"
+
+
+def build(config: RunConfig, world_size: int) -> None:
+    """Check the shards, build the missing indices and print a summary."""
+    started = time.monotonic()
+
+    def log(text: str) -> None:
+        print(f"{time.monotonic() - started:7.1f} s  {text}", flush=True)
+
+    install_patches()
+    from megafp8.data.datasets import SPLITS, build_datasets
+    from megafp8.data.tokenizers.build import build_tokenizer
+
+    tokenizer = build_tokenizer(config.data, config.model.vocab_size)
+    datasets = build_datasets(config, tokenizer, derived.dataset_samples(config, world_size), on_progress=log)
+    built = {split: dataset for split, dataset in zip(SPLITS, datasets, strict=True) if dataset is not None}
+    for split, dataset in built.items():
+        shards = f"{len(dataset.sources)} shard{'s' if len(dataset.sources) > 1 else ''}"
+        log(f"{split}: {len(dataset)} samples of {config.data.seq_length} tokens from {shards}")
+    for folder in {dataset.config.cache.folder for dataset in built.values()}:
+        log(f"the indices in {folder} are complete")
+
+
+@returns_exit_status("build_index")
+def main(argv: Sequence[str]) -> int:
+    """Run the command line and return its exit status."""
+    if "--help" in argv or "-h" in argv:
+        print(help_text())
+        return 0
+    invocation, found = flags.parse_with_problems(argv)
+    config, world_size = invocation.config, invocation.world_size or 1
+    found += problems(config, world_size)
+    if found:
+        raise ConfigError(found)
+    build(config, world_size)
+    return 0

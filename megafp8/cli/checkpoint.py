@@ -1,0 +1,233 @@
+"""What checkpoints hold, and whether they are whole.
+
+    python tools/checkpoint.py list runs/first
+    python tools/checkpoint.py verify runs/first
+    python tools/checkpoint.py show runs/first --ckpt-step 200 --tensors
+    python tools/checkpoint.py prune runs/first --ckpt-keep 3
+    python tools/checkpoint.py hash runs/first
+    python tools/checkpoint.py seal runs/old/iter_0000200
+
+A folder is a run's (what it had as --save) or a single checkpoint's. `list` compares sizes with the manifest, `verify`
+reads every byte, `show` tells settings and tensors, `prune` deletes all but the newest checkpoints once it has verified
+those, `hash` tells whether two checkpoints hold the same however their files are cut, `seal` writes a manifest for a
+checkpoint that has none. `list`, `verify`, `show` and `hash` also look into the run's `non_persistent`; a
+--non-persistent-global-ckpt-dir has to be given as a folder of its own. Exit status: 0; 64 for flags that do not fit;
+74 when something is damaged, missing or refused. Nothing here runs code of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Optional
+
+from megafp8.checkpoint import directory, manifest
+from megafp8.cli.common import build_command_parser, install_patches, returns_exit_status
+from megafp8.errors import CheckpointError, ConfigError
+from megafp8.utils.files import path_argument
+from megafp8.utils.strict_json import parse_json
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = build_command_parser(__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, help_text in (
+        ("list", "checkpoints of a run, with size and state"),
+        ("verify", "read every byte and compare with the manifests"),
+        ("show", "settings and tensors of one checkpoint"),
+        ("prune", "delete all but the newest"),
+        ("hash", "SHA-256 of what one checkpoint holds: weights, optimizer, scales, random states, progress"),
+        ("seal", "write a manifest for a checkpoint that has none"),
+    ):
+        command = commands.add_parser(name, help=help_text, description=help_text)
+        command.add_argument("folder", type=path_argument, help="of a run, or of one checkpoint")
+        command.add_argument("--json", action="store_true", help="print JSON instead of text")
+        if name in ("verify", "show", "hash"):
+            text = "this step only" if name == "verify" else "this step; default the newest"
+            command.add_argument("--ckpt-step", type=int, metavar="N", help=text)
+        if name == "show":
+            command.add_argument("--tensors", action="store_true", help="name every tensor")
+        if name == "prune":
+            command.add_argument("--ckpt-keep", type=int, required=True, metavar="N", help="how many, at least 1")
+            command.add_argument("--set-aside", action="store_true", help="also delete .corrupt and .retired ones")
+            command.add_argument("--dry-run", action="store_true", help="only tell what would be deleted")
+    return parser
+
+
+def checkpoints_of(folder: Path, step: Optional[int] = None) -> list[Path]:
+    """Return the checkpoints of a folder, ascending by step. Of the same step, the one that a run resumes from is last.
+
+    Raises:
+        ConfigError: `step` is given for the folder of a single checkpoint.
+        CheckpointError: there are no checkpoints.
+    """
+    if is_one(folder):
+        if step is not None:
+            raise ConfigError(f"--ckpt-step {step}: {folder} is one checkpoint: give the run's folder or no step")
+        return [folder]
+    folders = [(each, place) for place in series_of(folder) for each in directory.list_steps(place)]
+    found = [(each, directory.checkpoint_path(place, each)) for each, place in folders]
+    if not found:
+        raise CheckpointError(f"{folder} holds no checkpoint")
+    found.sort(key=lambda pair: pair[0])
+    if chosen := [path for each, path in found if step in (None, each)]:
+        return chosen
+    raise CheckpointError(f"--ckpt-step {step}: {folder} holds steps: {', '.join(str(each) for each, _ in found)}")
+
+
+def is_one(folder: Path) -> bool:
+    """Whether a folder has the name of a single checkpoint."""
+    return manifest.FOLDER_NAME.fullmatch(folder.resolve().name) is not None
+
+
+def series_of(folder: Path) -> tuple[Path, ...]:
+    """Return the folders of a run's checkpoints: its own, and that of --non-persistent-save-interval."""
+    return folder, folder / directory.NON_PERSISTENT
+
+
+def set_aside_in(folder: Path) -> list[Path]:
+    """Return the checkpoints that runs renamed as damaged or retired."""
+    found = (path for suffix in (directory.CORRUPT, directory.RETIRED) for path in folder.glob(f"iter_*{suffix}*"))
+    return sorted(path for path in found if path.is_dir())
+
+
+def state_of(path: Path, with_hashes: bool) -> dict[str, Any]:
+    """Return the state of a checkpoint, as --json prints it."""
+    problems = manifest.find_damage(path, with_hashes)
+    state: dict[str, Any] = {"path": str(path), "is_whole": not problems, "problems": problems}
+    try:
+        content = manifest.read_manifest(path)
+    except CheckpointError:
+        return state
+    return state | {
+        "step": content.step, "consumed_samples": content.consumed_samples, "layout": content.layout,
+        "saved_at": content.saved_at, "num_files": len(content.files), "num_bytes": content.num_bytes,
+    }  # fmt: skip
+
+
+def print_states(states: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
+    if options.json:
+        print(json.dumps(states, indent=1))
+        return
+    for state in states:
+        facts = "no manifest"
+        if "step" in state:
+            layout = "pp{} tp{} dp{}".format(*state["layout"])
+            facts = (
+                f"{state['consumed_samples']:,} samples  {state['num_bytes'] / 1e9:.3f} GB in {state['num_files']} "
+                f"files  {layout}  {state['saved_at']}"
+            )
+        print(f"{'whole' if state['is_whole'] else 'DAMAGED':7}  {state['path']}  {facts}")
+        for problem in state["problems"]:
+            print(f"         {problem}")
+
+
+def list_(options: argparse.Namespace) -> int:
+    states = [state_of(path, with_hashes=False) for path in checkpoints_of(options.folder)]
+    print_states(states, options)
+    if not options.json:
+        for place in series_of(options.folder):
+            for path in set_aside_in(place):
+                print(f"aside    {path}")
+    return status_of(states)
+
+
+def verify(options: argparse.Namespace) -> int:
+    states = [state_of(path, with_hashes=True) for path in checkpoints_of(options.folder, options.ckpt_step)]
+    print_states(states, options)
+    return status_of(states)
+
+
+def status_of(states: Sequence[dict[str, Any]]) -> int:
+    """Return the exit status: 0 if all checkpoints are complete."""
+    return 0 if all(state["is_whole"] for state in states) else CheckpointError.exit_status
+
+
+def show(options: argparse.Namespace) -> int:
+    install_patches()
+    from megafp8.checkpoint.metadata import read_contents
+
+    path = checkpoints_of(options.folder, options.ckpt_step)[-1]
+    contents = read_contents(path)
+    state = state_of(path, with_hashes=False)
+    if options.json:
+        settings = {"config": parse_json(contents.config), "num_parameters": contents.num_parameters}
+        print(json.dumps(state | dataclasses.asdict(contents) | settings, indent=1))
+        return status_of([state])
+    print_states([state], options)
+    optimizer = sum(tensor.num_bytes for tensor in contents.tensors if tensor.name.startswith("optimizer."))
+    weights = sum(tensor.num_bytes for tensor in contents.tensors) - optimizer
+    print(f"weights    {contents.num_parameters:,} elements in {weights / 1e9:.3f} GB")
+    print(f"optimizer  {optimizer / 1e9:.3f} GB" if optimizer else "optimizer  none")
+    print(f"objects    {', '.join(contents.objects) or 'none'}")
+    if contents.samples:
+        print(f"samples    {json.dumps(contents.samples, default=str)[:200]}")
+    if contents.history.skipped:
+        print(f"skipped    {contents.history.summary()}")
+    print(f"settings   {contents.config if options.tensors else contents.config[:200] + '...'}")
+    for tensor in contents.tensors if options.tensors else ():
+        shape = " x ".join(map(str, tensor.shape)) or "scalar"
+        print(f"  {tensor.name}  [{shape}] {tensor.dtype}, {tensor.num_bytes:,} bytes in {tensor.num_parts} parts")
+    return status_of([state])
+
+
+def prune(options: argparse.Namespace) -> int:
+    if options.ckpt_keep < 1:
+        raise ConfigError(f"--ckpt-keep {options.ckpt_keep} must be at least 1")
+    if is_one(options.folder):
+        raise ConfigError(f"{options.folder} is one checkpoint: give the run's folder")
+    steps = directory.complete_steps(options.folder)
+    kept, doomed = steps[-options.ckpt_keep :], steps[: -options.ckpt_keep]
+    kept_paths = [directory.checkpoint_path(options.folder, step) for step in kept]
+    damaged = [path.name for path in kept_paths if manifest.find_damage(path)]
+    if doomed and damaged:
+        raise CheckpointError(f"{', '.join(damaged)} would be kept and is damaged: nothing is deleted")
+    aside = set_aside_in(options.folder) if options.set_aside else []
+    if not options.dry_run:
+        for step in doomed:
+            directory.delete(options.folder, step)
+        for path in aside:
+            shutil.rmtree(path)
+    names = [manifest.folder_name(step) for step in doomed] + [path.name for path in aside]
+    if options.json:
+        print(json.dumps({"deleted": names, "kept": [path.name for path in kept_paths]}))
+    else:
+        print(f"{'would delete' if options.dry_run else 'deleted'} {', '.join(names) or 'nothing'}")
+    return 0
+
+
+def hash_(options: argparse.Namespace) -> int:
+    install_patches()
+    from megafp8.checkpoint.standalone import fingerprint
+
+    path = checkpoints_of(options.folder, options.ckpt_step)[-1]
+    parts = fingerprint(path)
+    print(f"hash of {path}", file=sys.stderr)  # standard output is for comparing
+    print(json.dumps(parts) if options.json else "\n".join(f"{name:9}  {value}" for name, value in parts.items()))
+    return 0
+
+
+def seal(options: argparse.Namespace) -> int:
+    install_patches()
+    from megafp8.checkpoint import metadata
+
+    metadata.seal(options.folder)
+    print_states([state_of(options.folder, with_hashes=False)], options)
+    return 0
+
+
+COMMANDS = {"list": list_, "verify": verify, "show": show, "prune": prune, "hash": hash_, "seal": seal}
+
+
+@returns_exit_status("checkpoint")
+def main(argv: Sequence[str]) -> int:
+    """Run a subcommand and return its exit status."""
+    options = build_parser().parse_args(argv)
+    if not options.folder.is_dir():
+        raise CheckpointError(f"{options.folder}: there is no such folder")
+    return COMMANDS[options.command](options)

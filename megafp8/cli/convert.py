@@ -1,0 +1,156 @@
+"""Checkpoints to and from the folders of Hugging Face's transformers: Llama and GPT-2, in safetensors.
+
+    python tools/convert_checkpoint.py to-hf runs/first models/first
+    python tools/convert_checkpoint.py to-hf runs/first models/first-fp8 --ckpt-step 200 --fp8 --fp8-recipe tensorwise
+    python tools/convert_checkpoint.py from-hf Llama-3.2-1B models/llama --dtype bf16
+    python pretrain_gpt.py --config models/llama/config.json --pretrained-checkpoint models/llama ...
+
+to-hf writes weights (in files of --max-shard-size at most), config.json, generation_config.json and the tokenizer's
+files. from-hf writes a checkpoint that any layout loads, its tokenizer, and a config.json with the settings that
+describe the model; they are printed as flags, too. Elements are only moved, so both ways together change no bit; what
+is rounded or left out is said. One tensor is in memory at a time, or one file's tensors. A model that the other side
+does not have is refused with every reason, and --dry-run tells without writing. Nothing is read with pickle.
+
+Exit status: 0; 64 for wrong flags; 66 for a missing tokenizer; 74 when something is damaged, missing or refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megafp8.cli import common
+from megafp8.errors import ConfigError
+from megafp8.recipes import registry
+from megafp8.utils.files import path_argument
+
+if TYPE_CHECKING:
+    from megafp8.checkpoint.convert.tensor_mapping import TensorMapping
+
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = common.build_command_parser(__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    to_hf = commands.add_parser("to-hf", help="a checkpoint as a folder that transformers reads")
+    to_hf.add_argument(
+        "source", type=path_argument, metavar="RUN", help="folder that the run had as --save, or a checkpoint's"
+    )
+    to_hf.add_argument("output", type=path_argument, metavar="OUT", help="folder to make")
+    to_hf.add_argument("--ckpt-step", type=int, metavar="N", help="checkpoint to convert; default the newest")
+    to_hf.add_argument("--fp8", action="store_true", help="the linears' weights as FP8 codes and scales (Llama)")
+    to_hf.add_argument(
+        "--fp8-recipe", choices=registry.with_export_form(),
+        help="of --fp8: blocks of 128 x 128 as DeepSeek-V3, one scale a tensor or a channel as compressed-tensors; "
+        "default the run's",
+    )  # fmt: skip
+    to_hf.add_argument(
+        "--max-shard-size", type=num_bytes, default=num_bytes("5GB"), metavar="SIZE",
+        help="largest file, as 500MB or 5GB (default 5GB); so much memory is taken",
+    )  # fmt: skip
+    to_hf.add_argument(
+        "--ignore-overrides", action="store_true", help="convert although the run had --override transformer.FIELD=..."
+    )
+    group = to_hf.add_argument_group("tokenizer", "where its files are now; default where they were in training")
+    common.add_tokenizer_file_flags(group)
+    from_hf = commands.add_parser("from-hf", help="such a folder as a checkpoint to train from")
+    from_hf.add_argument("source", type=path_argument, metavar="FOLDER", help="with config.json and safetensors")
+    from_hf.add_argument(
+        "output", type=path_argument, metavar="OUT", help="run's folder to make, with a checkpoint of step 0"
+    )
+    from_hf.add_argument(
+        "--make-vocab-size-divisible-by", type=int, metavar="N", help="pad the vocabulary to a multiple (default 128)"
+    )
+    for command in (to_hf, from_hf):
+        command.add_argument("--dtype", choices=("bf16", "fp32"), help="of the weights there; default as stored")
+        command.add_argument("--dry-run", action="store_true", help="only tell what would become what")
+    return parser
+
+
+def num_bytes(text: str) -> int:
+    """Parse a size such as 500MB."""
+    match = re.fullmatch(r"(\d+)(|KB|MB|GB)", text.strip().upper())
+    if match is None or not int(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 500MB or 5GB")
+    return int(match[1]) * UNITS[match[2]]
+
+
+def problems(options: argparse.Namespace) -> list[str]:
+    """Return everything that is wrong with the flags."""
+    found = []
+    if options.command == "to-hf" and options.fp8_recipe and not options.fp8:
+        found.append(f"--fp8-recipe {options.fp8_recipe} has no effect without --fp8")
+    if options.command == "from-hf" and (options.make_vocab_size_divisible_by or 1) < 1:
+        found.append(f"--make-vocab-size-divisible-by {options.make_vocab_size_divisible_by} must be at least 1")
+    if not options.dry_run and options.output.exists():
+        found.append(f"{options.output} exists; give a folder that does not")
+    return found
+
+
+def print_table(table: Sequence[TensorMapping]) -> None:
+    """Print the tensors of both sides, mapped to each other."""
+    for row in table:
+        theirs = ", ".join(f"{name} {list(shape)}" for name, shape in row.hf_shapes().items())
+        print(f"{row.name} {list(row.shape)}  =  {theirs}  ({type(row.layout).__name__})")
+
+
+def to_hf(options: argparse.Namespace) -> None:
+    from megafp8.checkpoint.convert.safetensors_files import publish_folder
+    from megafp8.checkpoint.convert.to_huggingface import ExportOptions, plan_export
+
+    export = plan_export(
+        options.source,
+        ExportOptions(
+            step=options.ckpt_step,
+            dtype=options.dtype,
+            quantizes=options.fp8,
+            fp8_recipe=options.fp8_recipe,
+            tokenizer_files=common.given_flags(options, common.TOKENIZER_FILES),
+            ignores_overrides=options.ignore_overrides,
+        ),
+    )
+    if options.dry_run:
+        print_table(export.table)
+    else:
+        with publish_folder(options.output) as folder, common.bytes_bar(export.num_bytes) as bar:
+            export.write(folder, options.max_shard_size, bar.update)
+        print(f"{export.path} is now {options.output}: {export.fields['model_type']}, {export.num_bytes / 1e9:.3f} GB")
+    for note in export.notes:
+        print(f"note: {note}")
+
+
+def from_hf(options: argparse.Namespace) -> None:
+    from megafp8.checkpoint.convert.from_huggingface import plan_import
+    from megafp8.checkpoint.convert.safetensors_files import publish_folder
+    from megafp8.config.flags import to_argv
+
+    plan = plan_import(options.source, options.dtype, options.make_vocab_size_divisible_by)
+    described = plan.model_config
+    if options.dry_run:
+        print_table(plan.table)
+    else:
+        with publish_folder(options.output) as folder, common.bytes_bar(plan.num_bytes) as bar:
+            described = plan.write(folder, options.output, bar.update)
+        print(f"{options.source} is now {options.output}: {plan.num_bytes / 1e9:.3f} GB")
+        print(f"to train from it: --config {options.output / 'config.json'} --pretrained-checkpoint {options.output}")
+    print(f"the model as flags: {shlex.join(to_argv(described))}")
+    for note in plan.notes:
+        print(f"note: {note}")
+
+
+COMMANDS = {"to-hf": to_hf, "from-hf": from_hf}
+
+
+@common.returns_exit_status("convert_checkpoint")
+def main(argv: Sequence[str]) -> int:
+    """Run and return the exit status. torch is imported only once the flags are read."""
+    options = build_parser().parse_args(argv)
+    if found := problems(options):
+        raise ConfigError(found)
+    common.install_patches()
+    COMMANDS[options.command](options)
+    return 0

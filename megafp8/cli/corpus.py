@@ -1,0 +1,42 @@
+r"""Write a text corpus from the Python standard library of this machine: JSON lines, one module a document, no network.
+
+    python tools/build_stdlib_corpus.py --output corpus.jsonl
+
+With --folder another folder's modules, such as those of the installed packages where more text is wanted:
+
+    python tools/build_stdlib_corpus.py --output corpus.jsonl --max-bytes 80000000 \
+      --folder "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from megafp8.cli.common import build_command_parser, returns_exit_status
+from megafp8.data.preprocessing.corpus import DEFAULT_MAX_BYTES, write_stdlib_corpus
+from megafp8.utils.files import path_argument
+
+
+@returns_exit_status(prefix="")
+def main(argv: Sequence[str]) -> int:
+    """Run the command line and return its exit status."""
+    parser = build_command_parser(__doc__)
+    parser.add_argument("--output", required=True, type=path_argument, help="JSON lines file to write")
+    parser.add_argument(
+        "--max-bytes", type=int, default=DEFAULT_MAX_BYTES, help="most bytes of text (default %(default)s)"
+    )
+    parser.add_argument("--folder", type=path_argument, metavar="D", help="take the modules below D instead")
+    parser.add_argument("--seed", type=int, default=1234, help="seed of the order of the documents")
+    options = parser.parse_args(argv)
+    try:
+        summary = write_stdlib_corpus(
+            options.output, folder=options.folder, max_bytes=options.max_bytes, seed=options.seed
+        )
+    except OSError as error:
+        print(f"--output {options.output} cannot be written: {error}", file=sys.stderr)
+        return os.EX_IOERR
+    state = "written" if summary.changed else "unchanged"
+    print(f"{summary.path} {state}: {summary.num_documents} modules, {summary.text_bytes / 1e6:.2f} MB of text")
+    return 0

@@ -1,0 +1,241 @@
+"""What each FP8 and FP4 recipe does to a tensor, or to the weights of a checkpoint.
+
+    python tools/inspect_quantization.py outliers:4096x4096
+    python tools/inspect_quantization.py activations.npy --operand input --recipes tensorwise mxfp8
+    python tools/inspect_quantization.py runs/quickstart/fp8 --parameter "decoder.*fc2.weight" --output-dir report
+
+Each tensor is quantized as the emulated layers do it, along its rows and along its columns where these differ.
+
+    scale min, max   of the dequantization scales; octaves: log2 of their quotient
+    underflow        share of the nonzero values that become zero
+    scale zero       the part of that whose scale became zero, and all of its block with it: NVFP4's are E4M3
+    saturated        share of the values beyond the largest number that their scale expresses
+    SQNR             10 log10(sum of squares / sum of squared errors): hears the largest values only
+    local SQNR       median of the same over runs of 32 neighbours: what becomes of all the others
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import os
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Optional
+
+from megafp8.cli.common import build_command_parser, install_patches, returns_exit_status
+from megafp8.errors import CheckpointError, ConfigError
+from megafp8.recipes import registry
+from megafp8.utils.files import path_argument, path_text
+from megafp8.utils.formatting import text_table
+from megafp8.utils.strict_json import to_strict_json
+
+if TYPE_CHECKING:
+    from megafp8.metrics.recipe_comparison import QuantizationResult, Tensor
+
+RECIPES = registry.names()
+DEFAULT_RECIPES = tuple(recipe.name for recipe in registry.stateless() if recipe.family == "fp8")
+FORMATS = ("e4m3", "e5m2")
+OPERANDS = ("input", "weight", "grad_output")
+WEIGHTS_OF_LINEARS = "decoder.layers.*.linear_*.weight"  # a full name: those of optimizer state contain it
+HEADER = ("recipe", "format", "along", "block", "scale min", "scale max", "octaves", "underflow", "scale zero",
+          "saturated", "SQNR dB", "local dB", "max error")  # fmt: skip
+ALIGNMENT = "llll"
+PICTURE, TABLE = "quantization.png", "quantization.json"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = build_command_parser(__doc__)
+    parser.add_argument(
+        "source", type=path_text, metavar="TENSOR_OR_CHECKPOINT",
+        help="a .npy, .pt or .safetensors file; normal:RxC[:DEVIATION] or outliers:RxC[:FACTOR], made up; or a run's "
+        "folder, or one checkpoint in it",
+    )  # fmt: skip
+    parser.add_argument(
+        "--recipes", nargs="+", choices=RECIPES, default=DEFAULT_RECIPES,
+        help=f"default {' '.join(DEFAULT_RECIPES)}; with --operand grad_output nvfp4 rounds stochastically",
+    )  # fmt: skip
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS, help="of FP8; default both")
+    parser.add_argument(
+        "--operand", choices=OPERANDS,
+        help="what the tensor is in a linear: weights have square blocks under blockwise (default weight for a "
+        "checkpoint, else input)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--parameter", metavar="PATTERN",
+        help=f"names to take, as in a shell (default: {WEIGHTS_OF_LINEARS} of a checkpoint, every matrix of a file)",
+    )  # fmt: skip
+    parser.add_argument("--ckpt-step", type=int, metavar="N", help="checkpoint of a run; default the newest")
+    parser.add_argument(
+        "--delayed-amax-ratio", type=float, default=1.0, metavar="R",
+        help="delayed: amax in the history to the tensor's own; 0.5: the tensor has doubled since (default 1)",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="of a made-up tensor (default 0)")
+    parser.add_argument("--output-dir", type=path_argument, metavar="D", help=f"write {TABLE} and {PICTURE} here")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the tables")
+    return parser
+
+
+def tensors_of(arguments: argparse.Namespace) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and tensors of the source, one at a time."""
+    from megafp8.metrics.recipe_comparison import is_distribution, load_tensor_file, sample_distribution
+
+    path = Path(arguments.source)
+    if is_distribution(arguments.source):
+        yield arguments.source, sample_distribution(arguments.source, arguments.seed)
+    elif path.is_dir():
+        yield from checkpoint_tensors(path, arguments)
+    else:
+        yield from load_tensor_file(path, arguments.parameter).items()
+
+
+def checkpoint_tensors(folder: Path, arguments: argparse.Namespace) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors of a checkpoint, given by its own folder or its run's."""
+    from megafp8.checkpoint.directory import find_checkpoint
+    from megafp8.checkpoint.manifest import MANIFEST
+
+    path: Optional[Path] = folder
+    if not (folder / MANIFEST).is_file():
+        found = find_checkpoint(folder, arguments.ckpt_step)
+        path = found[1] if found else None
+    if path is None:
+        raise CheckpointError(f"{folder} holds no checkpoint; give the folder that a run had as --save")
+    install_patches()
+    from megafp8.checkpoint.standalone import load_matching
+
+    yield from load_matching(path, arguments.parameter or WEIGHTS_OF_LINEARS)
+
+
+def problems(arguments: argparse.Namespace) -> list[str]:
+    """Return everything that is wrong with the flags."""
+    found = []
+    if not (math.isfinite(arguments.delayed_amax_ratio) and arguments.delayed_amax_ratio > 0):
+        found.append(f"--delayed-amax-ratio {arguments.delayed_amax_ratio:g}: must be above 0")
+    elif arguments.delayed_amax_ratio != 1 and not any(registry.get(name).is_stateful for name in arguments.recipes):
+        found.append("--delayed-amax-ratio has no effect without --recipes delayed")
+    is_folder = Path(arguments.source).is_dir()
+    if arguments.ckpt_step is not None and not is_folder:
+        found.append("--ckpt-step has no effect: the source is no run's folder")
+    if arguments.parameter is not None and ":" in arguments.source and not Path(arguments.source).exists():
+        found.append("--parameter has no effect on a made-up tensor")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        found.append(f"{os.environ['WORLD_SIZE']} ranks: one process does it; start it without a launcher")
+    return found
+
+
+def title_of(name: str, tensor: Tensor, findings: Sequence[QuantizationResult]) -> str:
+    """Return a line on the tensor itself."""
+    stats = findings[0].stats
+    size = " x ".join(map(str, tensor.shape)) or "scalar"
+    bad = f", {stats.num_non_finite} not finite" if stats.num_non_finite else ""
+    return f"{name}   [{size}] {str(tensor.dtype).removeprefix('torch.')}, amax {stats.amax:.4g}{bad}"
+
+
+def cells_of(finding: QuantizationResult) -> list[str]:
+    """Return a row of the table."""
+    stats = finding.stats
+    return [
+        finding.recipe, finding.format, finding.orientation, block_of(finding),
+        number(stats.scale_min, ".4g"), number(stats.scale_max, ".4g"), number(stats.scale_spread_octaves, ".1f"),
+        share(stats.underflow_fraction), share(stats.zero_scale_fraction), share(stats.saturated_fraction),
+        number(stats.sqnr_db, ".2f"), number(stats.local_sqnr_db, ".2f"), number(stats.max_abs_error, ".3g"),
+    ]  # fmt: skip
+
+
+def block_of(finding: QuantizationResult) -> str:
+    """Describe the block that shares a scale, and further steps of the recipe."""
+    return f"{finding.granularity}, {finding.extras}" if finding.extras else finding.granularity
+
+
+def number(value: Optional[float], spec: str) -> str:
+    """Format a number: `-` for None, `exact` for an infinite SQNR."""
+    if value is None:
+        return "-"
+    return "exact" if value == math.inf else f"{value:{spec}}"
+
+
+def share(fraction: float) -> str:
+    """Format a fraction in percent, or in parts per million below 0.01%."""
+    if fraction == 0:
+        return "0"
+    return f"{fraction:.3%}" if fraction >= 1e-4 else f"{fraction * 1e6:.2g} ppm"
+
+
+def summary(findings: Sequence[QuantizationResult]) -> str:
+    """Return a row for each recipe, format and direction, over all tensors."""
+    groups: dict[tuple[str, ...], list[QuantizationResult]] = {}
+    for each in findings:
+        groups.setdefault((each.recipe, each.format, each.orientation, block_of(each)), []).append(each)
+    rows = []
+    for key, members in groups.items():
+        measured = [(each.stats.sqnr_db, each.tensor) for each in members if each.stats.sqnr_db is not None]
+        lowest_db, lowest_tensor = min(measured, key=lambda pair: pair[0], default=(None, "-"))
+        rows.append([
+            *key, str(len(members)),
+            number(statistics.median(sqnr_db for sqnr_db, _ in measured) if measured else None, ".2f"),
+            number(lowest_db, ".2f"),
+            share(max(each.stats.underflow_fraction for each in members)),
+            share(max(each.stats.saturated_fraction for each in members)),
+            lowest_tensor,
+        ])  # fmt: skip
+    header = ("recipe", "format", "along", "block", "tensors", "median dB", "lowest dB", "most underflow",
+              "most saturated", "lowest in")  # fmt: skip
+    return text_table(header, rows, ALIGNMENT)
+
+
+def draw(folder: Path, panels: Sequence[tuple[str, Sequence[QuantizationResult]]]) -> Path:
+    """Plot a panel for each tensor, with a curve for each recipe, along its rows and in the first format."""
+    from megafp8.analysis.plot_quantization import FormatRange, Panel, plot_ranges
+    from megafp8.recipes.formats import E2M1, E4M3, E5M2
+
+    ranges = [
+        FormatRange(
+            name=fmt.name.upper(),
+            normal_octaves=math.log2(fmt.max / fmt.min_normal),
+            subnormal_octaves=math.log2(fmt.max / fmt.min_subnormal),
+        )
+        for fmt in (E4M3, E5M2, E2M1)
+    ]
+    drawn = []
+    for title, findings in panels:
+        counts: dict[str, Sequence[int]] = {}
+        for each in findings:
+            if "row" in each.orientation:
+                counts.setdefault(f"{each.recipe}, a scale per {each.granularity}", each.stats.octave_counts)
+        drawn.append(Panel(title=title.replace("   ", "\n"), counts=counts))
+    return plot_ranges(drawn, ranges, folder / PICTURE)
+
+
+@returns_exit_status("inspect_quantization")
+def main(argv: Sequence[str]) -> int:
+    """Read, quantize and report; return the exit status. torch is imported only once the flags are read."""
+    arguments = build_parser().parse_args(argv)
+    from megafp8.metrics.recipe_comparison import inspect_tensor
+    from megafp8.recipes.base import Operand
+
+    if found := problems(arguments):
+        raise ConfigError(found)
+    operand = Operand(arguments.operand or ("weight" if Path(arguments.source).is_dir() else "input"))
+    panels: list[tuple[str, list[QuantizationResult]]] = []
+    for name, tensor in tensors_of(arguments):
+        findings = inspect_tensor(
+            name, tensor, operand, arguments.recipes, arguments.formats, arguments.delayed_amax_ratio
+        )
+        title = title_of(name, tensor, findings)
+        panels.append((title, findings))
+        if not arguments.json:
+            print(f"{title}\n{text_table(HEADER, [cells_of(each) for each in findings], ALIGNMENT)}\n", flush=True)
+    everything = [each for _, findings in panels for each in findings]
+    table = to_strict_json([dataclasses.asdict(each) for each in everything])
+    if arguments.json:
+        print(table, end="")
+    elif len(panels) > 1:
+        print(f"all {len(panels)} tensors, as {operand.value}\n{summary(everything)}")
+    if arguments.output_dir is not None:
+        picture = draw(arguments.output_dir, panels)
+        (arguments.output_dir / TABLE).write_text(table, encoding="utf-8")
+        print(f"wrote {picture}\nwrote {arguments.output_dir / TABLE}", file=sys.stderr)
+    return 0

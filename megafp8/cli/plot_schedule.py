@@ -1,0 +1,146 @@
+"""The learning-rate schedule of a training command, before it trains: a table, and a picture with --output.
+
+    python tools/plot_lr_schedule.py --output schedule.png --train-iters 10000 --global-batch-size 64 \\
+      --micro-batch-size 8 --lr 3e-4 --min-lr 3e-5 --lr-warmup-iters 200 --lr-decay-style WSD --lr-wsd-decay-iters 2000
+
+It takes the flags of pretrain_gpt.py, all of them or those of the schedule, and makes the schedule that the run would
+make. --world-size N stands for ranks that decide the global batch. What the run would refuse is refused here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megafp8.cli.common import build_command_parser, install_patches, returns_exit_status
+from megafp8.config import derived, flags, rules
+from megafp8.config.rules import optimizer as schedule
+from megafp8.config.rules import training
+from megafp8.config.rules.notices import warmup_notices
+from megafp8.config.schema import RunConfig
+from megafp8.errors import ConfigError, DataError
+from megafp8.utils.files import path_argument
+from megafp8.utils.formatting import text_table
+
+if TYPE_CHECKING:
+    from megafp8.optimizer.schedules import ScheduledStep
+
+PICTURES = (".png", ".svg", ".pdf")
+NUM_DRAWN = 2000
+NUM_ROWS = 10
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = build_command_parser(__doc__, allow_abbrev=False)
+    parser.add_argument("--output", type=path_argument, metavar="F", help="write a picture to F (.png, .svg or .pdf)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    return parser
+
+
+def read_config(words: Sequence[str]) -> tuple[RunConfig, int]:
+    """Return the settings and the world size of a training command.
+
+    Raises:
+        ConfigError: flags that cannot be read, or a schedule, batch or length that a run would refuse.
+    """
+    invocation, problems = flags.parse_with_problems(words)
+    ranks = invocation.world_size or derived.model_parallel_size(invocation.config)
+    found = rules.found_by((*training.RANGE_RULES, *training.BATCH_RULES, *schedule.RULES), invocation.config, ranks)
+    # A schedule counts samples, not tokens: the sequence length may be left out.
+    problems += [text for text in found if not text.startswith("--seq-length is missing")]
+    if problems:
+        raise ConfigError(problems)
+    return invocation.config, ranks
+
+
+def marks_of(config: RunConfig, ranks: int) -> dict[str, float]:
+    """Return the steps within the run at which a phase begins or ends, by its label."""
+    batch_size, last = derived.global_batch_size(config, ranks), derived.train_iters(config, ranks)
+    end = derived.lr_decay_samples(config, ranks) / batch_size
+    marks = {"warm-up ends": derived.lr_warmup_samples(config, ranks) / batch_size, "decay ends": end}
+    decay_samples = derived.lr_wsd_decay_samples(config, ranks)
+    if decay_samples is not None:
+        marks["decay begins"] = end - decay_samples / batch_size
+    if config.optimizer.lr_decay_style == "constant":
+        del marks["decay ends"]
+    # Step n has the learning rate of the samples of n - 1 steps.
+    return {name: step + 1 for name, step in marks.items() if 0 < step < last}
+
+
+def rows_of(config: RunConfig, ranks: int, marks: dict[str, float]) -> list[int]:
+    """Return the steps of the table: the first, the last, tenths of the run, and the marks."""
+    last = derived.train_iters(config, ranks)
+    tenths = (1 + round(index * (last - 1) / NUM_ROWS) for index in range(NUM_ROWS + 1))
+    return sorted({*tenths, *(min(last, round(step)) for step in marks.values())})
+
+
+def table(found: Sequence[ScheduledStep], marks: dict[str, float], config: RunConfig, ranks: int) -> str:
+    """Return a row for each step, with its marks."""
+    batch_size, length = derived.global_batch_size(config, ranks), config.data.seq_length
+    header = ["step", "samples before", "tokens before", "learning rate", "embedding and output", "weight decay", ""]
+    lines = [header]
+    for each in found:
+        samples = (each.step - 1) * batch_size
+        rate = each.decoupled_learning_rate
+        here = [name for name, step in marks.items() if round(step) == each.step]
+        lines.append(
+            [
+                f"{each.step:,}", f"{samples:,}", "" if length is None else f"{samples * length:,}",
+                f"{each.learning_rate:.4g}", "" if rate is None else f"{rate:.4g}", f"{each.weight_decay:.4g}",
+                ", ".join(here),
+            ]
+        )  # fmt: skip
+    shown = [column for column in zip(*lines, strict=True) if any(column[1:])]
+    first, *rows = zip(*shown, strict=True)
+    return text_table(first, rows, "r")
+
+
+@returns_exit_status("plot_lr_schedule")
+def main(argv: Sequence[str]) -> int:
+    """Run and return the exit status."""
+    options, words = build_parser().parse_known_args(argv)
+    if options.output is not None and options.output.suffix not in PICTURES:
+        raise ConfigError(f"--output {options.output}: a picture ends with {', '.join(PICTURES)}")
+    config, ranks = read_config(words)
+    install_patches()
+    from megafp8.optimizer.schedules import preview_schedule
+
+    for notice in warmup_notices(config, ranks):
+        print(f"notice: {notice}", file=sys.stderr)
+    marks, last = marks_of(config, ranks), derived.train_iters(config, ranks)
+    found = preview_schedule(config, ranks, rows_of(config, ranks, marks))
+    if options.json:
+        print(json.dumps([dataclasses.asdict(each) for each in found], indent=2))
+    else:
+        print(table(found, marks, config, ranks))
+    if options.output is not None:
+        # Every step of a short run; of a long one equal strides and the corners.
+        stride = max(1, last // NUM_DRAWN)
+        corners = {min(last, round(step)) for step in marks.values()}
+        drawn = preview_schedule(config, ranks, sorted({*range(1, last + 1, stride), *corners, last}))
+        try:
+            draw(drawn, marks, config, options.output)
+        except OSError as error:
+            raise DataError(f"--output {options.output}: {error.strerror}") from error
+        print(f"wrote {options.output}", file=sys.stderr)
+    return 0
+
+
+def draw(found: Sequence[ScheduledStep], marks: dict[str, float], config: RunConfig, output: Path) -> None:
+    """Write the picture."""
+    from megafp8.analysis.plots import plot_schedule
+
+    optimizer = config.optimizer
+    end = f", {optimizer.lr_wsd_decay_style}" if optimizer.lr_decay_style == "WSD" else ""
+    rates = {"all other weights": [each.learning_rate for each in found]}
+    if found[0].decoupled_learning_rate is not None:
+        rates["embedding and output layer"] = [each.decoupled_learning_rate or 0.0 for each in found]
+    plot_schedule(
+        [each.step for each in found], rates, [each.weight_decay for each in found], output, marks=marks,
+        title=f"{optimizer.lr_decay_style}{end}, peak {optimizer.lr:g}",
+    )  # fmt: skip

@@ -1,0 +1,73 @@
+"""Pretrain a GPT: `python pretrain_gpt.py FLAGS`, or on N devices `torchrun --nproc-per-node N pretrain_gpt.py FLAGS`.
+
+`--help` lists the flags, `--dry-run` prints what a run would be and stops. Exit statuses: 0 done, 64 wrong flags,
+65 numbers that are not finite, 66 wrong data, 70 internal error, 71 hung, 73 folder in use, 74 wrong checkpoint,
+75 ended by a signal, to be resumed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Optional
+
+from megafp8.errors import INTERNAL, CheckpointError, Megafp8Error
+from megafp8.utils.process import die_with_torchrun
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run and return the exit status. torch is imported only after `--help` has had its chance.
+
+    Args:
+        argv: None: the process's arguments; the process then ends when the torchrun that started it does.
+    """
+    try:
+        if argv is None:
+            die_with_torchrun()  # before the imports, which take seconds
+        from megafp8.config import flags
+
+        invocation, problems = flags.parse_with_problems(sys.argv[1:] if argv is None else argv)
+        from megafp8.training.checks import check
+
+        checked = check(invocation, problems)
+        if invocation.dry_run:
+            from megafp8.training.dry_run import describe_run
+
+            print(describe_run(checked))
+        else:
+            from megafp8.training.pretrain import run_training
+            from megafp8.utils.best_effort import best_effort
+
+            # From here on a full disk or a closed terminal loses output, but does not end training.
+            sys.stdout, sys.stderr = best_effort(sys.stdout), best_effort(sys.stderr)
+            return run_training(checked)
+        return 0
+    except Megafp8Error as error:
+        if not is_reported_elsewhere(error):
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return error.exit_status
+    except Exception as error:
+        traceback.print_exc()
+        if isinstance(error, ModuleNotFoundError):
+            print(f"{sys.executable} lacks it: another environment? See python tools/doctor.py", file=sys.stderr)
+        return INTERNAL
+
+
+def is_reported_elsewhere(error: Megafp8Error) -> bool:
+    """Whether another rank prints this error.
+
+    The ranks of a machine see the same wrong flags and paths, non-finite numbers and folder in use: local rank 0
+    reports them, since another machine may lack a path that this one has. A checkpoint may fail on all ranks or on one.
+    Any other error may be one rank's alone.
+    """
+    if isinstance(error, CheckpointError):
+        from megafp8.device.platform import is_reported_by_first_rank
+
+        return is_reported_by_first_rank(str(error))
+    return os.environ.get("LOCAL_RANK", "0") != "0" and error.exit_status in (64, 65, 73)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,269 @@
+"""Train one model in several recipes, each with the same seeds, data order and evaluation, and report what they cost.
+
+    python tools/run_comparison.py --output-dir runs/recipes --recipes bf16,bf16-control,tensorwise,delayed,mxfp8 \\
+      --seeds 3 --parallel 2 -- FLAGS OF PRETRAIN_GPT.PY
+
+Runs go to OUTPUT_DIR/RECIPE/SEED. Started again, the command skips the runs that are done and resumes the
+others; a run that fails is reported and stops no other. The report is in OUTPUT_DIR/report: report.html to look at,
+Markdown, JSON and a picture; tools/compare_runs.py makes it again from the records alone, on any machine.
+
+Recipes: bf16, bf16-control (the same in other microbatches: what mere rounding does), tensorwise, delayed, blockwise,
+mxfp8, nvfp4; with -e4m3, -hybrid or -e5m2 behind an FP8 recipe another format than the usual one. --variant adds what
+flags can say. Exit status: 0 when all runs are done, else that of the first problem (64 for wrong flags, 70
+for a run that failed).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megafp8.cli.common import TRAINING_SCRIPT, Parser, build_command_parser, returns_exit_status
+from megafp8.config import derived, flags, rules, settings, variants
+from megafp8.config.schema import RunConfig
+from megafp8.errors import INTERNAL, PREEMPTED, ConfigError, Megafp8Error
+from megafp8.launch.process_pool import OUTPUT_FILE, PooledRun, ProcessPool, RunOutcome
+from megafp8.resilience.run_state import current_state, finished_state
+from megafp8.utils.best_effort import best_effort
+from megafp8.utils.files import UnreadableFile, path_argument, read_text
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = build_command_parser(__doc__, Parser)
+    parser.add_argument(
+        "--output-dir", type=path_argument, required=True, metavar="D", help="folder of all runs and the report"
+    )
+    parser.add_argument(
+        "--recipes", default=f"{variants.BASELINE},tensorwise", metavar="NAMES",
+        help=f"with commas between: {', '.join(variants.names())} (default %(default)s); the first one is the baseline",
+    )  # fmt: skip
+    parser.add_argument(
+        "--variant", action="append", default=[], metavar="NAME='FLAGS'",
+        help="one more, from flags of its own: edges='--fp8-format hybrid --fp8-recipe tensorwise "
+        "--first-last-layers-bf16'",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seeds", type=int, default=1, metavar="N", help="seeds: that of --seed and those after it (default 1)"
+    )
+    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="runs at a time (default 1)")
+    parser.add_argument(
+        "--nproc-per-node", type=int, default=1, metavar="N", help="ranks of a run, through torchrun (default 1: none)"
+    )
+    parser.add_argument("--bound", type=float, default=0.5, metavar="PERCENT",
+                        help="validation loss above the baseline's that is accepted (default %(default)g)")  # fmt: skip
+    parser.add_argument("--title", default="Comparison of recipes", help="title of the report")
+    parser.add_argument("--no-report", action="store_true", help="train only")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, show the commands and stop")
+    parser.add_argument("flags", nargs="*", metavar="FLAGS", help="after --: the flags that all runs share")
+    return parser
+
+
+def plan_runs(options: argparse.Namespace, device_flags: Sequence[str]) -> tuple[list[PooledRun], RunConfig]:
+    """Return the requested runs, ordered by seed, and the settings that they share.
+
+    Args:
+        device_flags: flags that this machine adds to every run.
+
+    Raises:
+        ConfigError: everything that is wrong with any of them, also folders that hold other runs.
+    """
+    counts = {"--seeds": options.seeds, "--parallel": options.parallel, "--nproc-per-node": options.nproc_per_node}
+    ranks = options.nproc_per_node
+    shared, problems = variants.parse_shared_flags(options.flags, str(options.output_dir))
+    problems += [f"{flag} {value} must be at least 1" for flag, value in counts.items() if value < 1]
+    problems += [] if 0 <= options.bound < 100 else [f"--bound {options.bound} must be from 0 to below 100 percent"]
+    problems += [] if problems else rules.problems(shared, ranks)
+    if problems:
+        raise ConfigError(problems)
+    chosen, runs = variants_of(options, shared), []
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)) if ranks > 1 else ()
+    for seed in range(shared.training.seed, shared.training.seed + options.seeds):
+        for variant in chosen:
+            folder = options.output_dir / variant.name / f"seed{seed}"
+            own = (*variant.flags, "--seed", str(seed), "--save", str(folder), "--load", str(folder))
+            words = [*device_flags, *options.flags, *own]
+            problems += [f"{variant.name}: {text}" for text in problems_of(words, folder, ranks)]
+            command = (sys.executable, *launcher, str(TRAINING_SCRIPT), *words)
+            runs.append(PooledRun(name=f"{variant.name}/seed{seed}", command=command, folder=folder, gpus=ranks))
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return runs, shared
+
+
+def variants_of(options: argparse.Namespace, shared: RunConfig) -> list[variants.Variant]:
+    """Return the variants of --recipes, then those of --variant.
+
+    Raises:
+        ConfigError: a name that is unknown or given twice, or a malformed variant.
+    """
+    recipes = [name.strip() for name in options.recipes.split(",") if name.strip()]
+    chosen = [variants.build_variant(name, shared, options.nproc_per_node) for name in recipes]
+    chosen += [variants.parse_variant(text) for text in options.variant]
+    counts = Counter(variant.name for variant in chosen)
+    if twice := sorted(name for name, count in counts.items() if count > 1):
+        raise ConfigError(f"--recipes and --variant name {', '.join(twice)} twice")
+    if not chosen:
+        raise ConfigError(f"--recipes {options.recipes!r} names no recipe: give some of {', '.join(variants.names())}")
+    return chosen
+
+
+def problems_of(words: Sequence[str], folder: Path, ranks: int) -> list[str]:
+    """Return what is wrong with the flags of one run, and with the run that its folder holds.
+
+    Raises:
+        ConfigError: the settings of that run cannot be read.
+    """
+    invocation, problems = flags.parse_with_problems(words)
+    problems += rules.problems(invocation.config, ranks)
+    path, advice = folder / "config.json", "take another --output-dir, or remove it"
+    if problems or not path.exists():
+        return problems
+    try:
+        before = settings.from_json(read_text(path))
+    except (UnreadableFile, ConfigError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}: {advice}") from error
+    if lines := variants.differences(before, invocation.config):
+        problems.append(f"{folder} holds a run with other settings ({'; '.join(lines)}): {advice}")
+    return problems
+
+
+def share_devices(parallel: int, ranks: int, num_gpus: int) -> tuple[list[str], list[str]]:
+    """Return the GPUs for the concurrent runs, and the flags of every run: without GPUs a share of the cores.
+
+    Raises:
+        ConfigError: there are fewer GPUs than ranks.
+    """
+    if not num_gpus:
+        threads = max(1, len(os.sched_getaffinity(0)) // max(1, parallel * ranks))
+        return [], ["--num-threads", str(threads)]
+    if parallel * ranks > num_gpus:
+        raise ConfigError(
+            f"--parallel {parallel} with --nproc-per-node {ranks} takes {parallel * ranks} GPUs; there are {num_gpus}"
+        )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible else [str(index) for index in range(num_gpus)]
+    return devices[: parallel * ranks], []
+
+
+class Display:
+    """Prints a line when a run starts or ends, and a progress bar over all steps on a terminal."""
+
+    def __init__(self, num_runs: int, steps_of_run: int):
+        from tqdm import tqdm
+
+        self._steps_of_run, self._num_runs, self._ended = steps_of_run, num_runs, 0
+        self._bar = tqdm(
+            total=num_runs * steps_of_run, unit="step", dynamic_ncols=True, disable=None, smoothing=0.05,
+            bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps [{elapsed}<{remaining}{postfix}]",
+        )  # fmt: skip
+
+    def started(self, run: PooledRun, gpus: Sequence[str]) -> None:
+        """Report that a run started."""
+        self._bar.write(f"started  {run.name}", file=sys.stderr)
+
+    def ended(self, outcome: RunOutcome) -> None:
+        """Report how a run ended."""
+        self._ended += 1
+        head, count = outcome.run.name, f"({self._ended} of {self._num_runs})"
+        if outcome.is_done:
+            self._bar.write(f"done     {head} in {outcome.seconds:.0f} s {count}", file=sys.stderr)
+            return
+        if outcome.is_stopped:
+            self._bar.write(f"stopped  {head} {count}: {outcome.reason}", file=sys.stderr)
+            return
+        text = "\n".join(f"    {line}" for line in outcome.tail.splitlines())
+        log = outcome.run.folder / OUTPUT_FILE
+        self._bar.write(f"FAILED   {head} {count}: {outcome.reason}\n{text}\n    all of it: {log}", file=sys.stderr)
+
+    def stepped(self, steps: Mapping[str, int]) -> None:
+        """Update the bar with the steps of the running runs."""
+        self._bar.set_postfix_str(", ".join(f"{name} {step}" for name, step in steps.items()), refresh=False)
+        self._bar.n = self._ended * self._steps_of_run + sum(steps.values())
+        self._bar.refresh()
+
+    def close(self) -> None:
+        """Close the bar."""
+        self._bar.close()
+
+
+def train(runs: Sequence[PooledRun], parallel: int, gpus: Sequence[str], shared: RunConfig, ranks: int) -> int:
+    """Run what is not done yet; return the exit status of all runs together."""
+    sys.stdout, sys.stderr = best_effort(sys.stdout), best_effort(sys.stderr)  # the terminal may be closed
+    waiting = [run for run in runs if finished_state(run.folder) is None]
+    if len(waiting) < len(runs):
+        print(f"{len(runs) - len(waiting)} of {len(runs)} runs are done already", file=sys.stderr)
+    if shared.checkpoint.no_save_optim or shared.checkpoint.no_save_rng:
+        for run in waiting:
+            discard_partial_checkpoints(run)
+    display = Display(len(waiting), derived.train_iters(shared, ranks))
+    batch = ProcessPool(parallel, gpus, on_start=display.started, on_end=display.ended, on_steps=display.stepped)
+    try:
+        outcomes = batch.run(waiting)
+    finally:
+        display.close()
+    if batch.is_stopping:
+        print("run_comparison: stopped by a signal; the same command resumes", file=sys.stderr)
+        return PREEMPTED
+    failed = [outcome.run.name for outcome in outcomes if not outcome.is_done]
+    if failed:
+        print(f"run_comparison: {len(failed)} of {len(runs)} runs are not done: {', '.join(failed)}", file=sys.stderr)
+    return INTERNAL if failed else 0
+
+
+def discard_partial_checkpoints(run: PooledRun) -> None:
+    """Remove the checkpoints of an interrupted run that lack a part of its state: the run restarts."""
+    from megafp8.checkpoint.directory import POINTER
+
+    checkpoints = list(run.folder.glob("iter_*"))
+    for checkpoint in checkpoints:
+        shutil.rmtree(checkpoint)
+    if checkpoints:
+        (run.folder / POINTER).unlink(missing_ok=True)
+        print(f"{run.name} restarts: what it saved lacks the state to resume (--no-save-optim)", file=sys.stderr)
+
+
+def report(runs: Sequence[PooledRun], options: argparse.Namespace) -> None:
+    """Compare the runs that are done, and list the others.
+
+    Raises:
+        DataError: no run of the baseline is done.
+    """
+    from megafp8.analysis import tables
+    from megafp8.analysis.comparison_page import publish_comparison
+    from megafp8.analysis.runs import describe_unfinished
+
+    comparison, written = publish_comparison(
+        [run.folder for run in runs if current_state(run.folder) is not None], baseline=runs[0].folder.parent.name,
+        output_folder=options.output_dir / "report", bound_fraction=options.bound / 100, title=options.title,
+        unfinished=[describe_unfinished(run.folder) for run in runs if current_state(run.folder) is None],
+    )  # fmt: skip
+    print(tables.to_text(comparison))
+    for path in written:
+        print(f"wrote {path}", file=sys.stderr)
+
+
+@returns_exit_status("run_comparison")
+def main(argv: Sequence[str]) -> int:
+    """Run and return the exit status."""
+    options, status = build_parser().parse_args(argv), 0
+    try:
+        from megafp8.device.capability import count_gpus
+
+        gpus, device_flags = share_devices(options.parallel, options.nproc_per_node, count_gpus())
+        runs, shared = plan_runs(options, device_flags)
+        if options.dry_run:
+            print("\n".join(f"{run.name}: {shlex.join(run.command)}" for run in runs))
+            return 0
+        status = train(runs, options.parallel, gpus, shared, options.nproc_per_node)
+        if status != PREEMPTED and not options.no_report:
+            report(runs, options)
+        return status
+    except Megafp8Error as error:
+        print(f"run_comparison: {error}", file=sys.stderr)
+        return status or error.exit_status  # of a failed run before that of the report

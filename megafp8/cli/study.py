@@ -1,0 +1,196 @@
+"""Run a scaling study, or any sweep: every combination of a grid of flags, from one YAML file.
+
+    python launcher/scaling_study.py examples/studies/stdlib_cpu.yaml --dry-run
+    python launcher/scaling_study.py examples/studies/stdlib_cpu.yaml --local --parallel 2
+    python launcher/scaling_study.py examples/studies/stdlib_cpu.yaml --status
+
+Where there is Slurm, the runs become job arrays; elsewhere, and with --local, processes of this machine. Every run has
+a folder of its own with a name that stays when the grid grows. The same command again passes over runs that are done,
+running or queued and starts the others, which go on from their checkpoints. Nothing starts when the flags of one run
+are wrong. docs/scaling_studies.md describes the file. Exit status: 0 all done or submitted, 64 wrong study, 75 stopped
+by a signal, else that of the first run that failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from fnmatch import fnmatchcase
+from functools import partial
+from multiprocessing import get_context
+from typing import Optional
+
+from megafp8.cli.common import TRAINING_SCRIPT, build_command_parser, returns_exit_status
+from megafp8.config import rules
+from megafp8.device.gpus import GPUS
+from megafp8.errors import ConfigError
+from megafp8.launch import slurm, study_execution
+from megafp8.launch.study import StudyRun, expand, labels_text, read_study
+from megafp8.utils.best_effort import best_effort
+from megafp8.utils.files import path_argument
+
+log = partial(print, flush=True)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = build_command_parser(__doc__)
+    parser.add_argument("study", type=path_argument, metavar="STUDY.yaml", help="what to run")
+    parser.add_argument(
+        "--folder", type=path_argument, metavar="DIR", help="folder of the study, instead of the file's"
+    )
+    parser.add_argument(
+        "--only", default="*", metavar="PATTERN", help="runs whose label matches this shell pattern (default: all)"
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--status", action="store_true", help="print the state of every run and stop")
+    what.add_argument("--dry-run", action="store_true", help="print every command, its tokens, FLOPs and time and stop")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--local", action="store_true", help="run on this machine (default where there is no sbatch)")
+    where.add_argument(
+        "--slurm", action="store_true",
+        help="submit job arrays (default where there is sbatch); with --dry-run: print their scripts",
+    )  # fmt: skip
+    parser.add_argument(
+        "--parallel", type=int, metavar="N",
+        help="runs at a time on this machine (default: as many as its GPUs hold, without GPUs 1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--gpu", choices=sorted(GPUS),
+        help="with --dry-run: GPU whose times the planner predicts; default from runs of the study that are done",
+    )  # fmt: skip
+    return parser
+
+
+@returns_exit_status()
+def main(argv: Sequence[str]) -> int:
+    """Run, submit, plan or list the runs of a study; return the exit status."""
+    arguments = build_parser().parse_args(argv)
+    is_local = arguments.local or not (arguments.slurm or shutil.which("sbatch"))
+    check_flags(arguments, is_local)
+    study = read_study(arguments.study, arguments.folder)
+    runs = expand(study)
+    queued = study_execution.queued_ids(study.folder)
+    selected = [study_execution.run_progress(run, queued) for run in runs if fnmatchcase(run.label, arguments.only)]
+    if not selected:
+        raise ConfigError(f"--only {arguments.only}: matches none of the {len(runs)} runs, such as {runs[0].label}")
+    if arguments.status:
+        print(study_execution.status_text(selected))
+        return 0
+    due = [progress.run for progress in selected if study_execution.is_due(progress)]
+    if arguments.dry_run:
+        scripts = [slurm.script(job) for job in study_execution.build_jobs(study, due)] if arguments.slurm else []
+        print("\n".join(scripts) if arguments.slurm else plan_text(selected, arguments.gpu))
+        return 0
+    if is_local:
+        check_machine([progress.run for progress in selected])
+        study_execution.check_gpus(due, study_execution.visible_gpus())
+    study_execution.write_study_file(study, runs)
+    sys.stdout, sys.stderr = best_effort(sys.stdout), best_effort(sys.stderr)  # the terminal may be closed
+    log(f"{study.name}: {len(selected)} runs, {len(due)} to start; folder {study.folder}")
+    if is_local:
+        return study_execution.run_here(due, TRAINING_SCRIPT, arguments.parallel, study_execution.visible_gpus(), log)
+    for line in study_execution.submit(study, due):
+        log(line)
+    return 0
+
+
+def check_flags(arguments: argparse.Namespace, is_local: bool) -> None:
+    """Check combinations of flags.
+
+    Raises:
+        ConfigError: flags that are wrong, or have no effect with the others.
+    """
+    problems = []
+    if arguments.gpu and (not arguments.dry_run or arguments.slurm):
+        problems.append(f"--gpu {arguments.gpu}: is for the times of a --dry-run without --slurm; remove it")
+    if arguments.parallel is not None:
+        if arguments.parallel < 1:
+            problems.append(f"--parallel {arguments.parallel}: must be at least 1")
+        if arguments.status or arguments.dry_run:
+            asked = "--status" if arguments.status else "--dry-run"
+            problems.append(f"--parallel {arguments.parallel}: {asked} runs nothing; remove one of them")
+        elif not is_local:
+            problems.append(
+                f"--parallel {arguments.parallel}: is for runs on this machine, and these go to Slurm; give --local, "
+                "or `array_limit` in the study's slurm"
+            )
+    if problems:
+        raise ConfigError(problems)
+
+
+def check_machine(runs: Sequence[StudyRun]) -> None:
+    """Check that this machine can run the runs.
+
+    Raises:
+        ConfigError: files that are missing here, or recipes that this machine does not support.
+    """
+    # In a child process: a CUDA context holds GPU memory for as long as its process lives.
+    with ProcessPoolExecutor(1, get_context("fork")) as process:
+        problems = process.submit(machine_problems, runs).result()
+    if problems:
+        raise ConfigError([f"{labels_text(labels)}: {problem}" for problem, labels in problems.items()])
+
+
+def machine_problems(runs: Sequence[StudyRun]) -> dict[str, list[str]]:
+    """Return the problems of the runs on this machine, each with the labels of its runs."""
+    from megafp8.device import capability  # imports torch
+
+    target = capability.detect_target()
+    problems: dict[str, list[str]] = {}
+    for run in runs:
+        for problem in rules.path_problems(run.config, run.world_size) + capability.capability_problems(
+            run.config, target
+        ):
+            problems.setdefault(problem, []).append(run.label)
+    return problems
+
+
+def plan_text(selected: Sequence[study_execution.StudyProgress], gpu: Optional[str]) -> str:
+    """Return two lines for each run, and sums over those that are not done."""
+    lines, seconds_left, due = [], list[Optional[float]](), list[StudyRun]()
+    for progress in selected:
+        run, seconds = (
+            progress.run,
+            study_execution.predicted_seconds(progress.run, selected, GPUS[gpu] if gpu else None),
+        )
+        if study_execution.is_due(progress):
+            due.append(run)
+            seconds_left.append(seconds)
+        lines.append(
+            f"{run.label}  {run.id}  {progress.state}: {count_text(run.parameters)} parameters, "
+            f"{count_text(run.tokens)} tokens, {count_text(run.flops)} FLOPs, {time_text(seconds)} on "
+            f"{run.world_size} {'GPUs' if gpu else 'ranks'}"
+        )
+        lines.append(f"  {shlex.join(study_execution.train_command(run, TRAINING_SCRIPT))}")
+    total_seconds = None if None in seconds_left else sum(filter(None, seconds_left))
+    flops = [run.flops for run in due]
+    total_flops = None if None in flops else sum(filter(None, flops))
+    lines.append(
+        f"{len(selected)} runs, {len(due)} to start: {count_text(sum(run.tokens for run in due))} tokens, "
+        f"{count_text(total_flops)} FLOPs, {time_text(total_seconds)} one after the other"
+    )
+    return "\n".join(lines)
+
+
+def count_text(number: Optional[float]) -> str:
+    """Format a large number with three digits: 1.23e+09 as `1.23G`."""
+    if number is None:
+        return "?"
+    for letter, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.3g}"
+
+
+def time_text(seconds: Optional[float]) -> str:
+    """Format seconds as hours and minutes."""
+    if seconds is None:
+        return "time unknown"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60:02} min"

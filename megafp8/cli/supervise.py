@@ -1,0 +1,142 @@
+"""Run a training command until its run is done, and start it again whenever it was preempted, died or hung.
+
+    python launcher/supervise.py --max-restarts 10 -- torchrun --nproc-per-node 8 pretrain_gpt.py \\
+      --save runs/first --load runs/first FLAGS
+
+The run's state decides (run_state.json in --save). Wrong flags, data or checkpoints, numbers that stay bad and a
+folder in use are not tried again. Restarts without progress are counted and pause longer and longer. A SIGTERM, SIGINT,
+SIGHUP or SIGUSR1 is passed on; when the run has saved, this ends with status 75. One line is printed for each restart,
+and restarts.jsonl in the run's folder has lost steps and the time to recover. Exit status: 0 done, else the run's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megafp8.cli.common import build_command_parser, returns_exit_status, stderr_log
+from megafp8.config import flags
+from megafp8.config.rules.data import write_problem
+from megafp8.errors import HUNG, INTERNAL, PREEMPTED, ConfigError
+from megafp8.launch.slurm import is_requeued_without_progress, requeue, slurm_job_id, time_left_s
+from megafp8.launch.supervisor import RestartPolicy, Supervisor, saved_step
+from megafp8.resilience.run_state import read_run_state
+from megafp8.utils.best_effort import best_effort, optional_write
+from megafp8.utils.files import path_argument
+
+TRAINING_COMMANDS = ("pretrain_gpt.py", "pretrain-gpt", "megafp8.cli.pretrain")
+REQUEUED_STATUSES = (PREEMPTED, INTERNAL, HUNG)
+DEFAULTS = RestartPolicy(grace_s=float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")))
+log = stderr_log("supervise: ")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = build_command_parser(__doc__)
+    parser.add_argument(
+        "--max-restarts", type=int, default=DEFAULTS.max_restarts, metavar="N",
+        help="restarts in a row without progress (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--min-progress-steps", type=int, default=DEFAULTS.min_progress_steps, metavar="N",
+        help="saved steps that count as progress; 0: every restart counts (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--retry-bad-numbers", action="store_true",
+        help="start again also after numbers that are not finite (status 65), which a fault of the hardware may have "
+        "made; counts as a restart without progress",
+    )  # fmt: skip
+    parser.add_argument(
+        "--backoff-s", type=float, default=DEFAULTS.backoff_s, metavar="S",
+        help="pause before a restart, doubled for each one without progress (default %(default)g)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--grace-s", type=float, default=DEFAULTS.grace_s, metavar="S",
+        help="time to save after a signal, for torchrun and its ranks; then they are killed (default %(default)g, "
+        "or TORCH_ELASTIC_SHUTDOWN_TIMEOUT)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--requeue", action="store_true",
+        help="in a Slurm job: put the job back into the queue when a signal ended the run, or when restarts did not "
+        "help and other nodes may",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-requeues", type=int, default=100, metavar="N", help="how often, in all (default %(default)s)"
+    )
+    parser.add_argument(
+        "--least-time-s", type=float, default=0.0, metavar="S",
+        help="with --requeue: start nothing in the last S seconds of the job, whose warning has come already",
+    )  # fmt: skip
+    parser.add_argument(
+        "--run-folder", type=path_argument, metavar="DIR", help="the run's --save, if the command hides it"
+    )
+    parser.add_argument("command", nargs="+", metavar="COMMAND", help="after --: the whole training command")
+    return parser
+
+
+def run_folder(command: Sequence[str]) -> Path:
+    """Return the --save of the training command.
+
+    Raises:
+        ConfigError: the command is not recognized, or its flags are wrong.
+    """
+    names = [Path(word).name for word in command]
+    places = (
+        index for index, name in enumerate(names)
+        if name in TRAINING_COMMANDS or names[max(index - 1, 0) : index + 1] == ["megafp8", "pretrain"]
+    )  # fmt: skip
+    place = next(places, None)
+    if place is None:
+        raise ConfigError(f"the command names none of {', '.join(TRAINING_COMMANDS)}: give --run-folder")
+    invocation, problems = flags.parse_with_problems(list(command[place + 1 :]))
+    checkpoint = invocation.config.checkpoint
+    if checkpoint.save is None or checkpoint.load != checkpoint.save:
+        problems = [
+            *problems,
+            f"--save {checkpoint.save} and --load {checkpoint.load}: a run resumes where it stopped if both name one "
+            "folder; weights to start from are given with --pretrained-checkpoint",
+        ]
+    if problems:
+        raise ConfigError(problems)
+    return Path(invocation.config.checkpoint.save or "")
+
+
+def check_start(command: Sequence[str], folder: Path) -> None:
+    """Check the command and the run's folder.
+
+    Raises:
+        ConfigError: there is no such command, or the folder cannot be written to.
+    """
+    problems = []
+    if shutil.which(command[0]) is None:
+        problems.append(f"{command[0]}: no such command; give its path, or activate the environment that has it")
+    if fault := write_problem(str(folder)):
+        problems.append(f"the run's folder {folder}: {fault}; choose another folder (--save, --run-folder)")
+    if problems:
+        raise ConfigError(problems)
+
+
+@returns_exit_status()
+def main(argv: Sequence[str]) -> int:
+    """Supervise the command until its run is done; return its exit status."""
+    arguments = build_parser().parse_args(argv)
+    sys.stderr = best_effort(sys.stderr)  # the terminal may be closed
+    folder = arguments.run_folder or run_folder(arguments.command)
+    check_start(arguments.command, folder)
+    with optional_write(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    limits = RestartPolicy(
+        max_restarts=arguments.max_restarts, min_progress_steps=arguments.min_progress_steps,
+        retry_bad_numbers=arguments.retry_bad_numbers, backoff_s=arguments.backoff_s, grace_s=arguments.grace_s,
+        ends_when_preempted=arguments.requeue, least_time_s=arguments.least_time_s,
+    )  # fmt: skip
+    left = {"time_left_s": time_left_s} if arguments.requeue else {}
+    status = Supervisor(arguments.command, folder, limits, log, **left).run()
+    if arguments.requeue and status in REQUEUED_STATUSES:
+        if slurm_job_id() and is_requeued_without_progress(folder, saved_step(read_run_state(folder)), log):
+            return INTERNAL
+        requeue(arguments.max_requeues, log)
+    return status

@@ -1,0 +1,81 @@
+"""Train a lossless tokenizer and prove that it gives text back to the byte.
+
+    python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --model-prefix tokenizer
+    python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --model-prefix gpt --model-type byte-bpe
+
+bpe and unigram are SentencePiece's, with bytes for what the vocabulary lacks and no normalization: PREFIX.model, for
+--tokenizer-type SentencePieceTokenizer. byte-bpe is GPT-2's kind: the folder PREFIX, for HuggingFaceTokenizer
+(tokenizer.json) or GPT2BPETokenizer (vocab.json, merges.txt).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from megafp8.cli.common import build_command_parser, returns_exit_status
+from megafp8.data.preprocessing import tokenizer_training
+from megafp8.data.preprocessing.sources import MAX_DOCUMENT_BYTES
+from megafp8.utils.files import path_text
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = build_command_parser(__doc__)
+    parser.add_argument(
+        "--input", nargs="+", type=path_text, required=True, help="text files as preprocess_data.py takes them"
+    )
+    parser.add_argument("--json-key", default="text", help="where the text is in a JSON line (default %(default)s)")
+    parser.add_argument("--vocab-size", type=int, required=True, help="ids in all, 261 fixed ones among them (257)")
+    parser.add_argument("--model-prefix", type=path_text, required=True, metavar="PREFIX", help="where to write it")
+    parser.add_argument(
+        "--model-type", choices=tokenizer_training.MODEL_TYPES, default="bpe", help="default %(default)s"
+    )
+    parser.add_argument(
+        "--max-text-bytes", type=int, metavar="N", help="train on the first N bytes of text (default: all of it)"
+    )
+    parser.add_argument(
+        "--max-document-bytes", type=int, default=MAX_DOCUMENT_BYTES, metavar="N",
+        help="largest document, decompressed; a longer one is an error (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--num-threads", type=int, default=os.cpu_count() or 1, help="default %(default)s")
+    parser.add_argument("--overwrite", action="store_true", help="train although another model is there")
+    return parser
+
+
+def train(options: argparse.Namespace) -> tokenizer_training.TrainingSummary:
+    """Train a tokenizer of the type that --model-type names."""
+    common = {
+        "vocab_size": options.vocab_size, "json_key": options.json_key, "max_text_bytes": options.max_text_bytes,
+        "max_document_bytes": options.max_document_bytes, "overwrite": options.overwrite, "on_notice": print,
+    }  # fmt: skip
+    if options.model_type == tokenizer_training.BYTE_BPE:
+        os.environ["RAYON_NUM_THREADS"] = str(options.num_threads)  # the library reads it once
+        return tokenizer_training.train_byte_bpe(options.input, options.model_prefix, **common)
+    return tokenizer_training.train_sentencepiece(
+        options.input, options.model_prefix, model_type=options.model_type, num_threads=options.num_threads, **common
+    )
+
+
+@returns_exit_status(prefix="")
+def main(argv: Sequence[str]) -> int:
+    """Run the command line and return its exit status."""
+    options = build_parser().parse_args(argv)
+    start = time.perf_counter()
+    try:
+        summary = train(options)
+    except OSError as error:
+        print(f"Reading --input or writing --model-prefix failed: {error}", file=sys.stderr)
+        return os.EX_IOERR
+    if not summary.trained:
+        print(f"{summary.model_path} is there already, from the same settings and inputs")
+        return 0
+    print(
+        f"{summary.model_path}: {options.vocab_size} ids in {time.perf_counter() - start:.1f} s; "
+        f"{summary.num_verified_documents} documents came back exactly"
+    )
+    if summary.num_lossy_documents:
+        print(f"{summary.num_lossy_documents} documents hold U+2581, which SentencePiece turns into a space")
+    return 0

@@ -1,0 +1,80 @@
+"""The `megafp8` command: its subcommands, and what it says of others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from forked_script import run_script
+
+from megafp8 import __version__
+from megafp8.cli import main
+from megafp8.cli.main import SUBCOMMANDS
+
+ROOT = Path(__file__).resolve().parents[2]
+SHARED_MODULES = {"__init__", "main", "common", "progress_display"}
+
+
+@pytest.mark.parametrize("name", SUBCOMMANDS)
+def test_help_of_a_subcommand(name: str) -> None:
+    result = run_script("megafp8/cli/main.py", name, "--help")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(f"usage: megafp8 {name} ")
+    assert f"python {SUBCOMMANDS[name][0]}" not in result.stdout
+
+
+def test_every_module_is_a_subcommand_with_a_script() -> None:
+    modules = {path.stem for path in (ROOT / "megafp8/cli").glob("*.py")}
+    assert modules - SHARED_MODULES == {name.replace("-", "_") for name in SUBCOMMANDS}
+    scripts = {
+        path.relative_to(ROOT).as_posix() for folder in ("tools", "launcher") for path in (ROOT / folder).glob("*.py")
+    }
+    assert scripts | {"pretrain_gpt.py"} == {script for script, _ in SUBCOMMANDS.values()}
+
+
+def test_the_command_lists_subcommands_without_importing_them() -> None:
+    code = (
+        "import sys; from megafp8.cli import main; status = main.main(sys.argv[1:]); "
+        "assert sum(name.startswith('megafp8') for name in sys.modules) == 3; sys.exit(status)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    for name, (_, text) in SUBCOMMANDS.items():
+        assert any(line.split() == [name, *text.split()] for line in result.stdout.splitlines())
+
+
+def test_the_exit_status_is_the_subcommands(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["megafp8"])
+    assert main.main(["plan", "--gpus", "0", "--model-preset", "tiny"]) == 64
+    assert capsys.readouterr().err.startswith("plan: 1 problem with what was asked for:\n  - --gpus 0")
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["preproces", "--help"], "megafp8: preproces: no such subcommand; did you mean preprocess?"),
+        (["train_tokeniser"], "did you mean train-tokenizer?"),
+        (["qqq"], "megafp8: qqq: no such subcommand; see --help"),
+        ([], "megafp8: which subcommand?"),
+    ],
+)
+def test_an_unknown_subcommand(words: list[str], text: str, capsys) -> None:
+    assert main.main(words) == 64
+    output, errors = capsys.readouterr()
+    assert output == "" and text in errors
+
+
+def test_underscores_are_hyphens(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["megafp8"])
+    with pytest.raises(SystemExit):
+        main.main(["plot_schedule", "--help"])
+    assert capsys.readouterr().out.startswith("usage: megafp8 plot-schedule ")
+
+
+def test_version(capsys) -> None:
+    assert main.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"megafp8 {__version__}\n"
