@@ -9,6 +9,8 @@ if [ -d .venv ] && ! compgen -G ".venv/oracles/transformer_engine-*.whl" >/dev/n
     transformer-engine==2.20.2 || echo "no wheel of Transformer Engine: the tests against its references are skipped"
 fi
 "$PYTHON" -m ruff check .
+"$PYTHON" -m ruff format --check .
+"$PYTHON" -m mypy
 [ $# = 0 ] || exec "$PYTHON" -m pytest "$@"
 
 # All of them: those that mostly compute go beside the others, on what these leave of the processors. The others wait
