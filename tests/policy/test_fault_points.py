@@ -15,10 +15,10 @@ MOST_NS = 1000
 
 
 def named(function: str) -> Counter[str]:
-    """How often `faults.point("name"...)`, or `faults.poison`, stands in the package, by name."""
+    """How often `fault_injection.point("name"...)`, or `fault_injection.poison`, stands in the package, by name."""
     calls = (
-        node for file, tree in package_trees() if file != "faults.py" for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == f"faults.{function}"
+        node for file, tree in package_trees() if file != "resilience/fault_injection.py" for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == f"fault_injection.{function}"
     )  # fmt: skip
     return Counter(ast.literal_eval(call.args[0]) for call in calls)
 
@@ -35,8 +35,8 @@ def test_the_document_has_the_table() -> None:
 
 
 def test_without_a_plan_points_cost_nothing() -> None:
-    assert fault_injection.point is fault_injection.no_point
-    assert fault_injection.poison is fault_injection.no_poison
+    assert fault_injection.point is fault_injection.noop_point
+    assert fault_injection.poison is fault_injection.noop_poison
     calls = 10_000
     seconds = min(timeit.repeat(lambda: fault_injection.point("step.begin", step=7), number=calls, repeat=5))
     assert seconds / calls * 1e9 < MOST_NS

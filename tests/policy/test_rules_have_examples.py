@@ -8,7 +8,7 @@ import pytest
 from megafp8.config import rules
 from megafp8.config.flags import build_parser
 from megafp8.config.model_shapes import PRESETS
-from megafp8.config.rules.base import NOT_YET
+from megafp8.config.rules.base import UNSUPPORTED_SETTINGS
 from megafp8.config.rules.training import RANGES
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import all_settings, settings_by_name, with_values
@@ -124,7 +124,7 @@ EXAMPLES = {
         1,
         "not blockwise",
     ),
-    "its_products_can_be_in_fp8": (
+    "fp8_attention_is_supported": (
         {"precision.fp8_recipe": "tensorwise", "precision.fp8_dot_product_attention": True},
         1,
         "give --fp8-recipe delayed",
@@ -208,7 +208,7 @@ EXAMPLES = {
         "one recipe for fprop and another for dgrad",
     ),
     "gemm_dimensions_suit_the_recipe": ({"model.ffn_hidden_size": 388}, 1, "use --ffn-hidden-size 400"),
-    "layout_free_scales_need_whole_blocks": (
+    "layout_independent_scales_need_complete_blocks": (
         {
             "precision.fp8_recipe": "blockwise",
             "precision.fp8_amax_reduction": "all",
@@ -275,12 +275,12 @@ EXAMPLES = {
         1,
         "--tensor-model-parallel-size 2",
     ),
-    "steps_are_alike": (
+    "cuda_graph_steps_are_identical": (
         {"training.cuda_graph_impl": "local", "training.recompute_activations": True},
         1,
         "--recompute-granularity selective with --cuda-graph-impl local",
     ),
-    "warm_up_is_for_graphs": ({"training.cuda_graph_warmup_steps": 5}, 1, "without --cuda-graph-impl local"),
+    "warmup_steps_need_a_cuda_graph": ({"training.cuda_graph_warmup_steps": 5}, 1, "without --cuda-graph-impl local"),
     "data_has_one_source": ({"data.data_path": ("a",)}, 1, "keep one"),
     "evaluation_shards_need_training_shards": ({"data.valid_data_path": ("a",)}, 1, "goes with --train-data-path"),
     "split_has_three_parts": ({"data.split": "90;10"}, 1, "969,30,1"),
@@ -330,13 +330,13 @@ EXAMPLES = {
         1,
         "--max-rollbacks 1 has no effect without --spike-policy rollback",
     ),
-    "spikes_can_be_told": (
+    "spikes_are_detectable": (
         {"training.spike_policy": "skip", "training.max_skipped_steps": 1, "training.spike_window": 32},
         1,
         "--spike-min-steps 64 is above --spike-window 32",
     ),
     "rollback_has_somewhere_to_go": ({"training.spike_policy": "rollback"}, 1, "give --save and --save-interval"),
-    "unhonoured_settings_are_refused": (
+    "unsupported_settings_are_refused": (
         {"parallel.ddp_average_in_collective": True},
         1,
         "--ddp-average-in-collective: ",
@@ -347,8 +347,8 @@ EXAMPLES = {
         1,
         "no such file",
     ),
-    "looks_have_an_interval": ({"logging.fp8_what_if": "mxfp8"}, 1, "give --fp8-log-interval"),
-    "looks_have_an_object": ({"logging.fp8_log_interval": 10, "precision.fp8_format": None}, 1, "--fp8-what-if"),
+    "statistics_have_an_interval": ({"logging.fp8_what_if": "mxfp8"}, 1, "give --fp8-log-interval"),
+    "statistics_have_an_object": ({"logging.fp8_log_interval": 10, "precision.fp8_format": None}, 1, "--fp8-what-if"),
     "patterns_name_linears": (
         {"logging.fp8_log_interval": 10, "logging.fp8_log_layers": "*fc3"},
         1,
@@ -359,7 +359,7 @@ EXAMPLES = {
         1,
         "can try tensorwise",
     ),
-    "fused_operations_are_not_looked_at": (
+    "fused_operations_have_no_statistics": (
         {"logging.fp8_log_interval": 10, "precision.use_transformer_engine_op_fuser": True},
         1,
         "remove one",
@@ -386,7 +386,7 @@ def test_every_rule_has_an_example_that_breaks_it(rule):
     assert set(found) <= set(rules.problems(config_of(changes), world_size))
 
 
-@pytest.mark.parametrize("entry", NOT_YET, ids=lambda entry: entry.setting)
+@pytest.mark.parametrize("entry", UNSUPPORTED_SETTINGS, ids=lambda entry: entry.setting)
 def test_what_does_not_act_yet_is_refused(entry):
     found = rules.problems(config_of({entry.setting: True}), 1)
     assert any(entry.reason in problem for problem in found), found
@@ -448,7 +448,7 @@ def test_all_problems_come_at_once():
 def test_tables_name_settings_and_numbers():
     for name in RANGES:
         assert settings_by_name()[name].type in (int, float)
-    for entry in NOT_YET:
+    for entry in UNSUPPORTED_SETTINGS:
         assert not entry.is_asked(settings_by_name()[entry.setting].default), f"{entry.setting}: the default is refused"
     unchecked = {
         setting.name
