@@ -43,10 +43,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import conftest  # noqa: F401
 import forked_runs
 
-from megafp8.launch.supervisor import RESTARTS_FILE, Limits, Supervisor
+from megafp8.launch.supervisor import RESTARTS_FILE, RestartPolicy, Supervisor
 from megafp8.resilience import fault_injection
 from megafp8.resilience.run_state import read_run_state
-from megafp8.utils.process import STOP_SIGNALS, end_with_parent
+from megafp8.utils.process import STOP_SIGNALS, set_parent_death_signal
 
 WORLD_SIZE = 2
 SAVE_INTERVAL, EVAL_INTERVAL = 5, 10
@@ -139,11 +139,14 @@ class ForkedStart:
     @staticmethod
     def _launch(flags: str, environment: dict[str, str], outputs: Path) -> None:
         os.setsid()
-        end_with_parent(signal.SIGTERM)
+        set_parent_death_signal(signal.SIGTERM)
         for number in (*STOP_SIGNALS, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL)
         os.environ |= environment
-        plan, fired = environment.get(fault_injection.VARIABLE, ""), environment.get(fault_injection.FIRED_VARIABLE)
+        plan, fired = (
+            environment.get(fault_injection.FAULTS_VARIABLE, ""),
+            environment.get(fault_injection.FIRED_VARIABLE),
+        )
         with forked_runs.started(WORLD_SIZE, flags, plan, Path(fired) if fired else None) as run:
             ended = run.wait(A_DAY_S, GRACE_S)
         with open(outputs, "a", encoding="utf-8") as stream:
@@ -176,8 +179,8 @@ def supervise(folder: Path, num_steps: int, cache: Path, plan: str, forked: bool
     """
     folder.mkdir(parents=True)
     flags = f"{FLAGS} --train-iters {num_steps} --data-cache-path {cache} --save {folder} --load {folder}"
-    limits = Limits(max_restarts=20, retry_bad_numbers=True, backoff_s=0.05, grace_s=GRACE_S)
-    os.environ |= {fault_injection.VARIABLE: plan, fault_injection.FIRED_VARIABLE: str(fired_folder(folder))}
+    limits = RestartPolicy(max_restarts=20, retry_bad_numbers=True, backoff_s=0.05, grace_s=GRACE_S)
+    os.environ |= {fault_injection.FAULTS_VARIABLE: plan, fault_injection.FIRED_VARIABLE: str(fired_folder(folder))}
     script = str(ROOT / "pretrain_gpt.py")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD_SIZE)]
     kind, command = (ForkingSupervisor, []) if forked else (Supervisor, [*torchrun, script])

@@ -45,12 +45,12 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.safe_globals import register_safe_globals  # isort: skip
 
 from megafp8.checkpoint import writer
-from megafp8.checkpoint.async_save import BackgroundSaves
+from megafp8.checkpoint.async_save import AsyncSaver
 from megafp8.checkpoint.directory import checkpoint_path
 from megafp8.checkpoint.load import read_tensors
-from megafp8.checkpoint.manifest import MANIFEST, check_complete, damage_seen, read_manifest
+from megafp8.checkpoint.manifest import MANIFEST, check_complete, find_damage, read_manifest
 from megafp8.checkpoint.progress import Progress
-from megafp8.checkpoint.save import complete_state, save_checkpoint
+from megafp8.checkpoint.save import build_state_dict, save_checkpoint
 from megafp8.checkpoint.state_dict import model_state, optimizer_state, sharding_metadata
 from megafp8.training.evaluation import build_batches
 from megafp8.training.run import Run
@@ -84,7 +84,7 @@ def started(text: str) -> Run:
 def save_plain(run: Run, path: Path) -> None:
     """megatron-core's own way; the distributed optimizer's state is gathered as it does."""
     path.mkdir(parents=True)
-    state = complete_state(run.config, run.trainee, PROGRESS, None)
+    state = build_state_dict(run.config, run.trainee, PROGRESS, None)
     if run.config.parallel.use_distributed_optimizer:
         model = model_state(run.trainee.chunks)
         state["optimizer"] = run.trainee.optimizer.sharded_state_dict(model, metadata=sharding_metadata())
@@ -161,8 +161,8 @@ class Stalls:
         wall, cpu = time.perf_counter(), time.thread_time()
         has_ended = self.begin(self.folder)
         stall_s, cpu_s = time.perf_counter() - wall, time.thread_time() - cpu
-        waits, waited_ms, steps_ms, is_over = self.run.trainee.being_copied[:], [0.0], [], False
-        self.run.trainee.being_copied[:] = [
+        waits, waited_ms, steps_ms, is_over = self.run.trainee.pending_copies[:], [0.0], [], False
+        self.run.trainee.pending_copies[:] = [
             lambda: waited_ms.append(timing.own_times_ms(lambda: [wait() for wait in waits])[0])
         ]
         while not is_over:
@@ -176,7 +176,7 @@ class Stalls:
 
 
 def begin_ours(run: Run) -> Callable[[Path], Callable[[], bool]]:
-    saves = BackgroundSaves(run.config, run.trainee, timeout_s=300, device=run.platform.device)
+    saves = AsyncSaver(run.config, run.trainee, timeout_s=300, device=run.platform.device)
 
     def begin(folder: Path) -> Callable[[], bool]:
         under_way = saves.begin(folder / "ours", PROGRESS)
@@ -191,7 +191,7 @@ def begin_plain(run: Run) -> Callable[[Path], Callable[[], bool]]:
     def begin(folder: Path) -> Callable[[], bool]:
         path = folder / "plain"
         path.mkdir(parents=True)
-        state = complete_state(run.config, run.trainee, PROGRESS, None)
+        state = build_state_dict(run.config, run.trainee, PROGRESS, None)
         strategy = TorchDistSaveShardedStrategy("torch_dist", 1)
         queue.schedule_async_request(dist_checkpointing.save(state, str(path), strategy, async_sharded_save=True))
 
@@ -306,7 +306,7 @@ def flip_bits(run: Run, path: Path, count: int) -> dict[str, Counter[str]]:
         before = file.read_bytes()
         place = generator.randrange(len(before))
         file.write_bytes(before[:place] + bytes([before[place] ^ 1 << generator.randrange(8)]) + before[place + 1 :])
-        outcomes[OURS]["refused" if damage_seen(path) else "silently wrong"] += 1
+        outcomes[OURS]["refused" if find_damage(path) else "silently wrong"] += 1
         outcomes[PLAIN][outcome_of_plain(run, path, truth)] += 1
         file.write_bytes(before)
     return outcomes

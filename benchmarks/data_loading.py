@@ -59,10 +59,10 @@ def write_random_shard(prefix: Path, lengths: np.ndarray) -> None:
 
 def write_index_of(prefix: Path, lengths: np.ndarray) -> None:
     """The index of documents of these lengths."""
-    from megafp8.data.shards import index_of_documents, write_index
+    from megafp8.data.shards import build_document_index, write_index
 
     with open(f"{prefix}.idx", "wb") as stream:
-        write_index(stream, [index_of_documents(lengths, np.dtype(np.uint16))])
+        write_index(stream, [build_document_index(lengths, np.dtype(np.uint16))])
 
 
 def build(prefix: Path, cache: Path, num_samples: int) -> Any:

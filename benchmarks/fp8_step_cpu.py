@@ -40,16 +40,20 @@ MODES = {
 # What an emulated linear does, by the functions that do it. None of them calls another of the list.
 PARTS = {
     "amax": (
-        "quantization/scaling.py amax",
+        "quantization/scaling.py compute_amax",
         "quantization/scaling.py block_amax",
         "quantization/scaling.py reduce_amax",
     ),
     "scale": ("quantization/scaling.py quant_scale_of",),
     "multiply, round to codes": ("quantization/quantize.py scale_and_cast",),
     "decode": ("quantization/rounding.py decode",),
-    "GEMMs": ("quantization/scaled_gemm.py scaled_gemm",),
+    "GEMMs": ("quantization/scaled_gemm.py emulated_gemm",),
 }
-WHOLE = ("quantization/linear.py forward", "quantization/linear.py backward", "quantization/linear.py quantize_weight")
+WHOLE = (
+    "quantization/linear.py forward",
+    "quantization/linear.py backward",
+    "quantization/linear_plan.py quantize_weight",
+)
 
 
 def build_steps(options: argparse.Namespace) -> dict[str, Callable[[], float]]:

@@ -25,8 +25,8 @@ from benchmarks import timing
 from megafp8.kernels import adam as adam_kernel
 from megafp8.kernels.adam import AdamStep, TensorTable, squared_sum, update_rows
 from megafp8.optimizer.moment_scales import MomentScales
-from megafp8.optimizer.tensor_table import ParameterRow, Scale
-from megafp8.quantization.scaling import FORMAT_MAX
+from megafp8.optimizer.tensor_table import MomentScale, ParameterRow
+from megafp8.quantization.scaling import MOMENT_FORMAT_MAX
 
 LAYER = (2048 * 3 * 2048, 2048 * 2048, 2048 * 2 * 5632, 5632 * 2048, 2048, 2048)
 AHEAD = 2_000_000  # cycles, about 1 ms: the host has queued a call by then
@@ -61,12 +61,12 @@ def copy_bandwidth() -> float:
     return 2 * source.nbytes / seconds(lambda: target.copy_(source)) / 1e12
 
 
-def scale_of(moments: torch.dtype) -> Optional[Scale]:
+def scale_of(moments: torch.dtype) -> Optional[MomentScale]:
     """The scale of one moment of a type, if it has one."""
-    if moments not in FORMAT_MAX:
+    if moments not in MOMENT_FORMAT_MAX:
         return None
     noted, dequant, quant = torch.ones(3, 1, device="cuda")
-    return Scale(noted, dequant, quant) if moments == torch.uint8 else Scale(noted, noted, None)
+    return MomentScale(noted, dequant, quant) if moments == torch.uint8 else MomentScale(noted, noted, None)
 
 
 def rows_of(num_parameters: float, moments: Sequence[torch.dtype], remainders: bool) -> list[ParameterRow]:
@@ -92,14 +92,14 @@ def bytes_of(rows: Sequence[ParameterRow]) -> int:
         moments = (row.exp_avg, row.exp_avg_sq)
         total += row.grad.nbytes + 2 * (row.master.nbytes + sum(moment.nbytes for moment in moments))
         total += row.model.nbytes * (2 if row.master.dtype == torch.int16 else 1)
-        scaled = [moment.nbytes for moment in moments if moment.dtype in FORMAT_MAX]
+        scaled = [moment.nbytes for moment in moments if moment.dtype in MOMENT_FORMAT_MAX]
         total += row.grad.nbytes + sum(scaled) if scaled else 0
     return total
 
 
 def update(table: TensorTable, scales: Optional[MomentScales], factor: Tensor) -> None:
     """One update, after the scales of its moments."""
-    update_rows(table, factor, NUMBERS, None if scales is None else scales.renew(factor, NUMBERS))
+    update_rows(table, factor, NUMBERS, None if scales is None else scales.update(factor, NUMBERS))
 
 
 def megatron_passes(rows: Sequence[ParameterRow]) -> dict[str, float]:

@@ -32,18 +32,12 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import timing
 from benchmarks.gpu_train import SHAPES
 from megafp8.config import derived, flags, model_shapes
+from megafp8.config.precision_map import GEMMS, OUTPUT_LAYER
 from megafp8.device.gpus import GPUS, Gpu, find_gpu
 from megafp8.errors import ConfigError
 from megafp8.planning import compute, plan
-from megafp8.planning.fp8_gain import gradient_rows, linear_casts_s
-from megafp8.planning.planned_run import (
-    GEMMS,
-    OUTPUT_LAYER,
-    PlannedRun,
-    Product,
-    layer_products,
-    output_products,
-)
+from megafp8.planning.fp8_gain import grad_output_rows, linear_casts_s
+from megafp8.planning.planned_run import LinearGemm, PlannedRun, layer_gemms, output_layer_gemms
 
 NATIVE = ("bf16", "tensorwise", "delayed", "blockwise")
 OPERANDS = ("input", "grad_output", "weight")
@@ -65,7 +59,7 @@ class Cast:
     columns: int
 
 
-Candidate = tuple[str, "Product | Cast"]
+Candidate = tuple[str, "LinearGemm | Cast"]
 """Recipe, and what of it is timed."""
 Times = dict[Candidate, float]
 """Microseconds."""
@@ -90,15 +84,15 @@ class Model:
         """Of a layer."""
         return model_shapes.gemm_dimensions(self.run.config)
 
-    def products(self, linear: str) -> list[Product]:
+    def products(self, linear: str) -> list[LinearGemm]:
         """Fprop, dgrad, wgrad."""
-        return [p for p in (*layer_products(self.run), *output_products(self.run)) if p.linear == linear]
+        return [p for p in (*layer_gemms(self.run), *output_layer_gemms(self.run)) if p.linear == linear]
 
     def casts(self, linear: model_shapes.GemmDimensions) -> dict[str, Cast]:
         """What a linear quantizes."""
         return {
             "input": Cast("input", linear.rows, linear.in_features),
-            "grad_output": Cast("grad_output", gradient_rows(self.run, linear), linear.out_features),
+            "grad_output": Cast("grad_output", grad_output_rows(self.run, linear), linear.out_features),
             "weight": Cast("weight", linear.out_features, linear.in_features),
         }
 
@@ -118,7 +112,7 @@ def model_of(name: str, text: Sequence[str], gpu: Gpu) -> Model:
     Raises:
         ConfigError: they cannot be read, or say too little.
     """
-    invocation, problems = flags.read([*text])
+    invocation, problems = flags.parse_with_problems([*text])
     world_size = invocation.world_size or derived.model_parallel_size(invocation.config)
     vocabulary = plan.vocabulary_size(invocation.config)
     if vocabulary is None:
@@ -138,11 +132,11 @@ def model_of(name: str, text: Sequence[str], gpu: Gpu) -> Model:
 # ---- what the times come to ---------------------------------------------------------------------------------------
 
 
-def floor_us(gpu: Gpu, recipe: str, product: Product) -> float:
+def floor_us(gpu: Gpu, recipe: str, product: LinearGemm) -> float:
     """No GEMM of this product can be faster."""
-    result_bytes = WGRAD_BYTES if product.gemm == "wgrad" else compute.BF16_BYTES
-    read = compute.code_bytes(recipe) * product.summed * (product.rows + product.columns)
-    num_bytes = read + result_bytes * product.rows * product.columns
+    result_bytes = WGRAD_BYTES if product.kind == "wgrad" else compute.BF16_BYTES
+    read = compute.bytes_per_element(recipe) * product.k * (product.m + product.n)
+    num_bytes = read + result_bytes * product.m * product.n
     peak = gpu.peak.flops["bf16" if recipe == "bf16" else "fp8"]
     return 1e6 * max(product.flops / peak, num_bytes / gpu.hbm_bytes_per_s)
 
@@ -175,7 +169,7 @@ class LinearRow:
 def linear_row(model: Model, times: Times, recipe: str, linear: model_shapes.GemmDimensions) -> LinearRow:
     """What was measured of a linear."""
     products = model.products(linear.name)
-    of_recipe = {product.gemm: times[recipe, product] for product in products}
+    of_recipe = {product.kind: times[recipe, product] for product in products}
     bf16_us, gemm_us = sum(times["bf16", product] for product in products), sum(of_recipe.values())
     casts_us = 0.0
     if recipe != "bf16":
@@ -184,7 +178,7 @@ def linear_row(model: Model, times: Times, recipe: str, linear: model_shapes.Gem
     return LinearRow(
         model=model.name, linear=linear.name, recipe=recipe,
         sizes=f"{model.run.tokens} x {linear.in_features} to {linear.out_features}",
-        gemm_us=of_recipe, tflops={p.gemm: p.flops / of_recipe[p.gemm] / 1e6 for p in products},
+        gemm_us=of_recipe, tflops={p.kind: p.flops / of_recipe[p.kind] / 1e6 for p in products},
         floor_us=sum(floor_us(model.run.gpu, recipe, product) for product in products), casts_us=casts_us,
         gemm_speed=bf16_us / gemm_us, speed=bf16_us / (gemm_us + casts_us),
         planned_speed=planned(model, recipe, linear),
@@ -194,7 +188,9 @@ def linear_row(model: Model, times: Times, recipe: str, linear: model_shapes.Gem
 def planned(model: Model, recipe: str, linear: model_shapes.GemmDimensions) -> float:
     """The planner's speed of a linear to BF16."""
     run, products = model.run, model.products(linear.name)
-    bf16_s, fp8_s = (sum(compute.product_s(run, name, product) for product in products) for name in ("bf16", recipe))
+    bf16_s, fp8_s = (
+        sum(compute.gemm_s(run, name, *product.shape) for product in products) for name in ("bf16", recipe)
+    )
     return bf16_s / (fp8_s + linear_casts_s(run, recipe, linear))
 
 
@@ -279,34 +275,34 @@ class OnGpu:
         """A BF16 matrix of normal numbers: products of zeros run at a higher clock."""
         return self.torch.randn(rows, columns, dtype=self.torch.bfloat16, device="cuda")
 
-    def prepare(self, recipe: str, work: Product | Cast) -> Callable[[], Any]:
+    def prepare(self, recipe: str, work: LinearGemm | Cast) -> Callable[[], Any]:
         """A function that does it once, on operands that are there."""
         if isinstance(work, Cast):
             source, quantizer = self.numbers(work.rows, work.columns), self.quantizer(recipe, work.operand)
             return lambda: quantizer(source)
         return self.product(recipe, work)
 
-    def product(self, recipe: str, product: Product) -> Callable[[], Any]:
+    def product(self, recipe: str, product: LinearGemm) -> Callable[[], Any]:
         """A product as Transformer Engine's linears start it."""
         from transformer_engine.pytorch.cpp_extensions import general_gemm
 
-        torch, rows, columns, summed = self.torch, product.rows, product.columns, product.summed
+        torch, rows, columns, summed = self.torch, *product.shape
         # (first operand, its shape), (second operand, its shape), layout, result
         first, second, layout = {
             "fprop": (("weight", columns, summed), ("input", rows, summed), "TN"),
             "dgrad": (("weight", summed, columns), ("grad_output", rows, summed), "NN"),
             "wgrad": (("input", summed, columns), ("grad_output", summed, rows), "NT"),
-        }[product.gemm]
+        }[product.kind]
         operands = []
         for name, *shape in (first, second):
             matrix = self.numbers(*shape)
             operands.append(matrix if recipe == "bf16" else self.quantizer(recipe, name)(matrix))
-        dtype = torch.float32 if product.gemm == "wgrad" else torch.bfloat16
+        dtype = torch.float32 if product.kind == "wgrad" else torch.bfloat16
         result = torch.empty(rows, columns, dtype=dtype, device="cuda")
-        is_split = recipe == "blockwise" or product.gemm != "fprop"
+        is_split = recipe == "blockwise" or product.kind != "fprop"
         return lambda: general_gemm(
             *operands, out_dtype=dtype, layout=layout, out=result, use_split_accumulator=is_split,
-            grad=product.gemm != "fprop",
+            grad=product.kind != "fprop",
         )  # fmt: skip
 
     def quantizer(self, recipe: str, operand: str) -> Any:

@@ -50,7 +50,7 @@ import torch  # isort: skip
 import torch.distributed as dist  # isort: skip
 
 from megafp8.config.schema.model import ParallelConfig
-from megafp8.device.platform import Platform, detect_platform, join_ranks, leave_ranks
+from megafp8.device.platform import Platform, detect_platform, init_distributed, shutdown_distributed
 from megafp8.training.checks import Checked
 from megafp8.training.step import StepResult
 
@@ -170,10 +170,10 @@ def be_rank(
         # Checked before CUDA is used: tensor parallelism sets how it starts kernels.
         checked = gpu_steps.check_mode(options, mode_text(task))
         platform = detect_platform()
-        join_ranks(platform, ParallelConfig(distributed_timeout_minutes=JOIN_MINUTES))
+        init_distributed(platform, ParallelConfig(distributed_timeout_minutes=JOIN_MINUTES))
         row = measure(options, task, checked, platform)
         sender.send(row if rank == 0 else None)
-        leave_ranks()
+        shutdown_distributed()
     except Exception:  # noqa: BLE001 - the other modes are still of interest
         sender.send(f"rank {rank}: {traceback.format_exc()}")
 

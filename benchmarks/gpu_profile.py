@@ -1,24 +1,20 @@
-"""Where a training step goes on one GPU: its kernels by group.
+"""Profile of a training step on one GPU: its kernels by group.
 
-    python benchmarks/gpu_profile.py --shape A --mode "delayed --use-transformer-engine-op-fuser"
+    python benchmarks/gpu_steps.py --shape A --rounds 1 --modes profiled=delayed --profile profiled
 
-The table has the milliseconds and the number of kernels of each group, the idle time between kernels and where it
-lies, the span from the first kernel to the last, and how long communication ran beside no other kernel. Kernels are
-told apart by their names; what no pattern knows is `other`, by name below.
+`gpu_steps.py` and `gpu_layouts.py` call `profiled`. The table has the milliseconds and the number of kernels of each
+group, the idle time between kernels and where it lies, the span from the first kernel to the last, and how long
+communication ran beside no other kernel. Kernels are identified by their names; what no pattern matches is `other`,
+by name below.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 
 import torch
 
@@ -140,19 +136,3 @@ def profiled(step: Callable[[], Any], folder: Optional[Path] = None, steps: int 
         number = len(list(folder.glob("kernels*.txt")))
         (folder / f"kernels{number}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return result
-
-
-def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Profile one mode."""
-    from benchmarks import gpu_steps
-
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", default="A", help="model and batch of gpu_train.py")
-    parser.add_argument("--mode", default="delayed", help="recipe and flags")
-    options = parser.parse_args(argv)
-    mode = f"profiled={options.mode}"
-    return gpu_steps.main(["--shape", options.shape, "--modes", mode, "--rounds", "1", "--profile", "profiled"])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

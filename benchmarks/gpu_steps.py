@@ -43,10 +43,10 @@ from megafp8.mcore import cpu_patches
 cpu_patches.install()
 
 from megafp8.checkpoint.progress import Progress
-from megafp8.device.platform import detect_platform, join_ranks
+from megafp8.device.platform import detect_platform, init_distributed
 from megafp8.training.checks import Checked, check
 from megafp8.training.evaluation import build_batches
-from megafp8.training.setup import assemble
+from megafp8.training.setup import build_training_run
 from megafp8.training.step import StepResult, train_step
 
 PROCESS_S = 120.0
@@ -79,12 +79,12 @@ def check_mode(options: argparse.Namespace, text: str) -> Checked:
     """A mode of megafp8, checked: RECIPE FLAGS on the shape, loader in this process."""
     recipe, _, extra = text.partition(" ")
     argv = shlex.split(f"{SHAPES[options.shape]} {COMMON} --train-iters 1000 {MODES[recipe]} {extra} {options.extra}")
-    return check(*flags.read([*argv, "--num-workers", "0"]))
+    return check(*flags.parse_with_problems([*argv, "--num-workers", "0"]))
 
 
 def trainer(checked: Checked) -> Callable[[int], StepResult]:
     """A function that trains step i. torch.distributed runs already."""
-    run = assemble(checked.invocation.config, detect_platform(), checked.implementation)
+    run = build_training_run(checked.invocation.config, detect_platform(), checked.implementation)
     batches = build_batches(run, run.datasets[0], 0, 1000 * run.global_batch_size, num_workers=0)
     return lambda step: train_step(run, batches, Progress(step - 1))
 
@@ -107,7 +107,7 @@ def peer_steps(options: argparse.Namespace, recipe: str) -> Callable[[int], floa
 
 def measure(options: argparse.Namespace, name: str, text: str, number: int) -> Timed:
     """Build a mode and train."""
-    join_ranks(detect_platform(), ParallelConfig())
+    init_distributed(detect_platform(), ParallelConfig())
     step = peer_steps(options, text[1:]) if text.startswith("@") else megafp8_steps(options, text, number == 0)
     losses = [step(index) for index in range(1, options.warm_up + 1)]
     torch.cuda.synchronize()

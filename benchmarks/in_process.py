@@ -17,15 +17,15 @@ from megafp8.mcore import cpu_patches
 
 cpu_patches.install()
 
-from megafp8.device.platform import detect_platform, leave_ranks
+from megafp8.device.platform import detect_platform, shutdown_distributed
 from megafp8.mcore.config import build_transformer_config
-from megafp8.mcore.process_groups import leave_groups
+from megafp8.mcore.process_groups import destroy_process_groups
 from megafp8.metrics.timers import StepTimer
 from megafp8.optimizer.gradient_checks import NonFiniteGradientMonitor
 from megafp8.optimizer.gradient_communication import build_traffic
 from megafp8.training.checks import Checked, check
 from megafp8.training.run import Run
-from megafp8.training.setup import assemble, build_trainee
+from megafp8.training.setup import build_trainee, build_training_run
 
 TRAINING = (
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
@@ -60,7 +60,7 @@ def start_run(text: str) -> Run:
     """
     assert not torch.cuda.is_available(), "a benchmark of CPU ranks: hide the GPUs with CUDA_VISIBLE_DEVICES="
     checked = checked_flags(text)
-    return assemble(checked.invocation.config, detect_platform(), checked.implementation)
+    return build_training_run(checked.invocation.config, detect_platform(), checked.implementation)
 
 
 def add_run(first: Run, text: str) -> Run:
@@ -77,21 +77,21 @@ def add_run(first: Run, text: str) -> Run:
         implementation=implementation,
         transformer_config=transformer_config,
         trainee=trainee,
-        first_gradient=None,
-        spikes=None,
-        delayed=None,
-        watch=NonFiniteGradientMonitor(trainee.chunks, first.platform.device) if watched else None,
-        traffic=build_traffic(config, trainee.chunks),
+        wgrad_overwrite=None,
+        spike_detector=None,
+        delayed_snapshot=None,
+        gradient_monitor=NonFiniteGradientMonitor(trainee.chunks, first.platform.device) if watched else None,
+        parameter_traffic=build_traffic(config, trainee.chunks),
         timer=StepTimer(),
     )
 
 
 def end_runs() -> None:
     """Leave the groups of all runs of this process, so that `start_run` may be called again."""
-    leave_groups()
-    leave_ranks()
+    destroy_process_groups()
+    shutdown_distributed()
 
 
 def checked_flags(text: str) -> Checked:
     """The command line, checked as `pretrain_gpt.py` checks it."""
-    return check(*flags.read(text.split()))
+    return check(*flags.parse_with_problems(text.split()))

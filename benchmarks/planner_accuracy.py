@@ -22,10 +22,10 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.planner_fit import fit
 from benchmarks.planner_measurements import FIT, HELD_OUT, MEASUREMENTS, Measurement
 from benchmarks.planner_published import LEFT_OUT, PUBLISHED, Published
-from megafp8.planning.layouts import Found
-from megafp8.planning.memory import estimate_ends
+from megafp8.planning.layouts import LayoutSearch
+from megafp8.planning.memory import estimate_end_stages
 from megafp8.planning.step_time import step_time
-from megafp8.utils.formatting import markdown
+from megafp8.utils.formatting import markdown_table
 
 RESULTS = ROOT / "benchmarks/RESULTS.md"
 BEGIN, END = "<!-- planner accuracy: begin -->\n", "<!-- planner accuracy: end -->\n"
@@ -61,7 +61,7 @@ def compare(row: Measurement) -> Compared:
     """Predict what was measured."""
     run = row.run()
     step_ms = step_time(run).seconds * 1e3 if row.step_ms is not None else None
-    estimates = estimate_ends(run.config, run.world_size, run.padded_vocab, implementation=row.implementation)
+    estimates = estimate_end_stages(run.config, run.world_size, run.padded_vocab, implementation=row.implementation)
     return Compared(row, step_ms, max(estimate.total_bytes for estimate in estimates) / GIB)
 
 
@@ -84,7 +84,7 @@ def measured_table(compared: Sequence[Compared]) -> str:
             if row.peak_gib is not None else ("",) * 4
         )  # fmt: skip
         rows.append((name, str(row.num_gpus), *of_time, *of_memory))
-    return markdown(header, rows, "lrlrrrl")
+    return markdown_table(header, rows, "lrlrrrl")
 
 
 def told(error: Optional[float], bar: float, role: str) -> str:
@@ -108,10 +108,10 @@ def summary_table(compared: Sequence[Compared]) -> str:
         sizes = [abs(error) for error in errors if error is not None]
         cells = (str(len(sizes)), f"{statistics.median(sizes):.1%}", f"{max(sizes):.1%}", f"{bar:.0%}")
         rows.append((name, *cells, str(sum(size > bar for size in sizes))))
-    return markdown(("held out", "rows", "median error", "largest", "bar", "outside"), rows)
+    return markdown_table(("held out", "rows", "median error", "largest", "bar", "outside"), rows)
 
 
-def published_table(searches: Mapping[Published, Found]) -> str:
+def published_table(searches: Mapping[Published, LayoutSearch]) -> str:
     """The table of published rows."""
     lines = []
     for row, found in searches.items():
@@ -125,15 +125,15 @@ def published_table(searches: Mapping[Published, Found]) -> str:
             cells += ["nothing fits", "", ""]
         lines.append(cells)
     header = ("published", "GPUs", "model", "recipe", "tokens/s/GPU", "predicted", "error", "layout taken")
-    return markdown(header, lines, "llllrrrl")
+    return markdown_table(header, lines, "llllrrrl")
 
 
-def search_published() -> dict[Published, Found]:
+def search_published() -> dict[Published, LayoutSearch]:
     """Layouts of every published row."""
     return {row: row.search() for row in PUBLISHED}
 
 
-def report(searches: Mapping[Published, Found]) -> str:
+def report(searches: Mapping[Published, LayoutSearch]) -> str:
     """All of it, in Markdown."""
     compared = [compare(row) for row in MEASUREMENTS]
     return "\n".join([

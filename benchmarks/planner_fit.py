@@ -14,7 +14,7 @@ from benchmarks.planner_published import groups
 from megafp8.config import derived, model_shapes
 from megafp8.planning import compute, step_time
 from megafp8.planning.fp8_gain import linear_casts_s
-from megafp8.planning.planned_run import Calibration, PlannedRun, layer_products
+from megafp8.planning.planned_run import Calibration, PlannedRun, layer_gemms
 from megafp8.recipes.base import Gemm, Operand
 
 DIGITS = 3
@@ -89,8 +89,8 @@ def small_linears_us(calibration: Calibration) -> dict[tuple[str, str], tuple[fl
     linears = {linear.name: linear for linear in model_shapes.gemm_dimensions(run.config)}
     found = {}
     for name, recipe in SMALL_LINEARS:
-        products = [product for product in layer_products(run) if product.linear == name]
-        gemms_s = sum(compute.product_s(run, recipe, product) for product in products)
+        products = [product for product in layer_gemms(run) if product.linear == name]
+        gemms_s = sum(compute.gemm_s(run, recipe, *product.shape) for product in products)
         found[name, recipe] = 1e6 * gemms_s, 1e6 * linear_casts_s(run, recipe, linears[name])
     return found
 

@@ -85,7 +85,7 @@ class Measurement:
     @property
     def config(self) -> RunConfig:
         """The settings."""
-        invocation, problems = config_flags.read(shlex.split(self.flags))
+        invocation, problems = config_flags.parse_with_problems(shlex.split(self.flags))
         assert not problems, problems
         return with_values(invocation.config, dict(self.settings))
 

@@ -22,7 +22,7 @@ from benchmarks.planner_measurements import FIT, HELD_OUT, RECIPES
 from megafp8.config import derived, flags
 from megafp8.config.flags import Invocation
 from megafp8.device.gpus import GPUS
-from megafp8.planning.layouts import Found, find_layouts
+from megafp8.planning.layouts import LayoutSearch, find_layouts
 from megafp8.planning.plan import assumptions, with_values
 from megafp8.planning.planned_run import CALIBRATION
 
@@ -66,11 +66,13 @@ class Published:
         """As flags."""
         model = MODELS[self.model]
         batch = "" if "--global-batch-size" in self.layout else f"--global-batch-size {2 * self.num_gpus}"
-        invocation, problems = flags.read(shlex.split(f"{model} {LAYERS} {RECIPES[self.recipe]} {self.layout} {batch}"))
+        invocation, problems = flags.parse_with_problems(
+            shlex.split(f"{model} {LAYERS} {RECIPES[self.recipe]} {self.layout} {batch}")
+        )
         assert not problems, problems
         return invocation
 
-    def search(self) -> Found:
+    def search(self) -> LayoutSearch:
         """The planner's layouts."""
         invocation = self.invocation
         config = with_values(invocation.config, assumptions(invocation, self.num_gpus))

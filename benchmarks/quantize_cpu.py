@@ -27,8 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import timing
 from megafp8.quantization.delayed_scaling import DelayedScale
-from megafp8.quantization.linear import LinearPlan, emulated_linear, quantize_weight
-from megafp8.quantization.quantize import Quantized, dequantize, quantize
+from megafp8.quantization.linear import emulated_linear
+from megafp8.quantization.linear_plan import LinearPlan, quantize_weight
+from megafp8.quantization.quantize import dequantize, quantize
+from megafp8.quantization.quantized_tensor import Quantized
 from megafp8.recipes import blockwise, delayed, mxfp8, nvfp4, tensorwise
 from megafp8.recipes.base import LinearRecipe, OperandRule, ScaleRule
 

@@ -28,7 +28,7 @@ from benchmarks.in_process import add_size_options, checked_flags, command_line,
 from benchmarks.operations import Operations, count_operations
 from megafp8.device.platform import detect_platform
 from megafp8.metrics.sinks import build_sinks
-from megafp8.training.setup import assemble
+from megafp8.training.setup import build_training_run
 
 BAR, INTERVAL, WARMUP = 0.02, 100, 2
 PLAIN, LOOKING = "not looking", "looking"
@@ -60,7 +60,7 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[dict[str, timing
     what_if = f" --fp8-what-if {options.fp8_what_if}" if options.fp8_what_if else ""
     text = command_line(options, steps, f"--bf16 {RECIPES[options.recipe]} --fp8-log-interval 2{what_if}")
     checked = checked_flags(text)
-    run = assemble(checked.invocation.config, detect_platform(), checked.implementation)
+    run = build_training_run(checked.invocation.config, detect_platform(), checked.implementation)
     times = {PLAIN: timing.Times(), LOOKING: timing.Times()}
     with build_sinks(run.config.logging, run_folder=str(folder), total_steps=steps, stream=sys.stderr) as sinks:
         loop = EngineLoop(run, sinks, steps)

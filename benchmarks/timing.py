@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megafp8.utils.formatting import markdown
+from megafp8.utils.formatting import markdown_table
 
 QUIET_FRACTION = 0.05
 
@@ -133,7 +133,7 @@ def describe_quiet(times: Mapping[str, Times]) -> str:
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """A Markdown table, aligned: first column to the left, the others to the right. Floats get three digits."""
-    return markdown(header, [[format_cell(cell) for cell in row] for row in rows])
+    return markdown_table(header, [[format_cell(cell) for cell in row] for row in rows])
 
 
 def format_cell(cell: Any) -> str:

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megafp8.mcore.cpu_patches import QUIET
+from megafp8.mcore.cpu_patches import KNOWN_WARNINGS
 
 torch.set_num_threads(1)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and what tests start would ignore it, too
@@ -35,7 +35,7 @@ IMPORT_WARNINGS = (
 
 def pytest_configure(config: pytest.Config) -> None:
     """Leave out of the summary what megatron-core says on every run (pytest sets the process's filters aside)."""
-    for category, message, module in (*QUIET, *IMPORT_WARNINGS):
+    for category, message, module in (*KNOWN_WARNINGS, *IMPORT_WARNINGS):
         config.addinivalue_line("filterwarnings", f"ignore:{message}:{category.__name__}:{module}")
 
 

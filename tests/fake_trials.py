@@ -7,7 +7,7 @@ import signal
 import time
 from multiprocessing.connection import Connection
 
-from megafp8.training.micro_batch_search.messages import EXCEEDED, Failed, Measured, TooLarge, TrialSetup
+from megafp8.training.micro_batch_search.messages import MEMORY_EXCEEDED_STATUS, Failed, Measured, TooLarge, TrialSetup
 
 FITS = 8
 """The largest size that a rank has room for, times its number plus 1."""
@@ -30,7 +30,7 @@ def serve(setup: TrialSetup, pipe: Connection) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         elif setup.implementation in ("grows", "breaks"):
             time.sleep(0.3 if setup.implementation == "breaks" else 0)
-            os._exit(EXCEEDED)
+            os._exit(MEMORY_EXCEEDED_STATUS)
         elif setup.implementation == "crashes":
             os._exit(3)
         elif setup.implementation == "errs":

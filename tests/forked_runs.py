@@ -28,7 +28,7 @@ from ranks import become_rank, join_gloo
 
 from megafp8.mcore import cpu_patches
 from megafp8.resilience import fault_injection
-from megafp8.utils.process import ENDED, stat_of
+from megafp8.utils.process import ENDED_STATES, read_proc_stat
 
 ROOT = Path(__file__).resolve().parents[1]
 HUNG = 124
@@ -63,7 +63,7 @@ class Ended:
 def prepare() -> None:
     """Import in this process what ranks would import each."""
     cpu_patches.install()
-    for name in ("pretrain_gpt", "megafp8.training.pretrain", "megafp8.training.checks"):
+    for name in ("megafp8.cli.pretrain", "megafp8.training.pretrain", "megafp8.training.checks"):
         importlib.import_module(name)
 
 
@@ -107,7 +107,7 @@ class ForkedRun:
         environment: Mapping[str, str] = MappingProxyType({}),
     ):  # fmt: skip
         self._folder, self._began, self._ends = folder, time.monotonic(), dict[int, float]()
-        variables = {fault_injection.VARIABLE: plan, **environment} | (
+        variables = {fault_injection.FAULTS_VARIABLE: plan, **environment} | (
             {fault_injection.FIRED_VARIABLE: str(fired)} if fired else {}
         )
         fork = multiprocessing.get_context("fork").Process
@@ -192,7 +192,7 @@ def members(group: Optional[int]) -> list[int]:
     found = []
     for pid in psutil.pids():
         with contextlib.suppress(ProcessLookupError):  # it may end between two looks
-            if os.getpgid(pid) == group and (stat_of(pid) or ENDED)[0] not in ENDED:
+            if os.getpgid(pid) == group and (read_proc_stat(pid) or ENDED_STATES)[0] not in ENDED_STATES:
                 found.append(pid)
     return found
 
@@ -208,5 +208,5 @@ def be_command(rank: int, world_size: int, folder: Path, flags: list[str], varia
     importlib.reload(fault_injection)
     if "MASTER_ADDR" not in variables:  # with an address the command joins by itself, as under torchrun
         join_gloo(rank, world_size, folder)
-    command = importlib.import_module("pretrain_gpt")
+    command = importlib.import_module("megafp8.cli.pretrain")
     sys.exit(command.main(flags))

@@ -29,10 +29,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megafp8.utils.process import end_with_starter
+from megafp8.utils.process import set_worker_death_signal
 
 # Once a rank has failed, the others hang in a collective or fail too: what they say in this time is reported.
 GRACE_S = 1.0
+SET_NUM_THREADS = torch.set_num_threads
 
 
 class RankFailed(AssertionError):
@@ -129,14 +130,19 @@ def become_rank(rank: int, world_size: int, folder: Path) -> None:
     }
 
 
+SET_NUM_THREADS = torch.set_num_threads
+
+
 def become_child() -> None:
     """What every forked child does first: a process group of its own, which dies with its parent, and one thread."""
-    # A pool of threads hangs here if the test process ever had one: what a rank asks for (use_threads) is set aside.
-    torch.set_num_threads(1)
+    # A pool of threads hangs here if the test process ever had one: set_num_threads has no effect in ranks. The call
+    # itself has to reach torch in a child's child too: the first one after a fork replaces the inherited pool, and two
+    # threads that make it at once fail an assertion of torch.
+    SET_NUM_THREADS(1)
     torch.set_num_threads = lambda threads: None
     gc.freeze()  # what it inherits is no garbage: every collection would walk all of it, and so copy it
     os.setpgid(0, 0)  # with its children it is one group, which can be killed as a whole
-    end_with_starter(signal.SIGKILL)  # a killed test run leaves nobody behind
+    set_worker_death_signal(signal.SIGKILL)  # a killed test run leaves nobody behind
 
 
 def join_gloo(rank: int, world_size: int, folder: Path) -> None:

@@ -15,13 +15,13 @@ from megafp8.mcore import cpu_patches
 
 cpu_patches.install()
 
-from megafp8.checkpoint.directory import finish, make_unfinished, unfinished_path
+from megafp8.checkpoint.directory import make_unfinished_folder, publish, unfinished_path
 from megafp8.checkpoint.manifest import read_manifest
-from megafp8.checkpoint.progress import Progress, Trainee
+from megafp8.checkpoint.progress import Progress, TrainingState
 from megafp8.checkpoint.save import save_checkpoint
 from megafp8.data.tokenizers.build import build_tokenizer
 from megafp8.mcore.config import build_transformer_config
-from megafp8.mcore.process_groups import build_groups
+from megafp8.mcore.process_groups import build_process_groups
 from megafp8.models.builder import add_gradient_buffers, build_model, build_optimizer
 from megafp8.optimizer.schedules import build_schedule
 
@@ -39,9 +39,9 @@ def configure(text: str, tokenizer_model: str | Path | None = None) -> RunConfig
     return flags.parse(f"{RUN} {text} --tokenizer-type {kind}".split()).config
 
 
-def build_initial(config: RunConfig) -> Trainee:
+def build_initial(config: RunConfig) -> TrainingState:
     """Step 0 of a run, on this rank."""
-    build_groups(config)
+    build_process_groups(config)
     world_size = dist.get_world_size()
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
     vocab_size = derived.padded_vocab_size(config, tokenizer.vocab_size)
@@ -49,16 +49,16 @@ def build_initial(config: RunConfig) -> Trainee:
     model = build_model(config, transformer_config, "emulated", vocab_size)
     chunks = add_gradient_buffers(config, transformer_config, model)
     optimizer = build_optimizer(config, transformer_config, chunks)
-    return Trainee(chunks, optimizer, build_schedule(config, optimizer, world_size))
+    return TrainingState(chunks, optimizer, build_schedule(config, optimizer, world_size))
 
 
 def copy_as_step(path: Path, folder: Path, step: int) -> None:
     """Give a folder the files of a checkpoint as the checkpoint of another step. (Its progress stays what it was.)"""
     manifest = dataclasses.replace(read_manifest(path), step=step)
-    make_unfinished(folder, step)
+    make_unfinished_folder(folder, step)
     for name in manifest.files:
         shutil.copy(path / name, unfinished_path(folder, step) / name)
-    finish(folder, step, manifest)
+    publish(folder, step, manifest)
 
 
 def save_initial(folder: Path, config: RunConfig, world_size: int = 1) -> Path:

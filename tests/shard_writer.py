@@ -8,7 +8,7 @@ from typing import Optional
 
 import numpy as np
 
-from megafp8.data.shards import ShardTotals, bin_path, idx_path, index_of_documents, publish_shard, write_index
+from megafp8.data.shards import ShardTotals, bin_path, build_document_index, idx_path, publish_shard, write_index
 from megafp8.utils.files import HashedStream, sync, temporary_name
 
 
@@ -52,7 +52,7 @@ class ShardWriter:
         self._stream.close()
         with open(self._idx_temporary, "wb") as stream:
             index = HashedStream(stream)
-            write_index(index, [index_of_documents(document_lengths, self.dtype)])
+            write_index(index, [build_document_index(document_lengths, self.dtype)])
             sync(stream)
         publish_shard(self.prefix, self._bin_temporary, self._idx_temporary)
         return ShardTotals(
@@ -81,5 +81,5 @@ def encode_index(document_lengths: np.ndarray, dtype: np.dtype) -> bytes:
         dtype: of the token ids.
     """
     stream = io.BytesIO()
-    write_index(stream, [index_of_documents(document_lengths, np.dtype(dtype))])
+    write_index(stream, [build_document_index(document_lengths, np.dtype(dtype))])
     return stream.getvalue()

@@ -21,7 +21,7 @@ from typing import Optional
 import psutil
 
 from benchmarks.ports import free_ports
-from megafp8.utils.process import end_with_parent
+from megafp8.utils.process import set_parent_death_signal
 
 NODES, ADDRESSES = ("megafp8-node1", "megafp8-node2"), ("127.0.0.1", "127.0.0.2")
 # For what this Slurm is asked; it starts in a second, but on a busy machine not at once.
@@ -122,7 +122,7 @@ class Cluster:
         with open(self.folder / "daemons.log", "a") as log:
             subprocess.Popen(
                 command, env=self.environment, stdout=log, stderr=log, start_new_session=True,
-                preexec_fn=functools.partial(end_with_parent, signal.SIGTERM),
+                preexec_fn=functools.partial(set_parent_death_signal, signal.SIGTERM),
             )  # fmt: skip
 
     def ask(self, *command: str) -> str:

@@ -30,13 +30,13 @@ cpu_patches.install()
 from megatron.core.utils import unwrap_model
 
 from megafp8.checkpoint.progress import Progress
-from megafp8.checkpoint.save import sync_parameters
+from megafp8.checkpoint.save import finish_param_gather
 from megafp8.data.gpt_dataset import ShardSource
 from megafp8.metrics.records import QuantizationRecord, Record
 from megafp8.training.evaluation import build_batches
 from megafp8.training.extensions.statistics import StatisticsCollector
 from megafp8.training.run import Run
-from megafp8.training.setup import assemble
+from megafp8.training.setup import build_training_run
 from megafp8.training.step import Batches, StepResult, train_step
 
 # Bytes 0 to 254, and the tokenizer's end of document on 255, which no source has: 256 rows under every layout.
@@ -79,7 +79,9 @@ def build_run(config: RunConfig) -> Run:
     """The run of this rank, on samples of Python source; torch.distributed runs already."""
     here = platform.detect_platform()
     implementation = capability.resolve_implementation(config, capability.detect_target())
-    run = assemble(config, here, implementation, has_data=False)  # most of the time would go into made-up tokens
+    run = build_training_run(
+        config, here, implementation, has_data=False
+    )  # most of the time would go into made-up tokens
     samples = SourceSamples(config.data.seq_length)
     return dataclasses.replace(run, datasets=(samples, samples, None))
 
@@ -158,7 +160,7 @@ def nudge(run: Run, seed: int) -> None:
 
 def weights(run: Run) -> dict[str, Tensor]:
     """Copies of this rank's weights by name, the chunk's number in front; gathers that are under way are waited for."""
-    sync_parameters(run.config, run.trainee)
+    finish_param_gather(run.config, run.trainee)
     return {
         f"{index}.{name}": parameter.detach().clone()
         for index, chunk in enumerate(unwrap_model(run.trainee.chunks))

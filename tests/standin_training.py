@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from megafp8.resilience.run_state import RUN_STATE_FILE, RunState
-from megafp8.utils.process import this_process
+from megafp8.utils.process import current_process
 
 
 def main(words: list[str]) -> None:
@@ -26,7 +26,7 @@ def main(words: list[str]) -> None:
     now = time.time()
     state = RunState(
         state="preempted" if "STANDIN_WAITS" in os.environ else "done", step=1, saved_step=1, exit_status=0,
-        world_size=1, process=this_process(), started_at=now, updated_at=now,
+        world_size=1, process=current_process(), started_at=now, updated_at=now,
     )  # fmt: skip
     if rank == "0":
         (folder / RUN_STATE_FILE).write_text(json.dumps(state.to_plain()))

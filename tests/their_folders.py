@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megafp8.checkpoint.convert.families import family_of_theirs
-from megafp8.checkpoint.convert.safetensors_files import SINGLE, write_json
-from megafp8.checkpoint.convert.tensor_mapping import TheirConfig
+from megafp8.checkpoint.convert.families import family_of_hf_config
+from megafp8.checkpoint.convert.safetensors_files import SINGLE_FILE, write_json
+from megafp8.checkpoint.convert.tensor_mapping import HFConfig
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 
@@ -34,8 +34,8 @@ MODELS = {"llama": LLAMA, "tied": TIED_LLAMA, "gpt2": GPT2}
 
 def settings_of(fields: dict[str, Any]) -> RunConfig:
     """The run's settings that a config.json stands for."""
-    theirs = TheirConfig(fields)
-    values = family_of_theirs(fields).from_theirs(theirs)
+    theirs = HFConfig(fields)
+    values = family_of_hf_config(fields).from_hf_config(theirs)
     assert theirs.problems == []
     return with_values(RunConfig(), values | {"model.vocab_size": fields["vocab_size"]})
 
@@ -43,8 +43,8 @@ def settings_of(fields: dict[str, Any]) -> RunConfig:
 def random_weights(fields: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
     """Weights of a model by their names; no two elements are alike, so that none can be mistaken for another."""
     config, generator = settings_of(fields), torch.Generator().manual_seed(1)
-    rows = family_of_theirs(fields).rows(config.model, fields["vocab_size"], fields["vocab_size"])
-    shapes = {name: shape for row in rows for name, shape in row.their_shapes().items()}
+    rows = family_of_hf_config(fields).tensor_table(config.model, fields["vocab_size"], fields["vocab_size"])
+    shapes = {name: shape for row in rows for name, shape in row.hf_shapes().items()}
     return {
         name: ((0.5 if len(shape) == 1 else 0.1) * torch.randn(shape, generator=generator)).to(dtype)
         for name, shape in shapes.items()
@@ -55,7 +55,7 @@ def write_their_folder(folder: Path, fields: dict[str, Any], weights: dict[str, 
     """A folder with config.json and one file of weights."""
     folder.mkdir()
     write_json(folder / "config.json", fields)
-    save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / SINGLE, {"format": "pt"})
+    save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / SINGLE_FILE, {"format": "pt"})
     return folder
 
 

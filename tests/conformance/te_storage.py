@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.quantization.quantize import Quantized
+from megafp8.quantization.quantized_tensor import Quantized
 
 # For `pytestmark`.
 NEEDS_TRANSFORMER_ENGINE = [

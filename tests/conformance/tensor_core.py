@@ -18,7 +18,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from megafp8.quantization.quantize import Quantized
+from megafp8.quantization.quantized_tensor import Quantized
 from megafp8.quantization.rounding import decode
 from megafp8.recipes.base import Gemm
 from megafp8.recipes.formats import Format

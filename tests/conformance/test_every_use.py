@@ -14,7 +14,8 @@ from megafp8.config.precision_map import build_recipe
 from megafp8.config.schema import PrecisionConfig
 from megafp8.quantization import nvfp4
 from megafp8.quantization.delayed_scaling import DelayedScale
-from megafp8.quantization.quantize import Quantized, quantize
+from megafp8.quantization.quantize import quantize
+from megafp8.quantization.quantized_tensor import Quantized
 from megafp8.recipes.base import Gemm, Operand
 
 # Does the GEMM sum over the columns of the operand, or over its rows?

@@ -6,7 +6,7 @@ import torch
 from golden import Arrays, carried, everything, needs_all, tensor
 from te_storage import check_stored
 
-from megafp8.quantization.delayed_scaling import DelayedScale, update
+from megafp8.quantization.delayed_scaling import DelayedScale, update_scales
 from megafp8.quantization.quantize import quantize
 from megafp8.recipes.base import DelayedOptions, OperandRule, ScaleRule
 from megafp8.recipes.formats import FORMATS
@@ -108,7 +108,7 @@ def check_updates(arrays: Arrays, name: str) -> None:
     history, scale = torch.zeros(options.history_len, num_tensors), torch.ones(num_tensors)
     format_max = torch.full((num_tensors,), FORMATS[fmt].max)
     for amax, expected_scale, expected_history in zip(amaxes, scales, histories, strict=True):
-        update(history, scale, torch.from_numpy(amax.copy()), format_max, options)
+        update_scales(history, scale, torch.from_numpy(amax.copy()), format_max, options)
         np.testing.assert_array_equal(scale.numpy(), expected_scale)
         np.testing.assert_array_equal(history.numpy().T, expected_history)
 

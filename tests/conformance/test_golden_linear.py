@@ -10,7 +10,8 @@ from tensor_core import hopper_gemm
 from tolerances import LINEAR_EQUAL_FRACTION, LINEAR_ROUNDING, TENSOR_CORE_PEAK
 
 from megafp8.quantization.delayed_scaling import AmaxExchange, DelayedState
-from megafp8.quantization.linear import LinearPlan, emulated_linear
+from megafp8.quantization.linear import emulated_linear
+from megafp8.quantization.linear_plan import LinearPlan
 from megafp8.recipes import blockwise, delayed, tensorwise
 from megafp8.recipes.base import OPERANDS_OF, Gemm, Operand
 

@@ -10,8 +10,9 @@ import torch
 from test_reference import adversarial
 
 from megafp8.quantization import nvfp4
-from megafp8.quantization.nvfp4 import RoundingNoise, random_bytes, transform_columns, transform_matrix
-from megafp8.quantization.quantize import Quantized, dequantize, quantize
+from megafp8.quantization.nvfp4 import RoundingNoise, hadamard_matrix, hadamard_transform, random_bytes
+from megafp8.quantization.quantize import dequantize, quantize
+from megafp8.quantization.quantized_tensor import Quantized
 from megafp8.quantization.rounding import cast, decode
 from megafp8.recipes.base import OperandRule, ScaleRule
 from megafp8.recipes.formats import E2M1
@@ -104,7 +105,7 @@ def test_ties_of_block_scales() -> None:
 
 
 def test_the_transform_is_orthogonal() -> None:
-    matrix = transform_matrix(torch.float64, torch.device("cpu"))
+    matrix = hadamard_matrix(torch.float64, torch.device("cpu"))
     assert torch.equal(matrix @ matrix.t(), torch.eye(16, dtype=torch.float64))
     assert (matrix.abs() == 0.25).all()
 
@@ -112,27 +113,27 @@ def test_the_transform_is_orthogonal() -> None:
 def test_the_transform_is_that_of_the_reference() -> None:
     x = torch.randn(48, 5, generator=torch.Generator().manual_seed(5))
     expected = reference.hadamard_columns(x.numpy())
-    np.testing.assert_allclose(transform_columns(x).numpy(), expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(hadamard_transform(x).numpy(), expected, rtol=1e-6, atol=1e-6)
     x = x.bfloat16()
     expected = torch.from_numpy(reference.hadamard_columns(x.float().numpy())).float().bfloat16()
-    assert torch.equal(transform_columns(x), expected), "rounded once"
+    assert torch.equal(hadamard_transform(x), expected), "rounded once"
 
 
 def test_the_transform_drops_out_of_a_product() -> None:
     generator = torch.Generator().manual_seed(6)
     x, dy = (torch.randn(64, 8, generator=generator, dtype=torch.float64) for _ in range(2))
-    torch.testing.assert_close(transform_columns(dy).t() @ transform_columns(x), dy.t() @ x)
+    torch.testing.assert_close(hadamard_transform(dy).t() @ hadamard_transform(x), dy.t() @ x)
 
 
 def test_the_transform_spreads_an_outlier() -> None:
     x = torch.zeros(16, 2)
     x[3, 0] = 8.0
-    assert (transform_columns(x)[:, 0].abs() == 2.0).all()
+    assert (hadamard_transform(x)[:, 0].abs() == 2.0).all()
 
 
 def test_rows_that_make_no_groups_are_refused() -> None:
     with pytest.raises(ValueError, match="groups of 16, here are 24: choose --seq-length"):
-        transform_columns(torch.zeros(24, 2))
+        hadamard_transform(torch.zeros(24, 2))
 
 
 # --- stochastic rounding ----------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import pytest
 import reference
 import torch
 
-from megafp8.quantization.delayed_scaling import update
+from megafp8.quantization.delayed_scaling import update_scales
 from megafp8.quantization.quantize import dequantize, quantize
 from megafp8.quantization.rounding import CODE_DTYPES, cast, decode
 from megafp8.quantization.scaling import e8m0_scales, quant_scale_of
@@ -178,6 +178,6 @@ def test_delayed_updates(algorithm: str, history_len: int, fmt: str, margin: int
     options = DelayedOptions(history_len=history_len, algorithm=algorithm, margin=margin)
     for amax in np.array(amaxes, dtype=np.float32):
         history, scale = reference.delayed_update(history, scale, amax, fmt, algorithm == "max", margin)
-        update(our_history, our_scale, torch.tensor([amax]), torch.tensor([FORMATS[fmt].max]), options)
+        update_scales(our_history, our_scale, torch.tensor([amax]), torch.tensor([FORMATS[fmt].max]), options)
         np.testing.assert_array_equal(our_history[:, 0].numpy(), history)
         assert our_scale.item() == scale

@@ -6,8 +6,8 @@ from te_gemms import RecordedGemm, recorded_gemms
 from te_storage import NEEDS_TRANSFORMER_ENGINE, check_stored
 
 from megafp8.quantization.delayed_scaling import AmaxExchange, DelayedState
-from megafp8.quantization.linear import LinearPlan, quantize_weight
-from megafp8.quantization.quantize import Quantized
+from megafp8.quantization.linear_plan import LinearPlan, quantize_weight
+from megafp8.quantization.quantized_tensor import Quantized
 from megafp8.recipes import delayed
 from megafp8.recipes.base import Gemm, Operand
 
@@ -86,8 +86,8 @@ def test_twenty_microbatches(algorithm: str, history_len: int, margin: int, fmt:
 
         plan = LinearPlan(recipe=recipe, delayed=state.scales_for_forward()[0])
         if is_first:
-            known_weight = quantize_weight(w, plan)
-        ours = {Operand.WEIGHT: known_weight.fprop, Operand.INPUT: plan.quantize(x, Operand.INPUT, Gemm.FPROP)}
+            gemm_weight = quantize_weight(w, plan)
+        ours = {Operand.WEIGHT: gemm_weight.fprop, Operand.INPUT: plan.quantize(x, Operand.INPUT, Gemm.FPROP)}
         exchange.forward_ran(state)
         ours[Operand.GRAD_OUTPUT] = plan.quantize(dy, Operand.GRAD_OUTPUT, Gemm.DGRAD)
         exchange.backward_ran(state)

@@ -14,7 +14,7 @@ from te_gemms import PRODUCTS, gemms_through
 from te_storage import NEEDS_TRANSFORMER_ENGINE, as_stored, stored
 from torch import Tensor
 
-from megafp8.quantization.quantize import Quantized
+from megafp8.quantization.quantized_tensor import Quantized
 from megafp8.recipes.base import Gemm, Operand
 
 pytestmark = NEEDS_TRANSFORMER_ENGINE

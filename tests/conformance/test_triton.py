@@ -16,9 +16,11 @@ from torch import Tensor
 
 from megafp8.quantization import quantize, scaled_gemm
 from megafp8.quantization.delayed_scaling import DelayedScale
-from megafp8.quantization.linear import LinearPlan, emulated_linear
+from megafp8.quantization.linear import emulated_linear
+from megafp8.quantization.linear_plan import LinearPlan
 from megafp8.quantization.nvfp4 import RoundingNoise
-from megafp8.quantization.quantize import Quantized, Use, quantize_by_torch
+from megafp8.quantization.quantize import decode_values_by_torch, quantize_by_torch
+from megafp8.quantization.quantized_tensor import Quantized, Use
 from megafp8.quantization.rounding import CODE_DTYPES
 from megafp8.recipes import blockwise, mxfp8, nvfp4, tensorwise
 from megafp8.recipes.base import LinearRecipe, OperandRule, ScaleRule
@@ -146,12 +148,12 @@ def check_uses(x: Tensor, uses: list[Use], generators: Optional[list[torch.Gener
         name = f"{use.rule}, {tuple(x.shape)}"
         check_bits(result.factor, theirs.factor, f"factor, {name}")
         if use.dtype is not None:
-            check_bits(result.values, theirs.operand_by_torch(use.dtype), f"values, {name}")
+            check_bits(result.values, decode_values_by_torch(theirs, use.dtype), f"values, {name}")
             continue
         check_bits(result.codes, theirs.codes, f"codes, {name}")
         check_bits(result.dequant_scale, theirs.dequant_scale, f"scales, {name}")
         decoded = triton_quantize.decode(theirs, gemm_dtype(use.rule))
-        check_bits(decoded, theirs.operand_by_torch(gemm_dtype(use.rule)), f"decoded, {name}")
+        check_bits(decoded, decode_values_by_torch(theirs, gemm_dtype(use.rule)), f"decoded, {name}")
 
 
 def gemm_dtype(rule: OperandRule) -> torch.dtype:
@@ -216,7 +218,7 @@ def test_delayed() -> None:
         expected = quantize_by_torch(x, rule, delayed=theirs)
         check_bits(result.codes, expected.codes)
         check_bits(result.factor, expected.factor)
-        check_bits(numbers.values, expected.operand_by_torch(torch.bfloat16))
+        check_bits(numbers.values, decode_values_by_torch(expected, torch.bfloat16))
         check_bits(ours.amax, theirs.amax)
         untouched = DelayedScale(quant[1], None)
         check_bits(triton_quantize.quantize_for(x, [Use(rule)], delayed=untouched)[0].codes, expected.codes)
@@ -261,7 +263,7 @@ def test_every_code_is_decoded(fmt: Format) -> None:
         Quantized(codes, scale, None, rule),
         Quantized(codes, scale[0, 0], None, OperandRule(format=fmt, scale_rule=ScaleRule.FP32)),
     ):
-        check_bits(triton_quantize.decode(quantized, torch.float32), quantized.operand_by_torch(torch.float32))
+        check_bits(triton_quantize.decode(quantized, torch.float32), decode_values_by_torch(quantized, torch.float32))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

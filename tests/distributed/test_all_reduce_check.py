@@ -13,15 +13,16 @@ import pytest
 
 from benchmarks.ports import free_ports
 from megafp8.device import all_reduce_check
-from megafp8.launch.node_check import GroupResult, NodeRank, NodeReport, evaluate_nodes
-from megafp8.utils.process import end_with_parent
+from megafp8.device.node_check_ranks import NodeRank
+from megafp8.launch.node_check import GroupResult, NodeReport, evaluate_nodes
+from megafp8.utils.process import set_parent_death_signal
 
 NUM_NODES, ABSENT = 4, 2
 
 
 def be_node(place: NodeRank, told: Path) -> None:
     """The life of a node's only rank."""
-    end_with_parent(signal.SIGKILL)
+    set_parent_death_signal(signal.SIGKILL)
     with open(told, "w") as stream, contextlib.redirect_stdout(stream):
         all_reduce_check.main(json.dumps(dataclasses.asdict(place)))
 

@@ -16,11 +16,12 @@ from small_run import FP8, PLAIN, build_run, fingerprint, small_config, train, w
 
 from megafp8.analysis.runs import load_run
 from megafp8.checkpoint import save as saving
-from megafp8.checkpoint.async_save import BackgroundSaves, Copy, HostCopies
-from megafp8.checkpoint.directory import POINTER, choose_checkpoint, saved_steps
+from megafp8.checkpoint.async_save import AsyncSaver, HostBuffers, HostCopy
+from megafp8.checkpoint.directory import POINTER, complete_steps
 from megafp8.checkpoint.load import load_checkpoint
 from megafp8.checkpoint.manifest import read_manifest
 from megafp8.checkpoint.progress import Progress
+from megafp8.checkpoint.resume_point import choose_checkpoint
 from megafp8.checkpoint.save import save_checkpoint
 from megafp8.errors import CheckpointError
 from megafp8.resilience import fault_injection
@@ -32,7 +33,7 @@ LENGTH = "--train-iters 6 --lr-warmup-iters 1 --eval-iters 0 --no-progress-bar -
 
 
 def begin(run: Run, folder: Path, step: int, timeout_s: float = 60.0) -> Any:
-    saves = BackgroundSaves(run.config, run.trainee, timeout_s, run.platform.device)
+    saves = AsyncSaver(run.config, run.trainee, timeout_s, run.platform.device)
     return saves, saves.begin(folder, Progress(step, step * run.global_batch_size))
 
 
@@ -67,22 +68,22 @@ def test_it_is_the_state_at_its_step(world_size: int, flags: str, tmp_path: Path
         train(run, 2)
         expected = files_of(save_checkpoint(tmp_path / "now", config, run.trainee, Progress(2, 16)))
         may_copy, may_write = threading.Event(), threading.Event()
-        make, write, wait = Copy.make, saving.Save.write, Copy.wait
+        make, write, wait = HostCopy.make, saving.PreparedSave.write, HostCopy.wait
 
-        def late_copy(self: Copy) -> None:
+        def late_copy(self: HostCopy) -> None:
             assert may_copy.wait(60)
             make(self)
 
-        def late_write(self: saving.Save, data_of: Any) -> Any:
+        def late_write(self: saving.PreparedSave, data_of: Any) -> Any:
             assert may_write.wait(60)
             return write(self, data_of)
 
-        def let_copy(self: Copy, timeout_s: float) -> None:
+        def let_copy(self: HostCopy, timeout_s: float) -> None:
             may_copy.set()
             wait(self, timeout_s)
 
-        late_writing = mock.patch.object(saving.Save, "write", late_write)
-        with mock.patch.multiple(Copy, make=late_copy, wait=let_copy), late_writing:
+        late_writing = mock.patch.object(saving.PreparedSave, "write", late_write)
+        with mock.patch.multiple(HostCopy, make=late_copy, wait=let_copy), late_writing:
             _, under_way = begin(run, tmp_path / "later", 2)
             train(run, 2, 3)
             assert under_way.poll() is None
@@ -125,7 +126,7 @@ def test_the_next_save_takes_its_plan_and_memory_again(tmp_path: Path) -> None:
         return planned.call_count
 
     assert run_ranks(2, save_twice) == [1, 1]
-    for step in saved_steps(tmp_path):
+    for step in complete_steps(tmp_path):
         assert run_ranks(2, lambda step=step: choose_checkpoint(tmp_path, step=step).step) == [step, step]
 
 
@@ -146,29 +147,29 @@ def details(folder: Path, name: str) -> list[str]:
 def test_a_run_saves_and_goes_on_from_what_it_saved(tmp_path: Path) -> None:
     progress, digest = run_loop(tmp_path / "straight")
     assert progress == Progress(6, 48)
-    assert saved_steps(tmp_path / "straight") == [2, 4, 6]
+    assert complete_steps(tmp_path / "straight") == [2, 4, 6]
     assert [line.split(":")[0] for line in details(tmp_path / "straight", "checkpoint saved")] == ["2", "4", "6"]
     assert run_loop(tmp_path / "parts", "--exit-interval 3 --ckpt-keep 1")[0] == Progress(3, 24)
-    assert saved_steps(tmp_path / "parts") == [3], "the last one is there when the run ends"
+    assert complete_steps(tmp_path / "parts") == [3], "the last one is there when the run ends"
     assert run_loop(tmp_path / "parts") == (progress, digest)
 
 
 def slow(seconds_of_step: dict[int, float]) -> Any:
     """Patch writing so that it takes time on rank 1, by step."""
-    write = saving.Save.write
+    write = saving.PreparedSave.write
 
-    def slow_write(self: saving.Save, data_of: Any) -> Any:
+    def slow_write(self: saving.PreparedSave, data_of: Any) -> Any:
         if dist.get_rank() == 1:
             time.sleep(seconds_of_step.get(self.progress.step, 0.0))
         return write(self, data_of)
 
-    return mock.patch.object(saving.Save, "write", slow_write)
+    return mock.patch.object(saving.PreparedSave, "write", slow_write)
 
 
 def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
     with slow({2: 2.0}):
         assert run_loop(tmp_path, "--save-interval 1 --train-iters 4")[0] == Progress(4, 32)
-    assert saved_steps(tmp_path) == [1, 2, 3, 4]
+    assert complete_steps(tmp_path) == [1, 2, 3, 4]
     assert any("for the checkpoint of step 2" in line for line in details(tmp_path, "checkpoint late"))
 
 
@@ -178,7 +179,7 @@ def test_a_writer_that_hangs_is_a_failed_save(tmp_path: Path) -> None:
     with slow({2: 1000.0}):
         assert run_loop(tmp_path, "--async-save-timeout 2")[0] == Progress(6, 48)
     assert time.monotonic() - began < 60
-    assert saved_steps(tmp_path) == [4, 6]
+    assert complete_steps(tmp_path) == [4, 6]
     (failed,) = details(tmp_path, "checkpoint failed")
     assert failed.startswith("2: step 2 cannot be saved to")
     assert "rank 1: it is not written after 2 s; --async-save-timeout" in failed
@@ -202,7 +203,7 @@ def test_a_save_that_was_given_up_publishes_and_deletes_nothing_later(place: str
     def save() -> None:
         run = build_run(config)
         save_checkpoint(tmp_path, config, run.trainee, Progress(1, 8))
-        saves = BackgroundSaves(config, run.trainee, 60.0, run.platform.device)
+        saves = AsyncSaver(config, run.trainee, 60.0, run.platform.device)
         with mock.patch.object(fault_injection, "point", held):
             under_way = saves.begin(tmp_path, Progress(2, 16), keep=1)
             while not is_there.wait(0.05):
@@ -220,16 +221,16 @@ def test_a_save_that_was_given_up_publishes_and_deletes_nothing_later(place: str
 
 def test_a_copy_that_hangs_is_a_failed_save(tmp_path: Path) -> None:
     """The update goes on after the time is over, so what was half copied must not become a checkpoint."""
-    config, make = small_config("llama", PLAIN), Copy.make
+    config, make = small_config("llama", PLAIN), HostCopy.make
     may_copy = threading.Event()
 
-    def late_copy(self: Copy) -> None:
+    def late_copy(self: HostCopy) -> None:
         assert may_copy.wait(60)
         make(self)
 
     def save() -> None:
         run = build_run(config)
-        with mock.patch.object(Copy, "make", late_copy):
+        with mock.patch.object(HostCopy, "make", late_copy):
             _, under_way = begin(run, tmp_path, 1, timeout_s=1.0)
             train(run, 1)
             may_copy.set()
@@ -238,7 +239,7 @@ def test_a_copy_that_hangs_is_a_failed_save(tmp_path: Path) -> None:
                 under_way.poll(is_waiting=True)
 
     run_ranks(1, save)
-    assert saved_steps(tmp_path) == []
+    assert complete_steps(tmp_path) == []
 
 
 @pytest.mark.parametrize("mode", ["", "--async-save"])
@@ -249,19 +250,19 @@ def test_so_many_failures_in_a_row_stop_the_run(mode: str, tmp_path: Path) -> No
     def run() -> tuple[Progress, str]:
         return run_loop(tmp_path, f"--save-interval 1 --ckpt-max-failures 2 {mode}", world_size=1)
 
-    with mock.patch.object(saving.Save, "write", fail), pytest.raises(AssertionError) as caught:
+    with mock.patch.object(saving.PreparedSave, "write", fail), pytest.raises(AssertionError) as caught:
         run()
     assert isinstance(caught.value.__cause__, CheckpointError)
     assert "2 saves in a row failed (--ckpt-max-failures 2)" in str(caught.value.__cause__)
     assert len(details(tmp_path, "checkpoint failed")) == 2
-    assert saved_steps(tmp_path) == []
+    assert complete_steps(tmp_path) == []
 
 
 def test_no_room_for_a_copy_is_told(tmp_path: Path) -> None:
     with mock.patch("psutil.virtual_memory", return_value=mock.Mock(available=10)):
         value = torch.zeros(1000)
         with pytest.raises(CheckpointError, match=r"--async-save copies 0\.000 GB to host memory"):
-            HostCopies().places_for({"index": value})
+            HostBuffers().allocate({"index": value})
 
 
 def test_a_loaded_state_is_not_copied(tmp_path: Path) -> None:
@@ -276,6 +277,6 @@ def test_a_loaded_state_is_not_copied(tmp_path: Path) -> None:
         _, under_way = begin(run, tmp_path, 2)
         at_2 = files_of(save_checkpoint(tmp_path / "now", config, run.trainee, Progress(2, 16)))
         load_checkpoint(first, config, run.trainee)
-        return files_of(under_way.poll(is_waiting=True)) == at_2 and not run.trainee.being_copied
+        return files_of(under_way.poll(is_waiting=True)) == at_2 and not run.trainee.pending_copies
 
     assert run_ranks(1, go_back) == [True]

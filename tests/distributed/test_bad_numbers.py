@@ -18,8 +18,8 @@ from torch import Tensor
 from megafp8.config.schema import RunConfig
 from megafp8.errors import NumericsError
 from megafp8.optimizer.fused_adam import FusedAdamOptimizer
+from megafp8.training.bad_steps import build_gradient_monitor
 from megafp8.training.run import Run
-from megafp8.training.setup import build_gradient_monitor
 
 BAD_STEP = 3
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"
@@ -51,7 +51,7 @@ class WithNorm(FusedAdamOptimizer):
 def judged_by_norm(run: Run, spoil: Spoil) -> Run:
     """From now on nothing is looked at before the gradients are reduced."""
     trainee = dataclasses.replace(run.trainee, optimizer=WithNorm(run))
-    return spoil(dataclasses.replace(run, trainee=trainee, watch=None))
+    return spoil(dataclasses.replace(run, trainee=trainee, gradient_monitor=None))
 
 
 def spoil_gradient(run: Run, value: float) -> Run:
@@ -240,7 +240,7 @@ def test_the_check_can_be_left_out() -> None:
 
     def step() -> tuple[float, float]:
         run = build_run(config)
-        assert run.watch is None
+        assert run.gradient_monitor is None
         curve = train(spoil_loss(spoil_gradient(run, float("nan")), float("nan")), 1)
         return curve.losses[0], curve.grad_norms[0]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megafp8.analysis.runs import load_run
 from megafp8.checkpoint.progress import Progress
-from megafp8.checkpoint.state_dict import random_state
+from megafp8.checkpoint.state_dict import rng_state
 from megafp8.config.schema import RunConfig
 from megafp8.training.evaluation import build_batches
 from megafp8.training.extensions.calibration import calibrate, needs_calibration
@@ -39,7 +39,7 @@ class Calibrated:
 
 def all_but_scales(run: Run) -> tuple[str, dict[str, str]]:
     """Weights and generators of this rank."""
-    state = random_state().data
+    state = rng_state().data
     generators = {"cpu": state["cpu"], **state["tracker"]}
     return fingerprint(weights(run)), {name: fingerprint({name: bits}) for name, bits in generators.items()}
 

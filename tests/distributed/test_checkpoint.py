@@ -15,13 +15,14 @@ from ranks import RankFailed, run_ranks
 from small_run import FP8, PLAIN, Curve, build_run, curve_of, fingerprint, small_config, train, weights
 from tolerances import LAYOUT_GRAD_NORM, LAYOUT_LOSS
 
-from megafp8.checkpoint.directory import COMPLETE, find_checkpoint
+from megafp8.checkpoint.directory import find_checkpoint
 from megafp8.checkpoint.load import load_checkpoint
+from megafp8.checkpoint.manifest import MANIFEST
 from megafp8.checkpoint.metadata import read_config
-from megafp8.checkpoint.optimizer_state import MOMENTS, local_values
+from megafp8.checkpoint.optimizer_state import MOMENTS, local_state
 from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import save_checkpoint
-from megafp8.checkpoint.state_dict import EMBEDDING, OUTPUT_LAYER, model_state, parts_of, random_state
+from megafp8.checkpoint.state_dict import EMBEDDING, OUTPUT_LAYER, chained_optimizers, model_state, rng_state
 from megafp8.config.schema import RunConfig
 from megafp8.errors import CheckpointError
 from megafp8.optimizer.schedules import current_learning_rate
@@ -110,7 +111,7 @@ def test_saving_changes_nothing(tmp_path: Path) -> None:
 
 
 def generators() -> dict[str, torch.Tensor]:
-    state = random_state().data
+    state = rng_state().data
     return {"cpu": state["cpu"], "device": state["device"], **state["tracker"]}
 
 
@@ -148,7 +149,7 @@ def test_generators_of_another_kind_of_device_are_left_out(flags: str, drawn: st
         return notes, is_seeded
 
     (on_gpu,), (on_cpu,) = run_ranks(1, save, tmp_path / "gpu", OF_CUDA), run_ranks(1, save, tmp_path / "cpu")
-    told = f"another kind of device: random state is derived anew, so other numbers are drawn for {drawn} than in"
+    told = f"another kind of device: random state is derived again, so other numbers are drawn for {drawn} than in"
     ((notes, is_seeded),) = run_ranks(1, load, on_gpu)
     assert is_seeded and len(notes) == bool(drawn) and all(note.startswith(told) for note in notes)
     assert run_ranks(1, load, on_cpu) == [((), False)]
@@ -338,9 +339,9 @@ def test_rows_that_another_layout_pads_with_begin_as_the_mean(style: str, flags:
 
 def kept_state(run: Run, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     """Master weight and moments."""
-    (part,) = parts_of(run.trainee.optimizer)
+    (part,) = chained_optimizers(run.trainee.optimizer)
     if run.config.parallel.use_distributed_optimizer:
-        return {name: value.detach() for name, value in local_values(part, parameter).items()}
+        return {name: value.detach() for name, value in local_state(part, parameter).items()}
     master = getattr(parameter, "main_param", None)
     master = parameter if master is None else master
     return {"param": master.detach(), **{name: part.optimizer.state[master][name] for name in MOMENTS}}
@@ -358,7 +359,7 @@ def test_a_damaged_checkpoint_is_an_error(damage: str, tmp_path: Path) -> None:
         shard.unlink()
     else:
         (path / "common.pt").write_bytes(b"not a checkpoint")
-    assert (path / COMPLETE).exists()
+    assert (path / MANIFEST).exists()
 
     def load() -> str:
         with pytest.raises(CheckpointError) as caught:

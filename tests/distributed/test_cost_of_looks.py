@@ -99,7 +99,7 @@ def cost_of_look(flags: str) -> tuple[Operations, int]:
             with count:
                 look_of(run, step, collector)
     _, _, start, between, end = marks
-    return (end - between) - (between - start), len(list(collector.plan.all()))
+    return (end - between) - (between - start), len(list(collector.plan.tensors()))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

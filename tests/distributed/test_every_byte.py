@@ -12,7 +12,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 from saved_run import configure, copy_as_step, save_initial
 
-from megafp8.checkpoint.directory import checkpoint_path, choose_checkpoint
+from megafp8.checkpoint.directory import checkpoint_path
+from megafp8.checkpoint.resume_point import choose_checkpoint
 
 FLAGS = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --vocab-size 64 --transformer-impl local"
 NEWER, OLDER = 7, 6

@@ -37,14 +37,14 @@ def registered() -> Iterator[None]:
     """As with `MEGAFP8_RECIPES` in the environment of every process that a test forks."""
     prepare()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(registry.VARIABLE, str(CHANNELS))
+        patch.setenv(registry.RECIPES_VARIABLE, str(CHANNELS))
         clear()
         yield
     clear()
 
 
 def clear() -> None:
-    registry.clear()
+    registry.clear_cache()
     for cached in (settings.all_settings, settings.settings_by_name):
         cached.cache_clear()
 

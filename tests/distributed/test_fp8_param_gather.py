@@ -19,8 +19,8 @@ from torch import Tensor
 
 from megafp8.checkpoint.directory import find_checkpoint
 from megafp8.checkpoint.progress import Progress
-from megafp8.checkpoint.save import save_checkpoint, sync_parameters
-from megafp8.checkpoint.state_dict import parts_of
+from megafp8.checkpoint.save import finish_param_gather, save_checkpoint
+from megafp8.checkpoint.state_dict import chained_optimizers
 from megafp8.config.schema import RunConfig
 from megafp8.planning.memory import estimate_memory
 from megafp8.quantization.delayed_scaling import DelayedScale
@@ -28,8 +28,9 @@ from megafp8.quantization.fp8_parameter import WEIGHT, QuantizedParameter, quant
 from megafp8.quantization.quantize import quantize
 from megafp8.training.evaluation import build_batches, evaluate
 from megafp8.training.extensions.calibration import calibrate, needs_calibration
+from megafp8.training.extensions.step_records import params_norm
 from megafp8.training.run import Run
-from megafp8.training.step import params_norm, train_step
+from megafp8.training.step import train_step
 
 GATHER = "--fp8-param-gather"
 COMMON = "--num-layers 2 --bf16 --use-distributed-optimizer --micro-batch-size 2 --fp8-format hybrid"
@@ -79,7 +80,7 @@ def test_it_is_the_run_that_gathers_in_bf16(flags: str, world_size: int) -> None
 
 def whole_master_weights(run: Run) -> Iterator[tuple[QuantizedParameter, Tensor]]:
     """Each quantized weight of this rank, and in BF16 what it should be quantized from."""
-    (optimizer,) = parts_of(run.trainee.optimizer)
+    (optimizer,) = chained_optimizers(run.trainee.optimizer)
     for weight in quantized_parameters(run.trainee.chunks):
         pieces: list[Any] = [None] * dist.get_world_size(optimizer.data_parallel_group)
         mine = (0, torch.empty(0))
@@ -231,7 +232,7 @@ def test_saving_and_looking_change_nothing(tmp_path: Path) -> None:
         if is_disturbed:
             save_checkpoint(tmp_path, config, run.trainee, Progress(2, 2 * run.global_batch_size))
             evaluate(run, "valid", SourceSamples(config.data.seq_length), 2, 0)
-            sync_parameters(config, run.trainee)
+            finish_param_gather(config, run.trainee)
             assert params_norm(run) > 0
         return before, train(run, 2, 3)
 

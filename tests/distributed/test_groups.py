@@ -7,15 +7,15 @@ from megatron.core import parallel_state
 from ranks import run_ranks
 from small_run import PLAIN, small_config
 
-from megafp8.mcore.process_groups import build_groups, leave_groups
+from megafp8.mcore.process_groups import build_process_groups, destroy_process_groups
 
 
 def known_groups() -> tuple[bool, bool]:
     """Whether torch.distributed knows a group of the layout before and after it is left; all ranks' group goes on."""
-    build_groups(small_config("llama", PLAIN))
+    build_process_groups(small_config("llama", PLAIN))
     group = parallel_state.get_data_parallel_group()
     before = is_known(group)
-    leave_groups()
+    destroy_process_groups()
     dist.barrier()
     return before, is_known(group)
 

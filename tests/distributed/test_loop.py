@@ -11,7 +11,7 @@ from small_run import PLAIN, build_run, fingerprint, small_config, weights
 
 from megafp8.analysis.runs import LoadedRun as Recorded
 from megafp8.analysis.runs import load_run
-from megafp8.checkpoint.directory import saved_steps
+from megafp8.checkpoint.directory import complete_steps
 from megafp8.checkpoint.progress import Progress
 from megafp8.errors import CheckpointError
 from megafp8.training.pretrain import train
@@ -52,9 +52,9 @@ def test_a_run_in_two_parts_records_what_one_in_one_does(world_size: int, flags:
 
     stopped, _ = run_loop(tmp_path / "parts", f"{flags} --exit-interval 4", world_size)
     assert stopped == Progress(4, 32)
-    assert saved_steps(tmp_path / "parts") == [4], "saved because it stopped"
+    assert complete_steps(tmp_path / "parts") == [4], "saved because it stopped"
     (started,) = (event for event in load_run(tmp_path / "parts").events if event.name == "checkpoint")
-    assert started.detail == f"{tmp_path / 'parts'} holds none: starts anew"
+    assert started.detail == f"{tmp_path / 'parts'} holds none: starts from step 0"
     finished, resumed_weights = run_loop(tmp_path / "parts", flags, world_size)
     parts = load_run(tmp_path / "parts")
 
@@ -65,12 +65,12 @@ def test_a_run_in_two_parts_records_what_one_in_one_does(world_size: int, flags:
     assert [record.consumed_samples for record in parts.steps] == [8, 16, 24, 32, 40, 48]
     assert [record.step for record in parts.evals_of("valid")] == [2, 4, 6]
     assert [start.resumed_from_step for start in parts.runs] == [None, 4]
-    assert saved_steps(tmp_path / "parts") == [4, 6]
+    assert complete_steps(tmp_path / "parts") == [4, 6]
 
 
 def test_checkpoints_at_the_interval_and_at_the_end(tmp_path: Path) -> None:
     run_loop(tmp_path, f"{PLAIN} --save-interval 4", 1)
-    assert saved_steps(tmp_path) == [4, 6]
+    assert complete_steps(tmp_path) == [4, 6]
     assert {event.name for event in load_run(tmp_path).events} >= {"checkpoint saved", "attention"}
 
 
@@ -101,7 +101,7 @@ def test_a_run_does_not_save_beside_newer_checkpoints(tmp_path: Path) -> None:
 
     (message,) = run_ranks(1, start)
     assert "holds a checkpoint of step 6, and this run begins at step 0" in message
-    assert saved_steps(tmp_path) == [6]
+    assert complete_steps(tmp_path) == [6]
 
 
 def test_ranks_that_see_other_checkpoints_stop_together(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from small_run import FP8, PLAIN, Curve, build_run, fingerprint, look_of, small_
 from megafp8.analysis.runs import load_run
 from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import save_checkpoint
-from megafp8.checkpoint.state_dict import parts_of
+from megafp8.checkpoint.state_dict import chained_optimizers
 from megafp8.errors import NumericsError
-from megafp8.optimizer.schedules import can_fall, current_loss_scale, scaler_of
+from megafp8.optimizer.schedules import can_lower_loss_scale, current_loss_scale, get_grad_scaler
 from megafp8.training.pretrain import train as train_whole
 from megafp8.training.resume import resume
 from megafp8.training.run import Run
@@ -28,7 +28,7 @@ HIGH = 2.0**32  # at which every gradient of the small model overflows
 def optimizer_hash(run: Run) -> str:
     """Of master weights, moments and step numbers."""
     tensors: dict[str, torch.Tensor] = {}
-    for part in parts_of(run.trainee.optimizer):
+    for part in chained_optimizers(run.trainee.optimizer):
         for group in part.optimizer.param_groups:
             for number, parameter in enumerate(group["params"]):
                 state = part.optimizer.state[parameter] | {"master": parameter, "step": torch.tensor(group["step"])}
@@ -44,7 +44,7 @@ def test_an_overflow_halves_the_scale_and_changes_nothing_else(optimizer: str) -
     def step() -> tuple[list[bool], bool, float]:
         run = build_run(config)
         norms = train(run, 2).grad_norms
-        scaler_of(run.trainee.optimizer)._scale.fill_(HIGH)
+        get_grad_scaler(run.trainee.optimizer)._scale.fill_(HIGH)
         before = fingerprint(weights(run)), optimizer_hash(run), str(run.trainee.schedule.state_dict())
         norms += train(run, 1, 3).grad_norms
         after = fingerprint(weights(run)), optimizer_hash(run), str(run.trainee.schedule.state_dict())
@@ -163,7 +163,7 @@ def test_the_scaler_goes_on_in_the_middle_of_its_window(world_size: int, optimiz
         if is_saved:
             step = first_step + num_steps - 1
             save_checkpoint(tmp_path, config, run.trainee, Progress(step, step * run.global_batch_size))
-        state = scaler_of(run.trainee.optimizer).state_dict()
+        state = get_grad_scaler(run.trainee.optimizer).state_dict()
         return End(fingerprint(weights(run)), {name: float(value) for name, value in state.items()})
 
     straight = run_ranks(world_size, leg, 1, 7, False)
@@ -204,7 +204,7 @@ def test_gradient_noise_is_that_of_the_gradients_without_the_scale() -> None:
 
 def test_only_a_dynamic_scale_above_its_minimum_can_fall() -> None:
     def answer(flags: str) -> bool:
-        return can_fall(build_run(small_config("llama", flags)).trainee.optimizer)
+        return can_lower_loss_scale(build_run(small_config("llama", flags)).trainee.optimizer)
 
     runs = ("", "--bf16 --loss-scale 8", "--fp16 --loss-scale 8", "--fp16 --initial-loss-scale 1", "--fp16")
     assert [run_ranks(1, answer, flags)[0] for flags in runs] == [False, False, False, False, True]

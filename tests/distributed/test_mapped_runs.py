@@ -20,7 +20,7 @@ from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import save_checkpoint
 from megafp8.config import precision_map
 from megafp8.config.schema import RunConfig
-from megafp8.mcore.modules import linears_of
+from megafp8.mcore.modules import named_linears
 from megafp8.models.emulated_layers import emulated_linears
 from megafp8.quantization.delayed_scaling import DelayedState
 from megafp8.recipes import blockwise, mxfp8, tensorwise
@@ -39,8 +39,8 @@ MIXED = (
 )
 
 
-def named_linears(run: Run) -> dict[str, object]:
-    return {name: each for chunk in unwrap_model(run.trainee.chunks) for name, each in linears_of(chunk)}
+def run_linears(run: Run) -> dict[str, object]:
+    return {name: each for chunk in unwrap_model(run.trainee.chunks) for name, each in named_linears(chunk)}
 
 
 # ---- the map ------------------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ def by_hand(config: RunConfig, num_steps: int) -> list[float]:
     """The run without a map, whose linears are given what the map says one by one."""
     tensor, block = tensorwise.build("hybrid"), blockwise.build("e4m3")
     run = build_run(config)
-    for name, linear in named_linears(run).items():
+    for name, linear in run_linears(run).items():
         own = block if name.endswith("fc2") else tensor
         if name.startswith(("layers.1.", "layers.2.")):
             linear.recipe = composed(own, None, None)
@@ -81,7 +81,7 @@ def test_a_run_with_a_map_equals_one_put_together_by_hand() -> None:
 
 
 def recipes_here(config: RunConfig) -> dict[str, str | None]:
-    found = {name: getattr(linear, "recipe", None) for name, linear in named_linears(build_run(config)).items()}
+    found = {name: getattr(linear, "recipe", None) for name, linear in run_linears(build_run(config)).items()}
     return {name: None if recipe is None else recipe.name for name, recipe in found.items()}
 
 

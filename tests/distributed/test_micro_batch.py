@@ -26,17 +26,24 @@ from megafp8.config.schema import RunConfig
 from megafp8.device.platform import Platform, detect_platform, peak_resident_bytes, resident_bytes
 from megafp8.errors import PREEMPTED, CheckpointError, ConfigError, DataError
 from megafp8.planning.micro_batch import is_auto
-from megafp8.resilience.watchdog import Guard
+from megafp8.resilience.watchdog import Watchdog
 from megafp8.training.micro_batch_search import search
-from megafp8.training.micro_batch_search.messages import EXCEEDED, Answer, Failed, Measured, TooLarge, TrialSetup
+from megafp8.training.micro_batch_search.messages import (
+    MEMORY_EXCEEDED_STATUS,
+    Failed,
+    Measured,
+    TooLarge,
+    TrialResult,
+    TrialSetup,
+)
 from megafp8.training.micro_batch_search.search import CHOICE_FILE, choose_micro_batch, introduction, read_choice
 from megafp8.training.micro_batch_search.trial import (
     TIMED_S,
     TrialRun,
-    brief,
+    first_sentence,
     is_out_of_memory,
-    kinds_of_steps,
     limit_memory,
+    step_kinds,
     trial_config,
 )
 
@@ -64,7 +71,7 @@ def test_a_trial_measures_steps_of_the_run(world_size: int, extra: str) -> None:
     """In sizes up and down, in one process, with updates."""
     setup = TrialSetup(config=auto_config(extra), implementation="emulated", limit_bytes=1 << 50)
 
-    def measure() -> tuple[list[Answer], bool]:
+    def measure() -> tuple[list[TrialResult], bool]:
         run = TrialRun(setup, 2)
         before = [parameter.detach().clone() for parameter in run.run.trainee.chunks[0].parameters()]
         answers = [run.measure(size) for size in (2, 4, 1)]
@@ -107,7 +114,7 @@ def test_long_steps_are_put_together_from_short_ones(stages: int, second: float,
 def test_every_precision_of_a_schedule_is_tried(schedule: str, expected: list[int]) -> None:
     """That of most of a thousand steps first, which is timed."""
     config = auto_config(f"--bf16 {FP8} {schedule} --train-iters 1000")
-    assert kinds_of_steps(config) == expected
+    assert step_kinds(config) == expected
     seen: list[int] = []
 
     def step(_: int, num_microbatches: int, number: int, has_statistics: bool = False) -> float:
@@ -153,7 +160,7 @@ def test_a_process_that_grows_beyond_the_limit_ends() -> None:
         process.join()
         return process.exitcode
 
-    assert (status(400 * MIB), status(100 * MIB)) == (EXCEEDED, 0)
+    assert (status(400 * MIB), status(100 * MIB)) == (MEMORY_EXCEEDED_STATUS, 0)
 
 
 def test_the_peak_of_memory_can_be_forgotten() -> None:
@@ -161,7 +168,7 @@ def test_the_peak_of_memory_can_be_forgotten() -> None:
     high = peak_resident_bytes()
     del much
     assert peak_resident_bytes() > high - 50 * MIB, "though it is given back"
-    CPU.forget_peak_memory()
+    CPU.reset_peak_memory()
     assert peak_resident_bytes() < high - 300 * MIB
     assert CPU.peak_memory_bytes() == peak_resident_bytes()
 
@@ -171,7 +178,7 @@ def test_out_of_memory_is_told_from_other_errors() -> None:
     assert is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"))
     assert is_out_of_memory(RuntimeError("NCCL error: ... Cuda failure 2 'out of memory'"))
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-    assert brief("OutOfMemoryError: CUDA out of memory. Tried\nmore") == "OutOfMemoryError: CUDA out of memory"
+    assert first_sentence("OutOfMemoryError: CUDA out of memory. Tried\nmore") == "OutOfMemoryError: CUDA out of memory"
 
 
 # ---- the choice ---------------------------------------------------------------------------------------------------
@@ -183,7 +190,7 @@ class FakeProcess:
     def __init__(self, one_ms: float):
         self.one_ms, self.asked = one_ms, []
 
-    def measure(self, size: int) -> Answer:
+    def measure(self, size: int) -> TrialResult:
         self.asked.append(size)
         return TooLarge("no room") if size > 2 else Measured(size * GIB, {1: self.one_ms, 2: 5.0}[size])
 
@@ -192,14 +199,14 @@ class FakeProcess:
 
 
 def choose(
-    config: RunConfig, one_ms: float = 8.0, answer: Callable[[int], Answer] | None = None
+    config: RunConfig, one_ms: float = 8.0, answer: Callable[[int], TrialResult] | None = None
 ) -> tuple[int, str, list[int]]:
     """The size, what is told of it, and the sizes that were asked for; on one rank."""
     process = FakeProcess(one_ms)
     if answer is not None:
         process.measure = answer
     search.TrialProcess = lambda setup: process
-    config, told = choose_micro_batch(config, detect_platform(), "emulated", Guard())
+    config, told = choose_micro_batch(config, detect_platform(), "emulated", Watchdog())
     return config.training.micro_batch_size, told, process.asked
 
 
@@ -229,11 +236,11 @@ def test_a_signal_to_one_rank_ends_the_search_on_all(tmp_path: Path) -> None:
     config = auto_config(f"--save {tmp_path}")
 
     def start() -> tuple[Any, ...]:
-        guard, process = Guard(), FakeProcess(8.0)
+        guard, process = Watchdog(), FakeProcess(8.0)
 
-        def measure(size: int) -> Answer:
+        def measure(size: int) -> TrialResult:
             if dist.get_rank() == 1:
-                guard.take(signal.SIGTERM, None)
+                guard.record_signal(signal.SIGTERM, None)
             return FakeProcess.measure(process, size)
 
         process.measure = measure
@@ -248,8 +255,8 @@ def test_a_signal_to_one_rank_ends_the_search_on_all(tmp_path: Path) -> None:
 def test_a_choice_follows_from_the_linears_that_are_looked_at() -> None:
     """A look keeps copies of their master weights."""
     looks = f"--bf16 {FP8} --fp8-log-interval 2"
-    of_all = search.settings_that_matter(auto_config(looks))
-    of_some = search.settings_that_matter(auto_config(f"{looks} --fp8-log-layers layers.0.*"))
+    of_all = search.relevant_settings(auto_config(looks))
+    of_some = search.relevant_settings(auto_config(f"{looks} --fp8-log-layers layers.0.*"))
     changed = {name for name, value in of_all.items() if of_some[name] != value}
     assert changed == {"logging.fp8_log_layers"}
 
@@ -288,9 +295,11 @@ def test_a_choice_of_another_machine_is_kept_and_said(tmp_path: Path) -> None:
     path.write_text(json.dumps(content | {"memory_bytes": 80 * GIB, "device": "NVIDIA H100"}))
     size, told, asked = run_ranks(1, choose, config)[0]
     assert (size, asked) == (2, [])
-    assert "found on NVIDIA H100 with 80.00 GiB, here is" in told and "kept, so that the run goes on as it was" in told
+    assert (
+        "found on NVIDIA H100 with 80.00 GiB, here is" in told and "kept, so that the run continues as it was" in told
+    )
     path.write_text('{"micro_batch_size": 2}')
-    with pytest.raises(DataError, match="is damaged .* delete it to try sizes anew"):
+    with pytest.raises(DataError, match="is damaged .* delete it to try sizes again"):
         read_choice(path)
     with pytest.raises(AssertionError) as failed:
         run_ranks(1, choose, config)

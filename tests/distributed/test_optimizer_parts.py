@@ -16,10 +16,10 @@ from megafp8.checkpoint.load import read_tensors
 from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import save_checkpoint
 from megafp8.checkpoint.state_dict import (
+    chained_optimizers,
     load_optimizer_state,
     model_state,
     optimizer_state,
-    parts_of,
     sharding_metadata,
 )
 from megafp8.training.run import Run
@@ -31,7 +31,7 @@ NAMES = ("param", "exp_avg", "exp_avg_sq")
 
 def own_state(run: Run) -> list[torch.Tensor]:
     """Copies of the master weights and moments that this rank has."""
-    (part,) = parts_of(run.trainee.optimizer)
+    (part,) = chained_optimizers(run.trainee.optimizer)
     found = []
     for parameter in part.model_param_gbuf_map:
         tensors = part._get_main_param_and_optimizer_states(parameter)
@@ -41,7 +41,7 @@ def own_state(run: Run) -> list[torch.Tensor]:
 
 def forget(run: Run) -> None:
     """Set master weights and moments to what no checkpoint holds."""
-    (part,) = parts_of(run.trainee.optimizer)
+    (part,) = chained_optimizers(run.trainee.optimizer)
     for parameter in part.model_param_gbuf_map:
         tensors = part._get_main_param_and_optimizer_states(parameter)
         for name in NAMES:
@@ -103,7 +103,7 @@ def test_moments_are_saved_without_their_scales(tmp_path: Path) -> None:
     def save_and_read() -> int:
         run = build_run(config)
         train(run, 2)
-        (part,) = parts_of(run.trainee.optimizer)
+        (part,) = chained_optimizers(run.trainee.optimizer)
         state = part.optimizer.state
         part.optimizer.get_unscaled_state = lambda shard, name: state[shard][name] * scale
         part.optimizer.set_scaled_state = lambda shard, name, values: state[shard][name].copy_(values / scale)
@@ -139,8 +139,8 @@ def test_a_run_can_save_before_its_first_step(flags: str, tmp_path: Path) -> Non
         return train(run, 2).losses
 
     def load() -> list[float]:
-        from megafp8.checkpoint.directory import choose_checkpoint
         from megafp8.checkpoint.load import load_checkpoint
+        from megafp8.checkpoint.resume_point import choose_checkpoint
 
         run = build_run(config)
         assert load_checkpoint(choose_checkpoint(tmp_path).path, config, run.trainee).progress == Progress(0, 0)

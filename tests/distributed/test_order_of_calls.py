@@ -15,7 +15,7 @@ from megafp8.errors import NumericsError
 from megafp8.metrics.sinks import Sinks
 from megafp8.optimizer.gradient_checks import StepTotals
 from megafp8.resilience import fault_injection
-from megafp8.resilience.watchdog import Guard
+from megafp8.resilience.watchdog import Watchdog
 from megafp8.training import pretrain
 from megafp8.training.extension import Extension, LoopState
 from megafp8.training.extensions import build_extensions
@@ -96,13 +96,13 @@ def calls_of_run(folder: Path) -> list[str]:
             calls.append(name)
         made.point(name, step)
         if name == "step.begin" and step == SIGNAL_STEP:
-            run.guard.take(signal.SIGTERM, None)
+            run.guard.record_signal(signal.SIGTERM, None)
 
     def write(sinks: Sinks, record: Any) -> None:
         calls.append(" ".join(["record", record.kind, getattr(record, "name", "")]).strip())
         plain_write(sinks, record)
 
-    def enter(guard: Guard, name: str, step: Optional[int] = None) -> None:
+    def enter(guard: Watchdog, name: str, step: Optional[int] = None) -> None:
         calls.append(f"phase {name}")
 
     plain_write = Sinks.write
@@ -110,7 +110,7 @@ def calls_of_run(folder: Path) -> list[str]:
         patch.setattr(fault_injection, "point", point)
         patch.setattr(fault_injection, "poison", made.poison)
         patch.setattr(Sinks, "write", write)
-        patch.setattr(Guard, "enter", enter)
+        patch.setattr(Watchdog, "enter", enter)
         patch.setattr(pretrain, "build_extensions", lambda: [Recorder(calls), *build_extensions()])
         pretrain.train(run)
     return calls

@@ -16,8 +16,8 @@ from torch import Tensor
 from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import save_checkpoint
 from megafp8.config.schema import RunConfig
-from megafp8.training.evaluation import inference_mode
-from megafp8.training.precision import delayed_state
+from megafp8.training.evaluation import evaluation_mode
+from megafp8.training.precision import delayed_scaling_tensors
 from megafp8.training.run import Run
 
 DELAYED = (
@@ -161,9 +161,9 @@ def test_evaluation_leaves_no_trace() -> None:
 def validated_by_layers_that_enter_amaxes() -> bool:
     run = build_run(small_config("llama", DELAYED))
     train(run, 2)
-    state = delayed_state(run.trainee.chunks[0], run.implementation)
+    state = delayed_scaling_tensors(run.trainee.chunks[0], run.implementation)
     before = [tensor.clone() for tensor in state]
-    with inference_mode(run):
+    with evaluation_mode(run):
         for tensor in state:  # as Transformer Engine's layers do
             tensor.add_(1)
     assert state

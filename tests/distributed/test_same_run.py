@@ -11,7 +11,7 @@ from ranks import run_ranks
 from small_run import PLAIN, build_run, small_config
 from test_checkpoint import DISTRIBUTED, load_newest, run_leg
 
-from megafp8.checkpoint.compatibility import check_same_model, check_same_vocabulary
+from megafp8.checkpoint.compatibility import check_model, check_vocabulary
 from megafp8.checkpoint.directory import find_checkpoint
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
@@ -65,14 +65,14 @@ def test_another_vocabulary_is_refused(saved: Path) -> None:
 def test_a_vocabulary_of_the_tokenizer_is_compared_by_its_size(saved: Path) -> None:
     """A converted checkpoint says --vocab-size, and a run that takes the tokenizer's says none."""
     unsaid = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, vocab_size=None))
-    check_same_model(saved, CONFIG, unsaid)
-    check_same_model(saved, unsaid, CONFIG)
+    check_model(saved, CONFIG, unsaid)
+    check_model(saved, unsaid, CONFIG)
 
     def compare() -> None:
         path = find_checkpoint(saved)[1]
-        check_same_vocabulary(path, unsaid, 256)
+        check_vocabulary(path, unsaid, 256)
         with pytest.raises(CheckpointError, match="an embedding of 256 rows and this run one of 320"):
-            check_same_vocabulary(path, unsaid, 320)
+            check_vocabulary(path, unsaid, 320)
 
     run_ranks(1, compare)
 
@@ -80,11 +80,11 @@ def test_a_vocabulary_of_the_tokenizer_is_compared_by_its_size(saved: Path) -> N
 def test_made_up_data_is_compared_by_rows() -> None:
     """NullTokenizer adds an id to --vocab-size, which other tokenizers do not."""
     text = with_values(CONFIG, {"data.tokenizer_type": "HuggingFaceTokenizer", "model.vocab_size": 256})
-    check_same_model(Path("theirs"), text, CONFIG)
-    check_same_model(Path("theirs"), CONFIG, text)
+    check_model(Path("theirs"), text, CONFIG)
+    check_model(Path("theirs"), CONFIG, text)
     for other in (text, CONFIG):
         with pytest.raises(CheckpointError, match="model.vocab_size"):
-            check_same_model(Path("theirs"), other, with_values(other, {"model.vocab_size": 250}))
+            check_model(Path("theirs"), other, with_values(other, {"model.vocab_size": 250}))
 
 
 def test_the_other_kind_of_optimizer_is_refused(saved: Path) -> None:

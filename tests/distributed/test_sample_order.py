@@ -14,13 +14,13 @@ from small_run import PLAIN, small_config
 
 from megafp8.analysis.runs import load_run
 from megafp8.checkpoint.directory import checkpoint_path
-from megafp8.checkpoint.metadata import common_state
+from megafp8.checkpoint.metadata import load_common_state
 from megafp8.checkpoint.progress import Progress
-from megafp8.data.sample_hash import SampleMark
+from megafp8.data.sample_hash import SampleHash
 from megafp8.device import platform
 from megafp8.errors import CheckpointError
 from megafp8.training.pretrain import train
-from megafp8.training.setup import assemble
+from megafp8.training.setup import build_training_run
 
 FLAGS = (
     f"{PLAIN} --lr-warmup-iters 1 --lr-decay-iters 8 --eval-iters 0 --no-progress-bar --save-interval 2 "
@@ -49,13 +49,13 @@ def start(folder: Path, data_path: tuple[str, ...], steps: int, flags: str = "",
     config = small_config("llama", text, world_size)
     data = dataclasses.replace(config.data, mock_data=False, data_path=data_path, split=config.data.split or "1")
     config = dataclasses.replace(config, data=data)
-    return run_ranks(world_size, lambda: train(assemble(config, platform.detect_platform(), "local")))[0]
+    return run_ranks(world_size, lambda: train(build_training_run(config, platform.detect_platform(), "local")))[0]
 
 
-def mark(folder: Path, step: int) -> SampleMark:
+def mark(folder: Path, step: int) -> SampleHash:
     path = checkpoint_path(folder, step)
-    saved: dict[str, Any] = run_ranks(1, lambda: common_state(path)["samples"])[0]
-    return SampleMark.from_plain(saved)
+    saved: dict[str, Any] = run_ranks(1, lambda: load_common_state(path)["samples"])[0]
+    return SampleHash.from_plain(saved)
 
 
 def refusal(*args: Any, **options: Any) -> str:

@@ -13,7 +13,7 @@ from ranks import run_ranks
 from small_run import PLAIN, build_run, curve_of, fingerprint, small_config, train, weights
 from tolerances import LAYOUT_GRAD_NORM, LAYOUT_LOSS
 
-from megafp8.checkpoint.save import sync_parameters
+from megafp8.checkpoint.save import finish_param_gather
 from megafp8.config.schema import RunConfig
 
 SEQUENCE = "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -89,7 +89,7 @@ def test_weights_are_on_their_way_after_an_overlapped_update() -> None:
         train(run, 3)
         plain = {n: p.detach() for chunk in run.trainee.chunks for n, p in chunk.named_parameters()}
         early = fingerprint(plain)
-        sync_parameters(run.config, run.trainee)
+        finish_param_gather(run.config, run.trainee)
         return early, fingerprint(plain)
 
     (early0, late0), (early1, late1) = run_ranks(2, read)

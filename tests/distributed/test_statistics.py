@@ -17,7 +17,7 @@ from megafp8.analysis.runs import load_run
 from megafp8.errors import NumericsError
 from megafp8.metrics.records import QuantizationRecord
 from megafp8.optimizer.fused_adam import FusedAdamOptimizer
-from megafp8.quantization.linear import LinearPlan
+from megafp8.quantization.linear_plan import LinearPlan
 from megafp8.training.evaluation import build_batches
 from megafp8.training.extensions.statistics import StatisticsCollector
 from megafp8.training.extensions.statistics_hooks import HookedLinear, signal_and_noise
@@ -81,13 +81,13 @@ def test_looking_changes_nothing(world_size: int, flags: str, tried: str, tmp_pa
     runs = load_run(tmp_path / "plain"), load_run(tmp_path / "looked")
     assert [step.loss for step in runs[0].steps] == [step.loss for step in runs[1].steps]
     assert looked == plain
-    assert not runs[0].looks and [look.step for look in runs[1].looks] == [2, 4]
-    for look in runs[1].looks:
+    assert not runs[0].quantization_records and [look.step for look in runs[1].quantization_records] == [2, 4]
+    for look in runs[1].quantization_records:
         assert set(look.what_if) == set(tried.split(","))
         assert bool(look.tensors) == ("local" not in flags)
         assert look.update_to_weight > 0
     last = runs[1].events[-1]
-    assert last.name == "health" and last.detail.startswith("2 looks at quantization, ")
+    assert last.name == "health" and last.detail.startswith("2 statistics steps, ")
 
 
 def test_steps_between_looks_know_nothing_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +302,7 @@ def health_of(folder: Path, flags: str, steps: int = 4) -> list[str]:
 @pytest.mark.parametrize("flags", [TENSORWISE, DELAYED, BLOCKWISE, MXFP8, NVFP4], ids=lambda flags: flags.split()[-1])
 def test_a_healthy_run_has_nothing_to_report(flags: str, tmp_path: Path) -> None:
     (summary,) = health_of(tmp_path, flags)
-    assert re.fullmatch(r"4 looks at quantization, \d+ tensors: nothing to report", summary)
+    assert re.fullmatch(r"4 statistics steps, \d+ tensors: nothing to report", summary)
 
 
 def test_a_learning_rate_of_nothing_stalls_weights(tmp_path: Path) -> None:
@@ -346,7 +346,9 @@ def test_the_first_layer_with_a_nan_is_named(tmp_path: Path) -> None:
 
 def test_a_run_without_a_look_says_why(tmp_path: Path) -> None:
     (summary,) = health_of(tmp_path, f"{TENSORWISE} --fp8-log-interval 5")
-    assert summary.startswith("no look at quantization: none of the steps 1 to 4 is a multiple of --fp8-log-interval 5")
+    assert summary.startswith(
+        "no quantization statistics: none of the steps 1 to 4 is a multiple of --fp8-log-interval 5"
+    )
 
 
 @pytest.mark.parametrize("flags", ["--fp8-log-interval 100 --fp8-what-if mxfp8", ""], ids=["tried", "not-looked-at"])
@@ -362,7 +364,7 @@ def test_bad_numbers_in_high_precision_have_one_story(flags: str, tmp_path: Path
 
     (text,) = run_ranks(1, start)
     assert "loss is not finite; its weights are finite, and bad gradients follow from the loss; " in text
-    assert "mend: " in text and "--clip-grad 1" in text and "--fp8-recipe" not in text
+    assert "fix: " in text and "--clip-grad 1" in text and "--fp8-recipe" not in text
     assert ("--fp8-log-interval 100 --fp8-what-if tensorwise names the first linear" in text) == (not flags)
     told = [event.detail for event in load_run(tmp_path).events if event.name == "health"]
     assert len(told) == bool(flags)
@@ -390,6 +392,6 @@ def test_a_run_that_bad_numbers_stop_says_where_they_came_from(interval: int, tm
     run = load_run(tmp_path)
     (told,) = (event for event in run.events if event.name == "health")
     assert told.step == 1 and "layers.1.linear_fc2.weight: 1 values are not finite" in told.detail
-    (look,) = run.looks
+    (look,) = run.quantization_records
     assert look.tensors["layers.1.linear_fc2.input"].num_non_finite == 0
     assert look.tensors["layers.2.linear_qkv.input"].num_non_finite > 0

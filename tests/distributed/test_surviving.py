@@ -13,12 +13,13 @@ from ranks import run_ranks
 from small_run import PLAIN, build_run, fingerprint, small_config, weights
 
 from megafp8.analysis.runs import load_run
-from megafp8.checkpoint.directory import POINTER, choose_checkpoint, named_steps, saved_steps
+from megafp8.checkpoint.directory import POINTER, complete_steps, list_steps
 from megafp8.checkpoint.manifest import MANIFEST
 from megafp8.checkpoint.progress import Progress
+from megafp8.checkpoint.resume_point import choose_checkpoint
 from megafp8.checkpoint.save import save_checkpoint
 from megafp8.errors import CheckpointError
-from megafp8.training.extensions.checkpoints import least_bytes
+from megafp8.training.extensions.checkpoints import min_checkpoint_bytes
 from megafp8.training.pretrain import train
 
 LENGTH = "--train-iters 6 --lr-warmup-iters 1 --eval-iters 0 --no-progress-bar --save-interval 2"
@@ -67,7 +68,7 @@ def test_the_newest_whole_one_is_used(folder: Path, straight: tuple[Path, str]) 
     (folder / "iter_0000004" / MANIFEST).unlink()
     (folder / POINTER).write_text("9999\n")
     assert run_loop(folder, world_size=2) == (Progress(6, 48), straight[1])
-    assert saved_steps(folder) == [2, 4, 6]
+    assert complete_steps(folder) == [2, 4, 6]
     assert {"iter_0000006.corrupt", "iter_0000004.corrupt"} <= {path.name for path in folder.iterdir()}
     notes = " ".join(details(folder, "checkpoint"))
     assert "iter_0000006 is damaged (__1_" in notes
@@ -82,7 +83,7 @@ def test_with_sizes_only_a_flipped_bit_is_not_looked_for(folder: Path) -> None:
     chosen = run_ranks(2, choose, True)
     assert chosen[0] == chosen[1]
     assert chosen[0].step == 4
-    assert named_steps(folder) == [2, 4, 6], "a folder that is not the run's own is left as it is"
+    assert list_steps(folder) == [2, 4, 6], "a folder that is not the run's own is left as it is"
 
 
 def refusal(folder: Path, step: int | None = None) -> str:
@@ -102,28 +103,28 @@ def test_a_run_never_starts_anew_over_damaged_checkpoints(folder: Path) -> None:
     for step in (2, 4, 6):
         (folder / f"iter_{step:07d}" / "common.pt").unlink()
     text = refusal(folder)
-    assert "holds no whole checkpoint" in text
+    assert "holds no complete checkpoint" in text
     assert text.count("common.pt is missing") == 3
-    assert named_steps(folder) == [2, 4, 6], "and nothing is renamed"
+    assert list_steps(folder) == [2, 4, 6], "and nothing is renamed"
 
 
 def test_a_damaged_step_that_was_asked_for_is_refused(folder: Path) -> None:
     flip(folder / "iter_0000004" / ".metadata")
-    assert "holds no whole checkpoint of step 4" in refusal(folder, 4)
+    assert "holds no complete checkpoint of step 4" in refusal(folder, 4)
     assert "--ckpt-step 3" in refusal(folder, 3)
 
 
 def test_going_back_retires_what_is_newer(folder: Path, straight: tuple[Path, str]) -> None:
     """Else the next start would go on from the run that was left behind."""
     assert run_loop(folder, "--ckpt-step 2 --exit-interval 3", world_size=2)[0] == Progress(3, 24)
-    assert saved_steps(folder) == [2, 3]
+    assert complete_steps(folder) == [2, 3]
     assert {"iter_0000004.retired", "iter_0000006.retired"} <= {path.name for path in folder.iterdir()}
     assert run_loop(folder, world_size=2) == (Progress(6, 48), straight[1])
 
 
 def test_the_newest_n_are_kept(tmp_path: Path) -> None:
     run_loop(tmp_path, "--ckpt-keep 2")
-    assert saved_steps(tmp_path) == [4, 6]
+    assert complete_steps(tmp_path) == [4, 6]
 
 
 def test_the_newest_of_two_kinds_is_used(straight: tuple[Path, str], tmp_path: Path) -> None:
@@ -131,7 +132,7 @@ def test_the_newest_of_two_kinds_is_used(straight: tuple[Path, str], tmp_path: P
     run, fast = tmp_path / "run", tmp_path / "fast"
     flags = f"--save-interval 4 --non-persistent-save-interval 1 --non-persistent-global-ckpt-dir {fast} --async-save"
     assert run_loop(run, flags, world_size=2) == (Progress(6, 48), straight[1])
-    assert (saved_steps(run), saved_steps(fast)) == ([4, 6], [5])
+    assert (complete_steps(run), complete_steps(fast)) == ([4, 6], [5])
     shutil.rmtree(run / "iter_0000006")
     assert run_loop(run, flags, world_size=2) == (Progress(6, 48), straight[1])
     assert any("loaded" in note and "fast/iter_0000005" in note for note in details(run, "checkpoint"))
@@ -140,7 +141,7 @@ def test_the_newest_of_two_kinds_is_used(straight: tuple[Path, str], tmp_path: P
     assert run_loop(run, flags, world_size=2) == (Progress(6, 48), straight[1])
     assert any("loaded" in note and "run/iter_0000004" in note for note in details(run, "checkpoint"))
     assert (fast / "iter_0000005.corrupt").exists()
-    assert saved_steps(fast) == [5], "written again"
+    assert complete_steps(fast) == [5], "written again"
     run_loop(run, f"{flags} --ckpt-step 4 --exit-interval 5", world_size=2)
     assert (fast / "iter_0000005.retired").exists()
 
@@ -152,7 +153,7 @@ def test_what_a_checkpoint_takes_is_known_before(flags: str, tmp_path: Path) -> 
     def save() -> tuple[int, int]:
         run = build_run(config)
         path = save_checkpoint(tmp_path, config, run.trainee, Progress(1, 8))
-        return least_bytes(run), sum(file.stat().st_size for file in path.glob("*.distcp"))
+        return min_checkpoint_bytes(run), sum(file.stat().st_size for file in path.glob("*.distcp"))
 
     ((least, found),) = run_ranks(1, save)
     assert 0.8 * found < least < found
@@ -163,17 +164,17 @@ def test_a_start_sweeps_what_was_cut_off(folder: Path) -> None:
     (folder / "iter_0000008.unfinished").mkdir()
     assert run_loop(folder, world_size=2)[0].step == 6
     names = {path.name for path in folder.iterdir()}
-    assert saved_steps(folder) == [2, 4, 6] and not {name for name in names if name.endswith(("ed", "corrupt"))}
+    assert complete_steps(folder) == [2, 4, 6] and not {name for name in names if name.endswith(("ed", "corrupt"))}
 
 
 def test_training_goes_on_without_a_checkpoint(tmp_path: Path, straight: tuple[Path, str], capfd) -> None:
     """A save that fails is recorded and told of; the run's end, and the other checkpoints, are as if it had worked."""
     (tmp_path / "iter_0000004.unfinished").write_text("a file in the way, which cannot be swept as a folder is")
     assert run_loop(tmp_path, world_size=2) == (Progress(6, 48), straight[1])
-    assert saved_steps(tmp_path) == [2, 6]
+    assert complete_steps(tmp_path) == [2, 6]
     (detail,) = details(tmp_path, "checkpoint failed")
     assert f"step 4 cannot be saved to {tmp_path}: rank 0: FileExistsError" in detail
-    assert capfd.readouterr().err.count(f"megafp8: {detail}; training goes on without it") == 1
+    assert capfd.readouterr().err.count(f"megafp8: {detail}; training continues without it") == 1
 
 
 def test_a_run_whose_last_save_fails_has_failed(tmp_path: Path) -> None:
@@ -181,7 +182,7 @@ def test_a_run_whose_last_save_fails_has_failed(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="step 6 cannot be saved") as caught:
         run_loop(tmp_path)
     assert isinstance(caught.value.__cause__, CheckpointError)
-    assert saved_steps(tmp_path) == [2, 4]
+    assert complete_steps(tmp_path) == [2, 4]
 
 
 def test_a_disk_that_fails_on_one_rank_is_told_to_all(tmp_path: Path) -> None:
@@ -205,4 +206,4 @@ def test_a_disk_that_fails_on_one_rank_is_told_to_all(tmp_path: Path) -> None:
 
     texts = run_ranks(2, save)
     assert "File too large" in texts[0]
-    assert saved_steps(tmp_path) == [4]
+    assert complete_steps(tmp_path) == [4]

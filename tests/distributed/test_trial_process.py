@@ -11,11 +11,11 @@ from ranks import run_ranks
 from small_run import small_config
 
 from megafp8.errors import CheckpointError
-from megafp8.training.micro_batch_search.messages import Answer, Failed, Measured, TooLarge, TrialSetup
+from megafp8.training.micro_batch_search.messages import Failed, Measured, TooLarge, TrialResult, TrialSetup
 from megafp8.training.micro_batch_search.processes import TrialProcess
 
 
-def answers(sizes: list[int], end: str, timeout_s: float = 30.0) -> list[Answer]:
+def answers(sizes: list[int], end: str, timeout_s: float = 30.0) -> list[TrialResult]:
     """What this rank hears of the sizes."""
     setup = TrialSetup(config=small_config("llama", world_size=2), implementation=end, limit_bytes=0)
     process = TrialProcess(setup, fake_trials.serve, timeout_s)
@@ -70,7 +70,7 @@ def test_a_process_that_cannot_be_started_is_told_on_all_ranks() -> None:
 
 
 def test_a_lone_rank_needs_no_meeting() -> None:
-    def one() -> tuple[list[Answer], bool]:
+    def one() -> tuple[list[TrialResult], bool]:
         setup = TrialSetup(config=small_config("llama"), implementation="raises", limit_bytes=0)
         process = TrialProcess(setup, fake_trials.serve, 30.0)
         heard = [process.measure(4), process.measure(16)]

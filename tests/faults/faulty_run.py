@@ -9,7 +9,7 @@ from pathlib import Path
 from forked_runs import Ended, ForkedRun, run_forked, started
 
 from megafp8.analysis.runs import load_run
-from megafp8.checkpoint.directory import checkpoint_path, saved_steps
+from megafp8.checkpoint.directory import checkpoint_path, complete_steps
 from megafp8.checkpoint.standalone import fingerprint
 
 STEPS, SAVE_INTERVAL, EVAL_INTERVAL = 16, 2, 3
@@ -62,7 +62,7 @@ class FaultyRun:
     @property
     def newest(self) -> int:
         """Step of the newest checkpoint; 0 without one."""
-        return max(saved_steps(self.folder), default=0)
+        return max(complete_steps(self.folder), default=0)
 
     def fingerprint(self, step: int) -> dict[str, str]:
         """What a checkpoint holds."""

@@ -9,8 +9,8 @@ from faulty_run import STEPS, FaultyRun
 from test_kill_anywhere import assert_equal, run_through
 
 from megafp8.analysis.runs import load_run
-from megafp8.checkpoint.directory import checkpoint_path, saved_steps
-from megafp8.checkpoint.manifest import damage_seen
+from megafp8.checkpoint.directory import checkpoint_path, complete_steps
+from megafp8.checkpoint.manifest import find_damage
 
 # The step is that of the checkpoint, also where threads come by later. Those that have a name by then need one each.
 KILLS = (
@@ -49,5 +49,5 @@ def test_what_was_told_to_be_saved_is_there(tmp_path: Path, cache: Path) -> None
     assert sorted(failed) == [4, 6]
     assert all("No space left on device" in detail for detail in failed.values())
     told = [event.step for event in events if event.name == "checkpoint saved"]
-    assert told == saved_steps(run.folder) == [step for step in range(2, STEPS + 1, 2) if step not in failed]
-    assert [damage_seen(checkpoint_path(run.folder, step)) for step in told] == [[]] * len(told)
+    assert told == complete_steps(run.folder) == [step for step in range(2, STEPS + 1, 2) if step not in failed]
+    assert [find_damage(checkpoint_path(run.folder, step)) for step in told] == [[]] * len(told)

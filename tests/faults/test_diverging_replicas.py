@@ -15,7 +15,7 @@ from small_run import FP8, PLAIN, build_run, small_config, train
 from torch import Tensor
 
 from megafp8.analysis.runs import load_run
-from megafp8.checkpoint.directory import saved_steps
+from megafp8.checkpoint.directory import complete_steps
 from megafp8.errors import NumericsError
 from megafp8.quantization.delayed_scaling import DelayedState
 from megafp8.quantization.fp8_parameter import quantized_parameters
@@ -124,6 +124,6 @@ def test_a_run_stops_at_the_next_comparison_and_saves_nothing(tmp_path: Path) ->
     flags = f"{PLAIN} --check-weight-hash-across-dp-replicas-interval 2 --save-interval 2 --train-iters 6"
     ended = run_loop(tmp_path, "ulp:rank=1,step=3,at=step.weights", flags)
     assert ended.error.startswith("step 4: ranks that hold the same weights differ")
-    assert saved_steps(tmp_path) == [2]
+    assert complete_steps(tmp_path) == [2]
     (event,) = (event for event in load_run(tmp_path).events if event.name == "replicas differ")
     assert (event.step, event.detail) == (4, ended.error)

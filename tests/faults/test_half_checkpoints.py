@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from faulty_run import FaultyRun, assert_died
 
-from megafp8.checkpoint.directory import POINTER, checkpoint_path, saved_steps, sweep
-from megafp8.checkpoint.manifest import damage_seen
+from megafp8.checkpoint.directory import POINTER, checkpoint_path, clean_up, complete_steps
+from megafp8.checkpoint.manifest import find_damage
 from megafp8.resilience.fault_injection import POINTS
 from megafp8.training import pretrain
 
@@ -29,7 +29,7 @@ def until_4(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> FaultyRun:
     run = FaultyRun(LAYOUT, tmp_path_factory.mktemp("until_4") / "run", cache)
     ended = run.start(flags=f"--save {run.folder} {SHORT}")
     assert set(ended.statuses) == {0}, ended.told()
-    assert saved_steps(run.folder) == [2, SAVED]
+    assert complete_steps(run.folder) == [2, SAVED]
     return run
 
 
@@ -52,7 +52,7 @@ def test_a_killed_save_leaves_the_one_before(point: str, copied: FaultyRun) -> N
     assert_died(copied.start(kill_all_at(point, 6)))
     newest = 6 if point in NAMED else SAVED
     assert copied.newest == newest
-    assert not any(damage_seen(checkpoint_path(copied.folder, step)) for step in saved_steps(copied.folder))
+    assert not any(find_damage(checkpoint_path(copied.folder, step)) for step in complete_steps(copied.folder))
     pointed = int((copied.folder / POINTER).read_text())
     assert pointed in (SAVED, newest) and pointed <= newest
 
@@ -63,13 +63,13 @@ def test_saving_a_step_again_never_mixes(
     point: str, until_4: FaultyRun, copied: FaultyRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run from the start, of another seed, that overwrites step 2. By itself no run does: it is refused."""
-    monkeypatch.setattr(pretrain, "check_nothing_newer", lambda run, step: None)
+    monkeypatch.setattr(pretrain, "check_no_newer_checkpoint", lambda run, step: None)
     before = until_4.fingerprint(2)
     ended = copied.start(kill_all_at(point, 2), flags=f"--save {copied.folder} {SHORT} --seed 4321")
     assert_died(ended)
-    sweep(copied.folder)
-    assert saved_steps(copied.folder)[0] == 2 and copied.newest == SAVED
-    assert damage_seen(checkpoint_path(copied.folder, 2)) == []
+    clean_up(copied.folder)
+    assert complete_steps(copied.folder)[0] == 2 and copied.newest == SAVED
+    assert find_damage(checkpoint_path(copied.folder, 2)) == []
     found = copied.fingerprint(2)
     assert (found != before) == (point in NAMED)
     assert all((found[part] == before[part]) == (point not in NAMED) for part in ("weights", "optimizer", "random"))

@@ -18,8 +18,8 @@ from faulty_run import FaultyRun
 
 from megafp8.resilience import watchdog
 from megafp8.resilience.run_state import current_state
-from megafp8.resilience.watchdog import STACKS_FOLDER, STEP, Guard, Phases
-from megafp8.utils.process import stat_of, this_process
+from megafp8.resilience.watchdog import STACKS_FOLDER, STEP, PhaseClock, Watchdog
+from megafp8.utils.process import current_process, read_proc_stat
 
 LAYOUT, LIMIT_S, SPARE_S = "dp2", 4.0, 8.0
 LIMITS = f"--step-timeout-s {LIMIT_S:g} --checkpoint-timeout-s {LIMIT_S:g}"
@@ -40,7 +40,7 @@ def test_a_rank_that_sleeps(tmp_path: Path, cache: Path) -> None:
     state = current_state(run.folder)
     assert state is not None and (state.state, state.exit_status) == ("failed", 71)
     assert "hangs in save at step 2, for " in state.reason and f"(limit {LIMIT_S:g} s)" in state.reason
-    assert "faults.py" in stacks(run, 1) and "faults.py" not in stacks(run, 0)
+    assert "fault_injection.py" in stacks(run, 1) and "fault_injection.py" not in stacks(run, 0)
     assert "hangs in" in stacks(run, 0) and "most recent call first" in stacks(run, 0)
 
 
@@ -84,7 +84,7 @@ def forked(function: Callable[[], None]) -> BaseProcess:
 class Looks:
     """How often a guard has looked around."""
 
-    def __init__(self, guard: Guard):
+    def __init__(self, guard: Watchdog):
         self.count, check_peers = 0, guard.check_peers
 
         def check_and_count(now: float) -> None:
@@ -104,7 +104,7 @@ class Looks:
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards look around ten times a second, and give others less time."""
-    for name, seconds in (("TICK_S", 0.1), ("LOST_S", 1.0), ("LINGER_S", 0.5)):
+    for name, seconds in (("TICK_S", 0.1), ("LOST_PEER_S", 1.0), ("PEER_STACKS_S", 0.5)):
         monkeypatch.setattr(watchdog, name, seconds)
 
 
@@ -114,10 +114,12 @@ def test_a_rank_that_waits_in_c_code_sees_a_dead_one(tmp_path: Path, often: None
 
     def wait_for_peer() -> None:
         os.dup2(os.open(tmp_path / "output", os.O_WRONLY | os.O_CREAT), sys.__stderr__.fileno())
-        guard = Guard(rank=0)
+        guard = Watchdog(rank=0)
         guard.start()
         looks = Looks(guard)
-        guard.attach(None, None, {1: dataclasses.replace(this_process(), pid=peer.pid, started=stat_of(peer.pid)[1])})
+        guard.attach(
+            None, None, {1: dataclasses.replace(current_process(), pid=peer.pid, started=read_proc_stat(peer.pid)[1])}
+        )
         looks.wait()
         (tmp_path / "waits").touch()
         ctypes.CDLL(None).sleep(60)
@@ -130,7 +132,7 @@ def test_a_rank_that_waits_in_c_code_sees_a_dead_one(tmp_path: Path, often: None
     assert f"rank 0: rank 1 (process {peer.pid} on " in (tmp_path / "output").read_text()
 
 
-def in_second_step(guard: Guard) -> Looks:
+def in_second_step(guard: Watchdog) -> Looks:
     """Start a guard, let it know the limit of a step, and look around once."""
     looks = Looks(guard)
     guard.start()
@@ -149,11 +151,11 @@ def wait_until(is_so: Callable[[], bool], process: BaseProcess) -> None:
 
 def test_c_code_that_lets_no_thread_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, often: None) -> None:
     """A PyDLL keeps the interpreter's lock while it sleeps. The timer in C ends the process, with its stacks."""
-    monkeypatch.setattr(watchdog, "TIMER_SPARE_S", 0.5)
+    monkeypatch.setattr(watchdog, "TIMER_MARGIN_S", 0.5)
 
     def hold_the_lock() -> None:
         os.dup2(os.open(tmp_path / "stacks", os.O_WRONLY | os.O_CREAT), sys.__stderr__.fileno())
-        guard = Guard(Phases(2.0, 0.0))
+        guard = Watchdog(PhaseClock(2.0, 0.0))
         in_second_step(guard)
         ctypes.PyDLL(None).sleep(60)
 
@@ -170,14 +172,14 @@ def test_a_pause_of_the_whole_process_is_no_hang(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(watchdog, "PAUSED_S", 1.0)
 
     def pause() -> None:
-        guard = Guard(Phases(limit_s, 0.0))
+        guard = Watchdog(PhaseClock(limit_s, 0.0))
         looks = in_second_step(guard)
         os.kill(os.getpid(), signal.SIGSTOP)
         looks.wait()
         guard.close()
 
     process = forked(pause)
-    wait_until(lambda: stat_of(process.pid)[0] == "T", process)
+    wait_until(lambda: read_proc_stat(process.pid)[0] == "T", process)
     time.sleep(limit_s + 0.2)
     os.kill(process.pid, signal.SIGCONT)
     process.join(30)

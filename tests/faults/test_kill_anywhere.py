@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from faulty_run import EVAL_INTERVAL, LAYOUTS, SAVE_INTERVAL, STEPS, FaultyRun, assert_died
 
-from megafp8.resilience.fault_injection import BEFORE_STEPS, POINTS
+from megafp8.resilience.fault_injection import POINTS, POINTS_BEFORE_STEPS
 
 # Only while a checkpoint replaces another of its step, which no unbroken run does: see test_half_checkpoints.py.
 ELSEWHERE = {"save.between_renames"}
@@ -45,7 +45,7 @@ def kills(seed: int, ranks: dict[str, int]) -> list[str]:
         return draw.randint(1, STEPS)
 
     return [
-        f"kill:rank={rank},at={point}" + ("" if point in BEFORE_STEPS else f",step={step_of(point)}")
+        f"kill:rank={rank},at={point}" + ("" if point in POINTS_BEFORE_STEPS else f",step={step_of(point)}")
         for point, rank in ranks.items()
     ]
 

@@ -18,9 +18,9 @@ from faulty_run import COMMON, STEPS
 from forked_runs import ForkedRun, members
 
 from megafp8.analysis.runs import load_run
-from megafp8.checkpoint.directory import saved_steps
+from megafp8.checkpoint.directory import complete_steps
 from megafp8.resilience.run_state import RUN_STATE_FILE, current_state
-from megafp8.utils.process import STOPPED, stat_of
+from megafp8.utils.process import STOPPED_STATE, read_proc_stat
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def started(flags: str, plan: str, place: Path) -> Iterator[ForkedRun]:
 def stopped(run: ForkedRun) -> Iterator[None]:
     """Wait until the rank has stopped itself; it goes on after the block."""
     (process,) = run.processes
-    while (stat_of(process.pid or 0) or "?")[0] != STOPPED:
+    while (read_proc_stat(process.pid or 0) or "?")[0] != STOPPED_STATE:
         assert process.is_alive(), run.output(0)
         time.sleep(0.02)
     yield
@@ -68,7 +68,7 @@ def test_a_full_disk_and_a_removed_folder(tmp_path: Path, cache: Path, place: Pa
             state_file.rmdir()
         ended = run.wait(600)
     assert ended.statuses == (0,), ended.told()
-    assert saved_steps(folder)[-1] == STEPS
+    assert complete_steps(folder)[-1] == STEPS
     assert any(boards.iterdir())
     state = current_state(folder)
     assert state is not None and (state.state, state.step, state.saved_step) == ("done", STEPS, STEPS)
@@ -130,7 +130,7 @@ def test_a_closed_terminal_saves_and_stops(tmp_path: Path, cache: Path, place: P
             assert run.wait(600).statuses == (75,)
     state = current_state(folder)
     assert state is not None and (state.state, state.reason) == ("preempted", "SIGHUP to rank 0")
-    assert state.step == state.saved_step == saved_steps(folder)[-1] == 3
+    assert state.step == state.saved_step == complete_steps(folder)[-1] == 3
 
 
 def test_under_nohup_a_closed_terminal_stops_nothing(tmp_path: Path, cache: Path, place: Path) -> None:

@@ -135,19 +135,19 @@ def test_a_rank_whose_data_do_not_come_gives_up_when_the_grace_ends(tmp_path: Pa
     state = current_state(run.folder)
     assert state is not None and state.state == "preempted" and state.saved_step == run.newest == 2
     assert "3 s after a signal still in " in state.reason
-    assert "faults.py" in (run.folder / "logs/watchdog/rank1.txt").read_text()
+    assert "fault_injection.py" in (run.folder / "logs/watchdog/rank1.txt").read_text()
 
 
 def test_a_second_signal_ends_it_at_once(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that comes later than any echo. The checkpoint that was being written has no name."""
-    monkeypatch.setattr(watchdog, "SAME_S", 0.5)
+    monkeypatch.setattr(watchdog, "DUPLICATE_SIGNAL_S", 0.5)
     run = FaultyRun(LAYOUT, tmp_path / "run", cache)
     flags = f"--save {run.folder} --load {run.folder} --exit-signal-grace-s 60"
     with run.started("sleep:rank=0,seconds=600,step=4,at=save.before_rename", flags) as forked:
         wait_until(lambda: list(run.fired.glob("*before_rename*")))
         for _ in range(2):
             send([process.pid for process in forked.processes], signal.SIGINT)
-            time.sleep(watchdog.SAME_S + 1.0)
+            time.sleep(watchdog.DUPLICATE_SIGNAL_S + 1.0)
         ended = forked.wait(60)
     assert set(ended.statuses) == {75} and ended.num_orphans == 0, ended.told()
     state = current_state(run.folder)

@@ -20,10 +20,10 @@ from torch import Tensor
 from megafp8.analysis.runs import load_run
 from megafp8.checkpoint.directory import checkpoint_path
 from megafp8.checkpoint.metadata import read_contents
-from megafp8.checkpoint.progress import NOT_FINITE, History, Progress, SkippedSamples
+from megafp8.checkpoint.progress import NOT_FINITE, Progress, SkipHistory, SkippedSamples
 from megafp8.quantization.delayed_scaling import DelayedState
 from megafp8.resilience.run_state import read_run_state
-from megafp8.training.bad_steps import next_progress
+from megafp8.training.bad_steps import progress_after_step
 from megafp8.training.evaluation import build_batches
 from megafp8.training.run import Run
 from megafp8.training.step import train_step
@@ -98,9 +98,9 @@ def steps(flags: str, world_size: int, prepare: Callable[[Run], None], left_out:
             continue
         batches = build_batches(run, SourceSamples(32), (step - 1) * BATCH, step * BATCH, num_workers=0)
         result = train_step(run, batches, progress)
-        progress = next_progress(run, progress, result.finding, (result.loss, result.grad_norm or 0.0))
+        progress = progress_after_step(run, progress, result.bad_step, (result.loss, result.grad_norm or 0.0))
         states.append(fingerprint(whole_state(run)))
-        texts += [] if result.finding is None else [result.finding.text]
+        texts += [] if result.bad_step is None else [result.bad_step.text]
     return Seen(states, texts, progress)
 
 
@@ -136,7 +136,7 @@ def test_a_step_left_out_changes_nothing(world_size: int, flags: str, fault: str
         assert seen.texts == [text], "every rank says the same"
         assert seen.progress == answers[0].progress
     assert len(set(answers[0].states)) == STEPS - 1, "the other steps moved nothing"
-    assert answers[0].progress.history == History((SkippedSamples(16, 24, BAD_STEP, NOT_FINITE),))
+    assert answers[0].progress.history == SkipHistory((SkippedSamples(16, 24, BAD_STEP, NOT_FINITE),))
     assert f"rank {world_size - 1}: " in text and "samples 16-23" in text
 
 
@@ -188,7 +188,7 @@ def test_the_command_ends_with_65(tmp_path: Path) -> None:
 def test_a_loss_scale_that_overflows_is_no_bad_number(tmp_path: Path) -> None:
     """FP16 finds its scale by trying, and no step may be skipped here; a loss that is not finite still counts."""
     flags = f"{LENGTH} --fp16 --initial-loss-scale 4294967296 --hysteresis 1 --exit-interval 2"
-    assert run_loop(tmp_path / "overflow", "", flags, 1).progress == Progress(2, 16, History(num_overflows=2))
+    assert run_loop(tmp_path / "overflow", "", flags, 1).progress == Progress(2, 16, SkipHistory(num_overflows=2))
     assert [record.is_skipped for record in load_run(tmp_path / "overflow").steps] == [True, True]
     assert "step 2: " in run_loop(tmp_path / "nan", "nan:step=2,at=step.loss", flags, 1).error
 
@@ -205,7 +205,7 @@ def test_scales_go_on_after_an_amax_that_is_no_number(kind: str) -> None:
         for step in range(1, STEPS + 1):
             batches = build_batches(run, SourceSamples(32), (step - 1) * BATCH, step * BATCH, num_workers=0)
             result = train_step(run, batches, progress)
-            progress = next_progress(run, progress, result.finding, None)
+            progress = progress_after_step(run, progress, result.bad_step, None)
             assert torch.isfinite(state.quant_scale).all()
             assert not state.amax_history.isnan().any()
             seen.append(state.quant_scale.tolist())

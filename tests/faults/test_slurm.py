@@ -52,7 +52,7 @@ class SlurmRun:
     def __init__(self, cluster: Cluster, folder: Path, cache: Path, options: str = "--no-check-nodes", pause_s=0.3):
         self.cluster, self.run = cluster, FaultyRun("dp2", folder / "run", cache)
         words = f"{self.run.text(None)} --num-threads 1".split()
-        plan = {fault_injection.VARIABLE: f"sleep:seconds={pause_s},at=step.begin,times=9",
+        plan = {fault_injection.FAULTS_VARIABLE: f"sleep:seconds={pause_s},at=step.begin,times=9",
                 fault_injection.FIRED_VARIABLE: str(self.run.fired)}  # fmt: skip
         self.job = submit(cluster, f"--name hit --nodes 2 {options}", words, **plan)
 

@@ -9,9 +9,9 @@ from ranks import run_ranks
 from small_run import FP8, PLAIN, build_run, fingerprint, small_config, weights
 
 from megafp8.analysis.runs import load_run
-from megafp8.checkpoint.directory import saved_steps
+from megafp8.checkpoint.directory import complete_steps
 from megafp8.checkpoint.progress import ROLLBACK, SPIKE, Progress, SkippedSamples
-from megafp8.training.bad_steps import next_progress
+from megafp8.training.bad_steps import progress_after_step
 from megafp8.training.evaluation import build_batches
 from megafp8.training.resume import resume
 from megafp8.training.step import train_step
@@ -69,7 +69,7 @@ def weights_without_detour(folder: Path, flags: str, first: Progress, last_step:
         batches = build_batches(run, run.datasets[0], progress.consumed_samples, end, num_workers=0)
         while progress.step < last_step:
             result = train_step(run, batches, progress)
-            progress = next_progress(run, progress, result.finding, None)
+            progress = progress_after_step(run, progress, result.bad_step, None)
         return fingerprint(weights(run))
 
     return run_ranks(2, go_on)
@@ -84,7 +84,7 @@ def test_a_run_goes_back_and_past_the_batches(tmp_path: Path) -> None:
     assert (progress.step, progress.consumed_samples) == (12, 96)
     assert progress.history.skipped == (SkippedSamples(32, 64, 7, ROLLBACK),)
     assert progress.history.num_rollbacks == 1
-    assert saved_steps(tmp_path / "straight") == [2, 4, 8, 10, 12], "8 is saved at once, and 6 is retired"
+    assert complete_steps(tmp_path / "straight") == [2, 4, 8, 10, 12], "8 is saved at once, and 6 is retired"
     run = load_run(tmp_path / "straight")
     assert [record.step for record in run.steps] == [1, 2, 3, 4, 9, 10, 11, 12]
     assert [start.resumed_from_step for start in run.runs] == [None, 4]
@@ -107,7 +107,7 @@ def test_a_run_does_not_go_back_for_ever(tmp_path: Path) -> None:
 
 def test_nowhere_to_go_back_to(tmp_path: Path) -> None:
     ended = run_loop(tmp_path, "nan:rank=1,step=2,at=step.loss", f"{PLAIN} {BACK} --train-iters 12")
-    assert "holds no whole checkpoint yet; lower --save-interval" in ended.error
+    assert "holds no complete checkpoint yet; lower --save-interval" in ended.error
 
 
 def test_the_end_of_the_run_is_not_passed(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ class Supervised:
         command = [sys.executable, "launcher/supervise.py", "--backoff-s", "0", "--", *torchrun, "pretrain_gpt.py"]
         environment = os.environ | {
             "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
-            fault_injection.VARIABLE: "sleep:seconds=0.3,at=step.begin,times=9",
+            fault_injection.FAULTS_VARIABLE: "sleep:seconds=0.3,at=step.begin,times=9",
             fault_injection.FIRED_VARIABLE: str(run.fired),
         }  # fmt: skip
         self.output = run.folder.with_name("output")

@@ -11,10 +11,10 @@ from faulty_run import FaultyRun
 from forked_runs import run_forked
 
 from megafp8.analysis.runs import is_unfinished, load_run
-from megafp8.checkpoint.directory import saved_steps
+from megafp8.checkpoint.directory import complete_steps
 from megafp8.resilience.run_lock import LOCK_FILE
 from megafp8.resilience.run_state import current_state
-from megafp8.utils.process import STOPPED, stat_of
+from megafp8.utils.process import STOPPED_STATE, read_proc_stat
 
 LAYOUT = "dp2"
 
@@ -23,7 +23,7 @@ def test_a_second_run_is_refused_and_the_first_one_unharmed(tmp_path: Path, cach
     run = FaultyRun(LAYOUT, tmp_path / "run", cache)
     with run.started("stop:step=2,at=step.begin") as first:
         pids = [process.pid for process in first.processes]
-        while any(stat_of(pid)[0] != STOPPED for pid in pids):
+        while any(read_proc_stat(pid)[0] != STOPPED_STATE for pid in pids):
             assert not first.look(0.05), first.output(0)
         before = {path: path.read_bytes() for path in run.folder.glob("*.json*")}
         second = run.start()
@@ -79,12 +79,12 @@ def test_a_checkpoint_that_crashes_the_load_is_set_aside(tmp_path: Path, cache: 
     assert start_alone(run, "term:step=2,at=step.begin")[0] == 75
     for newest in (2, 4):
         for _ in range(2):
-            assert max(saved_steps(run.folder)) == newest
+            assert max(complete_steps(run.folder)) == newest
             assert start_alone(run, "raise:at=load.begin")[0] == 70
         state = current_state(run.folder)
         assert state is not None and (state.loading, state.loads, state.crashes) == (newest, 2, 1)
         assert start_alone(run, f"term:step={4 if newest == 2 else 3},at=step.begin")[0] == 75
-    assert saved_steps(run.folder) == [2, 3] and (run.folder / "iter_0000004.corrupt").is_dir()
+    assert complete_steps(run.folder) == [2, 3] and (run.folder / "iter_0000004.corrupt").is_dir()
     (note,) = (event.detail for event in load_run(run.folder).events if "crashed while they loaded" in event.detail)
     assert "iter_0000004: 2 starts crashed while they loaded it, now iter_0000004.corrupt" in note
 

@@ -19,12 +19,12 @@ from megafp8.mcore import cpu_patches
 
 __all__ = ["FP8_RECIPES", "RECIPES", "SIZES", "gpu_run", "straight_and_resumed"]
 cpu_patches.install()
-platform.compute_deterministically()  # equal runs give equal bits
+platform.enable_determinism()  # equal runs give equal bits
 
 from megafp8.checkpoint.load import load_checkpoint
 from megafp8.checkpoint.progress import Progress
 from megafp8.checkpoint.save import save_checkpoint
-from megafp8.mcore.process_groups import leave_groups
+from megafp8.mcore.process_groups import destroy_process_groups
 from megafp8.training.run import Run
 
 
@@ -32,9 +32,11 @@ from megafp8.training.run import Run
 def gpu_run(extra: str, precision: str = "--bf16") -> Iterator[Run]:
     """A run on Python source; its groups, and what Transformer Engine keeps for the process, end with it."""
     config = flags.parse(f"{SIZES} {precision} {extra}".split()).config
-    found = [*rules.problems(config, 1), *capability.problems(config, capability.detect_target())]
+    found = [*rules.problems(config, 1), *capability.capability_problems(config, capability.detect_target())]
     assert not found, found
-    platform.join_ranks(platform.detect_platform(), ParallelConfig())  # once: starting NCCL takes longer than a run
+    platform.init_distributed(
+        platform.detect_platform(), ParallelConfig()
+    )  # once: starting NCCL takes longer than a run
     environment = dict(os.environ)
     try:
         yield build_run(config)
@@ -42,7 +44,7 @@ def gpu_run(extra: str, precision: str = "--bf16") -> Iterator[Run]:
         # megatron-core sets what Transformer Engine's attention may use, and refuses another choice later.
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
-        leave_groups()
+        destroy_process_groups()
         FP8GlobalStateManager.reset()
         torch.cuda.empty_cache()
 

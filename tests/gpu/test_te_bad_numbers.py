@@ -19,14 +19,14 @@ from megafp8.checkpoint.progress import (
     SPIKE,
     Progress,
 )
-from megafp8.training.bad_steps import next_progress
+from megafp8.training.bad_steps import progress_after_step
 from megafp8.training.evaluation import build_batches
 from megafp8.training.extensions.replica_check import (
     BitHash,
     check_replicas,
     replicas_of,
 )
-from megafp8.training.precision import delayed_state
+from megafp8.training.precision import delayed_scaling_tensors
 from megafp8.training.run import Run
 from megafp8.training.step import StepResult, train_step
 
@@ -38,12 +38,14 @@ def step(run: Run, progress: Progress) -> tuple[StepResult, Progress]:
     first = progress.consumed_samples
     batches = build_batches(run, SourceSamples(run.config.data.seq_length), first, first + batch, num_workers=0)
     result = train_step(run, batches, progress)
-    return result, next_progress(run, progress, result.finding, (result.loss, result.grad_norm or 0.0))
+    return result, progress_after_step(run, progress, result.bad_step, (result.loss, result.grad_norm or 0.0))
 
 
 def state(run: Run) -> dict[str, torch.Tensor]:
     """Copies of weights and of what delayed scaling remembers."""
-    remembered = [tensor for chunk in run.trainee.chunks for tensor in delayed_state(chunk, run.implementation)]
+    remembered = [
+        tensor for chunk in run.trainee.chunks for tensor in delayed_scaling_tensors(chunk, run.implementation)
+    ]
     return weights(run) | {f"remembered {number}": tensor.clone() for number, tensor in enumerate(remembered)}
 
 
@@ -66,12 +68,12 @@ def test_a_step_left_out_changes_nothing(recipe: str, factor: float) -> None:
         hook = multiply_gradient(run, factor)
         result, progress = step(run, progress)
         hook.remove()
-        assert result.finding is not None
-        assert result.finding.reason == (SPIKE if factor == factor else NOT_FINITE)
+        assert result.bad_step is not None
+        assert result.bad_step.reason == (SPIKE if factor == factor else NOT_FINITE)
         for name, tensor in state(run).items():
             assert torch.equal(tensor, before[name]), name
         result, progress = step(run, progress)
-        assert result.finding is None and result.loss == result.loss
+        assert result.bad_step is None and result.loss == result.loss
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -167,7 +167,7 @@ def test_the_fused_mlp_hands_factors_to_its_backward_pass(are_used: bool, monkey
     inputs = torch.linspace(-2, 2, 64 * 4 * 256, device="cuda").reshape(64, 4, 256).bfloat16().requires_grad_()
     gradients = []
     for patch in (plain, noted):
-        monkeypatch.setattr(tensorwise, "noted", patch)
+        monkeypatch.setattr(tensorwise, "annotation", patch)
         with te.autocast(enabled=True, recipe=Float8CurrentScaling()):
             gradients += torch.autograd.grad(mlp(inputs).square().sum(), inputs)
     assert [value is not None for name, value in found if name == "factors"] == [True]

@@ -69,11 +69,11 @@ def test_moments_are_stored_as_they_were_read() -> None:
 
 def test_tensors_survive_being_packed() -> None:
     tensors = {"scale_fwd": torch.rand(3, device="cuda"), "amax_history_fwd": torch.rand(16, 3, device="cuda")}
-    unpacked = patches.unpacked(patches.packed(tensors))
+    unpacked = patches.deserialize_tensors(patches.serialize_tensors(tensors))
     assert all(torch.equal(unpacked[name], tensor.cpu()) for name, tensor in tensors.items())
 
 
 def test_other_states_are_left_to_transformer_engine() -> None:
-    assert patches.unpacked(None) is None
-    assert patches.unpacked(torch.empty(0, dtype=torch.uint8)) is None
-    assert patches.unpacked(torch.frombuffer(bytearray(b"\x80\x04N."), dtype=torch.uint8)) is None
+    assert patches.deserialize_tensors(None) is None
+    assert patches.deserialize_tensors(torch.empty(0, dtype=torch.uint8)) is None
+    assert patches.deserialize_tensors(torch.frombuffer(bytearray(b"\x80\x04N."), dtype=torch.uint8)) is None

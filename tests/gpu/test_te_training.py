@@ -26,11 +26,11 @@ from small_run import Curve, SourceSamples, train, weights
 
 from megafp8.checkpoint.load import load_checkpoint
 from megafp8.checkpoint.progress import Progress
-from megafp8.checkpoint.save import save_checkpoint, sync_parameters
-from megafp8.checkpoint.state_dict import parts_of
+from megafp8.checkpoint.save import finish_param_gather, save_checkpoint
+from megafp8.checkpoint.state_dict import chained_optimizers
 from megafp8.optimizer.fused_adam import FusedAdamOptimizer
 from megafp8.te import layers as te_layers
-from megafp8.training.evaluation import build_batches, inference_mode
+from megafp8.training.evaluation import build_batches, evaluation_mode
 from megafp8.training.step import forward_backward
 
 PLAIN = "--no-one-pass-optimizer --no-gradient-overwrite --no-split-rope-fusion"
@@ -261,7 +261,7 @@ def test_a_validation_leaves_no_trace_in_delayed_scaling() -> None:
         train(run, 2)
         state = te_layers.delayed_state(run.trainee.chunks[0])
         before, size = [tensor.clone() for tensor in state], run.global_batch_size
-        with inference_mode(run):
+        with evaluation_mode(run):
             batches = build_batches(run, SourceSamples(run.config.data.seq_length), 2 * size, 3 * size, num_workers=0)
             forward_backward(run, batches, run.num_microbatches, forward_only=True)
             entered = [tensor.clone() for tensor in state]
@@ -276,10 +276,10 @@ def test_weights_gathered_early_have_their_transposes(recipe: str, is_evaluated:
     with gpu_run(f"{RECIPES[recipe]} {OVERLAP} --fp8-param-gather") as run:
         train(run, 2)
         if is_evaluated:
-            with inference_mode(run):
+            with evaluation_mode(run):
                 pass
         else:
-            sync_parameters(run.config, run.trainee)
+            finish_param_gather(run.config, run.trainee)
         weights_in_fp8 = [weight for weight in run.trainee.chunks[0].parameters() if hasattr(weight, "_quantizer")]
         assert weights_in_fp8
         for weight in weights_in_fp8:
@@ -300,7 +300,7 @@ def test_scaled_moments_are_transformer_engines(states: str) -> None:
         with gpu_run(f"--clip-grad 0 {with_states(states)} {extra}") as run:
             assert isinstance(run.trainee.optimizer, FusedAdamOptimizer) == (not extra)
             train(run, 1)
-            parts = [part.optimizer for part in parts_of(run.trainee.optimizer)]
+            parts = [part.optimizer for part in chained_optimizers(run.trainee.optimizer)]
             shards = [(part, shard) for part in parts for group in part.param_groups for shard in group["params"]]
             names = ("exp_avg", "exp_avg_sq")
             found.append([part.get_unscaled_state(shard, name).clone() for part, shard in shards for name in names])

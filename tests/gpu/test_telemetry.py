@@ -113,7 +113,7 @@ def test_a_look_launches_few_operations_and_hardly_waits(recipe: str, monkeypatc
         for step in (1, 2):  # kernels are compiled
             look_of(run, step, collector)
         plain, looked = [count_operations(lambda step=step: look_of(run, step, collector)) for step in (3, 4)]
-        num_tensors = len(list(collector.plan.all()))
+        num_tensors = len(list(collector.plan.tensors()))
     cost = looked - plain
     assert cost.waits <= WAITS, cost
     assert num_tensors < cost.launched < OPERATIONS_A_TENSOR * num_tensors + OPERATIONS_A_LOOK, cost

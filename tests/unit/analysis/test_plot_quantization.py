@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megafp8.analysis.plot_quantization import FIELDS, grid_of, natural, plot_telemetry
+from megafp8.analysis.plot_quantization import FIELDS, forward_order, grid_of, plot_telemetry
 from megafp8.analysis.runs import LoadedRun
 from megafp8.errors import DataError
 from megafp8.metrics.records import QuantizationRecord, TensorStats
@@ -23,7 +23,9 @@ def stats(**changes: object) -> TensorStats:
 
 
 def run_with(*looks: QuantizationRecord) -> LoadedRun:
-    return LoadedRun(name="a", folder=Path("a"), runs=(), stages=(), steps=(), evals=(), events=(), looks=looks)
+    return LoadedRun(
+        name="a", folder=Path("a"), runs=(), stages=(), steps=(), evals=(), events=(), quantization_records=looks
+    )
 
 
 def look(step: int, **changes: object) -> QuantizationRecord:
@@ -50,7 +52,7 @@ def test_the_picture_shows_the_field_and_the_recipe(tmp_path: Path) -> None:
 
 
 def test_layers_are_in_the_order_of_the_forward_pass() -> None:
-    assert [name.split(".", 1)[1] for name in sorted(NAMES, key=natural)] == [
+    assert [name.split(".", 1)[1] for name in sorted(NAMES, key=forward_order)] == [
         "0.linear_qkv", "0.linear_fc2", "2.linear_qkv", "2.linear_fc2", "10.linear_qkv", "10.linear_fc2"
     ]  # fmt: skip
 

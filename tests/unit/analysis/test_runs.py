@@ -52,7 +52,7 @@ def test_the_first_line_that_is_no_record_is_named(tmp_path) -> None:
         ({"training": {"eval_iters": 0}}, "--eval-iters 0 is no validation: train with --eval-iters above 0"),
         ({"data": {"split": "100,0,0"}}, "--split 100,0,0 holds nothing out: train with a second part above 0"),
         ({"data": {"train_data_path": ["a"]}}, "--train-data-path alone: train with --valid-data-path"),
-        ({"data": {"mock_data": True}, "training": {"eval_iters": 10}}, "its settings ask for validations, .*go on"),
+        ({"data": {"mock_data": True}, "training": {"eval_iters": 10}}, "its settings ask for validations, .*resume"),
     ],
 )
 def test_the_mend_of_a_run_without_validation_is_one_of_its_settings(write_run, config, mend: str) -> None:

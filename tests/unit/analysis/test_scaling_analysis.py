@@ -13,7 +13,7 @@ from scipy import stats
 from megafp8.analysis.power_laws import Estimate
 from megafp8.analysis.scaling_laws import BOTH, COMPUTE, PARAMETERS
 from megafp8.analysis.scaling_page import render_page, sweep_lines, swept_axes
-from megafp8.analysis.scaling_report import analyse, headline, method, remarks, tables, to_markdown, to_text
+from megafp8.analysis.scaling_report import analyse, count_text, headline, method, remarks, tables, to_markdown, to_text
 from megafp8.analysis.study_points import Point, StudyPoints, load_points
 from megafp8.errors import DataError
 
@@ -253,3 +253,8 @@ def test_the_committed_report_is_of_its_points() -> None:
             assert law.exponents[0].value == pytest.approx(row["exponents"][0]["value"], rel=0.01)
             assert law.worst_residual == pytest.approx(row["worst_residual"], rel=0.01)
         assert axis.factors[0][1].value == pytest.approx(written["factors"][0][1]["value"], rel=0.01)
+
+
+@pytest.mark.parametrize(("number", "text"), [(999_999, "1M"), (1_230_000, "1.23M"), (999, "999"), (12, "12")])
+def test_counts_are_rounded_before_their_letter(number: float, text: str) -> None:
+    assert count_text(number) == text

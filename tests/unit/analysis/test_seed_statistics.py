@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from megafp8.analysis.seed_statistics import BEYOND, UNDECIDED, WITHIN, Interval, judge, mean_interval
+from megafp8.analysis.seed_statistics import BEYOND, UNDECIDED, WITHIN, Interval, gap_verdict, mean_interval
 
 # Two-sided quantiles of Student's t from printed tables: (values, confidence) -> t.
 TABLE = {(2, 0.95): 12.706, (3, 0.95): 4.303, (5, 0.95): 2.776, (11, 0.95): 2.228, (3, 0.90): 2.920, (5, 0.99): 4.604}
@@ -57,7 +57,7 @@ def test_that_many_intervals_hold_the_true_mean() -> None:
 def test_a_bound_that_is_the_truth_is_seldom_decided() -> None:
     """A gap of exactly the bound is called within, and beyond, in one case of forty each."""
     draws = np.random.default_rng(1).normal(0.5, 0.1, (3000, 3))
-    verdicts = [judge(mean_interval(row), 0.5) for row in draws]
+    verdicts = [gap_verdict(mean_interval(row), 0.5) for row in draws]
     for verdict in (WITHIN, BEYOND):
         assert verdicts.count(verdict) / 3000 == pytest.approx(0.025, abs=0.009)
 
@@ -66,19 +66,19 @@ def test_one_value_has_no_interval() -> None:
     interval = mean_interval([0.1])
     assert interval == Interval(mean=0.1)
     assert interval.half_width is None
-    assert judge(interval, 0.5) == UNDECIDED
+    assert gap_verdict(interval, 0.5) == UNDECIDED
 
 
 def test_verdicts() -> None:
     def around(mean: float) -> Interval:
         return Interval(mean=mean, low=mean - 0.1, high=mean + 0.1, spread=0.1)
 
-    assert judge(around(0.3), 0.5) == judge(around(-7.0), 0.5) == judge(around(0.4), 0.5) == WITHIN
-    assert judge(around(0.45), 0.5) == judge(around(0.6), 0.5) == UNDECIDED
-    assert judge(around(0.61), 0.5) == BEYOND
+    assert gap_verdict(around(0.3), 0.5) == gap_verdict(around(-7.0), 0.5) == gap_verdict(around(0.4), 0.5) == WITHIN
+    assert gap_verdict(around(0.45), 0.5) == gap_verdict(around(0.6), 0.5) == UNDECIDED
+    assert gap_verdict(around(0.61), 0.5) == BEYOND
 
 
 def test_a_run_that_diverged_is_beyond() -> None:
     interval = mean_interval([0.1, math.nan, 0.1])
     assert math.isnan(interval.mean) and math.isnan(interval.spread)
-    assert judge(interval, 0.5) == judge(mean_interval([math.inf]), 0.5) == BEYOND
+    assert gap_verdict(interval, 0.5) == gap_verdict(mean_interval([math.inf]), 0.5) == BEYOND

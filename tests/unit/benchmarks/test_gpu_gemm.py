@@ -11,9 +11,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from benchmarks import gpu_gemm
 from benchmarks.gpu_gemm import Cast, model_of
+from megafp8.config.precision_map import OUTPUT_LAYER
 from megafp8.device.gpus import GPUS
 from megafp8.errors import ConfigError
-from megafp8.planning.planned_run import OUTPUT_LAYER, Product
+from megafp8.planning.planned_run import LinearGemm
 
 FLAGS = (
     "--model-preset llama3-8b --seq-length 4096 --micro-batch-size 2 --global-batch-size 4 "
@@ -37,11 +38,11 @@ def times(bf16_us: float = 200.0, fp8_us: float = 100.0) -> gpu_gemm.Times:
 
 def test_products_are_those_of_a_rank() -> None:
     assert MODEL.products("linear_qkv") == [
-        Product("linear_qkv", "fprop", 8192, 6144 // 4, 4096),
-        Product("linear_qkv", "dgrad", 8192, 4096, 6144 // 4),
-        Product("linear_qkv", "wgrad", 6144 // 4, 4096, 8192),
+        LinearGemm("linear_qkv", "fprop", 8192, 6144 // 4, 4096),
+        LinearGemm("linear_qkv", "dgrad", 8192, 4096, 6144 // 4),
+        LinearGemm("linear_qkv", "wgrad", 6144 // 4, 4096, 8192),
     ]
-    assert {product.columns for product in MODEL.products(OUTPUT_LAYER)} == {128_512 // 4, 4096}
+    assert {product.n for product in MODEL.products(OUTPUT_LAYER)} == {128_512 // 4, 4096}
     assert (MODEL.layers, MODEL.microbatches) == (32, 2)
 
 
@@ -73,7 +74,7 @@ def test_the_step_has_all_layers_and_one_output_layer() -> None:
 
 
 def test_no_gemm_is_faster_than_its_flops_and_its_bytes() -> None:
-    square, thin = Product("x", "fprop", 8192, 8192, 8192), Product("x", "wgrad", 4096, 4096, 16)
+    square, thin = LinearGemm("x", "fprop", 8192, 8192, 8192), LinearGemm("x", "wgrad", 4096, 4096, 16)
     assert gpu_gemm.floor_us(H200, "tensorwise", square) == pytest.approx(2 * 8192**3 / 1978.9e12 * 1e6, rel=1e-3)
     assert gpu_gemm.floor_us(H200, "bf16", thin) == pytest.approx((2 * 16 * 8192 + 4 * 4096**2) / 4.8e12 * 1e6)
 

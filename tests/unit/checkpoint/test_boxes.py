@@ -7,7 +7,7 @@ from math import prod
 import pytest
 import torch
 
-from megafp8.checkpoint.optimizer_state import Box, boxes
+from megafp8.checkpoint.optimizer_state import Box, flat_range_boxes
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (4, 5), (3, 1, 4), (2, 3, 4), (1, 6)])
@@ -18,7 +18,7 @@ def test_boxes_are_the_run_in_its_order(shape: tuple[int, ...]) -> None:
         for last in range(first, numbers.numel() + 1):
             run = numbers.flatten()[first:last]
             found, taken = torch.full(shape, -1), 0
-            for box in boxes(shape, first, last):
+            for box in flat_range_boxes(shape, first, last):
                 place = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
                 found[place] = run[taken : taken + prod(box.sizes)].view(box.sizes)
                 taken += prod(box.sizes)
@@ -28,6 +28,10 @@ def test_boxes_are_the_run_in_its_order(shape: tuple[int, ...]) -> None:
 
 
 def test_boxes_are_few() -> None:
-    assert list(boxes((100, 10), 5, 995)) == [Box((0, 5), (1, 5)), Box((1, 0), (98, 10)), Box((99, 0), (1, 5))]
-    assert list(boxes((100, 10), 12, 17)) == [Box((1, 2), (1, 5))]
-    assert list(boxes((100, 10), 0, 1000)) == [Box((0, 0), (100, 10))]
+    assert list(flat_range_boxes((100, 10), 5, 995)) == [
+        Box((0, 5), (1, 5)),
+        Box((1, 0), (98, 10)),
+        Box((99, 0), (1, 5)),
+    ]
+    assert list(flat_range_boxes((100, 10), 12, 17)) == [Box((1, 2), (1, 5))]
+    assert list(flat_range_boxes((100, 10), 0, 1000)) == [Box((0, 0), (100, 10))]

@@ -18,7 +18,7 @@ def put(folder: Path, name: str, is_whole: bool = True) -> Path:
     path.mkdir(parents=True)
     (path / "__0_0.distcp").write_bytes(b"tensors")
     if is_whole:
-        (path / directory.COMPLETE).write_text("{}")
+        (path / directory.MANIFEST).write_text("{}")
     return path
 
 
@@ -30,7 +30,7 @@ def manifest_of(place: Path, step: int) -> Manifest:
 
 def write(folder: Path, step: int) -> Manifest:
     """A checkpoint that only lacks manifest and name."""
-    directory.make_unfinished(folder, step)
+    directory.make_unfinished_folder(folder, step)
     place = directory.unfinished_path(folder, step)
     (place / "__0_0.distcp").write_bytes(b"new tensors")
     return manifest_of(place, step)
@@ -43,7 +43,7 @@ def test_newest_whole_checkpoint_wins(tmp_path: Path) -> None:
     put(tmp_path, "iter_0000300.unfinished")
     put(tmp_path, "best_model")
     (tmp_path / "iter_0000400").write_text("a file")
-    assert directory.saved_steps(tmp_path) == [9, 120]
+    assert directory.complete_steps(tmp_path) == [9, 120]
     assert directory.find_checkpoint(tmp_path) == (120, newest)
 
 
@@ -64,7 +64,7 @@ def test_the_folder_counts_and_not_the_pointer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("exists", [True, False])
 def test_no_checkpoint(tmp_path: Path, exists: bool) -> None:
     folder = tmp_path if exists else tmp_path / "absent"
-    assert directory.saved_steps(folder) == []
+    assert directory.complete_steps(folder) == []
     assert directory.find_checkpoint(folder) is None
 
 
@@ -81,8 +81,8 @@ def test_a_step_that_is_asked_for(tmp_path: Path) -> None:
 def test_a_checkpoint_gets_its_name_when_it_is_whole(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     manifest = write(folder, 5)
-    assert directory.saved_steps(folder) == [], "not before it is finished"
-    path = directory.finish(folder, 5, manifest)
+    assert directory.complete_steps(folder) == [], "not before it is finished"
+    path = directory.publish(folder, 5, manifest)
     assert path == folder / "iter_0000005"
     assert directory.find_checkpoint(folder) == (5, path)
     assert (folder / directory.POINTER).read_text() == "5\n"
@@ -93,46 +93,46 @@ def test_what_other_ranks_wrote_has_to_be_in_the_folder(tmp_path: Path) -> None:
     manifest = write(tmp_path, 5)
     (directory.unfinished_path(tmp_path, 5) / "__0_0.distcp").unlink()
     with pytest.raises(CheckpointError, match="__0_0.distcp is missing.*all machines share"):
-        directory.finish(tmp_path, 5, manifest)
-    assert directory.saved_steps(tmp_path) == []
+        directory.publish(tmp_path, 5, manifest)
+    assert directory.complete_steps(tmp_path) == []
 
 
 def test_what_a_killed_save_left_is_thrown_away(tmp_path: Path) -> None:
     left = put(tmp_path, "iter_0000005.unfinished", is_whole=False)
-    directory.make_unfinished(tmp_path, 5)
+    directory.make_unfinished_folder(tmp_path, 5)
     assert list(left.iterdir()) == []
 
 
 def test_a_step_that_was_saved_before_is_replaced(tmp_path: Path) -> None:
     old = put(tmp_path, "iter_0000005")
     (old / "old").write_text("")
-    directory.finish(tmp_path, 5, write(tmp_path, 5))
+    directory.publish(tmp_path, 5, write(tmp_path, 5))
     assert not (old / "old").exists()
-    assert directory.saved_steps(tmp_path) == [5]
+    assert directory.complete_steps(tmp_path) == [5]
     assert sorted(item.name for item in tmp_path.iterdir()) == ["iter_0000005", directory.POINTER]
 
 
 def test_a_full_disk_is_seen_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"GB free and a checkpoint takes 1010000\.001 GB: .*--ckpt-keep"):
-        directory.make_unfinished(tmp_path, 5, num_bytes=10**15)
+        directory.make_unfinished_folder(tmp_path, 5, num_bytes=10**15)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_probe_leaves_nothing(tmp_path: Path) -> None:
-    directory.probe(tmp_path / "run", 1000)
-    directory.probe(tmp_path / "run", 10**15, rank=1)
+    directory.check_writable(tmp_path / "run", 1000)
+    directory.check_writable(tmp_path / "run", 10**15, rank=1)
     assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_a_folder_without_room_is_found_before_training(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"run has .* GB free and a checkpoint takes 1010000\.001 GB"):
-        directory.probe(tmp_path / "run", 10**15)
+        directory.check_writable(tmp_path / "run", 10**15)
 
 
 def test_a_folder_below_a_file_is_found_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"--save .*/file/run: .*Not a directory.*takes 1\.000 GB"):
-        directory.probe(tmp_path / "file" / "run", 10**9)
+        directory.check_writable(tmp_path / "file" / "run", 10**9)
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
@@ -142,14 +142,14 @@ def test_a_disk_that_takes_files_but_loses_them_is_found(call: str, tmp_path: Pa
 
     monkeypatch.setattr(f"megafp8.utils.files.os.{call}", fail)
     with pytest.raises(CheckpointError, match="Read-only file system"):
-        directory.probe(tmp_path, 10**9)
+        directory.check_writable(tmp_path, 10**9)
 
 
 def test_a_sweep_clears_away_what_was_cut_off_and_nothing_else(tmp_path: Path) -> None:
     kept = ["iter_0000001", "iter_0000002.corrupt", "iter_0000003.retired", "iter_0000004"]
     for name in (*kept[:-1], "iter_0000001.replaced", "iter_0000004.replaced", "iter_0000005.unfinished", "other"):
         put(tmp_path, name)
-    directory.sweep(tmp_path)
+    directory.clean_up(tmp_path)
     assert sorted(item.name for item in tmp_path.iterdir()) == [*kept, "other"], "4 was being replaced"
 
 
@@ -157,8 +157,8 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40):
         put(tmp_path, f"iter_{step:07d}")
     put(tmp_path, "iter_0000005.corrupt")
-    assert directory.prune(tmp_path, 2, never=10) == [20]
-    assert directory.saved_steps(tmp_path) == [10, 30, 40]
+    assert directory.prune(tmp_path, 2, protected_step=10) == [20]
+    assert directory.complete_steps(tmp_path) == [10, 30, 40]
     assert directory.prune(tmp_path, 5) == []
     assert sorted(item.name for item in tmp_path.iterdir())[0] == "iter_0000005.corrupt"
 
@@ -166,4 +166,4 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
 def test_names_of_what_is_set_aside_do_not_clash(tmp_path: Path) -> None:
     for expected in ("iter_0000005.corrupt", "iter_0000005.corrupt-1", "iter_0000005.corrupt-2"):
         assert directory.set_aside(put(tmp_path, "iter_0000005"), directory.CORRUPT).name == expected
-    assert directory.named_steps(tmp_path) == []
+    assert directory.list_steps(tmp_path) == []

@@ -11,11 +11,11 @@ from megafp8.checkpoint.manifest import (
     MANIFEST,
     FileEntry,
     Manifest,
-    changed,
-    damage_seen,
+    changed_files,
     differences,
+    find_damage,
+    rank_share,
     read_manifest,
-    share,
     write_manifest,
 )
 from megafp8.errors import CheckpointError
@@ -40,7 +40,7 @@ def whole(tmp_path: Path) -> Path:
 def test_a_whole_one(whole: Path) -> None:
     manifest = read_manifest(whole)
     assert manifest.num_bytes == sum(map(len, FILES.values()))
-    assert damage_seen(whole) == []
+    assert find_damage(whole) == []
 
 
 def test_every_byte_of_the_manifest_counts(whole: Path) -> None:
@@ -71,27 +71,27 @@ def test_every_byte_of_the_manifest_counts(whole: Path) -> None:
 )
 def test_sizes_tell(change, text: str, whole: Path) -> None:
     change(whole)
-    (problem,) = damage_seen(whole, with_hashes=False)
+    (problem,) = find_damage(whole, with_hashes=False)
     assert text in problem
 
 
 def test_a_link_is_no_file(whole: Path) -> None:
     (whole / "__1_0.distcp").rename(whole.parent / "elsewhere")
     (whole / "__1_0.distcp").symlink_to(whole.parent / "elsewhere")
-    assert damage_seen(whole) == ["__1_0.distcp is not a plain file"]
+    assert find_damage(whole) == ["__1_0.distcp is not a plain file"]
 
 
 def test_only_the_hash_sees_files_that_changed_places(whole: Path) -> None:
     (whole / "__0_0.distcp").write_bytes(FILES["__1_0.distcp"])
     manifest = read_manifest(whole)
     assert differences(whole, manifest) == []
-    assert [problem.split()[0] for problem in changed(whole, manifest.files)] == ["__0_0.distcp"]
+    assert [problem.split()[0] for problem in changed_files(whole, manifest.files)] == ["__0_0.distcp"]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 7])
 def test_shares_are_all_of_it_and_even(num_ranks: int) -> None:
     files = {f"file{size}": FileEntry(size, "") for size in (100, 90, 50, 40, 30, 10)}
-    shares = [share(files, rank, num_ranks) for rank in range(num_ranks)]
+    shares = [rank_share(files, rank, num_ranks) for rank in range(num_ranks)]
     assert sorted(name for part in shares for name in part) == sorted(files)
     loads = [sum(entry.num_bytes for entry in part.values()) for part in shares]
     assert max(loads) <= max(100, 320 / num_ranks + 50)
@@ -100,5 +100,5 @@ def test_shares_are_all_of_it_and_even(num_ranks: int) -> None:
 def test_each_rank_finds_what_is_in_its_share(whole: Path) -> None:
     for name in ("__0_0.distcp", "__1_0.distcp"):
         (whole / name).write_bytes(b"x" * 680)
-    seen = [damage_seen(whole, rank=rank, num_ranks=3) for rank in range(3)]
+    seen = [find_damage(whole, rank=rank, num_ranks=3) for rank in range(3)]
     assert sorted(len(problems) for problems in seen) == [0, 1, 1]

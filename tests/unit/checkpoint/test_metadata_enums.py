@@ -23,10 +23,10 @@ from saved_run import STEP, build_initial, configure, save_initial
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from megafp8.checkpoint import save
-from megafp8.checkpoint.directory import find_checkpoint, saved_steps
+from megafp8.checkpoint.directory import complete_steps, find_checkpoint
 from megafp8.checkpoint.load import load_weights
 from megafp8.checkpoint.metadata import read_config
-from megafp8.checkpoint.serialization import METADATA, MetadataUnpickler, SafeReader
+from megafp8.checkpoint.serialization import METADATA_FILE, MetadataUnpickler, SafeReader
 from megafp8.checkpoint.standalone import LazyTensor, save_weights
 from megafp8.errors import CheckpointError
 
@@ -41,7 +41,7 @@ def enums_of_python_3_11_0(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_enums_of_python_3_11_0_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     enums_of_python_3_11_0(monkeypatch)
     path = find_checkpoint(save_initial(tmp_path, configure(FLAGS)))[1]
-    content = (path / METADATA).read_bytes()
+    content = (path / METADATA_FILE).read_bytes()
     assert b"getattr" in content
     assert SafeReader(path).read_metadata() == pickle.loads(content)
     run_ranks(1, lambda: load_weights(path, build_initial(read_config(path)).chunks))
@@ -145,12 +145,12 @@ def test_weights_whose_metadata_cannot_be_read_are_not_saved(tmp_path: Path, new
     source = LazyTensor((2, 2), torch.float32, lambda: torch.ones(2, 2))
     with pytest.raises(CheckpointError, match=REFUSED):
         save_weights(tmp_path, configure(FLAGS), {"decoder.final_layernorm.weight": source})
-    assert saved_steps(tmp_path) == []
+    assert complete_steps(tmp_path) == []
 
 
 def test_a_save_whose_plain_values_cannot_be_read_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = save.complete_state
-    monkeypatch.setattr(save, "complete_state", lambda *args: plain(*args) | {"step": Fraction(1)})
+    plain = save.build_state_dict
+    monkeypatch.setattr(save, "build_state_dict", lambda *args: plain(*args) | {"step": Fraction(1)})
     with pytest.raises(RankFailed, match="(?s)cannot be read back.*fractions.Fraction"):
         save_initial(tmp_path, configure(FLAGS))
     assert list(tmp_path.iterdir()) == []

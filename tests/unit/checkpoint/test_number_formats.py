@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megafp8.checkpoint import compatibility
-from megafp8.checkpoint.compatibility import check_same_formats
+from megafp8.checkpoint.compatibility import check_number_formats
 from megafp8.config import flags
 from megafp8.config.schema import RunConfig
 from megafp8.errors import CheckpointError
@@ -26,7 +26,7 @@ def config_of(text: str) -> RunConfig:
 
 def checked(before: str, now: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     monkeypatch.setattr(compatibility, "read_config", lambda path: config_of(before))
-    return check_same_formats(Path("iter_0000007"), config_of(now))
+    return check_number_formats(Path("iter_0000007"), config_of(now))
 
 
 @pytest.mark.parametrize(

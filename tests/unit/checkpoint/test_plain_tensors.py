@@ -11,15 +11,14 @@ import torch
 from saved_run import configure
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
-from megafp8.checkpoint.directory import COMPLETE
-from megafp8.checkpoint.manifest import damage_seen
+from megafp8.checkpoint.manifest import MANIFEST, find_damage
 from megafp8.checkpoint.standalone import (
+    CheckpointTensors,
     LazyTensor,
-    PlainTensors,
     TensorLocation,
     load_matching,
-    places_of,
     save_weights,
+    tensor_locations,
 )
 from megafp8.checkpoint.writer import FILES_PER_RANK
 from megafp8.errors import CheckpointError
@@ -30,7 +29,7 @@ FLAGS = "--num-layers 3 --hidden-size 4 --num-attention-heads 1 --vocab-size 7"
 def test_stacked_layers_get_their_numbers() -> None:
     def places(key: str, shape: tuple[int, ...]) -> dict[str, TensorLocation]:
         kind = TensorStorageMetadata(TensorProperties(dtype=torch.bfloat16), torch.Size(shape), [])
-        return dict(places_of(key, kind))
+        return dict(tensor_locations(key, kind))
 
     for prefix in ("", "optimizer.state.exp_avg."):
         key = prefix + "decoder.layers.mlp.linear_fc1.weight"
@@ -60,12 +59,12 @@ def saved(weights: dict[str, torch.Tensor], tmp_path: Path) -> Path:
 
 
 def test_what_is_written_is_read(weights: dict[str, torch.Tensor], saved: Path) -> None:
-    assert damage_seen(saved) == [] and saved.name == "iter_0000000"
-    tensors = PlainTensors(saved)
-    assert set(tensors.places) == set(weights)
+    assert find_damage(saved) == [] and saved.name == "iter_0000000"
+    tensors = CheckpointTensors(saved)
+    assert set(tensors.locations) == set(weights)
     for name in reversed(weights):
         assert torch.equal(tensors.load(name), weights[name])
-    assert tensors.places["decoder.layers.2.mlp.linear_fc1.weight"].layer == 2
+    assert tensors.locations["decoder.layers.2.mlp.linear_fc1.weight"].layer == 2
 
 
 def test_one_tensor_is_made_at_a_time_by_each_writer(weights: dict[str, torch.Tensor], tmp_path: Path) -> None:
@@ -94,9 +93,9 @@ def test_a_source_that_gives_something_else(weights: dict[str, torch.Tensor], tm
 
 
 def test_a_layer_that_lies_nowhere(saved: Path) -> None:
-    tensors = PlainTensors(saved)
+    tensors = CheckpointTensors(saved)
     name = "decoder.layers.1.mlp.linear_fc1.weight"
-    kind = tensors._kinds[tensors.places[name].key]
+    kind = tensors._kinds[tensors.locations[name].key]
     kind.chunks.pop(1)
     with pytest.raises(CheckpointError, match="does not hold all of decoder.layers.1.mlp"):
         tensors.load(name)
@@ -105,6 +104,6 @@ def test_a_layer_that_lies_nowhere(saved: Path) -> None:
 @pytest.mark.parametrize("content", [None, "no JSON", "{}", '{"sharded_backend": "torch_dist"}'])
 def test_what_is_no_checkpoint_is_said_to_be_none(content: str | None, tmp_path: Path) -> None:
     if content is not None:
-        (tmp_path / COMPLETE).write_text(content, encoding="utf-8")
+        (tmp_path / MANIFEST).write_text(content, encoding="utf-8")
     with pytest.raises(CheckpointError, match="cannot be read as a checkpoint"):
         list(load_matching(tmp_path, "*"))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 
-from megafp8.checkpoint.progress import NOT_FINITE, ROLLBACK, SPIKE, History, SkippedSamples
+from megafp8.checkpoint.progress import NOT_FINITE, ROLLBACK, SPIKE, SkipHistory, SkippedSamples
 
 WINDOW = ((2.5, 1.0), (2.25, 0.1 + 0.2))
 
 
 def test_skips_in_a_row_are_counted_until_an_update() -> None:
-    history = History()
+    history = SkipHistory()
     for step in (1, 2):
         history = history.after_skip(SkippedSamples(8 * step, 8 * step + 8, step, NOT_FINITE))
         assert history.num_in_row == step
@@ -19,25 +19,27 @@ def test_skips_in_a_row_are_counted_until_an_update() -> None:
 
 
 def test_an_update_without_anything_to_remember_makes_nothing() -> None:
-    history = History()
+    history = SkipHistory()
     assert history.after_update() is history
 
 
 def test_it_is_the_same_after_a_checkpoint() -> None:
     skipped = (SkippedSamples(8, 16, 2, SPIKE), SkippedSamples(24, 64, 7, ROLLBACK))
-    history = History(skipped, 1, 2, WINDOW)
-    assert History.from_plain(json.loads(json.dumps(history.plain()))) == history
+    history = SkipHistory(skipped, 1, 2, WINDOW)
+    assert SkipHistory.from_plain(json.loads(json.dumps(history.plain()))) == history
     overflowed = history.after_overflow()
-    assert History.from_plain(json.loads(json.dumps(overflowed.plain()))).num_overflows == 1
+    assert SkipHistory.from_plain(json.loads(json.dumps(overflowed.plain()))).num_overflows == 1
     older = {name: value for name, value in history.plain().items() if name != "num_overflows"}
-    assert History.from_plain(older) == history
+    assert SkipHistory.from_plain(older) == history
 
 
 def test_summary() -> None:
-    assert History().summary() == ""
+    assert SkipHistory().summary() == ""
     skipped = (SkippedSamples(8, 16, 2, SPIKE), SkippedSamples(24, 64, 7, ROLLBACK), SkippedSamples(80, 88, 9, SPIKE))
     overflows = "2 steps made no update because gradients overflowed at their loss scale"
-    assert History(num_overflows=2).summary() == overflows
-    both = History(skipped[:1], num_overflows=2).summary()
+    assert SkipHistory(num_overflows=2).summary() == overflows
+    both = SkipHistory(skipped[:1], num_overflows=2).summary()
     assert both == f"8 samples changed no weight (8 spike): 8-15; {overflows}"
-    assert History(skipped).summary() == ("56 samples changed no weight (16 spike, 40 rollback): 8-15, 24-63, 80-87")
+    assert SkipHistory(skipped).summary() == (
+        "56 samples changed no weight (16 spike, 40 rollback): 8-15, 24-63, 80-87"
+    )

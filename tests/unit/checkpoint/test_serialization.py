@@ -33,11 +33,11 @@ from megafp8.checkpoint.directory import find_checkpoint
 from megafp8.checkpoint.load import load_weights
 from megafp8.checkpoint.metadata import read_config
 from megafp8.checkpoint.serialization import (
-    COMMON,
-    FORMAT,
-    METADATA,
-    UNSAFE_VARIABLE,
-    SafePlanner,
+    COMMON_FILE,
+    FORMAT_FILE,
+    METADATA_FILE,
+    UNSAFE_LOAD_VARIABLE,
+    SafeLoadPlanner,
     SafeReader,
     check_archive,
 )
@@ -131,7 +131,7 @@ def archive_of(content: bytes, like: Path) -> bytes:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_metadata_runs_nothing(name: str, path: Path, tmp_path: Path) -> None:
-    (path / METADATA).write_bytes(payloads(tmp_path / "flag")[name])
+    (path / METADATA_FILE).write_bytes(payloads(tmp_path / "flag")[name])
     with pytest.raises(pickle.UnpicklingError, match="refused"):
         SafeReader(path).read_metadata()
     assert not (tmp_path / "flag").exists()
@@ -141,8 +141,8 @@ def test_metadata_runs_nothing(name: str, path: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_plain_values_run_nothing(name: str, path: Path, tmp_path: Path) -> None:
     content = payloads(tmp_path / "flag")[name]
-    for file in (content, archive_of(content, path / COMMON)):
-        (path / COMMON).write_bytes(file)
+    for file in (content, archive_of(content, path / COMMON_FILE)):
+        (path / COMMON_FILE).write_bytes(file)
         with pytest.raises(CheckpointError, match="cannot be read as a checkpoint"):
             read_config(path)
     assert not (tmp_path / "flag").exists()
@@ -166,7 +166,7 @@ def test_objects_run_nothing(guarded: bool, path: Path, tmp_path: Path) -> None:
         stream = io.BytesIO()
         torch.save({"state": Evil(tmp_path / "flag")}, stream)
         stream.seek(0)
-        planner = (SafePlanner if guarded else MCoreLoadPlanner)()
+        planner = (SafeLoadPlanner if guarded else MCoreLoadPlanner)()
         planner.original_state_dict, planner.mappings = {}, {"key": ("key",)}
         item = SimpleNamespace(dest_index=SimpleNamespace(fqn="key"))
         try:
@@ -182,10 +182,10 @@ def test_objects_run_nothing(guarded: bool, path: Path, tmp_path: Path) -> None:
 
 def rewrite(path: Path, change: Callable[[Metadata], None]) -> None:
     """Change a checkpoint's metadata."""
-    with open(path / METADATA, "rb") as stream:
+    with open(path / METADATA_FILE, "rb") as stream:
         metadata = pickle.load(stream)
     change(metadata)
-    (path / METADATA).write_bytes(pickle.dumps(metadata))
+    (path / METADATA_FILE).write_bytes(pickle.dumps(metadata))
 
 
 def point_to(name: str) -> Callable[[Metadata], None]:
@@ -210,7 +210,7 @@ def test_files_are_the_folders_own(name: str, path: Path) -> None:
         SafeReader(path).read_metadata()
 
 
-@pytest.mark.parametrize("name", [METADATA, COMMON, FORMAT])
+@pytest.mark.parametrize("name", [METADATA_FILE, COMMON_FILE, FORMAT_FILE])
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
 def test_the_small_files_are_plain_ones(kind: str, name: str, path: Path) -> None:
     """A pipe would be waited for without end."""
@@ -240,14 +240,14 @@ def test_places_are_such_as_somebody_writes(change: Callable[[Any], Any], path: 
 
 
 def test_metadata_is_metadata(path: Path) -> None:
-    (path / METADATA).write_bytes(pickle.dumps({"storage_data": {}}))
+    (path / METADATA_FILE).write_bytes(pickle.dumps({"storage_data": {}}))
     with pytest.raises(CheckpointError, match="holds a dict and no metadata"):
         SafeReader(path).read_metadata()
 
 
 def test_a_bomb_is_not_unpacked(path: Path) -> None:
     """A thousand times its size, from zeros."""
-    bomb = path / COMMON
+    bomb = path / COMMON_FILE
     with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", bytes(1 << 24))
     assert bomb.stat().st_size < 1 << 16
@@ -258,10 +258,10 @@ def test_a_bomb_is_not_unpacked(path: Path) -> None:
 
 
 def test_an_environment_that_lets_code_run_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(UNSAFE_VARIABLE, "1")
-    with pytest.raises(CheckpointError, match=f"{UNSAFE_VARIABLE}=1 lets checkpoints run code"):
+    monkeypatch.setenv(UNSAFE_LOAD_VARIABLE, "1")
+    with pytest.raises(CheckpointError, match=f"{UNSAFE_LOAD_VARIABLE}=1 lets checkpoints run code"):
         read_config(path)
-    monkeypatch.setenv(UNSAFE_VARIABLE, "0")
+    monkeypatch.setenv(UNSAFE_LOAD_VARIABLE, "0")
     read_config(path)
 
 
@@ -275,7 +275,7 @@ def test_the_loader_goes_this_way(path: Path) -> None:
 
 
 def test_torch_still_needs_it() -> None:
-    """When these are gone from the installed torch and megatron-core, `safe_load.py` can become shorter."""
+    """When these are gone from the installed torch and megatron-core, `serialization.py` can become shorter."""
     source = inspect.getsource(FileSystemReader.read_metadata)
     assert "pickle.load(" in source
     assert "weights_only=False" in inspect.getsource(DefaultLoadPlanner.load_bytes)

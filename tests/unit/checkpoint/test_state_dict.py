@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from megafp8.checkpoint.state_dict import start_state
+from megafp8.checkpoint.state_dict import initialize_optimizer_state
 
 
 class FusedAdam:
@@ -30,5 +30,5 @@ def test_fused_adam_is_told_how_it_keeps_master_weights() -> None:
     optimizer = FusedAdam()
     part = SimpleNamespace(optimizer=optimizer, init_state_fn=None, config=None)
     for _ in range(2):
-        start_state(part)
+        initialize_optimizer_state(part)
     assert [optimizer.state[weight] for weight in optimizer.weights] == [{"remainders": True}, {"remainders": False}]

@@ -11,10 +11,10 @@ from megatron.core.utils import unwrap_model
 from ranks import run_ranks
 from saved_run import build_initial, configure, save_initial
 
-from megafp8.checkpoint.compatibility import LENIENT, check_keys
+from megafp8.checkpoint.compatibility import LENIENT_STRICTNESS, check_keys
 from megafp8.checkpoint.directory import find_checkpoint
 from megafp8.checkpoint.load import load_checkpoint
-from megafp8.checkpoint.progress import Trainee
+from megafp8.checkpoint.progress import TrainingState
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import settings_by_name, with_values
 from megafp8.errors import CheckpointError
@@ -36,7 +36,7 @@ def test_the_values_are_megatron_cores() -> None:
 
 @pytest.mark.parametrize("value", VALUES)
 def test_each_value_raises_notes_or_ignores(value: str) -> None:
-    if value in LENIENT:
+    if value in LENIENT_STRICTNESS:
         notes = check_keys(PATH, value, {NORM}, set())
         assert notes == () if value == "ignore_all" else NORM in notes[0] and "stay as initialized" in notes[0]
         with pytest.raises(CheckpointError, match="give --no-load-optim"):
@@ -60,7 +60,7 @@ def loads(path: Path, has_norms: bool, cases: list[tuple[str, str]]) -> list[str
     """Load with each strictness and flags into a model with or without norms, past the comparison of settings; what a
     person reads of each load."""
 
-    def load(trainee: Trainee, strictness: str, flags: str) -> str:
+    def load(trainee: TrainingState, strictness: str, flags: str) -> str:
         alike = config_of(not has_norms, strictness, flags)
         try:
             return " ".join(load_checkpoint(path, alike, trainee).notes)

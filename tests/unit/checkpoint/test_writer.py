@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megafp8.checkpoint.writer import MIN_SHARED_BYTES, HashingStream, on_cpu
+from megafp8.checkpoint.writer import MIN_SHARED_BYTES, HashingStream, to_cpu
 from megafp8.utils.process import in_thread
 
 
@@ -84,9 +84,9 @@ def test_a_disk_that_fails_is_told_of() -> None:
 
 def test_a_view_is_written_without_what_it_is_a_view_of() -> None:
     whole = torch.arange(100)
-    part = on_cpu(whole[10:20])
+    part = to_cpu(whole[10:20])
     assert part.equal(whole[10:20])
     assert part.untyped_storage().nbytes() == 80
-    assert on_cpu(whole).data_ptr() == whole.data_ptr(), "a whole one is not copied"
+    assert to_cpu(whole).data_ptr() == whole.data_ptr(), "a whole one is not copied"
     buffer = io.BytesIO(b"object")
-    assert on_cpu(buffer) is buffer
+    assert to_cpu(buffer) is buffer

@@ -13,7 +13,7 @@ BACK = "--spike-policy rollback --save runs/a --save-interval 10"
 
 def problems(text: str) -> list[str]:
     config = flags.parse(text.split()).config
-    return [problem for rule in training.BAD_STEP_RULES for problem in rule(config, 2)]
+    return [problem for rule in training.SKIPPED_UPDATE_RULES for problem in rule(config, 2)]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 from megafp8.checkpoint.compatibility import number_formats
 from megafp8.config import flags
 from megafp8.config.rules import precision, precision_map
-from megafp8.device.capability import TARGETS, problems
+from megafp8.device.capability import TARGETS, capability_problems
 
 ASKED = "--bf16 --attention-dropout 0 --fp8-format hybrid --fp8-dot-product-attention"
 MODEL = "--transformer-impl transformer_engine --hidden-size 1024 --num-attention-heads 8"
@@ -13,7 +13,9 @@ MODEL = "--transformer-impl transformer_engine --hidden-size 1024 --num-attentio
 
 def found(text: str) -> list[str]:
     config = flags.parse(text.split()).config
-    return [problem for rule in (*precision_map.FP8_ATTENTION_RULES, *precision.RULES) for problem in rule(config, 2)]
+    return [
+        problem for rule in (precision_map.fp8_attention_is_supported, *precision.RULES) for problem in rule(config, 2)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +75,7 @@ def test_it_belongs_to_fp8() -> None:
     ],
 )
 def test_kernels_of_a_gpu(target: str, extra: str, said: str) -> None:
-    found = problems(flags.parse(f"{ASKED} {MODEL} {extra}".split()).config, TARGETS[target])
+    found = capability_problems(flags.parse(f"{ASKED} {MODEL} {extra}".split()).config, TARGETS[target])
     assert len(found) == bool(said), found
     assert all(said in problem for problem in found)
 

@@ -7,13 +7,13 @@ import pytest
 from megafp8.config.model_shapes import PRESETS
 from megafp8.config.rules import notices
 from megafp8.config.rules.precision import (
-    casts_by_amax,
-    fuses_operations,
+    fuses_swiglu_quantization,
     quantize_kernels_have_what_they_quantize,
-    quantizes_in_swiglu,
-    recipes_of_our_kernels,
     residual_fusion_has_its_norm,
     swiglu_fusion_has_what_it_fuses,
+    triton_cast_recipes,
+    triton_casts_need_amax_pass,
+    uses_op_fuser,
 )
 from megafp8.config.schema import AUTO, RunConfig
 from megafp8.config.settings import with_values
@@ -66,7 +66,7 @@ FC2_MAPPED = SMALL | {"precision.precision_map": ("*.linear_fc2=bf16",)}
 )
 def test_unless_asked_it_is_where_it_is_known(values: dict[str, Any], fused: bool, in_swiglu: bool) -> None:
     config = with_values(RunConfig(), values)
-    assert (fuses_operations(config), quantizes_in_swiglu(config)) == (fused, in_swiglu)
+    assert (uses_op_fuser(config), fuses_swiglu_quantization(config)) == (fused, in_swiglu)
 
 
 @pytest.mark.parametrize(("seq_length", "fits"), [(64, True), (72, False)])
@@ -93,7 +93,7 @@ def test_swiglu_takes_128_tokens_and_channels_at_a_time(
     """Elsewhere it is Transformer Engine's, which is not what was asked for."""
     tiny = PRESETS["tiny"] | {"model.ffn_hidden_size": 384, "training.micro_batch_size": 2} | sizes
     config = with_values(RunConfig(), recipe | tiny)
-    assert quantizes_in_swiglu(config) == (made is None)
+    assert fuses_swiglu_quantization(config) == (made is None)
     found = list(swiglu_fusion_has_what_it_fuses(with_values(config, {"precision.swiglu_quantize_fusion": True}), 1))
     assert len(found) == (made is not None) and all(f"a rank's SwiGLU makes {made}" in problem for problem in found)
 
@@ -114,7 +114,7 @@ def test_swiglu_takes_128_tokens_and_channels_at_a_time(
 def test_our_kernels_are_chosen_for_the_recipes_that_are_faster_with_them(
     values: dict[str, Any], recipes: tuple[str, ...]
 ) -> None:
-    assert recipes_of_our_kernels(with_values(RunConfig(), values)) == recipes
+    assert triton_cast_recipes(with_values(RunConfig(), values)) == recipes
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_our_kernels_are_chosen_for_the_recipes_that_are_faster_with_them(
     ],
 )
 def test_an_amax_is_noted_where_our_kernels_need_it(values: dict[str, Any], expected: bool) -> None:
-    assert casts_by_amax(with_values(RunConfig(), values)) == expected
+    assert triton_casts_need_amax_pass(with_values(RunConfig(), values)) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """GEMM dimensions after splitting, and what mends those that an FP8 recipe cannot take."""
 
-from megafp8.config.model_shapes import PRESETS, GemmDimensions, gemm_dimensions, misfits
+from megafp8.config.model_shapes import PRESETS, GemmDimensions, gemm_alignment_problems, gemm_dimensions
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 
@@ -28,7 +28,7 @@ def test_dimensions_after_tensor_parallel_splitting():
 
 def test_good_shapes_have_no_misfit():
     for recipe in ("tensorwise", "delayed", "blockwise", "mxfp8"):
-        assert list(misfits(config_of(precision__fp8_recipe=recipe))) == []
+        assert list(gemm_alignment_problems(config_of(precision__fp8_recipe=recipe))) == []
 
 
 def test_each_misfit_names_the_padding_that_mends_it():
@@ -38,22 +38,27 @@ def test_each_misfit_names_the_padding_that_mends_it():
         "model__ffn_hidden_size": 14_328,
         "data__seq_length": 8190,
     }
-    found = list(misfits(config_of(**changes, precision__fp8_recipe="mxfp8", model__num_query_groups=1)))
+    found = list(
+        gemm_alignment_problems(config_of(**changes, precision__fp8_recipe="mxfp8", model__num_query_groups=1))
+    )
     mends = ["--hidden-size 4096", "--kv-channels 32", "--ffn-hidden-size 14336", "--seq-length 8192"]
     assert len(found) == len(mends)
     for problem, mend in zip(found, mends, strict=True):
         assert mend in problem and "multiples of 32" in problem
     mended = {"model__hidden_size": 4096, "model__kv_channels": 32, "model__ffn_hidden_size": 14_336}
-    assert list(misfits(config_of(**mended, precision__fp8_recipe="mxfp8", model__num_query_groups=1))) == []
+    assert (
+        list(gemm_alignment_problems(config_of(**mended, precision__fp8_recipe="mxfp8", model__num_query_groups=1)))
+        == []
+    )
 
 
 def test_rows_can_be_mended_by_sequence_or_batch():
     config = config_of(data__seq_length=100, training__micro_batch_size=2)
-    (problem,) = misfits(config)
+    (problem,) = gemm_alignment_problems(config)
     assert "2 x 100 / 1 = 200 rows" in problem
     assert "--seq-length 104 or --micro-batch-size 4" in problem
     for mended in ({"data.seq_length": 104}, {"training.micro_batch_size": 4}):
-        assert list(misfits(with_values(config, mended))) == []
+        assert list(gemm_alignment_problems(with_values(config, mended))) == []
 
 
 def test_sequence_shards_must_fit_too():
@@ -63,5 +68,5 @@ def test_sequence_shards_must_fit_too():
         parallel__sequence_parallel=True,
         parallel__context_parallel_size=2,
     )
-    (problem,) = misfits(config)
+    (problem,) = gemm_alignment_problems(config)
     assert "1 x 64 / 8 = 8 rows" in problem and "--seq-length 128" in problem

@@ -16,7 +16,8 @@ ASKED = f"--cuda-graph-impl local {BASE}"
 
 def problems(text: str) -> list[str]:
     config = flags.parse(text.split()).config
-    return [problem for rule in recompute.CUDA_GRAPH_RULES for problem in rule(config, 2)]
+    rules = (recompute.cuda_graph_steps_are_identical, recompute.warmup_steps_need_a_cuda_graph)
+    return [problem for rule in rules for problem in rule(config, 2)]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_the_optimizer_that_a_graph_needs_is_named() -> None:
         (f"{BASE} --no-one-pass-optimizer", "transformer_engine", 1, None),
         (ASKED, "transformer_engine", 1, None),
         (f"{ASKED} --tensor-model-parallel-size 2", "transformer_engine", 2, None),
-        (f"{ASKED} --tensor-model-parallel-size 2", "transformer_engine", 4, "slow ranks are not told apart"),
+        (f"{ASKED} --tensor-model-parallel-size 2", "transformer_engine", 4, "slow ranks cannot be identified"),
     ],
 )
 def test_what_a_run_is_told_of_graphs(text: str, implementation: str, world_size: int, part: Optional[str]) -> None:
@@ -89,5 +90,5 @@ def test_settings_of_graphs_need_one() -> None:
 
 def test_other_layers_have_none() -> None:
     config = flags.parse(f"{ASKED} --transformer-impl emulated".split()).config
-    found = capability.problems(config, capability.TARGETS["h200"])
+    found = capability.capability_problems(config, capability.TARGETS["h200"])
     assert any(text.startswith("--cuda-graph-impl local: needs --transformer-impl") for text in found)

@@ -8,7 +8,7 @@ import pytest
 
 from megafp8.config import flags, precision_map, rules
 from megafp8.config.precision_map import GemmChoice, LinearChoice, parse_entry, resolve
-from megafp8.config.precision_options import Stretch, is_quantized_at, parse_schedule
+from megafp8.config.precision_options import SchedulePhase, is_quantized_at, parse_schedule
 from megafp8.config.schema import ModelConfig, PrecisionConfig
 from megafp8.config.settings import from_json, to_json
 from megafp8.errors import ConfigError
@@ -115,8 +115,8 @@ def test_without_an_fp8_format_the_map_alone_quantizes() -> None:
 def test_used_recipes_are_known_without_a_model() -> None:
     precision = PrecisionConfig(**BASE, precision_map=("*=bf16", "output_layer=mxfp8", "a=nvfp4", "b=mxfp8"))
     assert precision_map.used_recipes(precision) == ("tensorwise", "mxfp8", "nvfp4")
-    assert precision_map.asked_by(precision, "tensorwise") == "--fp8-recipe tensorwise"
-    assert precision_map.asked_by(precision, "mxfp8") == "--precision output_layer=mxfp8"
+    assert precision_map.recipe_source(precision, "tensorwise") == "--fp8-recipe tensorwise"
+    assert precision_map.recipe_source(precision, "mxfp8") == "--precision output_layer=mxfp8"
 
 
 # ---- refused ------------------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def test_an_entry_of_a_file_travels_to_other_processes(tmp_path: Path) -> None:
     path.write_text("output_layer: mxfp8\n")
     config = flags.parse(["--precision-map", str(path)]).config
     for copied in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
-        said = precision_map.asked_by(copied.precision, "mxfp8")
+        said = precision_map.recipe_source(copied.precision, "mxfp8")
         assert said == f"--precision-map {path}: line 1: output_layer=mxfp8"
 
 
@@ -257,7 +257,11 @@ def test_the_example_is_a_map_for_the_model_that_it_names() -> None:
 
 
 def test_a_schedule_has_stretches() -> None:
-    assert parse_schedule("bf16:100,fp8:900,bf16") == (Stretch("bf16", 100), Stretch("fp8", 900), Stretch("bf16", None))
+    assert parse_schedule("bf16:100,fp8:900,bf16") == (
+        SchedulePhase("bf16", 100),
+        SchedulePhase("fp8", 900),
+        SchedulePhase("bf16", None),
+    )
     precision = PrecisionConfig(fp8_schedule="bf16:100,fp8:900,bf16")
     quantized = [step for step in range(1, 2000) if is_quantized_at(precision, step)]
     assert quantized == list(range(101, 901))

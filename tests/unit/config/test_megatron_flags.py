@@ -67,8 +67,8 @@ def test_no_flag_has_two_places():
     places = [*_flags(_ACCEPTED_GROUPS), *_flags(_REFUSED_GROUPS), *_OVERRIDABLE, *REPLACED]
     assert len(places) == len(set(places)), sorted(flag for flag in places if places.count(flag) > 1)
     assert not OURS & set(places)
-    assert not [flag for flag in OURS if megatron_flags.refusal(flag)]
-    assert not [flag for flag in _flags(_ACCEPTED_GROUPS) if megatron_flags.refusal(flag)]
+    assert not [flag for flag in OURS if megatron_flags.refusal_reason(flag)]
+    assert not [flag for flag in _flags(_ACCEPTED_GROUPS) if megatron_flags.refusal_reason(flag)]
 
 
 def test_refused_flags_give_a_reason_and_name_flags_that_exist():
@@ -84,7 +84,7 @@ def test_refused_flags_give_a_reason_and_name_flags_that_exist():
 
 def test_harmless_values_belong_to_refused_flags():
     for flag, values in _HARMLESS_VALUES.items():
-        assert megatron_flags.refusal(flag), flag
+        assert megatron_flags.refusal_reason(flag), flag
         for value in values:
             assert megatron_flags.classify(flag, [value]).accepted
         assert not megatron_flags.classify(flag, ["another"]).accepted

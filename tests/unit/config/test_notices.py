@@ -20,7 +20,6 @@ CASES = (
         "--tiktoken-num-special-tokens 9",
     ),
     ({"parallel.cp_comm_type": "a2a", "parallel.context_parallel_size": 2}, "emulated", "--cp-comm-type a2a"),
-    ({"data.mock_data": True, "data.split": "99,1,0"}, "emulated", "--split 99,1,0"),
     ({"optimizer.initial_loss_scale": 65536.0, "precision.bf16": True}, "emulated", "--initial-loss-scale 65536"),
     (
         {"optimizer.loss_scale": 8.0, "optimizer.hysteresis": 1, "precision.fp16": True},

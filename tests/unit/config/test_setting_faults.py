@@ -17,7 +17,7 @@ SIZES = {"model.num_layers": 10_000, "model.hidden_size": 1 << 20, "data.seq_len
 @pytest.mark.parametrize("setting", PATHS, ids=lambda setting: setting.name)
 @pytest.mark.parametrize("path", ["runs/" + "x" * 256, "a\udcff", "a\0b"])
 def test_paths(setting, path: str) -> None:
-    _, problems = flags.read([setting.flags[0], path])
+    _, problems = flags.parse_with_problems([setting.flags[0], path])
     assert any(problem.startswith(setting.flags[0]) and "is no path of a file" in problem for problem in problems)
     if path.isascii():  # JSON of the others is refused before
         text = json.dumps({setting.section: {setting.field: [path] if setting.many else path}})
@@ -38,7 +38,7 @@ def test_sizes(name: str) -> None:
     setting, most = settings_by_name()[name], SIZES[name]
     for value in (most + 1, 10**60):
         text = f"{str(value)[:60]}{'...' if value > 10**60 - 1 else ''} must be at most {most:,}"
-        _, problems = flags.read([setting.flags[0], str(value)])
+        _, problems = flags.parse_with_problems([setting.flags[0], str(value)])
         assert f"{setting.flags[0]}: {text}" in problems
         with pytest.raises(ConfigError) as caught:
             settings.read_settings(json.dumps({setting.section: {setting.field: value}}))

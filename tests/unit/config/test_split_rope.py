@@ -2,7 +2,7 @@
 
 import pytest
 
-from megafp8.config.rules.precision import rotates_in_one_kernel
+from megafp8.config.rules.precision import uses_split_rope_kernel
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
 
@@ -20,4 +20,4 @@ ROPE = {"model.position_embedding_type": "rope"}
     ],
 )
 def test_unless_asked_it_is_where_the_kernel_can(values: dict, expected: bool) -> None:
-    assert rotates_in_one_kernel(with_values(RunConfig(), values)) is expected
+    assert uses_split_rope_kernel(with_values(RunConfig(), values)) is expected

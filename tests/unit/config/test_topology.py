@@ -4,7 +4,7 @@ import pytest
 
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
-from megafp8.config.topology import Coordinates, ParallelLayout, layout_of
+from megafp8.config.topology import ParallelLayout, RankCoordinates, layout_of
 
 LAYOUTS = [
     ParallelLayout(1),
@@ -31,7 +31,7 @@ def test_the_example_of_the_docstring():
     assert layout.groups("tensor")[0] == (0, 1)
     assert layout.groups("data")[0] == (0, 2, 4, 6)
     assert layout.groups("pipeline")[0] == (0, 8)
-    assert layout.coordinates(11) == Coordinates(tensor=1, context=0, data=1, pipeline=1)
+    assert layout.coordinates(11) == RankCoordinates(tensor=1, context=0, data=1, pipeline=1)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

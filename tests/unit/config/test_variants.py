@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from megafp8.config import flags, rules
-from megafp8.config.variants import build_variant, differences, names, other_micro_batch, parse_variant, read_shared
+from megafp8.config.variants import (
+    build_variant,
+    control_micro_batch_size,
+    differences,
+    names,
+    parse_shared_flags,
+    parse_variant,
+)
 from megafp8.errors import ConfigError
 
 FLAGS = (
@@ -39,9 +46,9 @@ def test_the_control_is_the_baseline_in_other_microbatches() -> None:
     bf16, control = (config_of(list(build_variant(name, shared, 1).flags)) for name in ("bf16", "bf16-control"))
     assert differences(bf16, control) == ["training.micro_batch_size: 4 -> 2"]
     odd = flags.parse([*SHARED, "--micro-batch-size", "1", "--global-batch-size", "2"]).config
-    assert other_micro_batch(odd, 1) == 2
+    assert control_micro_batch_size(odd, 1) == 2
     with pytest.raises(ConfigError, match="no other way to cut"):
-        other_micro_batch(odd, 2)
+        control_micro_batch_size(odd, 2)
 
 
 def test_a_global_batch_that_was_not_given_stays_what_it_was() -> None:
@@ -57,7 +64,7 @@ def test_unknown_names_are_told_with_those_that_are_known(name: str) -> None:
 
 
 def test_flags_that_the_comparison_gives_are_refused() -> None:
-    config, problems = read_shared([*SHARED, "--fp8-format", "hybrid", "--save", "here"], "runs/all")
+    config, problems = parse_shared_flags([*SHARED, "--fp8-format", "hybrid", "--save", "here"], "runs/all")
     assert [text.split()[0] for text in problems] == ["--save", "--fp8-format"]
     assert config.checkpoint.save == config.checkpoint.load == "runs/all"
 

@@ -10,7 +10,8 @@ import pytest
 from megafp8.config.schema import DataConfig
 from megafp8.data.preprocessing import plan
 from megafp8.data.preprocessing import preprocess as preprocess_module
-from megafp8.data.preprocessing.preprocess import PreprocessJob, preprocess
+from megafp8.data.preprocessing.plan import PreprocessJob
+from megafp8.data.preprocessing.preprocess import preprocess
 from megafp8.data.preprocessing.tokenizer_training import train_sentencepiece
 
 

@@ -12,7 +12,7 @@ import pytest
 from shard_writer import ShardWriter
 
 from megafp8.config.schema import DataConfig
-from megafp8.data.preprocessing.preprocess import PreprocessJob
+from megafp8.data.preprocessing.plan import PreprocessJob
 
 NULL = DataConfig(tokenizer_type="NullTokenizer")
 SUFFIXES = (".bin", ".idx", ".manifest.json")

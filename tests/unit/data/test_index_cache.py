@@ -10,7 +10,7 @@ import hostile_files
 import numpy as np
 import pytest
 
-from megafp8.data.index_cache import BrokenEntry, IndexCache, array_path, entry_name, load_entry, save_entry
+from megafp8.data.index_cache import CorruptEntryError, IndexCache, array_path, entry_name, load_entry, save_entry
 from megafp8.errors import DataError
 
 CONTENT = {"kind": "test", "seed": 1}
@@ -102,7 +102,7 @@ DAMAGE = {
 def test_a_broken_array_is_built_again_once(tmp_path, damage):
     open_cache(tmp_path)
     damage(array_path(tmp_path, NAME, "first"))
-    with pytest.raises(BrokenEntry):
+    with pytest.raises(CorruptEntryError):
         load_entry(tmp_path, NAME)
     _, told = open_cache(tmp_path)
     assert len(told) == 1 and told[0].startswith("the test again: ")

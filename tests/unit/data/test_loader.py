@@ -5,7 +5,7 @@ import signal
 import pytest
 import torch
 
-from megafp8.data.loader import build_loader, describe_samples, loader_deaths_explained, samples_of_step
+from megafp8.data.loader import build_loader, describe_samples, loader_exits_as_data_errors, samples_of_step
 from megafp8.errors import DataError
 
 SEQ_LENGTH = 4
@@ -168,7 +168,7 @@ class Deadly(Numbered):
 def test_a_loader_process_that_dies_is_a_clear_error():
     def read():
         try:
-            with loader_deaths_explained():
+            with loader_exits_as_data_errors():
                 samples(loader(dataset=Deadly(80), workers=1))
         except DataError as error:
             os._exit(7 if "A loader process ended by itself" in str(error) else 1)
@@ -187,7 +187,7 @@ def test_an_error_of_the_program_stays_what_it_is():
 
     with pytest.raises(RuntimeError, match="a mistake"):
         next(loader(dataset=Wrong(80)))
-    with pytest.raises(RuntimeError, match="a mistake"), loader_deaths_explained():
+    with pytest.raises(RuntimeError, match="a mistake"), loader_exits_as_data_errors():
         raise RuntimeError("a mistake")
 
 

@@ -15,8 +15,8 @@ from shard_files import names_in, null_job, shard_bytes
 from megafp8.data.preprocessing import part_files
 from megafp8.data.preprocessing import preprocess as preprocess_module
 from megafp8.data.preprocessing import workers as preprocess_work
+from megafp8.data.preprocessing.assembly import skipped_path
 from megafp8.data.preprocessing.part_files import PartFolder
-from megafp8.data.preprocessing.plan import skipped_path
 from megafp8.data.preprocessing.preprocess import preprocess
 from megafp8.errors import DataError
 from megafp8.utils.files import file_sha256
@@ -72,7 +72,7 @@ def test_bad_documents_are_skipped_counted_and_listed(bad_job, workers, small_pa
 def test_what_was_skipped_is_not_taken_for_whole(bad_job, small_parts, monkeypatch):
     """A job that skipped is killed, and started again without leave to skip."""
     with monkeypatch.context() as patch:
-        patch.setattr(preprocess_module, "_publish", _interrupt)
+        patch.setattr(preprocess_module._JobRun, "_publish", _interrupt)
         with pytest.raises(Interrupted):
             preprocess(dataclasses.replace(bad_job, skip_bad=True))
     with pytest.raises(DataError, match="line 51: it is not JSON"):
@@ -157,7 +157,7 @@ def test_a_full_disk_is_one_error_and_the_job_goes_on(job, shard, monkeypatch, s
 def test_a_part_that_is_not_whole_is_made_again(job, shard, monkeypatch, small_parts, suffix):
     """After a crash of the machine, a file may be shorter than what was written."""
     with monkeypatch.context() as patch:
-        patch.setattr(preprocess_module, "_publish", _interrupt)
+        patch.setattr(preprocess_module._JobRun, "_publish", _interrupt)
         with pytest.raises(Interrupted):
             preprocess(job)
     path = Path(f"{job.output_prefix}.parts/000002.{suffix}")
@@ -204,7 +204,7 @@ def test_two_jobs_with_one_prefix(job, monkeypatch, tmp_path):
 
 def test_an_unfinished_other_job_is_not_touched(job, monkeypatch, small_parts):
     with monkeypatch.context() as patch:
-        patch.setattr(preprocess_module, "_publish", _interrupt)
+        patch.setattr(preprocess_module._JobRun, "_publish", _interrupt)
         with pytest.raises(Interrupted):
             preprocess(job)
     with pytest.raises(DataError, match="c.parts holds an unfinished job with other append eod"):
@@ -212,7 +212,7 @@ def test_an_unfinished_other_job_is_not_touched(job, monkeypatch, small_parts):
     # --overwrite drops it, but goes on with its own.
     notices, seen = [], []
     with monkeypatch.context() as patch:
-        patch.setattr(preprocess_module, "_publish", _interrupt)
+        patch.setattr(preprocess_module._JobRun, "_publish", _interrupt)
         with pytest.raises(Interrupted):
             preprocess(dataclasses.replace(job, append_eod=False, overwrite=True), on_progress=seen.append)
     assert seen[0].num_documents == 0

@@ -18,7 +18,8 @@ from megafp8.data.preprocessing import plan
 from megafp8.data.preprocessing import preprocess as preprocess_module
 from megafp8.data.preprocessing import workers as preprocess_work
 from megafp8.data.preprocessing.part_files import PartFolder, PartWriter
-from megafp8.data.preprocessing.preprocess import PreprocessJob, preprocess
+from megafp8.data.preprocessing.plan import PreprocessJob
+from megafp8.data.preprocessing.preprocess import preprocess
 from megafp8.data.shard_verification import check_shard
 from megafp8.errors import DataError
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megafp8.data.gpt_dataset import ShardSource
-from megafp8.data.sample_hash import BLOCK, LOOKUP, SampleChain, SampleMark
+from megafp8.data.sample_hash import BLOCK_SAMPLES, LOOKUP_SAMPLES, SampleHash, SampleHashChain
 
 SOURCES = (ShardSource("a", "key of a", (0, 10), 0.25), ShardSource("b", "key of b", (0, 20), 0.75))
 
@@ -27,23 +27,34 @@ class Numbers:
 
 
 def chain(*args, seq_length=16, seed=1, **options):
-    return SampleChain(Numbers(*args, **options), seq_length, seed)
+    return SampleHashChain(Numbers(*args, **options), seq_length, seed)
 
 
-@pytest.mark.parametrize("count", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, LOOKUP + 2 * BLOCK + 5])
+@pytest.mark.parametrize(
+    "count",
+    [
+        0,
+        1,
+        BLOCK_SAMPLES - 1,
+        BLOCK_SAMPLES,
+        BLOCK_SAMPLES + 1,
+        3 * BLOCK_SAMPLES,
+        LOOKUP_SAMPLES + 2 * BLOCK_SAMPLES + 5,
+    ],
+)
 def test_it_is_the_same_however_the_samples_are_counted(count):
     expected = chain().hash(count)
     stepwise = chain()
     for number in range(0, count, max(1, count // 7)):
         stepwise.hash(number)
     assert stepwise.hash(count) == expected
-    stepwise.hash(count + 5 * BLOCK)
+    stepwise.hash(count + 5 * BLOCK_SAMPLES)
     assert stepwise.hash(count) == expected, "also backwards"
     assert chain(length=count).hash(count) == expected, "whatever comes after"
     assert chain().hash(count + 1) != expected
 
 
-@pytest.mark.parametrize("place", [0, 5, BLOCK - 1, BLOCK, 2 * BLOCK + 1])
+@pytest.mark.parametrize("place", [0, 5, BLOCK_SAMPLES - 1, BLOCK_SAMPLES, 2 * BLOCK_SAMPLES + 1])
 def test_every_sample_counts(place):
     class Changed(Numbers):
         def sample_ids(self, indices):
@@ -51,10 +62,10 @@ def test_every_sample_counts(place):
             ids[indices == place, 2] += 1
             return ids
 
-    changed = SampleChain(Changed(), 16, 1)
+    changed = SampleHashChain(Changed(), 16, 1)
     assert changed.hash(place) == chain().hash(place)
     assert changed.hash(place + 1) != chain().hash(place + 1)
-    assert changed.hash(place + 2 * BLOCK) != chain().hash(place + 2 * BLOCK)
+    assert changed.hash(place + 2 * BLOCK_SAMPLES) != chain().hash(place + 2 * BLOCK_SAMPLES)
 
 
 def test_contents_and_length_count_and_places_do_not():
@@ -68,17 +79,17 @@ def test_contents_and_length_count_and_places_do_not():
 
 def test_following_a_run_costs_what_its_new_samples_cost():
     followed = chain()
-    followed.hash(100 * BLOCK)
+    followed.hash(100 * BLOCK_SAMPLES)
     before = followed._dataset.num_asked
     for number in range(1, 11):
-        followed.hash(100 * BLOCK + number)
+        followed.hash(100 * BLOCK_SAMPLES + number)
     assert followed._dataset.num_asked - before == sum(range(1, 11))
 
 
 def test_a_mark_goes_through_plain_values():
-    mark = chain().mark(7)
+    mark = chain().record(7)
     assert (mark.num_samples, mark.sha256) == (7, chain().hash(7))
-    assert SampleMark.from_plain(mark.plain()) == mark
+    assert SampleHash.from_plain(mark.plain()) == mark
     json.dumps(mark.plain())
     assert mark.differences(mark) == []
 
@@ -102,4 +113,4 @@ def test_a_mark_goes_through_plain_values():
     ],
 )  # fmt: skip
 def test_differences_are_named(other, lines):
-    assert chain().mark(7).differences(other.mark(7)) == lines
+    assert chain().record(7).differences(other.record(7)) == lines

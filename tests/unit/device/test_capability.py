@@ -14,7 +14,7 @@ import pytest
 from megafp8.config.precision_map import build_recipe
 from megafp8.config.schema import LoggingConfig, ModelConfig, PrecisionConfig, RunConfig
 from megafp8.device import capability
-from megafp8.device.capability import TARGETS, Target, problems, resolve_implementation
+from megafp8.device.capability import TARGETS, Target, capability_problems, resolve_implementation
 from megafp8.recipes.base import Gemm, Operand
 
 CPU, H200, B200 = TARGETS["cpu"], TARGETS["h200"], TARGETS["b200"]
@@ -28,7 +28,7 @@ def fp8(recipe: str, **others: Any) -> RunConfig:
 
 
 def only_problem(config: RunConfig, target: Target) -> str:
-    found = problems(config, target)
+    found = capability_problems(config, target)
     assert len(found) == 1, found
     return found[0]
 
@@ -57,14 +57,14 @@ def test_what_is_asked_for_is_taken(asked: str) -> None:
 
 def test_high_precision_runs_everywhere() -> None:
     for target in (*TARGETS.values(), A100, WITHOUT_TE):
-        assert problems(RunConfig(), target) == []
+        assert capability_problems(RunConfig(), target) == []
 
 
 def test_transformer_engine_needs_cuda_and_an_installation() -> None:
     config = RunConfig(precision=PrecisionConfig(transformer_impl="transformer_engine"))
     assert "has no CUDA device" in only_problem(config, CPU)
     assert "pip install 'megafp8[te]'" in only_problem(config, WITHOUT_TE)
-    assert problems(config, H200) == []
+    assert capability_problems(config, H200) == []
 
 
 # ---- recipes --------------------------------------------------------------------------------------------------------
@@ -82,7 +82,9 @@ def test_transformer_engine_needs_cuda_and_an_installation() -> None:
     ids=lambda value: value.name if isinstance(value, Target) else None,
 )
 def test_recipes_that_transformer_engine_runs(target: Target, native: tuple[str, ...]) -> None:
-    assert tuple(recipe for recipe in RECIPES if not problems(fp8(recipe, emulation=False), target)) == native
+    assert (
+        tuple(recipe for recipe in RECIPES if not capability_problems(fp8(recipe, emulation=False), target)) == native
+    )
 
 
 def test_a_recipe_that_the_gpu_lacks_names_those_it_has() -> None:
@@ -97,8 +99,8 @@ def test_a_recipe_that_the_gpu_lacks_names_those_it_has() -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_emulated_recipes_run_on_any_device(recipe: str) -> None:
     for target in (CPU, H200, A100, WITHOUT_TE):
-        assert problems(fp8(recipe, transformer_impl="emulated"), target) == []
-        assert problems(fp8(recipe), target) == []
+        assert capability_problems(fp8(recipe, transformer_impl="emulated"), target) == []
+        assert capability_problems(fp8(recipe), target) == []
 
 
 def test_auto_emulates_what_the_gpu_lacks() -> None:
@@ -108,7 +110,7 @@ def test_auto_emulates_what_the_gpu_lacks() -> None:
 
 @pytest.mark.parametrize("target", [CPU, A100, H200, WITHOUT_TE], ids=lambda target: target.name)
 def test_emulation_can_be_ruled_out(target: Target) -> None:
-    assert problems(RunConfig(precision=PrecisionConfig(emulation=False)), target) == []
+    assert capability_problems(RunConfig(precision=PrecisionConfig(emulation=False)), target) == []
     found = only_problem(fp8("mxfp8", emulation=False), target)
     assert "--fp8-recipe mxfp8" in found
     assert found.endswith("; leave --no-emulation out")
@@ -122,7 +124,7 @@ def test_weights_are_gathered_as_codes_where_there_is_one_copy_of_them(recipe: s
     has_one = built.rule(Operand.WEIGHT, Gemm.FPROP) == built.rule(Operand.WEIGHT, Gemm.DGRAD)
     assert has_one == (recipe in ("tensorwise", "delayed", "blockwise"))
     if has_one:
-        assert problems(config, CPU) == []
+        assert capability_problems(config, CPU) == []
     else:
         assert "--fp8-recipe tensorwise, delayed, blockwise" in only_problem(config, CPU)
 
@@ -137,7 +139,7 @@ def test_weights_are_gathered_as_codes_where_there_is_one_copy_of_them(recipe: s
 )
 def test_settings_of_the_emulation_only(settings: dict[str, Any], flag: str) -> None:
     assert flag in only_problem(fp8("tensorwise", **settings), H200)
-    assert problems(fp8("tensorwise", **settings), CPU) == []
+    assert capability_problems(fp8("tensorwise", **settings), CPU) == []
 
 
 # ---- options of Transformer Engine ----------------------------------------------------------------------------------
@@ -160,32 +162,32 @@ def test_settings_of_the_emulation_only(settings: dict[str, Any], flag: str) -> 
 def test_options_that_only_transformer_engine_has(section: str, settings: dict[str, Any], flag: str) -> None:
     config = RunConfig()
     config = replace(config, **{section: replace(getattr(config, section), **settings)})
-    assert problems(config, H200) == []
+    assert capability_problems(config, H200) == []
     assert flag in only_problem(config, CPU)
 
 
 def test_the_loss_of_transformer_engine_goes_with_emulated_layers_beside_it() -> None:
     fused = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
-    assert problems(fp8("mxfp8", **fused), H200) == []  # which emulates it
+    assert capability_problems(fp8("mxfp8", **fused), H200) == []  # which emulates it
     without = replace(H200, transformer_engine=None)
     assert "fusion-impl te" in only_problem(fp8("mxfp8", **fused), without)
 
 
 def test_attention_and_collectives_of_a_gpu() -> None:
     flash = RunConfig(precision=PrecisionConfig(attention_backend="flash"))
-    assert problems(flash, H200) == []
+    assert capability_problems(flash, H200) == []
     assert "the emulated layers have auto, sdpa" in only_problem(flash, CPU)
     nccl = replace(RunConfig(), parallel=replace(RunConfig().parallel, distributed_backend="nccl"))
-    assert problems(nccl, H200) == []
+    assert capability_problems(nccl, H200) == []
     assert "give gloo" in only_problem(nccl, CPU)
     buffers = replace(RunConfig(), overrides=("ddp.nccl_ub=True",))
-    assert problems(buffers, H200) == []
+    assert capability_problems(buffers, H200) == []
     assert "--override ddp.nccl_ub=True: cpu has no CUDA device" in only_problem(buffers, CPU)
 
 
 def test_all_problems_at_once() -> None:
     config = fp8("mxfp8", attention_backend="flash", fp8_param_gather=True, use_transformer_engine_op_fuser=True)
-    assert len(problems(config, CPU)) == 3
+    assert len(capability_problems(config, CPU)) == 3
 
 
 # ---- this machine ---------------------------------------------------------------------------------------------------
@@ -267,15 +269,15 @@ def mapped(*entries: str, tied: bool = False, **precision: Any) -> RunConfig:
     ],
 )
 def test_transformer_engine_runs_maps_of_its_recipes(entries: tuple[str, ...]) -> None:
-    assert problems(mapped(*entries), H200) == []
+    assert capability_problems(mapped(*entries), H200) == []
     assert resolve_implementation(mapped(*entries), H200) == "transformer_engine"
-    assert problems(mapped(*entries, fp8_format=None, fp8_recipe="delayed"), H200) == []
+    assert capability_problems(mapped(*entries, fp8_format=None, fp8_recipe="delayed"), H200) == []
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
 def test_an_output_layer_without_a_memory_goes_with_every_recipe(recipe: str) -> None:
     config = mapped("output_layer=tensorwise", fp8_recipe=recipe, use_transformer_engine_op_fuser=True)
-    assert problems(config, H200) == [] and resolve_implementation(config, H200) == "transformer_engine"
+    assert capability_problems(config, H200) == [] and resolve_implementation(config, H200) == "transformer_engine"
 
 
 @pytest.mark.parametrize(
@@ -301,7 +303,10 @@ def test_what_transformer_engine_lacks_is_refused_and_emulated(config: RunConfig
     emulated = replace(config, precision=replace(config.precision, use_transformer_engine_op_fuser=False))
     # As without a map, a format is never a reason to emulate.
     assert resolve_implementation(config, H200) == ("transformer_engine" if "E5M2" in words else "emulated")
-    assert problems(replace(emulated, precision=replace(emulated.precision, transformer_impl="emulated")), CPU) == []
+    assert (
+        capability_problems(replace(emulated, precision=replace(emulated.precision, transformer_impl="emulated")), CPU)
+        == []
+    )
 
 
 @pytest.mark.parametrize(

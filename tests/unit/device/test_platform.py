@@ -11,8 +11,8 @@ from megafp8.device import platform
 
 PROBE = """
 import os, torch
-from megafp8.device.platform import compute_deterministically
-compute_deterministically()
+from megafp8.device.platform import enable_determinism
+enable_determinism()
 print(torch.are_deterministic_algorithms_enabled())
 print(os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"], os.environ["NCCL_ALGO"])
 """
@@ -47,14 +47,14 @@ def test_threads_of_a_rank(
     found: list[int] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(torch, "set_num_threads", found.append)
-    platform.use_threads(num_threads, useful)
+    platform.set_num_threads(num_threads, useful)
     assert found == ([] if expected is None else [expected])
 
 
 @pytest.mark.parametrize("variable", platform.THREAD_VARIABLES)
 def test_threads_are_those_of_the_environment(variable: str) -> None:
     """Without them it would be all cores. (torch itself takes no more than there are.)"""
-    probe = "import torch; from megafp8.device.platform import use_threads; use_threads(None, 64); "
+    probe = "import torch; from megafp8.device.platform import set_num_threads; set_num_threads(None, 64); "
     environment = {name: value for name, value in os.environ.items() if name not in platform.THREAD_VARIABLES}
     said = subprocess.run(
         [sys.executable, "-c", probe + "print(torch.get_num_threads())"], env=environment | {variable: "1"},

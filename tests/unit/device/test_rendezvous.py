@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ranks import become_child
 
 from benchmarks.ports import free_ports
-from megafp8.device.rendezvous import meet, named
+from megafp8.device.rendezvous import join_store, ranks_text
 from megafp8.errors import PeerLost
 
 
@@ -22,7 +22,7 @@ def be_rank(rank: int, world_size: int, timeout_s: float, environment: dict[str,
     become_child()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", **environment}
     try:
-        store = meet(rank, world_size, timeout_s)
+        store = join_store(rank, world_size, timeout_s)
         store.add("met", 1)
         while int(store.add("met", 0)) < world_size:
             time.sleep(0.01)
@@ -94,4 +94,4 @@ def test_a_launcher_that_is_gone_is_an_error_within_the_bound() -> None:
 
 @pytest.mark.parametrize(("count", "end"), [(1, "rank 0"), (16, "14, 15"), (30, "15 and 14 more")])
 def test_not_every_rank_of_a_large_run_is_named(count: int, end: str) -> None:
-    assert named(range(count)).endswith(end)
+    assert ranks_text(range(count)).endswith(end)

@@ -24,11 +24,8 @@ from megafp8.kernels.adam import BLOCK, SUM_CHUNK, AdamStep, TensorTable, square
 from megafp8.mcore import cpu_patches
 from megafp8.optimizer import fused_adam
 from megafp8.optimizer.moment_scales import MomentScales
-from megafp8.optimizer.tensor_table import ParameterRow, Scale
-from megafp8.quantization.scaling import (
-    FORMAT_MAX,
-    dequant_scale_of,
-)
+from megafp8.optimizer.tensor_table import MomentScale, ParameterRow
+from megafp8.quantization.scaling import MOMENT_FORMAT_MAX, moment_dequant_scale
 
 NUMBERS = AdamStep(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3, clip=0.7)
 FACTOR = 0.5
@@ -138,18 +135,18 @@ MOMENTS = [
 ]
 
 
-def stored(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Optional[Scale]]:
+def stored(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Optional[MomentScale]]:
     """A moment as Transformer Engine's Adam keeps it."""
-    if dtype not in FORMAT_MAX:
+    if dtype not in MOMENT_FORMAT_MAX:
         return values.to(dtype), None
-    noted = dequant_scale_of(values.abs().max().view(1), FORMAT_MAX[dtype])
+    noted = moment_dequant_scale(values.abs().max().view(1), MOMENT_FORMAT_MAX[dtype])
     quant = 1 / noted
     if dtype == torch.float16:
-        return (values * quant).half(), Scale(noted, noted, None)
-    return (values * quant).to(torch.float8_e4m3fn).view(torch.uint8), Scale(noted, 1 / quant, quant)
+        return (values * quant).half(), MomentScale(noted, noted, None)
+    return (values * quant).to(torch.float8_e4m3fn).view(torch.uint8), MomentScale(noted, 1 / quant, quant)
 
 
-def read(moment: Tensor, scale: Optional[Scale]) -> Tensor:
+def read(moment: Tensor, scale: Optional[MomentScale]) -> Tensor:
     """A moment in FP32, as its `get_unscaled_state` has it."""
     values = moment.view(torch.float8_e4m3fn) if moment.dtype == torch.uint8 else moment
     return values.float() if scale is None else values.float() * scale.dequant
@@ -164,7 +161,7 @@ def row_of(grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, dtypes: tuple[torc
 def update(rows: list[ParameterRow]) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Update rows in place, and what the formula makes of them, in FP64."""
     expected = [updated(row.grad, row.master, *moments_of(row)) for row in rows]
-    scales = MomentScales(rows).renew(factor(), NUMBERS)
+    scales = MomentScales(rows).update(factor(), NUMBERS)
     update_rows(TensorTable([row.tensors for row in rows], BLOCK), factor(), NUMBERS, scales)
     return expected
 
@@ -208,8 +205,8 @@ def test_scaled_moments_are_transformer_engines(dtypes: tuple[torch.dtype, torch
         for codes, scale, moment, dtype in found:
             if scale is None:
                 continue
-            exact = moment.float().abs().max() / FORMAT_MAX[dtype]
-            torch.testing.assert_close(scale.noted[0], exact, rtol=2**-19, atol=0)
+            exact = moment.float().abs().max() / MOMENT_FORMAT_MAX[dtype]
+            torch.testing.assert_close(scale.nominal[0], exact, rtol=2**-19, atol=0)
             quotients = moment.float() / exact
             rounded = quotients.half() if dtype == torch.float16 else quotients.to(torch.float8_e4m3fn)
             bits = torch.int16 if dtype == torch.float16 else torch.uint8
@@ -227,7 +224,7 @@ def test_moments_that_are_read_and_stored_are_the_same(dtypes: tuple[torch.dtype
         assert torch.equal(again.exp_avg, row.exp_avg) and torch.equal(again.exp_avg_sq, row.exp_avg_sq)
         for scale, new in zip(row.scales, again.scales, strict=True):
             if scale is not None:
-                assert torch.equal(new.noted, scale.noted) and torch.equal(new.dequant, scale.dequant)
+                assert torch.equal(new.nominal, scale.nominal) and torch.equal(new.dequant, scale.dequant)
                 assert scale.quant is None or torch.equal(new.quant, scale.quant)
 
 

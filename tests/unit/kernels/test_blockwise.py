@@ -17,7 +17,7 @@ from torch import Tensor
 interpreter.skip_without_kernels()
 
 from megafp8.kernels import blockwise
-from megafp8.kernels.blockwise import Blocks
+from megafp8.kernels.blockwise import BlockwiseOutput
 from megafp8.kernels.rounding import grid_of
 from megafp8.kernels.tiles import has_complete_tiles
 from megafp8.quantization.quantize import quantize_by_torch
@@ -43,8 +43,8 @@ def drawn(tokens: int, width: int, seed: int) -> Tensor:
     return x.bfloat16().to(DEVICE)
 
 
-def empty_blocks(tokens: int, width: int, fmt: Format, is_power_of_two: bool) -> Blocks:
-    return Blocks(
+def empty_blocks(tokens: int, width: int, fmt: Format, is_power_of_two: bool) -> BlockwiseOutput:
+    return BlockwiseOutput(
         row_codes=torch.zeros(tokens, width, dtype=torch.uint8, device=DEVICE),
         row_scales=torch.zeros(width // 128, tokens, device=DEVICE),
         column_codes=torch.zeros(width, tokens, dtype=torch.uint8, device=DEVICE),
@@ -54,7 +54,7 @@ def empty_blocks(tokens: int, width: int, fmt: Format, is_power_of_two: bool) ->
     )
 
 
-def check_blocks(blocks: Blocks, values: Tensor, fmt: Format) -> None:
+def check_blocks(blocks: BlockwiseOutput, values: Tensor, fmt: Format) -> None:
     rule = ScaleRule.POWER_OF_TWO if blocks.is_power_of_two else ScaleRule.FP32
     rows = quantize_by_torch(values, OperandRule(format=fmt, block=(1, 128), scale_rule=rule))
     columns = quantize_by_torch(values, OperandRule(format=fmt, block=(128, 1), scale_rule=rule))
@@ -100,7 +100,7 @@ def test_gradients_where_the_sigmoid_is_exact(fmt: Format, is_power_of_two: bool
     check_blocks(blocks, torch.cat([(a * (s * (1 - s)) + s) * dy * b, a * s * dy], dim=1).bfloat16(), fmt)
 
 
-def values_of(blocks: Blocks, fmt: Format) -> tuple[Tensor, Tensor]:
+def values_of(blocks: BlockwiseOutput, fmt: Format) -> tuple[Tensor, Tensor]:
     """Of rows and of columns."""
     rows, columns = (codes.view(CODE_DTYPES[fmt.name]).float() for codes in (blocks.row_codes, blocks.column_codes))
     return (
@@ -109,7 +109,7 @@ def values_of(blocks: Blocks, fmt: Format) -> tuple[Tensor, Tensor]:
     )
 
 
-def check_values(blocks: Blocks, expected: Tensor) -> None:
+def check_values(blocks: BlockwiseOutput, expected: Tensor) -> None:
     """Within a step of E4M3, of BF16, and what an FP8 number below the smallest normal one loses."""
     for values in values_of(blocks, E4M3):
         error = (values.double() - expected).abs()
@@ -136,7 +136,7 @@ def test_gradients_against_the_formula() -> None:
 
 
 @pytest.mark.parametrize("kernel", [blockwise.cast, blockwise.swiglu])
-def test_rows_or_columns_alone(kernel: Callable[[Tensor, Blocks], None]) -> None:
+def test_rows_or_columns_alone(kernel: Callable[[Tensor, BlockwiseOutput], None]) -> None:
     width = WIDTH if kernel is blockwise.cast else 2 * WIDTH
     inputs = drawn(TOKENS, width, 1)
     whole = empty_blocks(TOKENS, WIDTH, E4M3, True)
@@ -146,7 +146,7 @@ def test_rows_or_columns_alone(kernel: Callable[[Tensor, Blocks], None]) -> None
         own = empty_blocks(TOKENS, WIDTH, E4M3, True)
         names = [name for name in parts if name.startswith(side)]
         given = parts | {name: getattr(own, name) for name in names}
-        kernel(inputs, Blocks(**given, grid=own.grid, is_power_of_two=True))
+        kernel(inputs, BlockwiseOutput(**given, grid=own.grid, is_power_of_two=True))
         assert all(torch.equal(getattr(own, name), getattr(whole, name)) for name in names)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 interpreter.skip_without_kernels()
 
 from megafp8.kernels import delayed
-from megafp8.kernels.delayed import ScaledCodes
+from megafp8.kernels.delayed import DelayedOutput
 from megafp8.kernels.rounding import grid_of
 from megafp8.quantization.rounding import cast
 from megafp8.recipes.formats import E4M3, E5M2, Format
@@ -34,8 +34,8 @@ def drawn(tokens: int, width: int, seed: int = 0) -> Tensor:
     return torch.randn(tokens, width, generator=torch.Generator().manual_seed(seed)).bfloat16().to(DEVICE)
 
 
-def empty_codes(tokens: int, width: int, fmt: Format, sides: str = "rows columns", amax: float = 0.0) -> ScaledCodes:
-    return ScaledCodes(
+def empty_codes(tokens: int, width: int, fmt: Format, sides: str = "rows columns", amax: float = 0.0) -> DelayedOutput:
+    return DelayedOutput(
         rows=torch.zeros(tokens, width, dtype=torch.uint8, device=DEVICE) if "rows" in sides else None,
         columns=torch.zeros(width, tokens, dtype=torch.uint8, device=DEVICE) if "columns" in sides else None,
         scale=torch.tensor([SCALE], device=DEVICE),
@@ -45,7 +45,7 @@ def empty_codes(tokens: int, width: int, fmt: Format, sides: str = "rows columns
     )
 
 
-def check_codes(codes: ScaledCodes, values: Tensor, fmt: Format) -> None:
+def check_codes(codes: DelayedOutput, values: Tensor, fmt: Format) -> None:
     assert torch.equal(codes.rows, cast(values * SCALE, fmt).view(torch.uint8))
     assert torch.equal(codes.columns, codes.rows.t())
     assert torch.equal(codes.amax, values.abs().amax().reshape(1))

@@ -21,7 +21,7 @@ from megafp8.kernels import tensorwise
 from megafp8.kernels.annotations import annotation
 from megafp8.kernels.rope import split_and_rotate
 from megafp8.kernels.rounding import grid_of
-from megafp8.kernels.tensorwise import Codes
+from megafp8.kernels.tensorwise import TensorwiseOutput
 from megafp8.recipes.formats import E5M2
 
 LENGTH, BATCH = 5, 2
@@ -129,7 +129,7 @@ def test_the_noted_amax_gives_the_codes_of_a_pass_of_its_own(kind: str, monkeypa
     found = []
     for gradient in both_gradients(64, 0, kind):
         rows = gradient.flatten(0, -2)
-        codes = Codes(
+        codes = TensorwiseOutput(
             rows=rows.new_zeros(rows.shape, dtype=torch.uint8),
             columns=rows.new_zeros(rows.shape[::-1], dtype=torch.uint8),
             scale_inv=rows.new_zeros(1, dtype=torch.float32),

@@ -20,9 +20,9 @@ interpreter.skip_without_kernels()
 from megafp8.kernels import tensorwise
 from megafp8.kernels.annotations import annotate, annotation
 from megafp8.kernels.rounding import grid_of
-from megafp8.kernels.tensorwise import Codes
+from megafp8.kernels.tensorwise import TensorwiseOutput
 from megafp8.quantization.rounding import cast
-from megafp8.quantization.scaling import amax, quant_scale_of
+from megafp8.quantization.scaling import compute_amax, quant_scale_of
 from megafp8.recipes.base import ScaleRule
 from megafp8.recipes.formats import E4M3, E5M2, Format
 
@@ -55,8 +55,8 @@ def drawn(tokens: int, width: int, seed: int = 0, kind: str = "many sizes") -> T
     return KINDS[kind](x).bfloat16().to(DEVICE)
 
 
-def empty_codes(tokens: int, width: int, fmt: Format, is_power_of_two: bool = False) -> Codes:
-    return Codes(
+def empty_codes(tokens: int, width: int, fmt: Format, is_power_of_two: bool = False) -> TensorwiseOutput:
+    return TensorwiseOutput(
         rows=torch.zeros(tokens, width, dtype=torch.uint8, device=DEVICE),
         columns=torch.zeros(width, tokens, dtype=torch.uint8, device=DEVICE),
         scale_inv=torch.zeros(1, device=DEVICE),
@@ -65,10 +65,10 @@ def empty_codes(tokens: int, width: int, fmt: Format, is_power_of_two: bool = Fa
     )
 
 
-def check_codes(codes: Codes, values: Tensor, fmt: Format, rounded: Optional[Tensor] = None) -> None:
+def check_codes(codes: TensorwiseOutput, values: Tensor, fmt: Format, rounded: Optional[Tensor] = None) -> None:
     """The scale is that of `values`, the codes are theirs or those of what they were rounded to."""
     rule = ScaleRule.POWER_OF_TWO if codes.is_power_of_two else ScaleRule.FP32
-    quant_scale = quant_scale_of(amax(values), fmt, rule)
+    quant_scale = quant_scale_of(compute_amax(values), fmt, rule)
     written = values if rounded is None else rounded
     assert torch.equal(codes.scale_inv, (1 / quant_scale).reshape(1))
     assert torch.equal(codes.rows, cast(written.float() * quant_scale, fmt).view(torch.uint8))
@@ -194,5 +194,5 @@ def test_rows_or_columns_alone(side: str) -> None:
     whole, own = empty_codes(TOKENS, WIDTH, E4M3), empty_codes(TOKENS, WIDTH, E4M3)
     tensorwise.cast(inputs, whole)
     given = {"rows": None, "columns": None} | {side: getattr(own, side)}
-    tensorwise.cast(inputs, Codes(**given, scale_inv=own.scale_inv, grid=own.grid, is_power_of_two=False))
+    tensorwise.cast(inputs, TensorwiseOutput(**given, scale_inv=own.scale_inv, grid=own.grid, is_power_of_two=False))
     assert torch.equal(getattr(own, side), getattr(whole, side)) and torch.equal(own.scale_inv, whole.scale_inv)

@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from megafp8.resilience.run_state import RECORDS_FILE, RUN_STATE_FILE, RunState, read_run_state
-from megafp8.utils.process import this_process
+from megafp8.utils.process import current_process
 
 
 def main(folder: Path, ends: list[str]) -> int:
@@ -48,7 +48,7 @@ def main(folder: Path, ends: list[str]) -> int:
         stream.write(json.dumps({"kind": "step", "step": int(step)}) + "\n")
     content = RunState(
         state="failed" if state.isdigit() else "running" if status is None else state,
-        step=int(saved), saved_step=int(saved), exit_status=status, world_size=1, process=this_process(),
+        step=int(saved), saved_step=int(saved), exit_status=status, world_size=1, process=current_process(),
         starts=before.starts + 1 if before else 1, started_at=now, first_step_at=now, updated_at=now,
     )  # fmt: skip
     (folder / RUN_STATE_FILE).write_text(json.dumps(content.to_plain()))

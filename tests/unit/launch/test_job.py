@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megafp8.errors import ConfigError
-from megafp8.launch.job import Job, build_job, read_job, seconds_of
+from megafp8.launch.job import Job, build_job, read_job, time_limit_s
 
 RUN = ("--save", "runs/a", "--load", "runs/a")
 FILE = """
@@ -54,7 +54,7 @@ def test_ranks() -> None:
     [("90", 5400), ("1:30", 90), ("24:00:00", 86400), ("2-12", 216000), ("1-00:30", 88200), ("1-00:00:30", 86430)],
 )
 def test_time_limits_are_slurm_s(time: str, seconds: int) -> None:
-    assert seconds_of(time) == seconds
+    assert time_limit_s(time) == seconds
 
 
 def test_a_time_limit_that_leaves_room_is_taken() -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from megafp8.device.node_check_ranks import NodeRank
 from megafp8.launch import node_check
-from megafp8.launch.node_check import GroupResult, NodeRank
+from megafp8.launch.node_check import GroupResult
 
 H200 = "0, NVIDIA H200, 143771, 4, 0, Not Active\n1, NVIDIA H200, 143771, 70001, [N/A], Active\n"
 
@@ -52,17 +53,17 @@ def said(members: list[int], seconds: float | None, error: str | None = None) ->
 def test_the_slowest_rank_counts_and_an_error_of_one_is_the_groups(tmp_path: Path) -> None:
     ranks = [leave(tmp_path, 0, said([0], 1.0), said([0, 1], 1.0)),
              leave(tmp_path, 1, said([0], 4.0), said([0, 1], None, "reset"))]  # fmt: skip
-    assert node_check.results(place(("a", "b")), tmp_path, ranks) == (
+    assert node_check.collect_results(place(("a", "b")), tmp_path, ranks) == (
         GroupResult(members=(0,), bytes_per_s=250.0, error=None),
         GroupResult(members=(0, 1), bytes_per_s=None, error="rank 1: reset"),
     )
 
 
 def test_a_rank_that_hangs_is_killed_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_check, "START_S", 0.5)
+    monkeypatch.setattr(node_check, "STARTUP_TIMEOUT_S", 0.5)
     leave(tmp_path, 1, said([0], 1.0))
     ranks = [leave(tmp_path, 0, said([0], 1.0), said([0, 1], 1.0)), subprocess.Popen(["sleep", "60"])]
-    (own, link) = node_check.results(place(("a", "b")), tmp_path, ranks)
+    (own, link) = node_check.collect_results(place(("a", "b")), tmp_path, ranks)
     assert own.error is None and link.error == "rank 1: no answer in time"
     assert all(process.poll() is not None for process in ranks)
 
@@ -72,5 +73,5 @@ def test_a_rank_that_died_has_its_last_words_told(tmp_path: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
     (tmp_path / "rank1").touch()
     (tmp_path / "errors1").write_text("Traceback\nImportError: no torch\n\n")
-    (own,) = node_check.results(place(timeout_s=30.0), tmp_path, [process, dead])
+    (own,) = node_check.collect_results(place(timeout_s=30.0), tmp_path, [process, dead])
     assert own.error == "rank 1: ended with status 7: ImportError: no torch"

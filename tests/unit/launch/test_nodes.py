@@ -8,17 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from megafp8.device.node_check_ranks import link_members, node_links
 from megafp8.launch.node_check import (
     GIB,
     GpuState,
     GroupResult,
     NodeReport,
-    clock_ahead_s,
+    clock_offset_s,
     evaluate_nodes,
-    links_of,
-    members_of,
+    healthy_summary,
     read_report,
-    summary,
     write_report,
 )
 
@@ -29,7 +28,7 @@ GPU = GpuState(
 
 def groups_of(number: int, num_nodes: int, fails: Callable[[set[int]], bool]) -> tuple[GroupResult, ...]:
     """A node's groups; those of failing members say so."""
-    members = [(number,), *(members_of(link, num_nodes) for link in links_of(number, num_nodes))]
+    members = [(number,), *(link_members(link, num_nodes) for link in node_links(number, num_nodes))]
     return tuple(
         GroupResult(members=some, bytes_per_s=None, error="timed out") if fails({*some})
         else GroupResult(members=some, bytes_per_s=1e9 * (1 + some[0]), error=None)
@@ -54,12 +53,12 @@ def judged(reports: list) -> dict[str, list[str]]:
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 4, 7, 8])
 def test_links_are_a_ring_and_nobody_waits_in_a_circle(num_nodes: int) -> None:
     """Each node goes through its links in order: some link is then always the next one of both its ends."""
-    waiting = [links_of(node, num_nodes) for node in range(num_nodes)]
-    links = {members_of(link, num_nodes) for own in waiting for link in own}
+    waiting = [node_links(node, num_nodes) for node in range(num_nodes)]
+    links = {link_members(link, num_nodes) for own in waiting for link in own}
     assert len(links) == (num_nodes if num_nodes > 2 else num_nodes - 1)
     while any(waiting):
         ready = {own[0] for own in waiting if own
-                 and all(waiting[end][0] == own[0] for end in members_of(own[0], num_nodes))}  # fmt: skip
+                 and all(waiting[end][0] == own[0] for end in link_members(own[0], num_nodes))}  # fmt: skip
         assert ready
         waiting = [own[1:] if own and own[0] in ready else own for own in waiting]
 
@@ -68,7 +67,7 @@ def test_links_are_a_ring_and_nobody_waits_in_a_circle(num_nodes: int) -> None:
 def test_well_nodes_are_not_blamed(num_nodes: int) -> None:
     reports = reports_of(num_nodes)
     assert judged(reports) == {}
-    text = summary([report.node for report in reports], reports)
+    text = healthy_summary([report.node for report in reports], reports)
     assert text.startswith(f"{num_nodes} nodes are well, 1 x H200 each, slowest all-reduce 1.00 GB/s (n0")
 
 
@@ -146,7 +145,7 @@ def test_reports_come_back_from_their_files(tmp_path: Path) -> None:
 def test_the_clock_is_compared_with_the_one_that_stamps_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import time
 
-    assert abs(clock_ahead_s(tmp_path / "a")) < 30
+    assert abs(clock_offset_s(tmp_path / "a")) < 30
     true = time.time
     monkeypatch.setattr(time, "time", lambda: true() + 100)
-    assert 70 < clock_ahead_s(tmp_path / "b") < 130
+    assert 70 < clock_offset_s(tmp_path / "b") < 130

@@ -14,24 +14,24 @@ from typing import Any
 
 import pytest
 
-from megafp8.launch.process_pool import OUTPUT_FILE, Batch, BatchRun, Outcome
+from megafp8.launch.process_pool import OUTPUT_FILE, PooledRun, ProcessPool, RunOutcome
 from megafp8.resilience.run_state import finished_state
 
 RUN = Path(__file__).with_name("fake_run.py")
 
 
-def fake(folder: Path, ends: str) -> BatchRun:
-    return BatchRun(name=folder.name, command=(sys.executable, str(RUN), str(folder), ends), folder=folder)
+def fake(folder: Path, ends: str) -> PooledRun:
+    return PooledRun(name=folder.name, command=(sys.executable, str(RUN), str(folder), ends), folder=folder)
 
 
-def batch(parallel: int, told: list[str], gpus: Sequence[str] = ()) -> Batch:
-    return Batch(
-        parallel, gpus, tell_start=lambda run, gpus: told.append(f"start {run.name}"),
-        tell_end=lambda outcome: told.append(f"end {outcome.run.name}"),
+def batch(parallel: int, told: list[str], gpus: Sequence[str] = ()) -> ProcessPool:
+    return ProcessPool(
+        parallel, gpus, on_start=lambda run, gpus: told.append(f"start {run.name}"),
+        on_end=lambda outcome: told.append(f"end {outcome.run.name}"),
     )  # fmt: skip
 
 
-def run(parallel: int, runs: list[BatchRun], gpus: Sequence[str] = ()) -> dict[str, Outcome]:
+def run(parallel: int, runs: list[PooledRun], gpus: Sequence[str] = ()) -> dict[str, RunOutcome]:
     return {outcome.run.name: outcome for outcome in batch(parallel, [], gpus).run(runs)}
 
 
@@ -46,7 +46,7 @@ def test_one_failed_run_takes_no_other_with_it(tmp_path: Path) -> None:
 
 def test_the_end_of_what_a_failed_run_said_is_told_and_all_is_kept(tmp_path: Path) -> None:
     words = "for line in range(40): print('line', line)\nraise SystemExit(2)"
-    talker = BatchRun(name="t", command=(sys.executable, "-c", words), folder=tmp_path / "t")
+    talker = PooledRun(name="t", command=(sys.executable, "-c", words), folder=tmp_path / "t")
     for _ in range(2):
         tail = run(1, [talker])["t"].tail.splitlines()
         assert tail[0] == "line 25" and tail[-1] == "line 39"
@@ -56,14 +56,14 @@ def test_the_end_of_what_a_failed_run_said_is_told_and_all_is_kept(tmp_path: Pat
 def test_an_old_state_is_not_taken_for_that_of_a_new_start(tmp_path: Path) -> None:
     run(1, [fake(tmp_path / "a", "done:60:60")])
     assert finished_state(tmp_path / "a") is not None
-    again = BatchRun(name="a", command=(sys.executable, "-c", "raise SystemExit(64)"), folder=tmp_path / "a")
+    again = PooledRun(name="a", command=(sys.executable, "-c", "raise SystemExit(64)"), folder=tmp_path / "a")
     assert "status 64 before the run began" in run(1, [again])["a"].reason
 
 
 def test_each_run_has_gpus_of_its_own(tmp_path: Path) -> None:
     words = "import os, time; time.sleep(0.6); print(os.environ['CUDA_VISIBLE_DEVICES'])"
     runs = [
-        BatchRun(name=name, command=(sys.executable, "-c", words), folder=tmp_path / name, gpus=2) for name in "abcd"
+        PooledRun(name=name, command=(sys.executable, "-c", words), folder=tmp_path / name, gpus=2) for name in "abcd"
     ]
     outcomes = run(3, runs, gpus=("0", "1", "5", "7", "8"))
     seen = [outcomes[name].tail for name in "abcd"]
@@ -87,7 +87,7 @@ def test_a_signal_lets_runs_save_and_starts_no_more(tmp_path: Path) -> None:
     both = batch(2, told)
     outcomes = both.run(waits)
     thread.join()
-    assert both.is_asked_to_stop
+    assert both.is_stopping
     assert sorted(outcome.run.name for outcome in outcomes) == ["a", "b"]
     assert all(outcome.reason.startswith("preempted at step 5") and outcome.is_stopped for outcome in outcomes)
     assert "start c" not in told
@@ -97,7 +97,7 @@ def test_a_signal_lets_runs_save_and_starts_no_more(tmp_path: Path) -> None:
 def test_a_signal_before_a_run_began_is_no_failure(tmp_path: Path) -> None:
     ends = {"ended": "os.kill(os.getpid(), signal.SIGTERM)", "crashed": "os.kill(os.getpid(), signal.SIGKILL)"}
     runs = [
-        BatchRun(name=name, command=(sys.executable, "-c", f"import os, signal; {words}"), folder=tmp_path / name)
+        PooledRun(name=name, command=(sys.executable, "-c", f"import os, signal; {words}"), folder=tmp_path / name)
         for name, words in ends.items()
     ]
     outcomes = run(2, runs)

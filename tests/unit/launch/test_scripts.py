@@ -13,17 +13,17 @@ from pathlib import Path
 
 import pytest
 
+from megafp8.device.node_check_ranks import NUM_CHECK_PORTS
 from megafp8.errors import ConfigError
 from megafp8.launch import slurm, torchrun
-from megafp8.launch.job import Job, words_of
-from megafp8.launch.node_check import PORTS
+from megafp8.launch.job import Job, split_words
 
 SNAPSHOTS = Path(__file__).with_name("snapshots")
 ROOT = Path(__file__).resolve().parents[3]
 
 ONE = Job(
     name="llama-1b", project="/shared/megafp8", time="1-00:00:00", partition="gpu", account="mine", venv=".venv",
-    training=words_of(
+    training=split_words(
         "--model-preset llama-1b --seq-length 2048 --bf16 --fp8-format hybrid --fp8-recipe tensorwise --lr 4e-4 "
         "--micro-batch-size 8 --global-batch-size 512 --train-iters 27000 --data-path data/fineweb_text_document "
         "--tokenizer-type HuggingFaceTokenizer --tokenizer-model data/tokenizer "
@@ -101,7 +101,7 @@ def test_jobs_of_neighbouring_numbers_meet_on_ports_of_their_own() -> None:
     check, meeting = re.findall(r"\$\(\((\d.+?)\)\)", script("four_nodes.sbatch"))
     jobs = [{"SLURM_JOB_ID": number} for number in range(4_199_950, 4_200_050)]
     ports = [eval(meeting, job) for job in jobs]  # the shell's arithmetic is Python's here
-    ports += [eval(check, job) + port for job in jobs for port in range(PORTS)]
+    ports += [eval(check, job) + port for job in jobs for port in range(NUM_CHECK_PORTS)]
     assert len({*ports}) == len(ports) and min(ports) >= 10_000 and max(ports) < 32_768
 
 

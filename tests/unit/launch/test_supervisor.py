@@ -49,7 +49,7 @@ def test_a_run_that_dies_is_started_until_it_is_done(tmp_path: Path) -> None:
 def test_what_a_restart_would_not_mend_is_not_tried_again(tmp_path: Path, hopeless: str) -> None:
     status, told, log = supervise(tmp_path, f"{hopeless}:0:0 done:60:60")
     assert (status, len(log)) == (int(hopeless), 1)
-    assert "would not mend" in told[-1]
+    assert "would not fix" in told[-1]
 
 
 def test_bad_numbers_may_be_tried_again(tmp_path: Path) -> None:
@@ -160,12 +160,12 @@ def test_a_signal_while_a_run_is_started_is_passed_on(tmp_path: Path) -> None:
     """Before there is a process to pass it on to. In a process of its own, as a supervisor takes its signals over."""
     program = (
         "import os, pathlib, signal, sys\n"
-        "from megafp8.launch.supervisor import Limits, Supervisor\n"
+        "from megafp8.launch.supervisor import RestartPolicy, Supervisor\n"
         "class Hit(Supervisor):\n"
         "    def launch(self, environment):\n"
         "        os.kill(os.getpid(), signal.SIGTERM)\n"
         "        return super().launch(environment)\n"
-        f"sys.exit(Hit(['sleep', '50'], pathlib.Path({str(tmp_path)!r}), Limits(), print).run())\n"
+        f"sys.exit(Hit(['sleep', '50'], pathlib.Path({str(tmp_path)!r}), RestartPolicy(), print).run())\n"
     )
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=20)
     assert result.returncode == 75

@@ -15,7 +15,7 @@ from megafp8.config.schema import RunConfig
 from megafp8.errors import ConfigError
 from megafp8.mcore import config as mcore_config
 from megafp8.mcore.config import build_ddp_config, build_optimizer_config, build_transformer_config
-from megafp8.mcore.overrides import converted, not_to_override, type_text
+from megafp8.mcore.overrides import describe_type, override_refusal, parse_value
 
 
 def transformer(config: RunConfig, implementation: str = "emulated") -> Any:
@@ -204,7 +204,7 @@ def test_what_a_flag_sets_or_refuses_is_not_overridden(entry: str, part: str) ->
 
 
 def test_every_field_that_the_translation_fills_has_its_owner() -> None:
-    """Or is one that only megatron-core's insiders know, and that `wrong_without_an_error` looks after."""
+    """Or is one that only megatron-core's insiders know, and that `unsafe_override_problems` checks."""
     ours = {
         "pipeline_dtype", "init_method", "output_layer_init_method", "embedding_init_method", "perform_initialization",
         "batch_p2p_comm", "deallocate_pipeline_outputs", "use_cpu_initialization", "calculate_per_token_loss",
@@ -214,7 +214,7 @@ def test_every_field_that_the_translation_fills_has_its_owner() -> None:
         *mcore_config.shape_fields(config), *mcore_config.parallel_fields(config),
         *mcore_config.precision_fields(config, "emulated"), *mcore_config.kernel_fields(config, "emulated", False),
     }  # fmt: skip
-    assert {field for field in filled if not_to_override(field) is None} <= ours
+    assert {field for field in filled if override_refusal(field) is None} <= ours
 
 
 def test_all_wrong_overrides_are_told_at_once() -> None:
@@ -245,7 +245,7 @@ def test_all_wrong_overrides_are_told_at_once() -> None:
     ],
 )
 def test_texts_become_values_of_the_fields_type(field: str, text: str, value: Any) -> None:
-    found = converted(text, transformer_types()[field])
+    found = parse_value(text, transformer_types()[field])
     assert found == value
     assert type(found) is type(value)
 
@@ -272,13 +272,13 @@ def test_texts_become_values_of_the_fields_type(field: str, text: str, value: An
 )
 def test_texts_of_another_type_are_refused(field: str, text: str) -> None:
     with pytest.raises(ValueError, match="is not of type"):
-        converted(text, transformer_types()[field])
+        parse_value(text, transformer_types()[field])
 
 
 def test_an_enumeration_is_named() -> None:
     wanted = transformer_types()["attention_backend"]
-    assert converted("flash", wanted) is wanted["flash"]
-    assert type_text(wanted).startswith("AttnBackend (flash, fused")
+    assert parse_value("flash", wanted) is wanted["flash"]
+    assert describe_type(wanted).startswith("AttnBackend (flash, fused")
 
 
 def transformer_types() -> dict[str, Any]:

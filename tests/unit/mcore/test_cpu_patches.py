@@ -52,7 +52,7 @@ def test_every_patch_says_why() -> None:
 
 def test_false_is_still_taken_for_fp8() -> None:
     """The behaviour behind the last patch, on the class as megatron-core has it."""
-    recompute = patches.core("tensor_parallel.random").CheckpointWithoutOutput
+    recompute = patches.import_core("tensor_parallel.random").CheckpointWithoutOutput
     assert recompute(fp8=False).fp8 is False, "patched"
     plain = recompute.__new__(recompute)
     recompute.__init__.__closure__[0].cell_contents(plain, False)
@@ -63,14 +63,14 @@ def test_false_is_still_taken_for_fp8() -> None:
 
 
 def patched_functions() -> list[object]:
-    distributed = patches.core("optimizer.distrib_optimizer")
-    random = patches.core("tensor_parallel.random")
+    distributed = patches.import_core("optimizer.distrib_optimizer")
+    random = patches.import_core("tensor_parallel.random")
     return [
         torch.cuda.current_device,
         torch.Tensor.type,
         random.CheckpointWithoutOutput.__init__,
         distributed.DistributedOptimizer.__init__,
-        patches.core("pipeline_parallel.schedules").torch,
+        patches.import_core("pipeline_parallel.schedules").torch,
     ]
 
 
@@ -110,7 +110,7 @@ def test_every_stub_is_a_function_of_its_own() -> None:
 
 
 def test_factories_of_the_named_modules_read_cuda_as_cpu() -> None:
-    view = patches.core("optimizer.clip_grads").torch
+    view = patches.import_core("optimizer.clip_grads").torch
     assert view.zeros(3, device="cuda").device.type == "cpu"
     assert view.tensor([1.0], dtype=torch.float64, device="cuda:0").dtype == torch.float64
     assert view.empty(3, pin_memory=True).shape == (3,)
@@ -137,7 +137,7 @@ def test_clipping() -> None:
         return held
 
     clipped, small = parameters(), parameters()
-    clip = patches.core("optimizer.optimizer").clip_grad_by_total_norm_fp32
+    clip = patches.import_core("optimizer.optimizer").clip_grad_by_total_norm_fp32
     clip(clipped, max_norm=1.0, total_norm=5.0)
     torch.testing.assert_close(clipped[0].grad, torch.tensor([0.6, 0.0]))
     torch.testing.assert_close(clipped[1].grad, torch.tensor([0.8]))
@@ -152,7 +152,7 @@ def test_the_gradient_norm_does_not_show_how_gradients_are_divided() -> None:
     def norm(num_pieces: int) -> float:
         rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
         mine = list(gradients.tensor_split(num_pieces))[rank::world]
-        return patches.core("optimizer.optimizer").get_grad_norm_fp32(mine, grad_stats_parallel_group=None)
+        return patches.import_core("optimizer.optimizer").get_grad_norm_fp32(mine, grad_stats_parallel_group=None)
 
     exact = gradients.double().norm().float().item()
     found = [each for pieces in (2, 7, 1) for each in run_ranks(2, norm, pieces)]
@@ -178,8 +178,8 @@ def test_buffers_of_two_types_are_in_groups_of_their_own() -> None:
     """And the one with the embedding comes last, because gathers begin there."""
 
     def groups(disable_bucketing: bool) -> list[list[torch.dtype]]:
-        distributed = patches.core("distributed.distributed_data_parallel")
-        config = patches.core("distributed").DistributedDataParallelConfig(use_distributed_optimizer=True)
+        distributed = patches.import_core("distributed.distributed_data_parallel")
+        config = patches.import_core("distributed").DistributedDataParallelConfig(use_distributed_optimizer=True)
         group = torch.distributed.group.WORLD
         buckets = [types.SimpleNamespace(params_list=[], dtype=dtype) for dtype in (torch.bfloat16, torch.uint8)]
         buffers = [
@@ -202,7 +202,7 @@ def test_buffers_of_two_types_are_in_groups_of_their_own() -> None:
 
 def test_dropout_streams_and_recomputation_share_the_cpu_generator() -> None:
     """A recomputed dropout drops the same, and what comes after it draws as if nothing had been recomputed."""
-    random = patches.core("tensor_parallel.random")
+    random = patches.import_core("tensor_parallel.random")
 
     def loss_and_next(is_recomputed: bool) -> tuple[torch.Tensor, torch.Tensor]:
         random.model_parallel_cuda_manual_seed(5, force_reset_rng=True, tp_rank=0, ep_rank=0, etp_rank=0)
@@ -224,7 +224,7 @@ def test_dropout_streams_and_recomputation_share_the_cpu_generator() -> None:
 
 
 def test_streams_of_tensor_parallel_ranks_differ() -> None:
-    random = patches.core("tensor_parallel.random")
+    random = patches.import_core("tensor_parallel.random")
 
     def draw(tensor_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         random.model_parallel_cuda_manual_seed(5, force_reset_rng=True, tp_rank=tensor_rank, ep_rank=0, etp_rank=0)
@@ -239,7 +239,7 @@ def test_streams_of_tensor_parallel_ranks_differ() -> None:
 
 def test_checkpoint_writers_queue_needs_no_new_program() -> None:
     def send_and_receive() -> str:
-        queue = patches.core("dist_checkpointing.strategies.filesystem_async")._get_write_results_queue()
+        queue = patches.import_core("dist_checkpointing.strategies.filesystem_async")._get_write_results_queue()
         queue.put("written")
         return queue.get(timeout=5)
 
@@ -252,4 +252,4 @@ def test_checkpoint_writers_queue_needs_no_new_program() -> None:
 def test_megatron_core_takes_this_adam() -> None:
     optimizers = importlib.import_module("megatron.core.optimizer")
     assert optimizers.Adam is Adam
-    assert patches.core("optimizer.distrib_optimizer").Adam is Adam
+    assert patches.import_core("optimizer.distrib_optimizer").Adam is Adam

@@ -13,7 +13,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
 from megafp8.mcore import process_groups
-from megafp8.training.evaluation import inference_mode
+from megafp8.training.evaluation import evaluation_mode
 
 
 class Chunk(torch.nn.Module):
@@ -63,11 +63,11 @@ def test_an_evaluation_gathers_in_that_way(is_overlapped: bool, expected: list[s
         config=SimpleNamespace(parallel=SimpleNamespace(overlap_param_gather=is_overlapped)),
         trainee=SimpleNamespace(chunks=[Chunk(is_overlapped, done)]),
         transformer_config=SimpleNamespace(param_sync_func=None),
-        delayed=SimpleNamespace(
-            remember=lambda: remembered.append("remember"), restore=lambda: remembered.append("restore")
+        delayed_snapshot=SimpleNamespace(
+            save=lambda: remembered.append("remember"), restore=lambda: remembered.append("restore")
         ),
     )
-    with contextlib.suppress(ValueError), inference_mode(run):
+    with contextlib.suppress(ValueError), evaluation_mode(run):
         assert done == expected[:2] and remembered == ["remember"]
         if fails:
             raise ValueError

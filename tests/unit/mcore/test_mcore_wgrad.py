@@ -9,7 +9,7 @@ import torch
 from test_cpu_patches import core_source
 
 from megafp8.mcore import patches
-from megafp8.mcore.patches import core
+from megafp8.mcore.patches import import_core
 
 
 @pytest.mark.parametrize(("file", "text"), patches.WGRAD_EVIDENCE)
@@ -30,14 +30,14 @@ class Apex(types.ModuleType):
 @pytest.mark.parametrize("has_apex", [False, True])
 def test_a_first_gradient_replaces_what_was_there(has_apex: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where Apex is installed its function is called, and where not, the one that is given."""
-    layers, calls = core("tensor_parallel.layers"), []
-    monkeypatch.setattr(layers, patches.NAME, Apex("apex") if has_apex else None, raising=False)
-    patches.provide(lambda *tensors: calls.append(tensors))
-    given = getattr(layers, patches.NAME)
-    patches.provide(lambda *tensors: pytest.fail("a second call changes nothing"))
-    assert getattr(layers, patches.NAME) is given
+    layers, calls = import_core("tensor_parallel.layers"), []
+    monkeypatch.setattr(layers, patches.APEX_MODULE, Apex("apex") if has_apex else None, raising=False)
+    patches.provide_wgrad_gemm(lambda *tensors: calls.append(tensors))
+    given = getattr(layers, patches.APEX_MODULE)
+    patches.provide_wgrad_gemm(lambda *tensors: pytest.fail("a second call changes nothing"))
+    assert getattr(layers, patches.APEX_MODULE) is given
     main_grad = torch.full((2, 3), 7.0)
-    for name in patches.FUNCTIONS:
+    for name in patches.WGRAD_FUNCTIONS:
         main_grad.is_overwritten = True
         getattr(given, name)(torch.ones(4, 3), torch.ones(4, 2), main_grad)
         main_grad.is_overwritten = False

@@ -40,10 +40,10 @@ def quantized(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """`Weight` is entered, and taken out again; what is asked to be quantized."""
     for module, names in ENTERED.items():
         for name in names:
-            patches.original(module, name)
-            monkeypatch.setattr(patches.core(module), name, getattr(patches.core(module), name))
+            patches.original_attribute(module, name)
+            monkeypatch.setattr(patches.import_core(module), name, getattr(patches.import_core(module), name))
     calls: list[Any] = []
-    patches.enter(Weight, lambda *arguments: calls.append(arguments))
+    patches.register_fp8_parameter(Weight, lambda *arguments: calls.append(arguments))
     return calls
 
 
@@ -53,7 +53,7 @@ def test_megatron_core_still_knows_one_kind_only(file: str, text: str) -> None:
 
 
 def test_our_weights_are_fp8_weights(quantized: list[Any]) -> None:
-    fp8_utils, weight = patches.core("fp8_utils"), Weight(torch.zeros(2))
+    fp8_utils, weight = patches.import_core("fp8_utils"), Weight(torch.zeros(2))
     weight.codes = Codes()
     assert fp8_utils.is_float8tensor(weight)
     buffer = torch.zeros(2, dtype=torch.uint8)
@@ -63,11 +63,11 @@ def test_our_weights_are_fp8_weights(quantized: list[Any]) -> None:
     assert quantized == [([weight], [None], [3], "group")]
     fp8_utils.post_all_gather_processing([weight])
     for module in ENTERED:
-        assert patches.core(module).dequantize_fp8_tensor(weight).tolist() == [1.0, 1.0]
+        assert patches.import_core(module).dequantize_fp8_tensor(weight).tolist() == [1.0, 1.0]
 
 
 def test_other_tensors_are_what_they_were(quantized: list[Any]) -> None:
-    fp8_utils, plain = patches.core("fp8_utils"), torch.nn.Parameter(torch.zeros(2))
+    fp8_utils, plain = patches.import_core("fp8_utils"), torch.nn.Parameter(torch.zeros(2))
     assert not fp8_utils.is_float8tensor(plain)
     fp8_utils.quantize_param_shard([], [], [], "group")
     with pytest.raises(RuntimeError, match="Transformer Engine"):
@@ -79,7 +79,7 @@ def test_other_tensors_are_what_they_were(quantized: list[Any]) -> None:
 
 def test_the_last_to_enter_is_asked(quantized: list[Any]) -> None:
     later: list[Any] = []
-    patches.enter(Weight, lambda *arguments: later.append(arguments))
-    patches.core("fp8_utils").quantize_param_shard([Weight(torch.zeros(2))], [None], [None], "group")
+    patches.register_fp8_parameter(Weight, lambda *arguments: later.append(arguments))
+    patches.import_core("fp8_utils").quantize_param_shard([Weight(torch.zeros(2))], [None], [None], "group")
     assert len(later) == 1
     assert quantized == []

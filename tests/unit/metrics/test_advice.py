@@ -14,13 +14,13 @@ from megafp8.device import capability
 from megafp8.metrics.health import RULES
 from megafp8.metrics.health_advice import (
     Case,
+    accepted,
     advice,
-    of_bad_numbers,
-    of_noise,
-    of_outliers,
-    of_saturation,
-    of_underflow,
-    taken,
+    for_noise,
+    for_nonfinite_values,
+    for_outliers,
+    for_saturation,
+    for_underflow,
 )
 
 LOOK = "--fp8-log-interval 2"
@@ -54,8 +54,8 @@ def test_the_command_line_takes_every_advice(name: str, rule: object) -> None:
     command = f"{TINY} {RUNS[name]}".split()
     assert rules.setting_problems(config, 1) == []
     for linear in (None, *resolve(config.model, config.precision)):
-        for remedy in taken(Case(config, 1, linear), rule.remedies(Case(config, 1, linear))):
-            together, problems = flags.read([*command, *remedy.words])
+        for remedy in accepted(Case(config, 1, linear), rule.remedies(Case(config, 1, linear))):
+            together, problems = flags.parse_with_problems([*command, *remedy.words])
             assert not problems and not rules.setting_problems(together.config, 1), remedy
             assert not remedy.words or together.config != config, remedy
             assert all(word in str(remedy) for word in remedy.words)
@@ -63,37 +63,37 @@ def test_the_command_line_takes_every_advice(name: str, rule: object) -> None:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_something_helps_against_bad_numbers(name: str) -> None:
-    assert "--clip-grad" in advice(case_of(name, None), of_bad_numbers)
+    assert "--clip-grad" in advice(case_of(name, None), for_nonfinite_values)
 
 
 def test_advice_is_for_the_recipe_of_the_run() -> None:
-    assert "--fp8-recipe tensorwise" in advice(case_of("delayed"), of_saturation)
-    assert "tensorwise" not in advice(case_of("tensorwise"), of_bad_numbers)
-    margin = advice(case_of("delayed-margin"), of_saturation)
+    assert "--fp8-recipe tensorwise" in advice(case_of("delayed"), for_saturation)
+    assert "tensorwise" not in advice(case_of("tensorwise"), for_nonfinite_values)
+    margin = advice(case_of("delayed-margin"), for_saturation)
     assert "--precision layers.1.linear_fc1=tensorwise" in margin, "--fp8-margin refuses another recipe for all"
     assert "--fp8-margin 2" in margin and "--fp8-amax-history-len 2048" in margin
 
 
 def test_four_bits_are_advised_eight_or_more() -> None:
-    assert "fp8-recipe" not in advice(case_of("nvfp4"), of_underflow)
-    for remedies in (of_saturation, of_underflow, of_outliers):
+    assert "fp8-recipe" not in advice(case_of("nvfp4"), for_underflow)
+    for remedies in (for_saturation, for_underflow, for_outliers):
         assert "--precision layers.1.linear_fc1=mxfp8" in advice(case_of("nvfp4"), remedies)
-    assert "--precision layers.1.linear_fc1:dgrad,wgrad=bf16" in advice(case_of("nvfp4"), of_underflow)
-    assert "layers.0.linear_qkv=mxfp8" in advice(case_of("map", "layers.0.linear_qkv"), of_underflow)
+    assert "--precision layers.1.linear_fc1:dgrad,wgrad=bf16" in advice(case_of("nvfp4"), for_underflow)
+    assert "layers.0.linear_qkv=mxfp8" in advice(case_of("map", "layers.0.linear_qkv"), for_underflow)
 
 
 def test_a_format_that_reaches_further_down_is_advised_where_there_is_one() -> None:
-    assert "--fp8-format hybrid" in advice(case_of("tensorwise-e4m3"), of_underflow)
-    assert "--fp8-format" not in advice(case_of("delayed"), of_underflow)
-    assert "output_layer=mxfp8/hybrid" in advice(case_of("map", "output_layer"), of_underflow)
+    assert "--fp8-format hybrid" in advice(case_of("tensorwise-e4m3"), for_underflow)
+    assert "--fp8-format" not in advice(case_of("delayed"), for_underflow)
+    assert "output_layer=mxfp8/hybrid" in advice(case_of("map", "output_layer"), for_underflow)
 
 
 def test_looks_are_advised_where_nobody_looks() -> None:
-    assert "--fp8-log-interval 100 names" in advice(case_of("tensorwise", None), of_bad_numbers)
-    tried = advice(case_of("bf16-not-looked-at", None), of_bad_numbers)
+    assert "--fp8-log-interval 100 names" in advice(case_of("tensorwise", None), for_nonfinite_values)
+    tried = advice(case_of("bf16-not-looked-at", None), for_nonfinite_values)
     assert "--fp8-log-interval 100 --fp8-what-if tensorwise" in tried
-    assert "--fp8-log-interval" not in advice(case_of("op-fuser", None), of_bad_numbers), "it shows no operands"
-    assert "--fp8-log-interval" not in advice(case_of("bf16", None), of_bad_numbers)
+    assert "--fp8-log-interval" not in advice(case_of("op-fuser", None), for_nonfinite_values), "it shows no operands"
+    assert "--fp8-log-interval" not in advice(case_of("bf16", None), for_nonfinite_values)
 
 
 def test_what_the_machine_cannot_do_is_no_advice() -> None:
@@ -104,8 +104,9 @@ def test_what_the_machine_cannot_do_is_no_advice() -> None:
         config = flags.parse(f"{words} {flag}".split()).config
         anywhere = Case(config, 1, "layers.1.linear_fc1")
         on_hopper = dataclasses.replace(
-            anywhere, of_machine=lambda changed: capability.problems(changed, capability.TARGETS["h100"])
+            anywhere,
+            machine_problems=lambda changed: capability.capability_problems(changed, capability.TARGETS["h100"]),
         )
-        for remedies in (of_underflow, of_noise, of_outliers, of_bad_numbers):
+        for remedies in (for_underflow, for_noise, for_outliers, for_nonfinite_values):
             assert refused not in advice(on_hopper, remedies).replace("--fp8-what-if mxfp8", "")
-        assert any(refused in advice(anywhere, remedies) for remedies in (of_noise, of_bad_numbers))
+        assert any(refused in advice(anywhere, remedies) for remedies in (for_noise, for_nonfinite_values))

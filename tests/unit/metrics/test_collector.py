@@ -22,15 +22,16 @@ cpu_patches.install()
 from small_run import small_config
 
 from megafp8.metrics import accumulators, collector
-from megafp8.metrics.collector import TensorObserver, collect, enter, plan_observation, try_rules
+from megafp8.metrics.collector import TensorObserver, add_statistics, build_statistics_plan, collect, quantize_what_if
 from megafp8.metrics.quantization_error import quantization_stats
 from megafp8.metrics.recipe_comparison import element_scales, sample_distribution
 from megafp8.metrics.records import TensorStats
 from megafp8.metrics.tensor_table import LOCAL_DB_LIMIT, StatisticsTable
 from megafp8.quantization.delayed_scaling import DelayedScale
-from megafp8.quantization.fp8_parameter import QuantizedParameter, WeightCodes, settle
-from megafp8.quantization.nvfp4 import transform_columns
-from megafp8.quantization.quantize import Quantized, dequantize, quantize
+from megafp8.quantization.fp8_parameter import QuantizedParameter, WeightCodes, quantize_assigned_weights
+from megafp8.quantization.nvfp4 import hadamard_transform
+from megafp8.quantization.quantize import dequantize, quantize
+from megafp8.quantization.quantized_tensor import Quantized
 from megafp8.recipes import blockwise, delayed, mxfp8, nvfp4, tensorwise
 from megafp8.recipes.base import Gemm, LinearRecipe, Operand, OperandRule
 
@@ -87,15 +88,16 @@ def quantized_by(values: Tensor, rule: OperandRule) -> Quantized:
 
 def on(device: str, quantized: Quantized) -> Quantized:
     """The same elsewhere."""
-    codes, scale, of_tensor = (None if each is None else each.to(device) for each in quantized.tensors)
+    parts = (quantized.codes, quantized.dequant_scale, quantized.tensor_scale)
+    codes, scale, of_tensor = (None if each is None else each.to(device) for each in parts)
     return Quantized(codes, scale, of_tensor, quantized.rule)
 
 
 def table_of(*pairs: tuple[Tensor, Quantized], device: str = "cpu") -> StatisticsTable:
     table = StatisticsTable(["x"], torch.device(device))
     for values, quantized in pairs:
-        enter(table, "x", values.to(device), on(device, quantized), margin=1, first_channel=0)
-    table.enter()
+        add_statistics(table, "x", values.to(device), on(device, quantized), margin=1, first_channel=0)
+    table.flush()
     return table
 
 
@@ -126,7 +128,7 @@ def test_equal_to_the_slow_statistics(
     monkeypatch.setattr(accumulators, "CHUNK_VALUES", 3000)
     values = wide(48, 198, dtype)
     quantized = quantized_by(values, rule)
-    rows = transform_columns(values) if rule.is_transformed else values
+    rows = hadamard_transform(values) if rule.is_transformed else values
     decoded = dequantize(quantized)
     slow = quantization_stats(rows, decoded, element_scales(quantized), rule.format.max)
     found = stats_of(table_of((values, quantized), device=device), rule)
@@ -224,7 +226,7 @@ def test_zeros_have_neither_scale_nor_noise(device: str) -> None:
 def test_weights_without_high_precision_have_no_error() -> None:
     rule = RECIPES[0].rule(Operand.WEIGHT, Gemm.FPROP)
     weight = torch.nn.Parameter(QuantizedParameter(WeightCodes(wide(32, 32), rule)))
-    settle([torch.nn.ParameterList([weight])])
+    quantize_assigned_weights([torch.nn.ParameterList([weight])])
     found = stats_of(table_of((weight, weight.codes.quantized())), rule)
     assert (found.num_values, found.amax) == (1024, 300.0)
     assert (found.sqnr_db, found.underflow_fraction, found.saturated_fraction) == (None,) * 3
@@ -235,30 +237,30 @@ def test_weights_without_high_precision_have_no_error() -> None:
 
 def test_tensors_have_names_by_layer_operand_and_side() -> None:
     patterns = "layers.3.linear_fc*,layers.0.linear_qkv"
-    plan = plan_observation(small_config("llama", f"{FP8} --fp8-log-layers {patterns} --fp8-what-if mxfp8"))
+    plan = build_statistics_plan(small_config("llama", f"{FP8} --fp8-log-layers {patterns} --fp8-what-if mxfp8"))
     assert plan.linears == ("layers.0.linear_qkv", "layers.3.linear_fc1", "layers.3.linear_fc2")
-    own = [each.tensor for each in plan.all() if not each.is_tried and each.linear == "layers.3.linear_fc1"]
+    own = [each.name for each in plan.tensors() if not each.is_what_if and each.linear == "layers.3.linear_fc1"]
     assert own == [f"layers.3.linear_fc1.{operand.value}" for operand in Operand]
-    tried = {each.row for each in plan.all() if each.is_tried and each.operand is Operand.INPUT}
+    tried = {each.row for each in plan.tensors() if each.is_what_if and each.operand is Operand.INPUT}
     assert "layers.0.linear_qkv.input.row|mxfp8" in tried and "layers.0.linear_qkv.input.column|mxfp8" in tried
     assert len(plan.rows()) == len(set(plan.rows())) == 3 * (1 + 3 + 6)
 
 
 def test_layers_in_high_precision_are_left_out() -> None:
-    plan = plan_observation(small_config("llama", f"{FP8} --first-last-layers-bf16"))
+    plan = build_statistics_plan(small_config("llama", f"{FP8} --first-last-layers-bf16"))
     assert {name.split(".")[1] for name in plan.linears} == {"1", "2"}
 
 
 def test_each_operand_is_taken_once() -> None:
-    plan = plan_observation(small_config("llama", FP8))
+    plan = build_statistics_plan(small_config("llama", FP8))
     table = StatisticsTable(plan.rows(), torch.device("cpu"))
     observer = TensorObserver(plan, table, "layers.0.linear_qkv", first_channel=64)
     rule = plan.recipe.rule(Operand.INPUT, Gemm.FPROP)
     for amax in (1.0, 2.0):
         values = torch.full((16, 16), 0.5).bfloat16()
         values[0, 3] = amax * 16
-        observer(Operand.INPUT, values, {Gemm.FPROP: try_rules(values, [rule])[0]})
-    table.enter()
+        observer(Operand.INPUT, values, {Gemm.FPROP: quantize_what_if(values, [rule])[0]})
+    table.flush()
     tensors, what_if = collect(plan, table)
     assert list(tensors) == ["layers.0.linear_qkv.input"] and not what_if
     assert (tensors["layers.0.linear_qkv.input"].amax, tensors["layers.0.linear_qkv.input"].outlier_channel) == (16, 67)
@@ -270,8 +272,10 @@ def test_channels_are_looked_at_where_asked_for(device: str) -> None:
     found = []
     for first_channel in (0, None):
         table = StatisticsTable(["x"], torch.device(device))
-        enter(table, "x", values.to(device), on(device, quantized_by(values, rule)), first_channel=first_channel)
-        table.enter()
+        add_statistics(
+            table, "x", values.to(device), on(device, quantized_by(values, rule)), first_channel=first_channel
+        )
+        table.flush()
         found.append(stats_of(table, rule))
     asked, unasked = found
     assert asked.outlier_channel is not None
@@ -281,10 +285,10 @@ def test_channels_are_looked_at_where_asked_for(device: str) -> None:
 def what_if(source: str) -> dict[str, TensorStats]:
     """What every recipe would do to the input of a linear, by recipe."""
     flags = f"{FP8} --fp8-log-layers layers.0.linear_qkv --fp8-what-if tensorwise,blockwise,mxfp8,nvfp4"
-    plan = plan_observation(small_config("llama", flags))
+    plan = build_statistics_plan(small_config("llama", flags))
     table = StatisticsTable(plan.rows(), torch.device("cpu"))
     TensorObserver(plan, table, "layers.0.linear_qkv")(Operand.INPUT, sample_distribution(source), {})
-    table.enter()
+    table.flush()
     _, tried = collect(plan, table)
     return {
         recipe: tensors.get("layers.0.linear_qkv.input.row") or tensors["layers.0.linear_qkv.input"]

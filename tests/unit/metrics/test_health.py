@@ -10,7 +10,7 @@ import pytest
 
 from megafp8.config.flags import parse
 from megafp8.config.schema import RunConfig
-from megafp8.metrics.health import RULES, HealthMonitor
+from megafp8.metrics.health import RULES, HealthMonitor, find_nonfinite
 from megafp8.metrics.records import QuantizationRecord
 
 FC1 = "layers.0.linear_fc1"
@@ -70,7 +70,7 @@ def details(make_look: Make, looks: list[tuple[Any, Any, Any]], first_step: int 
     """What is said at each look."""
     watch = HealthMonitor(run_of(), warmup_steps=50)
     return [
-        [event.detail for event in watch.look(make_look(first_step + 10 * index, *changes))]
+        [event.detail for event in watch.update(make_look(first_step + 10 * index, *changes))]
         for index, changes in enumerate(looks)
     ]
 
@@ -122,13 +122,13 @@ def test_warm_up_may_move_scales_and_leave_weights(make_look: Make) -> None:
 
 def test_a_tensor_is_told_once_and_all_are_summed_up(make_look: Make) -> None:
     watch = HealthMonitor(run_of())
-    events = [watch.look(make_look(step, of_input=SATURATED)) for step in (10, 20, 30)]
+    events = [watch.update(make_look(step, of_input=SATURATED)) for step in (10, 20, 30)]
     assert [len(each) for each in events] == [0, 1, 0]
-    expected = "3 looks at quantization, 3 tensors: saturation (1 tensors, first at step 20)"
+    expected = "3 statistics steps, 3 tensors: saturation (1 tensors, first at step 20)"
     assert watch.summary(1, 30).detail == expected
     calm = HealthMonitor(run_of())
-    calm.look(make_look(10))
-    assert calm.summary(1, 10).detail == "1 look at quantization, 3 tensors: nothing to report"
+    calm.update(make_look(10))
+    assert calm.summary(1, 10).detail == "1 statistics step, 3 tensors: nothing to report"
 
 
 def test_many_tensors_are_one_event(make_look: Make) -> None:
@@ -137,7 +137,7 @@ def test_many_tensors_are_one_event(make_look: Make) -> None:
         look = make_look(step, of_gradient=SMALL)
         gradient = look.tensors[f"{FC1}.grad_output"]
         look.tensors.update({f"layers.{layer}.linear_fc2.grad_output": gradient for layer in range(9)})
-        events = watch.look(look)
+        events = watch.update(look)
     (event,) = events
     assert event.detail.count("become zero") == 3 and "and 7 more" in event.detail
 
@@ -152,7 +152,7 @@ def test_many_tensors_are_one_event(make_look: Make) -> None:
 )
 def test_a_run_without_a_look_says_why(flags: str, why: str) -> None:
     said = HealthMonitor(run_of(f"--fp8-format hybrid --fp8-recipe tensorwise {flags}")).summary(1, 8).detail
-    assert said.startswith("no look at quantization: ") and why in said
+    assert said.startswith("no quantization statistics: ") and why in said
 
 
 def test_tried_recipes_are_asked_for_bad_numbers(make_look: Make) -> None:
@@ -164,8 +164,16 @@ def test_tried_recipes_are_asked_for_bad_numbers(make_look: Make) -> None:
         return dataclasses.replace(look, recipe="", tensors={}, what_if={"mxfp8": look.tensors, "tensorwise": {}})
 
     calm = HealthMonitor(config)
-    assert calm.look(tried(1)) == []
+    assert calm.update(tried(1)) == []
     said = calm.summary(1, 1).detail
-    assert said.startswith("1 look at quantization, 3 tensors, in high precision, asked for numbers that are not")
-    (told,) = HealthMonitor(config).look(tried(1, of_input=BAD, of_gradient=BAD))
+    assert said.startswith("1 statistics step, 3 tensors, in high precision, asked for numbers that are not")
+    (told,) = HealthMonitor(config).update(tried(1, of_input=BAD, of_gradient=BAD))
     assert told.detail.startswith(f"numbers that are not finite: {FC1}.input: 3 values are not finite; of 2 such")
+
+
+def test_row_and_column_codes_are_one_operand(make_look: Make) -> None:
+    record = make_look(100, BAD)
+    stats = record.tensors[f"{FC1}.input"]
+    record = dataclasses.replace(record, tensors={f"{FC1}.input.row": stats, f"{FC1}.input.column": stats})
+    (found,) = find_nonfinite([record])
+    assert found == (f"{FC1}.input.row", "3 values are not finite")

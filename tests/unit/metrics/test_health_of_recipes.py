@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megafp8.config.flags import parse
 from megafp8.config.precision_map import build_recipe
-from megafp8.metrics.collector import enter, entries_of
+from megafp8.metrics.collector import add_statistics, tracked_tensors
 from megafp8.metrics.health import HealthMonitor
 from megafp8.metrics.records import QuantizationRecord
 from megafp8.metrics.tensor_table import StatisticsTable
@@ -60,17 +60,17 @@ def told_of(flags: str, values: Tensor, operands: tuple[Operand, ...]) -> list[s
     recipe = build_recipe(config.precision)
     assert recipe is not None
     watch = HealthMonitor(config)
-    return [event.detail for step in (1, 2) for event in watch.look(look_at(recipe, values, operands, step))]
+    return [event.detail for step in (1, 2) for event in watch.update(look_at(recipe, values, operands, step))]
 
 
 def look_at(recipe: LinearRecipe, values: Tensor, operands: tuple[Operand, ...], step: int) -> QuantizationRecord:
     """Each operand having these values."""
-    entries = [each for operand in operands for each in entries_of(LINEAR, operand, recipe, False)]
+    entries = [each for operand in operands for each in tracked_tensors(LINEAR, operand, recipe, False)]
     table = StatisticsTable([each.row for each in entries], torch.device("cpu"))
     for each in entries:
         generator = torch.Generator().manual_seed(step) if each.rule.is_stochastic else None
-        enter(table, each.row, values, quantize(values, each.rule, generator=generator))
-    table.enter()
+        add_statistics(table, each.row, values, quantize(values, each.rule, generator=generator))
+    table.flush()
     table.to_host()
     stats = {each.row: table.stats(each.row, each.rule.format.name, 33) for each in entries}
     return QuantizationRecord(

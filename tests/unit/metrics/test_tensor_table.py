@@ -12,8 +12,8 @@ from megafp8.metrics.tensor_table import (
     CHANNELS,
     NUM_SUMS,
     StatisticsTable,
-    build_statistics,
-    compare,
+    build_partial_stats,
+    error_sums,
     exponent_counts,
     outlier_keys,
 )
@@ -23,9 +23,9 @@ def entries(*tables: StatisticsTable) -> StatisticsTable:
     """The tables of several ranks, reduced."""
     total = StatisticsTable(list(tables[0].rows), torch.device("cpu"))
     for table in tables:
-        table.enter()
+        table.flush()
     total.sums = sum(table.sums for table in tables)
-    total.largest = torch.stack([table.largest for table in tables]).amax(0)
+    total.maxima = torch.stack([table.maxima for table in tables]).amax(0)
     return total
 
 
@@ -36,7 +36,7 @@ def test_parts_of_ranks_become_one_tensor() -> None:
         quant_max, dequant_max = scales
         table.add(
             "b",
-            build_statistics(
+            build_partial_stats(
                 {"values": values, "compared": values, "nonzero": values, "underflow": 1, "saturated": 2,
                  "signal": 100.0, "noise": 1.0},
                 {"amax": amax, "quant_scale": quant_max, "dequant_scale": dequant_max},
@@ -57,10 +57,10 @@ def test_parts_of_ranks_become_one_tensor() -> None:
 
 def test_weights_are_compared_over_all_rows_or_one() -> None:
     table = StatisticsTable(["a", "b"], torch.device("cpu"))
-    table.add_of_weights("weight", ["a", "b"], torch.tensor([4.0, 12.0], dtype=torch.float64))
-    table.add_of_weights("update", ["a", "b"], [0.04, 0.12])
-    table.add_of_weights("codes", ["a", "b"], [10, 10])
-    table.add_of_weights("changed", ["b", "a"], [3, 1])
+    table.add_weight_sums("weight", ["a", "b"], torch.tensor([4.0, 12.0], dtype=torch.float64))
+    table.add_weight_sums("update", ["a", "b"], [0.04, 0.12])
+    table.add_weight_sums("codes", ["a", "b"], [10, 10])
+    table.add_weight_sums("changed", ["b", "a"], [3, 1])
     assert table.update_stats(["a"]) == pytest.approx({"update_to_weight": 0.1, "codes_changed_fraction": 0.1})
     assert table.update_stats(["a", "b"]) == pytest.approx({"update_to_weight": 0.1, "codes_changed_fraction": 0.2})
     assert table.update_stats([]) == {"update_to_weight": None, "codes_changed_fraction": None}
@@ -85,7 +85,7 @@ def test_exponents_are_those_of_the_codes() -> None:
 def test_no_square_over_or_underflows() -> None:
     for scale in (1e-38, 1e-20, 1.0, 1e38):
         values = torch.full((2, 64), scale)
-        found = compare(values, values * 0.75, torch.tensor(scale))
+        found = error_sums(values, values * 0.75, torch.tensor(scale))
         assert 10 * math.log10(found["signal"] / found["noise"]) == pytest.approx(20 * math.log10(4), rel=1e-5)
         assert found["local_db"] / found["local_runs"] == pytest.approx(20 * math.log10(4), rel=1e-5)
 
@@ -99,8 +99,8 @@ def test_the_largest_outlier_keeps_its_channel() -> None:
     assert outlier_keys(torch.tensor([[0.0, 0.0, 5.0]])).tolist() == [-1], "no median to compare with"
     table = StatisticsTable(["a", "b", "c"], torch.device("cpu"))
     for name, channels, first in (("a", loud, 16), ("b", calm, None), ("c", loud[4:], 4)):
-        table.add(name, build_statistics({"values": 8}, {"amax": 1024.0}, torch.zeros(1), channels), first)
-    table.enter()
+        table.add(name, build_partial_stats({"values": 8}, {"amax": 1024.0}, torch.zeros(1), channels), first)
+    table.flush()
     table.to_host()
     stats = [table.stats(name, "e4m3", 0) for name in "abc"]
     assert [each.outlier_channel for each in stats] == [21, None, 5]

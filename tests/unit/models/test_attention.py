@@ -83,7 +83,7 @@ def test_the_future_is_not_seen() -> None:
 
 
 def test_dropout_in_training_only() -> None:
-    patches.core("tensor_parallel.random").model_parallel_cuda_manual_seed(
+    patches.import_core("tensor_parallel.random").model_parallel_cuda_manual_seed(
         3, force_reset_rng=True, tp_rank=0, ep_rank=0, etp_rank=0
     )
     layer, (query, key, value) = attention(dropout=0.5), inputs()
@@ -126,8 +126,8 @@ def test_positions_are_those_of_megatron_cores_split() -> None:
     """Tokens and positions are cut by the same rule, or a rank would mask the wrong keys."""
 
     def on_rank() -> list[int]:
-        patches.core("parallel_state").initialize_model_parallel(context_parallel_size=2)
-        split = patches.core("utils").get_batch_on_this_cp_rank
+        patches.import_core("parallel_state").initialize_model_parallel(context_parallel_size=2)
+        split = patches.import_core("utils").get_batch_on_this_cp_rank
         return split({"tokens": torch.arange(LENGTH)[None]})["tokens"][0].tolist()
 
     found = run_ranks(2, on_rank)

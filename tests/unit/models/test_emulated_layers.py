@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megafp8.mcore import cpu_patches
-from megafp8.models.emulated_layers import EmulatedColumnParallelLinear, EmulatedRowParallelLinear, weights_unchanged
-from megafp8.quantization.linear import LinearPlan, emulated_linear
+from megafp8.models.emulated_layers import EmulatedColumnParallelLinear, EmulatedRowParallelLinear, cached_weight_codes
+from megafp8.quantization.linear import emulated_linear
+from megafp8.quantization.linear_plan import LinearPlan
 from megafp8.recipes import blockwise, mxfp8, nvfp4, tensorwise
 from megafp8.recipes.base import LinearRecipe
 
@@ -261,11 +262,11 @@ def test_weight_codes_are_kept_inside_the_promise_only(lone_rank: None) -> None:
 
     once, twice = forward_with(w), forward_with(2 * w)
     assert not torch.equal(once, twice)
-    with weights_unchanged([layer]):
+    with cached_weight_codes([layer]):
         assert torch.equal(forward_with(w), once)
         assert torch.equal(forward_with(2 * w), once), "the codes of the first use"
     assert torch.equal(forward_with(2 * w), twice)
-    with pytest.raises(RuntimeError), weights_unchanged([layer]):
+    with pytest.raises(RuntimeError), cached_weight_codes([layer]):
         forward_with(w)
         raise RuntimeError
     assert torch.equal(forward_with(2 * w), twice), "dropped after an error too"

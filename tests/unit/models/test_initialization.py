@@ -14,7 +14,7 @@ from small_run import PLAIN, STYLES, build_run, small_config, weights
 from torch import Tensor
 
 from megafp8.config.schema import RunConfig
-from megafp8.models.initialization import fill, sharded_parameters
+from megafp8.models.initialization import initialize_block, sharded_parameters
 
 CONFIG: Any = SimpleNamespace(init_method_std=0.5, num_layers=8, layernorm_zero_centered_gamma=False)
 
@@ -35,7 +35,7 @@ def block_at(key: str, shape: Shape, offset: Shape = (), local: Shape = (), laye
 
 def filled(*args: Any, seed: int = 1, config: Any = CONFIG, **kwargs: Any) -> Tensor:
     part = block_at(*args, **kwargs)
-    fill(part, config, seed)
+    initialize_block(part, config, seed)
     return part.data
 
 

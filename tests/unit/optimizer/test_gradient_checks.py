@@ -12,13 +12,13 @@ from ranks import run_ranks
 from megafp8.optimizer.gradient_checks import (
     BadTensor,
     NonFiniteGradientMonitor,
-    Sight,
+    NonFiniteReport,
     StepTotals,
-    agree,
-    describe,
-    first_bad_tensor,
-    in_forward_order,
+    describe_report,
+    find_bad_tensor,
     is_finite,
+    parameters_in_forward_order,
+    reduce_step_totals,
 )
 
 CPU = torch.device("cpu")
@@ -97,27 +97,29 @@ def test_ranks_agree() -> None:
     def ask() -> StepTotals:
         rank = torch.distributed.get_rank()
         losses = [torch.tensor([3.0, 2.0]), None, torch.tensor([5.0, 4.0]), torch.tensor([INF, 1.0])]
-        return agree(losses[rank], torch.tensor(float(rank == 2)), CPU, is_asked=rank in (1, 3))
+        return reduce_step_totals(losses[rank], torch.tensor(float(rank == 2)), CPU, is_stopping=rank in (1, 3))
 
     answers = run_ranks(4, ask)
-    assert answers == [StepTotals(INF, 7.0, 2.0, num_asked_ranks=2.0)] * 4
-    assert run_ranks(1, lambda: agree(torch.tensor([3.0, 2.0]), torch.tensor(0.0), CPU)) == [StepTotals(3.0, 2.0, 0.0)]
+    assert answers == [StepTotals(INF, 7.0, 2.0, num_stopping_ranks=2.0)] * 4
+    assert run_ranks(1, lambda: reduce_step_totals(torch.tensor([3.0, 2.0]), torch.tensor(0.0), CPU)) == [
+        StepTotals(3.0, 2.0, 0.0)
+    ]
 
 
 def test_first_bad_tensor() -> None:
     """Of gradients the first in the order of the backward pass, which spoils those below it."""
     model = chunk(a=torch.ones(2), b=torch.ones(2), c=torch.ones(2))
     named = dict(model.module.named_parameters())
-    assert first_bad_tensor([model]) is None
+    assert find_bad_tensor([model]) is None
     named["module.b"].main_grad[0] = INF
-    assert first_bad_tensor([model]) == BadTensor("gradient", "b", 0)
+    assert find_bad_tensor([model]) == BadTensor("gradient", "b", 0)
     named["module.a"].main_grad[0] = NAN
-    assert first_bad_tensor([model]) == BadTensor("gradient", "b", 0), "a comes later in the backward pass"
+    assert find_bad_tensor([model]) == BadTensor("gradient", "b", 0), "a comes later in the backward pass"
     named["module.c"][1] = NAN
-    assert first_bad_tensor([model]) == BadTensor("weight", "c", 0), "a bad weight explains the gradients"
+    assert find_bad_tensor([model]) == BadTensor("weight", "c", 0), "a bad weight explains the gradients"
     named["module.a"][1] = NAN
-    assert first_bad_tensor([model]) == BadTensor("weight", "a", 0), "weights in the order of the forward pass"
-    assert first_bad_tensor([chunk(a=torch.ones(2)), model]) == BadTensor("weight", "a", 1)
+    assert find_bad_tensor([model]) == BadTensor("weight", "a", 0), "weights in the order of the forward pass"
+    assert find_bad_tensor([chunk(a=torch.ones(2)), model]) == BadTensor("weight", "a", 1)
 
 
 def test_the_projection_of_attention_comes_behind_what_it_multiplies() -> None:
@@ -129,7 +131,7 @@ def test_the_projection_of_attention_comes_behind_what_it_multiplies() -> None:
     model = SimpleNamespace(
         module=SimpleNamespace(named_parameters=lambda: [(f"module.{name}", torch.ones(1)) for name in names])
     )
-    found = [name for _, name, _ in in_forward_order([model])]
+    found = [name for _, name, _ in parameters_in_forward_order([model])]
     assert [name.rpartition("attention.")[2] for name in found[2:5]] == [*attention[1:], attention[0]]
     assert sorted(found) == sorted(names) and [name for name in found if "att" not in name] == [
         name for name in names if "att" not in name
@@ -139,8 +141,8 @@ def test_the_projection_of_attention_comes_behind_what_it_multiplies() -> None:
 GRADIENT = BadTensor("gradient", "layers.1.mlp", 0)
 
 
-def sight(replica: int = 0, stage: int = 0, *, loss: bool = False, tensor: Any = GRADIENT) -> Sight:
-    return Sight(replica, (0 if tensor is None else tensor.chunk, stage), loss, tensor, "none", "samples 0-7")
+def sight(replica: int = 0, stage: int = 0, *, loss: bool = False, tensor: Any = GRADIENT) -> NonFiniteReport:
+    return NonFiniteReport(replica, (0 if tensor is None else tensor.chunk, stage), loss, tensor, "none", "samples 0-7")
 
 
 @pytest.mark.parametrize(
@@ -177,8 +179,8 @@ def sight(replica: int = 0, stage: int = 0, *, loss: bool = False, tensor: Any =
         pytest.param([sight(loss=True, tensor=None)], ["loss is not finite; first bad tensor: none; "], id="loss"),
     ],
 )
-def test_one_story_of_several_ranks(sights: list[Sight], texts: list[str]) -> None:
+def test_one_story_of_several_ranks(sights: list[NonFiniteReport], texts: list[str]) -> None:
     by_rank = dict(enumerate(sights))
     for each, text in zip(sights, texts, strict=True):
-        said = describe(each, by_rank, num_chunks=1)
+        said = describe_report(each, by_rank, num_chunks=1)
         assert said.startswith(text) and said.endswith("; samples 0-7"), said

@@ -112,7 +112,7 @@ def test_a_resume_takes_one_of_two_schedules_whole(taken: str) -> None:
 
 def test_a_checkpoint_from_before_these_were_saved_goes_on() -> None:
     saved, resumed = built(WSD).state_dict(), built(WSD)
-    for name in Schedule.LEFT_OUT:
+    for name in Schedule.EXTRA_KEYS:
         del saved[name]
     restore_schedule(Path("iter_1"), SimpleNamespace(schedule=resumed), saved)
     assert resumed.state_dict() == built(WSD).state_dict()

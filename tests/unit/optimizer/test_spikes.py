@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 
-from megafp8.checkpoint.progress import History
+from megafp8.checkpoint.progress import SkipHistory
 from megafp8.optimizer.skip_update import SpikeDetector, Window
 
 DETECTOR = SpikeDetector(window=16, sigma=6.0, min_steps=4)
@@ -47,7 +47,7 @@ def test_as_in_exact_arithmetic(seed: int) -> None:
             )
             if len(recent) >= 4 and is_spike(values, value, 6.0)
         ]  # fmt: skip
-        text = DETECTOR.spike(window, loss, norm)
+        text = DETECTOR.find_spike(window, loss, norm)
         assert [name for name in ("loss", "gradient norm") if text and f"{name} " in text] == expected
         if text is None:
             window = DETECTOR.after_update(window, loss, norm)
@@ -59,27 +59,27 @@ def test_as_in_exact_arithmetic(seed: int) -> None:
 def test_nothing_is_a_spike_before_there_is_something_to_compare_with() -> None:
     window: Window = ()
     for loss in (1.0, 1.1, 0.9):
-        assert DETECTOR.spike(window, 1e9, 1e9) is None
+        assert DETECTOR.find_spike(window, 1e9, 1e9) is None
         window = DETECTOR.after_update(window, loss, 1.0)
-    assert DETECTOR.spike(window, 1e9, 1e9) is None
-    assert DETECTOR.spike(DETECTOR.after_update(window, 1.0, 1.0), 1e9, 1.0) is not None
+    assert DETECTOR.find_spike(window, 1e9, 1e9) is None
+    assert DETECTOR.find_spike(DETECTOR.after_update(window, 1.0, 1.0), 1e9, 1.0) is not None
 
 
 def test_below_the_mean_is_no_spike() -> None:
     window = tuple((1.0 + step % 2 / 100, 1.0) for step in range(8))
-    assert DETECTOR.spike(window, 0.0, 0.0) is None
+    assert DETECTOR.find_spike(window, 0.0, 0.0) is None
 
 
 def test_the_text_says_what_how_far_and_beside_what() -> None:
     window = tuple((2.0 + step % 2, 1.0 + step % 2) for step in range(8))
-    text = DETECTOR.spike(window, 10.0, 1.0)
+    text = DETECTOR.find_spike(window, 10.0, 1.0)
     assert text == "loss 10 is 14.0 standard deviations above the mean 2.5 of the last 8 updates"
-    assert " and gradient norm 50 is " in DETECTOR.spike(window, 10.0, 50.0)
+    assert " and gradient norm 50 is " in DETECTOR.find_spike(window, 10.0, 50.0)
 
 
 def test_a_constant_series_has_no_deviation() -> None:
-    assert "inf standard deviations" in DETECTOR.spike(((1.0, 1.0),) * 8, 1.5, 1.0)
-    assert DETECTOR.spike(((1.0, 1.0),) * 8, 1.0, 1.0) is None
+    assert "inf standard deviations" in DETECTOR.find_spike(((1.0, 1.0),) * 8, 1.5, 1.0)
+    assert DETECTOR.find_spike(((1.0, 1.0),) * 8, 1.0, 1.0) is None
 
 
 def test_the_oldest_update_leaves_the_window() -> None:
@@ -92,12 +92,12 @@ def test_the_oldest_update_leaves_the_window() -> None:
 def test_a_resumed_run_decides_alike() -> None:
     """The window goes through a checkpoint after every step, as plain values."""
     straight: Window = ()
-    resumed = History()
+    resumed = SkipHistory()
     for loss, norm in curve(7, steps=60):
-        text = DETECTOR.spike(straight, loss, norm)
-        assert DETECTOR.spike(resumed.window, loss, norm) == text
+        text = DETECTOR.find_spike(straight, loss, norm)
+        assert DETECTOR.find_spike(resumed.window, loss, norm) == text
         if text is None:
             straight = DETECTOR.after_update(straight, loss, norm)
             resumed = resumed.after_update(DETECTOR.after_update(resumed.window, loss, norm))
-        resumed = History.from_plain(json.loads(json.dumps(resumed.plain())))
+        resumed = SkipHistory.from_plain(json.loads(json.dumps(resumed.plain())))
     assert resumed.window == straight

@@ -44,7 +44,7 @@ def test_a_graph_is_advised_where_the_run_can_have_one(dropout: float, is_advise
 def test_linears_whose_casts_take_what_their_gemms_save_are_named() -> None:
     """Few channels and many tokens: what is quantized is large, and multiplied by little."""
     run = run_of(NARROW | {"data.seq_length": 65_536})
-    small = [gain.linear.name for gain in linear_gains(run) if gain.speed < 1]
+    small = [gain.linear.name for gain in linear_gains(run) if gain.speedup < 1]
     assert small == ["linear_fc1"]
     (line,) = [line for line in fp8_warnings(run) if line.startswith("too small")]
     assert "linear_fc1 (256 to 1408 channels, 0." in line and "linear_qkv" not in line
@@ -53,7 +53,7 @@ def test_linears_whose_casts_take_what_their_gemms_save_are_named() -> None:
 def test_gains_add_up_to_the_layer() -> None:
     run = run_of(FP8 | TENSOR)
     gains = linear_gains(run)
-    forward, backward = (side(run, "tensorwise") for side in (compute.forward_pass, compute.backward_pass))
+    forward, backward = (side(run, "tensorwise") for side in (compute.forward_time, compute.backward_time))
     assert sum(gain.quantized_s for gain in gains) == pytest.approx(forward.gemms + backward.gemms)
     weights = sum(gain.linear.in_features * gain.linear.out_features for gain in gains)
     # 8 GPUs in fours: 2 data-parallel ranks share 64 sequences.

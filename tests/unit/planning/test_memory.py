@@ -6,14 +6,14 @@ from megafp8.config import derived, model_shapes
 from megafp8.config.model_shapes import PRESETS
 from megafp8.config.schema import RunConfig
 from megafp8.config.settings import with_values
-from megafp8.planning.layouts import outside_graph_bytes
 from megafp8.planning.memory import (
     COMMUNICATOR_BYTES,
-    estimate_ends,
+    cuda_graph_memory_bytes,
+    estimate_end_stages,
     estimate_memory,
     layer_activations,
     layers_in_flight,
-    outside_bytes,
+    non_torch_bytes,
     parameters_on_stage,
 )
 
@@ -185,10 +185,10 @@ def test_layers_in_high_precision_have_no_copies(stages, stage, kept):
 
 def test_ends_of_a_pipeline():
     config = config_of(parallel__pipeline_model_parallel_size=4)
-    first, last = estimate_ends(config, 4, 1024)
+    first, last = estimate_end_stages(config, 4, 1024)
     assert first.logits_bytes == 0 < last.logits_bytes
     assert first.activations_bytes > last.activations_bytes
-    assert len(estimate_ends(config_of(), 1, 1024)) == 1
+    assert len(estimate_end_stages(config_of(), 1, 1024)) == 1
     assert sum(first.parts().values()) == first.total_bytes
 
 
@@ -226,7 +226,7 @@ def test_measured_peaks(shape, fp8, measured_gib):
 
 
 def test_a_stage_without_logits_holds_the_gradients_of_a_layer():
-    first, last = estimate_ends(config_of(parallel__pipeline_model_parallel_size=4), 4, 1024)
+    first, last = estimate_end_stages(config_of(parallel__pipeline_model_parallel_size=4), 4, 1024)
     assert first.buffers_bytes == 2 * 128 * 4 * (2 * 256 + 2 * 1024)
     assert last.buffers_bytes == max(0, first.buffers_bytes - last.logits_bytes)
 
@@ -235,7 +235,7 @@ def test_passes_beside_a_graph_have_memory_of_their_own():
     def beside(**changes):
         config = config_of(**changes)
         estimate = estimate_memory(config, 1, 1024)
-        return outside_graph_bytes(config, estimate), estimate
+        return cuda_graph_memory_bytes(config, estimate), estimate
 
     graph = {"training__cuda_graph_impl": "local"}
     looked, estimate = beside(**graph, logging__fp8_log_interval=100)
@@ -246,7 +246,7 @@ def test_passes_beside_a_graph_have_memory_of_their_own():
 
 
 def test_what_torch_does_not_allocate_grows_with_the_groups():
-    alone = outside_bytes(config_of(), 1)
-    assert outside_bytes(config_of(), 4) == alone + 2 * COMMUNICATOR_BYTES  # data parallel, and the world
+    alone = non_torch_bytes(config_of(), 1)
+    assert non_torch_bytes(config_of(), 4) == alone + 2 * COMMUNICATOR_BYTES  # data parallel, and the world
     both = config_of(parallel__tensor_model_parallel_size=2, parallel__pipeline_model_parallel_size=2)
-    assert outside_bytes(both, 4) == alone + 3 * COMMUNICATOR_BYTES
+    assert non_torch_bytes(both, 4) == alone + 3 * COMMUNICATOR_BYTES

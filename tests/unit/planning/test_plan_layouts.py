@@ -11,10 +11,10 @@ from megafp8.device.gpus import GPUS
 from megafp8.errors import ConfigError
 from megafp8.planning import layouts
 from megafp8.planning import plan as planning_plan
-from megafp8.planning.layouts import MARGIN_FRACTION, find_layouts
+from megafp8.planning.layouts import FREE_MEMORY_FRACTION, find_layouts
 from megafp8.planning.plan import make_plan, scaling_limits
 from megafp8.planning.report import plan_data, plan_text
-from megafp8.planning.step_time import MATHEMATICS
+from megafp8.planning.step_time import MODEL_GEMM_PARTS
 
 
 def search(changes=None, *, gpus=8, gpu="h200", given=()):
@@ -38,7 +38,7 @@ def test_every_layout_breaks_no_rule_and_uses_every_gpu(eight):
 def test_the_fastest_comes_first_and_fits(eight):
     speeds = [layout.step.tokens_per_s_per_gpu for layout in eight.layouts]
     assert speeds == sorted(speeds, reverse=True)
-    room = GPUS["h200"].memory_bytes * (1 - MARGIN_FRACTION)
+    room = GPUS["h200"].memory_bytes * (1 - FREE_MEMORY_FRACTION)
     assert all(layout.memory_bytes <= room for layout in eight.layouts)
     assert eight.smallest_bytes == min(layout.memory_bytes for layout in eight.layouts)
 
@@ -98,7 +98,7 @@ def test_what_is_not_given_is_taken_and_told(planned):
 
 def test_what_is_given_is_not_assumed():
     given = "--fp8-format e4m3 --seq-length 4096 --global-batch-size 32 --lr 1e-4 --train-iters 5 --bf16"
-    found = invoked(f"--model-preset llama3-8b --fp8-recipe tensorwise {given}", scaling=()).found
+    found = invoked(f"--model-preset llama3-8b --fp8-recipe tensorwise {given}", scaling=()).search
     config = found.layouts[0].run.config
     assert (config.precision.fp8_format, config.data.seq_length) == ("e4m3", 4096)
     assert (config.training.global_batch_size, config.optimizer.lr, config.training.train_iters) == (32, 1e-4, 5)
@@ -106,15 +106,15 @@ def test_what_is_given_is_not_assumed():
 
 @pytest.mark.parametrize(("gpus", "batch"), [(8, 512), (512, 512), (24, 384), (6, 384), (1000, 500), (16384, 512)])
 def test_the_batch_that_is_taken_divides_over_the_gpus(gpus, batch):
-    assert planning_plan.batch_for(gpus, 512) == batch
+    assert planning_plan.default_batch_size(gpus, 512) == batch
 
 
 def test_any_number_of_gpus_is_planned():
-    assert invoked("--model-preset llama3-8b --bf16", gpus=24, scaling=()).found.layouts
+    assert invoked("--model-preset llama3-8b --bf16", gpus=24, scaling=()).search.layouts
 
 
 def test_null_tokenizer_does_not_change_the_vocabulary(planned):
-    assert planned.found.layouts[0].run.padded_vocab == 128_256
+    assert planned.search.layouts[0].run.padded_vocab == 128_256
 
 
 def test_the_text_has_every_section(planned):
@@ -130,7 +130,7 @@ def test_the_text_has_every_section(planned):
 def test_flags_of_a_layout_are_read_back_as_it(planned):
     for layout in plan_data(planned, 5)["layouts"]:
         assert rules.setting_problems(flags.parse(layout["argv"]).config, 8) == []
-    best = planned.found.layouts[0]
+    best = planned.search.layouts[0]
     assert flags.parse(plan_data(planned, 1)["layouts"][0]["argv"]).config == best.run.config
 
 
@@ -148,7 +148,7 @@ def test_limits_are_where_the_speed_falls(planned):
     assert speeds[8] > speeds[4096]
     limits = scaling_limits(planned.scaling)
     assert [limit.world_size for limit in limits if limit.share == 0.5] == [4096]
-    assert all(limit.part not in MATHEMATICS for limit in limits)
+    assert all(limit.part not in MODEL_GEMM_PARTS for limit in limits)
 
 
 def test_few_gpus_that_are_slow_limit_no_scaling(planned):
@@ -206,7 +206,7 @@ def test_a_refusal_without_one_cause_is_about_the_nearest_layout():
 
 
 def test_mxfp8_is_planned_where_it_is_native():
-    assert invoked("--model-preset llama3-8b --fp8-recipe mxfp8", gpu="b200", scaling=()).found.layouts
+    assert invoked("--model-preset llama3-8b --fp8-recipe mxfp8", gpu="b200", scaling=()).search.layouts
 
 
 def test_a_slower_network_costs_speed_between_nodes_only():
@@ -226,16 +226,18 @@ def test_a_graph_takes_memory_from_other_passes() -> None:
         make_plan(flags.parse(f"{text} {extra}".split()), GPUS["h200"], 1, ())
         for extra in ("", "--cuda-graph-impl local")
     )
-    alone = {each.name: each.memory_bytes for each in plain.found.layouts if "recompute" not in each.name}
-    beside = {each.name: each.memory_bytes - each.beside_graph_bytes for each in graph.found.layouts}
+    alone = {each.name: each.memory_bytes for each in plain.search.layouts if "recompute" not in each.name}
+    beside = {each.name: each.memory_bytes - each.cuda_graph_bytes for each in graph.search.layouts}
     assert beside.items() < alone.items()
     best = plan_data(graph, 1)["layouts"][0]
     assert best["memory_parts_bytes"]["beside the graph"] > 2**30
     assert sum(best["memory_parts_bytes"].values()) == best["memory_bytes"]
-    assert "beside it a look" in plan_text(graph, 1) and "beside it a look" not in plan_text(plain, 1)
+    assert "beside it a statistics step" in plan_text(graph, 1) and "beside it a statistics step" not in plan_text(
+        plain, 1
+    )
 
 
 def test_an_automatic_micro_batch_is_searched() -> None:
     plain = invoked("--model-preset llama3-8b", gpus=8, scaling=())
     auto = invoked("--model-preset llama3-8b --micro-batch-size auto", gpus=8, scaling=())
-    assert [layout.name for layout in auto.found.layouts] == [layout.name for layout in plain.found.layouts]
+    assert [layout.name for layout in auto.search.layouts] == [layout.name for layout in plain.search.layouts]

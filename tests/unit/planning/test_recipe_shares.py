@@ -3,9 +3,15 @@
 import pytest
 from plans import FP8, run_of
 
-from megafp8.planning.compute import logits_s, output_casts_s, product_s
+from megafp8.planning.compute import gemm_s, output_layer_casts_s, output_layer_s
 from megafp8.planning.memory import estimate_memory, layer_activations, parameters_on_stage
-from megafp8.planning.planned_run import BACKWARD, FORWARD, layer_shares, layers_of_stage, output_products
+from megafp8.planning.planned_run import (
+    BACKWARD_GEMMS,
+    FORWARD_GEMMS,
+    layers_by_recipe,
+    output_layer_gemms,
+    stage_layers,
+)
 from megafp8.planning.step_time import stage_time, weight_casts_s
 
 # Runs whose map changes an MLP have no fused operations: the others here do without, too.
@@ -19,9 +25,9 @@ def mapped(*entries, gpu="h200", **settings):
 
 def test_layers_of_a_stage_are_those_of_its_chunks():
     run = run_of({"parallel.pipeline_model_parallel_size": 2}, gpus=2)
-    assert layers_of_stage(run.config, 1) == list(range(16, 32))
+    assert stage_layers(run.config, 1) == list(range(16, 32))
     virtual = {"parallel.pipeline_model_parallel_size": 2, "parallel.num_virtual_stages_per_pipeline_rank": 4}
-    found = [layers_of_stage(run_of(virtual, gpus=2).config, stage) for stage in (0, 1)]
+    found = [stage_layers(run_of(virtual, gpus=2).config, stage) for stage in (0, 1)]
     assert found[0] == [*range(4), *range(8, 12), *range(16, 20), *range(24, 28)]
     assert sorted(found[0] + found[1]) == list(range(32))
 
@@ -59,7 +65,9 @@ def test_a_quantized_output_layer_counts_by_its_recipe(recipe, gpu, cast_bytes, 
     """Its GEMMs at the speed of the recipe, its casts, and two copies of its weight."""
     high, low = (mapped("layers.*=bf16", *more, gpu=gpu) for more in ((), (f"output_layer={recipe}",)))
     times = [stage_time(run, 0) for run in (high, low)]
-    products = [sum(product_s(high, name, product) for product in output_products(high)) for name in ("bf16", recipe)]
+    products = [
+        sum(gemm_s(high, name, *product.shape) for product in output_layer_gemms(high)) for name in ("bf16", recipe)
+    ]
     assert [time.parts["output layer"] for time in times] == pytest.approx(products)
     assert products[1] < most * products[0]
     speed = low.gpu.hbm_bytes_per_s * low.calibration.cast_fraction
@@ -74,9 +82,11 @@ def test_a_quantized_output_layer_counts_by_its_recipe(recipe, gpu, cast_bytes, 
 
 def test_an_output_layer_with_gradients_in_high_precision_saves_its_input():
     run, high = mapped("layers.*=bf16", "output_layer:fprop=mxfp8"), mapped("layers.*=bf16")
-    (forward, backward, _), (_, high_backward, _) = logits_s(run), logits_s(high)
-    assert forward == pytest.approx(product_s(run, "mxfp8", output_products(run)[0])) and backward == high_backward
-    assert output_casts_s(run)[1] == 0
+    (forward, backward, _), (_, high_backward, _) = output_layer_s(run), output_layer_s(high)
+    assert (
+        forward == pytest.approx(gemm_s(run, "mxfp8", *output_layer_gemms(run)[0].shape)) and backward == high_backward
+    )
+    assert output_layer_casts_s(run)[1] == 0
     memory = [estimate_memory(each.config, 2, 128256).logits_bytes for each in (run, high)]
     assert memory[0] == memory[1]
 
@@ -97,11 +107,11 @@ def test_the_output_layers_input_is_gathered_as_codes():
 
 def test_linears_count_by_their_size():
     run = mapped("*.linear_fc2=blockwise", "layers.0.*:wgrad=bf16", parallel__pipeline_model_parallel_size=2)
-    shares = layer_shares(run.config, 0, FORWARD)
+    shares = layers_by_recipe(run.config, 0, FORWARD_GEMMS)
     fc2 = 4096 * 14336 / (4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336))
     assert shares == {"tensorwise": pytest.approx(16 * (1 - fc2)), "blockwise": pytest.approx(16 * fc2)}
-    assert layer_shares(run.config, 0, BACKWARD)["bf16"] == pytest.approx(0.5)
-    assert "bf16" not in layer_shares(run.config, 1, BACKWARD)
+    assert layers_by_recipe(run.config, 0, BACKWARD_GEMMS)["bf16"] == pytest.approx(0.5)
+    assert "bf16" not in layers_by_recipe(run.config, 1, BACKWARD_GEMMS)
     one = mapped("layers.*=bf16", "*.linear_fc2=blockwise")
     quantizable, _ = parameters_on_stage(one.config, 128256, 0)
     copies = estimate_memory(one.config, 2, 128256, implementation="emulated").fp8_copies_bytes

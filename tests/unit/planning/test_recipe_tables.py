@@ -3,7 +3,7 @@
 import pytest
 
 from megafp8.errors import ConfigError
-from megafp8.planning.compute import code_bytes
+from megafp8.planning.compute import bytes_per_element
 from megafp8.planning.step_time import peak_dtype
 
 
@@ -12,10 +12,10 @@ from megafp8.planning.step_time import peak_dtype
     [("bf16", 2, "bf16"), ("tensorwise", 1, "fp8"), ("mxfp8", 1, "fp8"), ("nvfp4", 0.5, "fp4")],
 )
 def test_codes_and_peaks(recipe, bytes_of_a_code, peak):
-    assert (code_bytes(recipe), peak_dtype(recipe)) == (bytes_of_a_code, peak)
+    assert (bytes_per_element(recipe), peak_dtype(recipe)) == (bytes_of_a_code, peak)
 
 
-@pytest.mark.parametrize("of_recipe", [code_bytes, peak_dtype])
+@pytest.mark.parametrize("of_recipe", [bytes_per_element, peak_dtype])
 def test_an_unknown_recipe_is_an_error(of_recipe):
     with pytest.raises(ConfigError, match="'tensorwize' is not a recipe; recipes: tensorwise, "):
         of_recipe("tensorwize")

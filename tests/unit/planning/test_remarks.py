@@ -7,7 +7,7 @@ import pytest
 from megafp8.config import flags
 from megafp8.device.gpus import GPUS
 from megafp8.planning.plan import Plan, make_plan
-from megafp8.planning.remarks import hard_to_divide, nearby_counts
+from megafp8.planning.remarks import factor_text, nearby_counts
 from megafp8.planning.report import plan_data, plan_text
 
 FEW = "--bf16 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --micro-batch-size 1"
@@ -30,9 +30,9 @@ def test_numbers_that_divide_well_are_not_compared(gpus, nearby) -> None:
 
 
 def test_why_a_number_is_hard_to_divide() -> None:
-    assert hard_to_divide(509) == "are a prime number, which divides into 1 x 509 only"
-    assert hard_to_divide(1018) == "have the odd factor 509, which few layouts can use"
-    assert "odd factor 25," in hard_to_divide(25)
+    assert factor_text(509) == "are a prime number, which divides into 1 x 509 only"
+    assert factor_text(1018) == "have the odd factor 509, which few layouts can use"
+    assert "odd factor 25," in factor_text(25)
 
 
 def test_a_prime_number_of_gpus_is_told_what_its_neighbours_give() -> None:
@@ -40,7 +40,7 @@ def test_a_prime_number_of_gpus_is_told_what_its_neighbours_give() -> None:
     plan = planned(FEW, gpu="h100", gpus=13)
     (remark,) = plan.remarks
     speeds = {
-        gpus: gpus * planned(FEW, gpu="h100", gpus=gpus).found.layouts[0].step.tokens_per_s_per_gpu
+        gpus: gpus * planned(FEW, gpu="h100", gpus=gpus).search.layouts[0].step.tokens_per_s_per_gpu
         for gpus in (12, 13, 16)
     }
     assert speeds[12] > speeds[13]
@@ -53,7 +53,7 @@ def test_a_prime_number_of_gpus_is_told_what_its_neighbours_give() -> None:
 def test_where_nothing_fits_the_neighbours_that_fit_are_told() -> None:
     one = "--tensor-model-parallel-size 1 --context-parallel-size 1 --micro-batch-size 1"
     plan = planned(f"--num-layers 96 {one}", gpu="h100", gpus=13)
-    assert not plan.found.layouts and "in all they give 0 tokens/s; 12 GPUs give" in plan.remarks[0]
+    assert not plan.search.layouts and "in all they give 0 tokens/s; 12 GPUs give" in plan.remarks[0]
     assert plan.remarks[0] in plan_text(plan, 1)
 
 

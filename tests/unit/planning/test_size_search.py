@@ -13,15 +13,15 @@ from megafp8.planning.micro_batch import (
     Trial,
     best_size,
     first_size,
-    hopeful_sizes,
     is_auto,
     next_size,
     possible_sizes,
     predicted_bytes,
     refused_sizes,
-    row,
     setting_problems,
+    sizes_to_try,
     table,
+    table_row,
     with_size,
 )
 
@@ -83,8 +83,8 @@ def test_speeds_that_are_alike_give_the_larger_size() -> None:
 def test_predictions_bound_the_search() -> None:
     needed = {1: 50, 2: 80, 4: 140, 8: 260}
     assert first_size(needed, 100) == 2
-    assert hopeful_sizes(needed, 100) == [1, 2, 4]
-    assert (first_size(needed, 10), hopeful_sizes(needed, 10)) == (1, [1]), "the smallest is tried in any case"
+    assert sizes_to_try(needed, 100) == [1, 2, 4]
+    assert (first_size(needed, 10), sizes_to_try(needed, 10)) == (1, [1]), "the smallest is tried in any case"
 
 
 def test_prediction_grows_with_the_size_and_is_the_planners() -> None:
@@ -141,6 +141,6 @@ def test_the_table() -> None:
         Trial(size=4, predicted_bytes=2**30, peak_bytes=2**31, ms_per_sample=1.25),
     ]
     lines = table(trials).splitlines()
-    assert lines == [HEADING, row(trials[1]), row(trials[0])]
+    assert lines == [HEADING, table_row(trials[1]), table_row(trials[0])]
     assert lines[1].split() == ["4", "1.00", "2.00", "1.25"]
     assert lines[2].endswith("3.00  does not fit: no memory")

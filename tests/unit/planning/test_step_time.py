@@ -10,11 +10,11 @@ from plans import FP8, TENSOR, run_of
 from megafp8.config import derived
 from megafp8.device.gpus import GPUS
 from megafp8.planning import communication, compute
-from megafp8.planning.communication import START_S, Group, ring_s
+from megafp8.planning.communication import COLLECTIVE_START_S, RankGroup, ring_collective_s
 from megafp8.planning.step_time import (
     bytes_by_group,
+    optimizer_bytes_per_parameter,
     optimizer_s,
-    passes_over_parameters,
     pipeline_parts,
     stage_time,
     step_time,
@@ -59,7 +59,7 @@ def test_attention_is_the_models_flops():
 )
 def test_fp8_halves_the_linears_of_a_large_model(recipe, gpu, constant):
     run = run_of(gpu=gpu)
-    ratio = compute.forward_pass(run, "bf16").fprop / compute.forward_pass(run, recipe).fprop
+    ratio = compute.forward_time(run, "bf16").fprop / compute.forward_time(run, recipe).fprop
     fraction = getattr(run.calibration, f"{constant}_gemm_fraction")
     assert ratio == pytest.approx(2 * fraction / run.calibration.bf16_gemm_fraction, rel=0.01)
 
@@ -67,10 +67,10 @@ def test_fp8_halves_the_linears_of_a_large_model(recipe, gpu, constant):
 def test_blockwise_gemms_are_mxfp8s_on_blackwell():
     on = {gpu: run_of(gpu=gpu) for gpu in ("h200", "b200")}
     flops = {
-        (gpu, recipe): compute.gemm_flops(run, recipe)
+        (gpu, recipe): compute.gemm_flops_per_s(run, recipe)
         for gpu, run in on.items() for recipe in ("tensorwise", "blockwise")
     }  # fmt: skip
-    assert flops["b200", "blockwise"] == compute.gemm_flops(on["b200"], "mxfp8")
+    assert flops["b200", "blockwise"] == compute.gemm_flops_per_s(on["b200"], "mxfp8")
     for gpu, constant in (("h200", "blockwise_gemm_fraction"), ("b200", "block_scaled_gemm_fraction")):
         calibration = on[gpu].calibration
         ratio = getattr(calibration, constant) / calibration.fp8_gemm_fraction
@@ -98,9 +98,9 @@ def test_casts_are_counted_in_bytes_of_inputs_and_gradients():
     run = run_of(FP8)
     tokens, inputs, outputs = 8192, 4096 + 4096 + 4096 + 14336, 6144 + 4096 + 2 * 14336 + 4096
     speed, start_s = run.gpu.hbm_bytes_per_s * run.calibration.cast_fraction, 4 * run.calibration.cast_start_s
-    assert compute.forward_pass(run, "tensorwise").casts == pytest.approx(start_s + 6 * tokens * inputs / speed)
-    assert compute.backward_pass(run, "tensorwise").casts == pytest.approx(start_s + 6 * tokens * outputs / speed)
-    assert compute.forward_pass(run, "bf16").casts == 0
+    assert compute.forward_time(run, "tensorwise").casts == pytest.approx(start_s + 6 * tokens * inputs / speed)
+    assert compute.backward_time(run, "tensorwise").casts == pytest.approx(start_s + 6 * tokens * outputs / speed)
+    assert compute.forward_time(run, "bf16").casts == 0
 
 
 def test_with_sequence_parallelism_a_rank_casts_its_part():
@@ -108,8 +108,8 @@ def test_with_sequence_parallelism_a_rank_casts_its_part():
     speed, start_s = run.gpu.hbm_bytes_per_s * run.calibration.cast_fraction, 4 * run.calibration.cast_start_s
     inputs = (4096 + 4096 + 4096 + 14336) / 4
     outputs = (6144 + 2 * 14336) / 4 + (4096 + 4096) / 4
-    assert compute.forward_pass(run, "tensorwise").casts == pytest.approx(start_s + 6 * 8192 * inputs / speed)
-    assert compute.backward_pass(run, "tensorwise").casts == pytest.approx(start_s + 6 * 8192 * outputs / speed)
+    assert compute.forward_time(run, "tensorwise").casts == pytest.approx(start_s + 6 * 8192 * inputs / speed)
+    assert compute.backward_time(run, "tensorwise").casts == pytest.approx(start_s + 6 * 8192 * outputs / speed)
 
 
 def test_fp8_weights_cast_their_transposes_only():
@@ -127,10 +127,10 @@ def test_fused_operations_and_one_rotation_move_fewer_bytes():
     apart = run_of(FP8 | {"precision.split_rope_fusion": False})
     plain = run_of(FP8 | {"precision.use_transformer_engine_op_fuser": False})
     added = run_of(FP8 | {"precision.residual_norm_fusion": True})
-    saved = compute.backward_pass(plain, "tensorwise").norms - compute.backward_pass(added, "tensorwise").norms
+    saved = compute.backward_time(plain, "tensorwise").norms - compute.backward_time(added, "tensorwise").norms
     assert saved == pytest.approx(plain.memory_s(2 * 2 * 8192 * 4096))
-    assert compute.backward_pass(fused, "tensorwise").activation < compute.backward_pass(plain, "tensorwise").activation
-    assert compute.backward_pass(apart, "tensorwise").rotary == 2 * compute.backward_pass(plain, "tensorwise").rotary
+    assert compute.backward_time(fused, "tensorwise").activation < compute.backward_time(plain, "tensorwise").activation
+    assert compute.backward_time(apart, "tensorwise").rotary == 2 * compute.backward_time(plain, "tensorwise").rotary
 
 
 @pytest.mark.parametrize(
@@ -145,16 +145,16 @@ def test_fused_operations_and_one_rotation_move_fewer_bytes():
 )  # fmt: skip
 def test_full_recompute_runs_the_forward_pass_again(settings, share):
     run = run_of(settings)
-    forward = compute.forward_pass(run, "bf16")
-    assert compute.recomputed(run, forward) == pytest.approx(share * forward.total)
+    forward = compute.forward_time(run, "bf16")
+    assert compute.recompute_s(run, forward) == pytest.approx(share * forward.total)
 
 
 def test_selective_recompute_runs_its_part_again():
     run = run_of({"training.recompute_granularity": "selective", "training.recompute_modules": ("mlp", "core_attn")})
-    forward = compute.forward_pass(run, "bf16")
+    forward = compute.forward_time(run, "bf16")
     mlp = 3 * 14336 / (3 * 14336 + 6144 + 4096)
     again = forward.attention + mlp * forward.fprop + forward.activation
-    assert compute.recomputed(run, forward) == pytest.approx(again)
+    assert compute.recompute_s(run, forward) == pytest.approx(again)
 
 
 # ---- communication ------------------------------------------------------------------------------------------------
@@ -163,29 +163,29 @@ def test_selective_recompute_runs_its_part_again():
 def test_a_ring_moves_all_but_one_part():
     run = run_of()
     speed = 450e9 * run.calibration.nvlink_fraction
-    expected = 1e9 * 7 / 8 / speed + START_S + 7 * communication.NVLINK_STEP_S
-    assert ring_s(run, Group(8, 1), 1e9) == pytest.approx(expected)
-    assert ring_s(run, Group(1, 1), 1e9) == 0
+    expected = 1e9 * 7 / 8 / speed + COLLECTIVE_START_S + 7 * communication.NVLINK_STEP_S
+    assert ring_collective_s(run, RankGroup(8, 1), 1e9) == pytest.approx(expected)
+    assert ring_collective_s(run, RankGroup(1, 1), 1e9) == 0
 
 
 def test_between_nodes_each_rank_of_a_node_brings_an_adapter():
     run = run_of(gpus=64)
     large = 1e12
     adapter = 50e9 * communication.NETWORK_FRACTION
-    assert ring_s(run, Group(8, 8), large) == pytest.approx(large * 7 / 8 / adapter, rel=1e-3)
-    assert ring_s(run, Group(16, 4), large) == pytest.approx(large * 15 / 16 / (2 * adapter), rel=1e-3)
+    assert ring_collective_s(run, RankGroup(8, 8), large) == pytest.approx(large * 7 / 8 / adapter, rel=1e-3)
+    assert ring_collective_s(run, RankGroup(16, 4), large) == pytest.approx(large * 15 / 16 / (2 * adapter), rel=1e-3)
     # All of a node together are bound by NVLink.
-    assert ring_s(run, Group(64, 1), large) == pytest.approx(
+    assert ring_collective_s(run, RankGroup(64, 1), large) == pytest.approx(
         large * 63 / 64 / (450e9 * run.calibration.nvlink_fraction), rel=1e-3
     )
 
 
 def test_codes_are_gathered_and_sums_are_bf16():
     numbers = 8192 * 4096 * 3 / 4
-    assert communication.tensor_traffic(run_of(TENSOR), "bf16").bytes == 10 * 2 * numbers
-    assert communication.tensor_traffic(run_of(TENSOR), "tensorwise").bytes == (6 * 1 + 4 * 2) * numbers
+    assert communication.tensor_parallel_traffic(run_of(TENSOR), "bf16").bytes == 10 * 2 * numbers
+    assert communication.tensor_parallel_traffic(run_of(TENSOR), "tensorwise").bytes == (6 * 1 + 4 * 2) * numbers
     whole = run_of(TENSOR | {"parallel.sequence_parallel": False})
-    assert communication.tensor_traffic(whole, "bf16").bytes == 4 * 2 * 2 * numbers
+    assert communication.tensor_parallel_traffic(whole, "bf16").bytes == 4 * 2 * 2 * numbers
 
 
 @pytest.mark.parametrize("network_share", [1.0, 0.01])
@@ -194,9 +194,9 @@ def test_what_runs_beside_a_gemm_is_seen_where_it_takes_longer(network_share):
     run = run_of(TENSOR | PIPELINE, gpus=16)
     slow = dataclasses.replace(run.calibration, nvlink_fraction=run.calibration.nvlink_fraction * network_share)
     run = dataclasses.replace(run, calibration=slow)
-    traffic, backward = communication.tensor_traffic(run, "bf16"), compute.backward_pass(run, "bf16")
+    traffic, backward = communication.tensor_parallel_traffic(run, "bf16"), compute.backward_time(run, "bf16")
     seen = traffic.forward_s + traffic.backward_s
-    seen += max(0, traffic.beside_dgrad_s - backward.dgrad) + max(0, traffic.beside_wgrad_s - backward.wgrad)
+    seen += max(0, traffic.during_dgrad_s - backward.dgrad) + max(0, traffic.during_wgrad_s - backward.wgrad)
     assert stage_time(run, 1).parts["tensor parallel"] == pytest.approx(8 * seen)
     assert (seen == traffic.forward_s + traffic.backward_s) == (network_share == 1.0)
 
@@ -216,7 +216,7 @@ def test_data_parallel_bytes_are_gradients_and_weights():
 def test_context_parallel_bytes(kind, forward, backward):
     """In units of what keys and values of a rank's tokens take. a2a: (q + k + v + o) = 10 kv, of 2 kv; half is sent."""
     run = run_of({"parallel.context_parallel_size": 2, "parallel.cp_comm_type": kind})
-    _, _, num_bytes = communication.context_traffic(run)
+    _, _, num_bytes = communication.context_parallel_traffic(run)
     keys_and_values = 4096 * 2 * 1024 * 2
     assert num_bytes == (forward + backward) * keys_and_values / (2 if kind == "a2a" else 1)
 
@@ -228,7 +228,7 @@ def test_reductions_hide_behind_the_backward_pass():
 
     hidden = exposed()
     seen = exposed(parallel__overlap_grad_reduce=False, parallel__overlap_param_gather=False)
-    traffic = communication.data_traffic(run_of(), 0)
+    traffic = communication.data_parallel_traffic(run_of(), 0)
     assert seen == pytest.approx(traffic.reduce_s + traffic.gather_s)
     assert (traffic.reduce_s + traffic.gather_s) / traffic.num_buckets <= hidden < 0.3 * seen
 
@@ -273,7 +273,7 @@ def test_the_loss_reads_and_writes_logits_twice():
 def test_the_stage_with_the_output_layer_is_waited_for():
     parts = step_time(run_of(PIPELINE)).parts
     microbatches = derived.num_microbatches(run_of(PIPELINE).config, 8)
-    output = sum(compute.logits_s(run_of(PIPELINE))[:2])
+    output = sum(compute.output_layer_s(run_of(PIPELINE))[:2])
     assert parts["output layer"] == pytest.approx(microbatches * output)
 
 
@@ -302,13 +302,13 @@ def test_one_pass_reads_and_writes_less_than_many():
 )
 def test_a_run_that_cannot_have_one_pass_has_many(obstacle):
     many = run_of({"optimizer.one_pass_optimizer": False})
-    assert passes_over_parameters(run_of(obstacle)) == passes_over_parameters(many)
+    assert optimizer_bytes_per_parameter(run_of(obstacle)) == optimizer_bytes_per_parameter(many)
 
 
 def test_scaled_moments_are_read_twice():
     def bytes_of(exp_avg, exp_avg_sq):
         state = {"exp_avg_dtype": exp_avg, "exp_avg_sq_dtype": exp_avg_sq, "use_precision_aware_optimizer": True}
-        return passes_over_parameters(run_of({f"optimizer.{name}": value for name, value in state.items()}))[1]
+        return optimizer_bytes_per_parameter(run_of({f"optimizer.{name}": value for name, value in state.items()}))[1]
 
     assert bytes_of("fp16", "fp16") == bytes_of("bf16", "bf16") + 4 + 2 + 2
     assert bytes_of("fp8", "fp16") == bytes_of("bf16", "bf16") - 2 + 4 + 1 + 2

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.quantization.delayed_scaling import AmaxExchange, DelayedState, update
-from megafp8.quantization.linear import LinearPlan, emulated_linear
+from megafp8.quantization.delayed_scaling import AmaxExchange, DelayedState, update_scales
+from megafp8.quantization.linear import emulated_linear
+from megafp8.quantization.linear_plan import LinearPlan
 from megafp8.quantization.quantize import quantize
 from megafp8.recipes import delayed
 from megafp8.recipes.base import DelayedOptions, Operand
@@ -18,7 +19,7 @@ def updated(amaxes: list[float], options: DelayedOptions) -> tuple[list[float], 
     """History and scale of one tensor after some updates."""
     history, scale = torch.zeros(options.history_len, 1), torch.ones(1)
     for amax in amaxes:
-        update(history, scale, torch.tensor([amax]), torch.tensor([448.0]), options)
+        update_scales(history, scale, torch.tensor([amax]), torch.tensor([448.0]), options)
     return history[:, 0].tolist(), scale.item()
 
 
@@ -57,7 +58,7 @@ def test_a_noted_nan_is_forgotten() -> None:
     state, exchange = DelayedState(RECIPE), AmaxExchange()
     exchange.join(state, None)
     for amax, scale in ((7.0, 64.0), (torch.nan, 64.0), (14.0, 32.0)):
-        state.scales(is_noted=True).input.note(torch.tensor(amax))
+        state.scales(records_amax=True).input.record(torch.tensor(amax))
         exchange.forward_ran(state)
         assert (state.amax_history[0, 0], state.quant_scale[0]) == (0, scale)
 
@@ -70,11 +71,11 @@ def test_scale_is_that_of_before_and_amax_is_noted() -> None:
     state = DelayedState(RECIPE)
     state.quant_scale[0] = 2.0
     x = torch.tensor([3.0, -300.0, float("nan")])
-    quantized = quantize(x, RECIPE.rules[0][2], delayed=state.scales(is_noted=True).input)
+    quantized = quantize(x, RECIPE.rules[0][2], delayed=state.scales(records_amax=True).input)
     assert quantized.codes.float()[:2].tolist() == [6.0, -448.0]
     assert quantized.dequant_scale == 0.5
     assert state.amax_history[0].tolist() == [300.0, 0.0, 0.0]
-    quantize(x[:1], RECIPE.rules[0][2], delayed=state.scales(is_noted=True).input)
+    quantize(x[:1], RECIPE.rules[0][2], delayed=state.scales(records_amax=True).input)
     assert state.amax_history[0, 0] == 300.0, "the largest since the last update"
 
 

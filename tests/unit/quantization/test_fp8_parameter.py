@@ -11,8 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from megafp8.quantization.delayed_scaling import DelayedScale, DelayedState
-from megafp8.quantization.fp8_parameter import WEIGHT, QuantizedParameter, WeightCodes, quantize_parts, settle
-from megafp8.quantization.linear import LinearPlan, emulated_linear
+from megafp8.quantization.fp8_parameter import (
+    WEIGHT,
+    QuantizedParameter,
+    WeightCodes,
+    quantize_assigned_weights,
+    quantize_shards,
+)
+from megafp8.quantization.linear import emulated_linear
+from megafp8.quantization.linear_plan import LinearPlan
 from megafp8.quantization.quantize import dequantize, quantize
 from megafp8.recipes import blockwise, delayed, tensorwise
 from megafp8.recipes.base import Gemm, LinearRecipe, Operand, OperandRule
@@ -49,7 +56,7 @@ def parameter_of(weight: Tensor, recipe: LinearRecipe, state: DelayedState | Non
 def settled(weight: Tensor, recipe: LinearRecipe, state: DelayedState | None = None) -> QuantizedParameter:
     linear = nn.Linear(1, 1, bias=False)
     linear.weight = parameter_of(weight, recipe, state)
-    settle([linear])
+    quantize_assigned_weights([linear])
     return linear.weight
 
 
@@ -90,11 +97,11 @@ def test_parts_make_the_whole(recipe: LinearRecipe, cuts: tuple[int, ...]) -> No
     amaxes: list[Tensor] = []
     for weights, parts, starts in ranks:
         weights[0].codes.exchange = lambda mine, group: amaxes.append(mine.clone())
-        quantize_parts(weights, parts, starts, None)
+        quantize_shards(weights, parts, starts, None)
     largest = torch.stack(amaxes).amax(dim=0)
     for weights, parts, starts in ranks:
         weights[0].codes.exchange = lambda mine, group: mine.copy_(largest)
-        quantize_parts(weights, parts, starts, None)
+        quantize_shards(weights, parts, starts, None)
     for index, master in enumerate(masters):
         expected, gathered = whole(master, recipe), torch.zeros(master.numel(), dtype=torch.uint8)
         for (weights, _, _), start, end in zip(ranks, ends[:-1], ends[1:], strict=False):
@@ -109,7 +116,7 @@ def test_a_weight_that_is_set_is_quantized_as_one_in_bf16(recipe: LinearRecipe) 
     weight = settled(master_weight(RAGGED), recipe, state_for(recipe))
     check_equal(weight.codes.quantized(), whole(master_weight(RAGGED), recipe))
     weight.data.copy_(master_weight(RAGGED, seed=1))
-    with pytest.raises(AssertionError, match="settle"):
+    with pytest.raises(AssertionError, match="quantize_assigned_weights"):
         weight.codes.quantized()
     assert torch.equal(weight.clone().nan_to_num(), master_weight(RAGGED, seed=1).bfloat16().nan_to_num())
 
@@ -191,7 +198,7 @@ def test_a_linear_does_not_see_the_difference(recipe: LinearRecipe) -> None:
         state = state_for(recipe)
         plan = LinearPlan(recipe=recipe)
         if state is not None:
-            plan = dataclasses.replace(plan, delayed=state.scales(is_noted=True))
+            plan = dataclasses.replace(plan, delayed=state.scales(records_amax=True))
         used = settled(weight, recipe, state) if makes_codes else nn.Parameter(weight.clone())
         given = x.clone().requires_grad_()
         output = emulated_linear(given, used, None, plan)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megafp8.quantization.linear import LinearPlan, emulated_linear, quantize_weight
+from megafp8.quantization.linear import emulated_linear
+from megafp8.quantization.linear_plan import LinearPlan, quantize_weight
 from megafp8.quantization.nvfp4 import RoundingNoise
 from megafp8.quantization.quantize import dequantize
 from megafp8.recipes import blockwise, mxfp8, nvfp4, tensorwise

@@ -8,7 +8,8 @@ from torch import Tensor
 from megafp8.config.precision_map import GemmChoice, LinearChoice, build_linear_recipe
 from megafp8.config.schema import PrecisionConfig
 from megafp8.quantization.delayed_scaling import DelayedScale, DelayedScales
-from megafp8.quantization.linear import LinearPlan, emulated_linear
+from megafp8.quantization.linear import emulated_linear
+from megafp8.quantization.linear_plan import LinearPlan
 from megafp8.quantization.nvfp4 import RoundingNoise
 from megafp8.recipes.base import UNQUANTIZED, Gemm, LinearRecipe, Operand
 

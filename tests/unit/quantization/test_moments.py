@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megafp8.quantization.scaling import FORMAT_MAX, SMALLEST_SCALE, dequant_scale_of
+from megafp8.quantization.scaling import MIN_MOMENT_SCALE, MOMENT_FORMAT_MAX, moment_dequant_scale
 
 CASTS = {torch.uint8: torch.float8_e4m3fn, torch.float16: torch.float16}
 
 
 def stored(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Tensors of values [tensors, values], and what to multiply them with; FP8's is the inverse of the inverse."""
-    scale = dequant_scale_of(values.abs().amax(dim=1, keepdim=True), FORMAT_MAX[dtype])
+    scale = moment_dequant_scale(values.abs().amax(dim=1, keepdim=True), MOMENT_FORMAT_MAX[dtype])
     return (values * (1 / scale)).to(CASTS[dtype]), 1 / (1 / scale) if dtype == torch.uint8 else scale
 
 
@@ -25,21 +25,21 @@ def test_what_is_read_is_stored_as_it_was(dtype: torch.dtype) -> None:
     again, scale_again = stored(codes.float() * scale, dtype)
     assert torch.equal(scale_again, scale)
     assert torch.equal(again.float(), codes.float())
-    assert (codes.float().abs().amax(dim=1) == FORMAT_MAX[dtype]).all()
+    assert (codes.float().abs().amax(dim=1) == MOMENT_FORMAT_MAX[dtype]).all()
 
 
 @pytest.mark.parametrize("largest", [1e-45, 1e-38, 3.0, 448.0, 3e38])
 @pytest.mark.parametrize("dtype", CASTS)
 def test_scale_is_largest_over_the_formats(dtype: torch.dtype, largest: float) -> None:
-    scale = dequant_scale_of(torch.tensor([largest]), FORMAT_MAX[dtype])
-    expected = torch.tensor([max(largest / FORMAT_MAX[dtype], SMALLEST_SCALE)])
+    scale = moment_dequant_scale(torch.tensor([largest]), MOMENT_FORMAT_MAX[dtype])
+    expected = torch.tensor([max(largest / MOMENT_FORMAT_MAX[dtype], MIN_MOMENT_SCALE)])
     torch.testing.assert_close(scale, expected, rtol=2**-20, atol=0)
 
 
 @pytest.mark.parametrize("dtype", CASTS)
 def test_no_scale_is_zero_nor_its_inverse_infinite(dtype: torch.dtype) -> None:
     codes, scale = stored(torch.zeros(1, 8), dtype)
-    assert scale.item() == SMALLEST_SCALE and torch.isfinite(1 / scale).all()
+    assert scale.item() == MIN_MOMENT_SCALE and torch.isfinite(1 / scale).all()
     assert not codes.float().any()
 
 
@@ -47,4 +47,4 @@ def test_no_scale_is_zero_nor_its_inverse_infinite(dtype: torch.dtype) -> None:
 def test_what_is_not_finite_stays_so(bits: int) -> None:
     """Infinity, NaN as a CPU makes it, and as a GPU does."""
     largest = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
-    assert dequant_scale_of(largest, FORMAT_MAX[torch.uint8]).item() == torch.inf
+    assert moment_dequant_scale(largest, MOMENT_FORMAT_MAX[torch.uint8]).item() == torch.inf

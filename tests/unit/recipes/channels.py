@@ -7,7 +7,7 @@ activations and gradients have blocks of 64 along the sum.
 from __future__ import annotations
 
 from megafp8.recipes.base import (
-    WHOLE,
+    FULL_DIM,
     ExportForm,
     Gemm,
     LinearRecipe,
@@ -27,7 +27,7 @@ def build(number_format: str) -> LinearRecipe:
     formats = operand_formats(number_format)
 
     def rule(operand: Operand, gemm: Gemm) -> OperandRule:
-        block = (1, WHOLE) if operand is Operand.WEIGHT else along_sum(64, operand, gemm)
+        block = (1, FULL_DIM) if operand is Operand.WEIGHT else along_sum(64, operand, gemm)
         return OperandRule(format=formats[operand], block=block, scale_rule=ScaleRule.POWER_OF_TWO)
 
     return linear_recipe(RECIPE.name, rule)

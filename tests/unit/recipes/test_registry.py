@@ -19,9 +19,9 @@ every_recipe = pytest.mark.parametrize("recipe", registry.recipes(), ids=lambda 
 
 @pytest.fixture
 def fresh_registry():
-    registry.clear()
+    registry.clear_cache()
     yield
-    registry.clear()
+    registry.clear_cache()
 
 
 def test_recipes_come_from_the_coarsest_to_the_finest_scales() -> None:
@@ -101,7 +101,7 @@ def test_a_whole_dimension_becomes_a_length() -> None:
 
 
 def test_the_environment_adds_a_recipe(monkeypatch: pytest.MonkeyPatch, fresh_registry: None) -> None:
-    monkeypatch.setenv(registry.VARIABLE, str(CHANNELS))
+    monkeypatch.setenv(registry.RECIPES_VARIABLE, str(CHANNELS))
     assert registry.names("fp8") == ("tensorwise", "delayed", "rowwise", "blockwise", "channels", "mxfp8")
     assert registry.get("channels").supports_param_gather
 
@@ -119,13 +119,13 @@ def test_what_is_wrong_with_it_is_named(
     text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_registry: None
 ) -> None:
     (tmp_path / "mine.py").write_text(text)
-    monkeypatch.setenv(registry.VARIABLE, str(tmp_path / "mine.py"))
+    monkeypatch.setenv(registry.RECIPES_VARIABLE, str(tmp_path / "mine.py"))
     with pytest.raises(ConfigError, match=message):
         registry.names()
 
 
 def test_a_missing_file_or_module_is_named(monkeypatch: pytest.MonkeyPatch, fresh_registry: None) -> None:
     for place in ("no/such/file.py", "no_such_module"):
-        monkeypatch.setenv(registry.VARIABLE, place)
+        monkeypatch.setenv(registry.RECIPES_VARIABLE, place)
         with pytest.raises(ConfigError, match=place):
             registry.names()

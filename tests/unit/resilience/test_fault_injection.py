@@ -15,7 +15,7 @@ import torch
 
 from megafp8.errors import ConfigError
 from megafp8.resilience import fault_injection
-from megafp8.resilience.fault_injection import FIRED_VARIABLE, VARIABLE, Fault, FaultPlan, read_plan
+from megafp8.resilience.fault_injection import FAULTS_VARIABLE, FIRED_VARIABLE, Fault, FaultPlan, read_plan
 
 
 def test_a_plan_is_read() -> None:
@@ -125,7 +125,7 @@ def test_poisons(kind: str, expected: str, dtype: torch.dtype) -> None:
 
 
 def run_python(code: str, plan: str, fired: Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {VARIABLE: plan, FIRED_VARIABLE: str(fired), "RANK": "0"}
+    environment = os.environ | {FAULTS_VARIABLE: plan, FIRED_VARIABLE: str(fired), "RANK": "0"}
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
 
 
@@ -141,7 +141,7 @@ def test_a_process_reads_its_plan_from_the_environment(tmp_path: Path) -> None:
 
 
 def test_a_command_with_a_wrong_plan_ends_with_status_64(tmp_path: Path) -> None:
-    root = Path(fault_injection.__file__).parents[1]
+    root = Path(fault_injection.__file__).parents[2]
     code = "import sys, pretrain_gpt\nsys.exit(pretrain_gpt.main(sys.argv[1:]))"
     flags = (
         "--model-preset tiny --seq-length 8 --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1e-3 "
@@ -149,7 +149,7 @@ def test_a_command_with_a_wrong_plan_ends_with_status_64(tmp_path: Path) -> None
     )
     result = subprocess.run(
         [sys.executable, "-c", code, *flags.split()],
-        env=os.environ | {VARIABLE: "kill:at=lunch"}, cwd=root, capture_output=True, text=True, timeout=120,
+        env=os.environ | {FAULTS_VARIABLE: "kill:at=lunch"}, cwd=root, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert result.returncode == 64, result.stderr
     assert "at=lunch is none of the places of kill: run.start" in result.stderr

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from megafp8.errors import CheckpointError, DataError, PeerLost
-from megafp8.resilience.run_state import Journal, RunState, finished_state, first_state, read_run_state
-from megafp8.resilience.watchdog import Guard
+from megafp8.resilience.run_state import RunState, RunStateWriter, finished_state, first_state, read_run_state
+from megafp8.resilience.watchdog import Watchdog
 from megafp8.training.pretrain import check_crashes, record_failure
 
 
-def begin(folder: Path, is_writer: bool = True, **changes: Any) -> Journal:
-    journal = Journal(folder, dataclasses.replace(first_state(folder, 2, 100), **changes), is_writer)
+def begin(folder: Path, is_writer: bool = True, **changes: Any) -> RunStateWriter:
+    journal = RunStateWriter(folder, dataclasses.replace(first_state(folder, 2, 100), **changes), is_writer)
     journal.write()
     return journal
 
@@ -28,11 +28,11 @@ def read(folder: Path) -> RunState:
 
 def test_rank_0_writes_and_whoever_ends_first_says_why(tmp_path: Path) -> None:
     writer = begin(tmp_path)
-    other = Journal(tmp_path, writer.state, is_writer=False)
-    other.note(step=99)
+    other = RunStateWriter(tmp_path, writer.state, is_writer=False)
+    other.update(step=99)
     other.write()
     assert read(tmp_path).step == 0, "only rank 0 writes while the run goes on"
-    writer.note(step=7, saved_step=5)
+    writer.update(step=7, saved_step=5)
     writer.write()
     other.end("failed", "rank 1: hangs", 71)
     writer.end("failed", "rank 0: lost a peer", 70)
@@ -50,10 +50,10 @@ def test_an_end_of_another_start_is_no_last_word(tmp_path: Path) -> None:
     assert read(tmp_path).reason == "--exit-interval 4"
 
 
-def begin_again(folder: Path, last_step: int = 200) -> list[Journal]:
+def begin_again(folder: Path, last_step: int = 200) -> list[RunStateWriter]:
     """The next start of two ranks, as `pretrain.claim_run` makes it."""
     first, finished = first_state(folder, 2, last_step), finished_state(folder)
-    journals = [Journal(folder, first, rank == 0, finished) for rank in range(2)]
+    journals = [RunStateWriter(folder, first, rank == 0, finished) for rank in range(2)]
     for journal in journals:
         journal.begin()
     assert read(folder).state == "running"
@@ -79,7 +79,7 @@ def test_a_signal_leaves_a_run_done_that_has_no_step_left(tmp_path: Path, last_s
     done = read(tmp_path)
     writer, other = begin_again(tmp_path, last_step)
     other.end("preempted", "rank 1: 30 s after a signal still in the beginning", 75)
-    guard = Guard()
+    guard = Watchdog()
     guard.attach(writer, None, {})
     guard.outcome, guard.reason = "preempted", "SIGTERM to 2 ranks"
     guard.finish()
@@ -97,7 +97,7 @@ def test_a_start_that_crashes_has_failed(tmp_path: Path, error: Exception) -> No
 @pytest.mark.parametrize("before", ["done", "stopped"])
 def test_a_run_that_has_begun_again_or_was_not_done_fails(tmp_path: Path, before: str) -> None:
     begin(tmp_path).end(before, "", 0)
-    guard, (writer, _) = Guard(), begin_again(tmp_path)
+    guard, (writer, _) = Watchdog(), begin_again(tmp_path)
     guard.attach(writer, None, {})
     if before == "done":
         guard.resumed(100, is_own=True)
@@ -106,13 +106,13 @@ def test_a_run_that_has_begun_again_or_was_not_done_fails(tmp_path: Path, before
 
 
 def test_a_disk_that_fails_stops_no_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    journal = Journal(tmp_path / "file" / "folder", first_state(tmp_path, 2, 100), is_writer=True)
+    journal = RunStateWriter(tmp_path / "file" / "folder", first_state(tmp_path, 2, 100), is_writer=True)
     (tmp_path / "file").write_text("")
     journal.write()
     journal.write()
     assert capsys.readouterr().out.count("cannot be written: the folder is gone, a file has its name") == 1
     (tmp_path / "file").unlink()
-    journal.note(step=7)
+    journal.update(step=7)
     journal.write()
     assert "can be written again" in capsys.readouterr().out
     assert read(tmp_path / "file" / "folder").step == 7

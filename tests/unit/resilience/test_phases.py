@@ -6,14 +6,14 @@ import pytest
 
 from megafp8.resilience.watchdog import (
     AUTO_FACTOR,
-    AUTO_LEAST_S,
+    AUTO_MIN_S,
     EVALUATION,
     FIRST_FACTOR,
-    FIRST_S,
-    REMEMBERED,
+    FIRST_LIMIT_S,
+    NUM_RECENT,
     START,
     STEP,
-    Phases,
+    PhaseClock,
 )
 
 
@@ -24,7 +24,7 @@ class Clock:
         return self.now
 
 
-def run(phases: Phases, clock: Clock, name: str, seconds: float) -> None:
+def run(phases: PhaseClock, clock: Clock, name: str, seconds: float) -> None:
     phases.enter(name, 1)
     clock.now += seconds
     phases.enter("between", 1)
@@ -36,9 +36,9 @@ def clock() -> Clock:
 
 
 def test_the_start_has_no_limit_and_the_rest_has_its_own(clock: Clock) -> None:
-    phases = Phases(10.0, 600.0, clock)
+    phases = PhaseClock(10.0, 600.0, clock)
     clock.now += 1e6
-    assert phases.present.name == START and phases.left_s() is None
+    assert phases.current.name == START and phases.left_s() is None
     phases.enter("save", 7)
     clock.now += 601
     assert phases.left_s() == -1
@@ -46,7 +46,7 @@ def test_the_start_has_no_limit_and_the_rest_has_its_own(clock: Clock) -> None:
 
 
 def test_a_limit_that_was_asked_for_holds_after_the_first_of_a_kind(clock: Clock) -> None:
-    phases = Phases(10.0, 600.0, clock)
+    phases = PhaseClock(10.0, 600.0, clock)
     phases.enter(STEP, 1)
     assert phases.left_s() == 10.0 * FIRST_FACTOR
     phases.enter(STEP, 2)
@@ -57,32 +57,32 @@ def test_a_limit_that_was_asked_for_holds_after_the_first_of_a_kind(clock: Clock
 
 
 def test_without_one_it_follows_the_slowest_of_the_last(clock: Clock) -> None:
-    phases = Phases(None, 600.0, clock)
-    assert phases.limit_s(STEP) == FIRST_S
+    phases = PhaseClock(None, 600.0, clock)
+    assert phases.limit_s(STEP) == FIRST_LIMIT_S
     run(phases, clock, STEP, 1.0)
-    assert phases.limit_s(STEP) == AUTO_LEAST_S
+    assert phases.limit_s(STEP) == AUTO_MIN_S
     run(phases, clock, STEP, 100.0)
     assert phases.limit_s(STEP) == AUTO_FACTOR * 100.0
-    for _ in range(REMEMBERED):
+    for _ in range(NUM_RECENT):
         run(phases, clock, STEP, 50.0)
     assert phases.limit_s(STEP) == AUTO_FACTOR * 50.0
-    assert phases.limit_s(EVALUATION) == FIRST_S
+    assert phases.limit_s(EVALUATION) == FIRST_LIMIT_S
 
 
 def test_zero_is_no_limit(clock: Clock) -> None:
-    phases = Phases(0.0, 0.0, clock)
+    phases = PhaseClock(0.0, 0.0, clock)
     for name in (STEP, EVALUATION, "save"):
         run(phases, clock, name, 1.0)
         assert phases.limit_s(name) is None
 
 
 def test_time_in_which_the_process_was_stopped_does_not_count(clock: Clock) -> None:
-    phases = Phases(10.0, 600.0, clock)
+    phases = PhaseClock(10.0, 600.0, clock)
     run(phases, clock, STEP, 1.0)
     phases.enter(STEP, 2)
     clock.now += 3600
     assert phases.left_s() < 0
-    phases.excuse(3595)
+    phases.exclude(3595)
     assert phases.left_s() == 5
     phases.enter(STEP, 3)
     assert phases.left_s() == 10, "the next one starts afresh"

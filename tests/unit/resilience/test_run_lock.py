@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from megafp8.errors import RunFolderInUse
-from megafp8.resilience.run_lock import LOCK_FILE, STALE_S, forget_lock_of, holder_of, take_lock
-from megafp8.utils.process import this_process
+from megafp8.resilience.run_lock import LOCK_FILE, STALE_S, acquire_run_lock, read_holder, remove_stale_job_lock
+from megafp8.utils.process import current_process
 
-ELSEWHERE = dataclasses.replace(this_process(), host="other", place="another boot", pid=17)
-GONE = dataclasses.replace(this_process(), started=1)
+ELSEWHERE = dataclasses.replace(current_process(), host="other", place="another boot", pid=17)
+GONE = dataclasses.replace(current_process(), started=1)
 
 
 def leave(folder: Path, holder, age_s: float = 0.0) -> Path:
@@ -30,50 +30,52 @@ def leave(folder: Path, holder, age_s: float = 0.0) -> Path:
 
 def test_a_lock_is_held_until_it_is_released(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "run"
-    lock = take_lock(folder)
-    assert holder_of(lock.path) == this_process()
+    lock = acquire_run_lock(folder)
+    assert read_holder(lock.path) == current_process()
     with pytest.raises(RunFolderInUse) as refused:
-        take_lock(folder)
+        acquire_run_lock(folder)
     assert refused.value.exit_status == 73
-    for part in (f"--save {folder}", f"process {os.getpid()} on {this_process().host}", "last sign of life "):
+    for part in (f"--save {folder}", f"process {os.getpid()} on {current_process().host}", "last sign of life "):
         assert part in str(refused.value)
     lock.release()
     assert list(folder.iterdir()) == []
-    take_lock(folder)
+    acquire_run_lock(folder)
 
 
 def test_the_lock_of_a_process_that_is_gone_is_taken_over(tmp_path: Path) -> None:
     leave(tmp_path, GONE)
-    assert f"process {GONE.pid} on {GONE.host}, which is gone, is taken over" in (take_lock(tmp_path).taken_over or "")
+    assert f"process {GONE.pid} on {GONE.host}, which is gone, is taken over" in (
+        acquire_run_lock(tmp_path).taken_over or ""
+    )
     assert [path.name for path in tmp_path.iterdir()] == [LOCK_FILE]
 
 
 def test_of_another_machine_only_silence_tells(tmp_path: Path) -> None:
     leave(tmp_path, ELSEWHERE, STALE_S / 2)
     with pytest.raises(RunFolderInUse, match="process 17 on other"):
-        take_lock(tmp_path)
+        acquire_run_lock(tmp_path)
     path = leave(tmp_path, ELSEWHERE, STALE_S * 2)
-    assert "no sign of life for 10 minutes" in (take_lock(tmp_path).taken_over or "")
-    assert holder_of(path) == this_process()
+    assert "no sign of life for 10 minutes" in (acquire_run_lock(tmp_path).taken_over or "")
+    assert read_holder(path) == current_process()
 
 
 def test_a_time_in_the_future_is_no_sign_of_life_for_ever(tmp_path: Path) -> None:
     """The file server's clock was set back, say. From the first look on, silence is counted by its clock of today."""
     path = leave(tmp_path, ELSEWHERE, -1e12)
     with pytest.raises(RunFolderInUse, match=r"process 17 on other holds .* \d+ s in the future"):
-        take_lock(tmp_path)
-    assert holder_of(path) == ELSEWHERE
+        acquire_run_lock(tmp_path)
+    assert read_holder(path) == ELSEWHERE
     seen = path.stat().st_mtime
     assert seen <= time.time() + 1
     os.utime(path, (seen - STALE_S * 2,) * 2)  # as time passes
-    assert "no sign of life for 10 minutes" in (take_lock(tmp_path).taken_over or "")
+    assert "no sign of life for 10 minutes" in (acquire_run_lock(tmp_path).taken_over or "")
 
 
 def test_a_holder_whose_clock_is_ahead_keeps_its_lock(tmp_path: Path) -> None:
     path = leave(tmp_path, ELSEWHERE, -1e6)
     for _ in range(3):
         with pytest.raises(RunFolderInUse, match="in the future"):
-            take_lock(tmp_path)
+            acquire_run_lock(tmp_path)
         os.utime(path, (path.stat().st_mtime - STALE_S * 2,) * 2)  # time passes, and the holder gives a sign of life
         os.utime(path, (time.time() + 1e6,) * 2)
 
@@ -86,12 +88,12 @@ def test_a_takeover_that_was_killed_does_not_block_for_ever(tmp_path: Path, monk
     for age_s in (1e6, -1e6):
         turn.touch()
         os.utime(turn, (time.time() - age_s,) * 2)
-        assert take_lock(tmp_path).taken_over
+        assert acquire_run_lock(tmp_path).taken_over
         leave(tmp_path, GONE)
 
 
 def test_a_sign_of_life_counts(tmp_path: Path) -> None:
-    lock = take_lock(tmp_path)
+    lock = acquire_run_lock(tmp_path)
     os.utime(lock.path, (1.0, 1.0))
     lock.touch()
     assert time.time() - lock.path.stat().st_mtime < 60
@@ -100,22 +102,22 @@ def test_a_sign_of_life_counts(tmp_path: Path) -> None:
 def test_an_unreadable_lock_counts_until_it_is_old(tmp_path: Path) -> None:
     (tmp_path / LOCK_FILE).write_text("")
     with pytest.raises(RunFolderInUse, match="another run holds"):
-        take_lock(tmp_path)
+        acquire_run_lock(tmp_path)
     os.utime(tmp_path / LOCK_FILE, (1.0, 1.0))
-    take_lock(tmp_path)
+    acquire_run_lock(tmp_path)
 
 
 def test_a_lock_that_another_run_took_over_is_not_released(tmp_path: Path) -> None:
-    lock = take_lock(tmp_path)
+    lock = acquire_run_lock(tmp_path)
     path = leave(tmp_path, ELSEWHERE)
     lock.release()
-    assert holder_of(path) == ELSEWHERE
+    assert read_holder(path) == ELSEWHERE
 
 
 def contend(folder: Path, start, end, winners) -> None:
     start.wait()
     try:
-        take_lock(folder)
+        acquire_run_lock(folder)
         winners.put(os.getpid())
     except RunFolderInUse:
         winners.put(None)
@@ -146,18 +148,18 @@ def test_a_lock_of_the_same_slurm_job_is_forgotten_and_no_other(tmp_path: Path) 
     """A node that died holds it; who starts the job's runs knows that the start before has ended."""
     dead = dataclasses.replace(ELSEWHERE, job="17")
     leave(tmp_path, dead)
-    assert not forget_lock_of("18", tmp_path)
+    assert not remove_stale_job_lock("18", tmp_path)
     with pytest.raises(RunFolderInUse):
-        take_lock(tmp_path)
-    assert forget_lock_of("17", tmp_path)
-    take_lock(tmp_path).release()
-    assert not forget_lock_of("17", tmp_path)
-    leave(tmp_path, dataclasses.replace(this_process(), job="17"))
-    assert not forget_lock_of("17", tmp_path)  # it is alive, here
+        acquire_run_lock(tmp_path)
+    assert remove_stale_job_lock("17", tmp_path)
+    acquire_run_lock(tmp_path).release()
+    assert not remove_stale_job_lock("17", tmp_path)
+    leave(tmp_path, dataclasses.replace(current_process(), job="17"))
+    assert not remove_stale_job_lock("17", tmp_path)  # it is alive, here
 
 
 def test_a_disk_that_is_gone_when_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lock = take_lock(tmp_path)
+    lock = acquire_run_lock(tmp_path)
 
     def fail(path: Path, missing_ok: bool) -> None:
         raise OSError(errno.EROFS, "Read-only file system", str(path))

@@ -15,7 +15,7 @@ import pytest
 
 from megafp8.launch.node_check import read_report
 from megafp8.metrics import records
-from megafp8.resilience.run_lock import holder_of
+from megafp8.resilience.run_lock import read_holder
 from megafp8.resilience.run_state import (
     RECORDS_FILE,
     RUN_STATE_FILE,
@@ -25,7 +25,7 @@ from megafp8.resilience.run_state import (
     last_recorded_step,
     read_run_state,
 )
-from megafp8.utils.process import Process, stat_of, this_place, this_process
+from megafp8.utils.process import Process, current_process, pid_namespace, read_proc_stat
 
 
 def write(folder: Path, process: Process, state: str = "running", age_s: float = 0.0) -> RunState:
@@ -45,17 +45,17 @@ def child() -> subprocess.Popen:
 
 
 def process_of(pid: int) -> Process:
-    return dataclasses.replace(this_process(), pid=pid, started=stat_of(pid)[1])
+    return dataclasses.replace(current_process(), pid=pid, started=read_proc_stat(pid)[1])
 
 
 def test_what_is_written_reads_back(tmp_path: Path) -> None:
     assert read_run_state(tmp_path) is None and current_state(tmp_path) is None
-    written = write(tmp_path, this_process())
+    written = write(tmp_path, current_process())
     assert read_run_state(tmp_path) == written == current_state(tmp_path)
 
 
 def test_a_newer_run_may_say_more(tmp_path: Path) -> None:
-    written = write(tmp_path, this_process())
+    written = write(tmp_path, current_process())
     (tmp_path / RUN_STATE_FILE).write_text(json.dumps(written.to_plain() | {"weather": "fine"}))
     assert read_run_state(tmp_path) == written
 
@@ -73,7 +73,7 @@ def test_a_killed_run_has_died(tmp_path: Path, child: subprocess.Popen) -> None:
     assert current_state(tmp_path).state == "running", "also when it is stopped"
     child.kill()
     for _ in range(200):  # nobody has asked for its status yet: it stays as a zombie
-        if stat_of(child.pid)[0] == "Z":
+        if read_proc_stat(child.pid)[0] == "Z":
             break
         time.sleep(0.01)
     assert current_state(tmp_path).state == "died"
@@ -87,7 +87,7 @@ def test_a_number_that_is_used_again_is_another_process(tmp_path: Path, child: s
 
 @pytest.mark.parametrize(("age_s", "state"), [(SILENT_S / 2, "running"), (SILENT_S * 2, "died")])
 def test_of_another_machine_only_silence_tells(tmp_path: Path, age_s: float, state: str) -> None:
-    elsewhere = dataclasses.replace(this_process(), host="other", place="another boot")
+    elsewhere = dataclasses.replace(current_process(), host="other", place="another boot")
     assert elsewhere.is_alive() is None
     write(tmp_path, elsewhere, age_s=age_s)
     assert current_state(tmp_path).state == state
@@ -100,9 +100,9 @@ def test_an_end_stays_what_it_is(tmp_path: Path, state: str) -> None:
 
 
 def test_this_place_is_told_by_boot_and_namespace() -> None:
-    boot, namespace = this_place().split()
+    boot, namespace = pid_namespace().split()
     assert len(boot) == 36 and namespace.startswith("pid:[")
-    assert this_process().is_alive() and this_process().pid == os.getpid()
+    assert current_process().is_alive() and current_process().pid == os.getpid()
 
 
 def test_the_last_recorded_step(tmp_path: Path) -> None:
@@ -122,5 +122,5 @@ def test_a_hostile_file_counts_as_missing(hostile: str, tmp_path: Path) -> None:
             (tmp_path / name).write_bytes(hostile_files.JSON[hostile])
     assert read_run_state(tmp_path) is None and current_state(tmp_path) is None
     assert last_recorded_step(tmp_path) == 0
-    assert holder_of(tmp_path / "run.lock") is None
+    assert read_holder(tmp_path / "run.lock") is None
     assert read_report(tmp_path, "n0") is None

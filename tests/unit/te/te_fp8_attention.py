@@ -15,7 +15,7 @@ from megafp8.config import flags
 from megafp8.mcore.config import build_transformer_config
 from megafp8.te import layers, patches
 from megafp8.te.attention import FP8Attention
-from megafp8.training.precision import DelayedMemory
+from megafp8.training.precision import DelayedScalingSnapshot
 
 patches.install()
 FLAGS = "--bf16 --fp8-format hybrid --fp8-amax-history-len 4 --fp8-dot-product-attention"
@@ -73,13 +73,13 @@ assert torch.equal(second.get_extra_state(), first.get_extra_state())
 model = torch.nn.ModuleList([te.Linear(32, 32, bias=False, device="cpu"), attention()])
 assert layers.lacks_scales_of_attention(model)
 model[0].init_fp8_metadata(num_gemms=1)
-memory = DelayedMemory([model], "transformer_engine")
+memory = DelayedScalingSnapshot([model], "transformer_engine")
 for _step in range(3):
-    memory.remember()
+    memory.save()
 model[1].init_fp8_metadata(num_gemms=3)
 assert not layers.lacks_scales_of_attention(model) and not layers.lacks_scales_of_attention(model[0])
 for _step in range(2):
-    memory.remember()
+    memory.save()
 for tensor in layers.delayed_state(model):
     tensor.fill_(float("nan"))
 memory.restore()

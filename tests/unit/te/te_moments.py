@@ -8,9 +8,9 @@ from torch import Tensor
 from transformer_engine.pytorch.optimizers import fused_adam
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer, Float8Tensor
 
-from megafp8.optimizer.tensor_table import moment_of
+from megafp8.optimizer.tensor_table import get_moment
 from megafp8.te import patches
-from megafp8.training.extensions.statistics_hooks import trained_values
+from megafp8.training.extensions.statistics_hooks import master_values
 
 NAMES = {"exp_avg": torch.uint8, "exp_avg_sq": torch.float16}
 
@@ -44,27 +44,27 @@ for number, shard in enumerate(adam.param_groups[0]["params"]):
     size = 0.0 if number == 0 else 10 ** (20 * torch.rand(1, generator=generator).item() - 15)
     for name in NAMES:
         adam.set_scaled_state(shard, name, torch.randn(300, generator=generator).abs() * size)
-    fp8, (codes, fp8_scale) = adam.state[shard]["exp_avg"], moment_of(adam, shard, "exp_avg")
-    halves, fp16_scale = moment_of(adam, shard, "exp_avg_sq")
+    fp8, (codes, fp8_scale) = adam.state[shard]["exp_avg"], get_moment(adam, shard, "exp_avg")
+    halves, fp16_scale = get_moment(adam, shard, "exp_avg_sq")
     assert fp8._transpose is None and not fp8._quantizer.columnwise_usage
     # The kernel reads and writes what Transformer Engine reads.
     values = {name: adam.get_unscaled_state(shard, name).clone() for name in NAMES}
     assert all(torch.isfinite(value).all() and value.any() == (number > 0) for value in values.values())
     assert torch.equal(codes.view(torch.float8_e4m3fn).float() * fp8_scale.dequant, values["exp_avg"])
     assert torch.equal(halves.float() * fp16_scale.dequant, values["exp_avg_sq"])
-    assert torch.equal(1 / fp8_scale.noted, fp8_scale.quant) and torch.equal(1 / fp8_scale.quant, fp8_scale.dequant)
+    assert torch.equal(1 / fp8_scale.nominal, fp8_scale.quant) and torch.equal(1 / fp8_scale.quant, fp8_scale.dequant)
     # As a checkpoint does.
-    places = (codes, fp8_scale.noted, fp8_scale.quant, fp8_scale.dequant, halves, fp16_scale.noted)
+    places = (codes, fp8_scale.nominal, fp8_scale.quant, fp8_scale.dequant, halves, fp16_scale.nominal)
     before = [place.clone() for place in places]
     for name in NAMES:
         adam.set_scaled_state(shard, name, values[name])
     assert all(torch.equal(place, old) for place, old in zip(places, before, strict=True))
-    assert moment_of(adam, shard, "exp_avg")[0] is codes and moment_of(adam, shard, "exp_avg")[1] == fp8_scale
+    assert get_moment(adam, shard, "exp_avg")[0] is codes and get_moment(adam, shard, "exp_avg")[1] == fp8_scale
 
 # Weights that stand for BF16 have products of codes and an FP32 scale, which have more bits.
 quantizer = adam.state[shard]["exp_avg"]._quantizer
 quantizer.scale.fill_(3.0)
 weight = torch.nn.Parameter(quantizer.make_empty([300], dtype=torch.bfloat16))
 weight.data._data.copy_(codes)
-found = trained_values(weight, has_masters=False)
+found = master_values(weight, has_masters=False)
 assert torch.equal(found, codes.view(torch.float8_e4m3fn).float() * weight._scale_inv) and not found.requires_grad

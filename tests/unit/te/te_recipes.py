@@ -32,7 +32,7 @@ def recipe_of(text: str) -> Any:
 def refused(text: str, target: str, why: str) -> None:
     """By the settings alone, or by a machine."""
     config = flags.parse(f"{RUN} {text}".split()).config
-    found = [*rules.setting_problems(config, 1), *capability.problems(config, TARGETS[target])]
+    found = [*rules.setting_problems(config, 1), *capability.capability_problems(config, TARGETS[target])]
     assert any(why in problem for problem in found), (text, found)
 
 
@@ -63,4 +63,4 @@ assert nvfp4.fp4_quant_bwd_grad.random_hadamard_transform and nvfp4.fp4_quant_bw
 for text in (f"{FP8} mxfp8", "--fp4-format e2m1"):
     refused(text, "h200", "10.0")
     config = flags.parse(f"{RUN} {text}".split()).config
-    assert not capability.problems(config, TARGETS["b200"])
+    assert not capability.capability_problems(config, TARGETS["b200"])

@@ -101,7 +101,7 @@ def test_losses_follow_the_data(device: Device) -> None:
 def test_forgetting_begins_anew(device: Device) -> None:
     trainer = Trainer(device, graph_of())
     losses = [trainer.step() for _ in range(4)]
-    trainer.graph.forget()
+    trainer.graph.reset()
     losses += [trainer.step() for _ in range(4)]
     assert losses == [9.0 * number + 3 for number in range(8)]
     assert trainer.num_passes == 2 * (WARM_UP + 1) and [graph.num_replays for graph in device.graphs] == [2, 2]
@@ -166,8 +166,8 @@ def test_going_back_forgets_the_graph_before_tensors_are_replaced(
     for _ in range(4):
         trainer.step()
     run = SimpleNamespace(graph=trainer.graph, config=RunConfig(), trainee=None)
-    monkeypatch.setattr(rollback, "sync_parameters", lambda *_: None)
-    monkeypatch.setattr(rollback, "choose_to_go_back", lambda *_, **__: SimpleNamespace(path="there", step=1))
+    monkeypatch.setattr(rollback, "finish_param_gather", lambda *_: None)
+    monkeypatch.setattr(rollback, "choose_rollback_checkpoint", lambda *_, **__: SimpleNamespace(path="there", step=1))
     monkeypatch.setattr(rollback, "load_checkpoint", load)
     with pytest.raises(Loading):
         rollback.roll_back(run, None, Progress(4, 12), 10, NumericsError("a spike"))

@@ -21,7 +21,7 @@ from megafp8.training.generation import (
     generate_ids,
     generate_text,
     load_language_model,
-    one_rank_config,
+    single_device_config,
 )
 
 FP8 = "--fp8-format hybrid --fp8-recipe tensorwise"
@@ -258,23 +258,23 @@ def test_a_run_of_a_gpu_cluster_generates_on_a_cpu() -> None:
         transformer_impl="transformer_engine", attention_backend="flash", fp8_param_gather=True,
         fp8_format="hybrid", fp8_recipe="tensorwise",
     )  # fmt: skip
-    config, implementation = one_rank_config(there, TARGETS["cpu"], high_precision=False)
+    config, implementation = single_device_config(there, TARGETS["cpu"], high_precision=False)
     assert implementation == "emulated"
     assert config.precision.fp8_recipe == "tensorwise"
     assert config.parallel.tensor_model_parallel_size == 1
     assert config.precision.quantize_kernels is None
-    config, implementation = one_rank_config(there, TARGETS["h200"], high_precision=False)
+    config, implementation = single_device_config(there, TARGETS["h200"], high_precision=False)
     assert (implementation, config.precision.quantize_kernels) == ("transformer_engine", "te")
 
 
 def test_the_layers_of_the_run_are_kept_where_they_run() -> None:
     for layers in ("emulated", "local"):
-        assert one_rank_config(saved(transformer_impl=layers), TARGETS["h200"], high_precision=False)[1] == layers
+        assert single_device_config(saved(transformer_impl=layers), TARGETS["h200"], high_precision=False)[1] == layers
 
 
 def test_settings_that_only_emulation_has_keep_emulation() -> None:
     there = saved(fp8_format="hybrid", fp8_recipe="tensorwise", fp8_power_2_scale=True)
-    config, implementation = one_rank_config(there, TARGETS["h200"], high_precision=False)
+    config, implementation = single_device_config(there, TARGETS["h200"], high_precision=False)
     assert implementation == "emulated"
     assert config.precision.fp8_power_2_scale
 
@@ -282,6 +282,6 @@ def test_settings_that_only_emulation_has_keep_emulation() -> None:
 def test_a_recipe_that_does_not_run_here_offers_high_precision() -> None:
     there = saved(fp8_format="hybrid", fp8_recipe="mxfp8", emulation=False)
     with pytest.raises(CapabilityError, match="--precision high"):
-        one_rank_config(there, TARGETS["h100"], high_precision=False)
-    config, _ = one_rank_config(there, TARGETS["h100"], high_precision=True)
+        single_device_config(there, TARGETS["h100"], high_precision=False)
+    config, _ = single_device_config(there, TARGETS["h100"], high_precision=True)
     assert config.precision.fp8_format is None

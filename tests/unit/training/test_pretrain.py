@@ -17,9 +17,9 @@ def test_a_run_folder_on_a_full_disk_is_refused_in_words(tmp_path: Path, monkeyp
     def full(folder: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(pretrain, "take_lock", full)
+    monkeypatch.setattr(pretrain, "acquire_run_lock", full)
     with pytest.raises(CheckpointError) as raised:
-        pretrain.lock_or_refusal(tmp_path)
+        pretrain.try_lock(tmp_path)
     assert str(raised.value) == (
         f"--save {tmp_path}: run.lock cannot be written: the disk is full; make room or choose another folder"
     )

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from megafp8.utils.formatting import aligned, escaped, markdown, markdown_of_texts
+from megafp8.utils.formatting import escape_markdown, escaped_markdown_table, markdown_table, text_table
 
 HEADER, ROWS = ("run", "steps", "layout"), [("bf16", "7", "one rank"), ("x", "1,000", "")]
 
 
 def test_words_are_to_the_left_and_numbers_to_the_right() -> None:
-    assert aligned(HEADER, ROWS, "lrl").splitlines() == [
+    assert text_table(HEADER, ROWS, "lrl").splitlines() == [
         "run   steps  layout", "----  -----  --------", "bf16      7  one rank", "x     1,000",
     ]  # fmt: skip
-    assert aligned(HEADER, ROWS).splitlines()[0] == "run   steps    layout"
+    assert text_table(HEADER, ROWS).splitlines()[0] == "run   steps    layout"
 
 
 def test_markdown_says_the_same() -> None:
-    assert markdown(HEADER, ROWS, "lrl").splitlines() == [
+    assert markdown_table(HEADER, ROWS, "lrl").splitlines() == [
         "| run  | steps | layout   |",
         "|------|------:|----------|",
         "| bf16 |     7 | one rank |",
@@ -26,7 +26,7 @@ def test_markdown_says_the_same() -> None:
 
 
 def test_a_table_without_rows_has_its_header() -> None:
-    assert aligned(("run", "steps"), []) == "run  steps\n---  -----"
+    assert text_table(("run", "steps"), []) == "run  steps\n---  -----"
 
 
 @pytest.mark.parametrize(
@@ -48,8 +48,8 @@ def test_a_table_without_rows_has_its_header() -> None:
     ],
 )
 def test_markdown_shows_a_text_as_it_is(text: str, expected: str) -> None:
-    assert escaped(text) == expected
+    assert escape_markdown(text) == expected
 
 
 def test_cells_may_be_texts() -> None:
-    assert markdown_of_texts(("a|b",), [("<i>\n",)]).splitlines() == [r"| a\|b   |", "|--------|", "| &lt;i> |"]
+    assert escaped_markdown_table(("a|b",), [("<i>\n",)]).splitlines() == [r"| a\|b   |", "|--------|", "| &lt;i> |"]

@@ -13,14 +13,14 @@ import pytest
 from ranks import become_child
 
 from benchmarks.ports import free_ports
-from megafp8.utils.process import end_with_parent, end_with_starter
+from megafp8.utils.process import set_parent_death_signal, set_worker_death_signal
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_RANK": "0"}
-RANK = "from megafp8.utils.process import end_with_torchrun; end_with_torchrun(); print('trains')"
+RANK = "from megafp8.utils.process import die_with_torchrun; die_with_torchrun(); print('trains')"
 
 
 def be_orphan(parent: int) -> None:
-    end_with_parent(signal.SIGKILL, parent)
+    set_parent_death_signal(signal.SIGKILL, parent)
 
 
 def test_a_process_whose_parent_ended_first_gets_the_signal_at_once() -> None:
@@ -37,7 +37,7 @@ def outlive(lives: int) -> None:
     parent = os.getppid()
     while os.getppid() == parent:
         pass
-    end_with_starter(signal.SIGKILL)
+    set_worker_death_signal(signal.SIGKILL)
     os.write(lives, b"it lives")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.utils.files import path_argument, path_fault, path_text
+from megafp8.utils.files import path_argument, path_problem, path_text
 
 FAULTS = {
     "x" * 256: "256 bytes",
@@ -20,7 +20,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("path", FAULTS)
 def test_faults(path: str) -> None:
-    assert FAULTS[path] in (path_fault(path) or "")
+    assert FAULTS[path] in (path_problem(path) or "")
     with pytest.raises(argparse.ArgumentTypeError, match=FAULTS[path]) as caught:
         path_argument(path)
     assert len(str(caught.value)) < 200 and str(caught.value).isprintable()
@@ -28,4 +28,4 @@ def test_faults(path: str) -> None:
 
 @pytest.mark.parametrize("path", ["", "x" * 255, "é" * 127, "a/" * 1919, "/", "runs/größe 1"])
 def test_sound_paths(path: str) -> None:
-    assert path_fault(path) is None and path_text(path) == path and path_argument(path) == Path(path)
+    assert path_problem(path) is None and path_text(path) == path and path_argument(path) == Path(path)

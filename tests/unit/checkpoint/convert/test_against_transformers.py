@@ -26,7 +26,12 @@ from torch import Tensor
 
 from megafp8.checkpoint.convert.from_huggingface import plan_import
 from megafp8.checkpoint.convert.to_huggingface import ExportOptions, plan_export
-from megafp8.checkpoint.convert.tokenizer import find_tokenizer, foreign_to_llama, notes_on_tokenizer, write_tokenizer
+from megafp8.checkpoint.convert.tokenizer import (
+    differences_from_llama,
+    find_tokenizer,
+    tokenizer_notes,
+    write_tokenizer,
+)
 from megafp8.checkpoint.directory import find_checkpoint
 from megafp8.checkpoint.load import load_weights
 from megafp8.checkpoint.metadata import embedding_rows, read_config
@@ -35,7 +40,7 @@ from megafp8.data.preprocessing.tokenizer_training import train_byte_bpe, train_
 from megafp8.data.tokenizers.build import build_tokenizer
 from megafp8.device import capability
 from megafp8.device.platform import detect_platform
-from megafp8.training.generation import build_module, one_rank_config
+from megafp8.training.generation import build_module, single_device_config
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 
@@ -60,7 +65,7 @@ def their_logits(transformers: ModuleType, folder: Path, dtype: torch.dtype = to
 def our_logits(folder: Path) -> Tensor:
     """Logits of the model in a run's checkpoint, in high precision; padding included."""
     _, path = find_checkpoint(folder) or (0, folder)
-    config, implementation = one_rank_config(read_config(path), capability.detect_target(), True)
+    config, implementation = single_device_config(read_config(path), capability.detect_target(), True)
     module = build_module(config, implementation, embedding_rows(path), detect_platform())
     load_weights(path, [module])
     with torch.no_grad():
@@ -155,7 +160,7 @@ def test_a_tokenizer_gives_the_same_ids_there(transformers: ModuleType, kind: st
     ours, folder = build_tokenizer(data), tmp_path / "theirs"
     folder.mkdir()
     write_tokenizer(data, folder)
-    assert notes_on_tokenizer(data) == []
+    assert tokenizer_notes(data) == []
 
     def theirs() -> list[Any]:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -175,6 +180,6 @@ def test_a_sentencepiece_model_that_is_not_as_llamas(tmp_path: Path) -> None:
             sentence_iterator=iter(texts), model_writer=stream, vocab_size=200, model_type="unigram", num_threads=1,
             minloglevel=2,
         )  # fmt: skip
-    assert len(foreign_to_llama(path)) == 4
-    (note, *_) = notes_on_tokenizer(DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(path)))
+    assert len(differences_from_llama(path)) == 4
+    (note, *_) = tokenizer_notes(DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(path)))
     assert "makes other ids of it: it is no BPE" in note

@@ -9,8 +9,8 @@ import pytest
 from their_folders import GPT2, LLAMA, MODELS, settings_of
 
 from megafp8.checkpoint.convert import gpt2, llama
-from megafp8.checkpoint.convert.families import family_of_run, family_of_theirs
-from megafp8.checkpoint.convert.tensor_mapping import TheirConfig
+from megafp8.checkpoint.convert.families import family_of_hf_config, family_of_run
+from megafp8.checkpoint.convert.tensor_mapping import HFConfig
 from megafp8.config import flags
 from megafp8.config.model_shapes import PRESETS
 from megafp8.config.schema import RunConfig
@@ -22,12 +22,12 @@ GPT2_FLAGS = "--model-preset tiny-gpt2 --vocab-size 128"
 
 
 def config_of(text: str) -> RunConfig:
-    return flags.read(f"{text} --seq-length 32".split())[0].config
+    return flags.parse_with_problems(f"{text} --seq-length 32".split())[0].config
 
 
 def problems_of(fields: dict[str, Any]) -> list[str]:
-    theirs = TheirConfig(fields)
-    family_of_theirs(fields).from_theirs(theirs)
+    theirs = HFConfig(fields)
+    family_of_hf_config(fields).from_hf_config(theirs)
     return theirs.problems
 
 
@@ -38,8 +38,8 @@ def test_a_preset_comes_back_as_it_was(preset: str) -> None:
         config = replace(config, model=replace(config.model, max_position_embeddings=2048))
     family, problems = family_of_run(config)
     assert problems == [] and family.model_type == ("gpt2" if "gpt2" in preset else "llama")
-    theirs = TheirConfig({"model_type": family.model_type} | family.to_theirs(config))
-    back = with_values(RunConfig(), family.from_theirs(theirs))
+    theirs = HFConfig({"model_type": family.model_type} | family.to_hf_config(config))
+    back = with_values(RunConfig(), family.from_hf_config(theirs))
     assert theirs.problems == []
     expected = replace(config.model, vocab_size=None)
     if expected.num_query_groups == 1:
@@ -50,7 +50,7 @@ def test_a_preset_comes_back_as_it_was(preset: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_their_fields_come_back_as_they_were(name: str) -> None:
     fields = MODELS[name]
-    back = family_of_theirs(fields).to_theirs(settings_of(fields))
+    back = family_of_hf_config(fields).to_hf_config(settings_of(fields))
     assert {field: back[field] for field in fields.keys() & back.keys()} == {
         field: value for field, value in fields.items() if field in back
     }
@@ -66,7 +66,7 @@ def test_rotary_settings_as_transformers_5_has_them() -> None:
 def test_which_gelu(name: str, is_tanh: bool) -> None:
     config = settings_of(GPT2 | {"activation_function": name})
     assert config.precision.bias_gelu_fusion is is_tanh
-    assert (gpt2.to_theirs(config)["activation_function"] == "gelu") is not is_tanh
+    assert (gpt2.to_hf_config(config)["activation_function"] == "gelu") is not is_tanh
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,8 @@ def test_which_gelu(name: str, is_tanh: bool) -> None:
     ],
 )
 def test_what_llama_does_not_have(flag: str, named: str) -> None:
-    assert llama.inexpressible(config_of(LLAMA_FLAGS)) == []
-    (problem,) = llama.inexpressible(config_of(f"{LLAMA_FLAGS} {flag}"))
+    assert llama.unsupported_features(config_of(LLAMA_FLAGS)) == []
+    (problem,) = llama.unsupported_features(config_of(f"{LLAMA_FLAGS} {flag}"))
     assert problem.startswith(named)
 
 
@@ -101,8 +101,8 @@ def test_what_llama_does_not_have(flag: str, named: str) -> None:
     ],
 )
 def test_what_gpt2_does_not_have(flag: str, named: str) -> None:
-    assert gpt2.inexpressible(config_of(GPT2_FLAGS)) == []
-    (problem,) = gpt2.inexpressible(config_of(f"{GPT2_FLAGS} {flag}"))
+    assert gpt2.unsupported_features(config_of(GPT2_FLAGS)) == []
+    (problem,) = gpt2.unsupported_features(config_of(f"{GPT2_FLAGS} {flag}"))
     assert problem.startswith(named)
 
 
@@ -145,4 +145,4 @@ def test_problems_are_told_together() -> None:
 @pytest.mark.parametrize("fields", [{}, {"model_type": "mistral"}, LLAMA | {"auto_map": {"AutoModel": "code.Model"}}])
 def test_other_models_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="llama and gpt2 can be converted"):
-        family_of_theirs(fields)
+        family_of_hf_config(fields)

@@ -29,11 +29,11 @@ OF_RUN = {
 
 def linears(fields: dict) -> list[TensorMapping]:
     model = replace(settings_of(fields).model, vocab_size=131)
-    return [row for row in llama.rows(model, 131, 256) if row.is_linear]
+    return [row for row in llama.tensor_table(model, 131, 256) if row.is_linear]
 
 
 def weight_of(row: TensorMapping) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(len(row.ours))
+    generator = torch.Generator().manual_seed(len(row.name))
     rows = torch.exp2(torch.randint(-12, 4, (row.shape[0], 1), generator=generator).float())
     return (rows * torch.randn(row.shape, generator=generator)).bfloat16()
 
@@ -46,23 +46,28 @@ def test_what_is_exported_is_what_the_emulation_multiplies(recipe: str, fields: 
     for row in linears(fields):
         whole = weight_of(row)
         emulated = dequantize(quantize(whole, built.rule(Operand.WEIGHT, Gemm.FPROP)), torch.bfloat16)
-        parts = safetensors_files.quantized_parts(row, whole, form)
+        parts = safetensors_files.quantize_weight(row, whole, form)
         joined = []
-        for name, shape in row.their_shapes().items():
+        for name, shape in row.hf_shapes().items():
             codes, scale = parts.pop(name), parts.pop(form.scale_name(name))
             assert (codes.dtype, scale.dtype) == (torch.float8_e4m3fn, torch.float32)
             assert tuple(codes.shape) == shape and tuple(scale.shape) == form.scale_shape(shape)
-            block = safetensors_files.block_of(codes.shape, scale.shape, [128, 128])
-            joined.append(safetensors_files.dequantized(codes, scale, block, torch.bfloat16))
+            block = safetensors_files.scale_block(codes.shape, scale.shape, [128, 128])
+            joined.append(safetensors_files.dequantize_weight(codes, scale, block, torch.bfloat16))
         assert parts == {}
         is_same = torch.equal(row.layout.join(joined), emulated)
-        has_other_blocks = form.rule.block is not None and safetensors_files.has_blocks_of_two(row, form.rule.block)
+        has_other_blocks = form.rule.block is not None and safetensors_files.has_blocks_across_matrices(
+            row, form.rule.block
+        )
         assert is_same or has_other_blocks
         assert not (fields is ALIGNED and has_other_blocks)
 
 
 def test_which_blocks_hold_rows_of_two_matrices() -> None:
-    found = {row.ours.split(".", 3)[3]: safetensors_files.has_blocks_of_two(row, (128, 128)) for row in linears(RAGGED)}
+    found = {
+        row.name.split(".", 3)[3]: safetensors_files.has_blocks_across_matrices(row, (128, 128))
+        for row in linears(RAGGED)
+    }
     assert found == {
         "self_attention.linear_qkv.weight": True,
         "self_attention.linear_proj.weight": False,
@@ -72,13 +77,13 @@ def test_which_blocks_hold_rows_of_two_matrices() -> None:
 
 
 def test_which_weights_end_within_a_block() -> None:
-    assert safetensors_files.ragged(linears(ALIGNED), (128, 128)) == []
-    assert safetensors_files.ragged(linears(ALIGNED | {"intermediate_size": 192}), (128, 128)) == [
+    assert safetensors_files.uneven_weights(linears(ALIGNED), (128, 128)) == []
+    assert safetensors_files.uneven_weights(linears(ALIGNED | {"intermediate_size": 192}), (128, 128)) == [
         "model.layers.0.mlp.gate_proj.weight is 192 x 256",
         "model.layers.0.mlp.up_proj.weight is 192 x 256",
         "model.layers.0.mlp.down_proj.weight is 256 x 192",
     ]
-    assert safetensors_files.ragged(linears(RAGGED), (128, 128)) == []  # less than a block is one block
+    assert safetensors_files.uneven_weights(linears(RAGGED), (128, 128)) == []  # less than a block is one block
 
 
 @pytest.mark.parametrize("block", [None, (1, 300), (128, 128)])
@@ -86,25 +91,30 @@ def test_scales_multiply_their_part(block: tuple[int, int] | None) -> None:
     codes = torch.randn(200, 300).to(torch.float8_e4m3fn)
     shape = {None: (1,), (1, 300): (200, 1), (128, 128): (2, 3)}[block]
     scale = torch.rand(shape) + 0.5
-    assert safetensors_files.block_of(codes.shape, shape, [128, 128]) == block
+    assert safetensors_files.scale_block(codes.shape, shape, [128, 128]) == block
     plain = torch.empty(200, 300)
     for row in range(200):
         for first in range(0, 300, 128):
             one = scale[0] if block is None else scale[row, 0] if block[0] == 1 else scale[row // 128, first // 128]
             plain[row, first : first + 128] = codes[row, first : first + 128].float() * one
-    assert torch.equal(safetensors_files.dequantized(codes, scale, block, torch.float32), plain)
-    assert torch.equal(safetensors_files.dequantized(codes, scale, block, torch.bfloat16), plain.bfloat16())
+    assert torch.equal(safetensors_files.dequantize_weight(codes, scale, block, torch.float32), plain)
+    assert torch.equal(safetensors_files.dequantize_weight(codes, scale, block, torch.bfloat16), plain.bfloat16())
 
 
 @pytest.mark.parametrize("block_size", [None, [64, 64], "128", [128], [128, 0]])
 def test_scales_that_fit_nothing(block_size: object) -> None:
-    assert "do not fit" in safetensors_files.block_of((200, 300), (2, 3), block_size)
+    assert "do not fit" in safetensors_files.scale_block((200, 300), (2, 3), block_size)
 
 
 def test_the_form_of_a_run() -> None:
-    assert safetensors_files.recipe_of_run(PrecisionConfig()) == "blockwise"
-    assert safetensors_files.recipe_of_run(PrecisionConfig(fp8_format="hybrid", fp8_recipe="delayed")) == "tensorwise"
-    assert safetensors_files.recipe_of_run(PrecisionConfig(fp8_format="hybrid", fp8_recipe="mxfp8")) == "blockwise"
+    assert safetensors_files.default_export_recipe(PrecisionConfig()) == "blockwise"
+    assert (
+        safetensors_files.default_export_recipe(PrecisionConfig(fp8_format="hybrid", fp8_recipe="delayed"))
+        == "tensorwise"
+    )
+    assert (
+        safetensors_files.default_export_recipe(PrecisionConfig(fp8_format="hybrid", fp8_recipe="mxfp8")) == "blockwise"
+    )
 
 
 def test_scales_follow_the_choice_of_the_run() -> None:

@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from megafp8.checkpoint.convert.tensor_mapping import (
-    FusedQueryGroups,
-    QueryGroups,
-    Same,
-    Stacked,
+    FusedTransposedQKV,
+    GatedPair,
+    GroupedQKV,
+    Identity,
+    PaddedVocab,
     TensorLayout,
     Transposed,
-    Vocabulary,
 )
 
-LAYOUTS = (Same(), Transposed(), Stacked(), QueryGroups(3, 4), FusedQueryGroups(QueryGroups(4, 3)))
+LAYOUTS = (Identity(), Transposed(), GatedPair(), GroupedQKV(3, 4), FusedTransposedQKV(GroupedQKV(4, 3)))
 
 
 def numbered(rows: int, *columns: int) -> Tensor:
@@ -39,21 +39,21 @@ def test_query_groups_row_by_row() -> None:
             for _channel in range(channels):
                 parts[name].append(whole[row])
                 row += 1
-    for part, rows in zip(QueryGroups(groups, channels).split(whole), parts.values(), strict=True):
+    for part, rows in zip(GroupedQKV(groups, channels).split(whole), parts.values(), strict=True):
         assert torch.equal(part, torch.stack(rows))
 
 
 def test_fused_query_groups_are_queries_then_keys_then_values() -> None:
-    groups = QueryGroups(4, 3)
+    groups = GroupedQKV(4, 3)
     whole = numbered(36, 5)
-    (fused,) = FusedQueryGroups(groups).split(whole)
+    (fused,) = FusedTransposedQKV(groups).split(whole)
     assert fused.shape == (5, 36)
     for part, mine in zip(fused.split(12, dim=1), groups.split(whole), strict=True):
         assert torch.equal(part, mine.t())
 
 
 def test_a_gate_comes_before_what_it_gates() -> None:
-    gate, up = Stacked().split(numbered(8, 2))
+    gate, up = GatedPair().split(numbered(8, 2))
     assert gate[0, 0] == 0 and up[0, 0] == 8
 
 
@@ -61,8 +61,8 @@ def test_a_gate_comes_before_what_it_gates() -> None:
 def test_padding_rows_take_little_probability_whatever_the_hidden_state(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     tokens = (torch.randn(50, 8, generator=generator) - 1.5).to(dtype)
-    padded = Vocabulary(50, 64).join([tokens])
-    assert torch.equal(Vocabulary(50, 64).split(padded)[0], tokens) and padded.shape == (64, 8)
+    padded = PaddedVocab(50, 64).join([tokens])
+    assert torch.equal(PaddedVocab(50, 64).split(padded)[0], tokens) and padded.shape == (64, 8)
     hidden = 4 * torch.randn(500, 8, generator=generator)
     probability = (hidden @ padded.float().t()).softmax(-1)
     rounding = 1.0001 if dtype == torch.float32 else 1.1  # of the mean
@@ -73,4 +73,4 @@ def test_padding_rows_take_little_probability_whatever_the_hidden_state(dtype: t
 
 def test_a_vocabulary_without_padding_is_as_it_was() -> None:
     rows = numbered(6, 2).float()
-    assert torch.equal(Vocabulary(6, 6).join([rows]), rows)
+    assert torch.equal(PaddedVocab(6, 6).join([rows]), rows)

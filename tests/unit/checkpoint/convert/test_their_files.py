@@ -14,14 +14,14 @@ from their_folders import same, weights_in
 from torch import Tensor
 
 from megafp8.checkpoint.convert.safetensors_files import (
-    INDEX,
-    SINGLE,
+    INDEX_FILE,
+    SINGLE_FILE,
+    SafetensorsFolder,
     TensorBatch,
-    TheirFiles,
-    TheirTensor,
-    new_folder,
+    TensorSpec,
+    publish_folder,
     read_json,
-    write_pieces,
+    write_batches,
 )
 from megafp8.errors import CheckpointError
 
@@ -31,7 +31,7 @@ WEIGHTS = {f"layer.{n}.weight": torch.full((4, 8), n, dtype=torch.bfloat16) for 
 def pieces(weights: dict[str, Tensor]) -> list[TensorBatch]:
     return [
         TensorBatch(
-            {name: TheirTensor(tuple(weight.shape), weight.dtype)}, lambda name=name, weight=weight: {name: weight}
+            {name: TensorSpec(tuple(weight.shape), weight.dtype)}, lambda name=name, weight=weight: {name: weight}
         )
         for name, weight in weights.items()
     ]
@@ -40,15 +40,15 @@ def pieces(weights: dict[str, Tensor]) -> list[TensorBatch]:
 @pytest.mark.parametrize(("max_bytes", "num_files"), [(1000, 1), (128, 3), (1, 5)])
 def test_shards(max_bytes: int, num_files: int, tmp_path: Path) -> None:
     counted: list[int] = []
-    write_pieces(tmp_path, pieces(WEIGHTS), max_bytes, counted.append)
+    write_batches(tmp_path, pieces(WEIGHTS), max_bytes, counted.append)
     assert sum(counted) == 5 * 64 and len(list(tmp_path.glob("*.safetensors"))) == num_files
     assert same(weights_in(tmp_path), WEIGHTS)
-    files = TheirFiles(tmp_path)
+    files = SafetensorsFolder(tmp_path)
     assert all(torch.equal(files.load(name), weight) for name, weight in WEIGHTS.items())
     if num_files == 1:
-        assert not (tmp_path / INDEX).exists()
+        assert not (tmp_path / INDEX_FILE).exists()
         return
-    index = read_json(tmp_path / INDEX)
+    index = read_json(tmp_path / INDEX_FILE)
     assert index["metadata"]["total_size"] == 5 * 64
     assert set(index["weight_map"]) == set(WEIGHTS)
     assert set(index["weight_map"].values()) == {path.name for path in tmp_path.glob("*.safetensors")}
@@ -56,17 +56,17 @@ def test_shards(max_bytes: int, num_files: int, tmp_path: Path) -> None:
 
 
 def index_of(folder: Path, places: object) -> None:
-    (folder / INDEX).write_text(json.dumps({"weight_map": places}), encoding="utf-8")
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": places}), encoding="utf-8")
 
 
 def cut_off(folder: Path) -> None:
-    save_file(WEIGHTS, folder / SINGLE)
-    content = (folder / SINGLE).read_bytes()
-    (folder / SINGLE).write_bytes(content[: len(content) // 2])
+    save_file(WEIGHTS, folder / SINGLE_FILE)
+    content = (folder / SINGLE_FILE).read_bytes()
+    (folder / SINGLE_FILE).write_bytes(content[: len(content) // 2])
 
 
 def of_another_kind(folder: Path) -> None:
-    save_file({"x": torch.zeros(2, dtype=torch.int64)}, folder / SINGLE)
+    save_file({"x": torch.zeros(2, dtype=torch.int64)}, folder / SINGLE_FILE)
 
 
 def stored_twice(folder: Path) -> None:
@@ -92,27 +92,27 @@ def waits_for_a_writer(folder: Path) -> None:
         (lambda folder: index_of(folder, {"x": "model.bin"}), "names 'model.bin'"),
         (lambda folder: index_of(folder, {"x": "gone.safetensors"}), "gone.safetensors cannot be read"),
         (lambda folder: index_of(folder, []), "has no weight_map"),
-        (lambda folder: (folder / INDEX).write_text("[" * 100_000), "cannot be read as JSON"),
+        (lambda folder: (folder / INDEX_FILE).write_text("[" * 100_000), "cannot be read as JSON"),
         (waits_for_a_writer, "x.safetensors cannot be read as safetensors: .* a named pipe"),
     ],
 )
 def test_what_is_refused(make: Callable[[Path], object], text: str, tmp_path: Path) -> None:
     make(tmp_path)
     with pytest.raises(CheckpointError, match=text):
-        TheirFiles(tmp_path)
+        SafetensorsFolder(tmp_path)
 
 
 def test_a_folder_appears_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "model"
-    with pytest.raises(KeyError), new_folder(path) as folder:
+    with pytest.raises(KeyError), publish_folder(path) as folder:
         (folder / "x").write_text("x")
         raise KeyError
     assert list(tmp_path.iterdir()) == []
-    with new_folder(path) as folder:
+    with publish_folder(path) as folder:
         (folder / "x").write_text("x")
         assert not path.exists()
-        with pytest.raises(CheckpointError, match="another conversion writes it"), new_folder(path):
+        with pytest.raises(CheckpointError, match="another conversion writes it"), publish_folder(path):
             pass
     assert [file.name for file in tmp_path.iterdir()] == ["model"] and (path / "x").exists()
-    with pytest.raises(CheckpointError, match="exists; give a folder that does not"), new_folder(path):
+    with pytest.raises(CheckpointError, match="exists; give a folder that does not"), publish_folder(path):
         pass

@@ -7,7 +7,7 @@ import pytest
 
 from megafp8.data.preprocessing import documents as module
 from megafp8.data.preprocessing.documents import parse_json_lines, parse_plain_texts, parse_rows, read_texts
-from megafp8.data.preprocessing.readers import find_sources
+from megafp8.data.preprocessing.sources import find_sources
 from megafp8.errors import DataError
 
 BAD_LINES = {

@@ -10,9 +10,9 @@ import pytest
 from shard_files import NULL, names_in, null_job, shard_bytes
 
 from megafp8.data.preprocessing import preprocess as preprocess_module
-from megafp8.data.preprocessing.plan import InputPart, Stream, divide, part_bytes_for, tasks_of
+from megafp8.data.preprocessing.plan import InputPart, Stream, build_tasks, choose_part_bytes, divide
 from megafp8.data.preprocessing.preprocess import preprocess
-from megafp8.data.preprocessing.readers import find_sources
+from megafp8.data.preprocessing.sources import find_sources
 from megafp8.data.shard_verification import check_shard
 from megafp8.data.shards import load_manifest, read_index
 from megafp8.data.tokenizers import encoders
@@ -145,10 +145,10 @@ def test_progress_reaches_the_size_of_the_input(job, small_parts, corpus_file, t
 
 
 def test_size_of_parts():
-    assert part_bytes_for(1 << 40, 8 << 20) == 1 << 28  # 4096 parts
-    assert part_bytes_for(1 << 30, 8 << 20) == 8 << 20
-    assert part_bytes_for(40 << 20, 8 << 20) == 5 << 20  # 8 parts
-    assert part_bytes_for(100, 8 << 20) == 1 << 20
+    assert choose_part_bytes(1 << 40, 8 << 20) == 1 << 28  # 4096 parts
+    assert choose_part_bytes(1 << 30, 8 << 20) == 8 << 20
+    assert choose_part_bytes(40 << 20, 8 << 20) == 5 << 20  # 8 parts
+    assert choose_part_bytes(100, 8 << 20) == 1 << 20
 
 
 def test_small_files_are_put_together_and_large_ones_divided(tmp_path):
@@ -168,7 +168,7 @@ def test_small_files_are_put_together_and_large_ones_divided(tmp_path):
     assert sum(piece.input_bytes for unit in units if isinstance(unit, InputPart) for piece in unit.pieces) == 590
     names = [unit.name for unit in units]
     assert names == sorted(set(names))
-    tasks = tasks_of(units, 3)
+    tasks = build_tasks(units, 3)
     assert [(task.number, task.count) for task in tasks[:3]] == [(0, 3), (1, 3), (2, 3)]
     assert tasks[3:] == [unit for unit in units if not isinstance(unit, Stream)]
 

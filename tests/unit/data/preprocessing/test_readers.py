@@ -10,14 +10,8 @@ from pathlib import Path
 import pytest
 
 from megafp8.data.preprocessing import readers
-from megafp8.data.preprocessing.readers import (
-    DamagedFileError,
-    find_sources,
-    overlaps_itself,
-    read_blocks,
-    read_range,
-    records_before,
-)
+from megafp8.data.preprocessing.readers import DamagedFileError, read_blocks, read_range, records_before
+from megafp8.data.preprocessing.sources import find_sources, overlaps_itself
 from megafp8.errors import CapabilityError, DataError
 
 needs_zstd = pytest.mark.skipif(importlib.util.find_spec("backports.zstd") is None, reason="backports.zstd")

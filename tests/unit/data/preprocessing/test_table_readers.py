@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from megafp8.data.preprocessing import table_readers
-from megafp8.data.preprocessing.readers import find_sources
+from megafp8.data.preprocessing.sources import find_sources
 from megafp8.errors import DataError
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -31,7 +31,7 @@ def test_pieces_cover_every_row_once(source, piece_bytes, monkeypatch):
     monkeypatch.setattr(table_readers, "BLOCK_BYTES", 100)
     pieces = table_readers.divide(source, ("text",), piece_bytes)
     assert [start for start, _, _ in pieces] == [0, *(stop for _, stop, _ in pieces[:-1])]
-    assert pieces[-1][1] == table_readers.end_of(source) == 15
+    assert pieces[-1][1] == table_readers.table_end(source) == 15
     assert sum(share for *_, share in pieces) == source.num_bytes
     assert len(pieces) == {1: 15, 1 << 30: 1}.get(piece_bytes, len(pieces))
     assert table_readers.rows_before(source, pieces[-1][0]) == (98 if piece_bytes == 1 else pieces[-1][0] * 7)
@@ -84,9 +84,9 @@ def test_without_the_libraries(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"")
     code = (
         "import sys; sys.modules['pyarrow'] = sys.modules['datasets'] = None\n"
-        "from megafp8.data.preprocessing import readers, table_readers\n"
+        "from megafp8.data.preprocessing import sources, table_readers\n"
         "from megafp8.errors import CapabilityError\n"
-        f"source, = readers.find_sources([{str(tmp_path / 'a.parquet')!r}])\n"
+        f"source, = sources.find_sources([{str(tmp_path / 'a.parquet')!r}])\n"
         "for call in (lambda: table_readers.divide(source, ['text'], 1),\n"
         "             lambda: table_readers.find_dataset('name', None, 'train')):\n"
         "    try:\n"

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from megafp8.data.preprocessing.workers import WorkerDiedError, run_tasks
-from megafp8.utils.process import ENDED, stat_of
+from megafp8.utils.process import ENDED_STATES, read_proc_stat
 
 
 def count_up(task: int):
@@ -79,6 +79,6 @@ def test_workers_end_when_their_parent_is_killed():
     os.kill(parent, signal.SIGKILL)
     os.waitpid(parent, 0)
     deadline = time.monotonic() + 20
-    while any((stat_of(pid) or ENDED)[0] not in ENDED for pid in pids):
+    while any((read_proc_stat(pid) or ENDED_STATES)[0] not in ENDED_STATES for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -13,8 +13,7 @@ import pytest
 
 from megafp8.config.schema import DataConfig
 from megafp8.data.preprocessing.tokenizer_training import train_sentencepiece
-from megafp8.data.tokenizers.build import Tokenizer, build_tokenizer
-from megafp8.data.tokenizers.encoder_names import AUTO, GIGATOKEN, LIBRARY
+from megafp8.data.tokenizers.build import AUTO, GIGATOKEN, LIBRARY, Tokenizer, build_tokenizer
 from megafp8.data.tokenizers.encoders import (
     SHAPES,
     EncoderMismatchError,
@@ -24,7 +23,7 @@ from megafp8.data.tokenizers.encoders import (
     choose_encoder,
     encode_documents,
     probe_texts,
-    refused_texts,
+    rejected_texts,
 )
 from megafp8.errors import CapabilityError, DataError
 
@@ -59,7 +58,7 @@ def test_texts_that_are_refused():
     options = {"vocab_size": 1001, "dtype": np.dtype(np.uint16), "eod": None}
     with pytest.raises(DataError):
         encode_documents(LibraryEncoder(NULL), texts, **options)
-    reasons = refused_texts(LibraryEncoder(NULL), texts, **options)
+    reasons = rejected_texts(LibraryEncoder(NULL), texts, **options)
     assert sorted(reasons) == [1, 2, 3, 5]
     assert "token id 2000, but the vocabulary has 1001" in reasons[1]
     assert "token id -1" in reasons[2]

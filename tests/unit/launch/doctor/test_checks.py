@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from megafp8.launch.doctor import facts
-from megafp8.launch.doctor.checks import CHECKS, LIBRARIES, examine, recipes
+from megafp8.launch.doctor.checks import CHECKS, LIBRARIES, recipe_support, run_checks
 from megafp8.launch.doctor.facts import InstalledGpu, Machine
 from megafp8.launch.doctor.findings import ERROR, OK, WARNING
 from megafp8.launch.doctor.report import exit_status, report_data, report_text
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 WHEEL = "/site/nvidia/cudnn"
 CPU = Machine(
     python=(3, 11, 7),
@@ -55,11 +55,11 @@ def failing(machine: Machine, **errors: str) -> dict:
 
 @pytest.mark.parametrize("machine", [CPU, H200], ids=["CPU", "H200"])
 def test_a_machine_that_is_right_has_nothing_to_mend(machine: Machine) -> None:
-    findings = examine(machine)
+    findings = run_checks(machine)
     assert {finding.level for finding in findings} == {OK}
     assert all(finding.mend is None for finding in findings)
     assert exit_status(findings, strict=True) == 0
-    assert "nothing to mend" in report_text(machine, findings)
+    assert "nothing to fix" in report_text(machine, findings)
 
 
 CASES = {
@@ -198,9 +198,11 @@ GPU_CASES = {
 )
 def test_each_fault_is_found_with_its_mend(machine, values, level, check, text, mend) -> None:
     found = [
-        finding for finding in examine(change(machine, **values)) if finding.check == check and finding.level == level
+        finding
+        for finding in run_checks(change(machine, **values))
+        if finding.check == check and finding.level == level
     ]
-    assert len(found) == 1, [finding for finding in examine(change(machine, **values)) if finding.level != OK]
+    assert len(found) == 1, [finding for finding in run_checks(change(machine, **values)) if finding.level != OK]
     assert text in found[0].text and found[0].mend is not None and mend in found[0].mend
     assert exit_status(found) == (64 if level == ERROR else 0)
     assert exit_status(found, strict=True) == (64 if level == ERROR else 1)
@@ -214,16 +216,16 @@ def test_every_check_has_a_fault() -> None:
 
 def test_a_machine_with_nothing_has_every_problem_at_once() -> None:
     nothing = Machine(python=(3, 9, 2), import_errors={"torch": "ModuleNotFoundError"}, disk_error="gone")
-    findings = examine(nothing, num_gpus=8)
+    findings = run_checks(nothing, num_gpus=8)
     errors = {finding.check for finding in findings if finding.level == ERROR}
     assert errors == {"Python", "torch", "megatron-core", "libraries", "disk", "GPU"}
-    assert set(recipes(nothing).values()) == {"does not run: see above"}
+    assert set(recipe_support(nothing).values()) == {"does not run: see above"}
     assert "training cannot run" in report_text(nothing, findings)
 
 
 def test_one_broken_torch_is_said_once() -> None:
     others = dict.fromkeys(("torch", "megatron.core", "transformer_engine.pytorch"), BROKEN_TORCH)
-    findings = examine(change(H200, import_errors=others, torch_version=None, gpus=(), torch_cuda=None))
+    findings = run_checks(change(H200, import_errors=others, torch_version=None, gpus=(), torch_cuda=None))
     assert [finding.check for finding in findings if BROKEN_TORCH in finding.text] == ["torch"]
 
 
@@ -236,13 +238,13 @@ def test_an_import_that_took_too_long_is_not_called_broken(module: str, check: s
     """Those after it were not tried."""
     tried = dict(list(H200.import_errors.items())[: list(H200.import_errors).index(module)])
     machine = change(H200, import_errors=tried, slow_imports={module: 120.0}, load_per_core=5.25)
-    found = [finding for finding in examine(machine) if finding.level != OK]
+    found = [finding for finding in run_checks(machine) if finding.level != OK]
     assert [(finding.check, finding.level) for finding in found] == [(check, WARNING)]
     assert "not imported within 120 s (load of 5.2 a core): not known whether it works" in found[0].text
     assert "reinstall" not in str(found) and "pip" not in str(found)
     assert exit_status(found) == 0 and exit_status(found, strict=True) == 1
     assert "not known whether training can run" in report_text(machine, found)
-    assert set(recipes(machine).values()) == {"not known: see above"}
+    assert set(recipe_support(machine).values()) == {"not known: see above"}
     assert report_data(machine, found)["can_train"] is None
 
 
@@ -251,35 +253,35 @@ def test_a_gpu_that_torch_cannot_use_is_a_gpu() -> None:
     no_engine = {"packages": without(H200, "transformer-engine"), "gpus": (), "has_te_torch_part": False}
     for changes in ({}, {"driver": None, "driver_gpus": (), "driver_error": "nvidia-smi ended with status 9: failed"}):
         machine = change(H200, **no_engine, **changes)
-        text = report_text(machine, examine(machine))
+        text = report_text(machine, run_checks(machine))
         assert "without a GPU" not in text and "layers are emulated" in text
         assert "none: runs are on the CPU" not in text
 
 
 def test_gpus_that_were_asked_for_must_be_there() -> None:
-    assert exit_status(examine(H200, num_gpus=8)) == 0
-    assert exit_status(examine(CPU, num_gpus=1)) == 64
-    assert "16 were asked for, torch can use 8" in report_text(H200, examine(H200, num_gpus=16))
+    assert exit_status(run_checks(H200, num_gpus=8)) == 0
+    assert exit_status(run_checks(CPU, num_gpus=1)) == 64
+    assert "16 were asked for, torch can use 8" in report_text(H200, run_checks(H200, num_gpus=16))
     late = change(H200, gpus=(), slow_imports={"CUDA": 120})
-    assert exit_status(examine(late, num_gpus=8)) == 0
-    assert "16 were asked for, the driver has 8" in report_text(late, examine(late, num_gpus=16))
+    assert exit_status(run_checks(late, num_gpus=8)) == 0
+    assert "16 were asked for, the driver has 8" in report_text(late, run_checks(late, num_gpus=16))
 
 
 def test_recipes_are_native_emulated_or_not_at_all() -> None:
     hopper = {"tensorwise": "native", "delayed": "native", "blockwise": "native"}
-    assert recipes(H200) == hopper | {"rowwise": "emulated", "mxfp8": "emulated", "nvfp4": "emulated"}
+    assert recipe_support(H200) == hopper | {"rowwise": "emulated", "mxfp8": "emulated", "nvfp4": "emulated"}
     blackwell = InstalledGpu(name="NVIDIA B200", memory_bytes=1, compute_capability=(10, 0))
-    found = recipes(change(H200, gpus=(blackwell,)))
+    found = recipe_support(change(H200, gpus=(blackwell,)))
     assert [name for name, how in found.items() if how != "native"] == ["rowwise"]
     # Unlike GPUs: what the least of them has.
-    assert recipes(change(H200, gpus=(blackwell, H200.gpus[0])))["mxfp8"] == "emulated"
-    assert set(recipes(CPU).values()) == {"emulated"}
-    assert recipes(change(H200, packages=without(H200, "transformer-engine")))["delayed"] == "emulated"
+    assert recipe_support(change(H200, gpus=(blackwell, H200.gpus[0])))["mxfp8"] == "emulated"
+    assert set(recipe_support(CPU).values()) == {"emulated"}
+    assert recipe_support(change(H200, packages=without(H200, "transformer-engine")))["delayed"] == "emulated"
 
 
 def test_the_tested_cpu_set_is_the_one_in_constraints() -> None:
     pinned = dict(re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.M))
-    for name, version in facts.CPU.packages.items():
+    for name, version in facts.CPU_TESTED_SET.packages.items():
         assert (pinned[name] + ".").startswith(version + "."), name
     setup = (ROOT / "setup.py").read_text(encoding="utf-8")
     assert f"megatron-core=={facts.MEGATRON_CORE}" in setup
@@ -292,6 +294,6 @@ def test_the_tested_cpu_set_is_the_one_in_constraints() -> None:
 
 def test_json_tells_no_value_of_the_environment() -> None:
     machine = change(H200, environment={"NCCL_SOCKET_IFNAME": "a-secret"})
-    data = report_data(machine, examine(machine))
+    data = report_data(machine, run_checks(machine))
     assert data["can_train"] and data["machine"]["environment"] == ["NCCL_SOCKET_IFNAME"]
     assert "a-secret" not in str(data)

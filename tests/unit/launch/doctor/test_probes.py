@@ -69,7 +69,7 @@ def test_a_module_that_never_returns_is_slow_and_not_broken(tmp_path: Path, monk
 
     monkeypatch.setattr(subprocess, "Popen", Impatient)
     facts = probes.import_facts(["hangs_module"])
-    assert facts["import_errors"] == {} and facts["slow_imports"] == {"hangs_module": probes.IMPORT_SECONDS}
+    assert facts["import_errors"] == {} and facts["slow_imports"] == {"hangs_module": probes.IMPORT_TIMEOUT_S}
     assert facts["load_per_core"] >= 0
 
 
@@ -84,7 +84,7 @@ def test_what_happens_at_the_first_use_of_the_driver_is_not_torchs_fault() -> No
     lines = [json.dumps(fact) for fact in ({"begin": "torch"}, {"module": "torch", "error": None}, {"begin": "CUDA"})]
     died, late = probes.read_facts(lines, -11), probes.read_facts(lines, None)
     assert died == {"import_errors": {"torch": None}, "cuda_error": "the process ended with status -11"}
-    assert late["import_errors"] == {"torch": None} and late["slow_imports"] == {"CUDA": probes.IMPORT_SECONDS}
+    assert late["import_errors"] == {"torch": None} and late["slow_imports"] == {"CUDA": probes.IMPORT_TIMEOUT_S}
 
 
 def test_no_disk_is_needed_to_import(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_driver_and_links_are_what_nvidia_smi_says(tmp_path: Path, monkeypatch: 
     assert probes.driver_facts() == (None, (), "nvidia-smi ended with status 9: NVIDIA-SMI has failed")
     assert probes.gpu_links() == ()
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n", encoding="utf-8")
-    monkeypatch.setattr(probes, "COMMAND_SECONDS", 0.05)
+    monkeypatch.setattr(probes, "COMMAND_TIMEOUT_S", 0.05)
     assert probes.driver_facts() == (None, (), "nvidia-smi did not answer in 0.05 s")
     (tmp_path / "nvidia-smi").write_text("no program", encoding="utf-8")
     version, names, error = probes.driver_facts()
@@ -145,7 +145,7 @@ def test_cudnn_is_looked_for_where_transformer_engine_looks(tmp_path: Path, monk
     library(tmp_path / "stubs" / "lib" / "stubs", "libcudnn.so")
     search_path = library(tmp_path / "search", "libcudnn.so")
     versioned = library(tmp_path / "versioned", "libcudnn.so.9")
-    monkeypatch.setattr(probes, "USUAL_CUDA", str(tmp_path / "no_cuda"))
+    monkeypatch.setattr(probes, "DEFAULT_CUDA_FOLDER", str(tmp_path / "no_cuda"))
     bin_folder = tmp_path / "bin"
     command(bin_folder, "ldconfig", "1 libs found\n\tlibcudnn.so.9 (libc6,x86-64) => /a/libcudnn.so.9")
     monkeypatch.setenv("PATH", f"{bin_folder}:{os.environ['PATH']}")

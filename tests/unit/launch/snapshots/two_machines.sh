@@ -4,7 +4,7 @@ set -euo pipefail
 
 cd /shared/megafp8
 . .venv/bin/activate
-# Said once, for all ranks. What the shell before had set for Transformer Engine does not count.
+# Set once, for all ranks. Transformer Engine's variables of the submitting shell are removed.
 unset "${!NVTE_@}"
 export OMP_NUM_THREADS=1
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300  # seconds from a signal until ranks are killed

@@ -15,20 +15,20 @@ from pathlib import Path
 import pytest
 
 from megafp8.errors import INTERNAL, PREEMPTED, ConfigError, RunFolderInUse
-from megafp8.launch.process_pool import BatchRun, Outcome
+from megafp8.launch.process_pool import PooledRun, RunOutcome
 from megafp8.launch.study import StudyRun, expand
 from megafp8.launch.study_execution import (
     check_gpus,
-    command_of,
-    end_text,
     is_due,
-    progress_of,
+    outcome_status,
+    outcome_text,
     run_here,
-    status_of,
+    run_progress,
+    train_command,
     visible_gpus,
 )
 from megafp8.resilience.run_state import RunState
-from megafp8.utils.process import this_process
+from megafp8.utils.process import current_process
 
 SCRIPT = Path(__file__).with_name("study_script.py")
 
@@ -48,7 +48,7 @@ def study_of(write_study):
 
 def start(runs: list[StudyRun], parallel=None, gpus=()) -> tuple[int, list[str]]:
     told: list[str] = []
-    due = [run for run in runs if is_due(progress_of(run))]
+    due = [run for run in runs if is_due(run_progress(run))]
     return run_here(due, SCRIPT, parallel, gpus, told.append), told
 
 
@@ -65,10 +65,10 @@ def test_done_runs_are_passed_over_and_failed_ones_run_again(study_of) -> None:
     runs = study_of({"1": ["done:60:60"], "2": ["66:0:3", "done:60:60"], "3": ["nothing", "done:60:60"]})
     status, told = start(runs)
     assert status == 66
-    assert [progress_of(run).state for run in runs] == ["done", "failed", "waiting"]
+    assert [run_progress(run).state for run in runs] == ["done", "failed", "waiting"]
     assert any("failed" in line and "output.log" in line for line in told)
     assert start(runs)[0] == 0
-    assert [progress_of(run).state for run in runs] == ["done"] * 3
+    assert [run_progress(run).state for run in runs] == ["done"] * 3
     assert start(runs) == (0, [])
     assert [line["lr"] for line in log(runs)] == ["1", "2", "3", "2", "3"]
 
@@ -111,7 +111,7 @@ def test_a_signal_lets_runs_save_and_starts_no_more(study_of) -> None:
     status, _ = start(runs)
     thread.join()
     assert status == PREEMPTED
-    assert [progress_of(run).state for run in runs] == ["preempted", "waiting"]
+    assert [run_progress(run).state for run in runs] == ["preempted", "waiting"]
     assert start(runs)[0] == 0
 
 
@@ -142,18 +142,18 @@ def test_a_run_that_someone_else_started_meanwhile_has_not_failed(
     state: str | None, returned: int, status: int, words: str, tmp_path: Path
 ) -> None:
     left = None if state is None else RunState(
-        state=state, world_size=2, process=this_process(), started_at=0.0, updated_at=0.0
+        state=state, world_size=2, process=current_process(), started_at=0.0, updated_at=0.0
     )  # fmt: skip
-    run = BatchRun(name="a", command=(), folder=tmp_path)
-    outcome = Outcome(run=run, state=left, returned=returned, seconds=1.0, tail="")
-    assert status_of(outcome) == status
-    assert end_text(outcome).startswith(words)
+    run = PooledRun(name="a", command=(), folder=tmp_path)
+    outcome = RunOutcome(run=run, state=left, returned=returned, seconds=1.0, tail="")
+    assert outcome_status(outcome) == status
+    assert outcome_text(outcome).startswith(words)
 
 
 def test_ranks_are_torchruns(study_of) -> None:
     single, wide = study_of({"1": ["done"]}, ", gpus: [1, 2]")
-    assert command_of(single, SCRIPT)[:2] == [sys.executable, str(SCRIPT)]
-    words = command_of(wide, SCRIPT)
+    assert train_command(single, SCRIPT)[:2] == [sys.executable, str(SCRIPT)]
+    words = train_command(wide, SCRIPT)
     assert words[1:3] == ["-m", "torch.distributed.run"] and words[words.index("--nproc-per-node") + 1] == "2"
 
 

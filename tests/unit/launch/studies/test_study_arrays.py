@@ -12,7 +12,7 @@ from megafp8.errors import ConfigError
 from megafp8.launch import slurm
 from megafp8.launch.job import PROJECT
 from megafp8.launch.study import expand
-from megafp8.launch.study_execution import build_jobs, is_due, progress_of, queued_ids, submit
+from megafp8.launch.study_execution import build_jobs, is_due, queued_ids, run_progress, submit
 
 GRID = "grid: {lr: [1e-3, 2e-3], hidden_size: [32], train_iters: [3], gpus: [%s]}"
 SHARED = "\nslurm: {cpus_per_node: 8}"
@@ -34,7 +34,7 @@ def test_all_runs_of_as_many_gpus_are_one_array(write_study) -> None:
     assert (small.time, small.partition, small.array_limit) == ("4:00:00", "gpu", 2)
     for job in (small, large):
         mine = [run for run in runs if run.world_size == job.world_size]
-        assert [flags.read(words)[0].config for words in job.commands] == [run.config for run in mine]
+        assert [flags.parse_with_problems(words)[0].config for words in job.commands] == [run.config for run in mine]
     lines = slurm.script(small).splitlines()
     assert {"#SBATCH --array=0-1%2", "#SBATCH --cpus-per-task=8", "#SBATCH --mem=64G"} <= {*lines}
 
@@ -85,7 +85,7 @@ def test_queued_runs_are_not_due(write_study, cluster: Path, monkeypatch) -> Non
     (cluster / "queue").write_text("3_0\n7_1\n70_0\n")
     queued = queued_ids(study.folder)
     assert queued == {runs[1].id}
-    states = [progress_of(run, queued) for run in runs]
+    states = [run_progress(run, queued) for run in runs]
     assert [one.state for one in states] == ["waiting", "queued"] and list(map(is_due, states)) == [True, False]
 
 

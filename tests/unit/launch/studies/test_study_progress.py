@@ -10,11 +10,11 @@ import pytest
 
 from megafp8.device.gpus import GPUS
 from megafp8.launch.study import StudyRun, expand
-from megafp8.launch.study_execution import is_due, predicted_seconds, progress_of, status_text, write_study_file
+from megafp8.launch.study_execution import is_due, predicted_seconds, run_progress, status_text, write_study_file
 from megafp8.resilience.run_state import RUN_STATE_FILE, RunState
-from megafp8.utils.process import Process, this_process
+from megafp8.utils.process import Process, current_process
 
-GONE = dataclasses.replace(this_process(), pid=2**22 + 1)
+GONE = dataclasses.replace(current_process(), pid=2**22 + 1)
 
 
 def write_state(run: StudyRun, state: str, process: Process = GONE, seconds: float = 10.0, **fields) -> None:
@@ -40,20 +40,20 @@ def study(write_study):
 def test_what_is_started_again(study, state: str, due: bool) -> None:
     run = expand(study)[0]
     write_state(run, state)  # its process is gone: `running` is `died`
-    assert is_due(progress_of(run)) is due
+    assert is_due(run_progress(run)) is due
 
 
 def test_a_run_that_runs_is_left_alone(study) -> None:
     first, second = expand(study)[:2]
-    write_state(first, "running", this_process())
-    assert not is_due(progress_of(first)) and is_due(progress_of(second))
+    write_state(first, "running", current_process())
+    assert not is_due(run_progress(first)) and is_due(run_progress(second))
 
 
 def test_a_line_for_each_run(study) -> None:
     runs = expand(study)
     write_state(runs[0], "done", step=10)
     write_state(runs[1], "failed", reason="DataError: a shard\nis short", exit_status=66)
-    *lines, counts = status_text([progress_of(run) for run in runs]).splitlines()
+    *lines, counts = status_text([run_progress(run) for run in runs]).splitlines()
     assert len(lines) == len(runs)
     assert lines[0].split() == ["done", runs[0].label, runs[0].id, "step", "10", "of", "10"]
     assert lines[1].startswith("failed") and lines[1].endswith("step 3 of 10  DataError: a shard")
@@ -66,7 +66,7 @@ def test_times_are_those_of_the_nearest_finished_run_of_the_recipe(study) -> Non
     write_state(runs[0], "done", step=10, seconds=100.0)
     write_state(runs[1], "done", step=10, seconds=150.0)
     write_state(runs[2], "done", step=10, seconds=9999.0, starts=2)  # another start's time is not in it
-    every = [progress_of(run) for run in runs]
+    every = [run_progress(run) for run in runs]
     assert predicted_seconds(runs[0], every, None) == pytest.approx(100.0, rel=1e-3)
     assert predicted_seconds(runs[2], every, None) == pytest.approx(150 * runs[2].flops / runs[1].flops, rel=1e-3)
     assert predicted_seconds(runs[3], every, None) is None  # FP8: none is done

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks in a small tensor."""
     monkeypatch.setattr(replica_check, "BLOCK", 16)
-    monkeypatch.setattr(replica_check, "MOST_BLOCKS", 16)
+    monkeypatch.setattr(replica_check, "MAX_BLOCKS", 16)
 
 
 def slow_hash(tensor: Tensor) -> int:

@@ -44,9 +44,9 @@ def test_every_extension_is_in_the_list() -> None:
 @pytest.mark.parametrize(
     ("method", "first", "then"),
     [
-        ("before_step", "PrecisionSchedule", "Calibration"),
-        ("before_step", "Calibration", "StepRecords"),
-        ("open", "Calibration", "Validation"),
+        ("before_step", "PrecisionSchedule", "AmaxCalibration"),
+        ("before_step", "AmaxCalibration", "StepRecords"),
+        ("open", "AmaxCalibration", "Validation"),
         ("open", "Validation", "StopConditions"),
         ("after_step", "StepRecords", "QuantizationStatistics"),
         ("after_step", "Heartbeat", "Stragglers"),
@@ -119,8 +119,8 @@ def test_other_errors_wait_for_nothing() -> None:
 def test_signals_are_agreed_on_after_a_save_that_is_not_the_last(
     saves: bool, stop_reason: Optional[str], expected: Optional[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoints, "is_asked_to_stop", lambda run: True)
-    monkeypatch.setattr(checkpoints, "stopped_by_signals", lambda guard: "SIGTERM")
+    monkeypatch.setattr(checkpoints, "is_stop_requested", lambda run: True)
+    monkeypatch.setattr(checkpoints, "record_stop_signals", lambda guard: "SIGTERM")
     extension: Any = checkpoints.Checkpoints()
     extension.saver = Saver(saves)
     run = SimpleNamespace(guard=None)
@@ -136,7 +136,7 @@ def test_signals_are_agreed_on_after_a_save_that_is_not_the_last(
 def test_a_signal_in_a_validation_before_the_first_step_ends_the_run(
     is_agreed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stop, "stopped_by_signals", lambda guard: "SIGTERM")
+    monkeypatch.setattr(stop, "record_stop_signals", lambda guard: "SIGTERM")
     state: Any = SimpleNamespace(run=SimpleNamespace(guard=SimpleNamespace(stop_agreed=is_agreed)), stop_reason=None)
     stop.StopConditions().open(state)
     assert state.stop_reason == ("SIGTERM" if is_agreed else None)

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from megafp8.training.extensions.replica_check import DATA, TENSOR, Disagreement, RankHashes, describe, disagreements
+from megafp8.training.extensions.replica_check import (
+    DATA,
+    TENSOR,
+    RankHashes,
+    ReplicaMismatch,
+    describe_mismatch,
+    find_mismatches,
+)
 
 
 def rows(data: int, tensor: int = 1, pipeline: int = 1, **changed: int) -> list[RankHashes]:
@@ -17,31 +24,36 @@ def rows(data: int, tensor: int = 1, pipeline: int = 1, **changed: int) -> list[
 
 def test_equal_copies() -> None:
     for layout in ((1,), (4,), (2, 2), (2, 2, 2), (1, 4), (1, 1, 4)):
-        assert disagreements(rows(*layout)) == []
+        assert find_mismatches(rows(*layout)) == []
 
 
 def test_the_odd_one_of_four() -> None:
-    assert disagreements(rows(4, whole2=9)) == [Disagreement(DATA, (0, 1, 2, 3), (2,))]
+    assert find_mismatches(rows(4, whole2=9)) == [ReplicaMismatch(DATA, (0, 1, 2, 3), (2,))]
 
 
 def test_of_two_neither_is_right() -> None:
-    assert disagreements(rows(2, whole1=9)) == [Disagreement(DATA, (0, 1), (0, 1))]
-    assert disagreements(rows(4, whole1=9, whole3=9)) == [Disagreement(DATA, (0, 1, 2, 3), (0, 1, 2, 3))]
+    assert find_mismatches(rows(2, whole1=9)) == [ReplicaMismatch(DATA, (0, 1), (0, 1))]
+    assert find_mismatches(rows(4, whole1=9, whole3=9)) == [ReplicaMismatch(DATA, (0, 1, 2, 3), (0, 1, 2, 3))]
 
 
 def test_only_ranks_with_the_same_part_are_compared() -> None:
     """Rank 5 is the first stage's, or the second's, copy; with two tensor ranks it holds the second part."""
-    assert disagreements(rows(3, 2, 1, whole5=9)) == [Disagreement(DATA, (1, 3, 5), (5,))]
-    assert disagreements(rows(2, 2, 2, whole5=9)) == [Disagreement(DATA, (5, 7), (5, 7))]
+    assert find_mismatches(rows(3, 2, 1, whole5=9)) == [ReplicaMismatch(DATA, (1, 3, 5), (5,))]
+    assert find_mismatches(rows(2, 2, 2, whole5=9)) == [ReplicaMismatch(DATA, (5, 7), (5, 7))]
 
 
 def test_what_tensor_ranks_share() -> None:
-    assert disagreements(rows(1, 4, shared1=9)) == [Disagreement(TENSOR, (0, 1, 2, 3), (1,))]
+    assert find_mismatches(rows(1, 4, shared1=9)) == [ReplicaMismatch(TENSOR, (0, 1, 2, 3), (1,))]
 
 
 def test_the_first_tensor_that_differs() -> None:
     by_rank = [[("a", False, rank), ("b", True, 7), ("c", True, 5 if rank == 1 else 4)] for rank in range(3)]
-    found = Disagreement(TENSOR, (0, 1, 2), (1,))
-    assert describe(found, by_rank) == "tensor-parallel: rank 1 unlike 0, 2; first tensor: c", "a is split over them"
-    found = Disagreement(DATA, (0, 1, 2), (0, 1, 2))
-    assert describe(found, by_rank) == "data-parallel: ranks 0, 1, 2, of which none has a majority; first tensor: a"
+    found = ReplicaMismatch(TENSOR, (0, 1, 2), (1,))
+    assert describe_mismatch(found, by_rank) == "tensor-parallel: rank 1 unlike 0, 2; first tensor: c", (
+        "a is split over them"
+    )
+    found = ReplicaMismatch(DATA, (0, 1, 2), (0, 1, 2))
+    assert (
+        describe_mismatch(found, by_rank)
+        == "data-parallel: ranks 0, 1, 2, of which none has a majority; first tensor: a"
+    )

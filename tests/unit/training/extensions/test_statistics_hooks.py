@@ -13,11 +13,12 @@ from megafp8.mcore import cpu_patches
 
 cpu_patches.install()
 
-from megafp8.quantization.linear import LinearPlan, Observer, emulated_linear
-from megafp8.quantization.quantize import Quantized
+from megafp8.quantization.linear import emulated_linear
+from megafp8.quantization.linear_plan import LinearPlan, Observer
+from megafp8.quantization.quantized_tensor import Quantized
 from megafp8.recipes import mxfp8, tensorwise
 from megafp8.recipes.base import Gemm, LinearRecipe, Operand
-from megafp8.training.extensions.statistics_hooks import HookedLinear, normed
+from megafp8.training.extensions.statistics_hooks import HookedLinear, linear_input
 
 
 def slow_norm(row: list[float], gamma: list[float], beta: list[float], is_rms: bool, eps: float) -> list[float]:
@@ -38,12 +39,12 @@ def test_a_linear_with_a_norm_multiplies_the_norms_result(kind: str, is_zero_cen
     values = torch.tensor([[1.0, -2.0, 0.5], [3.0, 0.0, 0.25]])
     betas = beta.tolist() if has_bias else [0.0] * 3
     expected = [slow_norm(row, gamma.tolist(), betas, not has_bias, 1e-3) for row in values.tolist()]
-    torch.testing.assert_close(normed(module, values), torch.tensor(expected))
+    torch.testing.assert_close(linear_input(module, values), torch.tensor(expected))
 
 
 def test_a_linear_without_a_norm_multiplies_its_input() -> None:
     values = torch.randn(2, 3)
-    assert normed(nn.Linear(3, 3), values) is values
+    assert linear_input(nn.Linear(3, 3), values) is values
 
 
 class Linear(nn.Module):
