@@ -5,7 +5,7 @@
 #   bash examples/compare_recipes.sh [FOLDER]        (default runs/recipes)
 #
 # The text is the source of this machine's own Python standard library. Emulated on a CPU it takes about twenty minutes
-# of one core, and the same commands run on a GPU. Started again, it goes on where it stopped.
+# of one core, and the same commands run on a GPU. Started again, it resumes where it stopped.
 # STEPS, SEEDS, RECIPES, EVAL_ITERS, PARALLEL (runs at a time) and MAX_BYTES (of text) in the environment change what is
 # run.
 set -euo pipefail

@@ -8,7 +8,7 @@
 # once. Other packages make another text and other tokens, so that losses of two machines are no pair: take FOLDER/data
 # along to train on the same. Every recipe, BF16 too, has the loss and the optimizer that are fastest on one GPU, and its
 # steps run as CUDA graphs, since layers of this size wait for the host; without these a run took about three minutes of
-# one H200. All recipes of a seed come before the next seed. Started again, it goes on where it stopped; after a SIGTERM,
+# one H200. All recipes of a seed come before the next seed. Started again, it resumes where it stopped; after a SIGTERM,
 # too.
 # In the environment: STEPS, SEEDS (default 3), RECIPES (those that the GPU has: emulated layers have no graph), PARALLEL
 # (default: one run for each GPU), NO_REPORT=1 to train only. The report is made again, on any machine, from the records:

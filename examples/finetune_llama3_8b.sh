@@ -6,7 +6,7 @@
 #
 # First its weights become a checkpoint (once; tools/convert_checkpoint.py). The shards are made with its tokenizer:
 # tools/preprocess_data.py --tokenizer-type HuggingFaceTokenizer --tokenizer-model Meta-Llama-3-8B. Started again, it
-# goes on from its last checkpoint. Back to a model of transformers:
+# resumes from its last checkpoint. Back to a model of transformers:
 #
 #   python tools/convert_checkpoint.py to-hf runs/llama3-8b models/mine
 #

@@ -15,7 +15,7 @@
 #
 #      srun --nodes 8 --ntasks-per-node 1 --gpus-per-node 8 bash examples/pretrain_llama3_8b_multinode.sh
 #
-# Started again, also on another number of machines, it goes on from its last checkpoint.
+# Started again, also on another number of machines, it resumes from its last checkpoint.
 #
 # DATA_PATH        prefix of the shards, or "weight prefix weight prefix ...". Without it tokens are made up and nothing
 #                  is saved: enough to see the speed.

@@ -5,7 +5,7 @@
 #
 #   bash examples/pretrain_llama_1b.sh --dry-run --world-size 8 --target h200
 #
-# Then the run, on token shards from tools/preprocess_data.py. Started again, it goes on from its last checkpoint.
+# Then the run, on token shards from tools/preprocess_data.py. Started again, it resumes from its last checkpoint.
 #
 #   DATA_PATH=data/corpus_text_document TOKENIZER_MODEL=data/tokenizer.model bash examples/pretrain_llama_1b.sh
 #

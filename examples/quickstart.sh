@@ -6,7 +6,7 @@
 # Sets up .venv, writes a corpus from this machine's own Python standard library (no network), trains a tokenizer,
 # makes token shards, and pretrains one small Llama-style GPT twice over two ranks with the same seed and data order:
 # in high precision and in FP8. Then: a table, loss curves, TensorBoard logs, and a text that the FP8 model writes.
-# Started again, it goes on where it stopped. With CUDA and Transformer Engine the same commands use the GPU.
+# Started again, it resumes where it stopped. With CUDA and Transformer Engine the same commands use the GPU.
 # STEPS=100 in the environment makes it shorter.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -8,7 +8,7 @@
 #
 #   bash launcher/torchrun.sh JOB.yaml --nodes 4 --endpoint first-machine:29500
 #
-# There nothing starts the run again; the same command on all of them goes on from the newest checkpoint.
+# There nothing starts the run again; the same command on all of them resumes from the newest checkpoint.
 #
 # Options: --help. PYTHON is the Python that reads the job (default .venv/bin/python, else python3).
 set -euo pipefail

@@ -73,7 +73,7 @@ def run_forked(
     """Run the command with these flags on so many gloo ranks until all have ended.
 
     Args:
-        plan: of faults (`megafp8/faults.py`).
+        plan: of faults (`megafp8/resilience/fault_injection.py`).
         fired: folder that remembers those which have struck.
         timeout_s: seconds after which the ranks are killed and reported as `HUNG`.
     """

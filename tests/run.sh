@@ -13,13 +13,13 @@ fi
 "$PYTHON" -m mypy
 [ $# = 0 ] || exec "$PYTHON" -m pytest "$@"
 
-# All of them: those that mostly compute go beside the others, on what these leave of the processors. The others wait
-# for processes and look at clocks: none of them shall be late, so they come first.
+# All tests. Those that mostly compute run at low priority, concurrently with the others, which wait for processes and
+# read clocks.
 computing=(tests/unit tests/conformance tests/parity tests/policy)
 log=$(mktemp)
 nice -n 10 "$PYTHON" -m pytest -p no:cacheprovider "${computing[@]}" > "$log" 2>&1 &
 beside=$!
-echo "beside this, and told of after it: ${computing[*]}"
+echo "running concurrently, reported at the end: ${computing[*]}"
 trap 'kill "$beside" 2>/dev/null || true; rm -f "$log"' EXIT
 status=0
 "$PYTHON" -m pytest "${computing[@]/#/--ignore=}" || status=$?

@@ -6,7 +6,7 @@
 #   GIGABYTES=5 bash examples/fineweb_edu/run.sh
 #   sbatch examples/fineweb_edu/slurm.sh                  the same as a Slurm job
 #
-# Killed and started again, each step goes on where it was. Without a network on the machine that trains, run the first
+# Killed and started again, each step resumes where it was. Without a network on the machine that trains, run the first
 # three steps elsewhere (STOP_AFTER=shards) and copy OUT. The plan of the training first, on any machine:
 #
 #   bash examples/fineweb_edu/run.sh --dry-run --world-size 8 --target h200

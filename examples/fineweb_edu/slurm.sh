@@ -14,7 +14,7 @@
 #
 #   sbatch --export=ALL,OUT=/shared/fineweb_edu examples/fineweb_edu/slurm.sh
 #
-# A job that is requeued goes on where it was. Options of sbatch on the command line win over those above; arguments
+# A job that is requeued resumes where it was. Options of sbatch on the command line win over those above; arguments
 # after the script are flags of pretrain_gpt.py. Where computing machines have no network, download first, on one that
 # has it:
 #

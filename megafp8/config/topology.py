@@ -31,7 +31,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Optional
 
 from megafp8.config import derived
@@ -92,10 +91,6 @@ class ParallelLayout:
             position.append(here)
         return RankCoordinates(*position)
 
-    def rank_at(self, *, tensor: int = 0, context: int = 0, data: int = 0, pipeline: int = 0) -> int:
-        """The inverse of `coordinates`."""
-        return tensor + self.tensor * (context + self.context * (data + self.data * pipeline))
-
     # ---- groups ---------------------------------------------------------------------------------------------------
 
     def groups(self, *axes: str) -> Groups:
@@ -114,10 +109,6 @@ class ParallelLayout:
             key = tuple(here for axis, here in position.items() if axis not in axes)
             members.setdefault(key, []).append(rank)
         return tuple(map(tuple, members.values()))
-
-    def embedding_groups(self) -> Groups:
-        """First and last stage of each pipeline, which sum the gradients of a tied embedding."""
-        return tuple(tuple(sorted({pipeline[0], pipeline[-1]})) for pipeline in self.groups("pipeline"))
 
     # ---- layers ---------------------------------------------------------------------------------------------------
 
@@ -147,13 +138,6 @@ class ParallelLayout:
         """Global indices of all layers of one stage, over its chunks."""
         chunks = (self.layers_of(pipeline_rank, chunk, num_layers) for chunk in range(self.chunks_per_rank))
         return tuple(layer for chunk in chunks for layer in chunk)
-
-    def stage_of(self, layer: int, num_layers: int) -> tuple[int, int]:
-        """The inverse of `layers_of`: (pipeline rank, virtual rank) of the chunk that holds `layer`."""
-        for stage, chunk in product(range(self.pipeline), range(self.chunks_per_rank)):
-            if layer in self.layers_of(stage, chunk, num_layers):
-                return stage, chunk
-        raise ValueError(f"no layer {layer} among {num_layers}")
 
     def describe_stages(self, num_layers: int) -> list[str]:
         """One line per pipeline stage, for world sizes too large to list."""

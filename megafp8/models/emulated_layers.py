@@ -34,7 +34,7 @@ AMAX_REDUCTIONS = ("te", "all")
 QUANTIZER_STATE = "quantizer_state"
 
 
-class _EmulatedLinear:
+class EmulatedLinearMixin:
     """Mixin for a parallel linear that quantizes its GEMMs by a recipe. A recipe of None leaves the layer unchanged.
 
     Args (keywords of `__init__`, besides those of the linear):
@@ -128,12 +128,21 @@ class _EmulatedLinear:
         input: Tensor,
         weight: Tensor,
         bias: Optional[Tensor] = None,
-        **options: Any,
+        *,
+        gradient_accumulation_fusion: bool = False,
+        allreduce_dgrad: bool = False,
+        sequence_parallel: bool = False,
+        grad_output_buffer: Optional[list[Tensor]] = None,
+        **plain_options: Any,
     ) -> Tensor:
         if self.recipe is None:
             plain_forward = super()._forward_impl  # type: ignore[misc]  # of the linear
-            return plain_forward(input=input, weight=weight, bias=bias, **options)
-        assert options["grad_output_buffer"] is None, "deferred wgrad of the output layer is not supported"
+            return plain_forward(
+                input=input, weight=weight, bias=bias, gradient_accumulation_fusion=gradient_accumulation_fusion,
+                allreduce_dgrad=allreduce_dgrad, sequence_parallel=sequence_parallel,
+                grad_output_buffer=grad_output_buffer, **plain_options,
+            )  # fmt: skip
+        assert grad_output_buffer is None, "deferred wgrad of the output layer is not supported"
         recipe = self.recipe if self.is_quantizing else UNQUANTIZED
         noise: Optional[RoundingNoise] = None
         if recipe.is_stochastic:
@@ -141,10 +150,10 @@ class _EmulatedLinear:
         plan = LinearPlan(
             recipe=recipe,
             tensor_group=self.tp_group,
-            gather_input=options["sequence_parallel"],
-            allreduce_dgrad=options["allreduce_dgrad"],
-            amax_groups=self.amax_groups(options["sequence_parallel"]),
-            fuse_wgrad=options["gradient_accumulation_fusion"],
+            gather_input=sequence_parallel,
+            allreduce_dgrad=allreduce_dgrad,
+            amax_groups=self.amax_groups(sequence_parallel),
+            fuse_wgrad=gradient_accumulation_fusion,
             noise=noise,
             observer=self.observer,
         )
@@ -200,7 +209,7 @@ class _EmulatedLinear:
         return parallel_state.get_context_parallel_group()
 
 
-class EmulatedColumnParallelLinear(_EmulatedLinear, ColumnParallelLinear):
+class EmulatedColumnParallelLinear(EmulatedLinearMixin, ColumnParallelLinear):
     """y = x w^T with w split along its output features. Arguments are those of both base classes.
 
     Shapes: weight [N/P, K], grad_output [T, N/P], input [T, K] or, with sequence parallelism, [T/P, K], whose codes are
@@ -244,7 +253,7 @@ class EmulatedOutputLayer(EmulatedColumnParallelLinear):
         return layer
 
 
-class EmulatedRowParallelLinear(_EmulatedLinear, RowParallelLinear):
+class EmulatedRowParallelLinear(EmulatedLinearMixin, RowParallelLinear):
     """y = x w^T with w split along its input features. Arguments are those of both base classes.
 
     Shapes: weight [N, K/P], input [T, K/P], grad_output [T, N]. megatron-core gathers grad_output before the GEMMs, so
@@ -275,9 +284,9 @@ def convert_to_quantized_parameters(chunks: Iterable[nn.Module]) -> None:
             layer.quantize_parameter()
 
 
-def emulated_linears(chunks: Iterable[nn.Module]) -> list[_EmulatedLinear]:
+def emulated_linears(chunks: Iterable[nn.Module]) -> list[EmulatedLinearMixin]:
     """The emulated linears of some model chunks."""
-    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, _EmulatedLinear)]
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, EmulatedLinearMixin)]
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """What goes wrong in megatron-core without an error, shown on purpose, so that we know why a setting is what it is.
 
 Each test breaks a run in one way and sees the wrong result. One that fails means that megatron-core was mended, and
-what guards against it here can go. (Overrides to the same end are refused: `unit/test_mcore_config.py`. A loss of
-two values instead of three would double gradients under context parallelism: `unit/model/test_loss.py`.)
+what guards against it here can go. (Overrides to the same end are refused: `unit/mcore/test_config.py`. A loss of
+two values instead of three would double gradients under context parallelism: `unit/models/test_loss.py`.)
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def test_exactly_the_split_weights_are_marked() -> None:
 
 
 def test_weights_are_on_their_way_after_an_overlapped_update() -> None:
-    """Whoever reads weights between two steps must wait for them first, as `sync_parameters` does."""
+    """Whoever reads weights between two steps must wait for them first, as `finish_param_gather` does."""
     config = small_config("llama", f"{PLAIN} {OVERLAP}", 2)
 
     def read() -> tuple[str, str]:

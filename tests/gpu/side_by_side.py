@@ -35,7 +35,7 @@ class Launch:
     Attributes:
         flags: without `--save`, which becomes `run_folder`.
         after: name of a launch that must have ended before.
-        plan: of faults (`megafp8/faults.py`).
+        plan: of faults (`megafp8/resilience/fault_injection.py`).
     """
 
     name: str

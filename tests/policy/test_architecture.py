@@ -71,7 +71,7 @@ def repeated_classes(modules: Mapping[str, ast.Module]) -> dict[str, list[str]]:
     homes: dict[str, list[str]] = defaultdict(list)
     for module, tree in modules.items():
         for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            if isinstance(node, ast.ClassDef):
                 homes[node.name].append(module)
     return {name: where for name, where in homes.items() if len(where) > 1}
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 from megafp8.config.schema.setting import setting
+from megafp8.recipes import registry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +122,7 @@ class CheckpointConfig:
     )
     override_sample_order: bool = setting(
         False,
-        "go on in this run's order of samples although the checkpoint was trained in another (other data, "
+        "continue in this run's order of samples although the checkpoint was trained in another (other data, "
         "blend, split, seed or sequence length)",
     )
 
@@ -138,16 +139,16 @@ class LoggingConfig:
     wandb_exp_name: Optional[str] = setting(None, "Weights & Biases run name")
     wandb_save_dir: Optional[str] = setting(None, "Weights & Biases local folder", path=True)
     fp8_log_interval: Optional[int] = setting(
-        None, "steps between looks at what quantization does to every operand of the linears; default never"
+        None, "steps between quantization statistics of every operand of the linears; default never"
     )
     fp8_log_layers: str = setting(
         "*",
-        "linears to look at: shell patterns of names such as layers.0.linear_fc1, with commas between",
+        "linears with statistics: shell patterns of names such as layers.0.linear_fc1, with commas between",
         metavar="PATTERNS",
     )
     fp8_what_if: Optional[str] = setting(
         None,
-        "recipes to try on the same tensors: tensorwise, blockwise, mxfp8, nvfp4, with commas between",
+        f"recipes to try on the same tensors: {', '.join(each.name for each in registry.stateless())}; commas between",
         metavar="RECIPES",
     )
     log_throughput: bool = setting(True, "log TFLOP/s and MFU", flags=("--log-throughput",))

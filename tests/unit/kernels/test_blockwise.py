@@ -1,6 +1,6 @@
 """Casts and SwiGLU into blockwise FP8 in one pass, against torch operations: every code and every scale.
 
-On a machine without a GPU: `pip install triton`, then `TRITON_INTERPRET=1 python -m pytest tests/unit/model`.
+On a machine without a GPU: `pip install triton`, then `TRITON_INTERPRET=1 python -m pytest tests/unit/kernels`.
 """
 
 from __future__ import annotations

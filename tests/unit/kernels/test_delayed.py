@@ -1,6 +1,6 @@
 """Casts and SwiGLU into FP8 by a given scale, against torch operations: every code, the amax and the scale.
 
-On a machine without a GPU: `pip install triton`, then `TRITON_INTERPRET=1 python -m pytest tests/unit/model`.
+On a machine without a GPU: `pip install triton`, then `TRITON_INTERPRET=1 python -m pytest tests/unit/kernels`.
 """
 
 from __future__ import annotations

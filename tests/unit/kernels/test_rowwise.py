@@ -1,6 +1,6 @@
 """Casts with a scale a row and a column in two launches, against torch operations: every code and scale.
 
-On a machine without a GPU: `pip install triton`, then `TRITON_INTERPRET=1 python -m pytest tests/unit/fp8`.
+On a machine without a GPU: `pip install triton`, then `TRITON_INTERPRET=1 python -m pytest tests/unit/kernels`.
 """
 
 from __future__ import annotations

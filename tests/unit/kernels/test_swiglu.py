@@ -1,6 +1,6 @@
 """Sigmoids inside kernels, from gates whose exponential is infinite to those where it is zero.
 
-On a machine without a GPU: `pip install triton`, then `TRITON_INTERPRET=1 python -m pytest tests/unit/model`.
+On a machine without a GPU: `pip install triton`, then `TRITON_INTERPRET=1 python -m pytest tests/unit/kernels`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """FP8 by a tensor's own amax in two launches, against torch operations: every code and the scale.
 
-On a machine without a GPU: `pip install triton`, then `TRITON_INTERPRET=1 python -m pytest tests/unit/model`.
+On a machine without a GPU: `pip install triton`, then `TRITON_INTERPRET=1 python -m pytest tests/unit/kernels`.
 """
 
 from __future__ import annotations

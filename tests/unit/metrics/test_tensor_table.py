@@ -1,4 +1,4 @@
-"""Sums that ranks can add up: entries, and what becomes of them. Against values one by one: tests/unit/model."""
+"""Sums that ranks can add up: entries, and what becomes of them. Against values one by one: tests/unit/metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recipe of somebody else's: no file of the package knows its name. `MEGAFP8_RECIPES` adds it (test_external.py).
+"""A recipe of somebody else's: no file of the package knows its name. `MEGAFP8_RECIPES` adds it.
 
 Weights have one scale an output channel for both GEMMs that read them, so that they can be gathered as codes;
 activations and gradients have blocks of 64 along the sum.
