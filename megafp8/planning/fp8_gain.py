@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from megafp8.config import derived, model_shapes
 from megafp8.config.precision_map import GEMMS
-from megafp8.config.rules import recompute
+from megafp8.config.rules import cuda_graph
 from megafp8.config.settings import with_values
 from megafp8.planning.compute import cast_s, gemm_s
 from megafp8.planning.planned_run import BF16, PlannedRun, layer_gemms
@@ -90,7 +90,7 @@ def fp8_warnings(run: PlannedRun) -> list[str]:
     ]
     host_share = quantized.parts.get("host", 0.0) / quantized.seconds
     if host_share > 1 - 1 / MIN_SPEEDUP:
-        or_graph = "" if any(recompute.cuda_graph_obstacles(run.config)) else ", or --cuda-graph-impl local"
+        or_graph = "" if any(cuda_graph.cuda_graph_obstacles(run.config)) else ", or --cuda-graph-impl local"
         lines.append(
             f"kernels are so short that the GPU waits {host_share:.0%} of the step for the host, which starts more of "
             f"them in FP8: use a larger --micro-batch-size or --seq-length{or_graph}"

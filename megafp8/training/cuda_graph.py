@@ -5,7 +5,7 @@ longer than running them. A CUDA graph is captured once and replayed in one laun
 the same addresses. Therefore weights, gradients and scales are updated in place, each batch is copied into the input
 tensors of the capture, and what layers cache between iterations is allocated within the capture.
 
-The settings that do not go with a CUDA graph are rules of `config/rules/recompute.py`.
+The settings that do not go with a CUDA graph are rules of `config/rules/cuda_graph.py`.
 
 megatron-core has a similar wrapper (`full_cuda_graph.py`, release 0.16). It keeps one graph for the process, replays it
 also for another number of microbatches and after weights were replaced, and cannot run a single step without it.

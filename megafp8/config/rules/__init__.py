@@ -10,6 +10,7 @@ from __future__ import annotations
 from megafp8.config.rules import (
     base,
     checkpoint,
+    cuda_graph,
     data,
     model,
     optimizer,
@@ -34,6 +35,7 @@ SETTING_RULES: tuple[Rule, ...] = (
     *precision_map.RULES,
     *optimizer.RULES,
     *recompute.RULES,
+    *cuda_graph.RULES,
     *data.RULES,
     *checkpoint.RULES,
     *statistics.RULES,

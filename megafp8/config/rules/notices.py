@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megafp8.config import derived, precision_map
-from megafp8.config.rules import recompute
+from megafp8.config.rules import cuda_graph
 from megafp8.config.rules.optimizer import schedule_samples
 from megafp8.config.rules.precision import TILE_LENGTH, fuses_swiglu_quantization, triton_cast_recipes, uses_op_fuser
 from megafp8.config.schema import AUTO, RunConfig
@@ -47,7 +47,7 @@ def _cuda_graph_notices(config: RunConfig, implementation: str, world_size: int)
                 f"--cuda-graph-impl {config.training.cuda_graph_impl}: slow ranks cannot be identified, since a graph "
                 "shows no moment within a step"
             )
-    elif implementation == "transformer_engine" and not any(recompute.cuda_graph_obstacles(config)):
+    elif implementation == "transformer_engine" and not any(cuda_graph.cuda_graph_obstacles(config)):
         yield "steps are launched kernel by kernel, and small layers wait for the host: --cuda-graph-impl local"
 
 

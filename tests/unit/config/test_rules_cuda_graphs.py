@@ -7,7 +7,7 @@ from typing import Optional
 import pytest
 
 from megafp8.config import flags
-from megafp8.config.rules import notices, recompute
+from megafp8.config.rules import cuda_graph, notices
 from megafp8.device import capability
 
 BASE = "--attention-dropout 0 --hidden-dropout 0 --use-distributed-optimizer"
@@ -16,7 +16,7 @@ ASKED = f"--cuda-graph-impl local {BASE}"
 
 def problems(text: str) -> list[str]:
     config = flags.parse(text.split()).config
-    rules = (recompute.cuda_graph_steps_are_identical, recompute.warmup_steps_need_a_cuda_graph)
+    rules = (cuda_graph.cuda_graph_steps_are_identical, cuda_graph.warmup_steps_need_a_cuda_graph)
     return [problem for rule in rules for problem in rule(config, 2)]
 
 

@@ -1,0 +1,81 @@
+"""Rules for CUDA graphs: what a captured step excludes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megafp8.config import derived
+from megafp8.config.rules.base import Rule, no_effect_without
+from megafp8.config.schema import RunConfig, TrainingConfig
+from megafp8.config.schema.setting import AUTO
+
+
+def cuda_graph_obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """The settings with which forward-backward cannot be captured in a CUDA graph: the flag, and why with the fix."""
+    model, parallel, precision, training = config.model, config.parallel, config.precision, config.training
+    sizes = (
+        ("--pipeline-model-parallel-size", parallel.pipeline_model_parallel_size),
+        ("--context-parallel-size", parallel.context_parallel_size),
+    )
+    dropouts = (("--attention-dropout", model.attention_dropout), ("--hidden-dropout", model.hidden_dropout))
+    granularity = derived.recompute_granularity(training)
+    stochastic = next((each for each in derived.used_recipes(precision) if each.is_stochastic(vars(precision))), None)
+    optimizer = derived.fused_adam_obstacle(config)
+    checks = (
+        *((rate > 0, f"{flag} {rate}", f"a graph draws no random numbers; give {flag} 0") for flag, rate in dropouts),
+        *((size > 1, f"{flag} {size}", "graphs hold one stage's whole step; give 1") for flag, size in sizes),
+        (
+            stochastic is not None,
+            "" if stochastic is None else stochastic.flag,
+            "its gradients are rounded at random, and a graph draws no random numbers; launch kernel by kernel",
+        ),
+        (
+            granularity is not None,
+            f"--recompute-granularity {granularity}",
+            "recomputing sets the state of random generators; leave it out",
+        ),
+        (
+            precision.fp8_schedule is not None,
+            f"--fp8-schedule {precision.fp8_schedule}",
+            "a graph has one precision; leave it out",
+        ),
+        (
+            optimizer is not None,
+            str(optimizer),
+            "needs the one-pass optimizer (--use-distributed-optimizer, Adam, FP32 master weights, no loss scale): "
+            "megatron-core's waits for the number of tokens",
+        ),
+        (
+            parallel.tp_comm_overlap,
+            "--tp-comm-overlap",
+            "its buffers signal between ranks outside of graphs; leave it out",
+        ),
+        (
+            parallel.distributed_backend == "gloo",
+            "--distributed-backend gloo",
+            "its collectives pass through the host; leave it out",
+        ),
+        (
+            training.micro_batch_size == AUTO,
+            "--micro-batch-size auto",
+            "sizes are tried without a graph; find the size first, then give it",
+        ),
+    )
+    yield from ((flag, reason) for is_there, flag, reason in checks if is_there)
+
+
+def cuda_graph_steps_are_identical(config: RunConfig, world_size: int) -> Iterator[str]:
+    """A CUDA graph replays the same kernels: no host decisions, random numbers or waits inside forward-backward."""
+    if derived.uses_cuda_graph(config):
+        for flag, reason in cuda_graph_obstacles(config):
+            yield f"{flag} with --cuda-graph-impl {config.training.cuda_graph_impl}: {reason}"
+
+
+def warmup_steps_need_a_cuda_graph(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Warm-up steps have no effect without a CUDA graph."""
+    steps = config.training.cuda_graph_warmup_steps
+    if not derived.uses_cuda_graph(config) and steps != TrainingConfig().cuda_graph_warmup_steps:
+        yield no_effect_without(f"--cuda-graph-warmup-steps {steps}", "--cuda-graph-impl local")
+
+
+RULES: tuple[Rule, ...] = (cuda_graph_steps_are_identical, warmup_steps_need_a_cuda_graph)
