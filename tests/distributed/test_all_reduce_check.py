@@ -20,15 +20,15 @@ from megafp8.utils.process import set_parent_death_signal
 NUM_NODES, ABSENT = 4, 2
 
 
-def be_node(place: NodeRank, told: Path) -> None:
+def be_node(place: NodeRank, output: Path) -> None:
     """The life of a node's only rank."""
     set_parent_death_signal(signal.SIGKILL)
-    with open(told, "w") as stream, contextlib.redirect_stdout(stream):
+    with open(output, "w") as stream, contextlib.redirect_stdout(stream):
         all_reduce_check.main(json.dumps(dataclasses.asdict(place)))
 
 
-def report(node: int, told: Path) -> NodeReport:
-    lines = [json.loads(line) for line in told.read_text().splitlines()]
+def report(node: int, output: Path) -> NodeReport:
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
     groups = tuple(GroupResult(members=tuple(line["members"]), bytes_per_s=1.0, error=line["error"]) for line in lines)
     return NodeReport(node=f"n{node}", problems=(), software="", gpus=(), clock_s=0.0, groups=groups)
 
@@ -44,13 +44,13 @@ def test_a_node_that_is_not_there_is_blamed_alone(tmp_path: Path, monkeypatch: p
             nodes=("127.0.0.1",) * NUM_NODES, node=node, rank=0, ranks_per_node=1, port=port,
             store=str(tmp_path / f"store{node}"), timeout_s=2.0, is_gpu=False,
         )  # fmt: skip
-        process = multiprocessing.get_context("fork").Process(target=be_node, args=(place, tmp_path / f"told{node}"))
+        process = multiprocessing.get_context("fork").Process(target=be_node, args=(place, tmp_path / f"output{node}"))
         process.start()
         processes.append(process)
     for process in processes:
         process.join(60)
         assert process.exitcode == 0
-    reports = [report(node, tmp_path / f"told{node}") if node in nodes else None for node in range(NUM_NODES)]
+    reports = [report(node, tmp_path / f"output{node}") if node in nodes else None for node in range(NUM_NODES)]
     failed = {group.members for one in reports if one for group in one.groups if group.error}
     assert failed == {(1, 2), (2, 3)}
     assert list(evaluate_nodes([f"n{node}" for node in range(NUM_NODES)], reports)) == [f"n{ABSENT}"]

@@ -17,13 +17,13 @@ class DoctorFinding:
     """The result of a check.
 
     Attributes:
-        mend: how to fix it, preferably as a command; None if nothing is wrong.
+        fix: how to fix it, preferably as a command; None if nothing is wrong.
     """
 
     check: str
     level: str
     text: str
-    mend: Optional[str] = None
+    fix: Optional[str] = None
 
 
 def ok(check: str, text: str) -> DoctorFinding:
@@ -33,12 +33,12 @@ def ok(check: str, text: str) -> DoctorFinding:
 
 def warning(check: str, text: str, fix: str) -> DoctorFinding:
     """A problem with which training still runs."""
-    return DoctorFinding(check=check, level=WARNING, text=text, mend=fix)
+    return DoctorFinding(check=check, level=WARNING, text=text, fix=fix)
 
 
 def error(check: str, text: str, fix: str) -> DoctorFinding:
     """A problem with which training does not run."""
-    return DoctorFinding(check=check, level=ERROR, text=text, mend=fix)
+    return DoctorFinding(check=check, level=ERROR, text=text, fix=fix)
 
 
 DRIVER_LIBRARY = re.compile(r"lib(cuda|nvidia-[\w-]+)\.so")

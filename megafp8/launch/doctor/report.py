@@ -29,8 +29,8 @@ def report_text(machine: Machine, findings: Sequence[DoctorFinding]) -> str:
     for finding in findings:
         mark = "" if finding.level == OK else finding.level
         lines.append(f"{mark:<8}{finding.check:<{width}}  {finding.text}")
-        if finding.mend is not None:
-            lines.append(f"{'':8}{'':{width}}  -> {finding.mend}")
+        if finding.fix is not None:
+            lines.append(f"{'':8}{'':{width}}  -> {finding.fix}")
     shown = ", ".join(f"{name} {how}" for name, how in recipe_support(machine).items())
     lines += ["", f"recipes: {shown}", verdict(machine, findings)]
     return "\n".join(lines)
@@ -54,7 +54,11 @@ def report_data(machine: Machine, findings: Sequence[DoctorFinding]) -> dict[str
     has_errors = any(finding.level == ERROR for finding in findings)
     return {
         "can_train": None if machine.slow_imports and not has_errors else not has_errors,
-        "findings": [dataclasses.asdict(finding) for finding in findings],
+        "findings": [
+            # `mend` is the key that readers of earlier reports know.
+            {"check": finding.check, "level": finding.level, "text": finding.text, "mend": finding.fix}
+            for finding in findings
+        ],
         "recipes": recipe_support(machine),
         "machine": facts,
     }

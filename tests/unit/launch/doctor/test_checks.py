@@ -57,7 +57,7 @@ def failing(machine: Machine, **errors: str) -> dict:
 def test_a_machine_that_is_right_has_nothing_to_mend(machine: Machine) -> None:
     findings = run_checks(machine)
     assert {finding.level for finding in findings} == {OK}
-    assert all(finding.mend is None for finding in findings)
+    assert all(finding.fix is None for finding in findings)
     assert exit_status(findings, strict=True) == 0
     assert "nothing to fix" in report_text(machine, findings)
 
@@ -203,7 +203,7 @@ def test_each_fault_is_found_with_its_mend(machine, values, level, check, text, 
         if finding.check == check and finding.level == level
     ]
     assert len(found) == 1, [finding for finding in run_checks(change(machine, **values)) if finding.level != OK]
-    assert text in found[0].text and found[0].mend is not None and mend in found[0].mend
+    assert text in found[0].text and found[0].fix is not None and mend in found[0].fix
     assert exit_status(found) == (64 if level == ERROR else 0)
     assert exit_status(found, strict=True) == (64 if level == ERROR else 1)
 
