@@ -224,6 +224,18 @@ def patch_bucket_groups() -> None:
     distributed.partition_buckets = partition
 
 
+def patch_dummy_wgrad() -> None:
+    """Where Transformer Engine is installed, return empty CPU tensors in place of its shared CUDA buffers."""
+    layers = import_core("tensor_parallel.layers")
+    if not layers.HAVE_TE:
+        return
+
+    def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
+        return (torch.zeros if zero else torch.empty)(shape, dtype=dtype)
+
+    layers.get_dummy_wgrad = get_dummy_wgrad
+
+
 PATCHES = (
     Patch(
         "torch.cuda functions",
@@ -303,6 +315,12 @@ PATCHES = (
         "gathered in one group, FP8 and BF16 weights come out as noise: gloo takes all for one type",
         (("distributed/param_and_grad_buffer.py", "group_buckets = [bucket] + non_fp8_buckets"),),
         patch_bucket_groups,
+    ),
+    Patch(
+        "dummy wgrad",
+        "with Transformer Engine installed, a fused wgrad returns a CUDA buffer to autograd",
+        (("tensor_parallel/layers.py", "get_dummy_wgrad(list(weight.main_grad.shape), input.dtype)"),),
+        patch_dummy_wgrad,
     ),
 )
 KNOWN_WARNINGS = (

@@ -253,3 +253,13 @@ def test_megatron_core_takes_this_adam() -> None:
     optimizers = importlib.import_module("megatron.core.optimizer")
     assert optimizers.Adam is Adam
     assert patches.import_core("optimizer.distrib_optimizer").Adam is Adam
+
+
+def test_dummy_wgrad_lies_on_the_cpu_where_te_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = patches.import_core("tensor_parallel.layers")
+    monkeypatch.setattr(layers, "HAVE_TE", True)
+    monkeypatch.setattr(layers, "get_dummy_wgrad", None, raising=False)
+    cpu_patches.patch_dummy_wgrad()
+    dummy = layers.get_dummy_wgrad([2, 3], torch.bfloat16, zero=True)
+    assert dummy.device.type == "cpu" and dummy.dtype == torch.bfloat16
+    assert torch.equal(dummy, torch.zeros(2, 3, dtype=torch.bfloat16))
