@@ -43,10 +43,7 @@ COMMON = (
     "--tokenizer-type NullTokenizer --eval-iters 0 --log-interval 4 --no-progress-bar"
 )
 SAVING = "--no-save-optim --no-save-rng --save"
-ON_GPU = (
-    "--vocab-size 50303 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
-    "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te --num-workers 2"
-)
+ON_GPU = "--vocab-size 50303 --num-workers 2"
 SHAPES = {
     "A": "--model-preset llama-1b --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 8 "
     f"--global-batch-size 8 {ON_GPU}",

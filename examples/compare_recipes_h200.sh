@@ -43,7 +43,6 @@ training=(
   --micro-batch-size 16 --global-batch-size 16 --train-iters "${STEPS:-1000}" --seed 1
   --lr 6e-4 --min-lr 6e-5 --lr-decay-style cosine --lr-warmup-fraction 0.1
   --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
-  --use-distributed-optimizer --cross-entropy-loss-fusion --cross-entropy-fusion-impl te --cuda-graph-impl local
   --eval-interval 100 --eval-iters 20 --log-interval 100
 )
 gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 1)')

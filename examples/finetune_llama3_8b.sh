@@ -32,7 +32,6 @@ read -ra shards <<<"$DATA_PATH"
 training=(
   --seq-length 8192 --micro-batch-size 1 --global-batch-size 128 --train-iters 1000
   --lr 2e-5 --lr-decay-style cosine --min-lr 2e-6 --lr-warmup-iters 50 --weight-decay 0.1 --adam-beta2 0.95
-  --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
   --recompute-granularity selective --recompute-modules core_attn
 )
 ranks=${GPUS_PER_NODE:-$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')}

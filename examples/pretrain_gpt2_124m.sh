@@ -38,7 +38,6 @@ fi
 
 # The preset is the model as published: learned positions, LayerNorm, GELU, biases, tied embeddings, dropout 0.1.
 model=(--model-preset gpt2-124m --seq-length 1024 --attention-dropout 0 --hidden-dropout 0)
-parallel=(--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather)
 # 512 sequences are half a million tokens a step; 19,000 steps are 10 billion tokens.
 training=(
   --bf16 --micro-batch-size 8 --global-batch-size 512 --train-iters 19000 --seed 1234
@@ -55,4 +54,4 @@ fi
 
 # After a SIGTERM torchrun waits so long for its ranks to save, instead of 30 s.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
-exec "${launcher[@]}" pretrain_gpt.py "${model[@]}" "${parallel[@]}" "${training[@]}" "${data[@]}" "$@"
+exec "${launcher[@]}" pretrain_gpt.py "${model[@]}" "${training[@]}" "${data[@]}" "$@"

@@ -44,17 +44,11 @@ else
 fi
 
 model=(--model-preset llama3-8b --seq-length 8192)
-precision=(
-  --bf16 --fp8-format hybrid --fp8-recipe tensorwise
-  --cross-entropy-loss-fusion --cross-entropy-fusion-impl te
-)
+precision=(--bf16 --fp8-format hybrid --fp8-recipe tensorwise)
 # ranks = tensor x context x pipeline x data. Tensor-parallel ranks exchange activations in every layer: keep them in a
 # machine. Pipeline stages exchange little and may span machines. What remains is data-parallel. For longer sequences
 # add --context-parallel-size.
-parallel=(
-  --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2
-  --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
-)
+parallel=(--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2)
 # 512 sequences are 4.2 million tokens a step; 240,000 steps are a trillion tokens.
 training=(
   --micro-batch-size 1 --global-batch-size 512 --train-iters 240000

@@ -157,7 +157,7 @@ def check_optimizer(path: Path, saved: RunConfig, config: RunConfig, with_optimi
         return
     if saved.checkpoint.no_save_optim:
         raise CheckpointError(f"{path} was saved with --no-save-optim; give --no-load-optim or --finetune")
-    before, now = saved.parallel.use_distributed_optimizer, config.parallel.use_distributed_optimizer
+    before, now = (bool(each.parallel.use_distributed_optimizer) for each in (saved, config))
     names = saved.optimizer.optimizer, config.optimizer.optimizer
     rates = saved.optimizer.decoupled_lr, config.optimizer.decoupled_lr
     dtypes = derived.params_dtype(saved.precision), derived.params_dtype(config.precision)

@@ -378,8 +378,8 @@ def fused_adam_obstacle(config: RunConfig) -> Optional[str]:
 
 
 def uses_cuda_graph(config: RunConfig) -> bool:
-    """Whether the forward-backward of a step is launched as a CUDA graph."""
-    return config.training.cuda_graph_impl != "none"
+    """Whether the forward-backward of a step is launched as a CUDA graph; false while that is automatic."""
+    return config.training.cuda_graph_impl == "local"
 
 
 # ---- recomputation ------------------------------------------------------------------------------------------------

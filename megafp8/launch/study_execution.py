@@ -26,6 +26,7 @@ from megafp8.launch import slurm
 from megafp8.launch.job import Job, build_job
 from megafp8.launch.process_pool import OUTPUT_FILE, PooledRun, ProcessPool, RunOutcome
 from megafp8.launch.study import Study, StudyRun, labels_text
+from megafp8.planning.automatic import with_choices
 from megafp8.planning.planned_run import PlannedRun
 from megafp8.planning.step_time import step_time
 from megafp8.resilience.run_state import RunState, current_state, last_recorded_step
@@ -287,7 +288,8 @@ def predicted_seconds(run: StudyRun, finished: Sequence[StudyProgress], gpu: Opt
     if run.flops is None or run.padded_vocab is None:
         return None
     if gpu is not None:
-        planned = PlannedRun(config=run.config, gpu=gpu, world_size=run.world_size, padded_vocab=run.padded_vocab)
+        config = with_choices(run.config, gpu, run.world_size)
+        planned = PlannedRun(config=config, gpu=gpu, world_size=run.world_size, padded_vocab=run.padded_vocab)
         return step_time(planned).seconds * derived.train_iters(run.config, run.world_size)
     run_flops = run.flops
     similar = [

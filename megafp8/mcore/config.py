@@ -210,8 +210,8 @@ def kernel_fields(config: RunConfig, implementation: str, on_cuda: bool) -> dict
             and model.position_embedding_type == "rope"
             and (implementation == "transformer_engine" or has_rope_kernel())
         ),
-        "cross_entropy_loss_fusion": precision.cross_entropy_loss_fusion,
-        "cross_entropy_fusion_impl": precision.cross_entropy_fusion_impl,
+        "cross_entropy_loss_fusion": bool(precision.cross_entropy_loss_fusion),
+        "cross_entropy_fusion_impl": precision.cross_entropy_fusion_impl or "native",
         # `models.builder` sets it on each layer that supports it; set here, the output layer would require Apex.
         "gradient_accumulation_fusion": False,
         "deterministic_mode": precision.deterministic_mode,
@@ -253,9 +253,9 @@ def build_ddp_config(config: RunConfig) -> DistributedDataParallelConfig:
     parallel, precision = config.parallel, config.precision
     fields = {
         "grad_reduce_in_fp32": derived.grad_dtype(precision) == "fp32",
-        "overlap_grad_reduce": parallel.overlap_grad_reduce,
-        "overlap_param_gather": parallel.overlap_param_gather,
-        "use_distributed_optimizer": parallel.use_distributed_optimizer,
+        "overlap_grad_reduce": bool(parallel.overlap_grad_reduce),
+        "overlap_param_gather": bool(parallel.overlap_param_gather),
+        "use_distributed_optimizer": bool(parallel.use_distributed_optimizer),
         "bucket_size": parallel.ddp_bucket_size,
         "average_in_collective": parallel.ddp_average_in_collective,
         "fp8_param_gather": precision.fp8_param_gather,
@@ -289,8 +289,8 @@ def build_optimizer_config(config: RunConfig, implementation: str) -> OptimizerC
         "adam_eps": optimizer.adam_eps,
         "sgd_momentum": optimizer.sgd_momentum,
         "clip_grad": optimizer.clip_grad,
-        "use_distributed_optimizer": parallel.use_distributed_optimizer,
-        "overlap_param_gather": parallel.overlap_param_gather,
+        "use_distributed_optimizer": bool(parallel.use_distributed_optimizer),
+        "overlap_param_gather": bool(parallel.overlap_param_gather),
         "use_precision_aware_optimizer": optimizer.use_precision_aware_optimizer,
         "main_grads_dtype": DTYPES[optimizer.main_grads_dtype],
         "main_params_dtype": DTYPES[optimizer.main_params_dtype],

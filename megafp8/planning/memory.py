@@ -377,7 +377,7 @@ def _logit_bytes(config: RunConfig, padded_vocab: int) -> int:
 
 def has_fused_loss(precision: PrecisionConfig) -> bool:
     """Whether the loss is Transformer Engine's, which makes no FP32 copy of the logits."""
-    return precision.cross_entropy_loss_fusion and precision.cross_entropy_fusion_impl == "te"
+    return bool(precision.cross_entropy_loss_fusion) and precision.cross_entropy_fusion_impl == "te"
 
 
 def _tokens(config: RunConfig) -> int:

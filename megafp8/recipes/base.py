@@ -122,12 +122,11 @@ class OperandRule:
     @property
     def extras(self) -> str:
         """The Hadamard transform and stochastic rounding in words; empty without them."""
-        words = ["Hadamard"] * self.is_transformed + ["stochastic rounding"] * self.is_stochastic
-        return " and ".join(words)
+        return " and ".join(["Hadamard"] * self.is_transformed + ["stochastic rounding"] * self.is_stochastic)
 
     def __str__(self) -> str:
-        extras = f", {self.extras}" if self.extras else ""
-        return f"{self.format.name} per {self.granularity}, {self.scale_rule.value} scale{extras}"
+        text = f"{self.format.name} per {self.granularity}, {self.scale_rule.value} scale"
+        return f"{text}, {self.extras}" if self.extras else text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,6 +237,7 @@ class Recipe:
         export_form: format of exported weights; None exports as `exported_as`.
         exported_as: name of the recipe to export as; None is the registry's default.
         slow_gemm_until: compute capability below which GEMMs run at the speed of FP32 block scales.
+        output_layer_recipe: recipe that `--performance max` gives the output layer; None leaves it in high precision.
         is_ranked_on_blackwell: whether the planner can rank its speed on Blackwell, from published comparisons.
         slow_cast: whether casts run at the speed of blockwise casts.
         fallbacks: finer recipes to try, each with the reason as the end of a sentence.
@@ -267,6 +267,7 @@ class Recipe:
     exported_as: Optional[str] = None
     slow_gemm_until: tuple[int, int] = (0, 0)
     slow_cast: bool = False
+    output_layer_recipe: Optional[str] = None
     is_ranked_on_blackwell: bool = False
     fallbacks: tuple[tuple[str, str], ...] = ()
 

@@ -45,6 +45,7 @@ RECIPE = Recipe(
     is_faster_with_kernels=True,
     fuses_swiglu=True,
     supports_op_fuser=True,
+    output_layer_recipe="blockwise",
     export_form=ExportForm(
         scale_suffix="weight_scale_inv",
         quantization_config={

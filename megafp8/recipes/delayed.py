@@ -53,6 +53,7 @@ RECIPE = Recipe(
     supports_userbuffers=True,
     supports_fp8_attention=True,
     supports_op_fuser=True,
+    output_layer_recipe="tensorwise",
     exported_as="tensorwise",
     fallbacks=(("tensorwise", ", whose scales come from the current tensor"),),
 )

@@ -34,6 +34,7 @@ RECIPE = Recipe(
     te_switches=(("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "scales are powers of two"),),
     supports_userbuffers=True,
     supports_op_fuser=True,
+    output_layer_recipe="tensorwise",
     export_form=ExportForm(
         scale_suffix="weight_scale", quantization_config=compressed_tensors("tensor"), excluded_key="ignore"
     ),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional
 
 from megafp8.config import rules
 from megafp8.config.flags import Invocation
@@ -11,9 +14,10 @@ from megafp8.config.schema import RunConfig
 from megafp8.device import capability
 from megafp8.device.capability import Target
 from megafp8.device.platform import enable_determinism, limit_device_connections, world_size
-from megafp8.errors import ConfigError
+from megafp8.errors import CheckpointError, ConfigError
 from megafp8.mcore import cpu_patches
 from megafp8.planning import micro_batch
+from megafp8.planning.automatic import Choice, choose
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class Checked:
         implementation: the layers in use: `transformer_engine`, `emulated` or `local`.
         world_size: number of ranks.
         notices: what the user should know but need not fix.
+        choices: automatic settings, which `invocation.config` has as values.
     """
 
     invocation: Invocation
@@ -32,6 +37,7 @@ class Checked:
     implementation: str
     world_size: int
     notices: tuple[str, ...]
+    choices: tuple[Choice, ...] = ()
 
 
 def check(invocation: Invocation, problems: list[str]) -> Checked:
@@ -48,6 +54,8 @@ def check(invocation: Invocation, problems: list[str]) -> Checked:
     if config.precision.deterministic_mode:
         enable_determinism()
     target = capability.TARGETS[invocation.target] if invocation.target else capability.detect_target()
+    config, choices = choose(config, target, ranks, is_saved_sharded)
+    invocation = dataclasses.replace(invocation, config=config)
     found = micro_batch.setting_problems(config, ranks)
     found += capability.capability_problems(config, target)
     local_problems = rules.path_problems(config, ranks) + capability.package_problems(config.logging)
@@ -71,7 +79,24 @@ def check(invocation: Invocation, problems: list[str]) -> Checked:
     if found:
         raise ConfigError(found)
     cpu_patches.install()
-    return Checked(invocation, target, implementation, ranks, tuple(notices))
+    return Checked(invocation, target, implementation, ranks, tuple(notices), choices)
+
+
+def is_saved_sharded(config: RunConfig) -> Optional[bool]:
+    """Whether the checkpoint that the run resumes has the distributed optimizer's state; None if there is none."""
+    checkpoint = config.checkpoint
+    if checkpoint.load is None or checkpoint.finetune or checkpoint.no_load_optim:
+        return None
+    cpu_patches.install()
+    # Imported only here: megatron-core takes seconds to import, which errors should not wait for.
+    from megafp8.checkpoint.directory import find_checkpoint
+    from megafp8.checkpoint.metadata import read_config
+
+    try:
+        found = find_checkpoint(Path(checkpoint.load), checkpoint.ckpt_step)
+        return None if found is None else bool(read_config(found[1]).parallel.use_distributed_optimizer)
+    except CheckpointError:
+        return None  # the resume reports it
 
 
 def machine_problems(config: RunConfig) -> list[str]:

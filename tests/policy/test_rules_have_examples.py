@@ -96,7 +96,11 @@ EXAMPLES = {
         "1 x 4 = 4",
     ),
     "parameter_gather_overlap_has_its_parts": (
-        {"parallel.overlap_param_gather": True},
+        {
+            "parallel.overlap_param_gather": True,
+            "parallel.overlap_grad_reduce": False,
+            "parallel.use_distributed_optimizer": False,
+        },
         1,
         "--use-distributed-optimizer and --overlap-grad-reduce",
     ),
@@ -130,7 +134,7 @@ EXAMPLES = {
         "give --fp8-recipe delayed",
     ),
     "fp8_weights_need_sharded_optimizer": (
-        {"precision.fp8_param_gather": True},
+        {"precision.fp8_param_gather": True, "parallel.use_distributed_optimizer": False},
         1,
         "needs --use-distributed-optimizer",
     ),
@@ -155,7 +159,7 @@ EXAMPLES = {
         "contradict",
     ),
     "loss_fusion_is_on_for_its_implementation": (
-        {"precision.cross_entropy_fusion_impl": "te"},
+        {"precision.cross_entropy_fusion_impl": "te", "precision.cross_entropy_loss_fusion": False},
         1,
         "--cross-entropy-loss-fusion",
     ),
@@ -230,7 +234,7 @@ EXAMPLES = {
         "--start-weight-decay and --end-weight-decay",
     ),
     "fixed_loss_scale_has_a_scaler": (
-        {"optimizer.loss_scale": 8.0, "precision.bf16": False},
+        {"optimizer.loss_scale": 8.0, "precision.bf16": False, "parallel.use_distributed_optimizer": False},
         1,
         "--use-distributed-optimizer",
     ),
@@ -280,7 +284,11 @@ EXAMPLES = {
         1,
         "--recompute-granularity selective with --cuda-graph-impl local",
     ),
-    "warmup_steps_need_a_cuda_graph": ({"training.cuda_graph_warmup_steps": 5}, 1, "without --cuda-graph-impl local"),
+    "warmup_steps_need_a_cuda_graph": (
+        {"training.cuda_graph_impl": "none", "training.cuda_graph_warmup_steps": 5},
+        1,
+        "without --cuda-graph-impl local",
+    ),
     "data_has_one_source": ({"data.data_path": ("a",)}, 1, "keep one"),
     "evaluation_shards_need_training_shards": ({"data.valid_data_path": ("a",)}, 1, "goes with --train-data-path"),
     "split_has_three_parts": ({"data.split": "90;10"}, 1, "969,30,1"),

@@ -74,7 +74,7 @@ def cuda_graph_steps_are_identical(config: RunConfig, world_size: int) -> Iterat
 def warmup_steps_need_a_cuda_graph(config: RunConfig, world_size: int) -> Iterator[str]:
     """Warm-up steps have no effect without a CUDA graph."""
     steps = config.training.cuda_graph_warmup_steps
-    if not derived.uses_cuda_graph(config) and steps != TrainingConfig().cuda_graph_warmup_steps:
+    if config.training.cuda_graph_impl == "none" and steps != TrainingConfig().cuda_graph_warmup_steps:
         yield no_effect_without(f"--cuda-graph-warmup-steps {steps}", "--cuda-graph-impl local")
 
 

@@ -279,7 +279,7 @@ def parameter_gather_overlap_has_its_parts(config: RunConfig, world_size: int) -
         "--use-distributed-optimizer": parallel.use_distributed_optimizer,
         "--overlap-grad-reduce": parallel.overlap_grad_reduce,
     }
-    missing = [flag for flag, given in needed.items() if not given]
+    missing = [flag for flag, given in needed.items() if given is False]
     if missing:
         yield f"--overlap-param-gather needs {' and '.join(missing)} too"
 

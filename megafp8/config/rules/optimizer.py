@@ -119,7 +119,7 @@ def weight_decay_has_its_ends(config: RunConfig, world_size: int) -> Iterator[st
 def fixed_loss_scale_has_a_scaler(config: RunConfig, world_size: int) -> Iterator[str]:
     """megatron-core's FP32 optimizer without sharding ignores the loss scale."""
     loss_scale, dtype = config.optimizer.loss_scale, derived.params_dtype(config.precision)
-    if loss_scale is not None and dtype == "fp32" and not config.parallel.use_distributed_optimizer:
+    if loss_scale is not None and dtype == "fp32" and config.parallel.use_distributed_optimizer is False:
         yield (
             f"--loss-scale {loss_scale:g} has no effect on megatron-core's FP32 optimizer: give "
             "--use-distributed-optimizer (also for one rank), --bf16 or --fp16, or remove it"
@@ -163,7 +163,7 @@ def low_precision_state_needs_its_switch(config: RunConfig, world_size: int) -> 
         return
     if optimizer.optimizer != "adam":
         yield f"--use-precision-aware-optimizer is for --optimizer adam, not {optimizer.optimizer}"
-    if not config.parallel.use_distributed_optimizer:
+    if config.parallel.use_distributed_optimizer is False:
         yield "--use-precision-aware-optimizer needs --use-distributed-optimizer"
     if optimizer.main_grads_dtype == "bf16" and not config.precision.grad_reduce_in_bf16:
         yield (

@@ -74,7 +74,7 @@ def non_default_flags(config: RunConfig, name: str) -> Iterator[str]:
 
 def fp8_weights_need_sharded_optimizer(config: RunConfig, world_size: int) -> Iterator[str]:
     """FP8 weights need the distributed optimizer, which has the master weights."""
-    if config.precision.fp8_param_gather and not config.parallel.use_distributed_optimizer:
+    if config.precision.fp8_param_gather and config.parallel.use_distributed_optimizer is False:
         yield "--fp8-param-gather needs --use-distributed-optimizer, which keeps the high-precision weights"
 
 
@@ -128,7 +128,7 @@ def gradient_reduction_has_one_format(config: RunConfig, world_size: int) -> Ite
 def loss_fusion_is_on_for_its_implementation(config: RunConfig, world_size: int) -> Iterator[str]:
     """--cross-entropy-fusion-impl selects a fused loss, which must be on."""
     precision = config.precision
-    if precision.cross_entropy_fusion_impl != "native" and not precision.cross_entropy_loss_fusion:
+    if precision.cross_entropy_fusion_impl == "te" and precision.cross_entropy_loss_fusion is False:
         flag = f"--cross-entropy-fusion-impl {precision.cross_entropy_fusion_impl}"
         yield no_effect_without(flag, "--cross-entropy-loss-fusion")
 

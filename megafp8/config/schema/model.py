@@ -89,9 +89,24 @@ class ParallelConfig:
     sequence_parallel: bool = setting(
         False, "split norms and dropout over the tensor-parallel ranks along the sequence"
     )
-    use_distributed_optimizer: bool = setting(False, "shard optimizer state over the data-parallel ranks")
-    overlap_grad_reduce: bool = setting(False, "reduce gradients while the backward pass runs")
-    overlap_param_gather: bool = setting(False, "gather parameters while the forward pass runs")
+    use_distributed_optimizer: Optional[bool] = setting(
+        None,
+        "shard optimizer state over the data-parallel ranks; default on GPUs with --optimizer adam",
+        flags=("--use-distributed-optimizer",),
+        off=("--no-use-distributed-optimizer",),
+    )
+    overlap_grad_reduce: Optional[bool] = setting(
+        None,
+        "reduce gradients while the backward pass runs; default on GPUs with the distributed optimizer",
+        flags=("--overlap-grad-reduce",),
+        off=("--no-overlap-grad-reduce",),
+    )
+    overlap_param_gather: Optional[bool] = setting(
+        None,
+        "gather parameters while the forward pass runs; default where gradients overlap",
+        flags=("--overlap-param-gather",),
+        off=("--no-overlap-param-gather",),
+    )
     overlap_p2p_comm: bool = setting(
         True, "overlap pipeline sends with computation (interleaved schedule)", off=("--no-overlap-p2p-communication",)
     )

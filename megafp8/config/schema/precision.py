@@ -97,8 +97,17 @@ class PrecisionConfig:
     attention_backend: str = setting(
         "auto", "attention kernels", choices=("auto", "flash", "fused", "unfused", "local", "sdpa")
     )
-    cross_entropy_loss_fusion: bool = setting(False, "fused cross entropy")
-    cross_entropy_fusion_impl: str = setting("native", "which fused cross entropy", choices=("native", "te"))
+    cross_entropy_loss_fusion: Optional[bool] = setting(
+        None,
+        "fused cross entropy; default Transformer Engine's with its layers, else none",
+        flags=("--cross-entropy-loss-fusion",),
+        off=("--no-cross-entropy-loss-fusion",),
+    )
+    cross_entropy_fusion_impl: Optional[str] = setting(
+        None,
+        "which fused cross entropy; default native with --cross-entropy-loss-fusion",
+        choices=("native", "te"),
+    )
     gradient_accumulation_fusion: bool = setting(
         True,
         "accumulate weight gradients inside the GEMM where the layer can",

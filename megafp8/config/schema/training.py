@@ -107,11 +107,17 @@ class TrainingConfig:
     empty_unused_memory_level: int = setting(
         0, "empty the CUDA cache: 1 after evaluation, 2 after each step", choices=(0, 1, 2)
     )
+    performance: str = setting(
+        "exact",
+        "exact: the fastest settings that keep the numerics; max: also the FP8 output layer and the fused residual "
+        "norm, which cost less than 0.25% of loss; a run prints what it chose",
+        choices=("exact", "max"),
+    )
     cuda_graph_impl: str = setting(
-        "none",
+        "auto",
         "local: launch a step's forward and backward passes as one CUDA graph, so that the GPU does not wait "
-        "for the host kernel by kernel; Transformer Engine's layers only",
-        choices=("none", "local"),
+        "for the host kernel by kernel; Transformer Engine's layers only; auto: local where nothing prevents it",
+        choices=("auto", "none", "local"),
     )
     cuda_graph_scope: str = setting(
         "full_iteration", "what a graph holds: all forward and backward passes of a step", choices=("full_iteration",)

@@ -85,7 +85,9 @@ def test_what_a_run_is_told_of_graphs(text: str, implementation: str, world_size
 
 
 def test_settings_of_graphs_need_one() -> None:
-    assert "no effect without --cuda-graph-impl local" in problems("--cuda-graph-warmup-steps 5")[0]
+    assert (
+        "no effect without --cuda-graph-impl local" in problems("--cuda-graph-impl none --cuda-graph-warmup-steps 5")[0]
+    )
 
 
 def test_other_layers_have_none() -> None:

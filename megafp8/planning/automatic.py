@@ -1,0 +1,206 @@
+"""Automatic settings: what a run chooses where the command line leaves a choice, each with its reason.
+
+    --use-distributed-optimizer      on GPUs with Adam, unless the checkpoint to resume was saved without it
+    --overlap-grad-reduce            with the distributed optimizer of several data-parallel ranks
+    --overlap-param-gather           the same
+    --cross-entropy-loss-fusion      Transformer Engine's kernel, with its layers
+    --cuda-graph-impl                local where a step can be captured and memory allows it
+
+A CPU gets none of them. They change no numerics beyond the order of sums. Settings that do change numerics are chosen
+only by `--performance max`, with Transformer Engine's layers:
+
+    --precision output_layer=RECIPE  the output layer in FP8, where the recipe of the layers names one for it
+    --residual-norm-fusion           with fused operations
+
+A flag always wins. The configuration that a run records has the values that were chosen.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple, Optional
+
+from megafp8.config import derived, rules
+from megafp8.config.rules.cuda_graph import cuda_graph_obstacles
+from megafp8.config.rules.precision import uses_op_fuser
+from megafp8.config.schema import RunConfig
+from megafp8.config.settings import with_values
+from megafp8.device import capability
+from megafp8.device.capability import Target
+from megafp8.device.gpus import Gpu, find_gpu
+from megafp8.planning.layouts import FREE_MEMORY_FRACTION
+from megafp8.planning.memory import cuda_graph_memory_bytes, estimate_end_stages, non_torch_bytes
+from megafp8.planning.micro_batch import gib
+from megafp8.recipes import registry
+from megafp8.resilience import fault_injection
+
+
+class Choice(NamedTuple):
+    """The value of an automatic setting as a flag shows it, and why it was chosen."""
+
+    flag: str
+    value: str
+    reason: str
+
+
+Values = dict[str, Any]
+"""Values of settings by name."""
+
+
+def no_checkpoint(config: RunConfig) -> Optional[bool]:
+    """The answer for a run that starts from step 0."""
+    return None
+
+
+def choose(
+    config: RunConfig,
+    target: Target,
+    world_size: int,
+    is_saved_sharded: Callable[[RunConfig], Optional[bool]] = no_checkpoint,
+) -> tuple[RunConfig, tuple[Choice, ...]]:
+    """Replace automatic settings by values; each choice depends on those before it.
+
+    Args:
+        is_saved_sharded: whether the checkpoint that a run resumes has the distributed optimizer's state; None without
+            a checkpoint. Called only where that decides.
+
+    Returns:
+        The configuration, and the choices in their order.
+    """
+    values, made = _distributed_optimizer(config, target, is_saved_sharded)
+    config = with_values(config, values)
+    for chooser in (_performance, _overlap, _cross_entropy, _cuda_graph):
+        values, choices = chooser(config, target, world_size)
+        config, made = with_values(config, values), made + choices
+    return config, tuple(made)
+
+
+def with_choices(config: RunConfig, gpu: Gpu, world_size: int) -> RunConfig:
+    """The configuration that a run from step 0 would have on GPUs of a kind, with Transformer Engine installed."""
+    target = Target(gpu.name, "cuda", gpu.compute_capability, "assumed")
+    return choose(config, target, world_size)[0]
+
+
+def _has_te_layers(config: RunConfig, target: Target) -> bool:
+    return target.kind == "cuda" and capability.resolve_implementation(config, target) == "transformer_engine"
+
+
+def _performance(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:
+    """`--performance max`: settings that change numerics a little, as far as the run allows them."""
+    if config.training.performance != "max":
+        return {}, []
+    if not _has_te_layers(config, target):
+        return {}, [Choice("--performance", "max", "adds nothing: needs Transformer Engine's layers")]
+    values: Values = {}
+    choices = []
+    name = derived.quantization_recipe(config.precision)
+    recipe = registry.get(name).output_layer_recipe if name is not None else None
+    entries = config.precision.precision_map
+    if recipe is not None and not any(entry.startswith("output_layer") for entry in entries):
+        mapped = {"precision.precision_map": (*entries, f"output_layer={recipe}")}
+        if _is_allowed(config, mapped, target, world_size):
+            values |= mapped
+            choices.append(Choice("--precision", f"output_layer={recipe}", "--performance max"))
+    fused = {"precision.residual_norm_fusion": True}
+    mapped_config = with_values(config, values)
+    is_open = uses_op_fuser(mapped_config) and not config.precision.residual_norm_fusion
+    if is_open and _is_allowed(mapped_config, fused, target, world_size):
+        values |= fused
+        choices.append(Choice("--residual-norm-fusion", "on", "--performance max"))
+    return values, choices or [Choice("--performance", "max", "adds nothing to these settings")]
+
+
+def _is_allowed(config: RunConfig, values: Values, target: Target, world_size: int) -> bool:
+    """Whether settings cause no problem, and leave the layers in use as they are."""
+    before, after = (
+        {*rules.setting_problems(each, world_size), *capability.capability_problems(each, target)}
+        for each in (config, with_values(config, values))
+    )
+    return after <= before and _has_te_layers(with_values(config, values), target)
+
+
+def _distributed_optimizer(
+    config: RunConfig, target: Target, is_saved_sharded: Callable[[RunConfig], Optional[bool]]
+) -> tuple[Values, list[Choice]]:
+    """On GPUs it has the one-pass update and shards the state; a checkpoint's state has one of the two forms."""
+    if config.parallel.use_distributed_optimizer is not None:
+        return {}, []
+    saved = is_saved_sharded(config) if target.kind == "cuda" else None
+    if saved is not None:
+        is_sharded, reason = saved, "as the checkpoint"
+    else:
+        is_sharded = target.kind == "cuda" and config.optimizer.optimizer == "adam"
+        reason = "one-pass update, sharded state"
+    choice = [Choice("--use-distributed-optimizer", "on", reason)] if is_sharded else []
+    return {"parallel.use_distributed_optimizer": is_sharded}, choice
+
+
+def _overlap(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:
+    """Communication of the distributed optimizer beside forward and backward, where there is any."""
+    parallel = config.parallel
+    replicas = world_size // max(1, derived.model_parallel_size(config) // parallel.context_parallel_size)
+    helps = bool(parallel.use_distributed_optimizer) and target.kind == "cuda" and replicas > 1
+    values: Values = {}
+    choices = []
+    for name, is_possible in (("overlap_grad_reduce", True), ("overlap_param_gather", None)):
+        if getattr(parallel, name) is None:
+            if is_possible is None:  # a gather overlaps only beside buckets whose reduction overlaps
+                is_possible = values.get("parallel.overlap_grad_reduce", parallel.overlap_grad_reduce)
+            values[f"parallel.{name}"] = helps and bool(is_possible)
+            if helps and is_possible:
+                choices.append(Choice(f"--{name.replace('_', '-')}", "on", f"{replicas} data-parallel ranks"))
+    return values, choices
+
+
+def _cross_entropy(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:
+    """Transformer Engine's kernel reads and writes the logits once."""
+    precision = config.precision
+    fused, kernel = precision.cross_entropy_loss_fusion, precision.cross_entropy_fusion_impl
+    choices = []
+    if fused is None:
+        fused = _has_te_layers(config, target) and not precision.deterministic_mode
+        kernel = kernel or ("te" if fused else None)
+        choices = [Choice("--cross-entropy-loss-fusion", str(kernel), "Transformer Engine's layers")] if fused else []
+    values = {"cross_entropy_loss_fusion": fused, "cross_entropy_fusion_impl": kernel or "native"}
+    return {f"precision.{name}": value for name, value in values.items()}, choices
+
+
+def _cuda_graph(config: RunConfig, target: Target, world_size: int) -> tuple[Values, list[Choice]]:
+    """A graph wherever nothing prevents it."""
+    if config.training.cuda_graph_impl != "auto":
+        return {}, []
+    none = {"training.cuda_graph_impl": "none"}
+    if target.kind != "cuda":
+        return none, []
+    if not _has_te_layers(config, target):
+        return none, [Choice("--cuda-graph-impl", "none", "needs Transformer Engine's layers")]
+    if fault_injection.FAULTS_VARIABLE in os.environ:
+        return none, [Choice("--cuda-graph-impl", "none", f"{fault_injection.FAULTS_VARIABLE} acts between kernels")]
+    if obstacle := next(cuda_graph_obstacles(config), None):
+        return none, [Choice("--cuda-graph-impl", "none", ": ".join(obstacle))]
+    local = {"training.cuda_graph_impl": "local"}
+    if shortage := _memory_shortage(with_values(config, local), target, world_size):
+        return none, [Choice("--cuda-graph-impl", "none", shortage)]
+    return local, [Choice("--cuda-graph-impl", "local", "nothing prevents it")]
+
+
+def _memory_shortage(config: RunConfig, target: Target, world_size: int) -> str:
+    """Why a run that fits without a CUDA graph does not fit with one, by the planner; empty if it fits.
+
+    Without `--vocab-size` the estimate leaves out the logits' memory.
+    """
+    gpu = find_gpu(target.name)
+    if gpu is None or rules.setting_problems(config, world_size):
+        return ""
+    vocab_size = derived.padded_vocab_size(config, config.model.vocab_size or 1)
+    estimate = max(estimate_end_stages(config, world_size, vocab_size), key=lambda each: each.total_bytes)
+    graph_bytes = cuda_graph_memory_bytes(config, estimate)
+    limit_bytes = int(gpu.memory_bytes * (1 - FREE_MEMORY_FRACTION))
+    needed_bytes = estimate.total_bytes + non_torch_bytes(config, world_size)
+    if needed_bytes > limit_bytes or needed_bytes + graph_bytes <= limit_bytes:
+        return ""
+    return (
+        f"needs {gib(graph_bytes)} GiB beside the graph for statistics steps and validation, "
+        f"{gib(limit_bytes - needed_bytes)} GiB are free"
+    )

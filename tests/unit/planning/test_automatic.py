@@ -1,0 +1,144 @@
+"""Automatic settings: what each machine gets by default, what a flag keeps, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from megafp8.config import flags
+from megafp8.errors import ConfigError
+from megafp8.planning import automatic
+from megafp8.training import checks
+from megafp8.training.checks import Checked, check
+
+MODEL = (
+    "--model-preset llama-1b --bf16 --seq-length 2048 --micro-batch-size 8 --global-batch-size 64 --train-iters 100 "
+    "--lr 1e-4 --mock-data --tokenizer-type NullTokenizer --vocab-size 50303 --dry-run"
+)
+DELAYED = "--fp8-format hybrid --fp8-recipe delayed"
+
+
+def checked(extra: str, target: str = "h200", world_size: int = 1) -> Checked:
+    words = f"{MODEL} --target {target} --world-size {world_size} {extra}"
+    return check(*flags.parse_with_problems(words.split()))
+
+
+def chosen(extra: str, target: str = "h200", world_size: int = 1) -> dict[str, str]:
+    return {choice.flag: choice.value for choice in checked(extra, target, world_size).choices}
+
+
+def test_one_gpu() -> None:
+    assert chosen(DELAYED) == {
+        "--use-distributed-optimizer": "on",
+        "--cross-entropy-loss-fusion": "te",
+        "--cuda-graph-impl": "local",
+    }
+    config = checked(DELAYED).invocation.config
+    assert config.parallel.overlap_grad_reduce is False and config.parallel.overlap_param_gather is False
+
+
+def test_several_gpus_overlap_their_communication() -> None:
+    found = chosen(DELAYED, world_size=8)
+    assert found["--overlap-grad-reduce"] == found["--overlap-param-gather"] == "on"
+    assert "--overlap-grad-reduce" not in chosen(f"{DELAYED} --tensor-model-parallel-size 8", world_size=8)
+
+
+def test_a_cpu_keeps_its_settings() -> None:
+    run = checked(DELAYED, "cpu", 2)
+    config = run.invocation.config
+    assert run.choices == () and config.training.cuda_graph_impl == "none"
+    values = (config.parallel.use_distributed_optimizer, config.precision.cross_entropy_loss_fusion)
+    assert values == (False, False) and config.precision.cross_entropy_fusion_impl == "native"
+
+
+@pytest.mark.parametrize(
+    ("flag", "field"),
+    [
+        ("--no-use-distributed-optimizer", "parallel.use_distributed_optimizer=False"),
+        ("--no-overlap-grad-reduce", "parallel.overlap_grad_reduce=False"),
+        ("--no-overlap-param-gather", "parallel.overlap_param_gather=False"),
+        ("--no-cross-entropy-loss-fusion", "precision.cross_entropy_loss_fusion=False"),
+        ("--cross-entropy-loss-fusion", "precision.cross_entropy_fusion_impl=native"),
+        ("--cuda-graph-impl none", "training.cuda_graph_impl=none"),
+    ],
+)
+def test_a_flag_wins(flag: str, field: str) -> None:
+    name, _, value = field.partition("=")
+    section, _, attribute = name.partition(".")
+    config = checked(f"{DELAYED} {flag}", world_size=2).invocation.config
+    assert str(getattr(getattr(config, section), attribute)) == value
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        ("--attention-dropout 0.1", "--attention-dropout 0.1: a graph draws no random numbers"),
+        ("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 2: graphs hold one stage's whole step"),
+        ("--no-use-distributed-optimizer", "no --use-distributed-optimizer: needs the one-pass optimizer"),
+        ("--transformer-impl emulated", "needs Transformer Engine's layers"),
+    ],
+)
+def test_the_reason_for_no_graph_is_reported(extra: str, reason: str) -> None:
+    run = checked(f"{DELAYED} {extra}", world_size=2)
+    (found,) = (choice for choice in run.choices if choice.flag == "--cuda-graph-impl")
+    assert found.value == "none" and found.reason.startswith(reason)
+
+
+def test_no_graph_where_only_the_graph_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = automatic.find_gpu("h200")
+    assert gpu is not None
+    found = set()
+    for gib in (10, 60, 90, 140):
+        sized = dataclasses.replace(gpu, memory_bytes=gib * 2**30)
+        monkeypatch.setattr(automatic, "find_gpu", lambda name, sized=sized: sized)
+        found.add(chosen(f"{DELAYED} --fp8-log-interval 10")["--cuda-graph-impl"])
+        if gib == 60:
+            (choice,) = (each for each in checked(f"{DELAYED} --fp8-log-interval 10").choices if "graph" in each.flag)
+            assert "GiB beside the graph" in choice.reason
+    assert found == {"none", "local"}
+
+
+def test_maximum_performance_adds_what_the_settings_allow() -> None:
+    found = chosen(f"{DELAYED} --performance max")
+    assert (found["--precision"], found["--residual-norm-fusion"]) == ("output_layer=tensorwise", "on")
+    config = checked(f"{DELAYED} --performance max").invocation.config
+    assert config.precision.precision_map == ("output_layer=tensorwise",) and config.precision.residual_norm_fusion
+
+
+@pytest.mark.parametrize(
+    ("extra", "target"),
+    [
+        (DELAYED, "cpu"),
+        (f"{DELAYED} --fp8-param-gather --no-use-transformer-engine-op-fuser", "h200"),
+        ("--no-use-transformer-engine-op-fuser", "h200"),
+    ],
+)
+def test_maximum_performance_says_where_it_adds_nothing(extra: str, target: str) -> None:
+    (choice,) = (each for each in checked(f"{extra} --performance max", target).choices if "performance" in each.flag)
+    assert choice.reason.startswith("adds nothing")
+
+
+def test_maximum_performance_keeps_a_map() -> None:
+    config = checked(f"{DELAYED} --performance max --precision output_layer=bf16").invocation.config
+    assert config.precision.precision_map == ("output_layer=bf16",)
+
+
+def test_a_checkpoint_decides_the_form_of_the_optimizer_state(tmp_path: Path) -> None:
+    with tarfile.open(Path(__file__).parents[2] / "fixtures" / "run_of_an_earlier_version.tar.gz") as archive:
+        archive.extractall(tmp_path)  # saved without the distributed optimizer
+    run = checked(f"{DELAYED} --load {tmp_path / 'run'}")
+    config, flags_chosen = run.invocation.config, {choice.flag for choice in run.choices}
+    assert config.parallel.use_distributed_optimizer is False and config.training.cuda_graph_impl == "none"
+    assert "--use-distributed-optimizer" not in flags_chosen
+    for harmless in ("--no-load-optim", "--finetune"):
+        config = checked(f"{DELAYED} --load {tmp_path / 'run'} {harmless}").invocation.config
+        assert config.parallel.use_distributed_optimizer is True
+    assert checks.is_saved_sharded(checked(f"{DELAYED} --load {tmp_path / 'empty'}").invocation.config) is None
+
+
+def test_wrong_settings_are_still_refused() -> None:
+    with pytest.raises(ConfigError, match="contradict each other"):
+        checked(f"{DELAYED} --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32")
