@@ -318,13 +318,11 @@ def collect_results(place: NodeRank, scratch: Path, ranks: Sequence[subprocess.P
     """Wait for the node's ranks, and return the result of each group: that of its slowest rank."""
     num_nodes = len(place.nodes)
     expected = [(place.node,), *(link_members(link, num_nodes) for link in node_links(place.node, num_nodes))]
-    wait_s = STARTUP_TIMEOUT_S + 2 * place.timeout_s * len(expected)
+    deadline = time.monotonic() + STARTUP_TIMEOUT_S + 2 * place.timeout_s * len(expected)  # of all ranks together
     lines: list[dict[tuple[int, ...], dict]] = []
     ends: list[str] = []
     for rank, process in enumerate(ranks):
-        ends.append(wait_or_kill(process, wait_s, scratch / f"errors{rank}"))
-        if ends[-1] == NO_ANSWER:
-            wait_s = 0.0  # the time is over for the other ranks as well
+        ends.append(wait_or_kill(process, max(0.0, deadline - time.monotonic()), scratch / f"errors{rank}"))
         parsed = map(parse_json, (scratch / f"rank{rank}").read_text().splitlines())
         lines.append({tuple(line["members"]): line for line in parsed})
     return tuple(combine_ranks(members, [each.get(members) for each in lines], ends) for members in expected)
