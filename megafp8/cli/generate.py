@@ -92,7 +92,7 @@ def read_prompt(arguments: argparse.Namespace) -> str:
 
 def run(arguments: argparse.Namespace) -> None:
     """Check, load, generate, write."""
-    from megafp8.training.generation import GREEDY, Sampling
+    from megafp8.training.sampling import GREEDY, Sampling
 
     sampling = GREEDY if arguments.greedy else Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
     found = problems(arguments) + sampling.problems()
@@ -100,7 +100,8 @@ def run(arguments: argparse.Namespace) -> None:
         raise ConfigError(found)
     prompt = read_prompt(arguments)
     common.install_patches()
-    from megafp8.training.generation import generate_text, load_language_model
+    from megafp8.training.generation import generate_text
+    from megafp8.training.language_model import load_language_model
 
     tokenizer = common.given_flags(arguments, ("tokenizer_type", *common.TOKENIZER_FILES))
     model = load_language_model(arguments.load, arguments.ckpt_step, arguments.precision == "high", tokenizer)

@@ -14,15 +14,9 @@ from megafp8.config.schema import RunConfig
 from megafp8.device.capability import TARGETS
 from megafp8.errors import CapabilityError, CheckpointError, DataError
 from megafp8.models.layer_specs import Norm
-from megafp8.training.generation import (
-    GREEDY,
-    Sampling,
-    TextStream,
-    generate_ids,
-    generate_text,
-    load_language_model,
-    single_device_config,
-)
+from megafp8.training.generation import TextStream, generate_ids, generate_text
+from megafp8.training.language_model import load_language_model, single_device_config
+from megafp8.training.sampling import GREEDY, Sampling
 
 FP8 = "--fp8-format hybrid --fp8-recipe tensorwise"
 PROMPT = [5, 3, 250, 8]

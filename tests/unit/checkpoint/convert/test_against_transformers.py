@@ -40,7 +40,7 @@ from megafp8.data.preprocessing.tokenizer_training import train_byte_bpe, train_
 from megafp8.data.tokenizers.build import build_tokenizer
 from megafp8.device import capability
 from megafp8.device.platform import detect_platform
-from megafp8.training.generation import build_module, single_device_config
+from megafp8.training.language_model import build_module, single_device_config
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 
