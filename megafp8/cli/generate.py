@@ -56,8 +56,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="also write to F: the same text, or one JSON object a line for *.jsonl",
     )  # fmt: skip
     parser.add_argument(
-        "--precision", choices=("checkpoint", "high"), default="checkpoint",
-        help="checkpoint (default): the one that it was trained in; high: the same without FP8",
+        "--no-cache", action="store_true",
+        help="no key-value cache: each token takes a pass over the text so far, with the arithmetic of training",
+    )  # fmt: skip
+    parser.add_argument(
+        "--precision", choices=("checkpoint", "high"),
+        help="checkpoint: the arithmetic of training, for FP8 and FP4 only with --no-cache; high: the same without "
+        "quantization; default checkpoint with --no-cache, else high, in FP32 where the device emulates BF16",
     )  # fmt: skip
     group = parser.add_argument_group("tokenizer", "what it is and where its files are now; default as in training")
     group.add_argument("--tokenizer-type", metavar="TYPE", help="of a converted checkpoint that came without one")
@@ -104,8 +109,12 @@ def run(arguments: argparse.Namespace) -> None:
     from megafp8.training.language_model import load_language_model
 
     tokenizer = common.given_flags(arguments, ("tokenizer_type", *common.TOKENIZER_FILES))
-    model = load_language_model(arguments.load, arguments.ckpt_step, arguments.precision == "high", tokenizer)
+    model = load_language_model(
+        arguments.load, arguments.ckpt_step, arguments.precision, not arguments.no_cache, tokenizer
+    )
     log(str(model))
+    if model.notice:
+        log(model.notice)
     samples = []
     for index in range(arguments.num_samples):
         show(heading(index, arguments.num_samples) + prompt)
@@ -114,10 +123,15 @@ def run(arguments: argparse.Namespace) -> None:
         show("\n")
         if sample.num_prompt_tokens > model.context_tokens:
             log(f"the prompt has {sample.num_prompt_tokens} tokens; the model saw the last {model.context_tokens}")
-        log(f"{sample.num_tokens} tokens in {time.monotonic() - started:.1f} s, ended by {sample.ended_by}")
+        log(f"{speed(sample.num_tokens, time.monotonic() - started)}, ended by {sample.ended_by}")
         samples.append(sample)
     if arguments.output is not None:
         write_samples(arguments.output, samples)
+
+
+def speed(num_tokens: int, seconds: float) -> str:
+    """Return the time of the new tokens, the prompt's pass included, in words."""
+    return f"{num_tokens} tokens in {seconds:.1f} s, {num_tokens / seconds:.1f} tokens/s"
 
 
 def heading(index: int, count: int) -> str:

@@ -1,8 +1,8 @@
 """Text generation from a checkpoint on one device, token by token, with temperature, top-k and top-p sampling.
 
-The model has the layers that it was trained with, FP8 included, without optimizer and gradient buffers. Each token
-takes a forward pass over the whole text so far. There is no KV cache: with per-tensor scaling it would change the
-arithmetic, since a scale would be computed from one token instead of the sequence.
+With a key-value cache each token takes a forward pass over itself, in high precision. Without one it takes a pass over
+the text so far, with the arithmetic of training. A text that outgrows the context window is continued from its last
+tokens, in passes over the window.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def generate_ids(
     Equal logits and seeds give equal tokens on every device, because sampling is done on the CPU.
     """
     generator = torch.Generator().manual_seed(seed)
-    ids = list(prompt_ids)
+    ids, cache = list(prompt_ids), model.build_cache()
     with cached_weight_codes([model.module]):
         for _ in range(max_new_tokens):
-            token = next_token(model.next_logits(ids), sampling, generator)
+            token = next_token(model.next_logits(ids, cache), sampling, generator)
             if token == model.tokenizer.eod:
                 return
             ids.append(token)

@@ -1,4 +1,8 @@
-"""A trained model on one device, built from a checkpoint of any parallel layout, that predicts the next token."""
+"""A trained model on one device, built from a checkpoint of any parallel layout, that predicts the next token.
+
+It has the layers that it was trained with, without optimizer and gradient buffers. With a key-value cache its GEMMs are
+in high precision; without one they are those of training, quantized ones included.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,6 @@ from megafp8.checkpoint.load import load_weights
 from megafp8.checkpoint.manifest import check_complete
 from megafp8.checkpoint.metadata import embedding_rows, read_config
 from megafp8.config import derived, precision_map
-from megafp8.config.precision_options import is_quantized_at
 from megafp8.config.schema import DataConfig, RunConfig
 from megafp8.config.settings import with_values
 from megafp8.data.tokenizers.build import Tokenizer, build_tokenizer
@@ -26,6 +29,8 @@ from megafp8.errors import CapabilityError, CheckpointError, DataError
 from megafp8.mcore.config import build_transformer_config
 from megafp8.mcore.process_groups import build_process_groups
 from megafp8.models.builder import build_model
+from megafp8.training.generation_precision import cache_notice, generation_config, quantization_words, trained_config
+from megafp8.training.key_value_cache import KeyValueCache
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,8 @@ class LanguageModel:
         implementation: the layers in use: `transformer_engine`, `emulated` or `local`.
         context_tokens: length of the context window.
         length_multiple: sequence lengths must be a multiple of it, for the GEMMs.
+        uses_cache: texts are generated with a key-value cache.
+        notice: how the arithmetic differs from that of training because of the cache, in words; else empty.
     """
 
     path: Path
@@ -48,32 +55,49 @@ class LanguageModel:
     device: torch.device
     context_tokens: int
     length_multiple: int
+    uses_cache: bool
+    notice: str
 
     def __str__(self) -> str:
-        precision, dtype = self.config.precision, derived.params_dtype(self.config.precision)
-        recipe = derived.quantization_recipe(precision)
-        kind = f"FP4 {precision.fp4_format}" if precision.fp8_format is None else f"FP8 {precision.fp8_format}"
-        quantized = "" if recipe is None else f", {kind} {recipe}"
-        quantized += f", {' '.join(precision.precision_map)}" if precision.precision_map else ""
-        return f"{self.path}: {self.implementation} layers, {dtype}{quantized}, on {self.device}"
+        precision = self.config.precision
+        parts = [f"{self.implementation} layers", derived.params_dtype(precision), *quantization_words(precision)]
+        parts += ["key-value cache"] if self.uses_cache else []
+        return f"{self.path}: {', '.join(parts)}, on {self.device}"
+
+    def build_cache(self) -> Optional[KeyValueCache]:
+        """An empty cache for one text; None if texts are generated without."""
+        return KeyValueCache(self.module, self.device, self.context_tokens) if self.uses_cache else None
 
     @torch.no_grad()
-    def next_logits(self, ids: Sequence[int]) -> Tensor:
-        """Logits of the token after `ids`. Shape: (tokenizer's vocabulary,), FP32, on the CPU."""
+    def next_logits(self, ids: Sequence[int], cache: Optional[KeyValueCache] = None) -> Tensor:
+        """Logits of the token after `ids`. Shape: (tokenizer's vocabulary,), FP32, on the CPU.
+
+        Args:
+            cache: has a prefix of `ids`, and gets the rest. It is not used once the text is longer than the context
+                window: the window then slides, and every token has another position.
+        """
+        if cache is None or len(ids) > self.context_tokens:
+            logits = self.window_logits(ids)
+        else:
+            logits = cache.append(ids[cache.num_tokens :])
+        return logits[: self.tokenizer.vocab_size].float().cpu()
+
+    def window_logits(self, ids: Sequence[int]) -> Tensor:
+        """Logits from one pass over the last `context_tokens` of `ids`. Shape: (padded vocabulary,)."""
         window = list(ids[-self.context_tokens :])
         last = len(window) - 1
         # Attention is causal: padding after the last token affects its logits only through per-tensor scales.
         window += window[-1:] * (-len(window) % self.length_multiple)
         tokens = torch.tensor([window], device=self.device)
         positions = torch.arange(len(window), device=self.device)[None]
-        logits = self.module(tokens, positions, None)
-        return logits[0, last, : self.tokenizer.vocab_size].float().cpu()
+        return self.module(tokens, positions, None)[0, last]
 
 
 def load_language_model(
     folder: Path,
     step: Optional[int] = None,
-    high_precision: bool = False,
+    precision: Optional[str] = None,
+    uses_cache: bool = True,
     tokenizer_files: Optional[Mapping[str, str]] = None,
 ) -> LanguageModel:
     """Build the model of a checkpoint, of any parallel layout, on this process's device.
@@ -81,11 +105,13 @@ def load_language_model(
     Args:
         folder: the run's `--save`.
         step: of the checkpoint; default the newest.
-        high_precision: do not quantize. Checkpoints of a high-precision step of `--fp8-schedule` never are.
+        precision: see `generation_config`.
+        uses_cache: generate with a key-value cache.
         tokenizer_files: fields of the data section (`tokenizer_type`, `tokenizer_model`...) in place of the saved ones.
 
     Raises:
         CheckpointError: there is no checkpoint, or it cannot be read.
+        ConfigError: the cache is requested for quantized GEMMs.
         DataError: the tokenizer's files are missing, or of another tokenizer.
         CapabilityError: this device does not support the precision.
     """
@@ -94,15 +120,15 @@ def load_language_model(
         raise CheckpointError(f"--load {folder} holds no checkpoint; give the folder that a run had as --save")
     path = found[1]
     check_complete(path)
-    saved = read_config(path)
-    high_precision = high_precision or not is_quantized_at(saved.precision, max(1, found[0]))
-    config, implementation = single_device_config(saved, capability.detect_target(), high_precision)
+    saved, platform = read_config(path), detect_platform()
+    trained = trained_config(saved, found[0])
+    chosen = generation_config(trained, precision, uses_cache, platform.has_bf16_units())
+    config, implementation = single_device_config(chosen, capability.detect_target())
     config = with_values(config, {f"data.{name}": value for name, value in (tokenizer_files or {}).items()})
     tokenizer = load_tokenizer(config.data, saved.model.vocab_size)
     vocab_size = embedding_rows(path)
     check_vocabulary(path, saved, tokenizer, vocab_size)
 
-    platform = detect_platform()
     module = build_module(config, implementation, vocab_size, platform)
     load_weights(path, [module])
     multiple = derived.gemm_alignment(config.precision) if implementation == "transformer_engine" else 1
@@ -116,10 +142,12 @@ def load_language_model(
         device=platform.device,
         context_tokens=config.data.seq_length // multiple * multiple,
         length_multiple=multiple,
+        uses_cache=uses_cache,
+        notice=cache_notice(trained.precision, chosen.precision) if precision is None else "",
     )
 
 
-def single_device_config(saved: RunConfig, target: capability.Target, high_precision: bool) -> tuple[RunConfig, str]:
+def single_device_config(saved: RunConfig, target: capability.Target) -> tuple[RunConfig, str]:
     """The configuration for forward passes of a saved model on one device, and the layers in use.
 
     The layers are those of the run if the device supports them, else others of the same precision.
@@ -129,17 +157,14 @@ def single_device_config(saved: RunConfig, target: capability.Target, high_preci
     """
     precision = dataclasses.replace(
         saved.precision,
-        fp8_format=None if high_precision else saved.precision.fp8_format,
-        fp4_format=None if high_precision else saved.precision.fp4_format,
         fp8_dot_product_attention=False,  # supported by few devices, and its state is for training
         # The rest is for training only, or selects other kernels for the same arithmetic.
         attention_backend="auto",
         fp8_param_gather=False,
-        precision_map=() if high_precision else saved.precision.precision_map,
         fp8_schedule=None,
         gradient_accumulation_fusion=False,
         cross_entropy_loss_fusion=False,
-        split_rope_fusion=False,
+        split_rope_fusion=False,  # its kernel rotates from position 0, and keys before they are cached
         residual_norm_fusion=False,
         swiglu_quantize_fusion=False,
         quantize_kernels=None,
@@ -158,7 +183,7 @@ def single_device_config(saved: RunConfig, target: capability.Target, high_preci
             return config, implementation
         problems = problems or found
     is_quantized = precision_map.is_quantized(precision)
-    fix = ["--precision high generates without quantization"] if is_quantized else []
+    fix = ["--precision high generates without quantization, as a key-value cache does"] if is_quantized else []
     raise CapabilityError(problems + fix)
 
 
