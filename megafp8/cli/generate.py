@@ -2,7 +2,8 @@
 
     python tools/generate_text.py --load RUN --prompt "def main("
 
-The text appears on standard output as it is made; what is to be said about it goes to standard error.
+The text appears on standard output as it is generated, messages go to standard error. Tokens are generated with a
+key-value cache, in high precision. --no-cache generates with the arithmetic of training, FP8 and FP4 included.
 """
 
 from __future__ import annotations
@@ -57,12 +58,13 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--no-cache", action="store_true",
-        help="no key-value cache: each token takes a pass over the text so far, with the arithmetic of training",
+        help="each token takes a forward pass over the text so far, with the arithmetic of training",
     )  # fmt: skip
     parser.add_argument(
         "--precision", choices=("checkpoint", "high"),
-        help="checkpoint: the arithmetic of training, for FP8 and FP4 only with --no-cache; high: the same without "
-        "quantization; default checkpoint with --no-cache, else high, in FP32 where the device emulates BF16",
+        help="checkpoint: the arithmetic of training, which FP8 and FP4 have only with --no-cache; high: the same "
+        "without quantization; default: checkpoint with --no-cache, else high, with FP32 in place of BF16 for "
+        "quantized runs on devices that emulate BF16",
     )  # fmt: skip
     group = parser.add_argument_group("tokenizer", "what it is and where its files are now; default as in training")
     group.add_argument("--tokenizer-type", metavar="TYPE", help="of a converted checkpoint that came without one")
