@@ -2,7 +2,8 @@
 
     python tools/generate_text.py --load RUN --prompt "def main("
 
-The text appears on standard output as it is made; what is to be said about it goes to standard error.
+The text appears on standard output as it is generated, messages go to standard error. Tokens are generated with a
+key-value cache, in high precision. --no-cache generates with the arithmetic of training, FP8 and FP4 included.
 """
 
 from __future__ import annotations
@@ -56,8 +57,14 @@ def build_parser() -> argparse.ArgumentParser:
         help="also write to F: the same text, or one JSON object a line for *.jsonl",
     )  # fmt: skip
     parser.add_argument(
-        "--precision", choices=("checkpoint", "high"), default="checkpoint",
-        help="checkpoint (default): the one that it was trained in; high: the same without FP8",
+        "--no-cache", action="store_true",
+        help="each token takes a forward pass over the text so far, with the arithmetic of training",
+    )  # fmt: skip
+    parser.add_argument(
+        "--precision", choices=("checkpoint", "high"),
+        help="checkpoint: the arithmetic of training, which FP8 and FP4 have only with --no-cache; high: the same "
+        "without quantization; default: checkpoint with --no-cache, else high, with FP32 in place of BF16 for "
+        "quantized runs on devices that emulate BF16",
     )  # fmt: skip
     group = parser.add_argument_group("tokenizer", "what it is and where its files are now; default as in training")
     group.add_argument("--tokenizer-type", metavar="TYPE", help="of a converted checkpoint that came without one")
@@ -92,7 +99,7 @@ def read_prompt(arguments: argparse.Namespace) -> str:
 
 def run(arguments: argparse.Namespace) -> None:
     """Check, load, generate, write."""
-    from megafp8.training.generation import GREEDY, Sampling
+    from megafp8.training.sampling import GREEDY, Sampling
 
     sampling = GREEDY if arguments.greedy else Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
     found = problems(arguments) + sampling.problems()
@@ -100,11 +107,16 @@ def run(arguments: argparse.Namespace) -> None:
         raise ConfigError(found)
     prompt = read_prompt(arguments)
     common.install_patches()
-    from megafp8.training.generation import generate_text, load_language_model
+    from megafp8.training.generation import generate_text
+    from megafp8.training.language_model import load_language_model
 
     tokenizer = common.given_flags(arguments, ("tokenizer_type", *common.TOKENIZER_FILES))
-    model = load_language_model(arguments.load, arguments.ckpt_step, arguments.precision == "high", tokenizer)
+    model = load_language_model(
+        arguments.load, arguments.ckpt_step, arguments.precision, not arguments.no_cache, tokenizer
+    )
     log(str(model))
+    if model.notice:
+        log(model.notice)
     samples = []
     for index in range(arguments.num_samples):
         show(heading(index, arguments.num_samples) + prompt)
@@ -113,10 +125,15 @@ def run(arguments: argparse.Namespace) -> None:
         show("\n")
         if sample.num_prompt_tokens > model.context_tokens:
             log(f"the prompt has {sample.num_prompt_tokens} tokens; the model saw the last {model.context_tokens}")
-        log(f"{sample.num_tokens} tokens in {time.monotonic() - started:.1f} s, ended by {sample.ended_by}")
+        log(f"{speed(sample.num_tokens, time.monotonic() - started)}, ended by {sample.ended_by}")
         samples.append(sample)
     if arguments.output is not None:
         write_samples(arguments.output, samples)
+
+
+def speed(num_tokens: int, seconds: float) -> str:
+    """Return the time of the new tokens, the prompt's pass included, in words."""
+    return f"{num_tokens} tokens in {seconds:.1f} s, {num_tokens / seconds:.1f} tokens/s"
 
 
 def heading(index: int, count: int) -> str:

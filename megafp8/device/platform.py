@@ -21,6 +21,7 @@ from megafp8.device.rendezvous import join_store
 FIRST_RANK_TIMEOUT_S = 5.0
 # torch reads its number of threads from these when it is imported.
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+BF16_CPU_FLAGS = frozenset(("avx512_bf16", "amx_bf16", "bf16"))  # the last one is Arm's
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,15 @@ class Platform:
             return self.total_memory_bytes()
         return psutil.virtual_memory().available // local_world_size()
 
+    def has_bf16_units(self) -> bool:
+        """Whether the device multiplies BF16 in hardware: GPUs since Ampere, CPUs with AVX512-BF16, AMX or Arm's BF16.
+
+        Other devices emulate it, more slowly than they multiply FP32.
+        """
+        if self.kind == "cuda":
+            return torch.cuda.get_device_capability(self.device) >= (8, 0)
+        return not BF16_CPU_FLAGS.isdisjoint(cpu_info("flags", "Features").split())
+
     def free_cache(self) -> None:
         """Return cached device memory to the driver."""
         if self.kind == "cuda":
@@ -92,12 +102,17 @@ def peak_resident_bytes() -> int:
 
 def cpu_name() -> str:
     """The CPU's model name according to the kernel, or `CPU`."""
+    return cpu_info("model name") or "CPU"
+
+
+def cpu_info(*names: str) -> str:
+    """The first value in /proc/cpuinfo under one of some names; empty if there is none."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+            fields = (line.partition(":") for line in lines)
+            return next((value.strip() for name, _, value in fields if name.strip() in names), "")
     except OSError:
-        names = []
-    return names[0] if names else "CPU"
+        return ""
 
 
 def detect_platform(distributed_backend: Optional[str] = None) -> Platform:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -62,10 +63,16 @@ class CausalAttention(torch.nn.Module):
         attention_bias: Optional[Tensor] = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Compute causal attention. `attention_mask` is ignored: megafp8's data loader builds none."""
+        """Compute causal attention. `attention_mask` is ignored: megafp8's data loader builds none.
+
+        Args:
+            attn_mask_type: with `no_mask` every query attends to all keys. megatron-core passes it for the one token
+                that follows a key-value cache (`training/key_value_cache.py`).
+        """
         assert attention_bias is None and packed_seq_params is None, "not passed by this project's models"
-        mask = None
+        mask, is_causal = None, attn_mask_type is not AttnMaskType.no_mask
         if self.context_group.size() > 1:
+            assert is_causal, "a key-value cache is for one rank"
             key, value, mask = self.gather_key_value(query, key, value)
         probability = self.dropout if self.training else 0.0
         # Tensor-parallel ranks drop probabilities of different heads, so they use the tensor-parallel random state.
@@ -78,7 +85,7 @@ class CausalAttention(torch.nn.Module):
                 key.permute(1, 2, 0, 3),
                 value.permute(1, 2, 0, 3),
                 attn_mask=mask,
-                is_causal=mask is None,
+                is_causal=is_causal and mask is None,
                 dropout_p=probability,
                 scale=self.softmax_scale,
                 enable_gqa=key.shape[2] != query.shape[2],

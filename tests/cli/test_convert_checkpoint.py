@@ -33,7 +33,9 @@ from megafp8.checkpoint.standalone import CheckpointTensors
 from megafp8.cli import convert
 from megafp8.config import flags
 from megafp8.data.preprocessing.tokenizer_training import train_byte_bpe
-from megafp8.training.generation import GREEDY, generate_text, load_language_model
+from megafp8.training.generation import generate_text
+from megafp8.training.language_model import load_language_model
+from megafp8.training.sampling import GREEDY
 
 ROOT = Path(__file__).resolve().parents[2]
 IN_ROWS = {"embedding.word_embeddings.weight", "output_layer.weight"}

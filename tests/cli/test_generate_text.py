@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -53,7 +54,9 @@ def test_samples_on_the_terminal_and_in_the_file(folder, tmp_path) -> None:
     assert samples[0]["text"] != samples[1]["text"]
     shown = (f"=== sample {i + 1} of 2 ===\n{PROMPT}{samples[i]['text']}\n" for i in range(2))
     assert result.stdout.splitlines() == "".join(shown).splitlines()  # a sample may have a carriage return
-    assert "iter_0000007: emulated layers, fp32, FP8 hybrid tensorwise, on cpu" in result.stderr
+    assert "iter_0000007: emulated layers, fp32, key-value cache, on cpu" in result.stderr
+    assert "trained in FP8 hybrid tensorwise; the key-value cache generates in fp32. --no-cache" in result.stderr
+    assert len(re.findall(r"\d+ tokens in [\d.]+ s, [\d.]+ tokens/s, ended by (?:eod|length)\n", result.stderr)) == 2
     assert samples[0]["ended_by"] in ("eod", "length")
 
 
@@ -66,6 +69,24 @@ def test_greedy_text_in_a_text_file_is_what_the_terminal_shows(folder, tmp_path)
     assert result.stdout.startswith(PROMPT)
     assert (tmp_path / "sample.txt").read_text(encoding="utf-8") == result.stdout
     assert "FP8" not in result.stderr
+
+
+def test_without_a_cache_the_arithmetic_is_that_of_training(folder) -> None:
+    result = generate(
+        "--load", folder / "run", "--tokenizer-model", folder / "tokenizer.model", "--no-cache", "--max-new-tokens", 2
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "iter_0000007: emulated layers, fp32, FP8 hybrid tensorwise, on cpu" in result.stderr
+    assert "cache" not in result.stderr
+
+
+def test_a_cache_and_quantized_arithmetic_are_refused_together(folder) -> None:
+    result = generate(
+        "--load", folder / "run", "--tokenizer-model", folder / "tokenizer.model", "--precision", "checkpoint"
+    )  # fmt: skip
+    assert result.returncode == 64
+    assert "--precision checkpoint: the run trained in FP8 hybrid tensorwise" in result.stderr
+    assert "add --no-cache" in result.stderr
 
 
 def test_a_tokenizer_that_moved_is_named_with_its_flag(folder) -> None:
@@ -115,5 +136,14 @@ def test_wrong_flags_are_all_named_at_once_with_status_64(folder, tmp_path) -> N
 def test_help_names_every_flag() -> None:
     result = start("--help")
     assert result.returncode == 0
-    for flag in ("--load", "--ckpt-step", "--prompt-file", "--max-new-tokens", "--greedy", "--precision", "--seed"):
+    for flag in (
+        "--load",
+        "--ckpt-step",
+        "--prompt-file",
+        "--max-new-tokens",
+        "--greedy",
+        "--precision",
+        "--no-cache",
+        "--seed",
+    ):
         assert flag in result.stdout

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from saved_run import configure, save_initial
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
@@ -19,6 +20,7 @@ from benchmarks import (
     data_loading,
     engine_overhead,
     fp8_step_cpu,
+    generation,
     gpu_train,
     param_gather,
     quantize_cpu,
@@ -61,6 +63,19 @@ def numbers(value: Any) -> Iterator[float]:
             yield from numbers(item)
     elif isinstance(value, (int, float)):
         yield value
+
+
+def test_generation(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Every side with the arithmetic that it names."""
+    flags = "--model-preset tiny --vocab-size 300 --fp8-format hybrid --fp8-recipe tensorwise --no-save-optim"
+    save_initial(tmp_path / "run", configure(flags))
+    arguments = ["--load", str(tmp_path / "run"), "--prompt", "5 3", "--tokens", "4", "6", "--rounds", "2"]
+    generation.main([*arguments, "--json", str(tmp_path / "result.json")])
+    result = json.loads((tmp_path / "result.json").read_text())
+    shown = [side["model"].partition(" layers, ")[2] for side in result.values()]
+    assert shown == ["fp32, key-value cache, on cpu", "fp32, on cpu", "fp32, FP8 hybrid tensorwise, on cpu"]
+    assert all(len(side["seconds"][n]) == 2 for side in result.values() for n in ("4", "6"))
+    assert len(capfd.readouterr().out.splitlines()) == 5
 
 
 def test_engine_overhead(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """How a process prepares its device."""
 
+import io
 import os
 import subprocess
 import sys
@@ -49,6 +50,28 @@ def test_threads_of_a_rank(
     monkeypatch.setattr(torch, "set_num_threads", found.append)
     platform.set_num_threads(num_threads, useful)
     assert found == ([] if expected is None else [expected])
+
+
+X86 = "model name\t: A CPU\nflags\t\t: fpu avx512f {}\nvmx flags\t: amx_bf16\n\nmodel name\t: another\n"
+ARM = "BogoMIPS\t: 50.00\nFeatures\t: fp asimd {}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "has_bf16_units"),
+    [
+        (X86.format("avx512_bf16"), "A CPU", True),
+        (X86.format("amx_bf16 amx_tile"), "A CPU", True),
+        (X86.format("avx512vl"), "A CPU", False),
+        (ARM.format("bf16"), "CPU", True),
+        (ARM.format("sve"), "CPU", False),
+        ("", "CPU", False),
+    ],
+)
+def test_what_a_cpu_is(text: str, name: str, has_bf16_units: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "open", lambda path, encoding: io.StringIO(text), raising=False)
+    assert platform.cpu_name() == name
+    cpu = platform.Platform("cpu", torch.device("cpu"), name, "gloo")
+    assert cpu.has_bf16_units() == has_bf16_units
 
 
 @pytest.mark.parametrize("variable", platform.THREAD_VARIABLES)

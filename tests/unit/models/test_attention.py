@@ -16,6 +16,8 @@ from megafp8.mcore import cpu_patches, patches
 
 cpu_patches.install()
 
+from megatron.core.transformer.enums import AttnMaskType
+
 from megafp8.models.attention import CausalAttention, zigzag_positions
 
 LENGTH, BATCH, HEADS, CHANNELS = 16, 2, 4, 8
@@ -80,6 +82,15 @@ def test_the_future_is_not_seen() -> None:
     after = attention()(query, key, value)
     assert torch.equal(before[:9], after[:9])
     assert not torch.equal(before[9:], after[9:])
+
+
+@pytest.mark.parametrize("num_groups", [HEADS, 1])
+def test_one_query_without_a_mask_attends_to_all_keys(num_groups: int) -> None:
+    query, key, value = inputs(num_groups)
+    last = attention()(query[-1:], key, value, attn_mask_type=AttnMaskType.no_mask)
+    expected = reference(query, key, value)[-1:]
+    torch.testing.assert_close(last.double(), expected, rtol=TOLERANCE, atol=TOLERANCE)
+    assert not torch.allclose(attention()(query[-1:], key, value).double(), expected, atol=1e-2)
 
 
 def test_dropout_in_training_only() -> None:

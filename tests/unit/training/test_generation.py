@@ -10,19 +10,15 @@ from saved_run import STEP, build_initial, configure, save_initial
 from megafp8.checkpoint.directory import find_checkpoint
 from megafp8.checkpoint.load import load_weights
 from megafp8.checkpoint.metadata import read_config
+from megafp8.config.rules.precision import uses_split_rope_kernel
 from megafp8.config.schema import RunConfig
 from megafp8.device.capability import TARGETS
 from megafp8.errors import CapabilityError, CheckpointError, DataError
 from megafp8.models.layer_specs import Norm
-from megafp8.training.generation import (
-    GREEDY,
-    Sampling,
-    TextStream,
-    generate_ids,
-    generate_text,
-    load_language_model,
-    single_device_config,
-)
+from megafp8.training.generation import TextStream, generate_ids, generate_text
+from megafp8.training.generation_precision import without_quantization
+from megafp8.training.language_model import load_language_model, single_device_config
+from megafp8.training.sampling import GREEDY, Sampling
 
 FP8 = "--fp8-format hybrid --fp8-recipe tensorwise"
 PROMPT = [5, 3, 250, 8]
@@ -77,7 +73,7 @@ def test_greedy_in_fp8_is_the_argmax_of_a_forward_pass_over_each_prefix(llama) -
             ids.append(int(model.next_logits(ids).argmax()))
         return list(generate_ids(model, PROMPT, GREEDY, 12, seed=1)), ids[len(PROMPT) :]
 
-    new, expected = with_model(check, llama)
+    new, expected = with_model(check, llama, uses_cache=False)
     assert new == expected
 
 
@@ -85,8 +81,8 @@ def test_high_precision_leaves_fp8_out(llama) -> None:
     def logits(model):
         return str(model), model.next_logits(PROMPT)
 
-    fp8_text, fp8 = with_model(logits, llama)
-    high_text, high = with_model(logits, llama, high_precision=True)
+    fp8_text, fp8 = with_model(logits, llama, uses_cache=False)
+    high_text, high = with_model(logits, llama, uses_cache=False, precision="high")
     assert "FP8 hybrid tensorwise" in fp8_text
     assert "FP8" not in high_text
     relative = ((fp8 - high).norm() / high.norm()).item()
@@ -98,7 +94,7 @@ def test_a_model_that_ended_in_high_precision_generates_in_it(tmp_path) -> None:
     for schedule, name in (("fp8:6,bf16", None), ("bf16:6,fp8", "hybrid")):
         run = configure(f"--model-preset tiny --vocab-size 300 --bf16 {FP8} --fp8-schedule {schedule} --no-save-optim")
         folder = save_initial(tmp_path / schedule, run)
-        assert with_model(lambda model: model.config.precision.fp8_format, folder) == name
+        assert with_model(lambda model: model.config.precision.fp8_format, folder, uses_cache=False) == name
 
 
 def test_equal_seeds_give_equal_text_and_others_do_not(llama) -> None:
@@ -258,23 +254,29 @@ def test_a_run_of_a_gpu_cluster_generates_on_a_cpu() -> None:
         transformer_impl="transformer_engine", attention_backend="flash", fp8_param_gather=True,
         fp8_format="hybrid", fp8_recipe="tensorwise",
     )  # fmt: skip
-    config, implementation = single_device_config(there, TARGETS["cpu"], high_precision=False)
+    config, implementation = single_device_config(there, TARGETS["cpu"])
     assert implementation == "emulated"
     assert config.precision.fp8_recipe == "tensorwise"
     assert config.parallel.tensor_model_parallel_size == 1
     assert config.precision.quantize_kernels is None
-    config, implementation = single_device_config(there, TARGETS["h200"], high_precision=False)
+    config, implementation = single_device_config(there, TARGETS["h200"])
     assert (implementation, config.precision.quantize_kernels) == ("transformer_engine", "te")
+
+
+def test_keys_are_rotated_by_megatron_core_which_caches_them_before() -> None:
+    config, implementation = single_device_config(saved(transformer_impl="transformer_engine"), TARGETS["h200"])
+    assert implementation == "transformer_engine"
+    assert not uses_split_rope_kernel(config)
 
 
 def test_the_layers_of_the_run_are_kept_where_they_run() -> None:
     for layers in ("emulated", "local"):
-        assert single_device_config(saved(transformer_impl=layers), TARGETS["h200"], high_precision=False)[1] == layers
+        assert single_device_config(saved(transformer_impl=layers), TARGETS["h200"])[1] == layers
 
 
 def test_settings_that_only_emulation_has_keep_emulation() -> None:
     there = saved(fp8_format="hybrid", fp8_recipe="tensorwise", fp8_power_2_scale=True)
-    config, implementation = single_device_config(there, TARGETS["h200"], high_precision=False)
+    config, implementation = single_device_config(there, TARGETS["h200"])
     assert implementation == "emulated"
     assert config.precision.fp8_power_2_scale
 
@@ -282,6 +284,6 @@ def test_settings_that_only_emulation_has_keep_emulation() -> None:
 def test_a_recipe_that_does_not_run_here_offers_high_precision() -> None:
     there = saved(fp8_format="hybrid", fp8_recipe="mxfp8", emulation=False)
     with pytest.raises(CapabilityError, match="--precision high"):
-        single_device_config(there, TARGETS["h100"], high_precision=False)
-    config, _ = single_device_config(there, TARGETS["h100"], high_precision=True)
+        single_device_config(there, TARGETS["h100"])
+    config, _ = single_device_config(without_quantization(there), TARGETS["h100"])
     assert config.precision.fp8_format is None

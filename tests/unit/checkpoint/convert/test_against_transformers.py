@@ -40,7 +40,8 @@ from megafp8.data.preprocessing.tokenizer_training import train_byte_bpe, train_
 from megafp8.data.tokenizers.build import build_tokenizer
 from megafp8.device import capability
 from megafp8.device.platform import detect_platform
-from megafp8.training.generation import build_module, single_device_config
+from megafp8.training.generation_precision import without_quantization
+from megafp8.training.language_model import build_module, single_device_config
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 
@@ -65,7 +66,7 @@ def their_logits(transformers: ModuleType, folder: Path, dtype: torch.dtype = to
 def our_logits(folder: Path) -> Tensor:
     """Logits of the model in a run's checkpoint, in high precision; padding included."""
     _, path = find_checkpoint(folder) or (0, folder)
-    config, implementation = single_device_config(read_config(path), capability.detect_target(), True)
+    config, implementation = single_device_config(without_quantization(read_config(path)), capability.detect_target())
     module = build_module(config, implementation, embedding_rows(path), detect_platform())
     load_weights(path, [module])
     with torch.no_grad():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megafp8.errors import NumericsError
-from megafp8.training.generation import GREEDY, Sampling, candidates, next_token
+from megafp8.training.sampling import GREEDY, Sampling, candidates, next_token
 
 # exp of these is 1, 4, 2, 1 : probabilities 1/8, 1/2, 1/4, 1/8.
 LOGITS = torch.tensor([0.0, math.log(4), math.log(2), 0.0])

@@ -1,0 +1,75 @@
+"""The arithmetic in which a checkpoint generates: that of training, or high precision.
+
+A key-value cache is for high precision only. With per-tensor scaling the scale of one token is not the scale of its
+sequence, so that quantized GEMMs over single tokens would be neither the arithmetic of training nor faster.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+from megafp8.config import derived, precision_map
+from megafp8.config.precision_options import is_quantized_at
+from megafp8.config.schema import PrecisionConfig, RunConfig
+from megafp8.config.settings import with_values
+from megafp8.errors import ConfigError
+
+
+def trained_config(saved: RunConfig, step: int) -> RunConfig:
+    """The saved configuration with the arithmetic of a step: after a high-precision step of `--fp8-schedule` that."""
+    return saved if is_quantized_at(saved.precision, max(1, step)) else without_quantization(saved)
+
+
+def generation_config(
+    trained: RunConfig, precision: Optional[str], uses_cache: bool, has_bf16_units: bool
+) -> RunConfig:
+    """The configuration with the arithmetic to generate in.
+
+    Args:
+        precision: `checkpoint` for the arithmetic of training, `high` for the same without quantization. None is
+            `checkpoint` without a cache. With a cache it is `high`; a quantized BF16 run then generates in FP32 on
+            devices that emulate BF16.
+        has_bf16_units: the device multiplies BF16 in hardware.
+
+    Raises:
+        ConfigError: `checkpoint` with a cache for a quantized run.
+    """
+    if not precision_map.is_quantized(trained.precision):
+        return trained
+    if precision == "high":
+        return without_quantization(trained)
+    if not uses_cache:
+        return trained
+    if precision == "checkpoint":
+        raise ConfigError(
+            f"--precision checkpoint: the run trained in {', '.join(quantization_words(trained.precision))}, and a "
+            "key-value cache is for high precision only: add --no-cache, or leave out --precision"
+        )
+    emulates_bf16 = trained.precision.bf16 and not has_bf16_units
+    return with_values(without_quantization(trained), {"precision.bf16": False} if emulates_bf16 else {})
+
+
+def cache_notice(trained: PrecisionConfig, chosen: PrecisionConfig) -> str:
+    """How the arithmetic differs from that of training because of the cache, in words; empty if it does not."""
+    if chosen == trained:
+        return ""
+    dtype = derived.params_dtype(chosen)
+    reason = "" if dtype == derived.params_dtype(trained) else ", since this device emulates bf16"
+    return (
+        f"trained in {', '.join(quantization_words(trained))}; the key-value cache generates in {dtype}{reason}. "
+        "--no-cache generates with the arithmetic of training"
+    )
+
+
+def without_quantization(config: RunConfig) -> RunConfig:
+    """The configuration with all GEMMs in high precision."""
+    values = {"precision.fp8_format": None, "precision.fp4_format": None, "precision.precision_map": ()}
+    return with_values(config, values)
+
+
+def quantization_words(precision: PrecisionConfig) -> list[str]:
+    """The format, recipe and precision map of a run, for messages; empty in high precision."""
+    recipe = derived.quantization_recipe(precision)
+    kind = f"FP4 {precision.fp4_format}" if precision.fp8_format is None else f"FP8 {precision.fp8_format}"
+    words = [] if recipe is None else [f"{kind} {recipe}"]
+    return words + ([" ".join(precision.precision_map)] if precision.precision_map else [])
