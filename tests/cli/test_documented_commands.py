@@ -1,4 +1,4 @@
-"""Every command of the README, CONTRIBUTING and docs/ runs, in the order of its page, or is listed here with the reason.
+"""Every command of README, CONTRIBUTING and docs/ runs in the order of its page, or is listed here with the reason.
 
 A page is read as a person follows it: in one folder, from its first block to its last, each in a shell of its own.
 Commands are shortened by words that replace theirs or stand behind them, where the last one wins.
