@@ -52,5 +52,6 @@ def test_broken_links_and_pages_outside_the_navigation_fail(checkout: Path, tmp_
 
 
 def test_no_generated_page_is_in_the_repository() -> None:
-    pages = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.htm*")]
+    folders = (ROOT / name for name in (*FOLDERS, "notes"))
+    pages = [*ROOT.glob("*.htm*"), *(path for folder in folders for path in folder.rglob("*.htm*"))]
     assert [path for path in pages if path.suffix != ".jinja"] == [], "publish a picture, Markdown or JSON instead"
