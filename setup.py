@@ -12,6 +12,7 @@ SAFETENSORS = ["safetensors>=0.8"]
 # What converted models are compared with: transformers' models, and what it loads FP8 weights with.
 TRANSFORMERS = [f'{name}; python_version >= "3.11"' for name in ("transformers>=5", "accelerate", "compressed-tensors")]
 PREPROCESSING = ["gigatoken>=0.10", "orjson", "pyarrow", "backports.zstd"]  # fast BPE and JSON, Parquet, .zst
+DOCS = ["mkdocs-material>=9.6,<10"]
 
 setup(
     name="megafp8",
@@ -44,6 +45,7 @@ setup(
         "hf": [*TOKENIZERS, *SAFETENSORS],
         "data": [*TOKENIZERS, *PREPROCESSING],
         "datasets": [*TOKENIZERS, *PREPROCESSING, "datasets"],
+        "docs": DOCS,
         "dev": [
             "mypy",
             "pre-commit",
@@ -56,6 +58,7 @@ setup(
             *SAFETENSORS,
             *PREPROCESSING,
             *TRANSFORMERS,
+            *DOCS,
             "torchao",
             "playwright",
         ],

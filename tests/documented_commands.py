@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 BASH_BLOCK = re.compile(r"```bash\n(.*?)```", re.DOTALL)
 COMMENT = re.compile(r"(^|\s+)#.*$")
 

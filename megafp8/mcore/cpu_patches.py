@@ -333,7 +333,8 @@ KNOWN_WARNINGS = (
     (FutureWarning, r"`torch\.distributed\..*` is deprecated", r"torch\.distributed\.c10d_logger"),
     (FutureWarning, r"Please use DTensor instead", r"torch\.distributed\.checkpoint\..*"),
     (FutureWarning, r"`load_state_dict` is deprecated", r"megatron\.core\.dist_checkpointing\..*"),
-    (FutureWarning, r"`load_state_dict` is deprecated", r"megafp8\.checkpoint\.safe_load"),
+    (FutureWarning, r"`load_state_dict` is deprecated", r"megafp8\.checkpoint\.serialization"),
+    (FutureWarning, r"The 'is_cg_capturable' parameter is deprecated", r"transformer_engine\.pytorch\.cross_entropy"),
 )
 
 

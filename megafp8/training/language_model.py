@@ -123,7 +123,7 @@ def load_language_model(
     saved, platform = read_config(path), detect_platform()
     trained = trained_config(saved, found[0])
     chosen = generation_config(trained, precision, uses_cache, platform.has_bf16_units())
-    config, implementation = single_device_config(chosen, capability.detect_target())
+    config, implementation = single_device_config(chosen, capability.detect_target(), uses_cache)
     config = with_values(config, {f"data.{name}": value for name, value in (tokenizer_files or {}).items()})
     tokenizer = load_tokenizer(config.data, saved.model.vocab_size)
     vocab_size = embedding_rows(path)
@@ -147,10 +147,14 @@ def load_language_model(
     )
 
 
-def single_device_config(saved: RunConfig, target: capability.Target) -> tuple[RunConfig, str]:
+def single_device_config(
+    saved: RunConfig, target: capability.Target, uses_cache: bool = False
+) -> tuple[RunConfig, str]:
     """The configuration for forward passes of a saved model on one device, and the layers in use.
 
-    The layers are those of the run if the device supports them, else others of the same precision.
+    The layers are those of the run if the device supports them, else others of the same precision. With a key-value
+    cache they are megafp8's own: the cuDNN attention of Transformer Engine builds a plan for each length of the text,
+    which takes 80 ms a token on an H200.
 
     Raises:
         CapabilityError: no layers support the precision on this device.
@@ -172,7 +176,8 @@ def single_device_config(saved: RunConfig, target: capability.Target) -> tuple[R
     )
     overrides = tuple(entry for entry in saved.overrides if entry.startswith("transformer."))
     problems: list[str] = []
-    for layers in (precision.transformer_impl, "auto", "emulated"):
+    preferred = ("emulated",) if uses_cache else ()
+    for layers in (*preferred, precision.transformer_impl, "auto", "emulated"):
         chosen = dataclasses.replace(precision, transformer_impl=layers)
         config = RunConfig(model=saved.model, precision=chosen, data=saved.data, overrides=overrides)
         implementation = capability.resolve_implementation(config, target)

@@ -1,4 +1,4 @@
-"""Every command of README.md and docs/ runs, in the order of its page, or is listed here with the reason why not.
+"""Every command of README, CONTRIBUTING and docs/ runs in the order of its page, or is listed here with the reason.
 
 A page is read as a person follows it: in one folder, from its first block to its last, each in a shell of its own.
 Commands are shortened by words that replace theirs or stand behind them, where the last one wins.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from documented_commands import Command, commands_in
+from documented_commands import PAGES, Command, commands_in
 from forked_python import forked_python
 from forked_runs import ROOT
 from small_run import SourceSamples
@@ -25,7 +25,6 @@ from their_folders import LLAMA, random_weights, write_their_folder
 
 from megafp8.data.preprocessing.tokenizer_training import train_byte_bpe
 
-PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 TIMEOUT_S = 600
 
 # ---- what is shortened ----------------------------------------------------------------------------------------------
@@ -166,11 +165,19 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
         ". tools/setup_venv.sh": "installs packages: tests/run.sh begins with it",
         ". .venv/bin/activate": "belongs to the command before",
     },
+    "CONTRIBUTING.md": {
+        "bash tests/run.sh": TESTS,
+        ". .venv/bin/activate": "belongs to the command before",
+        "pre-commit": "changes the checkout; its hooks are lines of tests/run.sh",
+        "python -m pytest": TESTS,
+        "mkdocs serve": "a server",
+        "mkdocs build": "tests/policy/test_site.py builds the site",
+    },
     "docs/getting_started.md": {
         ". tools/setup_venv.sh": "installs packages: tests/run.sh begins with it",
         ". .venv/bin/activate": "belongs to the command before",
     },
-    "docs/comparing.md": {"bash examples/compare_recipes_h200.sh": "needs GPUs"},
+    "docs/comparing.md": {"bash examples/compare_recipes_h200.sh": f"{RUN_BY}tests/cli/test_examples.py"},
     "docs/planning.md": {
         "python benchmarks/planner_accuracy.py": f"{RUN_BY}tests/unit/benchmarks/test_planner_accuracy.py"
     },

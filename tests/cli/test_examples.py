@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from forked_script import run_script
 
+from megafp8.cli import run_comparison
 from megafp8.config import flags, rules
 from megafp8.config.model_shapes import PRESETS
 
@@ -160,3 +161,22 @@ def test_machines_find_each_other(environment: dict[str, str], stub_python) -> N
         "--nproc-per-node": "8", "--nnodes": "8", "--node-rank": "3", "--master-addr": "first",
         "--master-port": "29500",
     }  # fmt: skip
+
+
+def test_the_comparison_on_gpus_is_accepted(stub_python: str, tmp_path: Path) -> None:
+    """Its flags pass the comparison's parser, and with each recipe the rules of a run on an H200."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools/setup_venv.sh").write_text("export PYTHON\n", encoding="utf-8")
+    done = subprocess.run(
+        ["bash", "examples/compare_recipes_h200.sh", "runs"], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        env=os.environ | {"PYTHON": stub_python, "PARALLEL": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    words = shlex.split(done.stdout)
+    options = run_comparison.build_parser().parse_args(words[words.index("tools/run_comparison.py") + 1 :])
+    for recipe in options.recipes.split(","):
+        precision = [] if recipe.startswith("bf16") else ["--fp8-format", "hybrid", "--fp8-recipe", recipe]
+        files = ["--vocab-size", "32000", "--dry-run", "--target", "h200", "--world-size", "1"]
+        planned = run_script("pretrain_gpt.py", *options.flags, "--bf16", *precision, *files)
+        assert planned.returncode == 0, planned.stderr

@@ -13,6 +13,7 @@ import pytest
 from documented_commands import commands_in
 from test_import_levels import LEVELS
 
+from megafp8.cli.main import SUBCOMMANDS
 from megafp8.config import flags, megatron_flags, rules
 from megafp8.config.model_shapes import PRESETS
 from megafp8.config.settings import settings_by_name
@@ -33,6 +34,10 @@ TORCHRUN_FLAGS = {
 }  # fmt: skip
 # Of pytest and the chaos soak.
 TEST_FLAGS = {"--long", "--write-snapshots", "--collect-only", "--steps", "--faults", "--fork"}
+# Of `accelerate launch`, which docs/from_accelerate.md maps to flags.
+ACCELERATE_FLAGS = {
+    "--num_processes", "--num_machines", "--machine_rank", "--main_process_ip", "--main_process_port", "--fp8_backend",
+}  # fmt: skip
 # Made by a run, not shipped.
 RUN_FILES = {
     "records.jsonl",
@@ -89,7 +94,7 @@ def test_files_exist(path: Path) -> None:
 
 @each_document
 def test_flags_are_answered(path: Path, known_flags: set[str]) -> None:
-    mentioned = set(FLAG.findall(path.read_text(encoding="utf-8")))
+    mentioned = set(FLAG.findall(path.read_text(encoding="utf-8"))) - ACCELERATE_FLAGS
     unknown = [flag for flag in mentioned - known_flags if megatron_flags.classify(flag, []) is None]
     assert unknown == []
 
@@ -99,6 +104,23 @@ def test_commands_name_scripts_that_exist(path: Path) -> None:
     for words in commands(path):
         scripts = [word for word in words if word.endswith((".py", ".sh")) and not word.startswith("-")]
         assert [script for script in scripts if not (ROOT / script).exists()] == []
+
+
+@each_document
+def test_subcommands_in_sentences_exist(path: Path) -> None:
+    spans = [span.split() for span in CODE_SPAN.findall(path.read_text(encoding="utf-8"))]
+    names = {words[1] for words in spans if words[:1] == ["megafp8"] and len(words) > 1}
+    assert names - set(SUBCOMMANDS) <= {"--help", "--version"}
+
+
+def test_flags_that_replace_those_of_others_are_parsed() -> None:
+    """Those with values; flags alone are names of flags (`test_flags_are_answered`)."""
+    text = (ROOT / "docs/from_accelerate.md").read_text(encoding="utf-8")
+    spans = [span for span in CODE_SPAN.findall(text) if span.startswith("--") and " " in span]
+    flags_of_runs = [shlex.split(span) for span in spans if not set(span.split()) & (TORCHRUN_FLAGS | ACCELERATE_FLAGS)]
+    assert len(flags_of_runs) > 15
+    for words in flags_of_runs:
+        assert flags.parse_with_problems(words)[1] == [], words
 
 
 @each_document

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from megafp8.config import derived
 from megafp8.config.precision_options import is_quantized_at
 from megafp8.errors import CapabilityError
 from megafp8.metrics.records import EventRecord
@@ -38,14 +39,15 @@ def report_attention(run: Run, sinks: Sinks, step: int) -> None:
     if chosen is None:
         return
     sinks.write(EventRecord(step=step, name="attention", detail=f"Transformer Engine {chosen}"))
-    if chosen == "unfused" and run.config.precision.attention_backend == "auto":
+    precision = run.config.precision
+    has_faster_kernels = derived.params_dtype(precision) != "fp32"  # fused and flash attention have no FP32
+    if chosen == "unfused" and precision.attention_backend == "auto" and has_faster_kernels:
         cudnn = Path(torch.__file__).parents[1] / "nvidia/cudnn"
         raise CapabilityError(
             "Transformer Engine fell back to unfused attention, a third slower with far more memory; usually a second "
             f"cuDNN on the system: export CUDNN_HOME={cudnn}, or set NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 to see why; "
             "--attention-backend unfused accepts it"
         )
-    precision = run.config.precision
     if precision.fp8_dot_product_attention and is_quantized_at(precision, step) and not chosen.endswith(", FP8)"):
         raise CapabilityError(
             f"--fp8-dot-product-attention: Transformer Engine took {chosen}; unset NVTE_DPA_FP8_RECIPE, or set "

@@ -274,6 +274,13 @@ def test_the_layers_of_the_run_are_kept_where_they_run() -> None:
         assert single_device_config(saved(transformer_impl=layers), TARGETS["h200"])[1] == layers
 
 
+def test_a_cache_has_the_layers_whose_attention_needs_no_plan_for_each_length() -> None:
+    there = without_quantization(saved(transformer_impl="transformer_engine"))
+    assert single_device_config(there, TARGETS["h200"], uses_cache=True)[1] == "emulated"
+    windowed = dataclasses.replace(there, model=dataclasses.replace(there.model, window_size=(7, 0)))
+    assert single_device_config(windowed, TARGETS["h200"], uses_cache=True)[1] == "transformer_engine"
+
+
 def test_settings_that_only_emulation_has_keep_emulation() -> None:
     there = saved(fp8_format="hybrid", fp8_recipe="tensorwise", fp8_power_2_scale=True)
     config, implementation = single_device_config(there, TARGETS["h200"])
