@@ -40,9 +40,13 @@ def test_the_backend_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_unfused_attention_ends_a_run_that_did_not_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CapabilityError, match="fell back to unfused attention") as caught:
-        report("unfused", monkeypatch)
+        report("unfused", monkeypatch, bf16=True)
     assert f"CUDNN_HOME={Path(torch.__file__).parents[1]}/nvidia/cudnn" in str(caught.value)
-    assert report("unfused", monkeypatch, attention_backend="unfused") == ["Transformer Engine unfused"]
+    assert report("unfused", monkeypatch, bf16=True, attention_backend="unfused") == ["Transformer Engine unfused"]
+
+
+def test_fp32_has_unfused_attention_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert report("unfused", monkeypatch) == ["Transformer Engine unfused"]
 
 
 def test_attention_in_high_precision_ends_a_run_that_asked_for_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
