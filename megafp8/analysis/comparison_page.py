@@ -151,7 +151,7 @@ def figures(comparison: Comparison, recipes: Sequence[DrawnRecipe]) -> list[dict
         ("Gradient norm", plot_comparison.plot_grad_norms(recipes), f"Before clipping, running means. {mean}"),
         (
             "Speed and memory", plot_comparison.plot_speed_and_memory(comparison, colors),
-            f"Median over the steps after the first {comparison.warmup_steps}; the largest memory of any step.",
+            f"Median speed after the first {comparison.warmup_steps} steps; largest memory of any step.",
         ),
     ]  # fmt: skip
     return [

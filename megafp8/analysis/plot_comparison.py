@@ -32,6 +32,7 @@ WIDTH_INCHES, NARROW_INCHES = 8.6, 4.6
 FONT = 10
 # The limits of the loss axes ignore this first part of the runs, whose steep fall would compress the rest.
 STEEP_FRACTION = 0.08
+LEGEND_ROW_INCHES = 0.2
 LETTERS_PER_INCH, LINE_LETTERS = 12, 6  # of names in a legend, and the width of the line beside a name
 MIN_REACH_FRACTION = 0.001  # smallest range of a gap axis, so that noise does not fill it
 GIB = 2**30
@@ -91,7 +92,7 @@ def plot_gaps(comparison: Comparison, colors: Sequence[str]) -> Figure:
     axes.set_yticks(range(len(shown)), [row.name for row, *_ in shown], fontsize=FONT)
     axes.set_ylim(len(shown) - 0.5, -0.5)
     axes.set_xlim(-reach, reach)
-    axes.set_xlabel(f"gap to {comparison.baseline} (%)")
+    axes.set_xlabel("gap (%)")
     axes.spines["left"].set_visible(False)
     axes.tick_params(left=False)
     axes.grid(False, axis="y")
@@ -117,12 +118,12 @@ def plot_time(recipes: Sequence[DrawnRecipe]) -> Optional[Figure]:
     curves = _run_curves(recipes, seed_statistics.validation_losses_over_time)
     if not curves:
         return None
-    figure, axes = _figure(3.1)
+    figure, axes = _figure(2.9)
     _draw(axes, curves, marker="o")
     _limit_losses(axes)
     axes.set_ylabel("validation loss (nats)")
     axes.set_xlabel("time in steps (s)")
-    _legend(axes)
+    add_legend(axes)
     return figure
 
 
@@ -140,14 +141,14 @@ def plot_grad_norms(recipes: Sequence[DrawnRecipe]) -> Optional[Figure]:
     curves = _run_curves(recipes, partial(seed_statistics.smoothed_field, field="grad_norm"))
     if not curves:
         return None
-    figure, axes = _figure(3.1)
+    figure, axes = _figure(2.9)
     _draw(axes, curves)
     axes.set_yscale("log")
     for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
         set_formatter(lambda value, _: f"{value:g}")
     axes.set_ylabel("gradient norm")
     _token_axis(axes)
-    _legend(axes)
+    add_legend(axes)
     return figure
 
 
@@ -194,7 +195,7 @@ def _plot_with_gaps(
     """Losses, and below them the gaps if there are any; None without losses."""
     if not losses:
         return None
-    figure, panels = _figure(4.8, rows=2) if gaps else _figure(3.1)
+    figure, panels = _figure(4.6, rows=2) if gaps else _figure(2.9)
     above, *rest = np.atleast_1d(panels)
     _draw(above, losses, marker=marker)
     _limit_losses(above)
@@ -204,7 +205,7 @@ def _plot_with_gaps(
         _limit_gaps(below)
         below.set_ylabel(gap_label)
     _token_axis(rest[0] if rest else above)
-    _legend(above)
+    add_legend(above)
     return figure
 
 
@@ -281,21 +282,32 @@ def _token_axis(axes: Axes) -> None:
 
 def make_narrow(figure: Figure) -> Figure:
     """The same figure for a narrow screen: fonts keep their size, axes and legend are fitted again."""
-    figure.set_size_inches(NARROW_INCHES, figure.get_figheight())
     for legend in list(figure.legends):
+        _, num_rows = legend_shape([text.get_text() for text in legend.get_texts()], figure.get_figwidth())
+        figure.set_figheight(figure.get_figheight() - num_rows * LEGEND_ROW_INCHES)
         legend.remove()
-        _legend(figure.axes[0])
+        figure.set_figwidth(NARROW_INCHES)
+        add_legend(figure.axes[0])
+    figure.set_figwidth(NARROW_INCHES)
     return figure
 
 
-def _legend(axes: Axes) -> None:
+def legend_shape(labels: Sequence[str], width_inches: float) -> tuple[int, int]:
+    """Columns and rows of a legend in a figure of this width."""
+    widths = [len(label) + LINE_LETTERS for label in labels]
+    room = int(LETTERS_PER_INCH * width_inches)
+    num_columns = len(labels) if sum(widths) <= room else max(1, room // max(widths))
+    return num_columns, math.ceil(len(labels) / num_columns)
+
+
+def add_legend(axes: Axes) -> None:
+    """Add a legend above the axes of the figure, which grows by the height of the legend."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         figure = axes.get_figure(root=True)
-        widths = [len(label) + LINE_LETTERS for label in labels]
-        room = int(LETTERS_PER_INCH * figure.get_figwidth())
-        columns = len(labels) if sum(widths) <= room else max(1, room // max(widths))
-        figure.legend(handles, labels, loc="outside upper left", ncols=columns, frameon=False, fontsize=FONT,
+        num_columns, num_rows = legend_shape(labels, figure.get_figwidth())
+        figure.set_figheight(figure.get_figheight() + num_rows * LEGEND_ROW_INCHES)
+        figure.legend(handles, labels, loc="outside upper left", ncols=num_columns, frameon=False, fontsize=FONT,
                       labelcolor=INK, handlelength=1.6, columnspacing=1.4)  # fmt: skip
 
 

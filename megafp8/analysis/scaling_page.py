@@ -11,8 +11,8 @@ import numpy as np
 from megafp8.analysis import scaling_report
 from megafp8.analysis.html import GRID, INK, render, standalone_svg, to_svg
 from megafp8.analysis.plot_comparison import COLORS as RECIPE_COLORS
-from megafp8.analysis.plot_comparison import WIDTH_INCHES
-from megafp8.analysis.plotting import new_figure, style_axes
+from megafp8.analysis.plot_comparison import WIDTH_INCHES, add_legend
+from megafp8.analysis.plotting import new_figure, style_axes, use_si_prefixes
 from megafp8.analysis.power_laws import REPLICATES, interval
 from megafp8.analysis.scaling_laws import COMPUTE, PARAMETERS, X_OF
 from megafp8.analysis.scaling_report import ALT_TEXT, ScalingReport, analyse, count_text
@@ -59,6 +59,10 @@ def draw_losses(axes: Axes, report: ScalingReport, name: str) -> None:
             draw_band(axes, points, [law.loss(points[:, None]) for law in fitted.fits.replicates[number]], color)
     axes.set_yscale("log")
     style_log_x(axes, f"loss over {name}")
+    places = {X_OF[name](cell)[0] for cell in report.cells if cell.is_best}
+    if len(places) == 1:  # matplotlib finds no limits for a single point on a logarithmic axis
+        (place,) = places
+        axes.set_xlim(place / 2, 2 * place)
     axes.set_ylabel("validation loss, nats a token")
     plain_ticks(axes)
     axes.legend(frameon=False, labelcolor=INK)
@@ -119,6 +123,7 @@ def plot_speed(report: ScalingReport) -> Optional[Figure]:
             left.plot(counts, [first * count for count in counts], ":", color=color, linewidth=1)
             right.plot(counts, [100 * row.efficiency for row in rows], marker=marker, color=color)
     left.set_yscale("log")
+    use_si_prefixes(left.yaxis)
     for axes, title in ((left, "tokens/s (dotted: perfect)"), (right, "efficiency, % of the fewest devices'")):
         axes.set_xscale("log", base=2)
         axes.set_xticks(sorted({row.world_size for row in report.speeds}))
@@ -126,7 +131,7 @@ def plot_speed(report: ScalingReport) -> Optional[Figure]:
         axes.set_xlabel("devices")
         style_svg_axes(axes, title)
     right.set_ylim(bottom=0)
-    left.legend(frameon=False, labelcolor=INK)
+    add_legend(left)
     return figure
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Optional, Union
 
@@ -71,7 +72,7 @@ def run_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
         "recipe": [row.recipe for row in rows],
         "seed": [f"{row.seed}" for row in rows],
         "validation loss": [optional(row.validation_loss, "{:.4f}") for row in rows],
-        "gap": ["-" if row.relative_gap_fraction is None else signed(row.relative_gap_fraction) for row in rows],
+        "gap": ["-" if row.relative_gap_fraction is None else finite(row.relative_gap_fraction) for row in rows],
     }
     return _without_empty(columns | _common_columns(rows))
 
@@ -118,22 +119,29 @@ def shown_seeds(row: RecipeRow) -> str:
 
 
 def shown_gap(row: RecipeRow, baseline: str) -> str:
-    """+0.50%; "baseline" for the baseline; - without a gap."""
+    """+0.50%; "baseline" for the baseline; "not finite" after a divergence; - without a gap."""
     if row.name == baseline:
         return "baseline"
-    return "-" if row.gap is None else signed(row.gap.mean)
+    return "-" if row.gap is None else finite(row.gap.mean)
 
 
 def shown_training_gap(row: RecipeRow, baseline: str) -> str:
     """+0.50%; - for the baseline and without a gap."""
-    return "-" if row.name == baseline or row.training_gap is None else signed(row.training_gap.mean)
+    return "-" if row.name == baseline or row.training_gap is None else finite(row.training_gap.mean)
 
 
 def shown_interval(row: RecipeRow, baseline: str) -> str:
     """-0.10% to +0.30%; - for the baseline and without an interval."""
     if row.name == baseline or row.gap is None or row.gap.low is None or row.gap.high is None:
         return "-"
+    if not math.isfinite(row.gap.mean):
+        return "-"
     return f"{signed(row.gap.low)} to {signed(row.gap.high)}"
+
+
+def finite(gap: float) -> str:
+    """+0.50%; "not finite" for NaN and infinity."""
+    return signed(gap) if math.isfinite(gap) else "not finite"
 
 
 def _common_columns(rows: Sequence[Row]) -> dict[str, list[str]]:
