@@ -1,4 +1,4 @@
-"""The report of a comparison, looked at in a real browser: it is whole, alone and not blank."""
+"""Reports in a real browser: they are complete, need no network, are not blank, and fit narrow screens."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 
 from megafp8.analysis.comparison_page import publish_comparison
+from megafp8.analysis.scaling_page import publish_study
 from megafp8.metrics.records import EvalRecord, RunRecord, StepRecord
 from megafp8.metrics.sinks.jsonl import JsonlSink
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 RECIPES = {"bf16": 0.0, "bf16-control": 0.0, "tensorwise": 0.002, "mxfp8": 0.0, "nvfp4": 0.03, "<odd & name>": 0.0}
 STEPS = 60
+STUDY_POINTS = Path(__file__).resolve().parents[2] / "docs/reports/stdlib_cpu/points.json"
 
 
 @dataclass(frozen=True)
@@ -137,10 +139,32 @@ def test_lettering_can_be_read_in_both_schemes(browser: Any, report: Path) -> No
     assert brightness["light"] < 60 and brightness["dark"] > 190
 
 
+@pytest.fixture(scope="module")
+def scaling_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of the committed study."""
+    folder = tmp_path_factory.mktemp("scaling")
+    publish_study(STUDY_POINTS, folder, replicates=2)
+    return folder / "report.html"
+
+
+LABEL_PIXELS = """
+() => [...document.querySelectorAll('figure svg')].filter(svg => svg.getBoundingClientRect().width > 0).map(svg =>
+  Math.min(...[...svg.querySelectorAll('text')].map(text => parseFloat(getComputedStyle(text).fontSize)))
+  * svg.getBoundingClientRect().width / svg.viewBox.baseVal.width)
+"""
+
+
 @pytest.mark.slow
-def test_a_narrow_screen_scrolls_the_table_and_not_the_page(browser: Any, report: Path) -> None:
-    seen = open_page(browser, report, "light", width=420)
-    assert seen.page.evaluate("document.documentElement.scrollWidth") <= 420
+@pytest.mark.parametrize("width", [400, 760, 1400])
+@pytest.mark.parametrize("name", ["report", "scaling_report"])
+def test_frames_scroll_and_not_the_page_and_labels_are_legible(
+    browser: Any, request: pytest.FixtureRequest, name: str, width: int
+) -> None:
+    seen = open_page(browser, request.getfixturevalue(name), "light", width=width)
+    seen.page.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
+    assert seen.page.evaluate("document.documentElement.scrollWidth") <= width
+    sizes = seen.page.evaluate(LABEL_PIXELS)
+    assert sizes and all(11 <= size <= 17 for size in sizes), sizes
     seen.page.close()
 
 
