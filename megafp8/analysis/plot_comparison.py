@@ -305,6 +305,7 @@ def add_legend(axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         figure = axes.get_figure(root=True)
+        assert figure is not None
         num_columns, num_rows = legend_shape(labels, figure.get_figwidth())
         figure.set_figheight(figure.get_figheight() + num_rows * LEGEND_ROW_INCHES)
         figure.legend(handles, labels, loc="outside upper left", ncols=num_columns, frameon=False, fontsize=FONT,
