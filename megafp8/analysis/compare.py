@@ -65,6 +65,10 @@ class RecipeRow:
     seeds: tuple[int, ...] = ()
     num_missing: int = 0
     """Seeds that are unfinished, or that the baseline lacks."""
+    num_unfinished: int = 0
+    """Runs that are not done, with or without figures."""
+    num_diverged: int = 0
+    """Runs that ended with non-finite numbers or a loss spike."""
     gaps_fraction: tuple[float, ...] = ()
     """Of the final validation loss, one for each seed with a validation."""
     gap: Optional[Interval] = None
@@ -146,16 +150,20 @@ def compare_runs(
     groups = pairing.group_runs(runs)
     base = find_baseline(groups, baseline, unfinished)
     missing_of_base = _unfinished_of(base, unfinished)
+    is_baseline_done = not missing_of_base and not num_diverged(base.runs, missing_of_base)
     recipes: list[RecipeRow] = []
     rows: list[ComparisonRow] = []
     warnings = [str(each) for each in unfinished]
     for group in groups:
         pairs, missing = pairing.pairs_of(base, group), _unfinished_of(group, unfinished)
         group_rows = [_row(pair, warmup_steps) for pair in pairs]
-        recipe = _recipe_row(group, pairs, group_rows, confidence)
-        verdict = "" if group is base else verdict_of(recipe, pairs, bound_fraction, missing, missing_of_base)
         num_missing = len(group.runs) - len(pairs) + sum(not each.has_figures for each in missing)
-        recipes.append(replace(recipe, verdict=verdict, num_missing=num_missing))
+        recipe = replace(
+            _recipe_row(group, pairs, group_rows, confidence),
+            num_missing=num_missing, num_unfinished=len(missing), num_diverged=num_diverged(group.runs, missing),
+        )  # fmt: skip
+        verdict = "" if group is base else verdict_of(recipe, bound_fraction, is_baseline_done=is_baseline_done)
+        recipes.append(replace(recipe, verdict=verdict))
         rows += group_rows
         warnings += _seed_warnings(base, group, pairs)
         warnings += [text for run in group.runs for text in pairing.change_warnings(run)]
@@ -168,8 +176,11 @@ def compare_runs(
     known = {each for group in groups for each in _unfinished_of(group, unfinished)}
     for name in dict.fromkeys(each.recipe for each in unfinished if each not in known):
         missing = [each for each in unfinished if each.recipe == name]
-        recipe = RecipeRow(name=name, num_missing=len(missing))
-        recipes.append(replace(recipe, verdict=verdict_of(recipe, (), bound_fraction, missing, missing_of_base)))
+        recipe = RecipeRow(
+            name=name, num_missing=len(missing), num_unfinished=len(missing), num_diverged=num_diverged((), missing)
+        )
+        verdict = verdict_of(recipe, bound_fraction, is_baseline_done=is_baseline_done)
+        recipes.append(replace(recipe, verdict=verdict))
     return Comparison(
         baseline=base.name,
         bound_fraction=bound_fraction,
@@ -267,26 +278,24 @@ def _recipe_row(
     )
 
 
-def verdict_of(
-    row: RecipeRow,
-    pairs: Sequence[Pair],
-    bound_fraction: float,
-    missing: Sequence[Unfinished],
-    missing_of_base: Sequence[Unfinished],
-) -> str:
+def num_diverged(runs: Sequence[LoadedRun], unfinished: Sequence[Unfinished]) -> int:
+    """Number of runs that were stopped because they diverged, or whose last validation loss is not finite."""
+    stopped = {each.name for each in unfinished if each.is_diverged}
+    last = {run.name: run.last_validation for run in runs}
+    return len(stopped | {name for name, record in last.items() if record and not math.isfinite(record.loss)})
+
+
+def verdict_of(row: RecipeRow, bound_fraction: float, *, is_baseline_done: bool) -> str:
     """Whether a recipe's gap stays within the bound.
 
-    With missing runs there is no verdict, except that a diverged run is beyond any bound. There is none either if the
-    last validations of run and baseline are at different tokens, or the data differ.
+    A diverged run is beyond any bound. Otherwise there is no verdict with unfinished runs, without a pair, or if the
+    data differ.
     """
     if is_control(row.name):
         return CONTROL
-    if missing or missing_of_base:
-        return BEYOND if any(each.is_diverged for each in missing) else UNDECIDED
-    is_even = not row.other_data and all(
-        pair.run.final_validation.consumed_tokens == pair.base.final_validation.consumed_tokens for pair in pairs
-    )
-    if row.gap is None or (not is_even and math.isfinite(row.gap.mean)):
+    if row.num_diverged:
+        return BEYOND
+    if row.num_unfinished or not is_baseline_done or row.gap is None or row.other_data:
         return UNDECIDED
     return seed_statistics.gap_verdict(row.gap, bound_fraction)
 
@@ -338,11 +347,10 @@ def _seed_warnings(base: RecipeRuns, recipe: RecipeRuns, pairs: Sequence[Pair]) 
 
 
 def _pair_warnings(pair: Pair) -> list[str]:
-    last, base_last = pair.run.last_validation, pair.base.last_validation
     texts = []
-    if last is not None and base_last is not None and last.consumed_tokens != base_last.consumed_tokens:
+    if (tokens := pairing.training_tokens(pair)) is not None:
         texts.append(
-            f"{pair.run.name} was last validated after {last.consumed_tokens:,} tokens, {pair.base.name} after "
-            f"{base_last.consumed_tokens:,}: the gap is not one of the recipe alone"
+            f"{pair.run.name} was last validated after {tokens[0]:,} tokens, {pair.base.name} after "
+            f"{tokens[1]:,}: the gap is not one of the recipe alone"
         )
     return texts + pairing.data_warnings(pair)

@@ -8,8 +8,10 @@ from typing import Optional, Union
 
 from megafp8.analysis import plot_comparison, tables
 from megafp8.analysis.compare import BOUND_FRACTION, WARMUP_STEPS, Comparison, RecipeRow, compare_runs, find_baseline
+from megafp8.analysis.findings import headline
 from megafp8.analysis.html import render, standalone_svg, to_svg
 from megafp8.analysis.pairing import group_runs, is_control, pairs_of, recipe_of
+from megafp8.analysis.percent import percent
 from megafp8.analysis.plot_comparison import GIB, DrawnRecipe, color_of
 from megafp8.analysis.plots import plot_loss_curves
 from megafp8.analysis.runs import (
@@ -22,7 +24,7 @@ from megafp8.analysis.runs import (
     load_runs,
     run_names,
 )
-from megafp8.analysis.seed_statistics import BEYOND, CONFIDENCE, CONTROL, UNDECIDED, WITHIN
+from megafp8.analysis.seed_statistics import BEYOND, CONFIDENCE, WITHIN
 
 TITLE = "Comparison of recipes"
 
@@ -30,26 +32,32 @@ TITLE = "Comparison of recipes"
 def render_page(comparison: Comparison, runs: Sequence[LoadedRun], *, title: str) -> str:
     """The HTML page of a comparison of these runs."""
     recipes = drawn_recipes(comparison, runs)
+    rows = [
+        table_row(row, comparison, color)
+        for row, color in zip(comparison.recipes, table_colors(comparison, recipes), strict=True)
+    ]
     run_header, run_rows = tables.run_cells(comparison)
     return render(
         "report.html.jinja",
         title=title,
         headline=headline(comparison),
         conditions=conditions(recipes[0].runs[0], comparison),
-        confidence=f"{comparison.confidence:.0%}",
         baseline=comparison.baseline,
-        recipes=[
-            table_row(row, comparison, color)
-            for row, color in zip(comparison.recipes, table_colors(comparison, recipes), strict=True)
-        ],
+        recipes=rows,
+        columns={key: text for key, text in table_header(comparison).items() if has_values(rows, key)},
         notes=tables.notes(comparison),
         warnings=[*comparison.warnings, *cautions(runs)],
-        figures=[figure for figure in figures(comparison, recipes) if figure["svg"]],
+        figures=figures(comparison, recipes),
         facts=facts(recipes[0].runs[0]),
         differences=comparison.differences,
         run_header=run_header,
         run_rows=run_rows,
     )
+
+
+def has_values(rows: Sequence[Mapping[str, str]], key: str) -> bool:
+    """Whether a column has a value in any row."""
+    return any(tables.is_value(row[key]) for row in rows)
 
 
 def drawn_recipes(comparison: Comparison, runs: Sequence[LoadedRun]) -> list[DrawnRecipe]:
@@ -71,26 +79,6 @@ def table_colors(comparison: Comparison, recipes: Sequence[DrawnRecipe]) -> list
     """Colours of the table rows; "none" for a recipe that is not drawn."""
     colors = {recipe.name: recipe.color for recipe in recipes}
     return [colors.get(row.name, "none") for row in comparison.recipes]
-
-
-def headline(comparison: Comparison) -> str:
-    """The result in one to three sentences."""
-    rows = [row for row in comparison.recipes if row.verdict not in ("", CONTROL)]
-    bound = tables.percent(comparison.bound_fraction)
-    statements = {
-        WITHIN: f"stay within {bound} of {comparison.baseline}'s validation loss",
-        BEYOND: f"lie beyond {bound}",
-        UNDECIDED: "are not decided",
-    }
-    parts = []
-    for verdict, words in statements.items():
-        *names, last = [row.name for row in rows if row.verdict == verdict] or [""]
-        if names:
-            parts.append(f"{', '.join(names)} and {last} {words}.")
-        elif last:
-            words = words.replace("stay", "stays", 1).replace("lie ", "lies ", 1).replace("are", "is", 1)
-            parts.append(f"{last} {words}.")
-    return " ".join(parts) or "One recipe alone: there is nothing to compare it with."
 
 
 def conditions(run: LoadedRun, comparison: Comparison) -> str:
@@ -131,21 +119,22 @@ def facts(run: LoadedRun) -> list[tuple[str, str]]:
         ("versions", ", ".join(f"{name} {version}" for name, version in info.versions.items())),
         ("started", info.started_at),
     ]  # fmt: skip
-    return [(name, value) for name, value in found if value.strip(", ")]
+    return [(name, value.strip(", ")) for name, value in found if value.strip(", ")]
 
 
 def figures(comparison: Comparison, recipes: Sequence[DrawnRecipe]) -> list[dict[str, str]]:
-    """Title, SVG and caption of every figure; the SVG is empty if there is nothing to draw."""
+    """Title, caption and SVG, for wide and narrow screens, of every figure that has something to draw."""
     colors = table_colors(comparison, recipes)
     has_seeds = max(len(recipe.pairs) for recipe in recipes) > 1
     mean = "Lines are means over the seeds, bands what the seeds span." if has_seeds else ""
     interval = ", with the interval of its mean" if has_seeds else ""
-    bound, baseline = tables.percent(comparison.bound_fraction), comparison.baseline
+    bound, baseline = percent(comparison.bound_fraction), comparison.baseline
     drawn = [
         (
             "Gap to " + baseline, plot_comparison.plot_gaps(comparison, colors) if comparison.has_gaps else None,
-            f"A dot is a seed, the upright their mean, the pale bar its {comparison.confidence:.0%} interval, the "
-            f"dashed line the bound of {bound}. Left of zero is better than {baseline}.",
+            f"Final validation loss against {baseline}'s of the same seed. A dot is a seed, the upright their mean, "
+            f"the pale bar its {comparison.confidence:.0%} interval, the dashed line the bound of {bound}. Left of "
+            f"zero is better than {baseline}.",
         ),
         (
             "Validation against tokens", plot_comparison.plot_validation(recipes, confidence=comparison.confidence),
@@ -162,12 +151,18 @@ def figures(comparison: Comparison, recipes: Sequence[DrawnRecipe]) -> list[dict
         ("Gradient norm", plot_comparison.plot_grad_norms(recipes), f"Before clipping, running means. {mean}"),
         (
             "Speed and memory", plot_comparison.plot_speed_and_memory(comparison, colors),
-            f"Median over the steps after the first {comparison.warmup_steps}; the largest memory of any step.",
+            f"Median speed after the first {comparison.warmup_steps} steps; largest memory of any step.",
         ),
     ]  # fmt: skip
     return [
-        {"title": title, "svg": "" if figure is None else to_svg(figure, title), "caption": caption.strip()}
+        {
+            "title": title,
+            "wide": to_svg(figure, title),
+            "caption": caption.strip(),
+            "narrow": to_svg(plot_comparison.make_narrow(figure), f"{title} (narrow)"),
+        }
         for title, figure, caption in drawn
+        if figure is not None
     ]
 
 
@@ -178,10 +173,18 @@ def last_gaps(comparison: Comparison) -> str:
     return f"Gap over the last tenth of the steps: {found}." if found else ""
 
 
+def table_header(comparison: Comparison) -> dict[str, str]:
+    """Headers of the number columns in the page's table, by the keys of `table_row`."""
+    return {
+        "gap": "gap", "interval": f"{comparison.confidence:.0%} interval", "seeds": "seeds", "loss": "validation loss",
+        "perplexity": "perplexity", "speed": "tokens/s", "ratio": "speed", "memory": "peak memory",
+    }  # fmt: skip
+
+
 def table_row(row: RecipeRow, comparison: Comparison, color: str) -> dict[str, str]:
     """Cells of a recipe in the page's table."""
     is_baseline = row.name == comparison.baseline
-    bound = tables.percent(comparison.bound_fraction)
+    bound = percent(comparison.bound_fraction)
     verdict = {WITHIN: f"within {bound}", BEYOND: f"beyond {bound}"}.get(row.verdict, row.verdict)
     return {
         "name": row.name,

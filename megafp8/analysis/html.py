@@ -42,7 +42,9 @@ def to_svg(figure: Figure, name: str) -> str:
     svg = stream.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'\bid="((?:figure|axes|patch|line2d|text|matplotlib)[\w.]*)"', "", svg)
+    # Only ids that something refers to are unique in the page.
+    references = set(re.findall(r"#([\w.]+)", svg))
+    svg = re.sub(r'\bid="([\w.]+)"', lambda found: found[0] if found[1] in references else "", svg)
     svg = svg.replace(INK, "var(--ink)").replace(GRID, "var(--grid)")
     return svg.replace("<svg ", f'<svg role="img" aria-label="{escape(name)}" ', 1)
 

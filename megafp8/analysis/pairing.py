@@ -236,7 +236,7 @@ def data_warnings(pair: Pair) -> list[str]:
     run, base = pair.run, pair.base
     texts = [
         f"{run.name} has {name} {own}, {base.name} {other}: they did not learn from the same data in the same order, "
-        "or were validated on other data, so nothing is decided"
+        "or were validated on other data, so their losses cannot be compared"
         for name, (own, other) in _differing_facts(pair).items()
     ]
     if (tokens := _validation_tokens(pair)) is not None:
@@ -255,6 +255,7 @@ def other_data(pairs: Sequence[Pair]) -> tuple[str, ...]:
     for pair in pairs:
         names |= dict.fromkeys(_differing_facts(pair))
         names |= {"number of validation tokens": None} if _validation_tokens(pair) is not None else {}
+        names |= {"number of training tokens": None} if training_tokens(pair) is not None else {}
         names |= {"seed": None} if seed_of(pair.run) != seed_of(pair.base) else {}
     return tuple(names)
 
@@ -271,6 +272,14 @@ def _validation_tokens(pair: Pair) -> Optional[tuple[int, int]]:
     if last is None or base_last is None or last.num_tokens == base_last.num_tokens:
         return None
     return last.num_tokens, base_last.num_tokens
+
+
+def training_tokens(pair: Pair) -> Optional[tuple[int, int]]:
+    """Training tokens of run and baseline before their last validations, if both have one and they differ."""
+    last, base_last = pair.run.last_validation, pair.base.last_validation
+    if last is None or base_last is None or last.consumed_tokens == base_last.consumed_tokens:
+        return None
+    return last.consumed_tokens, base_last.consumed_tokens
 
 
 def _data_facts(run: LoadedRun) -> dict[str, str]:

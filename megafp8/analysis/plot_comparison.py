@@ -28,9 +28,12 @@ if TYPE_CHECKING:
 
 COLORS = ("#e8590c", "#1c7ed6", "#2f9e44", "#ae3ec9", "#e64980", "#0ca678", "#f08c00", "#7048e8")
 BOUND_COLOR = "#e03131"
-WIDTH_INCHES = 8.6
+WIDTH_INCHES, NARROW_INCHES = 8.6, 4.6
+FONT = 10
 # The limits of the loss axes ignore this first part of the runs, whose steep fall would compress the rest.
 STEEP_FRACTION = 0.08
+LEGEND_ROW_INCHES = 0.2
+LETTERS_PER_INCH, LINE_LETTERS = 12, 6  # of names in a legend, and the width of the line beside a name
 MIN_REACH_FRACTION = 0.001  # smallest range of a gap axis, so that noise does not fill it
 GIB = 2**30
 
@@ -48,6 +51,15 @@ class DrawnRecipe:
         """The runs of the recipe itself."""
         return [pair.run for pair in self.pairs]
 
+    @property
+    def is_baseline(self) -> bool:
+        """Whether this is the baseline, which has the colour of the text."""
+        return self.color == INK
+
+
+# What is drawn of each recipe that has values.
+Curves = Sequence[tuple[DrawnRecipe, Curve]]
+
 
 def color_of(name: str, index: int, *, is_baseline: bool) -> str:
     """The colour of a recipe; `index` counts the recipes that are neither baseline nor control."""
@@ -60,7 +72,7 @@ def plot_gaps(comparison: Comparison, colors: Sequence[str]) -> Figure:
     """Gap of every recipe: dots for seeds, a bar for the interval of the mean, the bound as a dashed line."""
     rows = zip(comparison.recipes, colors, strict=True)
     shown = [(row, row.gap, color) for row, color in rows if row.verdict and row.gap is not None]
-    figure, axes = _figure(0.9 + 0.42 * max(1, len(shown)))
+    figure, axes = _figure(0.9 + 0.42 * len(shown))
     values = [value for row, gap, _ in shown for value in (*row.gaps_fraction, gap.low, gap.high) if value is not None]
     finite = [abs(value) for value in values if math.isfinite(value)]
     reach = 100 * 1.1 * max([*finite, 1.2 * comparison.bound_fraction, MIN_REACH_FRACTION])
@@ -72,76 +84,93 @@ def plot_gaps(comparison: Comparison, colors: Sequence[str]) -> Figure:
         if gap.low is not None and gap.high is not None:
             axes.plot([100 * gap.low, 100 * gap.high], [place, place], color=color, linewidth=7, alpha=0.3,
                       solid_capstyle="butt")  # fmt: skip
+        if not math.isfinite(gap.mean):
+            axes.annotate("the loss is not finite", (0, place), (6, 0), textcoords="offset points", va="center",
+                          fontsize=FONT, color=INK)  # fmt: skip
         axes.plot(100 * np.array(row.gaps_fraction), [place] * len(row.gaps_fraction), "o", color=color, markersize=4.5)
         axes.plot(100 * gap.mean, place, "|", color=color, markersize=17, markeredgewidth=2.4)
-    axes.set_yticks(range(len(shown)), [row.name for row, *_ in shown], fontsize=10)
+    axes.set_yticks(range(len(shown)), [row.name for row, *_ in shown], fontsize=FONT)
     axes.set_ylim(len(shown) - 0.5, -0.5)
     axes.set_xlim(-reach, reach)
-    axes.set_xlabel(f"gap of the final validation loss to {comparison.baseline} of the same seed (%)")
+    axes.set_xlabel("gap (%)")
     axes.spines["left"].set_visible(False)
     axes.tick_params(left=False)
     axes.grid(False, axis="y")
     return figure
 
 
-def plot_validation(recipes: Sequence[DrawnRecipe], *, confidence: float) -> Figure:
-    """Validation loss over tokens; below it the gap to the baseline with the interval of its mean."""
-    figure, above, below = _figure_with_gaps(recipes)
-    _draw_runs(above, recipes, seed_statistics.validation_losses, marker="o")
-    for index, recipe in enumerate(recipes[1:], start=1):
-        gaps = [seed_statistics.validation_gap(pair.base, pair.run) for pair in recipe.pairs]
-        gap = over_seeds(gaps, seed_statistics.interval_band(confidence))
-        _draw(below, _percent(gap), recipe, index, marker="o")
-    _finish_with_gaps(above, below, "validation loss (nats)", f"gap (%), {confidence:.0%} interval")
-    _add_perplexity(above)
+def plot_validation(recipes: Sequence[DrawnRecipe], *, confidence: float) -> Optional[Figure]:
+    """Validation loss over tokens; below it the gap to the baseline with the interval of its mean.
+
+    None if no run was validated.
+    """
+    band = seed_statistics.interval_band(confidence)
+    gaps = _curves(recipes, lambda pair: seed_statistics.validation_gap(pair.base, pair.run), band)
+    losses = _run_curves(recipes, seed_statistics.validation_losses)
+    figure = _plot_with_gaps(losses, gaps, "validation loss (nats)", "gap (%)", marker="o")
+    if figure is not None:
+        _add_perplexity(figure.axes[0])
     return figure
 
 
-def plot_time(recipes: Sequence[DrawnRecipe]) -> Figure:
-    """Validation loss over the time spent in steps."""
-    figure, axes = _figure(3.1)
-    _draw_runs(axes, recipes, seed_statistics.validation_losses_over_time, marker="o")
+def plot_time(recipes: Sequence[DrawnRecipe]) -> Optional[Figure]:
+    """Validation loss over the time spent in steps; None if no run was validated."""
+    curves = _run_curves(recipes, seed_statistics.validation_losses_over_time)
+    if not curves:
+        return None
+    figure, axes = _figure(2.9)
+    _draw(axes, curves, marker="o")
     _limit_losses(axes)
     axes.set_ylabel("validation loss (nats)")
     axes.set_xlabel("time in steps (s)")
-    _legend(axes)
+    add_legend(axes)
     return figure
 
 
-def plot_training(recipes: Sequence[DrawnRecipe]) -> Figure:
-    """Training loss over tokens; below it the smoothed gap to the baseline with the range over the seeds."""
-    figure, above, below = _figure_with_gaps(recipes)
-    _draw_runs(above, recipes, partial(seed_statistics.smoothed_field, field="loss"))
-    for index, recipe in enumerate(recipes[1:], start=1):
-        _draw(below, _percent(over_seeds([seed_statistics.smoothed_gap(pair) for pair in recipe.pairs])), recipe, index)
-    _finish_with_gaps(above, below, "training loss (nats)", "gap (%), smoothed")
-    return figure
+def plot_training(recipes: Sequence[DrawnRecipe]) -> Optional[Figure]:
+    """Training loss over tokens; below it the smoothed gap to the baseline with the range over the seeds.
+
+    None if no run has steps.
+    """
+    losses = _run_curves(recipes, partial(seed_statistics.smoothed_field, field="loss"))
+    return _plot_with_gaps(losses, _curves(recipes, seed_statistics.smoothed_gap), "training loss (nats)", "gap (%)")
 
 
 def plot_grad_norms(recipes: Sequence[DrawnRecipe]) -> Optional[Figure]:
     """Gradient norm before clipping over tokens; None if no run recorded it."""
-    if not any(np.isfinite(run.series("grad_norm")).any() for recipe in recipes for run in recipe.runs):
+    curves = _run_curves(recipes, partial(seed_statistics.smoothed_field, field="grad_norm"))
+    if not curves:
         return None
-    figure, axes = _figure(3.1)
-    _draw_runs(axes, recipes, partial(seed_statistics.smoothed_field, field="grad_norm"))
+    figure, axes = _figure(2.9)
+    _draw(axes, curves)
     axes.set_yscale("log")
     for set_formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
         set_formatter(lambda value, _: f"{value:g}")
     axes.set_ylabel("gradient norm")
     _token_axis(axes)
-    _legend(axes)
+    add_legend(axes)
     return figure
 
 
-def plot_speed_and_memory(comparison: Comparison, colors: Sequence[str]) -> Figure:
-    """Tokens per second and peak memory, one bar per recipe."""
+def plot_speed_and_memory(comparison: Comparison, colors: Sequence[str]) -> Optional[Figure]:
+    """Tokens per second and peak memory, one bar per recipe; without a panel that has no value, None without any."""
     rows = comparison.drawn
     colors = [color for row, color in zip(comparison.recipes, colors, strict=True) if row in rows]
-    figure, (left, right) = _figure(0.8 + 0.34 * len(rows), columns=2)
-    _bars(left, rows, colors, [row.tokens_per_second for row in rows], "tokens/s", lambda value: f"{value:,.0f}")
-    memory = [row.memory_peak_bytes and row.memory_peak_bytes / GIB for row in rows]
-    _bars(right, rows, colors, memory, "peak memory (GiB)", lambda value: f"{value:.3g}")
-    right.set_yticklabels([])
+    panels = {
+        "tokens/s": ([row.tokens_per_second for row in rows], lambda value: f"{value:,.0f}"),
+        "peak memory (GiB)": (
+            [row.memory_peak_bytes and row.memory_peak_bytes / GIB for row in rows], lambda value: f"{value:.3g}",
+        ),
+    }  # fmt: skip
+    panels = {label: (values, shown) for label, (values, shown) in panels.items() if any(values)}
+    if not panels:
+        return None
+    figure, grid = _figure(0.8 + 0.34 * len(rows), columns=len(panels))
+    for place, (label, (values, shown)) in enumerate(panels.items()):
+        axes = np.atleast_1d(grid)[place]
+        _bars(axes, rows, colors, values, label, shown)
+        if place > 0:
+            axes.set_yticklabels([])
     return figure
 
 
@@ -152,40 +181,61 @@ def _figure(height: float, *, rows: int = 1, columns: int = 1) -> tuple[Figure, 
     )
     for axes in np.atleast_1d(panels):
         style_axes(axes, grid_color=GRID)
-        axes.tick_params(labelsize=9.5, color=GRID, labelcolor=INK, which="both")
+        axes.tick_params(labelsize=FONT, color=GRID, labelcolor=INK, which="both")
         for spine in axes.spines.values():
             spine.set_color(GRID)
         for label in (axes.xaxis.label, axes.yaxis.label):
-            label.set(color=INK, size=10)
+            label.set(color=INK, size=FONT)
     return figure, panels
 
 
-def _figure_with_gaps(recipes: Sequence[DrawnRecipe]) -> tuple[Figure, Axes, Axes]:
-    """Two panels, the lower one for gaps; without gaps one panel, returned as both."""
-    if len(recipes) == 1:
-        figure, axes = _figure(3.1)
-        return figure, axes, axes
-    figure, (above, below) = _figure(4.6, rows=2)
-    return figure, above, below
+def _plot_with_gaps(
+    losses: Curves, gaps: Curves, loss_label: str, gap_label: str, marker: str = ""
+) -> Optional[Figure]:
+    """Losses, and below them the gaps if there are any; None without losses."""
+    if not losses:
+        return None
+    figure, panels = _figure(4.6, rows=2) if gaps else _figure(2.9)
+    above, *rest = np.atleast_1d(panels)
+    _draw(above, losses, marker=marker)
+    _limit_losses(above)
+    above.set_ylabel(loss_label)
+    for below in rest:
+        _draw(below, [(recipe, _percent(curve)) for recipe, curve in gaps], marker=marker)
+        _limit_gaps(below)
+        below.set_ylabel(gap_label)
+    _token_axis(rest[0] if rest else above)
+    add_legend(above)
+    return figure
 
 
-def _draw_runs(
-    axes: Axes,
+def _curves(
     recipes: Sequence[DrawnRecipe],
-    points: Callable[[LoadedRun], tuple[np.ndarray, np.ndarray]],
-    marker: str = "",
-) -> None:
-    """Draw a curve of all recipes, averaged over their runs."""
-    for index, recipe in enumerate(recipes):
-        _draw(axes, over_seeds([points(run) for run in recipe.runs]), recipe, index, marker=marker)
+    points: Callable[[Pair], tuple[np.ndarray, np.ndarray]],
+    band: Callable[[np.ndarray], tuple[float, float]] = seed_statistics.full_range,
+) -> Curves:
+    """The curves of all recipes but the baseline, averaged over their pairs; without those that have no value."""
+    curves = [
+        (recipe, over_seeds([points(pair) for pair in recipe.pairs], band))
+        for recipe in recipes
+        if not recipe.is_baseline
+    ]
+    return [(recipe, curve) for recipe, curve in curves if np.isfinite(curve.mean).any()]
 
 
-def _draw(axes: Axes, curve: Curve, recipe: DrawnRecipe, index: int, *, marker: str = "") -> None:
-    # The baseline is wide and pale, so that a curve on top of it leaves both visible.
-    width, alpha = (4.5, 0.35) if index == 0 else (1.6, 1.0)
-    axes.fill_between(curve.x, curve.low, curve.high, color=recipe.color, alpha=0.13, linewidth=0)
-    axes.plot(curve.x, curve.mean, color=recipe.color, linewidth=width, alpha=alpha, marker=marker, markersize=3.5,
-              label=recipe.name)  # fmt: skip
+def _run_curves(recipes: Sequence[DrawnRecipe], points: Callable[[LoadedRun], tuple[np.ndarray, np.ndarray]]) -> Curves:
+    """The curves of all recipes, averaged over their runs; without those that have no value."""
+    curves = [(recipe, over_seeds([points(run) for run in recipe.runs])) for recipe in recipes]
+    return [(recipe, curve) for recipe, curve in curves if np.isfinite(curve.mean).any()]
+
+
+def _draw(axes: Axes, curves: Curves, *, marker: str = "") -> None:
+    for recipe, curve in curves:
+        # The baseline is wide and pale, so that a curve on top of it leaves both visible.
+        width, alpha = (4.5, 0.35) if recipe.is_baseline else (1.6, 1.0)
+        axes.fill_between(curve.x, curve.low, curve.high, color=recipe.color, alpha=0.13, linewidth=0)
+        axes.plot(curve.x, curve.mean, color=recipe.color, linewidth=width, alpha=alpha, marker=marker, markersize=3.5,
+                  label=recipe.name)  # fmt: skip
 
 
 def _percent(curve: Curve) -> Curve:
@@ -207,26 +257,20 @@ def _limit_losses(axes: Axes) -> None:
         axes.set_ylim(low - 0.06 * (high - low), high + 0.06 * (high - low))
 
 
-def _finish_with_gaps(above: Axes, below: Axes, loss_label: str, gap_label: str) -> None:
-    """Set the limits and labels of both panels; the gap axis is symmetric about zero."""
-    _limit_losses(above)
-    if below is not above:
-        ends = [values[math.ceil(len(values) * STEEP_FRACTION) :] for values in _y_values(below)]
-        sizes = np.abs(np.concatenate([*ends, [100 * MIN_REACH_FRACTION]]))
-        limit = 1.5 * float(np.max(sizes[np.isfinite(sizes)]))
-        below.axhline(0, color=INK, linewidth=3, alpha=0.35, zorder=1)
-        below.set_ylim(-limit, limit)
-        below.set_ylabel(gap_label)
-    above.set_ylabel(loss_label)
-    _token_axis(below)
-    _legend(above)
+def _limit_gaps(axes: Axes) -> None:
+    """Make the gap axis symmetric about zero, without the steep first part of the runs."""
+    ends = [values[math.ceil(len(values) * STEEP_FRACTION) :] for values in _y_values(axes)]
+    sizes = np.abs(np.concatenate([*ends, [100 * MIN_REACH_FRACTION]]))
+    limit = 1.5 * float(np.max(sizes[np.isfinite(sizes)]))
+    axes.axhline(0, color=INK, linewidth=3, alpha=0.35, zorder=1)
+    axes.set_ylim(-limit, limit)
 
 
 def _add_perplexity(axes: Axes) -> None:
     right = axes.secondary_yaxis("right")
     right.yaxis.set_major_formatter(lambda loss, _: f"{math.exp(loss):.3g}")
-    right.set_ylabel("perplexity", color=INK, size=10)
-    right.tick_params(labelsize=9.5, color=GRID, labelcolor=INK)
+    right.set_ylabel("perplexity", color=INK, size=FONT)
+    right.tick_params(labelsize=FONT, color=GRID, labelcolor=INK)
     right.spines["right"].set_visible(False)
 
 
@@ -236,11 +280,36 @@ def _token_axis(axes: Axes) -> None:
     use_si_prefixes(axes.xaxis)
 
 
-def _legend(axes: Axes) -> None:
+def make_narrow(figure: Figure) -> Figure:
+    """The same figure for a narrow screen: fonts keep their size, axes and legend are fitted again."""
+    for legend in list(figure.legends):
+        _, num_rows = legend_shape([text.get_text() for text in legend.get_texts()], figure.get_figwidth())
+        figure.set_figheight(figure.get_figheight() - num_rows * LEGEND_ROW_INCHES)
+        legend.remove()
+        figure.set_figwidth(NARROW_INCHES)
+        add_legend(figure.axes[0])
+    figure.set_figwidth(NARROW_INCHES)
+    return figure
+
+
+def legend_shape(labels: Sequence[str], width_inches: float) -> tuple[int, int]:
+    """Columns and rows of a legend in a figure of this width."""
+    widths = [len(label) + LINE_LETTERS for label in labels]
+    room = int(LETTERS_PER_INCH * width_inches)
+    num_columns = len(labels) if sum(widths) <= room else max(1, room // max(widths))
+    return num_columns, math.ceil(len(labels) / num_columns)
+
+
+def add_legend(axes: Axes) -> None:
+    """Add a legend above the axes of the figure, which grows by the height of the legend."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
-        axes.figure.legend(handles, labels, loc="outside upper left", ncols=min(7, len(labels)), frameon=False,
-                           fontsize=9.5, labelcolor=INK, handlelength=1.6, columnspacing=1.4)  # fmt: skip
+        figure = axes.get_figure(root=True)
+        assert figure is not None
+        num_columns, num_rows = legend_shape(labels, figure.get_figwidth())
+        figure.set_figheight(figure.get_figheight() + num_rows * LEGEND_ROW_INCHES)
+        figure.legend(handles, labels, loc="outside upper left", ncols=num_columns, frameon=False, fontsize=FONT,
+                      labelcolor=INK, handlelength=1.6, columnspacing=1.4)  # fmt: skip
 
 
 def _bars(
@@ -251,14 +320,19 @@ def _bars(
     label: str,
     format_value: Callable[[float], str],
 ) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     places, known = range(len(rows)), [value or 0.0 for value in values]
     axes.barh(places, known, color=colors, alpha=0.75, height=0.6)
     for place, value in zip(places, values, strict=True):
         text = "not measured" if value is None else format_value(value)
-        axes.annotate(text, (value or 0.0, place), (4, 0), textcoords="offset points", va="center", fontsize=9,
+        axes.annotate(text, (value or 0.0, place), (4, 0), textcoords="offset points", va="center", fontsize=FONT,
                       color=INK)  # fmt: skip
     axes.set_yticks(places, [row.name for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, 1.28 * max([*known, 1e-9]))
+    axes.xaxis.set_major_locator(MaxNLocator(4))
+    if max(known) >= 1000:
+        use_si_prefixes(axes.xaxis)
     axes.set_xlabel(label)
     axes.grid(False, axis="y")

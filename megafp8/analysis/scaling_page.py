@@ -11,7 +11,8 @@ import numpy as np
 from megafp8.analysis import scaling_report
 from megafp8.analysis.html import GRID, INK, render, standalone_svg, to_svg
 from megafp8.analysis.plot_comparison import COLORS as RECIPE_COLORS
-from megafp8.analysis.plotting import new_figure, style_axes
+from megafp8.analysis.plot_comparison import WIDTH_INCHES, add_legend
+from megafp8.analysis.plotting import new_figure, style_axes, use_si_prefixes
 from megafp8.analysis.power_laws import REPLICATES, interval
 from megafp8.analysis.scaling_laws import COMPUTE, PARAMETERS, X_OF
 from megafp8.analysis.scaling_report import ALT_TEXT, ScalingReport, analyse, count_text
@@ -24,16 +25,17 @@ if TYPE_CHECKING:
 COLORS = (INK, *RECIPE_COLORS)
 BAND_POINTS = 80
 PICTURE_FILE = "laws.svg"
+PANEL_INCHES = 4.6  # of one of two figures side by side
 LABELS = {COMPUTE: "training compute, FLOPs", PARAMETERS: "parameters"}
 
 
-def plot_laws(report: ScalingReport) -> Figure:
-    """Loss over compute and over parameters, with the fitted laws; below, the gaps to the baseline."""
-    figure = new_figure(12, 7.5)
+def plot_laws(report: ScalingReport, names: Sequence[str] = (COMPUTE, PARAMETERS)) -> Figure:
+    """Loss over compute or parameters, one column each, with the fitted laws; below, the gaps to the baseline."""
     has_gaps = bool(report.gaps)
-    heights = (3, 2) if has_gaps else (1,)
-    grid = figure.subplots(len(heights), 2, squeeze=False, sharex="col", height_ratios=heights)
-    for column, name in enumerate((COMPUTE, PARAMETERS)):
+    heights = (3, 2) if has_gaps else (3,)
+    figure = new_figure(PANEL_INCHES * len(names), 1.3 * sum(heights))
+    grid = figure.subplots(len(heights), len(names), squeeze=False, sharex="col", height_ratios=heights)
+    for column, name in enumerate(names):
         draw_losses(grid[0, column], report, name)
         if has_gaps:
             draw_gaps(grid[1, column], report, name)
@@ -57,6 +59,10 @@ def draw_losses(axes: Axes, report: ScalingReport, name: str) -> None:
             draw_band(axes, points, [law.loss(points[:, None]) for law in fitted.fits.replicates[number]], color)
     axes.set_yscale("log")
     style_log_x(axes, f"loss over {name}")
+    places = {X_OF[name](cell)[0] for cell in report.cells if cell.is_best}
+    if len(places) == 1:  # matplotlib finds no limits for a single point on a logarithmic axis
+        (place,) = places
+        axes.set_xlim(place / 2, 2 * place)
     axes.set_ylabel("validation loss, nats a token")
     plain_ticks(axes)
     axes.legend(frameon=False, labelcolor=INK)
@@ -71,6 +77,8 @@ def draw_gaps(axes: Axes, report: ScalingReport, name: str) -> None:
         color = COLORS[number % len(COLORS)]
         rows = [row for row in report.gaps if row.recipe == recipe]
         cells = [((row.parameters, row.tokens), row.gap) for row in rows if row.parameters and row.tokens]
+        if not cells:
+            continue
         x = np.array([x_of_cell[cell] for cell, _ in cells])
         means = np.array([100 * gap.value for _, gap in cells])
         lows = [100 * gap.low for _, gap in cells if gap.low is not None]
@@ -100,7 +108,7 @@ def plot_speed(report: ScalingReport) -> Optional[Figure]:
     """Tokens/s over devices, with perfect scaling as a dotted line; None if all runs used the same number."""
     if len({row.world_size for row in report.speeds}) < 2:
         return None
-    figure = new_figure(12, 4.5)
+    figure = new_figure(WIDTH_INCHES, 3.8)
     left, right = figure.subplots(1, 2)
     sizes = sorted({row.parameters for row in report.speeds})
     for number, recipe in enumerate(report.recipes):
@@ -115,6 +123,7 @@ def plot_speed(report: ScalingReport) -> Optional[Figure]:
             left.plot(counts, [first * count for count in counts], ":", color=color, linewidth=1)
             right.plot(counts, [100 * row.efficiency for row in rows], marker=marker, color=color)
     left.set_yscale("log")
+    use_si_prefixes(left.yaxis)
     for axes, title in ((left, "tokens/s (dotted: perfect)"), (right, "efficiency, % of the fewest devices'")):
         axes.set_xscale("log", base=2)
         axes.set_xticks(sorted({row.world_size for row in report.speeds}))
@@ -122,7 +131,7 @@ def plot_speed(report: ScalingReport) -> Optional[Figure]:
         axes.set_xlabel("devices")
         style_svg_axes(axes, title)
     right.set_ylim(bottom=0)
-    left.legend(frameon=False, labelcolor=INK, fontsize=9)
+    add_legend(left)
     return figure
 
 
@@ -133,7 +142,7 @@ def plot_sweeps(report: ScalingReport) -> Optional[Figure]:
         return None
     from matplotlib.ticker import NullFormatter
 
-    figure = new_figure(12, 4.5 * len(sweeps))
+    figure = new_figure(WIDTH_INCHES, 3.8 * len(sweeps))
     for axes, (axis, lines) in zip(figure.subplots(len(sweeps), 1, squeeze=False)[:, 0], sweeps.items(), strict=True):
         for (recipe, name), points in lines.items():
             values, losses, spreads = zip(*sorted(points), strict=True)
@@ -145,7 +154,7 @@ def plot_sweeps(report: ScalingReport) -> Optional[Figure]:
             axes.set_xscale("log")
         axes.set_xticks(swept, [f"{value:g}" for value in swept])
         axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.legend(frameon=False, labelcolor=INK, fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
+        axes.legend(frameon=False, labelcolor=INK, loc="upper left", bbox_to_anchor=(1, 1))
         axes.set_xlabel(axis)
         axes.set_ylabel("validation loss, nats a token")
         style_svg_axes(axes, f"loss over {axis}, with the spread of seeds")
@@ -236,16 +245,29 @@ def publish_study(
     return report, [output / name for name in contents]
 
 
+def laws_caption(report: ScalingReport) -> str:
+    """What the figures of the laws show."""
+    has_laws, has_bands = report.axis(COMPUTE) is not None, report.replicates > 0
+    lines = f"; lines are the fitted laws{' with their 95% bands' if has_bands else ''}" if has_laws else ""
+    text = f"Dots are runs, rings the means over seeds{lines}."
+    if report.gaps:
+        distance = f", and the distance of the laws{' with its band' if has_bands else ''}" if has_laws else ""
+        text += f" Below: gaps of the same seed with Student's 95% interval{distance}."
+    return text
+
+
 def render_page(report: ScalingReport) -> str:
     """The HTML page."""
     pictures = {"Speed over devices": plot_speed(report), "Swept flags": plot_sweeps(report)}
+    titles = {name: f"Loss over {name}" for name in (COMPUTE, PARAMETERS)}
     return render(
         "scaling.html.jinja",
         title=f"Scaling study {report.name}",
         headline=scaling_report.headline(report),
         conditions=scaling_report.conditions(report),
         remarks=scaling_report.remarks(report),
-        laws=to_svg(plot_laws(report), ALT_TEXT),
+        laws={title: to_svg(plot_laws(report, [name]), title) for name, title in titles.items()},
+        caption=laws_caption(report),
         pictures={name: to_svg(figure, name) for name, figure in pictures.items() if figure is not None},
         tables=scaling_report.tables(report), method=scaling_report.method(report),
     )  # fmt: skip

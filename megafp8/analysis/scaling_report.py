@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Optional
 
 from megafp8.analysis import scaling_laws
+from megafp8.analysis.findings import Difference, difference_sentences
 from megafp8.analysis.power_laws import REPLICATES, Estimate
 from megafp8.analysis.scaling_laws import BOTH, COMPUTE, PARAMETERS, Axis, CellRow, GapRow
 from megafp8.analysis.seed_statistics import CONFIDENCE
 from megafp8.analysis.study_points import SpeedRow, StudyPoints, speed_rows
-from megafp8.analysis.tables import MIB, optional
+from megafp8.analysis.tables import MIB, is_value, optional
 from megafp8.errors import DataError
 from megafp8.utils.formatting import escape_markdown, escaped_markdown_table, text_table
 from megafp8.utils.strict_json import to_strict_json
@@ -48,8 +49,8 @@ class ScalingReport:
         return next((axis for axis in self.axes if axis.name == name), None)
 
     def to_json(self) -> str:
-        """All fields without the laws of the replicates; non-finite numbers are null."""
-        plain = dataclasses.asdict(self)
+        """The headline and all fields without the laws of the replicates; non-finite numbers are null."""
+        plain = {"headline": headline(self)} | dataclasses.asdict(self)
         for axis in plain["axes"]:
             del axis["fits"]
         return to_strict_json(plain, indent=1)
@@ -101,6 +102,15 @@ class Table:
     note: str = ""
     sides: str = "l"
 
+    def without_empty_columns(self) -> Table:
+        """The table without the columns that have no value."""
+        shown = [index for index, cells in enumerate(zip(*self.rows, strict=True)) if any(map(is_value, cells))]
+        sides = self.sides.ljust(len(self.header), "r")
+        return dataclasses.replace(
+            self, header=tuple(self.header[index] for index in shown), sides="".join(sides[index] for index in shown),
+            rows=tuple(tuple(row[index] for index in shown) for row in self.rows),
+        )  # fmt: skip
+
 
 def count_text(number: float) -> str:
     """1,230,000 as `1.23M`."""
@@ -109,23 +119,38 @@ def count_text(number: float) -> str:
 
 
 def headline(report: ScalingReport) -> str:
-    """One or two sentences for each recipe: its gap, and whether it shifts the law."""
+    """The findings: gaps over all pairs, whether a recipe shifts the law over compute, and runs that are not done."""
     if len(report.recipes) == 1:
-        return f"One recipe, {report.recipes[0]}: there is nothing to compare its law with."
-    axis = report.axis(COMPUTE)
-    overall = {row.recipe: row for row in report.gaps if row.parameters is None}
-    sentences = []
-    for recipe in report.recipes[1:]:
-        if recipe in overall:
-            row = overall[recipe]
-            sentences.append(
-                f"{recipe} ends {row.gap.text(PERCENT)} from {report.baseline}'s loss, over {row.num_pairs} pairs of "
-                "one seed."
-            )
-        factor = dict(axis.factors).get(recipe) if axis else None
-        if factor is not None:
-            sentences.append(f"Its compute is worth {factor.text(PLAIN)} of {report.baseline}'s: {verdict(factor)}.")
-    return " ".join(sentences)
+        return f"There is no baseline: {report.recipes[0]} is the only recipe."
+    overall = [
+        Difference(
+            name=row.recipe, mean=row.gap.value, low=row.gap.low, high=row.gap.high,
+            sample=f"over {row.num_pairs} pairs of runs",
+        )
+        for row in report.gaps if row.parameters is None
+    ]  # fmt: skip
+    sentences = difference_sentences(overall, report.baseline)
+    if axis := report.axis(COMPUTE):
+        sentences += [factor_sentence(recipe, factor, report.baseline) for recipe, factor in axis.factors]
+    if report.missing:
+        sentences.append(f"{missing_text(report)}.")
+    return " ".join(sentences) or f"No other recipe has a run of the same size, length and seed as {report.baseline}."
+
+
+def factor_sentence(recipe: str, factor: Estimate, baseline: str) -> str:
+    """What the compute of a recipe is worth, and whether that is a shift of the law."""
+    if factor.low is None or factor.high is None:
+        return f"Compute in {recipe} is worth {factor.value:.1%} of compute in {baseline}, without an interval."
+    worth = f"Compute in {recipe} is worth {factor.low:.1%} to {factor.high:.1%} of compute in {baseline}"
+    if factor.low <= 1 <= factor.high:
+        return f"{worth}: no shift of the scaling law is found."
+    return f"{worth}: {recipe} needs {'more' if factor.high < 1 else 'less'} compute for the same loss."
+
+
+def missing_text(report: ScalingReport) -> str:
+    """How many runs are not done."""
+    number, total = len(report.missing), report.num_runs + len(report.missing)
+    return f"{number} of {total} runs {'is' if number == 1 else 'are'} not done"
 
 
 def conditions(report: ScalingReport) -> str:
@@ -137,23 +162,14 @@ def conditions(report: ScalingReport) -> str:
     return f"{report.num_runs} runs. " + "; ".join(named)
 
 
-def verdict(factor: Estimate) -> str:
-    """What the interval of a factor shows."""
-    if factor.low is None or factor.high is None:
-        return "without more seeds it is not known how sure that is"
-    if factor.low <= 1 <= factor.high:
-        return "no shift of the law that these runs can tell from noise"
-    return "the law is shifted, by these runs" if factor.high < 1 else "better than the baseline, by these runs"
-
-
 def tables(report: ScalingReport) -> list[Table]:
-    """All tables of a report, in order."""
-    found = [gap_table(report)] if report.gaps else []
+    """The tables of a report that have rows, in order."""
+    found = [gap_table(report)]
     for axis in report.axes:
         found.append(law_table(axis))
         if axis.shifts:
             found.append(shift_table(axis, report.baseline))
-    return [*found, speed_table(report), cell_table(report)]
+    return [table.without_empty_columns() for table in (*found, speed_table(report), cell_table(report)) if table.rows]
 
 
 def gap_table(report: ScalingReport) -> Table:
@@ -264,7 +280,7 @@ def remarks(report: ScalingReport) -> list[str]:
             "that has it."
         )
     if report.missing:
-        found.append(f"{len(report.missing)} runs are not done: {', '.join(report.missing)}")
+        found.append(f"{missing_text(report)}: {', '.join(report.missing)}")
     return found
 
 

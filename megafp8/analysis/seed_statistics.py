@@ -178,9 +178,14 @@ def smoothed_gap(pair: Pair) -> tuple[np.ndarray, np.ndarray]:
     return tokens, smooth(gap, smoothing_window(len(gap)), keeps_width=True)
 
 
+def full_range(values: np.ndarray) -> tuple[float, float]:
+    """A band for `over_seeds`: the smallest and largest value."""
+    return values.min(), values.max()
+
+
 def over_seeds(
     curves: Sequence[tuple[np.ndarray, np.ndarray]],
-    band: Callable[[np.ndarray], tuple[float, float]] = lambda values: (values.min(), values.max()),
+    band: Callable[[np.ndarray], tuple[float, float]] = full_range,
 ) -> Curve:
     """Mean and band of the seeds' curves, up to the end of the shortest.
 

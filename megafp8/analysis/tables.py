@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Optional, Union
 
 from megafp8.analysis.compare import Comparison, ComparisonRow, RecipeRow
-from megafp8.analysis.seed_statistics import CONTROL, UNDECIDED
+from megafp8.analysis.findings import headline
+from megafp8.analysis.percent import percent, signed
+from megafp8.analysis.seed_statistics import CONTROL
 from megafp8.utils.formatting import escape_markdown, escaped_markdown_table, text_table
 from megafp8.utils.strict_json import to_strict_json
 
@@ -18,23 +21,24 @@ Row = Union[RecipeRow, ComparisonRow]
 
 
 def to_text(comparison: Comparison) -> str:
-    """For a terminal: aligned tables, then notes, differences and warnings."""
-    parts = [text_table(header, rows, WORDS) for header, rows in _tables(comparison)]
+    """For a terminal: the headline, aligned tables, then notes, differences and warnings."""
+    parts = [headline(comparison), *(text_table(header, rows, WORDS) for header, rows in _tables(comparison))]
     remarks = [*notes(comparison), *comparison.differences, *_warnings(comparison)]
     return "\n\n".join([*parts, "\n".join(remarks)]).rstrip()
 
 
 def to_markdown(comparison: Comparison) -> str:
-    """As Markdown: tables, notes, and a list of differences and warnings."""
-    parts = [escaped_markdown_table(header, rows, WORDS) for header, rows in _tables(comparison)]
+    """As Markdown: the headline, tables, notes, and a list of differences and warnings."""
+    parts = [escape_markdown(headline(comparison))]
+    parts += [escaped_markdown_table(header, rows, WORDS) for header, rows in _tables(comparison)]
     parts += map(escape_markdown, notes(comparison))
     remarks = [f"- {escape_markdown(text)}" for text in (*comparison.differences, *_warnings(comparison))]
     return "\n\n".join([*parts, "\n".join(remarks)]).rstrip() + "\n"
 
 
 def to_json(comparison: Comparison) -> str:
-    """All fields as JSON; non-finite numbers are null."""
-    return to_strict_json(dataclasses.asdict(comparison))
+    """The headline and all fields as JSON; non-finite numbers are null."""
+    return to_strict_json({"headline": headline(comparison)} | dataclasses.asdict(comparison))
 
 
 def _tables(comparison: Comparison) -> list[tuple[list[str], list[list[str]]]]:
@@ -68,14 +72,14 @@ def run_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
         "recipe": [row.recipe for row in rows],
         "seed": [f"{row.seed}" for row in rows],
         "validation loss": [optional(row.validation_loss, "{:.4f}") for row in rows],
-        "gap": ["-" if row.relative_gap_fraction is None else signed(row.relative_gap_fraction) for row in rows],
+        "gap": ["-" if row.relative_gap_fraction is None else finite(row.relative_gap_fraction) for row in rows],
     }
     return _without_empty(columns | _common_columns(rows))
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """Notes on verdicts, data and noise."""
-    return [text for text in (verdict_note(comparison), *data_notes(comparison), control_note(comparison)) if text]
+    """Notes on verdicts and noise."""
+    return [text for text in (verdict_note(comparison), control_note(comparison)) if text]
 
 
 def verdict_note(comparison: Comparison) -> str:
@@ -85,24 +89,14 @@ def verdict_note(comparison: Comparison) -> str:
     bound, confidence = percent(comparison.bound_fraction), f"{comparison.confidence:.0%}"
     if all(len(row.seeds) < 2 for row in comparison.recipes if row.verdict):
         return (
-            f"One seed has no spread, so whether a gap stays within {bound} is not decided: train more seeds "
-            "(tools/run_comparison.py --seeds 3)"
+            f"One seed gives no interval, so there is no verdict on the bound of {bound}: train more seeds "
+            "(megafp8 run-comparison --seeds 3)."
         )
     missing = ", or runs are missing" if any(row.num_missing for row in comparison.recipes) else ""
     return (
-        f"within: the whole {confidence} interval of the gap lies below {bound}; beyond: above it; not decided: the "
-        f"seeds scatter too widely for either{missing}. Gaps are taken between runs of one seed."
+        f"within: the complete {confidence} interval of the gap lies below {bound}; beyond: above it; not decided: the "
+        f"interval contains the bound{missing}. Gaps are taken between runs of one seed."
     )
-
-
-def data_notes(comparison: Comparison) -> list[str]:
-    """Recipes that have no verdict because their data differ from the baseline's."""
-    return [
-        f"{row.name} is not decided, whatever its gap: it has another {' and another '.join(row.other_data)} than "
-        f"{comparison.baseline}"
-        for row in comparison.recipes
-        if row.other_data and row.verdict == UNDECIDED
-    ]
 
 
 def control_note(comparison: Comparison) -> str:
@@ -118,16 +112,6 @@ def control_note(comparison: Comparison) -> str:
     )
 
 
-def percent(fraction: float) -> str:
-    """0.005 -> 0.5%."""
-    return f"{100 * fraction:g}%"
-
-
-def signed(fraction: float) -> str:
-    """0.00512 -> +0.51%; no minus sign for zero."""
-    return f"{round(fraction, 4) + 0.0:+.2%}"
-
-
 def shown_seeds(row: RecipeRow) -> str:
     """3, or 2/3 if one is missing."""
     found = len(row.seeds)
@@ -135,22 +119,29 @@ def shown_seeds(row: RecipeRow) -> str:
 
 
 def shown_gap(row: RecipeRow, baseline: str) -> str:
-    """+0.50%; "baseline" for the baseline; - without a gap."""
+    """+0.50%; "baseline" for the baseline; "not finite" after a divergence; - without a gap."""
     if row.name == baseline:
         return "baseline"
-    return "-" if row.gap is None else signed(row.gap.mean)
+    return "-" if row.gap is None else finite(row.gap.mean)
 
 
 def shown_training_gap(row: RecipeRow, baseline: str) -> str:
     """+0.50%; - for the baseline and without a gap."""
-    return "-" if row.name == baseline or row.training_gap is None else signed(row.training_gap.mean)
+    return "-" if row.name == baseline or row.training_gap is None else finite(row.training_gap.mean)
 
 
 def shown_interval(row: RecipeRow, baseline: str) -> str:
     """-0.10% to +0.30%; - for the baseline and without an interval."""
     if row.name == baseline or row.gap is None or row.gap.low is None or row.gap.high is None:
         return "-"
+    if not math.isfinite(row.gap.mean):
+        return "-"
     return f"{signed(row.gap.low)} to {signed(row.gap.high)}"
+
+
+def finite(gap: float) -> str:
+    """+0.50%; "not finite" for NaN and infinity."""
+    return signed(gap) if math.isfinite(gap) else "not finite"
 
 
 def _common_columns(rows: Sequence[Row]) -> dict[str, list[str]]:
@@ -173,10 +164,15 @@ def optional(value: Optional[float], pattern: str) -> str:
     return "-" if value is None else pattern.format(value)
 
 
+def is_value(cell: str) -> bool:
+    """Whether a cell has a value, which an empty column has none of."""
+    return cell not in ("", "-")
+
+
 def _warnings(comparison: Comparison) -> list[str]:
     return [f"Warning: {text}" for text in comparison.warnings]
 
 
 def _without_empty(columns: dict[str, list[str]]) -> tuple[list[str], list[list[str]]]:
-    shown = {name: cells for name, cells in columns.items() if any(cell != "-" for cell in cells)}
+    shown = {name: cells for name, cells in columns.items() if any(map(is_value, cells))}
     return list(shown), [list(row) for row in zip(*shown.values(), strict=True)]

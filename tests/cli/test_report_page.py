@@ -1,4 +1,4 @@
-"""The report of a comparison, looked at in a real browser: it is whole, alone and not blank."""
+"""Reports in a real browser: they are complete, need no network, are not blank, and fit narrow screens."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 
 from megafp8.analysis.comparison_page import publish_comparison
+from megafp8.analysis.scaling_page import publish_study
 from megafp8.metrics.records import EvalRecord, RunRecord, StepRecord
 from megafp8.metrics.sinks.jsonl import JsonlSink
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 RECIPES = {"bf16": 0.0, "bf16-control": 0.0, "tensorwise": 0.002, "mxfp8": 0.0, "nvfp4": 0.03, "<odd & name>": 0.0}
 STEPS = 60
+STUDY_POINTS = Path(__file__).resolve().parents[2] / "docs/reports/stdlib_cpu/points.json"
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def test_the_page_is_whole_and_asks_nobody(browser: Any, report: Path, scheme: s
     rows = seen.page.locator("#verdicts tbody tr")
     assert rows.count() == len(RECIPES)
     assert {row.get_attribute("data-recipe") for row in rows.all()} == set(RECIPES)
-    boxes = [picture.bounding_box() for picture in seen.page.locator("figure svg").all()]
+    boxes = [picture.bounding_box() for picture in seen.page.locator("figure svg:visible").all()]
     assert len(boxes) == 6 and all(box["width"] > 500 and box["height"] > 90 for box in boxes)
     broken = "[...document.images].filter(image => !image.complete || image.naturalWidth === 0).length"
     assert seen.page.evaluate(broken) == 0
@@ -137,10 +139,32 @@ def test_lettering_can_be_read_in_both_schemes(browser: Any, report: Path) -> No
     assert brightness["light"] < 60 and brightness["dark"] > 190
 
 
+@pytest.fixture(scope="module")
+def scaling_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of the committed study."""
+    folder = tmp_path_factory.mktemp("scaling")
+    publish_study(STUDY_POINTS, folder, replicates=2)
+    return folder / "report.html"
+
+
+LABEL_PIXELS = """
+() => [...document.querySelectorAll('figure svg')].filter(svg => svg.getBoundingClientRect().width > 0).map(svg =>
+  Math.min(...[...svg.querySelectorAll('text')].map(text => parseFloat(getComputedStyle(text).fontSize)))
+  * svg.getBoundingClientRect().width / svg.viewBox.baseVal.width)
+"""
+
+
 @pytest.mark.slow
-def test_a_narrow_screen_scrolls_the_table_and_not_the_page(browser: Any, report: Path) -> None:
-    seen = open_page(browser, report, "light", width=420)
-    assert seen.page.evaluate("document.documentElement.scrollWidth") <= 420
+@pytest.mark.parametrize("width", [400, 760, 1400])
+@pytest.mark.parametrize("name", ["report", "scaling_report"])
+def test_frames_scroll_and_not_the_page_and_labels_are_legible(
+    browser: Any, request: pytest.FixtureRequest, name: str, width: int
+) -> None:
+    seen = open_page(browser, request.getfixturevalue(name), "light", width=width)
+    seen.page.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
+    assert seen.page.evaluate("document.documentElement.scrollWidth") <= width
+    sizes = seen.page.evaluate(LABEL_PIXELS)
+    assert sizes and all(11 <= size <= 17 for size in sizes), sizes
     seen.page.close()
 
 
@@ -157,8 +181,8 @@ def test_paper_cuts_nothing_off(browser: Any, report: Path) -> None:
 def test_verdicts_and_notes_are_in_the_text(report: Path) -> None:
     """Without a browser, too: what the page says about six recipes."""
     text = report.read_text(encoding="utf-8")
-    assert "tensorwise, mxfp8 and &lt;odd &amp; name&gt; stay within 0.5% of bf16&#39;s validation loss." in text
-    assert "nvfp4 lies beyond 0.5%." in text
+    assert "mxfp8 and &lt;odd &amp; name&gt; cannot be told apart from bf16 with 3 seeds; a difference in" in text
+    assert "nvfp4 is worse than bf16 by 2.97% to 3.01% in validation loss with 3 seeds." in text
     assert re.search(r'<td class="left verdict control">control</td>', text)
     assert "bf16-control is bf16 with its gradients summed in another order" in text
     assert "Recipes were emulated" in text and "<odd" not in text

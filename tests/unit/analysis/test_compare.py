@@ -71,7 +71,7 @@ def test_a_recipe_without_a_finished_run_has_a_row(pair) -> None:
     comparison = compare_runs(pair, unfinished=[*waiting, gone])
     assert {row.name: row.verdict for row in comparison.recipes[2:]} == {"mxfp8": "not decided", "nvfp4": "beyond"}
     text = tables.to_text(comparison)
-    cells = {line.split()[0]: line.split() for line in text.splitlines()[2:6]}
+    cells = {line.split()[0]: line.split() for line in text.splitlines()[4:8]}
     assert cells["mxfp8"][1:] == ["-", "0/2", "-", "-", "not", "decided", *"--------"]
     assert cells["nvfp4"][2] == "0/1" and "beyond" in cells["nvfp4"]
     content = json.loads(tables.to_json(comparison))
@@ -152,7 +152,8 @@ def test_a_run_without_validation_is_an_error(write_run) -> None:
 
 def test_text_has_its_columns_in_line(pair) -> None:
     lines = tables.to_text(compare_runs(pair, warmup_steps=2)).splitlines()
-    header, rule, base, fp8 = lines[:4]
+    assert lines[0].startswith("One seed each: no interval")
+    header, rule, base, fp8 = lines[2:6]
     assert " ".join(header.split()) == (
         "run recipe validation loss gap bound 0.5% training gap perplexity tokens/s speed TFLOP/s per device peak MiB "
         "steps tokens"
@@ -160,14 +161,14 @@ def test_text_has_its_columns_in_line(pair) -> None:
     assert base.index("baseline") + len("baseline") == fp8.index("+0.50%") + len("+0.50%")
     assert len(rule) == len(header) == len(base) == len(fp8)
     assert "1.50x" in fp8
-    assert lines[5].startswith("One seed has no spread")
-    assert lines[6] == "fp8: precision.fp8_format: None -> hybrid"
+    assert lines[7].startswith("One seed gives no interval")
+    assert lines[8] == "fp8: precision.fp8_format: None -> hybrid"
 
 
 def test_markdown_is_a_table(pair) -> None:
     lines = tables.to_markdown(compare_runs(pair)).splitlines()
-    assert len({line.count("|") for line in lines[:4]}) == 1
-    assert re.match(r"\|-+\|-+\|-+:\|", lines[1])
+    assert len({line.count("|") for line in lines[2:6]}) == 1
+    assert re.match(r"\|-+\|-+\|-+:\|", lines[3])
     assert "- fp8: precision.fp8_format: None -> hybrid" in lines
 
 

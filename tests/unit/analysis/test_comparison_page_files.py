@@ -149,7 +149,7 @@ def test_runs_of_the_same_folder_name_are_told_apart(write_run) -> None:
 def test_one_run_alone_has_a_page_without_gaps(folders, tmp_path) -> None:
     publish_comparison(folders[:1], output_folder=tmp_path / "out")
     text = (tmp_path / "out" / "report.html").read_text()
-    assert "there is nothing to compare it with" in text and text.count("<svg ") == 4
+    assert "There is no baseline: bf16 is the only recipe." in text and text.count('class="wide"') == 4
     assert not (tmp_path / "out" / "gaps.svg").exists()
 
 

@@ -88,7 +88,7 @@ def test_a_name_is_text_in_a_page(write_run: Callable[..., Path], monkeypatch: p
         return to_svg(figure, name)
 
     def tags(name: str) -> set[str]:
-        figures = [{"title": name, "svg": picture(name), "caption": name}]
+        figures = [{"title": name, "wide": picture(name), "narrow": picture(name), "caption": name}]
         monkeypatch.setattr(comparison_page, "figures", lambda *_: figures)
         return Tags(comparison_page.render_page(*compared(name, write_run), title=name)).found
 

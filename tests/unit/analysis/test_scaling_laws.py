@@ -65,7 +65,7 @@ def test_the_shift_is_found_with_its_interval(report) -> None:
     assert middle.effective.low < SHIFT < middle.effective.high
     exact = law(SHIFT * middle.x) / law(middle.x) - 1
     assert middle.gap.low < exact < middle.gap.high and middle.gap.low > 0
-    assert "the law is shifted, by these runs" in headline(report)
+    assert "fp8 needs more compute for the same loss." in headline(report)
 
 
 def test_laws_have_intervals_and_say_what_they_miss(report) -> None:
@@ -100,7 +100,7 @@ def test_no_shift_is_not_called_one() -> None:
         dataclasses.replace(one, recipe="fp8", loss=one.loss * np.exp(0.001 * rng.standard_normal())) for one in points
     ]
     text = headline(analyse(StudyPoints(name="same", points=(*points, *twins)), replicates=40))
-    assert "no shift of the law that these runs can tell from noise" in text
+    assert "no shift of the scaling law is found" in text
 
 
 def test_a_grid_of_sizes_and_tokens_gives_a_law_of_both() -> None:
@@ -124,7 +124,7 @@ def test_too_few_sizes_have_no_law() -> None:
 def test_one_seed_has_no_intervals() -> None:
     report = analyse(study_of(seeds=(1,)))
     assert report.axis(COMPUTE).laws[0].floor.low is None and report.gaps[0].gap.low is None
-    assert "without more seeds it is not known how sure that is" in headline(report)
+    assert "of compute in bf16, without an interval." in headline(report)
     assert any("no intervals for the laws over compute" in note for note in report.notes)
 
 
@@ -201,7 +201,7 @@ def test_an_unknown_baseline() -> None:
 
 def test_the_page_needs_nothing_else(report) -> None:
     page = render_page(report)
-    assert page.count("<svg") == 1 and "Swept flags" not in page and page.rstrip().endswith("</html>")
+    assert page.count("<svg") == 2 and "Swept flags" not in page and page.rstrip().endswith("</html>")
     assert all(word not in page for word in ("<script", "<img", "src=", "@import", "url(http"))
     for table in tables(report):
         assert f"<h2>{table.title}</h2>" in page
@@ -234,7 +234,8 @@ def test_json_is_strict_and_has_no_replicates(report) -> None:
 def test_emulation_and_missing_runs_are_told(report) -> None:
     assert any("emulated" in text for text in remarks(report))
     partial = dataclasses.replace(study_of(SIZES[:2]), missing=("x (failed)",))
-    assert "1 runs are not done: x (failed)" in remarks(analyse(partial))
+    assert "1 of 13 runs is not done: x (failed)" in remarks(analyse(partial))
+    assert headline(analyse(partial)).endswith("1 of 13 runs is not done.")
 
 
 # ---- the committed study ------------------------------------------------------------------------------------------
