@@ -10,7 +10,7 @@ from megafp8.config.flags import Invocation
 from megafp8.config.schema import RunConfig
 from megafp8.device import capability
 from megafp8.device.capability import Target
-from megafp8.device.platform import enable_determinism, limit_device_connections, world_size
+from megafp8.device.platform import enable_determinism, limit_device_connections, silence_other_ranks, world_size
 from megafp8.errors import ConfigError
 from megafp8.mcore import cpu_patches
 from megafp8.planning import micro_batch
@@ -44,6 +44,7 @@ def check(invocation: Invocation, problems: list[str]) -> Checked:
         ConfigError: all problems.
     """
     config, ranks = invocation.config, invocation.world_size or world_size()
+    silence_other_ranks(config.logging)  # before megatron-core is imported
     limit_device_connections(config.parallel.tensor_model_parallel_size)
     if config.precision.deterministic_mode:
         enable_determinism()
