@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megafp8.config import rules
 from megafp8.config.flags import Invocation
+from megafp8.config.megatron_flags import NO_EFFECT
 from megafp8.config.schema import RunConfig
 from megafp8.device import capability
 from megafp8.device.capability import Target
@@ -73,6 +75,15 @@ def check(invocation: Invocation, problems: list[str]) -> Checked:
         raise ConfigError(found)
     cpu_patches.install()
     return Checked(invocation, target, implementation, ranks, tuple(notices))
+
+
+def short_notices(notices: Sequence[str]) -> list[str]:
+    """The notices with those of several flags without effect joined to one that names the flags."""
+    flags = [notice.partition(NO_EFFECT)[0] for notice in notices if NO_EFFECT in notice]
+    if len(flags) < 2:
+        return list(notices)
+    others = [notice for notice in notices if NO_EFFECT not in notice]
+    return [*others, f"no effect: {', '.join(flags)}; --verbose prints the reasons"]
 
 
 def machine_problems(config: RunConfig) -> list[str]:
