@@ -147,6 +147,17 @@ def test_only_a_real_run_is_launched(name: str, stub_python) -> None:
     assert flags.parse(words).dry_run
 
 
+@pytest.mark.parametrize("name", [*EXAMPLES, "finetune_llama3_8b"])
+def test_torchrun_need_not_warn_that_it_sets_the_threads(name: str, data: dict[str, str], tmp_path: Path) -> None:
+    stub = tmp_path / "python"
+    stub.write_text('#!/usr/bin/env bash\necho "threads: ${OMP_NUM_THREADS:-not set}"\n', encoding="utf-8")
+    stub.chmod(0o755)
+    environment = data | {"PYTHON": str(stub), "HF_MODEL": "theirs", "CONVERTED": str(tmp_path)}
+    for ranks, given, expected in (("8", "", "1"), ("8", "4", "4"), ("1", "", "not set")):
+        result = run_example(name, **environment, GPUS_PER_NODE=ranks, OMP_NUM_THREADS=given)
+        assert result.stdout == f"threads: {expected}\n", result.stderr
+
+
 @pytest.mark.parametrize(
     "environment",
     [
