@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megafp8.config import precision_map
 from megafp8.config.rules.precision import TILE_LENGTH, fuses_swiglu_quantization, triton_cast_recipes, uses_op_fuser
@@ -12,8 +12,7 @@ from megafp8.device.capability import Target
 from megafp8.planning.micro_batch import is_auto
 
 
-@dataclass(frozen=True)
-class ChosenSetting:
+class ChosenSetting(NamedTuple):
     """One choice: the flag that would give the value, the value, and the reason in a few words."""
 
     flag: str
@@ -21,9 +20,9 @@ class ChosenSetting:
     reason: str
 
 
-def format_chosen(choices: Iterable[ChosenSetting]) -> str:
-    """One line, such as `chosen: --transformer-impl emulated (no GPU), --lr 1e-3 (...)`; empty without choices."""
-    parts = [f"{choice.flag} {choice.value} ({choice.reason})" for choice in choices]
+def format_chosen(choices: Iterable[tuple[str, str, str]]) -> str:
+    """The choices (flag, value, reason) as one line: `chosen: --transformer-impl emulated (no GPU)`; empty without any."""
+    parts = [f"{flag} {value} ({reason})" for flag, value, reason in choices]
     return f"chosen: {', '.join(parts)}" if parts else ""
 
 
