@@ -21,7 +21,7 @@ class ChosenSetting(NamedTuple):
 
 
 def format_chosen(choices: Iterable[tuple[str, str, str]]) -> str:
-    """The choices (flag, value, reason) as one line: `chosen: --transformer-impl emulated (no GPU)`; empty without any."""
+    """The choices (flag, value, reason) as one line: `chosen: --transformer-impl emulated (no GPU)`; empty for none."""
     parts = [f"{flag} {value} ({reason})" for flag, value, reason in choices]
     return f"chosen: {', '.join(parts)}" if parts else ""
 
