@@ -35,6 +35,8 @@ training=(
   --recompute-granularity selective --recompute-modules core_attn
 )
 ranks=${GPUS_PER_NODE:-$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')}
+# torchrun sets this for several ranks and warns that it does.
+[ "$ranks" = 1 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 # After a SIGTERM torchrun waits so long for its ranks to save, instead of 30 s.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"

@@ -61,8 +61,11 @@ launcher=("$python")
 # A dry run is one process and needs no GPU.
 if [[ " $* " != *" --dry-run "* ]]; then
   first_machine=${MASTER_ADDR:-$(scontrol show hostnames "${SLURM_JOB_NODELIST:-}" 2>/dev/null | head -n 1 || true)}
+  ranks=${GPUS_PER_NODE:-8}
+  # torchrun sets this for several ranks and warns that it does.
+  [ "$ranks" = 1 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
   launcher+=(
-    -m torch.distributed.run --nproc-per-node "${GPUS_PER_NODE:-8}"
+    -m torch.distributed.run --nproc-per-node "$ranks"
     --nnodes "${NNODES:-${SLURM_NNODES:-1}}" --node-rank "${NODE_RANK:-${SLURM_NODEID:-0}}"
     --master-addr "${first_machine:-localhost}" --master-port "${MASTER_PORT:-29500}"
   )

@@ -49,6 +49,8 @@ launcher=("$python")
 # A dry run is one process and needs no GPU.
 if [[ " $* " != *" --dry-run "* ]]; then
   ranks=${GPUS_PER_NODE:-$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')}
+  # torchrun sets this for several ranks and warns that it does.
+  [ "$ranks" = 1 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
   launcher+=(-m torch.distributed.run --standalone --nproc-per-node "$ranks")
 fi
 

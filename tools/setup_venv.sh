@@ -31,6 +31,16 @@ sys.exit(not (torch.cuda.is_available() and all(importlib.util.find_spec(name) f
 PYTHON
 }
 
+# megafp8_install NAME ARGUMENTS: pip install in one step, with pip's own progress on a terminal.
+megafp8_install() {
+  local name=$1 start=$SECONDS verbosity=(--quiet)
+  shift
+  [ ! -t 1 ] || verbosity=()
+  echo "installing $name"
+  "$PYTHON" -m pip install "${verbosity[@]}" --disable-pip-version-check -c "$megafp8_root/constraints.txt" "$@" || return 1
+  echo "installed $name in $((SECONDS - start)) s"
+}
+
 megafp8_setup() {
   if megafp8_is_ready; then
     PYTHON=$(command -v python3)
@@ -38,12 +48,11 @@ megafp8_setup() {
     echo "using $PYTHON, which has CUDA, megatron-core and Transformer Engine"
     return
   fi
-  local venv=$megafp8_root/.venv stamp target extras=$megafp8_extras python
+  local venv=$megafp8_root/.venv stamp extras=$megafp8_extras python
   PYTHON=$venv/bin/python
   if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then
     extras=${extras:+$extras,}te
   fi
-  target=$megafp8_root${extras:+[$extras]}
   stamp=$(cat "$megafp8_root/setup.py" "$megafp8_root/constraints.txt" | cksum | cut -d' ' -f1)-$extras
   if [ -x "$PYTHON" ] && grep -qsx -- "$stamp" "$venv/megafp8-stamps"; then
     return
@@ -53,12 +62,14 @@ megafp8_setup() {
     echo "making .venv with $python"
     "$python" -m venv "$venv" || return 1
   fi
-  echo "installing megafp8${extras:+ [$extras]} and what it needs (a few minutes the first time)"
   # torch first and alone, so that nothing else chooses its version
-  "$PYTHON" -m pip install --quiet --disable-pip-version-check -c "$megafp8_root/constraints.txt" torch setuptools wheel || return 1
-  "$PYTHON" -m pip install --quiet --disable-pip-version-check -c "$megafp8_root/constraints.txt" \
-    --no-build-isolation -e "$target" || return 1
+  megafp8_install "torch (the largest download)" torch setuptools wheel || return 1
+  megafp8_install "megafp8 and the packages that it needs" --no-build-isolation -e "$megafp8_root" || return 1
+  if [ -n "$extras" ]; then
+    megafp8_install "the extras $extras" --no-build-isolation -e "${megafp8_root}[$extras]" || return 1
+  fi
   echo "$stamp" >> "$venv/megafp8-stamps"
+  echo "$venv is ready"
 }
 
 # shellcheck disable=SC2317  # where this file is sourced `return` ends it, where it is run `exit` does

@@ -33,9 +33,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
         checked = check(invocation, problems)
         if invocation.dry_run:
+            from megafp8.device.platform import rank
             from megafp8.training.dry_run import describe_run
 
-            print(describe_run(checked))
+            if rank() == 0:
+                print(describe_run(checked))
         else:
             from megafp8.training.pretrain import run_training
             from megafp8.utils.best_effort import best_effort

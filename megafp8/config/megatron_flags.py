@@ -17,6 +17,8 @@ from typing import Optional, Union
 MANY = "many"
 Arity = Union[int, str]
 """Number of values after a flag: 0, 1, or `MANY` for one or more."""
+NO_EFFECT = ": no effect; "
+"""Between flag and reason in the notice of an accepted flag."""
 
 
 @dataclass(frozen=True)
@@ -335,12 +337,12 @@ def classify(flag: str, words: Sequence[str]) -> Optional[Verdict]:
             if not fits:
                 takes = {0: "no value", 1: "one value", MANY: "one or more values"}[arity]
                 return Verdict(False, f"{flag}: takes {takes}, got {' '.join(map(repr, words)) or 'none'}")
-            return Verdict(True, f"{flag}: no effect; {reason}")
+            return Verdict(True, f"{flag}{NO_EFFECT}{reason}")
     refusal = refusal_reason(flag)
     if refusal is None:
         return None
     if len(words) == 1 and words[0] in _HARMLESS_VALUES.get(flag, ()):
-        return Verdict(True, f"{flag} {words[0]}: no effect; that is how it is here anyway")
+        return Verdict(True, f"{flag} {words[0]}{NO_EFFECT}that is how it is here anyway")
     return Verdict(False, f"{flag}: {refusal}")
 
 

@@ -6,7 +6,9 @@ import contextlib
 import ctypes
 import datetime
 import gc
+import logging
 import os
+import warnings
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -14,7 +16,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from megafp8.config.schema.model import ParallelConfig
+from megafp8.config.schema import LoggingConfig, ParallelConfig
 from megafp8.device.rendezvous import join_store
 
 # Time for the first rank of a machine to raise the same error as another one.
@@ -160,6 +162,16 @@ def set_num_threads(num_threads: Optional[int], useful_threads: int) -> None:
 def cores_per_rank() -> int:
     """An even share of the CPU cores that this process may use, at least one."""
     return max(1, len(os.sched_getaffinity(0)) // local_world_size())
+
+
+def silence_other_ranks(settings: LoggingConfig) -> None:
+    """Switch off Python's and logged warnings on all ranks but 0, which would repeat those of rank 0.
+
+    Errors are still logged. `--verbose` and `--logging-level` keep everything.
+    """
+    if rank() != 0 and not settings.verbose and settings.logging_level is None:
+        logging.disable(logging.WARNING)
+        warnings.simplefilter("ignore")
 
 
 def limit_device_connections(tensor_model_parallel_size: int) -> None:

@@ -77,7 +77,7 @@ def patch_random_state() -> None:
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     # megatron-core warns when the CPU state changes inside a fork of the CUDA state; here both are the same.
-    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in str(record.msg))
+    silence_log_message(random.__name__, "CPU RNG state changed")
 
 
 FACTORIES = frozenset(("tensor", "zeros", "ones", "empty", "empty_like", "full", "arange"))
@@ -336,15 +336,29 @@ KNOWN_WARNINGS = (
     (FutureWarning, r"`load_state_dict` is deprecated", r"megafp8\.checkpoint\.serialization"),
     (FutureWarning, r"The 'is_cg_capturable' parameter is deprecated", r"transformer_engine\.pytorch\.cross_entropy"),
 )
+KNOWN_LOG_MESSAGES = (
+    # Synthetic data needs no cached index.
+    ("megatron.core.datasets.gpt_dataset", "path_to_cache is None"),
+    # One for each layer whose MLP is a class of ours: it takes the process's tensor-parallel group, which is the one
+    # that megatron-core passes to its own classes.
+    ("megatron.core.transformer.transformer_layer", "Unknown MLP type"),
+    # A CUDA build of torch on a machine with the CUDA toolkit and without a GPU.
+    ("torch.utils.cpp_extension", "No CUDA runtime is found"),
+)
+"""Logger and text of warnings that are logged, by the same criteria as `KNOWN_WARNINGS`."""
 
 
 def silence_known_warnings() -> None:
     """Filter out warnings that every run gives and that users cannot act on."""
     for category, message, module in KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", category=category, message=message, module=module)
-    # Synthetic data needs no cached index.
-    datasets = logging.getLogger("megatron.core.datasets.gpt_dataset")
-    datasets.addFilter(lambda record: "path_to_cache is None" not in str(record.msg))
+    for logger, text in KNOWN_LOG_MESSAGES:
+        silence_log_message(logger, text)
+
+
+def silence_log_message(logger: str, text: str) -> None:
+    """Filter out the records of a logger that contain a text."""
+    logging.getLogger(logger).addFilter(lambda record: text not in str(record.msg))
 
 
 @functools.cache

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
 from megafp8.config import rules
 from megafp8.config.flags import Invocation
+from megafp8.config.megatron_flags import NO_EFFECT
 from megafp8.config.schema import RunConfig
 from megafp8.device import capability
 from megafp8.device.capability import Target
-from megafp8.device.platform import enable_determinism, limit_device_connections, world_size
+from megafp8.device.platform import enable_determinism, limit_device_connections, silence_other_ranks, world_size
 from megafp8.errors import CheckpointError, ConfigError
 from megafp8.mcore import cpu_patches
 from megafp8.planning import micro_batch
@@ -50,6 +52,7 @@ def check(invocation: Invocation, problems: list[str]) -> Checked:
         ConfigError: all problems.
     """
     config, ranks = invocation.config, invocation.world_size or world_size()
+    silence_other_ranks(config.logging)  # before megatron-core is imported
     limit_device_connections(config.parallel.tensor_model_parallel_size)
     if config.precision.deterministic_mode:
         enable_determinism()
@@ -97,6 +100,15 @@ def is_saved_sharded(config: RunConfig) -> Optional[bool]:
         return None if found is None else bool(read_config(found[1]).parallel.use_distributed_optimizer)
     except CheckpointError:
         return None  # the resume reports it
+
+
+def short_notices(notices: Sequence[str]) -> list[str]:
+    """The notices with those of several flags without effect joined to one that names the flags."""
+    flags = [notice.partition(NO_EFFECT)[0] for notice in notices if NO_EFFECT in notice]
+    if len(flags) < 2:
+        return list(notices)
+    others = [notice for notice in notices if NO_EFFECT not in notice]
+    return [*others, f"no effect: {', '.join(flags)}; --verbose prints the reasons"]
 
 
 def machine_problems(config: RunConfig) -> list[str]:

@@ -1,10 +1,16 @@
-"""`--dry-run`: a description of a run on the target cluster, from one process on any machine."""
+"""`--dry-run`: a description of a run on the target cluster, from one process on any machine.
+
+It is a summary of less than 60 lines. `--verbose` adds all settings, the place of every rank, the sizes that
+`--micro-batch-size auto` would try, and the precision of every GEMM.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import textwrap
+from collections.abc import Sequence
 
+from megafp8 import __version__
 from megafp8.config import derived, model_shapes, precision_map
 from megafp8.config.flags import Invocation
 from megafp8.config.schema import RunConfig
@@ -22,14 +28,21 @@ from megafp8.planning.memory import cuda_graph_memory_bytes, estimate_end_stages
 from megafp8.planning.micro_batch import gib
 from megafp8.planning.planned_run import PlannedRun
 from megafp8.planning.precision_table import format_precision_map, resolve_precision_map
-from megafp8.training.checks import Checked
+from megafp8.planning.step_time import step_time
+from megafp8.training.checks import Checked, short_notices
+from megafp8.training.chosen_settings import chosen_settings, format_chosen
+from megafp8.training.run_record import recipe_lines
 
 GIB = 2**30
 MAX_RANK_LINES = 16
+MAX_LINES = 9
+"""Limit of each list in the summary."""
+MAX_WORDS = 6
+DATA_PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
 
 def describe_run(checked: Checked) -> str:
-    """The text of a dry run: settings, layout, size, memory and precision.
+    """The text of a dry run.
 
     Builds megatron-core's configuration objects, so that its checks run as well. The one of the precision-aware
     optimizer needs Transformer Engine, and is built only if that is installed here.
@@ -38,28 +51,37 @@ def describe_run(checked: Checked) -> str:
         ConfigError: megatron-core refuses the configuration.
         DataError: the tokenizer cannot be read.
     """
-    config, implementation, world_size = checked.invocation.config, checked.implementation, checked.world_size
+    invocation, target, implementation = checked.invocation, checked.target, checked.implementation
+    config, world_size, is_verbose = invocation.config, checked.world_size, invocation.config.logging.verbose
     build_transformer_config(config, implementation, on_cuda=False)
     build_ddp_config(config)
     has_transformer_engine = importlib.util.find_spec("transformer_engine") is not None
     if not config.optimizer.use_precision_aware_optimizer or has_transformer_engine:
         build_optimizer_config(config, implementation)
     vocab_size = derived.padded_vocab_size(config, vocabulary_size(config))
+    chosen = format_chosen([*chosen_settings(config, target, implementation), *checked.choices])
     automatic = []
     if micro_batch.is_auto(config):
         first, text = micro_batch_text(config, vocab_size, world_size, checked)
-        config, automatic = micro_batch.with_size(config, first), [text]
+        config, automatic = micro_batch.with_size(config, first), [text if is_verbose else text.splitlines()[0]]
+    details = "" if is_verbose else "; --verbose prints all settings, ranks and GEMMs"
     sections = [
-        *(f"notice: {notice}" for notice in checked.notices),
-        settings_text(checked.invocation),
-        layout_text(config, checked.target, implementation, world_size),
+        f"megafp8 {__version__} | dry run{details}",
+        *([settings_text(invocation)] if is_verbose else []),
+        model_text(config),
+        layout_text(config, target, implementation, world_size),
         *automatic,
         size_text(config, vocab_size, world_size),
-        memory_text(config, vocab_size, world_size, implementation),
-        *fp8_text(config, checked.target, implementation, vocab_size, world_size),
-        "precision\n" + indented(format_precision_map(resolve_precision_map(config))),
+        memory_text(config, vocab_size, world_size, implementation, target),
+        speed_text(config, target, implementation, vocab_size, world_size),
+        data_text(config),
+        checkpoint_text(config),
+        precision_text(config, implementation),
+        *filter(None, [chosen]),
+        *notice_lines(checked),
+        *fp8_text(config, target, implementation, vocab_size, world_size),
     ]
-    return "\n\n".join(sections)
+    return ("\n\n" if is_verbose else "\n").join(sections)
 
 
 def vocabulary_size(config: RunConfig) -> int:
@@ -79,13 +101,26 @@ def settings_text(invocation: Invocation) -> str:
     return "settings (* given on the command line)\n" + indented("\n".join(lines))
 
 
+def model_text(config: RunConfig) -> str:
+    """The shape of the model."""
+    model = config.model
+    preset = f"{model.model_preset}, " if model.model_preset else ""
+    heads = f"{model.num_attention_heads} heads ({derived.num_query_groups(model)} of keys and values)"
+    return (
+        f"model: {preset}{model.num_layers} layers, hidden size {model.hidden_size}, FFN size "
+        f"{derived.ffn_hidden_size(model)}, {heads}, sequences of {config.data.seq_length} tokens"
+    )
+
+
 def layout_text(config: RunConfig, target: Target, implementation: str, world_size: int) -> str:
     """The parallel layout: the layers of each rank, or of each stage where there are many ranks."""
     layout = layout_of(config, world_size)
     assert config.model.num_layers is not None
+    is_verbose = config.logging.verbose
     lines = layout.describe(config.model.num_layers)
-    if len(lines) > MAX_RANK_LINES:
+    if len(lines) > (MAX_RANK_LINES if is_verbose else MAX_LINES):
         lines = layout.describe_stages(config.model.num_layers)
+    lines = lines if is_verbose else shortened(lines)
     head = (
         f"layout: {world_size} x {target.name}, {implementation} layers: tensor {layout.tensor} x context "
         f"{layout.context} x pipeline {layout.pipeline} (virtual {layout.chunks_per_rank}) x data {layout.data}"
@@ -137,7 +172,7 @@ def device_memory_bytes(target: Target) -> int:
     return detect_platform().free_memory_bytes() if gpu is None else gpu.memory_bytes
 
 
-def memory_text(config: RunConfig, vocab_size: int, world_size: int, implementation: str) -> str:
+def memory_text(config: RunConfig, vocab_size: int, world_size: int, implementation: str, target: Target) -> str:
     """Estimated memory of a rank of the first and of the last pipeline stage."""
     estimates = estimate_end_stages(config, world_size, vocab_size, implementation=implementation)
     lines = []
@@ -147,7 +182,70 @@ def memory_text(config: RunConfig, vocab_size: int, world_size: int, implementat
     graph_bytes = cuda_graph_memory_bytes(config, estimates[0], implementation=implementation)  # a graph has one stage
     if graph_bytes:
         lines.append(f"beside the graph: {gib(graph_bytes)} GiB more for statistics steps and validations")
-    return "memory of one rank, estimated\n" + indented("\n".join(lines))
+    gpu = find_gpu(target.name)
+    available = "" if gpu is None else f"; {gpu.name} has {gib(gpu.memory_bytes)} GiB"
+    return f"memory of one rank, estimated{available}\n" + indented("\n".join(lines))
+
+
+def speed_text(config: RunConfig, target: Target, implementation: str, vocab_size: int, world_size: int) -> str:
+    """The planner's prediction of the step time, or why there is none."""
+    gpu, precision = find_gpu(target.name), config.precision
+    obstacle = (
+        f"the planner does not know {target.name}" if gpu is None
+        else f"{implementation} layers" if implementation != "transformer_engine"
+        else "weights in FP32" if derived.params_dtype(precision) == "fp32"
+        else "--fp8-schedule changes the precision" if precision.fp8_schedule is not None
+        else None
+    )  # fmt: skip
+    if gpu is None or obstacle is not None:
+        return f"speed: not predicted ({obstacle})"
+    step = step_time(PlannedRun(config=config, gpu=gpu, world_size=world_size, padded_vocab=vocab_size))
+    hours = derived.train_iters(config, world_size) * step.seconds / 3600
+    return (
+        f"speed, predicted: {step.seconds:.3f} s a step, {step.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, MFU "
+        f"{step.mfu_fraction:.1%}, {hours:,.1f} hours of steps"
+    )
+
+
+def data_text(config: RunConfig) -> str:
+    """Shards or made-up tokens, tokenizer and validation."""
+    data, training = config.data, config.training
+    if data.mock_data:
+        sources = ["made-up tokens (--mock-data)"]
+    else:
+        paths = {flag: value_of(config, f"data.{flag}") for flag in DATA_PATHS}
+        sources = [f"{flag.replace('_', ' ')} {shortened_words(value)}" for flag, value in paths.items() if value]
+    tokenizer = " ".join(filter(None, [derived.tokenizer_type(data), data.tokenizer_model]))
+    interval = "" if training.eval_interval is None else f"every {training.eval_interval} steps and "
+    validation = (
+        f"validation on {training.eval_iters} global batches {interval}at the end" if training.eval_iters
+        else "no validation (--eval-iters 0)"
+    )  # fmt: skip
+    return "\n".join([f"data: {', '.join(sources)}", *map(indented, (f"tokenizer {tokenizer}", validation))])
+
+
+def checkpoint_text(config: RunConfig) -> str:
+    """Where checkpoints are saved and loaded."""
+    checkpoint = config.checkpoint
+    interval = "" if checkpoint.save_interval is None else f"every {checkpoint.save_interval} steps and "
+    saves = f"saved to {checkpoint.save} {interval}at the end" if checkpoint.save else "none saved (no --save)"
+    loads = f"; resumes from {checkpoint.load}" if checkpoint.load else ""
+    return f"checkpoints: {saves}{loads}"
+
+
+def precision_text(config: RunConfig, implementation: str) -> str:
+    """The resolved recipes; with `--verbose` formats and scales of every GEMM."""
+    if config.logging.verbose:
+        return "precision\n" + indented(format_precision_map(resolve_precision_map(config)))
+    first, *others = recipe_lines(config, implementation) or [f"precision: {derived.params_dtype(config.precision)}"]
+    return "\n".join([first, *map(indented, shortened([line.strip() for line in others]))])
+
+
+def notice_lines(checked: Checked) -> list[str]:
+    """The notices of the checks."""
+    if checked.invocation.config.logging.verbose:
+        return [f"notice: {notice}" for notice in checked.notices]
+    return shortened([f"notice: {notice}" for notice in short_notices(checked.notices)])
 
 
 def fp8_text(config: RunConfig, target: Target, implementation: str, vocab_size: int, world_size: int) -> list[str]:
@@ -158,6 +256,19 @@ def fp8_text(config: RunConfig, target: Target, implementation: str, vocab_size:
         return []
     warnings = fp8_warnings(PlannedRun(config=config, gpu=gpu, world_size=world_size, padded_vocab=vocab_size))
     return ["warning: " + "\n".join(warnings)] if warnings else []
+
+
+def shortened(lines: list[str]) -> list[str]:
+    """At most `MAX_LINES` lines, the last of which then counts those that are left out."""
+    if len(lines) <= MAX_LINES:
+        return lines
+    return [*lines[: MAX_LINES - 1], f"{len(lines) - MAX_LINES + 1} more lines with --verbose"]
+
+
+def shortened_words(words: Sequence[str]) -> str:
+    """At most `MAX_WORDS` words, and the number of those that are left out."""
+    rest = f" and {len(words) - MAX_WORDS} more words" if len(words) > MAX_WORDS else ""
+    return " ".join(words[:MAX_WORDS]) + rest
 
 
 def indented(text: str) -> str:

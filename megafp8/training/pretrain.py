@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Optional, Union
 
+from megafp8 import __version__
 from megafp8.checkpoint.progress import Progress
 from megafp8.config import derived, settings
 from megafp8.config.schema import RunConfig
@@ -21,12 +22,14 @@ from megafp8.device.platform import detect_platform, init_distributed, rank, shu
 from megafp8.errors import INTERNAL, CheckpointError, Megafp8Error, PeerLost, RunFolderInUse
 from megafp8.metrics.records import EventRecord
 from megafp8.metrics.sinks import Sinks, build_sinks
+from megafp8.planning.automatic import Choice
 from megafp8.planning.micro_batch import is_auto
 from megafp8.resilience import fault_injection
 from megafp8.resilience.run_lock import LOCK_FILE, RunLock, acquire_run_lock
 from megafp8.resilience.run_state import RunStateWriter, finished_state, first_state
 from megafp8.resilience.watchdog import PhaseClock, Watchdog
-from megafp8.training.checks import Checked
+from megafp8.training.checks import Checked, short_notices
+from megafp8.training.chosen_settings import chosen_settings, format_chosen
 from megafp8.training.evaluation import record_evaluation, validate
 from megafp8.training.extension import LoopState
 from megafp8.training.extensions import build_extensions
@@ -61,18 +64,20 @@ def run_training(checked: Checked) -> int:
         # The root logger needs a handler: without one it prints warnings and errors only, whatever its level.
         logging.basicConfig(level=config.logging.logging_level, force=True)
     if rank() == 0:
-        for notice in checked.notices:
-            print(f"notice: {notice}", flush=True)
-        for line in recipe_lines(config, checked.implementation):
-            print(line, flush=True)
+        print("\n".join(startup_lines(checked)), flush=True)
     platform = detect_platform(config.parallel.distributed_backend)
     with guarded(config) as guard:
         init_distributed(platform, config.parallel)
         claim_run(config, guard)
-        details = {}
+        details, chosen = dict[str, str](), [*checked.choices]
         if is_auto(config):
             config, details["micro-batch size"] = choose_micro_batch(config, platform, checked.implementation, guard)
+            size = str(config.training.micro_batch_size)
+            chosen.append(Choice("--micro-batch-size", size, "the fastest that fits"))
         if not guard.stop_agreed:  # a signal may have ended the search for a micro-batch size
+            chosen += chosen_settings(config, checked.target, checked.implementation)
+            if rank() == 0 and chosen:
+                print(format_chosen(chosen), flush=True)
             run = dataclasses.replace(build_training_run(config, platform, checked.implementation), guard=guard)
             train(run, details | describe_threads(run))
             if run.graph is not None:
@@ -82,6 +87,16 @@ def run_training(checked: Checked) -> int:
     shutdown_distributed()
     faulthandler.cancel_dump_traceback_later()
     return guard.exit_status
+
+
+def startup_lines(checked: Checked) -> list[str]:
+    """The lines that open the output: version, folder of the run, notices; with `--verbose` the recipe of each GEMM."""
+    config = checked.invocation.config
+    folder, is_verbose = run_folder(config), config.logging.verbose
+    where = "nothing is saved: no --save" if folder is None else f"run folder {folder}"
+    notices = checked.notices if is_verbose else short_notices(checked.notices)
+    recipes = recipe_lines(config, checked.implementation) if is_verbose else []
+    return [f"megafp8 {__version__} | {where}", *(f"notice: {notice}" for notice in notices), *recipes]
 
 
 def train(run: Run, details: Optional[dict[str, str]] = None) -> Progress:

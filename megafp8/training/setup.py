@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, Optional
 
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -28,6 +30,9 @@ from megafp8.training.cuda_graph import build_step_graph, check_graph_optimizer,
 from megafp8.training.precision import DelayedScalingSnapshot
 from megafp8.training.run import Run
 
+REPORT_INTERVAL_S = 60.0
+"""Between messages about the preparation of the data, without `--verbose`."""
+
 
 def build_training_run(config: RunConfig, platform: Platform, implementation: str, has_data: bool = True) -> Run:
     """Build a run; all ranks call it.
@@ -45,7 +50,8 @@ def build_training_run(config: RunConfig, platform: Platform, implementation: st
     num_samples = derived.dataset_samples(config, place.world_size)
     datasets: tuple[Any, Any, Any] = (None, None, None)
     if has_data:
-        datasets = build_datasets(config, tokenizer, num_samples, on_progress=partial(print, flush=True))
+        report = print_at_intervals(0.0 if config.logging.verbose else REPORT_INTERVAL_S)
+        datasets = build_datasets(config, tokenizer, num_samples, on_progress=report)
     transformer_config = build_transformer_config(config, implementation, platform.kind == "cuda")
     trainee = build_trainee(config, transformer_config, implementation, vocab_size, place.world_size, platform)
     gradient_monitor = build_gradient_monitor(config, trainee, platform.device)
@@ -72,6 +78,19 @@ def build_training_run(config: RunConfig, platform: Platform, implementation: st
         graph=build_step_graph(config, trainee.chunks, platform.device),
         timer=StepTimer(),
     )
+
+
+def print_at_intervals(interval_s: float) -> Callable[[str], None]:
+    """A function that prints its first message, and later ones at least `interval_s` after the last printed one."""
+    last_s = -math.inf
+
+    def report(text: str) -> None:
+        nonlocal last_s
+        if time.monotonic() - last_s >= interval_s:
+            last_s = time.monotonic()
+            print(text, flush=True)
+
+    return report
 
 
 def build_trainee(

@@ -92,8 +92,9 @@ def test_dry_run_plans_a_cluster_on_this_machine(name: str, stub_python: str) ->
     else:
         result = run_script("pretrain_gpt.py", *words_of(run_example(name, *arguments, PYTHON=stub_python))[1])
     assert result.returncode == 0, result.stderr
-    for part in ("layout: 64 x h200, transformer_engine layers", "parameters (", "GiB", "linear_fc1"):
+    for part in ("layout: 64 x h200, transformer_engine layers", "parameters (", "GiB", "speed, predicted: ", "bf16"):
         assert part in result.stdout
+    assert len(result.stdout.splitlines()) < 60
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -145,6 +146,17 @@ def test_only_a_real_run_is_launched(name: str, stub_python) -> None:
     dry, words = words_of(run_example(name, "--dry-run", PYTHON=stub_python, GPUS_PER_NODE="4"))
     assert dry == []
     assert flags.parse(words).dry_run
+
+
+@pytest.mark.parametrize("name", [*EXAMPLES, "finetune_llama3_8b"])
+def test_torchrun_need_not_warn_that_it_sets_the_threads(name: str, data: dict[str, str], tmp_path: Path) -> None:
+    stub = tmp_path / "python"
+    stub.write_text('#!/usr/bin/env bash\necho "threads: ${OMP_NUM_THREADS:-not set}"\n', encoding="utf-8")
+    stub.chmod(0o755)
+    environment = data | {"PYTHON": str(stub), "HF_MODEL": "theirs", "CONVERTED": str(tmp_path)}
+    for ranks, given, expected in (("8", "", "1"), ("8", "4", "4"), ("1", "", "not set")):
+        result = run_example(name, **environment, GPUS_PER_NODE=ranks, OMP_NUM_THREADS=given)
+        assert result.stdout == f"threads: {expected}\n", result.stderr
 
 
 @pytest.mark.parametrize(

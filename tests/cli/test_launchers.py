@@ -57,6 +57,7 @@ def test_an_example_is_a_sound_script_and_a_plan_that_fits(example: Path, launch
         planned = [*words, *data, "--dry-run", "--world-size", str(job.world_size), "--target", target]
         text = describe_run(check(*flags.parse_with_problems(planned)))
         assert f"layout: {job.world_size} x {target}, transformer_engine layers" in text
+        assert len(text.splitlines()) < 60
         needed = [float(line.partition("GiB")[0].split()[-1]) for line in text.splitlines() if " stage: " in line]
         assert needed and max(needed) < 0.8 * (180 if target == "b200" else 141)
 

@@ -347,7 +347,8 @@ def test_a_run_is_to_the_bit_the_one_with_that_size(is_tight: bool, tmp_path: Pa
     assert (len(fitting) < len(choice.trials)) == is_tight, "there is a limit"
     assert all(trial.peak_bytes <= choice.limit_bytes for trial in fitting)
     (event,) = (event for event in load_run(auto).events if event.name == "micro-batch size")
-    assert event.detail == choice.describe() and choice.describe() in ended.output[0]
+    assert event.detail == choice.describe()
+    assert f"chosen: --micro-batch-size {size} (the fastest that fits)" in ended.output[0]
     assert run_forked(1, f"{WHOLE} --micro-batch-size {size} --save {given}", timeout_s=300).statuses == (0,)
     assert losses(auto) == losses(given)
     tensors = sorted(path.name for path in (given / "iter_0000002").glob("*.distcp"))

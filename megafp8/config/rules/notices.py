@@ -1,8 +1,8 @@
 """Notices about valid settings.
 
 They report settings without effect in this run, which Megatron-LM's example scripts give; defaults of recipes that
-differ from Transformer Engine's or from papers; values whose effect is rarely intended; and kernels that are chosen
-automatically.
+differ from Transformer Engine's or from papers; values whose effect is rarely intended; and faster kernels that the
+settings exclude.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from megafp8.config import derived, precision_map
 from megafp8.config.rules import cuda_graph
 from megafp8.config.rules.optimizer import schedule_samples
-from megafp8.config.rules.precision import TILE_LENGTH, fuses_swiglu_quantization, triton_cast_recipes, uses_op_fuser
-from megafp8.config.schema import AUTO, RunConfig
+from megafp8.config.rules.precision import uses_op_fuser
+from megafp8.config.schema import RunConfig
 from megafp8.config.settings import settings_by_name, value_of, with_values
 from megafp8.recipes import registry
 
@@ -35,7 +35,6 @@ def notices(config: RunConfig, implementation: str, world_size: int) -> list[str
         *_recipe_notices(config),
         *warmup_notices(config, world_size),
         *_op_fuser_notices(config, implementation),
-        *_triton_cast_notices(config, implementation),
         *_cuda_graph_notices(config, implementation, world_size),
     ]
 
@@ -54,37 +53,11 @@ def _cuda_graph_notices(config: RunConfig, implementation: str, world_size: int)
 def _op_fuser_notices(config: RunConfig, implementation: str) -> Iterator[str]:
     if implementation != "transformer_engine" or config.precision.use_transformer_engine_op_fuser is not None:
         return
-    if uses_op_fuser(config):
-        swiglu = (
-            f", SwiGLU writing FP8 by kernels of ours{_tile_condition(config)}"
-            if fuses_swiglu_quantization(config)
-            else ""
-        )
-        yield (
-            f"the MLP runs in Transformer Engine's fused operations{swiglu}; "
-            "--no-use-transformer-engine-op-fuser: in its layers"
-        )
-    elif uses_op_fuser(with_values(config, {"precision.precision_map": ()})):
+    if not uses_op_fuser(config) and uses_op_fuser(with_values(config, {"precision.precision_map": ()})):
         yield (
             "the MLP runs in Transformer Engine's layers, not in its fused operations (the op fuser), which have one "
             "recipe: the precision map gives linears of an MLP another"
         )
-
-
-def _triton_cast_notices(config: RunConfig, implementation: str) -> Iterator[str]:
-    if implementation != "transformer_engine" or config.precision.quantize_kernels is not None:
-        return
-    for recipe in set(triton_cast_recipes(config)) & set(precision_map.used_recipes(config.precision)):
-        yield (
-            f"{recipe} activations and gradients are cast by Triton kernels to Transformer Engine's "
-            f"bytes{_tile_condition(config)}; --quantize-kernels te: by its own"
-        )
-
-
-def _tile_condition(config: RunConfig) -> str:
-    """The condition of kernels that need complete tiles while the micro-batch size is not known; empty otherwise."""
-    is_open = config.training.micro_batch_size == AUTO
-    return f" if the micro batch that is found makes multiples of {TILE_LENGTH} tokens and channels" if is_open else ""
 
 
 def _recipe_notices(config: RunConfig) -> Iterator[str]:

@@ -160,6 +160,11 @@ class LoggingConfig:
     progress_bar: Optional[bool] = setting(
         None, "progress bar; default on a terminal only", flags=("--progress-bar",), off=("--no-progress-bar",)
     )
+    verbose: bool = setting(
+        False,
+        "print the recipe of every GEMM, the steps of setup and the warnings of all ranks at the start; with --dry-run "
+        "also all settings",
+    )
     logging_level: Optional[int] = setting(None, "level of Python's logging, for example 20")
     profile: bool = setting(False, "record a torch profile of some steps")
     profile_step_start: int = setting(10, "first profiled step")

@@ -74,6 +74,7 @@ def build_sinks(
             log_interval=logging.log_interval,
             progress_bar=logging.progress_bar,
             show_throughput=logging.log_throughput,
+            verbose=logging.verbose,
             stream=stream,
         )
     )

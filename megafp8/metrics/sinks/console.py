@@ -11,6 +11,8 @@ from typing import Any, Optional, TextIO
 from megafp8.metrics.records import EvalRecord, EventRecord, Record, RunRecord, StepRecord
 
 ETA_WINDOW_STEPS = 50
+SETUP_EVENTS = frozenset(("micro-batch size", "optimizer", "parameter gather"))
+"""Events about how a run was built, which the console shows under `--verbose` only."""
 
 
 class ConsoleSink:
@@ -28,6 +30,7 @@ class ConsoleSink:
         log_interval: int = 100,
         progress_bar: Optional[bool] = None,
         show_throughput: bool = True,
+        verbose: bool = True,
         stream: Optional[TextIO] = None,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -36,12 +39,14 @@ class ConsoleSink:
             total_steps: step at which the run ends.
             progress_bar: whether to show the bar; None: if `stream` is a terminal.
             show_throughput: print TFLOP/s and MFU.
+            verbose: print `SETUP_EVENTS` as well.
             stream: default standard output.
             clock: seconds; replaced in tests.
         """
         self._total_steps = total_steps
         self._log_interval = log_interval
         self._show_throughput = show_throughput
+        self._hidden_events = frozenset[str]() if verbose else SETUP_EVENTS
         self._stream = sys.stdout if stream is None else stream
         self._clock = clock
         self._pending: list[StepRecord] = []
@@ -57,7 +62,7 @@ class ConsoleSink:
             self._print(describe_run(record))
         elif isinstance(record, EvalRecord):
             self._print(f"{self._position(record.step)} | {describe_eval(record)}")
-        elif isinstance(record, EventRecord):
+        elif isinstance(record, EventRecord) and record.name not in self._hidden_events:
             detail = f": {record.detail}" if record.detail else ""
             self._print(f"{self._position(record.step)} | {record.name}{detail}")
 

@@ -191,8 +191,9 @@ def search_sizes(config: RunConfig, platform: Platform, implementation: str, gua
         for size in sizes
         if size not in candidates
     ]
-    report(introduction(config, sizes, limit_bytes, first))
-    report("\n".join([micro_batch.HEADING, *map(micro_batch.table_row, skipped)]))
+    is_verbose, opening = config.logging.verbose, introduction(config, sizes, limit_bytes, first)
+    report(opening if is_verbose else opening.splitlines()[0])
+    report("\n".join([micro_batch.HEADING, *map(micro_batch.table_row, skipped if is_verbose else ())]))
     trials: dict[int, micro_batch.Trial] = {}
     times_ms: dict[int, Optional[float]] = {}
     setup = TrialSetup(config=config, implementation=implementation, limit_bytes=limit_bytes)
@@ -215,8 +216,9 @@ def search_sizes(config: RunConfig, platform: Platform, implementation: str, gua
         device=platform.name, memory_bytes=platform.total_memory_bytes(), limit_bytes=limit_bytes,
         trials=(*trials.values(), *skipped),
     )  # fmt: skip
-    num_microbatches = derived.num_microbatches(micro_batch.with_size(config, size), ranks)
-    report(f"micro-batch size: {size}, {num_microbatches} microbatches a step")
+    if is_verbose:
+        num_microbatches = derived.num_microbatches(micro_batch.with_size(config, size), ranks)
+        report(f"micro-batch size: {size}, {num_microbatches} microbatches a step")
     return choice
 
 

@@ -84,3 +84,21 @@ def test_threads_are_those_of_the_environment(variable: str) -> None:
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert said.stdout.split() == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("rank", "flags", "is_silent"),
+    [("0", {}, False), ("1", {}, True), ("1", {"verbose": True}, False), ("1", {"logging_level": 20}, False)],
+)
+def test_warnings_come_from_one_rank(rank: str, flags: dict, is_silent: bool) -> None:
+    """In a process of its own, since it changes the filters of the process."""
+    probe = (
+        "import logging, warnings; from megafp8.config.schema import LoggingConfig; "
+        f"from megafp8.device.platform import silence_other_ranks; silence_other_ranks(LoggingConfig(**{flags!r})); "
+        "warnings.warn('python'); logging.warning('logged'); logging.error('an error')"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", probe], env=os.environ | {"RANK": rank}, capture_output=True, text=True, check=True
+    )
+    found = ["python" in ended.stderr, "logged" in ended.stderr, "an error" in ended.stderr]
+    assert found == [not is_silent, not is_silent, True]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import types
 from pathlib import Path
 
@@ -42,6 +43,16 @@ def test_megatron_core_still_needs_the_patch(name: str, file: str, text: str) ->
 def test_module_still_names_cuda(module: str) -> None:
     source = core_source(module.replace(".", "/") + ".py")
     assert any(text in source for text in ('"cuda"', "'cuda'", "pin_memory")), f"{module} needs no view of torch now"
+
+
+@pytest.mark.parametrize(("logger", "text"), cpu_patches.KNOWN_LOG_MESSAGES)
+def test_known_messages_are_still_logged_and_filtered(logger: str, text: str) -> None:
+    spec = importlib.util.find_spec(logger)
+    source = Path(spec.origin).read_text(encoding="utf-8")
+    assert text in source, f"{logger} no longer has this: the entry can go"
+    for message, passes in ((f"{text} here", False), ("another message", True)):
+        record = logging.LogRecord(logger, logging.WARNING, "file", 1, message, None, None)
+        assert bool(logging.getLogger(logger).filter(record)) == passes
 
 
 def test_every_patch_says_why() -> None:

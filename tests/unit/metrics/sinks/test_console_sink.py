@@ -101,6 +101,16 @@ def test_run_evaluation_and_event_lines(make_run, make_eval) -> None:
     assert lines[5] == " step  20/400 | checkpoint saved: runs/a"
 
 
+@pytest.mark.parametrize("verbose", [True, False])
+def test_how_a_run_was_built_is_shown_on_request(verbose: bool) -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink(total_steps=400, stream=stream, verbose=verbose)
+    for name in ("optimizer", "parameter gather", "threads"):
+        sink.write(EventRecord(step=0, name=name, detail="as it is"))
+    names = [line.split(" | ")[1].partition(":")[0] for line in stream.getvalue().splitlines()]
+    assert names == (["optimizer", "parameter gather", "threads"] if verbose else ["threads"])
+
+
 def test_the_bar_shows_on_a_terminal_only(make_step) -> None:
     terminal, pipe = Terminal(), io.StringIO()
     for stream in (terminal, pipe):
