@@ -75,6 +75,13 @@ def test_underscores_are_hyphens(monkeypatch: pytest.MonkeyPatch, capsys) -> Non
     assert capsys.readouterr().out.startswith("usage: megafp8 plot-schedule ")
 
 
+@pytest.mark.parametrize("name", SUBCOMMANDS)
+def test_version_of_a_subcommand(name: str) -> None:
+    for words in (["megafp8/cli/main.py", name], [SUBCOMMANDS[name][0]]):
+        result = run_script(*words, "--version")
+        assert (result.returncode, result.stdout) == (0, f"megafp8 {__version__}\n"), (words, result.stderr)
+
+
 def test_version(capsys) -> None:
     assert main.main(["--version"]) == 0
     assert capsys.readouterr().out == f"megafp8 {__version__}\n"
