@@ -35,6 +35,7 @@ SUBCOMMANDS = {
     "compare": ("tools/compare_runs.py", "compare finished runs"),
     "study": ("launcher/scaling_study.py", "run a scaling study or a sweep from a YAML file"),
     "scaling-report": ("tools/scaling_report.py", "report on a scaling study"),
+    "torchrun": ("launcher/torchrun.py", "train on the GPUs of this machine, with a log for each rank"),
     "slurm": ("launcher/slurm.py", "submit training to Slurm"),
     "supervise": ("launcher/supervise.py", "restart a training command until its run is done"),
     "check-nodes": ("launcher/check_nodes.py", "check the nodes of a Slurm job before training"),

@@ -14,7 +14,7 @@ from megafp8.cli import main
 from megafp8.cli.main import SUBCOMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
-SHARED_MODULES = {"__init__", "main", "common", "progress_display"}
+SHARED_MODULES = {"__init__", "main", "common", "job_options", "progress_display"}
 
 
 @pytest.mark.parametrize("name", SUBCOMMANDS)
