@@ -1,8 +1,8 @@
 """Run a scaling study, or any sweep: every combination of a grid of flags, from one YAML file.
 
-    python launcher/scaling_study.py examples/studies/stdlib_cpu.yaml --dry-run
-    python launcher/scaling_study.py examples/studies/stdlib_cpu.yaml --local --parallel 2
-    python launcher/scaling_study.py examples/studies/stdlib_cpu.yaml --status
+    python launcher/scaling_study.py STUDY.yaml --dry-run
+    python launcher/scaling_study.py STUDY.yaml --local --parallel 2
+    python launcher/scaling_study.py STUDY.yaml --status
 
 Where there is Slurm, the runs become job arrays; elsewhere, and with --local, processes of this machine. Every run has
 a folder of its own with a name that stays when the grid grows. The same command again passes over runs that are done,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ def test_help_of_a_subcommand(name: str) -> None:
     result = run_script("megafp8/cli/main.py", name, "--help")
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(f"usage: megafp8 {name} ")
-    assert f"python {SUBCOMMANDS[name][0]}" not in result.stdout
+    assert not re.search(r"(tools|launcher|examples)/|pretrain_gpt", result.stdout)
 
 
 def test_every_module_is_a_subcommand_with_a_script() -> None:
