@@ -43,9 +43,9 @@ def main(argv: Sequence[str]) -> int:
     text = torchrun.script(job)
     if unused := torchrun.unused_fields(job):
         print(f"notice: not used without Slurm: {', '.join(unused)}", file=sys.stderr, flush=True)
-    if "dry_run" in arguments:
-        print(text, end="")
-        return 0
-    # The script runs `python3`.
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    os.execvpe("bash", ["bash", "-c", text], os.environ | {"PATH": path})
+    if "dry_run" not in arguments:
+        # The script runs `python3`.
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+        os.execvpe("bash", ["bash", "-c", text], os.environ | {"PATH": path})
+    print(text, end="")
+    return 0
