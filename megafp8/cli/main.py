@@ -9,6 +9,7 @@ Subcommands (megafp8 --version prints the version):
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Optional
@@ -53,6 +54,10 @@ def help_text() -> str:
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run a subcommand and return its exit status; 64 for a subcommand that does not exist."""
+    if "_ARGCOMPLETE" in os.environ:
+        from megafp8.cli.completion import complete
+
+        complete()  # does not return
     words = sys.argv[1:] if argv is None else list(argv)
     name = words[0].replace("_", "-") if words else ""
     if name in SUBCOMMANDS:
