@@ -39,8 +39,8 @@ _ROOT = Path(__file__).resolve().parents[2]
 _IS_CHECKOUT = (_ROOT / "launcher").is_dir()  # else an installed package, which has modules instead of scripts
 PROJECT = str(_ROOT) if _IS_CHECKOUT else os.getcwd()
 PRETRAIN = "pretrain_gpt.py" if _IS_CHECKOUT else "-m megafp8.cli.pretrain"
-SUPERVISE = "launcher/supervise.py" if _IS_CHECKOUT else "-m megafp8.cli.supervise"
-CHECK_NODES = "launcher/check_nodes.py" if _IS_CHECKOUT else "-m megafp8.cli.check_nodes"
+SUPERVISE = "launcher/supervise.py" if _IS_CHECKOUT else "-m megafp8.cli.main supervise"
+CHECK_NODES = "launcher/check_nodes.py" if _IS_CHECKOUT else "-m megafp8.cli.main check-nodes"
 
 
 @dataclass(frozen=True, kw_only=True)
