@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Optional
 
 from megafp8 import __version__
-from megafp8.cli.main import SUBCOMMANDS
+from megafp8.cli.subcommands import SUBCOMMANDS
 from megafp8.errors import ConfigError, Megafp8Error
 from megafp8.utils.files import path_text
 

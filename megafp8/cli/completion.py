@@ -16,7 +16,7 @@ import argcomplete
 from argcomplete.completers import ChoicesCompleter
 from argcomplete.lexers import split_line
 
-from megafp8.cli.main import SUBCOMMANDS
+from megafp8.cli.subcommands import SUBCOMMANDS
 
 # They take all flags of training, beside their own or after `--`.
 WITH_TRAINING_FLAGS = ("build-index", "plan", "plot-schedule", "pretrain")
@@ -76,5 +76,6 @@ def training_parser() -> argparse.ArgumentParser:
         choices = PRESETS if action.dest == "model.model_preset" else action.choices
         if choices:
             # argcomplete reads this attribute. `none` is the word for None.
-            action.completer = ChoicesCompleter([choice or "none" for choice in choices])  # type: ignore[attr-defined]
+            words = {choice or "none": "" for choice in choices}
+            action.completer = ChoicesCompleter(words)  # type: ignore[attr-defined]
     return parser

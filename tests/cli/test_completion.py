@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megafp8.cli import completion
-from megafp8.cli.main import SUBCOMMANDS
+from megafp8.cli.subcommands import SUBCOMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "megafp8.cli.main"]

@@ -12,10 +12,10 @@ from forked_script import run_script
 
 from megafp8 import __version__
 from megafp8.cli import main
-from megafp8.cli.main import SUBCOMMANDS
+from megafp8.cli.subcommands import SUBCOMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
-SHARED_MODULES = {"__init__", "main", "common", "job_options", "progress_display"}
+SHARED_MODULES = {"__init__", "main", "subcommands", "common", "completion", "job_options", "progress_display"}
 
 
 @pytest.mark.parametrize("name", SUBCOMMANDS)
@@ -38,7 +38,7 @@ def test_every_module_is_a_subcommand_with_a_script() -> None:
 def test_the_command_lists_subcommands_without_importing_them() -> None:
     code = (
         "import sys; from megafp8.cli import main; status = main.main(sys.argv[1:]); "
-        "assert sum(name.startswith('megafp8') for name in sys.modules) == 3; sys.exit(status)"
+        "assert sum(name.startswith('megafp8') for name in sys.modules) == 4; sys.exit(status)"
     )
     result = subprocess.run(
         [sys.executable, "-c", code, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
