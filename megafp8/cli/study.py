@@ -160,7 +160,9 @@ def plan_text(selected: Sequence[StudyProgress], gpu: Optional[str]) -> str:
     """Return two lines for each run, and sums over those that are not done."""
     from megafp8.launch import study_execution
 
-    lines, seconds_left, due = [], list[Optional[float]](), list[StudyRun]()
+    lines: list[str] = []
+    seconds_left: list[Optional[float]] = []
+    due: list[StudyRun] = []
     for progress in selected:
         run, seconds = (
             progress.run,
