@@ -20,6 +20,23 @@ setup(
     description="Pretraining of GPT models in FP8 on megatron-core, from one CPU to clusters of GPUs",
     long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
+    author="The megafp8 developers",
+    license_expression="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords=["pretraining", "GPT", "FP8", "FP4", "quantization", "megatron-core", "Transformer Engine", "PyTorch"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: Console",
+        "Environment :: GPU :: NVIDIA CUDA",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
     packages=find_packages(include=["megafp8", "megafp8.*"]),
     package_data={"megafp8.analysis": ["*.jinja"]},
     py_modules=["pretrain_gpt"],
@@ -39,6 +56,7 @@ setup(
         "scipy",  # intervals of comparisons, fits of scaling laws
         "jinja2",
         "tqdm",
+        "argcomplete>=3.5",  # completion of the command in shells
     ],
     extras_require={
         "te": ["transformer-engine[pytorch]>=2.9"],

@@ -45,6 +45,8 @@ megafp8_setup() {
   if megafp8_is_ready; then
     PYTHON=$(command -v python3)
     export PYTHONPATH=$megafp8_root${PYTHONPATH:+:$PYTHONPATH}
+    # The package is not installed there, so the command is a function of this shell.
+    megafp8() { "$PYTHON" -m megafp8.cli.main "$@"; }
     echo "using $PYTHON, which has CUDA, megatron-core and Transformer Engine"
     return
   fi

@@ -98,8 +98,8 @@ def read_manifest(folder: Path) -> Manifest:
         if not error.is_missing:
             raise CheckpointError(f"{MANIFEST} cannot be read: {error.reason}") from error
         raise CheckpointError(
-            f"{MANIFEST} is missing: the checkpoint is cut off, or older than manifests (tools/checkpoint.py seal "
-            f"{folder} makes one from the files as they are)"
+            f"{MANIFEST} is missing: the checkpoint is cut off, or older than manifests (megafp8 checkpoint "
+            f"seal {folder} makes one from the files as they are)"
         ) from error
     try:
         manifest = _decode(parse_json(content))

@@ -12,6 +12,7 @@ again checks what is there and builds nothing. An index depends on the content o
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Iterator, Sequence
 
@@ -34,14 +35,14 @@ RULES = (
 )  # fmt: skip
 
 
-def help_text() -> str:
-    """Return the help: the flags of pretrain_gpt.py that the indices depend on."""
+def build_help_parser() -> argparse.ArgumentParser:
+    """Build a parser for `--help`, with the training flags that the indices depend on; all others are accepted."""
     parser = build_command_parser(__doc__, usage="%(prog)s FLAGS")
     for name in SETTINGS_THAT_MATTER:
         setting = settings_by_name()[name]
         parser.add_argument(setting.flags[0], help=setting.help, metavar="")
     parser.add_argument("--world-size", metavar="", help="ranks of the run; matters without --global-batch-size")
-    return parser.format_help()
+    return parser
 
 
 def problems(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -81,7 +82,7 @@ def build(config: RunConfig, world_size: int) -> None:
 def main(argv: Sequence[str]) -> int:
     """Run the command line and return its exit status."""
     if "--help" in argv or "-h" in argv:
-        print(help_text())
+        print(build_help_parser().format_help())
         return 0
     invocation, found = flags.parse_with_problems(argv)
     config, world_size = invocation.config, invocation.world_size or 1

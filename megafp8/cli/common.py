@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Optional
 
-from megafp8.cli.main import SUBCOMMANDS
+from megafp8 import __version__
+from megafp8.cli.subcommands import SUBCOMMANDS
 from megafp8.errors import ConfigError, Megafp8Error
 from megafp8.utils.files import path_text
 
@@ -40,14 +41,19 @@ def build_command_parser(
     """Build the parser of a program.
 
     Args:
-        description: the docstring of its module. Its examples name the scripts of a checkout; under the `megafp8`
-            command they name subcommands instead.
+        description: the docstring of its module. It names the scripts of a checkout; under the `megafp8` command it
+            names subcommands instead.
         options: of `parser_class`.
+
+    Returns:
+        A parser with `--version`.
     """
     if description and sys.argv[0].startswith("megafp8 "):
         for name, (script, _) in SUBCOMMANDS.items():
-            description = description.replace(f"python {script}", f"megafp8 {name}")
-    return parser_class(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+            description = description.replace(f"python {script}", f"megafp8 {name}").replace(script, f"megafp8 {name}")
+    parser = parser_class(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+    parser.add_argument("--version", action="version", version=f"megafp8 {__version__}")
+    return parser
 
 
 def returns_exit_status(prefix: Optional[str] = None) -> Callable[[Callable[[Sequence[str]], int]], Callable[..., int]]:

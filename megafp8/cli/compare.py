@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from megafp8.cli.common import Parser, build_command_parser, returns_exit_status
 from megafp8.errors import ConfigError
@@ -27,24 +28,29 @@ def build_parser() -> argparse.ArgumentParser:
         "--baseline", type=path_text, metavar="RUN", help="run or recipe to compare with; default the first"
     )
     parser.add_argument(
-        "--bound", type=float, default=0.5, metavar="PERCENT",
-        help="validation loss above the baseline's that is accepted (default %(default)g)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--confidence", type=float, default=95.0, metavar="PERCENT", help="of the intervals (default %(default)g)"
-    )
-    parser.add_argument(
         "--output-dir", type=path_argument,
         help="write report.html, comparison.md, comparison.json, gaps.svg and loss_curves.png here",
     )  # fmt: skip
-    parser.add_argument(
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    add_flags(parser)
+    return parser
+
+
+def add_flags(group: Any) -> None:
+    """Add the flags of a comparison to a parser or a group of one."""
+    group.add_argument(
+        "--bound", type=float, default=0.5, metavar="PERCENT",
+        help="validation loss above the baseline's that is accepted (default %(default)g)",
+    )  # fmt: skip
+    group.add_argument(
+        "--confidence", type=float, default=95.0, metavar="PERCENT", help="of the intervals (default %(default)g)"
+    )
+    group.add_argument(
         "--include-unfinished", action="store_true",
         help="compare runs that are not done, too, by what they have so far; decides nothing about their recipes",
     )  # fmt: skip
-    parser.add_argument("--warmup-steps", type=int, default=10, help="first steps that do not count for the speed")
-    parser.add_argument("--title", default="Comparison of recipes", help="title of the page and the picture")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    return parser
+    group.add_argument("--warmup-steps", type=int, default=10, help="first steps that do not count for the speed")
+    group.add_argument("--title", default="Comparison of recipes", help="title of the page and the picture")
 
 
 def problems_of(arguments: argparse.Namespace) -> list[str]:

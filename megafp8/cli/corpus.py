@@ -10,6 +10,7 @@ With --folder another folder's modules, such as those of the installed packages 
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -19,9 +20,7 @@ from megafp8.data.preprocessing.corpus import DEFAULT_MAX_BYTES, write_stdlib_co
 from megafp8.utils.files import path_argument
 
 
-@returns_exit_status(prefix="")
-def main(argv: Sequence[str]) -> int:
-    """Run the command line and return its exit status."""
+def build_parser() -> argparse.ArgumentParser:
     parser = build_command_parser(__doc__)
     parser.add_argument("--output", required=True, type=path_argument, help="JSON lines file to write")
     parser.add_argument(
@@ -29,7 +28,13 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--folder", type=path_argument, metavar="D", help="take the modules below D instead")
     parser.add_argument("--seed", type=int, default=1234, help="seed of the order of the documents")
-    options = parser.parse_args(argv)
+    return parser
+
+
+@returns_exit_status(prefix="")
+def main(argv: Sequence[str]) -> int:
+    """Run the command line and return its exit status."""
+    options = build_parser().parse_args(argv)
     try:
         summary = write_stdlib_corpus(
             options.output, folder=options.folder, max_bytes=options.max_bytes, seed=options.seed

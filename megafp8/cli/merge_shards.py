@@ -18,8 +18,6 @@ import time
 from collections.abc import Sequence
 
 from megafp8.cli.common import build_command_parser, bytes_bar, returns_exit_status
-from megafp8.data.shard_merge import MergeJob, find_shards, merge_shards
-from megafp8.data.shards import bin_path
 from megafp8.utils.files import path_text
 
 
@@ -47,6 +45,9 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Run the command line and return its exit status."""
     options = build_parser().parse_args(argv)
+    from megafp8.data.shard_merge import MergeJob, find_shards, merge_shards
+    from megafp8.data.shards import bin_path
+
     start = time.perf_counter()
     try:
         job = MergeJob(

@@ -53,7 +53,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     except Exception as error:
         traceback.print_exc()
         if isinstance(error, ModuleNotFoundError):
-            print(f"{sys.executable} lacks it: another environment? See python tools/doctor.py", file=sys.stderr)
+            print(f"{sys.executable} lacks it: another environment? See megafp8 doctor", file=sys.stderr)
         return INTERNAL
 
 

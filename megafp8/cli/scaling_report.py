@@ -13,24 +13,30 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from megafp8.cli.common import build_command_parser, returns_exit_status
+from megafp8.cli.common import Parser, build_command_parser, returns_exit_status
 from megafp8.errors import ConfigError
 from megafp8.utils.files import path_argument
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = build_command_parser(__doc__)
+    parser = build_command_parser(__doc__, Parser)
     parser.add_argument(
         "study", type=path_argument, metavar="STUDY_FOLDER", help="the study's, or points.json of a report"
     )
     parser.add_argument("--output-dir", type=path_argument, metavar="DIR", help="write the page and its data here")
     parser.add_argument("--baseline", metavar="RECIPE", help="recipe to compare with (default: bf16, else the first)")
-    parser.add_argument(
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    add_flags(parser)
+    return parser
+
+
+def add_flags(group: Any) -> None:
+    """Add the flags of the fits to a parser or a group of one."""
+    group.add_argument(
         "--replicates", type=int, default=400, metavar="N", help="resamples of the bootstrap (default: %(default)s)"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    return parser
 
 
 @returns_exit_status("scaling_report")

@@ -1,8 +1,8 @@
 """Run a scaling study, or any sweep: every combination of a grid of flags, from one YAML file.
 
-    python launcher/scaling_study.py examples/studies/stdlib_cpu.yaml --dry-run
-    python launcher/scaling_study.py examples/studies/stdlib_cpu.yaml --local --parallel 2
-    python launcher/scaling_study.py examples/studies/stdlib_cpu.yaml --status
+    python launcher/scaling_study.py STUDY.yaml --dry-run
+    python launcher/scaling_study.py STUDY.yaml --local --parallel 2
+    python launcher/scaling_study.py STUDY.yaml --status
 
 Where there is Slurm, the runs become job arrays; elsewhere, and with --local, processes of this machine. Every run has
 a folder of its own with a name that stays when the grid grows. The same command again passes over runs that are done,
@@ -22,16 +22,17 @@ from concurrent.futures import ProcessPoolExecutor
 from fnmatch import fnmatchcase
 from functools import partial
 from multiprocessing import get_context
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
 from megafp8.cli.common import TRAINING_SCRIPT, build_command_parser, returns_exit_status
-from megafp8.config import rules
 from megafp8.device.gpus import GPUS
 from megafp8.errors import ConfigError
-from megafp8.launch import slurm, study_execution
-from megafp8.launch.study import StudyRun, expand, labels_text, read_study
 from megafp8.utils.best_effort import best_effort
 from megafp8.utils.files import path_argument
+
+if TYPE_CHECKING:
+    from megafp8.launch.study import StudyRun
+    from megafp8.launch.study_execution import StudyProgress
 
 log = partial(print, flush=True)
 
@@ -69,6 +70,9 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Run, submit, plan or list the runs of a study; return the exit status."""
     arguments = build_parser().parse_args(argv)
+    from megafp8.launch import slurm, study_execution
+    from megafp8.launch.study import expand, read_study
+
     is_local = arguments.local or not (arguments.slurm or shutil.which("sbatch"))
     check_flags(arguments, is_local)
     study = read_study(arguments.study, arguments.folder)
@@ -128,6 +132,8 @@ def check_machine(runs: Sequence[StudyRun]) -> None:
     Raises:
         ConfigError: files that are missing here, or recipes that this machine does not support.
     """
+    from megafp8.launch.study import labels_text
+
     # In a child process: a CUDA context holds GPU memory for as long as its process lives.
     with ProcessPoolExecutor(1, get_context("fork")) as process:
         problems = process.submit(machine_problems, runs).result()
@@ -137,7 +143,8 @@ def check_machine(runs: Sequence[StudyRun]) -> None:
 
 def machine_problems(runs: Sequence[StudyRun]) -> dict[str, list[str]]:
     """Return the problems of the runs on this machine, each with the labels of its runs."""
-    from megafp8.device import capability  # imports torch
+    from megafp8.config import rules
+    from megafp8.device import capability
 
     target = capability.detect_target()
     problems: dict[str, list[str]] = {}
@@ -149,9 +156,13 @@ def machine_problems(runs: Sequence[StudyRun]) -> dict[str, list[str]]:
     return problems
 
 
-def plan_text(selected: Sequence[study_execution.StudyProgress], gpu: Optional[str]) -> str:
+def plan_text(selected: Sequence[StudyProgress], gpu: Optional[str]) -> str:
     """Return two lines for each run, and sums over those that are not done."""
-    lines, seconds_left, due = [], list[Optional[float]](), list[StudyRun]()
+    from megafp8.launch import study_execution
+
+    lines: list[str] = []
+    seconds_left: list[Optional[float]] = []
+    due: list[StudyRun] = []
     for progress in selected:
         run, seconds = (
             progress.run,

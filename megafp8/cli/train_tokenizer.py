@@ -25,7 +25,7 @@ from megafp8.utils.files import path_text
 def build_parser() -> argparse.ArgumentParser:
     parser = build_command_parser(__doc__)
     parser.add_argument(
-        "--input", nargs="+", type=path_text, required=True, help="text files as preprocess_data.py takes them"
+        "--input", nargs="+", type=path_text, required=True, help="text files as megafp8 preprocess takes them"
     )
     parser.add_argument("--json-key", default="text", help="where the text is in a JSON line (default %(default)s)")
     parser.add_argument("--vocab-size", type=int, required=True, help="ids in all, 261 fixed ones among them (257)")

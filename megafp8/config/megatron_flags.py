@@ -150,7 +150,7 @@ _FSDP = "no fully sharded data parallelism; --use-distributed-optimizer shards t
 _GRAPHS = "give --cuda-graph-impl local, which captures a whole step"
 _OTHER_MODEL = "it belongs to another kind of model; megafp8 trains GPTs on text"
 _EVEN_STAGES = "every pipeline stage holds equally many layers; choose --num-layers to divide"
-_LAUNCHER = "it belongs to torchrun: put it before pretrain_gpt.py"
+_LAUNCHER = "it belongs to torchrun: put it before the training script, or start with megafp8 torchrun"
 _CKPT_ARGS = "settings are not taken from checkpoints; start from the run's own with --config FILE (each run writes it)"
 _NO_INIT_CHOICE = "weights start normal with --init-method-std"
 _OLD = "no longer valid in Megatron-LM either; use "
@@ -166,7 +166,7 @@ _REFUSED_PREFIXES: tuple[tuple[str, str], ...] = (
     ("--ckpt-convert-", "checkpoints are not converted here"),
     ("--inprocess-", "a failed run is restarted by its launcher; use torchrun --max-restarts"),
     ("--muon-", "optimizers are adam and sgd; see --optimizer"),
-    ("--inference-", "this trains; tools/generate_text.py samples from a checkpoint"),
+    ("--inference-", "this trains; megafp8 generate samples from a checkpoint"),
     ("--rl- --grpo- --langrl-", "this pretrains; no reinforcement learning"),
     ("--mtp-", "multi-token prediction is not there; remove it"),
     ("--heterogeneous-", "all layers are alike; remove it"),

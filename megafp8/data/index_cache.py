@@ -151,5 +151,5 @@ def _convert_write_errors(folder: Path) -> Iterator[None]:
         reason = f"{error.strerror} ({error.filename})" if error.filename else str(error)
         raise DataError(
             f"The folder {folder} for the datasets' indices cannot be written: {reason}. Name another with "
-            "--data-cache-path, or fill this one with tools/build_index.py."
+            "--data-cache-path, or fill this one with megafp8 build-index."
         ) from error

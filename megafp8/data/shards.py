@@ -46,7 +46,7 @@ DTYPE_CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 UINT16_MAX_VOCAB_SIZE = 65500
 # Entries of an index that are processed at a time, which bounds the memory beside the mapped file.
 INDEX_BLOCK = 1 << 20
-REMAKE = " Make the shard again (tools/preprocess_data.py --overwrite) or copy it again."
+REMAKE = " Make the shard again (megafp8 preprocess --overwrite) or copy it again."
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

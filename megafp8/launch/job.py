@@ -39,8 +39,8 @@ _ROOT = Path(__file__).resolve().parents[2]
 _IS_CHECKOUT = (_ROOT / "launcher").is_dir()  # else an installed package, which has modules instead of scripts
 PROJECT = str(_ROOT) if _IS_CHECKOUT else os.getcwd()
 PRETRAIN = "pretrain_gpt.py" if _IS_CHECKOUT else "-m megafp8.cli.pretrain"
-SUPERVISE = "launcher/supervise.py" if _IS_CHECKOUT else "-m megafp8.cli.supervise"
-CHECK_NODES = "launcher/check_nodes.py" if _IS_CHECKOUT else "-m megafp8.cli.check_nodes"
+SUPERVISE = "launcher/supervise.py" if _IS_CHECKOUT else "-m megafp8.cli.main supervise"
+CHECK_NODES = "launcher/check_nodes.py" if _IS_CHECKOUT else "-m megafp8.cli.main check-nodes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,10 +147,8 @@ def time_limit_s(time: str) -> int:
     """Slurm's minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS in seconds."""
     days, dash, rest = time.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
-    if dash:
-        hours, minutes, seconds = (parts + [0, 0])[:3]
-    else:
-        hours, minutes, seconds = {1: [0, *parts, 0], 2: [0, *parts], 3: parts}[len(parts)]
+    without_days = {1: [0, *parts, 0], 2: [0, *parts]}.get(len(parts), parts)
+    hours, minutes, seconds = (parts + [0, 0])[:3] if dash else without_days
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
@@ -228,7 +226,9 @@ def check_job(job: Job) -> None:
         raise ConfigError(problems)
 
 
-def read_job(text: str, given: Mapping[str, Any], training: Sequence[str] = ()) -> Job:
+def read_job(
+    text: str, given: Mapping[str, Any], training: Sequence[str] = (), default: Optional[Mapping[str, str]] = None
+) -> Job:
     """Read a job from the text of a job file (YAML) and from flags.
 
     All values are read as text: YAML's usual readers make 86400 of `24:00:00`, and true of `on`.
@@ -236,6 +236,7 @@ def read_job(text: str, given: Mapping[str, Any], training: Sequence[str] = ()) 
     Args:
         given: fields that override the file's; mappings are merged.
         training: flags of training to append.
+        default: fields that the file overrides.
 
     Raises:
         ConfigError: the text is no YAML, or its fields are unknown, invalid or missing.
@@ -246,7 +247,7 @@ def read_job(text: str, given: Mapping[str, Any], training: Sequence[str] = ()) 
         raise ConfigError(f"the job file cannot be read: {error.reason}") from None
     if not isinstance(plain, dict):
         raise ConfigError("the job file is no table of fields")
-    merged = plain | dict(given)
+    merged = {**(default or {}), **plain, **given}
     for name in plain.keys() & given.keys():
         if isinstance(plain[name], dict) and isinstance(given[name], dict):
             merged[name] = plain[name] | given[name]

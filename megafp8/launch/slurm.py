@@ -50,7 +50,7 @@ def script(job: Job) -> str:
     parts = [
         ["#!/usr/bin/env bash", *directives(job)],
         [
-            "# Written by launcher/slurm.py; edit it as you like.",
+            "# Written by megafp8 slurm; edit it as you like.",
             "set -euo pipefail",
             # Slurm itself requeues a job after node failures.
             f'[ "${{SLURM_RESTART_COUNT:-0}}" -le {job.max_requeues} ] || '

@@ -40,7 +40,7 @@ def script(job: Job) -> str:
     if problems:
         raise ConfigError(problems)
     parts = [
-        ["#!/usr/bin/env bash", "# Written by launcher/torchrun.sh; edit it as you like.", "set -euo pipefail"],
+        ["#!/usr/bin/env bash", "# Written by megafp8 torchrun; edit it as you like.", "set -euo pipefail"],
         environment_lines(job),
         training_lines(job),
         torchrun_lines(job),

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.ports import free_ports
-from megafp8.cli import slurm
+from megafp8.cli import slurm, torchrun
+from megafp8.cli.job_options import read_arguments
 from megafp8.config import flags
 from megafp8.launch.job import Job
 
@@ -48,7 +49,7 @@ def test_an_example_is_a_sound_script_and_a_plan_that_fits(example: Path, launch
     script.write_text(capsys.readouterr().out)
     if shutil.which("shellcheck"):
         subprocess.run(["shellcheck", "--exclude=SC1091,SC2016", str(script)], check=True)
-    _, job = launcher.read_arguments([str(example)])
+    _, job = read_arguments(launcher.build_parser(), [str(example)])
     for name in ("text.bin", "text.idx", "tokenizer"):
         (tmp_path / name).touch()
     target = "b200" if example.stem.startswith("blackwell") else "h200"
@@ -144,13 +145,24 @@ def test_torchrun_says_which_fields_only_slurm_has(launcher, capsys) -> None:
     own = ["--name", "a", "--gpus-per-node", "0", "--dry-run"]
     slurms = ["--time", "1:00:00", "--partition", "gpu", "--sbatch", "qos=high", "--shared-nodes"]
     training = ["--", *RUN.split(), "--save", "runs/a", "--load", "runs/a"]
-    assert launcher.main([*own, *slurms, "--torchrun", *training]) == 0
+    assert torchrun.main([*own, *slurms, *training]) == 0
     told = capsys.readouterr()
     assert told.err == "notice: not used without Slurm: exclusive, time, partition, sbatch\n"
     assert told.out.startswith("#!/usr/bin/env bash")
-    for words in ([*own, *slurms], [*own, "--torchrun"]):
-        assert launcher.main([*words, *training]) == 0
-        assert not capsys.readouterr().err
+    assert launcher.main([*own, *slurms, *training]) == torchrun.main([*own, *training]) == 0
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("visible", "words", "ranks"), [("0,1,2", [], 3), ("", [], 1), ("0,1,2", ["job.yaml"], 2)])
+def test_torchrun_starts_a_rank_on_each_gpu_of_this_machine(
+    visible: str, words: list[str], ranks: int, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text("name: mine\ngpus_per_node: 2\n")
+    training = f"--global-batch-size 6 {RUN} --save runs/a --load runs/a".split()
+    assert torchrun.main([*words, "--dry-run", "--", *training]) == 0
+    assert f"torch.distributed.run --nproc-per-node {ranks} " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,22 @@
-"""The wheel in a virtual environment of its own, used from another folder, whose name has a space."""
+"""Wheel and sdist; the wheel in a virtual environment of its own, used from another folder, whose name has a space."""
 
 from __future__ import annotations
 
+import email
 import json
+import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from megafp8 import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = (
@@ -22,18 +28,70 @@ TRAINING = (
     "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --micro-batch-size 2 --global-batch-size 2 --lr 1e-3 "
     "--lr-decay-style constant --train-iters 4 --eval-iters 0 --num-threads 1 --log-interval 1 --save run --load run"
 )
+TWO_RANKS = "--global-batch-size 4 --save ranks --load ranks"
 TOKENIZER = "--tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model"
+
+FOLDERS = ("benchmarks", "docs", "examples", "launcher", "megafp8", "tests", "tools")
 
 Run = Callable[[str], str]
 
 
+def build_wheel(source: Path, folder: Path) -> Path:
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*build, "--wheel-dir", str(folder), str(source)], check=True, capture_output=True, timeout=300)
+    (wheel,) = folder.glob("megafp8-*.whl")
+    return wheel
+
+
 @pytest.fixture(scope="module")
-def megafp8(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the checkout: a build leaves files, which a later build takes."""
+    folder = tmp_path_factory.mktemp("source")
+    for path in ROOT.iterdir():
+        if path.name in FOLDERS:
+            shutil.copytree(path, folder / path.name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif path.is_file():
+            shutil.copy(path, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(source, tmp_path_factory.mktemp("wheel"))
+
+
+def files_below(folder: Path, *names: str) -> set[str]:
+    return {
+        path.relative_to(folder).as_posix() for name in names for path in (folder / name).rglob("*") if path.is_file()
+    }
+
+
+@pytest.mark.slow
+def test_wheel_and_sdist_hold_the_same_package(source: Path, wheel: Path, tmp_path: Path) -> None:
+    code = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=source, check=True, capture_output=True, timeout=300
+    )
+    (sdist,) = tmp_path.glob("megafp8-*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        in_sdist = {name.partition("/")[2] for name in archive.getnames()}
+    assert files_below(source, *FOLDERS) | {"LICENSE", "CHANGELOG.md", "constraints.txt"} <= in_sdist
+    with zipfile.ZipFile(wheel) as archive, zipfile.ZipFile(build_wheel(sdist, tmp_path)) as other:
+        names = set(archive.namelist())
+        assert names == set(other.namelist())
+        metadata = email.message_from_bytes(
+            archive.read(next(name for name in names if name.endswith(".dist-info/METADATA")))
+        )
+    assert {name for name in names if ".dist-info/" not in name} == {
+        *files_below(source, "megafp8"), "pretrain_gpt.py"
+    }  # fmt: skip
+    assert (metadata["License-Expression"], metadata["License-File"]) == ("Apache-2.0", "LICENSE")
+
+
+@pytest.fixture(scope="module")
+def megafp8(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Runs the installed `megafp8` command with these words, in a folder with text."""
     folder = tmp_path_factory.mktemp("a folder")
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*build, "--wheel-dir", str(folder), str(ROOT)], check=True, capture_output=True, timeout=300)
-    (wheel,) = folder.glob("megafp8-*.whl")
     home = folder / "new venv"
     venv.create(home, with_pip=False)
     site_packages = next(home.glob("lib/python*/site-packages"))
@@ -57,6 +115,7 @@ def megafp8(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
     def run(words: str) -> str:
         environment = {"PATH": f"{home / 'bin'}:/usr/bin:/bin", "HOME": str(folder), "OMP_NUM_THREADS": "1"}
+        environment["CUDA_VISIBLE_DEVICES"] = ""
         done = subprocess.run(
             ["megafp8", *words.split()], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
         )
@@ -68,7 +127,7 @@ def megafp8(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.mark.slow
 def test_from_text_to_a_converted_model(megafp8: Run) -> None:
-    assert megafp8("--version").startswith("megafp8 ")
+    assert megafp8("--version") == megafp8("pretrain --version") == f"megafp8 {__version__}\n"
     megafp8("train-tokenizer --input text.jsonl --vocab-size 320 --model-prefix tokenizer --num-threads 1")
     megafp8(f"preprocess --input text.jsonl --output-prefix corpus --append-eod --workers 1 {TOKENIZER}")
     pretrain = f"pretrain {MODEL} {TRAINING} {TOKENIZER} --data-path corpus_text_document --split 100,0,0"
@@ -76,5 +135,7 @@ def test_from_text_to_a_converted_model(megafp8: Run) -> None:
     resumed = megafp8(pretrain)
     assert "step 4/4" in resumed and "step 3/4 | loss" not in resumed
     assert "iter_0000004" in megafp8("checkpoint list run")
+    ranks = megafp8(f"torchrun --ranks-per-node 2 -- {pretrain.removeprefix('pretrain ')} {TWO_RANKS}")
+    assert "step 4/4" in ranks and "data 2" in ranks
     megafp8("convert to-hf run model")
     assert megafp8("generate --load run --prompt def --max-new-tokens 2 --seed 1")

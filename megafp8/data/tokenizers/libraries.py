@@ -84,7 +84,7 @@ class SentencePieceTokenizer(_BaseTokenizer):
         if self.eod < 0:
             raise DataError(
                 f"--tokenizer-model {path} has no end-of-sentence piece, which marks the end of a document. "
-                "Train it with an eos piece (tools/train_tokenizer.py does)."
+                "Train it with an eos piece (megafp8 train-tokenizer does)."
             )
         self._set_identifiers([file_sha256(path)])
 

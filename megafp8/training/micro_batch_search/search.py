@@ -209,7 +209,7 @@ def search_sizes(config: RunConfig, platform: Platform, implementation: str, gua
         raise ConfigError(
             f"--micro-batch-size auto: not even {min(trials)} fits below {gib(limit_bytes)} GiB a rank "
             f"({trials[min(trials)].note}). Give --recompute-granularity, --use-distributed-optimizer or more ranks to "
-            "share the model, or a higher --micro-batch-size-memory-limit; tools/plan.py finds layouts"
+            "share the model, or a higher --micro-batch-size-memory-limit; megafp8 plan finds layouts"
         )
     choice = SizeChoice(
         micro_batch_size=size, world_size=ranks, implementation=implementation, settings=relevant_settings(config),

@@ -156,7 +156,9 @@ def test_a_cache_that_cannot_be_written_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr("megafp8.data.index_cache.atomic_write", refuse_to_build)
     assert open_cache(tmp_path)[1] == []
     other = {**CONTENT, "seed": 2}
-    with pytest.raises(DataError, match=r"cannot be written: Permission denied.*--data-cache-path.*build_index"):
+    with pytest.raises(
+        DataError, match=r"cannot be written: Permission denied.*--data-cache-path.*megafp8 build-index"
+    ):
         IndexCache(tmp_path).load_or_build("other", other, refuse_to_build)
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Written by launcher/torchrun.sh; edit it as you like.
+# Written by megafp8 torchrun; edit it as you like.
 set -euo pipefail
 
 cd /shared/megafp8

@@ -1,0 +1,51 @@
+"""Report on finished runs or on a scaling study: tables on standard output; with --output-dir also a page.
+
+    python tools/report.py runs/bf16 runs/fp8 --output-dir runs/comparison
+    python tools/report.py runs/stdlib_cpu --output-dir runs/stdlib_cpu/report
+
+Runs are compared, as by python tools/compare_runs.py. A study gets scaling laws, as by python tools/scaling_report.py,
+from its folder or from the points.json of an earlier report. Both write report.html, Markdown, JSON and pictures. Exit
+status: 64 for wrong flags, 66 for runs that are missing, damaged or not comparable.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from megafp8.cli import compare, scaling_report
+from megafp8.cli.common import Parser, build_command_parser, returns_exit_status
+from megafp8.errors import ConfigError
+from megafp8.utils.files import path_argument, path_text
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = build_command_parser(__doc__, Parser)
+    parser.add_argument(
+        "folders", nargs="+", type=path_argument, metavar="FOLDER",
+        help="folders of runs (their --save); or one folder of a study, or its points.json",
+    )  # fmt: skip
+    parser.add_argument("--baseline", type=path_text, metavar="NAME", help="run or recipe to compare with")
+    parser.add_argument("--output-dir", type=path_argument, metavar="DIR", help="write the page and its data here")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    compare.add_flags(parser.add_argument_group("of runs"))
+    scaling_report.add_flags(parser.add_argument_group("of a study"))
+    return parser
+
+
+def is_study(path: Path) -> bool:
+    """Whether a path is a study's folder, or the file of its points."""
+    from megafp8.analysis.study_points import STUDY_FILE
+
+    return path.is_file() or (path / STUDY_FILE).is_file()
+
+
+@returns_exit_status("report")
+def main(argv: Sequence[str]) -> int:
+    """Report with the command for these folders, which refuses flags of the other; return the exit status."""
+    folders = build_parser().parse_args(argv).folders
+    studies = [path for path in folders if is_study(path)]
+    if studies and len(folders) > 1:
+        raise ConfigError(f"{studies[0]}: is a study, and {len(folders)} folders are given: report on a study alone")
+    return scaling_report.main(argv) if studies else compare.main(argv)

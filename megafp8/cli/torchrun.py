@@ -1,0 +1,51 @@
+"""Train with torchrun on the GPUs of this machine, from the same job files and flags as `megafp8 slurm`.
+
+    python launcher/torchrun.py -- FLAGS
+    python launcher/torchrun.py --gpus-per-node 0 --ranks-per-node 2 -- FLAGS       two ranks on the CPU
+    python launcher/torchrun.py JOB.yaml --dry-run                       prints the script and starts nothing
+
+On several machines, without Slurm, the same command on each of them:
+
+    python launcher/torchrun.py JOB.yaml --nodes 4 --endpoint first-machine:29500
+
+FLAGS are those of pretrain_gpt.py, with --save and --load on one folder. They come after the job file's, and the last
+one wins. On one machine the run is restarted after crashes. On several machines it is not: the same command on all of
+them resumes from the newest checkpoint. The ranks run in the Python that runs this command, unless --venv or --setup
+name another one. Exit status: that of the run, 64 for a wrong job or wrong flags.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megafp8.cli.common import returns_exit_status
+from megafp8.cli.job_options import build_job_parser, read_arguments
+from megafp8.launch import torchrun
+
+DEFAULT_NAME = "pretrain"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    return build_job_parser(__doc__)
+
+
+@returns_exit_status()
+def main(argv: Sequence[str]) -> int:
+    """Become the shell that runs the job's script, or print the script; return the exit status."""
+    from megafp8.launch.study_execution import visible_gpus
+
+    default = {"name": DEFAULT_NAME, "gpus_per_node": str(len(visible_gpus()))}
+    arguments, job = read_arguments(build_parser(), argv, default)
+    text = torchrun.script(job)
+    if unused := torchrun.unused_fields(job):
+        print(f"notice: not used without Slurm: {', '.join(unused)}", file=sys.stderr, flush=True)
+    if "dry_run" not in arguments:
+        # The script runs `python3`.
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+        os.execvpe("bash", ["bash", "-c", text], os.environ | {"PATH": path})
+    print(text, end="")
+    return 0

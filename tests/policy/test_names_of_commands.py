@@ -1,0 +1,81 @@
+"""Messages of the package name subcommands of `megafp8`: an installed package has no scripts of a checkout.
+
+Docstrings may name scripts. Those that `--help` prints are translated (`build_command_parser`).
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megafp8.cli.subcommands import SUBCOMMANDS
+
+PACKAGE = Path(__file__).resolve().parents[2] / "megafp8"
+# The table of scripts, and messages that still have to change.
+EXEMPT = {"cli/subcommands.py", "analysis/study_points.py", "analysis/tables.py"}
+SCRIPT = re.compile(r"\b(?:tools|launcher|examples)/|\bpretrain_gpt\.py")
+# "megafp8 plan" names a subcommand, "megafp8 needs" does not.
+COMMAND = re.compile(r"\bmegafp8 (?!(?:is|needs|reads|trains)\b)([a-z][a-z-]*)")
+# A path that the code itself uses, not a message.
+PATH = re.compile(r"[\w/.]+")
+
+
+def messages(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and text of every string literal that is no docstring and not just a path."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = {
+        node.body[0].value
+        for node in ast.walk(tree)
+        if isinstance(node, documented) and node.body and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
+            yield node.lineno, node.value
+
+
+def scripts_in_messages(source: str) -> list[str]:
+    found = messages(ast.parse(source))
+    return [f"{line}: {text}" for line, text in found if SCRIPT.search(text) and not PATH.fullmatch(text)]
+
+
+@pytest.mark.parametrize(
+    "source",
+    ['print("see tools/plan.py")', 'x = f"{y}: start launcher/slurm.py again"', 'x = "bash " "examples/quickstart.sh"'],
+)
+def test_scripts_in_messages_are_found(source: str) -> None:
+    assert scripts_in_messages(source)
+
+
+@pytest.mark.parametrize(
+    "source", ['"""As tools/plan.py does."""', 'PRETRAIN = "pretrain_gpt.py"', 'x = "megafp8 plan"']
+)
+def test_sound_lines_pass(source: str) -> None:
+    assert scripts_in_messages(source) == []
+
+
+def package_files() -> Iterator[tuple[str, str]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield path.relative_to(PACKAGE).as_posix(), path.read_text(encoding="utf-8")
+
+
+def test_no_message_names_a_script() -> None:
+    found = [
+        f"megafp8/{file}:{line}" for file, source in package_files() if file not in EXEMPT
+        for line in scripts_in_messages(source)
+    ]  # fmt: skip
+    assert not found, "name the subcommand of megafp8 instead:\n" + "\n".join(found)
+
+
+def test_subcommands_in_messages_exist() -> None:
+    found = [
+        f"megafp8/{file}:{line}: {text}"
+        for file, source in package_files()
+        for line, text in messages(ast.parse(source))
+        for name in COMMAND.findall(text)
+        if name not in SUBCOMMANDS
+    ]
+    assert not found, "\n".join(found)
