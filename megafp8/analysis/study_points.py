@@ -107,7 +107,7 @@ def load_folder(folder: Path) -> StudyPoints:
     except UnreadableFile as error:
         if not error.is_missing:
             raise DataError(f"{error.path} cannot be read: {error.reason}") from error
-        raise DataError(f"no study in {folder}: no {STUDY_FILE}, which launcher/scaling_study.py writes") from None
+        raise DataError(f"no study in {folder}: no {STUDY_FILE}, which megafp8 study writes") from None
     points, missing = [], []
     for entry in study["runs"]:
         state = current_state(folder / entry["folder"])

@@ -55,7 +55,7 @@ def test_points_are_read_back(study: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_no_study(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no study in .*: no study.json, which launcher/scaling_study.py writes"):
+    with pytest.raises(DataError, match=r"no study in .*: no study.json, which megafp8 study writes"):
         load_points(tmp_path)
     wrong = tmp_path / "points.json"
     wrong.write_text('{"name": "x", "points": [{"loss": 1}], "missing": []}')
