@@ -1,8 +1,8 @@
-"""What a look launches on a GPU, and how often it waits, counted without one.
+"""What a statistics step launches on a GPU, and how often it synchronizes, counted without a GPU.
 
-Linears of a small run are watched from outside, as Transformer Engine's are, and take the path of a GPU. Triton is not
-there: a stand-in counts its kernels and computes nothing. So numbers are arbitrary, and any that the host would read
-before the end, and act on, is a wait that is counted. On a GPU: tests/gpu/test_telemetry.py.
+Linears of a small run are observed with hooks, as Transformer Engine's are, and take the GPU code path. Triton is
+replaced by a stand-in that counts its kernels and computes nothing. Values are therefore arbitrary, and every value
+that the host reads and acts on before the end is counted as a synchronization. On a GPU: tests/gpu/test_telemetry.py.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ RECIPES = {
     "others tried": "--fp8-format hybrid --fp8-recipe tensorwise --fp8-what-if blockwise,mxfp8,nvfp4",
 }
 OPERATIONS_A_TENSOR = 15
-OPERATIONS_A_LOOK = 100  # whatever the number of tensors: outliers by widths, norms, the table
+OPERATIONS_A_LOOK = 100  # for any number of tensors: outliers by width, norms, the table
 
 
 def stand_in_for_triton(count: OperationCount) -> ModuleType:
-    """A module whose kernels do nothing but count."""
+    """A module whose kernels only count their launches."""
 
     class Kernel:
         def __init__(self, function: Callable[..., Any]):
@@ -56,8 +56,8 @@ def stand_in_for_triton(count: OperationCount) -> ModuleType:
     return module
 
 
-def cost_of_look(flags: str) -> tuple[Operations, int]:
-    """What a step that is looked at takes more than one that is not, and the number of tensors seen."""
+def cost_of_statistics_step(flags: str) -> tuple[Operations, int]:
+    """What a statistics step launches beyond a plain step, and the number of observed tensors."""
     count = OperationCount()
     run = build_run(small_config("llama", f"{FLAGS} {flags}"))
     collector = StatisticsCollector(run)
@@ -76,7 +76,7 @@ def cost_of_look(flags: str) -> tuple[Operations, int]:
         return method
 
     def to_host(table: StatisticsTable) -> None:
-        """The one wait; what comes after is on the host."""
+        """The only synchronization; everything after it runs on the host."""
         marks.append(Operations(count.launched, count.waits + 1))
         table.sums.zero_()
 
@@ -103,7 +103,7 @@ def cost_of_look(flags: str) -> tuple[Operations, int]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_look_launches_few_operations_and_waits_once(recipe: str) -> None:
-    ((cost, num_tensors),) = run_ranks(1, cost_of_look, RECIPES[recipe])
+def test_statistics_launch_few_kernels_and_synchronize_once(recipe: str) -> None:
+    ((cost, num_tensors),) = run_ranks(1, cost_of_statistics_step, RECIPES[recipe])
     assert cost.waits == 1
     assert num_tensors < cost.launched < OPERATIONS_A_TENSOR * num_tensors + OPERATIONS_A_LOOK, cost

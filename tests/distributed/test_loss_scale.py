@@ -1,4 +1,4 @@
-"""Loss scales: found by trying in FP16, fixed in any precision, in records and checkpoints, and at their end."""
+"""Loss scales: dynamic in FP16, constant in any precision, in records and checkpoints, and at their limits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def optimizer_hash(run: Run) -> str:
 
 
 @pytest.mark.parametrize("optimizer", ["", SHARDED])
-def test_an_overflow_halves_the_scale_and_changes_nothing_else(optimizer: str) -> None:
+def test_overflow_halves_the_loss_scale_and_changes_nothing_else(optimizer: str) -> None:
     flags = "--fp16 --initial-loss-scale 64 --hysteresis 1 --spike-policy skip --max-skipped-steps 1"
     config = small_config("llama", f"{flags} {optimizer}", 2)
 
@@ -55,9 +55,9 @@ def test_an_overflow_halves_the_scale_and_changes_nothing_else(optimizer: str) -
     assert run_ranks(2, step) == [([False, False, True, True], True, HIGH / 2)] * 2
 
 
-def test_hysteresis_bears_overflows_and_the_window_doubles(tmp_path: Path) -> None:
-    """Two overflows before the scale halves; then each two good steps double it. Records have the scale of each step,
-    and count."""
+def test_loss_scale_hysteresis_and_growth_window(tmp_path: Path) -> None:
+    """Two overflows halve the scale. Then every two good steps double it. Records have the scale and the counters of
+    each step."""
     flags = "--fp16 --initial-loss-scale 4096 --hysteresis 2 --loss-scale-window 2 --train-iters 9 --eval-iters 0"
     config = small_config("llama", f"{flags} --no-progress-bar --lr 1e-4 --save {tmp_path}")
     progress = run_ranks(1, lambda: train_whole(build_run(config)))[0]
@@ -80,8 +80,8 @@ def test_hysteresis_bears_overflows_and_the_window_doubles(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("flags", [f"{PLAIN} {SHARDED}", "--bf16", f"--bf16 {FP8}", f"--bf16 {SHARDED}"])
-def test_a_fixed_power_of_two_changes_no_bit(flags: str) -> None:
-    """Multiplying by 2^k is exact where exponents reach; scales of FP8 take it up, and the division takes it back."""
+def test_constant_power_of_two_loss_scale_is_bit_equal(flags: str) -> None:
+    """Multiplication by 2^k is exact within the exponent range. FP8 scales absorb it, and the division removes it."""
 
     def run_with(scale: str) -> tuple[Curve, str]:
         run = build_run(small_config("llama", f"{flags} {scale}"))
@@ -92,8 +92,8 @@ def test_a_fixed_power_of_two_changes_no_bit(flags: str) -> None:
     assert run_ranks(1, run_with, "--loss-scale 1000")[0][1] != plain[1], "the scale acts"
 
 
-def test_a_fixed_scale_in_fp16_follows_the_unscaled_run() -> None:
-    """What FP16 rounds away depends on the scale, so curves are near, not equal."""
+def test_constant_loss_scale_in_fp16_follows_the_unscaled_run() -> None:
+    """The rounding of FP16 depends on the scale, so the curves are close but not equal."""
     one, many = (
         run_ranks(1, lambda flags=flags: train(build_run(small_config("llama", flags)), 4))[0]
         for flags in ("--fp16 --loss-scale 1", "--fp16 --loss-scale 64")
@@ -103,7 +103,7 @@ def test_a_fixed_scale_in_fp16_follows_the_unscaled_run() -> None:
 
 
 def constant_gradient(run: Run, value: float) -> None:
-    """From now on the gradient of a norm weight of this rank is so large."""
+    """Set the gradient of a norm weight of this rank to this value, from now on."""
     layer = unwrap_model(run.trainee.chunks)[-1].decoder.layers[-1]
     layer.pre_mlp_layernorm.weight.register_hook(lambda gradient: torch.full_like(gradient, value))
 
@@ -116,8 +116,8 @@ def constant_gradient(run: Run, value: float) -> None:
         ("--loss-scale 8", 40000.0, "gradients overflow when those of all ranks are added up"),
     ],
 )
-def test_an_overflow_that_no_lower_scale_mends_is_a_bad_number(flags: str, value: float, says: str) -> None:
-    """All ranks stop before the update, or leave it out where that is allowed."""
+def test_overflow_at_the_minimum_loss_scale_is_a_nonfinite_gradient(flags: str, value: float, says: str) -> None:
+    """All ranks stop before the update, or skip it where that is allowed."""
 
     def stop() -> tuple[str, bool]:
         run = build_run(small_config("llama", f"--fp16 {flags}", 2))
@@ -132,8 +132,8 @@ def test_an_overflow_that_no_lower_scale_mends_is_a_bad_number(flags: str, value
         assert is_unchanged
 
 
-def test_fp16_gradients_whose_norm_is_beyond_fp16_are_good() -> None:
-    """Their squares add up in FP32: a norm above 65504 is no overflow."""
+def test_gradient_norm_above_fp16_range_is_no_overflow() -> None:
+    """Squares are summed in FP32: a norm above 65504 is no overflow."""
 
     def step() -> Curve:
         run = build_run(small_config("llama", "--fp16 --loss-scale 1"))
@@ -145,14 +145,14 @@ def test_fp16_gradients_whose_norm_is_beyond_fp16_are_good() -> None:
 
 @dataclass(frozen=True)
 class End:
-    """A run's end: weights, and what its scaler remembers."""
+    """The end of a run: weights, and the state of its loss scaler."""
 
     weights: str
     scaler: dict[str, float]
 
 
 @pytest.mark.parametrize(("world_size", "optimizer"), [(1, ""), (2, SHARDED)])
-def test_the_scaler_goes_on_in_the_middle_of_its_window(world_size: int, optimizer: str, tmp_path: Path) -> None:
+def test_resume_continues_the_loss_scale_window(world_size: int, optimizer: str, tmp_path: Path) -> None:
     flags = f"--fp16 --initial-loss-scale 1024 --loss-scale-window 4 --lr 1e-4 {optimizer}"
     config = small_config("llama", f"{flags} --load {tmp_path} --save {tmp_path}", world_size)
 
@@ -173,8 +173,8 @@ def test_the_scaler_goes_on_in_the_middle_of_its_window(world_size: int, optimiz
 
 
 @pytest.mark.parametrize(("before", "after"), [("--loss-scale 64", ""), ("", "--loss-scale 64")])
-def test_a_fixed_scale_and_a_dynamic_one_can_follow_each_other(before: str, after: str, tmp_path: Path) -> None:
-    """The new run's own scale holds."""
+def test_resume_between_constant_and_dynamic_loss_scale(before: str, after: str, tmp_path: Path) -> None:
+    """The new run's own scale is used."""
 
     def leg(flags: str) -> float:
         flags = f"--fp16 --initial-loss-scale 256 {flags} --load {tmp_path} --save {tmp_path}"
@@ -189,7 +189,7 @@ def test_a_fixed_scale_and_a_dynamic_one_can_follow_each_other(before: str, afte
     assert run_ranks(1, leg, after)[0] == (64 if after else 256)
 
 
-def test_gradient_noise_is_that_of_the_gradients_without_the_scale() -> None:
+def test_gradient_noise_is_of_unscaled_gradients() -> None:
     look = "--bf16 --fp8-log-interval 1 --fp8-what-if tensorwise --micro-batch-size 2"
     records = [
         run_ranks(1, lambda flags=flags: look_of(build_run(small_config("llama", f"{look} {flags}"))))[0]
@@ -202,7 +202,7 @@ def test_gradient_noise_is_that_of_the_gradients_without_the_scale() -> None:
     )
 
 
-def test_only_a_dynamic_scale_above_its_minimum_can_fall() -> None:
+def test_only_a_dynamic_loss_scale_above_its_minimum_can_decrease() -> None:
     def answer(flags: str) -> bool:
         return can_lower_loss_scale(build_run(small_config("llama", flags)).trainee.optimizer)
 

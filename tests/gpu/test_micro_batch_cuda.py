@@ -57,7 +57,7 @@ def losses(folder: Path) -> list[tuple[float, float | None]]:
 
 
 @pytest.mark.parametrize("recipe", ["", "--fp8-format hybrid --fp8-recipe delayed"])
-def test_a_run_is_to_the_bit_the_one_with_that_size(recipe: str, tmp_path: Path) -> None:
+def test_automatic_size_is_bit_equal_to_that_size_given(recipe: str, tmp_path: Path) -> None:
     auto, given = tmp_path / "auto", tmp_path / "given"
     flags = f"{recipe} --micro-batch-size auto --micro-batch-size-memory-limit {LIMIT_GIB} --save {auto} --load {auto}"
     print(train(flags))

@@ -31,7 +31,7 @@ def test_an_overflow_halves_the_scale_and_leaves_the_weights(optimizer: str) -> 
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "tensorwise"])
-def test_a_fixed_power_of_two_changes_no_bit(recipe: str) -> None:
+def test_constant_power_of_two_loss_scale_is_bit_equal(recipe: str) -> None:
     def ends(extra: str) -> tuple[Curve, dict[str, torch.Tensor]]:
         with gpu_run(f"{RECIPES[recipe]} {extra} --no-one-pass-optimizer") as run:
             return train(run, 3), weights(run)

@@ -147,7 +147,7 @@ def steps(extra: str, num_steps: int, first: int = 1, load: Path | None = None, 
 
 
 @pytest.mark.parametrize("entries", ["", "--precision *.linear_fc2=blockwise/e4m3 output_layer=tensorwise"])
-def test_stretches_begin_at_exactly_their_steps(entries: str) -> None:
+def test_precision_schedule_entries_start_at_their_steps(entries: str) -> None:
     fp8 = f"{TENSORWISE} {entries}"
     # In high precision the output layer of a map is Transformer Engine's linear, whose GEMMs may round other sums.
     high, low = curve(f"{fp8} --fp8-schedule bf16:99,fp8" if entries else ""), curve(fp8)
@@ -174,7 +174,7 @@ def test_delayed_scales_survive_high_precision(layers: str) -> None:
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 @pytest.mark.parametrize("at", [1, 3, 5])
-def test_resume_within_each_stretch_is_bit_equal(at: int, recipe: str, tmp_path: Path) -> None:
+def test_resume_within_each_schedule_entry_is_bit_equal(at: int, recipe: str, tmp_path: Path) -> None:
     flags = f"{RECIPES[recipe]} --fp8-schedule bf16:2,fp8:4,bf16:6,fp8"
     straight = steps(flags, 8)
     before = steps(flags, at, save=tmp_path)

@@ -46,7 +46,7 @@ def look(extra: str, step: int = 1) -> QuantizationRecord:
 
 @pytest.mark.parametrize("extra", ["", "--fp8-param-gather"])
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
-def test_looking_changes_nothing(recipe: str, extra: str) -> None:
+def test_statistics_do_not_change_training(recipe: str, extra: str) -> None:
     losses = []
     for looking in ("", "--fp8-log-interval 2"):
         with gpu_run(f"{RECIPES[recipe]} {extra} {looking}") as run:

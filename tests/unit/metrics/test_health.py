@@ -150,7 +150,7 @@ def test_many_tensors_are_one_event(make_look: Make) -> None:
         ("--fp8-log-interval 5 --fp8-schedule bf16:9,fp8", "bf16:9,fp8 has the steps 1 to 8 in high precision"),
     ],
 )
-def test_a_run_without_a_look_says_why(flags: str, why: str) -> None:
+def test_a_run_without_statistics_reports_why(flags: str, why: str) -> None:
     said = HealthMonitor(run_of(f"--fp8-format hybrid --fp8-recipe tensorwise {flags}")).summary(1, 8).detail
     assert said.startswith("no quantization statistics: ") and why in said
 

@@ -149,7 +149,7 @@ def test_second_run_of_a_recomputed_forward_pass() -> None:
     assert torch.equal(state.quant_scale, before[1])
 
 
-def test_evaluation_leaves_no_trace() -> None:
+def test_validation_does_not_change_quantizer_state() -> None:
     state, exchange, x, w = lone_linear()
     state.eval()
     run_forward(state, exchange, x, w)
