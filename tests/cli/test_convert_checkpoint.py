@@ -10,9 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 from forked_script import run_script
-from ranks import run_ranks
-from saved_run import build_initial, configure, save_initial
-from their_folders import (
+from hf_folders import (
     GPT2,
     LLAMA,
     MODELS,
@@ -21,8 +19,10 @@ from their_folders import (
     same,
     settings_of,
     weights_in,
-    write_their_folder,
+    write_hf_folder,
 )
+from ranks import run_ranks
+from saved_run import build_initial, configure, save_initial
 
 from megafp8.checkpoint.load import load_checkpoint
 from megafp8.checkpoint.manifest import find_damage
@@ -70,7 +70,7 @@ def first_rows(weights: dict[str, torch.Tensor], num_tokens: int) -> dict[str, t
 @pytest.mark.parametrize("name", MODELS)
 def test_theirs_come_back_to_the_bit(tool: ModuleType, name: str, dtype: str, tmp_path: Path) -> None:
     weights = random_weights(MODELS[name], DTYPES[dtype])
-    theirs = write_their_folder(tmp_path / "theirs", MODELS[name], weights)
+    theirs = write_hf_folder(tmp_path / "theirs", MODELS[name], weights)
     assert tool.main(["from-hf", str(theirs), str(tmp_path / "ours")]) == 0
     assert find_damage(tmp_path / "ours" / STEP_0) == []
     assert tool.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "back"), "--max-shard-size", "50KB"]) == 0
@@ -95,7 +95,7 @@ def test_ours_come_back_to_the_bit(tool: ModuleType, run: str, tokens: int, layo
 @pytest.mark.parametrize("fields", [LLAMA, TIED_LLAMA, GPT2], ids=MODELS)
 def test_a_run_of_two_ranks_starts_from_theirs(tool: ModuleType, fields: dict, layout: str, tmp_path: Path) -> None:
     fields = fields | {"num_hidden_layers" if fields["model_type"] == "llama" else "n_layer": 2}
-    theirs = write_their_folder(tmp_path / "theirs", fields, random_weights(fields, torch.float32))
+    theirs = write_hf_folder(tmp_path / "theirs", fields, random_weights(fields, torch.float32))
     assert tool.main(["from-hf", str(theirs), str(tmp_path / "ours")]) == 0
     run = "--tokenizer-type NullTokenizer --seq-length 32 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --finetune"
     config = flags.parse(["--config", str(tmp_path / "ours/config.json"), *f"{run} {layout}".split()]).config
@@ -126,7 +126,7 @@ def with_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     train_byte_bpe([str(folder / "corpus.jsonl")], str(folder / "tokenizer"), vocab_size=300)
     fields = LLAMA | {"vocab_size": 300, "num_hidden_layers": 1}
-    theirs = write_their_folder(folder / "theirs", fields, random_weights(fields, torch.bfloat16))
+    theirs = write_hf_folder(folder / "theirs", fields, random_weights(fields, torch.bfloat16))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(folder / "tokenizer" / name, theirs)
     return theirs
@@ -161,7 +161,7 @@ def test_a_run_starts_from_theirs_as_the_documents_have_it(
 def test_theirs_are_tried_on_made_up_data(tool: ModuleType, tmp_path: Path) -> None:
     """NullTokenizer adds an id, so that a vocabulary of 256 is --vocab-size 255, as in Megatron-LM."""
     fields = LLAMA | {"vocab_size": 256, "num_hidden_layers": 1}
-    theirs = write_their_folder(tmp_path / "theirs", fields, random_weights(fields, torch.float32))
+    theirs = write_hf_folder(tmp_path / "theirs", fields, random_weights(fields, torch.float32))
     assert tool.main(["from-hf", str(theirs), str(tmp_path / "ours")]) == 0
     run = (
         f"--config {tmp_path}/ours/config.json --pretrained-checkpoint {tmp_path}/ours --mock-data --seq-length 32 "
@@ -234,7 +234,7 @@ def test_tensors_that_do_not_fit_are_told_at_once(tool: ModuleType, tmp_path: Pa
     weights["model.layers.0.mlp.down_proj.weight"] = torch.zeros(96, 64)
     weights["model.layers.0.self_attn.q_proj.weight"] = torch.zeros(64, 64).to(torch.float8_e4m3fn)
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)  # an old file's buffer: made anew here
-    theirs = write_their_folder(tmp_path / "theirs", LLAMA, weights)
+    theirs = write_hf_folder(tmp_path / "theirs", LLAMA, weights)
     text = refused(tool, capsys, tmp_path, "from-hf", theirs, tmp_path / "ours")
     assert "model.norm.weight is missing" in text
     assert "model.layers.3.mlp.up_proj.weight is not part of a LlamaForCausalLM" in text
@@ -246,10 +246,10 @@ def test_tensors_that_do_not_fit_are_told_at_once(tool: ModuleType, tmp_path: Pa
 def test_a_tied_output_layer_has_to_be_the_embedding(tool: ModuleType, tmp_path: Path, capsys) -> None:
     weights = random_weights(TIED_LLAMA, torch.float32)
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
-    theirs = write_their_folder(tmp_path / "theirs", TIED_LLAMA, weights)
+    theirs = write_hf_folder(tmp_path / "theirs", TIED_LLAMA, weights)
     assert tool.main(["from-hf", str(theirs), str(tmp_path / "ours")]) == 0
     weights["lm_head.weight"][3, 4] += 1
-    other = write_their_folder(tmp_path / "other", TIED_LLAMA, weights)
+    other = write_hf_folder(tmp_path / "other", TIED_LLAMA, weights)
     text = refused(tool, capsys, tmp_path, "from-hf", other, tmp_path / "ours2")
     assert "lm_head.weight differs from the embedding" in text
 
@@ -263,7 +263,7 @@ def test_numbers_that_are_not_finite_are_refused(tool: ModuleType, tmp_path: Pat
     weights[f"{q}.weight"] = weights[f"{q}.weight"].to(torch.float8_e4m3fn)
     weights[f"{q}.weight"].view(torch.uint8)[2, 2] = 0x7F
     weights[f"{q}.weight_scale"] = torch.tensor(0.5)
-    theirs = write_their_folder(tmp_path / "theirs", LLAMA, weights)
+    theirs = write_hf_folder(tmp_path / "theirs", LLAMA, weights)
     text = refused(tool, capsys, tmp_path, "from-hf", theirs, tmp_path / "ours", "--dtype", "bf16")
     assert f"{theirs} holds numbers that are not finite" in text
     for named in (
@@ -281,7 +281,7 @@ def test_names_without_prefix_and_buffers(tool: ModuleType, tmp_path: Path) -> N
     weights = random_weights(GPT2, torch.float32)
     bare = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
     bare |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 48, 48) for layer in range(3)}
-    theirs = write_their_folder(tmp_path / "theirs", GPT2, bare)
+    theirs = write_hf_folder(tmp_path / "theirs", GPT2, bare)
     assert tool.main(["from-hf", str(theirs), str(tmp_path / "ours")]) == 0
     assert tool.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "back")]) == 0
     assert same(weights_in(tmp_path / "back"), weights)
@@ -290,7 +290,7 @@ def test_names_without_prefix_and_buffers(tool: ModuleType, tmp_path: Path) -> N
 def test_types_are_rounded_where_it_is_asked_for_or_said(tool: ModuleType, tmp_path: Path, capsys) -> None:
     weights = random_weights(LLAMA, torch.bfloat16)
     weights["model.norm.weight"] = torch.full((64,), 1 + 2.0**-20)
-    theirs = write_their_folder(tmp_path / "theirs", LLAMA, weights)
+    theirs = write_hf_folder(tmp_path / "theirs", LLAMA, weights)
     assert tool.main(["from-hf", str(theirs), str(tmp_path / "ours")]) == 0
     assert "note: 1 tensors of another type are rounded to bf16" in capsys.readouterr().out
     assert tool.main(["from-hf", str(theirs), str(tmp_path / "ours32"), "--dtype", "fp32"]) == 0
@@ -340,7 +340,7 @@ def test_flags_that_are_wrong(tool: ModuleType, tmp_path: Path, capsys) -> None:
 
 def test_nothing_is_left_of_a_conversion_that_fails(tool: ModuleType, tmp_path: Path, monkeypatch, capsys) -> None:
     run = save_initial(tmp_path / "run", configure(LLAMA_RUN))
-    theirs = write_their_folder(tmp_path / "theirs", LLAMA, random_weights(LLAMA, torch.float32))
+    theirs = write_hf_folder(tmp_path / "theirs", LLAMA, random_weights(LLAMA, torch.float32))
 
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")

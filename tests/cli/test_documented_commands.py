@@ -20,8 +20,8 @@ import torch
 from documented_commands import Command, commands_in
 from forked_python import forked_python
 from forked_runs import ROOT
+from hf_folders import LLAMA, random_weights, write_hf_folder
 from small_run import SourceSamples
-from their_folders import LLAMA, random_weights, write_their_folder
 
 from megafp8.data.preprocessing.tokenizer_training import train_byte_bpe
 
@@ -203,7 +203,7 @@ def give_texts(folder: Path) -> None:
 def give_llama(folder: Path) -> None:
     """A model of transformers under the name that docs/checkpoints.md converts, and text."""
     write_text(folder / "data/mine.jsonl")
-    theirs = write_their_folder(folder / "Meta-Llama-3-8B", ONE_LLAMA, random_weights(ONE_LLAMA, torch.bfloat16))
+    theirs = write_hf_folder(folder / "Meta-Llama-3-8B", ONE_LLAMA, random_weights(ONE_LLAMA, torch.bfloat16))
     train_byte_bpe([str(folder / "data/mine.jsonl")], str(folder / "bpe"), vocab_size=300)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(folder / "bpe" / name, theirs)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core.utils import unwrap_model
 from ranks import run_ranks
-from small_run import FP8, PLAIN, Curve, build_run, fingerprint, look_of, small_config, train, weights
+from small_run import FP8, PLAIN, Curve, build_run, fingerprint, small_config, statistics_record_of, train, weights
 
 from megafp8.analysis.runs import load_run
 from megafp8.checkpoint.progress import Progress
@@ -192,7 +192,7 @@ def test_resume_between_constant_and_dynamic_loss_scale(before: str, after: str,
 def test_gradient_noise_is_of_unscaled_gradients() -> None:
     look = "--bf16 --fp8-log-interval 1 --fp8-what-if tensorwise --micro-batch-size 2"
     records = [
-        run_ranks(1, lambda flags=flags: look_of(build_run(small_config("llama", f"{look} {flags}"))))[0]
+        run_ranks(1, lambda flags=flags: statistics_record_of(build_run(small_config("llama", f"{look} {flags}"))))[0]
         for flags in ("", "--loss-scale 1024")
     ]
     assert records[0].gradient_signal is not None

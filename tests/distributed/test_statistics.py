@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from small_run import build_run, fingerprint, look_of, small_config, statistics_step, weights
+from small_run import build_run, fingerprint, small_config, statistics_record_of, statistics_step, weights
 
 from megafp8.analysis.runs import load_run
 from megafp8.errors import NumericsError
@@ -42,7 +42,7 @@ STATISTICS = "--fp8-log-interval 1"
 def first_step_statistics(flags: str, world_size: int = 1) -> QuantizationRecord:
     """Rank 0's quantization statistics."""
     config = small_config("llama", f"{LENGTH} {STATISTICS} {flags}", world_size)
-    found = run_ranks(world_size, lambda: look_of(build_run(config)))
+    found = run_ranks(world_size, lambda: statistics_record_of(build_run(config)))
     assert not any(found[1:]), "rank 0 has it all"
     assert found[0] is not None
     return found[0]
@@ -107,7 +107,7 @@ def test_other_steps_do_no_statistics_work(monkeypatch: pytest.MonkeyPatch) -> N
         collector = StatisticsCollector(run)
         for step in range(1, 5):
             now[0] = step
-            look_of(run, step, collector)
+            statistics_record_of(run, step, collector)
         return shown
 
     monkeypatch.setattr(LinearPlan, "quantize_for", counted)
@@ -218,7 +218,7 @@ def test_gradient_noise_follows_from_two_batch_sizes(flags: str) -> None:
     def both() -> tuple[QuantizationRecord, float, float]:
         run = build_run(config)
         (few,), (all,) = slow_norms(run, 1), slow_norms(run, 4)
-        return look_of(run), few, all
+        return statistics_record_of(run), few, all
 
     ((record, few, all),) = run_ranks(1, both)
     signal, noise = signal_and_noise(few, all, 2, 8)
@@ -258,7 +258,7 @@ def test_update_statistics_are_of_the_master_weights() -> None:
         before = [weight.main_param.clone() for weight in linear_weights(run)]
         collector = StatisticsCollector(run)
         codes = [linear.weight_codes() for linear in collector.linears]
-        record = look_of(run, 1, collector)
+        record = statistics_record_of(run, 1, collector)
         after = [weight.main_param for weight in linear_weights(run)]
         update = sum((new - old).double().square().sum() for new, old in zip(after, before, strict=True))
         size = sum(old.double().square().sum() for old in before)
@@ -283,7 +283,7 @@ def test_hook_statistics_equal_those_of_emulated_layers(recipe: str) -> None:
         collector = StatisticsCollector(run)
         if hooked:
             collector.linears = [HookedLinear(each.name, each.module, each.recipe) for each in collector.linears]
-        return look_of(run, 1, collector)
+        return statistics_record_of(run, 1, collector)
 
     (shown,), (hooked,) = (run_ranks(1, statistics, hooked) for hooked in (False, True))
     assert hooked.tensors == shown.tensors and hooked.what_if == shown.what_if

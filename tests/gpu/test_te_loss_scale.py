@@ -1,4 +1,4 @@
-"""FP16 with Transformer Engine's layers: the scale is found by trying, and a fixed one changes nothing in BF16."""
+"""FP16 with Transformer Engine's layers: the loss scale is dynamic, and a constant one changes nothing in BF16."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megafp8.optimizer.schedules import current_loss_scale
 
 
 @pytest.mark.parametrize("optimizer", ["", "--overlap-grad-reduce --overlap-param-gather"])
-def test_an_overflow_halves_the_scale_and_leaves_the_weights(optimizer: str) -> None:
+def test_overflow_halves_the_loss_scale_and_keeps_the_weights(optimizer: str) -> None:
     with gpu_run(f"--initial-loss-scale 4294967296 --hysteresis 1 {optimizer}", precision="--fp16") as run:
         before = weights(run)
         assert train(run, 1).grad_norms == [None]

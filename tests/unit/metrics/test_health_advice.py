@@ -23,21 +23,21 @@ from megafp8.metrics.health_advice import (
     for_underflow,
 )
 
-LOOK = "--fp8-log-interval 2"
+STATISTICS = "--fp8-log-interval 2"
 RUNS = {
     "bf16": "--fp8-log-interval 2 --fp8-what-if mxfp8",
     "bf16-not-looked-at": "",
     "tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",
-    "tensorwise-e4m3": f"--fp8-format e4m3 --fp8-recipe tensorwise {LOOK} --fp8-power-2-scale",
-    "delayed": f"--fp8-format hybrid --fp8-recipe delayed {LOOK} --clip-grad 0",
-    "delayed-margin": f"--fp8-format e4m3 --fp8-recipe delayed {LOOK} --fp8-margin 1 --fp8-amax-history-len 1024",
-    "blockwise": f"--fp8-format e4m3 --fp8-recipe blockwise {LOOK} --lr-warmup-fraction 0.1",
-    "mxfp8": f"--fp8-format e4m3 --fp8-recipe mxfp8 {LOOK} --fp8-what-if nvfp4 --lr-warmup-iters 10",
-    "nvfp4": f"--fp4-format e2m1 {LOOK}",
-    "nvfp4-1d": f"--fp4-format e2m1 {LOOK} --no-fp4-2d-weights --first-last-layers-bf16 --num-layers 4",
-    "map": f"--fp8-format e4m3 --fp8-recipe tensorwise {LOOK} --precision layers.0.*=nvfp4 output_layer=mxfp8",
+    "tensorwise-e4m3": f"--fp8-format e4m3 --fp8-recipe tensorwise {STATISTICS} --fp8-power-2-scale",
+    "delayed": f"--fp8-format hybrid --fp8-recipe delayed {STATISTICS} --clip-grad 0",
+    "delayed-margin": f"--fp8-format e4m3 --fp8-recipe delayed {STATISTICS} --fp8-margin 1 --fp8-amax-history-len 1024",
+    "blockwise": f"--fp8-format e4m3 --fp8-recipe blockwise {STATISTICS} --lr-warmup-fraction 0.1",
+    "mxfp8": f"--fp8-format e4m3 --fp8-recipe mxfp8 {STATISTICS} --fp8-what-if nvfp4 --lr-warmup-iters 10",
+    "nvfp4": f"--fp4-format e2m1 {STATISTICS}",
+    "nvfp4-1d": f"--fp4-format e2m1 {STATISTICS} --no-fp4-2d-weights --first-last-layers-bf16 --num-layers 4",
+    "map": f"--fp8-format e4m3 --fp8-recipe tensorwise {STATISTICS} --precision layers.0.*=nvfp4 output_layer=mxfp8",
     "weights-in-fp8": "--fp8-format hybrid --fp8-recipe delayed --fp8-param-gather --use-distributed-optimizer",
-    "schedule": f"--fp8-format hybrid --fp8-recipe tensorwise --fp8-schedule bf16:20,fp8 {LOOK} --min-lr 9e-4",
+    "schedule": f"--fp8-format hybrid --fp8-recipe tensorwise --fp8-schedule bf16:20,fp8 {STATISTICS} --min-lr 9e-4",
     "op-fuser": "--fp8-format hybrid --fp8-recipe delayed --use-transformer-engine-op-fuser --disable-bias-linear",
 }
 

@@ -1,4 +1,4 @@
-"""The parts of the finite check that need no ranks; `distributed/test_bad_numbers.py` has the whole."""
+"""The parts of the finite check that need no ranks; `distributed/test_nonfinite_values.py` has the whole."""
 
 from __future__ import annotations
 

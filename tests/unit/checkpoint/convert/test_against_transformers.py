@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 import torch
+from hf_folders import GPT2, LLAMA, MODELS, TIED_LLAMA, random_weights, weights_in, write_hf_folder
 from ranks import run_ranks
 from saved_run import configure, save_initial
 from sentencepiece import SentencePieceTrainer
-from their_folders import GPT2, LLAMA, MODELS, TIED_LLAMA, random_weights, weights_in, write_their_folder
 from tolerances import TRANSFORMERS_LOGITS
 from torch import Tensor
 
@@ -78,7 +78,7 @@ def in_a_rank(function: Callable[..., Any], *arguments: Any) -> Any:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_theirs(transformers: ModuleType, name: str, tmp_path: Path) -> None:
-    folder = write_their_folder(tmp_path / "theirs", MODELS[name], random_weights(MODELS[name], torch.float32))
+    folder = write_hf_folder(tmp_path / "theirs", MODELS[name], random_weights(MODELS[name], torch.float32))
     plan_import(folder).write(tmp_path / "ours", tmp_path / "ours", lambda told: None)
     theirs, ours = in_a_rank(their_logits, transformers, folder), in_a_rank(our_logits, tmp_path / "ours")
     assert theirs.std() > 0.1
@@ -122,7 +122,7 @@ def test_fp8_weights_are_what_transformers_makes_of_them(transformers: ModuleTyp
     fields = LLAMA | {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 1}
     # Its loaders multiply in the model's type, after rounding the scales to it if they are not of a block.
     dtype = torch.bfloat16 if recipe == "blockwise" else torch.float32
-    folder = write_their_folder(tmp_path / "theirs", fields, random_weights(fields, dtype))
+    folder = write_hf_folder(tmp_path / "theirs", fields, random_weights(fields, dtype))
     for name in ("fp8", "plain"):
         plan_import(folder).write(tmp_path / "ours", tmp_path / "ours", lambda told: None)
         options = ExportOptions(quantizes=name == "fp8", fp8_recipe=recipe)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from their_folders import GPT2, LLAMA, MODELS, settings_of
+from hf_folders import GPT2, LLAMA, MODELS, settings_of
 
 from megafp8.checkpoint.convert import gpt2, llama
 from megafp8.checkpoint.convert.families import family_of_hf_config, family_of_run

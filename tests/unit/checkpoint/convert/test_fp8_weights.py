@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from their_folders import LLAMA, settings_of
+from hf_folders import LLAMA, settings_of
 
 from megafp8.checkpoint.convert import llama, safetensors_files
 from megafp8.checkpoint.convert.tensor_mapping import TensorMapping

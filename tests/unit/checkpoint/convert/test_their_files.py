@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hf_folders import same, weights_in
 from safetensors.torch import save_file
-from their_folders import same, weights_in
 from torch import Tensor
 
 from megafp8.checkpoint.convert.safetensors_files import (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from megatron.core.utils import unwrap_model
 from ranks import run_ranks
-from small_run import build_run, curve_of, fingerprint, look_of, small_config, train, weights
+from small_run import build_run, curve_of, fingerprint, small_config, statistics_record_of, train, weights
 from test_calibration import calibrations
 from test_checkpoint import PIPELINE, TENSOR, VIRTUAL, load_newest
 from test_loop import curves as curves_of_records
@@ -147,7 +147,7 @@ def test_fp8_weights_with_several_recipes() -> None:
 
 
 def recipes_of_statistics(config: RunConfig) -> tuple[dict[str, str], set[str], dict[str, str]]:
-    found = look_of(build_run(config))
+    found = statistics_record_of(build_run(config))
     assert found is not None
     formats = {name: stats.format for name, stats in found.tensors.items()}
     return found.recipes, set(found.tensors), formats

@@ -1,4 +1,4 @@
-"""One run a folder, and a run that only crashes comes to an end."""
+"""Two starts in one folder, and runs that crash repeatedly."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def test_the_lock_of_a_killed_run_is_taken_over(tmp_path: Path, cache: Path) -> 
     assert state is not None and (state.starts, state.state) == (2, "done")
 
 
-def test_a_run_that_is_done_stays_done_when_another_start_of_it_is_refused(tmp_path: Path, cache: Path) -> None:
-    """Here for want of --load; or a comparison would drop it."""
+def test_a_finished_run_stays_done_after_a_refused_start(tmp_path: Path, cache: Path) -> None:
+    """Refused here because --load is missing. With a changed state, a comparison would exclude the run."""
     run = FaultyRun(LAYOUT, tmp_path / "run", cache)
     command = f"{run.text(f'--save {run.folder}')} --train-iters 3 --num-workers 0"
     first = run_forked(1, command)
@@ -67,7 +67,7 @@ def test_a_run_that_is_done_stays_done_when_another_start_of_it_is_refused(tmp_p
 
 
 def start_alone(run: FaultyRun, plan: str = "", flags: str = "") -> tuple[int, str]:
-    """Start it on one rank, as if nothing had struck before; status and output."""
+    """Start it on one rank without recorded faults; returns status and output."""
     shutil.rmtree(run.fired, ignore_errors=True)
     ended = run_forked(1, f"{run.text(None)} {flags}", plan, run.fired)
     return ended.statuses[0], ended.output[0]
@@ -89,8 +89,8 @@ def test_a_checkpoint_that_crashes_the_load_is_set_aside(tmp_path: Path, cache: 
     assert "iter_0000004: 2 starts crashed while they loaded it, now iter_0000004.corrupt" in note
 
 
-def test_a_run_that_only_crashes_stops(tmp_path: Path, cache: Path) -> None:
-    """With a status that no supervisor takes for an accident; by hand it can be started again."""
+def test_a_run_that_keeps_crashing_stops(tmp_path: Path, cache: Path) -> None:
+    """With a status that the supervisor does not retry. A user can start it again."""
     run = FaultyRun(LAYOUT, tmp_path / "run", cache)
     assert start_alone(run, "raise:at=run.start", "--max-crashes 1")[0] == 70
     status, output = start_alone(run, "", "--max-crashes 1")

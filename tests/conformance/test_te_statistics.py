@@ -70,7 +70,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, Operand, Gemm], Qu
 def test_codes_that_are_shown_were_multiplied(recipe: str, shown: dict) -> None:
     from gpu_runs import RECIPES as FLAGS
     from gpu_runs import gpu_run
-    from small_run import look_of, train
+    from small_run import statistics_record_of, train
 
     from megafp8.training.extensions.statistics import StatisticsCollector
 
@@ -78,7 +78,7 @@ def test_codes_that_are_shown_were_multiplied(recipe: str, shown: dict) -> None:
     with gpu_run(f"{FLAGS[recipe]} --fp8-log-interval 2") as run:
         train(run, 1)
         with multiplied() as found:
-            look_of(run, 2)
+            statistics_record_of(run, 2)
             names = {linear.name for linear in StatisticsCollector(run).linears}
     assert {name for name, _, _ in shown} == names
     assert {(operand, gemm) for _, operand, gemm in shown} == {(operand, gemm) for gemm, operand in SIDES}

@@ -16,7 +16,7 @@ from unittest.mock import MagicMock
 
 import pytest
 from ranks import run_ranks
-from small_run import build_run, look_of, small_config
+from small_run import build_run, small_config, statistics_record_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -83,7 +83,7 @@ def cost_of_statistics_step(flags: str) -> tuple[Operations, int]:
     marks: list[Operations] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HookedLinear, "delayed_scale", TrackedLinear.delayed_scale)
-        look_of(run, 1, collector)
+        statistics_record_of(run, 1, collector)
         triton = stand_in_for_triton(count)
         patch.setitem(sys.modules, "triton", triton)
         patch.setitem(sys.modules, "triton.language", triton.language)
@@ -97,7 +97,7 @@ def cost_of_statistics_step(flags: str) -> tuple[Operations, int]:
         for step in (2, 3, 4):
             marks.append(Operations(count.launched, count.waits))
             with count:
-                look_of(run, step, collector)
+                statistics_record_of(run, step, collector)
     _, _, start, between, end = marks
     return (end - between) - (between - start), len(list(collector.plan.tensors()))
 
