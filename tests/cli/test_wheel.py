@@ -1,4 +1,4 @@
-"""The wheel in a virtual environment of its own, used from another folder, whose name has a space."""
+"""The wheel in a separate virtual environment, used from another folder whose name has a space."""
 
 from __future__ import annotations
 

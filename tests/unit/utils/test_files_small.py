@@ -56,7 +56,7 @@ def test_a_pipe_with_a_writer_is_refused_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["absent", "absent/file", "x" * 300, "x\0y", "\ud800"])
-def test_what_is_not_there(name: str, tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_an_error(name: str, tmp_path: Path) -> None:
     with pytest.raises(UnreadableFile) as caught:
         read_bytes(f"{tmp_path}/{name}")
     assert caught.value.is_missing and caught.value.reason
