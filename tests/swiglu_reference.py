@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def swiglu_both_ways(inputs: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
+def swiglu_with_gradient(inputs: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
     """silu(a) b [T, W] of inputs [T, 2 W] = [a, b], and the gradient of the inputs [T, 2 W], FP64.
 
     Args:

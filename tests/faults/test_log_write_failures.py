@@ -134,7 +134,7 @@ def test_a_closed_terminal_saves_and_stops(tmp_path: Path, cache: Path, place: P
     assert state.step == state.saved_step == complete_steps(folder)[-1] == 3
 
 
-def test_under_nohup_a_closed_terminal_stops_nothing(tmp_path: Path, cache: Path, place: Path) -> None:
+def test_under_nohup_a_closed_terminal_does_not_stop_the_run(tmp_path: Path, cache: Path, place: Path) -> None:
     folder = tmp_path / "run"
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:

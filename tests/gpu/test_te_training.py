@@ -295,7 +295,7 @@ def with_states(states: str) -> str:
 
 
 @pytest.mark.parametrize("states", ["fp8 fp16", "fp16 fp16", "fp8 bf16"])
-def test_scaled_moments_are_transformer_engines(states: str) -> None:
+def test_scaled_moments_equal_transformer_engine(states: str) -> None:
     """After one step all but a few values are the same, and those are one code apart. Losses stay close."""
     found = []
     for extra in ("--no-one-pass-optimizer", ""):

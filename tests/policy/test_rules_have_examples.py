@@ -441,7 +441,7 @@ def test_contradictory_data_settings(changes, part):
     assert any(part in problem for problem in rules.problems(config_of(changes), 1))
 
 
-def test_all_problems_come_at_once():
+def test_all_problems_are_reported_together():
     changes = {
         "model.num_layers": 3,
         "parallel.pipeline_model_parallel_size": 2,

@@ -67,7 +67,7 @@ def test_a_run_names_the_baseline_recipe_too(three_recipes) -> None:
     assert compare_runs(three_recipes, baseline="fp8/seed2").baseline == "fp8"
 
 
-def test_a_seed_that_the_baseline_lacks_is_left_out_and_told(write_seeds) -> None:
+def test_a_seed_missing_in_the_baseline_is_omitted_and_reported(write_seeds) -> None:
     runs = load_runs([*write_seeds("bf16", {1: 2.0, 2: 4.0}), *write_seeds("fp8", {2: 4.2, 3: 9.0})])
     comparison = compare_runs(runs)
     assert comparison.recipes[1].seeds == (2,)
@@ -83,7 +83,7 @@ def test_two_single_runs_of_other_seeds_are_compared_with_a_warning(write_seeds)
     assert "fp8/seed2 has seed 2, bf16/seed1 1: they are no pair" in comparison.warnings
 
 
-def test_another_cut_of_the_batch_is_another_recipe_but_other_threads_are_not(write_seeds) -> None:
+def test_another_micro_batch_is_another_recipe_but_other_threads_are_not(write_seeds) -> None:
     losses = {1: 2.0, 2: 4.0}
     folders = [*write_seeds("bf16", losses), *write_seeds("control", losses, micro_batch_size=2)]
     recipes = group_runs(load_runs(folders))
@@ -113,7 +113,7 @@ def test_seeds_of_two_folders_are_one_recipe_where_none_is_in_both(write_seeds) 
     assert [seed_of(run) for run in recipe.runs] == [1, 2, 3] and recipe.name == "fp8"
 
 
-def test_the_same_run_made_twice_is_a_pair_with_itself(write_run) -> None:
+def test_a_repeated_run_is_paired_with_itself(write_run) -> None:
     runs = load_runs([write_run(name, [1.0], validations={1: 1.0}) for name in ("a", "b")])
     assert [recipe.name for recipe in group_runs(runs)] == ["a", "b"]
 
@@ -126,10 +126,10 @@ def test_tables_have_recipes_and_runs(three_recipes) -> None:
     assert sum(line.startswith("|") for line in markdown.splitlines()) == 2 * 2 + 3 + 9
 
 
-def test_unknown_baselines_are_told(three_recipes) -> None:
+def test_unknown_baselines_are_reported(three_recipes) -> None:
     with pytest.raises(DataError, match="none of the runs; they are fp4, fp8, bf16"):
         compare_runs(three_recipes, baseline="fp16")
 
 
-def test_what_rounds_to_zero_has_no_minus() -> None:
+def test_numbers_that_round_to_zero_have_no_minus() -> None:
     assert (tables.signed(-0.00004), tables.signed(-0.0001), tables.signed(0.0051)) == ("+0.00%", "-0.01%", "+0.51%")

@@ -57,7 +57,7 @@ def test_layers_are_in_the_order_of_the_forward_pass() -> None:
     ]  # fmt: skip
 
 
-def test_rows_and_columns_are_averaged_and_unknown_numbers_left_out() -> None:
+def test_rows_and_columns_are_averaged_without_unknown_numbers() -> None:
     name = NAMES[0]
     tensors = {f"{name}.input.row": stats(sqnr_db=20.0), f"{name}.input.column": stats(sqnr_db=30.0)}
     unknown = {f"{name}.input": stats(sqnr_db=math.inf)}
@@ -65,7 +65,7 @@ def test_rows_and_columns_are_averaged_and_unknown_numbers_left_out() -> None:
     assert grid[0, 0] == 25 and np.isnan(grid[0, 1:]).all()
 
 
-def test_what_is_not_there_is_told(tmp_path: Path) -> None:
+def test_missing_fields_are_reported(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="--fp8-log-interval"):
         plot_telemetry(run_with(), tmp_path / "x.png")
     with pytest.raises(DataError, match="nothing of mxfp8; tried: none"):
@@ -75,5 +75,5 @@ def test_what_is_not_there_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("field", FIELDS)
-def test_fields_are_those_of_the_statistics(field: str) -> None:
+def test_fields_equal_those_of_the_statistics(field: str) -> None:
     assert hasattr(stats(), field)

@@ -53,7 +53,7 @@ def test_more_seeds_weigh_more() -> None:
 
 
 @pytest.mark.slow
-def test_bands_hold_what_was_planted() -> None:
+def test_intervals_contain_the_true_law() -> None:
     """Of 14 intervals of 95%, 10 or fewer holding the truth has a chance of 0.4%; seeds are fixed all the same."""
     held = {"factor": 0, "loss": 0}
     widths = []
@@ -69,7 +69,7 @@ def test_bands_hold_what_was_planted() -> None:
     assert 0.02 < np.median(widths) < 0.15
 
 
-def test_a_shift_is_told_from_none() -> None:
+def test_a_shift_is_distinguished_from_none() -> None:
     rng = np.random.default_rng(3)
     fits = fit_all([planted(rng), planted(rng, factor=0.7), planted(rng)], replicates=40)
     lost, none = (interval([law.factors[number] for law in fits.common_replicates]) for number in (1, 2))
@@ -77,7 +77,7 @@ def test_a_shift_is_told_from_none() -> None:
     assert fits.common.factors[0] == 1.0 and fits.common.factors[1] == pytest.approx(0.7, abs=0.07)
 
 
-def test_seeds_that_go_together_make_the_difference_sure() -> None:
+def test_paired_seeds_narrow_the_interval_of_the_difference() -> None:
     rng = np.random.default_rng(5)
     shared = 0.02 * rng.standard_normal((5, 3))
     pair = [planted(rng, noise=0.001, shared=shared), planted(rng, noise=0.001, factor=0.9, shared=shared)]
@@ -89,7 +89,7 @@ def test_seeds_that_go_together_make_the_difference_sure() -> None:
     assert widths[0] < widths[1] / 4
 
 
-def test_resampled_means_have_the_spread_of_students_mean() -> None:
+def test_resampled_means_have_the_spread_of_students_t() -> None:
     rng = np.random.default_rng(1)
     cells = planted(rng, noise=0.01)
     drawn = np.log([draw_means([cells], rng)[0] for _ in range(2000)])

@@ -42,7 +42,7 @@ def test_runs_that_are_done_are_points(study: Path) -> None:
     assert one.tokens_per_second == 50.0  # the first steps are warm-up
 
 
-def test_settings_are_equal_but_for_the_seed(study: Path) -> None:
+def test_settings_are_equal_except_for_the_seed(study: Path) -> None:
     first, second, other = load_points(study).points
     assert first.settings == second.settings != other.settings
 
@@ -54,7 +54,7 @@ def test_points_are_read_back(study: Path, tmp_path: Path) -> None:
     assert load_points(path) == found
 
 
-def test_what_is_no_study(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_study_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no study in .*: no study.json, which launcher/scaling_study.py writes"):
         load_points(tmp_path)
     wrong = tmp_path / "points.json"

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from benchmarks import timing
 
 
-def test_sides_take_turns_in_changing_order() -> None:
+def test_sides_alternate_in_changing_order() -> None:
     calls: list[str] = []
     sides = {name: lambda name=name: calls.append(name) for name in "ab"}
     times = timing.take_turns(sides, rounds=3, warmup=1)
@@ -39,7 +39,7 @@ def test_ratio_is_taken_round_by_round() -> None:
     assert timing.ratio_of(mine, reference).median == 2.0
 
 
-def test_interval_holds_the_true_median_in_about_95_of_100_cases() -> None:
+def test_median_interval_covers_95_percent() -> None:
     generator = random.Random(0)
     hits = 0
     for _ in range(1000):

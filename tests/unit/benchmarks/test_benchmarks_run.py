@@ -138,7 +138,7 @@ def test_startup_of_help(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
     assert "pretrain_gpt.py --help" in capfd.readouterr().out
 
 
-def test_startup_tells_of_a_process_that_fails() -> None:
+def test_startup_reports_a_failing_process() -> None:
     with pytest.raises(RuntimeError, match="ended with 3:\nso it goes"):
         startup.process_times_ms(["-c", "print('so it goes'); raise SystemExit(3)"])
     with pytest.raises(RuntimeError, match="ended with 0"):

@@ -32,7 +32,7 @@ def test_the_models_flops_are_counted() -> None:
     assert row.forward_tflops == row.backward_tflops == pytest.approx(2 * 4096 * 4096 * 8192 / 2e-3 / 1e12)
 
 
-def test_torchs_attention_is_causal_and_grouped() -> None:
+def test_torch_attention_is_causal_and_grouped() -> None:
     inputs = Inputs(SMALL, torch.device("cpu"))
     whole = gpu_attention.sdpa(inputs.query, inputs.key, inputs.value)
     assert whole.shape == inputs.gradient.shape

@@ -46,7 +46,7 @@ def test_command_lines_are_right(shape: str, parameters: int, mode: str) -> None
     assert (derived.quantization_recipe(config.precision) is None) == (mode == "bf16")
 
 
-def test_a_failing_mode_is_told_and_not_tried_again(tmp_path: Path) -> None:
+def test_a_failing_mode_is_reported_and_not_retried(tmp_path: Path) -> None:
     options = gpu_train.parse(["--tiny", "--modes", "bf16", "--rounds", "3", "--extra=--num-layrs 2"])
     done, failures = gpu_train.measure(options)
     assert done == []
@@ -55,7 +55,7 @@ def test_a_failing_mode_is_told_and_not_tried_again(tmp_path: Path) -> None:
     assert "ended with 64" in failures[0]
 
 
-def test_the_peer_is_timed_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_peer_is_timed_alternately(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """By the other benchmark, whose steps stand in its JSON; tokens and FLOPs are those of the shape."""
     commands: list[list[str]] = []
 
@@ -75,7 +75,7 @@ def test_the_peer_is_timed_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert rows["delayed"]["to_peer"].median == 2 and rows["peer-delayed"]["spread_fraction"] is None
 
 
-def test_no_process_starts_that_would_not_end_in_time() -> None:
+def test_no_process_starts_that_would_exceed_the_time_limit() -> None:
     done, failures = gpu_train.measure(gpu_train.parse(["--tiny", "--minutes", "0"]))
     assert done == []
     assert failures == ["stopped in round 1: --minutes 0"]

@@ -33,7 +33,7 @@ def test_both_pipelines(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "tiktoken: single writer takes" in capsys.readouterr().out
 
 
-def test_other_shards_are_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_shards_are_detected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(script: str, case: object, corpus: Path, prefix: Path, *more: object) -> tuple[float, float]:
         if "single_writer" not in script:
             return real(script, case, corpus, prefix, *more)
@@ -53,7 +53,7 @@ def test_the_library_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "SentencePiece unigram: library alone takes" in capsys.readouterr().out
 
 
-def test_memory_does_not_follow_the_input(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_does_not_grow_with_the_input(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An input larger than the memory that a process may have."""
     corpus = preprocess.write_corpus(folder / "corpus1.jsonl", 10**6)
     with open(folder / "corpus300.jsonl", "wb") as stream:

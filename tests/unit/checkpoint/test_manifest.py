@@ -37,7 +37,7 @@ def whole(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_whole_one(whole: Path) -> None:
+def test_a_complete_checkpoint_matches_its_manifest(whole: Path) -> None:
     manifest = read_manifest(whole)
     assert manifest.num_bytes == sum(map(len, FILES.values()))
     assert find_damage(whole) == []
@@ -69,19 +69,19 @@ def test_every_byte_of_the_manifest_counts(whole: Path) -> None:
         (lambda folder: os.truncate(folder / ".metadata", 0), ".metadata has 0 bytes"),
     ],
 )
-def test_sizes_tell(change, text: str, whole: Path) -> None:
+def test_wrong_sizes_are_detected(change, text: str, whole: Path) -> None:
     change(whole)
     (problem,) = find_damage(whole, with_hashes=False)
     assert text in problem
 
 
-def test_a_link_is_no_file(whole: Path) -> None:
+def test_a_link_is_not_a_file(whole: Path) -> None:
     (whole / "__1_0.distcp").rename(whole.parent / "elsewhere")
     (whole / "__1_0.distcp").symlink_to(whole.parent / "elsewhere")
     assert find_damage(whole) == ["__1_0.distcp is not a plain file"]
 
 
-def test_only_the_hash_sees_files_that_changed_places(whole: Path) -> None:
+def test_swapped_files_are_detected_by_hash(whole: Path) -> None:
     (whole / "__0_0.distcp").write_bytes(FILES["__1_0.distcp"])
     manifest = read_manifest(whole)
     assert differences(whole, manifest) == []
@@ -89,7 +89,7 @@ def test_only_the_hash_sees_files_that_changed_places(whole: Path) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 7])
-def test_shares_are_all_of_it_and_even(num_ranks: int) -> None:
+def test_shares_are_complete_and_even(num_ranks: int) -> None:
     files = {f"file{size}": FileEntry(size, "") for size in (100, 90, 50, 40, 30, 10)}
     shares = [rank_share(files, rank, num_ranks) for rank in range(num_ranks)]
     assert sorted(name for part in shares for name in part) == sorted(files)
@@ -97,7 +97,7 @@ def test_shares_are_all_of_it_and_even(num_ranks: int) -> None:
     assert max(loads) <= max(100, 320 / num_ranks + 50)
 
 
-def test_each_rank_finds_what_is_in_its_share(whole: Path) -> None:
+def test_each_rank_verifies_its_share(whole: Path) -> None:
     for name in ("__0_0.distcp", "__1_0.distcp"):
         (whole / name).write_bytes(b"x" * 680)
     seen = [find_damage(whole, rank=rank, num_ranks=3) for rank in range(3)]

@@ -201,7 +201,7 @@ def point_to(name: str) -> Callable[[Metadata], None]:
 @pytest.mark.parametrize(
     "name", ["/etc/passwd", "../iter_0000007/common.pt", "sub/../common.pt", "..", "", "link", "pipe"]
 )
-def test_files_are_the_folders_own(name: str, path: Path) -> None:
+def test_only_files_of_the_folder_are_read(name: str, path: Path) -> None:
     (path / "sub").mkdir()
     (path / "link").symlink_to("/etc/passwd")
     os.mkfifo(path / "pipe")
@@ -212,7 +212,7 @@ def test_files_are_the_folders_own(name: str, path: Path) -> None:
 
 @pytest.mark.parametrize("name", [METADATA_FILE, COMMON_FILE, FORMAT_FILE])
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
-def test_the_small_files_are_plain_ones(kind: str, name: str, path: Path) -> None:
+def test_small_files_must_be_regular(kind: str, name: str, path: Path) -> None:
     """A pipe would be waited for without end."""
     (path / name).rename(path / "moved")
     make = {"link": lambda: (path / name).symlink_to(path / "moved"), "pipe": lambda: os.mkfifo(path / name)}
@@ -229,7 +229,7 @@ def test_the_small_files_are_plain_ones(kind: str, name: str, path: Path) -> Non
         lambda place: dataclasses.replace(place, transform_descriptors=["zstd"]),
     ],
 )
-def test_places_are_such_as_somebody_writes(change: Callable[[Any], Any], path: Path) -> None:
+def test_impossible_offsets_are_refused(change: Callable[[Any], Any], path: Path) -> None:
     def change_one(metadata: Metadata) -> None:
         index, place = next(iter(metadata.storage_data.items()))
         metadata.storage_data[index] = change(place)
@@ -239,13 +239,13 @@ def test_places_are_such_as_somebody_writes(change: Callable[[Any], Any], path: 
         SafeReader(path).read_metadata()
 
 
-def test_metadata_is_metadata(path: Path) -> None:
+def test_metadata_of_another_type_is_refused(path: Path) -> None:
     (path / METADATA_FILE).write_bytes(pickle.dumps({"storage_data": {}}))
     with pytest.raises(CheckpointError, match="holds a dict and no metadata"):
         SafeReader(path).read_metadata()
 
 
-def test_a_bomb_is_not_unpacked(path: Path) -> None:
+def test_a_zip_bomb_is_not_unpacked(path: Path) -> None:
     """A thousand times its size, from zeros."""
     bomb = path / COMMON_FILE
     with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -257,7 +257,7 @@ def test_a_bomb_is_not_unpacked(path: Path) -> None:
         check_archive(stream, 1 << 30, "bomb")
 
 
-def test_an_environment_that_lets_code_run_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_that_allows_code_execution_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(UNSAFE_LOAD_VARIABLE, "1")
     with pytest.raises(CheckpointError, match=f"{UNSAFE_LOAD_VARIABLE}=1 lets checkpoints run code"):
         read_config(path)
@@ -265,7 +265,7 @@ def test_an_environment_that_lets_code_run_is_refused(path: Path, monkeypatch: p
     read_config(path)
 
 
-def test_the_loader_goes_this_way(path: Path) -> None:
+def test_loading_uses_the_safe_reader(path: Path) -> None:
     """What all of the above is worth: loading weights meets the refusals."""
     config = read_config(path)
     run_ranks(1, lambda: load_weights(path, build_initial(config).chunks))
@@ -274,7 +274,7 @@ def test_the_loader_goes_this_way(path: Path) -> None:
         run_ranks(1, lambda: load_weights(path, build_initial(config).chunks))
 
 
-def test_torch_still_needs_it() -> None:
+def test_torch_still_needs_the_safe_reader() -> None:
     """When these are gone from the installed torch and megatron-core, `serialization.py` can become shorter."""
     source = inspect.getsource(FileSystemReader.read_metadata)
     assert "pickle.load(" in source

@@ -25,7 +25,7 @@ class FusedAdam:
         self.state[parameter]["remainders"] = store_param_remainders
 
 
-def test_fused_adam_is_told_how_it_keeps_master_weights() -> None:
+def test_fused_adam_initializes_its_master_weight_format() -> None:
     """Remainders go with BF16 weights; state that is there stays."""
     optimizer = FusedAdam()
     part = SimpleNamespace(optimizer=optimizer, init_state_fn=None, config=None)

@@ -31,7 +31,7 @@ class Slow(io.RawIOBase):
         return len(part)
 
 
-def test_hash_and_length_are_those_of_what_was_written(tmp_path: Path) -> None:
+def test_hash_and_length_match_the_written_bytes(tmp_path: Path) -> None:
     pieces = [bytes([number]) * size for number, size in enumerate((0, 1, 1000, MIN_SHARED_BYTES, 1 << 20, 7))]
     for opened in (Slow, partial(open, tmp_path / "file", "wb", buffering=0)):
         with opened() as file, HashingStream(file) as stream:
@@ -75,14 +75,14 @@ class Owner:
     """Something that can be seen to go."""
 
 
-def test_a_disk_that_fails_is_told_of() -> None:
+def test_a_disk_failure_is_reported() -> None:
     with open("/dev/full", "wb", buffering=0) as file:
         stream = HashingStream(file)
         with pytest.raises(OSError, match="No space left"):
             stream.write(bytes(MIN_SHARED_BYTES))
 
 
-def test_a_view_is_written_without_what_it_is_a_view_of() -> None:
+def test_a_view_is_written_without_its_base() -> None:
     whole = torch.arange(100)
     part = to_cpu(whole[10:20])
     assert part.equal(whole[10:20])

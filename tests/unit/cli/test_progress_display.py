@@ -46,7 +46,7 @@ def test_a_line_every_so_many_documents(clock):
     assert len(stream.getvalue().splitlines()) == 8  # at 120, 240, ... 960
 
 
-def test_a_bar_on_a_terminal(clock, monkeypatch):
+def test_a_progress_bar_on_a_terminal(clock, monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
             return True

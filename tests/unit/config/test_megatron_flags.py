@@ -97,7 +97,7 @@ def test_accepted_flags_are_accepted_with_a_notice_and_check_their_arity():
             assert not megatron_flags.classify(flag, ["1"] * (arity + 1)).accepted
 
 
-def test_replacements_are_read_as_todays_spelling():
+def test_replaced_flags_are_read_as_their_replacements():
     invocation = parse(["--use-rotary-position-embeddings", "--encoder-num-layers", "4", "--fp8-hybrid"])
     assert invocation.config.model.position_embedding_type == "rope"
     assert invocation.config.model.num_layers == 4

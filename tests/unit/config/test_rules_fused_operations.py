@@ -64,7 +64,7 @@ FC2_MAPPED = SMALL | {"precision.precision_map": ("*.linear_fc2=bf16",)}
         (BLOCKWISE | {"parallel.tensor_model_parallel_size": 2} | FUSED, True, True),
     ],
 )
-def test_unless_asked_it_is_where_it_is_known(values: dict[str, Any], fused: bool, in_swiglu: bool) -> None:
+def test_fused_mlp_is_on_by_default_where_supported(values: dict[str, Any], fused: bool, in_swiglu: bool) -> None:
     config = with_values(RunConfig(), values)
     assert (uses_op_fuser(config), fuses_swiglu_quantization(config)) == (fused, in_swiglu)
 
@@ -111,7 +111,7 @@ def test_swiglu_takes_128_tokens_and_channels_at_a_time(
         (PRESETS["tiny"] | GRAPH | {"data.seq_length": 72, "training.micro_batch_size": 2}, ()),
     ],
 )
-def test_our_kernels_are_chosen_for_the_recipes_that_are_faster_with_them(
+def test_our_kernels_are_chosen_for_recipes_where_they_are_faster(
     values: dict[str, Any], recipes: tuple[str, ...]
 ) -> None:
     assert triton_cast_recipes(with_values(RunConfig(), values)) == recipes
@@ -128,7 +128,7 @@ def test_our_kernels_are_chosen_for_the_recipes_that_are_faster_with_them(
         (LLAMA, False),
     ],
 )
-def test_an_amax_is_noted_where_our_kernels_need_it(values: dict[str, Any], expected: bool) -> None:
+def test_an_amax_is_recorded_where_our_kernels_need_it(values: dict[str, Any], expected: bool) -> None:
     assert triton_casts_need_amax_pass(with_values(RunConfig(), values)) == expected
 
 
@@ -142,7 +142,7 @@ def test_an_amax_is_noted_where_our_kernels_need_it(values: dict[str, Any], expe
         ({"model.normalization": "LayerNorm"}, "without --normalization RMSNorm"),
     ],
 )
-def test_a_residual_is_added_in_a_norm_that_can(values: dict[str, Any], problem: str | None) -> None:
+def test_a_residual_is_added_in_a_norm_that_supports_it(values: dict[str, Any], problem: str | None) -> None:
     llama = LLAMA | {"model.normalization": "RMSNorm", "precision.residual_norm_fusion": True}
     found = list(residual_fusion_has_its_norm(with_values(RunConfig(), llama | values), 1))
     assert problem in found[0] if problem else not found
@@ -160,14 +160,14 @@ def test_a_residual_is_added_in_a_norm_that_can(values: dict[str, Any], problem:
         (BLOCKWISE, "emulated", False),
     ],
 )
-def test_a_run_says_whose_kernels_were_chosen(values: dict[str, Any], implementation: str, said: bool) -> None:
+def test_notices_name_the_chosen_kernels(values: dict[str, Any], implementation: str, said: bool) -> None:
     found = [notice for notice in notices(with_values(RunConfig(), values), implementation, 1) if "Triton" in notice]
     assert len(found) == said
     assert not said or found[0].startswith("blockwise ") and "--quantize-kernels te" in found[0]
 
 
 @pytest.mark.parametrize(("size", "is_open"), [(AUTO, True), (2, False)])
-def test_a_size_that_is_yet_to_be_found_may_leave_no_whole_tiles(size: int, is_open: bool) -> None:
+def test_an_automatic_micro_batch_may_leave_partial_tiles(size: int, is_open: bool) -> None:
     tiny = PRESETS["tiny"] | {"data.seq_length": 64, "model.ffn_hidden_size": 384, "training.micro_batch_size": size}
     fused, kernels = notices(with_values(RunConfig(), tiny | BLOCKWISE), "transformer_engine", 1)[:2]
     condition = " if the micro batch that is found makes multiples of 128 tokens and channels;"
@@ -189,7 +189,7 @@ def test_a_size_that_is_yet_to_be_found_may_leave_no_whole_tiles(size: int, is_o
         (BLOCKWISE, "emulated", None),
     ],
 )
-def test_a_run_says_what_was_chosen_for_it(values: dict[str, Any], implementation: str, said: str | None) -> None:
+def test_notices_name_the_chosen_operations(values: dict[str, Any], implementation: str, said: str | None) -> None:
     found = [notice for notice in notices(with_values(RunConfig(), values), implementation, 1) if "fuser" in notice]
     assert len(found) == (said is not None)
     assert said is None or said in found[0]

@@ -25,7 +25,7 @@ def test_paths(setting, path: str) -> None:
             settings.read_settings(text)
 
 
-def test_every_path_is_known_as_one() -> None:
+def test_every_path_setting_is_checked() -> None:
     words = ("folder", "file", "shard")
     texts = [setting for setting in all_settings() if setting.type is str and not setting.choices]
     assert {setting.name for setting in texts if any(word in setting.help.split() for word in words)} - {
@@ -48,6 +48,6 @@ def test_sizes(name: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"data": {"seq_length": ' + "9" * 10_000 + "}}", "[NaN]", "[1e999]"])
-def test_json_beyond_all_bounds(text: str) -> None:
+def test_oversized_json_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         settings.read_settings(text)

@@ -39,7 +39,7 @@ def prefix(tmp_path):
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
 @pytest.mark.parametrize("modes", [True, False])
-def test_it_reads_what_megatron_cores_dataset_reads(tmp_path, is_mapped, dtype, modes):
+def test_reads_equal_megatron_cores_dataset(tmp_path, is_mapped, dtype, modes):
     documents = [[[1, 2, 3], []], [], [[4], [50_000]]]
     prefix = write_megatron_shard(tmp_path / "s", documents, dtype, modes=modes)
     dataset = GuardedIndexedDataset(prefix, mmap=is_mapped)
@@ -68,7 +68,7 @@ def test_a_change_in_place_is_an_error_at_the_next_read(prefix, is_mapped, damag
         dataset.get(0)
 
 
-def test_what_was_opened_is_read_though_another_takes_its_name(tmp_path, prefix, is_mapped):
+def test_an_open_shard_is_read_after_its_file_is_replaced(tmp_path, prefix, is_mapped):
     dataset = GuardedIndexedDataset(prefix, mmap=is_mapped)
     for suffix in (".bin", ".idx"):
         os.replace(write_shard(tmp_path / "other", [[9] * 6]) + suffix, prefix + suffix)
@@ -78,7 +78,7 @@ def test_what_was_opened_is_read_though_another_takes_its_name(tmp_path, prefix,
     assert read_all(dataset) == SEQUENCES
 
 
-def test_a_process_that_opens_it_later_refuses_another(tmp_path, prefix, is_mapped):
+def test_a_later_process_refuses_a_replaced_shard(tmp_path, prefix, is_mapped):
     dataset = GuardedIndexedDataset(prefix, mmap=is_mapped)
     for_a_process = pickle.dumps(dataset)
     assert read_all(pickle.loads(for_a_process)) == SEQUENCES
@@ -92,7 +92,7 @@ def test_a_process_that_opens_it_later_refuses_another(tmp_path, prefix, is_mapp
         pickle.loads(for_a_process)
 
 
-def test_touching_a_shard_with_a_manifest_does_no_harm(tmp_path, shard, is_mapped):
+def test_touching_a_shard_with_a_manifest_is_accepted(tmp_path, shard, is_mapped):
     prefix = str(tmp_path / "copy")
     for suffix in SUFFIXES:
         shutil.copyfile(shard + suffix, prefix + suffix)
@@ -108,7 +108,7 @@ def test_touching_a_shard_with_a_manifest_does_no_harm(tmp_path, shard, is_mappe
         dataset.get(0)
 
 
-def test_touching_a_shard_without_a_manifest_stops(prefix):
+def test_touching_a_shard_without_a_manifest_is_an_error(prefix):
     assert not manifest_path(prefix).exists()
     dataset = GuardedIndexedDataset(prefix)
     os.utime(f"{prefix}.bin")

@@ -73,7 +73,7 @@ def test_the_run_crosses_epochs(build):
     assert second._get_num_epochs(second._get_num_tokens_per_epoch()) == 1
 
 
-def test_a_hundred_kill_points(build, straight):
+def test_resume_at_a_hundred_points_keeps_the_order(build, straight):
     """Each resumed run is built anew, on 1, 2 or 4 ranks, for a run as long or longer, and goes on to the end."""
     generator = random.Random(1)
     for kill in sorted(generator.choices(range(NUM_BATCHES), k=100)):
@@ -91,7 +91,7 @@ def test_loader_processes_change_nothing(build, straight, size, workers):
         assert resumed == straight[kill + 1 :]
 
 
-def test_it_can_tell_orders_apart(build, straight):
+def test_different_orders_have_different_hashes(build, straight):
     batches = list(batches_of(build(NUM_SAMPLES), 0, size=1, workers=0))
     batches[3], batches[4] = batches[4], batches[3]
     changed = list(extend(b"", batches))

@@ -62,7 +62,7 @@ def test_dtype_is_megatrons(vocab_size, name):
     assert token_dtype(vocab_size) == np.dtype(indexed_dataset.DType.optimal_dtype(vocab_size))
 
 
-def test_nothing_is_left_when_writing_fails(tmp_path):
+def test_a_failed_write_leaves_nothing(tmp_path):
     with pytest.raises(RuntimeError), ShardWriter(str(tmp_path / "s"), np.dtype(np.uint16)) as writer:
         writer.add_documents(b"\1\0", np.array([1], np.int32))
         raise RuntimeError

@@ -79,7 +79,7 @@ def test_ranks_meet_at_the_store_of_torchrun_also_when_it_starts_them_again(torc
     assert told.startswith("rank 1 of 2 did not arrive")
 
 
-def test_ranks_that_do_not_come_are_named_within_the_bound(torchrun: dict[str, str]) -> None:
+def test_missing_ranks_are_named_within_the_bound(torchrun: dict[str, str]) -> None:
     expected = "of 5 did not arrive within 1 s (--rendezvous-timeout-s)"
     for told in met([0, 3], 5, 1.0, **torchrun):
         assert told.startswith("ranks ") and {"1,", "2,", "4"} <= {*told.split()} and expected in told
@@ -87,7 +87,7 @@ def test_ranks_that_do_not_come_are_named_within_the_bound(torchrun: dict[str, s
     assert told.startswith("rank 1 of 2 did not arrive within 1 s")
 
 
-def test_a_launcher_that_is_gone_is_an_error_within_the_bound() -> None:
+def test_a_missing_launcher_is_an_error_within_the_bound() -> None:
     (told,) = met([1], 2, 1.0, MASTER_PORT=port(), TORCHELASTIC_USE_AGENT_STORE="True")
     assert told.startswith("rank 1 cannot reach the other ranks: nobody listened on 127.0.0.1:")
 

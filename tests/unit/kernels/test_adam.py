@@ -75,7 +75,7 @@ def test_update_is_the_formula(moments: torch.dtype, offset: int) -> None:
         torch.testing.assert_close(model, master.bfloat16(), rtol=0 if DEVICE == "cuda" else BF16_RELATIVE, atol=0)
 
 
-def test_neighbours_are_left_alone() -> None:
+def test_adjacent_memory_is_unchanged() -> None:
     whole = drawn(3000)
     before = whole.clone()
     part = whole[1000:1500]
@@ -100,7 +100,7 @@ def test_master_weights_as_remainders_are_exact() -> None:
     assert torch.equal(restored, master.view(torch.int32))
 
 
-def test_squared_sum_is_in_one_order() -> None:
+def test_squared_sum_has_a_fixed_order() -> None:
     tensors = [(drawn(size, seed=size),) for size in SIZES]
     expected = sum((tensor.double() * FACTOR).square().sum() for (tensor,) in tensors)
     table = TensorTable(tensors, SUM_CHUNK)
@@ -111,7 +111,7 @@ def test_squared_sum_is_in_one_order() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_squared_sum_shows_bad_numbers(bad: float) -> None:
+def test_squared_sum_propagates_nonfinite_values(bad: float) -> None:
     tensor = drawn(40_000)
     tensor[39_999] = bad
     assert not torch.isfinite(squared_sum(TensorTable([(tensor,)], SUM_CHUNK), factor()))
@@ -183,7 +183,7 @@ def drawn_rows(dtypes: tuple[torch.dtype, torch.dtype], grads: torch.dtype = tor
 
 
 @pytest.mark.parametrize("dtypes", MOMENTS, ids=str)
-def test_scaled_moments_are_the_formulas(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+def test_scaled_moments_follow_the_formula(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     """Weights as exact as with any moments, moments as exact as their format."""
     rows = drawn_rows(dtypes, torch.bfloat16 if dtypes[1] == torch.bfloat16 else torch.float32)
     for row, (p, *moments) in zip(rows, update(rows), strict=True):
@@ -197,7 +197,7 @@ def test_scaled_moments_are_the_formulas(dtypes: tuple[torch.dtype, torch.dtype]
 
 
 @pytest.mark.parametrize("dtypes", MOMENTS, ids=str)
-def test_scaled_moments_are_transformer_engines(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+def test_scaled_moments_equal_transformer_engine(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     """Unscaled, updated in FP32 and scaled by the new largest magnitude: codes but for ties, scales to 20 bits."""
     rows = drawn_rows(dtypes)
     for row, (_, *moments) in zip(rows, update(rows), strict=True):
@@ -215,7 +215,7 @@ def test_scaled_moments_are_transformer_engines(dtypes: tuple[torch.dtype, torch
 
 
 @pytest.mark.parametrize("dtypes", MOMENTS, ids=str)
-def test_moments_that_are_read_and_stored_are_the_same(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+def test_moments_survive_a_read_and_store(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     """A checkpoint has them in FP32; a run that goes on from it has every code and scale."""
     rows = drawn_rows(dtypes)
     update(rows)
@@ -230,7 +230,7 @@ def test_moments_that_are_read_and_stored_are_the_same(dtypes: tuple[torch.dtype
 
 @pytest.mark.parametrize("dtypes", MOMENTS[:3], ids=str)
 @pytest.mark.parametrize("size", [0.0, 1e-42, 1e-30, 1e18])
-def test_extreme_moments_stay_numbers(dtypes: tuple[torch.dtype, torch.dtype], size: float) -> None:
+def test_extreme_moments_stay_finite(dtypes: tuple[torch.dtype, torch.dtype], size: float) -> None:
     """Gradients that are all zero, subnormal, without squares, and as large as FP32 can square: also beside others."""
     zeros = torch.zeros(3000, device=DEVICE)
     grad = torch.full_like(zeros, size)

@@ -11,7 +11,7 @@ import interpreter
 import pytest
 import torch
 from interpreter import DEVICE, IS_INTERPRETED
-from swiglu_reference import swiglu_both_ways
+from swiglu_reference import swiglu_with_gradient
 from torch import Tensor
 
 interpreter.skip_without_kernels()
@@ -129,7 +129,7 @@ def test_gradients_against_the_formula() -> None:
         torch.randn(TOKENS, width, generator=torch.Generator().manual_seed(6)).bfloat16().to(DEVICE)
         for width in (2 * WIDTH, WIDTH)
     )
-    _, gradient = swiglu_both_ways(inputs, gradients)
+    _, gradient = swiglu_with_gradient(inputs, gradients)
     blocks = empty_blocks(TOKENS, 2 * WIDTH, E4M3, True)
     blockwise.swiglu_backward(gradients, inputs, blocks)
     check_values(blocks, gradient)
@@ -153,5 +153,5 @@ def test_rows_or_columns_alone(kernel: Callable[[Tensor, BlockwiseOutput], None]
 @pytest.mark.parametrize(
     ("tokens", "width", "fits"), [(128, 256, True), (0, 128, False), (192, 128, False), (128, 64, False)]
 )
-def test_only_whole_tiles(tokens: int, width: int, fits: bool) -> None:
+def test_partial_tiles_are_refused(tokens: int, width: int, fits: bool) -> None:
     assert has_complete_tiles(tokens, width) is fits

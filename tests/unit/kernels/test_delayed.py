@@ -9,7 +9,7 @@ import interpreter
 import pytest
 import torch
 from interpreter import DEVICE, IS_INTERPRETED
-from swiglu_reference import swiglu_both_ways
+from swiglu_reference import swiglu_with_gradient
 from torch import Tensor
 
 interpreter.skip_without_kernels()
@@ -68,7 +68,7 @@ def test_a_cast(dtype: torch.dtype, fmt: Format) -> None:
 
 @FORMATS
 @DTYPES
-def test_both_ways_where_the_sigmoid_is_exact(dtype: torch.dtype, fmt: Format) -> None:
+def test_forward_and_backward_where_the_sigmoid_is_exact(dtype: torch.dtype, fmt: Format) -> None:
     """At 0 the sigmoid is 1/2, and 1 from 64 on, so that torch's products are the kernels' to the bit: FP32, as they
     are noted and scaled, never rounded to the inputs' type."""
     gates = torch.randint(0, 128, (TOKENS, WIDTH), generator=torch.Generator().manual_seed(2)).float()
@@ -84,10 +84,10 @@ def test_both_ways_where_the_sigmoid_is_exact(dtype: torch.dtype, fmt: Format) -
     check_codes(backward, torch.cat([(a * (s * (1 - s)) + s) * dy * b, a * s * dy], dim=1), fmt)
 
 
-def test_both_ways_against_the_formula() -> None:
+def test_forward_and_backward_against_the_formula() -> None:
     """Within half a step of E4M3, FP32's rounding, and half the smallest step."""
     inputs, gradients = drawn(TOKENS, 2 * WIDTH, 5), drawn(TOKENS, WIDTH, 6)
-    result, gradient = swiglu_both_ways(inputs, gradients)
+    result, gradient = swiglu_with_gradient(inputs, gradients)
     forward, backward = empty_codes(TOKENS, WIDTH, E4M3), empty_codes(TOKENS, 2 * WIDTH, E4M3)
     delayed.swiglu(inputs, forward)
     delayed.swiglu_backward(gradients, inputs, backward)
@@ -99,7 +99,7 @@ def test_both_ways_against_the_formula() -> None:
 
 
 @pytest.mark.parametrize("side", ["rows", "columns"])
-def test_amax_only_rises_and_a_copy_can_be_left_out(side: str) -> None:
+def test_amax_never_decreases_and_a_copy_can_be_omitted(side: str) -> None:
     inputs = drawn(TOKENS, 2 * WIDTH)
     whole, own = empty_codes(TOKENS, WIDTH, E4M3), empty_codes(TOKENS, WIDTH, E4M3, side, amax=99.0)
     delayed.swiglu(inputs, whole)

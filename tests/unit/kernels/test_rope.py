@@ -50,7 +50,7 @@ def by_slices(joined: Tensor, angles: Tensor, heads: int, groups: int) -> tuple[
 
 
 @pytest.mark.parametrize(("heads", "groups", "dim"), [(4, 4, 64), (8, 2, 32), (20, 20, 16), (6, 1, 128)])
-def test_both_ways_against_slices(heads: int, groups: int, dim: int) -> None:
+def test_forward_and_backward_against_slices(heads: int, groups: int, dim: int) -> None:
     generator = torch.Generator().manual_seed(0)
     joined = torch.randn(LENGTH, BATCH, (heads + 2 * groups) * dim, generator=generator).to(DEVICE)
     slow, fast = joined.clone().requires_grad_(), joined.clone().requires_grad_()
@@ -111,7 +111,7 @@ def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("part", range(3), ids=["queries", "keys", "values"])
 @pytest.mark.parametrize("length", [5, 8, 19])
 @pytest.mark.usefixtures("_exact")
-def test_the_gradient_has_its_amax_noted(length: int, part: int, kind: str) -> None:
+def test_the_gradient_has_its_amax_recorded(length: int, part: int, kind: str) -> None:
     """Of the numbers as they were rounded, of which NaN is none; and they are those without it."""
     plain, noting = both_gradients(length, part, kind)
     assert torch.equal(plain.view(torch.int16), noting.view(torch.int16))
@@ -122,7 +122,7 @@ def test_the_gradient_has_its_amax_noted(length: int, part: int, kind: str) -> N
 
 @KINDS
 @pytest.mark.usefixtures("_exact")
-def test_the_noted_amax_gives_the_codes_of_a_pass_of_its_own(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recorded_amax_gives_the_codes_of_a_separate_pass(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     passes, plain_amaxes = [], tensorwise._amaxes
     monkeypatch.setattr(tensorwise, "PROGRAMS", 4)
     monkeypatch.setattr(tensorwise, "_amaxes", lambda inputs: passes.append(inputs) or plain_amaxes(inputs))

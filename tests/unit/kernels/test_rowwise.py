@@ -52,7 +52,7 @@ def test_both_sets_of_codes(fmt: Format, scale_rule: ScaleRule, dtype: torch.dty
 
 
 @pytest.mark.parametrize("side", ["rows", "columns"])
-def test_one_set_alone_is_the_same(side: str) -> None:
+def test_one_set_of_codes_alone_is_the_same(side: str) -> None:
     x = drawn(torch.bfloat16)
     both = dict(zip(("rows", "columns"), rowwise.cast(x, grid_of(E4M3)), strict=True))
     alone = dict(zip(("rows", "columns"), rowwise.cast(

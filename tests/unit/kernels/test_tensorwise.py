@@ -12,7 +12,7 @@ import interpreter
 import pytest
 import torch
 from interpreter import DEVICE, IS_INTERPRETED
-from swiglu_reference import swiglu_both_ways
+from swiglu_reference import swiglu_with_gradient
 from torch import Tensor
 
 interpreter.skip_without_kernels()
@@ -93,7 +93,7 @@ def test_other_types_and_programs_without_a_tile(dtype: torch.dtype, monkeypatch
 
 
 @FORMATS
-def test_swiglu_both_ways_where_its_sigmoid_is_exact(fmt: Format) -> None:
+def test_swiglu_forward_and_backward_where_its_sigmoid_is_exact(fmt: Format) -> None:
     """At 0 the sigmoid is 1/2, and 1 from 64 on, so that torch's products are the kernels' to the bit.
 
     The scale is that of the products before they are rounded, as in Transformer Engine.
@@ -131,7 +131,7 @@ SIZES: dict[str, Callable[[tuple[int, int]], Tensor]] = {
 
 @pytest.mark.parametrize("gradient_sizes", SIZES)
 @pytest.mark.parametrize("input_sizes", SIZES)
-def test_gradients_left_out_by_their_factors_do_not_hold_the_amax(input_sizes: str, gradient_sizes: str) -> None:
+def test_gradients_skipped_by_their_factors_do_not_determine_the_amax(input_sizes: str, gradient_sizes: str) -> None:
     """Codes and scale are those of gradients that are all read."""
     tokens, width = 256, 256
     inputs = (torch.randn(tokens, 2 * width) * SIZES[input_sizes]((tokens, 2 * width))).bfloat16().to(DEVICE)
@@ -149,7 +149,7 @@ def test_gradients_left_out_by_their_factors_do_not_hold_the_amax(input_sizes: s
         assert torch.equal(one, other), name
 
 
-def test_gradients_that_are_nan_count_as_nothing() -> None:
+def test_nan_gradients_are_ignored_in_the_amax() -> None:
     """Whole tiles of them, too."""
     inputs, gradients = drawn(TOKENS, 2 * WIDTH, 9, "one size"), drawn(TOKENS, WIDTH, 10, "one size")
     scales = []
@@ -175,10 +175,10 @@ def test_inputs_of_small_gradients_are_not_read() -> None:
     assert scales[0] == scales[2] != 1 and scales[1] == 1, "an amax of zero has a scale of 1"
 
 
-def test_swiglu_both_ways_against_the_formula() -> None:
+def test_swiglu_forward_and_backward_against_the_formula() -> None:
     """Within a step of E4M3, of BF16, and what an FP8 number below the smallest normal one loses."""
     inputs, gradients = drawn(TOKENS, 2 * WIDTH, 5, "one size"), drawn(TOKENS, WIDTH, 6, "one size")
-    result, gradient = swiglu_both_ways(inputs, gradients)
+    result, gradient = swiglu_with_gradient(inputs, gradients)
     forward, backward = empty_codes(TOKENS, WIDTH, E4M3), empty_codes(TOKENS, 2 * WIDTH, E4M3)
     tensorwise.swiglu(inputs, forward)
     tensorwise.swiglu_backward(gradients, inputs, backward)

@@ -114,7 +114,7 @@ def test_no_field_of_a_job_becomes_code(place: str, tmp_path: Path, commands: di
 
 
 @pytest.mark.parametrize("payload", CONTROL)
-def test_a_script_holds_no_line_that_is_two(payload: str) -> None:
+def test_no_value_adds_a_line_to_a_script(payload: str) -> None:
     """Whatever the check of a job may have missed: fields that no file was read for, one by one."""
     plain = Job(name="first", training=RUN, logs="logs", runs=(("--lr", "1"),))
     for change in (
@@ -137,7 +137,7 @@ def test_setup_may_have_lines_and_nothing_else() -> None:
             build_job(plain | {"setup": f"module load cuda{char}"})
 
 
-def test_what_a_file_s_block_ends_with_is_said() -> None:
+def test_trailing_newlines_of_a_yaml_block_are_reported() -> None:
     with pytest.raises(ConfigError, match=r"partition: 'gpu\\n': remove the control characters '\\n'"):
         read_job("name: a\ntraining: --save a --load a\npartition: |\n  gpu\n", {})
 
@@ -195,7 +195,7 @@ def test_problems_name_the_characters_of_texts_wherever_they_are() -> None:
     check_lines(["\ta"])
 
 
-def test_the_stand_ins_let_a_script_run_what_is_hidden_in_it(tmp_path: Path, commands: dict[str, str]) -> None:
+def test_stand_ins_would_run_injected_code(tmp_path: Path, commands: dict[str, str]) -> None:
     """Else the tests above could not fail."""
     job = build_job({"name": "first", "training": [*RUN], "project": str(tmp_path), "partition": "gpu"})
     text = slurm.script(job)

@@ -50,7 +50,7 @@ def said(members: list[int], seconds: float | None, error: str | None = None) ->
     return {"members": members, "bytes": 1000, "seconds": seconds, "error": error}
 
 
-def test_the_slowest_rank_counts_and_an_error_of_one_is_the_groups(tmp_path: Path) -> None:
+def test_a_group_has_the_slowest_time_and_any_error(tmp_path: Path) -> None:
     ranks = [leave(tmp_path, 0, said([0], 1.0), said([0, 1], 1.0)),
              leave(tmp_path, 1, said([0], 4.0), said([0, 1], None, "reset"))]  # fmt: skip
     assert node_check.collect_results(place(("a", "b")), tmp_path, ranks) == (
@@ -68,7 +68,7 @@ def test_a_rank_that_hangs_is_killed_and_named(tmp_path: Path, monkeypatch: pyte
     assert all(process.poll() is not None for process in ranks)
 
 
-def test_a_rank_that_died_has_its_last_words_told(tmp_path: Path) -> None:
+def test_the_last_output_of_a_dead_rank_is_reported(tmp_path: Path) -> None:
     process = leave(tmp_path, 0, said([0], 1.0))
     dead = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
     (tmp_path / "rank1").touch()

@@ -50,7 +50,7 @@ def test_every_patch_says_why() -> None:
     assert all(patch.reason and patch.evidence for patch in cpu_patches.PATCHES)
 
 
-def test_false_is_still_taken_for_fp8() -> None:
+def test_false_is_still_treated_as_fp8() -> None:
     """The behaviour behind the last patch, on the class as megatron-core has it."""
     recompute = patches.import_core("tensor_parallel.random").CheckpointWithoutOutput
     assert recompute(fp8=False).fp8 is False, "patched"
@@ -80,7 +80,7 @@ def test_installing_twice_changes_nothing() -> None:
     assert all(a is b for a, b in zip(patched_functions(), before, strict=True))
 
 
-def test_nothing_is_patched_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_patched_on_a_gpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     applied = []
     patch = patches.Patch("any", "any", (), lambda: applied.append(1))
     monkeypatch.setattr(cpu_patches, "PATCHES", (patch,))
@@ -92,7 +92,7 @@ def test_nothing_is_patched_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
 # ---- what each one does ---------------------------------------------------------------------------------------------
 
 
-def test_torch_cuda_answers_for_the_cpu() -> None:
+def test_torch_cuda_functions_return_cpu_values() -> None:
     assert torch.zeros(2, device=torch.cuda.current_device()).device.type == "cpu"
     tensor = torch.ones(2)
     assert tensor.cuda() is tensor
@@ -145,7 +145,7 @@ def test_clipping() -> None:
     assert small[1].grad.item() == 4.0, "a norm below the limit is left alone"
 
 
-def test_the_gradient_norm_does_not_show_how_gradients_are_divided() -> None:
+def test_gradient_norm_does_not_depend_on_the_sharding() -> None:
     """Where it is taken of all, of halves on two ranks, and of pieces, FP32 sums differ in the last bits."""
     gradients = torch.randn(100_003, generator=torch.Generator().manual_seed(1))
 
@@ -170,11 +170,11 @@ def mixed_gather() -> torch.Tensor:
     return codes
 
 
-def test_gloo_still_takes_a_group_of_buffers_for_one_type() -> None:
+def test_gloo_still_treats_a_group_of_buffers_as_one_type() -> None:
     assert run_ranks(2, mixed_gather)[0].tolist() != [0, 1], "mended in torch: see whether the patch can go"
 
 
-def test_buffers_of_two_types_are_in_groups_of_their_own() -> None:
+def test_buffers_of_two_types_are_in_separate_groups() -> None:
     """And the one with the embedding comes last, because gathers begin there."""
 
     def groups(disable_bucketing: bool) -> list[list[torch.dtype]]:
@@ -237,7 +237,7 @@ def test_streams_of_tensor_parallel_ranks_differ() -> None:
     assert torch.equal(outside0, outside1), "outside their region they draw alike"
 
 
-def test_checkpoint_writers_queue_needs_no_new_program() -> None:
+def test_checkpoint_writers_queue_starts_no_program() -> None:
     def send_and_receive() -> str:
         queue = patches.import_core("dist_checkpointing.strategies.filesystem_async")._get_write_results_queue()
         queue.put("written")
@@ -249,7 +249,7 @@ def test_checkpoint_writers_queue_needs_no_new_program() -> None:
 # ---- Adam -----------------------------------------------------------------------------------------------------------
 
 
-def test_megatron_core_takes_this_adam() -> None:
+def test_megatron_core_uses_this_adam() -> None:
     optimizers = importlib.import_module("megatron.core.optimizer")
     assert optimizers.Adam is Adam
     assert patches.import_core("optimizer.distrib_optimizer").Adam is Adam

@@ -66,7 +66,7 @@ def test_our_weights_are_fp8_weights(quantized: list[Any]) -> None:
         assert patches.import_core(module).dequantize_fp8_tensor(weight).tolist() == [1.0, 1.0]
 
 
-def test_other_tensors_are_what_they_were(quantized: list[Any]) -> None:
+def test_other_tensors_are_unchanged(quantized: list[Any]) -> None:
     fp8_utils, plain = patches.import_core("fp8_utils"), torch.nn.Parameter(torch.zeros(2))
     assert not fp8_utils.is_float8tensor(plain)
     fp8_utils.quantize_param_shard([], [], [], "group")
@@ -77,7 +77,7 @@ def test_other_tensors_are_what_they_were(quantized: list[Any]) -> None:
     assert quantized == []
 
 
-def test_the_last_to_enter_is_asked(quantized: list[Any]) -> None:
+def test_the_last_registered_type_is_asked_first(quantized: list[Any]) -> None:
     later: list[Any] = []
     patches.register_fp8_parameter(Weight, lambda *arguments: later.append(arguments))
     patches.import_core("fp8_utils").quantize_param_shard([Weight(torch.zeros(2))], [None], [None], "group")

@@ -28,7 +28,7 @@ class Apex(types.ModuleType):
 
 
 @pytest.mark.parametrize("has_apex", [False, True])
-def test_a_first_gradient_replaces_what_was_there(has_apex: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_gradient_overwrites_the_buffer(has_apex: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where Apex is installed its function is called, and where not, the one that is given."""
     layers, calls = import_core("tensor_parallel.layers"), []
     monkeypatch.setattr(layers, patches.APEX_MODULE, Apex("apex") if has_apex else None, raising=False)

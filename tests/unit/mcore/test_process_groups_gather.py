@@ -55,7 +55,7 @@ def test_second_copies_are_made_after_the_gather(is_overlapped: bool, expected: 
 
 @pytest.mark.parametrize("fails", [True, False])
 @pytest.mark.parametrize(("is_overlapped", "expected"), [(True, ["gather", "transpose", "hook"]), (False, [])])
-def test_an_evaluation_gathers_in_that_way(is_overlapped: bool, expected: list[str], fails: bool) -> None:
+def test_validation_gathers_with_second_copies(is_overlapped: bool, expected: list[str], fails: bool) -> None:
     """The next step gathers nothing, and its backward pass reads the second copies. Scales are put back, too."""
     done: list[str] = []
     remembered: list[str] = []
@@ -74,7 +74,7 @@ def test_an_evaluation_gathers_in_that_way(is_overlapped: bool, expected: list[s
     assert done == expected and remembered == ["remember", "restore"]
 
 
-def test_megatron_core_does_not_yet() -> None:
+def test_megatron_core_still_misses_second_copies() -> None:
     """Only after a gather that it waits for itself, or where none is overlapped."""
     assert "post_all_gather_processing" not in inspect.getsource(_ParamAndGradBucketGroup.start_param_sync)
     of_model = inspect.getsource(DistributedDataParallel.start_param_sync)

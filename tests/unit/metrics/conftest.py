@@ -66,7 +66,7 @@ FC1 = "layers.0.linear_fc1"
 
 
 @pytest.fixture
-def make_look() -> Callable[..., QuantizationRecord]:
+def make_statistics() -> Callable[..., QuantizationRecord]:
     """A look at a healthy linear; changes are of its input, of its weight, of its grad_output."""
 
     def make(

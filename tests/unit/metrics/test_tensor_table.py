@@ -82,7 +82,7 @@ def test_exponents_are_those_of_the_codes() -> None:
         assert found.tolist() == expected
 
 
-def test_no_square_over_or_underflows() -> None:
+def test_no_square_overflows_or_underflows() -> None:
     for scale in (1e-38, 1e-20, 1.0, 1e38):
         values = torch.full((2, 64), scale)
         found = error_sums(values, values * 0.75, torch.tensor(scale))
@@ -107,12 +107,12 @@ def test_the_largest_outlier_keeps_its_channel() -> None:
     assert [each.outlier_octaves for each in stats] == [10.0, None, 10.0]
 
 
-def test_every_field_of_a_row_has_a_place() -> None:
+def test_every_field_of_a_row_has_a_column() -> None:
     assert StatisticsTable(["a"], torch.device("cpu")).sums.shape == (1, NUM_SUMS)
 
 
-def test_looks_read_back_as_they_were_written(make_look) -> None:
-    look = make_look(7, of_input={"sqnr_db": math.inf}, gradient_snr=0.5)
+def test_statistics_records_read_back(make_statistics) -> None:
+    look = make_statistics(7, of_input={"sqnr_db": math.inf}, gradient_snr=0.5)
     again = from_json(to_json(look))
     assert again == look
     assert "staleness" not in to_json(look), "what is not there takes no room"

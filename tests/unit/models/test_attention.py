@@ -73,7 +73,7 @@ def test_softmax_scale() -> None:
     torch.testing.assert_close(output.double(), reference(query, key, value, 0.1), rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_the_future_is_not_seen() -> None:
+def test_attention_is_causal() -> None:
     query, key, value = (x.detach() for x in inputs())
     before = attention()(query, key, value)
     key[9:], value[9:] = 100.0, 100.0
@@ -101,7 +101,7 @@ def test_zigzag_gives_every_rank_the_same_work() -> None:
 
 @pytest.mark.parametrize("num_groups", [HEADS, 2])
 @pytest.mark.parametrize("size", [2, 4])
-def test_split_sequences_are_the_whole_one(size: int, num_groups: int) -> None:
+def test_context_parallel_attention_equals_one_rank(size: int, num_groups: int) -> None:
     """Output and gradients of each rank's part, for queries as for keys and values."""
     weights = torch.randn(LENGTH, BATCH, HEADS * CHANNELS, generator=torch.Generator().manual_seed(2))
 
@@ -122,7 +122,7 @@ def test_split_sequences_are_the_whole_one(size: int, num_groups: int) -> None:
             torch.testing.assert_close(gradient, x.grad[mine], rtol=1e-5, atol=1e-5)
 
 
-def test_positions_are_those_of_megatron_cores_split() -> None:
+def test_positions_follow_megatron_cores_split() -> None:
     """Tokens and positions are cut by the same rule, or a rank would mask the wrong keys."""
 
     def on_rank() -> list[int]:

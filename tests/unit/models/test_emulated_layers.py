@@ -135,14 +135,14 @@ def check_tensor_parallel(
 @pytest.mark.parametrize("reduction", ["te", "all"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_two_halves_are_the_whole(kind: str, sequence_parallel: bool, reduction: str) -> None:
+def test_two_shards_equal_the_full_layer(kind: str, sequence_parallel: bool, reduction: str) -> None:
     on_ranks(2, check_tensor_parallel, kind, reduction, sequence_parallel, tensor=2)
 
 
 @pytest.mark.parametrize("tokens", [TOKENS, TOKENS_OF_A_BLOCK], ids=["blocks span ranks", "blocks end with ranks"])
 @pytest.mark.parametrize("recipe", BLOCK_RECIPES)
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_two_halves_of_block_recipes(kind: str, recipe: str, tokens: int) -> None:
+def test_two_shards_of_block_recipes_equal_the_full_layer(kind: str, recipe: str, tokens: int) -> None:
     """With sequence parallelism; blocks of columns are those of the gathered tensor either way."""
     on_ranks(2, check_tensor_parallel, kind, "te", True, BLOCK_RECIPES[recipe], tokens, tensor=2)
 
@@ -197,7 +197,7 @@ def check_same_layer_as_plain(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_checkpoint_is_that_of_the_plain_layer(kind: str) -> None:
+def test_checkpoint_equals_that_of_the_plain_layer(kind: str) -> None:
     on_ranks(2, check_same_layer_as_plain, kind, tensor=2)
 
 
@@ -252,7 +252,7 @@ def lone_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_weight_codes_are_kept_inside_the_promise_only(lone_rank: None) -> None:
+def test_weight_codes_are_kept_inside_the_context_only(lone_rank: None) -> None:
     layer = build_layer("row", config=configuration())
     x, w, _ = whole_tensors()
 

@@ -66,7 +66,7 @@ def test_seed_name_and_layer_give_other_values() -> None:
         ("output_layer.weight", 0.5),
     ],
 )
-def test_spread(key: str, std: float) -> None:
+def test_standard_deviations(key: str, std: float) -> None:
     """What writes into the residual stream is smaller by sqrt(2 x 8 layers)."""
     values = filled(key, (256, 256))
     # The spread of n = 65,536 normal numbers is known to std / sqrt(2 n): five times that.

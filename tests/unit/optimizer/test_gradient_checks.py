@@ -60,7 +60,7 @@ def test_infinities_that_cancel_are_seen() -> None:
     assert not is_finite(torch.tensor([INF, -INF]))
 
 
-def test_watch_looks_when_a_reduction_starts_and_starts_it() -> None:
+def test_monitor_checks_when_a_reduction_starts() -> None:
     good, bad = Group(torch.ones(4), torch.ones(4)), Group(torch.ones(4), torch.tensor([0.0, NAN]))
     watch = NonFiniteGradientMonitor([SimpleNamespace(bucket_groups=[good, bad])], CPU)
     assert good.start_grad_sync(1) == "handle"
@@ -75,7 +75,7 @@ def test_watch_looks_when_a_reduction_starts_and_starts_it() -> None:
     assert not watch.bad
 
 
-def test_watch_sees_what_is_in_the_bucket_at_that_time() -> None:
+def test_monitor_reads_the_bucket_at_that_time() -> None:
     gradient = torch.tensor([NAN])
     group = Group(gradient)
     watch = NonFiniteGradientMonitor([SimpleNamespace(bucket_groups=[group])], CPU)
@@ -179,7 +179,7 @@ def sight(replica: int = 0, stage: int = 0, *, loss: bool = False, tensor: Any =
         pytest.param([sight(loss=True, tensor=None)], ["loss is not finite; first bad tensor: none; "], id="loss"),
     ],
 )
-def test_one_story_of_several_ranks(sights: list[NonFiniteReport], texts: list[str]) -> None:
+def test_findings_of_several_ranks_are_combined(sights: list[NonFiniteReport], texts: list[str]) -> None:
     by_rank = dict(enumerate(sights))
     for each, text in zip(sights, texts, strict=True):
         said = describe_report(each, by_rank, num_chunks=1)

@@ -97,7 +97,7 @@ def test_a_resume_refuses_another_warm_up_and_another_decay_of_wsd(flags: str, w
 
 
 @pytest.mark.parametrize("taken", ["saved", "own"])
-def test_a_resume_takes_one_of_two_schedules_whole(taken: str) -> None:
+def test_a_resume_uses_one_of_two_schedules_completely(taken: str) -> None:
     """Within the warm-up, and in the decay of WSD, where megatron-core alone would mix them."""
     saved = f"{WSD} --lr-warmup-init 0.2"
     own = "--lr-decay-style WSD --lr-wsd-decay-iters 2 --lr-wsd-decay-style linear"
@@ -110,7 +110,7 @@ def test_a_resume_takes_one_of_two_schedules_whole(taken: str) -> None:
         assert current_learning_rate(resumed.optimizer) == pytest.approx(expected[step])
 
 
-def test_a_checkpoint_from_before_these_were_saved_goes_on() -> None:
+def test_a_checkpoint_without_these_fields_resumes() -> None:
     saved, resumed = built(WSD).state_dict(), built(WSD)
     for name in Schedule.EXTRA_KEYS:
         del saved[name]

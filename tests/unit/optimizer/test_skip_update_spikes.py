@@ -34,7 +34,7 @@ def curve(seed: int, steps: int = 300) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_as_in_exact_arithmetic(seed: int) -> None:
+def test_spikes_equal_exact_arithmetic(seed: int) -> None:
     """Every step of a long curve, each series by itself; spikes do not enter the window."""
     window: Window = ()
     found = 0
@@ -70,7 +70,7 @@ def test_below_the_mean_is_no_spike() -> None:
     assert DETECTOR.find_spike(window, 0.0, 0.0) is None
 
 
-def test_the_text_says_what_how_far_and_beside_what() -> None:
+def test_the_text_has_value_deviation_and_mean() -> None:
     window = tuple((2.0 + step % 2, 1.0 + step % 2) for step in range(8))
     text = DETECTOR.find_spike(window, 10.0, 1.0)
     assert text == "loss 10 is 14.0 standard deviations above the mean 2.5 of the last 8 updates"
@@ -89,7 +89,7 @@ def test_the_oldest_update_leaves_the_window() -> None:
         assert [loss for loss, _ in window] == [float(each) for each in range(max(0, step - 15), step + 1)]
 
 
-def test_a_resumed_run_decides_alike() -> None:
+def test_a_resumed_run_decides_the_same() -> None:
     """The window goes through a checkpoint after every step, as plain values."""
     straight: Window = ()
     resumed = SkipHistory()

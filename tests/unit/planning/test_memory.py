@@ -40,21 +40,21 @@ def config_of(**changes):
     return with_values(RunConfig(), GPT | names)
 
 
-def test_activations_of_a_layer_are_the_papers():
+def test_activations_of_a_layer_match_the_paper():
     assert layer_activations(config_of()).total == SBH * (34 + SCORES)
 
 
-def test_activations_with_tensor_parallelism_are_the_papers():
+def test_activations_with_tensor_parallelism_match_the_paper():
     config = config_of(parallel__tensor_model_parallel_size=4)
     assert layer_activations(config).total == SBH * (10 + 24 / 4 + SCORES / 4)
 
 
-def test_activations_with_sequence_parallelism_are_the_papers():
+def test_activations_with_sequence_parallelism_match_the_paper():
     config = config_of(parallel__tensor_model_parallel_size=4, parallel__sequence_parallel=True)
     assert layer_activations(config).total == SBH / 4 * (34 + SCORES)
 
 
-def test_selective_recompute_is_the_papers():
+def test_selective_recompute_matches_the_paper():
     layer = layer_activations(config_of())
     assert layer.after_selective_recompute(("core_attn",)) == SBH * 34
 
@@ -104,7 +104,7 @@ def test_few_microbatches_fill_no_pipeline():
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("tensor", "stages"), [(1, 1), (2, 1), (1, 4), (2, 2)])
-def test_parameters_of_all_ranks_are_the_models(tensor, stages, tied):
+def test_parameters_of_all_ranks_add_up_to_the_model(tensor, stages, tied):
     config = config_of(
         parallel__tensor_model_parallel_size=tensor,
         parallel__pipeline_model_parallel_size=stages,
@@ -231,7 +231,7 @@ def test_a_stage_without_logits_holds_the_gradients_of_a_layer():
     assert last.buffers_bytes == max(0, first.buffers_bytes - last.logits_bytes)
 
 
-def test_passes_beside_a_graph_have_memory_of_their_own():
+def test_eager_steps_beside_a_graph_have_their_own_memory():
     def beside(**changes):
         config = config_of(**changes)
         estimate = estimate_memory(config, 1, 1024)

@@ -53,7 +53,7 @@ def test_every_kind_of_splitting_is_tried(eight):
     assert {1, 2, 4} <= {run.config.training.micro_batch_size for run in runs}
 
 
-def test_what_is_given_stays():
+def test_given_settings_are_kept():
     given = (layouts.TENSOR, layouts.MICRO, layouts.GRANULARITY)
     found = search({layouts.TENSOR: 2, layouts.MICRO: 2}, given=given)
     for layout in found.layouts:
@@ -86,7 +86,7 @@ def planned():
     return invoked("--model-preset llama3-8b --fp8-recipe tensorwise")
 
 
-def test_what_is_not_given_is_taken_and_told(planned):
+def test_missing_settings_are_assumed_and_reported(planned):
     assert planned.assumed["precision.fp8_format"] == "hybrid"
     assert planned.assumed["data.seq_length"] == 8192
     text = plan_text(planned, 3)
@@ -105,7 +105,7 @@ def test_what_is_given_is_not_assumed():
 
 
 @pytest.mark.parametrize(("gpus", "batch"), [(8, 512), (512, 512), (24, 384), (6, 384), (1000, 500), (16384, 512)])
-def test_the_batch_that_is_taken_divides_over_the_gpus(gpus, batch):
+def test_the_assumed_batch_divides_over_the_gpus(gpus, batch):
     assert planning_plan.default_batch_size(gpus, 512) == batch
 
 
@@ -169,7 +169,7 @@ def test_few_gpus_that_are_slow_limit_no_scaling(planned):
         ("--model-preset gpt2-124m --seq-length 2048", "h200", "--max-position-embeddings"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_planned_is_refused_with_the_reason(text, gpu, problem):
+def test_impossible_plans_are_refused_with_the_reason(text, gpu, problem):
     with pytest.raises(ConfigError) as raised:
         invoked(text, gpu=gpu, scaling=())
     assert problem in str(raised.value)
@@ -186,7 +186,7 @@ def test_what_cannot_be_planned_is_refused_with_the_reason(text, gpu, problem):
         ("--tensor-model-parallel-size 3", 8, "8 GPUs are no multiple of --tensor-model-parallel-size 3: give"),
     ],
 )
-def test_a_refusal_is_about_what_was_given(text, gpus, problem):
+def test_a_refusal_names_given_settings(text, gpus, problem):
     """Not about recompute, pipelines and contexts that only the search tried."""
     with pytest.raises(ConfigError) as raised:
         invoked(f"--model-preset llama3-8b {text}", gpus=gpus, scaling=())
@@ -219,7 +219,7 @@ def test_a_slower_network_costs_speed_between_nodes_only():
     assert speed(50, 64) < speed(None, 64)
 
 
-def test_a_graph_takes_memory_from_other_passes() -> None:
+def test_a_cuda_graph_reduces_the_memory_for_eager_steps() -> None:
     """A micro batch that fits without it may not."""
     text = "--model-preset llama-1b --seq-length 2048 --global-batch-size 64 --fp8-format hybrid --fp8-log-interval 100"
     plain, graph = (

@@ -75,7 +75,7 @@ def test_the_fastest_is_found_where_speed_has_one_peak(fastest: int, first: int)
     assert best == min(fastest, 16)
 
 
-def test_speeds_that_are_alike_give_the_larger_size() -> None:
+def test_similar_speeds_give_the_larger_size() -> None:
     assert best_size({4: 10.0, 8: 10.05, 16: 10.2, 32: None}) == 8
     assert best_size({4: None}) is None
 
@@ -87,7 +87,7 @@ def test_predictions_bound_the_search() -> None:
     assert (first_size(needed, 10), sizes_to_try(needed, 10)) == (1, [1]), "the smallest is tried in any case"
 
 
-def test_prediction_grows_with_the_size_and_is_the_planners() -> None:
+def test_prediction_grows_with_the_size_and_equals_the_planner() -> None:
     config = flags.parse(f"{SHAPE} --global-batch-size 16 --micro-batch-size auto".split()).config
     small, large = (predicted_bytes(config, size, 1, 1024, "emulated") for size in (1, 16))
     assert 10 * small > large > small
@@ -106,7 +106,7 @@ def test_sizes_divide_the_batch_of_a_rank_and_break_no_rule() -> None:
     assert sizes("--global-batch-size 9", 2) == []
 
 
-def test_sizes_that_break_a_rule_are_told() -> None:
+def test_sizes_that_break_a_rule_are_reported() -> None:
     """Else what was asked for would narrow the search unsaid."""
     fp8 = "--bf16 --fp8-format e4m3 --fp8-recipe blockwise --swiglu --disable-bias-linear --ffn-hidden-size 256"
     asked = f"{SHAPE} --global-batch-size 4 --micro-batch-size auto --seq-length 64 {fp8}"
@@ -117,7 +117,7 @@ def test_sizes_that_break_a_rule_are_told() -> None:
     assert refused_sizes(flags.parse(asked.split()).config, 1) == []
 
 
-def test_problems_of_every_size_are_told() -> None:
+def test_problems_of_every_size_are_reported() -> None:
     def problems(extra: str, world_size: int = 1) -> str:
         return "\n".join(setting_problems(flags.parse(f"{SHAPE} {extra}".split()).config, world_size))
 
@@ -127,7 +127,7 @@ def test_problems_of_every_size_are_told() -> None:
     assert "--skip-train" in problems("--micro-batch-size auto --global-batch-size 8 --skip-train")
 
 
-def test_a_run_with_a_size_is_as_if_it_had_been_given() -> None:
+def test_a_chosen_size_equals_a_given_one() -> None:
     limit = "--micro-batch-size-memory-limit 3"
     auto = flags.parse(f"{SHAPE} --global-batch-size 8 --micro-batch-size auto {limit}".split()).config
     given = flags.parse(f"{SHAPE} --global-batch-size 8 --micro-batch-size 4".split()).config

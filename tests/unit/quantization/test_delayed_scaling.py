@@ -53,7 +53,7 @@ def test_most_recent(amaxes: list[float], scale: float) -> None:
     assert updated(amaxes, DelayedOptions(history_len=1)) == ([0], scale)
 
 
-def test_a_noted_nan_is_forgotten() -> None:
+def test_a_recorded_nan_is_dropped() -> None:
     """Else the largest since the last update would be NaN for ever."""
     state, exchange = DelayedState(RECIPE), AmaxExchange()
     exchange.join(state, None)
@@ -67,7 +67,7 @@ def test_margin_is_headroom() -> None:
     assert updated([7.0], DelayedOptions(margin=3))[1] == 8.0
 
 
-def test_scale_is_that_of_before_and_amax_is_noted() -> None:
+def test_cast_uses_the_previous_scale_and_records_the_amax() -> None:
     state = DelayedState(RECIPE)
     state.quant_scale[0] = 2.0
     x = torch.tensor([3.0, -300.0, float("nan")])

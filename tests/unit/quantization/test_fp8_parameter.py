@@ -84,7 +84,7 @@ def check_equal(found: Any, expected: Any) -> None:
 
 @each_recipe
 @pytest.mark.parametrize("cuts", [(), (144 * 128,), (1, 20_000), (144 * 130 + 7, 144 * 130 + 9, 28_000)])
-def test_parts_make_the_whole(recipe: LinearRecipe, cuts: tuple[int, ...]) -> None:
+def test_quantization_by_parts_equals_that_of_the_full_weight(recipe: LinearRecipe, cuts: tuple[int, ...]) -> None:
     """Cut at a block's edge, within rows, within a row, and with a rank that has nothing."""
     masters = [master_weight(RAGGED, seed) for seed in range(2)]
     ends = [0, *cuts, masters[0].numel()]
@@ -112,7 +112,7 @@ def test_parts_make_the_whole(recipe: LinearRecipe, cuts: tuple[int, ...]) -> No
 
 
 @each_recipe
-def test_a_weight_that_is_set_is_quantized_as_one_in_bf16(recipe: LinearRecipe) -> None:
+def test_setting_a_weight_quantizes_it_like_bf16(recipe: LinearRecipe) -> None:
     weight = settled(master_weight(RAGGED), recipe, state_for(recipe))
     check_equal(weight.codes.quantized(), whole(master_weight(RAGGED), recipe))
     weight.data.copy_(master_weight(RAGGED, seed=1))
@@ -130,7 +130,7 @@ def test_weights_of_one_number(recipe: LinearRecipe, value: float) -> None:
 
 @pytest.mark.gpu
 @each_recipe
-def test_a_gpu_makes_the_same_codes(recipe: LinearRecipe) -> None:
+def test_a_gpu_computes_the_same_codes(recipe: LinearRecipe) -> None:
     state = state_for(recipe)
     found = settled(master_weight(RAGGED).cuda(), recipe, state if state is None else state.cuda()).codes
     expected = settled(master_weight(RAGGED), recipe, state_for(recipe)).codes
@@ -141,7 +141,7 @@ def test_a_gpu_makes_the_same_codes(recipe: LinearRecipe) -> None:
 # --- a tensor to others -----------------------------------------------------------------------------------------------
 
 
-def test_it_is_a_parameter_in_bf16_to_others() -> None:
+def test_fp8_parameter_acts_as_a_bf16_parameter() -> None:
     weight = settled(master_weight(RAGGED), RECIPES["blockwise"])
     assert isinstance(weight, nn.Parameter) and weight.requires_grad and weight.is_leaf
     assert (weight.shape, weight.dtype, weight.type()) == (RAGGED, torch.bfloat16, "torch.BFloat16Tensor")
@@ -155,7 +155,7 @@ def test_it_is_a_parameter_in_bf16_to_others() -> None:
     assert torch.equal(weight.grad, torch.ones(RAGGED, dtype=torch.bfloat16))
 
 
-def test_other_names_are_the_same_weight() -> None:
+def test_views_share_the_weight() -> None:
     weight = settled(master_weight(RAGGED), RECIPES["tensorwise"])
     other, plain = weight.data, torch.zeros(RAGGED)
     weight.codes.raw.zero_()
@@ -164,7 +164,7 @@ def test_other_names_are_the_same_weight() -> None:
     assert not plain.any()
 
 
-def test_codes_live_in_a_buffer_of_somebody_else() -> None:
+def test_codes_in_an_external_buffer() -> None:
     """A gather of another weight in that buffer, before the backward pass has read this one, is no change of this."""
     weight, buffer = settled(torch.randn(64, 32), RECIPES["tensorwise"]), torch.zeros(2, 64, 32, dtype=torch.uint8)
     before = weight.codes.raw
@@ -179,7 +179,7 @@ def test_codes_live_in_a_buffer_of_somebody_else() -> None:
     assert torch.equal(weight.codes.raw, buffer[0])
 
 
-def test_only_setting_it_writes_to_it() -> None:
+def test_only_assignment_writes_to_the_weight() -> None:
     weight = settled(master_weight(RAGGED), RECIPES["tensorwise"])
     for write in (lambda: weight.data.mul_(2), lambda: weight.data.zero_(), lambda: torch.nn.init.normal_(weight)):
         with pytest.raises(TypeError, match="copy_"):
@@ -190,7 +190,7 @@ def test_only_setting_it_writes_to_it() -> None:
 
 
 @each_recipe
-def test_a_linear_does_not_see_the_difference(recipe: LinearRecipe) -> None:
+def test_a_linear_gives_equal_results_with_fp8_parameters(recipe: LinearRecipe) -> None:
     weight = torch.randn(64, 32).bfloat16()
     x = torch.randn(16, 32).bfloat16()
     results = []

@@ -171,7 +171,7 @@ def test_uses_under_one_rule_share_codes() -> None:
     assert weights["mxfp8"].dgrad.rule != weights["mxfp8"].fprop.rule
 
 
-def test_gradients_that_nobody_wants_are_not_computed() -> None:
+def test_unneeded_gradients_are_not_computed() -> None:
     x, w, b, dy = tensors(torch.float32)
     w.requires_grad_(False)
     emulated_linear(x, w, b, PLAN).backward(dy)
@@ -232,7 +232,7 @@ def test_microbatches_are_summed_in_fp32(name: str, quantize_wgrad: bool) -> Non
     assert (w.main_grad - expected).norm() / expected.norm() < 1e-6
 
 
-def test_stand_in_is_zero_where_it_will_be_added() -> None:
+def test_dummy_gradient_is_zero_where_it_is_added() -> None:
     x, w, _, dy = tensors(torch.float32)
     w.main_grad, w.grad_added_to_main_grad, w.zero_out_wgrad = torch.zeros(OUTPUTS, INPUTS), False, True
     emulated_linear(x, w, None, FUSED).backward(dy)
@@ -276,7 +276,7 @@ def test_nan_stays_visible(recipe: LinearRecipe) -> None:
     assert not y[0].isnan().any()
 
 
-def test_gradients_are_rounded_anew_each_time() -> None:
+def test_stochastic_rounding_draws_new_numbers_each_time() -> None:
     plan = plan_of(RECIPES["nvfp4"])
     gradients = []
     for _ in range(2):
@@ -287,7 +287,7 @@ def test_gradients_are_rounded_anew_each_time() -> None:
     assert plan.noise.num_draws == 4, "for dgrad and wgrad each"
 
 
-def test_tokens_that_make_no_groups_of_16_are_refused_in_training() -> None:
+def test_tokens_not_divisible_by_16_are_refused_in_training() -> None:
     x, w, _, _ = tensors(torch.bfloat16)
     with pytest.raises(ValueError, match="groups of 16"):
         emulated_linear(x[:1, :7], w, None, plan_of(RECIPES["nvfp4"]))

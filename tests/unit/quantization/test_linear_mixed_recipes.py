@@ -44,7 +44,7 @@ def run(recipe: LinearRecipe | None, dtype: torch.dtype) -> dict[Gemm, Tensor]:
 
 @TYPES
 @pytest.mark.parametrize("first", range(len(CHOICES)))
-def test_each_gemm_is_that_of_its_own_recipe(first: int, dtype: torch.dtype) -> None:
+def test_each_gemm_uses_its_own_recipe(first: int, dtype: torch.dtype) -> None:
     choices = [CHOICES[(first + index) % len(CHOICES)] for index in range(3)]
     mixed = run(recipe_of(*choices), dtype)
     for gemm, choice in zip(Gemm, choices, strict=True):
@@ -77,7 +77,7 @@ def test_the_high_precision_copy_is_kept_only_where_wgrad_needs_it() -> None:
     assert kinds == {torch.float8_e4m3fn}
 
 
-def test_names_tell_mixtures() -> None:
+def test_names_of_mixed_recipes() -> None:
     assert recipe_of(CHOICES[0]).name == "tensorwise"
     assert recipe_of(CHOICES[0], GemmChoice(), GemmChoice()).name == "tensorwise/high/high"
     assert recipe_of(GemmChoice()) is None

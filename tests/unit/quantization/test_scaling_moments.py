@@ -18,7 +18,7 @@ def stored(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", CASTS)
-def test_what_is_read_is_stored_as_it_was(dtype: torch.dtype) -> None:
+def test_moments_read_and_stored_are_bit_equal(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(20_000, 16, generator=generator) * 10 ** (40 * torch.rand(20_000, 1, generator=generator) - 25)
     codes, scale = stored(values, dtype)
@@ -44,7 +44,7 @@ def test_no_scale_is_zero_nor_its_inverse_infinite(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("bits", [0x7F800000, 0x7FC00000, 0x7FFFFFFF])
-def test_what_is_not_finite_stays_so(bits: int) -> None:
+def test_nonfinite_moments_stay_nonfinite(bits: int) -> None:
     """Infinity, NaN as a CPU makes it, and as a GPU does."""
     largest = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
     assert moment_dequant_scale(largest, MOMENT_FORMAT_MAX[torch.uint8]).item() == torch.inf

@@ -86,7 +86,7 @@ def test_where_transformer_engine_has_a_recipe(name: str, capability: tuple[int,
     assert registry.get(name).is_native(capability) == expected
 
 
-def test_a_whole_dimension_becomes_a_length() -> None:
+def test_a_full_dimension_becomes_a_length() -> None:
     rules = registry.get("rowwise").rules()
     rule = rules.rule(Operand.INPUT, Gemm.FPROP)
     assert rule is not None and (rule.block, rule.granularity) == ((1, None), "row")
@@ -115,7 +115,7 @@ def test_the_environment_adds_a_recipe(monkeypatch: pytest.MonkeyPatch, fresh_re
       "letters, digits and underscores")],
     ids=["empty", "no recipe", "raises", "taken", "name"],
 )  # fmt: skip
-def test_what_is_wrong_with_it_is_named(
+def test_invalid_external_recipes_are_reported(
     text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_registry: None
 ) -> None:
     (tmp_path / "mine.py").write_text(text)

@@ -49,7 +49,7 @@ def test_a_wrong_plan_is_refused(entry: str, words: str) -> None:
     assert words in problem and repr(entry) in problem
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_together() -> None:
     with pytest.raises(ConfigError) as caught:
         read_plan("kill:at=nowhere,pid=7;stab:at=step.begin")
     assert len(caught.value.problems) == 3
@@ -68,7 +68,7 @@ def plan_of(text: str, rank: int = 0, fired: Path | None = None) -> FaultPlan:
     return FaultPlan(read_plan(text), rank, fired)
 
 
-def test_a_fault_strikes_its_rank_and_step() -> None:
+def test_a_fault_is_triggered_at_its_rank_and_step() -> None:
     plan = plan_of("raise:rank=1,step=7,at=save.begin", rank=1)
     assert [strikes(plan, "save.begin", step) for step in (6, 7, 7)] == [False, True, False]
     assert not strikes(plan_of("raise:rank=1,step=7,at=save.begin", rank=0), "save.begin", 7)
@@ -88,7 +88,7 @@ def test_times() -> None:
     assert [strikes(plan, "data.wait") for _ in range(4)] == [True, True, False, False]
 
 
-def test_what_has_struck_does_not_strike_another_process(tmp_path: Path) -> None:
+def test_a_triggered_fault_is_not_triggered_in_another_process(tmp_path: Path) -> None:
     """Each rank for itself, and each entry of the plan."""
     text, fired = "raise:at=data.wait,times=2;raise:at=save.begin", tmp_path / "fired"
     assert [strikes(plan_of(text, 0, fired), "data.wait") for _ in range(3)] == [True, True, False]

@@ -50,7 +50,7 @@ def test_the_lock_of_a_process_that_is_gone_is_taken_over(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == [LOCK_FILE]
 
 
-def test_of_another_machine_only_silence_tells(tmp_path: Path) -> None:
+def test_on_another_machine_only_a_stale_heartbeat_means_death(tmp_path: Path) -> None:
     leave(tmp_path, ELSEWHERE, STALE_S / 2)
     with pytest.raises(RunFolderInUse, match="process 17 on other"):
         acquire_run_lock(tmp_path)
@@ -59,7 +59,7 @@ def test_of_another_machine_only_silence_tells(tmp_path: Path) -> None:
     assert read_holder(path) == current_process()
 
 
-def test_a_time_in_the_future_is_no_sign_of_life_for_ever(tmp_path: Path) -> None:
+def test_a_heartbeat_in_the_future_expires(tmp_path: Path) -> None:
     """The file server's clock was set back, say. From the first look on, silence is counted by its clock of today."""
     path = leave(tmp_path, ELSEWHERE, -1e12)
     with pytest.raises(RunFolderInUse, match=r"process 17 on other holds .* \d+ s in the future"):
@@ -80,7 +80,7 @@ def test_a_holder_whose_clock_is_ahead_keeps_its_lock(tmp_path: Path) -> None:
         os.utime(path, (time.time() + 1e6,) * 2)
 
 
-def test_a_takeover_that_was_killed_does_not_block_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_takeover_does_not_block_forever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leave(tmp_path, GONE)
     turn = tmp_path / f"{LOCK_FILE}.takeover"
     sleeps = iter(range(100))
@@ -92,7 +92,7 @@ def test_a_takeover_that_was_killed_does_not_block_for_ever(tmp_path: Path, monk
         leave(tmp_path, GONE)
 
 
-def test_a_sign_of_life_counts(tmp_path: Path) -> None:
+def test_a_heartbeat_keeps_the_lock(tmp_path: Path) -> None:
     lock = acquire_run_lock(tmp_path)
     os.utime(lock.path, (1.0, 1.0))
     lock.touch()
@@ -125,7 +125,7 @@ def contend(folder: Path, start, end, winners) -> None:
 
 
 @pytest.mark.parametrize("is_stale", [False, True])
-def test_of_many_at_once_one_wins(tmp_path: Path, is_stale: bool) -> None:
+def test_one_of_many_concurrent_starts_gets_the_lock(tmp_path: Path, is_stale: bool) -> None:
     context = multiprocessing.get_context("fork")
     for round_number in range(3):
         folder = tmp_path / str(round_number)
@@ -144,7 +144,7 @@ def test_of_many_at_once_one_wins(tmp_path: Path, is_stale: bool) -> None:
         assert sum(answer is not None for answer in answers) == 1
 
 
-def test_a_lock_of_the_same_slurm_job_is_forgotten_and_no_other(tmp_path: Path) -> None:
+def test_only_a_lock_of_the_same_slurm_job_is_ignored(tmp_path: Path) -> None:
     """A node that died holds it; who starts the job's runs knows that the start before has ended."""
     dead = dataclasses.replace(ELSEWHERE, job="17")
     leave(tmp_path, dead)
@@ -158,7 +158,7 @@ def test_a_lock_of_the_same_slurm_job_is_forgotten_and_no_other(tmp_path: Path) 
     assert not remove_stale_job_lock("17", tmp_path)  # it is alive, here
 
 
-def test_a_disk_that_is_gone_when_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_disk_at_the_end_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = acquire_run_lock(tmp_path)
 
     def fail(path: Path, missing_ok: bool) -> None:

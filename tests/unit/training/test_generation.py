@@ -81,7 +81,7 @@ def test_greedy_in_fp8_is_the_argmax_of_a_forward_pass_over_each_prefix(llama) -
     assert new == expected
 
 
-def test_high_precision_leaves_fp8_out(llama) -> None:
+def test_high_precision_generation_uses_no_fp8(llama) -> None:
     def logits(model):
         return str(model), model.next_logits(PROMPT)
 
@@ -101,7 +101,7 @@ def test_a_model_that_ended_in_high_precision_generates_in_it(tmp_path) -> None:
         assert with_model(lambda model: model.config.precision.fp8_format, folder) == name
 
 
-def test_equal_seeds_give_equal_text_and_others_do_not(llama) -> None:
+def test_equal_seeds_give_equal_text_and_different_seeds_do_not(llama) -> None:
     def texts(model):
         return [generate_text(model, "5 3", Sampling(), 12, seed, shown.append).text for seed in (1, 1, 2)]
 
@@ -193,7 +193,7 @@ def test_a_checkpoint_of_two_tensor_parallel_ranks_gives_their_logits(tmp_path) 
     torch.testing.assert_close(found, expected[:301], rtol=1e-5, atol=1e-5)
 
 
-def test_state_that_only_other_layers_have_is_not_asked_of_a_checkpoint(gpt2) -> None:
+def test_state_of_other_layer_types_is_not_required(gpt2) -> None:
     """As Transformer Engine's norms have it, where the checkpoint is of a CPU run."""
 
     def compare():
@@ -224,7 +224,7 @@ class Bytes:
         return bytes(ids).decode("utf-8", errors="replace")
 
 
-def test_text_comes_in_whole_characters() -> None:
+def test_text_is_emitted_in_complete_characters() -> None:
     stream = TextStream(Bytes(), list("é".encode()))
     pieces = [stream.add(byte) for byte in "a→🙂b".encode()]
     assert pieces == ["a", "", "", "→", "", "", "", "🙂", "b"]
@@ -232,18 +232,18 @@ def test_text_comes_in_whole_characters() -> None:
     assert stream.text == "a→🙂b"
 
 
-def test_bytes_that_are_no_character_come_when_that_is_sure() -> None:
+def test_invalid_bytes_are_emitted_once_known() -> None:
     stream = TextStream(Bytes(), [])
     assert [stream.add(byte) for byte in (0xE2, 0x86, ord("x"), 0xF0)] == ["", "", "\ufffdx", ""]
     assert stream.finish() == "\ufffd"
 
 
-def test_no_checkpoint_says_what_to_give(tmp_path) -> None:
+def test_a_missing_checkpoint_error_names_the_flag(tmp_path) -> None:
     with pytest.raises(CheckpointError, match=f"--load {tmp_path} holds no checkpoint"):
         load_language_model(tmp_path)
 
 
-def test_a_step_that_is_not_there_names_those_that_are(llama) -> None:
+def test_a_missing_step_lists_the_existing_ones(llama) -> None:
     with pytest.raises(CheckpointError, match=f"--ckpt-step 8: .* holds steps: {STEP}"):
         load_language_model(llama, step=8)
 
@@ -267,7 +267,7 @@ def test_a_run_of_a_gpu_cluster_generates_on_a_cpu() -> None:
     assert (implementation, config.precision.quantize_kernels) == ("transformer_engine", "te")
 
 
-def test_the_layers_of_the_run_are_kept_where_they_run() -> None:
+def test_layer_implementation_is_kept_where_it_runs() -> None:
     for layers in ("emulated", "local"):
         assert single_device_config(saved(transformer_impl=layers), TARGETS["h200"], high_precision=False)[1] == layers
 
@@ -279,7 +279,7 @@ def test_settings_that_only_emulation_has_keep_emulation() -> None:
     assert config.precision.fp8_power_2_scale
 
 
-def test_a_recipe_that_does_not_run_here_offers_high_precision() -> None:
+def test_an_unsupported_recipe_suggests_high_precision() -> None:
     there = saved(fp8_format="hybrid", fp8_recipe="mxfp8", emulation=False)
     with pytest.raises(CapabilityError, match="--precision high"):
         single_device_config(there, TARGETS["h100"], high_precision=False)

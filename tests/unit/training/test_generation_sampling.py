@@ -54,7 +54,7 @@ def test_top_p_counts_what_top_k_and_temperature_left() -> None:
     assert list(shares(Sampling(temperature=0.5, top_p=0.7))) == [1]
 
 
-def test_no_top_p_loses_no_token_to_rounding() -> None:
+def test_top_p_of_one_keeps_every_token() -> None:
     logits = torch.cat((torch.tensor([30.0]), torch.zeros(50_000)))
     assert len(shares(Sampling(), logits)) == 50_001
 

@@ -11,7 +11,7 @@ from megafp8.errors import CheckpointError
 from megafp8.training import pretrain
 
 
-def test_a_run_folder_on_a_full_disk_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_folder_on_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpoints go there too."""
 
     def full(folder: Path) -> None:

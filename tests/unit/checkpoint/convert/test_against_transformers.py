@@ -77,7 +77,7 @@ def in_a_rank(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_theirs(transformers: ModuleType, name: str, tmp_path: Path) -> None:
+def test_logits_equal_transformers(transformers: ModuleType, name: str, tmp_path: Path) -> None:
     folder = write_hf_folder(tmp_path / "theirs", MODELS[name], random_weights(MODELS[name], torch.float32))
     plan_import(folder).write(tmp_path / "ours", tmp_path / "ours", lambda told: None)
     theirs, ours = in_a_rank(their_logits, transformers, folder), in_a_rank(our_logits, tmp_path / "ours")
@@ -94,7 +94,7 @@ def test_logits_are_theirs(transformers: ModuleType, name: str, tmp_path: Path) 
     ],
     ids=["llama", "gpt2"],
 )
-def test_a_checkpoint_of_ours_gives_the_same_logits_there(transformers: ModuleType, text: str, tmp_path: Path) -> None:
+def test_an_export_has_equal_logits_in_transformers(transformers: ModuleType, text: str, tmp_path: Path) -> None:
     save_initial(tmp_path / "run", configure(text), world_size=2)
     export = plan_export(tmp_path / "run", ExportOptions())
     (tmp_path / "theirs").mkdir()
@@ -107,7 +107,7 @@ def test_a_checkpoint_of_ours_gives_the_same_logits_there(transformers: ModuleTy
 
 
 @pytest.mark.parametrize("fields", [LLAMA, TIED_LLAMA, GPT2], ids=MODELS)
-def test_names_and_shapes_are_theirs(transformers: ModuleType, fields: dict[str, Any]) -> None:
+def test_names_and_shapes_equal_transformers(transformers: ModuleType, fields: dict[str, Any]) -> None:
     kind = transformers.LlamaForCausalLM if fields["model_type"] == "llama" else transformers.GPT2LMHeadModel
     with torch.device("meta"):
         model = kind(transformers.AutoConfig.for_model(**deepcopy(fields)))
@@ -116,7 +116,7 @@ def test_names_and_shapes_are_theirs(transformers: ModuleType, fields: dict[str,
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
-def test_fp8_weights_are_what_transformers_makes_of_them(transformers: ModuleType, recipe: str, tmp_path: Path) -> None:
+def test_fp8_weights_decode_equally_in_transformers(transformers: ModuleType, recipe: str, tmp_path: Path) -> None:
     for library in ("accelerate", "compressed_tensors"):
         pytest.importorskip(library)
     fields = LLAMA | {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 1}
@@ -146,7 +146,7 @@ TEXTS = ("def main(a, b):\n\treturn  a + b  # Grüße, 世界 🙂\n", "", " fir
 
 
 @pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "GPT2BPETokenizer", "HuggingFaceTokenizer"])
-def test_a_tokenizer_gives_the_same_ids_there(transformers: ModuleType, kind: str, tmp_path: Path) -> None:
+def test_a_tokenizer_gives_equal_ids_in_transformers(transformers: ModuleType, kind: str, tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text(json.dumps({"text": Path(__file__).read_text(encoding="utf-8")}) + "\n", encoding="utf-8")
     if kind == "SentencePieceTokenizer":
@@ -172,7 +172,7 @@ def test_a_tokenizer_gives_the_same_ids_there(transformers: ModuleType, kind: st
     assert found.tokenizer.unique_identifiers == ours.unique_identifiers
 
 
-def test_a_sentencepiece_model_that_is_not_as_llamas(tmp_path: Path) -> None:
+def test_an_unsupported_sentencepiece_model_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.model"
     texts = Path(__file__).read_text(encoding="utf-8").splitlines()
     with open(path, "wb") as stream:

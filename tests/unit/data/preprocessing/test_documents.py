@@ -48,7 +48,7 @@ def parser(request, monkeypatch):
 
 
 @pytest.mark.parametrize(("line", "reason"), BAD_LINES.items(), ids=range(len(BAD_LINES)))
-def test_a_bad_line_is_told_and_its_neighbours_kept(parser, line, reason):
+def test_a_bad_line_is_reported_and_its_neighbours_are_kept(parser, line, reason):
     found = parse_json_lines([b'{"text": "a"}', line, b'{"text": "b"}'], 7, ("text",))
     assert (found.columns, list(found.numbers), found.num_records) == ([["a", "b"]], [7, 9], 3)
     if reason is None:

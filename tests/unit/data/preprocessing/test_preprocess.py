@@ -36,7 +36,7 @@ def test_shard_holds_each_document_and_its_end(job, documents):
     assert names_in(Path(prefix).parent) == [f"c_text_document{end}" for end in (".bin", ".idx", ".manifest.json")]
 
 
-def test_manifest_tells_the_truth(job, corpus_file):
+def test_manifest_matches_the_shard(job, corpus_file):
     ((prefix, manifest),) = preprocess(job).shards
     assert load_manifest(prefix) == manifest
     assert manifest.bin_sha256 == file_sha256(f"{prefix}.bin")
@@ -144,14 +144,14 @@ def test_progress_reaches_the_size_of_the_input(job, small_parts, corpus_file, t
 # ---- how the input is divided ---------------------------------------------------------------------------------------
 
 
-def test_size_of_parts():
+def test_part_sizes():
     assert choose_part_bytes(1 << 40, 8 << 20) == 1 << 28  # 4096 parts
     assert choose_part_bytes(1 << 30, 8 << 20) == 8 << 20
     assert choose_part_bytes(40 << 20, 8 << 20) == 5 << 20  # 8 parts
     assert choose_part_bytes(100, 8 << 20) == 1 << 20
 
 
-def test_small_files_are_put_together_and_large_ones_divided(tmp_path):
+def test_small_files_are_grouped_and_large_ones_split(tmp_path):
     sizes = {"a.jsonl": 10, "b.jsonl": 20, "c.jsonl": 250, "d.jsonl.gz": 10, "e.jsonl.gz": 90, "f.txt": 300}
     for name, size in sizes.items():
         (tmp_path / name).write_bytes(b"x" * size)
@@ -176,7 +176,7 @@ def test_small_files_are_put_together_and_large_ones_divided(tmp_path):
 # ---- again ----------------------------------------------------------------------------------------------------------
 
 
-def test_again_does_nothing_until_overwrite(job):
+def test_a_second_run_does_nothing_without_overwrite(job):
     ((prefix, _),) = preprocess(job).shards
     before = os.stat(f"{prefix}.bin").st_ino
     again = preprocess(job)
@@ -187,7 +187,7 @@ def test_again_does_nothing_until_overwrite(job):
     assert os.stat(f"{prefix}.bin").st_ino != before
 
 
-def test_what_a_killed_run_left_is_cleared_away(job):
+def test_leftovers_of_a_killed_run_are_removed(job):
     """It was killed while it deleted its parts: the shards are whole, the parts are of no job."""
     preprocess(job)
     folder = Path(f"{job.output_prefix}.parts")
@@ -209,7 +209,7 @@ def test_moved_text_is_the_same_text(job, tmp_path, corpus_file):
         preprocess(dataclasses.replace(job, inputs=(str(moved),)))
 
 
-def test_anything_else_under_the_prefix_is_refused(job, tmp_path, corpus_file):
+def test_other_files_under_the_prefix_are_refused(job, tmp_path, corpus_file):
     ((prefix, _),) = preprocess(job).shards
     with pytest.raises(DataError, match="with --append-eod"):
         preprocess(dataclasses.replace(job, append_eod=False))
@@ -233,7 +233,7 @@ def test_anything_else_under_the_prefix_is_refused(job, tmp_path, corpus_file):
 # ---- gigatoken ------------------------------------------------------------------------------------------------------
 
 
-def test_a_difference_in_the_middle_of_the_job_starts_it_again(job, shard, monkeypatch, small_parts):
+def test_a_difference_in_the_middle_of_the_job_restarts_it(job, shard, monkeypatch, small_parts):
     pytest.importorskip("gigatoken")
     encode = encoders.GigatokenEncoder.encode
     encoded = []

@@ -69,7 +69,7 @@ def test_bad_documents_are_skipped_counted_and_listed(bad_job, workers, small_pa
         preprocess(bad_job)
 
 
-def test_what_was_skipped_is_not_taken_for_whole(bad_job, small_parts, monkeypatch):
+def test_skipped_documents_are_not_reused_without_the_flag(bad_job, small_parts, monkeypatch):
     """A job that skipped is killed, and started again without leave to skip."""
     with monkeypatch.context() as patch:
         patch.setattr(preprocess_module._JobRun, "_publish", _interrupt)
@@ -96,7 +96,7 @@ def test_a_cut_gzip_file(tmp_path, small_parts, workers):
     assert entry["line"] == manifest.num_documents + 1
 
 
-def test_a_document_is_left_out_of_all_shards(tmp_path):
+def test_a_bad_document_is_omitted_from_all_shards(tmp_path):
     lines = [{"a": "1", "b": "2"}, {"a": "x", "b": "3"}, {"a": "4", "b": "y"}, {"a": "5", "b": "6"}]
     job = dataclasses.replace(null_job(tmp_path, []), json_keys=("a", "b"), skip_bad=True)
     Path(job.inputs[0]).write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -133,7 +133,7 @@ def test_a_killed_worker_is_an_error_not_a_hang(job, monkeypatch, small_parts):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_full_disk_is_one_error_and_the_job_goes_on(job, shard, monkeypatch, small_parts, workers):
+def test_a_full_disk_is_one_error_and_the_job_resumes(job, shard, monkeypatch, small_parts, workers):
     real = part_files.PartWriter.add
 
     def fill_up(writer, shards):
@@ -154,7 +154,7 @@ def test_a_full_disk_is_one_error_and_the_job_goes_on(job, shard, monkeypatch, s
 
 
 @pytest.mark.parametrize("suffix", ["0.bin", "0.lengths", "json"])
-def test_a_part_that_is_not_whole_is_made_again(job, shard, monkeypatch, small_parts, suffix):
+def test_an_incomplete_part_is_rebuilt(job, shard, monkeypatch, small_parts, suffix):
     """After a crash of the machine, a file may be shorter than what was written."""
     with monkeypatch.context() as patch:
         patch.setattr(preprocess_module._JobRun, "_publish", _interrupt)
@@ -168,7 +168,7 @@ def test_a_part_that_is_not_whole_is_made_again(job, shard, monkeypatch, small_p
     assert shard_bytes(prefix) == shard_bytes(shard)
 
 
-def test_where_the_kernel_does_not_copy(job, shard, monkeypatch, small_parts):
+def test_parts_are_joined_without_kernel_copy(job, shard, monkeypatch, small_parts):
     def refuse(*_):
         raise OSError(errno.EXDEV, "Invalid cross-device link")
 

@@ -96,7 +96,7 @@ def run_until(job: PreprocessJob, slow_parts: SlowParts, num_begun: int) -> bool
 
 @pytest.mark.parametrize("compression", ["", ".gz"])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_killed_at_random_and_started_again(
+def test_a_job_killed_at_random_times_gives_equal_shards(
     tmp_path, corpus_file, tokenizer_config, shard, slow_parts, workers, compression
 ):
     path = tmp_path / f"corpus.jsonl{compression}"
@@ -132,7 +132,7 @@ LAST_STEPS = [(shards, "publish", 4), (preprocess_module, "save_manifest", 2), (
 
 
 @pytest.mark.parametrize(("owner", "name", "calls"), LAST_STEPS)
-def test_killed_while_the_shards_appear(
+def test_a_job_killed_while_publishing_gives_equal_shards(
     tmp_path, corpus_file, tokenizer_config, shard, monkeypatch, owner, name, calls
 ):
     """The moments after the last part: between tokens and index, before a manifest, before the parts are gone."""
@@ -168,7 +168,7 @@ def test_killed_while_the_shards_appear(
         assert content_of(job.shard_prefix("text")) == content_of(shard)
 
 
-def test_a_worker_that_is_killed_costs_its_parts_only(tmp_path, corpus_file, tokenizer_config, shard, slow_parts):
+def test_a_killed_worker_loses_only_its_parts(tmp_path, corpus_file, tokenizer_config, shard, slow_parts):
     job = PreprocessJob(
         inputs=(str(corpus_file),),
         output_prefix=str(tmp_path / "c"),

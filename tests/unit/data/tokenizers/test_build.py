@@ -121,7 +121,7 @@ def test_hugging_face_needs_to_know_the_end_of_a_document(tokenizer_json):
 
 
 @pytest.mark.parametrize("setting", ["truncation", "padding"])
-def test_settings_of_a_fine_tuning_do_not_cut_documents(tokenizer_json, setting):
+def test_truncation_and_padding_settings_are_ignored(tokenizer_json, setting):
     content = json.loads((tokenizer_json / "tokenizer.json").read_text())
     content |= {
         "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
@@ -245,7 +245,7 @@ def test_every_part_of_an_encoding_identifies_it(small_encoding, monkeypatch):
     assert len(seen) == 4
 
 
-def test_what_tiktoken_cannot_load_is_one_error(small_encoding, monkeypatch):
+def test_encodings_that_tiktoken_cannot_load_are_an_error(small_encoding, monkeypatch):
     from tiktoken import registry
 
     def no_network():

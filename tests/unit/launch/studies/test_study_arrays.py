@@ -89,7 +89,7 @@ def test_queued_runs_are_not_due(write_study, cluster: Path, monkeypatch) -> Non
     assert [one.state for one in states] == ["waiting", "queued"] and list(map(is_due, states)) == [True, False]
 
 
-def test_a_failing_squeue_is_told(write_study, cluster: Path, monkeypatch) -> None:
+def test_a_failing_squeue_is_reported(write_study, cluster: Path, monkeypatch) -> None:
     monkeypatch.chdir(PROJECT)
     study = write_study(GRID % "1" + SHARED)
     submit(study, expand(study))

@@ -49,7 +49,7 @@ def test_options_choose_what_is_written(tmp_path, make_step) -> None:
     assert values["forward-time"] == {3: pytest.approx(0.05), 6: pytest.approx(0.05)}
 
 
-def test_a_resumed_run_hides_the_points_it_went_back_behind(tmp_path, make_run, make_step) -> None:
+def test_a_resumed_run_hides_rolled_back_points(tmp_path, make_run, make_step) -> None:
     """Two event files, as two processes make them: of steps 3 and 4 only what the second wrote stays."""
     first = TensorBoardSink(tmp_path)
     first.write(make_run())
@@ -76,7 +76,7 @@ def test_the_configuration_is_a_text(tmp_path, make_run) -> None:
     assert b'"num_layers": 17' in event.tensor_proto.string_val[0]
 
 
-def test_without_the_package_the_error_names_the_mend(tmp_path, monkeypatch) -> None:
+def test_without_the_package_the_error_names_the_fix(tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.record_writer", None)
     with pytest.raises(CapabilityError, match="pip install tensorboard"):
         TensorBoardSink(tmp_path)
@@ -90,9 +90,9 @@ def test_neither_torch_nor_tensorflow_is_imported_for_it(tmp_path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_looks_at_quantization_are_scalars_and_histograms(tmp_path, make_look) -> None:
+def test_quantization_statistics_are_scalars_and_histograms(tmp_path, make_statistics) -> None:
     sink = TensorBoardSink(tmp_path, log_interval=1000)
-    look = make_look(100, of_input={"sqnr_db": math.inf}, gradient_noise_scale=12.5)
+    look = make_statistics(100, of_input={"sqnr_db": math.inf}, gradient_noise_scale=12.5)
     sink.write(dataclasses.replace(look, what_if={"mxfp8": look.tensors}))
     sink.close()
     values = read_scalars(tmp_path)
@@ -111,7 +111,7 @@ def test_looks_at_quantization_are_scalars_and_histograms(tmp_path, make_look) -
     assert (histogram.sum, histogram.sum_squares) == (1 * -1 + 1 * 1 + 4 * 2, 1 + 1 + 4 * 4)
 
 
-def test_a_folder_that_vanishes_for_a_while_costs_what_was_in_it(tmp_path, make_run, make_step, capsys) -> None:
+def test_a_temporarily_missing_folder_loses_only_its_content(tmp_path, make_run, make_step, capsys) -> None:
     """Its place is taken by a file, and then it can be created again: a whole event file, with the session's start."""
     folder = tmp_path / "boards"
     sink = TensorBoardSink(folder)

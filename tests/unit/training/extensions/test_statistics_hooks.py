@@ -29,7 +29,7 @@ def slow_norm(row: list[float], gamma: list[float], beta: list[float], is_rms: b
 
 @pytest.mark.parametrize("is_zero_centered", [False, True])
 @pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
-def test_a_linear_with_a_norm_multiplies_the_norms_result(kind: str, is_zero_centered: bool) -> None:
+def test_hook_of_a_linear_with_a_norm_observes_the_norms_output(kind: str, is_zero_centered: bool) -> None:
     gamma, beta = torch.tensor([0.5, 2.0, 1.0]), torch.tensor([0.1, 0.0, -0.2])
     has_bias = kind == "LayerNorm"
     module = SimpleNamespace(
@@ -42,7 +42,7 @@ def test_a_linear_with_a_norm_multiplies_the_norms_result(kind: str, is_zero_cen
     torch.testing.assert_close(linear_input(module, values), torch.tensor(expected))
 
 
-def test_a_linear_without_a_norm_multiplies_its_input() -> None:
+def test_hook_of_a_linear_without_a_norm_observes_its_input() -> None:
     values = torch.randn(2, 3)
     assert linear_input(nn.Linear(3, 3), values) is values
 
@@ -59,7 +59,7 @@ class Linear(nn.Module):
 
 
 @pytest.mark.parametrize("recipe", [tensorwise.build("hybrid"), mxfp8.build("e4m3")])
-def test_what_is_seen_from_outside_is_what_an_emulated_linear_multiplies(recipe: LinearRecipe) -> None:
+def test_hooks_observe_the_operands_of_an_emulated_linear(recipe: LinearRecipe) -> None:
     module = Linear()
     shown: dict[str, dict[tuple[Operand, Gemm], Quantized]] = {"outside": {}, "inside": {}}
 
@@ -92,7 +92,7 @@ def test_what_is_seen_from_outside_is_what_an_emulated_linear_multiplies(recipe:
     assert seen and not shown["outside"] and not module._forward_pre_hooks and not module._forward_hooks
 
 
-def test_codes_are_made_once_and_every_gradient_is_told_of() -> None:
+def test_codes_are_computed_once_and_every_gradient_is_observed() -> None:
     """Of the second microbatch nothing is quantized; its gradient says that the first one's backward pass is over."""
     module, calls = Linear(), []
     watched = HookedLinear("layers.0.linear_fc1", module, tensorwise.build("hybrid"))

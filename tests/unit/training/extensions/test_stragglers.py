@@ -21,7 +21,7 @@ from megafp8.training.extensions.stragglers import slow_ranks
         ([0, 50], []),
     ],
 )
-def test_ranks_of_one_stage(times: list[float], slow: list[int]) -> None:
+def test_slow_ranks_of_a_stage_are_found(times: list[float], slow: list[int]) -> None:
     found = slow_ranks(torch.tensor([[ms, 0.0] for ms in times], dtype=torch.float64))
     assert [int(text.split()[1]) for text in found] == slow
 

@@ -63,7 +63,7 @@ def test_every_extension_is_in_the_list() -> None:
         ("close", "QuantizationStatistics", "StopConditions"),
     ],
 )
-def test_one_comes_before_another(method: str, first: str, then: str) -> None:
+def test_order_constraints_of_extensions(method: str, first: str, then: str) -> None:
     names = names_with(method)
     assert names.index(first) < names.index(then)
 
@@ -103,11 +103,11 @@ def test_a_save_that_fails_at_the_end_of_a_run_is_an_error() -> None:
         closed(None)
 
 
-def test_bad_numbers_wait_for_a_save_whose_failure_is_not_why_the_run_ends() -> None:
+def test_nonfinite_values_wait_for_a_save_but_keep_their_error() -> None:
     assert closed(NumericsError("bad numbers")).calls == [False]
 
 
-def test_other_errors_wait_for_nothing() -> None:
+def test_other_errors_do_not_wait_for_a_save() -> None:
     """Other ranks may be gone."""
     assert closed(RuntimeError("a peer")).calls == []
 
@@ -116,7 +116,7 @@ def test_other_errors_wait_for_nothing() -> None:
     ("saves", "stop_reason", "expected"),
     [(True, None, "SIGTERM"), (False, None, None), (True, "--exit-interval 2", "--exit-interval 2")],
 )
-def test_signals_are_agreed_on_after_a_save_that_is_not_the_last(
+def test_ranks_agree_on_signals_after_a_save(
     saves: bool, stop_reason: Optional[str], expected: Optional[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoints, "is_stop_requested", lambda run: True)
@@ -142,7 +142,7 @@ def test_a_signal_in_a_validation_before_the_first_step_ends_the_run(
     assert state.stop_reason == ("SIGTERM" if is_agreed else None)
 
 
-def test_garbage_is_not_collected_by_itself_between_open_and_close() -> None:
+def test_automatic_garbage_collection_is_off_during_training() -> None:
     config = RunConfig(training=TrainingConfig(manual_gc=True))
     state: Any = SimpleNamespace(run=SimpleNamespace(config=config))
     extension = GarbageCollection()
