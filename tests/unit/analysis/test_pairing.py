@@ -1,4 +1,4 @@
-"""Runs that went on with other settings than they began with."""
+"""Runs that resumed with other settings than they started with."""
 
 from __future__ import annotations
 

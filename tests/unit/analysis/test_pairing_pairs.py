@@ -1,4 +1,4 @@
-"""Runs of several seeds become recipes, and recipes pairs."""
+"""Runs of several seeds are grouped into recipes, and recipes into pairs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GAPS = {"fp8": {1: 0.01, 2: 0.03, 3: 0.02}, "fp4": {1: 0.1, 2: 0.1, 3: 0.1}}
 
 @pytest.fixture
 def write_seeds(write_run):
-    """Writes a recipe's runs, with these final validation losses by seed."""
+    """Writes a recipe's runs with these final validation losses by seed."""
 
     def write(name: str, losses: dict[int, float], micro_batch_size: int = 4, num_threads: int = 1, recipe: str = ""):
         return [
@@ -50,7 +50,7 @@ def test_runs_that_differ_in_the_seed_are_one_recipe(three_recipes) -> None:
 
 
 def test_gaps_are_taken_within_a_seed(three_recipes) -> None:
-    """Between seeds the baseline's losses lie 100% apart, and none of that is in the gaps."""
+    """Between seeds the baseline's losses differ by 100%. None of that is in the gaps."""
     comparison = compare_runs(three_recipes, baseline="bf16", bound_fraction=0.06)
     rows = {row.name: row for row in comparison.recipes}
     assert rows["fp8"].gaps_fraction == pytest.approx((0.01, 0.03, 0.02))
@@ -94,7 +94,7 @@ def test_another_micro_batch_is_another_recipe_but_other_threads_are_not(write_s
 
 @pytest.mark.parametrize("is_reversed", [False, True])
 def test_seeds_of_namesake_folders_stay_apart(write_seeds, is_reversed: bool) -> None:
-    """The first lacks a seed, which is not the second's. What only one of both has stays with its folder too."""
+    """The first folder lacks a seed, which the second one has. A seed of only one folder stays with its folder."""
     folders = write_seeds("exp1/fp8", {1: 2.0, 3: 2.0, 4: 2.0}, recipe="fp8")
     folders += write_seeds("exp2/fp8", {2: 4.0, 1: 4.0, 3: 4.0}, recipe="fp8")
     base = write_seeds("bf16", {1: 2.0, 2: 2.0, 3: 2.0, 4: 2.0})

@@ -1,4 +1,4 @@
-"""Runs of other data are told, and decide nothing."""
+"""Runs with other data are reported, and get no verdict."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHARD = ["/data/a_text_document"]
 
 @pytest.fixture
 def compare(write_run) -> Callable[..., Comparison]:
-    """Compares two seeds each of two recipes with equal losses, whose settings of data and training are given."""
+    """Compares two seeds each of two recipes with equal losses and the given data and training settings."""
 
     def run(
         base: dict[str, Any], other: dict[str, Any], *, training: Optional[dict[str, Any]] = None, **fields: Any

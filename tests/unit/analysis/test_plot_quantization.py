@@ -1,4 +1,4 @@
-"""The picture of a run's looks."""
+"""The picture of a run's quantization statistics."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def picture(panels: list[Panel], tmp_path: Path) -> np.ndarray:
 
 
 def columns_of(pixels: np.ndarray, color: str) -> np.ndarray:
-    """Where along the picture a color is."""
+    """The horizontal positions of a color in the picture."""
     wanted = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)])
     below_legend = pixels[pixels.shape[0] // 4 :]
     blended = (wanted * 0.85 + 255 * 0.15).round()

@@ -1,4 +1,4 @@
-"""Fits find the laws that were planted, and their bands hold them about as often as they say."""
+"""Fits find the true laws, and their intervals have about the stated coverage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMPUTE = np.array([1e11, 4e11, 1.5e12, 6e12, 2.4e13])
 def planted(
     rng: np.random.Generator, *, factor: float = 1.0, noise: float = 0.004, seeds: int = 3, shared=0.0
 ) -> Cells:
-    """L = 1.2 + 0.8 (factor C / 1e12)^-0.25, each seed's loss off by a factor of exp(noise)."""
+    """L = 1.2 + 0.8 (factor C / 1e12)^-0.25, each seed's loss multiplied by exp(noise)."""
     exact = 1.2 + 0.8 * (factor * COMPUTE / 1e12) ** -0.25
     off = noise * rng.standard_normal((len(COMPUTE), seeds)) + shared
     return Cells(COMPUTE[:, None], tuple(exact[:, None] * np.exp(off)), (range(seeds),) * len(COMPUTE))
@@ -54,7 +54,7 @@ def test_more_seeds_weigh_more() -> None:
 
 @pytest.mark.slow
 def test_intervals_contain_the_true_law() -> None:
-    """Of 14 intervals of 95%, 10 or fewer holding the truth has a chance of 0.4%; seeds are fixed all the same."""
+    """Of 14 intervals of 95%, 10 or fewer contain the truth with a probability of 0.4%. Seeds are fixed as well."""
     held = {"factor": 0, "loss": 0}
     widths = []
     for seed in range(14):

@@ -64,7 +64,7 @@ def test_the_fix_for_a_run_without_validation_names_a_setting(write_run, config,
 
 def test_starts_without_steps_are_no_stage(write_run) -> None:
     write_run("a", [5.0, 4.0], recipe="first")
-    write_run("a", [4.0, 3.0], first_step=1, recipe="second")  # began anew: nothing of the first one counts
+    write_run("a", [4.0, 3.0], first_step=1, recipe="second")  # restarted: nothing of the first one counts
     folder = write_run("a", recipe="third", resumed_from_step=2)  # ended before its first step
     run = load_run(folder)
     assert [info.recipe for info in run.runs] == ["first", "second", "third"]

@@ -1,4 +1,4 @@
-"""What a study says, on points whose losses are known."""
+"""The report of a study on points with known losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Intervals and verdicts, held to tables, to an integral and to simulated draws."""
+"""Intervals and verdicts, compared with tables, an integral and simulated draws."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TABLE = {(2, 0.95): 12.706, (3, 0.95): 4.303, (5, 0.95): 2.776, (11, 0.95): 2.22
 
 
 def slow_quantile(degrees: int, probability: float) -> float:
-    """The quantile of Student's t, from its density by trapezoids and bisection."""
+    """The quantile of Student's t, from its density by the trapezoidal rule and bisection."""
     constant = math.gamma((degrees + 1) / 2) / (math.sqrt(degrees * math.pi) * math.gamma(degrees / 2))
 
     def below(limit: float) -> float:
@@ -47,7 +47,7 @@ def test_quantiles_match_a_slow_reference(count: int, confidence: float) -> None
 
 
 def test_intervals_have_their_stated_coverage() -> None:
-    """Of 3000 experiments with three seeds each: 95% within three standard errors, 0.4 of a percent each."""
+    """Of 3000 experiments with three seeds each: 95% within three standard errors of 0.4% each."""
     draws = np.random.default_rng(0).normal(0.2, 0.1, (3000, 3))
     intervals = [mean_interval(row) for row in draws]
     held = np.mean([interval.low <= 0.2 <= interval.high for interval in intervals])
@@ -55,7 +55,7 @@ def test_intervals_have_their_stated_coverage() -> None:
 
 
 def test_a_gap_equal_to_the_bound_is_rarely_decided() -> None:
-    """A gap of exactly the bound is called within, and beyond, in one case of forty each."""
+    """A gap of exactly the bound is called within, or beyond, in one case of forty each."""
     draws = np.random.default_rng(1).normal(0.5, 0.1, (3000, 3))
     verdicts = [gap_verdict(mean_interval(row), 0.5) for row in draws]
     for verdict in (WITHIN, BEYOND):

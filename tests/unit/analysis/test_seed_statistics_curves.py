@@ -1,4 +1,4 @@
-"""Running means, gaps and bands, held to plain loops."""
+"""Running means, gaps and bands, compared with plain loops."""
 
 from __future__ import annotations
 

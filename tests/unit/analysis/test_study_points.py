@@ -1,4 +1,4 @@
-"""A study's folder becomes points, and points a small file."""
+"""The folder of a study becomes points, and points become a small file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def config(seed: int, lr: float = 1.0) -> dict:
 
 @pytest.fixture
 def study(write_run: Callable[..., Path], tmp_path: Path) -> Path:
-    """Three runs that are done and one that failed."""
+    """Three finished runs and a failed one."""
     for name, seed, lr in (("a", 1, 1.0), ("b", 2, 1.0), ("c", 1, 2.0), ("d", 2, 2.0)):
         speeds = [1.0] * 12 + [50.0] * 8
         folder = write_run(

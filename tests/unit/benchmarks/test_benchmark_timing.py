@@ -1,4 +1,4 @@
-"""Timing in turns, medians with their uncertainty, tables."""
+"""Alternating timing, medians with their uncertainty, tables."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_cpu_time_leaves_out_waiting() -> None:
 
 
 def test_ratio_is_taken_round_by_round() -> None:
-    """The machine slows down tenfold; the ratio stays what it is, and the medians' own ratio does not."""
+    """The machine slows down tenfold. The ratio stays constant, unlike the ratio of the medians."""
     reference = [1.0, 1.0, 1.0, 10.0, 10.0]
     mine = [2.0, 2.0, 20.0 / 10, 20.0, 20.0]
     assert timing.ratio_of(mine, reference).median == 2.0

@@ -1,4 +1,4 @@
-"""Each benchmark runs at the smallest sizes and finds finite numbers."""
+"""Each benchmark runs at the smallest sizes and reports finite numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from benchmarks import (
     telemetry_overhead,
 )
 
-# For what takes 0.03 to 0.2 s; importing torch takes 1.4. Not by the clock: machines are shared.
+# For what takes 0.03 to 0.2 s; importing torch takes 1.4 s. CPU time, because machines are shared.
 HELP_CPU_S = 0.5
 HUNG_S = 240
 SIZES = (
@@ -37,7 +37,7 @@ SMALL = f"{SIZES} --warmup 1 --profile --profile-steps 1"
 
 
 def result_of(main: Callable[..., Any], arguments: str, tmp_path: Path) -> Any:
-    """The JSON of a benchmark run in a child, so that this process joins no process group."""
+    """The JSON of a benchmark run in a child process, so that this process joins no process group."""
     path = tmp_path / "result.json"
 
     def run() -> None:
@@ -76,7 +76,7 @@ def test_engine_overhead(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
 def test_engine_overhead_notices_other_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A bare loop that scales its loss is caught."""
+    """A bare loop that scales its loss is detected."""
     plain = engine_overhead.token_loss
 
     def halved(loss_mask: Any, losses: Any) -> Any:
@@ -97,7 +97,7 @@ def test_fp8_step(tmp_path: Path) -> None:
 
 
 def test_param_gather(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """On one rank, which gets nothing from others and holds its codes all the same."""
+    """On one rank, which receives nothing from others and still stores codes."""
     result = result_of(param_gather.main, f"{SIZES} --warmup 0 --rounds 2", tmp_path)
     assert all(math.isfinite(number) for number in numbers(result))
     assert set(result["gathered_bytes"].values()) == {0}

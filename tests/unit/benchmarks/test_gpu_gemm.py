@@ -1,4 +1,4 @@
-"""What the table of GEMMs makes of its times, without a GPU."""
+"""The GEMM table from given times, without a GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RECIPES = ("bf16", "tensorwise")
 
 
 def times(bf16_us: float = 200.0, fp8_us: float = 100.0) -> gpu_gemm.Times:
-    """Every GEMM takes the same, an input 10 us, a gradient 20, a weight 30."""
+    """Every GEMM takes the same time, an input 10 us, a gradient 20, a weight 30."""
     found = {}
     for recipe, work in MODEL.candidates(RECIPES):
         if isinstance(work, Cast):

@@ -1,4 +1,4 @@
-"""Layouts on several GPUs: who runs beside whom, what the rows say, and a whole run on CPU ranks."""
+"""Layouts on several GPUs: which ones run concurrently, the content of the rows, and a complete run on CPU ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HUNG_S = 240
 
 
 class Taken:
-    """A layout that runs."""
+    """A running layout."""
 
     def __init__(self, *gpus: int):
         self.gpus = range(gpus[0], gpus[-1] + 1)
@@ -79,14 +79,15 @@ def test_speed_is_compared_under_one_layout() -> None:
 
 
 def test_scaling_is_relative_to_the_same_mode_on_one_gpu() -> None:
-    """DP 4 trains four times the sequences; FP8 weights are another mode, and without it on one GPU there is none."""
+    """DP 4 trains four times the sequences. FP8 weights are another mode; without that mode on one GPU there is no
+    ratio."""
     rows = [row("1 GPU", "bf16", 190.0), row("1 GPU", "delayed", 135.0), row("DP 4", "bf16", 200.0)]
     found = table([*rows, row("TP 4", "delayed", 54.0), row("DP 4 FP8 weights", "delayed", 140.0)])
     assert column(found, 5) == ["1.00", "1.00", "0.95", "0.62", ""]
 
 
 def test_modes_of_different_environments_are_not_mixed() -> None:
-    """Each is held against the same recipe on one GPU, and against BF16 in its own environment."""
+    """Each is compared with the same recipe on one GPU, and with BF16 in its own environment."""
     rows = [row("1 GPU", "delayed", 135.0), row("DP 2", "bf16", 200.0), row("DP 2", "delayed", 150.0)]
     tuned = [
         dataclasses.replace(row("DP 2", recipe, step_ms), environment="NCCL_MAX_CTAS=8")

@@ -1,4 +1,4 @@
-"""How a profile's kernels are grouped and added up, without a GPU."""
+"""How a profile's kernels are grouped and summed, without a GPU."""
 
 from __future__ import annotations
 

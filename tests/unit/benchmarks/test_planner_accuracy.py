@@ -1,4 +1,4 @@
-"""The committed table of the planner's errors is what the code gives, and its constants are what the fit gives."""
+"""The published table of the planner's errors matches the code, and its constants match the fit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_table_in_results_matches_the_code(published) -> None:
 
 
 def test_recipes_are_predicted_in_the_measured_order(published) -> None:
-    """Of rows that differ in recipe alone."""
+    """For rows that differ in the recipe only."""
     compared = set()
     for rows in planner_published.groups():
         speeds = {row: published[row].layouts[0].step.tokens_per_s_per_gpu for row in rows if published[row].layouts}
@@ -61,7 +61,7 @@ def test_the_constants_match_the_fit() -> None:
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
 def test_small_linears_are_known_not_to_pay(recipe: str) -> None:
-    """In the model BF16 is as slow as in a step at the limit of power, and alone it was not: 1.22 times faster."""
+    """In the model, BF16 is as slow as in a step at the power limit. Alone it was 1.22 times faster."""
     predicted = planner_fit.small_linears_us(CALIBRATION)
     for name in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"):
         speeds = [each[name, "bf16"][0] / sum(each[name, recipe]) for each in (SMALL_LINEARS, predicted)]

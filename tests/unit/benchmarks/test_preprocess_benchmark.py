@@ -1,4 +1,4 @@
-"""The benchmark of preprocessing at its smallest: both pipelines make the same shard, and memory has its limit."""
+"""The preprocessing benchmark at its smallest size: both pipelines produce the same shard, and memory is limited."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_library_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_memory_does_not_grow_with_the_input(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An input larger than the memory that a process may have."""
+    """An input larger than the memory limit of a process."""
     corpus = preprocess.write_corpus(folder / "corpus1.jsonl", 10**6)
     with open(folder / "corpus300.jsonl", "wb") as stream:
         for _ in range(280):

@@ -1,4 +1,4 @@
-"""Which settings are number formats, and which only say how they are computed."""
+"""Settings that are number formats, and settings that only determine how they are computed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAPPED = f"{TENSORWISE} --num-layers 2 --precision *.linear_fc2=mxfp8"
 
 
 def config_of(text: str) -> RunConfig:
-    """As it is read; rules are not asked."""
+    """As parsed, without rules."""
     return flags.parse(text.split()).config
 
 

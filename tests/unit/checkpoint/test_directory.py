@@ -1,4 +1,4 @@
-"""Which checkpoint of a folder counts: the newest whole one, whatever else lies there."""
+"""Which checkpoint of a folder is used: the newest complete one, regardless of other files."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def put(folder: Path, name: str, is_whole: bool = True) -> Path:
 
 
 def manifest_of(place: Path, step: int) -> Manifest:
-    """What a save knows of the files that it wrote."""
+    """The record that a save has of its files."""
     files = {path.name: FileEntry(path.stat().st_size, file_sha256(path)) for path in place.iterdir()}
     return Manifest(step=step, consumed_samples=8 * step, layout=(1, 1, 1), saved_at="", files=files)
 
 
 def write(folder: Path, step: int) -> Manifest:
-    """A checkpoint that only lacks manifest and name."""
+    """A checkpoint without manifest and final name."""
     directory.make_unfinished_folder(folder, step)
     place = directory.unfinished_path(folder, step)
     (place / "__0_0.distcp").write_bytes(b"new tensors")
@@ -54,7 +54,7 @@ def test_steps_are_compared_as_numbers(tmp_path: Path) -> None:
 
 
 def test_the_folder_decides_not_the_pointer(tmp_path: Path) -> None:
-    """A pointer can be older than the folder, when a save is killed between the two."""
+    """A pointer can be older than the folder, if a save is killed between the two."""
     put(tmp_path, "iter_0000005")
     put(tmp_path, "iter_0000010")
     (tmp_path / directory.POINTER).write_text("5\n")

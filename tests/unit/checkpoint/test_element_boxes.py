@@ -12,7 +12,7 @@ from megafp8.checkpoint.optimizer_state import Box, flat_range_boxes
 
 @pytest.mark.parametrize("shape", [(), (7,), (4, 5), (3, 1, 4), (2, 3, 4), (1, 6)])
 def test_boxes_cover_the_elements_in_order(shape: tuple[int, ...]) -> None:
-    """Every run of every shape: put back where the boxes say, its elements are where they were."""
+    """Every run of every shape: written back at the boxes, its elements have their original positions."""
     numbers = torch.arange(prod(shape)).view(shape)
     for first in range(numbers.numel() + 1):
         for last in range(first, numbers.numel() + 1):

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what it notices of a change, and that no byte of its own is without meaning."""
+"""The manifest of a checkpoint: the changes that it detects. Every byte of the manifest itself matters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run remembers of bad numbers."""
+"""The history of non-finite values in a run's progress."""
 
 from __future__ import annotations
 

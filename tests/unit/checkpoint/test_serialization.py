@@ -1,7 +1,7 @@
-"""A crafted checkpoint runs nothing, reads nothing outside of its folder and takes no more memory than its files.
+"""A crafted checkpoint runs no code, reads no file outside its folder and takes no more memory than its files.
 
-Each payload is put where a loader meets it, and would create a file if it were run. That it does run in a plain loader
-is shown first, so that the tests below can fail.
+Each payload is put where a loader reads it, and would create a file if it ran. A first test shows that it runs in a
+plain loader, so that the tests below can fail.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def path(saved: Path, tmp_path: Path) -> Path:
-    """A copy of it, to do with as one likes."""
+    """A copy that a test may change."""
     return Path(shutil.copytree(saved, tmp_path / saved.name))
 
 
@@ -111,7 +111,7 @@ NAMES = tuple(payloads(Path("flag")))
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("getattr", "torch.load", "dotted name")])
 def test_the_payloads_are_live(name: str, tmp_path: Path) -> None:
-    """In a plain loader they run; the others break off, or only fetch."""
+    """In a plain loader they run. The others abort, or only look up an object."""
     with contextlib.suppress(Exception):
         pickle.loads(payloads(tmp_path / "flag")[name])
     deadline = time.monotonic() + 5
@@ -149,7 +149,7 @@ def test_plain_values_run_nothing(name: str, path: Path, tmp_path: Path) -> None
 
 
 class Evil:
-    """What a module would have as its state: an object that is no tensor."""
+    """A module's extra state: an object that is no tensor."""
 
     def __init__(self, flag: Path):
         self.flag = flag
@@ -160,7 +160,7 @@ class Evil:
 
 @pytest.mark.parametrize("guarded", [True, False])
 def test_objects_run_nothing(guarded: bool, path: Path, tmp_path: Path) -> None:
-    """Random state and the like lie among the tensors. torch's own planner runs them."""
+    """Random state and other objects are stored beside the tensors. torch's own planner runs them."""
 
     def load() -> str:
         stream = io.BytesIO()
@@ -213,7 +213,7 @@ def test_only_files_of_the_folder_are_read(name: str, path: Path) -> None:
 @pytest.mark.parametrize("name", [METADATA_FILE, COMMON_FILE, FORMAT_FILE])
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
 def test_small_files_must_be_regular(kind: str, name: str, path: Path) -> None:
-    """A pipe would be waited for without end."""
+    """A named pipe would block forever."""
     (path / name).rename(path / "moved")
     make = {"link": lambda: (path / name).symlink_to(path / "moved"), "pipe": lambda: os.mkfifo(path / name)}
     make.get(kind, (path / name).mkdir)()
@@ -266,7 +266,7 @@ def test_an_environment_that_allows_code_execution_is_refused(path: Path, monkey
 
 
 def test_loading_uses_the_safe_reader(path: Path) -> None:
-    """What all of the above is worth: loading weights meets the refusals."""
+    """The purpose of the tests above: loading weights reaches the refusals."""
     config = read_config(path)
     run_ranks(1, lambda: load_weights(path, build_initial(config).chunks))
     rewrite(path, point_to("/etc/passwd"))
@@ -275,7 +275,7 @@ def test_loading_uses_the_safe_reader(path: Path) -> None:
 
 
 def test_torch_still_needs_the_safe_reader() -> None:
-    """When these are gone from the installed torch and megatron-core, `serialization.py` can become shorter."""
+    """When these are removed from torch and megatron-core, `serialization.py` can become shorter."""
     source = inspect.getsource(FileSystemReader.read_metadata)
     assert "pickle.load(" in source
     assert "weights_only=False" in inspect.getsource(DefaultLoadPlanner.load_bytes)

@@ -1,4 +1,4 @@
-"""The hash of what a checkpoint holds: the same for the same state in other files, another for any other state."""
+"""The hash of a checkpoint's content: equal for equal state in other files, different for any other state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOOL = Path(__file__).resolve().parents[3] / "tools" / "checkpoint.py"
 
 
 def save(folder: Path, config: RunConfig, change: str = "", samples: int = STEP) -> None:
-    """Step 0 of a run, with one thing changed."""
+    """Step 0 of a run, with one change."""
     trainee = build_initial(config)
     model = trainee.chunks[0]
     if change == "weights":

@@ -1,4 +1,4 @@
-"""Single tensors of a checkpoint: their names, written and read; and what is no checkpoint."""
+"""Single tensors of a checkpoint: their names, written and read; and folders that are no checkpoint."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_stacked_layers_are_numbered() -> None:
 
 @pytest.fixture(scope="module")
 def weights() -> dict[str, torch.Tensor]:
-    """Weights of three layers, under the names that single tensors have."""
+    """Weights of three layers, under the names of single tensors."""
     generator = torch.Generator().manual_seed(1)
     shapes = {f"decoder.layers.{layer}.mlp.linear_fc1.weight": (6, 4) for layer in range(3)}
     shapes |= {"embedding.word_embeddings.weight": (8, 4), "decoder.final_layernorm.weight": (4,)}

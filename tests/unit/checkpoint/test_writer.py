@@ -1,4 +1,4 @@
-"""The stream that hashes what it writes, and what a failing disk leads to."""
+"""The stream that hashes what it writes, and its behaviour on a failing disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megafp8.utils.process import in_thread
 
 
 class Slow(io.RawIOBase):
-    """Takes a few bytes at a time, as a file does of very many."""
+    """Takes a few bytes at a time, as a file does with large writes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def test_hash_and_length_match_the_written_bytes(tmp_path: Path) -> None:
 
 
 def test_the_hash_may_lag_behind_and_keeps_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small pieces are copied, since their memory is used again; large ones are kept with their owner."""
+    """Small pieces are copied, because their memory is reused. Large ones are kept with their owner."""
     monkeypatch.setattr("megafp8.checkpoint.writer.MAX_LAG_BYTES", 3 * MIN_SHARED_BYTES)
     may_hash = threading.Event()
     plain_sha256 = hashlib.sha256
@@ -72,7 +72,7 @@ def test_the_hash_may_lag_behind_and_keeps_the_memory(monkeypatch: pytest.Monkey
 
 
 class Owner:
-    """Something that can be seen to go."""
+    """An object whose deletion can be observed."""
 
 
 def test_a_disk_failure_is_reported() -> None:

@@ -1,4 +1,4 @@
-"""What a person sees of a long job: share, speeds of this run alone, and the time that is left."""
+"""The progress of a long job: fraction, speeds of this run only, and remaining time."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""What follows from the settings."""
+"""Values derived from the settings."""
 
 import pytest
 

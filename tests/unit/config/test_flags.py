@@ -1,4 +1,4 @@
-"""The command line: Megatron's spellings, the order of sources, and all problems at once."""
+"""The command line: Megatron's spellings, the order of sources, and all errors reported together."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from megafp8.config.schema import RunConfig
 from megafp8.config.settings import all_settings, value_of, with_values
 from megafp8.errors import ConfigError
 
-# The text-LM example scripts of Megatron-LM put together: a command line must read as it is.
+# Megatron-LM's text-LM example scripts combined: their command line must be accepted unchanged.
 MEGATRON_COMMAND_LINE = """
 --use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
 --group-query-attention --num-query-groups 8 --kv-channels 128 --seq-length 8192 --max-position-embeddings 8192

@@ -1,4 +1,4 @@
-"""Flags that would do nothing by themselves are refused, with what they need."""
+"""Flags without effect on their own are refused, with the flags that they need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No flag of Megatron-LM's GPT scripts is unknown: each is a setting, replaced, accepted with a notice or refused."""
+"""Every flag of Megatron-LM's GPT scripts is known: a setting, replaced, accepted with a notice, or refused."""
 
 import re
 

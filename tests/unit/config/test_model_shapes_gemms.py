@@ -1,4 +1,4 @@
-"""GEMM dimensions after splitting, and what mends those that an FP8 recipe cannot take."""
+"""GEMM dimensions after splitting, and the fix for those that an FP8 recipe does not support."""
 
 from megafp8.config.model_shapes import PRESETS, GemmDimensions, gemm_alignment_problems, gemm_dimensions
 from megafp8.config.schema import RunConfig

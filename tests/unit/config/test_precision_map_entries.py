@@ -1,4 +1,4 @@
-"""Entries of a precision map: read, resolved over all linears, and refused with what is nearest."""
+"""Entries of a precision map: parsed, resolved over all linears, and refused with the nearest valid one."""
 
 import copy
 import pickle
@@ -166,7 +166,7 @@ def parsed(text: str) -> tuple[str, ...]:
 
 
 def test_a_file_is_read_into_the_settings(tmp_path: Path) -> None:
-    """So that the record of the run has what it said, whatever becomes of the file."""
+    """So the record of the run has its content, even if the file changes."""
     path = tmp_path / "map.yaml"
     path.write_text('"*.linear_fc2": blockwise\nlayers.2-3.*: {dgrad: bf16, wgrad: bf16}\n')
     entries = ("*.linear_fc2=blockwise", "layers.2-3.*:dgrad=bf16", "layers.2-3.*:wgrad=bf16")
@@ -217,7 +217,7 @@ def test_a_file_that_is_no_map_is_refused(content: str, words: str, tmp_path: Pa
     ],
 )
 def test_errors_in_a_map_file_have_its_line(content: str, run: str, words: str, tmp_path: Path) -> None:
-    """Though the same text on the command line, before, was told by `--precision`."""
+    """The same text was given on the command line before, and was reported under `--precision`."""
     path = tmp_path / "map.yaml"
     path.write_text(content)
     texts = parsed(f"--precision-map {path}")

@@ -1,4 +1,4 @@
-"""What contradicts itself among the flags about bad numbers, beyond one example a rule."""
+"""Contradictions among the flags about non-finite values, beyond one example per rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot be captured as a CUDA graph is refused, each with its flag."""
+"""Settings that cannot be captured as a CUDA graph are refused, each with its flag."""
 
 from __future__ import annotations
 

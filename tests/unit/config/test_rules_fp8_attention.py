@@ -1,4 +1,4 @@
-"""Attention in FP8 is refused where Transformer Engine has none, or would compute something else."""
+"""FP8 attention is refused where Transformer Engine does not support it, or would compute something else."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Where the MLP runs in fused operations, and SwiGLU quantizes in one pass, unless a flag says otherwise."""
+"""When the MLP uses fused operations by default, and when SwiGLU quantizes in its own kernel."""
 
 from typing import Any
 
@@ -90,7 +90,7 @@ def test_our_kernels_take_128_tokens_at_a_time(seq_length: int, fits: bool) -> N
 def test_swiglu_takes_128_tokens_and_channels_at_a_time(
     recipe: dict[str, Any], sizes: dict[str, Any], made: str | None
 ) -> None:
-    """Elsewhere it is Transformer Engine's, which is not what was asked for."""
+    """Elsewhere Transformer Engine's kernel would run instead of the requested one."""
     tiny = PRESETS["tiny"] | {"model.ffn_hidden_size": 384, "training.micro_batch_size": 2} | sizes
     config = with_values(RunConfig(), recipe | tiny)
     assert fuses_swiglu_quantization(config) == (made is None)

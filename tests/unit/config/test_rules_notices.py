@@ -1,4 +1,4 @@
-"""Settings without effect and surprising recipes are said, and only then."""
+"""Notices for settings without effect and for surprising recipes, and only for those."""
 
 import dataclasses
 
@@ -87,7 +87,7 @@ def test_fp8_on_fp32_weights_gives_a_notice(words: str, flag: str) -> None:
 
 @pytest.mark.parametrize("recipe", ["--fp8-recipe delayed", "--fp8-recipe tensorwise --precision output_layer=delayed"])
 def test_a_negative_margin_saturates(recipe: str) -> None:
-    """The scale is 2^2 times what brings the largest value to the format's largest number."""
+    """The scale is 2^2 times the one that maps the largest value to the format's largest number."""
     words = f"--bf16 --fp8-format hybrid --fp8-amax-history-len 16 {recipe} --fp8-margin".split()
     (notice,) = rules.notices(flags.parse([*words, "-2"]).config, "emulated", 1)
     assert notice.startswith("--fp8-margin -2") and "above 1/4 of the amax saturate" in notice

@@ -1,4 +1,4 @@
-"""Where queries, keys and values are split and rotated in one kernel."""
+"""When queries, keys and values are split and rotated in one kernel."""
 
 import pytest
 

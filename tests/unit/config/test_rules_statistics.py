@@ -1,4 +1,4 @@
-"""Patterns of --fp8-log-layers name linears that the run looks at."""
+"""Patterns of --fp8-log-layers match linears with statistics."""
 
 from __future__ import annotations
 

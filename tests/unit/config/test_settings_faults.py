@@ -1,4 +1,4 @@
-"""Values that nothing can be done with, whatever the other settings are: refused as they are read."""
+"""Values that are invalid with any other settings are refused when they are read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = {"model.num_layers": 10_000, "model.hidden_size": 1 << 20, "data.seq_len
 def test_paths(setting, path: str) -> None:
     _, problems = flags.parse_with_problems([setting.flags[0], path])
     assert any(problem.startswith(setting.flags[0]) and "is no path of a file" in problem for problem in problems)
-    if path.isascii():  # JSON of the others is refused before
+    if path.isascii():  # JSON refuses the others earlier
         text = json.dumps({setting.section: {setting.field: [path] if setting.many else path}})
         with pytest.raises(ConfigError, match=f"{setting.name}: .* is no path of a file"):
             settings.read_settings(text)

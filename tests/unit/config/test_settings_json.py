@@ -1,4 +1,4 @@
-"""JSON there and back, the hash, and the diff."""
+"""JSON round trip, hash and diff."""
 
 import json
 

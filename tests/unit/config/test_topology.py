@@ -1,4 +1,4 @@
-"""The rank arithmetic, against megatron-core's own where it has a pure one."""
+"""The rank arithmetic, compared with megatron-core's where it has a pure function."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Recipe names become flags, and runs of a comparison differ in what their names say."""
+"""Recipe names become flags, and the runs of a comparison differ as their names say."""
 
 from __future__ import annotations
 

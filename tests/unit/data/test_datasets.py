@@ -57,7 +57,7 @@ def all_tokens(dataset, count=None):
 
 
 def documents_of(tokens, first_token=0):
-    """Numbers of the documents from which tokens come."""
+    """Numbers of the documents that tokens come from."""
     inside = tokens[tokens != EOD] - first_token
     return set((inside // (DOCUMENT_TOKENS - 1)).tolist())
 
@@ -107,7 +107,7 @@ def test_seed_decides_the_order(shards, tokenizer):
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
 @pytest.mark.parametrize("modes", [True, False])
 def test_shards_of_megatrons_writer(tmp_path, tokenizer, dtype, modes):
-    """Without a manifest, with documents of several sequences: sequences are what is shuffled and read."""
+    """Without a manifest, with documents of several sequences: sequences are shuffled and read."""
     ids = np.arange(6000, dtype=dtype).reshape(100, 60)
     documents = [[row[:50].tolist(), row[50:].tolist()] for row in ids]
     prefix = write_megatron_shard(tmp_path / "theirs", documents, dtype, modes=modes)
@@ -160,7 +160,7 @@ def test_position_ids_and_loss_mask_at_documents_ends(shards, tokenizer):
 
 
 def test_megatron_cores_tokenizer_gives_the_same_samples(tmp_path, documents):
-    """It has a token for padding, which megatron-core's dataset looks for in the text; ours has none."""
+    """It has a padding token, which megatron-core's dataset searches in the text. Ours has none."""
     pytest.importorskip("tiktoken")
     tokenizers = pytest.importorskip("megatron.core.tokenizers")
     path = tmp_path / "ranks.json"

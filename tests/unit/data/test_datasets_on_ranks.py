@@ -1,4 +1,4 @@
-"""Datasets built by several ranks at once: the same on all, and a bad shard stops all and leaves none waiting."""
+"""Datasets built by several ranks together: equal on all ranks. A bad shard stops all ranks and none waits."""
 
 import os
 import shutil
@@ -69,7 +69,7 @@ def test_ranks_share_one_order(tmp_path, shard, tokenizer_config, world_size):
 
 
 def test_a_cache_that_cannot_be_written_stops_all_ranks(tmp_path, shard, tokenizer_config):
-    """Only rank 0 writes, so only it finds out."""
+    """Only rank 0 writes, so only rank 0 detects it."""
     (tmp_path / "cache").touch()
     first, second = run_ranks(2, error_of, configure(tokenizer_config, tmp_path, shard))
     assert first == second

@@ -1,4 +1,4 @@
-"""The order of samples: megatron-core's in the first epoch, and the same whatever the length of the run."""
+"""The order of samples: megatron-core's in the first epoch, and the same for any length of the run."""
 
 import dataclasses
 import shutil
@@ -35,7 +35,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
-    """Two shards of documents of 1 to 90 tokens, no token twice but for the end of document."""
+    """Two shards of documents of 1 to 90 tokens. Only the end of document occurs twice."""
     folder, generator, next_token, prefixes = tmp_path_factory.mktemp("shards"), np.random.default_rng(0), 0, []
     for name, count in (("a", 40), ("b", 75)):
         documents = []
@@ -170,7 +170,7 @@ def test_mock_data_follows_the_split(few_mock_documents, build):
 
 
 def test_megatron_core_changes_the_order_with_the_length_of_the_run(shards, build_theirs):
-    """What is mended here. Should megatron-core mend it, `epochs` can go."""
+    """The behaviour that is fixed here. If megatron-core fixes it, `epochs` can be removed."""
     short, long = (build_theirs(count, 0, 0, blend=(shards[:1], None), split="1")[0] for count in (90, 400))
     assert tokens_of(short, 90) != tokens_of(long, 90)
 
@@ -196,7 +196,7 @@ def test_every_epoch_reads_every_token_once_in_its_own_order(shards, build):
     num_tokens = dataset._get_num_tokens_per_epoch()
     for samples in epochs:
         inside = [token for number in samples for token in dataset[number]["tokens"].tolist() if token != EOD]
-        # A sample over the border of two epochs may hold tokens of the one before.
+        # A sample that spans two epochs may contain tokens of the previous one.
         assert len(inside) - len(set(inside)) < SEQ_LENGTH
         assert len(set(inside)) > num_tokens - 41 - 2 * SEQ_LENGTH
     documents = np.reshape(dataset.document_index, (len(epochs), -1)).tolist()
@@ -215,7 +215,7 @@ def test_a_blend_may_draw_one_sample_beyond_an_epoch(shards, build):
 
 
 def test_one_cache_serves_runs_of_every_length_and_seed(tmp_path, shards, tokenizer):
-    """Whichever comes first, none meets the index of another."""
+    """In any order, none uses the index of another."""
 
     def samples(folder, **changes):
         settings = {"num_samples": 90, "seed": 7, "seq_length": SEQ_LENGTH, "split": "80,20,0", **changes}
@@ -251,7 +251,7 @@ def test_sample_sources(shards, build):
 
 @pytest.mark.parametrize(("dtype", "token"), [(np.int32, VOCAB_SIZE + 1), (np.int32, -1), (np.uint16, 65535)])
 def test_an_id_beyond_the_vocabulary_names_shard_and_sample(tmp_path, tokenizer, monkeypatch, dtype, token):
-    """It lies where the search at the start does not look."""
+    """It lies where the search at startup does not check."""
     documents = [[number] * 49 for number in range(20)]
     documents[13][20] = token
     prefix = write_shard(tmp_path / "s", documents, dtype)
@@ -270,7 +270,7 @@ def test_an_id_beyond_the_vocabulary_names_shard_and_sample(tmp_path, tokenizer,
 
 
 def test_no_index_is_loaded_as_a_pickle(shards, build, monkeypatch):
-    """megatron-core loads indices with allow_pickle=True; should a version move them, our hooks would go unused."""
+    """megatron-core loads indices with allow_pickle=True. If a version moves them, our hooks would not be used."""
 
     def load(*args, **kwargs):
         raise AssertionError(f"numpy.load{args}")

@@ -1,4 +1,4 @@
-"""A shard that changes under a run stops the run; it never gives other tokens."""
+"""A shard that changes during a run stops the run. It never gives other tokens."""
 
 import os
 import pickle
@@ -30,7 +30,7 @@ def is_mapped(request):
 
 @pytest.fixture
 def prefix(tmp_path):
-    """A shard whose files are old, so that a change shows in the time whatever its resolution."""
+    """A shard whose files are old, so that a change is visible at any resolution of the modification time."""
     prefix = write_shard(tmp_path / "s", DOCUMENTS)
     for suffix in (".bin", ".idx"):
         os.utime(prefix + suffix, ns=(10**18, 10**18))
@@ -102,7 +102,7 @@ def test_touching_a_shard_with_a_manifest_is_accepted(tmp_path, shard, is_mapped
         os.utime(prefix + suffix, ns=(10**18, 10**18))
     assert read_all(dataset) == expected
     assert read_all(pickle.loads(pickle.dumps(dataset))) == expected
-    # Its hashes are in the manifest, so the same time does not make other tokens good.
+    # Its hashes are in the manifest, so an equal time does not make other tokens valid.
     patch(f"{prefix}.bin", 0, b"\1\1")
     with pytest.raises(DataError, match="was changed"):
         dataset.get(0)

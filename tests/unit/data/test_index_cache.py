@@ -1,4 +1,4 @@
-"""The cache of indices: what is broken is built again, what is whole is kept, and nothing in it is ever run."""
+"""The cache of indices: broken entries are rebuilt, intact ones are kept, and no code in it ever runs."""
 
 import json
 import multiprocessing
@@ -26,7 +26,7 @@ def refuse_to_build():
 
 
 def open_cache(folder):
-    """The arrays, and what was told about building them."""
+    """The arrays, and the messages about building them."""
     told = []
     found = IndexCache(folder, on_build=told.append).load_or_build("the test", CONTENT, arrays)
     for name, values in arrays().items():
@@ -71,7 +71,7 @@ def cut(length):
 
 
 class Payload:
-    """Unpickled, it makes a file."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path):
         self.path = str(path)
@@ -135,7 +135,7 @@ def test_a_hostile_file_is_replaced(tmp_path, place, hostile):
 
 
 def test_arrays_without_a_description_are_an_unfinished_entry(tmp_path):
-    """What a job that was killed while it wrote leaves behind."""
+    """The leftovers of a job that was killed while it wrote."""
     open_cache(tmp_path)
     (tmp_path / f"{NAME}.json").unlink()
     cut(50)(array_path(tmp_path, NAME, "second"))
@@ -195,7 +195,7 @@ def test_a_disk_that_corrupts_writes_is_an_error(tmp_path, monkeypatch):
 
 
 def build_slowly(folder, start, results):
-    """One of several jobs: waits for the others, builds or loads, and hands back what it got."""
+    """One of several jobs: waits for the others, builds or loads, and returns its arrays."""
 
     def slow():
         time.sleep(0.05)

@@ -13,7 +13,7 @@ GLOBAL_BATCH = 8
 
 
 class Numbered:
-    """Sample i is made of the number i; one epoch is `epoch` samples."""
+    """Sample i consists of the number i; one epoch is `epoch` samples."""
 
     def __init__(self, length, epoch=None):
         self.length, self.epoch = length, epoch or length
@@ -52,7 +52,7 @@ def samples(batches):
 
 
 def global_batches(size, **options):
-    """The set of samples of each global batch, put together from all ranks."""
+    """The samples of each global batch, combined from all ranks."""
     ranks = [samples(loader(rank=rank, size=size, **options)) for rank in range(size)]
     per_step = GLOBAL_BATCH // (options.get("micro", 2) * size)
     num_steps = len(ranks[0]) // per_step
@@ -157,7 +157,7 @@ def test_a_bad_sample_is_one_error_after_the_good_ones(workers):
 
 
 class Deadly(Numbered):
-    """Reading sample 5 kills the process that reads it, as a shard does that is cut short while it is mapped."""
+    """Reading sample 5 kills the reading process, as for a mapped shard that is truncated."""
 
     def __getitem__(self, index):
         if index == 5:
@@ -173,7 +173,7 @@ def test_a_dying_loader_process_is_an_error():
         except DataError as error:
             os._exit(7 if "A loader process ended by itself" in str(error) else 1)
 
-    # torch may raise again at any time until the loader is gone: not in this process.
+    # torch may raise again at any time until the loader is deleted: not in this process.
     child = multiprocessing.get_context("fork").Process(target=read)
     child.start()
     child.join(30)

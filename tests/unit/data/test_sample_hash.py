@@ -1,4 +1,4 @@
-"""One hash for which samples a run has read: of nothing else, and of all that decides it."""
+"""One hash of the samples that a run has read: of nothing else, and of everything that determines them."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Joined and divided shards are what megatron-core's builder would have written; and what does not go together."""
+"""Merged and split shards equal those of megatron-core's builder. Incompatible ones are refused."""
 
 import dataclasses
 import os
@@ -23,7 +23,7 @@ TOKENIZER = {"class": "NullTokenizer", "sha256": [], "vocab_size": 101, "eod": 1
 
 
 def write_with_manifest(prefix, documents, dtype=np.uint16, **changes):
-    """A shard with the manifest that preprocessing would give it."""
+    """A shard with the manifest of preprocessing."""
     with ShardWriter(str(prefix), np.dtype(dtype)) as writer:
         for document in documents:
             ids = np.asarray(document, dtype=dtype)
@@ -135,7 +135,7 @@ def test_a_second_run_does_nothing_or_resumes(tmp_path, pair):
     expected = {prefix: content_of(prefix) for prefix in made}
     times = {prefix: os.stat(f"{prefix}.bin").st_mtime_ns for prefix in made}
     assert merge(pair, tmp_path / "out", **options).kept == tuple(made)
-    Path(f"{made[1]}.idx").unlink()  # what a killed job leaves of the output that it was at
+    Path(f"{made[1]}.idx").unlink()  # the state that a killed job leaves of its current output
     assert merge(pair, tmp_path / "out", **options).kept == (made[0], *made[2:])
     assert {prefix: content_of(prefix) for prefix in made} == expected
     assert [prefix for prefix in made if os.stat(f"{prefix}.bin").st_mtime_ns != times[prefix]] == [made[1]]
@@ -185,7 +185,7 @@ def test_a_killed_job_resumes_with_the_same_bytes(tmp_path, pair, monkeypatch, n
         )
         os._exit(0)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    (tmp_path / f".out_00001-of-00003.bin.elsewhere.{child}.tmp").touch()  # another machine's, where it may be alive
+    (tmp_path / f".out_00001-of-00003.bin.elsewhere.{child}.tmp").touch()  # of another machine, where it may be alive
     assert list(tmp_path.glob(f".out*.{socket.gethostname()}.{child}.tmp"))
     assert [content_of(prefix) for prefix, _ in merge(pair, tmp_path / "out", **options).shards] == expected
     assert [path.name.split(".")[3] for path in tmp_path.glob(".*")] == ["elsewhere"]

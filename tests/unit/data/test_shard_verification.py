@@ -1,4 +1,4 @@
-"""Every kind of damage to a shard is one clear error when it is opened, and never other tokens."""
+"""Every kind of damage to a shard is one error when it is opened, and never gives other tokens."""
 
 import json
 import multiprocessing
@@ -33,7 +33,7 @@ def copy(tmp_path, shard):
 
 @pytest.fixture
 def bare_copy(copy):
-    """The same without a manifest, as Megatron makes shards."""
+    """The same without a manifest, like Megatron's shards."""
     manifest_path(copy).unlink()
     return copy
 
@@ -113,7 +113,8 @@ def test_a_flipped_last_length_contradicts_the_token_size(bare_copy):
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
 @pytest.mark.parametrize("modes", [False, True])
 def test_no_damage_to_the_index_gives_other_tokens(tmp_path, dtype, modes):
-    """Without a manifest. Header, lengths and pointers show every change; what is let pass elsewhere reads the same."""
+    """Without a manifest. Header, lengths and pointers reveal every change. Undetected changes elsewhere read the
+    same."""
     random = np.random.default_rng(5)
     documents = [[list(range(random.integers(0, 9))) for _ in range(random.integers(0, 3))] for _ in range(40)]
     prefix = write_megatron_shard(tmp_path / "s", documents, dtype, modes=modes)
@@ -162,7 +163,7 @@ def test_negative_tokens(tmp_path):
 
 @pytest.mark.parametrize(("vocab_size", "is_refused"), [(32768, False), (32769, True)])
 def test_a_dtype_too_narrow_for_the_vocabulary(tmp_path, vocab_size, is_refused):
-    """uint16 read as int16 is the same up to 32767, and negative beyond, which a search in chunks may miss."""
+    """uint16 read as int16 is the same up to 32767, and negative beyond, which a check in chunks may miss."""
     prefix = write_shard(tmp_path / "s", [[1, 2, 3]])
     patch(f"{prefix}.idx", DTYPE_OFFSET, b"\3")
     if not is_refused:
@@ -183,7 +184,7 @@ def test_large_shards_are_checked_in_chunks(tmp_path, monkeypatch):
 
 
 def run_unprivileged(function, *arguments):
-    """Call a function in a process that permissions apply to; they do not to root."""
+    """Call a function in a process to which permissions apply. They do not apply to root."""
     context = multiprocessing.get_context("fork")
     become_nobody = (lambda: os.seteuid(65534)) if os.geteuid() == 0 else None
     with ProcessPoolExecutor(1, mp_context=context, initializer=become_nobody) as pool:
@@ -192,7 +193,7 @@ def run_unprivileged(function, *arguments):
 
 @pytest.fixture
 def read_only_copy(copy):
-    """A copy in a folder that everybody may read and nobody may write to."""
+    """A copy in a folder that everyone may read and no user may write to."""
     with tempfile.TemporaryDirectory() as folder:
         for suffix in SUFFIXES:
             shutil.copy(copy + suffix, folder)

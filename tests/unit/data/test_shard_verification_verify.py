@@ -1,4 +1,4 @@
-"""Reading every byte finds every change of any byte; and what is counted is there."""
+"""Reading every byte detects every change of any byte, and the counts match the content."""
 
 import dataclasses
 import os

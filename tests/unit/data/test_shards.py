@@ -1,4 +1,4 @@
-"""The format: what is written here is what megatron-core writes, and either reads what the other wrote."""
+"""The format: megatron-core writes the same bytes, and each reads what the other wrote."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What runs where: every combination has an answer, and every refusal says what to do instead."""
+"""What runs where: every combination has an answer, and every refusal names an alternative."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def pretend_installed(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def test_an_incomplete_installation_is_a_problem_with_its_fix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The bare package makes every import of megatron-core fail."""
+    """With the bare package, every import of megatron-core fails."""
     package = tmp_path / "transformer_engine"
     package.mkdir()
     pretend_installed(monkeypatch, package)

@@ -1,4 +1,4 @@
-"""Ranks that wait for others do so within their bound, and name those that did not come."""
+"""Ranks that wait for others end within their time limit, and name the missing ones."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def be_rank(rank: int, world_size: int, timeout_s: float, environment: dict[str,
         pipe.send("met")
     except PeerLost as error:
         pipe.send(str(error))
-    pipe.recv()  # whoever has the store stays until all have answered
+    pipe.recv()  # the rank with the store stays until all have answered
 
 
 def be_agent(pipe: Connection) -> None:
-    """torchrun's part: its store."""
+    """The part of torchrun: its store."""
     become_child()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipe.send(store.port)
@@ -50,14 +50,14 @@ def started(function: Callable[..., None], *arguments: Any) -> Connection:
 
 @pytest.fixture
 def torchrun() -> Iterator[dict[str, str]]:
-    """The variables of ranks whose store is torchrun's."""
+    """The variables of ranks that use torchrun's store."""
     agent = started(be_agent)
     yield {"MASTER_PORT": str(agent.recv()), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     agent.send(None)
 
 
 def met(ranks: list[int], world_size: int, timeout_s: float, **environment: str) -> list[str]:
-    """What became of each of these ranks."""
+    """The result of each of these ranks."""
     pipes = [started(be_rank, rank, world_size, timeout_s, environment) for rank in ranks]
     answers = [pipe.recv() for pipe in pipes]
     for pipe in pipes:

@@ -1,4 +1,4 @@
-"""A note is found at the noted tensor, as autograd hands it on, and at no other."""
+"""An annotation is found on its tensor as autograd passes it, and on no other tensor."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_other_tensors_have_no_annotation(kind: str) -> None:
 
 def test_reused_memory_has_no_annotation() -> None:
     memory = torch.zeros(SHAPE)
-    annotate(memory.detach(), "amax", AMAX)  # a tensor that ends here; its memory stays
+    annotate(memory.detach(), "amax", AMAX)  # a tensor whose life ends here; its memory is reused
     assert annotation(memory, "amax") is annotation(memory.view(SHAPE), "amax") is None
 
 
@@ -85,7 +85,7 @@ def test_tensors_without_a_version_counter_have_no_annotation() -> None:
 
 
 class Linear(torch.autograd.Function):
-    """What it finds of its gradient goes to `found`."""
+    """What it finds on its gradient goes to `found`."""
 
     found: list[Optional[Tensor]] = []
 
@@ -100,7 +100,7 @@ class Linear(torch.autograd.Function):
 
 
 class Noting(torch.autograd.Function):
-    """Whose gradient is noted."""
+    """A layer whose gradient is annotated."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Casts and SwiGLU into blockwise FP8 in one pass, against torch operations: every code and every scale.
+"""Casts and SwiGLU into blockwise FP8 in one kernel, against torch operations: every code and every scale.
 
 On a machine without a GPU: `pip install triton`, then `TRITON_INTERPRET=1 python -m pytest tests/unit/kernels`.
 """
@@ -74,8 +74,8 @@ def test_cast(dtype: torch.dtype, fmt: Format, is_power_of_two: bool) -> None:
 
 
 def where_sigmoid_is_exact() -> Tensor:
-    """Inputs [T, 2 W] with gates at which the sigmoid is 1/2, or 1, so that torch's products are the kernels' to the
-    bit."""
+    """Inputs [T, 2 W] with gates at which the sigmoid is 1/2 or 1, so that torch's products equal the kernels'
+    bitwise."""
     gates = torch.randint(0, 3, (TOKENS, WIDTH), generator=torch.Generator().manual_seed(2)) * 64.0
     return torch.cat([gates.bfloat16().to(DEVICE), drawn(TOKENS, WIDTH, 3)], dim=1)
 
@@ -110,7 +110,7 @@ def values_of(blocks: BlockwiseOutput, fmt: Format) -> tuple[Tensor, Tensor]:
 
 
 def check_values(blocks: BlockwiseOutput, expected: Tensor) -> None:
-    """Within a step of E4M3, of BF16, and what an FP8 number below the smallest normal one loses."""
+    """Within a step of E4M3, of BF16, and the loss of FP8 numbers below the smallest normal one."""
     for values in values_of(blocks, E4M3):
         error = (values.double() - expected).abs()
         assert (error <= expected.abs() * (2**-4 + 2**-8) + 16 * 2**-9 / 448 + 1e-5).all()

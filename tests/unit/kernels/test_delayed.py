@@ -58,7 +58,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.
 @FORMATS
 @DTYPES
 def test_a_cast(dtype: torch.dtype, fmt: Format) -> None:
-    """Of values from where the format ends to where it saturates, and of zeros."""
+    """Values from below the format's range to saturation, and zeros."""
     inputs = drawn(TOKENS, WIDTH).float() * torch.logspace(-6, 2, WIDTH, device=DEVICE)
     inputs[: TOKENS // 2, : WIDTH // 2] = 0
     codes = empty_codes(TOKENS, WIDTH, fmt)
@@ -69,8 +69,8 @@ def test_a_cast(dtype: torch.dtype, fmt: Format) -> None:
 @FORMATS
 @DTYPES
 def test_forward_and_backward_where_the_sigmoid_is_exact(dtype: torch.dtype, fmt: Format) -> None:
-    """At 0 the sigmoid is 1/2, and 1 from 64 on, so that torch's products are the kernels' to the bit: FP32, as they
-    are noted and scaled, never rounded to the inputs' type."""
+    """At 0 the sigmoid is 1/2, and 1 from 64 on, so torch's products equal the kernels' bitwise. They are recorded and
+    scaled in FP32, without rounding to the inputs' type."""
     gates = torch.randint(0, 128, (TOKENS, WIDTH), generator=torch.Generator().manual_seed(2)).float()
     gates = gates.where(gates >= 64, 0.0).to(DEVICE)
     inputs = torch.cat([gates, drawn(TOKENS, WIDTH, 3).float()], dim=1).to(dtype)
@@ -85,7 +85,7 @@ def test_forward_and_backward_where_the_sigmoid_is_exact(dtype: torch.dtype, fmt
 
 
 def test_forward_and_backward_against_the_formula() -> None:
-    """Within half a step of E4M3, FP32's rounding, and half the smallest step."""
+    """Within 0.5 steps of E4M3, FP32's rounding, and 0.5 of the smallest step."""
     inputs, gradients = drawn(TOKENS, 2 * WIDTH, 5), drawn(TOKENS, WIDTH, 6)
     result, gradient = swiglu_with_gradient(inputs, gradients)
     forward, backward = empty_codes(TOKENS, WIDTH, E4M3), empty_codes(TOKENS, 2 * WIDTH, E4M3)

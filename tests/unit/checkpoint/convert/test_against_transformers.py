@@ -1,6 +1,6 @@
-"""transformers' own models: their names and shapes, their logits, and what their loaders make of our files.
+"""transformers' own models: their names and shapes, their logits, and how their loaders read our files.
 
-Skipped where the library is not installed. Everything of it that may start threads runs in a forked rank.
+Skipped where the library is not installed. Parts of it that may start threads run in a forked rank.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TOKENS = torch.randint(0, 128, (2, 40), generator=torch.Generator().manual_seed(
 
 @pytest.fixture(scope="module")
 def transformers() -> ModuleType:
-    """The library, with what forked ranks would import each for itself."""
+    """The library, with everything imported that forked ranks need."""
     library = importlib.import_module("transformers")
     assert library.LlamaForCausalLM and library.GPT2LMHeadModel and library.AutoTokenizer
     return library
@@ -63,7 +63,7 @@ def their_logits(transformers: ModuleType, folder: Path, dtype: torch.dtype = to
 
 
 def our_logits(folder: Path) -> Tensor:
-    """Logits of the model in a run's checkpoint, in high precision; padding included."""
+    """Logits of the model in a run's checkpoint, in high precision, including padding."""
     _, path = find_checkpoint(folder) or (0, folder)
     config, implementation = single_device_config(read_config(path), capability.detect_target(), True)
     module = build_module(config, implementation, embedding_rows(path), detect_platform())

@@ -1,4 +1,4 @@
-"""Settings to and from config.json, and what is refused by name."""
+"""Settings to and from config.json. Unsupported ones are refused by name."""
 
 from __future__ import annotations
 

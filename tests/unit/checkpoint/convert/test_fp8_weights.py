@@ -1,4 +1,4 @@
-"""FP8 weights there are the codes and scales that the emulated layers have here."""
+"""Exported FP8 weights have the codes and scales of the emulated layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megafp8.config.schema import PrecisionConfig
 from megafp8.quantization.quantize import dequantize, quantize
 from megafp8.recipes.base import Gemm, Operand
 
-# Heads of 128 channels and an MLP of 128: blocks of ours are blocks of theirs.
+# Heads of 128 channels and an MLP of 128: our blocks equal those of transformers.
 ALIGNED = LLAMA | {
     "hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 128,
     "num_hidden_layers": 1,

@@ -1,4 +1,4 @@
-"""Files of transformers: read safely, written in shards, whole or not at all."""
+"""Files of transformers: read safely, written in shards, complete or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts against plain loops, and as inverses."""
+"""Layouts compared with plain loops, and as inverses."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_padding_rows_have_little_probability_for_any_hidden_state(dtype: torch.
     rounding = 1.0001 if dtype == torch.float32 else 1.1  # of the mean
     assert (probability[:, 50:].amax(-1) <= probability[:, :50].sum(-1) / 50 * rounding).all()
     zeros = torch.cat((tokens.float(), torch.zeros(14, 8)))
-    assert (hidden @ zeros.t()).softmax(-1)[:, 50:].amax() > 0.05  # what the mean is for
+    assert (hidden @ zeros.t()).softmax(-1)[:, 50:].amax() > 0.05  # the purpose of the mean
 
 
 def test_a_vocabulary_without_padding_is_unchanged() -> None:

@@ -1,4 +1,4 @@
-"""Records to texts: the same with and without orjson, and each bad record with its number and reason."""
+"""Records to texts: equal with and without orjson. Each bad record is reported with its number and reason."""
 
 import json
 import random

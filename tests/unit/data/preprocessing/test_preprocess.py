@@ -1,4 +1,4 @@
-"""Text to shards: the same bytes whatever the workers, the kind of file and the encoder."""
+"""Text to shards: the same bytes for any number of workers, kind of file and encoder."""
 
 import dataclasses
 import gzip
@@ -20,7 +20,7 @@ from megafp8.data.tokenizers.build import build_tokenizer
 from megafp8.errors import CapabilityError, DataError
 from megafp8.utils.files import file_sha256
 
-# ---- what comes out -------------------------------------------------------------------------------------------------
+# ---- output ----------------------------------------------------------------------------------------------------------
 
 
 def test_shard_holds_each_document_and_its_end(job, documents):
@@ -53,7 +53,7 @@ def test_manifest_matches_the_shard(job, corpus_file):
 def test_same_bytes_with_any_number_of_workers(job, shard, tmp_path, small_parts, encoder):
     if encoder == "gigatoken":
         pytest.importorskip("gigatoken")
-    whole = shard_bytes(shard)  # it was made in one part
+    whole = shard_bytes(shard)  # it was built in one part
     for workers in (1, 2, 5):
         prefix = str(tmp_path / f"w{workers}" / "c")
         divided = dataclasses.replace(job, output_prefix=prefix, workers=workers, encoder=encoder)
@@ -65,7 +65,7 @@ def test_same_bytes_with_any_number_of_workers(job, shard, tmp_path, small_parts
 
 
 def test_same_bytes_as_megatrons_pipeline(tmp_path, small_parts):
-    """One document a call, written through megatron-core's builder, as its preprocess_data.py does."""
+    """One document per call, written through megatron-core's builder, as its preprocess_data.py does."""
     indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
     texts = ["1 2 3", "", "4", "5 6", "  ", *(" ".join(map(str, range(n))) for n in range(300))]
     for append_eod in (False, True):
@@ -141,7 +141,8 @@ def test_progress_reaches_the_size_of_the_input(job, small_parts, corpus_file, t
     assert (seen[-1].num_documents, seen[-1].num_tokens) == (60, manifest.num_tokens)
 
 
-# ---- how the input is divided ---------------------------------------------------------------------------------------
+# ---- division of the input
+# --------------------------------------------------------------------------------------------
 
 
 def test_part_sizes():
@@ -173,7 +174,8 @@ def test_small_files_are_grouped_and_large_ones_split(tmp_path):
     assert tasks[3:] == [unit for unit in units if not isinstance(unit, Stream)]
 
 
-# ---- again ----------------------------------------------------------------------------------------------------------
+# ---- repeated runs
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_a_second_run_does_nothing_without_overwrite(job):
@@ -188,7 +190,7 @@ def test_a_second_run_does_nothing_without_overwrite(job):
 
 
 def test_leftovers_of_a_killed_run_are_removed(job):
-    """It was killed while it deleted its parts: the shards are whole, the parts are of no job."""
+    """It was killed while it deleted its parts: the shards are complete, the parts belong to no job."""
     preprocess(job)
     folder = Path(f"{job.output_prefix}.parts")
     folder.mkdir()
@@ -258,14 +260,14 @@ def test_a_difference_in_the_middle_of_the_job_restarts_it(job, shard, monkeypat
 
 
 def test_a_small_input_does_not_wait_for_gigatoken(job, monkeypatch):
-    monkeypatch.setattr(preprocess_module, "choose_encoder", None)  # nobody calls it
+    monkeypatch.setattr(preprocess_module, "choose_encoder", None)  # nothing calls it
     notices = []
     preprocess(job, on_notice=notices.append)
     assert "the input is small" in notices[0]
 
 
 def test_the_librarys_batches_are_bounded(tmp_path, monkeypatch):
-    """However large the input, an encoder gets a batch at a time."""
+    """For an input of any size, an encoder gets one batch at a time."""
     monkeypatch.setattr(encoders.LibraryEncoder, "batch_bytes", 1000)
     monkeypatch.setattr("megafp8.data.preprocessing.readers.BLOCK_BYTES", 500)
     seen = []

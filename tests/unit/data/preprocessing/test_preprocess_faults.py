@@ -1,4 +1,4 @@
-"""Documents that are none, and machines that fail: every fault by its name, and what was done is not lost."""
+"""Invalid documents and failing machines: every fault is named, and completed work is not lost."""
 
 import dataclasses
 import errno
@@ -21,7 +21,7 @@ from megafp8.data.preprocessing.preprocess import preprocess
 from megafp8.errors import DataError
 from megafp8.utils.files import file_sha256
 
-# ---- documents that are none ----------------------------------------------------------------------------------------
+# ---- invalid documents -----------------------------------------------------------------------------------------------
 
 
 BAD = {"{": "not JSON", '{"txt": "1"}': "'text' is missing", '{"text": "1 5000"}': "token id 5000, but the vocabulary",
@@ -30,7 +30,7 @@ BAD = {"{": "not JSON", '{"txt": "1"}': "'text' is missing", '{"text": "1 5000"}
 
 @pytest.fixture(params=["jsonl", "jsonl.gz"])
 def bad_job(request, tmp_path):
-    """Six hundred lines, some blank, of which every hundredth, from the 51st on, is none of NullTokenizer's."""
+    """Six hundred lines, some blank. Every hundredth one, from the 51st on, is invalid for NullTokenizer."""
     lines = [f'{{"text": "{n}"}}' if n % 7 else "" for n in range(600)]
     for place, line in enumerate(BAD):
         lines[100 * place + 50] = line
@@ -70,7 +70,7 @@ def test_bad_documents_are_skipped_counted_and_listed(bad_job, workers, small_pa
 
 
 def test_skipped_documents_are_not_reused_without_the_flag(bad_job, small_parts, monkeypatch):
-    """A job that skipped is killed, and started again without leave to skip."""
+    """A job that skipped documents is killed, and restarted without the flag."""
     with monkeypatch.context() as patch:
         patch.setattr(preprocess_module._JobRun, "_publish", _interrupt)
         with pytest.raises(Interrupted):
@@ -118,7 +118,7 @@ def test_no_text_at_all_is_an_error(tmp_path):
 
 
 class Interrupted(Exception):
-    """The end of a run, as far as a test is concerned."""
+    """The simulated end of a run."""
 
 
 def _interrupt(*_):
@@ -209,7 +209,7 @@ def test_an_unfinished_other_job_is_not_touched(job, monkeypatch, small_parts):
             preprocess(job)
     with pytest.raises(DataError, match="c.parts holds an unfinished job with other append eod"):
         preprocess(dataclasses.replace(job, append_eod=False))
-    # --overwrite drops it, but goes on with its own.
+    # --overwrite drops it, but resumes its own.
     notices, seen = [], []
     with monkeypatch.context() as patch:
         patch.setattr(preprocess_module._JobRun, "_publish", _interrupt)

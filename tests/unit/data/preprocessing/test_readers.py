@@ -1,4 +1,4 @@
-"""Files, their division, and the records of each piece: every record once, in order, whatever the division."""
+"""Files, their division, and the records of each piece: every record once and in order, for any division."""
 
 import gzip
 import importlib.util
@@ -46,7 +46,7 @@ def test_any_division_gives_every_record_once(tmp_path, monkeypatch, separator):
     monkeypatch.setattr(readers, "BLOCK_BYTES", 7)
     rng = random.Random(separator)
     for _ in range(100):
-        # Letters of the separator inside of records: beginnings of it that come to nothing.
+        # Letters of the separator inside of records: incomplete separators.
         records = [record.replace(separator.encode(), b"") for record in random_records(rng, b"xyz<|ab")]
         content = separator.encode().join(records) + (separator.encode() if rng.random() < 0.5 else b"")
         source = source_of(tmp_path / "a.txt", content, separator)
@@ -97,7 +97,7 @@ NAMES = ("a.jsonl", "a.txt", "a.jsonl.gz", pytest.param("a.jsonl.zst", marks=nee
 
 
 def pieces_of(source):
-    """The records of a file, in two ranges where it is divisible."""
+    """The records of a file, in two ranges if it is divisible."""
     cuts = [0, 20, source.num_bytes] if source.is_divisible else [0, source.num_bytes]
     return (read_range(source, start, stop) for start, stop in zip(cuts, cuts[1:], strict=False))
 
@@ -107,7 +107,7 @@ def pieces_of(source):
 @pytest.mark.parametrize("place", [0, 3])
 @pytest.mark.parametrize("separator", ["\n", "<|x|>"])
 def test_document_size_limit(tmp_path, monkeypatch, name, block_bytes, place, separator):
-    """Whatever the blocks, also where it is the last one, and where a separator is cut by the limit."""
+    """For any blocks, also for the last document, and where the limit cuts a separator."""
     monkeypatch.setattr(readers, "BLOCK_BYTES", block_bytes)
     if not name.endswith(".txt"):
         separator = "\n"
@@ -128,7 +128,7 @@ def test_document_size_limit(tmp_path, monkeypatch, name, block_bytes, place, se
 
 
 def test_the_limit_does_not_change_blocks(tmp_path):
-    """Else parts that a job made before it met a long document would not fit those that follow with a higher limit."""
+    """Otherwise parts that were built before a long document would not fit those after it with a higher limit."""
     records = [b"x" * length for length in (5, 90, 3, 60, 100, 1, 1, 80)]
     low, high = (
         list(read_blocks(source_of(tmp_path / "a.jsonl.gz", b"\n".join(records), max_document_bytes=limit), 7))
@@ -173,7 +173,7 @@ def test_damage_is_reported_after_the_intact_records(tmp_path, name, damage):
     with pytest.raises(DamagedFileError):
         for block in read_range(source, 0, source.num_bytes):
             found += block
-    # A flipped bit may give other text before the checksum tells.
+    # A flipped bit may give other text before the checksum detects it.
     assert damage == "flipped" or found == records[: len(found)]
     if damage == "cut":
         assert len(records) * 0.4 < len(found) < len(records) * 0.6
@@ -200,7 +200,7 @@ def test_an_undecodable_file_name_is_refused(tmp_path):
 
 
 def test_files_written_by_tools_are_excluded(tmp_path):
-    """Of folders and patterns, with a notice; a file that is named itself is read."""
+    """Found by folder or pattern, they are skipped with a notice. A file that is named itself is read."""
     written = (
         "t.json",
         "gpt/tokenizer.json",

@@ -1,4 +1,4 @@
-"""Parquet files and datasets as input: pieces cover every row once, and columns that are no text are refused."""
+"""Parquet files and datasets as input: pieces cover every row once, and non-text columns are refused."""
 
 import subprocess
 import sys

@@ -38,7 +38,7 @@ def test_digits_are_single_tokens(tmp_path):
 
 
 def test_a_document_of_one_long_line_is_learned_from(tmp_path):
-    """SentencePiece passes over lines above its limit without a word."""
+    """SentencePiece silently skips lines above its limit."""
     (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog " * 3000)
     train_sentencepiece([str(tmp_path / "a.txt")], str(tmp_path / "t"), vocab_size=300)
     data = DataConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(tmp_path / "t.model"))
@@ -61,7 +61,7 @@ def test_training_again_does_nothing_and_other_settings_are_refused(tmp_path, co
 
 
 def test_every_kind_of_input_gives_the_same_model(tmp_path, corpus_file, documents):
-    """The files that preprocessing takes; half of the documents each in a file of its own kind."""
+    """The file types of preprocessing; the documents are distributed over files of each type."""
     parquet, zstd = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("backports.zstd")
     pyarrow = pytest.importorskip("pyarrow")
     half, lines = len(documents) // 2, corpus_file.read_bytes().splitlines(keepends=True)

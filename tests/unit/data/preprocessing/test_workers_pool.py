@@ -1,4 +1,4 @@
-"""Tasks in processes: every result comes, errors and deaths are told, and nobody is left behind."""
+"""Tasks in processes: every result is returned, errors and deaths are reported, and no process is left."""
 
 import os
 import signal

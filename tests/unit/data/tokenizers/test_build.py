@@ -45,7 +45,7 @@ def tokenizer_json(tmp_path):
 
 
 def check_contract(tokenizer):
-    """What every tokenizer promises."""
+    """The contract of every tokenizer."""
     for text in TEXTS:
         ids = tokenizer.tokenize(text)
         assert tokenizer.detokenize(ids) == text
@@ -102,7 +102,7 @@ def test_gpt2_bpe(gpt2_files):
     check_contract(tokenizer)
     assert tokenizer.tokenize("ret") == [257]
     assert (tokenizer.vocab_size, tokenizer.eod) == (259, 258)
-    assert tokenizer.tokenize(" a")[0] == gpt2_vocabulary()["\u0120"]  # no space put in front, none swallowed
+    assert tokenizer.tokenize(" a")[0] == gpt2_vocabulary()["\u0120"]  # no space added in front, none dropped
 
 
 @pytest.mark.parametrize("as_folder", [True, False])
@@ -201,7 +201,7 @@ def test_broken_ranks_are_named(tmp_path, damage):
 
 @pytest.fixture
 def small_encoding(monkeypatch):
-    """An encoding that tiktoken knows by the name `small`, as a plugin of its would add it."""
+    """An encoding that tiktoken knows by the name `small`, as a plugin would add it."""
     registry = pytest.importorskip("tiktoken.registry")
     definition = {
         "name": "small",
@@ -218,7 +218,7 @@ def small_encoding(monkeypatch):
 
 def test_tiktoken_encoding_by_name(small_encoding):
     data = DataConfig(tokenizer_type="TikTokenizer", tokenizer_model="small")
-    tokenizer = build_tokenizer(data, vocab_size=5000)  # the encoding has a size of its own
+    tokenizer = build_tokenizer(data, vocab_size=5000)  # the encoding has its own size
     check_contract(tokenizer)
     assert (tokenizer.vocab_size, tokenizer.eod) == (262, 261)
     assert tokenizer.tokenize("ret") == [257]

@@ -1,4 +1,4 @@
-"""Ids by gigatoken are those of the tokenizers' own libraries; where they are not, that is noticed."""
+"""gigatoken gives the ids of the tokenizers' own libraries. Differences are detected."""
 
 import base64
 import json
@@ -35,7 +35,8 @@ def lists_of(encoded) -> list[list[int]]:
     return [piece.tolist() for piece in np.split(ids, np.cumsum(lengths)[:-1])]
 
 
-# ---- what every encoder does ----------------------------------------------------------------------------------------
+# ---- every encoder
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("eod", [None, 1000])
@@ -137,7 +138,7 @@ def test_gigatoken_gives_the_librarys_ids(bpe, texts):
 
 
 def test_merges_do_not_create_control_pieces(tmp_path, tokenizer_config):
-    """A model in which < and s> are pieces, and <s> begins a sentence: text must not."""
+    """A model in which < and s> are pieces, and <s> starts a sentence. Text must not produce it."""
     pytest.importorskip("gigatoken")
     protos = pytest.importorskip("sentencepiece.sentencepiece_model_pb2")
     model = protos.ModelProto()
@@ -179,7 +180,7 @@ def test_gigatoken_is_chosen_where_it_agrees(bpe, texts):
 
 
 class _Other:
-    """A tokenizer that differs from the one whose files gigatoken read, where a text has a word."""
+    """A tokenizer that differs from the one whose files gigatoken read, for texts with a certain word."""
 
     def __init__(self, tokenizer: Tokenizer, word: str):
         self.__class__ = type(type(tokenizer).__name__, (type(tokenizer),), {"tokenize": self._differ})
@@ -200,7 +201,7 @@ def test_a_difference_is_detected_before_and_during_the_job(bpe, texts):
         choose_encoder(other, GIGATOKEN, lambda: texts)
     with pytest.raises(EncoderMismatchError, match="it gives the ids"):
         GigatokenEncoder(other).encode(["Thing7"])
-    # Letters beyond ASCII first: they are checked wherever they are in the batch.
+    # Letters beyond ASCII first: they are checked everywhere in the batch.
     with pytest.raises(EncoderMismatchError):
         GigatokenEncoder(_Other(bpe, "\u00e9")).encode([*["plain"] * 50, "caf\u00e9", *["plain"] * 9])
 
