@@ -1,4 +1,4 @@
-"""Job files: what they may say, and everything that is wrong with one at once."""
+"""Job files: their valid content, and a report of all errors together."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ training: |
 
 
 def test_job_values_are_read_literally() -> None:
-    """Where YAML would read 86400 for 24:00:00 and true for on."""
+    """YAML would read 86400 for 24:00:00 and true for on."""
     job = read_job(FILE, {})
     assert (job.name, job.nodes, job.time, job.exclusive) == ("first", 4, "24:00:00", False)
     assert job.environment == {"NCCL_IB_HCA": "mlx5", "SWITCH": "on"}

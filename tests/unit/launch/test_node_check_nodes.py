@@ -1,4 +1,4 @@
-"""Which node is to blame: told from what the nodes of a job reported."""
+"""Which node is at fault, derived from the reports of a job's nodes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GPU = GpuState(
 
 
 def groups_of(number: int, num_nodes: int, fails: Callable[[set[int]], bool]) -> tuple[GroupResult, ...]:
-    """A node's groups; those of failing members say so."""
+    """A node's groups. Groups with failing members report it."""
     members = [(number,), *(link_members(link, num_nodes) for link in node_links(number, num_nodes))]
     return tuple(
         GroupResult(members=some, bytes_per_s=None, error="timed out") if fails({*some})
@@ -52,7 +52,7 @@ def judged(reports: list) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 4, 7, 8])
 def test_links_form_a_ring_without_deadlock(num_nodes: int) -> None:
-    """Each node goes through its links in order: some link is then always the next one of both its ends."""
+    """Each node tests its links in order. Some link is then always the next one of both its ends."""
     waiting = [node_links(node, num_nodes) for node in range(num_nodes)]
     links = {link_members(link, num_nodes) for own in waiting for link in own}
     assert len(links) == (num_nodes if num_nodes > 2 else num_nodes - 1)

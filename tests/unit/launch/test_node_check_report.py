@@ -1,4 +1,4 @@
-"""What a node measures of itself: GPUs as nvidia-smi tells them, and what becomes of ranks that do not answer."""
+"""A node's measurements of itself: GPUs as reported by nvidia-smi, and the handling of ranks that do not answer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_without_nvidia_smi_there_are_none(tmp_path: Path, monkeypatch: pytest.M
 
 
 def leave(scratch: Path, rank: int, *lines: dict) -> subprocess.Popen:
-    """A rank that said this, and ended."""
+    """A rank that reported this and ended."""
     (scratch / f"rank{rank}").write_text("".join(json.dumps(line) + "\n" for line in lines))
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()

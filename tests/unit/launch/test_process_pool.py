@@ -1,4 +1,4 @@
-"""Many runs at once, on runs that do not train: their ends are told apart, and a signal reaches those that go on."""
+"""Many concurrent runs without training: their ends are distinguished, and a signal reaches the running ones."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_signal_before_a_run_began_is_no_failure(tmp_path: Path) -> None:
 def test_a_signal_between_two_starts_reaches_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, number: signal.Signals
 ) -> None:
-    """It comes while the second process is made, before it is in any list."""
+    """It arrives while the second process is created, before it is in any list."""
     runs, made = [fake(tmp_path / name, "wait:5:5") for name in "abc"], []
 
     class Interrupted(subprocess.Popen):

@@ -1,6 +1,6 @@
-"""The scripts that start jobs: the same text as was looked at once, sound shell, and what they say in it.
+"""The scripts that start jobs: equal to their snapshots, valid shell, and with the right content.
 
-`--write-snapshots` writes `snapshots/` anew.
+`--write-snapshots` rewrites `snapshots/`.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ def test_every_snapshot_is_used() -> None:
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed (Debian: shellcheck)")
 def test_shell_scripts_pass_shellcheck() -> None:
-    """Every one in the project, and those that are generated."""
+    """Every shell script of the project, and the generated ones."""
     listed = [path for folder in (ROOT, *(ROOT / name for name in ("examples", "launcher", "tests", "tools", ".ci")))
               for path in folder.rglob("*.sh") if ".venv" not in path.parts]  # fmt: skip
     files = sorted({*listed, ROOT / ".ci/run", *SNAPSHOTS.iterdir()})
     assert len(files) > 15
-    # SC1091: a virtual environment is elsewhere. SC2016: what is quoted is for the nodes to expand.
+    # SC1091: a virtual environment is elsewhere. SC2016: quoted text is for the nodes to expand.
     found = subprocess.run(["shellcheck", "--exclude=SC1091,SC2016", *map(str, files)], capture_output=True, text=True)
     assert found.returncode == 0, found.stdout + found.stderr
 
@@ -100,13 +100,13 @@ def test_node_check_time_does_not_depend_on_the_save_time() -> None:
 def test_jobs_of_adjacent_numbers_have_different_ports() -> None:
     check, meeting = re.findall(r"\$\(\((\d.+?)\)\)", script("four_nodes.sbatch"))
     jobs = [{"SLURM_JOB_ID": number} for number in range(4_199_950, 4_200_050)]
-    ports = [eval(meeting, job) for job in jobs]  # the shell's arithmetic is Python's here
+    ports = [eval(meeting, job) for job in jobs]  # the shell's arithmetic equals Python's here
     ports += [eval(check, job) + port for job in jobs for port in range(NUM_CHECK_PORTS)]
     assert len({*ports}) == len(ports) and min(ports) >= 10_000 and max(ports) < 32_768
 
 
 def test_words_survive_the_shell(tmp_path: Path) -> None:
-    """Flags of an array's task, with a space in them, come out of bash as they went in."""
+    """Flags of an array's task that contain a space come out of bash unchanged."""
     text = script("array.sbatch")
     flags = text[text.index("training=(") : text.index("# Once on")]
     ended = subprocess.run(
@@ -117,7 +117,7 @@ def test_words_survive_the_shell(tmp_path: Path) -> None:
     assert directives("array.sbatch")["array"] == "0-2%2"
 
 
-# In place of srun and of every Python: what the scripts have them do, without Slurm.
+# Replaces srun and every Python: records the arguments, without Slurm.
 STANDINS = {
     "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
     "scontrol": "echo n7",
@@ -155,7 +155,7 @@ def test_spaces_and_quotes_survive_the_scripts(nodes: int, tmp_path: Path) -> No
     assert checked.count(f"{folder}/logs/nodes/41-0") == 2 and checked.count("24100") == 2
 
 
-# As Slurm prints them, more or less.
+# Approximately as Slurm prints them.
 NODES = """case $2 in
   hostnames) printf '%s\n' n7 n9 ;;
   node) for name in 7 9; do echo "NodeName=n$name NodeAddr=10.0.0.$name NodeHostName=host$name Port=1 "; done ;;

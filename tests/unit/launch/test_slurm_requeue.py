@@ -1,5 +1,5 @@
-"""In a Slurm job: what the supervisor leaves to the queue, and when a job may go back into it. Slurm's commands are
-stand-ins here; `tests/faults/test_slurm.py` has the real ones."""
+"""In a Slurm job: what the supervisor leaves to the queue, and when a job may be requeued. Slurm's commands are
+stand-ins here. `tests/faults/test_slurm.py` uses the real ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ esac
 
 
 class Job:
-    """A job of Slurm as its batch script sees it."""
+    """A Slurm job as its batch script sees it."""
 
     def __init__(
         self, folder: Path, state: str = "RUNNING", restarts: int = 0, status: int = 0, excluded: str = "(null)",
@@ -53,7 +53,7 @@ class Job:
             self.environment |= {"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "3"}
 
     def supervise(self, ends: str, *options: str) -> tuple[int, str]:
-        """Exit status and what was told."""
+        """Exit status and messages."""
         words = command(self.folder / "run", ends, "--requeue", *options)
         ended = subprocess.run(words, capture_output=True, text=True, timeout=60, env=self.environment)
         assert "Traceback" not in ended.stderr, ended.stderr
@@ -88,7 +88,7 @@ def test_failures_that_a_requeue_cannot_fix_are_not_requeued(tmp_path: Path, end
 
 
 def test_a_refused_start_of_a_finished_run_is_not_requeued(tmp_path: Path) -> None:
-    """It leaves the state as it was. The command of a run that is not done has trained, and may do so elsewhere."""
+    """It leaves the state unchanged. The command of an unfinished run has trained, and may do so elsewhere."""
     for before, is_mended in (("done", False), ("preempted", True)):
         folder = tmp_path / before
         folder.mkdir()
@@ -107,7 +107,7 @@ def test_a_cancelled_job_is_not_requeued(tmp_path: Path) -> None:
 
 
 def test_nothing_is_started_after_the_warning_of_the_end(tmp_path: Path) -> None:
-    """It comes once: a run that began afterwards would be killed with what it had not saved."""
+    """It arrives once. A run that starts afterwards would be killed and lose its unsaved steps."""
     job = Job(tmp_path, left_s=100)
     status, told = job.supervise("70:40:40", "--least-time-s", "360")
     assert status == 75 and job.requeued and not (tmp_path / "run/starts").exists()
@@ -128,7 +128,7 @@ def test_requeues_are_limited(tmp_path: Path) -> None:
 
 
 def test_a_job_that_repeatedly_starts_nothing_is_not_requeued(tmp_path: Path) -> None:
-    """Each time so late in its time limit that a start would be too late: three times in a row is enough."""
+    """Each time so late in its time limit that a start would be too late. Three times in a row is enough."""
     said = tmp_path / "said"
     for _ in range(3):
         status, _ = (job := Job(tmp_path, left_s=100)).supervise("preempted:40:40", "--least-time-s", "360")
@@ -170,7 +170,7 @@ def test_the_last_array_task_is_not_the_complete_array(tmp_path: Path) -> None:
 
 
 def put_back(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[bool, list[str]]:
-    """Whether it was, and what was told; in this process, where only its pauses make time pass."""
+    """Whether it was requeued, and the messages; in this process, where only its pauses make time pass."""
     for name, value in job.environment.items():
         monkeypatch.setenv(name, value)
     now = [0.0]

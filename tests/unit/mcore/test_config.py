@@ -1,4 +1,4 @@
-"""The one translation into megatron-core's configuration: what it keeps, refuses and never produces."""
+"""The translation into megatron-core's configuration: what it keeps, refuses and never produces."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def overridden(*entries: str) -> RunConfig:
     return replace(small_config("llama"), overrides=entries)
 
 
-# ---- what is asked for is kept --------------------------------------------------------------------------------------
+# ---- requested values are kept
+# ----------------------------------------------------------------------------------------
 
 
 def test_model_settings_are_translated() -> None:
@@ -97,7 +98,7 @@ def test_emulated_layers_quantize_by_themselves() -> None:
 
 
 def test_gelu_is_the_same_function_with_and_without_its_kernel() -> None:
-    """The fused kernel is the tanh form; without it, on a CPU, the unfused one has to be that too."""
+    """The fused kernel is the tanh form. Without it, on a CPU, the unfused function must have that form too."""
     x = torch.linspace(-4, 4, 101)
     tanh, erf = torch.nn.functional.gelu(x, approximate="tanh"), torch.nn.functional.gelu(x)
     assert not torch.equal(tanh, erf)
@@ -105,12 +106,12 @@ def test_gelu_is_the_same_function_with_and_without_its_kernel() -> None:
     assert torch.equal(transformer(small_config("gpt2", "--no-bias-gelu-fusion")).activation_func(x), erf)
 
 
-# ---- what megatron-core would get wrong without an error ------------------------------------------------------------
+# ---- what megatron-core would do wrong without an error -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("style", ["llama", "gpt2"])
 def test_no_flags_enable_a_wrong_pipeline(style: str) -> None:
-    """Two interleaved stages never batch their messages, and what is sent in the background is never freed."""
+    """Two interleaved stages never batch their messages, and buffers of pending sends are never freed."""
     splits = ("", "--num-virtual-stages-per-pipeline-rank 2", "--num-layers-per-virtual-pipeline-stage 1")
     overlaps = ("", "--no-overlap-p2p-communication")
     for split, overlap, stages in itertools.product(splits, overlaps, (1, 2, 4)):
@@ -146,7 +147,7 @@ def test_overrides_that_enable_it_are_refused(flags: str, entry: str, reason: st
 
 @dataclass
 class Edits:
-    """A configuration that changes what it is given, as some of megatron-core's do."""
+    """A configuration that changes its arguments, as some of megatron-core's do."""
 
     kept: int = 0
     lowered: int = 0
@@ -204,7 +205,7 @@ def test_fields_of_flags_cannot_be_overridden(entry: str, part: str) -> None:
 
 
 def test_every_translated_field_has_an_owner() -> None:
-    """Or is one that only megatron-core's insiders know, and that `unsafe_override_problems` checks."""
+    """Or is an internal field of megatron-core that `unsafe_override_problems` checks."""
     ours = {
         "pipeline_dtype", "init_method", "output_layer_init_method", "embedding_init_method", "perform_initialization",
         "batch_p2p_comm", "deallocate_pipeline_outputs", "use_cpu_initialization", "calculate_per_token_loss",

@@ -1,4 +1,4 @@
-"""The patches that let megatron-core run on a CPU: each still needed, each doing what it says and no more."""
+"""The patches that let megatron-core run on a CPU: each is still needed, and does only what it documents."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _install() -> None:
 
 
 def core_source(file: str) -> str:
-    """Text of a file below megatron/core as it is installed."""
+    """The installed text of a file below megatron/core."""
     spec = importlib.util.find_spec("megatron.core")
     return (Path(spec.origin).parent / file).read_text(encoding="utf-8")
 
@@ -51,7 +51,7 @@ def test_every_patch_says_why() -> None:
 
 
 def test_false_is_still_treated_as_fp8() -> None:
-    """The behaviour behind the last patch, on the class as megatron-core has it."""
+    """The behaviour behind the last patch, on megatron-core's own class."""
     recompute = patches.import_core("tensor_parallel.random").CheckpointWithoutOutput
     assert recompute(fp8=False).fp8 is False, "patched"
     plain = recompute.__new__(recompute)
@@ -89,7 +89,8 @@ def test_nothing_is_patched_on_a_gpu_machine(monkeypatch: pytest.MonkeyPatch) ->
     assert applied == []
 
 
-# ---- what each one does ---------------------------------------------------------------------------------------------
+# ---- the effect of each one
+# -------------------------------------------------------------------------------------------
 
 
 def test_torch_cuda_functions_return_cpu_values() -> None:
@@ -146,7 +147,7 @@ def test_clipping() -> None:
 
 
 def test_gradient_norm_does_not_depend_on_the_sharding() -> None:
-    """Where it is taken of all, of halves on two ranks, and of pieces, FP32 sums differ in the last bits."""
+    """Over all gradients, over shards on two ranks, and over pieces, FP32 sums differ in the last bits."""
     gradients = torch.randn(100_003, generator=torch.Generator().manual_seed(1))
 
     def norm(num_pieces: int) -> float:
@@ -160,7 +161,7 @@ def test_gradient_norm_does_not_depend_on_the_sharding() -> None:
 
 
 def mixed_gather() -> torch.Tensor:
-    """Gather bytes and BF16 numbers in one group; what came of the bytes 0 and 1, from rank 0 and 1."""
+    """Gather bytes and BF16 numbers in one group; returns the gathered bytes 0 and 1 of rank 0 and rank 1."""
     rank = torch.distributed.get_rank()
     codes, numbers = torch.zeros(2, dtype=torch.uint8), torch.zeros(2, dtype=torch.bfloat16)
     codes[rank] = rank
@@ -175,7 +176,7 @@ def test_gloo_still_treats_a_group_of_buffers_as_one_type() -> None:
 
 
 def test_buffers_of_two_types_are_in_separate_groups() -> None:
-    """And the one with the embedding comes last, because gathers begin there."""
+    """The one with the embedding comes last, because gathers start there."""
 
     def groups(disable_bucketing: bool) -> list[list[torch.dtype]]:
         distributed = patches.import_core("distributed.distributed_data_parallel")
@@ -201,7 +202,7 @@ def test_buffers_of_two_types_are_in_separate_groups() -> None:
 
 
 def test_dropout_streams_and_recomputation_share_the_cpu_generator() -> None:
-    """A recomputed dropout drops the same, and what comes after it draws as if nothing had been recomputed."""
+    """A recomputed dropout drops the same elements, and later draws are as if nothing had been recomputed."""
     random = patches.import_core("tensor_parallel.random")
 
     def loss_and_next(is_recomputed: bool) -> tuple[torch.Tensor, torch.Tensor]:

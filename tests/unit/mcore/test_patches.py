@@ -1,4 +1,4 @@
-"""megatron-core takes our weights for FP8 weights, and what is of another kind as before."""
+"""megatron-core treats our weights as FP8 weights, and other tensors as before."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ ENTERED = {
 
 
 class Codes:
-    """Remembers where it was moved to."""
+    """Records where it was moved to."""
 
     def move_to(self, buffer: Any) -> None:
         self.place = buffer
 
 
 class Weight(torch.nn.Parameter):
-    """The least that a quantized weight is."""
+    """The minimum of a quantized weight."""
 
     def dequantize(self) -> torch.Tensor:
         return self.data + 1
@@ -37,7 +37,7 @@ class Weight(torch.nn.Parameter):
 
 @pytest.fixture
 def quantized(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """`Weight` is entered, and taken out again; what is asked to be quantized."""
+    """`Weight` is registered, and unregistered again; yields the tensors to quantize."""
     for module, names in ENTERED.items():
         for name in names:
             patches.original_attribute(module, name)

@@ -1,4 +1,4 @@
-"""Every rule is provoked by looks made for it, and silent on healthy ones."""
+"""Every rule is triggered by statistics made for it, and not by healthy ones."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ STALE, LOOSE = {"staleness_octaves": 1.5}, {"staleness_octaves": -4.0}
 BAD = {"num_non_finite": 3}
 STALLED, FROZEN = {"update_to_weight": 1e-9}, {"codes_changed_fraction": 0.0}
 
-# Rule -> changes of some looks in a row (of the input, of the weight, of the gradient), the tensor and a part of the
-# text of what is found at the last one.
+# Rule -> changes of consecutive statistics (of the input, the weight, the gradient), the tensor, and a part of the
+# finding's text at the last one.
 PROVOKED = {
     "numbers that are not finite": [
         ([(None, None, BAD)], f"{FC1}.grad_output: 3 values are not finite"),
@@ -67,7 +67,7 @@ def run_of(flags: str = "--fp8-format hybrid --fp8-recipe delayed --fp8-log-inte
 
 
 def details(make_statistics: Make, looks: list[tuple[Any, Any, Any]], first_step: int = 100) -> list[list[str]]:
-    """What is said at each look."""
+    """The findings at each statistics step."""
     watch = HealthMonitor(run_of(), warmup_steps=50)
     return [
         [event.detail for event in watch.update(make_statistics(first_step + 10 * index, *changes))]
@@ -156,7 +156,7 @@ def test_a_run_without_statistics_reports_why(flags: str, why: str) -> None:
 
 
 def test_what_if_recipes_are_checked_for_nonfinite_values(make_statistics: Make) -> None:
-    """In high precision they are all that there is, and show the operands' values."""
+    """In high precision there are no other statistics, and they show the operands' values."""
     config = run_of("--fp8-log-interval 1 --fp8-what-if mxfp8,tensorwise")
 
     def tried(step: int, **changes: Any) -> QuantizationRecord:

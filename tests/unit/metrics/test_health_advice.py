@@ -1,4 +1,4 @@
-"""What is advised is taken by the command line of the run, and changes it."""
+"""Advised flags are accepted on the run's command line, and change it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def case_of(name: str, linear: Optional[str] = "layers.1.linear_fc1") -> Case:
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name.replace(" ", "-"))
 @pytest.mark.parametrize("name", RUNS)
 def test_every_advice_is_accepted_by_the_command_line(name: str, rule: object) -> None:
-    """Behind the flags that it has, for every linear."""
+    """Appended to its flags, for every linear."""
     config = case_of(name).config
     command = f"{TINY} {RUNS[name]}".split()
     assert rules.setting_problems(config, 1) == []
@@ -97,7 +97,7 @@ def test_statistics_are_advised_where_they_are_off() -> None:
 
 
 def test_unsupported_settings_are_not_advised() -> None:
-    """Hopper has no MXFP8, and Transformer Engine's fused operations no recipes of their own."""
+    """Hopper has no MXFP8, and Transformer Engine's fused operations have no recipes of their own."""
     native = "--transformer-impl transformer_engine --no-emulation"
     words = f"{TINY} --fp8-format hybrid --fp8-recipe tensorwise --disable-bias-linear {native}"
     for flag, refused in (("", "mxfp8"), ("--use-transformer-engine-op-fuser", "linear_fc1=bf16")):

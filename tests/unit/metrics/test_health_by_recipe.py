@@ -1,4 +1,4 @@
-"""Healthy tensors have nothing to report under any recipe, and ill ones have: the bounds against measured figures."""
+"""Healthy tensors have no findings under any recipe, and unhealthy ones have: the bounds against measured figures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ SHAPE = (256, 256)
 
 
 def tensors() -> dict[str, Tensor]:
-    """Healthy ones: normal, Laplace, heavy tails, rows and columns of other sizes, an outlier channel, activations."""
+    """Healthy tensors: normal, Laplace, heavy tails, rows and columns of other sizes, an outlier channel,
+    activations."""
     torch.manual_seed(1)
     normal, octaves = torch.randn(SHAPE), torch.randn(SHAPE[0]) * 1.5
     outlier = torch.randn(SHAPE)
@@ -50,12 +51,12 @@ def tensors() -> dict[str, Tensor]:
 
 
 def is_weight_like(name: str) -> bool:
-    """Weights have neither an activation's zeros nor the sizes of rows that activations and gradients have."""
+    """Weights have neither an activation's zeros nor the row sizes of activations and gradients."""
     return name in ("normal", "laplace", "student-5", "student-3")
 
 
 def findings_of(flags: str, values: Tensor, operands: tuple[Operand, ...]) -> list[str]:
-    """What is said after two looks."""
+    """The findings after two statistics steps."""
     config = parse(f"{TINY} {flags} --fp8-log-interval 1".split()).config
     recipe = build_recipe(config.precision)
     assert recipe is not None
@@ -64,7 +65,7 @@ def findings_of(flags: str, values: Tensor, operands: tuple[Operand, ...]) -> li
 
 
 def statistics_of(recipe: LinearRecipe, values: Tensor, operands: tuple[Operand, ...], step: int) -> QuantizationRecord:
-    """Each operand having these values."""
+    """Statistics with these values for each operand."""
     entries = [each for operand in operands for each in tracked_tensors(LINEAR, operand, recipe, False)]
     table = StatisticsTable([each.row for each in entries], torch.device("cpu"))
     for each in entries:
@@ -86,7 +87,7 @@ def test_healthy_tensors_have_no_findings(name: str, kind: str) -> None:
 
 
 def test_four_bit_block_scales_saturate_a_known_fraction() -> None:
-    """What the bound leaves room for: every other block's largest value, by at most 1/17."""
+    """The margin of the bound: every other block's largest value, by at most 1/17."""
     config = parse(f"{TINY} --fp4-format e2m1 --fp8-log-interval 1".split()).config
     recipe = build_recipe(config.precision)
     assert recipe is not None and recipe.rules[0][2].scale_rule is ScaleRule.TWO_LEVEL
@@ -96,7 +97,7 @@ def test_four_bit_block_scales_saturate_a_known_fraction() -> None:
 
 
 def test_blocks_with_vanishing_scales_are_reported() -> None:
-    """One value 2^20 times as large as the others: under NVFP4 the scales of their blocks become zero."""
+    """One value 2^20 times as large as the others: under NVFP4 the scales of the other blocks become zero."""
     values = torch.randn(SHAPE)
     values[0, 0] = 2.0**20
     told = findings_of(RECIPES["nvfp4-plain"], values.bfloat16(), tuple(Operand))
@@ -106,7 +107,7 @@ def test_blocks_with_vanishing_scales_are_reported() -> None:
 
 
 def test_a_tensor_beyond_one_scale_is_reported() -> None:
-    """In FP8, too: values in so many octaves that E4M3 leaves most of them at zero."""
+    """Also in FP8: values in so many octaves that E4M3 flushes most of them to zero."""
     values = torch.randn(SHAPE) * torch.randn(SHAPE).mul(8).exp2()
     told = findings_of(RECIPES["tensorwise-e4m3"], values.bfloat16(), tuple(Operand))
     assert told and told[0].startswith("gradients underflow: ")

@@ -1,4 +1,4 @@
-"""Statistics of quantization, against a reference that goes value by value."""
+"""Quantization statistics, compared with a reference that computes value by value."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def check_equal(found: QuantizationStats, expected: dict[str, object]) -> None:
 
 
 def example(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """Values over many octaves with zeros, some of them beyond their row's range; rounded to eighths of a step."""
+    """Values over many octaves with zeros, some beyond their row's range, rounded to 1/8 of a step."""
     generator = torch.Generator().manual_seed(rows * columns)
     values = torch.randn(rows, columns, generator=generator) * torch.exp2(torch.arange(columns) % 23 - 18.0)
     values[torch.rand(rows, columns, generator=generator) < 0.1] = 0
@@ -119,7 +119,7 @@ def test_scales_of_zeros_do_not_count() -> None:
 
 
 def test_a_block_whose_scale_rounds_to_zero_underflows() -> None:
-    """NVFP4's scales are E4M3 and underflow. The other blocks keep their scales, and zeros have lost nothing."""
+    """NVFP4's scales are E4M3 and underflow. The other blocks keep their scales, and zeros lose nothing."""
     values = torch.tensor([[1e-9, 2e-9, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
     dequantized = values.where(values > 1e-3, 0.0)
     stats = quantization_stats(values, dequantized, torch.tensor([[0.0], [0.25], [0.0]]), FORMAT_MAX)
@@ -149,7 +149,7 @@ def test_octaves_end_at_powers_of_two_below_the_largest(magnitude: float, entry:
 
 
 def test_rounding_of_the_scale_is_no_saturation() -> None:
-    """amax x (448 / amax) may come out a little beyond 448."""
+    """amax x (448 / amax) may be slightly above 448."""
     values = torch.tensor([448.0 * (1 + 2.0**-22), 448.0 * (1 + 2.0**-18)], dtype=torch.float64)
     stats = quantization_stats(values, values.clamp(max=448.0), torch.ones(()), FORMAT_MAX)
     assert stats.saturated_fraction == 0.5

@@ -1,4 +1,4 @@
-"""What recipes do to tensors whose fate is known."""
+"""The effect of recipes on tensors with known errors."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_nvfp4_names_an_unsupported_shape(shape: tuple[int, int]) -> None:
 
 
 def test_scales_of_both_levels_are_applied() -> None:
-    """Block amaxes 6 x 448 and 6: their scales are 448 times the tensor's, and once it."""
+    """Block amaxes 6 x 448 and 6: their scales are 448 times and 1 times the tensor's."""
     tensor = torch.zeros(16, 32)
     tensor[0, 0], tensor[0, 16] = 6 * 448, 6
     row, _ = inspect_tensor("x", tensor, Operand.INPUT, ["nvfp4"], FORMATS)

@@ -1,4 +1,4 @@
-"""Tensors from files and from nowhere."""
+"""Tensors from files and generated tensors."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_dictionary_gives_its_matrices_or_the_requested_tensors(tmp_path: Path
 
 
 class Custom:
-    """Something that only a program could make of a file."""
+    """An object that only code could create from a file."""
 
 
 def test_other_files_are_refused_in_one_line(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Sums that ranks can add up: entries, and what becomes of them. Against values one by one: tests/unit/metrics."""
+"""Sums that ranks can add: entries and their results. Compared with single values in tests/unit/metrics."""
 
 from __future__ import annotations
 

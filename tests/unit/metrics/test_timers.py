@@ -4,7 +4,7 @@ from megafp8.metrics.timers import StepTimer
 
 
 class Stage:
-    """A clock and a device: waiting for the device takes `lag` seconds once after work was queued."""
+    """A clock and a device: the first wait for the device after work was queued takes `lag` seconds."""
 
     def __init__(self):
         self.now, self.lag, self.num_waits = 0.0, 0.0, 0

@@ -1,4 +1,4 @@
-"""Causal attention against its definition, alone and with the sequence split over ranks."""
+"""Causal attention compared with its definition, alone and with the sequence split over ranks."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_zigzag_gives_every_rank_the_same_work() -> None:
 @pytest.mark.parametrize("num_groups", [HEADS, 2])
 @pytest.mark.parametrize("size", [2, 4])
 def test_context_parallel_attention_equals_one_rank(size: int, num_groups: int) -> None:
-    """Output and gradients of each rank's part, for queries as for keys and values."""
+    """Output and gradients of each rank's part, for queries, keys and values."""
     weights = torch.randn(LENGTH, BATCH, HEADS * CHANNELS, generator=torch.Generator().manual_seed(2))
 
     def on_rank() -> tuple[Tensor, list[Tensor]]:
@@ -123,7 +123,7 @@ def test_context_parallel_attention_equals_one_rank(size: int, num_groups: int) 
 
 
 def test_positions_follow_megatron_cores_split() -> None:
-    """Tokens and positions are cut by the same rule, or a rank would mask the wrong keys."""
+    """Tokens and positions are split by the same rule. Otherwise a rank would mask the wrong keys."""
 
     def on_rank() -> list[int]:
         patches.import_core("parallel_state").initialize_model_parallel(context_parallel_size=2)

@@ -28,7 +28,7 @@ def batch(length: int = 4) -> dict[str, Tensor]:
 
 
 class Model:
-    """Notes what it is called with; its "losses" are the labels."""
+    """Records its arguments; its "losses" are the labels."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []

@@ -1,4 +1,4 @@
-"""The parts of the finite check that need no ranks; `distributed/test_nonfinite_values.py` has the whole."""
+"""The parts of the finite check that need no ranks. `distributed/test_nonfinite_values.py` tests all of it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 class Group:
-    """What megatron-core's bucket group shows: buckets, and the start of their reduction."""
+    """The used part of megatron-core's bucket group: buckets, and the start of their reduction."""
 
     def __init__(self, *gradients: torch.Tensor):
         self.buckets = [SimpleNamespace(grad_data=gradient) for gradient in gradients]
@@ -56,7 +56,7 @@ def test_one_element_is_enough(value: float, dtype: torch.dtype) -> None:
 
 
 def test_infinities_that_cancel_are_seen() -> None:
-    """Their sum is NaN, and not finite either; a mean of signs would miss them."""
+    """Their sum is NaN, which is not finite either. A mean of signs would miss them."""
     assert not is_finite(torch.tensor([INF, -INF]))
 
 
@@ -91,8 +91,8 @@ def test_loss_is_a_mean_over_tokens() -> None:
 
 
 def test_ranks_agree() -> None:
-    """Rank 0 holds (3, 2), rank 1 nothing, rank 2 (5, 4) and a bad gradient, rank 3 a loss that is not finite;
-    signals came to ranks 1 and 3."""
+    """Rank 0 has (3, 2), rank 1 nothing, rank 2 (5, 4) and a bad gradient, rank 3 a loss that is not finite. Ranks 1
+    and 3 received signals."""
 
     def ask() -> StepTotals:
         rank = torch.distributed.get_rank()
@@ -107,7 +107,7 @@ def test_ranks_agree() -> None:
 
 
 def test_first_bad_tensor() -> None:
-    """Of gradients the first in the order of the backward pass, which spoils those below it."""
+    """The first gradient in the order of the backward pass, which spreads to those below it."""
     model = chunk(a=torch.ones(2), b=torch.ones(2), c=torch.ones(2))
     named = dict(model.module.named_parameters())
     assert find_bad_tensor([model]) is None
@@ -123,7 +123,7 @@ def test_first_bad_tensor() -> None:
 
 
 def test_the_projection_of_attention_comes_behind_what_it_multiplies() -> None:
-    """megatron-core makes it first."""
+    """megatron-core creates it first."""
     attention = ("linear_proj.weight", "linear_qkv.weight", "q_layernorm.weight")
     parts = ("norm", *(f"self_attention.{each}" for each in attention), "mlp")
     layers = [[f"layers.{layer}.{part}" for part in parts] for layer in range(2)]

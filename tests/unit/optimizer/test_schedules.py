@@ -1,4 +1,4 @@
-"""The learning rate of every step, by the formulas of the flags."""
+"""The learning rate of every step, compared with the formulas of the flags."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BATCH = 8
 
 
 def rates(flags: str, num_steps: int = 11, world_size: int = 1) -> list[float]:
-    """Learning rate that each step uses, from the first on."""
+    """The learning rate of each step, from the first on."""
     return [rate for rate, _ in walk(flags, num_steps, world_size)]
 
 
@@ -70,7 +70,7 @@ def test_inverse_square_root() -> None:
 
 @pytest.mark.parametrize("style", ["linear", "cosine"])
 def test_the_same_in_samples_and_on_more_ranks(style: str) -> None:
-    """The schedule counts samples: neither ranks nor micro-batches move it."""
+    """The schedule counts samples. Neither ranks nor micro-batches change it."""
     flags = f"--lr-decay-style {style}"
     assert rates(flags, world_size=2) == rates(flags) == rates(f"{flags} --micro-batch-size 1")
     fraction = f"{flags} --lr-warmup-iters 0 --lr-warmup-fraction 0.2"

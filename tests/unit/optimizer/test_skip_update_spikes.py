@@ -1,4 +1,4 @@
-"""The spike detector beside a slow one in exact fractions, and what a window is."""
+"""The spike detector compared with a slow one in exact fractions, and its window."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def is_spike(values: list[float], value: float, sigma: float) -> bool:
 
 
 def curve(seed: int, steps: int = 300) -> list[tuple[float, float]]:
-    """Losses that fall and norms that jitter, some of either far too large."""
+    """Falling losses and noisy norms, some of either far too large."""
     draw = random.Random(seed)
     pairs = []
     for step in range(steps):
@@ -35,7 +35,7 @@ def curve(seed: int, steps: int = 300) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_spikes_equal_exact_arithmetic(seed: int) -> None:
-    """Every step of a long curve, each series by itself; spikes do not enter the window."""
+    """Every step of a long curve, each series separately. Spikes do not enter the window."""
     window: Window = ()
     found = 0
     for loss, norm in curve(seed):
@@ -90,7 +90,7 @@ def test_the_oldest_update_leaves_the_window() -> None:
 
 
 def test_a_resumed_run_decides_the_same() -> None:
-    """The window goes through a checkpoint after every step, as plain values."""
+    """The window is saved and loaded after every step, as plain values."""
     straight: Window = ()
     resumed = SkipHistory()
     for loss, norm in curve(7, steps=60):

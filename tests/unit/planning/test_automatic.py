@@ -1,4 +1,4 @@
-"""Automatic settings: what each machine gets by default, what a flag keeps, and why."""
+"""Automatic settings: the defaults of each machine, flags that override them, and the reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where FP8 is said not to pay."""
+"""When the plan reports that FP8 is not faster."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_graph_is_advised_where_the_run_can_have_one(dropout: float, is_advise
 
 
 def test_linears_slowed_by_casts_are_named() -> None:
-    """Few channels and many tokens: what is quantized is large, and multiplied by little."""
+    """Few channels and many tokens: large tensors are quantized for small GEMMs."""
     run = run_of(NARROW | {"data.seq_length": 65_536})
     small = [gain.linear.name for gain in linear_gains(run) if gain.speedup < 1]
     assert small == ["linear_fc1"]

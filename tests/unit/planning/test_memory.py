@@ -1,4 +1,4 @@
-"""The memory estimate against the paper's formulas, against measured peaks, and against itself."""
+"""The memory estimate compared with the paper's formulas, measured peaks, and itself."""
 
 import pytest
 

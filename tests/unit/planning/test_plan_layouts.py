@@ -1,4 +1,4 @@
-"""The search: what it tries, what it leaves out, what it says when nothing goes."""
+"""The search: what it tries, what it excludes, and its report when nothing fits."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_limits_are_where_the_speed_falls(planned):
 
 
 def test_few_gpus_that_are_slow_limit_no_scaling(planned):
-    """The best speed is at 64; what is lost at 8 is not lost by scaling."""
+    """The best speed is at 64 GPUs. The loss at 8 is not a scaling loss."""
     layouts_of = {8: planned.scaling[4096], 64: planned.scaling[8]}
     assert scaling_limits(layouts_of) == []
     assert scaling_limits({8: None}) == []
@@ -187,14 +187,14 @@ def test_impossible_plans_are_refused_with_the_reason(text, gpu, problem):
     ],
 )
 def test_a_refusal_names_given_settings(text, gpus, problem):
-    """Not about recompute, pipelines and contexts that only the search tried."""
+    """It does not name recompute, pipelines and contexts that only the search tried."""
     with pytest.raises(ConfigError) as raised:
         invoked(f"--model-preset llama3-8b {text}", gpus=gpus, scaling=())
     assert len(raised.value.problems) == 1 and problem in raised.value.problems[0]
 
 
 def test_a_refusal_without_one_cause_is_about_the_nearest_layout():
-    """Every layout breaks the batch in its own way: one is told, with what the search chose for it."""
+    """Every layout breaks the batch in its own way. One is reported, with the settings that the search chose for it."""
     with pytest.raises(ConfigError) as raised:
         invoked("--model-preset llama3-8b --global-batch-size 64 --micro-batch-size 3", gpus=8, scaling=())
     (problem,) = raised.value.problems
@@ -220,7 +220,7 @@ def test_a_slower_network_costs_speed_between_nodes_only():
 
 
 def test_a_cuda_graph_reduces_the_memory_for_eager_steps() -> None:
-    """A micro batch that fits without it may not."""
+    """A micro-batch that fits without it may not fit."""
     text = "--model-preset llama-1b --seq-length 2048 --global-batch-size 64 --fp8-format hybrid --fp8-log-interval 100"
     plain, graph = (
         make_plan(flags.parse(f"{text} {extra}".split()), GPUS["h200"], 1, ())

@@ -1,4 +1,4 @@
-"""The table of precisions says what each recipe does."""
+"""The precision table describes each recipe."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Remarks: other numbers of GPUs, and recipes that are not ranked."""
+"""Remarks: other numbers of GPUs, and recipes without a ranking."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_why_a_number_is_hard_to_divide() -> None:
 
 
 def test_a_prime_number_of_gpus_is_compared_with_its_neighbours() -> None:
-    """13 GPUs can only be data-parallel, which needs recompute; 12 can divide the sequences."""
+    """13 GPUs can only be data-parallel, which needs recompute. 12 can divide the sequences."""
     plan = planned(FEW, gpu="h100", gpus=13)
     (remark,) = plan.remarks
     speeds = {

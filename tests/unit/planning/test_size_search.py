@@ -1,4 +1,4 @@
-"""The search for a micro-batch size: where it begins, what it tries, and what it takes."""
+"""The search for a micro-batch size: where it starts, what it tries, and what it chooses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHAPE = (
 
 
 def search(sizes: list[int], first: int, time_of: Callable[[int], Optional[float]]) -> tuple[list[int], Optional[int]]:
-    """The sizes that are tried, in order, and what is taken."""
+    """The tried sizes in order, and the chosen one."""
     tried: dict[int, Optional[float]] = {}
     while (size := next_size(sizes, tried, first)) is not None:
         assert size in sizes and size not in tried, "each size is tried once"
@@ -43,7 +43,7 @@ def search(sizes: list[int], first: int, time_of: Callable[[int], Optional[float
 
 
 def up_to(largest: int, time_of: Callable[[int], float] = lambda size: 1 / size) -> Callable[[int], Optional[float]]:
-    """Times of a machine that has room for so many sequences."""
+    """Times of a machine with room for this number of sequences."""
     return lambda size: time_of(size) if size <= largest else None
 
 
@@ -107,7 +107,7 @@ def test_sizes_divide_the_batch_of_a_rank_and_break_no_rule() -> None:
 
 
 def test_sizes_that_break_a_rule_are_reported() -> None:
-    """Else what was asked for would narrow the search unsaid."""
+    """Otherwise the request would silently narrow the search."""
     fp8 = "--bf16 --fp8-format e4m3 --fp8-recipe blockwise --swiglu --disable-bias-linear --ffn-hidden-size 256"
     asked = f"{SHAPE} --global-batch-size 4 --micro-batch-size auto --seq-length 64 {fp8}"
     config = flags.parse(f"{asked} --swiglu-quantize-fusion".split()).config

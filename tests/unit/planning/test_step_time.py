@@ -1,4 +1,4 @@
-"""The time model against sums done by hand, limits that it must have, and itself."""
+"""The time model compared with manual computations, known limits, and itself."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_thin_gemm_is_bound_by_memory():
 
 def test_attention_flops_equal_the_models():
     run = run_of()
-    flops = 6 * 4096 * 8192 * 8192  # one layer, one sequence of 8192: 6 h s a token, the causal half
+    flops = 6 * 4096 * 8192 * 8192  # one layer, one sequence of 8192: 6 h s per token, causal
     fraction = run.calibration.attention_fraction * 8192 / (8192 + run.calibration.attention_half_tokens)
     assert compute.attention_s(run) == pytest.approx(flops / (989.4e12 * fraction))
 
@@ -174,7 +174,7 @@ def test_between_nodes_each_rank_of_a_node_brings_an_adapter():
     adapter = 50e9 * communication.NETWORK_FRACTION
     assert ring_collective_s(run, RankGroup(8, 8), large) == pytest.approx(large * 7 / 8 / adapter, rel=1e-3)
     assert ring_collective_s(run, RankGroup(16, 4), large) == pytest.approx(large * 15 / 16 / (2 * adapter), rel=1e-3)
-    # All of a node together are bound by NVLink.
+    # All ranks of a node together are bound by NVLink.
     assert ring_collective_s(run, RankGroup(64, 1), large) == pytest.approx(
         large * 63 / 64 / (450e9 * run.calibration.nvlink_fraction), rel=1e-3
     )
@@ -190,7 +190,7 @@ def test_codes_are_gathered_and_sums_are_bf16():
 
 @pytest.mark.parametrize("network_share", [1.0, 0.01])
 def test_overlapped_communication_is_exposed_where_it_takes_longer(network_share):
-    """One layer, one stage without embedding and output layer; then with NVLink at a hundredth."""
+    """One layer, one stage without embedding and output layer; then with 1% of NVLink's bandwidth."""
     run = run_of(TENSOR | PIPELINE, gpus=16)
     slow = dataclasses.replace(run.calibration, nvlink_fraction=run.calibration.nvlink_fraction * network_share)
     run = dataclasses.replace(run, calibration=slow)
@@ -214,7 +214,8 @@ def test_data_parallel_bytes_are_gradients_and_weights():
 
 @pytest.mark.parametrize(("kind", "forward", "backward"), [("p2p", 1, 2), ("allgather", 1, 2), ("a2a", 5, 5)])
 def test_context_parallel_bytes(kind, forward, backward):
-    """In units of what keys and values of a rank's tokens take. a2a: (q + k + v + o) = 10 kv, of 2 kv; half is sent."""
+    """In units of the keys and values of a rank's tokens. a2a: (q + k + v + o) = 10 kv, of 2 kv; one part in two is
+    sent."""
     run = run_of({"parallel.context_parallel_size": 2, "parallel.cp_comm_type": kind})
     _, _, num_bytes = communication.context_parallel_traffic(run)
     keys_and_values = 4096 * 2 * 1024 * 2

@@ -1,4 +1,4 @@
-"""Delayed scaling by hand. Agreement with Transformer Engine's updates is tests/conformance."""
+"""Delayed scaling computed by hand. tests/conformance compares it with Transformer Engine's updates."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_most_recent(amaxes: list[float], scale: float) -> None:
 
 
 def test_a_recorded_nan_is_dropped() -> None:
-    """Else the largest since the last update would be NaN for ever."""
+    """Otherwise the largest since the last update would stay NaN."""
     state, exchange = DelayedState(RECIPE), AmaxExchange()
     exchange.join(state, None)
     for amax, scale in ((7.0, 64.0), (torch.nan, 64.0), (14.0, 32.0)):
@@ -89,7 +89,7 @@ def test_state_stays_fp32_in_a_bf16_model() -> None:
 
 
 def run_forward(state: DelayedState, exchange: AmaxExchange, x: Tensor, w: Tensor) -> Tensor:
-    """What a layer does."""
+    """As a layer does."""
     scales, is_first_run = state.scales_for_forward()
     plan = LinearPlan(recipe=RECIPE, delayed=scales, after_backward=lambda: exchange.backward_ran(state))
     y = emulated_linear(x, w, None, plan)
@@ -136,7 +136,7 @@ def test_linears_are_updated_when_the_last_has_run() -> None:
 
 
 def test_second_run_of_a_recomputed_forward_pass() -> None:
-    """It has the scales of the first, leaves no trace, and does not count as a pass."""
+    """It uses the scales of the first run, has no side effects, and does not count as a pass."""
     state, exchange, x, w = lone_linear()
     outputs = []
     for factor in (1.0, 4.0, 0.5):  # microbatches

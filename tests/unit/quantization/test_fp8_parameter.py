@@ -1,4 +1,4 @@
-"""Weights that are codes: quantized by parts as they would be whole, and BF16 tensors to everybody who asks."""
+"""Weights stored as codes: quantized by parts as in one piece, and BF16 tensors for other code."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rule_of(recipe: LinearRecipe) -> OperandRule:
 
 
 def master_weight(shape: tuple[int, int], seed: int = 0) -> Tensor:
-    """FP32 numbers with a few that are hard."""
+    """FP32 numbers with a few difficult ones."""
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     weight[0, :4] = torch.tensor([math.nan, 0.0, -0.0, 1e-40])
     weight[130:, :] *= 1e-3
@@ -49,7 +49,7 @@ def master_weight(shape: tuple[int, int], seed: int = 0) -> Tensor:
 
 
 def parameter_of(weight: Tensor, recipe: LinearRecipe, state: DelayedState | None = None) -> QuantizedParameter:
-    """What a linear has in the weight's place, not settled yet."""
+    """The parameter that replaces a linear's weight, not settled yet."""
     return nn.Parameter(QuantizedParameter(WeightCodes(weight.bfloat16(), rule_of(recipe), delayed=state)))
 
 
@@ -85,7 +85,7 @@ def check_equal(found: Any, expected: Any) -> None:
 @each_recipe
 @pytest.mark.parametrize("cuts", [(), (144 * 128,), (1, 20_000), (144 * 130 + 7, 144 * 130 + 9, 28_000)])
 def test_quantization_by_parts_equals_that_of_the_full_weight(recipe: LinearRecipe, cuts: tuple[int, ...]) -> None:
-    """Cut at a block's edge, within rows, within a row, and with a rank that has nothing."""
+    """Split at a block's edge, within rows, within a row, and with a rank that has nothing."""
     masters = [master_weight(RAGGED, seed) for seed in range(2)]
     ends = [0, *cuts, masters[0].numel()]
     pieces: list[tuple[list[Tensor | None], list[int | None]]] = [
@@ -138,7 +138,8 @@ def test_a_gpu_computes_the_same_codes(recipe: LinearRecipe) -> None:
     assert torch.equal(found.dequant_scale.cpu(), expected.dequant_scale)
 
 
-# --- a tensor to others -----------------------------------------------------------------------------------------------
+# --- as a tensor
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_fp8_parameter_acts_as_a_bf16_parameter() -> None:
@@ -165,7 +166,8 @@ def test_views_share_the_weight() -> None:
 
 
 def test_codes_in_an_external_buffer() -> None:
-    """A gather of another weight in that buffer, before the backward pass has read this one, is no change of this."""
+    """A gather of another weight into that buffer, before the backward pass has read this one, does not change this
+    one."""
     weight, buffer = settled(torch.randn(64, 32), RECIPES["tensorwise"]), torch.zeros(2, 64, 32, dtype=torch.uint8)
     before = weight.codes.raw
     weight.codes.move_to(buffer[0])

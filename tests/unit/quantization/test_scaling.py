@@ -1,4 +1,4 @@
-"""Amax and scale, in the corners. Agreement with Transformer Engine's bytes is tests/conformance."""
+"""Amax and scale of special values. tests/conformance compares the bytes with Transformer Engine."""
 
 import math
 

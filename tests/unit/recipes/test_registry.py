@@ -1,4 +1,4 @@
-"""The recipes there are, and what they say of themselves."""
+"""The registered recipes and their properties."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_an_unknown_name_raises_and_lists_the_known_ones() -> None:
 
 @every_recipe
 def test_options_are_settings_with_the_same_defaults(recipe: Recipe) -> None:
-    """A recipe knows its options without the settings, so that both could have other defaults."""
+    """A recipe defines its options without the settings, so both could have different defaults."""
     defaults = {field.name: field.default for field in dataclasses.fields(PrecisionConfig)}
     parameters = inspect.signature(recipe.build).parameters.values()
     taken = {each.name: each.default for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY}
@@ -59,7 +59,7 @@ def test_fallbacks_and_export_forms_are_recipes(recipe: Recipe) -> None:
     assert registry.get(recipe.exported_as or registry.DEFAULT_EXPORT).export_form is not None
 
 
-# Written down by hand; the objects derive them from their rules.
+# Written by hand. The objects derive them from their rules.
 FACTS = ("cast_bytes", "code_bytes", "block_length", "is_stateful", "supports_param_gather")
 FACTS_OF = {
     "tensorwise": (6, 1, None, False, True),
@@ -97,7 +97,7 @@ def test_a_full_dimension_becomes_a_length() -> None:
     assert whole.for_shape((24, 48)) is whole
 
 
-# --- recipes of others ------------------------------------------------------------------------------------------------
+# --- external recipes -------------------------------------------------------------------------------------------------
 
 
 def test_the_environment_adds_a_recipe(monkeypatch: pytest.MonkeyPatch, fresh_registry: None) -> None:

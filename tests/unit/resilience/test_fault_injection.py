@@ -1,4 +1,4 @@
-"""Plans of faults: what they say, when they strike, and that once is once."""
+"""Plans of faults: their syntax, when they are triggered, and that each is triggered once."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_times() -> None:
 
 
 def test_a_triggered_fault_is_not_triggered_in_another_process(tmp_path: Path) -> None:
-    """Each rank for itself, and each entry of the plan."""
+    """For each rank separately, and for each entry of the plan."""
     text, fired = "raise:at=data.wait,times=2;raise:at=save.begin", tmp_path / "fired"
     assert [strikes(plan_of(text, 0, fired), "data.wait") for _ in range(3)] == [True, True, False]
     assert strikes(plan_of(text, 1, fired), "data.wait")
@@ -112,7 +112,7 @@ def test_full_and_sleep() -> None:
     ("kind", "expected"), [("nan", "nan"), ("inf", "inf"), ("ulp", "above"), ("scale", "threefold")]
 )
 def test_poisons(kind: str, expected: str, dtype: torch.dtype) -> None:
-    """In place, and of no more elements than said; also a parameter, without a gradient's notice."""
+    """In place, and only the given number of elements; also a parameter, without autograd's notice."""
     tensor = torch.nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=dtype))
     before = tensor.detach().clone()
     plan_of(f"{kind}:at=step.loss" + (",factor=3" if kind == "scale" else "")).poison("step.loss", tensor)
@@ -133,7 +133,7 @@ STEP = "from megafp8.resilience import fault_injection as faults\nfaults.point('
 
 
 def test_a_process_reads_its_plan_from_the_environment(tmp_path: Path) -> None:
-    """It dies where it says, once: the same command then lives."""
+    """It dies at the given point, once: the same command then survives."""
     plan = "kill:rank=0,step=3,at=step.begin"
     assert run_python(STEP, plan, tmp_path).returncode == -signal.SIGKILL
     assert run_python(STEP, plan, tmp_path).stdout == "alive\n"

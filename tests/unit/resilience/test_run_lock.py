@@ -1,4 +1,4 @@
-"""One run a folder: refused while the other lives, taken over when it is gone."""
+"""One run per folder: refused while the other one lives, taken over when it is gone."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def test_on_another_machine_only_a_stale_heartbeat_means_death(tmp_path: Path) -
 
 
 def test_a_heartbeat_in_the_future_expires(tmp_path: Path) -> None:
-    """The file server's clock was set back, say. From the first look on, silence is counted by its clock of today."""
+    """For example, the file server's clock was set back. From the first check on, age is measured by its current
+    clock."""
     path = leave(tmp_path, ELSEWHERE, -1e12)
     with pytest.raises(RunFolderInUse, match=r"process 17 on other holds .* \d+ s in the future"):
         acquire_run_lock(tmp_path)
@@ -76,7 +77,7 @@ def test_a_holder_whose_clock_is_ahead_keeps_its_lock(tmp_path: Path) -> None:
     for _ in range(3):
         with pytest.raises(RunFolderInUse, match="in the future"):
             acquire_run_lock(tmp_path)
-        os.utime(path, (path.stat().st_mtime - STALE_S * 2,) * 2)  # time passes, and the holder gives a sign of life
+        os.utime(path, (path.stat().st_mtime - STALE_S * 2,) * 2)  # time passes, and the holder renews its heartbeat
         os.utime(path, (time.time() + 1e6,) * 2)
 
 
@@ -84,7 +85,7 @@ def test_a_killed_takeover_does_not_block_forever(tmp_path: Path, monkeypatch: p
     leave(tmp_path, GONE)
     turn = tmp_path / f"{LOCK_FILE}.takeover"
     sleeps = iter(range(100))
-    monkeypatch.setattr(time, "sleep", lambda _: next(sleeps))  # ends a wait without end
+    monkeypatch.setattr(time, "sleep", lambda _: next(sleeps))  # ends an endless wait
     for age_s in (1e6, -1e6):
         turn.touch()
         os.utime(turn, (time.time() - age_s,) * 2)
@@ -121,7 +122,7 @@ def contend(folder: Path, start, end, winners) -> None:
         winners.put(os.getpid())
     except RunFolderInUse:
         winners.put(None)
-    end.wait()  # a winner that is gone would leave a stale lock
+    end.wait()  # a winner that has ended would leave a stale lock
 
 
 @pytest.mark.parametrize("is_stale", [False, True])
@@ -145,7 +146,7 @@ def test_one_of_many_concurrent_starts_gets_the_lock(tmp_path: Path, is_stale: b
 
 
 def test_only_a_lock_of_the_same_slurm_job_is_ignored(tmp_path: Path) -> None:
-    """A node that died holds it; who starts the job's runs knows that the start before has ended."""
+    """A dead node holds it. The job's start script knows that the previous start has ended."""
     dead = dataclasses.replace(ELSEWHERE, job="17")
     leave(tmp_path, dead)
     assert not remove_stale_job_lock("18", tmp_path)

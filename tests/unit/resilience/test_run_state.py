@@ -1,4 +1,4 @@
-"""Reading what became of a run, also of one that cannot say so any more."""
+"""Reading the state of a run, also of one that cannot update it any more."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_killed_run_has_died(tmp_path: Path, child: subprocess.Popen) -> None:
     child.send_signal(signal.SIGSTOP)
     assert current_state(tmp_path).state == "running", "also when it is stopped"
     child.kill()
-    for _ in range(200):  # nobody has asked for its status yet: it stays as a zombie
+    for _ in range(200):  # no process has asked for its status yet: it stays a zombie
         if read_proc_stat(child.pid)[0] == "Z":
             break
         time.sleep(0.01)

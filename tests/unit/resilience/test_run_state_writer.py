@@ -1,4 +1,4 @@
-"""What stands in `run_state.json`, and who has the last word."""
+"""The content of `run_state.json`, and which rank writes the final state."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_end_of_another_start_is_ignored(tmp_path: Path) -> None:
 
 
 def start_again(folder: Path, last_step: int = 200) -> list[RunStateWriter]:
-    """The next start of two ranks, as `pretrain.claim_run` makes it."""
+    """The next start of two ranks, as `pretrain.claim_run` does it."""
     first, finished = first_state(folder, 2, last_step), finished_state(folder)
     journals = [RunStateWriter(folder, first, rank == 0, finished) for rank in range(2)]
     for journal in journals:
@@ -74,7 +74,7 @@ def test_a_refused_start_leaves_a_run_done(tmp_path: Path, refusal: Exception) -
 
 @pytest.mark.parametrize(("last_step", "state"), [(100, "done"), (200, "preempted")])
 def test_a_signal_keeps_a_finished_run_done(tmp_path: Path, last_step: int, state: str) -> None:
-    """While a micro batch size was searched, say. One that was to go on waits for its next start."""
+    """For example while a micro-batch size was searched. An unfinished run waits for its next start."""
     begin(tmp_path, step=100, saved_step=100).end("done", "", 0)
     done = read(tmp_path)
     writer, other = start_again(tmp_path, last_step)

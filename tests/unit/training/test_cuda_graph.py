@@ -1,4 +1,4 @@
-"""Which steps run as a graph, on which data, and when it is captured anew; with a device that only this file has."""
+"""Which steps run as a graph, on which data, and when it is captured again, with a simulated device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Kernel = Callable[[], Any]
 
 
 class Device:
-    """What CUDA does with kernels: runs them, or while a graph is captured notes them for its replays."""
+    """CUDA's handling of kernels: it runs them, or records them for replays during a capture."""
 
     def __init__(self) -> None:
         self.graphs: list[Device.Graph] = []
@@ -93,7 +93,7 @@ def test_steps_warm_up_then_one_capture_then_replays(device: Device) -> None:
 
 
 def test_graph_losses_follow_the_data(device: Device) -> None:
-    """Numbers 0 to 2, then 3 to 5: none is left out and none comes twice, also where the graph begins."""
+    """Numbers 0 to 2, then 3 to 5: none is skipped or repeated, also where the graph starts."""
     trainer = Trainer(device, graph_of())
     assert [trainer.step() for _ in range(6)] == [3.0, 12.0, 21.0, 30.0, 39.0, 48.0]
 

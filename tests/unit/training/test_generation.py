@@ -1,4 +1,4 @@
-"""Text from a checkpoint: the right model, the right position, whole characters, clear refusals."""
+"""Text from a checkpoint: the right model, the right position, complete characters, clear errors."""
 
 import dataclasses
 
@@ -47,7 +47,7 @@ def gpt2(tmp_path_factory):
 
 
 def with_model(function, folder, **options):
-    """`function(model)` in a process of its own."""
+    """`function(model)` in a separate process."""
 
     def call():
         return function(load_language_model(folder, **options))
@@ -73,7 +73,7 @@ def test_greedy_in_fp8_is_the_argmax_of_a_forward_pass_over_each_prefix(llama) -
     def check(model):
         model.tokenizer.eod = -1
         ids = list(PROMPT)
-        for _ in range(12):  # no codes are kept here from pass to pass
+        for _ in range(12):  # no codes are kept between passes here
             ids.append(int(model.next_logits(ids).argmax()))
         return list(generate_ids(model, PROMPT, GREEDY, 12, seed=1)), ids[len(PROMPT) :]
 
@@ -194,7 +194,7 @@ def test_a_checkpoint_of_two_tensor_parallel_ranks_gives_their_logits(tmp_path) 
 
 
 def test_state_of_other_layer_types_is_not_required(gpt2) -> None:
-    """As Transformer Engine's norms have it, where the checkpoint is of a CPU run."""
+    """Like the state of Transformer Engine's norms, with a checkpoint of a CPU run."""
 
     def compare():
         Norm.get_extra_state = lambda self: torch.zeros(1, dtype=torch.uint8)

@@ -47,7 +47,7 @@ def test_top_p_keeps_the_fewest_that_reach_it(top_p, kept) -> None:
 
 
 def test_top_p_counts_what_top_k_and_temperature_left() -> None:
-    # Of the two kept, 2/3 and 1/3, the first reaches 0.6; of all four it would not.
+    # Of the two kept, 2/3 and 1/3, the first reaches 0.6. Of all four it would not.
     assert list(shares(Sampling(top_k=2, top_p=0.6))) == [1]
     assert list(shares(Sampling(top_p=0.6))) == [1, 2]
     # 16, 4, 1, 1 of 22: the first has 0.73.
@@ -63,7 +63,7 @@ def test_draws_follow_the_probabilities() -> None:
     generator = torch.Generator().manual_seed(1)
     draws = [next_token(LOGITS, Sampling(), generator) for _ in range(4000)]
     found = [draws.count(token) / 4000 for token in range(4)]
-    # Four standard deviations of a share of one half: 4 x sqrt(1/4 / 4000).
+    # Four standard deviations of a fraction of 1/2: 4 x sqrt(1/4 / 4000).
     assert found == pytest.approx([0.125, 0.5, 0.25, 0.125], abs=0.032)
 
 

@@ -1,4 +1,4 @@
-"""What a run says of itself at its start."""
+"""The description that a run prints and records at its start."""
 
 import os
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""The order in which the loop calls its extensions, with steps that are made up."""
+"""The order in which the loop calls its extensions, with simulated steps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class State:
 
 
 class Recorder(Extension):
-    """Notes its calls as `name.method`; a method in `does` does something more."""
+    """Records its calls as `name.method`. A method in `does` does something more."""
 
     def __init__(self, name: str, calls: list[str], **does: Any):
         self.name, self.calls, self.does = name, calls, does

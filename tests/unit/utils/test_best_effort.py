@@ -1,4 +1,4 @@
-"""Logs on disks that are full or vanish: what is reported, what is lost, and what stands in the file afterwards."""
+"""Logs on disks that are full or vanish: what is reported, what is lost, and the content of the file afterwards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def log_file(path: Path, reports: list[str], **options) -> LogFile:
 
 
 def fill(path: Path) -> None:
-    """From now on the path is on a full disk."""
+    """Put the path on a full disk, from now on."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     path.symlink_to("/dev/full")
@@ -88,7 +88,7 @@ def test_unwritten_lines_at_the_end_are_counted(tmp_path: Path, reports: list[st
 
 
 def test_a_removed_folder_is_created_again_with_the_headers(tmp_path: Path, reports: list[str]) -> None:
-    """Without a look at the path, everything would go into a file that has no name any more."""
+    """Without a check of the path, everything would be written to a deleted file."""
     path = tmp_path / "folder/log"
     log = log_file(path, reports)
     log.append(b"head 1\n", is_header=True)
@@ -137,7 +137,7 @@ def test_a_partial_line_is_terminated_except_in_binary_files(tmp_path: Path, rep
 
 
 def test_a_partially_written_line_is_completed_later(tmp_path: Path, reports: list[str]) -> None:
-    """The limit of a file's size stands for a disk with a few bytes left: the write is short, the next one fails."""
+    """A file size limit simulates a disk with a few bytes left: the write is short, the next one fails."""
     path = tmp_path / "log"
     program = (
         "import resource, sys\n"

@@ -1,4 +1,4 @@
-"""Small files: what is sound is read, and whatever else is there is one named error, at once."""
+"""Small files: valid ones are read, and anything else is one named error, immediately."""
 
 from __future__ import annotations
 

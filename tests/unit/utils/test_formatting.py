@@ -1,4 +1,4 @@
-"""Tables as text, letter for letter."""
+"""Tables as text, compared character by character."""
 
 from __future__ import annotations
 

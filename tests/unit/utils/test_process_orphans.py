@@ -1,4 +1,4 @@
-"""Processes that outlived who started them, before they could ask the kernel for anything."""
+"""Processes whose parent ended before they could ask the kernel to be signalled."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_process_whose_parent_ended_first_gets_the_signal_at_once() -> None:
 
 
 def outlive(lives: int) -> None:
-    """A process that waits for the end of its parent, and says so if it lives after it asked to end with it."""
+    """A process that waits for the end of its parent, and reports if it survives its request to end with it."""
     parent = os.getppid()
     while os.getppid() == parent:
         pass

@@ -1,4 +1,4 @@
-"""Every check against a machine that is right and against each way in which one was wrong."""
+"""Every check on a correct machine and on each kind of incorrect one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ BROKEN_TORCH = "ImportError: libcudart.so.13: cannot open shared object file"
 
 
 def without(machine: Machine, *names: str, **others: str) -> dict:
-    """The packages without some, and others as well."""
+    """The packages without some, and with others."""
     return {name: version for name, version in machine.packages.items() if name not in names} | others
 
 
@@ -235,7 +235,7 @@ def test_one_broken_torch_is_reported_once() -> None:
      ("transformer_engine.pytorch", "Transformer Engine")],
 )  # fmt: skip
 def test_a_slow_import_is_not_reported_as_broken(module: str, check: str) -> None:
-    """Those after it were not tried."""
+    """The ones after it were not tried."""
     tried = dict(list(H200.import_errors.items())[: list(H200.import_errors).index(module)])
     machine = change(H200, import_errors=tried, slow_imports={module: 120.0}, load_per_core=5.25)
     found = [finding for finding in run_checks(machine) if finding.level != OK]
@@ -249,7 +249,7 @@ def test_a_slow_import_is_not_reported_as_broken(module: str, check: str) -> Non
 
 
 def test_a_gpu_that_torch_cannot_use_is_found() -> None:
-    """Of Transformer Engine nobody says that it is not needed without one."""
+    """No report says that Transformer Engine is not needed without a GPU."""
     no_engine = {"packages": without(H200, "transformer-engine"), "gpus": (), "has_te_torch_part": False}
     for changes in ({}, {"driver": None, "driver_gpus": (), "driver_error": "nvidia-smi ended with status 9: failed"}):
         machine = change(H200, **no_engine, **changes)
@@ -273,7 +273,7 @@ def test_recipes_are_native_emulated_or_not_at_all() -> None:
     blackwell = InstalledGpu(name="NVIDIA B200", memory_bytes=1, compute_capability=(10, 0))
     found = recipe_support(change(H200, gpus=(blackwell,)))
     assert [name for name, how in found.items() if how != "native"] == ["rowwise"]
-    # Unlike GPUs: what the least of them has.
+    # Unlike GPUs: the recipes of the least capable one.
     assert recipe_support(change(H200, gpus=(blackwell, H200.gpus[0])))["mxfp8"] == "emulated"
     assert set(recipe_support(CPU).values()) == {"emulated"}
     assert recipe_support(change(H200, packages=without(H200, "transformer-engine")))["delayed"] == "emulated"

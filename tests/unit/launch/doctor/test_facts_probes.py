@@ -1,4 +1,4 @@
-"""Probes on made-up folders, commands and processes."""
+"""Probes on simulated folders, commands and processes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_packages_are_those_that_an_import_finds(tmp_path: Path, monkeypatch: py
 
 
 def test_broken_modules_are_found_in_a_real_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is missing, one that raises, one that ends the process, one that never comes to its turn."""
+    """A missing module, one that raises, one that ends the process, and one that is never reached."""
     sources = {"fine": "", "raises": "raise OSError('libx.so: no such file')", "dies": "import os; os._exit(9)"}
     for name, text in sources.items():
         (tmp_path / f"{name}_module.py").write_text(text, encoding="utf-8")
@@ -59,7 +59,7 @@ def test_a_module_that_never_returns_is_slow_and_not_broken(tmp_path: Path, monk
 
     class Impatient(subprocess.Popen):
         def wait(self, timeout: float | None = None) -> int:
-            """Time is over once the import has begun."""
+            """The timeout expires once the import has started."""
             if timeout is None:
                 return super().wait()
             while not (tmp_path / "begun").exists():
@@ -88,7 +88,7 @@ def test_driver_errors_are_not_reported_as_torch_errors() -> None:
 
 
 def test_import_probes_need_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where /tmp is full, Python finds no folder for temporary files."""
+    """If /tmp is full, Python finds no folder for temporary files."""
 
     def full(*_: object, **__: object) -> None:
         raise FileNotFoundError("No usable temporary directory found")

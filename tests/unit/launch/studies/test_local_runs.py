@@ -1,4 +1,4 @@
-"""A study's runs as local processes: what is started, how many at a time, on which GPUs, and how it ends."""
+"""A study's runs as local processes: what starts, how many run concurrently, on which GPUs, and how they end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SCRIPT = Path(__file__).with_name("study_script.py")
 
 @pytest.fixture
 def study_of(write_study):
-    """Runs that end as they are told, by learning rate."""
+    """Runs with given ends, by learning rate."""
 
     def make(ends: dict[str, list[str]], more: str = "") -> list[StudyRun]:
         study = write_study(f"grid: {{lr: [{', '.join(ends)}], hidden_size: [32], train_iters: [60]{more}}}")
@@ -57,7 +57,7 @@ def log(runs: list[StudyRun]) -> list[dict]:
 
 
 def at_once(told: list[str]) -> int:
-    """Most runs that were started and had not ended."""
+    """The maximum number of concurrent runs."""
     return max(itertools.accumulate(1 if line.startswith("starts") else -1 for line in told))
 
 

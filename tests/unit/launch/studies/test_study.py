@@ -1,4 +1,4 @@
-"""The file of a study: what it may say, and that everything wrong with it is told."""
+"""The file of a study: its valid content, and a report of all errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far the runs of a study are, and how long the rest takes."""
+"""The progress of a study's runs, and the remaining time."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ def test_times_are_those_of_the_nearest_finished_run_of_the_recipe(study) -> Non
     runs = expand(study)
     write_state(runs[0], "done", step=10, seconds=100.0)
     write_state(runs[1], "done", step=10, seconds=150.0)
-    write_state(runs[2], "done", step=10, seconds=9999.0, starts=2)  # another start's time is not in it
+    write_state(runs[2], "done", step=10, seconds=9999.0, starts=2)  # another start's time does not count
     every = [run_progress(run) for run in runs]
     assert predicted_seconds(runs[0], every, None) == pytest.approx(100.0, rel=1e-3)
     assert predicted_seconds(runs[2], every, None) == pytest.approx(150 * runs[2].flops / runs[1].flops, rel=1e-3)
-    assert predicted_seconds(runs[3], every, None) is None  # FP8: none is done
+    assert predicted_seconds(runs[3], every, None) is None  # FP8: none is finished
 
 
 def test_times_on_a_gpu_come_from_the_planner(study) -> None:

@@ -13,7 +13,7 @@ class Terminal(io.StringIO):
 
 
 class Clock:
-    """Goes on by a fixed time at each look."""
+    """Advances by a fixed time at each call."""
 
     def __init__(self, seconds: float):
         self.now, self.seconds = 0.0, seconds
@@ -70,7 +70,7 @@ def test_a_loss_that_is_not_a_number_is_shown(make_step) -> None:
 
 
 def test_the_eta_counts_time_between_steps(make_step) -> None:
-    """Steps of 100 ms that come every 2 s, since evaluations lie between: 2 s a step remain."""
+    """Steps of 100 ms that occur every 2 s, with evaluations between them: 2 s per remaining step."""
     stream = io.StringIO()
     sink = ConsoleSink(total_steps=100, log_interval=40, stream=stream, clock=Clock(2.0))
     for step in range(1, 41):

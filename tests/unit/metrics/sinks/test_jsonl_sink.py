@@ -107,7 +107,7 @@ def test_rolled_back_statistics_do_not_count(make_run, make_statistics) -> None:
 
 
 def test_records_lost_on_a_full_disk_are_an_event(tmp_path, make_run, make_step, monkeypatch, capsys) -> None:
-    """The run record is not among them: without it nobody knows what was run."""
+    """The run record is never lost: without it the run is unknown."""
     monkeypatch.setattr(best_effort, "BACKLOG_BYTES", 4 * len(to_json(make_step(10))))
     path = tmp_path / "records.jsonl"
     path.symlink_to("/dev/full")

@@ -50,14 +50,14 @@ def test_options_choose_what_is_written(tmp_path, make_step) -> None:
 
 
 def test_a_resumed_run_hides_rolled_back_points(tmp_path, make_run, make_step) -> None:
-    """Two event files, as two processes make them: of steps 3 and 4 only what the second wrote stays."""
+    """Two event files, as written by two processes: of steps 3 and 4 only the second one's remain."""
     first = TensorBoardSink(tmp_path)
     first.write(make_run())
     for step in range(1, 5):
         first.write(make_step(step, loss=9.0))
     first.close()
     (old,) = tmp_path.iterdir()
-    old.rename(old.with_name(old.name.replace("tfevents.", "tfevents.0")))  # sorts before, as an older time does
+    old.rename(old.with_name(old.name.replace("tfevents.", "tfevents.0")))  # sorts before, like an older time
     second = TensorBoardSink(tmp_path)
     second.write(make_run(resumed_from_step=2))
     second.write(make_step(3, loss=1.0))
@@ -112,7 +112,7 @@ def test_quantization_statistics_are_scalars_and_histograms(tmp_path, make_stati
 
 
 def test_a_temporarily_missing_folder_loses_only_its_content(tmp_path, make_run, make_step, capsys) -> None:
-    """Its place is taken by a file, and then it can be created again: a whole event file, with the session's start."""
+    """A file takes its place, and then it can be created again: a complete event file, with the session's start."""
     folder = tmp_path / "boards"
     sink = TensorBoardSink(folder)
     sink.write(make_run(config={"model": {"num_layers": 17}}))

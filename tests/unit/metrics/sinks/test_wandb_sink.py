@@ -9,7 +9,7 @@ from megafp8.metrics.sinks.trackers import WandbSink
 
 
 class FakeRun:
-    """What the sink uses of a W&B run."""
+    """The used part of a W&B run."""
 
     def __init__(self):
         self.rows, self.summary, self.settings, self.finished = [], {}, {}, False

@@ -1,4 +1,4 @@
-"""The list of extensions: complete, and in an order that keeps what each of them relies on."""
+"""The list of extensions: complete, and in an order that each of them can rely on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMES = [type(extension).__name__ for extension in build_extensions()]
 
 
 def names_with(method: str) -> list[str]:
-    """The extensions that do something then, in the order of their calls."""
+    """The extensions that implement a method, in call order."""
     return [type(each).__name__ for each in build_extensions() if method in vars(type(each))]
 
 
@@ -57,7 +57,7 @@ def test_every_extension_is_in_the_list() -> None:
         ("after_step", "StopConditions", "Checkpoints"),
         ("recover", "StepRecords", "QuantizationStatistics"),
         ("recover", "QuantizationStatistics", "Rollback"),
-        # Closed in reverse: what was saved is known before the records of the end.
+        # Closed in reverse: the last save is complete before the final records.
         ("close", "Rollback", "Checkpoints"),
         ("close", "StopConditions", "Rollback"),
         ("close", "QuantizationStatistics", "StopConditions"),
@@ -77,7 +77,7 @@ def test_the_last_before_a_step_and_the_last_after_it() -> None:
 
 
 class Saver:
-    """A save is under way, which fails."""
+    """A pending save, which fails."""
 
     def __init__(self, saves: bool = True) -> None:
         self.calls: list[bool] = []

@@ -1,4 +1,4 @@
-"""Which ranks disagree, from the rows that they gather."""
+"""Which ranks disagree, from the gathered rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_two_differing_ranks_are_both_named() -> None:
 
 
 def test_only_ranks_with_the_same_part_are_compared() -> None:
-    """Rank 5 is the first stage's, or the second's, copy; with two tensor ranks it holds the second part."""
+    """Rank 5 is the first stage's, or the second's, copy. With two tensor ranks it holds the second part."""
     assert find_mismatches(rows(3, 2, 1, whole5=9)) == [ReplicaMismatch(DATA, (1, 3, 5), (5,))]
     assert find_mismatches(rows(2, 2, 2, whole5=9)) == [ReplicaMismatch(DATA, (5, 7), (5, 7))]
 

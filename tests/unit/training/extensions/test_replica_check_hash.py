@@ -1,4 +1,4 @@
-"""The hash of bits beside the same sum in Python's whole numbers, and what it must tell apart."""
+"""The hash of bits compared with the same sum in Python's integers, and the changes that it must detect."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def slow_hash(tensor: Tensor) -> int:
-    """The definition, in whole numbers without end."""
+    """The definition, in integers of unlimited size."""
     data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     data += bytes(-len(data) % 4)
     numbers = [int.from_bytes(data[place : place + 4], "little", signed=True) for place in range(0, len(data), 4)]
@@ -41,7 +41,7 @@ def test_hash_equals_its_definition(dtype: torch.dtype, size: int) -> None:
 
 
 def test_every_bit_changes_the_hash() -> None:
-    """And no two changes are alike, so that no two of them cancel."""
+    """No two changes are equal, so that no two of them cancel."""
     tensor = torch.randn(40, generator=torch.Generator().manual_seed(1)).bfloat16()
     seen = {BitHash(CPU).of(tensor).item()}
     for place in range(tensor.numel()):

@@ -1,4 +1,4 @@
-"""Linears watched from outside: what their inputs are, and that nothing stays behind."""
+"""Linears observed by hooks: their inputs, and that the hooks leave nothing behind."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_hook_of_a_linear_without_a_norm_observes_its_input() -> None:
 
 
 class Linear(nn.Module):
-    """A linear with an output and a bias that is added elsewhere, as megatron-core's."""
+    """A linear with an output and a bias that is added elsewhere, like megatron-core's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def test_hooks_observe_the_operands_of_an_emulated_linear(recipe: LinearRecipe) 
 
 
 def test_codes_are_computed_once_and_every_gradient_is_observed() -> None:
-    """Of the second microbatch nothing is quantized; its gradient says that the first one's backward pass is over."""
+    """Nothing of the second microbatch is quantized. Its gradient marks the end of the first one's backward pass."""
     module, calls = Linear(), []
     watched = HookedLinear("layers.0.linear_fc1", module, tensorwise.build("hybrid"))
     watched.attach(lambda operand, tensor, quantized: calls.append((operand, bool(quantized))))

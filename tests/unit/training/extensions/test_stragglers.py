@@ -1,4 +1,4 @@
-"""Who is slow."""
+"""Detection of slow ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megafp8.training.extensions.stragglers import slow_ranks
         ([160, 100], [0]),
         ([100, 100, 151, 100], [2]),
         ([100, 100, 900, 100, 200, 100], [2, 4]),
-        ([0, 0], []),  # nothing is reduced, so that nothing is known
+        ([0, 0], []),  # nothing is reduced, so nothing is known
         ([0, 50], []),
     ],
 )
