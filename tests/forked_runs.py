@@ -55,7 +55,7 @@ class Ended:
     num_orphans: int
     output: tuple[str, ...]
 
-    def told(self) -> str:
+    def report(self) -> str:
         """The message of a failed assertion."""
         ends = (f"rank {rank}: {text[-2000:]}" for rank, text in enumerate(self.output))
         return f"statuses {self.statuses}\n" + "\n".join(ends)
@@ -127,7 +127,7 @@ class ForkedRun:
         """
         deadline, hung = self._began + timeout_s, set[int]()
         while len(self._ends) < len(self.processes):
-            ended = self.look(max(0.0, deadline - time.monotonic()))
+            ended = self.poll(max(0.0, deadline - time.monotonic()))
             if any(self.processes[rank].exitcode for rank in ended):
                 deadline = min(deadline, self._ends[ended[0]] + grace_s)
             if not ended:
@@ -146,7 +146,7 @@ class ForkedRun:
             output=tuple(self.output(rank) for rank in range(len(self.processes))),
         )
 
-    def look(self, timeout_s: float = 0.0) -> list[int]:
+    def poll(self, timeout_s: float = 0.0) -> list[int]:
         """The ranks that have ended since the last call; waits at most this long for the next of them."""
         waiting = {p.sentinel: rank for rank, p in enumerate(self.processes) if rank not in self._ends}
         ended = [waiting[sentinel] for sentinel in wait(list(waiting), timeout_s)]
@@ -157,7 +157,7 @@ class ForkedRun:
 
     def is_over(self, timeout_s: float) -> bool:
         """Whether all ranks have ended, or had this time to. Then `wait` returns immediately."""
-        self.look()
+        self.poll()
         return len(self._ends) == len(self.processes) or time.monotonic() > self._began + timeout_s
 
     def output(self, rank: int) -> str:

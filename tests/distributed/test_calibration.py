@@ -118,11 +118,11 @@ def calibrations(folder: Path) -> list[int]:
 
 def test_a_resumed_run_is_not_calibrated_again(tmp_path: Path) -> None:
     flags = f"{DELAYED} {DROPOUT}"
-    run_loop(tmp_path / "straight", flags, 1)
+    run_loop(tmp_path / "unbroken", flags, 1)
     run_loop(tmp_path / "parts", f"{flags} --exit-interval 4", 1)
     run_loop(tmp_path / "parts", flags, 1)
-    assert calibrations(tmp_path / "straight") == calibrations(tmp_path / "parts") == [0]
-    assert curves(load_run(tmp_path / "parts")) == curves(load_run(tmp_path / "straight"))
+    assert calibrations(tmp_path / "unbroken") == calibrations(tmp_path / "parts") == [0]
+    assert curves(load_run(tmp_path / "parts")) == curves(load_run(tmp_path / "unbroken"))
 
 
 def test_resuming_with_delayed_scaling_calibrates_at_the_resumed_step(tmp_path: Path) -> None:

@@ -86,10 +86,10 @@ def load_newest(run: Run, folder: Path, weights_only: bool = False) -> Progress:
 )
 def test_resume_is_bit_equal(style: str, world_size: int, flags: str, tmp_path: Path) -> None:
     config = small_config(style, flags, world_size)
-    straight = run_ranks(world_size, run_leg, config, 2 * STEPS, None, None)
+    unbroken = run_ranks(world_size, run_leg, config, 2 * STEPS, None, None)
     first = run_ranks(world_size, run_leg, config, STEPS, None, tmp_path)
     second = run_ranks(world_size, run_leg, config, STEPS, tmp_path, None)
-    for whole, before, after in zip(straight, first, second, strict=True):
+    for whole, before, after in zip(unbroken, first, second, strict=True):
         assert before.curve.losses + after.curve.losses == whole.curve.losses
         assert before.curve.grad_norms + after.curve.grad_norms == whole.curve.grad_norms
         assert after.weights == whole.weights

@@ -55,9 +55,9 @@ def run(tmp_path_factory: pytest.TempPathFactory, registered: None) -> Path:
     folder = tmp_path_factory.mktemp("run")
     places = f"--data-cache-path {folder / 'cache'} --save {folder / 'run'} --load {folder / 'run'} --save-interval 2"
     first = run_forked(2, f"{RUN} {LAYOUT} {places} --train-iters 3 --exit-interval 2")
-    assert first.statuses == (0, 0), first.told()
+    assert first.statuses == (0, 0), first.report()
     second = run_forked(2, f"{RUN} {LAYOUT} {places} --train-iters 3 --fp8-param-gather")
-    assert second.statuses == (0, 0), second.told()
+    assert second.statuses == (0, 0), second.report()
     return folder / "run"
 
 

@@ -210,13 +210,13 @@ def saved_tensors(folder: Path) -> dict[str, Tensor]:
 def test_checkpoints_load_with_and_without_fp8_weights(flags: str, world_size: int, tmp_path: Path) -> None:
     """The same tensors are saved, and both kinds of run resume from them as if they had not stopped."""
     without, gathers = (small_config("llama", f"{flags} {gather}", world_size) for gather in ("", GATHER))
-    straight = run_ranks(world_size, run_leg, without, 2 * STEPS, None, None)[0].curve
+    unbroken = run_ranks(world_size, run_leg, without, 2 * STEPS, None, None)[0].curve
     for config, name in ((without, "plain"), (gathers, "gathers")):
         run_ranks(world_size, run_leg, config, STEPS, None, tmp_path / name)
     for config in (without, gathers):
         leg = run_ranks(world_size, run_leg, config, STEPS, tmp_path / "gathers", None)[0]
-        assert leg.curve.losses == straight.losses[STEPS:]
-        assert leg.curve.grad_norms == straight.grad_norms[STEPS:]
+        assert leg.curve.losses == unbroken.losses[STEPS:]
+        assert leg.curve.grad_norms == unbroken.grad_norms[STEPS:]
     expected, found = (run_ranks(1, saved_tensors, tmp_path / name)[0] for name in ("plain", "gathers"))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], expected[key]) for key in expected)
@@ -242,13 +242,13 @@ def test_saving_and_reading_weights_do_not_change_training(tmp_path: Path) -> No
 def test_reported_loss_and_norm_equal_those_of_bf16_weights() -> None:
     """The validation loss, and the norm of the weights, whose squares are summed in another order."""
 
-    def look(flags: str) -> tuple[float, float]:
+    def loss_and_norm(flags: str) -> tuple[float, float]:
         run = build_run(small_config("llama", f"{TENSORWISE} {TENSOR} --micro-batch-size 1 {flags}", 4))
         train(run, 2)
         loss = evaluate(run, "valid", SourceSamples(run.config.data.seq_length), 2, 0).loss
         return loss, params_norm(run)
 
-    (loss, norm), (gathered_loss, gathered_norm) = (run_ranks(4, look, flags)[0] for flags in ("", GATHER))
+    (loss, norm), (gathered_loss, gathered_norm) = (run_ranks(4, loss_and_norm, flags)[0] for flags in ("", GATHER))
     assert gathered_loss == loss
     assert gathered_norm == pytest.approx(norm, rel=1e-6)
 

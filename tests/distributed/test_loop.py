@@ -46,9 +46,9 @@ def curves(run: Recorded) -> tuple[list[float], list[float]]:
     ],
 )
 def test_a_resumed_run_has_the_records_of_the_unbroken_run(world_size: int, flags: str, tmp_path: Path) -> None:
-    progress, straight_weights = run_loop(tmp_path / "straight", flags, world_size)
+    progress, unbroken_weights = run_loop(tmp_path / "unbroken", flags, world_size)
     assert progress == Progress(6, 48)
-    straight = load_run(tmp_path / "straight")
+    unbroken = load_run(tmp_path / "unbroken")
 
     stopped, _ = run_loop(tmp_path / "parts", f"{flags} --exit-interval 4", world_size)
     assert stopped == Progress(4, 32)
@@ -59,8 +59,8 @@ def test_a_resumed_run_has_the_records_of_the_unbroken_run(world_size: int, flag
     parts = load_run(tmp_path / "parts")
 
     assert finished == progress
-    assert resumed_weights == straight_weights
-    assert curves(parts) == curves(straight)
+    assert resumed_weights == unbroken_weights
+    assert curves(parts) == curves(unbroken)
     assert [record.step for record in parts.steps] == [1, 2, 3, 4, 5, 6]
     assert [record.consumed_samples for record in parts.steps] == [8, 16, 24, 32, 40, 48]
     assert [record.step for record in parts.evals_of("valid")] == [2, 4, 6]

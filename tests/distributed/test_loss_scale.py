@@ -17,7 +17,7 @@ from megafp8.checkpoint.save import save_checkpoint
 from megafp8.checkpoint.state_dict import chained_optimizers
 from megafp8.errors import NumericsError
 from megafp8.optimizer.schedules import can_lower_loss_scale, current_loss_scale, get_grad_scaler
-from megafp8.training.pretrain import train as train_whole
+from megafp8.training.pretrain import train as train_run
 from megafp8.training.resume import resume
 from megafp8.training.run import Run
 
@@ -60,7 +60,7 @@ def test_loss_scale_hysteresis_and_growth_window(tmp_path: Path) -> None:
     each step."""
     flags = "--fp16 --initial-loss-scale 4096 --hysteresis 2 --loss-scale-window 2 --train-iters 9 --eval-iters 0"
     config = small_config("llama", f"{flags} --no-progress-bar --lr 1e-4 --save {tmp_path}")
-    progress = run_ranks(1, lambda: train_whole(build_run(config)))[0]
+    progress = run_ranks(1, lambda: train_run(build_run(config)))[0]
     records = load_run(tmp_path)
     scales = [step.loss_scale for step in records.steps]
     skipped = [step.is_skipped for step in records.steps]
@@ -166,10 +166,10 @@ def test_resume_continues_the_loss_scale_window(world_size: int, optimizer: str,
         state = get_grad_scaler(run.trainee.optimizer).state_dict()
         return End(fingerprint(weights(run)), {name: float(value) for name, value in state.items()})
 
-    straight = run_ranks(world_size, leg, 1, 7, False)
+    unbroken = run_ranks(world_size, leg, 1, 7, False)
     middle = run_ranks(world_size, leg, 1, 4, True)
     assert middle[0].scaler["growth_tracker"] > 0 and middle[0].scaler["hysteresis_tracker"] != 2
-    assert run_ranks(world_size, leg, 5, 3, False) == straight
+    assert run_ranks(world_size, leg, 5, 3, False) == unbroken
 
 
 @pytest.mark.parametrize(("before", "after"), [("--loss-scale 64", ""), ("", "--loss-scale 64")])
@@ -190,9 +190,11 @@ def test_resume_between_constant_and_dynamic_loss_scale(before: str, after: str,
 
 
 def test_gradient_noise_is_of_unscaled_gradients() -> None:
-    look = "--bf16 --fp8-log-interval 1 --fp8-what-if tensorwise --micro-batch-size 2"
+    statistics = "--bf16 --fp8-log-interval 1 --fp8-what-if tensorwise --micro-batch-size 2"
     records = [
-        run_ranks(1, lambda flags=flags: statistics_record_of(build_run(small_config("llama", f"{look} {flags}"))))[0]
+        run_ranks(
+            1, lambda flags=flags: statistics_record_of(build_run(small_config("llama", f"{statistics} {flags}")))
+        )[0]
         for flags in ("", "--loss-scale 1024")
     ]
     assert records[0].gradient_signal is not None

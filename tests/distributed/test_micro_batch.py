@@ -340,7 +340,7 @@ def test_automatic_size_is_bit_equal_to_that_size_given(is_tight: bool, tmp_path
     limit = resident_bytes() / GIB + (0.2 if is_tight else 4)
     found = f"{WHOLE} --micro-batch-size auto --micro-batch-size-memory-limit {limit:.2f} --save {auto} --load {auto}"
     ended = run_forked(1, found, timeout_s=300)
-    assert ended.statuses == (0,), ended.told()
+    assert ended.statuses == (0,), ended.report()
     choice = read_choice(auto / CHOICE_FILE)
     size = choice.micro_batch_size
     fitting = [trial for trial in choice.trials if trial.ms_per_sample is not None]
@@ -367,5 +367,5 @@ def test_ranks_agree_on_a_size(tmp_path: Path) -> None:
     prepare()
     run = f"{WHOLE} --micro-batch-size auto --save {tmp_path}"
     ended = run_forked(2, run + " --pipeline-model-parallel-size 2", timeout_s=500)
-    assert ended.statuses == (0, 0), ended.told()
+    assert ended.statuses == (0, 0), ended.report()
     assert read_choice(tmp_path / CHOICE_FILE).world_size == 2

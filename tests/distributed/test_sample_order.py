@@ -67,14 +67,14 @@ def refusal(*args: Any, **options: Any) -> str:
 
 def test_resume_in_other_layouts_reads_the_samples_of_the_unbroken_run(tmp_path: Path, shards: tuple[str, str]) -> None:
     blend = ("1", shards[0], "2", shards[1])
-    start(tmp_path / "straight", blend, 6)
+    start(tmp_path / "unbroken", blend, 6)
     start(tmp_path / "parts", blend, 2, world_size=2)
     start(tmp_path / "parts", blend, 4, "--num-workers 2")
     start(tmp_path / "parts", blend, 6, "--micro-batch-size 1 --num-workers 1", world_size=2)
-    straight, parts = mark(tmp_path / "straight", 6), mark(tmp_path / "parts", 6)
-    assert straight == parts
-    assert straight.num_samples == 48
-    assert mark(tmp_path / "straight", 4) == mark(tmp_path / "parts", 4) != straight
+    unbroken, parts = mark(tmp_path / "unbroken", 6), mark(tmp_path / "parts", 6)
+    assert unbroken == parts
+    assert unbroken.num_samples == 48
+    assert mark(tmp_path / "unbroken", 4) == mark(tmp_path / "parts", 4) != unbroken
     notes = [event.detail for event in load_run(tmp_path / "parts").events if event.name == "checkpoint"]
     assert not any("order" in note or "not checked" in note for note in notes)
 

@@ -77,10 +77,12 @@ def run_loop(folder: Path, flags: str, world_size: int) -> str:
 )
 def test_statistics_do_not_change_training(world_size: int, flags: str, tried: str, tmp_path: Path) -> None:
     plain = run_loop(tmp_path / "plain", flags, world_size)
-    looked = run_loop(tmp_path / "looked", f"{flags} --fp8-log-interval 2 --fp8-what-if {tried}", world_size)
-    runs = load_run(tmp_path / "plain"), load_run(tmp_path / "looked")
+    with_statistics = run_loop(
+        tmp_path / "statistics", f"{flags} --fp8-log-interval 2 --fp8-what-if {tried}", world_size
+    )
+    runs = load_run(tmp_path / "plain"), load_run(tmp_path / "statistics")
     assert [step.loss for step in runs[0].steps] == [step.loss for step in runs[1].steps]
-    assert looked == plain
+    assert with_statistics == plain
     assert not runs[0].quantization_records and [record.step for record in runs[1].quantization_records] == [2, 4]
     for record in runs[1].quantization_records:
         assert set(record.what_if) == set(tried.split(","))
@@ -352,7 +354,9 @@ def test_a_run_without_statistics_reports_why(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("flags", ["--fp8-log-interval 100 --fp8-what-if mxfp8", ""], ids=["tried", "not-looked-at"])
+@pytest.mark.parametrize(
+    "flags", ["--fp8-log-interval 100 --fp8-what-if mxfp8", ""], ids=["tried", "not-with_statistics-at"]
+)
 def test_nonfinite_values_in_high_precision_give_one_finding(flags: str, tmp_path: Path) -> None:
     """The weights are so large that the next forward pass overflows. No gradient is the first, and the report has a
     fix."""
@@ -374,7 +378,7 @@ def test_nonfinite_values_in_high_precision_give_one_finding(flags: str, tmp_pat
     assert all(re.match(first, each) for each in told)
 
 
-@pytest.mark.parametrize("interval", [1, 100], ids=["looked-at", "not-looked-at"])
+@pytest.mark.parametrize("interval", [1, 100], ids=["with_statistics-at", "not-with_statistics-at"])
 def test_a_run_stopped_by_nonfinite_values_names_their_source(interval: int, tmp_path: Path) -> None:
     """A step without statistics runs again. A weight of layer 1 is NaN, and its own linear is the first to meet it."""
     flags = f"{TENSORWISE} --pipeline-model-parallel-size 2 --fp8-log-interval {interval}"

@@ -34,8 +34,8 @@ RECIPES = {
     "mxfp8": "--fp8-format e4m3 --fp8-recipe mxfp8",
     "others tried": "--fp8-format hybrid --fp8-recipe tensorwise --fp8-what-if blockwise,mxfp8,nvfp4",
 }
-OPERATIONS_A_TENSOR = 15
-OPERATIONS_A_LOOK = 100  # for any number of tensors: outliers by width, norms, the table
+OPERATIONS_PER_TENSOR = 15
+OPERATIONS_PER_RECORD = 100  # for any number of tensors: outliers by width, norms, the table
 
 
 def stand_in_for_triton(count: OperationCount) -> ModuleType:
@@ -106,4 +106,4 @@ def cost_of_statistics_step(flags: str) -> tuple[Operations, int]:
 def test_statistics_launch_few_kernels_and_synchronize_once(recipe: str) -> None:
     ((cost, num_tensors),) = run_ranks(1, cost_of_statistics_step, RECIPES[recipe])
     assert cost.waits == 1
-    assert num_tensors < cost.launched < OPERATIONS_A_TENSOR * num_tensors + OPERATIONS_A_LOOK, cost
+    assert num_tensors < cost.launched < OPERATIONS_PER_TENSOR * num_tensors + OPERATIONS_PER_RECORD, cost

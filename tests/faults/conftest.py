@@ -31,6 +31,6 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str,
     runs = {layout: FaultyRun(layout, tmp_path_factory.mktemp("unbroken") / layout, cache) for layout in LAYOUTS}
     for run in runs.values():
         ended = run.start()
-        assert set(ended.statuses) == {0}, ended.told()
+        assert set(ended.statuses) == {0}, ended.report()
         assert run.newest == STEPS
     return runs

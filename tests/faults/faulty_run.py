@@ -75,7 +75,7 @@ class FaultyRun:
 
 def assert_died(ended: Ended) -> None:
     """A rank was killed. All ended by themselves in time, with an error, and left no process behind."""
-    assert -9 in ended.statuses, ended.told()
-    assert all(status not in (0, 124) for status in ended.statuses), ended.told()
-    assert ended.seconds_after_first < SOON_S, ended.told()
-    assert ended.num_orphans == 0, ended.told()
+    assert -9 in ended.statuses, ended.report()
+    assert all(status not in (0, 124) for status in ended.statuses), ended.report()
+    assert ended.seconds_after_first < SOON_S, ended.report()
+    assert ended.num_orphans == 0, ended.report()

@@ -43,7 +43,7 @@ def test_reported_checkpoints_exist(tmp_path: Path, cache: Path) -> None:
     ended = run.start("full:rank=1,at=save.mid_shard,step=4;full:rank=0,at=save.before_rename,step=6", flags=(
         f"--save {run.folder} --ckpt-keep {STEPS}"
     ))  # fmt: skip
-    assert set(ended.statuses) == {0}, ended.told()
+    assert set(ended.statuses) == {0}, ended.report()
     events = load_run(run.folder).events
     failed = {event.step: event.detail for event in events if event.name == "checkpoint failed"}
     assert sorted(failed) == [4, 6]

@@ -34,9 +34,9 @@ def test_a_sleeping_rank_is_a_hang(tmp_path: Path, cache: Path) -> None:
     run = FaultyRun(LAYOUT, tmp_path / "run", cache)
     flags = f"--save {run.folder} --load {run.folder} {LIMITS}"
     ended = run.start("sleep:rank=1,seconds=600,step=2,at=save.mid_shard", flags)
-    assert set(ended.statuses) == {71}, ended.told()
+    assert set(ended.statuses) == {71}, ended.report()
     assert ended.num_orphans == 0
-    assert ended.seconds_after_first < SPARE_S, ended.told()
+    assert ended.seconds_after_first < SPARE_S, ended.report()
     state = current_state(run.folder)
     assert state is not None and (state.state, state.exit_status) == ("failed", 71)
     assert "hangs in save at step 2, for " in state.reason and f"(limit {LIMIT_S:g} s)" in state.reason
@@ -48,7 +48,7 @@ def test_a_stopped_rank_is_named_and_ended(tmp_path: Path, cache: Path) -> None:
     """It cannot exit by itself, so the others name it and continue it to exit."""
     run = FaultyRun(LAYOUT, tmp_path / "run", cache)
     ended = run.start("stop:rank=1,step=3,at=step.begin", f"--save {run.folder} --load {run.folder} {LIMITS}")
-    assert ended.statuses[0] == 71 and ended.statuses[1] in (70, 71), ended.told()
+    assert ended.statuses[0] == 71 and ended.statuses[1] in (70, 71), ended.report()
     assert ended.num_orphans == 0
     state = current_state(run.folder)
     assert state is not None and "rank 1 (process " in state.reason and "is stopped" in state.reason
@@ -58,7 +58,7 @@ def test_four_ranks_end_when_one_is_killed(tmp_path: Path, cache: Path) -> None:
     """Also those that wait for ranks other than the dead one."""
     run = FaultyRun("tp2-pp2", tmp_path / "run", cache)
     ended = run.start("kill:rank=3,step=2,at=step.begin")
-    assert ended.statuses[3] == -signal.SIGKILL and set(ended.statuses[:3]) == {70}, ended.told()
+    assert ended.statuses[3] == -signal.SIGKILL and set(ended.statuses[:3]) == {70}, ended.report()
     assert ended.seconds_after_first < SPARE_S
     state = current_state(run.folder)
     assert state is not None and "rank 3 (process " in state.reason and "has ended" in state.reason
@@ -67,7 +67,7 @@ def test_four_ranks_end_when_one_is_killed(tmp_path: Path, cache: Path) -> None:
 def test_an_error_of_one_rank_ends_the_others(tmp_path: Path, cache: Path) -> None:
     run = FaultyRun(LAYOUT, tmp_path / "run", cache)
     ended = run.start("raise:rank=1,step=3,at=step.before_update")
-    assert ended.statuses == (70, 70), ended.told()
+    assert ended.statuses == (70, 70), ended.report()
     state = current_state(run.folder)
     assert state is not None and state.exit_status == 70
     assert state.reason.startswith("rank 1: OSError: ") and "injected" in state.reason

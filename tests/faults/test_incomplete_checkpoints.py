@@ -28,7 +28,7 @@ def until_4(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> FaultyRun:
     """A run that saved steps 2 and 4. Tests must not write to its folder."""
     run = FaultyRun(LAYOUT, tmp_path_factory.mktemp("until_4") / "run", cache)
     ended = run.start(flags=f"--save {run.folder} {SHORT}")
-    assert set(ended.statuses) == {0}, ended.told()
+    assert set(ended.statuses) == {0}, ended.report()
     assert complete_steps(run.folder) == [2, SAVED]
     return run
 

@@ -60,8 +60,8 @@ def run_through(run: FaultyRun, plan: list[str]) -> None:
         assert_died(ended)
         assert run.newest >= newest, "a checkpoint that was there is there"
         newest = run.newest
-    assert set(ended.statuses) == {0}, ended.told()
-    assert len(list(run.fired.iterdir())) == len(plan), ended.told()
+    assert set(ended.statuses) == {0}, ended.report()
+    assert len(list(run.fired.iterdir())) == len(plan), ended.report()
 
 
 def assert_equal(run: FaultyRun, unbroken: FaultyRun) -> None:

@@ -68,7 +68,7 @@ def test_a_full_disk_and_a_removed_folder_do_not_stop_a_run(tmp_path: Path, cach
         with stopped(run):
             state_file.rmdir()
         ended = run.wait(600)
-    assert ended.statuses == (0,), ended.told()
+    assert ended.statuses == (0,), ended.report()
     assert complete_steps(folder)[-1] == STEPS
     assert any(boards.iterdir())
     state = current_state(folder)
@@ -143,6 +143,6 @@ def test_under_nohup_a_closed_terminal_does_not_stop_the_run(tmp_path: Path, cac
             ended = run.wait(600)
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert ended.statuses == (0,), ended.told()
+    assert ended.statuses == (0,), ended.report()
     state = current_state(folder)
     assert state is not None and (state.state, state.step) == ("stopped", 2)

@@ -44,14 +44,14 @@ def start(folder: Path, cache: Path, flags: str) -> Ended:
 def test_resume_is_bit_equal(recipe: str, tmp_path: Path, cache: Path) -> None:
     """The last steps again, from the checkpoint in the middle: the complete checkpoint and the losses are equal."""
     ended = start(tmp_path, cache, RECIPES[recipe])
-    assert set(ended.statuses) == {0}, ended.told()
-    straight, losses = fingerprint(checkpoint_path(tmp_path, STEPS)), [each.loss for each in load_run(tmp_path).steps]
+    assert set(ended.statuses) == {0}, ended.report()
+    unbroken, losses = fingerprint(checkpoint_path(tmp_path, STEPS)), [each.loss for each in load_run(tmp_path).steps]
     shutil.rmtree(checkpoint_path(tmp_path, STEPS))
     again = start(tmp_path, cache, RECIPES[recipe])
-    assert set(again.statuses) == {0}, again.told()
+    assert set(again.statuses) == {0}, again.report()
     run = load_run(tmp_path)
     assert run.runs[-1].resumed_from_step == SAVED
-    assert fingerprint(checkpoint_path(tmp_path, STEPS)) == straight
+    assert fingerprint(checkpoint_path(tmp_path, STEPS)) == unbroken
     assert [each.loss for each in run.steps] == losses
     assert len(set(losses)) == STEPS
 
@@ -62,10 +62,10 @@ def test_resume_from_bf16_to_fp8_and_back(tmp_path: Path, cache: Path) -> None:
     for flags, stop in (("", SAVED), (RECIPES["tensorwise"], SAVED + 1), ("", STEPS)):
         if stop > SAVED:
             refused = start(tmp_path, cache, flags)
-            assert set(refused.statuses) == {74}, refused.told()
+            assert set(refused.statuses) == {74}, refused.report()
             assert "precision.fp8_format: " in refused.output[0] and "--override-precision" in refused.output[0]
         ended = start(tmp_path, cache, f"{flags} --override-precision --exit-interval {stop}")
-        assert set(ended.statuses) == {0}, ended.told()
+        assert set(ended.statuses) == {0}, ended.report()
     run = load_run(tmp_path)
     assert [each.step for each in run.steps] == [1, 2, 3, 4]
     # The first step of each process and the last step, in runs far shorter than the logging interval.

@@ -24,17 +24,17 @@ def test_a_second_run_is_refused_and_the_first_one_unharmed(tmp_path: Path, cach
     with run.started("stop:step=2,at=step.begin") as first:
         pids = [process.pid for process in first.processes]
         while any(read_proc_stat(pid)[0] != STOPPED_STATE for pid in pids):
-            assert not first.look(0.05), first.output(0)
+            assert not first.poll(0.05), first.output(0)
         before = {path: path.read_bytes() for path in run.folder.glob("*.json*")}
         second = run.start()
-        assert set(second.statuses) == {73}, second.told()
+        assert set(second.statuses) == {73}, second.report()
         refusal = f"RunFolderInUse: --save {run.folder} is in use: process {pids[0]} on "
         assert refusal in second.output[0] and second.output[1] == "", "one rank says so"
         assert {path: path.read_bytes() for path in before} == before
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
         ended = first.wait(60)
-    assert set(ended.statuses) == {0}, ended.told()
+    assert set(ended.statuses) == {0}, ended.report()
     assert not (run.folder / LOCK_FILE).exists()
 
 
@@ -47,7 +47,7 @@ def test_the_lock_of_a_killed_run_is_taken_over(tmp_path: Path, cache: Path) -> 
     died = current_state(run.folder)
     assert died is not None and died.state == "died"
     ended = run.start()
-    assert set(ended.statuses) == {0}, ended.told()
+    assert set(ended.statuses) == {0}, ended.report()
     assert "which is gone, is taken over" in ended.output[0]
     state = current_state(run.folder)
     assert state is not None and (state.starts, state.state) == (2, "done")
@@ -58,10 +58,10 @@ def test_a_finished_run_stays_done_after_a_refused_start(tmp_path: Path, cache: 
     run = FaultyRun(LAYOUT, tmp_path / "run", cache)
     command = f"{run.text(f'--save {run.folder}')} --train-iters 3 --num-workers 0"
     first = run_forked(1, command)
-    assert first.statuses == (0,), first.told()
+    assert first.statuses == (0,), first.report()
     before = {path: path.read_bytes() for path in run.folder.glob("*.json*")}
     second = run_forked(1, command)
-    assert second.statuses == (74,) and "holds a checkpoint of step 3" in second.output[0], second.told()
+    assert second.statuses == (74,) and "holds a checkpoint of step 3" in second.output[0], second.report()
     assert {path: path.read_bytes() for path in run.folder.glob("*.json*")} == before
     assert not is_unfinished(run.folder)
 

@@ -38,11 +38,11 @@ MOMENTS = {
 
 def assert_preempted(run: FaultyRun, ended: Ended) -> RunState:
     """All ranks exit with the status, the folder records it, and the completed steps are saved."""
-    assert set(ended.statuses) == {75}, ended.told()
-    assert ended.num_orphans == 0, ended.told()
+    assert set(ended.statuses) == {75}, ended.report()
+    assert ended.num_orphans == 0, ended.report()
     state = current_state(run.folder)
     assert state is not None and (state.state, state.exit_status) == ("preempted", 75), state
-    assert state.step == state.saved_step == run.newest, ended.told()
+    assert state.step == state.saved_step == run.newest, ended.report()
     return state
 
 
@@ -75,14 +75,14 @@ def test_a_signal_at_every_point_saves_and_resumes(tmp_path: Path, cache: Path, 
         "SIGINT to rank 1, saved at step 8",  # by the save that was running
     ]
     ended = run.start()
-    assert set(ended.statuses) == {0}, ended.told()
+    assert set(ended.statuses) == {0}, ended.report()
     assert_done(run, unbroken[LAYOUT])
 
 
 def test_without_the_handler_a_signal_kills(tmp_path: Path, cache: Path) -> None:
     run = FaultyRun(LAYOUT, tmp_path / "run", cache)
     ended = run.start("term:rank=1,step=3,at=step.begin", f"--save {run.folder} --no-exit-signal-handler")
-    assert ended.statuses == (70, -signal.SIGTERM), ended.told()
+    assert ended.statuses == (70, -signal.SIGTERM), ended.report()
 
 
 def wait_until(is_so: Callable[[], object]) -> None:
@@ -131,7 +131,7 @@ def test_a_rank_without_data_exits_after_the_grace_period(tmp_path: Path, cache:
         send([process.pid for process in forked.processes], signal.SIGTERM)
         ended = forked.wait(60)
     assert time.monotonic() - began < 20, "not the default's 30"
-    assert set(ended.statuses) == {75} and ended.num_orphans == 0, ended.told()
+    assert set(ended.statuses) == {75} and ended.num_orphans == 0, ended.report()
     state = current_state(run.folder)
     assert state is not None and state.state == "preempted" and state.saved_step == run.newest == 2
     assert "3 s after a signal still in " in state.reason
@@ -149,7 +149,7 @@ def test_a_second_signal_exits_immediately(tmp_path: Path, cache: Path, monkeypa
             send([process.pid for process in forked.processes], signal.SIGINT)
             time.sleep(watchdog.DUPLICATE_SIGNAL_S + 1.0)
         ended = forked.wait(60)
-    assert set(ended.statuses) == {75} and ended.num_orphans == 0, ended.told()
+    assert set(ended.statuses) == {75} and ended.num_orphans == 0, ended.report()
     state = current_state(run.folder)
     assert state is not None and "a second SIGINT" in state.reason
     assert run.newest == 2

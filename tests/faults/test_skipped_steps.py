@@ -178,7 +178,7 @@ def test_nonfinite_values_exit_with_status_65(tmp_path: Path) -> None:
     flags = f"{COMMON} {STYLES['llama']} {LENGTH} --num-workers 2"  # the error must end the loader's processes
     flags += f" --data-cache-path {tmp_path} --save {tmp_path / 'run'}"
     ended = run_forked(2, flags, "nan:rank=1,step=2,at=step.gradients")
-    assert set(ended.statuses) == {65}, ended.told()
+    assert set(ended.statuses) == {65}, ended.report()
     assert "NumericsError: step 2: loss or gradients are not finite (samples 8-15):" in ended.output[0]
     assert "NumericsError" not in ended.output[1]
     state = read_run_state(tmp_path / "run")

@@ -54,7 +54,7 @@ def unbroken_and_resumed(extra: str, steps: int, folder: Path) -> tuple[Curve, C
     with gpu_run(extra) as run:
         train(run, steps)
         path = save_checkpoint(folder, run.config, run.trainee, Progress(steps, steps * run.global_batch_size))
-        straight = train(run, steps, first_step=steps + 1)
+        unbroken = train(run, steps, first_step=steps + 1)
     with gpu_run(extra) as run:
         load_checkpoint(path, run.config, run.trainee)
-        return straight, train(run, steps, first_step=steps + 1)
+        return unbroken, train(run, steps, first_step=steps + 1)

@@ -146,7 +146,7 @@ def end_of(run) -> End:  # noqa: ANN001
     ended = run.wait(RUN_S)
     return End(
         statuses=ended.statuses, seconds=ended.seconds, seconds_after_first=ended.seconds_after_first,
-        output=ended.told(),
+        output=ended.report(),
     )  # fmt: skip
 
 

@@ -82,5 +82,5 @@ def test_validation_and_statistics_steps_do_not_change_training(recipe: str) -> 
 
 @pytest.mark.parametrize("recipe", ["bf16", "delayed"])
 def test_resume_equals_the_unbroken_run(recipe: str, tmp_path: Path) -> None:
-    straight, resumed = unbroken_and_resumed(f"{RECIPES[recipe]} {GRAPH}", 4, tmp_path)
-    assert resumed == straight
+    unbroken, resumed = unbroken_and_resumed(f"{RECIPES[recipe]} {GRAPH}", 4, tmp_path)
+    assert resumed == unbroken

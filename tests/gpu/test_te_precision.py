@@ -176,9 +176,9 @@ def test_delayed_scales_survive_high_precision(layers: str) -> None:
 @pytest.mark.parametrize("at", [1, 3, 5])
 def test_resume_within_each_schedule_entry_is_bit_equal(at: int, recipe: str, tmp_path: Path) -> None:
     flags = f"{RECIPES[recipe]} --fp8-schedule bf16:2,fp8:4,bf16:6,fp8"
-    straight = steps(flags, 8)
+    unbroken = steps(flags, 8)
     before = steps(flags, at, save=tmp_path)
     after = steps(flags, 8 - at, first=at + 1, load=find_checkpoint(tmp_path)[1])
-    assert before[0] + after[0] == straight[0]
-    for name, weight in straight[1].items():
+    assert before[0] + after[0] == unbroken[0]
+    for name, weight in unbroken[1].items():
         assert torch.equal(weight, after[1][name]), name

@@ -234,8 +234,8 @@ def test_rowwise_cast_of_shards_changes_no_weight(recipe: str) -> None:
     ],
 )
 def test_resume_equals_the_unbroken_run(recipe: str, extra: str, tmp_path: Path) -> None:
-    straight, resumed = unbroken_and_resumed(f"{RECIPES[recipe]} {extra}", 3, tmp_path)
-    assert resumed.losses == straight.losses
+    unbroken, resumed = unbroken_and_resumed(f"{RECIPES[recipe]} {extra}", 3, tmp_path)
+    assert resumed.losses == unbroken.losses
 
 
 @pytest.mark.parametrize(("before", "after"), [("", FUSER), (FUSER, "")])
@@ -244,7 +244,7 @@ def test_fused_operations_and_linears_resume_each_others_scales(before: str, aft
         train(run, 3)
         path = save_checkpoint(tmp_path, run.config, run.trainee, Progress(3, 3 * run.global_batch_size))
         saved = [tensor.clone() for tensor in te_layers.delayed_state(run.trainee.chunks[0])]
-        straight = train(run, 1, first_step=4)
+        unbroken = train(run, 1, first_step=4)
     with gpu_run(f"{RECIPES['delayed']} {after}") as run:
         load_checkpoint(path, run.config, run.trainee)
         loaded = [tensor.clone() for tensor in te_layers.delayed_state(run.trainee.chunks[0])]
@@ -254,7 +254,7 @@ def test_fused_operations_and_linears_resume_each_others_scales(before: str, aft
     assert all(torch.equal(a, b) for a, b in zip(saved, loaded, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(loaded, now, strict=True))
     # With scales of 1 the difference would be larger. This is the distance of fused operations from linears.
-    assert resumed.losses[0] == pytest.approx(straight.losses[0], rel=2e-4)
+    assert resumed.losses[0] == pytest.approx(unbroken.losses[0], rel=2e-4)
 
 
 def test_validation_does_not_change_delayed_scaling() -> None:

@@ -32,10 +32,10 @@ from megafp8.training.extensions.statistics_hooks import HookedLinear
 
 STATISTICS = "--fp8-log-interval 1 --fp8-what-if mxfp8,nvfp4"
 # More than in tests/distributed/test_statistics_cost.py: a sum may be two kernels, and norms are taken before.
-OPERATIONS_A_TENSOR, OPERATIONS_A_LOOK, WAITS = 20, 200, 3
+OPERATIONS_PER_TENSOR, OPERATIONS_PER_RECORD, WAITS = 20, 200, 3
 
 
-def look(extra: str, step: int = 1) -> QuantizationRecord:
+def first_record(extra: str, step: int = 1) -> QuantizationRecord:
     with gpu_run(f"{extra} {STATISTICS}") as run:
         if step > 1:
             train(run, step - 1)
@@ -58,8 +58,8 @@ def test_statistics_do_not_change_training(recipe: str, extra: str) -> None:
 def test_transformer_engine_and_emulation_have_equal_statistics(recipe: str) -> None:
     """Same weights and samples, the first step: tensors differ by roundings of the previous layers, weights are
     equal."""
-    engine = look(RECIPES[recipe])
-    emulated = look(f"{RECIPES[recipe]} --transformer-impl emulated")
+    engine = first_record(RECIPES[recipe])
+    emulated = first_record(f"{RECIPES[recipe]} --transformer-impl emulated")
     assert list(engine.tensors) == list(emulated.tensors)
     for name, stats in emulated.tensors.items():
         other = engine.tensors[name]
@@ -93,7 +93,9 @@ def test_observed_codes_equal_transformer_engine() -> None:
 
 def test_observed_delayed_scales_equal_those_of_emulation() -> None:
     """Gradients of a few steps fall by octaves, and the history still has larger ones."""
-    engine, emulated = (look(f"{RECIPES['delayed']} {extra}", step=4) for extra in ("", "--transformer-impl emulated"))
+    engine, emulated = (
+        first_record(f"{RECIPES['delayed']} {extra}", step=4) for extra in ("", "--transformer-impl emulated")
+    )
     ages = {name: stats.staleness_octaves for name, stats in emulated.tensors.items()}
     assert None not in ages.values() and max(abs(age) for age in ages.values()) > 1, ages
     for name, stats in engine.tensors.items():
@@ -101,7 +103,7 @@ def test_observed_delayed_scales_equal_those_of_emulation() -> None:
 
 
 def test_fp8_weights_have_no_quantization_error() -> None:
-    found = look(f"{RECIPES['tensorwise']} --fp8-param-gather")
+    found = first_record(f"{RECIPES['tensorwise']} --fp8-param-gather")
     for name, stats in found.tensors.items():
         assert (stats.sqnr_db is None) == name.endswith("weight"), name
         assert stats.num_values > 0
@@ -114,10 +116,10 @@ def test_statistics_launch_few_kernels_and_rarely_synchronize(recipe: str, monke
         collector = StatisticsCollector(run)
         for step in (1, 2):  # kernels are compiled
             statistics_record_of(run, step, collector)
-        plain, looked = [
+        plain, with_statistics = [
             count_operations(lambda step=step: statistics_record_of(run, step, collector)) for step in (3, 4)
         ]
         num_tensors = len(list(collector.plan.tensors()))
-    cost = looked - plain
+    cost = with_statistics - plain
     assert cost.waits <= WAITS, cost
-    assert num_tensors < cost.launched < OPERATIONS_A_TENSOR * num_tensors + OPERATIONS_A_LOOK, cost
+    assert num_tensors < cost.launched < OPERATIONS_PER_TENSOR * num_tensors + OPERATIONS_PER_RECORD, cost

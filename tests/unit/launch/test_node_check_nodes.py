@@ -46,7 +46,7 @@ def reports_of(num_nodes: int, fails: Callable[[set[int]], bool] = lambda _: Fal
     ]  # fmt: skip
 
 
-def judged(reports: list) -> dict[str, list[str]]:
+def blamed(reports: list) -> dict[str, list[str]]:
     return evaluate_nodes([f"n{number}" for number in range(len(reports))], reports)
 
 
@@ -66,37 +66,37 @@ def test_links_form_a_ring_without_deadlock(num_nodes: int) -> None:
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 8])
 def test_healthy_nodes_are_not_blamed(num_nodes: int) -> None:
     reports = reports_of(num_nodes)
-    assert judged(reports) == {}
+    assert blamed(reports) == {}
     text = healthy_summary([report.node for report in reports], reports)
     assert text.startswith(f"{num_nodes} nodes are well, 1 x H200 each, slowest all-reduce 1.00 GB/s (n0")
 
 
 @pytest.mark.parametrize("bad", range(5))
 def test_only_the_unreachable_node_is_named(bad: int) -> None:
-    wrong = judged(reports_of(5, lambda members: bad in members and len(members) == 2))
+    wrong = blamed(reports_of(5, lambda members: bad in members and len(members) == 2))
     assert list(wrong) == [f"n{bad}"]
     assert "all-reduce with n" in wrong[f"n{bad}"][0] and "timed out" in wrong[f"n{bad}"][0]
 
 
 def test_an_error_within_a_node_explains_its_links() -> None:
-    wrong = judged(reports_of(4, lambda members: 2 in members))
+    wrong = blamed(reports_of(4, lambda members: 2 in members))
     assert wrong == {"n2": ["all-reduce within the node: timed out"]}
 
 
 def test_a_failed_rendezvous_is_reported_without_another_cause() -> None:
     reports = [dataclasses.replace(report, rendezvous="at n0:1: no answer") for report in reports_of(3)]
     reports[0] = dataclasses.replace(reports[0], rendezvous=None)
-    assert judged(reports) == {f"n{number}": ["rendezvous: at n0:1: no answer"] for number in (1, 2)}
+    assert blamed(reports) == {f"n{number}": ["rendezvous: at n0:1: no answer"] for number in (1, 2)}
     reports[2] = dataclasses.replace(reports[2], clock_s=60.0)
-    assert list(judged(reports)) == ["n2"]
+    assert list(blamed(reports)) == ["n2"]
 
 
 def test_one_broken_link_costs_one_node() -> None:
-    assert list(judged(reports_of(6, lambda members: members == {2, 3}))) == ["n3"]
+    assert list(blamed(reports_of(6, lambda members: members == {2, 3}))) == ["n3"]
 
 
 def test_two_nodes_without_a_connection_are_both_named() -> None:
-    assert list(judged(reports_of(2, lambda members: len(members) == 2))) == ["n0", "n1"]
+    assert list(blamed(reports_of(2, lambda members: len(members) == 2))) == ["n0", "n1"]
 
 
 def test_a_failure_that_one_end_saw_counts() -> None:
@@ -104,13 +104,13 @@ def test_a_failure_that_one_end_saw_counts() -> None:
     seen = tuple(dataclasses.replace(group, error="reset", bytes_per_s=None) if group.members == (1, 2) else group
                  for group in reports[2].groups)  # fmt: skip
     reports[2] = dataclasses.replace(reports[2], groups=seen)
-    assert list(judged(reports)) == ["n2"]
+    assert list(blamed(reports)) == ["n2"]
 
 
 def test_a_node_without_a_report_is_named_and_explains_its_links() -> None:
     reports: list = reports_of(4, lambda members: 1 in members and len(members) == 2)
     reports[1] = None
-    assert judged(reports) == {"n1": ["it gave no report in time"]}
+    assert blamed(reports) == {"n1": ["it gave no report in time"]}
 
 
 @pytest.mark.parametrize(
@@ -128,9 +128,9 @@ def test_a_node_without_a_report_is_named_and_explains_its_links() -> None:
 def test_errors_of_a_node_are_reported(change: dict, words: str) -> None:
     reports = reports_of(4)
     reports[1] = dataclasses.replace(reports[1], **change)
-    (said,) = judged(reports).pop("n1")
+    (said,) = blamed(reports).pop("n1")
     assert words in said
-    assert list(judged(reports)) == ["n1"]
+    assert list(blamed(reports)) == ["n1"]
 
 
 def test_reports_read_back(tmp_path: Path) -> None:

@@ -66,12 +66,14 @@ def run_of(flags: str = "--fp8-format hybrid --fp8-recipe delayed --fp8-log-inte
     return parse(f"{TINY} {flags}".split()).config
 
 
-def details(make_statistics: Make, looks: list[tuple[Any, Any, Any]], first_step: int = 100) -> list[list[str]]:
+def details(
+    make_statistics: Make, changes_by_step: list[tuple[Any, Any, Any]], first_step: int = 100
+) -> list[list[str]]:
     """The findings at each statistics step."""
     watch = HealthMonitor(run_of(), warmup_steps=50)
     return [
         [event.detail for event in watch.update(make_statistics(first_step + 10 * index, *changes))]
-        for index, changes in enumerate(looks)
+        for index, changes in enumerate(changes_by_step)
     ]
 
 
@@ -79,10 +81,10 @@ def test_every_rule_is_provoked() -> None:
     assert set(PROVOKED) == {rule.name for rule in RULES}
 
 
-@pytest.mark.parametrize(("name", "looks", "text"), CASES)
-def test_a_rule_reports_at_its_threshold(name: str, looks: list, text: str, make_statistics: Make) -> None:
-    said = details(make_statistics, looks)
-    assert not any(said[:-1]), "one look may be chance"
+@pytest.mark.parametrize(("name", "changes_by_step", "text"), CASES)
+def test_a_rule_reports_at_its_threshold(name: str, changes_by_step: list, text: str, make_statistics: Make) -> None:
+    said = details(make_statistics, changes_by_step)
+    assert not any(said[:-1]), "one record may be chance"
     (detail,) = said[-1]
     assert detail.startswith(f"{name}: ") and text in detail and "; try: " in detail, detail
 
@@ -92,7 +94,7 @@ def test_a_healthy_run_has_no_findings(make_statistics: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    "looks",
+    "changes_by_step",
     [
         pytest.param([(SATURATED, None, None), (None, None, None), (SATURATED, None, None)], id="now-and-then"),
         pytest.param([(SMALL, None, None)] * 3, id="inputs-that-underflow"),
@@ -110,14 +112,14 @@ def test_a_healthy_run_has_no_findings(make_statistics: Make) -> None:
         ),
     ],
 )
-def test_healthy_variations_have_no_findings(looks: list, make_statistics: Make) -> None:
-    assert not any(details(make_statistics, looks))
+def test_healthy_variations_have_no_findings(changes_by_step: list, make_statistics: Make) -> None:
+    assert not any(details(make_statistics, changes_by_step))
 
 
 def test_warm_up_may_move_scales_and_leave_weights(make_statistics: Make) -> None:
-    looks = [({"amax": 5.0**index}, STALLED, None) for index in range(4)]
-    assert not any(details(make_statistics, looks, first_step=10))
-    assert any(details(make_statistics, looks, first_step=100))
+    changes_by_step = [({"amax": 5.0**index}, STALLED, None) for index in range(4)]
+    assert not any(details(make_statistics, changes_by_step, first_step=10))
+    assert any(details(make_statistics, changes_by_step, first_step=100))
 
 
 def test_a_tensor_is_reported_once_and_all_are_summarized(make_statistics: Make) -> None:
@@ -134,10 +136,10 @@ def test_a_tensor_is_reported_once_and_all_are_summarized(make_statistics: Make)
 def test_many_tensors_are_one_event(make_statistics: Make) -> None:
     watch = HealthMonitor(run_of())
     for step in (10, 20):
-        look = make_statistics(step, of_gradient=SMALL)
-        gradient = look.tensors[f"{FC1}.grad_output"]
-        look.tensors.update({f"layers.{layer}.linear_fc2.grad_output": gradient for layer in range(9)})
-        events = watch.update(look)
+        record = make_statistics(step, of_gradient=SMALL)
+        gradient = record.tensors[f"{FC1}.grad_output"]
+        record.tensors.update({f"layers.{layer}.linear_fc2.grad_output": gradient for layer in range(9)})
+        events = watch.update(record)
     (event,) = events
     assert event.detail.count("become zero") == 3 and "and 7 more" in event.detail
 
@@ -160,8 +162,8 @@ def test_what_if_recipes_are_checked_for_nonfinite_values(make_statistics: Make)
     config = run_of("--fp8-log-interval 1 --fp8-what-if mxfp8,tensorwise")
 
     def tried(step: int, **changes: Any) -> QuantizationRecord:
-        look = make_statistics(step, **changes)
-        return dataclasses.replace(look, recipe="", tensors={}, what_if={"mxfp8": look.tensors, "tensorwise": {}})
+        record = make_statistics(step, **changes)
+        return dataclasses.replace(record, recipe="", tensors={}, what_if={"mxfp8": record.tensors, "tensorwise": {}})
 
     calm = HealthMonitor(config)
     assert calm.update(tried(1)) == []

@@ -91,9 +91,9 @@ def test_four_bit_block_scales_saturate_a_known_fraction() -> None:
     config = parse(f"{TINY} --fp4-format e2m1 --fp8-log-interval 1".split()).config
     recipe = build_recipe(config.precision)
     assert recipe is not None and recipe.rules[0][2].scale_rule is ScaleRule.TWO_LEVEL
-    look = statistics_of(recipe, tensors()["normal"].bfloat16(), (Operand.INPUT,), 1)
-    assert look.tensors[f"{LINEAR}.input.row"].saturated_fraction == pytest.approx(0.034, abs=0.004)
-    assert look.tensors[f"{LINEAR}.input.row"].underflow_fraction == pytest.approx(0.067, abs=0.005)
+    record = statistics_of(recipe, tensors()["normal"].bfloat16(), (Operand.INPUT,), 1)
+    assert record.tensors[f"{LINEAR}.input.row"].saturated_fraction == pytest.approx(0.034, abs=0.004)
+    assert record.tensors[f"{LINEAR}.input.row"].underflow_fraction == pytest.approx(0.067, abs=0.005)
 
 
 def test_blocks_with_vanishing_scales_are_reported() -> None:

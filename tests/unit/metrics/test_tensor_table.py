@@ -112,7 +112,7 @@ def test_every_field_of_a_row_has_a_column() -> None:
 
 
 def test_statistics_records_read_back(make_statistics) -> None:
-    look = make_statistics(7, of_input={"sqnr_db": math.inf}, gradient_snr=0.5)
-    again = from_json(to_json(look))
-    assert again == look
-    assert "staleness" not in to_json(look), "what is not there takes no room"
+    record = make_statistics(7, of_input={"sqnr_db": math.inf}, gradient_snr=0.5)
+    again = from_json(to_json(record))
+    assert again == record
+    assert "staleness" not in to_json(record), "what is not there takes no room"

@@ -71,7 +71,7 @@ def build_layer(kind: str, *, config: TransformerConfig, plain: bool = False, bi
     )
 
 
-def whole_tensors(tokens: int = TOKENS) -> tuple[Tensor, Tensor, Tensor]:
+def full_tensors(tokens: int = TOKENS) -> tuple[Tensor, Tensor, Tensor]:
     """x, w, dy, complete; the two parts along every dim have different amaxes."""
     generator = torch.Generator().manual_seed(3)
     shapes = (tokens, BATCH, INPUTS), (OUTPUTS, INPUTS), (tokens, BATCH, OUTPUTS)
@@ -89,7 +89,7 @@ def mine(whole: Tensor, dim: int) -> Tensor:
 
 def expected(kind: str, reduction: str, recipe: LinearRecipe = RECIPE, tokens: int = TOKENS) -> tuple[Tensor, ...]:
     """y, dx, dw, complete, from one process. With "te", each part of the weight is a linear with its own scales."""
-    x, w, dy = whole_tensors(tokens)
+    x, w, dy = full_tensors(tokens)
     x.requires_grad_()
     w.requires_grad_()
     plan = LinearPlan(recipe=recipe)
@@ -110,7 +110,7 @@ def check_tensor_parallel(
     """The two shards of a layer give the two parts of the full layer's result."""
     config = configuration(sequence_parallel=sequence_parallel)
     layer = build_layer(kind, config=config, recipe=recipe, amax_reduction=reduction)
-    x, w, dy = whole_tensors(tokens)
+    x, w, dy = full_tensors(tokens)
     column = kind == "column"
     with torch.no_grad():
         layer.weight.copy_(mine(w, 0 if column else 1))
@@ -166,7 +166,7 @@ def test_other_gradients_are_rounded_by_other_random_numbers(kind: str, tensor: 
 def check_context_parallel(kind: str) -> None:
     """With "all", the two parts of a sequence are quantized with one scale."""
     layer = build_layer(kind, config=configuration(), amax_reduction="all")
-    x, w, dy = whole_tensors()
+    x, w, dy = full_tensors()
     with torch.no_grad():
         layer.weight.copy_(w)
     x = mine(x, 0).requires_grad_()
@@ -215,7 +215,7 @@ class OneLayer(MegatronModule):
 def check_overlapped_reduction(fuse: bool) -> None:
     """Two microbatches of two data-parallel ranks: main_grad is the mean over the ranks, hooks fire in both modes."""
     config = configuration()
-    x, w, dy = whole_tensors()
+    x, w, dy = full_tensors()
     layer = build_layer("row", config=config)
     layer.gradient_accumulation_fusion = fuse
     with torch.no_grad():
@@ -254,7 +254,7 @@ def lone_rank() -> Iterator[None]:
 
 def test_weight_codes_are_kept_inside_the_context_only(lone_rank: None) -> None:
     layer = build_layer("row", config=configuration())
-    x, w, _ = whole_tensors()
+    x, w, _ = full_tensors()
 
     def forward_with(weight: Tensor) -> Tensor:
         layer.weight.data = weight.clone()  # as optimizers write: the version counter does not change
@@ -273,7 +273,7 @@ def test_weight_codes_are_kept_inside_the_context_only(lone_rank: None) -> None:
 
 
 def test_no_recipe_is_the_plain_layer(lone_rank: None) -> None:
-    x, w, _ = whole_tensors()
+    x, w, _ = full_tensors()
     unquantized = build_layer("row", config=configuration(), recipe=None)
     layers = [unquantized, build_layer("row", config=configuration(), plain=True)]
     for layer in layers:

@@ -91,13 +91,13 @@ def test_the_oldest_update_leaves_the_window() -> None:
 
 def test_a_resumed_run_decides_the_same() -> None:
     """The window is saved and loaded after every step, as plain values."""
-    straight: Window = ()
+    unbroken: Window = ()
     resumed = SkipHistory()
     for loss, norm in curve(7, steps=60):
-        text = DETECTOR.find_spike(straight, loss, norm)
+        text = DETECTOR.find_spike(unbroken, loss, norm)
         assert DETECTOR.find_spike(resumed.window, loss, norm) == text
         if text is None:
-            straight = DETECTOR.after_update(straight, loss, norm)
+            unbroken = DETECTOR.after_update(unbroken, loss, norm)
             resumed = resumed.after_update(DETECTOR.after_update(resumed.window, loss, norm))
         resumed = SkipHistory.from_plain(json.loads(json.dumps(resumed.plain())))
-    assert resumed.window == straight
+    assert resumed.window == unbroken

@@ -68,7 +68,7 @@ def state_for(recipe: LinearRecipe, scale: float = 3.7) -> DelayedState | None:
     return state
 
 
-def whole(weight: Tensor, recipe: LinearRecipe) -> Any:
+def fully_quantized(weight: Tensor, recipe: LinearRecipe) -> Any:
     """The BF16 weight quantized in one piece, with `state_for`'s scale."""
     scale = DelayedScale(torch.tensor(3.7), None) if recipe.delayed else None
     return quantize(weight.bfloat16(), rule_of(recipe), delayed=scale)
@@ -103,7 +103,7 @@ def test_quantization_by_parts_equals_that_of_the_full_weight(recipe: LinearReci
         weights[0].codes.exchange = lambda mine, group: mine.copy_(largest)
         quantize_shards(weights, parts, starts, None)
     for index, master in enumerate(masters):
-        expected, gathered = whole(master, recipe), torch.zeros(master.numel(), dtype=torch.uint8)
+        expected, gathered = fully_quantized(master, recipe), torch.zeros(master.numel(), dtype=torch.uint8)
         for (weights, _, _), start, end in zip(ranks, ends[:-1], ends[1:], strict=False):
             gathered[start:end] = weights[index].codes.raw.flatten()[start:end]
         assert torch.equal(gathered.view(RAGGED), expected.codes.view(torch.uint8))
@@ -114,7 +114,7 @@ def test_quantization_by_parts_equals_that_of_the_full_weight(recipe: LinearReci
 @each_recipe
 def test_setting_a_weight_quantizes_it_like_bf16(recipe: LinearRecipe) -> None:
     weight = settled(master_weight(RAGGED), recipe, state_for(recipe))
-    check_equal(weight.codes.quantized(), whole(master_weight(RAGGED), recipe))
+    check_equal(weight.codes.quantized(), fully_quantized(master_weight(RAGGED), recipe))
     weight.data.copy_(master_weight(RAGGED, seed=1))
     with pytest.raises(AssertionError, match="quantize_assigned_weights"):
         weight.codes.quantized()
@@ -125,7 +125,7 @@ def test_setting_a_weight_quantizes_it_like_bf16(recipe: LinearRecipe) -> None:
 @each_recipe
 def test_weights_of_one_number(recipe: LinearRecipe, value: float) -> None:
     master = torch.full((3, 5), value)
-    check_equal(settled(master, recipe, state_for(recipe)).codes.quantized(), whole(master, recipe))
+    check_equal(settled(master, recipe, state_for(recipe)).codes.quantized(), fully_quantized(master, recipe))
 
 
 @pytest.mark.gpu

@@ -109,7 +109,7 @@ def test_a_job_killed_at_random_times_gives_equal_shards(
         append_eod=True,
         workers=workers,
     )
-    preprocess(dataclasses.replace(job, output_prefix=str(tmp_path / "straight" / "c")))
+    preprocess(dataclasses.replace(job, output_prefix=str(tmp_path / "unbroken" / "c")))
     num_parts = len(slow_parts.begun())
     rng = random.Random(workers)
     kills = 0

@@ -92,8 +92,8 @@ def test_neither_torch_nor_tensorflow_is_imported_for_it(tmp_path) -> None:
 
 def test_quantization_statistics_are_scalars_and_histograms(tmp_path, make_statistics) -> None:
     sink = TensorBoardSink(tmp_path, log_interval=1000)
-    look = make_statistics(100, of_input={"sqnr_db": math.inf}, gradient_noise_scale=12.5)
-    sink.write(dataclasses.replace(look, what_if={"mxfp8": look.tensors}))
+    record = make_statistics(100, of_input={"sqnr_db": math.inf}, gradient_noise_scale=12.5)
+    sink.write(dataclasses.replace(record, what_if={"mxfp8": record.tensors}))
     sink.close()
     values = read_scalars(tmp_path)
     assert values["fp8/underflow_fraction/layers.0.linear_fc1.input"] == {100: 0.25}
