@@ -354,9 +354,7 @@ def test_a_run_without_statistics_reports_why(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "flags", ["--fp8-log-interval 100 --fp8-what-if mxfp8", ""], ids=["tried", "not-with_statistics-at"]
-)
+@pytest.mark.parametrize("flags", ["--fp8-log-interval 100 --fp8-what-if mxfp8", ""], ids=["what-if", "no-statistics"])
 def test_nonfinite_values_in_high_precision_give_one_finding(flags: str, tmp_path: Path) -> None:
     """The weights are so large that the next forward pass overflows. No gradient is the first, and the report has a
     fix."""
@@ -378,7 +376,7 @@ def test_nonfinite_values_in_high_precision_give_one_finding(flags: str, tmp_pat
     assert all(re.match(first, each) for each in told)
 
 
-@pytest.mark.parametrize("interval", [1, 100], ids=["with_statistics-at", "not-with_statistics-at"])
+@pytest.mark.parametrize("interval", [1, 100], ids=["statistics-step", "plain-step"])
 def test_a_run_stopped_by_nonfinite_values_names_their_source(interval: int, tmp_path: Path) -> None:
     """A step without statistics runs again. A weight of layer 1 is NaN, and its own linear is the first to meet it."""
     flags = f"{TENSORWISE} --pipeline-model-parallel-size 2 --fp8-log-interval {interval}"
