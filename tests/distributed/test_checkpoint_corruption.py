@@ -99,7 +99,7 @@ def silent(folder: Path) -> tuple[int, list[str]]:
 
 
 def test_every_changed_byte_of_a_checkpoint_is_detected(folder: Path) -> None:
-    assert run_ranks(2, lambda: choose_checkpoint(folder).step) == [NEWER, NEWER], "it is whole to begin with"
+    assert run_ranks(2, lambda: choose_checkpoint(folder).step) == [NEWER, NEWER], "it is intact initially"
     for count, missed in run_ranks(2, silent, folder):
         assert missed == []
         assert count >= 500

@@ -284,7 +284,7 @@ def test_a_choice_above_a_new_memory_limit_is_repeated(tmp_path: Path) -> None:
 def test_a_choice_of_another_run_is_not_reused(tmp_path: Path) -> None:
     run_ranks(1, choose, auto_config(f"--save {tmp_path}"))
     other = auto_config(f"--save {tmp_path} --global-batch-size 4 --lr 1e-4")
-    assert run_ranks(1, choose, other)[0][2], "another batch: tried anew"
+    assert run_ranks(1, choose, other)[0][2], "another batch: tried again"
     assert not run_ranks(1, choose, auto_config(f"--save {tmp_path} --global-batch-size 4 --lr 1e-5"))[0][2]
 
 

@@ -39,7 +39,7 @@ def test_out_of_memory_on_one_rank_rejects_the_size_on_all(end: str, reason: str
     began = time.monotonic()
     heard = run_ranks(2, answers, [4, 16, 8], end)
     assert heard[0] == heard[1] == [Measured(4001, 3.5), TooLarge(reason), Measured(8001, 2.25)]
-    assert time.monotonic() - began < 30, "nobody waits for a trial that is over"
+    assert time.monotonic() - began < 30, "no rank waits for a finished trial"
 
 
 @pytest.mark.parametrize(

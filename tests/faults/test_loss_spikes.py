@@ -85,7 +85,7 @@ def test_rollback_skips_the_batches(tmp_path: Path) -> None:
     assert (progress.step, progress.consumed_samples) == (12, 96)
     assert progress.history.skipped == (SkippedSamples(32, 64, 7, ROLLBACK),)
     assert progress.history.num_rollbacks == 1
-    assert complete_steps(tmp_path / "unbroken") == [2, 4, 8, 10, 12], "8 is saved at once, and 6 is retired"
+    assert complete_steps(tmp_path / "unbroken") == [2, 4, 8, 10, 12], "8 is saved immediately, and 6 is retired"
     run = load_run(tmp_path / "unbroken")
     assert [record.step for record in run.steps] == [1, 2, 3, 4, 9, 10, 11, 12]
     assert [start.resumed_from_step for start in run.runs] == [None, 4]

@@ -70,7 +70,7 @@ def test_automatic_size_is_bit_equal_to_that_size_given(recipe: str, tmp_path: P
         assert (auto / "iter_0000003" / path.name).read_bytes() == path.read_bytes(), path.name
     content = json.loads((auto / CHOICE_FILE).read_text())
     (auto / CHOICE_FILE).write_text(json.dumps(content | {"memory_bytes": 80 * GIB, "device": "another"}))
-    assert "found on another with 80.00 GiB" in train(flags), "a start that goes on keeps the size"
+    assert "found on another with 80.00 GiB" in train(flags), "a resumed start keeps the size"
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -126,7 +126,7 @@ def assert_ranks_hold_the_same(reports: list[Report]) -> None:
     for report in reports:
         whole[report.place.pipeline_rank].add(report.whole)
         split[report.place.pipeline_rank, report.place.tensor_rank].add(report.split)
-    assert all(len(found) == 1 for found in whole.values()), "norms and other whole weights have drifted apart"
+    assert all(len(found) == 1 for found in whole.values()), "norms and other replicated weights have diverged"
     assert all(len(found) == 1 for found in split.values()), "data-parallel ranks have drifted apart"
 
 

@@ -87,6 +87,6 @@ def test_a_view_is_written_without_its_base() -> None:
     part = to_cpu(whole[10:20])
     assert part.equal(whole[10:20])
     assert part.untyped_storage().nbytes() == 80
-    assert to_cpu(whole).data_ptr() == whole.data_ptr(), "a whole one is not copied"
+    assert to_cpu(whole).data_ptr() == whole.data_ptr(), "a complete array is not copied"
     buffer = io.BytesIO(b"object")
     assert to_cpu(buffer) is buffer

@@ -50,7 +50,7 @@ def test_sample_hash_does_not_depend_on_batches(count):
     assert stepwise.hash(count) == expected
     stepwise.hash(count + 5 * BLOCK_SAMPLES)
     assert stepwise.hash(count) == expected, "also backwards"
-    assert chain(length=count).hash(count) == expected, "whatever comes after"
+    assert chain(length=count).hash(count) == expected, "for any later samples"
     assert chain().hash(count + 1) != expected
 
 

@@ -56,7 +56,7 @@ def test_false_is_still_treated_as_fp8() -> None:
     assert recompute(fp8=False).fp8 is False, "patched"
     plain = recompute.__new__(recompute)
     recompute.__init__.__closure__[0].cell_contents(plain, False)
-    assert plain.fp8 is True, "as it was: mended upstream, the patch can go"
+    assert plain.fp8 is True, "unchanged: fixed upstream, the patch can be removed"
 
 
 # ---- once, and only here --------------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ def test_torch_cuda_functions_return_cpu_values() -> None:
     torch.cuda.synchronize()
     torch.cuda.current_stream().wait_stream(torch.cuda.Stream())
     assert torch.cuda.Event().query()
-    assert torch.cuda.is_available() is False, "nobody else is told that there is a GPU"
+    assert torch.cuda.is_available() is False, "other libraries see no GPU"
 
 
 def test_every_stub_is_a_function_of_its_own() -> None:
@@ -172,7 +172,7 @@ def mixed_gather() -> torch.Tensor:
 
 
 def test_gloo_still_treats_a_group_of_buffers_as_one_type() -> None:
-    assert run_ranks(2, mixed_gather)[0].tolist() != [0, 1], "mended in torch: see whether the patch can go"
+    assert run_ranks(2, mixed_gather)[0].tolist() != [0, 1], "fixed in torch: check whether the patch can be removed"
 
 
 def test_buffers_of_two_types_are_in_separate_groups() -> None:

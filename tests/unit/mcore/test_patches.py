@@ -49,7 +49,7 @@ def quantized(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.parametrize(("file", "text"), patches.WEIGHT_EVIDENCE)
 def test_megatron_core_still_knows_one_kind_only(file: str, text: str) -> None:
-    assert text in core_source(file), "megatron-core no longer has this: see whether it can be told otherwise"
+    assert text in core_source(file), "megatron-core no longer has this: check for another way to register the type"
 
 
 def test_our_weights_are_fp8_weights(quantized: list[Any]) -> None:

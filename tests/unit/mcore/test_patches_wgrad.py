@@ -14,7 +14,7 @@ from megafp8.mcore.patches import import_core
 
 @pytest.mark.parametrize(("file", "text"), patches.WGRAD_EVIDENCE)
 def test_megatron_core_still_asks_apex(file: str, text: str) -> None:
-    assert text in core_source(file), "megatron-core no longer has this: see whether it can be told otherwise"
+    assert text in core_source(file), "megatron-core no longer has this: check for another way to set the function"
 
 
 class Apex(types.ModuleType):

@@ -52,7 +52,7 @@ def test_parts_of_ranks_become_one_tensor() -> None:
     assert (stats.underflow_fraction, stats.saturated_fraction) == (2 / 40, 4 / 40)
     assert stats.sqnr_db == pytest.approx(20.0)
     assert stats.exponent_counts == (2, 4, 6)
-    assert entries(*parts).stats("a", "e4m3", 3) is None, "nobody saw it"
+    assert entries(*parts).stats("a", "e4m3", 3) is None, "no rank observed it"
 
 
 def test_weights_are_compared_over_all_rows_or_one() -> None:

@@ -95,7 +95,7 @@ def test_a_triggered_fault_is_not_triggered_in_another_process(tmp_path: Path) -
     assert strikes(plan_of(text, 1, fired), "data.wait")
     assert strikes(plan_of(text, 0, fired), "save.begin")
     assert len(list(fired.iterdir())) == 4
-    assert [strikes(plan_of(text), "data.wait") for _ in range(3)] == [True] * 3, "without a folder nobody remembers"
+    assert [strikes(plan_of(text), "data.wait") for _ in range(3)] == [True] * 3, "without a folder nothing is recorded"
 
 
 def test_full_and_sleep() -> None:

@@ -31,7 +31,7 @@ def test_rank_0_writes_and_the_first_rank_to_end_gives_the_reason(tmp_path: Path
     other = RunStateWriter(tmp_path, writer.state, is_writer=False)
     other.update(step=99)
     other.write()
-    assert read(tmp_path).step == 0, "only rank 0 writes while the run goes on"
+    assert read(tmp_path).step == 0, "only rank 0 writes during the run"
     writer.update(step=7, saved_step=5)
     writer.write()
     other.end("failed", "rank 1: hangs", 71)

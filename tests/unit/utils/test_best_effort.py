@@ -154,7 +154,7 @@ def test_a_partially_written_line_is_completed_later(tmp_path: Path, reports: li
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
     ended = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, check=True)
     assert "the limit of a file's size is reached" in ended.stdout
-    assert "b'12345678\\n'" in ended.stdout, "no half line while the disk is full"
+    assert "b'12345678\\n'" in ended.stdout, "no partial line while the disk is full"
     assert path.read_text() == "12345678\nabcdefgh\nABCDEFGH\n"
 
 

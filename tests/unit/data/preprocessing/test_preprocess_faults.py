@@ -149,7 +149,7 @@ def test_a_full_disk_is_one_error_and_the_job_resumes(job, shard, monkeypatch, s
     assert names_in(Path(job.output_prefix).parent) == ["c.parts"]
     seen = []
     ((prefix, _),) = preprocess(job, on_progress=seen.append).shards
-    assert seen[0].num_documents > 0, "it did not go on"
+    assert seen[0].num_documents > 0, "it did not resume"
     assert shard_bytes(prefix) == shard_bytes(shard)
 
 

@@ -106,4 +106,4 @@ def test_codes_are_computed_once_and_every_gradient_is_observed() -> None:
     watched.attach(lambda operand, tensor, quantized: calls.append((operand, bool(quantized))))
     calls.clear()
     module(values)[0].sum().backward()
-    assert calls == first, "the next look sees all again"
+    assert calls == first, "the next statistics step observes all again"
