@@ -14,8 +14,7 @@ FITS = 8
 
 
 def serve(setup: TrialSetup, pipe: Connection) -> None:
-    """Sizes up to `FITS` x (rank + 1) succeed. Beyond, rank 0 ends in one of several ways, and the others wait for
-    it."""
+    """Sizes up to `FITS` x (rank + 1) succeed. Beyond, rank 0 ends in one of several ways, and others wait for it."""
     rank = int(os.environ["RANK"])
     while (size := pipe.recv()) is not None:
         if size <= FITS:

@@ -1,5 +1,4 @@
-"""Folders of small models in transformers' format, written without the library: random weights with the table's
-names."""
+"""Folders of small models in transformers' format, written without the library, with random weights."""
 
 from __future__ import annotations
 

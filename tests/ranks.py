@@ -134,8 +134,7 @@ SET_NUM_THREADS = torch.set_num_threads
 
 
 def become_child() -> None:
-    """The first action of every forked child: a process group of its own, which dies with its parent, and one
-    thread."""
+    """First action of a forked child: its own process group, which dies with the parent, and one thread."""
     # A pool of threads hangs here if the test process ever had one: set_num_threads has no effect in ranks.
     # Grandchildren must also make the call: the first one after a fork replaces the inherited pool, and two threads
     # that make it at the same time fail an assertion of torch.

@@ -45,8 +45,7 @@ def test_every_decay_style_has_a_table_and_a_picture(tool, style: str, tmp_path:
 
 
 def test_wsd_by_hand(tool, capsys) -> None:
-    """Up over ten steps, constant until twenty before the end, then down linearly. Step n has n - 1 steps' samples
-    behind it."""
+    """Up over ten steps, constant until twenty before the end, then linearly down. Step n follows n - 1 steps."""
     found = rates(tool, capsys, *STYLES["WSD"].split(), "--lr-warmup-iters", "10")
     assert found[1] == 0.0
     assert found[11] == found[81] == pytest.approx(1e-3)

@@ -86,8 +86,7 @@ def select_blocks(source: dict, kept: dict, casts: list[str], rows: np.ndarray, 
 
 
 def select_squares(source: dict, kept: dict, casts: list[str], rows: np.ndarray) -> None:
-    """Some rows of squares that contain the squares' largest magnitudes. The second orientation is the transposed
-    one."""
+    """Some rows of squares with the squares' largest magnitudes. The second orientation is the transposed one."""
     for cast in casts:
         kept[f"{cast}/row_codes"] = source[f"{cast}/row_codes"][rows]
         kept[f"{cast}/row_scale_inv"] = source[f"{cast}/row_scale_inv"]

@@ -46,8 +46,7 @@ def modelled(gemm: str, plan: LinearPlan, part: dict[str, torch.Tensor]) -> torc
 
 
 def check_gemm(gemm: str, plan: LinearPlan, part: dict[str, torch.Tensor], theirs: torch.Tensor) -> float:
-    """One GEMM: TE's result equals the model bitwise, ours is within the bound. Returns the fraction of equal results
-    of ours."""
+    """One GEMM: TE's result equals the model, ours is within the bound. Returns our fraction of equal results."""
     assert torch.equal(modelled(gemm, plan, part), theirs)
     ours, magnitude = run_gemm(gemm, plan, part)
     difference = (ours.detach().double() - theirs.double()).abs()

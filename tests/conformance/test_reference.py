@@ -159,8 +159,7 @@ def test_e8m0_of_every_exponent(fmt: str) -> None:
 
 @pytest.mark.parametrize("fmt", FP8)
 def test_power_of_two_scales_agree(fmt: str) -> None:
-    """Blockwise and MXFP8 give every amax the same exponent, except for 0, infinity and the one number in E8M0's
-    rule."""
+    """Blockwise and MXFP8 give every amax the same exponent, except 0, infinity and one number of E8M0's rule."""
     largest = torch.from_numpy(exponent_boundaries())
     power = quant_scale_of(largest, FORMATS[fmt], ScaleRule.POWER_OF_TWO)
     differs = power != e8m0_scales(largest, FORMATS[fmt]).quant

@@ -128,8 +128,7 @@ OF_CUDA = 16
     ],
 )
 def test_generators_of_another_device_type_are_not_loaded(flags: str, drawn: str, tmp_path: Path) -> None:
-    """The run continues with the generators that it seeded, and reports what draws from them. The CPU's own are
-    loaded."""
+    """The run keeps the generators that it seeded, and reports what draws from them. The CPU's own are loaded."""
     config = small_config("llama", flags)
 
     def save(folder: Path, num_bytes: Optional[int] = None) -> Path:
@@ -180,8 +179,7 @@ def test_resume_in_another_layout_follows_one_rank(style: str, legs: list[tuple[
 
 @pytest.mark.parametrize(("before", "after"), [("--bf16", BF16_FP8), (BF16_FP8, "--bf16"), (PLAIN, "--bf16")])
 def test_resume_in_another_precision(before: str, after: str, tmp_path: Path) -> None:
-    """With the distributed optimizer, weights are loaded rounded to the saved run's format, and then to the next
-    run's."""
+    """With the distributed optimizer, weights are loaded in the saved run's format, and then rounded to the next."""
     saved = small_config("llama", f"{before} {DISTRIBUTED}")
     run_ranks(1, run_leg, saved, STEPS, None, tmp_path)
 

@@ -48,8 +48,7 @@ def cut(length: int) -> Callable[[bytes], bytes]:
 
 
 def mutations(newer: Path, older: Path) -> Iterator[Mutation]:
-    """Flipped bits, truncated ends and starts, and files that are missing, longer, empty, or from another rank or
-    step."""
+    """Flipped bits, lost starts and ends, and files that are missing, longer, empty, or of another rank or step."""
     generator = random.Random(1)
     contents = {path.name: path.read_bytes() for path in sorted(newer.iterdir())}
     for name, content in contents.items():

@@ -66,8 +66,7 @@ def test_validation_does_not_change_training(world_size: int, flags: str) -> Non
 
 
 class Replays:
-    """What the host sees of a graph: replays gather weights where the captured forward-backward did, and record
-    nothing."""
+    """A graph as the host sees it: replays gather weights like the captured steps, and record nothing."""
 
     def __init__(self, chunks: list[Any], warm_up_steps: int):
         self.groups = [group for chunk in chunks for group in chunk.bucket_groups]

@@ -56,8 +56,7 @@ def test_overflow_halves_the_loss_scale_and_changes_nothing_else(optimizer: str)
 
 
 def test_loss_scale_hysteresis_and_growth_window(tmp_path: Path) -> None:
-    """Two overflows halve the scale. Then every two good steps double it. Records have the scale and the counters of
-    each step."""
+    """Two overflows halve the scale. Then every two good steps double it. Records have scale and counters."""
     flags = "--fp16 --initial-loss-scale 4096 --hysteresis 2 --loss-scale-window 2 --train-iters 9 --eval-iters 0"
     config = small_config("llama", f"{flags} --no-progress-bar --lr 1e-4 --save {tmp_path}")
     progress = run_ranks(1, lambda: train_run(build_run(config)))[0]

@@ -88,8 +88,7 @@ def test_a_trial_measures_training_steps(world_size: int, extra: str) -> None:
 @pytest.mark.parametrize("second", [4.0, 0.1, 0.001])
 @pytest.mark.parametrize("size", [1, 2, 16])
 def test_long_steps_are_extrapolated_from_short_ones(stages: int, second: float, size: int) -> None:
-    """A step takes about 0.5 s plus 0.25 s per microbatch, of a batch of 32. Two microbatch counts determine both
-    parts."""
+    """A step takes about 0.5 s plus 0.25 s per microbatch, of 32. Two microbatch counts determine both parts."""
     counts: list[int] = []
 
     def step(_: int, num_microbatches: int, number: int, has_statistics: bool = False) -> float:

@@ -96,8 +96,7 @@ def test_optimizer_state_saved_by_megatron_core_is_read(tmp_path: Path) -> None:
 
 
 def test_low_precision_moments_are_saved_in_fp32(tmp_path: Path) -> None:
-    """Transformer Engine's Adam stores them in FP8 and FP16. Beside FP8 weights megatron-core returns the stored
-    form."""
+    """Transformer Engine's Adam stores FP8 and FP16. Beside FP8 weights megatron-core returns the stored form."""
     config = small_config("llama", ONE_BUCKET, 2)
     scale = 4.0
 

@@ -118,8 +118,7 @@ def test_other_steps_do_no_statistics_work(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_rank_may_have_no_gradient_of_the_observed_linears() -> None:
-    """The fused optimizer keeps the gradient factor on the GPU. Its stand-in here is on the meta device, which cannot
-    be read."""
+    """The fused optimizer's gradient factor is on the GPU, here on the meta device, which cannot be read."""
     config = small_config("llama", f"{LENGTH} {TENSORWISE} {STATISTICS}")
 
     def gradient_factors() -> list[float]:
@@ -202,8 +201,7 @@ def linear_weights(run: Run) -> list[torch.Tensor]:
 
 
 def slow_norms(run: Run, *num_microbatches: int) -> list[float]:
-    """Squared norms of the mean gradients of the linears over the first microbatches of the first batch, and over the
-    next ones."""
+    """Squared norms of the linears' mean gradients over the first microbatches of a batch, and over the next ones."""
     batches = build_batches(run, run.datasets[0], 0, run.global_batch_size, num_workers=0)
     found = []
     for count in num_microbatches:
@@ -356,8 +354,7 @@ def test_a_run_without_statistics_reports_why(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flags", ["--fp8-log-interval 100 --fp8-what-if mxfp8", ""], ids=["what-if", "no-statistics"])
 def test_nonfinite_values_in_high_precision_give_one_finding(flags: str, tmp_path: Path) -> None:
-    """The weights are so large that the next forward pass overflows. No gradient is the first, and the report has a
-    fix."""
+    """The weights are so large that the next forward pass overflows. The report has a fix."""
     large = "--lr 1e16 --clip-grad 0 --train-iters 3"
     config = small_config("llama", f"{LENGTH} {PLAIN} {large} --save {tmp_path} {flags}")
 

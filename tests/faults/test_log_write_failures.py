@@ -53,8 +53,7 @@ def stopped(run: ForkedRun) -> Iterator[None]:
 
 
 def test_a_full_disk_and_a_removed_folder_do_not_stop_a_run(tmp_path: Path, cache: Path, place: Path) -> None:
-    """Records never fit on the disk, TensorBoard's folder is removed, and the state cannot be written for some
-    steps."""
+    """Records never fit, TensorBoard's folder is removed, and some steps cannot write the state."""
     folder, boards = tmp_path / "run", tmp_path / "boards"
     state_file = folder / RUN_STATE_FILE
     folder.mkdir()

@@ -76,8 +76,7 @@ def weights_after_reload(folder: Path, flags: str, first: Progress, last_step: i
 
 
 def test_rollback_skips_the_batches(tmp_path: Path) -> None:
-    """From step 7 to the checkpoint of step 4, since step 6 is less than two steps older. It continues with step 9's
-    batch."""
+    """From step 7 to the checkpoint of step 4, since step 6 is too recent. It continues with step 9's batch."""
     flags = f"{DELAYED} {OVERLAP}"
     back = f"{flags} {BACK} --async-save"
     unbroken = run_loop(tmp_path / "unbroken", SPIKE_AT_7, back)

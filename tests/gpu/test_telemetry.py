@@ -56,8 +56,7 @@ def test_statistics_do_not_change_training(recipe: str, extra: str) -> None:
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_transformer_engine_and_emulation_have_equal_statistics(recipe: str) -> None:
-    """Same weights and samples, the first step: tensors differ by roundings of the previous layers, weights are
-    equal."""
+    """Same weights and samples, first step: tensors differ by roundings of previous layers, weights are equal."""
     engine = first_record(RECIPES[recipe])
     emulated = first_record(f"{RECIPES[recipe]} --transformer-impl emulated")
     assert list(engine.tensors) == list(emulated.tensors)
@@ -77,8 +76,7 @@ def test_transformer_engine_and_emulation_have_equal_statistics(recipe: str) -> 
 
 
 def test_observed_codes_equal_transformer_engine() -> None:
-    """Compared with its own quantizers on a linear's weight. Its GEMM operands are in
-    tests/conformance/test_te_statistics.py."""
+    """Compared with its quantizers on a linear's weight. test_te_statistics.py compares the GEMM operands."""
     with gpu_run(f"{RECIPES['tensorwise']} {STATISTICS}") as run:
         collector = StatisticsCollector(run)
         statistics_record_of(run, 1, collector)

@@ -120,8 +120,7 @@ def assert_follows(ours: Curve, reference: Curve, grad_norm_tolerance: float) ->
 
 
 def assert_ranks_hold_the_same(reports: list[Report]) -> None:
-    """After training, ranks of a stage agree bitwise on replicated weights, and data-parallel ranks on split weights
-    too."""
+    """Ranks of a stage agree bitwise on replicated weights, and data-parallel ranks also on split weights."""
     whole, split = defaultdict(set), defaultdict(set)
     for report in reports:
         whole[report.place.pipeline_rank].add(report.whole)

@@ -79,8 +79,7 @@ def test_speed_is_compared_under_one_layout() -> None:
 
 
 def test_scaling_is_relative_to_the_same_mode_on_one_gpu() -> None:
-    """DP 4 trains four times the sequences. FP8 weights are another mode; without that mode on one GPU there is no
-    ratio."""
+    """DP 4 trains four times the sequences. FP8 weights are another mode, which has no ratio without one GPU's."""
     rows = [row("1 GPU", "bf16", 190.0), row("1 GPU", "delayed", 135.0), row("DP 4", "bf16", 200.0)]
     found = table([*rows, row("TP 4", "delayed", 54.0), row("DP 4 FP8 weights", "delayed", 140.0)])
     assert column(found, 5) == ["1.00", "1.00", "0.95", "0.62", ""]

@@ -113,8 +113,7 @@ def test_a_flipped_last_length_contradicts_the_token_size(bare_copy):
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
 @pytest.mark.parametrize("modes", [False, True])
 def test_no_damage_to_the_index_gives_other_tokens(tmp_path, dtype, modes):
-    """Without a manifest. Header, lengths and pointers reveal every change. Undetected changes elsewhere read the
-    same."""
+    """Without a manifest. Header, lengths and pointers reveal every change. Other changes read the same."""
     random = np.random.default_rng(5)
     documents = [[list(range(random.integers(0, 9))) for _ in range(random.integers(0, 3))] for _ in range(40)]
     prefix = write_megatron_shard(tmp_path / "s", documents, dtype, modes=modes)

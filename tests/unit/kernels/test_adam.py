@@ -46,8 +46,7 @@ def factor(value: float = FACTOR) -> Tensor:
 
 
 def updated(grad: Tensor, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Master weight and moments after the update, in FP64: the formula at the top of the kernel, without
-    optimization."""
+    """Master weight and moments after the update, in FP64, by the formula at the top of the kernel."""
     beta1, beta2 = (float(torch.tensor(beta, dtype=torch.float32)) for beta in (NUMBERS.beta1, NUMBERS.beta2))
     g = grad.double() * FACTOR * NUMBERS.clip
     m = beta1 * exp_avg.double() + (1 - beta1) * g
@@ -87,8 +86,7 @@ def test_adjacent_memory_is_unchanged() -> None:
 
 
 def test_master_weights_as_remainders_are_exact() -> None:
-    """The 16 bits of remainder beside a BF16 weight represent an FP32 one, rounded up or down, also near a power of
-    two."""
+    """A BF16 weight and a 16-bit remainder represent an FP32 weight, rounded up or down, also near a power of two."""
     master = torch.cat([drawn(5000), torch.tensor([1.0, 1 - 2**-24, 1 + 2**-8, -1 - 2**-8, 2**-126], device=DEVICE)])
     bits = master.view(torch.int32)
     model = ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
@@ -200,8 +198,7 @@ def test_scaled_moments_follow_the_formula(dtypes: tuple[torch.dtype, torch.dtyp
 
 @pytest.mark.parametrize("dtypes", MOMENTS, ids=str)
 def test_scaled_moments_equal_transformer_engine(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    """Unscaled, updated in FP32 and scaled by the new largest magnitude: equal codes except for ties, scales to 20
-    bits."""
+    """Unscaled, updated in FP32, scaled by the new largest magnitude: equal codes except ties, scales to 20 bits."""
     rows = drawn_rows(dtypes)
     for row, (_, *moments) in zip(rows, update(rows), strict=True):
         found = zip((row.exp_avg, row.exp_avg_sq), row.scales, moments, dtypes, strict=True)
@@ -234,8 +231,7 @@ def test_moments_survive_a_read_and_store(dtypes: tuple[torch.dtype, torch.dtype
 @pytest.mark.parametrize("dtypes", MOMENTS[:3], ids=str)
 @pytest.mark.parametrize("size", [0.0, 1e-42, 1e-30, 1e18])
 def test_extreme_moments_stay_finite(dtypes: tuple[torch.dtype, torch.dtype], size: float) -> None:
-    """Gradients that are zero, subnormal, with vanishing squares, and as large as FP32 can square; also mixed with
-    others."""
+    """Gradients that are zero, subnormal, with vanishing squares, or with the largest FP32 squares; also mixed."""
     zeros = torch.zeros(3000, device=DEVICE)
     grad = torch.full_like(zeros, size)
     grad[::7] = 0

@@ -74,8 +74,7 @@ def test_cast(dtype: torch.dtype, fmt: Format, is_power_of_two: bool) -> None:
 
 
 def where_sigmoid_is_exact() -> Tensor:
-    """Inputs [T, 2 W] with gates at which the sigmoid is 1/2 or 1, so that torch's products equal the kernels'
-    bitwise."""
+    """Inputs [T, 2 W] with gates whose sigmoid is 1/2 or 1: torch's products equal the kernels' bitwise."""
     gates = torch.randint(0, 3, (TOKENS, WIDTH), generator=torch.Generator().manual_seed(2)) * 64.0
     return torch.cat([gates.bfloat16().to(DEVICE), drawn(TOKENS, WIDTH, 3)], dim=1)
 

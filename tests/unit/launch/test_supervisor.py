@@ -157,8 +157,7 @@ def test_a_command_that_the_system_does_not_start_counts_as_a_start(tmp_path: Pa
 
 
 def test_a_signal_while_a_run_is_started_is_passed_on(tmp_path: Path) -> None:
-    """Before there is a process to pass it on to. In a separate process, because a supervisor installs signal
-    handlers."""
+    """Before the process exists. In a separate process, because a supervisor installs signal handlers."""
     program = (
         "import os, pathlib, signal, sys\n"
         "from megafp8.launch.supervisor import RestartPolicy, Supervisor\n"

@@ -29,8 +29,7 @@ SHAPE = (256, 256)
 
 
 def tensors() -> dict[str, Tensor]:
-    """Healthy tensors: normal, Laplace, heavy tails, rows and columns of other sizes, an outlier channel,
-    activations."""
+    """Healthy: normal, Laplace, heavy tails, rows and columns of other sizes, outlier channel, activations."""
     torch.manual_seed(1)
     normal, octaves = torch.randn(SHAPE), torch.randn(SHAPE[0]) * 1.5
     outlier = torch.randn(SHAPE)

@@ -214,8 +214,7 @@ def test_data_parallel_bytes_are_gradients_and_weights():
 
 @pytest.mark.parametrize(("kind", "forward", "backward"), [("p2p", 1, 2), ("allgather", 1, 2), ("a2a", 5, 5)])
 def test_context_parallel_bytes(kind, forward, backward):
-    """In units of the keys and values of a rank's tokens. a2a: (q + k + v + o) = 10 kv, of 2 kv; one part in two is
-    sent."""
+    """In units of the keys and values of a rank's tokens. a2a: (q + k + v + o) = 10 kv, of 2 kv; 1/2 is sent."""
     run = run_of({"parallel.context_parallel_size": 2, "parallel.cp_comm_type": kind})
     _, _, num_bytes = communication.context_parallel_traffic(run)
     keys_and_values = 4096 * 2 * 1024 * 2

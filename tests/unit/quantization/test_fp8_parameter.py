@@ -166,8 +166,7 @@ def test_views_share_the_weight() -> None:
 
 
 def test_codes_in_an_external_buffer() -> None:
-    """A gather of another weight into that buffer, before the backward pass has read this one, does not change this
-    one."""
+    """A gather of another weight into the buffer, before this one's backward pass, does not change this one."""
     weight, buffer = settled(torch.randn(64, 32), RECIPES["tensorwise"]), torch.zeros(2, 64, 32, dtype=torch.uint8)
     before = weight.codes.raw
     weight.codes.move_to(buffer[0])

@@ -60,8 +60,7 @@ def test_on_another_machine_only_a_stale_heartbeat_means_death(tmp_path: Path) -
 
 
 def test_a_heartbeat_in_the_future_expires(tmp_path: Path) -> None:
-    """For example, the file server's clock was set back. From the first check on, age is measured by its current
-    clock."""
+    """For example after the file server's clock was set back. Age is then measured by its current clock."""
     path = leave(tmp_path, ELSEWHERE, -1e12)
     with pytest.raises(RunFolderInUse, match=r"process 17 on other holds .* \d+ s in the future"):
         acquire_run_lock(tmp_path)

@@ -1,5 +1,4 @@
-"""A program of `test_te_without_cuda.py`: which tensors our kernels quantize, and which ones Transformer Engine's
-do."""
+"""A program of `test_te_without_cuda.py`: which tensors our kernels quantize, and which Transformer Engine's."""
 
 from types import SimpleNamespace
 
