@@ -65,7 +65,7 @@ def test_runs_are_paired_in_the_report(finished: tuple[Path, subprocess.Complete
 
 
 @pytest.mark.slow
-def test_the_preview_of_the_schedule_is_what_the_run_recorded(finished) -> None:
+def test_the_schedule_preview_equals_the_recorded_run(finished) -> None:
     from megafp8.config import flags
 
     run = load_run(finished[0] / "bf16" / "seed7")

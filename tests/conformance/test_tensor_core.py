@@ -32,7 +32,7 @@ def test_bits_far_below_the_largest_addend_are_truncated() -> None:
     assert product([1, 1.5 * tiny], [1, 1.5 * tiny]) == 1 + 2.0**-13
 
 
-def test_fp32_keeps_what_a_step_cannot() -> None:
+def test_fp32_keeps_bits_that_a_step_truncates() -> None:
     row = [1, *[0.0] * 31, 2.0**-7]
     assert product(row, row) == 1
     assert product(row, row, promoted_after=STEP) == 1 + 2.0**-14

@@ -131,7 +131,7 @@ def test_overflow_at_the_minimum_loss_scale_is_a_nonfinite_gradient(flags: str, 
         assert is_unchanged
 
 
-def test_gradient_norm_above_fp16_range_is_no_overflow() -> None:
+def test_gradient_norm_above_fp16_range_is_not_an_overflow() -> None:
     """Squares are summed in FP32: a norm above 65504 is no overflow."""
 
     def step() -> Curve:

@@ -166,7 +166,7 @@ def test_c_code_that_holds_the_gil_is_a_hang(tmp_path: Path, monkeypatch: pytest
     assert "Timeout" in text and "in hold_the_lock" in text
 
 
-def test_a_paused_process_is_no_hang(monkeypatch: pytest.MonkeyPatch, often: None) -> None:
+def test_a_paused_process_is_not_a_hang(monkeypatch: pytest.MonkeyPatch, often: None) -> None:
     """It is stopped for longer than its limit, and continues."""
     limit_s = 2.0
     monkeypatch.setattr(watchdog, "PAUSED_S", 1.0)

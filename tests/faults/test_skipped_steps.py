@@ -185,7 +185,7 @@ def test_nonfinite_values_exit_with_status_65(tmp_path: Path) -> None:
     assert (state.state, state.exit_status, state.step) == ("failed", 65, 1)
 
 
-def test_loss_scale_overflow_is_no_skipped_step(tmp_path: Path) -> None:
+def test_loss_scale_overflow_does_not_count_as_skipped_step(tmp_path: Path) -> None:
     """FP16 finds its loss scale by trial, and no step may be skipped here. A non-finite loss still counts."""
     flags = f"{LENGTH} --fp16 --initial-loss-scale 4294967296 --hysteresis 1 --exit-interval 2"
     assert run_loop(tmp_path / "overflow", "", flags, 1).progress == Progress(2, 16, SkipHistory(num_overflows=2))

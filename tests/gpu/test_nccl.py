@@ -184,7 +184,7 @@ def test_validation_and_statistics_steps_of_two_ranks_do_not_change_training(run
     assert runs.losses(f"looks{graph}") == runs.losses("whole FP8 weights")
 
 
-def test_fp8_weights_halve_what_is_gathered(runs: Runs) -> None:
+def test_fp8_weights_halve_the_gathered_bytes(runs: Runs) -> None:
     """Most of what stays BF16 is the embedding and the output layer: 787,712 bytes instead of 1,443,072."""
     runs.losses("DP 2 tensorwise FP8 weights")
     plain, fp8 = (

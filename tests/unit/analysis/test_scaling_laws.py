@@ -173,7 +173,7 @@ def test_json_has_no_infinity(report) -> None:
     assert shift["effective"] == {"value": None, "low": 0.5, "high": None}
 
 
-def test_speed_takes_the_fastest_layout_and_compares() -> None:
+def test_speed_compares_the_fastest_layouts() -> None:
     def run(recipe: str, world_size: int, speed: float, **layout: int) -> Point:
         fields = {"world_size": world_size, "layout": layout, "tokens_per_second": speed, "settings": f"{layout}"}
         return point(50_000, recipe, **fields)

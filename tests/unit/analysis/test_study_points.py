@@ -54,7 +54,7 @@ def test_points_are_read_back(study: Path, tmp_path: Path) -> None:
     assert load_points(path) == found
 
 
-def test_a_folder_that_is_no_study_is_an_error(tmp_path: Path) -> None:
+def test_a_folder_without_a_study_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no study in .*: no study.json, which launcher/scaling_study.py writes"):
         load_points(tmp_path)
     wrong = tmp_path / "points.json"

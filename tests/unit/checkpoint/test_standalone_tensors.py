@@ -102,7 +102,7 @@ def test_a_missing_layer_is_an_error(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "no JSON", "{}", '{"sharded_backend": "torch_dist"}'])
-def test_a_folder_that_is_no_checkpoint_is_an_error(content: str | None, tmp_path: Path) -> None:
+def test_other_folders_than_checkpoints_are_an_error(content: str | None, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / MANIFEST).write_text(content, encoding="utf-8")
     with pytest.raises(CheckpointError, match="cannot be read as a checkpoint"):

@@ -61,7 +61,7 @@ def test_a_progress_bar_on_a_terminal(clock, monkeypatch):
     assert "50 documents/s, 100 tokens/s, 100.0 MB/s" in stream.getvalue()
 
 
-def test_no_work_is_no_division_by_zero(clock):
+def test_no_work_does_not_divide_by_zero(clock):
     display = ProgressDisplay(stream=io.StringIO())
     display(progress(1, 10))
     assert "0 documents/s" in display.describe(progress(1, 10))

@@ -98,7 +98,7 @@ def test_padded_vocabulary(changes, vocab, padded):
     assert padded % config.parallel.tensor_model_parallel_size == 0
 
 
-def test_dimensions_are_multiples_of_what_the_strictest_recipe_needs():
+def test_dimensions_are_multiples_for_the_strictest_recipe():
     recipes = {"fp8_format": "e4m3", "fp8_recipe": "tensorwise"}
     assert derived.gemm_alignment(PrecisionConfig()) == 1
     assert derived.gemm_alignment(PrecisionConfig(**recipes)) == 16

@@ -118,7 +118,7 @@ def test_overridable_fields_are_megatron_cores():
         assert field in classes[section].__dataclass_fields__, target
 
 
-def test_a_refused_flag_takes_its_values_with_it():
+def test_a_refused_flag_consumes_its_values():
     with pytest.raises(ConfigError) as caught:
         parse(["--moe-router-load-balancing-type", "aux_loss", "seq_aux_loss", "--num-experts", "8", "--bogus", "1"])
     assert len(caught.value.problems) == 3

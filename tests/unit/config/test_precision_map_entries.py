@@ -198,7 +198,7 @@ def test_a_file_is_read_into_the_settings(tmp_path: Path) -> None:
         ("a: [bf16\n", "line 2: not YAML: "),
     ],
 )
-def test_a_file_that_is_no_map_is_refused(content: str, words: str, tmp_path: Path) -> None:
+def test_an_invalid_map_file_is_refused(content: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "map.yaml"
     path.write_text(content)
     with pytest.raises(ConfigError) as caught:

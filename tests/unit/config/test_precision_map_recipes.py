@@ -14,7 +14,7 @@ from megafp8.recipes.description import describe
 from megafp8.recipes.formats import E2M1, E4M3, E5M2, Format
 
 
-def test_no_format_is_no_recipe() -> None:
+def test_without_a_format_there_is_no_recipe() -> None:
     assert build_recipe(PrecisionConfig()) is None
 
 

@@ -49,12 +49,12 @@ def test_incompatible_settings_are_refused(text: str) -> None:
     assert problem.startswith(f"--fp8-dot-product-attention with {text}: ")
 
 
-def test_recomputing_attention_alone_would_be_outside_of_the_recipe() -> None:
+def test_recomputing_attention_alone_is_refused() -> None:
     (problem,) = found(f"{ASKED} --recompute-granularity selective")
     assert "with --recompute-modules core_attn: " in problem
 
 
-def test_weights_in_fp32_have_no_such_attention() -> None:
+def test_fp8_attention_needs_bf16_weights() -> None:
     (problem,) = found(ASKED.removeprefix("--bf16 "))
     assert problem.startswith("--fp8-dot-product-attention without --bf16: ")
 

@@ -70,7 +70,7 @@ def test_fused_mlp_is_on_by_default_where_supported(values: dict[str, Any], fuse
 
 
 @pytest.mark.parametrize(("seq_length", "fits"), [(64, True), (72, False)])
-def test_our_kernels_take_128_tokens_at_a_time(seq_length: int, fits: bool) -> None:
+def test_our_kernels_need_multiples_of_128_tokens(seq_length: int, fits: bool) -> None:
     sizes = PRESETS["tiny"] | {"data.seq_length": seq_length, "training.micro_batch_size": 2}
     config = with_values(RunConfig(), BLOCKWISE | TRITON | sizes)
     found = list(quantize_kernels_have_what_they_quantize(config, 1))
@@ -87,7 +87,7 @@ def test_our_kernels_take_128_tokens_at_a_time(seq_length: int, fits: bool) -> N
     ],
 )
 @pytest.mark.parametrize("recipe", [DELAYED, BLOCKWISE])
-def test_swiglu_takes_128_tokens_and_channels_at_a_time(
+def test_swiglu_needs_multiples_of_128_tokens_and_channels(
     recipe: dict[str, Any], sizes: dict[str, Any], made: str | None
 ) -> None:
     """Elsewhere Transformer Engine's kernel would run instead of the requested one."""

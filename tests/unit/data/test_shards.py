@@ -21,7 +21,7 @@ def test_same_bytes_as_megatron_cores_builder(tmp_path, documents, dtype):
     assert content_of(write_shard(tmp_path / "ours", documents, dtype)) == content_of(theirs)
 
 
-def test_megatron_core_reads_what_was_written(tmp_path):
+def test_megatron_core_reads_our_shards(tmp_path):
     documents = [[1, 2, 3], [4], [5, 6]]
     assert read_sequences(write_shard(tmp_path / "s", documents)) == documents
 

@@ -220,7 +220,7 @@ def test_a_complete_installation_is_found(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert capability.transformer_engine_version() == ("2.20.2", None)
 
 
-def test_a_missing_transformer_engine_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_transformer_engine_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 

@@ -94,7 +94,7 @@ def test_after_a_signal_runs_save_and_none_starts(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGINT) is handler
 
 
-def test_a_signal_before_a_run_began_is_no_failure(tmp_path: Path) -> None:
+def test_a_signal_before_a_run_started_is_not_a_failure(tmp_path: Path) -> None:
     ends = {"ended": "os.kill(os.getpid(), signal.SIGTERM)", "crashed": "os.kill(os.getpid(), signal.SIGKILL)"}
     runs = [
         PooledRun(name=name, command=(sys.executable, "-c", f"import os, signal; {words}"), folder=tmp_path / name)

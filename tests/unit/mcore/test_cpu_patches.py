@@ -44,7 +44,7 @@ def test_module_still_names_cuda(module: str) -> None:
     assert any(text in source for text in ('"cuda"', "'cuda'", "pin_memory")), f"{module} needs no view of torch now"
 
 
-def test_every_patch_says_why() -> None:
+def test_every_patch_has_a_reason() -> None:
     names = [patch.name for patch in cpu_patches.PATCHES]
     assert len(set(names)) == len(names)
     assert all(patch.reason and patch.evidence for patch in cpu_patches.PATCHES)

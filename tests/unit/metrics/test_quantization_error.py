@@ -148,7 +148,7 @@ def test_octaves_end_at_powers_of_two_below_the_largest(magnitude: float, entry:
     assert [i for i, count in enumerate(counts) if count] == [entry]
 
 
-def test_rounding_of_the_scale_is_no_saturation() -> None:
+def test_rounding_of_the_scale_is_not_saturation() -> None:
     """amax x (448 / amax) may be slightly above 448."""
     values = torch.tensor([448.0 * (1 + 2.0**-22), 448.0 * (1 + 2.0**-18)], dtype=torch.float64)
     stats = quantization_stats(values, values.clamp(max=448.0), torch.ones(()), FORMAT_MAX)

@@ -122,7 +122,7 @@ def test_first_bad_tensor() -> None:
     assert find_bad_tensor([chunk(a=torch.ones(2)), model]) == BadTensor("weight", "a", 1)
 
 
-def test_the_projection_of_attention_comes_behind_what_it_multiplies() -> None:
+def test_attention_projection_is_ordered_after_its_input() -> None:
     """megatron-core creates it first."""
     attention = ("linear_proj.weight", "linear_qkv.weight", "q_layernorm.weight")
     parts = ("norm", *(f"self_attention.{each}" for each in attention), "mlp")

@@ -56,7 +56,7 @@ def test_spikes_equal_exact_arithmetic(seed: int) -> None:
     assert found > 5
 
 
-def test_nothing_is_a_spike_before_there_is_something_to_compare_with() -> None:
+def test_no_spike_before_the_window_is_filled() -> None:
     window: Window = ()
     for loss in (1.0, 1.1, 0.9):
         assert DETECTOR.find_spike(window, 1e9, 1e9) is None
@@ -65,7 +65,7 @@ def test_nothing_is_a_spike_before_there_is_something_to_compare_with() -> None:
     assert DETECTOR.find_spike(DETECTOR.after_update(window, 1.0, 1.0), 1e9, 1.0) is not None
 
 
-def test_below_the_mean_is_no_spike() -> None:
+def test_below_the_mean_is_not_a_spike() -> None:
     window = tuple((1.0 + step % 2 / 100, 1.0) for step in range(8))
     assert DETECTOR.find_spike(window, 0.0, 0.0) is None
 

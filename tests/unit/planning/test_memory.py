@@ -73,7 +73,7 @@ def test_full_recompute_keeps_the_input_of_each_layer():
     assert estimate_memory(in_block, 1, 1024).activations_bytes == 8 * 2 * SBH + layer.total
 
 
-def test_flash_attention_keeps_no_matrix():
+def test_flash_attention_saves_no_score_matrix():
     flash = layer_activations(config_of(precision__attention_backend="flash"))
     assert flash.core_attention == 128 * 4 * 8 * 4
 
@@ -97,7 +97,7 @@ def test_layers_in_flight(stages, chunks, stage, layers):
     assert layers_in_flight(config, stages, stage) == layers
 
 
-def test_few_microbatches_fill_no_pipeline():
+def test_few_microbatches_limit_the_layers_in_flight():
     config = config_of(parallel__pipeline_model_parallel_size=4, training__global_batch_size=8)
     assert layers_in_flight(config, 4, 0) == 2 * 2
 
@@ -183,7 +183,7 @@ def test_layers_in_high_precision_have_no_copies(stages, stage, kept):
     assert estimate.fp8_copies_bytes == quantizable * (layers - kept) // layers
 
 
-def test_ends_of_a_pipeline():
+def test_memory_of_first_and_last_pipeline_stages():
     config = config_of(parallel__pipeline_model_parallel_size=4)
     first, last = estimate_end_stages(config, 4, 1024)
     assert first.logits_bytes == 0 < last.logits_bytes
@@ -245,7 +245,7 @@ def test_eager_steps_beside_a_graph_have_their_own_memory():
     assert beside(**graph, training__eval_iters=0)[0] == beside(logging__fp8_log_interval=100)[0] == 0
 
 
-def test_what_torch_does_not_allocate_grows_with_the_groups():
+def test_memory_outside_torch_grows_with_the_groups():
     alone = non_torch_bytes(config_of(), 1)
     assert non_torch_bytes(config_of(), 4) == alone + 2 * COMMUNICATOR_BYTES  # data parallel, and the world
     both = config_of(parallel__tensor_model_parallel_size=2, parallel__pipeline_model_parallel_size=2)

@@ -67,7 +67,7 @@ def test_a_smaller_gpu_has_fewer_layouts(eight):
     assert len(on_h100.layouts) < len(eight.layouts)
 
 
-def test_a_model_that_does_not_fit_says_what_it_needs():
+def test_a_model_that_does_not_fit_reports_its_need():
     found = search(gpus=1, gpu="h100")
     assert found.layouts == [] and found.smallest_bytes > GPUS["h100"].memory_bytes
     text = plan_text(invoked("--model-preset llama3-70b", gpus=8, scaling=()), 3)
@@ -96,7 +96,7 @@ def test_missing_settings_are_assumed_and_reported(planned):
     assert "True" not in text
 
 
-def test_what_is_given_is_not_assumed():
+def test_given_settings_are_not_assumed():
     given = "--fp8-format e4m3 --seq-length 4096 --global-batch-size 32 --lr 1e-4 --train-iters 5 --bf16"
     found = invoked(f"--model-preset llama3-8b --fp8-recipe tensorwise {given}", scaling=()).search
     config = found.layouts[0].run.config
@@ -143,7 +143,7 @@ def test_a_prime_number_of_gpus_is_compared_with_others():
     assert "about the same batch on more GPUs" in text and "best speed a GPU at 4,096 GPUs" in text
 
 
-def test_limits_are_where_the_speed_falls(planned):
+def test_scaling_limits_are_where_efficiency_drops(planned):
     speeds = {count: layout.step.tokens_per_s_per_gpu for count, layout in planned.scaling.items()}
     assert speeds[8] > speeds[4096]
     limits = scaling_limits(planned.scaling)
@@ -151,7 +151,7 @@ def test_limits_are_where_the_speed_falls(planned):
     assert all(limit.part not in MODEL_GEMM_PARTS for limit in limits)
 
 
-def test_few_gpus_that_are_slow_limit_no_scaling(planned):
+def test_slow_small_clusters_are_not_scaling_limits(planned):
     """The best speed is at 64 GPUs. The loss at 8 is not a scaling loss."""
     layouts_of = {8: planned.scaling[4096], 64: planned.scaling[8]}
     assert scaling_limits(layouts_of) == []

@@ -160,7 +160,7 @@ def test_selective_recompute_runs_its_part_again():
 # ---- communication ------------------------------------------------------------------------------------------------
 
 
-def test_a_ring_moves_all_but_one_part():
+def test_ring_collectives_move_all_but_one_shard():
     run = run_of()
     speed = 450e9 * run.calibration.nvlink_fraction
     expected = 1e9 * 7 / 8 / speed + COLLECTIVE_START_S + 7 * communication.NVLINK_STEP_S
@@ -168,7 +168,7 @@ def test_a_ring_moves_all_but_one_part():
     assert ring_collective_s(run, RankGroup(1, 1), 1e9) == 0
 
 
-def test_between_nodes_each_rank_of_a_node_brings_an_adapter():
+def test_bandwidth_between_nodes_adds_one_adapter_per_rank():
     run = run_of(gpus=64)
     large = 1e12
     adapter = 50e9 * communication.NETWORK_FRACTION

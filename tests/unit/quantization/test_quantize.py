@@ -85,7 +85,7 @@ def test_input_is_unchanged(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
-def test_error_is_half_a_step(fmt: Format) -> None:
+def test_error_is_at_most_half_a_quantization_step(fmt: Format) -> None:
     x = torch.randn(64, 64)
     quantized = quantize(x, OperandRule(format=fmt))
     half_step = torch.maximum(

@@ -24,7 +24,7 @@ def fresh_registry():
     registry.clear_cache()
 
 
-def test_recipes_come_from_the_coarsest_to_the_finest_scales() -> None:
+def test_recipes_are_ordered_from_coarse_to_fine_scales() -> None:
     assert registry.names() == ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4")
     assert registry.names("fp4") == ("nvfp4",)
 
@@ -72,7 +72,7 @@ FACTS_OF = {
 
 
 @pytest.mark.parametrize("name", FACTS_OF)
-def test_what_follows_from_the_rules(name: str) -> None:
+def test_properties_derived_from_the_rules(name: str) -> None:
     assert tuple(getattr(registry.get(name), fact) for fact in FACTS) == FACTS_OF[name]
 
 

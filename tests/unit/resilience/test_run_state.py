@@ -61,7 +61,7 @@ def test_unknown_fields_of_newer_versions_are_ignored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"state": "done"}', "null"])
-def test_a_file_that_cannot_be_read_is_no_state(tmp_path: Path, text: str) -> None:
+def test_an_unreadable_state_file_is_ignored(tmp_path: Path, text: str) -> None:
     (tmp_path / RUN_STATE_FILE).write_text(text)
     assert read_run_state(tmp_path) is None
 

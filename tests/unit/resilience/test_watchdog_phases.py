@@ -69,7 +69,7 @@ def test_the_default_limit_follows_the_slowest_recent_phase(clock: Clock) -> Non
     assert phases.limit_s(EVALUATION) == FIRST_LIMIT_S
 
 
-def test_zero_is_no_limit(clock: Clock) -> None:
+def test_zero_means_no_limit(clock: Clock) -> None:
     phases = PhaseClock(0.0, 0.0, clock)
     for name in (STEP, EVALUATION, "save"):
         run(phases, clock, name, 1.0)

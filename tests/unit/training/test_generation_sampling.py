@@ -46,7 +46,7 @@ def test_top_p_keeps_the_fewest_that_reach_it(top_p, kept) -> None:
     assert found[1] == pytest.approx(0.5 / sum([0.5, 0.25, 0.125, 0.125][: len(kept)]))
 
 
-def test_top_p_counts_what_top_k_and_temperature_left() -> None:
+def test_top_p_applies_after_top_k_and_temperature() -> None:
     # Of the two kept, 2/3 and 1/3, the first reaches 0.6. Of all four it would not.
     assert list(shares(Sampling(top_k=2, top_p=0.6))) == [1]
     assert list(shares(Sampling(top_p=0.6))) == [1, 2]
@@ -67,7 +67,7 @@ def test_draws_follow_the_probabilities() -> None:
     assert found == pytest.approx([0.125, 0.5, 0.25, 0.125], abs=0.032)
 
 
-def test_greedy_takes_the_first_of_the_largest_and_draws_nothing() -> None:
+def test_greedy_selects_the_first_maximum_without_a_draw() -> None:
     generator = torch.Generator().manual_seed(1)
     before = generator.get_state()
     assert next_token(torch.tensor([0.0, 2.0, 2.0]), GREEDY, generator) == 1

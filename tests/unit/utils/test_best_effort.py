@@ -115,7 +115,7 @@ def test_a_folder_that_becomes_a_file_and_a_folder_again(tmp_path: Path, reports
     assert len(reports) == 2
 
 
-def test_a_file_that_comes_back_with_its_disk_gets_no_second_header(tmp_path: Path, reports: list[str]) -> None:
+def test_a_file_that_reappears_gets_no_second_header(tmp_path: Path, reports: list[str]) -> None:
     path = tmp_path / "folder/log"
     log = log_file(path, reports)
     log.append(b"head\n", is_header=True)

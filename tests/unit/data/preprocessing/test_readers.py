@@ -138,7 +138,7 @@ def test_the_limit_does_not_change_blocks(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.gz", pytest.param("a.jsonl.zst", marks=needs_zstd)])
-def test_a_small_file_that_unpacks_to_a_large_document_takes_little_memory(tmp_path, name):
+def test_a_highly_compressed_document_needs_little_memory(tmp_path, name):
     (tmp_path / name).write_bytes(compressed(name, bytes(1 << 26)))
     (source,) = find_sources([str(tmp_path / name)], max_document_bytes=1 << 20)
     assert source.num_bytes < 1 << 18

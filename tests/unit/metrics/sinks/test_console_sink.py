@@ -23,7 +23,7 @@ class Clock:
         return self.now
 
 
-def test_lines_come_at_the_first_step_the_interval_and_the_end(make_step) -> None:
+def test_lines_are_written_at_the_first_step_the_interval_and_the_end(make_step) -> None:
     stream = io.StringIO()
     sink = ConsoleSink(total_steps=23, log_interval=10, stream=stream)
     for step in range(1, 24):

@@ -38,7 +38,7 @@ def test_scalars_have_the_names_and_units_of_megatron(tmp_path, make_run, make_s
     assert "forward-time" not in values
 
 
-def test_options_choose_what_is_written(tmp_path, make_step) -> None:
+def test_options_select_the_written_values(tmp_path, make_step) -> None:
     sink = TensorBoardSink(tmp_path, log_interval=3, log_memory=True, log_timers=True)
     for step in range(1, 8):
         sink.write(make_step(step, memory_peak_bytes=2**30, timers_ms={"forward": 50.0}))
